@@ -1,0 +1,96 @@
+"""Every exception of the library.
+
+    PrimeblocksError
+    ├── UsageError (ValueError)           the caller can fix the arguments
+    │   ├── ShapeError                    a tensor's shape or dtype does not fit
+    │   ├── PlanError                     degrees, layouts or names do not fit together
+    │   └── UnsupportedError              a combination that is refused, with reason and remedy
+    ├── MissingPackageError (ImportError) an optional package is not installed
+    ├── DeadlineError (TimeoutError)      a wait ended at its deadline
+    ├── CorruptionError                   a checksum or digest did not match
+    ├── CapacityError                     no room: pool, disk or buffer
+    ├── TransferError                     a weight transfer was rolled back
+    ├── EngineError                       the inference engine died or refused
+    ├── RankError                         a rank of a process group failed
+    └── ClosedError                       used after close()
+
+Messages carry numbers and a remedy.
+"""
+
+__all__ = [
+    "CapacityError",
+    "ClosedError",
+    "CorruptionError",
+    "DeadlineError",
+    "EngineError",
+    "MissingPackageError",
+    "PlanError",
+    "PrimeblocksError",
+    "RankError",
+    "ShapeError",
+    "TransferError",
+    "UnsupportedError",
+    "UsageError",
+]
+
+
+class PrimeblocksError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class UsageError(PrimeblocksError, ValueError):
+    """The arguments do not make sense together; nothing was changed."""
+
+
+class ShapeError(UsageError):
+    """A tensor's shape or dtype does not fit."""
+
+
+class PlanError(UsageError):
+    """Degrees, layouts or names do not fit together."""
+
+
+class UnsupportedError(UsageError):
+    """A combination that is refused, with the reason and a remedy."""
+
+
+class MissingPackageError(PrimeblocksError, ImportError):
+    """An optional package is not installed.
+
+    Args:
+        package: what could not be imported.
+        extra: the extra of primeblocks that brings it.
+    """
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(f"{package} is not installed. Run: pip install 'primeblocks[{extra}]'")
+        self.package = package
+        self.extra = extra
+
+
+class DeadlineError(PrimeblocksError, TimeoutError):
+    """A wait ended at its deadline."""
+
+
+class CorruptionError(PrimeblocksError):
+    """Bytes are not what their checksum or digest says."""
+
+
+class CapacityError(PrimeblocksError):
+    """There is no room left, in a pool, on a disk or in a buffer."""
+
+
+class TransferError(PrimeblocksError):
+    """A weight transfer failed and was rolled back; the old version is still served."""
+
+
+class EngineError(PrimeblocksError):
+    """The inference engine died or refused a call."""
+
+
+class RankError(PrimeblocksError):
+    """A rank of a process group failed; the message holds its traceback."""
+
+
+class ClosedError(PrimeblocksError):
+    """The object was used after close()."""

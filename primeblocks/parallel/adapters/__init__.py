@@ -1,0 +1,1 @@
+"""Third-party packages, each in the file that bears its name."""

@@ -1,0 +1,2 @@
+"""Test tools, for users too."""
+__all__: list[str] = []
