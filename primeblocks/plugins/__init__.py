@@ -1,1 +1,3 @@
-"""Entry points of host packages."""
+"""Entry points of host packages; nothing here is imported by the library itself."""
+
+__all__: list[str] = []

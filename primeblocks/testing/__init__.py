@@ -1,2 +1,24 @@
-"""Test tools, for users too."""
-__all__: list[str] = []
+"""What tests of distributed reinforcement learning need, for our tests and for yours.
+
+`ranks` runs a function on several gloo ranks; `tiny_models` makes random mixture-of-experts
+checkpoints; `oracles` compares with float64; `strategies` draws inputs for hypothesis; `faults`
+holds clocks, transports and files that fail on purpose. A module is loaded when it is first named.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import faults, oracles, ranks, strategies, tiny_models
+
+__all__ = ["faults", "oracles", "ranks", "strategies", "tiny_models"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,2 +1,28 @@
-"""TBD"""
-__all__: list[str] = []
+"""Move trained weights into running engines, all or nothing.
+
+Every trainer rank writes its own shards into one blob per version; engines check a digest over
+every byte before they load it, and keep serving the old version until the new one is whole.
+"""
+
+from .manifest import Manifest, TensorSpec, describe, gather_manifests
+from .marker import Receipt
+from .plan import Plan, plan_sync
+from .publish import Publisher
+from .receive import Subscriber
+from .transport import FileTransport, SharedMemoryTransport, Transport, open_transport
+
+__all__ = [
+    "FileTransport",
+    "Manifest",
+    "Plan",
+    "Publisher",
+    "Receipt",
+    "SharedMemoryTransport",
+    "Subscriber",
+    "TensorSpec",
+    "Transport",
+    "describe",
+    "gather_manifests",
+    "open_transport",
+    "plan_sync",
+]

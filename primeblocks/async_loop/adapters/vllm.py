@@ -1,0 +1,396 @@
+"""vLLM 0.32's asynchronous engine: tokens in; tokens, log-probabilities and versions out.
+
+The environment variables that vLLM reads are the caller's business; docs/async_loop.md says
+which ones a CPU needs. The engine is a *spawned* child process, so a script that starts one
+needs `if __name__ == "__main__":`.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import multiprocessing
+import threading
+from collections.abc import Awaitable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import (
+    ClosedError,
+    DeadlineError,
+    EngineError,
+    MissingPackageError,
+    UnsupportedError,
+    UsageError,
+)
+from ..checkpoint_files import check_checkpoint
+from ..clock import Clock, MonotonicClock, within
+from ..rollout import Rollout, versions_from_spans
+from ..worker import WorkerThread
+
+try:
+    import vllm
+except ModuleNotFoundError as error:
+    if error.name != "vllm":
+        raise
+    raise MissingPackageError("vllm", "vllm") from error
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMClientError
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+__all__ = ["Completion", "VllmEngine", "base_engine_args"]
+
+T = TypeVar("T")
+
+# Seconds between looks for the child process while vLLM's constructor runs in its thread.
+_POLL_S = 0.01
+
+# One engine is launched at a time, to know which child process belongs to which engine.
+_LAUNCHING = threading.Lock()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Completion:
+    """One completion as the engine returned it; arrays have one entry per completion token.
+
+    `routed_experts` is vLLM's array `[tokens - 1, layers, top_k]` over prompt and completion,
+    or None if the engine does not return routes. `num_cached_tokens` counts the prompt
+    tokens that came from the KV cache.
+    """
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: NDArray[np.int64]
+    finish_reason: str
+    routed_experts: NDArray | None
+    num_cached_tokens: int
+
+    def to_rollout(self, *, prompt_id: Hashable = None) -> Rollout:
+        """The same as a `Rollout`; routes become `attachments["routed_experts"]`."""
+        routes = self.routed_experts
+        return Rollout(
+            tokens=np.array(self.prompt + self.tokens),
+            prompt_length=len(self.prompt),
+            logprobs=np.array(self.logprobs),
+            versions=self.versions,
+            finish_reason=self.finish_reason,
+            prompt_id=prompt_id,
+            attachments={} if routes is None else {"routed_experts": routes},
+        )
+
+
+def base_engine_args(
+    model: str | Path,
+    *,
+    dtype: str,
+    max_model_len: int,
+    max_num_seqs: int,
+    kv_bytes: int,
+    block_size: int = 32,
+    seed: int = 0,
+    **more: Any,
+) -> dict[str, Any]:
+    """Engine arguments for rollouts; pure.
+
+    Token ids in and out without a tokenizer; log-probabilities of the distribution
+    that was sampled from; the checkpoint's own sampling defaults ignored; a KV cache of a
+    stated size; no compilation, under which routes are captured as zeros on CPU.
+
+    Args:
+        more: any other vLLM argument; one given here wins.
+    """
+    arguments = {
+        "model": str(model),
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "kv_cache_memory_bytes": kv_bytes,
+        "block_size": block_size,
+        "seed": seed,
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+    }
+    return arguments | more
+
+
+class VllmEngine:
+    """A running vLLM engine, where every call has a deadline and every failure a type.
+
+    `llm` is vLLM's own `AsyncLLM`, for weight transfer. Belongs to the event loop
+    that started it. Make one with `await VllmEngine.start(...)`; it is an async context manager.
+    """
+
+    def __init__(self, llm: AsyncLLM, processes: Sequence[BaseProcess], clock: Clock) -> None:
+        loop = asyncio.get_running_loop()
+        self.llm = llm
+        self._processes = tuple(processes)
+        self._clock = clock
+        self._ids = itertools.count()
+        self._closed = False
+        # vLLM fails pending requests when its process dies, but not pending control calls.
+        self._gone: asyncio.Future[BaseException] = loop.create_future()
+        for process in self._processes:
+            loop.add_reader(process.sentinel, self._on_death, process)
+
+    @classmethod
+    async def start(
+        cls,
+        engine_kwargs: Mapping[str, Any],
+        *,
+        timeout_s: float,
+        version: int = 0,
+        clock: Clock | None = None,
+    ) -> "VllmEngine":
+        """Start the engine process and label its weights `version`.
+
+        Local; the event loop keeps running. Works in a process that torchrun started.
+
+        Raises:
+            EngineError: wrong checkpoint, refused arguments, or the process died.
+            DeadlineError: not ready within `timeout_s`; what was started is killed.
+            UnsupportedError: another vLLM than 0.32.
+        """
+        if not vllm.__version__.startswith("0.32."):
+            raise UnsupportedError(
+                f"tested with vLLM 0.32.*; found {vllm.__version__}. Run: pip install 'vllm==0.32.*'"
+            )
+        model = str(engine_kwargs["model"])
+        if engine_kwargs.get("load_format") != "dummy" and _is_path(model):
+            check_checkpoint(model)
+        clock = MonotonicClock() if clock is None else clock
+        launch = _Launch(engine_kwargs, clock)
+        try:
+            llm = await within(
+                launch.run(), timeout_s=timeout_s, clock=clock, what="the start of the vLLM engine"
+            )
+            engine = cls(llm, launch.processes, clock)
+        except BaseException:
+            launch.abandon()
+            raise
+        try:
+            await engine.call(llm.update_weight_version(str(version)), timeout_s=timeout_s)
+        except BaseException:
+            await engine.close()
+            raise
+        return engine
+
+    async def __aenter__(self) -> "VllmEngine":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The engine's processes."""
+        return tuple(p.pid for p in self._processes if p.pid is not None)
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int,
+        timeout_s: float,
+        n: int = 1,
+        temperature: float = 1.0,
+        stop_token_ids: Sequence[int] = (),
+        cache_salt: str | None = None,
+        seed: int | None = None,
+        request_id: str | None = None,
+    ) -> tuple[Completion, ...]:
+        """Sample `n` completions of one prompt.
+
+        If it is cancelled or too late, the request is taken out of the engine.
+
+        Args:
+            cache_salt: requests share KV pages only with requests of the same salt; use one
+                per policy version.
+
+        Raises:
+            DeadlineError: no answer within `timeout_s`; a hung engine looks like this.
+            EngineError: the engine died, before or during the request.
+            UsageError: the request does not fit the engine.
+        """
+        params = SamplingParams(
+            n=n,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            stop_token_ids=list(stop_token_ids),
+            seed=seed,
+            logprobs=0,  # the sampled token's only
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        tokens = tuple(int(token) for token in prompt)
+        inputs: dict[str, Any] = {"prompt_token_ids": list(tokens)}
+        if cache_salt is not None:
+            inputs["cache_salt"] = cache_salt
+        name = f"primeblocks-{next(self._ids)}" if request_id is None else request_id
+        output = await self.call(self._last_output(inputs, params, name), timeout_s=timeout_s)
+        outputs = sorted(output.outputs, key=lambda one: one.index)
+        return tuple(_completion(tokens, one, output.num_cached_tokens or 0) for one in outputs)
+
+    async def call(self, awaitable: Awaitable[T], *, timeout_s: float) -> T:
+        """Await one of `llm`'s coroutines with a deadline; ends at once if the engine dies.
+
+        Raises:
+            DeadlineError, EngineError, UsageError, ClosedError: as `generate` does.
+        """
+        if self._gone.done():
+            # A coroutine that nobody awaits would warn.
+            if asyncio.iscoroutine(awaitable):
+                awaitable.close()
+            raise self._gone.result().with_traceback(None)
+        try:
+            return await within(
+                awaitable,
+                timeout_s=timeout_s,
+                clock=self._clock,
+                what="a call to the vLLM engine",
+                unless=self._gone,
+            )
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise EngineError(f"the vLLM engine failed: {error}") from error
+        except (VLLMClientError, ValueError) as error:
+            raise UsageError(f"vLLM refused the request: {error}") from error
+
+    async def close(self, *, timeout_s: float = 10.0) -> None:
+        """Stop the engine; its processes are gone afterwards, whatever state they were in."""
+        if self._closed:
+            return
+        self._closed = True
+        for process in self._processes:
+            asyncio.get_running_loop().remove_reader(process.sentinel)
+        self._end(ClosedError("the vLLM engine is closed"))
+        handler = self.llm.output_handler
+        if handler is not None:
+            # First of all, or it takes the shutdown for a crash and logs a traceback.
+            handler.cancel()
+            await asyncio.wait({handler}, timeout=1.0)
+        worker = WorkerThread("vllm-close")
+        with contextlib.suppress(DeadlineError):
+            await within(
+                worker.call(self.llm.shutdown, timeout=timeout_s / 2),
+                timeout_s=timeout_s,
+                clock=self._clock,
+                what="vLLM's shutdown",
+            )
+        worker.close()
+        _kill(self._processes)
+
+    async def _last_output(self, inputs: Any, params: SamplingParams, request_id: str) -> Any:
+        last = None
+        async with contextlib.aclosing(self.llm.generate(inputs, params, request_id)) as outputs:
+            async for last in outputs:
+                pass
+        return last
+
+    def _on_death(self, process: BaseProcess) -> None:
+        asyncio.get_running_loop().remove_reader(process.sentinel)
+        self._end(
+            EngineError(
+                f"the vLLM engine's process {process.pid} ended with exit code {process.exitcode}. "
+                "Start another engine."
+            )
+        )
+
+    def _end(self, error: BaseException) -> None:
+        if not self._gone.done():
+            self._gone.set_result(error)
+
+
+class _Launch:
+    """One attempt to start an engine, in a thread: vLLM's constructor blocks until it is ready."""
+
+    def __init__(self, engine_kwargs: Mapping[str, Any], clock: Clock) -> None:
+        self.processes: list[BaseProcess] = []
+        self._arguments = dict(engine_kwargs)
+        self._clock = clock
+        self._abandoned = threading.Event()
+
+    async def run(self) -> AsyncLLM:
+        while not _LAUNCHING.acquire(blocking=False):
+            await self._clock.sleep(_POLL_S)
+        worker = WorkerThread("vllm-start")
+        try:
+            before = set(multiprocessing.active_children())
+            built = asyncio.ensure_future(worker.call(self._build))
+            while not self.processes and not built.done():
+                await self._clock.sleep(_POLL_S)
+                started = set(multiprocessing.active_children()) - before
+                self.processes = [p for p in started if p.name.startswith("EngineCore")]
+        finally:
+            _LAUNCHING.release()
+            worker.close()
+        return await built
+
+    def abandon(self) -> None:
+        """Kill what was started; the constructor then fails, or is undone when it returns."""
+        self._abandoned.set()
+        _kill(self.processes)
+
+    def _build(self) -> AsyncLLM:
+        try:
+            arguments = AsyncEngineArgs(**self._arguments)
+            config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+            if self._abandoned.is_set():
+                raise EngineError("given up before its process was started")
+            llm = AsyncLLM.from_vllm_config(
+                config,
+                enable_log_requests=arguments.enable_log_requests,
+                disable_log_stats=arguments.disable_log_stats,
+            )
+        except Exception as error:
+            raise EngineError(
+                f"the vLLM engine did not start with model={self._arguments['model']!r}: {error}"
+            ) from error
+        if self._abandoned.is_set():
+            llm.shutdown(timeout=0)
+        return llm
+
+
+def _completion(prompt: tuple[int, ...], output: Any, num_cached_tokens: int) -> Completion:
+    tokens = tuple(output.token_ids)
+    spans = []
+    for span in output.weight_versions or ():
+        if not span.version.isdecimal():
+            raise EngineError(
+                f"the engine's weights are labelled {span.version!r}; versions here are integers. "
+                "Label them with update_weight_version(str(version))."
+            )
+        spans.append((int(span.version), span.start, span.end))
+    return Completion(
+        prompt=prompt,
+        tokens=tokens,
+        logprobs=tuple(
+            at[token].logprob for at, token in zip(output.logprobs, tokens, strict=True)
+        ),
+        versions=versions_from_spans(spans, length=len(tokens)),
+        finish_reason=str(output.finish_reason),
+        routed_experts=output.routed_experts,
+        num_cached_tokens=num_cached_tokens,
+    )
+
+
+def _is_path(model: str) -> bool:
+    return Path(model).is_dir() or Path(model).is_absolute() or model.startswith(".")
+
+
+def _kill(processes: Sequence[BaseProcess]) -> None:
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+    for process in processes:
+        process.join(1.0)

@@ -1,0 +1,153 @@
+"""A rollout: what an engine generated, and which policy version generated each token."""
+
+import math
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ..errors import ShapeError, UsageError
+
+__all__ = ["Group", "Rollout", "versions_from_spans"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rollout:
+    """One completion of one prompt; arrays are read-only copies.
+
+    Set the reward with `dataclasses.replace(rollout, reward=...)`.
+
+    Args:
+        tokens: ids of the prompt, then of the completion; int64.
+        prompt_length: how many of them are the prompt.
+        logprobs: the engine's log-probability of each completion token; float64.
+        versions: the policy version that sampled each completion token; int64.
+        finish_reason: the engine's word, "stop" or "length" for instance.
+        prompt_id: names the prompt; rollouts of one group share it.
+        attachments: values that travel along unseen, expert routes for instance.
+
+    Raises:
+        ShapeError: lengths do not fit, or the completion is empty.
+        UsageError: a negative id or version, or a log-probability or reward that is not finite.
+    """
+
+    tokens: NDArray[np.int64]
+    prompt_length: int
+    logprobs: NDArray[np.float64]
+    versions: NDArray[np.int64]
+    finish_reason: str
+    prompt_id: Hashable = None
+    reward: float | None = None
+    attachments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", _frozen(self.tokens, np.int64, name="tokens"))
+        object.__setattr__(self, "logprobs", _frozen(self.logprobs, np.float64, name="logprobs"))
+        object.__setattr__(self, "versions", _frozen(self.versions, np.int64, name="versions"))
+        object.__setattr__(self, "attachments", MappingProxyType(dict(self.attachments)))
+        length = len(self.tokens) - self.prompt_length
+        if self.prompt_length < 1 or length < 1:
+            raise ShapeError(
+                f"a rollout needs a prompt and a completion; got {len(self.tokens)} tokens with "
+                f"prompt_length={self.prompt_length}. Leave out rollouts that were aborted empty."
+            )
+        for name, values in (("logprobs", self.logprobs), ("versions", self.versions)):
+            if len(values) != length:
+                raise ShapeError(
+                    f"{name} needs one entry per completion token, {length}; got {len(values)}"
+                )
+        if self.tokens.min() < 0 or self.versions.min() < 0:
+            raise UsageError("token ids and versions cannot be negative")
+        if not np.isfinite(self.logprobs).all():
+            where = int(np.flatnonzero(~np.isfinite(self.logprobs))[0])
+            raise UsageError(f"logprobs[{where}] is {self.logprobs[where]}, which is not finite")
+        if self.reward is not None and not math.isfinite(self.reward):
+            raise UsageError(f"reward is {self.reward}, which is not finite")
+
+    @property
+    def prompt(self) -> NDArray[np.int64]:
+        """Ids of the prompt."""
+        return self.tokens[: self.prompt_length]
+
+    @property
+    def completion(self) -> NDArray[np.int64]:
+        """Ids of the completion."""
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy that sampled a token of it."""
+        return int(self.versions.min())
+
+    @property
+    def newest_version(self) -> int:
+        """The newest policy that sampled a token of it."""
+        return int(self.versions.max())
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The rollouts of one prompt, which are trained together or not at all.
+
+    Args:
+        prompt: the caller's own object, handed back if the group is dropped.
+        version: the policy version when the group was submitted. Its prompt may
+            sit in a KV cache of that version even if every token is newer, so it
+            counts towards the group's age.
+        generate_s: how long it took.
+    """
+
+    prompt: Any
+    rollouts: tuple[Rollout, ...]
+    version: int
+    generate_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rollouts", tuple(self.rollouts))
+        if not self.rollouts:
+            raise UsageError(f"the group of prompt {self.prompt!r} has no rollouts")
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy that has a part in it."""
+        return min(self.version, *(r.oldest_version for r in self.rollouts))
+
+    @property
+    def newest_version(self) -> int:
+        """The newest policy that has a part in it."""
+        return max(self.version, *(r.newest_version for r in self.rollouts))
+
+
+def versions_from_spans(spans: Iterable[tuple[int, int, int]], *, length: int) -> NDArray[np.int64]:
+    """Write out spans `(version, start, end)` as one version per token.
+
+    Raises:
+        ShapeError: the spans do not cover `[0, length)` in order, each token once.
+    """
+    versions = np.empty(length, np.int64)
+    position = 0
+    for version, start, end in spans:
+        if start != position or not start < end <= length:
+            raise ShapeError(
+                f"version spans must cover [0, {length}) without gap or overlap; "
+                f"got [{start}, {end}) where {position} should begin"
+            )
+        versions[start:end] = version
+        position = end
+    if position != length:
+        raise ShapeError(f"version spans end at {position} of {length} tokens")
+    return versions
+
+
+def _frozen(values: ArrayLike, dtype: type, *, name: str) -> NDArray:
+    array = np.array(values)
+    if array.ndim != 1:
+        raise ShapeError(f"{name} must be one-dimensional; got shape {array.shape}")
+    if array.size and dtype is np.int64 and not np.issubdtype(array.dtype, np.integer):
+        raise ShapeError(f"{name} must be integers; got {array.dtype}")
+    array = array.astype(dtype)
+    array.flags.writeable = False
+    return array

@@ -1,0 +1,152 @@
+"""Degrees of parallelism -> which ranks work together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ..errors import PlanError
+
+__all__ = ["MeshPlan", "Meshes", "plan_mesh"]
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """The process groups of one plan. Every mesh exists; an unused axis has size 1.
+
+    Attributes:
+        plan: what they were built from.
+        fsdp: dense parameters are sharded over it; two axes (replicate, fsdp) if replicated.
+        expert_fsdp: an expert's parameters are sharded over it; two axes if replicated.
+        expert: each rank of it owns an equal share of the experts.
+        context: each rank of it holds a part of the same sequences.
+        batch: each rank of it reads different samples.
+        loss: all ranks, for token counts and norms.
+    """
+
+    plan: MeshPlan
+    fsdp: DeviceMesh
+    expert_fsdp: DeviceMesh
+    expert: DeviceMesh
+    context: DeviceMesh
+    batch: DeviceMesh
+    loss: DeviceMesh
+
+
+@dataclass(frozen=True)
+class MeshPlan:
+    """Checked degrees. `plan_mesh` makes it.
+
+    Ranks are laid out twice over the same numbers, last axis fastest:
+    (replicate, expert_fsdp, expert) for parameters and (batch, context) for data. So the ranks
+    that talk most, an expert or a context group, are neighbours.
+    """
+
+    world_size: int
+    replicate: int
+    context: int
+    expert: int
+
+    @property
+    def fsdp(self) -> int:
+        """Ranks that share one copy of the dense parameters, context ranks included."""
+        return self.world_size // self.replicate
+
+    @property
+    def expert_fsdp(self) -> int:
+        """Ranks that share one copy of the same experts."""
+        return self.fsdp // self.expert
+
+    @property
+    def batch(self) -> int:
+        """Ranks that read different samples."""
+        return self.world_size // self.context
+
+    def table(self) -> str:
+        """One line an axis: its size, the ranks of rank 0's group, and what it carries."""
+        lines = [f"{'axis':<12}{'size':>6}  {'ranks with 0':<22}carries"]
+        for name, (size, step, carries) in self._axes().items():
+            group = [step * i for i in range(size)]
+            shown = group if size <= 4 else [*group[:2], "...", group[-1]]
+            lines.append(f"{name:<12}{size:>6}  {','.join(map(str, shown)):<22}{carries}")
+        return "\n".join(lines)
+
+    def build(self, device: str) -> Meshes:
+        """Make the process groups. Collective over all ranks; call it once.
+
+        Args:
+            device: "cpu" or "cuda".
+
+        Raises:
+            PlanError: torch.distributed is not initialised, or has another number of ranks.
+        """
+        if not dist.is_initialized():
+            raise PlanError("no process group. Call torch.distributed.init_process_group first.")
+        if dist.get_world_size() != self.world_size:
+            raise PlanError(
+                f"planned for {self.world_size} ranks; {dist.get_world_size()} are running. "
+                f"Plan with world_size={dist.get_world_size()}."
+            )
+
+        def mesh(**axes: int) -> DeviceMesh:
+            return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+        dense = mesh(replicate=self.replicate, fsdp=self.fsdp)
+        # FSDP2 wants an expert's two axes to come from one mesh.
+        sparse = mesh(replicate=self.replicate, expert_fsdp=self.expert_fsdp, expert=self.expert)
+        data = mesh(batch=self.batch, context=self.context)
+        copies = ("replicate",) if self.replicate > 1 else ()
+        return Meshes(
+            plan=self,
+            fsdp=dense[(*copies, "fsdp")],
+            expert_fsdp=sparse[(*copies, "expert_fsdp")],
+            expert=sparse["expert"],
+            context=data["context"],
+            batch=data["batch"],
+            loss=mesh(loss=self.world_size),
+        )
+
+    def _axes(self) -> dict[str, tuple[int, int, str]]:
+        return {
+            "replicate": (self.replicate, self.fsdp, "gradients: all-reduce"),
+            "fsdp": (self.fsdp, 1, "dense weights: all-gather; gradients: reduce-scatter"),
+            "expert_fsdp": (self.expert_fsdp, self.expert, "expert weights, the same way"),
+            "expert": (self.expert, 1, "tokens to their experts: all-to-all"),
+            "context": (self.context, 1, "attention over split sequences"),
+            "batch": (self.batch, self.context, "nothing; different samples"),
+            "loss": (self.world_size, 1, "token counts and norms"),
+        }
+
+
+def plan_mesh(
+    *, world_size: int, replicate: int = 1, context: int = 1, expert: int = 1
+) -> MeshPlan:
+    """Check the degrees and derive the rest. Pure.
+
+    Args:
+        world_size: all ranks.
+        replicate: full copies of the sharded model (HSDP).
+        context: ranks that share a sequence. They also share the dense parameters.
+        expert: ranks that share the experts. Takes its ranks from inside one copy.
+
+    Raises:
+        PlanError: a degree is below 1, or does not divide what it divides.
+    """
+    plan = MeshPlan(world_size=world_size, replicate=replicate, context=context, expert=expert)
+    for degree in fields(plan):
+        if getattr(plan, degree.name) < 1:
+            raise PlanError(f"{degree.name} must be at least 1; got {getattr(plan, degree.name)}.")
+    _check_divides("replicate", replicate, "world_size", world_size)
+    _check_divides("context", context, "world_size / replicate", plan.fsdp)
+    _check_divides("expert", expert, "world_size / replicate", plan.fsdp)
+    return plan
+
+
+def _check_divides(name: str, degree: int, whole_name: str, whole: int) -> None:
+    if whole % degree:
+        fitting = [d for d in range(1, whole + 1) if whole % d == 0]
+        raise PlanError(
+            f"{name}={degree} does not divide {whole_name} = {whole}. Use one of {fitting}."
+        )

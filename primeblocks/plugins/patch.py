@@ -1,0 +1,93 @@
+"""A patch of a host package: a reason, the symbols it replaces, and a proof that it is needed."""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import UnsupportedError
+
+__all__ = ["Patch", "SelfTest", "ours", "stock"]
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """What a patch's self-test found.
+
+    Args:
+        needed: the stock host still has the fault.
+        effective: the host as it is in this process does not.
+    """
+
+    needed: bool
+    effective: bool
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One repair of a host package.
+
+    Args:
+        name: what the off switch and the messages call it.
+        reason: what is wrong without it.
+        tested: the host versions it was tested with, as a requirement.
+        replacements: for each symbol (`module:path`) a function from the stock object to ours.
+        self_test: tries the stock and the current symbols; takes well under a second.
+    """
+
+    name: str
+    reason: str
+    tested: str
+    replacements: Mapping[str, Callable[[Any], Any]]
+    self_test: Callable[[], SelfTest]
+
+    def applied(self) -> bool:
+        """Say whether every symbol is ours in this process. Local; imports their modules."""
+        return all(
+            _owner(symbol) is not None
+            and getattr(ours(symbol), "primeblocks_patch", "") == self.name
+            for symbol in self.replacements
+        )
+
+    def apply(self) -> None:
+        """Replace the symbols; those that are ours already stay. Local; imports their modules.
+
+        Raises:
+            UnsupportedError: a symbol is missing; nothing was replaced.
+        """
+        if missing := [symbol for symbol in self.replacements if _owner(symbol) is None]:
+            raise UnsupportedError(
+                f"{self.name} cannot be applied: there is no {', '.join(missing)}. It was tested "
+                f"with {self.tested}; install that."
+            )
+        for symbol, replace in self.replacements.items():
+            original = ours(symbol)
+            if getattr(original, "primeblocks_patch", "") != self.name:
+                replacement = replace(original)
+                replacement.primeblocks_patch = self.name
+                replacement.primeblocks_stock = original
+                setattr(_owner(symbol), symbol.rpartition(":")[2].rpartition(".")[2], replacement)
+
+
+def ours(symbol: str) -> Any:
+    """Return what `module:path` names now. Local."""
+    return getattr(_owner(symbol), symbol.rpartition(":")[2].rpartition(".")[2])
+
+
+def stock(symbol: str) -> Any:
+    """Return what `module:path` named before a patch replaced it. Local."""
+    current = ours(symbol)
+    return getattr(current, "primeblocks_stock", current)
+
+
+def _owner(symbol: str) -> Any:
+    """Return the object that holds the last name of `module:path`; None without such a symbol."""
+    module, _, path = symbol.partition(":")
+    *outer, attribute = path.split(".")
+    try:
+        owner: Any = importlib.import_module(module)
+    except ModuleNotFoundError:
+        return None
+    for name in outer:
+        owner = getattr(owner, name, None)
+    return owner if hasattr(owner, attribute) else None

@@ -1,0 +1,142 @@
+"""Routers of Hugging Face transformers models.
+
+Each family below returns `(logits, gate weights, indices)` from its router module and computes
+the weights from the logits alone, so a forward hook can weigh other experts without running the
+router again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import MissingPackageError, UnsupportedError
+from ..gates import chosen_softmax_gates, sigmoid_gates, softmax_gates
+
+try:
+    from transformers import __version__ as _VERSION
+except ImportError as error:
+    raise MissingPackageError("transformers", "transformers") from error
+
+__all__ = ["TransformersRouter", "routers"]
+
+Gates = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _softmax(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    gates = softmax_gates(logits, experts, renormalise=router.norm_topk_prob)
+    return gates.to(logits.dtype)
+
+
+def _mixtral(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    return softmax_gates(logits, experts, renormalise=True)
+
+
+def _chosen(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    return chosen_softmax_gates(logits, experts)
+
+
+def _sigmoid(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    return sigmoid_gates(
+        logits, experts, renormalise=router.norm_topk_prob, scale=router.routed_scaling_factor
+    )
+
+
+# By class name within transformers.models.<family>: importing every family would take seconds.
+_FAMILIES: dict[tuple[str, str], Gates] = {
+    ("glm4_moe", "Glm4MoeTopkRouter"): _sigmoid,
+    ("gpt_oss", "GptOssTopKRouter"): _chosen,
+    ("mixtral", "MixtralTopKRouter"): _mixtral,
+    ("olmoe", "OlmoeTopKRouter"): _softmax,
+    ("qwen3_moe", "Qwen3MoeTopKRouter"): _softmax,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class TransformersRouter:
+    """A `replay.Router`."""
+
+    module: nn.Module
+    layer_id: int
+    num_experts: int
+    top_k: int
+    formula: Gates
+
+    def experts(self, output: Any) -> torch.Tensor:
+        """The ids in a router's output.
+
+        Raises:
+            UnsupportedError: the output is not what the tested versions return.
+        """
+        if not isinstance(output, tuple) or len(output) != 3:
+            raise UnsupportedError(
+                f"{type(self.module).__name__} of transformers {_VERSION} does not return"
+                " (logits, weights, indices); this adapter was tested with 5.17 to 5.19"
+            )
+        return output[2]
+
+    def gates(self, output: Any, experts: torch.Tensor) -> torch.Tensor:
+        logits, weights, _ = output
+        return self.formula(self.module, logits, experts).to(weights.dtype)
+
+    def replace(self, output: Any, experts: torch.Tensor, gates: torch.Tensor) -> Any:
+        logits, _, ids = output
+        return logits, gates, experts.to(ids.dtype)
+
+
+def routers(model: nn.Module) -> tuple[TransformersRouter, ...]:
+    """Every router of `model`, in layer order, for `record` and `impose`.
+
+    Works before and after FSDP2, activation checkpointing and expert parallelism are applied:
+    routers run locally and are looked at from outside only. Local.
+
+    Raises:
+        UnsupportedError: no router of a supported family, a router of another family, or a
+            version of transformers outside 5.17 <= version < 6.
+    """
+    release = tuple(int(part) for part in _VERSION.split(".")[:2])
+    if not (5, 17) <= release < (6, 0):
+        raise UnsupportedError(
+            f"transformers {_VERSION}: its routers were read in 5.17 to 5.19."
+            " Run: pip install 'primeblocks[transformers]'"
+        )
+    found = []
+    for name, module in model.named_modules():
+        gates = _gates_of(module)
+        if gates is not None:
+            layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+            if layer is None:
+                raise UnsupportedError(f"router {name!r} is in no numbered layer")
+            sizes: Any = module
+            found.append(
+                TransformersRouter(module, int(layer[1]), sizes.num_experts, sizes.top_k, gates)
+            )
+        elif "router" in type(module).__name__.lower():
+            raise _unsupported(f"{name!r}, a {type(module).__name__}, is not")
+    if not found:
+        raise _unsupported(f"no module of {type(model).__name__} is")
+    return tuple(sorted(found, key=lambda router: router.layer_id))
+
+
+def _gates_of(module: nn.Module) -> Gates | None:
+    # FSDP2 gives a module a new class that derives from its own.
+    for cls in type(module).__mro__:
+        parts = cls.__module__.split(".")
+        if parts[:2] == ["transformers", "models"]:
+            gates = _FAMILIES.get((parts[2], cls.__name__))
+            if gates is not None:
+                return gates
+    return None
+
+
+def _unsupported(what: str) -> UnsupportedError:
+    families = ", ".join(sorted(family for family, _ in _FAMILIES))
+    return UnsupportedError(
+        f"{what} a router that this adapter was tested with (families {families})."
+        " Write a replay.Router for this model, see docs/replay.md."
+    )

@@ -1,0 +1,204 @@
+"""vLLM: which arguments make an engine return its routes, and its rows as `Routes`.
+
+Tested with vllm 0.32. Nothing here imports vLLM, so a trainer reads an engine's answers without
+it. On the CPU platform the engine needs our patch `routed_experts_on_cpu` (primeblocks.plugins).
+"""
+
+import base64
+import binascii
+import io
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+
+from ...errors import CorruptionError, ShapeError, UnsupportedError, UsageError
+from ..routes import Routes
+
+__all__ = [
+    "Completion",
+    "RouterShape",
+    "engine_args",
+    "plan_capture_bytes",
+    "routes_from_base64",
+    "routes_from_output",
+]
+
+
+@dataclass(frozen=True)
+class RouterShape:
+    """What a model's captured rows look like.
+
+    Args:
+        num_layers: all hidden layers; vLLM returns a row for each, zeros for dense ones.
+        moe_layers: which of them route, in rising order.
+        num_experts: routed experts in each such layer, shared experts not counted.
+        top_k: experts for each token.
+
+    Raises:
+        UsageError: a layer or a count is out of range.
+    """
+
+    num_layers: int
+    moe_layers: tuple[int, ...]
+    num_experts: int
+    top_k: int
+
+    def __post_init__(self) -> None:
+        inside = all(0 <= layer < self.num_layers for layer in self.moe_layers)
+        rising = list(self.moe_layers) == sorted(set(self.moe_layers))
+        if not self.moe_layers or not inside or not rising:
+            raise UsageError(
+                f"moe_layers must rise within 0..{self.num_layers - 1}; got {self.moe_layers}."
+            )
+        if not 1 <= self.top_k <= self.num_experts:
+            raise UsageError(f"top_k must be in 1..{self.num_experts}; got {self.top_k}.")
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """vLLM's choice, and ours: it follows the number of experts, never the ids."""
+        return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.num_layers * self.top_k * self.dtype.itemsize
+
+
+@runtime_checkable
+class Completion(Protocol):
+    """The part of vLLM's `CompletionOutput` that is read."""
+
+    token_ids: Any
+    routed_experts: np.ndarray | None
+
+
+def plan_capture_bytes(
+    shape: RouterShape,
+    *,
+    page_tokens: int,
+    device_pages: int,
+    offloaded_pages: int = 0,
+    slack: float = 2.0,
+) -> int:
+    """Return how many bytes of rows the engine must keep so that no cache hit outlives its rows.
+
+    vLLM keeps rows by page hash in one least-recently-used store, and the *engine dies* when a
+    page hits whose rows were evicted. Its own default covers the device pages, which leave in the
+    same order; offload tiers evict in another order, hence `slack` on their part. With
+    `offload_prompt_only=True` generated pages take rows but never a tier's room: let `slack` be at
+    least 1 + generated/prompt tokens. Pure.
+
+    Args:
+        page_tokens: tokens in a KV page (vLLM's block size).
+        device_pages: pages of the engine's own KV cache.
+        offloaded_pages: pages of all tiers behind it together.
+
+    Raises:
+        UsageError: a count is not positive, or slack is below 1.
+    """
+    if page_tokens < 1 or device_pages < 1 or offloaded_pages < 0 or not slack >= 1:
+        raise UsageError(
+            "needs page_tokens >= 1, device_pages >= 1, offloaded_pages >= 0 and slack >= 1; got "
+            f"{page_tokens}, {device_pages}, {offloaded_pages} and {slack}."
+        )
+    pages = device_pages + math.ceil(offloaded_pages * slack)
+    return pages * page_tokens * shape.bytes_per_token
+
+
+def engine_args(*, max_bytes: int, device: Literal["cpu", "cuda"]) -> dict[str, Any]:
+    """Return the keywords of `LLM` or `AsyncEngineArgs` that switch capture on. Pure.
+
+    On CPU this includes `enforce_eager=True`: under torch.compile every captured expert is 0.
+
+    Args:
+        max_bytes: room for rows, from `plan_capture_bytes`.
+
+    Raises:
+        UsageError: there is no room for a row.
+    """
+    if max_bytes < 1:
+        raise UsageError(f"max_bytes must be positive; got {max_bytes}. Use plan_capture_bytes.")
+    args: dict[str, Any] = {
+        "enable_return_routed_experts": True,
+        "aux_output_config": {"max_bytes": max_bytes},
+    }
+    if device == "cpu":
+        args["enforce_eager"] = True
+    return args
+
+
+def routes_from_output(
+    output: Completion, shape: RouterShape, *, prompt_tokens: int, prompt_start: int = 0
+) -> Routes:
+    """Read the routes of prompt and generated tokens from a finished `CompletionOutput`.
+
+    The last sampled token was never fed to the model: it is missing, and so is the prompt before
+    `prompt_start` (vLLM's `routed_experts_prompt_start`). A request aborted before its first token
+    has no rows: all of it is missing. Local; keeps a view where no layer is dense.
+
+    Raises:
+        UnsupportedError: the engine returned no rows for tokens that it generated.
+        ShapeError: rows do not fit the tokens or the model.
+        UsageError: a dense layer routes, an id is out of range, or a row names an expert twice
+            (capture under torch.compile does).
+    """
+    tokens = prompt_tokens + len(output.token_ids)
+    if output.routed_experts is not None:
+        return _routes(output.routed_experts, shape, tokens=tokens, prompt_start=prompt_start)
+    if len(output.token_ids):
+        raise UnsupportedError(
+            f"{len(output.token_ids)} generated tokens came without routed experts. Only a "
+            "finished output has them, from an engine started with engine_args(...)."
+        )
+    nothing = np.zeros((0, len(shape.moe_layers), shape.top_k), shape.dtype)
+    return _from_array(nothing, shape).with_missing(after=tokens)
+
+
+def routes_from_base64(
+    text: str, shape: RouterShape, *, tokens: int, prompt_start: int = 0
+) -> Routes:
+    """Read `choices[i].routed_experts` of vLLM's HTTP answers: a .npy file in base64.
+
+    Args:
+        tokens: prompt and generated tokens together.
+
+    Raises:
+        CorruptionError: the text is not that; otherwise as `routes_from_output`.
+    """
+    try:
+        stream = io.BytesIO(base64.b64decode(text, validate=True))
+        if np.lib.format.read_magic(stream) != (1, 0):
+            raise ValueError("not version 1.0 of the .npy format")
+        dims, fortran_order, dtype = np.lib.format.read_array_header_1_0(stream)
+        if fortran_order:
+            raise ValueError("column-major")
+        # Not np.load: it allocates what a damaged header asks for.
+        rows = np.frombuffer(stream.getvalue(), dtype, offset=stream.tell()).reshape(dims)
+    except (binascii.Error, ValueError) as error:
+        raise CorruptionError(
+            f"{len(text)} characters of routed experts are no .npy file in base64: {error}."
+        ) from error
+    return _routes(rows, shape, tokens=tokens, prompt_start=prompt_start)
+
+
+def _routes(rows: np.ndarray, shape: RouterShape, *, tokens: int, prompt_start: int) -> Routes:
+    expected = (tokens - 1 - prompt_start, shape.num_layers, shape.top_k)
+    if rows.shape != expected or rows.dtype != shape.dtype:
+        raise ShapeError(
+            f"{tokens} tokens from {prompt_start} on need routed experts {shape.dtype} "
+            f"{list(expected)}; got {rows.dtype} {list(rows.shape)}. Is the RouterShape this "
+            "model's, and prompt_start the request's?"
+        )
+    dense = np.delete(rows, shape.moe_layers, axis=1)
+    if dense.any():
+        layers = sorted(set(range(shape.num_layers)) - set(shape.moe_layers))
+        routed = [layer for i, layer in enumerate(layers) if dense[:, i].any()]
+        raise UsageError(f"layers {routed} route, but moe_layers is {shape.moe_layers}.")
+    if len(shape.moe_layers) < shape.num_layers:
+        rows = rows[:, shape.moe_layers]
+    return _from_array(rows, shape).with_missing(before=prompt_start, after=1)
+
+
+def _from_array(rows: np.ndarray, shape: RouterShape) -> Routes:
+    return Routes.from_array(rows, num_experts=shape.num_experts, layer_ids=shape.moe_layers)

@@ -1,0 +1,84 @@
+"""Routers as plain loops in float64, one token and one expert at a time.
+
+Differentiable (the loops act on scalars of torch), slow, and independent of the code they judge.
+Choices are returned as lists of lists; impose them by passing such lists back.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["agreement", "sigmoid_router", "softmax_router"]
+
+Choices = list[list[int]]
+
+
+def softmax_router(
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    top_k: int,
+    renormalise: bool,
+    bias: Tensor | None = None,
+    imposed: list[list[int] | None] | None = None,
+) -> tuple[Tensor, Choices]:
+    """Gate weights `[tokens, top_k]` and choices of a softmax router.
+
+    Args:
+        imposed: choices to follow; None for a token that chooses for itself.
+    """
+    gates, choices = [], []
+    for token, logits in enumerate(_logits(hidden, weight, bias)):
+        largest = max(logit.item() for logit in logits)
+        powers = [torch.exp(logit - largest) for logit in logits]
+        scores = [power / sum(powers) for power in powers]
+        chosen = _choose(scores, top_k, None if imposed is None else imposed[token])
+        total = sum(scores[expert] for expert in chosen) if renormalise else 1.0
+        gates.append(torch.stack([scores[expert] / total for expert in chosen]))
+        choices.append(chosen)
+    return torch.stack(gates), choices
+
+
+def sigmoid_router(
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    top_k: int,
+    correction_bias: Tensor,
+    renormalise: bool,
+    scale: float,
+    imposed: list[list[int] | None] | None = None,
+) -> tuple[Tensor, Choices]:
+    """As `softmax_router`, with sigmoids and a bias that only takes part in choosing."""
+    gates, choices = [], []
+    for token, logits in enumerate(_logits(hidden, weight, None)):
+        scores = [1 / (1 + torch.exp(-logit)) for logit in logits]
+        biased = [score + bias for score, bias in zip(scores, correction_bias, strict=True)]
+        chosen = _choose(biased, top_k, None if imposed is None else imposed[token])
+        total = sum(scores[expert] for expert in chosen) if renormalise else 1.0
+        gates.append(torch.stack([scale * scores[expert] / total for expert in chosen]))
+        choices.append(chosen)
+    return torch.stack(gates), choices
+
+
+def agreement(a: Choices, b: Choices) -> float:
+    """Fraction of tokens with equal sets of experts."""
+    return sum(set(x) == set(y) for x, y in zip(a, b, strict=True)) / len(a)
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> list[list[Tensor]]:
+    return [
+        [
+            torch.dot(token.double(), row.double()) + (0.0 if bias is None else bias[expert])
+            for expert, row in enumerate(weight)
+        ]
+        for token in hidden
+    ]
+
+
+def _choose(scores: list[Tensor], top_k: int, imposed: list[int] | None) -> list[int]:
+    if imposed is not None:
+        return imposed
+    by_score = sorted(range(len(scores)), key=lambda expert: scores[expert].item(), reverse=True)
+    return by_score[:top_k]

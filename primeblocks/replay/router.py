@@ -1,0 +1,71 @@
+"""What a host's router must tell us."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from ..errors import PlanError, UsageError
+
+__all__ = ["Router", "check_routers"]
+
+
+@runtime_checkable
+class Router(Protocol):
+    """One router of a model: a module that runs once per forward, and how to read its output.
+
+    Adapters make these (`adapters.transformers.routers(model)`); a model of your own needs a few
+    lines, see `docs/replay.md`. The block itself knows no host.
+    """
+
+    @property
+    def module(self) -> nn.Module:
+        """The module whose output holds scores and choices."""
+
+    @property
+    def layer_id(self) -> int:
+        """Index among all hidden layers of the model."""
+
+    @property
+    def num_experts(self) -> int: ...
+
+    @property
+    def top_k(self) -> int: ...
+
+    def experts(self, output: Any) -> torch.Tensor:
+        """The chosen ids in the module's output, integers `[tokens, top_k]`."""
+
+    def gates(self, output: Any, experts: torch.Tensor) -> torch.Tensor:
+        """Gate weights `[tokens, top_k]` of other choices (int64), from the live scores in the
+        output: as this router would weigh them itself, so that gradients reach it.
+        """
+
+    def replace(self, output: Any, experts: torch.Tensor, gates: torch.Tensor) -> Any:
+        """The same output with these choices and weights in it."""
+
+
+def check_routers(routers: Sequence[Router]) -> tuple[Router, ...]:
+    """The routers in layer order.
+
+    Raises:
+        UsageError: there is none, or something else was passed.
+        PlanError: two have one layer id, or they differ in experts or top_k.
+    """
+    if isinstance(routers, nn.Module):
+        raise UsageError(
+            f"pass the routers of the model, not the {type(routers).__name__} itself:"
+            " replay.adapters.transformers.routers(model), or your own (docs/replay.md)"
+        )
+    ordered = tuple(sorted(routers, key=lambda router: router.layer_id))
+    if not ordered:
+        raise UsageError("no routers: a model without experts has nothing to replay")
+    layer_ids = [router.layer_id for router in ordered]
+    if len(set(layer_ids)) != len(layer_ids):
+        raise PlanError(f"two routers share a layer: {layer_ids}")
+    sizes = {(router.num_experts, router.top_k) for router in ordered}
+    if len(sizes) != 1:
+        raise PlanError(f"routers differ in (num_experts, top_k): {sorted(sizes)}")
+    return ordered

@@ -1,0 +1,248 @@
+"""Expert choices as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import ShapeError, UsageError
+from . import codec
+
+__all__ = ["Routes"]
+
+
+@dataclass(frozen=True, eq=False)
+class Routes:
+    """Which experts each token visited in each mixture-of-experts layer.
+
+    A host-side value: numpy arrays that are read-only here and never copied without need, so a
+    slice or an unpacked payload costs nothing. `torch.uint16` lacks most operations; `impose`
+    moves one layer at a time to the device in the narrow dtype and widens it there.
+
+    Args:
+        experts: `[tokens, layers, top_k]`, uint8 for up to 256 experts, else uint16. The dtype
+            follows `num_experts`, never the data, so that parts of one sequence always join.
+        num_experts: experts in each layer.
+        layer_ids: for each row of the layer axis, its index among all hidden layers.
+        missing: bool `[tokens]`; True where the choice is unknown. Such rows hold zeros, and
+            whoever imposes the routes lets these tokens choose for themselves.
+
+    Raises:
+        ShapeError: shapes or dtypes do not fit together. The values are not read: use
+            `from_array` for data from outside.
+    """
+
+    experts: np.ndarray
+    num_experts: int
+    layer_ids: tuple[int, ...]
+    missing: np.ndarray
+
+    def __post_init__(self) -> None:
+        dtype = codec.expert_dtype(self.num_experts)
+        if self.experts.ndim != 3 or self.experts.dtype != dtype:
+            raise ShapeError(
+                f"experts must be {dtype} [tokens, layers, top_k] for {self.num_experts} experts;"
+                f" got {self.experts.dtype} {list(self.experts.shape)}. Use Routes.from_array."
+            )
+        tokens, layers, _ = self.experts.shape
+        if len(self.layer_ids) != layers or len(set(self.layer_ids)) != layers:
+            raise ShapeError(f"{layers} layers need as many distinct ids; got {self.layer_ids}")
+        if self.missing.shape != (tokens,) or self.missing.dtype != np.bool_:
+            raise ShapeError(
+                f"missing must be bool [{tokens}]; got {self.missing.dtype}"
+                f" {list(self.missing.shape)}"
+            )
+        object.__setattr__(self, "experts", _read_only(self.experts))
+        object.__setattr__(self, "missing", _read_only(self.missing))
+
+    @classmethod
+    def from_array(
+        cls,
+        array: np.ndarray,
+        *,
+        num_experts: int,
+        layer_ids: Sequence[int],
+        missing: np.ndarray | None = None,
+    ) -> Routes:
+        """Take expert ids from outside, checked.
+
+        The array is not copied where its dtype already fits; do not write to it afterwards.
+        Local; reads every id.
+
+        Raises:
+            ShapeError: the array is not `[tokens, layers, top_k]` of integers.
+            UsageError: an id is out of range, or one row names an expert twice. No router does
+                the latter; an engine whose capture was compiled away returns rows of zeros.
+        """
+        array = np.asarray(array)
+        if array.ndim != 3 or array.dtype.kind not in "iu":
+            raise ShapeError(
+                "routes need an integer array [tokens, layers, top_k];"
+                f" got {array.dtype} {list(array.shape)}"
+            )
+        if missing is None:
+            missing = np.zeros(len(array), dtype=np.bool_)
+        elif missing.any():
+            array = np.where(missing[:, None, None], 0, array)
+        codec.check_range(array, num_experts)
+        _check_distinct(array, missing)
+        experts = array.astype(codec.expert_dtype(num_experts), copy=False)
+        return cls(experts, num_experts, tuple(int(i) for i in layer_ids), missing)
+
+    @property
+    def tokens(self) -> int:
+        return self.experts.shape[0]
+
+    @property
+    def top_k(self) -> int:
+        return self.experts.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        return self.experts.nbytes + self.missing.nbytes
+
+    def __len__(self) -> int:
+        return self.tokens
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Routes):
+            return NotImplemented
+        return (
+            self.num_experts == other.num_experts
+            and self.layer_ids == other.layer_ids
+            and np.array_equal(self.experts, other.experts)
+            and np.array_equal(self.missing, other.missing)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return (
+            f"Routes(tokens={self.tokens}, layer_ids={self.layer_ids}, top_k={self.top_k},"
+            f" num_experts={self.num_experts}, missing={int(self.missing.sum())})"
+        )
+
+    def __getitem__(self, tokens: slice) -> Routes:
+        """`routes[a:b]`: a view of these tokens."""
+        return self._with(self.experts[tokens], self.missing[tokens])
+
+    @staticmethod
+    def join(parts: Iterable[Routes]) -> Routes:
+        """One after the other along the tokens, in one copy.
+
+        Raises:
+            ShapeError: the parts come from different models; or there is no part at all.
+        """
+        parts = list(parts)
+        if not parts:
+            raise ShapeError("nothing to join: an empty list has no layers. Pass routes[0:0].")
+        first = parts[0]
+        for part in parts[1:]:
+            if part._model != first._model:
+                raise ShapeError(f"{part} does not continue {first}")
+        if len(parts) == 1:
+            return first
+        experts = np.concatenate([part.experts for part in parts])
+        return first._with(experts, np.concatenate([part.missing for part in parts]))
+
+    def split(self, lengths: Sequence[int]) -> list[Routes]:
+        """The inverse of `join`: views of consecutive tokens.
+
+        Raises:
+            ShapeError: the lengths do not add up to the tokens.
+        """
+        if sum(lengths) != self.tokens or any(length < 0 for length in lengths):
+            raise ShapeError(
+                f"lengths add up to {sum(lengths)}, routes hold {self.tokens} tokens."
+                " Pad the routes first, or correct the lengths."
+            )
+        ends = np.cumsum(lengths, dtype=np.int64).tolist()
+        return [self[end - n : end] for n, end in zip(lengths, ends, strict=True)]
+
+    def with_missing(self, *, before: int = 0, after: int = 0) -> Routes:
+        """Add tokens whose choices are unknown.
+
+        The last sampled token has no row (`after=1`); an omitted prompt has none (`before=`).
+
+        Raises:
+            ShapeError: a count is negative.
+        """
+        if before < 0 or after < 0:
+            raise ShapeError(f"cannot add {before} and {after} missing tokens")
+        experts = np.pad(self.experts, ((before, after), (0, 0), (0, 0)))
+        return self._with(experts, np.pad(self.missing, (before, after), constant_values=True))
+
+    def pad(self, tokens: int) -> Routes:
+        """Fill up to `tokens` with missing rows: padding chooses for itself, so it spreads over
+        the experts instead of loading one.
+
+        Raises:
+            ShapeError: there are more tokens already.
+        """
+        if tokens < self.tokens:
+            raise ShapeError(f"cannot pad {self.tokens} tokens to {tokens}. Slice instead.")
+        return self.with_missing(after=tokens - self.tokens)
+
+    def take(self, order: np.ndarray | Sequence[int]) -> Routes:
+        """The tokens at `order`, for example one rank's part of a context-parallel sequence.
+
+        Raises:
+            ShapeError: an index is outside the tokens.
+        """
+        index = np.asarray(order, dtype=np.int64)
+        if index.ndim != 1 or (index.size and not 0 <= index.min() <= index.max() < self.tokens):
+            raise ShapeError(f"an order must be a list of indices in 0..{self.tokens - 1}")
+        return self._with(self.experts[index], self.missing[index])
+
+    def only(self, layer_ids: Sequence[int]) -> Routes:
+        """These layers, in this order: what one pipeline stage needs.
+
+        Raises:
+            ShapeError: a layer is not recorded.
+        """
+        unknown = [i for i in layer_ids if i not in self.layer_ids]
+        if unknown:
+            raise ShapeError(f"layers {unknown} are not among the recorded {self.layer_ids}")
+        columns = [self.layer_ids.index(i) for i in layer_ids]
+        return Routes(self.experts[:, columns], self.num_experts, tuple(layer_ids), self.missing)
+
+    def pack(self) -> bytes:
+        """One self-describing, checksummed buffer; see `codec`. Local; one copy."""
+        return codec.encode(self.experts, self.missing, self.num_experts, self.layer_ids)
+
+    @classmethod
+    def unpack(cls, payload: bytes | bytearray | memoryview) -> Routes:
+        """The value that was packed; its experts are a view of `payload`.
+
+        Raises:
+            CorruptionError: a byte was changed, added or lost.
+            UnsupportedError: another version of the format.
+        """
+        return cls(*codec.decode(payload))
+
+    @property
+    def _model(self) -> tuple[object, ...]:
+        return self.num_experts, self.layer_ids, self.top_k
+
+    def _with(self, experts: np.ndarray, missing: np.ndarray) -> Routes:
+        return Routes(experts, self.num_experts, self.layer_ids, missing)
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def _check_distinct(array: np.ndarray, missing: np.ndarray) -> None:
+    ordered = np.sort(array, axis=-1)
+    twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1) & ~missing[:, None]
+    if twice.any():
+        token, layer = (int(i) for i in np.argwhere(twice)[0])
+        raise UsageError(
+            f"{int(twice.sum())} rows name an expert twice, first token {token} of layer position"
+            f" {layer}: {array[token, layer].tolist()}. An engine compiled before its capture was"
+            " bound returns zeros (run it eagerly); dense layers must be left out."
+        )

@@ -1,0 +1,132 @@
+"""Things that fail when, and only when, a test says so."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from primeblocks.errors import DeadlineError, UsageError
+
+__all__ = ["FaultyTransport", "ManualClock", "drop", "flip_byte", "hold", "truncate"]
+
+Call = Callable[[], Any]
+Fault = BaseException | Callable[[Call], Any] | None
+
+
+class FaultyTransport:
+    """An object that passes calls on to another one, save for those that a script names.
+
+    For transports, stores, engines: anything with methods.
+
+        faulty = FaultyTransport(inner, {"send": [None, ConnectionError("cut"), drop]})
+
+    passes on the first `send`, raises in the second, loses the third, and passes on the rest.
+
+    Args:
+        inner: what really works.
+        script: for each method, what happens at its first, second, ... call. None passes it on;
+            an exception is raised in its place; a callable gets the call, to make it or not, and
+            what it returns is returned.
+
+    Raises:
+        UsageError: the script names a method that `inner` does not have.
+    """
+
+    def __init__(self, inner: object, script: Mapping[str, Sequence[Fault]]) -> None:
+        unknown = [name for name in script if not callable(getattr(inner, name, None))]
+        if unknown:
+            raise UsageError(f"{type(inner).__name__} has no method {', '.join(unknown)}")
+        self._inner = inner
+        self._script = {name: iter(faults) for name, faults in script.items()}
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._inner, name)
+        return self._wrap(name, value) if callable(value) else value
+
+    def _wrap(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls.append(name)
+            fault = next(self._script.get(name, iter(())), None)
+            if fault is None:
+                return method(*args, **kwargs)
+            if isinstance(fault, BaseException):
+                raise fault
+            return fault(lambda: method(*args, **kwargs))
+
+        return call
+
+
+def drop(call: Call) -> None:
+    """A fault: the call is not made, and nobody notices."""
+
+
+def hold(gate: threading.Event, *, timeout_s: float) -> Callable[[Call], Any]:
+    """A fault: the call is made once `gate` is set.
+
+    Raises:
+        DeadlineError: in the held call, `gate` was not set in time.
+    """
+
+    def held(call: Call) -> Any:
+        if not gate.wait(timeout_s):
+            raise DeadlineError(f"a held call was not let go within {timeout_s:g} s")
+        return call()
+
+    return held
+
+
+class ManualClock:
+    """A clock that moves only when it is told to."""
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        self._now_s = start_s
+        self._sleepers: list[tuple[float, asyncio.Future[None]]] = []
+
+    def now(self) -> float:
+        """Seconds; never goes back."""
+        return self._now_s
+
+    async def sleep(self, seconds: float) -> None:
+        """Return once `advance` has passed over `seconds`."""
+        if seconds > 0:
+            woken = asyncio.get_running_loop().create_future()
+            self._sleepers.append((self._now_s + seconds, woken))
+            await woken
+
+    def advance(self, seconds: float) -> None:
+        """Move on, and wake who slept until then, earliest first. Local."""
+        if seconds < 0:
+            raise UsageError(f"time does not go back: advance({seconds})")
+        self._now_s += seconds
+        due = [sleeper for sleeper in self._sleepers if sleeper[0] <= self._now_s]
+        self._sleepers = [sleeper for sleeper in self._sleepers if sleeper[0] > self._now_s]
+        for _, woken in sorted(due, key=lambda sleeper: sleeper[0]):
+            if not woken.done():
+                woken.set_result(None)
+
+
+def flip_byte(path: str | Path, offset: int) -> None:
+    """Invert one byte of a file; a negative offset counts from the end. Local.
+
+    Raises:
+        UsageError: the file has no such byte.
+    """
+    content = bytearray(Path(path).read_bytes())
+    if not -len(content) <= offset < len(content):
+        raise UsageError(f"{path} has {len(content)} bytes; there is none at offset {offset}")
+    content[offset] ^= 0xFF
+    Path(path).write_bytes(content)
+
+
+def truncate(path: str | Path, *, size_bytes: int) -> None:
+    """Cut a file short, as a crash in the middle of a write does. Local.
+
+    Raises:
+        UsageError: the file is not longer than that.
+    """
+    content = Path(path).read_bytes()
+    if not 0 <= size_bytes < len(content):
+        raise UsageError(f"{path} has {len(content)} bytes; cannot cut it to {size_bytes}")
+    Path(path).write_bytes(content[:size_bytes])

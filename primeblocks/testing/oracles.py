@@ -1,0 +1,142 @@
+"""Comparison with what must be right.
+
+Two questions, two oracles. Is the algorithm right? Run it in float64 and compare with a plain
+reference: `assert_close_float64`, gradients included (`gradients_of`). Is the precision right?
+Err at most twice as much as the naive computation in the same dtype: `assert_as_precise`.
+What was only moved must be the same bits: `assert_same_bits`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from primeblocks.errors import UsageError
+
+__all__ = [
+    "Gradients",
+    "assert_as_precise",
+    "assert_close_float64",
+    "assert_same_bits",
+    "gradients_of",
+    "max_relative_error",
+]
+
+Tensors = Tensor | Sequence["Tensor | None"] | None
+
+
+class Gradients(NamedTuple):
+    """What `gradients_of` returns: the output, and one gradient for each input."""
+
+    output: Tensor
+    gradients: tuple[Tensor | None, ...]
+
+
+def gradients_of(
+    function: Callable[..., Tensor], *inputs: Tensor, cotangent: Tensor | None = None
+) -> Gradients:
+    """Call `function` on copies of `inputs`, and differentiate. Local.
+
+    Args:
+        function: returns one tensor.
+        inputs: floating-point ones are differentiated, others passed through.
+        cotangent: shaped like the output; None draws one of a fixed seed. A constant one would
+            hide errors that cancel in a sum.
+
+    Returns:
+        The detached output and the gradients; None for an input that has none.
+    """
+    leaves = [_leaf(tensor) for tensor in inputs]
+    output = function(*leaves)
+    if cotangent is None:
+        generator = torch.Generator().manual_seed(0)
+        cotangent = torch.randn(output.shape, generator=generator, dtype=torch.float64)
+    output.backward(cotangent.to(output))
+    return Gradients(output.detach(), tuple(leaf.grad for leaf in leaves))
+
+
+def max_relative_error(actual: Tensor, expected: Tensor) -> float:
+    """The largest difference, in units of the largest magnitude of `expected`. Local.
+
+    Computed in float64. A NaN or an infinity on one side alone gives infinity; where `expected`
+    is zero throughout, the largest difference itself is returned.
+
+    Raises:
+        UsageError: the shapes differ.
+    """
+    if actual.shape != expected.shape:
+        raise UsageError(f"cannot compare shapes {tuple(actual.shape)} and {tuple(expected.shape)}")
+    a, e = actual.detach().double().cpu(), expected.detach().double().cpu()
+    finite = a.isfinite() & e.isfinite()
+    same = finite | (a == e) | (a.isnan() & e.isnan())
+    if not same.all():
+        return float("inf")
+    if not finite.any():
+        return 0.0
+    scale = e[finite].abs().max().item()
+    return (a - e)[finite].abs().max().item() / (scale if scale > 0 else 1.0)
+
+
+def assert_close_float64(actual: Tensors, expected: Tensors, *, tolerance: float = 1e-12) -> None:
+    """Demand equal float64 results up to rounding: `max_relative_error` within `tolerance`.
+
+    Takes a tensor, or sequences of tensors and None, such as gradients. Local.
+
+    Raises:
+        AssertionError: too far apart, another shape, or not float64: an error of 1e-12 cannot be
+            seen in float32.
+    """
+    if isinstance(actual, Tensor) and isinstance(expected, Tensor):
+        dtypes = {actual.dtype, expected.dtype}
+        assert dtypes == {torch.float64}, f"needs float64 on both sides; got {dtypes}"
+        assert actual.shape == expected.shape, f"shape {actual.shape}, expected {expected.shape}"
+        error = max_relative_error(actual, expected)
+        assert error <= tolerance, f"relative error {error:.3g} exceeds {tolerance:.3g}"
+    elif actual is None or expected is None or isinstance(actual, Tensor | None):
+        assert actual is expected, f"one side alone is None: {actual}, {expected}"
+    else:
+        assert not isinstance(expected, Tensor), "a sequence, expected one tensor"
+        assert len(actual) == len(expected), f"length {len(actual)}, expected {len(expected)}"
+        for index, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
+            try:
+                assert_close_float64(ours, theirs, tolerance=tolerance)
+            except AssertionError as error:
+                raise AssertionError(f"at {index}: {error}") from None
+
+
+def assert_as_precise(actual: Tensor, *, naive: Tensor, exact: Tensor, factor: float = 2.0) -> None:
+    """Demand that `actual` errs at most `factor` times as much as `naive` does. Local.
+
+    Args:
+        naive: the straightforward computation in the dtype of `actual`.
+        exact: the same in float64.
+
+    Raises:
+        AssertionError: `actual` errs more.
+    """
+    assert exact.dtype == torch.float64, f"exact must be float64; got {exact.dtype}"
+    ours, theirs = max_relative_error(actual, exact), max_relative_error(naive, exact)
+    # Where the naive result is exact by luck, one rounding of the dtype is still no fault.
+    rounding = torch.finfo(actual.dtype).eps / 2 if actual.is_floating_point() else 0.0
+    bound = factor * max(theirs, rounding)
+    assert ours <= bound, f"error {ours:.3g} exceeds {factor:g} x naive error {theirs:.3g}"
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    """Demand equal dtype, shape and bits, in NaN and minus zero too. Local.
+
+    Raises:
+        AssertionError: something differs; the message counts the bytes.
+    """
+    assert actual.dtype == expected.dtype, f"{actual.dtype}, expected {expected.dtype}"
+    assert actual.shape == expected.shape, f"shape {actual.shape}, expected {expected.shape}"
+    ours, theirs = (x.detach().cpu().contiguous().flatten() for x in (actual, expected))
+    different = (ours.view(torch.uint8) != theirs.view(torch.uint8)).sum().item()
+    total = ours.numel() * ours.element_size()
+    assert different == 0, f"{different} of {total} bytes differ"
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    copy = tensor.detach().clone()
+    return copy.requires_grad_() if copy.is_floating_point() else copy

@@ -1,0 +1,110 @@
+"""The life of one rank of `ranks`: what runs in the process that a gang has forked."""
+
+import faulthandler
+import os
+import pickle
+import signal as signals
+import sys
+import time
+import traceback
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from primeblocks.errors import UsageError
+
+__all__ = ["KILLED", "RAISED", "RETURNED", "TOLD", "Seat", "kill", "main", "tell"]
+
+# The kinds of message that a rank sends to its parent.
+RETURNED, RAISED, KILLED, TOLD = "returned", "raised", "killed", "told"
+
+# The way to the parent; None in a process that is no rank.
+_outbox: Connection | None = None
+
+
+class Seat(NamedTuple):
+    """What a rank needs to know about its gang."""
+
+    rank: int
+    world_size: int
+    folder: Path
+    deadline: float
+    timeout_s: float
+
+    @property
+    def stack_file(self) -> Path:
+        """Where the rank writes its stack if it still runs at the deadline."""
+        return self.folder / f"stack-{self.rank}"
+
+
+def main(seat: Seat, task: bytes, outbox: Connection) -> None:
+    """Join the group, call the body, report, and leave when the parent hangs up."""
+    global _outbox  # noqa: PLW0603
+    _outbox = outbox
+    with open(seat.stack_file, "w") as stacks:
+        # The rank's own watchdog: it works inside a C call, and when the parent is gone.
+        remaining_s = max(0.01, seat.deadline - time.monotonic())
+        faulthandler.dump_traceback_later(remaining_s, exit=True, file=stacks)
+        try:
+            torch.set_num_threads(1)
+            torch.use_deterministic_algorithms(True)  # Also fills torch.empty with NaN.
+            _join(seat)
+            body, args = pickle.loads(task)
+            _send(RETURNED, body(*args))
+        except BaseException:
+            _send(RAISED, traceback.format_exc())
+            _until_hung_up(outbox)
+            # The group may be broken: tidying up could hang.
+            os._exit(1)
+        # A rank that left earlier would break the collectives of its peers.
+        _until_hung_up(outbox)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        faulthandler.cancel_dump_traceback_later()
+
+
+def kill(rank: int, signal: signals.Signals = signals.SIGKILL) -> None:
+    """End `rank` by a signal as it comes to this line; nothing on other ranks.
+
+    Called in a body. The parent knows the death as planned: it yields None, not RankError.
+    Local.
+    """
+    if dist.get_rank() == rank:
+        _send(KILLED, int(signal))
+        os.kill(os.getpid(), signal)
+
+
+def tell(value: object) -> None:
+    """Send a value from a body to `Gang.hear`. Local."""
+    _send(TOLD, value)
+
+
+def _join(seat: Seat) -> None:
+    # Loopback only: a machine's own name may not resolve, and no port should face the network.
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    # A store in a file outlives any rank; a TCP store would die with rank 0.
+    store = dist.FileStore(str(seat.folder / "store"), seat.world_size)
+    dist.init_process_group(
+        "gloo",
+        store=store,
+        rank=seat.rank,
+        world_size=seat.world_size,
+        timeout=timedelta(seconds=seat.timeout_s),
+    )
+
+
+def _send(kind: str, value: object) -> None:
+    if _outbox is None:
+        raise UsageError("tell and kill are for the body of ranks.run or ranks.gang")
+    # Pickled here: `Connection.send` would pass tensors as shared memory, which dies with us.
+    _outbox.send_bytes(pickle.dumps((kind, value)))
+
+
+def _until_hung_up(outbox: Connection) -> None:
+    with suppress(EOFError, ConnectionResetError):
+        outbox.recv_bytes()

@@ -1,0 +1,328 @@
+"""Run a function on several gloo ranks of this machine, with tracebacks, deadlines and faults.
+
+`run` is for tests in which every rank should live; `gang` hands out the running ranks, so that a
+test can kill one. Ranks are forked from a server that has imported torch already: a case costs
+tenths of a second where `spawn` costs seconds.
+
+    def body(x):
+        dist.all_reduce(x)
+        return x.item()
+
+    assert ranks.run(body, torch.ones(1), world_size=3) == [3, 3, 3]
+"""
+
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal as signals
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from multiprocessing import connection
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from primeblocks.errors import ClosedError, DeadlineError, RankError, UsageError
+
+from . import rank_process
+from .rank_process import kill, tell
+
+__all__ = ["Gang", "gang", "kill", "preload", "run", "tell"]
+
+# A failed rank leaves its peers hanging in a collective. They have this long to report too.
+_SETTLE_S = 0.5
+# A rank ends itself at the deadline; one that cannot (stopped, say) is ended so much later.
+_GRACE_S = 5.0
+
+_preloaded = [
+    "torch",
+    "torch.distributed",
+    "torch.distributed.fsdp",
+    "torch._inductor.config",  # What torch.use_deterministic_algorithms imports, in 0.7 s.
+    rank_process.__name__,
+]
+
+
+def run(
+    body: Callable[..., Any], *args: object, world_size: int = 2, timeout_s: float = 60.0
+) -> list[Any]:
+    """Call `body(*args)` on every rank and return the results by rank.
+
+    Each rank is a process with one torch thread, uninitialised memory filled with NaN, and the
+    default gloo group initialised with `timeout_s`. Arguments and results travel by pickle.
+    A rank that `kill` ended yields None, and its peers go on.
+
+    Args:
+        body: a function at the top level of an importable module.
+        args: its arguments, equal on all ranks.
+
+    Raises:
+        RankError: a rank raised, or died; the message holds every traceback or signal.
+            Its peers are ended.
+        DeadlineError: ranks still ran at the deadline; the message holds their stacks.
+        UsageError: `body` or `args` cannot be pickled.
+    """
+    with gang(body, *args, world_size=world_size, timeout_s=timeout_s) as members:
+        return members.wait()
+
+
+def gang(
+    body: Callable[..., Any], *args: object, world_size: int = 2, timeout_s: float = 60.0
+) -> "Gang":
+    """Start `body(*args)` on every rank and return at once; for tests that interfere.
+
+    As `run`, in steps:
+
+        with ranks.gang(body, world_size=3) as members:
+            members.hear(1)          # The body calls ranks.tell(...).
+            members.kill(1)
+            survivors = members.wait()
+
+    Raises:
+        UsageError: `body` or `args` cannot be pickled, or there are no ranks.
+    """
+    if world_size < 1:
+        raise UsageError(f"world_size must be at least 1; got {world_size}")
+    try:
+        task = pickle.dumps((body, args))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UsageError(
+            f"{body!r} and its arguments must be picklable: {error}. Move the body to the top "
+            "level of a module, and build inside it what cannot travel."
+        ) from error
+    return Gang(task, world_size=world_size, timeout_s=timeout_s)
+
+
+def preload(*modules: str) -> None:
+    """Import more modules in the server that ranks are forked from; before the first gang.
+
+    Worth it for what the modules of many bodies import. Local.
+    """
+    if _server.cache_info().currsize:
+        raise UsageError(f"preload {modules} before the first gang: the server is running")
+    _preloaded.extend(modules)
+
+
+class Gang:
+    """Running ranks. Owns their processes: leaving the `with` block ends those that still run."""
+
+    def __init__(self, task: bytes, *, world_size: int, timeout_s: float) -> None:
+        context = _server()
+        self._folder = Path(tempfile.mkdtemp(prefix="primeblocks-ranks-"))
+        self._deadline = time.monotonic() + timeout_s
+        self._timeout_s = timeout_s
+        self._members: list[_Member] = []
+        self._closed = False
+        for rank in range(world_size):
+            inbox, outbox = context.Pipe()
+            seat = rank_process.Seat(rank, world_size, self._folder, self._deadline, timeout_s)
+            process = context.Process(
+                target=rank_process.main, args=(seat, task, outbox), daemon=True
+            )
+            process.start()
+            outbox.close()
+            self._members.append(_Member(rank, process, inbox, seat.stack_file))
+
+    def kill(self, rank: int, signal: signals.Signals = signals.SIGKILL) -> None:
+        """End one rank by a signal. `wait` yields None for it; the others go on. Local."""
+        if self._closed:
+            raise ClosedError(f"cannot kill rank {rank}: its gang is closed")
+        member = self._members[rank]
+        if not member.settled:
+            member.settle(_Killed())
+        if member.process.exitcode is None and member.process.pid is not None:
+            os.kill(member.process.pid, signal)
+
+    def hear(self, rank: int) -> Any:
+        """Wait for the next value that `rank` sends with `tell`.
+
+        Raises:
+            RankError: a rank failed, or this one ended without another word.
+            DeadlineError: nothing came before the gang's deadline.
+        """
+        member = self._members[rank]
+        while not (member.told or member.settled or self._failures()):
+            if not self._pump(self._deadline + _GRACE_S):
+                break
+        if member.told:
+            return member.told.popleft()
+        self._settle_all()
+        raise RankError(f"rank {rank} ended and had told nothing more")
+
+    def wait(self) -> list[Any]:
+        """Wait for all ranks and return their results by rank, None for a killed one.
+
+        Raises:
+            RankError: a rank raised or died.
+            DeadlineError: ranks still ran at the gang's deadline.
+        """
+        self._settle_all()
+        self.close()
+        crashed = [
+            f"rank {m.rank} returned its result, and then {_epitaph(m.process.exitcode)}"
+            for m in self._members
+            if m.process.exitcode and not isinstance(m.outcome, _Killed)
+        ]
+        if crashed:
+            raise RankError("; ".join(crashed))
+        return [None if isinstance(m.outcome, _Killed) else m.outcome for m in self._members]
+
+    def close(self) -> None:
+        """Let finished ranks leave and end the others. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        for member in self._members:
+            # A rank that has reported waits for this before it takes down its group.
+            member.inbox.close()
+            if not member.settled or isinstance(member.outcome, _Killed):
+                member.process.kill()
+        until = time.monotonic() + _GRACE_S
+        for member in self._members:
+            member.process.join(max(0.0, until - time.monotonic()))
+            if member.process.exitcode is None:
+                member.process.kill()
+                member.process.join()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> "Gang":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _failures(self) -> dict[int, "_Failed"]:
+        return {m.rank: m.outcome for m in self._members if isinstance(m.outcome, _Failed)}
+
+    def _pump(self, until: float) -> bool:
+        """Handle what comes next; False when nothing came until then."""
+        waiting = {member.inbox: member for member in self._members if not member.settled}
+        ready = connection.wait(list(waiting), max(0.0, until - time.monotonic()))
+        for inbox, member in waiting.items():
+            if inbox in ready:
+                member.receive()
+        return bool(ready)
+
+    def _settle_all(self) -> None:
+        until = self._deadline + _GRACE_S
+        while any(not member.settled for member in self._members):
+            if self._failures():
+                until = min(until, time.monotonic() + _SETTLE_S)
+            if not self._pump(until):
+                break
+        self._raise_failures()
+
+    def _raise_failures(self) -> None:
+        hung = {m.rank: m.outcome.stack for m in self._members if isinstance(m.outcome, _Hung)}
+        hung |= {m.rank: "(it could not say where)" for m in self._members if not m.settled}
+        size = len(self._members)
+        if failures := self._failures():
+            # A death comes first: what its peers raised is what they saw of it.
+            died = {rank: failure.text for rank, failure in failures.items() if failure.died}
+            raised = {rank: failure.text for rank, failure in failures.items() if rank not in died}
+            parts = [f"{_names(died)} of {size} died"] if died else []
+            parts += [f"{_names(raised)} of {size} raised"] if raised else []
+            parts += [f"ended {_names(hung)}, still running"] if hung else []
+            raise RankError("\n".join(["; ".join(parts), *_sections(died | raised)]))
+        if hung:
+            headline = f"{_names(hung)} of {size} still ran after {self._timeout_s:g} s"
+            raise DeadlineError("\n".join([headline, *_sections(hung)]))
+
+
+class _Failed(NamedTuple):
+    """A rank raised, or died without a plan."""
+
+    text: str
+    died: bool
+
+
+class _Hung(NamedTuple):
+    """A rank still ran at the deadline."""
+
+    stack: str
+
+
+class _Killed(NamedTuple):
+    """A rank died as planned."""
+
+
+@dataclass
+class _Member:
+    """One rank as its parent sees it."""
+
+    rank: int
+    process: ForkServerProcess
+    inbox: connection.Connection
+    stack_file: Path
+    told: deque[Any] = field(default_factory=deque)
+    outcome: Any = None
+    settled: bool = False
+
+    def settle(self, outcome: object) -> None:
+        self.outcome, self.settled = outcome, True
+
+    def receive(self) -> None:
+        try:
+            kind, value = pickle.loads(self.inbox.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            return self._bury()
+        match kind:
+            case rank_process.TOLD:
+                self.told.append(value)
+            case rank_process.RAISED:
+                self.settle(_Failed(value, died=False))
+            case rank_process.KILLED:
+                self.settle(_Killed())
+            case rank_process.RETURNED:
+                self.settle(value)
+
+    def _bury(self) -> None:
+        """Settle a rank that hung up without a result: it is dead."""
+        self.process.join(_GRACE_S)
+        stack = self.stack_file.read_text() if self.stack_file.exists() else ""
+        death = _Failed(f"it {_epitaph(self.process.exitcode)}", died=True)
+        self.settle(_Hung(stack) if stack else death)
+
+
+@cache
+def _server() -> ForkServerContext:
+    """The server of processes, warm: a gang's clock must not pay for importing torch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_preloaded)
+    first = context.Process(target=os.getpid, daemon=True)
+    first.start()
+    first.join()
+    if first.exitcode:
+        raise RankError(
+            f"the first process {_epitaph(first.exitcode)}. If this is a script, start ranks "
+            'under `if __name__ == "__main__":`, for every rank imports the script.'
+        )
+    return context
+
+
+def _epitaph(exitcode: int | None) -> str:
+    if exitcode is None:
+        return "closed its pipe and went on"
+    if exitcode >= 0:
+        return f"exited with code {exitcode}"
+    return f"was ended by {signals.Signals(-exitcode).name}"
+
+
+def _names(ranks: Iterable[int]) -> str:
+    numbers = [str(rank) for rank in ranks]
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
+
+
+def _sections(texts: dict[int, str]) -> list[str]:
+    return [f"--- rank {rank} ---\n{text}" for rank, text in texts.items()]

@@ -1,0 +1,85 @@
+"""Inputs for hypothesis: what the blocks meet, with the edges that break them.
+
+Tensors are drawn by seed and not element by element: shrinking then looks for a smaller shape,
+which is what explains a failure.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from primeblocks.errors import MissingPackageError
+
+try:
+    from hypothesis import strategies as st
+except ModuleNotFoundError as error:
+    raise MissingPackageError("hypothesis", "test") from error
+
+__all__ = ["expert_ids", "float_tensors", "generators", "ragged_lengths", "shapes", "splits"]
+
+
+def generators() -> st.SearchStrategy[torch.Generator]:
+    """Random generators of torch, by seed."""
+    return st.integers(0, 2**16 - 1).map(lambda seed: torch.Generator().manual_seed(seed))
+
+
+def shapes(
+    *, min_dims: int = 1, max_dims: int = 3, min_side: int = 0, max_side: int = 8
+) -> st.SearchStrategy[tuple[int, ...]]:
+    """Shapes of tensors, empty ones included."""
+    sides = st.integers(min_side, max_side)
+    return st.lists(sides, min_size=min_dims, max_size=max_dims).map(tuple)
+
+
+def ragged_lengths(
+    *, min_items: int = 1, max_items: int = 6, max_length: int = 17
+) -> st.SearchStrategy[list[int]]:
+    """Lengths of documents, or rows per rank: zeros, ones and odd numbers included."""
+    lengths = st.integers(0, max_length)
+    return st.lists(lengths, min_size=min_items, max_size=max_items)
+
+
+@st.composite
+def splits(draw: Callable[..., Any], total: int, parts: int) -> list[int]:
+    """Ways to cut `total` into `parts` lengths, some of them zero."""
+    cuts = draw(st.lists(st.integers(0, total), min_size=parts - 1, max_size=parts - 1).map(sorted))
+    return [end - start for start, end in zip([0, *cuts], [*cuts, total], strict=True)]
+
+
+@st.composite
+def expert_ids(
+    draw: Callable[..., Any],
+    *,
+    num_experts: int,
+    top_k: int,
+    tokens: st.SearchStrategy[int] | None = None,
+    dtype: torch.dtype = torch.int64,
+) -> Tensor:
+    """Choices `[tokens, top_k]`, distinct within a token.
+
+    Even routing, routing that leaves experts without tokens, and all tokens on the same experts.
+    """
+    count = draw(st.integers(0, 16) if tokens is None else tokens)
+    generator = draw(generators())
+    popular = draw(st.integers(top_k, num_experts))
+    scores = torch.rand(count, num_experts, generator=generator)
+    scores[:, popular:] -= 1.0  # Never among the top_k.
+    return scores.topk(top_k, dim=-1).indices.to(dtype)
+
+
+@st.composite
+def float_tensors(
+    draw: Callable[..., Any],
+    shape: Sequence[int] | st.SearchStrategy[tuple[int, ...]],
+    *,
+    dtype: torch.dtype = torch.float64,
+    min_exponent: int = 0,
+    max_exponent: int = 0,
+) -> Tensor:
+    """Normal numbers times a power of two drawn between the exponents."""
+    sides = draw(shape) if isinstance(shape, st.SearchStrategy) else tuple(shape)
+    exponent = draw(st.integers(min_exponent, max_exponent))
+    normal = torch.randn(sides, generator=draw(generators()), dtype=torch.float64)
+    return (normal * 2.0**exponent).to(dtype)

@@ -1,0 +1,243 @@
+"""Random mixture-of-experts models, small enough for a laptop, of the families people train.
+
+`build` makes one in memory, `save` a checkpoint with a tokenizer that transformers and vLLM load.
+Equal arguments give equal bytes.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from primeblocks.errors import MissingPackageError, UsageError
+
+__all__ = ["FAMILIES", "build", "config", "save"]
+
+_SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
+
+
+def config(
+    family: str,
+    *,
+    num_layers: int = 4,
+    hidden: int = 128,
+    num_experts: int = 8,
+    top_k: int = 2,
+    vocab: int = 512,
+    init_std: float | None = None,
+) -> Any:
+    """A transformers configuration of one family, with every size small. Local.
+
+    Args:
+        family: one of `FAMILIES`.
+        hidden: a multiple of 32; attention has heads of 32, experts are as wide as the model.
+        vocab: 4 special tokens and the words `w4`, `w5`, ...
+        init_std: standard deviation of the weights; None keeps the family's own.
+
+    Raises:
+        MissingPackageError: transformers is not installed.
+        UsageError: an unknown family, or sizes that no model can have.
+    """
+    if family not in _CONFIGS:
+        raise UsageError(f"family must be one of {', '.join(FAMILIES)}; got {family!r}")
+    if hidden % 32 or top_k > num_experts or vocab <= len(_SPECIAL):
+        raise UsageError(
+            f"needs hidden divisible by 32, top_k <= num_experts and vocab > {len(_SPECIAL)}; "
+            f"got hidden={hidden}, top_k={top_k}, num_experts={num_experts}, vocab={vocab}"
+        )
+    sizes: dict[str, Any] = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": hidden // 32,
+        "num_experts_per_tok": top_k,
+        "max_position_embeddings": 4096,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+    }
+    if init_std is not None:
+        sizes["initializer_range"] = init_std
+    class_name, own = _CONFIGS[family]
+    return getattr(_transformers(), class_name)(**sizes, **own(hidden, num_experts))
+
+
+def build(
+    family: str,
+    *,
+    seed: int = 0,
+    dtype: str | torch.dtype = "bfloat16",
+    router_std: float | None = None,
+    **sizes: Any,
+) -> torch.nn.Module:
+    """A random model in memory, in eval mode. Leaves torch's random state as it was. Local.
+
+    Args:
+        router_std: standard deviation of the router's weights. A larger one makes routing more
+            decided, a smaller one makes ties more frequent.
+        sizes: as in `config`.
+    """
+    configuration = config(family, **sizes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        # Drawn in float32, so that dtypes of one seed differ by rounding alone.
+        model = _transformers().AutoModelForCausalLM.from_config(configuration, dtype=torch.float32)
+        if router_std is not None:
+            for parameter in _router_weights(model):
+                torch.nn.init.normal_(parameter, 0.0, router_std)
+    return model.to(_dtype(dtype)).eval()
+
+
+def save(
+    family: str,
+    path: str | Path,
+    *,
+    seed: int = 0,
+    dtype: str | torch.dtype = "bfloat16",
+    router_std: float | None = None,
+    **sizes: Any,
+) -> Path:
+    """Write the model of `build`, with a tokenizer, into the folder `path`; return it. Local.
+
+    The tokenizer splits at white space: `w7 w9` is two tokens, 7 and 9.
+    """
+    path = Path(path)
+    model: Any = build(family, seed=seed, dtype=dtype, router_std=router_std, **sizes)
+    model.save_pretrained(path)
+    if family == "deepseek_v3":
+        # transformers drops this key; vLLM creates the router's correction bias by it.
+        _amend(path / "config.json", topk_method="noaux_tc")
+    _write_tokenizer(path, model.config.vocab_size)
+    return path
+
+
+def _gqa(hidden: int) -> dict[str, int]:
+    """Two key-value heads where the number of heads allows it."""
+    return {"num_key_value_heads": 2 if hidden % 64 == 0 else 1, "head_dim": 32}
+
+
+def _qwen3_moe(hidden: int, num_experts: int) -> dict[str, Any]:
+    return _gqa(hidden) | {
+        "intermediate_size": 2 * hidden,
+        "moe_intermediate_size": hidden,
+        "num_experts": num_experts,
+        "norm_topk_prob": True,
+    }
+
+
+def _olmoe(hidden: int, num_experts: int) -> dict[str, Any]:
+    return {
+        "intermediate_size": hidden,
+        "num_key_value_heads": hidden // 32,
+        "num_experts": num_experts,
+    }
+
+
+def _mixtral(hidden: int, num_experts: int) -> dict[str, Any]:
+    return _gqa(hidden) | {"intermediate_size": hidden, "num_local_experts": num_experts}
+
+
+def _gpt_oss(hidden: int, num_experts: int) -> dict[str, Any]:
+    return _mixtral(hidden, num_experts) | {"sliding_window": 128}
+
+
+def _deepseek_router(hidden: int, num_experts: int) -> dict[str, Any]:
+    """Sigmoid scores with a correction bias, a shared expert, and a first layer that is dense."""
+    return {
+        "intermediate_size": 2 * hidden,
+        "moe_intermediate_size": hidden,
+        "n_routed_experts": num_experts,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+    }
+
+
+def _glm4_moe(hidden: int, num_experts: int) -> dict[str, Any]:
+    return _gqa(hidden) | _deepseek_router(hidden, num_experts) | {"use_qk_norm": True}
+
+
+def _deepseek_v3(hidden: int, num_experts: int) -> dict[str, Any]:
+    return _deepseek_router(hidden, num_experts) | {
+        "num_key_value_heads": hidden // 32,
+        "routed_scaling_factor": 1.0,
+        "q_lora_rank": 64,
+        # Latent attention keeps its real sizes: vLLM's kernels know no others.
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    }
+
+
+_CONFIGS: dict[str, tuple[str, Callable[[int, int], dict[str, Any]]]] = {
+    "deepseek_v3": ("DeepseekV3Config", _deepseek_v3),
+    "glm4_moe": ("Glm4MoeConfig", _glm4_moe),
+    "gpt_oss": ("GptOssConfig", _gpt_oss),
+    "mixtral": ("MixtralConfig", _mixtral),
+    "olmoe": ("OlmoeConfig", _olmoe),
+    "qwen3_moe": ("Qwen3MoeConfig", _qwen3_moe),
+}
+
+FAMILIES = tuple(_CONFIGS)
+
+
+def _router_weights(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The matrices that score experts: `mlp.gate.weight`, in gpt_oss `mlp.router.weight`."""
+    ends = ("mlp.gate.weight", "mlp.router.weight")
+    return [parameter for name, parameter in model.named_parameters() if name.endswith(ends)]
+
+
+def _write_tokenizer(path: Path, vocab: int) -> None:
+    words = [*_SPECIAL, *(f"w{index}" for index in range(len(_SPECIAL), vocab))]
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    special = [
+        {"id": index, "content": word, "special": True, **plain}
+        for index, word in enumerate(_SPECIAL)
+    ]
+    model = {
+        "type": "WordLevel",
+        "vocab": {word: index for index, word in enumerate(words)},
+        "unk_token": "<unk>",
+    }
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": special,
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": None,
+        "model": model,
+    }
+    settings = {f"{word.strip('<>')}_token": word for word in _SPECIAL} | {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": "{% for m in messages %}{{ m['content'] }} {% endfor %}",
+    }
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (path / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+
+
+def _amend(file: Path, **entries: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | entries, indent=2))
+
+
+def _dtype(dtype: str | torch.dtype) -> torch.dtype:
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype):
+        raise UsageError(f"dtype must name a dtype of torch, such as 'bfloat16'; got {dtype!r}")
+    return found
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise MissingPackageError("transformers", "transformers") from error
+    return transformers

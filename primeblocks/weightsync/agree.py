@@ -1,0 +1,79 @@
+"""Small messages between trainer ranks, each exchange bounded by a deadline."""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import TransferError, UnsupportedError, UsageError
+
+__all__ = ["Agreement"]
+
+
+class Agreement:
+    """All-gather of JSON objects. After a failed exchange the group's state is unknown, so every
+    later one is refused.
+
+    Args:
+        world_size: how many ranks must take part.
+        group: a group with gloo for CPU tensors; None is the default group, or no group at all
+            for one rank.
+
+    Raises:
+        UsageError: the group has another size.
+        UnsupportedError: the group has no gloo.
+    """
+
+    def __init__(self, *, world_size: int, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._broken = ""
+        joined = group is not None or dist.is_initialized()
+        self.size = dist.get_world_size(group) if joined else 1
+        self.rank = dist.get_rank(group) if joined else 0
+        if self.size != world_size:
+            raise UsageError(
+                f"the plan is for {world_size} ranks, the group has {self.size}. "
+                "Plan with one manifest for each rank of this group."
+            )
+        if self.size > 1 and "gloo" not in str(dist.get_backend_config(group)):
+            raise UnsupportedError(
+                f"the group speaks {dist.get_backend_config(group)}; waits need gloo. "
+                "Pass group=torch.distributed.new_group(backend='gloo')."
+            )
+
+    def exchange(
+        self, message: dict[str, Any], *, size_bytes: int, deadline: float
+    ) -> list[dict[str, Any]]:
+        """Every rank's message, by rank. Collective; `size_bytes` is the same on all ranks.
+
+        Raises:
+            TransferError: a peer died, or did not come before `deadline` (time.monotonic).
+        """
+        if self._broken:
+            raise TransferError(
+                f"the group failed earlier: {self._broken}. Make a new group and a new Publisher."
+            )
+        if self.size == 1:
+            return [message]
+        text = json.dumps(message).encode()
+        assert len(text) <= size_bytes, f"{len(text)} bytes for a message of {size_bytes}"
+        mine = torch.tensor(list(text.ljust(size_bytes)), dtype=torch.uint8)
+        theirs = [torch.zeros_like(mine) for _ in range(self.size)]
+        # Not 0: a work's wait takes that for "for ever".
+        patience = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+        try:
+            work = dist.all_gather(theirs, mine, group=self._group, async_op=True)
+            assert work is not None
+            work.wait(patience)
+        except RuntimeError as error:
+            self._broken = str(error).splitlines()[0][:200]
+            raise TransferError(
+                f"rank {self.rank} of {self.size} lost its peers, or the deadline passed: "
+                f"{self._broken}. The committed version did not change; make a new group."
+            ) from error
+        return [json.loads(bytes(text.tolist())) for text in theirs]

@@ -1,0 +1,171 @@
+"""What a rank holds: name -> dtype, global shape and this rank's box of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..errors import PlanError
+from ..layout import Layout, Shard, layout_of
+
+__all__ = [
+    "Manifest",
+    "NamedTensors",
+    "TensorSpec",
+    "describe",
+    "gather_manifests",
+    "named_tensors",
+]
+
+NamedTensors = nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor: its dtype and where the local part sits in the global one."""
+
+    dtype: torch.dtype
+    layout: Layout
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The global shape."""
+        return self.layout.shape
+
+
+@dataclass(frozen=True)
+class Manifest(Mapping[str, TensorSpec]):
+    """The tensors of one rank by name, in order. A mapping and a value."""
+
+    tensors: tuple[tuple[str, TensorSpec], ...]
+
+    def __post_init__(self) -> None:
+        index = dict(self.tensors)
+        if len(index) != len(self.tensors):
+            raise PlanError(f"{len(self.tensors) - len(index)} names occur twice in a manifest")
+        object.__setattr__(self, "_index", index)
+
+    def __getitem__(self, name: str) -> TensorSpec:
+        return self._index[name]  # type: ignore[attr-defined]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, _ in self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def whole(self, *, dtype: torch.dtype | None = None) -> Manifest:
+        """The same tensors held in full: what an engine wants. Floats become `dtype`."""
+        return Manifest(
+            tuple(
+                (name, TensorSpec(_cast(spec.dtype, dtype), Layout.whole(spec.shape)))
+                for name, spec in self.tensors
+            )
+        )
+
+    def to_json(self) -> str:
+        """A text that `from_json` turns into an equal manifest."""
+        rows = [
+            [
+                name,
+                str(spec.dtype).removeprefix("torch."),
+                spec.shape,
+                spec.layout.shard.offsets,
+                spec.layout.shard.sizes,
+            ]
+            for name, spec in self.tensors
+        ]
+        return json.dumps(rows, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """The manifest that `to_json` wrote."""
+        return cls(
+            tuple(
+                (
+                    name,
+                    TensorSpec(_dtype(dtype), Layout(tuple(shape), Shard(tuple(at), tuple(size)))),
+                )
+                for name, dtype, shape, at, size in json.loads(text)
+            )
+        )
+
+    def fingerprint(self) -> str:
+        """32 hex digits; equal exactly where the manifests are."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:32]
+
+
+def named_tensors(source: NamedTensors) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by name; a mapping or pairs are taken as they are. Local.
+
+    Raises:
+        PlanError: a name occurs twice.
+    """
+    if isinstance(source, nn.Module):
+        return dict(_of_module(source))
+    pairs = list(source.items() if isinstance(source, Mapping) else source)
+    tensors = dict(pairs)
+    if len(tensors) != len(pairs):
+        raise PlanError(f"{len(pairs) - len(tensors)} names occur twice among {len(pairs)} tensors")
+    return tensors
+
+
+def describe(source: NamedTensors, *, dtype: torch.dtype | None = None) -> Manifest:
+    """Write down what this rank holds. Local; moves no data.
+
+    A tied parameter appears once, under its first name.
+
+    Args:
+        source: a module (its parameters and persistent buffers), or named tensors. A DTensor
+            counts with its global shape and this rank's box, FSDP2 over expert shards included.
+        dtype: what floating tensors shall be described as; integers stay as they are.
+
+    Raises:
+        PlanError: a name occurs twice, or a DTensor holds partial sums.
+    """
+    return Manifest(
+        tuple(
+            (name, TensorSpec(_cast(tensor.dtype, dtype), layout_of(tensor)))
+            for name, tensor in named_tensors(source).items()
+        )
+    )
+
+
+def gather_manifests(
+    manifest: Manifest, *, group: torch.distributed.ProcessGroup | None = None
+) -> list[Manifest]:
+    """Every rank's manifest, by rank. Collective; some 100 bytes a tensor and rank."""
+    world_size = torch.distributed.get_world_size(group)
+    texts: list[str] = [""] * world_size
+    torch.distributed.all_gather_object(texts, manifest.to_json(), group=group)
+    return [Manifest.from_json(text) for text in texts]
+
+
+def _of_module(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    # Not state_dict(): its hooks may gather, and it lists tied tensors twice.
+    yield from module.named_parameters()
+    persistent = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, child in module.named_modules()
+        for name in child._buffers
+        if name not in child._non_persistent_buffers_set
+    }
+    for name, buffer in module.named_buffers():
+        if name in persistent:
+            yield name, buffer
+
+
+def _cast(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted is not None and dtype.is_floating_point else dtype
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise PlanError(f"torch has no dtype named {name!r}")
+    return dtype

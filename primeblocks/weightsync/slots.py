@@ -1,0 +1,259 @@
+"""Versioned blobs as files in one directory: allocate, write, commit, lease, retire."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import secrets
+import weakref
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+
+from ..errors import CapacityError, ClosedError, CorruptionError, TransferError, UsageError
+from .marker import Marker
+
+__all__ = ["Lease", "Slots"]
+
+_COMMITS, _LOCK = "commits.json", "owner.lock"
+
+
+class Lease:
+    """A committed blob, unchanged until closed. Private pages: writing to it harms nobody."""
+
+    def __init__(self, blob: UInt8[Tensor, " bytes"], fd: int) -> None:
+        self.blob = blob
+        self._fd = fd
+        self.close = weakref.finalize(self, os.close, fd)
+
+
+class Slots:
+    """The state of a directory transport. `durable`: fsync before a commit, never reuse a file.
+
+    Without `durable` the file of a retired version becomes the next blob, where no reader holds
+    it: touching fresh pages costs more than copying into known ones. Readers say that they hold
+    one by a shared flock, which ends with their process.
+    """
+
+    def __init__(self, directory: Path, *, owner: bool, durable: bool) -> None:
+        self._dir, self._owner, self._durable = directory, owner, durable
+        self._run = secrets.token_hex(8)
+        self._committed: list[Marker] = []
+        self._begun: dict[int, int] = {}
+        self._closed = False
+        self._removal: weakref.finalize[..., Slots] | None = None
+        if owner:
+            directory.mkdir(parents=True, exist_ok=True)
+            lock = _take_lock(directory)
+            _remove_files(directory, but=_LOCK)
+            # Runs at the end of the process too.
+            self._removal = weakref.finalize(self, _remove_all, directory, lock, os.getpid())
+
+    def begin(self, version: int, *, size_bytes: int) -> str:
+        self._check(owner=True)
+        if version in self._begun:
+            self.abort(version)
+        retired, self._committed = self._committed[:-1], self._committed[-1:]
+        if retired:
+            self._write_commits()
+        path = self._path(version)
+        fd = -1
+        for marker in retired:
+            fd = self._retire(marker.version, path, reuse=fd < 0) or fd
+        try:
+            if fd < 0:
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+                self._lock(fd)
+            os.ftruncate(fd, size_bytes)
+            # Reserved now: a full tmpfs would end a later write with SIGBUS.
+            os.posix_fallocate(fd, 0, size_bytes)
+        except OSError as error:
+            if fd >= 0:
+                os.close(fd)
+            path.unlink(missing_ok=True)
+            raise self._no_room(error, size_bytes) from error
+        self._begun[version] = fd
+        return self._run
+
+    def writable(self, version: int, *, size_bytes: int) -> UInt8[Tensor, " bytes"]:
+        self._check()
+        path = self._path(version)
+        # torch.from_file would create or stretch the file by itself.
+        found = path.stat().st_size if path.exists() else None
+        if found != size_bytes:
+            raise TransferError(
+                f"{path} has {found} bytes, the plan {size_bytes}. "
+                "Trainer ranks must share the directory and the plan."
+            )
+        return torch.from_file(str(path), shared=True, size=size_bytes, dtype=torch.uint8)
+
+    def flush(self, version: int) -> None:
+        self._check()
+        if self._durable:
+            _fsync(self._path(version))
+
+    def commit(self, marker: Marker) -> None:
+        self._check(owner=True)
+        if marker.version not in self._begun:
+            raise UsageError(f"commit of version {marker.version}, which was not begun")
+        os.close(self._begun.pop(marker.version))
+        self._committed.append(marker)
+        self._write_commits()
+
+    def abort(self, version: int) -> None:
+        self._check(owner=True)
+        if version in self._begun:
+            # Removed, never reused: a rank that hangs may still write to its pages.
+            self._path(version).unlink(missing_ok=True)
+            os.close(self._begun.pop(version))
+
+    def markers(self) -> tuple[Marker, ...]:
+        self._check()
+        try:
+            text = (self._dir / _COMMITS).read_text()
+        except FileNotFoundError:
+            return ()
+        except UnicodeDecodeError as error:
+            raise CorruptionError(f"{self._dir / _COMMITS} cannot be read: {error}") from error
+        try:
+            rows = json.loads(text)
+        except ValueError as error:
+            raise CorruptionError(f"{self._dir / _COMMITS} cannot be read: {error}") from error
+        return tuple(Marker.from_json(row) for row in rows)
+
+    def lease(self, marker: Marker) -> Lease:
+        self._check()
+        path = self._path(marker.version)
+        gone = TransferError(f"version {marker.version} was retired while it was being opened")
+        try:
+            fd = os.open(path, os.O_RDONLY)
+        except FileNotFoundError as error:
+            raise gone from error
+        try:
+            if not self._durable:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                if not path.exists() or os.stat(path).st_ino != os.fstat(fd).st_ino:
+                    raise gone
+            size = os.fstat(fd).st_size
+            if size != marker.size_bytes:
+                raise CorruptionError(f"{path} has {size} bytes; {marker.size_bytes} were sent")
+            blob = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+        except BlockingIOError as error:
+            os.close(fd)
+            raise gone from error
+        except BaseException:
+            os.close(fd)
+            raise
+        return Lease(blob, fd)
+
+    def close(self) -> None:
+        self._closed = True
+        for version in list(self._begun):
+            os.close(self._begun.pop(version))
+        if self._removal is not None:
+            self._removal()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _path(self, version: int) -> Path:
+        return self._dir / f"{version}.blob"
+
+    def _check(self, *, owner: bool = False) -> None:
+        if self._closed:
+            raise ClosedError(f"the transport at {self._dir} was closed")
+        if owner and not self._owner:
+            raise UsageError(
+                f"only the owner of {self._dir} begins and commits. "
+                "Construct the transport of trainer rank 0 with owner=True."
+            )
+
+    def _lock(self, fd: int) -> None:
+        if not self._durable:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def _retire(self, version: int, new: Path, *, reuse: bool) -> int | None:
+        """Rename the file to `new` where nobody holds it, else remove it; None then."""
+        old = self._path(version)
+        if reuse and not self._durable:
+            fd = os.open(old, os.O_RDWR)
+            try:
+                self._lock(fd)
+                old.rename(new)
+                return fd
+            except BlockingIOError:
+                os.close(fd)
+        old.unlink(missing_ok=True)
+        return None
+
+    def _write_commits(self) -> None:
+        text = json.dumps([marker.to_json() for marker in self._committed])
+        scratch = self._dir / f"{_COMMITS}.tmp"
+        with scratch.open("w") as file:
+            file.write(text)
+            file.flush()
+            if self._durable:
+                os.fsync(file.fileno())
+        scratch.replace(self._dir / _COMMITS)
+        if self._durable:
+            _fsync(self._dir)
+
+    def _no_room(self, error: OSError, size_bytes: int) -> Exception:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return TransferError(f"{self._dir}: {error}")
+        free = os.statvfs(self._dir)
+        return CapacityError(
+            f"{self._dir} has {free.f_bavail * free.f_frsize:,} bytes free; one more version needs "
+            f"{size_bytes:,}. Plan for two versions, three while a reader lags."
+        )
+
+
+def _take_lock(directory: Path) -> int:
+    fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(fd)
+        raise UsageError(
+            f"{directory} has a living owner. Choose another name; only rank 0 passes owner=True."
+        ) from error
+    return fd
+
+
+def _remove_files(directory: Path, *, but: str = "") -> None:
+    # Only what is ours: a directory on a disk may be shared with other things.
+    for pattern in ("*.blob", f"{_COMMITS}*", _LOCK):
+        for path in directory.glob(pattern):
+            if path.name != but:
+                path.unlink(missing_ok=True)
+
+
+def _remove_all(directory: Path, lock: int, pid: int) -> None:
+    # A forked child inherits the finalizer, not the ownership.
+    if os.getpid() == pid and directory.is_dir():
+        _remove_files(directory)
+        if not any(directory.iterdir()):
+            directory.rmdir()
+    os.close(lock)
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,20 @@
+"""Settings of every test: one thread, uninitialised memory that shows, ranks that start fast."""
+
+import pytest
+import torch
+
+from primeblocks.testing import ranks
+
+# Before the first gang of a run: most bodies live in modules that import these.
+ranks.preload("pytest", "hypothesis", "numpy", "safetensors.torch", "jaxtyping")
+
+
+@pytest.fixture(autouse=True)
+def _strict_torch(request):
+    """Fill torch.empty with NaN, so that a value nobody wrote cannot pass for a result."""
+    if request.node.get_closest_marker("vllm"):  # An engine chooses its own settings.
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,202 @@
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from primeblocks.errors import PlanError, UnsupportedError
+from primeblocks.layout import layout_of
+from primeblocks.parallel import (
+    AllToAllDispatcher,
+    GroupedExperts,
+    LocalDispatcher,
+    clip_grad_norm_,
+    fully_shard_moe,
+    global_token_count,
+    plan_mesh,
+)
+from primeblocks.testing import ranks
+
+TOKENS = (5, 0, 3, 8)  # By rank: ragged, one without any.
+
+
+class Layer(nn.Module):
+    def __init__(self, experts, hidden, intermediate):
+        super().__init__()
+        self.gate = nn.Linear(hidden, experts, bias=False, dtype=torch.float64)
+        self.experts = GroupedExperts(
+            experts, hidden, intermediate, dispatcher=LocalDispatcher(), dtype=torch.float64
+        )
+
+    def forward(self, x):
+        scores, ids = self.gate(x).softmax(-1).topk(2, dim=-1)
+        return x + self.experts(x, ids, scores)
+
+
+class Model(nn.Module):
+    def __init__(self, experts=8, hidden=6, intermediate=3):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(experts, hidden, intermediate) for _ in range(2))
+        self.head = nn.Linear(hidden, 3, dtype=torch.float64)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def _pair(degrees, sizes):
+    """A sharded model and the same model whole."""
+    torch.manual_seed(0)
+    whole = Model(**sizes)
+    model = copy.deepcopy(whole)
+    meshes = plan_mesh(world_size=dist.get_world_size(), **degrees).build("cpu")
+    _shard(model, meshes)
+    return model, whole, meshes
+
+
+def _shard(model, meshes):
+    experts = [layer.experts for layer in model.layers]
+    for module in experts:
+        module.dispatcher = AllToAllDispatcher(meshes.expert.get_group())
+    fully_shard_moe(model, meshes, layers=model.layers, experts=experts)
+
+
+def _input(rank, hidden):
+    g = torch.Generator().manual_seed(rank)
+    return torch.randn(TOKENS[rank], hidden, generator=g, dtype=torch.float64)
+
+
+def _loss(model, rank, count):
+    return model(_input(rank, model.head.in_features)).square().sum() / count
+
+
+def _backward(model, whole, meshes):
+    count = global_token_count(TOKENS[dist.get_rank()], meshes)
+    assert count == sum(TOKENS[: dist.get_world_size()])
+    _loss(model, dist.get_rank(), count).backward()
+    sum(_loss(whole, rank, count) for rank in range(dist.get_world_size())).backward()
+
+
+def _error(model, whole, tensor_of):
+    """The largest relative error of a parameter; every shard must sit where layout_of says."""
+    worst = 0.0
+    for (name, ours), (same, theirs) in zip(
+        model.named_parameters(), whole.named_parameters(), strict=True
+    ):
+        assert name == same
+        got, want = tensor_of(ours).detach(), tensor_of(theirs).detach()
+        shard = layout_of(got).shard
+        assert torch.equal(got.to_local(), got.full_tensor()[shard.slices]), (name, shard)
+        worst = max(worst, float((got.full_tensor() - want).norm() / want.norm()))
+    return worst
+
+
+def _train(degrees, sizes):
+    model, whole, meshes = _pair(degrees, sizes)
+    errors = {"weights": _error(model, whole, lambda p: p)}
+    _backward(model, whole, meshes)
+    errors["gradients"] = _error(model, whole, lambda p: p.grad)
+    got = clip_grad_norm_(model.parameters(), 0.1, meshes=meshes)
+    want = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+    assert want > 0.2
+    errors["norm"] = abs(float(got / want) - 1)
+    for m in (model, whole):
+        torch.optim.AdamW(m.parameters(), lr=1e-2).step()
+    errors["step"] = _error(model, whole, lambda p: p)
+    placements = [str(p.placements) for p in model.layers[0].experts.parameters()]
+    return errors, placements
+
+
+@pytest.mark.parametrize(
+    ("world_size", "degrees", "sizes"),
+    [
+        (2, {}, {}),
+        (2, {"expert": 2}, {}),
+        (3, {"expert": 3}, {"experts": 6}),
+        (3, {}, {"experts": 2}),
+        (4, {"expert": 2}, {}),
+        (4, {"expert": 2, "replicate": 2}, {}),
+        (4, {"replicate": 2}, {}),
+        (4, {"expert": 2}, {"experts": 6, "hidden": 5}),
+    ],
+    ids=str,
+)
+def test_a_step_equals_one_rank(world_size, degrees, sizes):
+    for errors, _ in ranks.run(_train, degrees, sizes, world_size=world_size):
+        assert max(errors.values()) < 1e-12, errors
+
+
+def test_more_ranks_than_experts_split_inside_the_experts():
+    # 2 experts over 3 ranks: dim 1 of both (6 and 6) splits evenly, dim 0 would leave a rank empty.
+    _, placements = ranks.run(_train, {}, {"experts": 2}, world_size=3)[0]
+    assert placements == ["(Shard(dim=1), Shard(dim=0))"] * 2
+
+
+def _accumulate():
+    model, whole, meshes = _pair({"expert": 2}, {})
+    for _ in range(2):
+        _backward(model, whole, meshes)
+    return _error(model, whole, lambda p: p.grad)
+
+
+def test_micro_batches_add_up():
+    assert max(ranks.run(_accumulate, world_size=2)) < 1e-12
+
+
+def _clip_mixed():
+    """A sharded, a replicated and a plain gradient: 3 x 1, 2 x 1, 1 x 1 ones and a None."""
+    meshes = plan_mesh(world_size=3).build("cpu")
+    placed = [
+        DTensor.from_local(torch.ones(1), meshes.fsdp, [Shard(0)]),
+        DTensor.from_local(torch.ones(2), meshes.fsdp, [Replicate()]),
+        torch.ones(1),
+        None,
+    ]
+    parameters = [nn.Parameter(torch.zeros(1) if p is None else p.clone()) for p in placed]
+    for parameter, grad in zip(parameters, placed, strict=True):
+        parameter.grad = grad
+    loose = clip_grad_norm_(parameters, 10.0, meshes=meshes)
+    kept = [float(g.sum()) for g in (_local(p.grad) for p in parameters[:3])]
+    norm = clip_grad_norm_(parameters, 1.0, meshes=meshes)
+    clipped = clip_grad_norm_(iter(parameters), 1.0, meshes=meshes)
+    parameters[2].grad.fill_(math.inf)
+    bad = clip_grad_norm_(parameters, 1.0, meshes=meshes)
+    return float(loose), kept, float(norm), float(clipped), float(bad)
+
+
+def _local(x):
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def test_norms_count_every_element_once():
+    for loose, kept, norm, clipped, bad in ranks.run(_clip_mixed, world_size=3):
+        assert loose == norm == pytest.approx(math.sqrt(6), abs=1e-12)
+        assert kept == [1, 2, 1]
+        assert clipped == pytest.approx(1, abs=1e-5)
+        assert bad == math.inf
+
+
+def _refusals():
+    model = Model()
+    before = dict(model.named_parameters())
+    with pytest.raises(UnsupportedError, match="context=2: no attention over split sequences"):
+        _shard(model, plan_mesh(world_size=2, context=2).build("cpu"))
+    meshes = plan_mesh(world_size=2, expert=2).build("cpu")
+    with pytest.raises(PlanError, match="expert=2, but no experts were given. Use expert=1"):
+        fully_shard_moe(model, meshes, layers=model.layers, experts=[])
+    with pytest.raises(PlanError, match=r"gate_up_proj has 3 experts, which expert=2"):
+        _shard(Model(experts=3), meshes)
+    partial = nn.Parameter(torch.zeros(1))
+    partial = nn.Parameter(DTensor.from_local(torch.zeros(1), meshes.fsdp, [Replicate()]))
+    partial.grad = DTensor.from_local(torch.ones(1), meshes.fsdp, [Partial()])
+    with pytest.raises(PlanError, match="partial gradient"):
+        clip_grad_norm_([partial], 1.0, meshes=meshes)
+    return all(p is before[name] for name, p in model.named_parameters())
+
+
+def test_what_cannot_work_is_refused_and_nothing_changes():
+    assert ranks.run(_refusals, world_size=2) == [True, True]

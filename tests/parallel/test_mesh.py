@@ -1,0 +1,102 @@
+import dataclasses
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primeblocks.errors import PlanError
+from primeblocks.parallel import plan_mesh
+from primeblocks.testing import ranks
+
+
+@given(
+    replicate=st.integers(1, 4),
+    context=st.integers(1, 4),
+    expert=st.integers(1, 8),
+    rest=st.integers(1, 6),
+)
+def test_every_axis_divides_the_world(replicate, context, expert, rest):
+    world = replicate * context * expert * rest
+    plan = plan_mesh(world_size=world, replicate=replicate, context=context, expert=expert)
+    assert plan.replicate * plan.fsdp == world
+    assert plan.replicate * plan.expert_fsdp * plan.expert == world
+    assert plan.batch * plan.context == world
+
+
+@pytest.mark.parametrize(
+    ("degrees", "said"),
+    [
+        ({"replicate": 3}, r"replicate=3 does not divide world_size = 8. Use one of \[1, 2, 4, 8]"),
+        ({"expert": 3}, r"expert=3 does not divide world_size / replicate = 8"),
+        ({"replicate": 4, "expert": 4}, r"replicate = 2. Use one of \[1, 2]"),
+        ({"context": 3}, r"context=3 does not divide world_size / replicate = 8"),
+        ({"replicate": 8, "context": 2}, r"context=2 .* = 1. Use one of \[1]"),
+        ({"expert": 0}, "expert must be at least 1; got 0"),
+        ({"context": -1}, "context must be at least 1; got -1"),
+    ],
+)
+def test_degrees_that_do_not_fit_are_refused(degrees, said):
+    with pytest.raises(PlanError, match=said):
+        plan_mesh(world_size=8, **degrees)
+
+
+def test_plans_are_values():
+    assert plan_mesh(world_size=8, expert=4) == plan_mesh(world_size=8, expert=4)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan_mesh(world_size=8).expert = 2
+
+
+def test_the_table_shows_sizes_and_neighbours():
+    table = plan_mesh(world_size=64, replicate=2, context=2, expert=8).table()
+    rows = {line.split()[0]: line.split()[1:3] for line in table.splitlines()}
+    assert rows["replicate"] == ["2", "0,32"]
+    assert rows["fsdp"] == ["32", "0,1,...,31"]
+    assert rows["expert_fsdp"] == ["4", "0,8,16,24"]
+    assert rows["expert"] == ["8", "0,1,...,7"]
+    assert rows["context"] == ["2", "0,1"]
+    assert rows["batch"] == ["32", "0,2,...,62"]
+
+
+def _groups(degrees):
+    meshes = plan_mesh(world_size=dist.get_world_size(), **degrees).build("cpu")
+    names = ("fsdp", "expert_fsdp", "expert", "context", "batch", "loss")
+    return {name: getattr(meshes, name).mesh.tolist() for name in names}
+
+
+def test_ranks_of_one_copy():
+    first, second, third, last = ranks.run(_groups, {"expert": 2}, world_size=4)
+    assert first["expert"] == second["expert"] == [0, 1]
+    assert third["expert"] == last["expert"] == [2, 3]
+    assert first["expert_fsdp"] == third["expert_fsdp"] == [0, 2]
+    assert second["expert_fsdp"] == last["expert_fsdp"] == [1, 3]
+    for groups in (first, second, third, last):
+        assert groups["fsdp"] == groups["loss"] == groups["batch"] == [0, 1, 2, 3]
+    assert [g["context"] for g in (first, second, third, last)] == [[0], [1], [2], [3]]
+
+
+def test_ranks_of_two_copies_with_context():
+    degrees = {"replicate": 2, "expert": 2, "context": 2}
+    first, second, third, last = ranks.run(_groups, degrees, world_size=4)
+    for groups in (first, second, third, last):
+        assert groups["fsdp"] == [[0, 1], [2, 3]]
+        assert groups["loss"] == [0, 1, 2, 3]
+    assert first["expert"] == first["context"] == [0, 1]
+    assert last["expert"] == last["context"] == [2, 3]
+    assert first["expert_fsdp"] == third["expert_fsdp"] == [[0], [2]]
+    assert second["batch"] == last["batch"] == [1, 3]
+
+
+def _build_for_four():
+    with pytest.raises(PlanError, match="planned for 4 ranks; 2 are running") as caught:
+        plan_mesh(world_size=4).build("cpu")
+    return str(caught.value)
+
+
+def test_another_number_of_ranks_is_refused():
+    assert "world_size=2" in ranks.run(_build_for_four, world_size=2)[0]
+
+
+def test_no_process_group_is_refused():
+    with pytest.raises(PlanError, match="init_process_group"):
+        plan_mesh(world_size=1).build("cpu")

@@ -1,0 +1,226 @@
+"""Qwen3-MoE of transformers, parallel, against itself on one rank."""
+
+import copy
+import importlib
+import sys
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from primeblocks.errors import MissingPackageError, UnsupportedError
+from primeblocks.layout import layout_of
+from primeblocks.parallel import clip_grad_norm_, global_token_count, plan_mesh
+from primeblocks.testing import ranks
+
+VOCABULARY, EXPERTS, TOP_K = 32, 12, 2
+
+
+def _qwen3_moe():
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        moe_intermediate_size=12,
+        num_hidden_layers=3,
+        mlp_only_layers=[1],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+        norm_topk_prob=True,
+        max_position_embeddings=64,
+        attn_implementation="eager",
+        experts_implementation="eager",
+    )
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():  # Norms and routers far from their initial symmetry.
+            scale = parameter.shape[-1] ** -0.5
+            parameter.copy_(torch.randn_like(parameter) * scale + (parameter.ndim == 1))
+    return model.train()
+
+
+def _batch(rank):
+    """Ragged by rank; rank 1 has no token that counts in the loss."""
+    g = torch.Generator().manual_seed(rank)
+    ids = torch.randint(VOCABULARY, (1 + rank % 2, 6 + 3 * rank), generator=g)
+    return ids, torch.full((ids.shape[0], ids.shape[1] - 1), rank != 1)
+
+
+def _loss(model, rank, count):
+    ids, mask = _batch(rank)
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    logprobs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    return -(logprobs * mask).sum() / count
+
+
+def _impose(model, rank):
+    """Replace the router's choices by given ones, from outside, as replay does."""
+    handles = []
+    for layer, block in enumerate(model.base_model.layers):
+        if hasattr(block.mlp, "gate"):
+            g = torch.Generator().manual_seed(100 * rank + layer)
+            noise = torch.rand(_batch(rank)[0].numel(), EXPERTS, generator=g)
+            hook = _Imposed(noise.topk(TOP_K, dim=-1).indices)
+            handles.append(block.mlp.gate.register_forward_hook(hook))
+    return handles
+
+
+class _Imposed:
+    def __init__(self, ids):
+        self.ids = ids
+
+    def __call__(self, module, args, output):
+        logits = output[0]
+        gates = logits.softmax(-1, dtype=torch.float32).gather(-1, self.ids)
+        return logits, (gates / gates.sum(-1, keepdim=True)).to(logits.dtype), self.ids
+
+
+def _run(model, rank, count, *, impose):
+    handles = _impose(model, rank) if impose else []
+    loss = _loss(model, rank, count)
+    loss.backward()
+    for handle in handles:
+        handle.remove()
+    return loss.detach()
+
+
+def _whole(dtype, count, *, impose):
+    model = _qwen3_moe().to(dtype)
+    loss = sum(_run(model, rank, count, impose=impose) for rank in range(dist.get_world_size()))
+    return model, loss
+
+
+def _sharded(degrees, dtype, *, precision=None, checkpointing=False):
+    from primeblocks.parallel.adapters.transformers import parallelize
+
+    warnings.simplefilter("error")
+    model = _qwen3_moe().to(dtype)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    meshes = plan_mesh(world_size=dist.get_world_size(), **degrees).build("cpu")
+    parallelize(model, meshes, precision=precision)
+    count = global_token_count(_batch(dist.get_rank())[1].sum(), meshes)
+    return model, meshes, count
+
+
+def _error(model, whole, tensor_of):
+    """The largest relative error of a parameter; every shard must sit where layout_of says."""
+    worst, theirs = 0.0, dict(whole.named_parameters())
+    assert [name for name, _ in model.named_parameters()] == list(theirs)
+    for name, parameter in model.named_parameters():
+        got, want = tensor_of(parameter).detach(), tensor_of(theirs[name]).detach()
+        shard = layout_of(got).shard
+        assert torch.equal(got.to_local(), got.full_tensor()[shard.slices]), (name, shard)
+        worst = max(worst, float((got.full_tensor() - want).norm() / want.norm()))
+    return worst
+
+
+def _train(degrees, impose, checkpointing):
+    model, meshes, count = _sharded(degrees, torch.float64, checkpointing=checkpointing)
+    loss = _run(model, dist.get_rank(), count, impose=impose)
+    dist.all_reduce(loss)
+    whole, want = _whole(torch.float64, count, impose=impose)
+    errors = {"loss": abs(float(loss / want) - 1)}
+    errors["gradients"] = _error(model, whole, lambda p: p.grad)
+    got = clip_grad_norm_(model.parameters(), 0.1, meshes=meshes)
+    want = nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+    assert want > 0.2
+    errors["norm"] = abs(float(got / want) - 1)
+    for m in (model, whole):
+        torch.optim.AdamW(m.parameters(), lr=1e-2).step()
+    errors["step"] = _error(model, whole, lambda p: p)
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("world_size", "degrees", "impose", "checkpointing"),
+    [
+        (2, {"expert": 2}, False, False),
+        (2, {}, True, True),
+        (3, {"expert": 3}, True, False),
+        (3, {}, False, True),
+        (4, {"expert": 2}, True, True),
+        (4, {"expert": 2, "replicate": 2}, False, False),
+    ],
+    ids=str,
+)
+def test_a_step_equals_one_rank(world_size, degrees, impose, checkpointing):
+    for errors in ranks.run(_train, degrees, impose, checkpointing, world_size=world_size):
+        assert max(errors.values()) < 1e-12, errors
+
+
+def _low_precision():
+    """Relative gradient error against float64: mixed precision in parallel, bfloat16 on one."""
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model, _, count = _sharded({"expert": 2}, torch.float32, precision=precision)
+    _run(model, dist.get_rank(), count, impose=True)
+    oracle, _ = _whole(torch.float64, count, impose=True)
+    naive, _ = _whole(torch.bfloat16, count, impose=True)
+    ours, theirs, scale = 0.0, 0.0, 0.0
+    for name, want in oracle.named_parameters():
+        got = model.get_parameter(name).grad
+        assert got.dtype == torch.float32
+        ours += float((got.full_tensor() - want.grad).square().sum())
+        theirs += float((naive.get_parameter(name).grad - want.grad).square().sum())
+        scale += float(want.grad.square().sum())
+    return (ours / scale) ** 0.5, (theirs / scale) ** 0.5
+
+
+def test_mixed_precision_errs_no_more_than_bfloat16():
+    for ours, naive in ranks.run(_low_precision, world_size=2):
+        assert 0 < ours < 2 * naive < 0.1
+
+
+def _shared_config():
+    """A second model with the same config object keeps its own experts."""
+    from primeblocks.parallel.adapters.transformers import parallelize
+
+    model = _qwen3_moe()
+    other = type(model)(model.config)
+    other.load_state_dict(copy.deepcopy(model.state_dict()))
+    ids = _batch(0)[0]
+    want = other(input_ids=ids, use_cache=False).logits
+    parallelize(model, plan_mesh(world_size=1).build("cpu"))
+    assert torch.equal(other(input_ids=ids, use_cache=False).logits, want)
+    torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, want)
+
+
+def test_other_models_are_left_alone():
+    ranks.run(_shared_config, world_size=1)
+
+
+def _untested_model():
+    from transformers import MixtralConfig, MixtralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    from primeblocks.parallel.adapters.transformers import parallelize
+
+    small = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    small |= {"num_attention_heads": 1, "num_key_value_heads": 1}
+    meshes = plan_mesh(world_size=1).build("cpu")
+    for model, kind in (
+        (MixtralForCausalLM(MixtralConfig(**small)), "'MixtralExperts'"),
+        (Qwen3ForCausalLM(Qwen3Config(**small)), "none"),
+    ):
+        with pytest.raises(UnsupportedError, match=f"{kind}.*tested are.*Qwen3MoeExperts"):
+            parallelize(model, meshes)
+
+
+def test_experts_that_no_test_covers_are_refused():
+    ranks.run(_untested_model, world_size=1)
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    name = "primeblocks.parallel.adapters.transformers"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingPackageError, match=r"pip install 'primeblocks\[transformers\]'"):
+        importlib.import_module(name)

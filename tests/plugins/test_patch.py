@@ -1,0 +1,80 @@
+"""A patch replaces all of its symbols once, or none."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from primeblocks.errors import UnsupportedError
+from primeblocks.plugins.patch import Patch, SelfTest, ours, stock
+
+HOST = "primeblocks_test_host"
+
+
+class Engine:
+    def step(self) -> str:
+        return "stock"
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = ModuleType(HOST)
+    module.Engine = type("Engine", (Engine,), {"step": Engine.step})  # type: ignore[attr-defined]
+    module.limit = lambda: 1  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, HOST, module)
+    return module
+
+
+def louder(original):
+    return lambda *args: f"{original(*args)} and ours"
+
+
+def patch(*symbols: str, name: str = "louder") -> Patch:
+    return Patch(
+        name=name,
+        reason="a test",
+        tested="host==1.*",
+        replacements={f"{HOST}:{symbol}": louder for symbol in symbols},
+        self_test=lambda: SelfTest(needed=True, effective=True),
+    )
+
+
+def test_all_symbols_are_replaced_once(host):
+    both = patch("Engine.step", "limit")
+    assert not both.applied()
+    both.apply()
+    both.apply()
+    assert both.applied()
+    assert host.Engine().step() == "stock and ours"
+    assert host.limit() == "1 and ours"
+
+
+def test_the_stock_symbol_stays_reachable(host):
+    symbol = f"{HOST}:Engine.step"
+    original = host.Engine.step
+    assert stock(symbol) is original
+    patch("Engine.step").apply()
+    assert stock(symbol) is original
+    assert ours(symbol) is host.Engine.step
+    assert ours(symbol) is not original
+
+
+@pytest.mark.parametrize("symbol", ["Engine.gone", "Gone.step", "gone"])
+def test_a_missing_symbol_leaves_every_other_alone(host, symbol):
+    incomplete = patch("limit", symbol)
+    with pytest.raises(UnsupportedError, match=rf"louder .* no {HOST}:{symbol}.*host==1\.\*"):
+        incomplete.apply()
+    assert host.limit() == 1
+    assert not incomplete.applied()
+
+
+def test_a_missing_module_is_a_missing_symbol(host):
+    absent = Patch("absent", "a test", "host==1.*", {f"{HOST}_2:f": louder}, SimpleNamespace)
+    with pytest.raises(UnsupportedError, match=f"no {HOST}_2:f"):
+        absent.apply()
+    assert not absent.applied()
+
+
+def test_another_patch_of_the_same_symbol_does_not_count(host):
+    patch("limit", name="first").apply()
+    assert not patch("limit", name="second").applied()

@@ -1,0 +1,327 @@
+import numpy as np
+import pytest
+import torch
+
+from primeblocks.errors import PlanError, ShapeError, UsageError
+from primeblocks.replay import impose, record
+from primeblocks.replay.reference import sigmoid_router, softmax_router
+from primeblocks.replay.router import check_routers
+
+KINDS = ["softmax", "renormalised", "chosen", "sigmoid"]
+CHECKPOINTS = [None, False, True]
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def step(model, x):
+    """Output, and gradients of every weight and of the input."""
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    out = model(x)
+    out.square().sum().backward()
+    return out.detach(), gradients(model) | {"input": x.grad}
+
+
+def reference_step(model, x, imposed):
+    """The same by loops over tokens and slots; imposed: choices by layer, None where missing."""
+    model.zero_grad()
+    leaf = x.clone().requires_grad_()
+    tokens = leaf.reshape(-1, leaf.shape[-1])
+    for layer, choices in zip(model.layers, imposed, strict=True):
+        router = layer.gate
+        if router.kind == "sigmoid":
+            gates, ids = sigmoid_router(
+                tokens,
+                router.weight,
+                top_k=2,
+                correction_bias=router.bias,
+                renormalise=True,
+                scale=1.5,
+                imposed=choices,
+            )
+        else:
+            gates, ids = softmax_router(
+                tokens,
+                router.weight,
+                top_k=2,
+                renormalise=router.kind != "softmax",
+                imposed=choices,
+            )
+        tokens = torch.stack(
+            [
+                token + sum(gates[t, k] * (token @ layer.weight[e]) for k, e in enumerate(ids[t]))
+                for t, token in enumerate(tokens)
+            ]
+        )
+    tokens.square().sum().backward()
+    return tokens.reshape(x.shape).detach(), gradients(model) | {"input": leaf.grad}
+
+
+def choices_of(routes):
+    return [
+        [
+            None if missing else row
+            for row, missing in zip(
+                routes.experts[:, layer].tolist(), routes.missing.tolist(), strict=True
+            )
+        ]
+        for layer in range(len(routes.layer_ids))
+    ]
+
+
+def assert_equal(a, b):
+    assert torch.equal(a[0], b[0])
+    for name in a[1]:
+        assert torch.equal(a[1][name], b[1][name]), name
+
+
+def assert_close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tape_holds_what_the_reference_chooses(toy, inputs, kind):
+    model = toy(kind, layers=1)
+    with record(model.routers) as tape:
+        out = step(model, inputs)
+    assert_close(out, reference_step(model, inputs, [None]))
+    tokens = inputs.reshape(-1, inputs.shape[-1])
+    router = model.routers[0]
+    if kind == "sigmoid":
+        _, ids = sigmoid_router(
+            tokens,
+            router.weight,
+            top_k=2,
+            correction_bias=router.bias,
+            renormalise=True,
+            scale=1.5,
+        )
+    else:
+        _, ids = softmax_router(tokens, router.weight, top_k=2, renormalise=True)
+    assert tape.routes.experts[:, 0].tolist() == ids
+    assert not tape.routes.missing.any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_foreign_routes_equal_the_reference_gradients_included(
+    toy, inputs, foreign, kind, checkpoint
+):
+    model = toy(kind, checkpoint=checkpoint)
+    routes = foreign()
+    with impose(model.routers, routes):
+        found = step(model, inputs)
+    expected = reference_step(model, inputs, choices_of(routes))
+    assert_close(found, expected)
+    assert all(found[1][f"layers.{i}.gate.weight"].abs().max() > 0 for i in range(3))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_own_routes_change_no_bit(toy, inputs, kind, checkpoint):
+    model = toy(kind, checkpoint=checkpoint)
+    with record(model.routers) as tape:
+        own = step(model, inputs)
+    with impose(model.routers, tape.routes):
+        assert_equal(step(model, inputs), own)
+
+
+def test_missing_tokens_choose_for_themselves(toy, inputs, foreign):
+    model = toy()
+    own = step(model, inputs)
+    with impose(model.routers, foreign()[:0].pad(8)):
+        assert_equal(step(model, inputs), own)
+
+
+def test_padding_spreads_as_the_model_would(toy, inputs, foreign):
+    model = toy()
+    with impose(model.routers, foreign()[:2].pad(8)), record(model.routers) as tape:
+        model(inputs)
+    with record(model.routers) as own:
+        model(inputs)
+    # In the first layer tokens have not mixed yet: exactly the two known tokens differ from ours.
+    assert np.array_equal(tape.routes.experts[2:, 0], own.routes.experts[2:, 0])
+    assert np.array_equal(tape.routes.experts[:2], foreign().experts[:2])
+
+
+def test_hooks_are_gone_after_the_context_and_after_an_error(toy, inputs, foreign):
+    model = toy()
+    own = step(model, inputs)
+    with impose(model.routers, foreign()):
+        assert not torch.equal(model(inputs), own[0])
+    assert_equal(step(model, inputs), own)
+    with pytest.raises(ZeroDivisionError), impose(model.routers, foreign()):
+        raise ZeroDivisionError
+    assert_equal(step(model, inputs), own)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_micro_batches_accumulate(toy, inputs, foreign, checkpoint):
+    model = toy(checkpoint=checkpoint)
+    batches = [(inputs, foreign(seed=2)), (-inputs, foreign(seed=3))]
+    single = []
+    for x, routes in batches:
+        with impose(model.routers, routes):
+            single.append(step(model, x)[1])
+    model.zero_grad()
+    for x, routes in batches:
+        with impose(model.routers, routes):
+            model(x.clone().requires_grad_()).square().sum().backward()
+    assert_close(
+        gradients(model), {name: single[0][name] + single[1][name] for name in gradients(model)}
+    )
+
+
+def interleave(model, x, first, second):
+    """Both forwards before both backwards, the second context still open."""
+    with impose(model.routers, first):
+        loss = model(x.clone().requires_grad_()).square().sum()
+    with impose(model.routers, second):
+        loss = loss + model(-x.clone().requires_grad_()).square().sum()
+        loss.backward()
+
+
+def test_backward_may_come_later_without_checkpointing(toy, inputs, foreign):
+    model = toy()
+    interleave(model, inputs, foreign(seed=2), foreign(seed=3))
+    late = gradients(model)
+    model.zero_grad()
+    for x, seed in ((inputs, 2), (-inputs, 3)):
+        with impose(model.routers, foreign(seed=seed)):
+            model(x).square().sum().backward()
+    assert_close(late, gradients(model))
+
+
+def test_recomputation_under_foreign_routes_is_refused(toy, inputs, foreign):
+    model = toy(checkpoint=False)
+    with pytest.raises(UsageError, match="recomputed under the routes of another"):
+        interleave(model, inputs, foreign(seed=2), foreign(seed=3))
+
+
+def test_recomputation_without_routes_is_refused(toy, inputs, foreign):
+    model = toy(checkpoint=False)
+    with impose(model.routers, foreign()):
+        loss = model(inputs.clone().requires_grad_()).square().sum()
+    with pytest.raises(torch.utils.checkpoint.CheckpointError):
+        loss.backward()
+    model.reentrant = True
+    with (
+        pytest.raises(UsageError, match="call backward inside"),
+        impose(model.routers, foreign()),
+    ):
+        model(inputs.clone().requires_grad_())
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_evaluation_needs_no_backward(toy, inputs, foreign, checkpoint):
+    model = toy(checkpoint=checkpoint)
+    with torch.no_grad(), impose(model.routers, foreign()):
+        model(inputs)
+    model.eval()
+    with impose(model.routers, foreign()), torch.no_grad():
+        model(inputs)
+
+
+def test_a_second_context_on_the_same_routers_is_refused(toy, inputs, foreign):
+    model = toy()
+    with impose(model.routers, foreign()):
+        with pytest.raises(UsageError, match="imposed already"), impose(model.routers, foreign()):
+            pass
+        model(inputs)
+
+
+def test_other_numbers_of_tokens_are_refused(toy, inputs, foreign):
+    model = toy()
+    with (
+        pytest.raises(ShapeError, match=r"8 tokens, the routes hold 7.*pad"),
+        impose(model.routers, foreign()[:7]),
+    ):
+        model(inputs)
+
+
+def test_routes_of_another_model_are_refused(toy, foreign):
+    model = toy()
+    with pytest.raises(PlanError, match="only"), impose(model.routers, foreign(layers=2)):
+        pass
+    with impose(model.routers[:1], foreign().only([0])):
+        model.layers[0](torch.randn(8, 5, dtype=torch.float64))
+    model.layers[0].gate.num_experts = 7
+    with (
+        pytest.raises(PlanError, match="2 of 7 experts, the routes 2 of 6"),
+        impose(model.routers[:1], foreign().only([0])),
+    ):
+        pass
+
+
+def test_a_router_that_never_ran_is_reported(toy, foreign):
+    model = toy()
+    with pytest.raises(UsageError, match="layer 0 never ran"), impose(model.routers, foreign()):
+        pass
+
+
+def test_record_inside_sees_the_imposed_choices_and_around_the_own(toy, inputs, foreign):
+    model = toy(layers=1)
+    with record(model.routers) as own:
+        model(inputs)
+    with (
+        record(model.routers) as around,
+        impose(model.routers, foreign(layers=1)),
+        record(model.routers) as inside,
+    ):
+        model(inputs)
+    known = ~foreign(layers=1).missing
+    assert around.routes == own.routes
+    assert np.array_equal(inside.routes.experts[known], foreign(layers=1).experts[known])
+    assert np.array_equal(inside.routes.experts[~known], own.routes.experts[~known])
+
+
+def test_one_record_is_one_forward(toy, inputs):
+    model = toy()
+    with record(model.routers) as tape:
+        with pytest.raises(UsageError, match=r"\[0, 1, 2\] have not run"):
+            _ = tape.routes
+        model(inputs)
+        model(inputs)
+        with pytest.raises(UsageError, match="ran twice in one record: 8 tokens, then 4"):
+            model(inputs[:1])
+        with pytest.raises(UsageError, match="ran twice"):
+            model(-inputs)
+    assert tape.routes.tokens == 8
+
+
+def test_layers_that_saw_other_tokens_are_refused(toy, inputs):
+    model = toy(layers=2)
+    with record(model.routers) as tape:
+        model.layers[0](inputs)
+        model.layers[1](inputs[:1])
+    with pytest.raises(ShapeError, match=r"\{0: 8, 1: 4\}"):
+        _ = tape.routes
+
+
+def test_many_experts_are_recorded_in_sixteen_bits(toy, inputs):
+    model = toy(layers=1)
+    router = model.routers[0]
+    router.num_experts = 300
+    router.weight = torch.nn.Parameter(torch.zeros(300, 5, dtype=torch.float64))
+    router.weight.data[298:] = torch.randn(2, 5, dtype=torch.float64)
+    with record([router]) as tape:
+        router(inputs.reshape(-1, 5))
+    assert tape.routes.experts.dtype == np.uint16
+    assert tape.routes.experts.max() >= 298
+
+
+def test_routers_are_checked(toy):
+    model = toy()
+    model.layers[1].gate.layer_id = 0
+    with pytest.raises(PlanError, match=r"share a layer: \[0, 0, 2\]"):
+        check_routers(model.routers)
+    model.layers[1].gate.layer_id = 1
+    model.layers[1].gate.top_k = 3
+    with pytest.raises(PlanError, match=r"\[\(6, 2\), \(6, 3\)\]"):
+        check_routers(model.routers)
+    with pytest.raises(UsageError, match="nothing to replay"):
+        check_routers([])
+    with pytest.raises(UsageError, match="not the ToyModel itself"):
+        check_routers.__wrapped__(model)

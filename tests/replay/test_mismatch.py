@@ -1,0 +1,98 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from primeblocks.errors import ShapeError, UsageError
+from primeblocks.replay import Routes, compare, measure_mismatch
+from primeblocks.replay.reference import agreement
+
+
+def test_estimators_by_hand():
+    trainer = torch.tensor([[-1.0, -2.0, -9.0], [-0.5, -3.0, -9.0]], dtype=torch.float64)
+    rollout = torch.tensor([[-1.0, -2.5, 5.0], [-0.6, -2.0, 5.0]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 0], [1, 1, 0]]).bool()
+    found = measure_mismatch(trainer, rollout, mask=mask, worst=2)
+    deltas = [0.0, 0.5, 0.1, -1.0]
+    k3 = [math.exp(d) - 1 - d for d in deltas]
+    mean = sum(k3) / 4
+    assert found.k1 == pytest.approx(-sum(deltas) / 4)
+    assert found.k2 == pytest.approx(sum(d * d for d in deltas) / 8)
+    assert found.k3 == pytest.approx(mean)
+    assert found.k3_standard_error == pytest.approx(
+        math.sqrt(sum((k - mean) ** 2 for k in k3) / 4) / 2
+    )
+    assert found.max_k3 == pytest.approx(max(k3))
+    assert found.ratio_tail == 0.5
+    assert found.tokens == 4
+    first, second = found.worst
+    assert first.position == (1, 1)
+    assert (first.trainer, first.rollout, first.k3) == pytest.approx((-3.0, -2.0, k3[3]))
+    assert second.position == (0, 1)
+
+
+def test_k1_and_k3_estimate_the_divergence_they_name():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 20, dtype=torch.float64, generator=generator)
+    rollout, trainer = (0.3 * logits).log_softmax(-1)
+    exact = (rollout.exp() * (rollout - trainer)).sum().item()
+    tokens = torch.multinomial(rollout.exp(), 200_000, replacement=True, generator=generator)
+    found = measure_mismatch(trainer[tokens], rollout[tokens])
+    assert found.k3 == pytest.approx(exact, abs=5 * found.k3_standard_error)
+    assert found.k1 == pytest.approx(exact, rel=0.1)
+
+
+def test_close_models_keep_their_digits():
+    rollout = torch.full((4,), -2.0, dtype=torch.float64)
+    found = measure_mismatch(rollout + 1e-9, rollout)
+    assert found.k3 == pytest.approx(5e-19, rel=0.2)
+    assert measure_mismatch(rollout, rollout).max_k3 == 0.0
+
+
+def test_low_precision_inputs_are_widened_first():
+    rollout = torch.full((3,), -2.0, dtype=torch.bfloat16)
+    found = measure_mismatch(rollout, rollout.float() - 2**-10)
+    assert found.k1 == -(2**-10)
+
+
+def test_masked_tokens_may_hold_anything_and_others_must_be_finite():
+    trainer = torch.tensor([-1.0, math.nan, -2.0])
+    rollout = torch.tensor([-1.0, -1.0, -2.0])
+    assert measure_mismatch(trainer, rollout, mask=torch.tensor([1, 0, 1])).tokens == 2
+    with pytest.raises(UsageError, match=r"\[1\] are not finite"):
+        measure_mismatch(trainer, rollout)
+    with pytest.raises(UsageError, match="no token"):
+        measure_mismatch(trainer, rollout, mask=torch.zeros(3))
+    with pytest.raises(ShapeError, match=r"\[3\] and rollout \[2\]"):
+        measure_mismatch(trainer, rollout[:2])
+    with pytest.raises(ShapeError, match=r"mask \[2\]"):
+        measure_mismatch(trainer, rollout, mask=torch.ones(2))
+
+
+def make(experts, missing=None):
+    missing = None if missing is None else np.array(missing)
+    return Routes.from_array(np.array(experts), num_experts=8, layer_ids=[2, 5], missing=missing)
+
+
+def test_agreement_is_of_sets_and_leaves_missing_tokens_out():
+    a = [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[0, 1], [0, 1]]]
+    b = [[[1, 0], [2, 4]], [[4, 5], [7, 6]], [[2, 3], [2, 3]]]
+    found = compare(make(a), make(b, [False, False, True]))
+    assert found.by_layer == {2: 1.0, 5: 0.5}
+    assert found.overall == 0.75
+    assert found.tokens == 2
+    whole = compare(make(a), make(b))
+    for column, layer in enumerate([2, 5]):
+        chosen = ([row[column] for row in side] for side in (a, b))
+        assert whole.by_layer[layer] == agreement(*chosen)
+
+
+def test_recordings_that_cannot_be_compared_are_refused():
+    routes = make([[[0, 1], [2, 3]]])
+    with pytest.raises(ShapeError, match="not recordings of the same"):
+        compare(routes, routes.only([5]))
+    with pytest.raises(ShapeError, match="not recordings of the same"):
+        compare(routes, routes.only([5, 2]))
+    with pytest.raises(ShapeError, match="no token is known"):
+        compare(routes, make([[[0, 1], [2, 3]]], [True]))

@@ -1,0 +1,178 @@
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primeblocks.errors import ShapeError, UsageError
+from primeblocks.replay import Routes
+
+
+def random_routes(*, tokens=10, layers=3, num_experts=32, seed=0):
+    generator = np.random.default_rng(seed)
+    scores = generator.random((tokens, layers, num_experts), dtype=np.float32)
+    experts = np.argpartition(scores, 3, axis=-1)[..., :4]
+    missing = generator.random(tokens) < 0.4
+    return Routes.from_array(
+        experts, num_experts=num_experts, layer_ids=range(1, layers + 1), missing=missing
+    )
+
+
+def rows(routes):
+    """The value as plain lists, None where missing."""
+    pairs = zip(routes.experts.tolist(), routes.missing.tolist(), strict=True)
+    return [None if missing else experts for experts, missing in pairs]
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "dtype"), [(1, "u1"), (256, "u1"), (257, "u2"), (65536, "u2")]
+)
+def test_dtype_follows_the_number_of_experts_and_not_the_data(num_experts, dtype):
+    routes = Routes.from_array(
+        np.zeros((3, 1, 1), np.int64), num_experts=num_experts, layer_ids=[0]
+    )
+    assert routes.experts.dtype == np.dtype(dtype)
+
+
+def test_data_of_the_right_dtype_is_not_copied_and_cannot_be_written():
+    array = np.zeros((3, 1, 1), np.uint8)
+    routes = Routes.from_array(array, num_experts=8, layer_ids=[0])
+    assert np.shares_memory(routes.experts, array)
+    with pytest.raises(ValueError, match="read-only"):
+        routes.experts[0] = 1
+    with pytest.raises(ValueError, match="read-only"):
+        routes.missing[0] = True
+    assert array.flags.writeable
+
+
+@pytest.mark.parametrize("value", [8, -1, 300])
+def test_ids_out_of_range_are_refused_with_their_place(value):
+    array = np.tile(np.arange(2, dtype=np.int64), (3, 2, 1))
+    array[1, 0, 1] = value
+    with pytest.raises(UsageError, match=rf"expert {value} at token 1, .* 0, slot 1 .* 0\.\.7"):
+        Routes.from_array(array, num_experts=8, layer_ids=[0, 1])
+
+
+def test_a_row_that_names_an_expert_twice_is_refused_unless_missing():
+    array = np.tile(np.arange(2), (3, 2, 1))
+    array[1, 1] = 0
+    with pytest.raises(UsageError, match=r"1 rows .* first token 1 of layer position 1: \[0, 0\]"):
+        Routes.from_array(array, num_experts=8, layer_ids=[0, 1])
+    missing = np.array([False, True, False])
+    Routes.from_array(array, num_experts=8, layer_ids=[0, 1], missing=missing)
+
+
+def test_missing_rows_hold_zeros_whatever_came_with_them():
+    array = np.full((2, 1, 1), 99)
+    routes = Routes.from_array(array, num_experts=8, layer_ids=[0], missing=np.ones(2, bool))
+    assert routes.experts.sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("array", "layer_ids"),
+    [
+        (np.zeros((3, 2), np.int64), [0, 1]),
+        (np.zeros((3, 2, 1)), [0, 1]),
+        (np.zeros((3, 2, 1), np.int64), [0]),
+        (np.zeros((3, 2, 1), np.int64), [4, 4]),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(array, layer_ids):
+    with pytest.raises(ShapeError):
+        Routes.from_array(array, num_experts=8, layer_ids=layer_ids)
+
+
+def test_a_value_of_the_wrong_dtype_or_mask_is_refused():
+    experts, missing = np.zeros((3, 1, 1), np.uint16), np.zeros(3, bool)
+    with pytest.raises(ShapeError, match="uint8"):
+        Routes(experts, 8, (0,), missing)
+    with pytest.raises(ShapeError, match=r"missing must be bool \[3\]"):
+        Routes(experts.astype(np.uint8), 8, (0,), missing[:2])
+    with pytest.raises(ShapeError, match="65537"):
+        Routes(experts, 65537, (0,), missing)
+
+
+def test_slices_are_views():
+    routes = random_routes()
+    part = routes[2:5]
+    assert rows(part) == rows(routes)[2:5]
+    assert np.shares_memory(part.experts, routes.experts)
+
+
+@given(lengths=st.lists(st.integers(0, 5), min_size=1, max_size=5))
+def test_join_undoes_split(lengths):
+    routes = random_routes(tokens=sum(lengths))
+    parts = routes.split(lengths)
+    assert [part.tokens for part in parts] == lengths
+    assert Routes.join(parts) == routes
+
+
+def test_split_that_does_not_add_up_is_refused():
+    with pytest.raises(ShapeError, match="add up to 9, routes hold 10"):
+        random_routes().split([4, 5])
+    with pytest.raises(ShapeError):
+        random_routes().split([-1, 11])
+
+
+def test_parts_of_different_models_do_not_join():
+    with pytest.raises(ShapeError, match="does not continue"):
+        Routes.join([random_routes(), random_routes(num_experts=33)])
+    with pytest.raises(ShapeError, match="empty list"):
+        Routes.join([])
+
+
+def test_missing_tokens_are_added_on_either_side():
+    routes = random_routes()
+    assert rows(routes.with_missing(before=2, after=1)) == [None, None, *rows(routes), None]
+    assert rows(routes.pad(12)) == [*rows(routes), None, None]
+    assert routes.pad(10) == routes
+    with pytest.raises(ShapeError, match="cannot pad 10 tokens to 9"):
+        routes.pad(9)
+    with pytest.raises(ShapeError, match="-1"):
+        routes.with_missing(after=-1)
+
+
+@given(order=st.permutations(range(10)))
+def test_take_follows_an_order_and_its_inverse_leads_back(order):
+    routes = random_routes()
+    taken = routes.take(order)
+    assert rows(taken) == [rows(routes)[i] for i in order]
+    assert taken.take(np.argsort(order)) == routes
+
+
+@pytest.mark.parametrize("order", [[0, 10], [-1], np.array([[0, 1]])])
+def test_orders_outside_the_tokens_are_refused(order):
+    with pytest.raises(ShapeError, match=r"0\.\.9"):
+        random_routes().take(order)
+
+
+def test_only_keeps_the_named_layers():
+    routes = random_routes(layers=4)
+    part = routes.only([4, 2])
+    assert part.layer_ids == (4, 2)
+    assert np.array_equal(part.experts, routes.experts[:, [3, 1]])
+    with pytest.raises(ShapeError, match=r"\[9\]"):
+        routes.only([9])
+
+
+def test_equality_is_by_value():
+    routes = random_routes()
+    assert routes == random_routes()
+    assert routes != routes.with_missing(after=1)
+    assert routes != random_routes(seed=1)
+    assert routes != "routes"
+    other = np.zeros(10, bool)
+    assert Routes(routes.experts, 32, (1, 2, 3), other) != routes
+
+
+def test_no_operation_loops_over_tokens():
+    # A million rows of eight: python needs tens of nanoseconds for each step of a loop, so even
+    # one over the tokens (131072) times the layers shows.
+    experts = np.tile(np.arange(8, dtype=np.uint8), (131072, 8, 1))
+    routes = Routes.from_array(experts, num_experts=128, layer_ids=range(8))
+    begin = time.perf_counter()
+    again = Routes.unpack(routes.pack())
+    elapsed_s = time.perf_counter() - begin
+    assert again == routes
+    assert elapsed_s < 0.25

@@ -1,0 +1,140 @@
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor import Shard as ShardedAlong
+
+from primeblocks import Layout, Shard
+from primeblocks.errors import PlanError, RankError
+from primeblocks.layout import layout_of
+from primeblocks.testing import ranks
+
+SIDES = st.tuples(st.integers(1, 6), st.integers(1, 6))
+
+
+@st.composite
+def _shards(draw, shape):
+    starts = [draw(st.integers(0, side)) for side in shape]
+    sizes = [draw(st.integers(0, side - start)) for start, side in zip(starts, shape, strict=True)]
+    return Shard(tuple(starts), tuple(sizes))
+
+
+def _mask(shape, shard):
+    mask = torch.zeros(shape, dtype=torch.bool)
+    if shard is not None:
+        mask[shard.slices] = True
+    return mask
+
+
+@given(st.data())
+def test_intersect_is_the_common_elements(data):
+    shape = data.draw(SIDES)
+    a, b = data.draw(_shards(shape)), data.draw(_shards(shape))
+    common = a.intersect(b)
+    assert torch.equal(_mask(shape, common), _mask(shape, a) & _mask(shape, b))
+    assert common == b.intersect(a)
+    assert _mask(shape, a).sum() == a.numel
+
+
+@given(st.data())
+def test_within_names_the_same_elements_from_the_corner(data):
+    shape = data.draw(SIDES)
+    outer = data.draw(_shards(shape))
+    inner = data.draw(_shards(outer.sizes))
+    moved = Shard(
+        tuple(o + i for o, i in zip(outer.offsets, inner.offsets, strict=True)), inner.sizes
+    )
+    assert moved.within(outer) == inner
+
+
+def test_boxes_that_make_no_sense_are_refused():
+    with pytest.raises(PlanError, match="1 offsets for 2 sizes"):
+        Shard((0,), (1, 1))
+    with pytest.raises(PlanError, match="negative"):
+        Shard((0,), (-1,))
+    with pytest.raises(PlanError, match="does not lie inside"):
+        Layout((4,), Shard((2,), (3,)))
+
+
+def test_a_plain_tensor_is_whole():
+    layout = layout_of(torch.zeros(2, 3))
+    assert layout == Layout.whole((2, 3))
+    assert layout.is_whole
+    assert layout_of(torch.tensor(1.0)).shard.numel == 1
+
+
+def _global(shape):
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
+
+
+def _pieces(tensor):
+    layout = layout_of(tensor)
+    return layout.shape, layout.shard, tensor.to_local()
+
+
+def _distribute(shape, mesh_shape, placements):
+    mesh = init_device_mesh("cpu", mesh_shape)
+    return _pieces(distribute_tensor(_global(shape), mesh, placements))
+
+
+def _fsdp_over_experts(num_experts):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "expert"))
+    whole = _global((num_experts, 3))
+    module = nn.Module()
+    module.weight = nn.Parameter(distribute_tensor(whole, mesh["expert"], [ShardedAlong(0)]))
+    fully_shard(module, mesh=mesh["fsdp"])
+    return _pieces(module.weight.data)
+
+
+def _assert_tiles(shape, pieces, copies=1):
+    """Every element is held `copies` times, and holds what it should."""
+    held, whole = torch.zeros(shape), _global(shape)
+    for global_shape, shard, local in pieces:
+        assert global_shape == tuple(shape)
+        assert torch.equal(whole[shard.slices], local)
+        held[shard.slices] += 1
+    assert (held == copies).all()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("rows", [1, 5, 8])
+def test_shards_of_a_dtensor_tile_it(world_size, rows):
+    pieces = ranks.run(
+        _distribute, (rows, 3), (world_size,), [ShardedAlong(0)], world_size=world_size
+    )
+    _assert_tiles((rows, 3), pieces)
+
+
+@pytest.mark.parametrize(
+    ("placements", "copies"),
+    [
+        ([ShardedAlong(0), ShardedAlong(1)], 1),
+        ([ShardedAlong(0), ShardedAlong(0)], 1),
+        ([Replicate(), ShardedAlong(1)], 2),
+        ([Replicate(), Replicate()], 4),
+    ],
+)
+def test_any_mix_of_axes(placements, copies):
+    pieces = ranks.run(_distribute, (5, 7), (2, 2), placements, world_size=4)
+    _assert_tiles((5, 7), pieces, copies)
+
+
+@pytest.mark.parametrize("num_experts", [4, 8])
+def test_fsdp_over_expert_shards(num_experts):
+    pieces = ranks.run(_fsdp_over_experts, num_experts, world_size=4)
+    _assert_tiles((num_experts, 3), pieces)
+
+
+def _partial():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    layout_of(DTensor.from_local(torch.ones(2), mesh, [Partial()]))
+
+
+def test_partial_sums_have_no_layout():
+    with pytest.raises(RankError, match=r"has no layout\. Redistribute it"):
+        ranks.run(_partial)

@@ -1,0 +1,272 @@
+"""What a user may rely on before reading any code: names, imports, directions, documentation."""
+
+import ast
+import importlib
+import inspect
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import primeblocks
+
+PACKAGE = Path(primeblocks.__file__).parent
+ROOT = PACKAGE.parent
+BLOCKS = ("async_loop", "fp8", "kvoffload", "parallel", "replay", "weightsync")
+FLOOR = ("__init__.py", "errors.py", "groups.py", "layout.py", "py.typed")
+BASE = {"jaxtyping", "numpy", "safetensors", "torch"}
+# Third-party names outside the adapter that bears them.
+ALSO_IMPORTED_BY = {
+    "plugins/vllm.py": {"vllm"},
+    "testing/strategies.py": {"hypothesis"},
+    "testing/tiny_models.py": {"transformers"},
+}
+MAX_LINES = 400
+
+FILES = sorted(file.relative_to(PACKAGE).as_posix() for file in PACKAGE.rglob("*.py"))
+LOADABLE = [file for file in FILES if "adapters/" not in file and "plugins/" not in file]
+
+
+def _tree(file):
+    return ast.parse((PACKAGE / file).read_text())
+
+
+def _module(file):
+    parts = ["primeblocks", *Path(file).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imported(file):
+    """Absolute names of everything that a file imports, at any depth."""
+    package = _module(file).split(".")
+    if not file.endswith("__init__.py"):
+        package = package[:-1]
+    for node in ast.walk(_tree(file)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{origin}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from (arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant))
+
+
+def _declared(file):
+    """What a file lists in `__all__`; None without one."""
+    for node in _tree(file).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+            return ast.literal_eval(node.value)
+    return None
+
+
+def _python(code, cwd, *, timeout_s=60):
+    """Run code in a fresh interpreter that finds packages in `cwd` first."""
+    # -I would hide the folder; PYTHONPATH would outlive it in a child. This does neither.
+    code = f"import sys; sys.path.insert(0, {str(cwd)!r})\n{code}"
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+INERT = """
+import logging, os, threading, warnings
+environment, filters = dict(os.environ), list(warnings.filters)
+import primeblocks
+assert "torch" not in sys.modules, "importing primeblocks loads torch"
+import jaxtyping, numpy, safetensors.torch, torch, torch.distributed.fsdp, torch.distributed.tensor
+base = {{name.partition(".")[0] for name in sys.modules}}
+settings = torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()
+import importlib
+for name in {modules!r}:
+    importlib.import_module(name)
+loaded = {{name.partition(".")[0] for name in sys.modules}} - base - sys.stdlib_module_names
+assert loaded <= {{"primeblocks"}}, f"loaded {{loaded}}"
+assert not torch.cuda.is_initialized() and not torch.distributed.is_initialized()
+assert settings == (torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled())
+assert not logging.root.handlers and logging.root.level == logging.WARNING
+named = [name for name in logging.root.manager.loggerDict if name.startswith("primeblocks")]
+assert not any(logging.getLogger(name).handlers for name in named), named
+assert threading.active_count() == 1, threading.enumerate()
+assert dict(os.environ) == environment and warnings.filters[-len(filters):] == filters
+"""
+
+
+def test_import_is_inert():
+    modules = [_module(file) for file in LOADABLE if file != "testing/strategies.py"]
+    _python(INERT.format(modules=modules), ROOT)
+
+
+LIFTED = """
+import importlib, pathlib, primeblocks
+assert pathlib.Path(primeblocks.__file__).parent == pathlib.Path("primeblocks").resolve()
+for name in {modules!r}:
+    importlib.import_module(name)
+block = importlib.import_module("primeblocks.{block}")
+print(*(name for name in block.__all__ if getattr(block, name) is not None))
+"""
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_block_can_be_lifted_out(block, tmp_path):
+    home = tmp_path / "primeblocks"
+    shutil.copytree(PACKAGE / block, home / block, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in FLOOR:
+        shutil.copy(PACKAGE / name, home / name)
+    modules = [_module(file) for file in LOADABLE if file.startswith(f"{block}/")]
+    found = _python(LIFTED.format(modules=modules, block=block), tmp_path).split()
+    assert found == _declared(f"{block}/__init__.py")
+    assert found, f"{block} has no public names"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_public_names_equal_all(file):
+    declared = _declared(file)
+    if Path(file).parent.name in ("adapters", "plugins") and file.endswith("__init__.py"):
+        assert declared in (None, []), "what an adapter holds is named by its own module"
+        return
+    assert declared is not None, f"{file} has no __all__"
+    kinds = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
+    defined = {node.name for node in _tree(file).body if isinstance(node, kinds)}
+    public = {name for name in defined if not name.startswith("_")}
+    assert public <= set(declared), f"neither private nor in __all__: {public - set(declared)}"
+    order = sorted(declared, key=lambda name: (not name.isupper(), name[0].islower(), name))
+    assert len(declared) == len(set(declared))
+    if file.endswith("__init__.py") and file != "__init__.py":
+        assert declared == order
+
+
+@pytest.mark.parametrize("file", LOADABLE)
+def test_every_name_in_all_resolves(file):
+    module = importlib.import_module(_module(file))
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_block_exports_what_it_imports(block):
+    file = f"{block}/__init__.py"
+    exported = [
+        alias.asname or alias.name
+        for node in _tree(file).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    ]
+    assert sorted(exported) == sorted(_declared(file))
+    assert inspect.getdoc(importlib.import_module(f"primeblocks.{block}"))
+
+
+@pytest.mark.parametrize("package", ["primeblocks", "primeblocks.testing"])
+def test_lazy_packages_show_their_names(package):
+    module = importlib.import_module(package)
+    assert dir(module) == module.__all__
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = module.nonsense
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_third_party_names_stay_in_the_file_that_bears_them(file):
+    allowed = BASE | {"primeblocks"} | ALSO_IMPORTED_BY.get(file, set())
+    if "adapters/" in file:
+        allowed.add(Path(file.split("adapters/")[1]).parts[0].removesuffix(".py"))
+    tops = {name.partition(".")[0] for name in _imported(file) if not name.startswith(".")}
+    assert tops - allowed - sys.stdlib_module_names == set()
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_adapters_are_imported_by_plugins_alone(file):
+    if file.startswith("plugins/") or "/adapters/" in file:
+        return
+    assert [name for name in _imported(file) if "adapters" in name.split(".")] == []
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_imports_point_downwards(file):
+    inside = {name for name in _imported(file) if name.startswith("primeblocks.")}
+    used = {name.split(".")[1] for name in inside} & {*BLOCKS, "testing", "plugins"}
+    home = Path(file).parts[0]
+    if home == "plugins":
+        assert "testing" not in used
+    elif file != "__init__.py":
+        assert used <= ({home} if home in {*BLOCKS, "testing"} else set())
+
+
+@pytest.mark.parametrize("name", [*BLOCKS, "errors", "groups", "layout", "testing"])
+def test_every_public_name_has_a_page(name):
+    """The page of the API lists `__all__` by itself, of what has a docstring to show."""
+    package = importlib.import_module(f"primeblocks.{name}")
+    modules = [package]
+    if name == "testing":
+        modules = [importlib.import_module(f"primeblocks.testing.{each}") for each in dir(package)]
+    page = (ROOT / "docs" / "api" / f"{name}.md").read_text()
+    prose = ROOT / "docs" / f"{name}.md"
+    words = set(re.findall(r"\w+", prose.read_text())) if prose.exists() else set()
+    for module in modules:
+        assert f".. automodule:: {module.__name__}\n" in page
+        values = {each: getattr(module, each) for each in module.__all__}
+        bare = {
+            each
+            for each, value in values.items()
+            if not (inspect.isclass(value) or inspect.isroutine(value)) or not value.__doc__
+        }
+        assert bare <= words, f"no docstring, and not in docs/{name}.md: {bare - words}"
+
+
+HEADINGS = [
+    "What it does",
+    "Use it alone",
+    "Plug it in",
+    "How we know it is right",
+    "Cost and limits",
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_block_page_has_its_five_headings(block):
+    text = (ROOT / "docs" / f"{block}.md").read_text()
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    assert re.findall(r"^## (.+?)\s*$", prose, flags=re.MULTILINE) == HEADINGS
+
+
+def _repository_files():
+    git = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip(f"not a git checkout: {listed.stderr.strip()}")
+    return [ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
+
+
+def test_files_are_small():
+    sizes = {
+        file.relative_to(ROOT).as_posix(): len(file.read_text().splitlines())
+        for file in _repository_files()
+        if file.suffix == ".py"
+    }
+    assert {name: size for name, size in sizes.items() if size > MAX_LINES} == {}
+
+
+def test_no_file_knows_somebodys_machine():
+    path = re.compile(r"(?<![\w.:/)}>])/(?:work|root|home|Users|mnt)/\w")
+    found = [
+        f"{file.relative_to(ROOT)}: {line.strip()[:80]}"
+        for file in _repository_files()
+        for line in file.read_text(errors="ignore").splitlines()
+        if path.search(line)
+    ]
+    assert found == []
+
+
+def test_notebooks_are_stored_without_outputs():
+    notebooks = [file for file in _repository_files() if file.suffix == ".ipynb"]
+    with_outputs = [
+        file.name
+        for file in notebooks
+        if re.search(r'"outputs": \[\s*[^\]\s]|"execution_count": \d', file.read_text())
+    ]
+    assert with_outputs == []

@@ -1,0 +1,58 @@
+import subprocess
+import sys
+
+import torch
+from hypothesis import find, given
+from hypothesis import strategies as st
+
+from primeblocks.testing import strategies
+
+
+@given(st.data())
+def test_expert_ids_are_distinct_and_in_range(data):
+    num_experts = data.draw(st.integers(1, 9))
+    top_k = data.draw(st.integers(1, num_experts))
+    ids = data.draw(strategies.expert_ids(num_experts=num_experts, top_k=top_k))
+    assert ids.shape[1] == top_k
+    for row in ids.tolist():
+        assert len(set(row)) == top_k
+        assert set(row) <= set(range(num_experts))
+
+
+def test_expert_ids_reach_every_expert_and_leave_some_out():
+    ids = strategies.expert_ids(num_experts=4, top_k=2, tokens=st.just(8), dtype=torch.uint8)
+    assert find(ids, lambda x: x.unique().numel() == 4).dtype == torch.uint8
+    assert find(ids, lambda x: x.unique().numel() == 2).shape == (8, 2)
+
+
+@given(total=st.integers(0, 20), parts=st.integers(1, 5), data=st.data())
+def test_splits_add_up(total, parts, data):
+    lengths = data.draw(strategies.splits(total, parts))
+    assert (len(lengths), sum(lengths)) == (parts, total)
+    assert min(lengths) >= 0
+
+
+def test_edges_are_drawn():
+    assert find(strategies.ragged_lengths(), lambda lengths: 0 in lengths and max(lengths) > 1)
+    assert 0 in find(strategies.shapes(), lambda shape: 0 in shape)
+    large = strategies.float_tensors((3,), max_exponent=40)
+    assert find(large, lambda x: x.abs().max() > 1e9).dtype == torch.float64
+
+
+@given(strategies.float_tensors(strategies.shapes(max_dims=2), dtype=torch.bfloat16))
+def test_float_tensors_have_the_dtype(x):
+    assert x.dtype == torch.bfloat16
+    assert x.ndim in (1, 2)
+
+
+@given(strategies.generators())
+def test_generators_repeat(generator):
+    first = torch.rand(2, generator=generator)
+    again = torch.rand(2, generator=torch.Generator().manual_seed(generator.initial_seed()))
+    assert torch.equal(first, again)
+
+
+def test_without_hypothesis_the_remedy_is_named():
+    code = "import sys; sys.modules['hypothesis'] = None; import primeblocks.testing.strategies"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "pip install 'primeblocks[test]'" in done.stderr
