@@ -1,3 +1,35 @@
-"""TBD"""
+"""Reinforcement learning in which generation never waits for training: rollouts that know the
+policy version of every token, a buffer with bounded capacity and bounded staleness, a loop that
+generates, trains and publishes at the same time, and losses corrected for off-policy tokens.
+"""
 
-__all__: list[str] = []
+from .buffer import Batch, RolloutBuffer
+from .clock import Clock, ManualClock, MonotonicClock
+from .correction import group_advantages, importance_weights
+from .loop import AsyncLoop, Step
+from .losses import TokenLoss, aipo_loss, grpo_loss
+from .rollout import Group, Rollout, versions_from_spans
+from .scheduler import Admission
+from .staleness import StalenessPolicy, cache_salt, staleness
+
+__all__ = [
+    "Admission",
+    "AsyncLoop",
+    "Batch",
+    "Clock",
+    "Group",
+    "ManualClock",
+    "MonotonicClock",
+    "Rollout",
+    "RolloutBuffer",
+    "StalenessPolicy",
+    "Step",
+    "TokenLoss",
+    "aipo_loss",
+    "cache_salt",
+    "group_advantages",
+    "grpo_loss",
+    "importance_weights",
+    "staleness",
+    "versions_from_spans",
+]

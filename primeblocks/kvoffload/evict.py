@@ -10,7 +10,7 @@ from typing import Protocol
 from ..errors import PlanError
 from .page import PageKey
 
-__all__ = ["Candidate", "Choice", "Evict", "VersionAware", "lru"]
+__all__ = ["Candidate", "Choice", "Evict", "Ledger", "VersionAware", "lru"]
 
 
 @dataclass(frozen=True, slots=True)

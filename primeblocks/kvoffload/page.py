@@ -13,7 +13,14 @@ import torch
 
 from ..errors import CorruptionError, ShapeError, UnsupportedError
 
-__all__ = ["DIGEST_BYTES", "PageKey", "checksum", "page_view"]
+__all__ = [
+    "DIGEST_BYTES",
+    "PageKey",
+    "checksum",
+    "pack_attachments",
+    "page_view",
+    "unpack_attachments",
+]
 
 DIGEST_BYTES = 16
 

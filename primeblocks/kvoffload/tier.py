@@ -12,7 +12,7 @@ import numpy as np
 from .evict import Ledger
 from .page import PageKey
 
-__all__ = ["Loaded", "Saved", "Tier", "TierStatistics"]
+__all__ = ["Level", "Loaded", "Saved", "Tier", "TierStatistics"]
 
 
 class Tier(Protocol):

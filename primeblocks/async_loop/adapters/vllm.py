@@ -209,6 +209,7 @@ class VllmEngine:
         cache_salt: str | None = None,
         seed: int | None = None,
         request_id: str | None = None,
+        extra_args: Mapping[str, Any] | None = None,
     ) -> tuple[Completion, ...]:
         """Sample `n` completions of one prompt.
 
@@ -217,6 +218,7 @@ class VllmEngine:
         Args:
             cache_salt: requests share KV pages only with requests of the same salt; use one
                 per policy version.
+            extra_args: vLLM's own field for connectors and plug-ins.
 
         Raises:
             DeadlineError: no answer within `timeout_s`; a hung engine looks like this.
@@ -229,6 +231,7 @@ class VllmEngine:
             temperature=temperature,
             stop_token_ids=list(stop_token_ids),
             seed=seed,
+            extra_args=None if extra_args is None else dict(extra_args),
             logprobs=0,  # the sampled token's only
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,

@@ -1,0 +1,119 @@
+"""Arguments of an engine that has our tier, and what the tier reports from inside it."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.config import KVTransferConfig
+from vllm.v1.metrics.reader import Counter as EngineCounter
+from vllm.v1.metrics.reader import get_metrics_snapshot
+
+from ....errors import PlanError, UnsupportedError
+from . import spec, tier
+from .tier import COUNTED, METRIC
+
+__all__ = ["EngineStatistics", "engine_args", "engine_statistics"]
+
+# What vLLM calls reused tokens that came from a tier like ours; its own pools are "device", "host".
+_TOKENS, _SOURCE = "vllm:prompt_tokens_cached_by_source", "external_unspecified"
+
+
+def engine_args(
+    *,
+    primary_bytes: int,
+    host_bytes: int,
+    disk_path: str | os.PathLike[str] | None = None,
+    disk_bytes: int = 0,
+    max_staleness: int | None = None,
+    eviction_policy: str = "lru",
+    offload_prompt_only: bool = False,
+) -> dict[str, Any]:
+    """Engine arguments that put our store behind vLLM: `LLM(model, **engine_args(...))`. Pure.
+
+    Requests must carry one `cache_salt` for each policy version: vLLM's page hashes contain it, so
+    pages of different weights never meet. vLLM's prefix cache must stay on.
+
+    Args:
+        primary_bytes: vLLM's transit pool in shared memory. The more it holds the less it asks us.
+        host_bytes: our pages in host memory.
+        disk_path: directory of our pages on disk; emptied when the engine starts and stops.
+        disk_bytes: their quota.
+        max_staleness: evict pages of versions older than this first (see `version_args`); None
+            means least recently used.
+        eviction_policy: vLLM's policy for the transit pool, "lru" or "arc".
+        offload_prompt_only: leave generated tokens out.
+
+    Raises:
+        PlanError: sizes that do not fit together.
+        UnsupportedError: a disk without host memory.
+    """
+    if host_bytes <= 0:
+        raise UnsupportedError(
+            f"host_bytes={host_bytes}: a disk alone is refused; give the host tier some pages"
+        )
+    if primary_bytes <= 0:
+        raise PlanError(f"primary_bytes must be positive; got {primary_bytes}")
+    if (disk_path is None) != (disk_bytes == 0) or disk_bytes < 0:
+        raise PlanError(
+            f"disk_path={disk_path!r} with disk_bytes={disk_bytes}: give both or neither"
+        )
+    if eviction_policy not in ("lru", "arc"):
+        raise PlanError(f'eviction_policy is "lru" or "arc"; got {eviction_policy!r}')
+    ours = {
+        "type": "StoreTier",
+        "module_path": tier.__name__,
+        "host_bytes": host_bytes,
+        "disk_path": None if disk_path is None else os.fspath(disk_path),
+        "disk_bytes": disk_bytes,
+        "max_staleness": max_staleness,
+    }
+    extra = {
+        "spec_name": "StoreOffloadingSpec",
+        "spec_module_path": spec.__name__,
+        "cpu_bytes_to_use": primary_bytes,
+        "eviction_policy": eviction_policy,
+        "offload_prompt_only": offload_prompt_only,
+        "secondary_tiers": [ours],
+    }
+    transfer = KVTransferConfig(
+        kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra
+    )
+    return {"kv_transfer_config": transfer, "enable_prefix_caching": True}
+
+
+@dataclass(frozen=True)
+class EngineStatistics:
+    """What our tier has done for the engines of this process.
+
+    Args:
+        hits: pages handed to the engine.
+        tokens: prompt tokens that a request took from those pages instead of computing them.
+        tiers: counts by tier name, in the words of `TierStatistics`.
+    """
+
+    hits: int
+    tokens: int
+    tiers: Mapping[str, Mapping[str, int]]
+
+
+def engine_statistics() -> EngineStatistics:
+    """Read what the tier reported to the front end. Local.
+
+    Call it in the process of `LLM` or `AsyncLLM`, with the engine's statistics on
+    (`disable_log_stats=False`). The engine reports after each of its steps, so writes that end
+    after the last step are counted later. Counts add up over the engines of this process.
+    """
+    tokens, tiers = 0, defaultdict[str, Counter[str]](Counter)
+    for metric in get_metrics_snapshot():
+        if not isinstance(metric, EngineCounter):
+            continue
+        if metric.name.startswith(METRIC):
+            tiers[metric.labels["tier"]][metric.name.removeprefix(METRIC)] += metric.value
+        elif metric.name == _TOKENS and metric.labels["source"] == _SOURCE:
+            tokens += metric.value
+    counts = {each: {name: tiers[each][name] for name in COUNTED} for each in tiers}
+    return EngineStatistics(sum(each["hits"] for each in counts.values()), tokens, counts)

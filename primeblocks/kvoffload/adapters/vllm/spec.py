@@ -1,0 +1,146 @@
+"""vLLM's tiering with our reset, and its copy worker for the CPU platform."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import numpy as np
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingManager,
+    OffloadingWorker,
+    TransferResult,
+)
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from ....errors import UnsupportedError
+from .tier import StoreTier
+
+__all__ = ["HostCopyWorker", "ResettingManager", "StoreOffloadingSpec", "UnlinkedRegion"]
+
+
+class ResettingManager(TieringOffloadingManager):
+    """Stock, except that a reset reaches our tier too.
+
+    Stock vLLM leaves secondary tiers alone when the connector is reset after a weight update, and
+    then serves pages of the old weights.
+    """
+
+    def reset_cache(self) -> None:
+        super().reset_cache()
+        for tier in self.secondary_tiers:
+            if isinstance(tier, StoreTier):
+                tier.forget()
+
+
+class StoreOffloadingSpec(TieringOffloadingSpec):
+    """vLLM's tiering, with a reset that reaches our store and a worker for the CPU platform."""
+
+    def get_manager(self) -> OffloadingManager:
+        if self._manager is None:
+            stock = super().get_manager()
+            assert isinstance(stock, TieringOffloadingManager)
+            self._manager = ResettingManager(stock.primary_tier, stock.secondary_tiers)
+            region = self._scheduler_mmap
+            # The workers have mapped the pool before the scheduler exists. Without a name it
+            # cannot outlive a killed engine.
+            if current_platform.is_cpu() and region is not None and not region._creator:
+                os.unlink(region.mmap_path)
+        return self._manager
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        if not current_platform.is_cpu():
+            return super().get_worker(kv_caches)
+        if self.config.canonical_layout:
+            raise UnsupportedError("canonical_layout is not supported on the CPU platform")
+        region = UnlinkedRegion(
+            engine_id=self._engine_id,
+            num_chunks=self.num_chunks,
+            rank=0 if self.replicated_layout else self.config.parallel.rank,
+            kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+            cpu_page_size=self.cpu_page_size_per_worker,
+        )
+        return HostCopyWorker(kv_caches, blocks_per_chunk=self.blocks_per_chunk, region=region)
+
+
+class UnlinkedRegion(SharedOffloadRegion):
+    """The shared pool, quiet about a name that the scheduler's side has removed already."""
+
+    def cleanup(self) -> None:
+        self._creator = self._creator and os.path.exists(self.mmap_path)
+        super().cleanup()
+
+
+class HostCopyWorker(OffloadingWorker):
+    """Copies pages between the engine's cache and the shared pool where both are host memory."""
+
+    def __init__(
+        self, kv_caches: CanonicalKVCaches, *, blocks_per_chunk: int, region: SharedOffloadRegion
+    ) -> None:
+        self._blocks_per_chunk = blocks_per_chunk
+        self._region = region
+        self._references = kv_caches.group_data_refs
+        self._finished: list[TransferResult] = []
+        # As NumPy arrays of bytes: a row is one memcpy, where torch goes byte by byte.
+        self._device, self._host = [], []
+        for cache in kv_caches.tensors:
+            pool = region.create_next_worker_view(cache.page_size_bytes * blocks_per_chunk)
+            rows = cache.tensor.view(torch.int8).view(-1, cache.page_size_bytes)
+            self._host.append(pool.unflatten(1, (blocks_per_chunk, -1)).numpy())
+            self._device.append(rows.numpy())
+
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
+    ) -> bool:
+        return self._transfer(job_id, src_spec, dst_spec, store=True)
+
+    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+        return self._transfer(job_id, dst_spec, src_spec, store=False)
+
+    def get_finished(self) -> list[TransferResult]:
+        finished, self._finished = self._finished, []
+        return finished
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Nothing to wait for: a copy is over when `submit_*` returns."""
+
+    def shutdown(self) -> None:
+        self._device.clear()
+        self._host.clear()
+        self._region.cleanup()
+
+    def _transfer(
+        self, job_id: int, device: GPULoadStoreSpec, host: LoadStoreSpec, *, store: bool
+    ) -> bool:
+        assert isinstance(host, CPULoadStoreSpec)
+        start, moved, block_at, chunk_at = time.monotonic(), 0, 0, 0
+        per_group = zip(self._references, device.group_sizes, device.block_indices, strict=True)
+        for references, count, first in per_group:
+            if count == 0:
+                continue
+            # The first engine block of a group may lie inside its chunk of several blocks.
+            place = np.arange(count) + first % self._blocks_per_chunk
+            chunk, slot = np.divmod(place, self._blocks_per_chunk)
+            rows = device.block_ids[block_at : block_at + count]
+            chunks = host.chunk_ids[chunk_at + chunk]
+            for reference in references:
+                size = reference.page_size_bytes
+                engine = self._device[reference.tensor_idx]
+                pool = self._host[reference.tensor_idx]
+                if store:
+                    pool[chunks, slot, :size] = engine[rows, :size]
+                else:
+                    engine[rows, :size] = pool[chunks, slot, :size]
+                moved += count * size
+            block_at += count
+            chunk_at += int(chunk[-1]) + 1
+        self._finished.append(TransferResult(job_id, True, moved, time.monotonic() - start))
+        return True

@@ -1,0 +1,106 @@
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from primeblocks.errors import PlanError
+from primeblocks.testing import ranks
+from primeblocks.weightsync import Manifest, describe, gather_manifests
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("bias", torch.zeros(3, dtype=torch.float32))
+        self.register_buffer("cache", torch.zeros(9), persistent=False)
+        self.register_buffer("steps", torch.zeros(2, dtype=torch.int64))
+
+
+def test_a_module_is_its_parameters_once_and_its_persistent_buffers():
+    manifest = describe(Tied(), dtype=torch.bfloat16)
+    assert {name: (spec.dtype, spec.shape) for name, spec in manifest.items()} == {
+        "embed.weight": (torch.bfloat16, (6, 4)),
+        "bias": (torch.bfloat16, (3,)),
+        "steps": (torch.int64, (2,)),
+    }
+
+
+def test_whole_and_json_round_trip():
+    tensors = {"a": torch.zeros(2, 3), "s": torch.tensor(1), "e": torch.zeros(0, 4)}
+    manifest = describe(tensors)
+    again = Manifest.from_json(manifest.to_json())
+    assert again == manifest
+    assert again.fingerprint() == manifest.fingerprint()
+    assert manifest.whole(dtype=torch.float16).fingerprint() != manifest.fingerprint()
+    assert manifest.whole(dtype=torch.float16)["s"].dtype == torch.int64
+    assert list(again) == ["a", "s", "e"]
+
+
+def test_order_is_part_of_a_manifest():
+    a, b = torch.zeros(2), torch.zeros(3)
+    assert describe({"a": a, "b": b}).fingerprint() != describe({"b": b, "a": a}).fingerprint()
+
+
+def test_a_name_twice_is_refused():
+    pairs = [("a", torch.zeros(1)), ("a", torch.zeros(2))]
+    with pytest.raises(PlanError, match="1 names occur twice among 2"):
+        describe(pairs)
+
+
+def test_an_unknown_dtype_in_json_is_refused():
+    text = describe({"a": torch.zeros(1)}).to_json().replace("float32", "float33")
+    with pytest.raises(PlanError, match="float33"):
+        Manifest.from_json(text)
+
+
+def _experts_under_fsdp():
+    """FSDP2 over the shards of expert parallelism: dim 0 is cut twice, experts first."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "expert"))
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.experts = nn.Parameter(torch.randn(8, 3, 5))
+    model.norm = nn.Parameter(torch.randn(7))
+    whole = copy.deepcopy(dict(model.named_parameters()))
+    model.experts = nn.Parameter(distribute_tensor(whole["experts"].data, mesh["expert"], [Shard(0)]))
+    model.norm = nn.Parameter(distribute_tensor(whole["norm"].data, mesh["expert"], [Replicate()]))
+    fully_shard(model, mesh=mesh["fsdp"])
+    return model, whole
+
+
+def _describe_sharded():
+    model, whole = _experts_under_fsdp()
+    manifest = describe(model)
+    placements = {type(p).__name__ for t in model.parameters() for p in t.placements}
+    for name, tensor in model.named_parameters():
+        box = manifest[name].layout.shard.slices
+        torch.testing.assert_close(tensor.to_local(), whole[name][box], rtol=0, atol=0)
+    gathered = gather_manifests(manifest)
+    assert gathered[dist.get_rank()] == manifest
+    return [m.to_json() for m in gathered], sorted(placements)
+
+
+def test_fsdp_over_experts_is_described_by_rank():
+    results = ranks.run(_describe_sharded, world_size=4)
+    assert all(result == results[0] for result in results)
+    manifests = [Manifest.from_json(text) for text in results[0][0]]
+    assert "_StridedShard" in results[0][1]
+    assert sorted(m["experts"].layout.shard.offsets[0] for m in manifests) == [0, 2, 4, 6]
+    assert {m["experts"].shape for m in manifests} == {(8, 3, 5)}
+
+
+def _describe_partial():
+    mesh = init_device_mesh("cpu", (2,))
+    with pytest.raises(PlanError, match="partial"):
+        describe({"a": DTensor.from_local(torch.ones(3), mesh, [Partial()])})
+
+
+def test_partial_sums_are_refused():
+    ranks.run(_describe_partial, world_size=2)

@@ -1,0 +1,205 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from primeblocks.errors import PlanError, UnsupportedError
+from primeblocks.layout import Layout, Shard
+from primeblocks.weightsync import Manifest, Plan, TensorSpec, describe, plan_sync
+from primeblocks.weightsync.cover import cut, owned_boxes
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8)
+
+
+def manifest(**boxes):
+    """name -> (global shape, offsets, sizes), float32."""
+    return Manifest(
+        tuple(
+            (name, TensorSpec(torch.float32, Layout(shape, Shard(offsets, sizes))))
+            for name, (shape, offsets, sizes) in boxes.items()
+        )
+    )
+
+
+@st.composite
+def cuts(draw, size, parts):
+    inner = sorted(draw(st.lists(st.integers(0, size), min_size=parts - 1, max_size=parts - 1)))
+    return list(zip([0, *inner], [*inner, size], strict=True))
+
+
+@st.composite
+def sharded(draw, world_size):
+    """Manifests of `world_size` ranks that hold everything: shards, replicas, and overlaps."""
+    names = [f"t{i}" for i in range(draw(st.integers(1, 4)))]
+    rows = [[] for _ in range(world_size)]
+    for name in names:
+        shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
+        dtype = draw(st.sampled_from(DTYPES))
+        whole = Shard((0,) * len(shape), shape)
+        dim = draw(st.integers(0, len(shape) - 1)) if shape else None
+        replicas = draw(st.sampled_from([1, 2, world_size]))
+        spans = draw(cuts(shape[dim], world_size)) if dim is not None else []
+        for rank in range(world_size):
+            box = whole
+            if dim is not None and replicas != world_size:
+                start, end = spans[rank]
+                offsets, sizes = list(whole.offsets), list(whole.sizes)
+                offsets[dim], sizes[dim] = start, end - start
+                box = Shard(tuple(offsets), tuple(sizes))
+            if replicas == 2 and rank == 0:
+                box = whole  # Holds what the others hold too.
+            rows[rank].append((name, TensorSpec(dtype, Layout(shape, box))))
+    return [Manifest(tuple(row)) for row in rows]
+
+
+@settings(deadline=None)
+@given(st.data(), st.integers(1, 4), st.sampled_from([64, 100, 1000]))
+def test_every_byte_has_one_writer_that_holds_it(data, world_size, bucket_bytes):
+    sources = data.draw(sharded(world_size))
+    target = sources[0].whole()
+    total = sum(target[n].dtype.itemsize * torch.Size(target[n].shape).numel() for n in target)
+    if total == 0:
+        with pytest.raises(PlanError, match="nothing to plan"):
+            plan_sync(sources, target, bucket_bytes=bucket_bytes)
+        return
+    plan = plan_sync(sources, target, bucket_bytes=bucket_bytes)
+    writes = torch.zeros(total, dtype=torch.int64)
+    for bucket in plan.buckets:
+        assert 0 < bucket.bytes <= bucket_bytes
+        for copy in bucket.copies:
+            spec = target[copy.name]
+            copy.box.within(sources[bucket.rank][copy.name].layout.shard)  # The writer holds it.
+            start, size = plan.offsets[copy.name], spec.dtype.itemsize
+            count = torch.Size(spec.shape).numel()
+            view = writes[start : start + count * size].view(*spec.shape, size)
+            first = view[copy.box.slices].data_ptr() - writes.data_ptr()
+            assert copy.offset == first // writes.itemsize
+            view[copy.box.slices] += 1
+            assert start % size == 0
+    assert writes.eq(1).all()
+    assert plan.bytes_total == plan.lower_bound_bytes == total
+    assert Plan.from_json(plan.to_json()) == plan
+    assert f"{total:,}" in plan.table()
+
+
+def test_replicas_are_shared_out_evenly():
+    replicated = describe({f"w{i}": torch.zeros(16) for i in range(9)})
+    plan = plan_sync([replicated] * 3, replicated.whole(), bucket_bytes=64)
+    assert [sum(b.bytes for b in plan.of_rank(rank)) for rank in range(3)] == [192] * 3
+
+
+def test_replicas_fill_up_ranks_that_have_less_of_their_own():
+    own = manifest(a=((4, 32), (0, 0), (4, 32)), r=((8, 16), (0, 0), (8, 16)))
+    other = manifest(r=((8, 16), (0, 0), (8, 16)))
+    plan = plan_sync([own, other], own.whole(), bucket_bytes=64)
+    assert [sum(b.bytes for b in plan.of_rank(rank)) for rank in (0, 1)] == [512, 512]
+
+
+def test_a_plan_depends_on_every_input():
+    a = describe({"w": torch.zeros(64)})
+    plans = [
+        plan_sync([a], a.whole(), bucket_bytes=64),
+        plan_sync([a], a.whole(), bucket_bytes=128),
+        plan_sync([a], a.whole(dtype=torch.bfloat16), bucket_bytes=64),
+        plan_sync([a, a], a.whole(), bucket_bytes=64),
+    ]
+    assert len({plan.fingerprint() for plan in plans}) == 4
+
+
+def test_names_that_the_target_lacks_are_not_sent():
+    source = describe({"w": torch.zeros(4), "optimizer": torch.zeros(100)})
+    plan = plan_sync([source], describe({"w": torch.zeros(4)}), bucket_bytes=64)
+    assert plan.bytes_total == 16
+
+
+@pytest.mark.parametrize(
+    ("sources", "target", "kind", "message"),
+    [
+        ([], {"a": ((2,), (0,), (2,))}, PlanError, "nothing to plan: 0 sources"),
+        (
+            [{"b": ((2,), (0,), (2,))}],
+            {"a": ((2,), (0,), (2,))},
+            PlanError,
+            "1 of 1 target tensors: a. The trainer has 1 names, such as b",
+        ),
+        (
+            [{"a": ((3,), (0,), (3,))}],
+            {"a": ((2,), (0,), (2,))},
+            PlanError,
+            r"'a' is \(3,\) on rank 0 and \(2,\) in the target",
+        ),
+        (
+            [{"a": ((6,), (0,), (2,))}, {"a": ((6,), (4,), (2,))}],
+            {"a": ((6,), (0,), (6,))},
+            PlanError,
+            "no rank holds 2 of 6 elements of 'a'",
+        ),
+        (
+            [{"a": ((6,), (0,), (6,))}],
+            {"a": ((6,), (0,), (3,))},
+            UnsupportedError,
+            "target 'a' is sharded",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_numbers(sources, target, kind, message):
+    with pytest.raises(kind, match=message):
+        plan_sync([manifest(**s) for s in sources], manifest(**target), bucket_bytes=64)
+
+
+def test_only_floats_are_converted():
+    ints = describe({"a": torch.zeros(4, dtype=torch.int32)})
+    with pytest.raises(PlanError, match="int32 on rank 0 and torch.float32 in the target"):
+        plan_sync([ints], describe({"a": torch.zeros(4)}), bucket_bytes=64)
+
+
+def test_a_tiny_bucket_is_refused():
+    a = describe({"a": torch.zeros(4)})
+    with pytest.raises(PlanError, match="bucket_bytes is 63"):
+        plan_sync([a], a, bucket_bytes=63)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.tuples(*[st.integers(0, 5)] * 2), st.tuples(*[st.integers(0, 6)] * 2)),
+        max_size=5,
+    )
+)
+def test_owned_and_uncovered_boxes_tile_the_tensor(spans):
+    held = [
+        (rank, Shard(at, tuple(min(n, 6 - o) for n, o in zip(size, at, strict=True))))
+        for rank, (at, size) in enumerate(spans)
+    ]
+    owned, uncovered = owned_boxes(held, (6, 6))
+    seen = torch.zeros(6, 6, dtype=torch.int64)
+    for box in [box for box, _ in owned] + uncovered:
+        seen[box.slices] += 1
+    assert seen.eq(1).all()
+    for box, holders in owned:
+        assert holders == tuple(r for r, shard in held if shard.intersect(box) == box)
+    for box in uncovered:
+        assert all(shard.intersect(box) is None for _, shard in held if shard.numel)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 7), max_size=3), st.integers(1, 30))
+def test_cut_tiles_a_box_with_pieces_below_the_limit(sizes, limit):
+    box = Shard((2,) * len(sizes), tuple(sizes))
+    seen = torch.zeros([s + 2 for s in sizes], dtype=torch.int64)
+    for piece in cut(box, limit):
+        assert piece.numel <= limit
+        seen[piece.slices] += 1
+    assert seen[box.slices].eq(1).all()
+    assert seen.sum() == box.numel
+
+
+def test_sixty_four_ranks_each_send_their_own_rows():
+    shape = (128, 64)
+    rows = [
+        manifest(**{f"t{i}": (shape, (2 * rank, 0), (2, 64)) for i in range(20)})
+        for rank in range(64)
+    ]
+    plan = plan_sync(rows, rows[0].whole(), bucket_bytes=1 << 20)
+    assert len(plan.buckets) == 64
+    assert {bucket.bytes for bucket in plan.buckets} == {20 * 2 * 64 * 4}
