@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from .page import PageKey
 from .tiers import TieredStore
 
 __all__ = ["Job", "PageJobs"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,24 +52,28 @@ class PageJobs:
         self._running = 0
         self._finished: list[Job] = []
         self._closed = False
-        self._queue: SimpleQueue[tuple[int, Callable[[], tuple[bool, ...]]] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[int, int, Callable[[], list[bool]]] | None] = SimpleQueue()
         self._thread = Thread(target=self._run, name="primeblocks-kvoffload-jobs", daemon=True)
         self._thread.start()
 
     def save(self, job_id: int, keys: Sequence[PageKey], pages: Sequence[Any]) -> None:
         """Start saving a batch; pages that the store has already count as saved."""
-        self._submit(job_id, lambda: tuple(map(self._save_one, keys, pages)))
+
+        def work() -> list[bool]:
+            return [self._save_one(key, page) for key, page in zip(keys, pages, strict=True)]
+
+        self._submit(job_id, len(keys), work)
 
     def load(self, job_id: int, keys: Sequence[PageKey], pages: Sequence[Any]) -> None:
         """Start loading a batch into `pages`; a miss leaves its page as it was."""
 
-        def work() -> tuple[bool, ...]:
+        def work() -> list[bool]:
             started = [
                 self._store.load(key, into=page) for key, page in zip(keys, pages, strict=True)
             ]
-            return tuple(self._arrived(pending) for pending in started)
+            return [self._arrived(pending) for pending in started]
 
-        self._submit(job_id, work)
+        self._submit(job_id, len(keys), work)
 
     def finished(self) -> list[Job]:
         """The batches that ended since the last call; answers at once."""
@@ -98,18 +105,24 @@ class PageJobs:
         if self._thread.is_alive():
             raise DeadlineError(f"{self._running} batches not finished within {timeout_s} s")
 
-    def _submit(self, job_id: int, work: Callable[[], tuple[bool, ...]]) -> None:
+    def _submit(self, job_id: int, count: int, work: Callable[[], list[bool]]) -> None:
         with self._changed:
             if self._closed:
                 raise ClosedError("page jobs are closed")
             self._running += 1
-            self._queue.put((job_id, work))
+            self._queue.put((job_id, count, work))
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            job_id, work = item
+            job_id, count, work = item
             start = time.monotonic()
-            job = Job(job_id, work(), time.monotonic() - start)
+            try:
+                succeeded = work()
+            except Exception:
+                # A batch that never ends would hang the engine; one that failed is computed again.
+                logger.exception("a batch of %d pages failed", count)
+                succeeded = [False] * count
+            job = Job(job_id, tuple(succeeded), time.monotonic() - start)
             with self._changed:
                 self._finished.append(job)
                 self._running -= 1

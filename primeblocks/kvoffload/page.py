@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import CorruptionError, ShapeError, UnsupportedError
+from ..errors import CorruptionError, PlanError, ShapeError, UnsupportedError
 
 __all__ = [
     "DIGEST_BYTES",
@@ -42,12 +42,21 @@ class PageKey:
         hash: hash of every token up to the end of the page.
         group: group of layers that the page belongs to.
         version: policy version that wrote the page; None never goes stale.
+
+    Raises:
+        PlanError: a group outside 32 bits or a version outside 64.
     """
 
     salt: str | bytes
     hash: bytes
     group: int = 0
     version: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.group < 1 << 32:
+            raise PlanError(f"a group of layers is a number from 0 to 2**32 - 1; got {self.group}")
+        if self.version is not None and not -(1 << 63) <= self.version < 1 << 63:
+            raise PlanError(f"a version fits in 64 bits; got {self.version}")
 
     def encode(self) -> bytes:
         """The key as bytes; different keys give different bytes. Local."""

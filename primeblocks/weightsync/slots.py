@@ -49,19 +49,23 @@ class Slots:
         self._closed = False
         self._removal: weakref.finalize[..., Slots] | None = None
         if owner:
+            # A directory on a disk that was there before is the user's own.
+            ours = not durable or not directory.exists()
             directory.mkdir(parents=True, exist_ok=True)
             lock = _take_lock(directory)
             _remove_files(directory, but=_LOCK)
             # Runs at the end of the process too.
-            self._removal = weakref.finalize(self, _remove_all, directory, lock, os.getpid())
+            self._removal = weakref.finalize(
+                self, _remove_all, directory, lock, os.getpid(), directory_too=ours
+            )
 
     def begin(self, version: int, *, size_bytes: int) -> str:
         self._check(owner=True)
         if version in self._begun:
             self.abort(version)
-        retired, self._committed = self._committed[:-1], self._committed[-1:]
+        retired = self._committed[:-1]
         if retired:
-            self._write_commits()
+            self._write_commits(self._committed[-1:])
         path = self._path(version)
         fd = -1
         for marker in retired:
@@ -102,9 +106,10 @@ class Slots:
         self._check(owner=True)
         if marker.version not in self._begun:
             raise UsageError(f"commit of version {marker.version}, which was not begun")
+        # Before anyone can see it, for a reader does not wait for the writer's lock.
+        fcntl.flock(self._begun[marker.version], fcntl.LOCK_UN)
+        self._write_commits([*self._committed, marker])
         os.close(self._begun.pop(marker.version))
-        self._committed.append(marker)
-        self._write_commits()
 
     def abort(self, version: int) -> None:
         self._check(owner=True)
@@ -200,8 +205,8 @@ class Slots:
         old.unlink(missing_ok=True)
         return None
 
-    def _write_commits(self) -> None:
-        text = json.dumps([marker.to_json() for marker in self._committed])
+    def _write_commits(self, markers: list[Marker]) -> None:
+        text = json.dumps([marker.to_json() for marker in markers])
         scratch = self._dir / f"{_COMMITS}.tmp"
         with scratch.open("w") as file:
             file.write(text)
@@ -209,6 +214,7 @@ class Slots:
             if self._durable:
                 os.fsync(file.fileno())
         scratch.replace(self._dir / _COMMITS)
+        self._committed = markers
         if self._durable:
             _fsync(self._dir)
 
@@ -242,11 +248,11 @@ def _remove_files(directory: Path, *, but: str = "") -> None:
                 path.unlink(missing_ok=True)
 
 
-def _remove_all(directory: Path, lock: int, pid: int) -> None:
+def _remove_all(directory: Path, lock: int, pid: int, *, directory_too: bool) -> None:
     # A forked child inherits the finalizer, not the ownership.
     if os.getpid() == pid and directory.is_dir():
         _remove_files(directory)
-        if not any(directory.iterdir()):
+        if directory_too and not any(directory.iterdir()):
             directory.rmdir()
     os.close(lock)
 

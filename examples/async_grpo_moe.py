@@ -1,0 +1,568 @@
+"""Asynchronous GRPO of a mixture-of-experts model, on real vLLM, from real text, on a laptop.
+
+    torchrun --nproc-per-node 2 examples/async_grpo_moe.py
+
+The model learns to write a few words of Python's own documentation backwards. A short supervised
+warm start teaches it the letters from poor demonstrations, half of which copy the text instead of
+reversing it; the reward then tells which half was right. While the two trainer ranks learn (FSDP2
+for the dense weights, each rank with half of the experts), vLLM goes on sampling in a process of
+its own; after every optimizer step the ranks' shards go straight into the running engine.
+
+Everything an experiment would change is a constant below.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import random
+import re
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+# What vLLM needs on a CPU, set before it is imported: no model hub, one process besides this one,
+# no compilation, one thread (the model is tiny, and the trainer wants the other cores).
+for name, value in {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TORCH_COMPILE_DISABLE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}.items():
+    os.environ.setdefault(name, value)
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM
+
+from primeblocks import async_loop, parallel, replay, weightsync
+from primeblocks.parallel.adapters.transformers import parallelize
+from primeblocks.replay.adapters.transformers import routers
+from primeblocks.testing import tiny_models
+
+# --- the task ---
+INSTRUCTION = "write the words that follow backwards, letter by letter: "
+SNIPPET = (8, 12)  # characters, at least and at most
+HELD_OUT = 128
+WRONG_DEMONSTRATIONS = 0.5
+# --- the model ---
+MODEL = {"num_layers": 2, "hidden": 128, "num_experts": 8, "top_k": 2, "vocab": 64}
+SEED = 0
+# --- warm start ---
+WARM_STEPS, WARM_BATCH, WARM_LR = 350, 32, 1e-3
+# --- reinforcement learning ---
+STEPS, PROMPTS, GROUP, LR = 60, 16, 8, 3e-4
+MAX_OFF_POLICY_STEPS = 2
+MAX_IN_FLIGHT = 24  # groups
+PROBE_EVERY = 6  # steps between measurements of the mismatch
+# --- the engine ---
+PAGE_TOKENS, DEVICE_PAGES = 16, 96
+HOST_PAGES, DISK_PAGES = 64, 256
+TIMEOUT_S = 120.0
+
+PAD, BOS, EOS = 0, 1, 2
+LETTERS = " ,:abcdefghijklmnopqrstuvwxyz>"
+IDS = {letter: 3 + i for i, letter in enumerate(LETTERS)}
+
+
+# --- data and reward -----------------------------------------------------------------------------
+
+
+def snippets() -> tuple[list[str], list[str]]:
+    """Short runs of words from Python's documentation topics: for training, and held out."""
+    from pydoc_data.topics import topics
+
+    words = re.findall(r"[a-z]+", " ".join(topics[name] for name in sorted(topics)).lower())
+    low, high = SNIPPET
+    found = set()
+    for start in range(len(words)):
+        text = words[start]
+        for word in words[start + 1 : start + 5]:
+            if len(text) >= low:
+                break
+            text += " " + word
+        if low <= len(text) <= high:
+            found.add(text)
+    shuffled = random.Random(SEED).sample(sorted(found), len(found))
+    return shuffled[HELD_OUT:], shuffled[:HELD_OUT]
+
+
+def encode(text: str) -> list[int]:
+    return [IDS[letter] for letter in text]
+
+
+def prompt_of(text: str) -> list[int]:
+    return [BOS, *encode(INSTRUCTION + text + ">")]
+
+
+def reward_of(text: str, completion: list[int]) -> float:
+    """The share of positions that hold the right letter, the end of the answer included."""
+    target = [*encode(text[::-1]), EOS]
+    right = sum(a == b for a, b in zip(target, completion, strict=False))
+    return right / max(len(target), len(completion))
+
+
+# --- the trainer, one on each rank ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One rollout as a trainer rank needs it; routes are packed for the wire."""
+
+    tokens: list[int]
+    prompt_length: int
+    logprobs: list[float]
+    advantage: float
+    routes: bytes
+
+
+class Trainer:
+    """Two ranks: dense weights sharded by FSDP2, experts dealt out, routes imposed."""
+
+    def __init__(self, checkpoint: Path, *, use_fp8: bool) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        whole = weightsync.describe(model, dtype=torch.bfloat16)  # what the engine holds
+        transfer_encoding = None
+        if use_fp8:
+            from primeblocks import fp8
+
+            recipe = fp8.Recipe()
+            attention = re.compile(r"self_attn\.[qkvo]_proj")
+            fp8.convert(model, recipe, only=attention)
+            transfer_encoding = fp8.encode_weights(recipe, only=attention)
+        plan = parallel.plan_mesh(world_size=self.world_size, expert=self.world_size)
+        self.meshes = plan.build("cpu")
+        parallelize(model, self.meshes)
+        self.model, self.routers = model.train(), routers(model)
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=WARM_LR, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        sources = weightsync.gather_manifests(weightsync.describe(model))
+        self.sync_plan = weightsync.plan_sync(sources, whole, bucket_bytes=1 << 20)
+        self.transport = weightsync.SharedMemoryTransport(
+            f"demo-{os.environ.get('TORCHELASTIC_RUN_ID', 'run')}-{os.environ['MASTER_PORT']}",
+            owner=self.rank == 0,
+        )
+        self.publisher = weightsync.Publisher(
+            self.sync_plan, model, self.transport, encode=transfer_encoding
+        )
+        if self.rank == 0:
+            print(plan.table(), self.sync_plan.table(), sep="\n\n", flush=True)
+
+    def warm_start(self, texts: list[str], steps: int) -> float:
+        """Supervised steps on demonstrations of which some are wrong; returns the last loss."""
+        chance = random.Random(SEED + 1 + self.rank)
+        loss = torch.zeros(())
+        for step in tqdm(range(steps), desc="warm start", disable=self.rank > 0):
+            chosen = chance.sample(texts, WARM_BATCH // self.world_size)
+            shown = [t if chance.random() < WRONG_DEMONSTRATIONS else t[::-1] for t in chosen]
+            prompts = [prompt_of(text) for text in chosen]
+            answers = [[*encode(answer), EOS] for answer in shown]
+            pairs = list(zip(prompts, answers, strict=True))
+            tokens = padded([prompt + answer for prompt, answer in pairs])
+            mask = completion_mask(tokens, [len(prompt) for prompt in prompts])
+            count = parallel.global_token_count(mask.sum(), self.meshes)
+            loss = -(self.logprobs(tokens) * mask).sum() / count
+            loss.backward()
+            self.apply_gradients(WARM_LR * min(1.0, (step + 1) / 50))
+        return float(loss)
+
+    def train(self, samples: list[Sample]) -> dict[str, float]:
+        """One GRPO step; every rank takes its share of the samples."""
+        mine = samples[self.rank :: self.world_size]
+        tokens, mask, sampled_logprobs = tensors_of(mine)
+        advantages = torch.tensor([s.advantage for s in mine])[:, None].expand_as(mask)
+        count = parallel.global_token_count(mask.sum(), self.meshes)
+        with replay.impose(self.routers, routes_of(mine, tokens)):
+            loss = async_loop.grpo_loss(
+                self.logprobs(tokens), sampled_logprobs, advantages, mask=mask
+            )
+            (loss.sum / count).backward()
+        norm = self.apply_gradients(LR)
+        clipped = parallel.global_token_count(loss.clipped, self.meshes)
+        return {"tokens": count, "gradient_norm": norm, "clipped": clipped / count}
+
+    def mismatch(self, samples: list[Sample]) -> tuple[float, float, float]:
+        """k3 of engine against trainer without and with replay, and how many routes agree."""
+        mine = samples[self.rank :: self.world_size]
+        tokens, mask, sampled_logprobs = tensors_of(mine)
+        routes = routes_of(mine, tokens)
+        with torch.no_grad():
+            with replay.record(self.routers) as tape:
+                without = self.logprobs(tokens)
+            with replay.impose(self.routers, routes):
+                imposed = self.logprobs(tokens)
+        agreement = replay.compare(routes, tape.routes).overall
+        parts: list = [None] * self.world_size
+        dist.all_gather_object(
+            parts, (without[mask], imposed[mask], sampled_logprobs[mask], agreement)
+        )
+        without, imposed, sampled = (torch.cat([part[i] for part in parts]) for i in range(3))
+        return (
+            replay.measure_mismatch(without, sampled).k3,
+            replay.measure_mismatch(imposed, sampled).k3,
+            statistics.mean(part[3] for part in parts),
+        )
+
+    def publish(self, version: int) -> weightsync.Receipt:
+        """Write this rank's shards of one version where the engine will read them."""
+        return self.publisher.publish(version, timeout_s=TIMEOUT_S)
+
+    def logprobs(self, tokens: Tensor) -> Tensor:
+        """Log-probability of every token after the first, `[batch, tokens - 1]`."""
+        logits = self.model(input_ids=tokens, attention_mask=tokens != PAD).logits
+        chosen = logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])
+        return chosen[..., 0]
+
+    def apply_gradients(self, lr: float) -> float:
+        norm = parallel.clip_grad_norm_(self.model.parameters(), 1.0, meshes=self.meshes)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(norm)
+
+    def close(self) -> None:
+        self.publisher.close()
+        self.transport.close()
+
+
+def on_all_ranks(trainer: Trainer, method: str, *args):
+    """Rank 0 calls a method of the trainer on every rank; see `follow`."""
+    dist.broadcast_object_list([(method, args)], src=0)
+    return getattr(trainer, method)(*args)
+
+
+def follow(trainer: Trainer) -> None:
+    """The other ranks do what rank 0 does, until it closes its trainer."""
+    method = ""
+    while method != "close":
+        message: list = [None]
+        dist.broadcast_object_list(message, src=0)
+        method, args = message[0]
+        getattr(trainer, method)(*args)
+
+
+def padded(rows: list[list[int]]) -> Tensor:
+    width = max(map(len, rows))
+    return torch.tensor([row + [PAD] * (width - len(row)) for row in rows])
+
+
+def completion_mask(tokens: Tensor, prompt_lengths: list[int]) -> Tensor:
+    """True where `tokens[:, 1:]` is part of a completion."""
+    position = torch.arange(1, tokens.shape[1])
+    return (position >= torch.tensor(prompt_lengths)[:, None]) & (tokens[:, 1:] != PAD)
+
+
+def tensors_of(samples: list[Sample]) -> tuple[Tensor, Tensor, Tensor]:
+    tokens = padded([sample.tokens for sample in samples])
+    mask = completion_mask(tokens, [sample.prompt_length for sample in samples])
+    sampled_logprobs = torch.zeros(mask.shape)
+    sampled_logprobs[mask] = torch.tensor([x for sample in samples for x in sample.logprobs])
+    return tokens, mask, sampled_logprobs
+
+
+def routes_of(samples: list[Sample], tokens: Tensor) -> replay.Routes:
+    """One row for each token of the padded batch; padding chooses for itself."""
+    rows = [replay.Routes.unpack(sample.routes) for sample in samples]
+    return replay.Routes.join([row.pad(tokens.shape[1]) for row in rows])
+
+
+# --- rank 0: the engine and the loop -------------------------------------------------------------
+
+
+def engine_arguments(checkpoint: Path, pages_on_disk: Path, shape) -> dict:
+    from primeblocks.async_loop.adapters.vllm import base_engine_args
+    from primeblocks.kvoffload.adapters import vllm as kvoffload_vllm
+    from primeblocks.replay.adapters import vllm as replay_vllm
+    from primeblocks.weightsync.adapters import vllm as weightsync_vllm
+
+    # Keys and values of 2 heads of 32, two bytes each.
+    page_bytes = PAGE_TOKENS * MODEL["num_layers"] * 2 * 2 * 32 * 2
+    capture_bytes = replay_vllm.plan_capture_bytes(
+        shape,
+        page_tokens=PAGE_TOKENS,
+        device_pages=DEVICE_PAGES,
+        offloaded_pages=HOST_PAGES + DISK_PAGES,
+    )
+    arguments = base_engine_args(
+        checkpoint,
+        dtype="bfloat16",
+        max_model_len=128,
+        max_num_seqs=MAX_IN_FLIGHT * GROUP,
+        kv_bytes=DEVICE_PAGES * page_bytes,
+        block_size=PAGE_TOKENS,
+        num_gpu_blocks_override=DEVICE_PAGES,
+        disable_log_stats=False,  # the page store reports through vLLM's metrics
+    )
+    return (
+        arguments
+        | weightsync_vllm.engine_args()
+        | replay_vllm.engine_args(max_bytes=capture_bytes, device="cpu")
+        | kvoffload_vllm.engine_args(
+            primary_bytes=16 * page_bytes,
+            host_bytes=HOST_PAGES * page_bytes,
+            disk_path=pages_on_disk,
+            disk_bytes=DISK_PAGES * 2 * page_bytes,
+            max_staleness=MAX_OFF_POLICY_STEPS,
+        )
+    )
+
+
+class Rollouts:
+    """Asks the engine; the only part that knows text, tokens and reward together."""
+
+    def __init__(self, engine, shape) -> None:
+        self.engine, self.shape = engine, shape
+        self.tokens = 0
+
+    async def group(self, text: str, *, version: int) -> list[async_loop.Rollout]:
+        """`GROUP` rollouts of one prompt, under the salt of the version that they start with."""
+        completions = await self.ask(text, version=version, n=GROUP, temperature=1.0)
+        self.tokens += sum(len(completion.tokens) for completion in completions)
+        return [self.with_reward(text, completion) for completion in completions]
+
+    async def greedy_reward(self, texts: list[str], *, version: int) -> float:
+        asked = [self.ask(text, version=version, n=1, temperature=0.0) for text in texts]
+        answers = [completions[0] for completions in await asyncio.gather(*asked)]
+        pairs = zip(texts, answers, strict=True)
+        return statistics.mean(reward_of(text, list(answer.tokens)) for text, answer in pairs)
+
+    async def probe(self, texts: list[str], *, version: int) -> list[Sample]:
+        """Rollouts of exactly this version, to measure how far the trainer is from the engine."""
+        asked = [self.ask(text, version=version, n=1, temperature=1.0) for text in texts]
+        answers = [completions[0] for completions in await asyncio.gather(*asked)]
+        pairs = zip(texts, answers, strict=True)
+        return [sample_of(self.with_reward(text, answer), 0.0) for text, answer in pairs]
+
+    async def ask(self, text: str, *, version: int, n: int, temperature: float):
+        from primeblocks.kvoffload.adapters.vllm import version_args
+
+        return await self.engine.generate(
+            prompt_of(text),
+            n=n,
+            temperature=temperature,
+            max_tokens=SNIPPET[1] + 4,
+            stop_token_ids=[EOS],
+            cache_salt=async_loop.cache_salt(version),
+            extra_args=version_args(version),
+            timeout_s=TIMEOUT_S,
+        )
+
+    def with_reward(self, text: str, completion) -> async_loop.Rollout:
+        from primeblocks.replay.adapters.vllm import routes_from_output
+
+        rollout = completion.to_rollout(prompt_id=text)
+        routes = routes_from_output(completion, self.shape, prompt_tokens=len(completion.prompt))
+        reward = reward_of(text, list(completion.tokens))
+        return replace(rollout, reward=reward, attachments={"routes": routes})
+
+
+def sample_of(rollout: async_loop.Rollout, advantage: float) -> Sample:
+    return Sample(
+        tokens=rollout.tokens.tolist(),
+        prompt_length=rollout.prompt_length,
+        logprobs=rollout.logprobs.tolist(),
+        advantage=advantage,
+        routes=rollout.attachments["routes"].pack(),
+    )
+
+
+def samples_of(groups) -> list[Sample]:
+    rewards = torch.tensor([[rollout.reward for rollout in group.rollouts] for group in groups])
+    advantages = async_loop.group_advantages(rewards.float()).flatten().tolist()
+    rollouts = itertools.chain.from_iterable(group.rollouts for group in groups)
+    return [sample_of(r, advantage) for r, advantage in zip(rollouts, advantages, strict=True)]
+
+
+async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace) -> dict:
+    """Rank 0: warm start, start the engine, run the loop, measure."""
+    import vllm
+
+    from primeblocks.async_loop.adapters.vllm import VllmEngine
+    from primeblocks.kvoffload.adapters.vllm import engine_statistics
+    from primeblocks.replay.adapters.vllm import RouterShape
+    from primeblocks.weightsync.adapters import vllm as weightsync_vllm
+
+    start = time.monotonic()
+    training, held_out = snippets()
+    shape = RouterShape(
+        num_layers=MODEL["num_layers"],
+        moe_layers=tuple(range(MODEL["num_layers"])),
+        num_experts=MODEL["num_experts"],
+        top_k=MODEL["top_k"],
+    )
+    on_all_ranks(trainer, "warm_start", training, options.warm_steps)
+    arguments = engine_arguments(checkpoint, checkpoint.parent / "pages", shape)
+    async with await VllmEngine.start(arguments, timeout_s=TIMEOUT_S) as engine:
+        await weightsync_vllm.attach(
+            engine.llm, trainer.sync_plan, trainer.transport, timeout_s=TIMEOUT_S
+        )
+        receipts: list[weightsync.Receipt] = []
+        sync_seconds: list[float] = []
+
+        async def publish(version: int) -> None:
+            began = time.monotonic()
+            receipts.append(await asyncio.to_thread(on_all_ranks, trainer, "publish", version))
+            await weightsync_vllm.update(
+                engine.llm, receipts[-1], in_flight="continue", timeout_s=TIMEOUT_S
+            )
+            sync_seconds.append(time.monotonic() - began)
+
+        def train(groups, *, version: int) -> dict[str, float]:
+            return on_all_ranks(trainer, "train", samples_of(groups))
+
+        async def measure_mismatch(version: int) -> tuple[float, float, float]:
+            samples = await rollouts.probe(held_out[:64], version=version)
+            return await asyncio.to_thread(on_all_ranks, trainer, "mismatch", samples)
+
+        await publish(1)  # the warm weights
+        rollouts = Rollouts(engine, shape)
+        reward_before = await rollouts.greedy_reward(held_out, version=1)
+        chance = random.Random(SEED + 99)
+        loop = async_loop.AsyncLoop(
+            prompts=iter(lambda: chance.choice(training), None),
+            generate=rollouts.group,
+            train=train,
+            publish=publish,
+            buffer=async_loop.RolloutBuffer(
+                capacity=(MAX_OFF_POLICY_STEPS + 1) * PROMPTS,
+                staleness=async_loop.StalenessPolicy(max_off_policy_steps=MAX_OFF_POLICY_STEPS),
+            ),
+            batch_size=PROMPTS,
+            max_in_flight=MAX_IN_FLIGHT,
+            version=1,
+            step_timeout_s=TIMEOUT_S,
+        )
+        history: list[dict] = []
+        probes: list[tuple[int, float, float, float]] = []
+        began = time.monotonic()
+        async with loop:
+            bar = tqdm(total=options.steps, desc="GRPO")
+            async for step in loop.steps(options.steps):
+                if (step.version - 1) % PROBE_EVERY == 0 or step.version - 1 == options.steps:
+                    probes.append((step.version, *await measure_mismatch(step.version)))
+                history.append(record_of(step))
+                kl = f"{probes[-1][2]:.1e}" if probes else "-"
+                shown = {"reward": f"{history[-1]['reward']:.3f}", "KL": kl}
+                bar.set_postfix(shown | {"staleness": max(step.staleness)})
+                bar.update()
+            bar.close()
+        loop_seconds = time.monotonic() - began
+        reward_after = await rollouts.greedy_reward(held_out, version=loop.version)
+        kv = engine_statistics()
+    on_all_ranks(trainer, "close")
+    versions = set().union(*(record["versions"] for record in history))
+    summary = {
+        "engine": f"vllm-{vllm.__version__}",
+        "reward_before": reward_before,
+        "reward_after": reward_after,
+        "steps": len(history),
+        "versions_seen": len(versions),
+        "max_off_policy_steps": MAX_OFF_POLICY_STEPS,
+        "max_staleness_seen": max(max(record["staleness"]) for record in history),
+        "mismatch_kl_without_replay": statistics.mean(probe[1] for probe in probes),
+        "mismatch_kl_with_replay": statistics.mean(probe[2] for probe in probes),
+        "route_agreement": statistics.mean(probe[3] for probe in probes),
+        "sync_seconds_median": statistics.median(sync_seconds),
+        "sync_bytes": receipts[-1].bytes,
+        "tokens_per_second": rollouts.tokens / loop_seconds,
+        "kv_store_hits": kv.hits,
+        "dropped": sum(record["dropped"] for record in history),
+        "fp8": options.fp8,
+        "seconds": time.monotonic() - start,
+    }
+    report(summary, history, probes, options.out)
+    return summary
+
+
+def record_of(step: async_loop.Step) -> dict:
+    rollouts = [rollout for group in step.groups for rollout in group.rollouts]
+    return {
+        "reward": statistics.mean(rollout.reward for rollout in rollouts),
+        "versions": {int(version) for rollout in rollouts for version in rollout.versions},
+        "staleness": step.staleness,
+        "dropped": step.dropped,
+        "seconds": (step.trainer_idle_s, step.train_s, step.publish_s),
+    }
+
+
+# --- report --------------------------------------------------------------------------------------
+
+
+def report(summary: dict, history: list[dict], probes: list[tuple], out: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+
+    def figure(name: str, title: str, x: str, y: str):
+        fig, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+        axes.set(title=title, xlabel=x, ylabel=y)
+        return fig, axes, out / f"{name}.png"
+
+    fig, axes, path = figure("reward", "Reward", "optimizer step", "mean reward")
+    axes.plot(range(1, len(history) + 1), [r["reward"] for r in history], label="training batch")
+    ends = [summary["reward_before"], summary["reward_after"]]
+    axes.plot([0, len(history)], ends, "o", label="held out, greedy")
+    axes.legend()
+    fig.savefig(path)
+    fig, axes, path = figure("mismatch_kl", "Engine against trainer", "version", "k3 (nats/token)")
+    for column, label in ((1, "without replay"), (2, "with replay")):
+        axes.semilogy([p[0] for p in probes], [p[column] for p in probes], "o-", label=label)
+    axes.legend()
+    fig.savefig(path)
+    fig, axes, path = figure("staleness", "Staleness", "optimizer steps", "groups")
+    ages = [age for record in history for age in record["staleness"]]
+    axes.hist(ages, bins=[age - 0.5 for age in range(MAX_OFF_POLICY_STEPS + 2)], rwidth=0.8)
+    axes.set_xticks(range(MAX_OFF_POLICY_STEPS + 1))
+    fig.savefig(path)
+    fig, axes, path = figure("time", "Where the trainer's time went", "optimizer step", "seconds")
+    parts = list(zip(*(record["seconds"] for record in history), strict=True))
+    axes.stackplot(range(1, len(history) + 1), parts, labels=("waiting", "training", "publishing"))
+    axes.legend()
+    fig.savefig(path)
+    width = max(map(len, summary))
+    for key, value in summary.items():
+        print(f"{key:<{width}}  {value:.6g}" if isinstance(value, float) else f"{key:<{width}}  {value}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--warm-steps", type=int, default=WARM_STEPS)
+    parser.add_argument("--out", type=Path, default=Path("outputs/demo"))
+    parser.add_argument("--fp8", action="store_true", help="block-scaled FP8 attention projections")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=2 * TIMEOUT_S))
+    folder = [tempfile.mkdtemp(prefix="primeblocks-") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder, src=0)
+    checkpoint = Path(folder[0]) / "checkpoint"
+    if dist.get_rank() == 0:
+        tiny_models.save("qwen3_moe", checkpoint, seed=SEED, **MODEL)
+    dist.barrier()
+    trainer = Trainer(checkpoint, use_fp8=options.fp8)
+    if dist.get_rank() == 0:
+        asyncio.run(drive(trainer, checkpoint, options))
+    else:
+        follow(trainer)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

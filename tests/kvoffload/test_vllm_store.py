@@ -1,0 +1,137 @@
+"""The vLLM adapter: refused arguments, then pages that come back to a real engine."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from primeblocks.errors import PlanError, UnsupportedError
+from primeblocks.testing import tiny_models
+
+JOB = Path(__file__).with_name("vllm_store_job.py")
+WHOLE = 96  # prompt tokens in whole pages
+CLOSE = 1e-5  # float32 log-probabilities, prefill in other batches
+
+# What an engine would claim or print by itself.
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "TORCH_COMPILE_DISABLE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_PLUGINS": "primeblocks",
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kvoffload")
+    tiny_models.save("qwen3_moe", folder / "model", seed=0, dtype="float32", init_std=0.06)
+    done = subprocess.run(
+        [sys.executable, str(JOB), str(folder)],
+        env={**os.environ, **ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads((folder / "results.json").read_text())
+
+
+def cached(phase):
+    return [request["cached"] for request in phase["requests"]]
+
+
+def assert_same(phase, other):
+    for mine, theirs in zip(phase["requests"], other["requests"], strict=True):
+        assert mine["tokens"] == theirs["tokens"]
+        assert mine["routes"] == theirs["routes"]
+        np.testing.assert_allclose(mine["logprobs"], theirs["logprobs"], atol=CLOSE)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("version", [0, 1, 2])
+def test_evicted_pages_come_back_with_the_same_outputs(results, version):
+    cold, warm = results[f"cold {version}"], results[f"warm {version}"]
+    assert cached(cold) == [0] * 6, "another salt's pages were found"
+    assert cached(warm) == [WHOLE] * 6
+    assert_same(warm, cold)
+    before = results[f"flood {version}"]["statistics"]
+    after = warm["statistics"]
+    assert after["hits"] - before["hits"] == 6 * 3
+    assert after["tokens"] - before["tokens"] == 6 * WHOLE
+    assert after["tiers"]["disk"]["hits"] > 0
+    assert after["tiers"]["disk"]["checksum_failures"] == 0
+
+
+@pytest.mark.vllm
+def test_damaged_pages_are_computed_again(results):
+    assert results["corrupted"] > 6 * 3
+    damaged, cold = results["damaged"], results["cold 2"]
+    assert cached(damaged) == [0] * 6
+    assert_same(damaged, cold)
+    # The first page of a prompt is missed; vLLM does not ask for those after it, or does.
+    failures = damaged["statistics"]["tiers"]["disk"]["checksum_failures"]
+    assert 6 <= failures <= 6 * 3
+    assert damaged["statistics"]["hits"] == results["flood again"]["statistics"]["hits"]
+
+
+@pytest.mark.vllm
+def test_pages_saved_again_after_damage_are_used(results):
+    assert cached(results["repaired"]) == [WHOLE] * 6
+    assert_same(results["repaired"], results["cold 2"])
+
+
+@pytest.mark.vllm
+def test_a_reset_of_the_connector_reaches_our_tiers(results):
+    assert cached(results["reset"]) == [0] * 6
+    assert_same(results["reset"], results["cold 2"])
+
+
+@pytest.mark.vllm
+def test_an_engine_leaves_nothing_behind(results):
+    assert results["left"] == []
+    assert results["pools"] == []  # nameless while it runs: a kill cannot leave it either
+
+
+def test_arguments_for_an_engine(tmp_path):
+    from primeblocks.kvoffload.adapters.vllm import engine_args, version_args
+
+    how = {"disk_path": tmp_path, "disk_bytes": 3, "max_staleness": 8}
+    arguments = engine_args(primary_bytes=1, host_bytes=2, **how)
+    transfer = arguments["kv_transfer_config"]
+    assert transfer.kv_connector == "OffloadingConnector"
+    assert transfer.kv_role == "kv_both"
+    extra = transfer.kv_connector_extra_config
+    assert extra["cpu_bytes_to_use"] == 1
+    assert extra["offload_prompt_only"] is False
+    (tier,) = extra["secondary_tiers"]
+    assert tier["host_bytes"] == 2
+    assert tier["disk_path"] == str(tmp_path)
+    assert json.dumps(extra)  # it travels to the engine's process
+    assert arguments["enable_prefix_caching"] is True
+    assert version_args(7)["kv_transfer_params"] == {"primeblocks_policy_version": 7}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"host_bytes": 0, "disk_path": "d", "disk_bytes": 1}, UnsupportedError, "disk alone"),
+        ({"primary_bytes": 0}, PlanError, "primary_bytes must be positive; got 0"),
+        ({"disk_path": "d"}, PlanError, "both or neither"),
+        ({"disk_bytes": 1}, PlanError, "both or neither"),
+        ({"disk_path": "d", "disk_bytes": -1}, PlanError, "-1"),
+        ({"eviction_policy": "fifo"}, PlanError, "fifo"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(wrong, error, message):
+    from primeblocks.kvoffload.adapters.vllm import engine_args
+
+    with pytest.raises(error, match=message):
+        engine_args(**{"primary_bytes": 1, "host_bytes": 1, **wrong})

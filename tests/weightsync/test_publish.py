@@ -1,0 +1,400 @@
+"""Several trainer ranks: bytes against the reference, then everything that can go wrong."""
+
+import json
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from primeblocks.errors import (
+    CapacityError,
+    ClosedError,
+    PlanError,
+    TransferError,
+    UnsupportedError,
+    UsageError,
+)
+from primeblocks.layout import layout_of
+from primeblocks.testing import oracles, ranks
+from primeblocks.testing.faults import FaultyTransport
+from primeblocks.weightsync import (
+    FileTransport,
+    Manifest,
+    Publisher,
+    SharedMemoryTransport,
+    Subscriber,
+    describe,
+    gather_manifests,
+    plan_sync,
+)
+from primeblocks.weightsync.reference import gather_whole, slice_again
+from tests.weightsync.test_manifest import _experts_under_fsdp
+
+TIMEOUT_S = 20
+BUCKET_BYTES = 128
+
+
+def transport_at(kind, path, *, owner):
+    if kind == "file":
+        return FileTransport(path, owner=owner)
+    return SharedMemoryTransport("policy", owner=owner, root=path)
+
+
+def join(kind, path, parameters, **kwargs):
+    """This rank's Publisher, over one shared place; the owner is there when it returns."""
+    manifests = gather_manifests(describe(parameters))
+    plan = plan_sync(manifests, manifests[0].whole(dtype=torch.bfloat16), bucket_bytes=BUCKET_BYTES)
+    transport = transport_at(kind, path, owner=dist.get_rank() == 0)
+    dist.barrier()
+    return plan, transport, Publisher(plan, parameters, transport, **kwargs)
+
+
+def received(plan, transport, **kwargs):
+    """What an engine that joins now would load."""
+    got = {}
+    load = lambda tensors: got.update({n: t.clone() for n, t in tensors})  # noqa: E731
+    with Subscriber(plan, load, transport) as subscriber:
+        receipt = subscriber.receive(timeout_s=kwargs.get("timeout_s", TIMEOUT_S))
+    return receipt, got
+
+
+# --- bytes -------------------------------------------------------------------------------------
+
+
+def _random_layouts(kind, path, seed):
+    """Parameters that are sharded at random; returns what the parent needs to check the bytes."""
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,))
+    generator = torch.Generator().manual_seed(seed)
+    parameters = {}
+    for i in range(6):
+        dims = int(torch.randint(0, 4, (), generator=generator))
+        shape = torch.randint(1, 9, (dims,), generator=generator).tolist()
+        whole = torch.randn(shape, generator=generator)
+        choice = int(torch.randint(-1, max(1, dims), (), generator=generator))
+        placement = Replicate() if choice < 0 or not dims else Shard(choice)
+        plain = i % 3 == 2
+        tensor = whole if plain else distribute_tensor(whole, mesh, [placement])
+        parameters[f"t{i}"] = tensor
+    plan, transport, publisher = join(kind, path, parameters)
+    receipt = publisher.publish(3, timeout_s=TIMEOUT_S)
+    local = {n: t.to_local() if isinstance(t, DTensor) else t for n, t in parameters.items()}
+    got = received(plan, transport)
+    dist.barrier()
+    transport.close()
+    return describe(parameters).to_json(), local, receipt.digest, got[0].digest, got[1]
+
+
+@pytest.mark.parametrize("kind", ["shared_memory", "file"])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_received_bytes_equal_the_reference(kind, world_size, tmp_path):
+    for seed in range(3):
+        path = tmp_path / str(seed)
+        path.mkdir()
+        results = ranks.run(_random_layouts, kind, str(path), seed, world_size=world_size)
+        sources = [Manifest.from_json(result[0]) for result in results]
+        target = sources[0].whole(dtype=torch.bfloat16)
+        whole = gather_whole(sources, [result[1] for result in results], target)
+        for _, local, sent, seen, got in results:
+            assert sent == seen == results[0][2]
+            assert list(got) == list(target)
+            for name in target:
+                oracles.assert_same_bits(got[name], whole[name])
+        for source, result in zip(sources, results, strict=True):
+            for name, part in slice_again(whole, source).items():
+                oracles.assert_same_bits(part, result[1][name].to(torch.bfloat16).float())
+        assert list(path.iterdir()) == []
+
+
+def _fsdp_over_experts(path):
+    model, whole = _experts_under_fsdp()
+    manifests = gather_manifests(describe(model))
+    plan = plan_sync(manifests, manifests[0].whole(), bucket_bytes=BUCKET_BYTES)
+    transport = transport_at("shared_memory", path, owner=dist.get_rank() == 0)
+    dist.barrier()
+    with Publisher(plan, model, transport) as publisher:
+        publisher.publish(1, timeout_s=TIMEOUT_S)
+    got = received(plan, transport)[1]
+    for name, tensor in whole.items():
+        oracles.assert_same_bits(got[name], tensor.data)
+    dist.barrier()
+    transport.close()
+    return [sum(b.bytes for b in plan.of_rank(rank)) for rank in range(4)], plan.bytes_total
+
+
+def test_fsdp_over_experts_arrives_whole_and_nobody_gathers(tmp_path):
+    for sent, total in ranks.run(_fsdp_over_experts, str(tmp_path), world_size=4):
+        assert total == sum(sent) == (8 * 3 * 5 + 7) * 4
+        assert max(sent) - min(sent) <= 7 * 4
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 2**16), st.sampled_from([torch.bfloat16, torch.float16, torch.float64]))
+def test_the_sender_casts(tmp_path_factory, seed, dtype):
+    weights = {"w": torch.randn(13, 5, generator=torch.Generator().manual_seed(seed)) * 1e3}
+    source = describe(weights)
+    plan = plan_sync([source], source.whole(dtype=dtype), bucket_bytes=64)
+    with SharedMemoryTransport(f"primeblocks-test-{seed}", owner=True) as transport:
+        Publisher(plan, weights, transport).publish(0, timeout_s=TIMEOUT_S)
+        oracles.assert_same_bits(received(plan, transport)[1]["w"], weights["w"].to(dtype))
+
+
+# --- one rank: versions, encode ----------------------------------------------------------------
+
+
+@pytest.fixture
+def alone(tmp_path):
+    weights = {"w": torch.arange(64.0)}
+    source = describe(weights)
+    plan = plan_sync([source], source.whole(), bucket_bytes=64)
+    with SharedMemoryTransport("policy", owner=True, root=str(tmp_path)) as transport:
+        yield weights, plan, transport
+
+
+def test_versions_strictly_increase(alone):
+    weights, plan, transport = alone
+    with Publisher(plan, weights, transport) as publisher:
+        first = publisher.publish(5, timeout_s=TIMEOUT_S)
+        with pytest.raises(UsageError, match="version 4 after 5"):
+            publisher.publish(4, timeout_s=TIMEOUT_S)
+        with pytest.raises(UsageError, match="not negative"):
+            publisher.publish(-1, timeout_s=TIMEOUT_S)
+        assert publisher.publish(5, timeout_s=TIMEOUT_S).digest == first.digest
+        weights["w"][0] = 9
+        with pytest.raises(UsageError, match="version 5 is committed already, with other bytes"):
+            publisher.publish(5, timeout_s=TIMEOUT_S)
+        assert publisher.publish(6, timeout_s=TIMEOUT_S).digest != first.digest
+    with pytest.raises(ClosedError):
+        publisher.publish(7, timeout_s=TIMEOUT_S)
+
+
+def test_pairs_from_an_iterator_are_published_every_time(alone):
+    weights, plan, transport = alone
+    publisher = Publisher(plan, iter(weights.items()), transport)
+    publisher.publish(0, timeout_s=TIMEOUT_S)
+    weights["w"].add_(1)
+    publisher.publish(1, timeout_s=TIMEOUT_S)
+    oracles.assert_same_bits(received(plan, transport)[1]["w"], weights["w"])
+
+
+def test_encode_sees_each_tensor_once_and_changes_what_is_sent(alone):
+    weights, plan, transport = alone
+    seen = []
+
+    def encode(name, tensor):
+        seen.append(name)
+        return {name: (tensor / 4).round().double() * 4}
+
+    Publisher(plan, weights, transport, encode=encode).publish(0, timeout_s=TIMEOUT_S)
+    assert seen == ["w"]
+    oracles.assert_same_bits(received(plan, transport)[1]["w"], (weights["w"] / 4).round() * 4)
+
+
+@pytest.mark.parametrize(
+    "encode",
+    [
+        lambda name, tensor: {name: tensor, name + "_scale": tensor[:1]},
+        lambda name, tensor: {name: tensor[1:]},
+        lambda name, tensor: {},
+    ],
+)
+def test_encode_must_keep_names_and_shapes(alone, encode):
+    weights, plan, transport = alone
+    publisher = Publisher(plan, weights, transport, encode=encode)
+    with pytest.raises(UsageError, match="it has to keep the name and the shape"):
+        publisher.publish(0, timeout_s=TIMEOUT_S)
+    assert transport.markers() == ()
+
+
+def test_a_parameter_that_moved_or_vanished_is_refused(alone):
+    weights, plan, transport = alone
+    with pytest.raises(UsageError, match="has no such tensor"):
+        Publisher(plan, {}, transport).publish(0, timeout_s=TIMEOUT_S)
+    with pytest.raises(UsageError, match="does not lie inside"):
+        Publisher(plan, {"w": weights["w"][:10]}, transport).publish(0, timeout_s=TIMEOUT_S)
+    assert transport.markers() == ()
+
+
+def test_the_group_must_fit_the_plan(alone):
+    weights, _, transport = alone
+    two = plan_sync([describe(weights)] * 2, describe(weights), bucket_bytes=64)
+    with pytest.raises(UsageError, match="plan is for 2 ranks, the group has 1"):
+        Publisher(two, weights, transport)
+
+
+def test_a_lost_write_is_noticed_by_the_receiver(alone):
+    weights, plan, transport = alone
+
+    class Sieve:
+        def __getattr__(self, name):
+            return getattr(transport, name)
+
+        def writable(self, version, *, size_bytes):
+            return transport.writable(version, size_bytes=size_bytes).clone()
+
+    publisher = Publisher(plan, weights, transport)
+    publisher._transport = Sieve()
+    publisher.publish(0, timeout_s=TIMEOUT_S)
+    with pytest.raises(Exception, match="fails its digest"):
+        received(plan, transport)
+
+
+# --- several ranks: faults ---------------------------------------------------------------------
+
+
+def _weights(value):
+    """Two shards a rank: the world's rank count times 4 rows."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.full((4 * dist.get_world_size(), 6), float(value))
+    return {"w": distribute_tensor(whole, mesh, [Shard(0)]), "n": torch.full((5,), float(value))}
+
+
+def _one_rank_fails(kind, path, failing):
+    """The whole story of a fault: typed error everywhere, old version kept, retry succeeds."""
+    parameters = _weights(1)
+    plan, transport, publisher = join(kind, path, parameters)
+    publisher.publish(1, timeout_s=TIMEOUT_S)
+    for tensor in parameters.values():
+        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).fill_(2)
+    fault = CapacityError("disk full")
+    method = {"begin": "begin", "write": "writable", "commit": "commit"}[failing]
+    at = 0 if failing in ("begin", "commit") else dist.get_world_size() - 1
+    if dist.get_rank() == at:
+        publisher._transport = FaultyTransport(transport, {method: [fault]})
+    start = time.monotonic()
+    with pytest.raises(TransferError, match=f"rank {at}: CapacityError: disk full"):
+        publisher.publish(2, timeout_s=TIMEOUT_S)
+    assert time.monotonic() - start < TIMEOUT_S
+    receipt, got = received(plan, transport)
+    assert receipt.version == 1
+    assert got["w"].eq(1).all()
+    dist.barrier()
+    publisher.publish(2, timeout_s=TIMEOUT_S)
+    receipt, got = received(plan, transport)
+    assert receipt.version == 2
+    assert all(tensor.eq(2).all() for tensor in got.values())
+    dist.barrier()
+    transport.close()
+
+
+@pytest.mark.parametrize("kind", ["shared_memory", "file"])
+@pytest.mark.parametrize("failing", ["begin", "write", "commit"])
+def test_one_rank_fails_and_all_roll_back(kind, failing, tmp_path):
+    ranks.run(_one_rank_fails, kind, str(tmp_path), failing, world_size=3)
+
+
+def _disagree(path):
+    plan, transport, publisher = join("shared_memory", path, _weights(1))
+    with pytest.raises(UsageError, match=r"disagree about the version: \[1, 2\]"):
+        publisher.publish(1 + dist.get_rank(), timeout_s=TIMEOUT_S)
+    assert transport.markers() == ()
+    dist.barrier()
+    publisher.publish(1, timeout_s=TIMEOUT_S)
+    dist.barrier()
+    transport.close()
+
+
+def test_ranks_that_disagree_about_the_version_publish_nothing(tmp_path):
+    ranks.run(_disagree, str(tmp_path), world_size=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def _one_rank_dies(path, victim):
+    parameters = _weights(1)
+    plan, transport, publisher = join("shared_memory", path, parameters)
+    publisher.publish(1, timeout_s=TIMEOUT_S)
+    ranks.kill(victim)
+    start = time.monotonic()
+    with pytest.raises(TransferError, match="make a new group"):
+        publisher.publish(2, timeout_s=TIMEOUT_S)
+    took_s = time.monotonic() - start
+    with pytest.raises(TransferError, match="failed earlier"):
+        publisher.publish(2, timeout_s=TIMEOUT_S)
+    return took_s, received(plan, transport)[0].version
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_dead_rank_is_noticed_and_the_old_version_stays(victim, tmp_path):
+    results = ranks.run(_one_rank_dies, str(tmp_path), victim, world_size=3)
+    assert results.pop(victim) is None
+    for took_s, version in results:
+        assert took_s < TIMEOUT_S
+        assert version == 1
+
+
+def _one_rank_hangs(path):
+    plan, transport, publisher = join("shared_memory", path, _weights(1))
+    publisher.publish(1, timeout_s=TIMEOUT_S)
+    took_s = 0.0
+    if dist.get_rank() == 0:
+        start = time.monotonic()
+        with pytest.raises(TransferError, match="deadline passed"):
+            publisher.publish(2, timeout_s=0.5)
+        took_s = time.monotonic() - start
+        assert received(plan, transport)[0].version == 1
+        ranks.tell("done")
+    else:
+        # Never comes; the parent kills it.
+        torch.distributed.recv(torch.zeros(1), src=0)
+    return took_s
+
+
+def test_a_hanging_rank_costs_no_more_than_the_deadline(tmp_path):
+    with ranks.gang(_one_rank_hangs, str(tmp_path), world_size=2) as gang:
+        assert gang.hear(0) == "done"
+        gang.kill(1)
+        took_s = gang.wait()[0]
+    assert 0.5 <= took_s < 5
+
+
+def _wrong_backend_config():
+    class Nccl:
+        def __str__(self):
+            return "cuda:nccl"
+
+    plan = plan_sync([describe({"w": torch.zeros(16)})] * 2, describe({"w": torch.zeros(16)}),
+                     bucket_bytes=64)  # fmt: skip
+    original = dist.get_backend_config
+    dist.get_backend_config = lambda group=None: Nccl()
+    try:
+        with pytest.raises(UnsupportedError, match="new_group"):
+            Publisher(plan, {}, SharedMemoryTransport("never"))
+    finally:
+        dist.get_backend_config = original
+
+
+def test_a_group_without_gloo_is_refused():
+    ranks.run(_wrong_backend_config, world_size=2)
+
+
+def _new_group_after_a_death(path):
+    """What the error tells to do: a new group, a new Publisher, the same transport."""
+    parameters = _weights(1)
+    plan, transport, publisher = join("shared_memory", path, parameters)
+    group = dist.new_group(backend="gloo")
+    publisher._agreement._broken = "a test"
+    with pytest.raises(TransferError, match="failed earlier: a test"):
+        publisher.publish(1, timeout_s=TIMEOUT_S)
+    Publisher(plan, parameters, transport, group=group).publish(1, timeout_s=TIMEOUT_S)
+    assert received(plan, transport)[0].version == 1
+    dist.barrier()
+    transport.close()
+
+
+def test_a_new_publisher_takes_over(tmp_path):
+    ranks.run(_new_group_after_a_death, str(tmp_path), world_size=2)
+
+
+def test_the_reference_itself(tmp_path):
+    half = describe({"a": torch.zeros(4)})
+    text = json.loads(half.to_json())
+    text[0][4] = [2]
+    part = Manifest.from_json(json.dumps(text))
+    with pytest.raises(PlanError, match="2 of 4 elements of 'a' missing"):
+        gather_whole([part], [{"a": torch.zeros(2)}], half.whole())
+    assert layout_of(torch.zeros(4)) == half["a"].layout

@@ -1,0 +1,252 @@
+"""One trainer rank and one engine in this process; every fault of a receiver."""
+
+import threading
+
+import pytest
+import torch
+
+from primeblocks.errors import (
+    ClosedError,
+    CorruptionError,
+    DeadlineError,
+    EngineError,
+    PlanError,
+    TransferError,
+)
+from primeblocks.testing.faults import FaultyTransport, flip_byte, truncate
+from primeblocks.weightsync import (
+    FileTransport,
+    Publisher,
+    SharedMemoryTransport,
+    Subscriber,
+    describe,
+    plan_sync,
+)
+
+TIMEOUT_S = 10
+
+
+class Engine:
+    """Serves a copy of what it loaded last; `fail_at` breaks that load after so many tensors."""
+
+    def __init__(self):
+        self.serves, self.loads, self.fail_at = {}, 0, {}
+
+    def load(self, tensors):
+        self.loads += 1
+        fail_at = self.fail_at.get(self.loads)
+        for taken, (name, tensor) in enumerate(tensors):
+            if taken == fail_at:
+                raise RuntimeError("out of memory")
+            self.serves[name] = tensor.clone()
+
+
+class Setup:
+    def __init__(self, transport, path):
+        self.path = path
+        self.weights = {"a": torch.zeros(40, 3), "b": torch.zeros(5, dtype=torch.int64)}
+        manifest = describe(self.weights)
+        self.plan = plan_sync([manifest], manifest.whole(), bucket_bytes=64)
+        self.transport, self.engine = transport, Engine()
+        self.publisher = Publisher(self.plan, self.weights, transport)
+        self.subscriber = Subscriber(self.plan, self.engine.load, transport)
+
+    def publish(self, version):
+        for tensor in self.weights.values():
+            tensor.fill_(version)
+        return self.publisher.publish(version, timeout_s=TIMEOUT_S)
+
+    def receive(self, version=None, timeout_s=TIMEOUT_S):
+        return self.subscriber.receive(version, timeout_s=timeout_s)
+
+    def blob(self, version):
+        return next(self.path.rglob(f"{version}.blob"))
+
+    def served(self):
+        """The one version that every tensor has."""
+        (value,) = {float(v) for t in self.engine.serves.values() for v in t.flatten()}
+        return value
+
+
+@pytest.fixture(params=["shared_memory", "file"])
+def setup(request, tmp_path):
+    if request.param == "file":
+        transport = FileTransport(tmp_path / "blobs", owner=True)
+    else:
+        transport = SharedMemoryTransport("policy", owner=True, root=str(tmp_path))
+    with transport:
+        yield Setup(transport, tmp_path)
+
+
+def test_the_newest_version_is_loaded_once(setup):
+    sent = setup.publish(1)
+    received = setup.receive()
+    assert (received.version, received.bytes, received.digest) == (1, 520, sent.digest)
+    assert (setup.served(), setup.subscriber.version) == (1, 1)
+    assert setup.receive(1).digest == sent.digest
+    assert setup.engine.loads == 1
+    assert list(setup.engine.serves) == ["a", "b"]
+
+
+def test_waiting_ends_when_a_version_is_committed(setup):
+    received = []
+    thread = threading.Thread(target=lambda: received.append(setup.receive()))
+    thread.start()
+    setup.publish(4)
+    thread.join(TIMEOUT_S)
+    assert received[0].version == 4
+
+
+def test_waiting_ends_at_the_deadline(setup):
+    setup.publish(1)
+    setup.receive()
+    with pytest.raises(DeadlineError, match=r"within 0.01 s; this engine holds 1, .* \[1\]"):
+        setup.receive(timeout_s=0.01)
+    with pytest.raises(DeadlineError, match="version 3 was not committed"):
+        setup.receive(3, timeout_s=0.01)
+    assert setup.served() == 1
+
+
+def test_a_late_joiner_gets_the_newest(setup):
+    for version in range(5):
+        setup.publish(version)
+    late = Engine()
+    with Subscriber(setup.plan, late.load, setup.transport) as subscriber:
+        assert subscriber.receive(timeout_s=TIMEOUT_S).version == 4
+    with pytest.raises(ClosedError):
+        subscriber.receive(timeout_s=TIMEOUT_S)
+
+
+def test_the_version_before_can_be_asked_for(setup):
+    setup.publish(1)
+    setup.publish(2)
+    setup.receive()
+    assert setup.receive(1).version == 1
+    assert setup.served() == 1
+    setup.publish(3)
+    with pytest.raises(TransferError, match=r"version 1 was retired; .* \[2, 3\]"):
+        Subscriber(setup.plan, setup.engine.load, setup.transport).receive(1, timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 77, 255, 256, 479, 480, 519])
+def test_a_flipped_byte_is_refused_before_the_load(setup, offset):
+    setup.publish(1)
+    setup.receive()
+    setup.publish(2)
+    flip_byte(setup.blob(2), offset)
+    with pytest.raises(CorruptionError, match=r"bucket \d+ of version 2 fails .* Publish again"):
+        setup.receive()
+    assert (setup.served(), setup.subscriber.version, setup.engine.loads) == (1, 1, 1)
+    flip_byte(setup.blob(2), offset)
+    assert setup.receive().version == 2
+    assert setup.served() == 2
+
+
+def test_a_truncated_blob_is_refused(setup):
+    setup.publish(1)
+    truncate(setup.blob(1), size_bytes=519)
+    with pytest.raises(CorruptionError, match="519 bytes; 520 were sent"):
+        setup.receive()
+    assert setup.engine.loads == 0
+
+
+def test_a_flipped_byte_in_the_marker_is_refused(setup):
+    setup.publish(1)
+    commits = next(setup.path.rglob("commits.json"))
+    at = commits.read_text().index("digest") + 14
+    flip_byte(commits, at)
+    with pytest.raises(CorruptionError):
+        setup.receive()
+    flip_byte(commits, at)
+    assert setup.receive().version == 1
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+def test_a_failed_load_goes_back_to_the_version_before(setup, taken):
+    setup.publish(1)
+    setup.receive()
+    setup.publish(2)
+    setup.publish(3)  # Version 1 is retired by now, but held.
+    setup.engine.fail_at[2] = taken
+    with pytest.raises(TransferError, match="out of memory. Version 1 was loaded again"):
+        setup.receive()
+    assert (setup.served(), setup.subscriber.version) == (1, 1)
+    assert setup.receive().version == 3
+    assert setup.served() == 3
+
+
+def test_a_failed_first_load_is_not_called_a_roll_back(setup):
+    setup.publish(1)
+    setup.engine.fail_at[1] = 1
+    with pytest.raises(EngineError, match="no version to go back to; restart"):
+        setup.receive()
+    assert setup.subscriber.version is None
+
+
+def test_a_failed_way_back_is_an_engine_error(setup):
+    setup.publish(1)
+    setup.receive()
+    setup.publish(2)
+    setup.engine.fail_at = {2: 1, 3: 0}
+    with pytest.raises(EngineError, match="Going back to version 1 failed too"):
+        setup.receive()
+
+
+def test_a_load_that_leaves_tensors_is_undone(setup):
+    setup.publish(1)
+    setup.receive()
+    setup.publish(2)
+    whole, loads = setup.engine.load, []
+
+    def lazy(tensors):
+        loads.append(1)
+        if len(loads) == 1:
+            name, tensor = next(iter(tensors))
+            setup.engine.serves[name] = tensor.clone()
+        else:
+            whole(tensors)
+
+    setup.subscriber._load = lazy
+    with pytest.raises(TransferError, match="load took 1 of 2 tensors. Version 1 was loaded again"):
+        setup.receive()
+    assert setup.served() == 1
+
+
+def test_another_plan_is_refused(setup):
+    setup.publish(1)
+    manifest = describe(setup.weights)
+    other = plan_sync([manifest], manifest.whole(), bucket_bytes=128)
+    with pytest.raises(PlanError, match="Build both from the same manifests"):
+        Subscriber(other, setup.engine.load, setup.transport).receive(timeout_s=TIMEOUT_S)
+    assert setup.engine.loads == 0
+
+
+def test_a_trainer_that_starts_over_may_count_from_anew(setup):
+    setup.publish(5)
+    reader = type(setup.transport)
+    spec = {key: value for key, value in setup.transport.spec().items() if key != "kind"}
+    subscriber = Subscriber(setup.plan, setup.engine.load, reader(**spec))
+    subscriber.receive(timeout_s=TIMEOUT_S)
+    setup.transport.close()
+    with reader(**spec, owner=True) as transport:
+        setup.publisher = Publisher(setup.plan, setup.weights, transport)
+        setup.publish(2)
+        assert subscriber.receive(timeout_s=TIMEOUT_S).version == 2
+        assert setup.served() == 2
+    subscriber.close()
+
+
+def test_a_version_that_is_retired_while_it_is_opened(setup):
+    setup.publish(1)
+    gone = TransferError("version 1 was retired while it was being opened")
+    setup.subscriber._transport = FaultyTransport(setup.transport, {"lease": [gone]})
+    with pytest.raises(TransferError, match="retired while"):
+        setup.receive()
+    assert setup.receive().version == 1
+
+
+def test_a_check_that_takes_too_long_is_given_up(setup):
+    setup.publish(1)
+    with pytest.raises(DeadlineError, match="checked 0 of 9 buckets in time"):
+        setup.receive(timeout_s=0)
+    assert setup.engine.loads == 0
