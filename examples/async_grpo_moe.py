@@ -66,7 +66,7 @@ MAX_OFF_POLICY_STEPS = 2
 MAX_IN_FLIGHT = 24  # groups
 PROBE_EVERY = 6  # steps between measurements of the mismatch
 # --- the engine ---
-PAGE_TOKENS, DEVICE_PAGES = 16, 96
+PAGE_TOKENS, DEVICE_PAGES = 32, 96
 HOST_PAGES, DISK_PAGES = 64, 256
 TIMEOUT_S = 120.0
 
@@ -169,14 +169,13 @@ class Trainer:
             shown = [t if chance.random() < WRONG_DEMONSTRATIONS else t[::-1] for t in chosen]
             prompts = [prompt_of(text) for text in chosen]
             answers = [[*encode(answer), EOS] for answer in shown]
-            pairs = list(zip(prompts, answers, strict=True))
-            tokens = padded([prompt + answer for prompt, answer in pairs])
-            mask = completion_mask(tokens, [len(prompt) for prompt in prompts])
+            rows = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+            tokens, mask = padded(rows, [len(prompt) for prompt in prompts])
             count = parallel.global_token_count(mask.sum(), self.meshes)
             loss = -(self.logprobs(tokens) * mask).sum() / count
             loss.backward()
             self.apply_gradients(WARM_LR * min(1.0, (step + 1) / 50))
-        return float(loss)
+        return loss.item()
 
     def train(self, samples: list[Sample]) -> dict[str, float]:
         """One GRPO step; every rank takes its share of the samples."""
@@ -221,7 +220,8 @@ class Trainer:
 
     def logprobs(self, tokens: Tensor) -> Tensor:
         """Log-probability of every token after the first, `[batch, tokens - 1]`."""
-        logits = self.model(input_ids=tokens, attention_mask=tokens != PAD).logits
+        # Padding is on the right, where causal attention cannot see it.
+        logits = self.model(input_ids=tokens, use_cache=False).logits
         chosen = logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])
         return chosen[..., 0]
 
@@ -254,20 +254,18 @@ def follow(trainer: Trainer) -> None:
         getattr(trainer, method)(*args)
 
 
-def padded(rows: list[list[int]]) -> Tensor:
-    width = max(map(len, rows))
-    return torch.tensor([row + [PAD] * (width - len(row)) for row in rows])
-
-
-def completion_mask(tokens: Tensor, prompt_lengths: list[int]) -> Tensor:
-    """True where `tokens[:, 1:]` is part of a completion."""
-    position = torch.arange(1, tokens.shape[1])
-    return (position >= torch.tensor(prompt_lengths)[:, None]) & (tokens[:, 1:] != PAD)
+def padded(rows: list[list[int]], prompt_lengths: list[int]) -> tuple[Tensor, Tensor]:
+    """Rows of tokens, and a mask of where `tokens[:, 1:]` is part of a completion."""
+    lengths = torch.tensor([len(row) for row in rows])[:, None]
+    width = int(lengths.max())
+    tokens = torch.tensor([row + [PAD] * (width - len(row)) for row in rows])
+    position = torch.arange(1, width)
+    mask = (position >= torch.tensor(prompt_lengths)[:, None]) & (position < lengths)
+    return tokens, mask
 
 
 def tensors_of(samples: list[Sample]) -> tuple[Tensor, Tensor, Tensor]:
-    tokens = padded([sample.tokens for sample in samples])
-    mask = completion_mask(tokens, [sample.prompt_length for sample in samples])
+    tokens, mask = padded([s.tokens for s in samples], [s.prompt_length for s in samples])
     sampled_logprobs = torch.zeros(mask.shape)
     sampled_logprobs[mask] = torch.tensor([x for sample in samples for x in sample.logprobs])
     return tokens, mask, sampled_logprobs
@@ -330,14 +328,14 @@ class Rollouts:
     async def group(self, text: str, *, version: int) -> list[async_loop.Rollout]:
         """`GROUP` rollouts of one prompt, under the salt of the version that they start with."""
         completions = await self.ask(text, version=version, n=GROUP, temperature=1.0)
-        self.tokens += sum(len(completion.tokens) for completion in completions)
+        self.tokens += sum(len(completion.token_ids) for completion in completions)
         return [self.with_reward(text, completion) for completion in completions]
 
     async def greedy_reward(self, texts: list[str], *, version: int) -> float:
         asked = [self.ask(text, version=version, n=1, temperature=0.0) for text in texts]
         answers = [completions[0] for completions in await asyncio.gather(*asked)]
         pairs = zip(texts, answers, strict=True)
-        return statistics.mean(reward_of(text, list(answer.tokens)) for text, answer in pairs)
+        return statistics.mean(reward_of(text, list(answer.token_ids)) for text, answer in pairs)
 
     async def probe(self, texts: list[str], *, version: int) -> list[Sample]:
         """Rollouts of exactly this version, to measure how far the trainer is from the engine."""
@@ -365,7 +363,7 @@ class Rollouts:
 
         rollout = completion.to_rollout(prompt_id=text)
         routes = routes_from_output(completion, self.shape, prompt_tokens=len(completion.prompt))
-        reward = reward_of(text, list(completion.tokens))
+        reward = reward_of(text, list(completion.token_ids))
         return replace(rollout, reward=reward, attachments={"routes": routes})
 
 

@@ -1,9 +1,11 @@
 """The vLLM adapter: refused arguments, then pages that come back to a real engine."""
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -100,11 +102,17 @@ def test_an_engine_leaves_nothing_behind(results):
     assert results["pools"] == []  # nameless while it runs: a kill cannot leave it either
 
 
-def test_arguments_for_an_engine(tmp_path):
-    from primeblocks.kvoffload.adapters.vllm import engine_args, version_args
+@pytest.fixture(scope="module")
+def adapter():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # vLLM's own imports are deprecated in places
+        return importlib.import_module("primeblocks.kvoffload.adapters.vllm")
 
+
+@pytest.mark.vllm
+def test_arguments_for_an_engine(tmp_path, adapter):
     how = {"disk_path": tmp_path, "disk_bytes": 3, "max_staleness": 8}
-    arguments = engine_args(primary_bytes=1, host_bytes=2, **how)
+    arguments = adapter.engine_args(primary_bytes=1, host_bytes=2, **how)
     transfer = arguments["kv_transfer_config"]
     assert transfer.kv_connector == "OffloadingConnector"
     assert transfer.kv_role == "kv_both"
@@ -116,9 +124,10 @@ def test_arguments_for_an_engine(tmp_path):
     assert tier["disk_path"] == str(tmp_path)
     assert json.dumps(extra)  # it travels to the engine's process
     assert arguments["enable_prefix_caching"] is True
-    assert version_args(7)["kv_transfer_params"] == {"primeblocks_policy_version": 7}
+    assert adapter.version_args(7)["kv_transfer_params"] == {"primeblocks_policy_version": 7}
 
 
+@pytest.mark.vllm
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
@@ -130,8 +139,6 @@ def test_arguments_for_an_engine(tmp_path):
         ({"eviction_policy": "fifo"}, PlanError, "fifo"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused(wrong, error, message):
-    from primeblocks.kvoffload.adapters.vllm import engine_args
-
+def test_arguments_that_do_not_fit_are_refused(wrong, error, message, adapter):
     with pytest.raises(error, match=message):
-        engine_args(**{"primary_bytes": 1, "host_bytes": 1, **wrong})
+        adapter.engine_args(**{"primary_bytes": 1, "host_bytes": 1, **wrong})

@@ -67,7 +67,7 @@ class Completion:
     """
 
     prompt: tuple[int, ...]
-    tokens: tuple[int, ...]
+    token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     versions: NDArray[np.int64]
     finish_reason: str
@@ -78,7 +78,7 @@ class Completion:
         """The same as a `Rollout`; routes become `attachments["routed_experts"]`."""
         routes = self.routed_experts
         return Rollout(
-            tokens=np.array(self.prompt + self.tokens),
+            tokens=np.array(self.prompt + self.token_ids),
             prompt_length=len(self.prompt),
             logprobs=np.array(self.logprobs),
             versions=self.versions,
@@ -376,7 +376,7 @@ def _completion(prompt: tuple[int, ...], output: Any, num_cached_tokens: int) ->
         spans.append((int(span.version), span.start, span.end))
     return Completion(
         prompt=prompt,
-        tokens=tokens,
+        token_ids=tokens,
         logprobs=tuple(
             at[token].logprob for at, token in zip(output.logprobs, tokens, strict=True)
         ),
