@@ -184,6 +184,7 @@ class TieredStore:
 
     def _save(self, pending: Pending[Saved], key: PageKey, content: np.ndarray, slot: int) -> None:
         try:
+            self._forget(key)
             reason = self._place(0, key, content, checksum(key, content))
         finally:
             with self._lock:
