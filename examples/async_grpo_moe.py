@@ -536,7 +536,11 @@ def report(summary: dict, history: list[dict], probes: list[tuple], out: Path) -
     fig.savefig(path)
     width = max(map(len, summary))
     for key, value in summary.items():
-        print(f"{key:<{width}}  {value:.6g}" if isinstance(value, float) else f"{key:<{width}}  {value}")
+        print(
+            f"{key:<{width}}  {value:.6g}"
+            if isinstance(value, float)
+            else f"{key:<{width}}  {value}"
+        )
 
 
 def main() -> None:

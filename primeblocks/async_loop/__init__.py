@@ -3,7 +3,7 @@ policy version of every token, a buffer with bounded capacity and bounded stalen
 generates, trains and publishes at the same time, and losses corrected for off-policy tokens.
 """
 
-from .buffer import Batch, RolloutBuffer
+from .buffer import RolloutBuffer
 from .clock import Clock, ManualClock, MonotonicClock
 from .correction import group_advantages, importance_weights
 from .loop import AsyncLoop, Step
@@ -15,7 +15,6 @@ from .staleness import StalenessPolicy, cache_salt, staleness
 __all__ = [
     "Admission",
     "AsyncLoop",
-    "Batch",
     "Clock",
     "Group",
     "ManualClock",

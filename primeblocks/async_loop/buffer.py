@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from ..errors import UsageError
 from .clock import Clock, MonotonicClock, within
 from .rollout import Group
 from .staleness import StalenessPolicy
 
-__all__ = ["Batch", "RolloutBuffer"]
-
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """What `take` returned: groups to train on, and those that were too old for it."""
-
-    groups: tuple[Group, ...]
-    dropped: tuple[Group, ...]
+__all__ = ["RolloutBuffer"]
 
 
 class RolloutBuffer:
@@ -66,14 +58,16 @@ class RolloutBuffer:
         *,
         version: int,
         timeout_s: float,
+        on_drop: Callable[[Group], None] | None = None,
         unless: asyncio.Future[BaseException] | None = None,
-    ) -> Batch:
+    ) -> tuple[Group, ...]:
         """Remove `count` groups that the policy `version` may train on, oldest first.
 
-        Groups that are too old are removed as well and returned as dropped, so none of them can
-        ever be trained on.
+        Groups that are too old are removed as well, so none of them can ever be trained on.
 
         Args:
+            on_drop: called with each of those, at once: `take` may be waiting for what the
+                caller starts in their place.
             unless: a future whose result is an error; it ends the wait.
 
         Raises:
@@ -83,7 +77,7 @@ class RolloutBuffer:
         if not 1 <= count <= self.capacity:
             raise UsageError(f"cannot take {count} groups of a buffer that holds {self.capacity}")
         return await within(
-            self._take(count, version),
+            self._take(count, version, on_drop),
             timeout_s=timeout_s,
             clock=self._clock,
             what=f"a batch of {count} groups",
@@ -96,20 +90,20 @@ class RolloutBuffer:
             self._groups.append(group)
             self._changed.notify_all()
 
-    async def _take(self, count: int, version: int) -> Batch:
-        dropped: list[Group] = []
-
+    async def _take(
+        self, count: int, version: int, on_drop: Callable[[Group], None] | None
+    ) -> tuple[Group, ...]:
         def ready() -> bool:
-            old = [g for g in self._groups if not self.staleness.admits(g, version=version)]
-            if old:
-                dropped.extend(old)
-                self._groups = deque(g for g in self._groups if g not in old)
-                # There is room now, also for those whose notification came before this.
-                self._changed.notify_all()
+            fresh = deque(g for g in self._groups if self.staleness.admits(g, version=version))
+            stale, self._groups = [g for g in self._groups if g not in fresh], fresh
+            if stale:
+                self._changed.notify_all()  # there is room now
+            for group in stale:
+                if on_drop is not None:
+                    on_drop(group)
             return len(self._groups) >= count
 
         async with self._changed:
             await self._changed.wait_for(ready)
-            groups = tuple(self._groups.popleft() for _ in range(count))
             self._changed.notify_all()
-        return Batch(groups, tuple(dropped))
+            return tuple(self._groups.popleft() for _ in range(count))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -35,7 +36,7 @@ def importance_weights(
         raise UsageError(f"max_ratio must be at least 1; got {max_ratio}")
     log_ratio = (trainer_logprobs - rollout_logprobs).detach()
     # Bounded before exp: a huge ratio would be inf, and inf * 0 is not 0.
-    bounded = log_ratio.clamp(max=torch.tensor(max_ratio).log().item()).exp()
+    bounded = log_ratio.clamp(max=math.log(max_ratio)).exp()
     if beyond == "truncate":
         return bounded
     if beyond == "mask":

@@ -104,6 +104,7 @@ class AsyncLoop:
         self._clock = MonotonicClock() if clock is None else clock
         self._in_flight: set[asyncio.Task[None]] = set()
         self._finished = 0  # groups generated and not yet trained on
+        self._dropped = 0  # groups, since the last step
         self._exhausted = False
         self._failed: asyncio.Future[BaseException] | None = None
         self._worker: WorkerThread | None = None
@@ -140,24 +141,27 @@ class AsyncLoop:
         if self._failed is None or self._worker is None:
             raise ClosedError("the loop is not open. Use: async with loop: ...")
         start = self._clock.now()
-        batch = await self._buffer.take(
-            self._batch_size, version=self.version, timeout_s=self._timeout_s, unless=self._failed
+        self._dropped = 0
+        groups = await self._buffer.take(
+            self._batch_size,
+            version=self.version,
+            timeout_s=self._timeout_s,
+            on_drop=self._drop,
+            unless=self._failed,
         )
-        self._finished -= len(batch.dropped)
-        self._again.extend(group.prompt for group in batch.dropped)
         taken = self._clock.now()
-        ages = tuple(staleness(group, version=self.version) for group in batch.groups)
-        metrics = await self._run(self._train, batch.groups, what="a step", version=self.version)
+        ages = tuple(staleness(group, version=self.version) for group in groups)
+        metrics = await self._run(self._train, groups, what="a step", version=self.version)
         trained = self._clock.now()
         await self._run(self._publish, self.version + 1, what="a publish")
         self.version += 1
-        self._finished -= len(batch.groups)
+        self._finished -= len(groups)
         self._start_groups()
         return Step(
             version=self.version,
-            groups=batch.groups,
+            groups=groups,
             staleness=ages,
-            dropped=len(batch.dropped),
+            dropped=self._dropped,
             trainer_idle_s=taken - start,
             train_s=trained - taken,
             publish_s=self._clock.now() - trained,
@@ -174,6 +178,12 @@ class AsyncLoop:
         return await within(
             call, timeout_s=self._timeout_s, clock=self._clock, what=what, unless=self._failed
         )
+
+    def _drop(self, group: Group) -> None:
+        self._dropped += 1
+        self._finished -= 1
+        self._again.append(group.prompt)
+        self._start_groups()
 
     def _start_groups(self) -> None:
         room = self._admission.room(in_flight=len(self._in_flight), finished=self._finished)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from ..errors import UnsupportedError, UsageError
 from .rollout import Group, Rollout
@@ -26,7 +25,7 @@ class StalenessPolicy:
     """
 
     max_off_policy_steps: int
-    on_stale: Literal["drop"] = "drop"
+    on_stale: str = "drop"
 
     def __post_init__(self) -> None:
         if self.max_off_policy_steps < 0:

@@ -1,2 +1,3 @@
 """TBD"""
+
 __all__: list[str] = []

@@ -49,6 +49,8 @@ class Pending(Generic[T]):
     def finish(self, result: T, *, before: Callable[[], None] | None = None) -> None:
         """Hand the result over, after running `before`; nothing happens if nobody waits."""
         with self._lock:
+            if self._abandoned:
+                return
             if before is not None:
                 before()
             self._result = result

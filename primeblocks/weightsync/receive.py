@@ -164,7 +164,8 @@ class Subscriber:
         try:
             self._feed(lease)
         except Exception as error:  # Whatever load raises, the model must not stay torn.
-            text = f"loading version {marker.version} failed: {type(error).__name__}: {error}"
+            met = f"{type(error).__name__}: {error}".rstrip(".")
+            text = f"loading version {marker.version} failed: {met}"
             if self._held is None:
                 raise EngineError(
                     f"{text}. There is no version to go back to; restart the engine."

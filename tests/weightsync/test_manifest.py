@@ -69,7 +69,9 @@ def _experts_under_fsdp():
     model.experts = nn.Parameter(torch.randn(8, 3, 5))
     model.norm = nn.Parameter(torch.randn(7))
     whole = copy.deepcopy(dict(model.named_parameters()))
-    model.experts = nn.Parameter(distribute_tensor(whole["experts"].data, mesh["expert"], [Shard(0)]))
+    model.experts = nn.Parameter(
+        distribute_tensor(whole["experts"].data, mesh["expert"], [Shard(0)])
+    )
     model.norm = nn.Parameter(distribute_tensor(whole["norm"].data, mesh["expert"], [Replicate()]))
     fully_shard(model, mesh=mesh["fsdp"])
     return model, whole

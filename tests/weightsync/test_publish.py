@@ -100,7 +100,7 @@ def test_received_bytes_equal_the_reference(kind, world_size, tmp_path):
         sources = [Manifest.from_json(result[0]) for result in results]
         target = sources[0].whole(dtype=torch.bfloat16)
         whole = gather_whole(sources, [result[1] for result in results], target)
-        for _, local, sent, seen, got in results:
+        for _, _, sent, seen, got in results:
             assert sent == seen == results[0][2]
             assert list(got) == list(target)
             for name in target:
@@ -289,7 +289,7 @@ def test_one_rank_fails_and_all_roll_back(kind, failing, tmp_path):
 
 
 def _disagree(path):
-    plan, transport, publisher = join("shared_memory", path, _weights(1))
+    _, transport, publisher = join("shared_memory", path, _weights(1))
     with pytest.raises(UsageError, match=r"disagree about the version: \[1, 2\]"):
         publisher.publish(1 + dist.get_rank(), timeout_s=TIMEOUT_S)
     assert transport.markers() == ()

@@ -82,7 +82,7 @@ def test_a_parameter_without_new_values_is_noticed(offline):
 
 def test_refusals_have_types(offline):
     assert offline["unattached"][0] == "TransferError"
-    assert "call attach() before" in offline["unattached"][1]
+    assert "call attach() first" in offline["unattached"][1]
     assert offline["never_committed"][0] == "DeadlineError"
 
 

@@ -149,8 +149,43 @@ def _without_last(tensors: Any, done: list[bool]) -> Any:
     done.append(True)
 
 
+async def failing(call: Any) -> list[Any]:
+    start = time.monotonic()
+    try:
+        await call
+    except PrimeblocksError as error:
+        return [type(error).__name__, str(error), time.monotonic() - start]
+    return ["", "", 0.0]
+
+
+async def faults(engine: Any, trainer: Trainer, one: Any) -> dict[str, Any]:
+    """Corrupt bytes, an update that was left open, a hanging engine, a dead one."""
+    result: dict[str, Any] = {}
+    receipt = trainer.publish(4, seed=0)
+    trainer.flip(4)
+    result["corrupt"] = await failing(adapter.update(engine, receipt, timeout_s=TIMEOUT_S))
+    result["after_corrupt"] = [seen(await one(f"c{i}", p, 24)) for i, p in enumerate(PROMPTS)]
+    result["version_after_corrupt"] = await engine.get_weight_version()
+    trainer.flip(4)
+    await engine.start_weight_update()  # As an update leaves it that ran into its deadline.
+    await adapter.update(engine, receipt, timeout_s=TIMEOUT_S)
+    result["retried"] = [seen(await one(f"r{i}", p, 24)) for i, p in enumerate(PROMPTS)]
+
+    (process,) = engine.engine_core.resources.engine_manager.processes
+    receipt = trainer.publish(5, seed=1)
+    os.kill(process.pid, signal.SIGSTOP)
+    result["hung"] = await failing(adapter.update(engine, receipt, timeout_s=1.0))
+    os.kill(process.pid, signal.SIGCONT)
+    await adapter.update(engine, receipt, timeout_s=TIMEOUT_S)
+    result["version_after_hung"] = await engine.get_weight_version()
+    receipt = trainer.publish(6, seed=0)
+    os.kill(process.pid, signal.SIGKILL)
+    result["dead"] = await failing(adapter.update(engine, receipt, timeout_s=TIMEOUT_S))
+    return result
+
+
 async def running(folder: Path) -> dict[str, Any]:
-    """Updates under requests in flight, then an engine that hangs and one that dies."""
+    """Updates under requests in flight, then the faults."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -170,14 +205,6 @@ async def running(folder: Path) -> dict[str, Any]:
                 progress[name] = len(output.outputs[0].token_ids)
                 moved.notify_all()
         return output
-
-    async def failing(call: Any) -> list[Any]:
-        start = time.monotonic()
-        try:
-            await call
-        except PrimeblocksError as error:
-            return [type(error).__name__, str(error), time.monotonic() - start]
-        return ["", "", 0.0]
 
     result: dict[str, Any] = {}
     await adapter.attach(engine, trainer.plan, trainer.transport, timeout_s=TIMEOUT_S)
@@ -201,26 +228,7 @@ async def running(folder: Path) -> dict[str, Any]:
             "paused": await engine.is_paused(),
             "after": [seen(await one(f"{mode}-after{i}", p, 24)) for i, p in enumerate(PROMPTS)],
         }
-    receipt = trainer.publish(4, seed=0)
-    trainer.flip(4)
-    result["corrupt"] = await failing(adapter.update(engine, receipt, timeout_s=TIMEOUT_S))
-    result["after_corrupt"] = [seen(await one(f"c{i}", p, 24)) for i, p in enumerate(PROMPTS)]
-    result["version_after_corrupt"] = await engine.get_weight_version()
-    trainer.flip(4)
-    await engine.start_weight_update()  # As an update leaves it that ran into its deadline.
-    await adapter.update(engine, receipt, timeout_s=TIMEOUT_S)
-    result["retried"] = [seen(await one(f"r{i}", p, 24)) for i, p in enumerate(PROMPTS)]
-
-    (process,) = engine.engine_core.resources.engine_manager.processes
-    receipt = trainer.publish(5, seed=1)
-    os.kill(process.pid, signal.SIGSTOP)
-    result["hung"] = await failing(adapter.update(engine, receipt, timeout_s=1.0))
-    os.kill(process.pid, signal.SIGCONT)
-    await adapter.update(engine, receipt, timeout_s=TIMEOUT_S)
-    result["version_after_hung"] = await engine.get_weight_version()
-    receipt = trainer.publish(6, seed=0)
-    os.kill(process.pid, signal.SIGKILL)
-    result["dead"] = await failing(adapter.update(engine, receipt, timeout_s=TIMEOUT_S))
+    result |= await faults(engine, trainer, one)
     engine.shutdown()
     trainer.transport.close()
     return result

@@ -164,7 +164,8 @@ class VllmEngine:
         """
         if not vllm.__version__.startswith("0.32."):
             raise UnsupportedError(
-                f"tested with vLLM 0.32.*; found {vllm.__version__}. Run: pip install 'vllm==0.32.*'"
+                f"tested with vLLM 0.32.*; found {vllm.__version__}. "
+                "Run: pip install 'vllm==0.32.*'"
             )
         model = str(engine_kwargs["model"])
         if engine_kwargs.get("load_format") != "dummy" and _is_path(model):
@@ -291,14 +292,14 @@ class VllmEngine:
                 what="vLLM's shutdown",
             )
         worker.close()
+        # AsyncLLM shuts down again when it is collected, at worst while the interpreter ends.
+        self.llm.shutdown = lambda timeout=None: None
         _kill(self._processes)
 
     async def _last_output(self, inputs: Any, params: SamplingParams, request_id: str) -> Any:
-        last = None
         async with contextlib.aclosing(self.llm.generate(inputs, params, request_id)) as outputs:
-            async for last in outputs:
-                pass
-        return last
+            answers = [output async for output in outputs]
+        return answers[-1]
 
     def _on_death(self, process: BaseProcess) -> None:
         asyncio.get_running_loop().remove_reader(process.sentinel)

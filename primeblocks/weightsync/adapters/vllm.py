@@ -7,25 +7,20 @@ engine with `engine_args()`, calls `attach` once and `update` after each publish
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, cast
 
 from torch import Tensor
 
-from ...errors import (
-    DeadlineError,
-    EngineError,
-    MissingPackageError,
-    PrimeblocksError,
-    TransferError,
-    UnsupportedError,
-)
+from ...errors import MissingPackageError, PrimeblocksError, TransferError, UnsupportedError
 from ..marker import Receipt
 from ..plan import Plan
 from ..receive import Subscriber
-from ..remote import call, tagged, untagged
+from ..remote import Step, WorkerState, attach_steps, call, drive, drive_sync, update_steps
 from ..transport import Transport, open_transport
 
 try:
@@ -45,6 +40,7 @@ __all__ = [
     "InFlight",
     "PrimeblocksEngine",
     "UpdateReport",
+    "WorkerExtension",
     "attach",
     "attach_llm",
     "engine_args",
@@ -61,8 +57,6 @@ _PAUSE: dict[str, dict[str, Any]] = {
     "recompute": {"mode": "keep", "clear_cache": True},
     "abort": {"mode": "abort", "clear_cache": True},
 }
-# Of the time allowed, what is kept for going back and resuming.
-_RESERVED = 0.2
 
 
 def register() -> None:
@@ -91,34 +85,30 @@ class PrimeblocksEngine(WeightTransferEngine[_InitInfo, _UpdateInfo]):
 
     The whole update happens in `receive_weights`, between two engine steps: bytes that fail their
     digest never touch the model, and a load that fails is undone by loading the version before.
+    It does not raise; the front end asks for `state`.
     """
 
     init_info_cls, update_info_cls = _InitInfo, _UpdateInfo
     supports_draft_weight_update = False
+    state = WorkerState(error="TransferError", message="not attached; call attach() first")
     _subscriber: Subscriber | None = None
 
     def init_transfer_engine(self, init_info: _InitInfo) -> None:
         """Open the transport. Called again, it replaces the one before; no weights change."""
-        try:
-            _refuse_unpatched_experts(self.model)
-            transport = open_transport(init_info.transport)
-            plan = Plan.from_json(init_info.plan)
-        except PrimeblocksError as error:
-            raise tagged(error) from error
         self.shutdown()
-        self._subscriber = Subscriber(plan, self._load, transport)
+        with self._reported():
+            _refuse_unpatched_experts(self.model)
+            plan = Plan.from_json(init_info.plan)
+            self._subscriber = Subscriber(plan, self._load, open_transport(init_info.transport))
 
     def start_weight_update(self) -> None:
         """Nothing: parameters stay where they are until a version has passed its digests."""
 
     def receive_weights(self, update_info: _UpdateInfo) -> None:
-        """Verify, load, finish; or leave the old weights in place and raise."""
-        if self._subscriber is None:
-            raise tagged(TransferError("no transport; call attach() before update()"))
-        try:
-            self._subscriber.receive(update_info.version, timeout_s=update_info.timeout_s)
-        except PrimeblocksError as error:
-            raise tagged(error) from error
+        """Verify, load, finish; or leave the old weights in place."""
+        if self._subscriber is not None:
+            with self._reported():
+                self._subscriber.receive(update_info.version, timeout_s=update_info.timeout_s)
 
     def finish_weight_update(self) -> None:
         """Nothing: `receive_weights` has finished."""
@@ -128,6 +118,22 @@ class PrimeblocksEngine(WeightTransferEngine[_InitInfo, _UpdateInfo]):
         if self._subscriber is not None:
             self._subscriber.close()
             self._subscriber = None
+        self.state = type(self).state
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        error, message, cause = "", "", None
+        try:
+            yield
+        except PrimeblocksError as met:
+            error, message, cause = type(met).__name__, str(met), met.__cause__
+        except Exception as met:  # Reported like any other: raised, it would jam the executor.
+            error, message, cause = "EngineError", f"{type(met).__name__}: {met}", met
+        if error:
+            # Only the text reaches the front end.
+            logging.getLogger(__name__).warning("weights not updated: %s", message, exc_info=cause)
+        version = None if self._subscriber is None else self._subscriber.version
+        self.state = WorkerState(version, error=error, message=message)
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         from vllm.model_executor.model_loader import reload
@@ -147,6 +153,18 @@ class PrimeblocksEngine(WeightTransferEngine[_InitInfo, _UpdateInfo]):
             raise
         finally:
             reload.finalize_layerwise_reload(self.model, self.model_config)
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker by `engine_args`. Subclass it to add calls of your own."""
+
+    weight_transfer_engine: Any
+    _weight_update_active: bool
+
+    def primeblocks_state(self) -> dict[str, Any]:
+        """How the last attach or update went, for the front end."""
+        state = self.weight_transfer_engine.state
+        return asdict(replace(state, active=self._weight_update_active))
 
 
 def _forget_buffered(model: Any) -> None:
@@ -195,20 +213,28 @@ def engine_args() -> dict[str, Any]:
     from vllm.config import WeightTransferConfig
 
     register()
-    return {"weight_transfer_config": WeightTransferConfig(backend=BACKEND)}
+    return {
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        "worker_extension_cls": f"{__name__}.{WorkerExtension.__name__}",
+    }
 
 
 async def attach(engine: Any, plan: Plan, transport: Transport, *, timeout_s: float) -> None:
     """Tell every worker of an `AsyncLLM` where weights will come from. No weights change.
 
     Raises:
-        UnsupportedError: the workers cannot take updates safely.
+        UnsupportedError: the workers cannot take updates safely, or there are replicas.
         DeadlineError: they did not answer in time.
-        EngineError: the engine is dead.
+        EngineError: the engine is dead, or was built without `engine_args()`.
     """
-    deadline = time.monotonic() + timeout_s
-    request = WeightTransferInitRequest(_init(plan, transport))
-    await call(engine, engine.init_weight_transfer_engine(request), "attach", deadline)
+    replicas = engine.vllm_config.parallel_config.data_parallel_size
+    if replicas > 1:
+        raise UnsupportedError(
+            f"one AsyncLLM with {replicas} replicas reports on the first of them only. "
+            "Start one engine for each replica, and update each."
+        )
+    steps = attach_steps(_ASK, _init_request(plan, transport))
+    await drive(engine, steps, "attach", time.monotonic() + timeout_s)
 
 
 async def update(
@@ -224,33 +250,27 @@ async def update(
         in_flight: requests under way keep the KV cache of the old weights ("continue"),
             recompute it with the new ones ("recompute"), or end with finish reason "abort".
             Under "continue" the prefix cache keeps old pages: use one `cache_salt` a version.
+        timeout_s: for everything; a fifth of it is kept for resuming.
 
     Raises:
         CorruptionError: bytes are not what was sent. The old weights are served.
         TransferError: the version is gone, or loading failed. The old weights are served.
-        DeadlineError: it took longer than `timeout_s`; the workers may still finish. Update
-            again before trusting the label.
+        DeadlineError: it took longer; the workers may still finish. Update again before you
+            trust the label.
         EngineError: the engine is dead, or its weights are torn: restart it.
     """
     start = time.monotonic()
-    work_by = start + timeout_s * (1 - _RESERVED)
-    resume_by = start + timeout_s
-    before = await call(engine, engine.get_weight_version(), "ask for its version", work_by)
-    paused = time.monotonic()
+    work_by, resume_by = start + 0.8 * timeout_s, start + timeout_s
     try:
         await call(engine, engine.pause_generation(**_PAUSE[in_flight]), "pause", work_by)
-        try:
-            await _round(engine, receipt.version, str(receipt.version), work_by)
-        except (EngineError, DeadlineError):
-            raise
-        except PrimeblocksError as error:
-            await _make_agree(engine, before, error, resume_by)
-            raise
+        steps = update_steps(_ASK, receipt.version, lambda version: _request(version, work_by))
+        await drive(engine, steps, "update", work_by)
     finally:
+        # A dead engine would only hide its first error behind a second one.
         if not engine.errored:
             await call(engine, engine.resume_generation(), "resume", resume_by)
-    end = time.monotonic()
-    return UpdateReport(receipt.version, end - start, end - paused)
+    seconds = time.monotonic() - start
+    return UpdateReport(receipt.version, seconds, seconds)
 
 
 def attach_llm(llm: Any, plan: Plan, transport: Transport) -> None:
@@ -259,10 +279,7 @@ def attach_llm(llm: Any, plan: Plan, transport: Transport) -> None:
     Raises:
         UnsupportedError: the workers cannot take updates safely.
     """
-    try:
-        llm.init_weight_transfer_engine({"init_info": _init(plan, transport)})
-    except Exception as error:  # vLLM hands on other types than the worker raised.
-        raise untagged(error) from error
+    drive_sync(llm, attach_steps(_ASK, _init_request(plan, transport)))
 
 
 def update_llm(llm: Any, receipt: Receipt, *, timeout_s: float) -> UpdateReport:
@@ -271,69 +288,26 @@ def update_llm(llm: Any, receipt: Receipt, *, timeout_s: float) -> UpdateReport:
     `timeout_s` bounds each worker's wait and check; the call returns when the engine answers.
 
     Raises:
-        CorruptionError, TransferError, DeadlineError, EngineError: as `update`.
+        PrimeblocksError: as `update`.
     """
     start = time.monotonic()
-    info = asdict(_UpdateInfo(receipt.version, timeout_s))
-    try:
-        _start_llm(llm)
-        llm.update_weights({"update_info": info})
-        llm.finish_weight_update(str(receipt.version))
-        llm.reset_prefix_cache()
-    except Exception as error:  # vLLM hands on other types than the worker raised.
-        raise untagged(error) from error
+    deadline = start + timeout_s
+    drive_sync(
+        llm, update_steps(_ASK, receipt.version, lambda version: _request(version, deadline))
+    )
+    llm.reset_prefix_cache()
     seconds = time.monotonic() - start
     return UpdateReport(receipt.version, seconds, seconds)
 
 
-def _init(plan: Plan, transport: Transport) -> dict[str, Any]:
-    return asdict(_InitInfo(transport.spec(), plan.to_json()))
+_ASK = Step("collective_rpc", (WorkerExtension.primeblocks_state.__name__,))
 
 
-async def _round(engine: Any, version: int, label: str, deadline: float) -> None:
-    """The three calls of vLLM's protocol."""
-    left = deadline - time.monotonic()
-    request = WeightTransferUpdateRequest(asdict(_UpdateInfo(version, max(0.0, left))))
-    try:
-        await call(engine, engine.start_weight_update(), "start an update", deadline)
-    except TransferError as error:
-        if not _left_open(error):
-            raise
-        await call(engine, engine.finish_weight_update(), "close an old update", deadline)
-        await call(engine, engine.start_weight_update(), "start an update", deadline)
-    await call(engine, engine.update_weights(request), "update", deadline)
-    await call(engine, engine.finish_weight_update(label), "finish the update", deadline)
+def _init_request(plan: Plan, transport: Transport) -> WeightTransferInitRequest:
+    return WeightTransferInitRequest(asdict(_InitInfo(transport.spec(), plan.to_json())))
 
 
-def _start_llm(llm: Any) -> None:
-    try:
-        llm.start_weight_update()
-    except Exception as error:
-        if not _left_open(error):
-            raise
-        llm.finish_weight_update()
-        llm.start_weight_update()
-
-
-def _left_open(error: Exception) -> bool:
-    # An update whose caller ran into its deadline was never finished.
-    return "a weight update is already active" in str(error)
-
-
-async def _make_agree(engine: Any, before: str, error: Exception, deadline: float) -> None:
-    """After a failure, bring workers that had loaded the new version back to the old one."""
-    config = engine.vllm_config.parallel_config
-    if config.world_size * config.data_parallel_size == 1:
-        return
-    if not before.isdecimal():
-        raise EngineError(
-            f"an update failed on some workers ({error}), and there is no published version to "
-            "bring all back to. Restart the engine; publish and update once before training."
-        ) from error
-    try:
-        await _round(engine, int(before), before, deadline)
-    except PrimeblocksError as second:
-        raise EngineError(
-            f"an update failed ({error}), and so did going back to version {before}: {second}. "
-            "Workers may disagree: restart the engine."
-        ) from error
+def _request(version: int, deadline: float) -> WeightTransferUpdateRequest:
+    # Less than is left, so that a worker can still say what it waited for.
+    left_s = 0.9 * max(0.0, deadline - time.monotonic())
+    return WeightTransferUpdateRequest(asdict(_UpdateInfo(version, left_s)))

@@ -1,0 +1,121 @@
+"""The buffer against a list: nothing lost, nothing twice, nothing stale."""
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primeblocks.async_loop import ManualClock, RolloutBuffer, StalenessPolicy
+from primeblocks.errors import DeadlineError, UsageError
+
+from .conftest import make_group
+
+BOUND = 2
+COMMANDS = st.lists(
+    st.one_of(
+        st.just(("put", 0)),
+        st.tuples(st.just("take"), st.integers(1, 4)),
+        st.tuples(st.just("advance"), st.integers(1, 2)),
+    ),
+    max_size=40,
+)
+
+
+@given(COMMANDS)
+def test_it_behaves_as_a_list(commands):
+    async def run():
+        buffer = RolloutBuffer(capacity=4, staleness=StalenessPolicy(max_off_policy_steps=BOUND))
+        expected, seen, version, made = [], [], 0, 0
+        for command, number in commands:
+            if command == "advance":
+                version += number
+            elif command == "put" and len(expected) < 4:
+                await buffer.put(make_group(made, version=version), timeout_s=1)
+                expected.append((made, version))
+                made += 1
+            elif command == "take":
+                fresh = [item for item in expected if version - item[1] <= BOUND]
+                if len(fresh) < number:
+                    continue  # it would wait
+                dropped = []
+                groups = await buffer.take(
+                    number, version=version, timeout_s=1, on_drop=dropped.append
+                )
+                assert [group.prompt for group in groups] == [p for p, _ in fresh[:number]]
+                assert all(version - group.version <= BOUND for group in groups)
+                stale = [item for item in expected if item not in fresh]
+                assert [group.prompt for group in dropped] == [p for p, _ in stale]
+                seen += [group.prompt for group in (*groups, *dropped)]
+                expected = fresh[number:]
+            assert len(buffer) == len(expected)
+        assert len(seen) == len(set(seen))
+        assert sorted(seen + [prompt for prompt, _ in expected]) == list(range(made))
+
+    asyncio.run(run())
+
+
+def test_a_full_buffer_holds_back_until_there_is_room(make_group):
+    async def run():
+        buffer = RolloutBuffer(capacity=1, staleness=StalenessPolicy(max_off_policy_steps=0))
+        await buffer.put(make_group("a"), timeout_s=1)
+        waiting = asyncio.create_task(buffer.put(make_group("b"), timeout_s=60))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        groups = await buffer.take(1, version=0, timeout_s=1)
+        await waiting
+        assert [group.prompt for group in groups] == ["a"]
+        assert len(buffer) == 1
+
+    asyncio.run(run())
+
+
+def test_waits_end_at_their_deadline_and_lose_nothing(make_group):
+    async def run():
+        clock = ManualClock()
+        buffer = RolloutBuffer(
+            capacity=1, staleness=StalenessPolicy(max_off_policy_steps=0), clock=clock
+        )
+        taking = asyncio.create_task(buffer.take(1, version=0, timeout_s=5))
+        await settle()
+        clock.advance(5)
+        with pytest.raises(DeadlineError, match="1 groups"):
+            await taking
+        await buffer.put(make_group("a"), timeout_s=1)
+        putting = asyncio.create_task(buffer.put(make_group("b"), timeout_s=5))
+        await settle()
+        clock.advance(5)
+        with pytest.raises(DeadlineError, match="room"):
+            await putting
+        groups = await buffer.take(1, version=0, timeout_s=1)
+        assert [group.prompt for group in groups] == ["a"]
+
+    asyncio.run(run())
+
+
+def test_stale_groups_make_room_for_those_that_wait(make_group):
+    async def run():
+        buffer = RolloutBuffer(capacity=1, staleness=StalenessPolicy(max_off_policy_steps=0))
+        await buffer.put(make_group("old", version=0), timeout_s=1)
+        putting = asyncio.create_task(buffer.put(make_group("new", version=1), timeout_s=5))
+        await settle()
+        dropped = []
+        groups = await buffer.take(1, version=1, timeout_s=5, on_drop=dropped.append)
+        await putting
+        assert [group.prompt for group in groups] == ["new"]
+        assert [group.prompt for group in dropped] == ["old"]
+
+    asyncio.run(run())
+
+
+def test_impossible_sizes_are_refused():
+    policy = StalenessPolicy(max_off_policy_steps=0)
+    with pytest.raises(UsageError, match="0"):
+        RolloutBuffer(capacity=0, staleness=policy)
+    with pytest.raises(UsageError, match="3 groups"):
+        asyncio.run(RolloutBuffer(capacity=2, staleness=policy).take(3, version=0, timeout_s=1))
+
+
+async def settle():
+    for _ in range(20):
+        await asyncio.sleep(0)

@@ -1,0 +1,203 @@
+"""The loop with an engine and a trainer of a few lines: order, bounds, failures, shutdown."""
+
+import asyncio
+import itertools
+
+import pytest
+
+from primeblocks.async_loop import AsyncLoop, ManualClock, RolloutBuffer, StalenessPolicy
+from primeblocks.async_loop.reference import synchronous_steps
+from primeblocks.errors import ClosedError, DeadlineError, EngineError, UsageError
+
+from .conftest import make_rollout
+
+
+class World:
+    """Records what the loop asks for; each call can be held back or made to fail."""
+
+    def __init__(self):
+        self.asked, self.trained, self.published = [], [], []
+        self.running = self.most_running = 0
+        self.fail = {}
+        self.hold = asyncio.Event()
+        self.hold.set()
+
+    async def generate(self, prompt, *, version):
+        self.asked.append((prompt, version))
+        self.running += 1
+        self.most_running = max(self.running, self.most_running)
+        try:
+            await self.hold.wait()
+            await asyncio.sleep(0)
+        finally:
+            self.running -= 1
+        self._maybe_fail("generate")
+        return [make_rollout(versions=(version, version))]
+
+    def train(self, groups, *, version):
+        self._maybe_fail("train")
+        self.trained.append((version, [group.prompt for group in groups]))
+        return {"size": len(groups)}
+
+    async def publish(self, version):
+        self._maybe_fail("publish")
+        self.published.append(version)
+
+    def _maybe_fail(self, what):
+        if what in self.fail:
+            raise self.fail[what]
+
+
+def make_loop(world, *, bound=1, batch_size=2, max_in_flight=4, prompts=None, **more):
+    return AsyncLoop(
+        prompts=itertools.count() if prompts is None else prompts,
+        generate=world.generate,
+        train=world.train,
+        publish=world.publish,
+        buffer=RolloutBuffer(
+            capacity=(bound + 1) * batch_size,
+            staleness=StalenessPolicy(max_off_policy_steps=bound),
+        ),
+        batch_size=batch_size,
+        max_in_flight=max_in_flight,
+        **more,
+    )
+
+
+def run(body, **options):
+    async def main():
+        world = World()
+        return world, await body(world, make_loop(world, **options))
+
+    return asyncio.run(asyncio.wait_for(main(), 30))
+
+
+async def collect(world, loop, count=5):
+    async with loop:
+        return [step async for step in loop.steps(count)]
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_every_prompt_is_trained_on_once_and_never_too_late(bound):
+    world, steps = run(collect, bound=bound, max_in_flight=16)
+    assert [step.version for step in steps] == world.published == [1, 2, 3, 4, 5]
+    assert [version for version, _ in world.trained] == [0, 1, 2, 3, 4]
+    prompts = [prompt for _, batch in world.trained for prompt in batch]
+    assert len(prompts) == len(set(prompts)) == 10
+    assert max(age for step in steps for age in step.staleness) <= bound
+    assert all(step.dropped == 0 for step in steps)
+    # The capacity law, not max_in_flight, is what limited it.
+    assert world.most_running <= (bound + 1) * 2
+    assert steps[0].metrics == {"size": 2}
+
+
+def test_without_staleness_it_is_the_synchronous_loop():
+    world, _ = run(collect, bound=0)
+    expected = []
+    steps = synchronous_steps(
+        prompts=range(10),
+        generate=lambda prompt, *, version: [make_rollout(versions=(version,))],
+        train=lambda groups, *, version: expected.append((version, [g.prompt for g in groups])),
+        publish=lambda version: None,
+        batch_size=2,
+    )
+    assert [version for version, _ in steps] == [1, 2, 3, 4, 5]
+    assert world.trained == expected
+
+
+def test_it_ends_when_the_prompts_do():
+    world, steps = run(collect, prompts=iter(range(5)))
+    assert len(steps) == 2
+    assert len(world.asked) == 5
+
+
+def test_stale_groups_are_dropped_and_their_prompts_asked_again():
+    async def body(world, loop):
+        async with loop:
+            original = loop._buffer.take
+
+            async def late(count, *, version, **more):
+                # As if other trainers had stepped twice while this batch was waited for.
+                if version == 1:
+                    loop.version = version = 3
+                return await original(count, version=version, **more)
+
+            loop._buffer.take = late
+            return [step async for step in loop.steps(3)]
+
+    world, steps = run(body, bound=1)
+    assert steps[1].dropped > 0
+    asked = [prompt for prompt, _ in world.asked]
+    again = {prompt for prompt in asked if asked.count(prompt) == 2}
+    assert len(again) == steps[1].dropped
+    prompts = [prompt for _, batch in world.trained for prompt in batch]
+    assert len(prompts) == len(set(prompts)) == 6
+
+
+@pytest.mark.parametrize("what", ["generate", "train", "publish"])
+def test_the_first_failure_ends_the_loop(what):
+    async def body(world, loop):
+        world.fail[what] = EngineError("gone")
+        with pytest.raises(EngineError, match="gone"):
+            await collect(world, loop)
+        assert world.running == 0
+
+    run(body)
+
+
+def test_a_hung_engine_ends_at_the_deadline_and_nothing_stays_behind():
+    async def body(world, loop):
+        clock = loop._clock
+        world.hold.clear()
+        collecting = asyncio.create_task(collect(world, loop))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert world.running == 4
+        clock.advance(7)
+        with pytest.raises(DeadlineError, match="7 s"):
+            await collecting
+        assert world.running == 0
+
+    async def main():
+        world = World()
+        clock = ManualClock()
+        loop = make_loop(world, step_timeout_s=7, clock=clock)
+        loop._buffer._clock = clock
+        await body(world, loop)
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_a_hung_training_step_ends_at_the_deadline():
+    import threading
+
+    release = threading.Event()
+
+    async def main():
+        world = World()
+        world.train = lambda groups, *, version: release.wait(20)
+        with pytest.raises(DeadlineError, match="a step"):
+            await collect(world, make_loop(world, step_timeout_s=0.2))
+
+    try:
+        asyncio.run(asyncio.wait_for(main(), 30))
+    finally:
+        release.set()
+
+
+def test_bad_use_is_refused():
+    async def closed(world, loop):
+        with pytest.raises(ClosedError, match="async with"):
+            await anext(aiter(loop.steps(1)))
+
+    run(closed)
+    with pytest.raises(UsageError, match="batch of 9"):
+        AsyncLoop(
+            prompts=[],
+            generate=None,  # type: ignore[arg-type]
+            train=print,
+            publish=print,
+            buffer=RolloutBuffer(capacity=2, staleness=StalenessPolicy(max_off_policy_steps=0)),
+            batch_size=9,
+            max_in_flight=1,
+        )

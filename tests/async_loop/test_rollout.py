@@ -1,0 +1,62 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primeblocks.async_loop import (
+    Group,
+    StalenessPolicy,
+    cache_salt,
+    staleness,
+    versions_from_spans,
+)
+from primeblocks.errors import ShapeError, UnsupportedError, UsageError
+
+
+def test_a_rollout_knows_its_parts(make_rollout):
+    rollout = make_rollout(versions=(3, 3, 5), prompt_length=2)
+    assert rollout.prompt.tolist() == [1, 2]
+    assert rollout.completion.tolist() == [3, 4, 5]
+    assert (rollout.oldest_version, rollout.newest_version) == (3, 5)
+    with pytest.raises(ValueError, match="read-only"):
+        rollout.tokens[0] = 9
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"versions": ()}, {"versions": (0, -1)}, {"reward": float("nan")}, {"prompt_length": 0}],
+)
+def test_what_makes_no_sense_is_refused(make_rollout, change):
+    with pytest.raises(UsageError):
+        make_rollout(**change)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), max_size=6))
+def test_spans_write_out_one_version_a_token(parts):
+    spans, written = [], []
+    for version, count in parts:
+        spans.append((version, len(written), len(written) + count))
+        written += [version] * count
+    assert versions_from_spans(spans, length=len(written)).tolist() == written
+    with pytest.raises(ShapeError):
+        versions_from_spans(spans, length=len(written) + 1)
+
+
+def test_a_group_is_as_old_as_its_oldest_part(make_rollout):
+    group = Group("p", (make_rollout(versions=(4, 5)), make_rollout(versions=(6, 6))), 4)
+    assert staleness(group, version=7) == 3
+    policy = StalenessPolicy(max_off_policy_steps=2)
+    assert policy.admits(group, version=6)
+    assert not policy.admits(group, version=7)
+    # Sampled late, but its prompt was cached under the version that it was submitted with.
+    assert staleness(Group("p", (make_rollout(versions=(6, 6)),), 4), version=7) == 3
+
+
+def test_each_version_has_its_own_salt():
+    assert len({cache_salt(version) for version in range(100)}) == 100
+
+
+def test_reactions_that_are_not_built_are_refused_by_name():
+    with pytest.raises(UnsupportedError, match="mask"):
+        StalenessPolicy(max_off_policy_steps=1, on_stale="mask")
+    with pytest.raises(UsageError, match="-1"):
+        StalenessPolicy(max_off_policy_steps=-1)

@@ -1,0 +1,37 @@
+"""Run a test's job in a process of its own.
+
+vLLM changes torch, the environment and the default process group for good, so an engine never
+starts inside pytest.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TORCH_COMPILE_DISABLE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def run_job(script: Path, *arguments: str, timeout_s: float) -> Any:
+    """The JSON on the last line that the script printed; its output where it fails."""
+    done = subprocess.run(
+        [sys.executable, str(script), *arguments],
+        env=os.environ | ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    return json.loads(done.stdout.strip().splitlines()[-1])
