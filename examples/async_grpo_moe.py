@@ -18,7 +18,9 @@ import json
 import os
 import random
 import re
+import signal
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import dataclass, replace
@@ -44,6 +46,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from primeblocks import async_loop, parallel, replay, weightsync
 from primeblocks.parallel.adapters.transformers import parallelize
@@ -550,16 +553,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("outputs/demo"))
     parser.add_argument("--fp8", action="store_true", help="block-scaled FP8 attention projections")
     options = parser.parse_args()
+    # torchrun ends the other ranks with SIGTERM: leave as after an error, cleaning up on the way.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    disable_progress_bar()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=2 * TIMEOUT_S))
-    folder = [tempfile.mkdtemp(prefix="primeblocks-") if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(folder, src=0)
-    checkpoint = Path(folder[0]) / "checkpoint"
-    if dist.get_rank() == 0:
+    is_first = dist.get_rank() == 0
+    folder = tempfile.TemporaryDirectory(prefix="primeblocks-") if is_first else None
+    names = [folder.name if folder else ""]
+    dist.broadcast_object_list(names, src=0)
+    checkpoint = Path(names[0]) / "checkpoint"
+    if is_first:
         tiny_models.save("qwen3_moe", checkpoint, seed=SEED, **MODEL)
     dist.barrier()
     trainer = Trainer(checkpoint, use_fp8=options.fp8)
-    if dist.get_rank() == 0:
+    if is_first:
         asyncio.run(drive(trainer, checkpoint, options))
     else:
         follow(trainer)

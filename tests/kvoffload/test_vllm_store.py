@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from primeblocks.errors import PlanError, UnsupportedError
 from primeblocks.testing import tiny_models
@@ -97,7 +98,9 @@ def test_a_reset_of_the_connector_reaches_our_tiers(results):
 
 
 @pytest.mark.vllm
-def test_an_engine_leaves_nothing_behind(results):
+def test_an_engine_starts_empty_and_leaves_nothing_behind(results):
+    assert len(results["planted"]) == 1
+    assert results["adopted"] == []
     assert results["left"] == []
     assert results["pools"] == []  # nameless while it runs: a kill cannot leave it either
 
@@ -142,3 +145,54 @@ def test_arguments_for_an_engine(tmp_path, adapter):
 def test_arguments_that_do_not_fit_are_refused(wrong, error, message, adapter):
     with pytest.raises(error, match=message):
         adapter.engine_args(**{"primary_bytes": 1, "host_bytes": 1, **wrong})
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2, 3])
+def test_host_copies_equal_a_loop(adapter, blocks_per_chunk):
+    from vllm.v1.kv_offload import base
+    from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+
+    # Two groups of layers; the rows of the second tensor are padded.
+    sizes, padded, blocks, chunks = (12, 20), (12, 24), 16, 8
+    generator = torch.Generator().manual_seed(0)
+    device = [
+        torch.randint(-99, 99, (blocks, size), dtype=torch.int8, generator=generator)
+        for size in padded
+    ]
+    caches = base.CanonicalKVCaches(
+        [base.CanonicalKVCacheTensor(each, each.shape[1]) for each in device],
+        [[base.CanonicalKVCacheRef(i, size)] for i, size in enumerate(sizes)],
+    )
+    chunk_bytes = 4096
+    region = adapter.spec.UnlinkedRegion(
+        engine_id=f"test-{os.getpid()}-{blocks_per_chunk}",
+        num_chunks=chunks,
+        rank=0,
+        kv_bytes_per_chunk=chunk_bytes,
+        cpu_page_size=sum(padded) * blocks_per_chunk,
+    )
+    worker = adapter.spec.HostCopyWorker(caches, blocks_per_chunk=blocks_per_chunk, region=region)
+    before = [each.clone() for each in device]
+
+    # Blocks first..first+count of a request; each group starts inside its first chunk.
+    counts, first, targets = (5, 3), (blocks_per_chunk - 1, 0), (range(9, 14), range(2, 5))
+    host_ids = iter((6, 1, 4, 0, 7, 2, 3, 5))
+    used = []
+    for count, start in zip(counts, first, strict=True):
+        spanned = (start % blocks_per_chunk + count - 1) // blocks_per_chunk + 1
+        used += [next(host_ids) for _ in range(spanned)]
+    gpu = base.GPULoadStoreSpec([7, 3, 5, 1, 0, 8, 2, 6], counts, first)
+    back = base.GPULoadStoreSpec([*targets[0], *targets[1]], counts, first)
+    assert worker.submit_store(1, gpu, CPULoadStoreSpec(used))
+    assert worker.submit_load(2, CPULoadStoreSpec(used), back)
+    assert [(job.job_id, job.success) for job in worker.get_finished()] == [(1, True), (2, True)]
+    assert worker.get_finished() == []
+
+    for tensor, group, sources in ((0, targets[0], (7, 3, 5, 1, 0)), (1, targets[1], (8, 2, 6))):
+        expected = before[tensor].clone()
+        for source, target in zip(sources, group, strict=True):
+            expected[target, : sizes[tensor]] = before[tensor][source, : sizes[tensor]]
+        assert torch.equal(device[tensor], expected)
+    worker.shutdown()
+    assert not Path(region.mmap_path).exists()

@@ -86,6 +86,22 @@ class Phases:
         }
 
 
+def plant(folder: Path) -> None:
+    """Leave a page behind, as an engine that was killed does."""
+    from primeblocks.kvoffload import DiskTier, PageKey
+    from primeblocks.kvoffload.page import checksum
+
+    path = folder / "pages" / "engine-0"
+    disk = DiskTier(path, capacity_bytes=PAGE_BYTES, page_bytes=PAGE_BYTES)
+    key, page = PageKey("0", b"old"), np.zeros(PAGE_BYTES, np.uint8)
+    disk.put(key, page, checksum(key, page))
+    disk.close()
+
+
+def pages_in(folder: Path) -> list[str]:
+    return [each.name for each in (folder / "pages").rglob("*.page")]
+
+
 def corrupt(folder: Path) -> int:
     files = [*(folder / "pages").rglob("*.page")]
     for file in files:
@@ -98,8 +114,11 @@ def corrupt(folder: Path) -> int:
 def main(folder: Path) -> None:
     generator = np.random.default_rng(0)
     asked, flood = (generator.integers(4, 512, (n, PROMPT)).tolist() for n in (6, 20))
+    plant(folder)
+    planted = pages_in(folder)
     engine = start(folder)
     phases = Phases(engine)
+    phases.results |= {"planted": planted, "adopted": pages_in(folder)}
     pools = [each.name for each in Path("/dev/shm").glob("vllm_offload_*")]
     for version in range(3):
         phases.run(f"cold {version}", asked, version=version)
@@ -113,7 +132,7 @@ def main(folder: Path) -> None:
     assert engine.reset_prefix_cache(reset_connector=True)
     phases.run("reset", asked, version=2)
     engine.llm_engine.engine_core.shutdown()
-    phases.results["left"] = [each.name for each in (folder / "pages").rglob("*.page")]
+    phases.results["left"] = pages_in(folder)
     phases.results["pools"] = pools
     (folder / "results.json").write_text(json.dumps(phases.results))
 

@@ -293,7 +293,7 @@ class VllmEngine:
             )
         worker.close()
         # AsyncLLM shuts down again when it is collected, at worst while the interpreter ends.
-        self.llm.shutdown = lambda timeout=None: None
+        self.llm.shutdown = lambda timeout=None: None  # type: ignore[method-assign]
         _kill(self._processes)
 
     async def _last_output(self, inputs: Any, params: SamplingParams, request_id: str) -> Any:

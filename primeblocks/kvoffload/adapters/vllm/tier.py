@@ -140,7 +140,7 @@ class StoreTier(SecondaryTierManager):
         for tier, counts in self._store.statistics().items():
             for name in COUNTED:
                 total = getattr(counts, name)
-                if new := total:
+                if new := total - self._reported[tier, name]:
                     stats.increase_counter(METRIC + name, new, labelvalues=(tier,))
                     self._reported[tier, name] = total
         return stats

@@ -1,0 +1,109 @@
+"""The example itself: two trainer ranks and a real vLLM; then with an engine that is killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.engine_job import ENVIRONMENT
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "async_grpo_moe.py"
+KEYS = {
+    "engine",
+    "reward_before",
+    "reward_after",
+    "steps",
+    "versions_seen",
+    "max_off_policy_steps",
+    "max_staleness_seen",
+    "mismatch_kl_without_replay",
+    "mismatch_kl_with_replay",
+    "route_agreement",
+    "sync_seconds_median",
+    "sync_bytes",
+    "tokens_per_second",
+    "kv_store_hits",
+    "dropped",
+    "seconds",
+}
+
+
+def start(out: Path, *, steps: int) -> subprocess.Popen:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(EXAMPLE), "--out", str(out)]
+    command += ["--warm-steps", "30", "--steps", str(steps)]
+    with (out / "log").open("w") as log:
+        return subprocess.Popen(
+            command, env=os.environ | ENVIRONMENT, stdout=log, stderr=log, text=True
+        )
+
+
+def descendants(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    found = [int(child) for child in children]
+    return found + [deeper for child in found for deeper in descendants(child)]
+
+
+def engines(pid: int) -> list[int]:
+    def is_engine(one: int) -> bool:
+        try:
+            return b"EngineCore" in Path(f"/proc/{one}/cmdline").read_bytes()
+        except FileNotFoundError:
+            return False
+
+    return [one for one in descendants(pid) if is_engine(one)]
+
+
+def shared_memory() -> set[Path]:
+    return set(Path("/dev/shm").glob("primeblocks-demo-*"))
+
+
+def test_it_runs_and_keeps_its_bounds(tmp_path):
+    before = shared_memory()
+    process = start(tmp_path, steps=6)
+    try:
+        code = process.wait(200)
+    finally:
+        process.kill()
+    assert code == 0, (tmp_path / "log").read_text()[-6000:]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary.keys() >= KEYS
+    assert summary["engine"] == "vllm-0.32.0"
+    assert summary["steps"] == 6
+    assert summary["versions_seen"] >= 3
+    assert 0 < summary["max_staleness_seen"] <= summary["max_off_policy_steps"]
+    assert 0 < summary["mismatch_kl_with_replay"] < summary["mismatch_kl_without_replay"]
+    assert 0.5 < summary["route_agreement"] <= 1
+    # Two bytes for each weight, every weight once.
+    assert summary["sync_bytes"] > 1 << 20
+    assert summary["kv_store_hits"] > 0
+    pictures = {"reward.png", "mismatch_kl.png", "staleness.png", "time.png"}
+    assert pictures <= {path.name for path in tmp_path.iterdir()}
+    assert shared_memory() <= before
+
+
+def test_a_killed_engine_ends_the_run_with_its_name(tmp_path):
+    before = shared_memory()
+    process = start(tmp_path, steps=10_000)
+    try:
+        deadline = time.monotonic() + 120
+        while "GRPO" not in (tmp_path / "log").read_text():
+            assert process.poll() is None, (tmp_path / "log").read_text()[-6000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        for pid in engines(process.pid):
+            os.kill(pid, signal.SIGKILL)
+        killed = time.monotonic()
+        assert process.wait(60) != 0
+    finally:
+        process.kill()
+    assert time.monotonic() - killed < 60
+    assert "primeblocks.errors.EngineError" in (tmp_path / "log").read_text()
+    assert shared_memory() <= before
