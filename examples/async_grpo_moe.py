@@ -140,7 +140,8 @@ class Trainer:
         if use_fp8:
             from primeblocks import fp8
 
-            recipe = fp8.Recipe()
+            # 32 rows: each rank's shard of every projection is a multiple of it.
+            recipe = fp8.Recipe(weights=fp8.Tile(32, 128))
             attention = re.compile(r"self_attn\.[qkvo]_proj")
             fp8.convert(model, recipe, only=attention)
             transfer_encoding = fp8.encode_weights(recipe, only=attention)

@@ -1,4 +1,4 @@
-"""Every exception of the library.
+"""Every exception of the library:
 
     PrimeblocksError
     ├── UsageError (ValueError)           the caller can fix the arguments

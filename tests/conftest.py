@@ -1,5 +1,6 @@
 """Settings of every test: one thread, uninitialised memory that shows, ranks that start fast."""
 
+import hypothesis
 import pytest
 import torch
 
@@ -7,6 +8,11 @@ from primeblocks.testing import ranks
 
 # Before the first gang of a run: most bodies live in modules that import these.
 ranks.preload("pytest", "hypothesis", "numpy", "safetensors.torch", "jaxtyping")
+
+
+# A slow machine is no failure; pytest's own timeout ends what hangs.
+hypothesis.settings.register_profile("primeblocks", deadline=None)
+hypothesis.settings.load_profile("primeblocks")
 
 
 @pytest.fixture(autouse=True)

@@ -1,3 +1,29 @@
-"""TBD"""
+"""Block-scaled FP8 (E4M3): one quantizer for training and for weight transfer, matrix products
+with gradients over an engine that is passed in, and a reference that says what each result is.
+"""
 
-__all__: list[str] = []
+from .formats import E4M3_MAX, Tile
+from .matmul import Gemm, grouped_matmul, grouped_mm_fn, matmul
+from .modules import Fp8Linear, convert, encode_weights
+from .quantize import Quantized, measure_error, quantize, round_trip
+from .recipe import Recipe
+from .reference import ReferenceGemm, exact_product
+
+__all__ = [
+    "E4M3_MAX",
+    "Fp8Linear",
+    "Gemm",
+    "Quantized",
+    "Recipe",
+    "ReferenceGemm",
+    "Tile",
+    "convert",
+    "encode_weights",
+    "exact_product",
+    "grouped_matmul",
+    "grouped_mm_fn",
+    "matmul",
+    "measure_error",
+    "quantize",
+    "round_trip",
+]

@@ -64,7 +64,7 @@ class Plan:
         offsets, end = {}, 0
         for name in sorted(self.target, key=lambda name: -self.target[name].dtype.itemsize):
             offsets[name] = end
-            end += tensor_bytes(self.target, name)
+            end += _tensor_bytes(self.target, name)
         return offsets
 
     @property
@@ -75,7 +75,7 @@ class Plan:
     @property
     def lower_bound_bytes(self) -> int:
         """Bytes that any lossless plan has to move: each target element once."""
-        return sum(tensor_bytes(self.target, name) for name in self.target)
+        return sum(_tensor_bytes(self.target, name) for name in self.target)
 
     def of_rank(self, rank: int) -> tuple[Bucket, ...]:
         """The buckets that one rank writes, in blob order."""
@@ -119,7 +119,7 @@ class Plan:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:32]
 
 
-def tensor_bytes(manifest: Manifest, name: str) -> int:
+def _tensor_bytes(manifest: Manifest, name: str) -> int:
     return prod(manifest[name].shape) * manifest[name].dtype.itemsize
 
 
@@ -211,7 +211,7 @@ def _runs(copies: Iterable[Copy], limit: int) -> Iterator[tuple[Copy, ...]]:
 
 
 def _check(sources: Sequence[Manifest], target: Manifest) -> None:
-    if not sources or not target or not sum(tensor_bytes(target, name) for name in target):
+    if not sources or not target or not sum(_tensor_bytes(target, name) for name in target):
         raise PlanError(f"nothing to plan: {len(sources)} sources, {len(target)} target tensors")
     held = {name for source in sources for name in source}
     missing = [name for name in target if name not in held]

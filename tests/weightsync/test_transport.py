@@ -94,6 +94,19 @@ def test_nothing_is_seen_before_the_commit_and_the_old_version_stays(make):
     assert [marker.version for marker in reader.markers()] == [2, 3]
 
 
+def test_a_version_can_be_read_the_moment_it_is_seen(make, monkeypatch):
+    owner, reader = make(owner=True), make(owner=False)
+    write, seen = owner._write_commits, []
+
+    def write_and_look(markers):
+        write(markers)
+        seen.append(values(reader, reader.markers()[-1]))
+
+    monkeypatch.setattr(owner, "_write_commits", write_and_look)
+    put(owner, 1, 5)
+    assert seen == [[5]]
+
+
 def test_two_versions_are_kept(make, tmp_path):
     owner, reader = make(owner=True), make(owner=False)
     markers = [put(owner, version, version) for version in range(5)]

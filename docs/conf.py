@@ -1,0 +1,61 @@
+"""Settings of the documentation. Build it with scripts/docs."""
+
+import primeblocks
+
+project = "primeblocks"
+author = "the primeblocks authors"
+copyright = "the primeblocks authors"
+version = release = primeblocks.__version__
+
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "myst_nb"]
+exclude_patterns = ["_build"]
+suppress_warnings = ["toc.empty_glob"]  # A folder may be empty yet.
+
+html_theme = "furo"
+html_title = f"primeblocks {version}"
+
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+# One backtick is code in our docstrings, as in Markdown.
+default_role = "code"
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+# Notebooks are stored without outputs, and executed here.
+nb_execution_mode = "cache"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300
+
+nitpicky = True
+# Signatures name what has no page here: torch, numpy, the standard library, shapes, and aliases
+# that only shorten a signature. The build needs no network, so no inventories are fetched.
+nitpick_ignore_regex = [
+    ("py:.*", r"(torch|numpy|np|jaxtyping|hypothesis|st|multiprocessing|dist|nn|re)\..*"),
+    ("py:.*", r"(_?asyncio|collections\.abc|enum|os|pathlib|signals?|threading|types|typing)\..*"),
+    ("py:class", r"'.*'|[A-Z]|Tensor|Path"),
+    ("py:class", r"Encode|Fault|Generate|Load|NamedTensors|Publish|Tensors|Train"),
+]
+
+
+def _to_rst(app, what, name, obj, options, lines):  # noqa: PLR0917, as Sphinx calls it
+    """Read our docstrings as Markdown would: indented examples, bars, colons in attributes."""
+    for index, line in enumerate(lines):
+        example = lines[index + 1 : index + 3]
+        if line.endswith(":") and len(example) == 2 and not example[0] and example[1][:1] == " ":
+            lines[index] = f"{line}:"
+        # `|` starts a substitution, save in code.
+        parts = lines[index].split("`")
+        parts[::2] = [part.replace("|", r"\|") for part in parts[::2]]
+        lines[index] = "`".join(parts)
+    if what in ("attribute", "property") and lines:
+        # Napoleon would take what stands before a colon for a type; an escaped space shows nothing.
+        lines.insert(0, "\\ ")
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", _to_rst, priority=100)  # Before napoleon.

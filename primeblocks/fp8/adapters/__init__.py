@@ -1,1 +1,0 @@
-"""Third-party packages, each in the file that bears its name."""

@@ -1,0 +1,102 @@
+"""Block-scaled float8: codes, scales, and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float32
+from torch import Tensor
+
+from ..errors import ShapeError, UsageError
+from .formats import E4M3_MAX, Tile
+
+__all__ = ["Quantized", "measure_error", "quantize", "round_trip"]
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """A matrix as float8 codes and one float32 scale a tile: value = code * scale.
+
+    Args:
+        codes: float8_e4m3fn `[rows, columns]`.
+        scales: `[row tiles, column tiles]`.
+    """
+
+    codes: Tensor
+    scales: Float32[Tensor, "row_tiles column_tiles"]
+    tile: Tile
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.codes.shape
+        return rows, columns
+
+    @property
+    def transposed(self) -> Quantized:
+        """The transposed matrix, from the same codes; nothing is rounded again."""
+        return Quantized(self.codes.t(), self.scales.t(), self.tile.transposed)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Code times scale, computed in `dtype`. Local."""
+        return self.codes.to(dtype) * _spread(self.scales.to(dtype), self.tile, self.shape)
+
+
+def quantize(x: Tensor, tile: Tile) -> Quantized:
+    """Round a matrix to E4M3 with one scale a tile, so that its largest value becomes 448.
+
+    No floor on the scale: a tile of tiny gradients keeps its relative precision, and a tile of
+    zeros has scale 1. Codes are `x * (1 / scale)` rounded to nearest even, in float32. Local.
+
+    Raises:
+        ShapeError: not a matrix of floating-point numbers.
+        UsageError: a value is not finite, or a tile's largest is too small for float32.
+
+    Source: DeepSeek-V3, arXiv:2412.19437, section 3.3; the quotient as DeepGEMM takes it.
+    """
+    if x.ndim != 2 or not x.is_floating_point():
+        raise ShapeError(f"quantize takes a floating-point matrix; got {x.dtype} {list(x.shape)}")
+    values = x.detach().float()
+    amax = _tile_amax(values, tile)
+    if not amax.isfinite().all():
+        bad = int((~values.isfinite()).sum())
+        raise UsageError(f"{bad} of {values.numel()} values are not finite; float8 has no infinity")
+    scales = torch.where(amax > 0, amax / E4M3_MAX, torch.ones_like(amax))
+    inverse = scales.reciprocal()
+    if not (scales > 0).all() or not inverse.isfinite().all():
+        raise UsageError(
+            f"a tile's largest value is {amax[amax > 0].min():.1e}, whose scale leaves float32. "
+            "Multiply the loss by a constant and divide the gradients by it."
+        )
+    scaled = values * _spread(inverse, tile, (x.shape[0], x.shape[1]))
+    # Explicit: a cast beyond the range saturates since torch 2.12 and gave NaN before.
+    codes = scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return Quantized(codes, scales, tile)
+
+
+def round_trip(x: Tensor, tile: Tile) -> Tensor:
+    """The nearest matrix that float8 codes can say, in the dtype of `x`. Local."""
+    return quantize(x, tile).dequantize().to(x.dtype)
+
+
+def measure_error(x: Tensor, quantized: Quantized) -> float:
+    """The relative error in the Frobenius norm, in float64; 0 for zeros. Local."""
+    exact = x.detach().double()
+    norm = exact.norm()
+    if norm == 0:
+        return 0.0
+    return float((quantized.dequantize(torch.float64) - exact).norm() / norm)
+
+
+def _tile_amax(x: Tensor, tile: Tile) -> Tensor:
+    rows, columns = x.shape
+    down, across = tile.grid(rows, columns)
+    padding = (0, across * tile.columns - columns, 0, down * tile.rows - rows)
+    whole = torch.nn.functional.pad(x.abs(), padding)
+    return whole.reshape(down, tile.rows, across, tile.columns).amax(dim=(1, 3))
+
+
+def _spread(scales: Tensor, tile: Tile, shape: tuple[int, int]) -> Tensor:
+    """One scale an element."""
+    by_row = scales.repeat_interleave(tile.rows, dim=0)[: shape[0]]
+    return by_row.repeat_interleave(tile.columns, dim=1)[:, : shape[1]]

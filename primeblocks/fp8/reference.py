@@ -1,0 +1,56 @@
+"""What a block-scaled matrix product is, to the bit, and how far that is from exact."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import ShapeError
+from .quantize import Quantized
+
+__all__ = ["ReferenceGemm", "exact_product"]
+
+
+@dataclass(frozen=True)
+class ReferenceGemm:
+    """`a @ b.T` of two quantized matrices, on any device.
+
+    Products of codes within one tile of the inner dim are summed exactly (they fit float64),
+    rounded to float32, scaled, and added to a float32 accumulator tile by tile. So the result
+    does not depend on threads, libraries or the order inside a tile. Hopper's tensor cores
+    accumulate with fewer bits; engines agree with this to a tolerance, not to the bit.
+    """
+
+    def __call__(self, a: Quantized, b: Quantized) -> Tensor:
+        """Float32 `[rows of a, rows of b]`. Local.
+
+        Raises:
+            ShapeError: the inner dims or their tiles differ.
+        """
+        inner = a.shape[1]
+        if inner != b.shape[1] or a.tile.columns != b.tile.columns:
+            raise ShapeError(
+                f"inner dims {inner} and {b.shape[1]} in tiles of {a.tile.columns} and "
+                f"{b.tile.columns} do not match"
+            )
+        size = a.tile.columns
+        total = torch.zeros(a.shape[0], b.shape[0], device=a.codes.device)
+        a_scales = _by_row(a)
+        b_scales = _by_row(b)
+        for k, start in enumerate(range(0, inner, size)):
+            codes_a = a.codes[:, start : start + size].double()
+            codes_b = b.codes[:, start : start + size].double()
+            partial = (codes_a @ codes_b.t()).float()
+            total += partial * (a_scales[:, k, None] * b_scales[None, :, k])
+        return total
+
+
+def exact_product(a: Quantized, b: Quantized) -> Tensor:
+    """Dequantize and multiply in float64: what any engine approximates. Local."""
+    return a.dequantize(torch.float64) @ b.dequantize(torch.float64).t()
+
+
+def _by_row(x: Quantized) -> Tensor:
+    return x.scales.repeat_interleave(x.tile.rows, dim=0)[: x.shape[0]]
