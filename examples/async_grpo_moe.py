@@ -14,7 +14,6 @@ Everything an experiment would change is a constant below.
 import argparse
 import asyncio
 import itertools
-import json
 import os
 import random
 import re
@@ -23,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -43,6 +42,7 @@ for name, value in {
 
 import torch
 import torch.distributed as dist
+from async_grpo.task import PAD, answer_of, prompt_of, snippets
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
@@ -53,10 +53,7 @@ from primeblocks.parallel.adapters.transformers import parallelize
 from primeblocks.replay.adapters.transformers import routers
 from primeblocks.testing import tiny_models
 
-# --- the task ---
-INSTRUCTION = "write the words that follow backwards, letter by letter: "
-SNIPPET = (8, 12)  # characters, at least and at most
-HELD_OUT = 128
+# --- the task: see async_grpo/task.py; the engine: see async_grpo/rollouts.py ---
 WRONG_DEMONSTRATIONS = 0.5
 # --- the model ---
 MODEL = {"num_layers": 2, "hidden": 128, "num_experts": 8, "top_k": 2, "vocab": 64}
@@ -64,55 +61,11 @@ SEED = 0
 # --- warm start ---
 WARM_STEPS, WARM_BATCH, WARM_LR = 350, 32, 1e-3
 # --- reinforcement learning ---
-STEPS, PROMPTS, GROUP, LR = 60, 16, 8, 3e-4
+STEPS, PROMPTS, GROUP, LR = 100, 16, 8, 3e-4
 MAX_OFF_POLICY_STEPS = 2
 MAX_IN_FLIGHT = 24  # groups
-PROBE_EVERY = 6  # steps between measurements of the mismatch
-# --- the engine ---
-PAGE_TOKENS, DEVICE_PAGES = 32, 96
-HOST_PAGES, DISK_PAGES = 64, 256
+PROBE_EVERY = 10  # steps between measurements of the mismatch
 TIMEOUT_S = 120.0
-
-PAD, BOS, EOS = 0, 1, 2
-LETTERS = " ,:abcdefghijklmnopqrstuvwxyz>"
-IDS = {letter: 3 + i for i, letter in enumerate(LETTERS)}
-
-
-# --- data and reward -----------------------------------------------------------------------------
-
-
-def snippets() -> tuple[list[str], list[str]]:
-    """Short runs of words from Python's documentation topics: for training, and held out."""
-    from pydoc_data.topics import topics
-
-    words = re.findall(r"[a-z]+", " ".join(topics[name] for name in sorted(topics)).lower())
-    low, high = SNIPPET
-    found = set()
-    for start in range(len(words)):
-        text = words[start]
-        for word in words[start + 1 : start + 5]:
-            if len(text) >= low:
-                break
-            text += " " + word
-        if low <= len(text) <= high:
-            found.add(text)
-    shuffled = random.Random(SEED).sample(sorted(found), len(found))
-    return shuffled[HELD_OUT:], shuffled[:HELD_OUT]
-
-
-def encode(text: str) -> list[int]:
-    return [IDS[letter] for letter in text]
-
-
-def prompt_of(text: str) -> list[int]:
-    return [BOS, *encode(INSTRUCTION + text + ">")]
-
-
-def reward_of(text: str, completion: list[int]) -> float:
-    """The share of positions that hold the right letter, the end of the answer included."""
-    target = [*encode(text[::-1]), EOS]
-    right = sum(a == b for a, b in zip(target, completion, strict=False))
-    return right / max(len(target), len(completion))
 
 
 # --- the trainer, one on each rank ---------------------------------------------------------------
@@ -172,7 +125,7 @@ class Trainer:
             chosen = chance.sample(texts, WARM_BATCH // self.world_size)
             shown = [t if chance.random() < WRONG_DEMONSTRATIONS else t[::-1] for t in chosen]
             prompts = [prompt_of(text) for text in chosen]
-            answers = [[*encode(answer), EOS] for answer in shown]
+            answers = [answer_of(answer) for answer in shown]
             rows = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
             tokens, mask = padded(rows, [len(prompt) for prompt in prompts])
             count = parallel.global_token_count(mask.sum(), self.meshes)
@@ -281,94 +234,7 @@ def routes_of(samples: list[Sample], tokens: Tensor) -> replay.Routes:
     return replay.Routes.join([row.pad(tokens.shape[1]) for row in rows])
 
 
-# --- rank 0: the engine and the loop -------------------------------------------------------------
-
-
-def engine_arguments(checkpoint: Path, pages_on_disk: Path, shape) -> dict:
-    from primeblocks.async_loop.adapters.vllm import base_engine_args
-    from primeblocks.kvoffload.adapters import vllm as kvoffload_vllm
-    from primeblocks.replay.adapters import vllm as replay_vllm
-    from primeblocks.weightsync.adapters import vllm as weightsync_vllm
-
-    # Keys and values of 2 heads of 32, two bytes each.
-    page_bytes = PAGE_TOKENS * MODEL["num_layers"] * 2 * 2 * 32 * 2
-    capture_bytes = replay_vllm.plan_capture_bytes(
-        shape,
-        page_tokens=PAGE_TOKENS,
-        device_pages=DEVICE_PAGES,
-        offloaded_pages=HOST_PAGES + DISK_PAGES,
-    )
-    arguments = base_engine_args(
-        checkpoint,
-        dtype="bfloat16",
-        max_model_len=128,
-        max_num_seqs=MAX_IN_FLIGHT * GROUP,
-        kv_bytes=DEVICE_PAGES * page_bytes,
-        block_size=PAGE_TOKENS,
-        num_gpu_blocks_override=DEVICE_PAGES,
-        disable_log_stats=False,  # the page store reports through vLLM's metrics
-    )
-    return (
-        arguments
-        | weightsync_vllm.engine_args()
-        | replay_vllm.engine_args(max_bytes=capture_bytes, device="cpu")
-        | kvoffload_vllm.engine_args(
-            primary_bytes=16 * page_bytes,
-            host_bytes=HOST_PAGES * page_bytes,
-            disk_path=pages_on_disk,
-            disk_bytes=DISK_PAGES * 2 * page_bytes,
-            max_staleness=MAX_OFF_POLICY_STEPS,
-        )
-    )
-
-
-class Rollouts:
-    """Asks the engine; the only part that knows text, tokens and reward together."""
-
-    def __init__(self, engine, shape) -> None:
-        self.engine, self.shape = engine, shape
-        self.tokens = 0
-
-    async def group(self, text: str, *, version: int) -> list[async_loop.Rollout]:
-        """`GROUP` rollouts of one prompt, under the salt of the version that they start with."""
-        completions = await self.ask(text, version=version, n=GROUP, temperature=1.0)
-        self.tokens += sum(len(completion.token_ids) for completion in completions)
-        return [self.with_reward(text, completion) for completion in completions]
-
-    async def greedy_reward(self, texts: list[str], *, version: int) -> float:
-        asked = [self.ask(text, version=version, n=1, temperature=0.0) for text in texts]
-        answers = [completions[0] for completions in await asyncio.gather(*asked)]
-        pairs = zip(texts, answers, strict=True)
-        return statistics.mean(reward_of(text, list(answer.token_ids)) for text, answer in pairs)
-
-    async def probe(self, texts: list[str], *, version: int) -> list[Sample]:
-        """Rollouts of exactly this version, to measure how far the trainer is from the engine."""
-        asked = [self.ask(text, version=version, n=1, temperature=1.0) for text in texts]
-        answers = [completions[0] for completions in await asyncio.gather(*asked)]
-        pairs = zip(texts, answers, strict=True)
-        return [sample_of(self.with_reward(text, answer), 0.0) for text, answer in pairs]
-
-    async def ask(self, text: str, *, version: int, n: int, temperature: float):
-        from primeblocks.kvoffload.adapters.vllm import version_args
-
-        return await self.engine.generate(
-            prompt_of(text),
-            n=n,
-            temperature=temperature,
-            max_tokens=SNIPPET[1] + 4,
-            stop_token_ids=[EOS],
-            cache_salt=async_loop.cache_salt(version),
-            extra_args=version_args(version),
-            timeout_s=TIMEOUT_S,
-        )
-
-    def with_reward(self, text: str, completion) -> async_loop.Rollout:
-        from primeblocks.replay.adapters.vllm import routes_from_output
-
-        rollout = completion.to_rollout(prompt_id=text)
-        routes = routes_from_output(completion, self.shape, prompt_tokens=len(completion.prompt))
-        reward = reward_of(text, list(completion.token_ids))
-        return replace(rollout, reward=reward, attachments={"routes": routes})
+# --- rank 0: the loop ----------------------------------------------------------------------------
 
 
 def sample_of(rollout: async_loop.Rollout, advantage: float) -> Sample:
@@ -388,31 +254,33 @@ def samples_of(groups) -> list[Sample]:
     return [sample_of(r, advantage) for r, advantage in zip(rollouts, advantages, strict=True)]
 
 
-async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace) -> dict:
+async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace) -> None:
     """Rank 0: warm start, start the engine, run the loop, measure."""
+    # Here, for the other ranks need no vLLM.
     import vllm
+    from async_grpo.report import record_of, report
+    from async_grpo.rollouts import Rollouts, engine_arguments, router_shape
 
     from primeblocks.async_loop.adapters.vllm import VllmEngine
     from primeblocks.kvoffload.adapters.vllm import engine_statistics
-    from primeblocks.replay.adapters.vllm import RouterShape
     from primeblocks.weightsync.adapters import vllm as weightsync_vllm
 
     start = time.monotonic()
-    training, held_out = snippets()
-    shape = RouterShape(
-        num_layers=MODEL["num_layers"],
-        moe_layers=tuple(range(MODEL["num_layers"])),
-        num_experts=MODEL["num_experts"],
-        top_k=MODEL["top_k"],
-    )
+    training, held_out = snippets(SEED)
     on_all_ranks(trainer, "warm_start", training, options.warm_steps)
-    arguments = engine_arguments(checkpoint, checkpoint.parent / "pages", shape)
+    config = trainer.model.config
+    arguments = engine_arguments(
+        checkpoint,
+        config,
+        max_requests=MAX_IN_FLIGHT * GROUP,
+        max_off_policy_steps=MAX_OFF_POLICY_STEPS,
+    )
+    history, probes, receipts, sync_seconds = [], [], [], []
     async with await VllmEngine.start(arguments, timeout_s=TIMEOUT_S) as engine:
+        rollouts = Rollouts(engine, router_shape(config), group=GROUP)
         await weightsync_vllm.attach(
             engine.llm, trainer.sync_plan, trainer.transport, timeout_s=TIMEOUT_S
         )
-        receipts: list[weightsync.Receipt] = []
-        sync_seconds: list[float] = []
 
         async def publish(version: int) -> None:
             began = time.monotonic()
@@ -425,16 +293,18 @@ async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace)
         def train(groups, *, version: int) -> dict[str, float]:
             return on_all_ranks(trainer, "train", samples_of(groups))
 
-        async def measure_mismatch(version: int) -> tuple[float, float, float]:
-            samples = await rollouts.probe(held_out[:64], version=version)
-            return await asyncio.to_thread(on_all_ranks, trainer, "mismatch", samples)
+        async def probe(version: int) -> None:
+            """Engine and trainer at the same version, on fresh rollouts of held-out prompts."""
+            fresh = await rollouts.each(held_out[:64], version=version)
+            samples = [sample_of(rollout, 0.0) for rollout in fresh]
+            kl = await asyncio.to_thread(on_all_ranks, trainer, "mismatch", samples)
+            probes.append((version, *kl))
 
         await publish(1)  # the warm weights
-        rollouts = Rollouts(engine, shape)
         reward_before = await rollouts.greedy_reward(held_out, version=1)
         chance = random.Random(SEED + 99)
         loop = async_loop.AsyncLoop(
-            prompts=iter(lambda: chance.choice(training), None),
+            prompts=(chance.choice(training) for _ in itertools.count()),
             generate=rollouts.group,
             train=train,
             publish=publish,
@@ -447,104 +317,43 @@ async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace)
             version=1,
             step_timeout_s=TIMEOUT_S,
         )
-        history: list[dict] = []
-        probes: list[tuple[int, float, float, float]] = []
         began = time.monotonic()
         async with loop:
-            bar = tqdm(total=options.steps, desc="GRPO")
+            bar = tqdm(total=options.steps, desc="GRPO", mininterval=1.0)
             async for step in loop.steps(options.steps):
-                if (step.version - 1) % PROBE_EVERY == 0 or step.version - 1 == options.steps:
-                    probes.append((step.version, *await measure_mismatch(step.version)))
                 history.append(record_of(step))
+                if len(history) % PROBE_EVERY == 0 or len(history) == options.steps:
+                    await probe(step.version)
                 kl = f"{probes[-1][2]:.1e}" if probes else "-"
                 shown = {"reward": f"{history[-1]['reward']:.3f}", "KL": kl}
-                bar.set_postfix(shown | {"staleness": max(step.staleness)})
+                bar.set_postfix(shown | {"staleness": max(step.staleness)}, refresh=False)
                 bar.update()
             bar.close()
         loop_seconds = time.monotonic() - began
         reward_after = await rollouts.greedy_reward(held_out, version=loop.version)
-        kv = engine_statistics()
+        pages = engine_statistics()
     on_all_ranks(trainer, "close")
-    versions = set().union(*(record["versions"] for record in history))
     summary = {
         "engine": f"vllm-{vllm.__version__}",
         "reward_before": reward_before,
         "reward_after": reward_after,
         "steps": len(history),
-        "versions_seen": len(versions),
+        "versions_seen": len(set().union(*(record["versions"] for record in history))),
         "max_off_policy_steps": MAX_OFF_POLICY_STEPS,
         "max_staleness_seen": max(max(record["staleness"]) for record in history),
-        "mismatch_kl_without_replay": statistics.mean(probe[1] for probe in probes),
-        "mismatch_kl_with_replay": statistics.mean(probe[2] for probe in probes),
-        "route_agreement": statistics.mean(probe[3] for probe in probes),
+        "mismatch_kl_without_replay": statistics.mean(kl for _, kl, _, _ in probes),
+        "mismatch_kl_with_replay": statistics.mean(kl for _, _, kl, _ in probes),
+        "route_agreement": statistics.mean(agreement for *_, agreement in probes),
         "sync_seconds_median": statistics.median(sync_seconds),
         "sync_bytes": receipts[-1].bytes,
         "tokens_per_second": rollouts.tokens / loop_seconds,
-        "kv_store_hits": kv.hits,
+        "kv_store_hits": pages.hits,
+        "kv_store_tokens": pages.tokens,
         "dropped": sum(record["dropped"] for record in history),
         "fp8": options.fp8,
         "seconds": time.monotonic() - start,
     }
     report(summary, history, probes, options.out)
-    return summary
-
-
-def record_of(step: async_loop.Step) -> dict:
-    rollouts = [rollout for group in step.groups for rollout in group.rollouts]
-    return {
-        "reward": statistics.mean(rollout.reward for rollout in rollouts),
-        "versions": {int(version) for rollout in rollouts for version in rollout.versions},
-        "staleness": step.staleness,
-        "dropped": step.dropped,
-        "seconds": (step.trainer_idle_s, step.train_s, step.publish_s),
-    }
-
-
-# --- report --------------------------------------------------------------------------------------
-
-
-def report(summary: dict, history: list[dict], probes: list[tuple], out: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-
-    def figure(name: str, title: str, x: str, y: str):
-        fig, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-        axes.set(title=title, xlabel=x, ylabel=y)
-        return fig, axes, out / f"{name}.png"
-
-    fig, axes, path = figure("reward", "Reward", "optimizer step", "mean reward")
-    axes.plot(range(1, len(history) + 1), [r["reward"] for r in history], label="training batch")
-    ends = [summary["reward_before"], summary["reward_after"]]
-    axes.plot([0, len(history)], ends, "o", label="held out, greedy")
-    axes.legend()
-    fig.savefig(path)
-    fig, axes, path = figure("mismatch_kl", "Engine against trainer", "version", "k3 (nats/token)")
-    for column, label in ((1, "without replay"), (2, "with replay")):
-        axes.semilogy([p[0] for p in probes], [p[column] for p in probes], "o-", label=label)
-    axes.legend()
-    fig.savefig(path)
-    fig, axes, path = figure("staleness", "Staleness", "optimizer steps", "groups")
-    ages = [age for record in history for age in record["staleness"]]
-    axes.hist(ages, bins=[age - 0.5 for age in range(MAX_OFF_POLICY_STEPS + 2)], rwidth=0.8)
-    axes.set_xticks(range(MAX_OFF_POLICY_STEPS + 1))
-    fig.savefig(path)
-    fig, axes, path = figure("time", "Where the trainer's time went", "optimizer step", "seconds")
-    parts = list(zip(*(record["seconds"] for record in history), strict=True))
-    axes.stackplot(range(1, len(history) + 1), parts, labels=("waiting", "training", "publishing"))
-    axes.legend()
-    fig.savefig(path)
-    width = max(map(len, summary))
-    for key, value in summary.items():
-        print(
-            f"{key:<{width}}  {value:.6g}"
-            if isinstance(value, float)
-            else f"{key:<{width}}  {value}"
-        )
 
 
 def main() -> None:

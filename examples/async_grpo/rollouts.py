@@ -1,0 +1,114 @@
+"""Rank 0's side of the engine: its arguments, and rollouts with reward and routes."""
+
+import asyncio
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from primeblocks.async_loop import Rollout, cache_salt
+from primeblocks.async_loop.adapters.vllm import Completion, VllmEngine, base_engine_args
+from primeblocks.kvoffload.adapters import vllm as kvoffload_vllm
+from primeblocks.replay.adapters import vllm as replay_vllm
+from primeblocks.weightsync.adapters import vllm as weightsync_vllm
+
+from .task import EOS, SNIPPET, prompt_of, reward_of
+
+# The device cache is too small for all requests at a time, and vLLM's own pool in host memory is
+# only a passage: what overflows goes to our store.
+PAGE_TOKENS, DEVICE_PAGES, PASSAGE_PAGES, HOST_PAGES, DISK_PAGES = 32, 48, 4, 128, 256
+TIMEOUT_S = 120.0
+
+
+def router_shape(config: Any) -> replay_vllm.RouterShape:
+    """What the engine's routes look like, from a transformers configuration of Qwen3-MoE."""
+    return replay_vllm.RouterShape(
+        num_layers=config.num_hidden_layers,
+        moe_layers=tuple(range(config.num_hidden_layers)),
+        num_experts=config.num_experts,
+        top_k=config.num_experts_per_tok,
+    )
+
+
+def engine_arguments(
+    checkpoint: Path, config: Any, *, max_requests: int, max_off_policy_steps: int
+) -> dict[str, Any]:
+    """Each block's adapter contributes its part of the engine's arguments."""
+    key_or_value = config.num_key_value_heads * config.head_dim * 2  # bytes, in bfloat16
+    page_bytes = PAGE_TOKENS * config.num_hidden_layers * 2 * key_or_value
+    capture_bytes = replay_vllm.plan_capture_bytes(
+        router_shape(config),
+        page_tokens=PAGE_TOKENS,
+        device_pages=DEVICE_PAGES,
+        offloaded_pages=PASSAGE_PAGES + HOST_PAGES + DISK_PAGES,
+    )
+    arguments = base_engine_args(
+        checkpoint,
+        dtype="bfloat16",
+        max_model_len=128,
+        max_num_seqs=max_requests,
+        kv_bytes=DEVICE_PAGES * page_bytes,
+        block_size=PAGE_TOKENS,
+        num_gpu_blocks_override=DEVICE_PAGES,
+        disable_log_stats=False,  # the page store reports through vLLM's metrics
+    )
+    return (
+        arguments
+        | weightsync_vllm.engine_args()
+        | replay_vllm.engine_args(max_bytes=capture_bytes, device="cpu")
+        | kvoffload_vllm.engine_args(
+            primary_bytes=PASSAGE_PAGES * page_bytes,
+            host_bytes=HOST_PAGES * page_bytes,
+            disk_path=checkpoint.parent / "pages",
+            disk_bytes=2 * DISK_PAGES * page_bytes,
+            max_staleness=max_off_policy_steps,
+        )
+    )
+
+
+class Rollouts:
+    """Asks the engine; the one place that knows text, tokens, routes and reward together."""
+
+    def __init__(self, engine: VllmEngine, shape: replay_vllm.RouterShape, *, group: int) -> None:
+        self.engine, self.shape, self.group_size = engine, shape, group
+        self.tokens = 0
+
+    async def group(self, text: str, *, version: int) -> list[Rollout]:
+        """Rollouts of one prompt, under the salt of the version that they start with."""
+        rollouts = await self.each([text] * self.group_size, version=version)
+        self.tokens += sum(len(rollout.completion) for rollout in rollouts)
+        return rollouts
+
+    async def each(self, texts: Sequence[str], *, version: int) -> list[Rollout]:
+        """One rollout of every text."""
+        asked = [self.ask(text, version=version, temperature=1.0) for text in texts]
+        answers = await asyncio.gather(*asked)
+        return [self.rollout_of(t, answer) for t, answer in zip(texts, answers, strict=True)]
+
+    async def greedy_reward(self, texts: Sequence[str], *, version: int) -> float:
+        asked = [self.ask(text, version=version, temperature=0.0) for text in texts]
+        answers = zip(texts, await asyncio.gather(*asked), strict=True)
+        return statistics.mean(reward_of(text, answer.token_ids) for text, answer in answers)
+
+    async def ask(self, text: str, *, version: int, temperature: float) -> Completion:
+        (answer,) = await self.engine.generate(
+            prompt_of(text),
+            temperature=temperature,
+            max_tokens=SNIPPET[1] + 4,
+            stop_token_ids=[EOS],
+            cache_salt=cache_salt(version),
+            extra_args=kvoffload_vllm.version_args(version),
+            timeout_s=TIMEOUT_S,
+        )
+        return answer
+
+    def rollout_of(self, text: str, answer: Completion) -> Rollout:
+        routes = replay_vllm.routes_from_output(
+            answer, self.shape, prompt_tokens=len(answer.prompt)
+        )
+        return replace(
+            answer.to_rollout(prompt_id=text),
+            reward=reward_of(text, answer.token_ids),
+            attachments={"routes": routes},
+        )
