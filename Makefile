@@ -2,7 +2,7 @@
 VENV ?= .venv
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test check
+.PHONY: setup demo test check docs
 setup: $(READY)
 
 $(READY): pyproject.toml scripts/setup requirements/cpu-overrides.txt requirements/cpu-constraints.txt
@@ -10,10 +10,13 @@ $(READY): pyproject.toml scripts/setup requirements/cpu-overrides.txt requiremen
 	touch $@
 
 demo: setup
-	scripts/demo $(VENV)
+	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 examples/async_grpo_moe.py
 
 test: setup
 	$(VENV)/bin/python -m pytest
 
 check: setup
 	scripts/check $(VENV)
+
+docs:
+	scripts/docs
