@@ -54,7 +54,7 @@ class Shard:
         """
         offsets = tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True))
         inside = all(
-            0 <= o and o + n <= size
+            o >= 0 and o + n <= size
             for o, n, size in zip(offsets, self.sizes, outer.sizes, strict=True)
         )
         if not inside:

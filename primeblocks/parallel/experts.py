@@ -23,6 +23,7 @@ __all__ = [
     "LocalDispatcher",
     "TokenDispatcher",
     "grouped_swiglu",
+    "local_experts",
 ]
 
 

@@ -141,17 +141,13 @@ def _check_against_one_rank(tokens_by_rank, seed):
         _assert_equal([torch.cat([mine[3 + i] for mine in got])], [want])
 
 
-@pytest.mark.parametrize(
-    "tokens_by_rank", [(4, 7), (0, 3), (5, 0, 2), (0, 0, 0)], ids=lambda counts: str(counts)
-)
+@pytest.mark.parametrize("tokens_by_rank", [(4, 7), (0, 3), (5, 0, 2), (0, 0, 0)], ids=str)
 def test_shared_experts_match_one_rank(tokens_by_rank):
     _check_against_one_rank(tokens_by_rank, seed=5)
 
 
 @settings(max_examples=4, deadline=None)
-@given(
-    tokens_by_rank=st.lists(st.integers(0, 6), min_size=2, max_size=3), seed=st.integers(9, 99)
-)
+@given(tokens_by_rank=st.lists(st.integers(0, 6), min_size=2, max_size=3), seed=st.integers(9, 99))
 def test_any_ragged_batch_matches_one_rank(tokens_by_rank, seed):
     _check_against_one_rank(tokens_by_rank, seed)
 

@@ -1,4 +1,4 @@
-"""Qwen3-MoE of transformers, parallel, against itself on one rank."""
+"""Models of transformers, parallel, against themselves on one rank."""
 
 import copy
 import importlib
@@ -14,37 +14,20 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from primeblocks.errors import MissingPackageError, UnsupportedError
 from primeblocks.layout import layout_of
 from primeblocks.parallel import clip_grad_norm_, global_token_count, plan_mesh
-from primeblocks.testing import ranks
+from primeblocks.testing import ranks, tiny_models
 
 VOCABULARY, EXPERTS, TOP_K = 32, 12, 2
 
 
-def _qwen3_moe():
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        moe_intermediate_size=12,
-        num_hidden_layers=3,
-        mlp_only_layers=[1],
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=EXPERTS,
-        num_experts_per_tok=TOP_K,
-        norm_topk_prob=True,
-        max_position_embeddings=64,
-        attn_implementation="eager",
-        experts_implementation="eager",
-    )
-    torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(config)
+def _model(family):
+    sizes = {"hidden": 32, "num_layers": 2, "num_experts": EXPERTS, "vocab": VOCABULARY}
+    model = tiny_models.build(family, dtype="float32", top_k=TOP_K, **sizes)
+    model.config._experts_implementation = "eager"
+    g = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in model.parameters():  # Norms and routers far from their initial symmetry.
-            scale = parameter.shape[-1] ** -0.5
-            parameter.copy_(torch.randn_like(parameter) * scale + (parameter.ndim == 1))
+        for parameter in model.parameters():  # Far from the symmetry of a fresh model.
+            noise = torch.randn(parameter.shape, generator=g) * parameter.shape[-1] ** -0.5
+            parameter.copy_(noise + (parameter.ndim == 1))
     return model.train()
 
 
@@ -93,17 +76,17 @@ def _run(model, rank, count, *, impose):
     return loss.detach()
 
 
-def _whole(dtype, count, *, impose):
-    model = _qwen3_moe().to(dtype)
+def _whole(family, dtype, count, *, impose):
+    model = _model(family).to(dtype)
     loss = sum(_run(model, rank, count, impose=impose) for rank in range(dist.get_world_size()))
     return model, loss
 
 
-def _sharded(degrees, dtype, *, precision=None, checkpointing=False):
+def _sharded(family, degrees, dtype, *, precision=None, checkpointing=False):
     from primeblocks.parallel.adapters.transformers import parallelize
 
     warnings.simplefilter("error")
-    model = _qwen3_moe().to(dtype)
+    model = _model(family).to(dtype)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     meshes = plan_mesh(world_size=dist.get_world_size(), **degrees).build("cpu")
@@ -124,11 +107,11 @@ def _error(model, whole, tensor_of):
     return worst
 
 
-def _train(degrees, impose, checkpointing):
-    model, meshes, count = _sharded(degrees, torch.float64, checkpointing=checkpointing)
+def _train(degrees, *, family="qwen3_moe", impose=False, checkpointing=False):
+    model, meshes, count = _sharded(family, degrees, torch.float64, checkpointing=checkpointing)
     loss = _run(model, dist.get_rank(), count, impose=impose)
     dist.all_reduce(loss)
-    whole, want = _whole(torch.float64, count, impose=impose)
+    whole, want = _whole(family, torch.float64, count, impose=impose)
     errors = {"loss": abs(float(loss / want) - 1)}
     errors["gradients"] = _error(model, whole, lambda p: p.grad)
     got = clip_grad_norm_(model.parameters(), 0.1, meshes=meshes)
@@ -141,30 +124,48 @@ def _train(degrees, impose, checkpointing):
     return errors
 
 
+def _replay(degrees):
+    """Routes imposed by a hook, under activation checkpointing."""
+    return _train(degrees, impose=True, checkpointing=True)
+
+
+def _family(family):
+    return _train({"expert": 2}, family=family)
+
+
+def _assert_equals_one_rank(results):
+    for errors in results:
+        assert max(errors.values()) < 1e-12, errors
+
+
 @pytest.mark.parametrize(
-    ("world_size", "degrees", "impose", "checkpointing"),
-    [
-        (2, {"expert": 2}, False, False),
-        (2, {}, True, True),
-        (3, {"expert": 3}, True, False),
-        (3, {}, False, True),
-        (4, {"expert": 2}, True, True),
-        (4, {"expert": 2, "replicate": 2}, False, False),
-    ],
+    ("world_size", "degrees"),
+    [(2, {}), (3, {"expert": 3}), (4, {"expert": 2}), (4, {"expert": 2, "replicate": 2})],
     ids=str,
 )
-def test_a_step_equals_one_rank(world_size, degrees, impose, checkpointing):
-    for errors in ranks.run(_train, degrees, impose, checkpointing, world_size=world_size):
-        assert max(errors.values()) < 1e-12, errors
+def test_a_step_equals_one_rank(world_size, degrees):
+    _assert_equals_one_rank(ranks.run(_train, degrees, world_size=world_size))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "degrees"), [(2, {"expert": 2}), (3, {}), (4, {"expert": 2})], ids=str
+)
+def test_imposed_routes_and_recomputation(world_size, degrees):
+    _assert_equals_one_rank(ranks.run(_replay, degrees, world_size=world_size))
+
+
+@pytest.mark.parametrize("family", sorted({*tiny_models.FAMILIES} - {"gpt_oss"}))
+def test_every_tested_family(family):
+    _assert_equals_one_rank(ranks.run(_family, family, world_size=2))
 
 
 def _low_precision():
     """Relative gradient error against float64: mixed precision in parallel, bfloat16 on one."""
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model, _, count = _sharded({"expert": 2}, torch.float32, precision=precision)
+    model, _, count = _sharded("qwen3_moe", {"expert": 2}, torch.float32, precision=precision)
     _run(model, dist.get_rank(), count, impose=True)
-    oracle, _ = _whole(torch.float64, count, impose=True)
-    naive, _ = _whole(torch.bfloat16, count, impose=True)
+    oracle, _ = _whole("qwen3_moe", torch.float64, count, impose=True)
+    naive, _ = _whole("qwen3_moe", torch.bfloat16, count, impose=True)
     ours, theirs, scale = 0.0, 0.0, 0.0
     for name, want in oracle.named_parameters():
         got = model.get_parameter(name).grad
@@ -184,7 +185,7 @@ def _shared_config():
     """A second model with the same config object keeps its own experts."""
     from primeblocks.parallel.adapters.transformers import parallelize
 
-    model = _qwen3_moe()
+    model = _model("qwen3_moe")
     other = type(model)(model.config)
     other.load_state_dict(copy.deepcopy(model.state_dict()))
     ids = _batch(0)[0]
@@ -198,24 +199,23 @@ def test_other_models_are_left_alone():
     ranks.run(_shared_config, world_size=1)
 
 
-def _untested_model():
-    from transformers import MixtralConfig, MixtralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+def _untested_models():
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from primeblocks.parallel.adapters.transformers import parallelize
 
     small = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    small |= {"num_attention_heads": 1, "num_key_value_heads": 1}
+    dense = Qwen3ForCausalLM(
+        Qwen3Config(**small, num_attention_heads=1, num_key_value_heads=1, head_dim=8)
+    )
     meshes = plan_mesh(world_size=1).build("cpu")
-    for model, kind in (
-        (MixtralForCausalLM(MixtralConfig(**small)), "'MixtralExperts'"),
-        (Qwen3ForCausalLM(Qwen3Config(**small)), "none"),
-    ):
-        with pytest.raises(UnsupportedError, match=f"{kind}.*tested are.*Qwen3MoeExperts"):
+    for model, kind in ((_model("gpt_oss"), "'GptOssExperts'"), (dense, "none")):
+        with pytest.raises(UnsupportedError, match=f"of kind .*{kind}.*; tested are.*Qwen3Moe"):
             parallelize(model, meshes)
 
 
 def test_experts_that_no_test_covers_are_refused():
-    ranks.run(_untested_model, world_size=1)
+    ranks.run(_untested_models, world_size=1)
 
 
 def test_a_missing_package_is_named(monkeypatch):

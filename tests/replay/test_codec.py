@@ -66,7 +66,7 @@ def test_the_payload_is_not_copied(value):
     assert not again.experts.flags.writeable
 
 
-def test_slices_and_single_layers_pack(arguments):
+def test_slices_and_single_layers_pack(value):
     assert Routes.unpack(value[1:].pack()) == value[1:]
     assert Routes.unpack(value.only([5]).pack()) == value.only([5])
 

@@ -27,7 +27,13 @@ __all__ = ["parallelize"]
 
 _IMPLEMENTATION = "primeblocks"
 # Classes whose gradients a test compares with the model on one rank.
-_TESTED = ("Qwen3MoeExperts",)
+_TESTED = (
+    "DeepseekV3Experts",
+    "Glm4MoeExperts",
+    "MixtralExperts",
+    "OlmoeExperts",
+    "Qwen3MoeExperts",
+)
 
 
 def parallelize(

@@ -1,0 +1,1 @@
+"""Benchmarks, one file a block: `python -m benchmarks.<block> --json FILE`."""

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# GPU tests, then every benchmark, on a machine with a CUDA device; under ten minutes.
+# Usage: benchmarks/gpu/run.sh [FOLDER FOR JSON]. Python: $PYTHON, or python3, with torch installed.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+python=${PYTHON:-python3}
+out=${1:-benchmarks/results}
+
+"$python" -c 'import torch; assert torch.cuda.is_available(), "no CUDA device"'
+# Such a machine may lack the packages that check annotations: leave that to the CPU run.
+PYTHONPATH=. "$python" -m pytest tests -m gpu -o addopts="--import-mode=importlib" -o timeout=0 \
+  -W "ignore::pytest.PytestConfigWarning"
+mkdir -p "$out"
+for benchmark in benchmarks/*.py; do
+  name=$(basename "$benchmark" .py)
+  case $name in __init__ | harness) continue ;; esac
+  "$python" -m "benchmarks.$name" --json "$out/$name.gpu.json"
+done
