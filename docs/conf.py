@@ -9,7 +9,6 @@ version = release = primeblocks.__version__
 
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "myst_nb"]
 exclude_patterns = ["_build"]
-suppress_warnings = ["toc.empty_glob"]  # A folder may be empty yet.
 
 html_theme = "furo"
 html_title = f"primeblocks {version}"

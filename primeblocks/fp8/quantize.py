@@ -56,11 +56,12 @@ def quantize(x: Tensor, tile: Tile) -> Quantized:
     """
     if x.ndim != 2 or not x.is_floating_point():
         raise ShapeError(f"quantize takes a floating-point matrix; got {x.dtype} {list(x.shape)}")
-    values = x.detach().float()
-    amax = _tile_amax(values, tile)
+    rows, columns = x.shape
+    values = _tiled(x.detach().float(), tile)
+    amax = values.abs().amax(dim=(1, 3))
     if not amax.isfinite().all():
-        bad = int((~values.isfinite()).sum())
-        raise UsageError(f"{bad} of {values.numel()} values are not finite; float8 has no infinity")
+        bad = int((~x.isfinite()).sum())
+        raise UsageError(f"{bad} of {x.numel()} values are not finite; float8 has no infinity")
     scales = torch.where(amax > 0, amax / E4M3_MAX, torch.ones_like(amax))
     inverse = scales.reciprocal()
     if not (scales > 0).all() or not inverse.isfinite().all():
@@ -68,10 +69,10 @@ def quantize(x: Tensor, tile: Tile) -> Quantized:
             f"a tile's largest value is {amax[amax > 0].min():.1e}, whose scale leaves float32. "
             "Multiply the loss by a constant and divide the gradients by it."
         )
-    scaled = values * _spread(inverse, tile, (x.shape[0], x.shape[1]))
+    scaled = values * inverse[:, None, :, None]
     # Explicit: a cast beyond the range saturates since torch 2.12 and gave NaN before.
-    codes = scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return Quantized(codes, scales, tile)
+    codes = scaled.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return Quantized(codes.flatten(2, 3).flatten(0, 1)[:rows, :columns], scales, tile)
 
 
 def round_trip(x: Tensor, tile: Tile) -> Tensor:
@@ -88,12 +89,12 @@ def measure_error(x: Tensor, quantized: Quantized) -> float:
     return float((quantized.dequantize(torch.float64) - exact).norm() / norm)
 
 
-def _tile_amax(x: Tensor, tile: Tile) -> Tensor:
-    rows, columns = x.shape
-    down, across = tile.grid(rows, columns)
-    padding = (0, across * tile.columns - columns, 0, down * tile.rows - rows)
-    whole = torch.nn.functional.pad(x.abs(), padding)
-    return whole.reshape(down, tile.rows, across, tile.columns).amax(dim=(1, 3))
+def _tiled(x: Tensor, tile: Tile) -> Tensor:
+    """`[row tiles, rows, column tiles, columns]`, filled up with zeros."""
+    down, across = tile.grid(*x.shape)
+    padding = (0, across * tile.columns - x.shape[1], 0, down * tile.rows - x.shape[0])
+    whole = torch.nn.functional.pad(x, padding) if any(padding) else x
+    return whole.reshape(down, tile.rows, across, tile.columns)
 
 
 def _spread(scales: Tensor, tile: Tile, shape: tuple[int, int]) -> Tensor:

@@ -12,7 +12,7 @@ from primeblocks.replay import Routes
 
 @st.composite
 def arguments(draw):
-    """Arguments, not Routes: run-time type checks draw random numbers, which a strategy may not."""
+    """Arguments of `Routes.from_array`."""
     num_experts = draw(st.sampled_from([4, 256, 257, 65536]))
     tokens, layers, top_k = draw(
         st.tuples(st.integers(0, 20), st.integers(1, 4), st.integers(1, 4))

@@ -1,0 +1,211 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from primeblocks.errors import MissingPackageError, UnsupportedError
+from primeblocks.replay import Routes, compare, impose, record
+from primeblocks.replay.adapters import transformers as adapter
+from primeblocks.replay.reference import sigmoid_router, softmax_router
+from primeblocks.testing import tiny_models
+
+FAMILIES = ["glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen3_moe"]
+TOKENS = torch.arange(24).reshape(2, 12) % 20 + 4
+
+
+def build(family, dtype="float32"):
+    # Wide weights: routers then disagree about most tokens of different seeds.
+    model = tiny_models.build(
+        family, dtype=dtype, num_layers=3, hidden=32, vocab=32, init_std=0.3, num_experts=8
+    )
+    return model.train()
+
+
+def foreign_routes(routers, seed=5):
+    generator = torch.Generator().manual_seed(seed)
+    draws = torch.rand(TOKENS.numel(), len(routers), 8, generator=generator)
+    missing = torch.zeros(TOKENS.numel(), dtype=torch.bool)
+    missing[[0, 11, 23]] = True
+    return Routes.from_array(
+        draws.topk(2).indices.numpy(),
+        num_experts=8,
+        layer_ids=[router.layer_id for router in routers],
+        missing=missing.numpy(),
+    )
+
+
+def step(model):
+    model.zero_grad()
+    logits = model(input_ids=TOKENS, use_cache=False).logits
+    logits.log_softmax(-1).gather(-1, TOKENS[..., None]).mean().backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return logits.detach(), grads
+
+
+def checkpointed(model, use_reentrant):
+    if use_reentrant is not None:
+        kwargs = {"use_reentrant": use_reentrant}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+    return model
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_own_routes_change_no_bit(family, use_reentrant, dtype):
+    model = checkpointed(build(family, dtype), use_reentrant)
+    routers = adapter.routers(model)
+    with record(routers) as tape:
+        logits, gradients = step(model)
+    with impose(routers, tape.routes):
+        again, gradients_again = step(model)
+    assert torch.equal(again, logits)
+    assert gradients_again.keys() == gradients.keys()
+    assert all(torch.equal(gradients_again[name], gradients[name]) for name in gradients)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_foreign_routes_are_followed_and_reach_the_gate(family):
+    model = build(family)
+    routers = adapter.routers(model)
+    routes = foreign_routes(routers)
+    logits, own = step(model)
+    with impose(routers, routes), record(routers) as tape:
+        found, gradients = step(model)
+    assert compare(routes, tape.routes).overall == 1.0
+    assert not torch.allclose(found, logits, atol=1e-3)
+    for router in routers:
+        (name,) = (n for n, p in model.named_parameters() if p is router.module.weight)
+        assert gradients[name].abs().max() > 0
+        assert not torch.equal(gradients[name], own[name])
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpointing_changes_no_bit_under_foreign_routes(family, use_reentrant):
+    model = build(family)
+    routers = adapter.routers(model)
+    with impose(routers, foreign_routes(routers)):
+        logits, gradients = step(model)
+    with impose(routers, foreign_routes(routers)):
+        again, gradients_again = step(checkpointed(model, use_reentrant))
+    assert torch.equal(again, logits)
+    assert all(torch.equal(gradients_again[name], gradients[name]) for name in gradients)
+
+
+def test_a_whole_model_equals_one_with_reference_routers_in_float64(monkeypatch):
+    # GPT-OSS weighs in the dtype of the model; the other families narrow to float32 inside.
+    model = build("gpt_oss", "float64")
+    routers = adapter.routers(model)
+    routes = foreign_routes(routers)
+    with impose(routers, routes):
+        logits, gradients = step(model)
+    rows = [
+        [None if gone else row for row, gone in zip(layer, routes.missing.tolist(), strict=True)]
+        for layer in routes.experts.swapaxes(0, 1).tolist()
+    ]
+    for router, imposed in zip(routers, rows, strict=True):
+        monkeypatch.setattr(router.module, "forward", _by_reference(router.module, imposed))
+    expected, expected_gradients = step(model)
+    torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-12, atol=1e-12)
+
+
+def _by_reference(module, imposed):
+    def forward(hidden):
+        gates, ids = softmax_router(
+            hidden, module.weight, bias=module.bias, top_k=2, renormalise=True, imposed=imposed
+        )
+        return hidden @ module.weight.T, gates, torch.tensor(ids)
+
+    return forward
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_router_equals_its_reference(family):
+    routers = adapter.routers(build(family, "float64"))
+    module = routers[0].module
+    if family == "glm4_moe":
+        module.e_score_correction_bias.normal_(generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(TOKENS.numel(), 32, dtype=torch.float64, generator=generator)
+    routes = foreign_routes(routers[:1])
+    imposed = [
+        None if gone else row
+        for row, gone in zip(routes.experts[:, 0].tolist(), routes.missing.tolist(), strict=True)
+    ]
+    with impose(routers[:1], routes):
+        _, gates, ids = module(hidden)
+    if family == "glm4_moe":
+        expected, expected_ids = sigmoid_router(
+            hidden,
+            module.weight,
+            top_k=2,
+            correction_bias=module.e_score_correction_bias.double(),
+            renormalise=module.norm_topk_prob,
+            scale=module.routed_scaling_factor,
+            imposed=imposed,
+        )
+    else:
+        expected, expected_ids = softmax_router(
+            hidden,
+            module.weight,
+            top_k=2,
+            renormalise=getattr(module, "norm_topk_prob", True),
+            bias=getattr(module, "bias", None),
+            imposed=imposed,
+        )
+    # As sets: GLM's own choice is unsorted.
+    assert [set(row) for row in ids.tolist()] == [set(row) for row in expected_ids]
+    found = torch.zeros(len(ids), 8, dtype=torch.float64).scatter(1, ids, gates.double())
+    wanted = torch.zeros(len(ids), 8, dtype=torch.float64)
+    wanted = wanted.scatter(1, torch.tensor(expected_ids), expected)
+    tolerance = 1e-12 if family == "gpt_oss" else 1e-6
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_dense_layers_have_no_rows():
+    routers = adapter.routers(build("glm4_moe"))
+    assert [router.layer_id for router in routers] == [1, 2]
+
+
+def test_models_without_a_known_router_are_refused():
+    with pytest.raises(UnsupportedError, match=r"no module of Linear .* qwen3_moe"):
+        adapter.routers(nn.Linear(2, 2))
+
+    class OtherRouter(nn.Module):
+        pass
+
+    model = build("qwen3_moe")
+    model.model.layers[1].mlp.gate = OtherRouter()
+    with pytest.raises(UnsupportedError, match=r"layers\.1\.mlp\.gate', a OtherRouter, is not"):
+        adapter.routers(model)
+
+
+@pytest.mark.parametrize("version", ["5.16.4", "4.57.0", "6.0.0"])
+def test_other_versions_are_refused(monkeypatch, version):
+    monkeypatch.setattr(adapter, "_VERSION", version)
+    with pytest.raises(UnsupportedError, match=version):
+        adapter.routers(nn.Linear(2, 2))
+
+
+def test_a_router_that_returns_something_else_is_refused(monkeypatch):
+    model = build("qwen3_moe")
+    routers = adapter.routers(model)
+    monkeypatch.setattr(routers[0].module, "forward", lambda hidden: hidden)
+    with pytest.raises(UnsupportedError, match="does not return"), record(routers[:1]):
+        routers[0].module(torch.zeros(1, 32))
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, adapter.__name__)
+    with pytest.raises(MissingPackageError, match=r"primeblocks\[transformers\]"):
+        __import__(adapter.__name__)
+
+
+def test_the_block_loads_no_host():
+    code = "import primeblocks.replay, sys; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
