@@ -214,15 +214,14 @@ def test_recomputation_without_routes_is_refused(toy, inputs, foreign):
         model(inputs.clone().requires_grad_())
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("checkpoint", [None, False])
 def test_evaluation_needs_no_backward(toy, inputs, foreign, checkpoint):
     model = toy(checkpoint=checkpoint)
-    x = inputs.clone().requires_grad_()
     with torch.no_grad(), impose(model.routers, foreign()):
-        model(x)
+        model(inputs)
     model.eval()
     with impose(model.routers, foreign()), torch.no_grad():
-        model(x)
+        model(inputs)
 
 
 def test_a_second_context_on_the_same_routers_is_refused(toy, inputs, foreign):
