@@ -4,12 +4,11 @@ vLLM changes torch, the environment and the default process group for good, so a
 starts inside pytest.
 """
 
-import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -23,15 +22,17 @@ ENVIRONMENT = {
 }
 
 
-def run_job(script: Path, *arguments: str, timeout_s: float) -> Any:
-    """The JSON on the last line that the script printed; its output where it fails."""
+def run_job(
+    script: Path, *arguments: str, timeout_s: float, environment: Mapping[str, str] | None = None
+) -> str:
+    """Run a script to its end and return what it printed; its errors where it fails."""
     done = subprocess.run(
         [sys.executable, str(script), *arguments],
-        env=os.environ | ENVIRONMENT,
+        env={**os.environ, **ENVIRONMENT, **(environment or {})},
         capture_output=True,
         text=True,
         timeout=timeout_s,
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return done.stdout

@@ -1,5 +1,6 @@
 """A real vLLM engine: good answers, and a typed error within its time for every kind of end."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory) -> dict:
     job = Path(__file__).with_name("engine_faults_job.py")
-    return run_job(job, str(tmp_path_factory.mktemp("engine")), timeout_s=200)
+    printed = run_job(job, str(tmp_path_factory.mktemp("engine")), timeout_s=200)
+    return json.loads(printed.strip().splitlines()[-1])
 
 
 def test_it_samples_with_logprobs_and_versions(facts):

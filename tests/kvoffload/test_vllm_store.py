@@ -2,9 +2,6 @@
 
 import importlib
 import json
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -14,36 +11,18 @@ import torch
 
 from primeblocks.errors import PlanError, UnsupportedError
 from primeblocks.testing import tiny_models
+from tests.engine_job import run_job
 
 JOB = Path(__file__).with_name("vllm_store_job.py")
 WHOLE = 96  # prompt tokens in whole pages
 CLOSE = 1e-5  # float32 log-probabilities, prefill in other batches
-
-# What an engine would claim or print by itself.
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "TORCH_COMPILE_DISABLE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_PLUGINS": "primeblocks",
-}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kvoffload")
     tiny_models.save("qwen3_moe", folder / "model", seed=0, dtype="float32", init_std=0.06)
-    done = subprocess.run(
-        [sys.executable, str(JOB), str(folder)],
-        env={**os.environ, **ENVIRONMENT},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_job(JOB, str(folder), timeout_s=110)
     return json.loads((folder / "results.json").read_text())
 
 

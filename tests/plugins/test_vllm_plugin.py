@@ -1,15 +1,13 @@
 """The plug-in: what it refuses, its off switch, and that weight updates need it."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from primeblocks.plugins import vllm as plugin
+from tests.engine_job import run_job
 
 CPU = {"version": "0.32.0", "is_cpu": True, "off": ""}
 NAMES = {"routed_experts_on_cpu", "moe_reload_on_cpu"}
@@ -48,25 +46,8 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """
     folder = tmp_path_factory.mktemp("plugin")
     job = Path(__file__).with_name("plugin_job.py")
-    environment = os.environ | {
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "TORCH_COMPILE_DISABLE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-        plugin.OFF: "moe_reload_on_cpu,no_such_patch",
-    }
-    done = subprocess.run(
-        [sys.executable, str(job), str(folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    off = {plugin.OFF: "moe_reload_on_cpu,no_such_patch"}
+    run_job(job, str(folder), timeout_s=100, environment=off)
     return json.loads((folder / "facts.json").read_text())
 
 

@@ -261,6 +261,42 @@ def test_a_router_that_never_ran_is_reported(toy, foreign):
         pass
 
 
+class PlainRouter(torch.nn.Module):
+    """Without annotations: their checks at run time cannot be compiled."""
+
+    layer_id, num_experts, top_k = 0, 6, 2
+    module = property(lambda self: self)
+
+    def forward(self, x):
+        scores, ids = (x @ torch.ones(5, 6, dtype=x.dtype)).topk(2)
+        return scores, scores, ids
+
+    def experts(self, output):
+        return output[2]
+
+    def gates(self, output, experts):
+        return output[1]
+
+    def replace(self, output, experts, gates):
+        return output
+
+
+def test_a_model_compiled_without_its_hooks_is_reported(inputs, foreign):
+    router = PlainRouter()
+    model = torch.nn.Sequential(torch.nn.Flatten(0, 1), router)
+    compiled = torch.compile(model, backend="eager")
+    compiled(inputs)
+    with (
+        pytest.raises(UsageError, match="layer 0 never ran"),
+        impose([router], foreign(layers=1)),
+    ):
+        compiled(inputs)
+    with record([router]) as tape:
+        compiled(inputs)
+        with pytest.raises(UsageError, match=r"\[0\] have not run"):
+            _ = tape.routes
+
+
 def test_record_inside_sees_the_imposed_choices_and_around_the_own(toy, inputs, foreign):
     model = toy(layers=1)
     with record(model.routers) as own:

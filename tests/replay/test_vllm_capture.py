@@ -2,9 +2,6 @@
 
 import base64
 import io
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +21,7 @@ from primeblocks.replay.adapters.vllm import (
     routes_from_output,
 )
 from primeblocks.testing import tiny_models
+from tests.engine_job import run_job
 
 SHAPE = RouterShape(num_layers=3, moe_layers=(1, 2), num_experts=8, top_k=2)
 EXACT_K3 = 1e-11
@@ -201,24 +199,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(models: Path) -> Mapping[str, np.ndarray]:
     """Requests served by a real engine, in its own process: vLLM alters a process for good."""
-    environment = os.environ | {
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "TORCH_COMPILE_DISABLE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, str(JOB), str(models)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_job(JOB, str(models), timeout_s=110)
     return dict(np.load(models / "results.npz"))
 
 

@@ -2,14 +2,12 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from primeblocks.testing import tiny_models
+from tests.engine_job import run_job
 
 JOB = Path(__file__).with_name("vllm_update_job.py")
 pytestmark = [
@@ -18,25 +16,8 @@ pytestmark = [
 ]
 
 
-def run_job(case, folder):
-    environment = os.environ | {
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "2",
-        "TORCH_COMPILE_DISABLE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, str(JOB), case, str(folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=115,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+def run_case(case, folder):
+    run_job(JOB, case, str(folder), timeout_s=115)
     return json.loads((folder / f"{case}.json").read_text())
 
 
@@ -50,7 +31,7 @@ def offline(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("offline")
     for seed in (0, 1):
         save(folder, request.param, seed)
-    return run_job(request.param, folder)
+    return run_case(request.param, folder)
 
 
 def test_an_updated_engine_equals_a_fresh_one_bit_for_bit(offline):
@@ -90,7 +71,7 @@ def test_refusals_have_types(offline):
 def running(tmp_path_factory):
     folder = tmp_path_factory.mktemp("running")
     save(folder, "float32", 0)
-    return run_job("running", folder)
+    return run_case("running", folder)
 
 
 def common_prefix(one, other):

@@ -81,8 +81,7 @@ class TransformersRouter:
         return output[2]
 
     def gates(self, output: Any, experts: torch.Tensor) -> torch.Tensor:
-        logits, weights, _ = output
-        return self.formula(self.module, logits, experts).to(weights.dtype)
+        return self.formula(self.module, output[0], experts)
 
     def replace(self, output: Any, experts: torch.Tensor, gates: torch.Tensor) -> Any:
         logits, _, ids = output
