@@ -4,7 +4,7 @@ generates, trains and publishes at the same time, and losses corrected for off-p
 """
 
 from .buffer import RolloutBuffer
-from .clock import Clock, ManualClock, MonotonicClock
+from .clock import Clock, MonotonicClock
 from .correction import group_advantages, importance_weights
 from .loop import AsyncLoop, Step
 from .losses import TokenLoss, aipo_loss, grpo_loss
@@ -17,7 +17,6 @@ __all__ = [
     "AsyncLoop",
     "Clock",
     "Group",
-    "ManualClock",
     "MonotonicClock",
     "Rollout",
     "RolloutBuffer",

@@ -1,15 +1,13 @@
 """Time as an argument, and waiting with a deadline."""
 
 import asyncio
-import heapq
-import itertools
 import time
 from collections.abc import Awaitable
 from typing import Protocol, TypeVar
 
-from ..errors import DeadlineError, UsageError
+from ..errors import DeadlineError
 
-__all__ = ["Clock", "ManualClock", "MonotonicClock", "within"]
+__all__ = ["Clock", "MonotonicClock", "within"]
 
 T = TypeVar("T")
 
@@ -35,35 +33,6 @@ class MonotonicClock:
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
-
-
-class ManualClock:
-    """A clock that moves only when it is told to, for tests and simulations."""
-
-    def __init__(self) -> None:
-        self._now = 0.0
-        self._order = itertools.count()
-        self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
-
-    def now(self) -> float:
-        return self._now
-
-    async def sleep(self, seconds: float) -> None:
-        if seconds <= 0:
-            return
-        woken = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._sleepers, (self._now + seconds, next(self._order), woken))
-        await woken
-
-    def advance(self, seconds: float) -> None:
-        """Move on by `seconds` and wake who slept until then, in order. Local."""
-        if seconds < 0:
-            raise UsageError(f"time does not go back: advance({seconds})")
-        self._now += seconds
-        while self._sleepers and self._sleepers[0][0] <= self._now:
-            woken = heapq.heappop(self._sleepers)[2]
-            if not woken.done():
-                woken.set_result(None)
 
 
 async def within(

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primeblocks.async_loop import ManualClock, RolloutBuffer, StalenessPolicy
+from primeblocks.async_loop import RolloutBuffer, StalenessPolicy
 from primeblocks.errors import DeadlineError, UsageError
+from primeblocks.testing.faults import ManualClock
 
 from .conftest import make_group
 

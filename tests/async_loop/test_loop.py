@@ -5,9 +5,10 @@ import itertools
 
 import pytest
 
-from primeblocks.async_loop import AsyncLoop, ManualClock, RolloutBuffer, StalenessPolicy
+from primeblocks.async_loop import AsyncLoop, RolloutBuffer, StalenessPolicy
 from primeblocks.async_loop.reference import synchronous_steps
 from primeblocks.errors import ClosedError, DeadlineError, EngineError, UsageError
+from primeblocks.testing.faults import ManualClock
 
 from .conftest import make_rollout
 

@@ -136,6 +136,16 @@ def test_more_ranks_than_experts_split_inside_the_experts():
     assert placements == ["(Shard(dim=1), Shard(dim=0))"] * 2
 
 
+def _count_twice():
+    meshes = plan_mesh(world_size=3).build("cpu")
+    own = torch.tensor(dist.get_rank() + 1)
+    return [global_token_count(own, meshes) for _ in range(2)], global_token_count(0, meshes)
+
+
+def test_counting_leaves_the_local_count_alone():
+    assert ranks.run(_count_twice, world_size=3) == [([6, 6], 0)] * 3
+
+
 def _accumulate():
     model, whole, meshes = _pair({"expert": 2}, {})
     for _ in range(2):
