@@ -1,18 +1,12 @@
 """Tests, by block. Under pytest, jaxtyping checks every annotation with `tests.typecheck`."""
 
-from beartype import BeartypeConf, beartype
-from beartype.roar import BeartypeDecorHintPep673Exception, BeartypeDecorHintPep3119Exception
-
-# An int does where a float is asked for, as in PEP 484: timeout_s=5.
-_checked = beartype(conf=BeartypeConf(is_pep484_tower=True))
+from typing import Any
 
 
-def typecheck(function):
-    """Check the annotations of a function at every call.
+def __getattr__(name: str) -> Any:
+    # On demand: a run that checks no annotations does without beartype.
+    if name == "typecheck":
+        from .annotations import typecheck
 
-    Not where beartype cannot: `Self` in a method, and Protocols that know no isinstance.
-    """
-    try:
-        return _checked(function)
-    except (BeartypeDecorHintPep673Exception, BeartypeDecorHintPep3119Exception):
-        return function
+        return typecheck
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -200,7 +200,6 @@ def _refusals():
         fully_shard_moe(model, meshes, layers=model.layers, experts=[])
     with pytest.raises(PlanError, match=r"gate_up_proj has 3 experts, which expert=2"):
         _shard(Model(experts=3), meshes)
-    partial = nn.Parameter(torch.zeros(1))
     partial = nn.Parameter(DTensor.from_local(torch.zeros(1), meshes.fsdp, [Replicate()]))
     partial.grad = DTensor.from_local(torch.ones(1), meshes.fsdp, [Partial()])
     with pytest.raises(PlanError, match="partial gradient"):
