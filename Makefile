@@ -2,7 +2,7 @@
 VENV ?= .venv
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test check docs
+.PHONY: setup demo test docs
 setup: $(READY)
 
 $(READY): pyproject.toml scripts/setup requirements/cpu-overrides.txt requirements/cpu-constraints.txt
@@ -13,9 +13,6 @@ demo: setup
 	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 examples/async_grpo_moe.py
 
 test: setup
-	$(VENV)/bin/python -m pytest
-
-check: setup
 	scripts/check $(VENV)
 
 docs:

@@ -361,7 +361,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--warm-steps", type=int, default=WARM_STEPS)
     parser.add_argument("--out", type=Path, default=Path("outputs/demo"))
-    parser.add_argument("--fp8", action="store_true", help="block-scaled FP8 attention projections")
+    parser.add_argument(
+        "--fp8",
+        action="store_true",
+        help="FP8 attention projections in the trainer; the engine gets their rounded values in "
+        "bfloat16, for vLLM 0.32 cannot run FP8 weights on a CPU",
+    )
     options = parser.parse_args()
     # torchrun ends the other ranks with SIGTERM: leave as after an error, cleaning up on the way.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))

@@ -3,7 +3,8 @@ with gradients over an engine that is passed in, and a reference that says what 
 """
 
 from .formats import E4M3_MAX, Tile
-from .matmul import Gemm, grouped_matmul, grouped_mm_fn, matmul
+from .gemm import Gemm
+from .matmul import grouped_matmul, grouped_mm_fn, matmul
 from .modules import Fp8Linear, convert, encode_weights
 from .quantize import Quantized, measure_error, quantize, round_trip
 from .recipe import Recipe

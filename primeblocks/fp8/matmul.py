@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import ShapeError
 from .quantize import Quantized, quantize
+from .recipe import Recipe
 
-if TYPE_CHECKING:
-    from .recipe import Recipe
-
-__all__ = ["Gemm", "grouped_matmul", "grouped_mm_fn", "matmul"]
-
-
-class Gemm(Protocol):
-    """An engine: `a @ b.T` of two quantized matrices, float32. Hashable, for it is in a Recipe."""
-
-    def __call__(self, a: Quantized, b: Quantized) -> Tensor: ...
-
-    def __hash__(self) -> int: ...
+__all__ = ["grouped_matmul", "grouped_mm_fn", "matmul"]
 
 
 def matmul(x: Tensor, weight: Tensor, *, recipe: Recipe) -> Tensor:

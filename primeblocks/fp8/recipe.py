@@ -9,7 +9,7 @@ import torch
 
 from ..errors import PlanError, UnsupportedError
 from .formats import Tile
-from .matmul import Gemm
+from .gemm import Gemm
 from .reference import ReferenceGemm
 
 __all__ = ["Recipe"]

@@ -1,91 +1,29 @@
-"""vLLM 0.32's asynchronous engine: tokens in; tokens, log-probabilities and versions out.
-
-The environment variables that vLLM reads are the caller's business; docs/async_loop.md says
-which ones a CPU needs. The engine is a *spawned* child process, so a script that starts one
-needs `if __name__ == "__main__":`.
-"""
+"""An engine whose every call has a deadline and whose every failure has a type."""
 
 import asyncio
 import contextlib
 import itertools
-import multiprocessing
-import threading
-from collections.abc import Awaitable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from ...errors import (
-    ClosedError,
-    DeadlineError,
-    EngineError,
-    MissingPackageError,
-    UnsupportedError,
-    UsageError,
-)
-from ..checkpoint_files import check_checkpoint
-from ..clock import Clock, MonotonicClock, within
-from ..rollout import Rollout, versions_from_spans
-from ..worker import WorkerThread
-
-try:
-    import vllm
-except ModuleNotFoundError as error:
-    if error.name != "vllm":
-        raise
-    raise MissingPackageError("vllm", "vllm") from error
-
-from vllm.engine.arg_utils import AsyncEngineArgs
+import vllm
 from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-__all__ = ["Completion", "VllmEngine", "base_engine_args"]
+from ....errors import ClosedError, DeadlineError, EngineError, UnsupportedError, UsageError
+from ...checkpoint_files import check_checkpoint
+from ...clock import Clock, MonotonicClock, within
+from ...worker import WorkerThread
+from .completion import Completion, completion_of
+from .launch import Launch, kill
+
+__all__ = ["VllmEngine", "base_engine_args"]
 
 T = TypeVar("T")
-
-# Seconds between looks for the child process while vLLM's constructor runs in its thread.
-_POLL_S = 0.01
-
-# One engine is launched at a time, to know which child process belongs to which engine.
-_LAUNCHING = threading.Lock()
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Completion:
-    """One completion as the engine returned it; arrays have one entry per completion token.
-
-    `routed_experts` is vLLM's array `[tokens - 1, layers, top_k]` over prompt and completion,
-    or None if the engine does not return routes. `num_cached_tokens` counts the prompt
-    tokens that came from the KV cache.
-    """
-
-    prompt: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: NDArray[np.int64]
-    finish_reason: str
-    routed_experts: NDArray | None
-    num_cached_tokens: int
-
-    def to_rollout(self, *, prompt_id: Hashable = None) -> Rollout:
-        """The same as a `Rollout`; routes become `attachments["routed_experts"]`."""
-        routes = self.routed_experts
-        return Rollout(
-            tokens=np.array(self.prompt + self.token_ids),
-            prompt_length=len(self.prompt),
-            logprobs=np.array(self.logprobs),
-            versions=self.versions,
-            finish_reason=self.finish_reason,
-            prompt_id=prompt_id,
-            attachments={} if routes is None else {"routed_experts": routes},
-        )
 
 
 def base_engine_args(
@@ -171,7 +109,7 @@ class VllmEngine:
         if engine_kwargs.get("load_format") != "dummy" and _is_path(model):
             check_checkpoint(model)
         clock = MonotonicClock() if clock is None else clock
-        launch = _Launch(engine_kwargs, clock)
+        launch = Launch(engine_kwargs, clock)
         try:
             llm = await within(
                 launch.run(), timeout_s=timeout_s, clock=clock, what="the start of the vLLM engine"
@@ -244,7 +182,8 @@ class VllmEngine:
         name = f"primeblocks-{next(self._ids)}" if request_id is None else request_id
         output = await self.call(self._last_output(inputs, params, name), timeout_s=timeout_s)
         outputs = sorted(output.outputs, key=lambda one: one.index)
-        return tuple(_completion(tokens, one, output.num_cached_tokens or 0) for one in outputs)
+        cached = output.num_cached_tokens or 0
+        return tuple(completion_of(tokens, one, num_cached_tokens=cached) for one in outputs)
 
     async def call(self, awaitable: Awaitable[T], *, timeout_s: float) -> T:
         """Await one of `llm`'s coroutines with a deadline; ends at once if the engine dies.
@@ -294,7 +233,7 @@ class VllmEngine:
         worker.close()
         # AsyncLLM shuts down again when it is collected, at worst while the interpreter ends.
         self.llm.shutdown = lambda timeout=None: None  # type: ignore[method-assign]
-        _kill(self._processes)
+        kill(self._processes)
 
     async def _last_output(self, inputs: Any, params: SamplingParams, request_id: str) -> Any:
         async with contextlib.aclosing(self.llm.generate(inputs, params, request_id)) as outputs:
@@ -315,86 +254,5 @@ class VllmEngine:
             self._gone.set_result(error)
 
 
-class _Launch:
-    """One attempt to start an engine, in a thread: vLLM's constructor blocks until it is ready."""
-
-    def __init__(self, engine_kwargs: Mapping[str, Any], clock: Clock) -> None:
-        self.processes: list[BaseProcess] = []
-        self._arguments = dict(engine_kwargs)
-        self._clock = clock
-        self._abandoned = threading.Event()
-
-    async def run(self) -> AsyncLLM:
-        while not _LAUNCHING.acquire(blocking=False):
-            await self._clock.sleep(_POLL_S)
-        worker = WorkerThread("vllm-start")
-        try:
-            before = set(multiprocessing.active_children())
-            built = asyncio.ensure_future(worker.call(self._build))
-            while not self.processes and not built.done():
-                await self._clock.sleep(_POLL_S)
-                started = set(multiprocessing.active_children()) - before
-                self.processes = [p for p in started if p.name.startswith("EngineCore")]
-        finally:
-            _LAUNCHING.release()
-            worker.close()
-        return await built
-
-    def abandon(self) -> None:
-        """Kill what was started; the constructor then fails, or is undone when it returns."""
-        self._abandoned.set()
-        _kill(self.processes)
-
-    def _build(self) -> AsyncLLM:
-        try:
-            arguments = AsyncEngineArgs(**self._arguments)
-            config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
-            if self._abandoned.is_set():
-                raise EngineError("given up before its process was started")
-            llm = AsyncLLM.from_vllm_config(
-                config,
-                enable_log_requests=arguments.enable_log_requests,
-                disable_log_stats=arguments.disable_log_stats,
-            )
-        except Exception as error:
-            raise EngineError(
-                f"the vLLM engine did not start with model={self._arguments['model']!r}: {error}"
-            ) from error
-        if self._abandoned.is_set():
-            llm.shutdown(timeout=0)
-        return llm
-
-
-def _completion(prompt: tuple[int, ...], output: Any, num_cached_tokens: int) -> Completion:
-    tokens = tuple(output.token_ids)
-    spans = []
-    for span in output.weight_versions or ():
-        if not span.version.isdecimal():
-            raise EngineError(
-                f"the engine's weights are labelled {span.version!r}; versions here are integers. "
-                "Label them with update_weight_version(str(version))."
-            )
-        spans.append((int(span.version), span.start, span.end))
-    return Completion(
-        prompt=prompt,
-        token_ids=tokens,
-        logprobs=tuple(
-            at[token].logprob for at, token in zip(output.logprobs, tokens, strict=True)
-        ),
-        versions=versions_from_spans(spans, length=len(tokens)),
-        finish_reason=str(output.finish_reason),
-        routed_experts=output.routed_experts,
-        num_cached_tokens=num_cached_tokens,
-    )
-
-
 def _is_path(model: str) -> bool:
     return Path(model).is_dir() or Path(model).is_absolute() or model.startswith(".")
-
-
-def _kill(processes: Sequence[BaseProcess]) -> None:
-    for process in processes:
-        if process.is_alive():
-            process.kill()
-    for process in processes:
-        process.join(1.0)

@@ -1,0 +1,72 @@
+"""What the engine answers."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....errors import EngineError
+from ...rollout import Rollout, versions_from_spans
+
+__all__ = ["Completion", "completion_of"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Completion:
+    """One completion as the engine returned it; arrays have one entry per completion token.
+
+    `routed_experts` is vLLM's array `[tokens - 1, layers, top_k]` over prompt and completion,
+    or None if the engine does not return routes. `num_cached_tokens` counts the prompt
+    tokens that came from the KV cache.
+    """
+
+    prompt: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: NDArray[np.int64]
+    finish_reason: str
+    routed_experts: NDArray | None
+    num_cached_tokens: int
+
+    def to_rollout(self, *, prompt_id: Hashable = None) -> Rollout:
+        """The same as a `Rollout`; routes become `attachments["routed_experts"]`."""
+        routes = self.routed_experts
+        return Rollout(
+            tokens=np.array(self.prompt + self.token_ids),
+            prompt_length=len(self.prompt),
+            logprobs=np.array(self.logprobs),
+            versions=self.versions,
+            finish_reason=self.finish_reason,
+            prompt_id=prompt_id,
+            attachments={} if routes is None else {"routed_experts": routes},
+        )
+
+
+def completion_of(prompt: tuple[int, ...], output: Any, *, num_cached_tokens: int) -> Completion:
+    """Read one of vLLM's outputs. Local.
+
+    Raises:
+        EngineError: its weights have a label that is no version.
+    """
+    tokens = tuple(output.token_ids)
+    spans = []
+    for span in output.weight_versions or ():
+        if not span.version.isdecimal():
+            raise EngineError(
+                f"the engine's weights are labelled {span.version!r}; versions here are integers. "
+                "Label them with update_weight_version(str(version))."
+            )
+        spans.append((int(span.version), span.start, span.end))
+    return Completion(
+        prompt=prompt,
+        token_ids=tokens,
+        logprobs=tuple(
+            at[token].logprob for at, token in zip(output.logprobs, tokens, strict=True)
+        ),
+        versions=versions_from_spans(spans, length=len(tokens)),
+        finish_reason=str(output.finish_reason),
+        routed_experts=output.routed_experts,
+        num_cached_tokens=num_cached_tokens,
+    )

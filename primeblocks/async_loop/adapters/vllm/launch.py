@@ -1,0 +1,83 @@
+"""Start an engine so that it can be given up."""
+
+import asyncio
+import multiprocessing
+import threading
+from collections.abc import Mapping, Sequence
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from ....errors import EngineError
+from ...clock import Clock
+from ...worker import WorkerThread
+
+__all__ = ["Launch", "kill"]
+
+# Seconds between looks for the child process while vLLM's constructor runs in its thread.
+_POLL_S = 0.01
+
+# One engine is launched at a time, to know which child process belongs to which engine.
+_LAUNCHING = threading.Lock()
+
+
+class Launch:
+    """One attempt to start an engine, in a thread: vLLM's constructor blocks until it is ready."""
+
+    def __init__(self, engine_kwargs: Mapping[str, Any], clock: Clock) -> None:
+        self.processes: list[BaseProcess] = []
+        self._arguments = dict(engine_kwargs)
+        self._clock = clock
+        self._abandoned = threading.Event()
+
+    async def run(self) -> AsyncLLM:
+        while not _LAUNCHING.acquire(blocking=False):
+            await self._clock.sleep(_POLL_S)
+        worker = WorkerThread("vllm-start")
+        try:
+            before = set(multiprocessing.active_children())
+            built = asyncio.ensure_future(worker.call(self._build))
+            while not self.processes and not built.done():
+                await self._clock.sleep(_POLL_S)
+                started = set(multiprocessing.active_children()) - before
+                self.processes = [p for p in started if p.name.startswith("EngineCore")]
+        finally:
+            _LAUNCHING.release()
+            worker.close()
+        return await built
+
+    def abandon(self) -> None:
+        """Kill what was started; the constructor then fails, or is undone when it returns."""
+        self._abandoned.set()
+        kill(self.processes)
+
+    def _build(self) -> AsyncLLM:
+        try:
+            arguments = AsyncEngineArgs(**self._arguments)
+            config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+            if self._abandoned.is_set():
+                raise EngineError("given up before its process was started")
+            llm = AsyncLLM.from_vllm_config(
+                config,
+                enable_log_requests=arguments.enable_log_requests,
+                disable_log_stats=arguments.disable_log_stats,
+            )
+        except Exception as error:
+            raise EngineError(
+                f"the vLLM engine did not start with model={self._arguments['model']!r}: {error}"
+            ) from error
+        if self._abandoned.is_set():
+            llm.shutdown(timeout=0)
+        return llm
+
+
+def kill(processes: Sequence[BaseProcess]) -> None:
+    """End these processes, whatever state they are in."""
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+    for process in processes:
+        process.join(1.0)
