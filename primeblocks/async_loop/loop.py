@@ -107,10 +107,12 @@ class AsyncLoop:
         self._dropped = 0  # groups, since the last step
         self._exhausted = False
         self._failed: asyncio.Future[BaseException] | None = None
+        self._starved: asyncio.Future[BaseException] | None = None  # no batch will come
         self._worker: WorkerThread | None = None
 
     async def __aenter__(self) -> AsyncLoop:
         self._failed = asyncio.get_running_loop().create_future()
+        self._starved = asyncio.get_running_loop().create_future()
         self._worker = WorkerThread("train")
         self._start_groups()
         return self
@@ -133,9 +135,11 @@ class AsyncLoop:
             ClosedError: outside the context.
         """
         for _ in range(count):
-            if self._exhausted and not self._enough_left():
+            try:
+                step = await self._step()
+            except _Exhausted:
                 return
-            yield await self._step()
+            yield step
 
     async def _step(self) -> Step:
         if self._failed is None or self._worker is None:
@@ -147,7 +151,7 @@ class AsyncLoop:
             version=self.version,
             timeout_s=self._timeout_s,
             on_drop=self._drop,
-            unless=self._failed,
+            unless=self._starved,
         )
         taken = self._clock.now()
         ages = tuple(staleness(group, version=self.version) for group in groups)
@@ -196,6 +200,9 @@ class AsyncLoop:
             task = asyncio.create_task(self._one_group(prompt, self.version))
             self._in_flight.add(task)
             task.add_done_callback(self._ended)
+        left = len(self._buffer) + len(self._in_flight) + len(self._again)
+        if self._exhausted and left < self._batch_size:
+            self._starve(_Exhausted())
 
     async def _one_group(self, prompt: Any, version: int) -> None:
         start = self._clock.now()
@@ -216,8 +223,14 @@ class AsyncLoop:
             self._start_groups()
         elif self._failed is not None and not self._failed.done():
             cancelled = isinstance(error, asyncio.CancelledError)
-            self._failed.set_result(DeadlineError("a group was cancelled") if cancelled else error)
+            error = DeadlineError("a group was cancelled") if cancelled else error
+            self._failed.set_result(error)
+            self._starve(error)
 
-    def _enough_left(self) -> bool:
-        left = len(self._buffer) + len(self._in_flight) + len(self._again)
-        return left >= self._batch_size
+    def _starve(self, reason: BaseException) -> None:
+        if self._starved is not None and not self._starved.done():
+            self._starved.set_result(reason)
+
+
+class _Exhausted(Exception):
+    """The prompts are used up, and what is left makes no batch."""

@@ -112,6 +112,15 @@ def test_it_ends_when_the_prompts_do():
     assert len(world.asked) == 5
 
 
+@pytest.mark.parametrize("max_in_flight", [1, 2, 16])
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 7])
+def test_it_never_waits_for_a_batch_that_cannot_come(count, max_in_flight):
+    prompts = iter(range(count))
+    world, steps = run(collect, prompts=prompts, max_in_flight=max_in_flight, step_timeout_s=5)
+    assert len(steps) == count // 2
+    assert len(world.asked) == count
+
+
 def test_stale_groups_are_dropped_and_their_prompts_asked_again():
     async def body(world, loop):
         async with loop:
