@@ -36,7 +36,8 @@ KEYS = {
 
 
 def start(out: Path, *, steps: int) -> subprocess.Popen:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", "localhost:0", "--rdzv-id", run_id(out)]
     command += ["--nproc-per-node", "2", str(EXAMPLE), "--out", str(out)]
     command += ["--warm-steps", "30", "--steps", str(steps)]
     with (out / "log").open("w") as log:
@@ -61,12 +62,16 @@ def engines(pid: int) -> list[int]:
     return [one for one in descendants(pid) if is_engine(one)]
 
 
-def shared_memory() -> set[Path]:
-    return set(Path("/dev/shm").glob("primeblocks-demo-*"))
+def run_id(out: Path) -> str:
+    return f"{out.name}-{os.getpid()}"
+
+
+def shared_memory(out: Path) -> list[Path]:
+    """What this run, and no other on the machine, holds in shared memory."""
+    return list(Path("/dev/shm").glob(f"primeblocks-demo-{run_id(out)}-*"))
 
 
 def test_it_runs_and_keeps_its_bounds(tmp_path):
-    before = shared_memory()
     process = start(tmp_path, steps=6)
     try:
         code = process.wait(200)
@@ -86,11 +91,10 @@ def test_it_runs_and_keeps_its_bounds(tmp_path):
     assert summary["kv_store_hits"] > 0
     pictures = {"reward.png", "mismatch_kl.png", "staleness.png", "time.png"}
     assert pictures <= {path.name for path in tmp_path.iterdir()}
-    assert shared_memory() <= before
+    assert shared_memory(tmp_path) == []
 
 
 def test_a_killed_engine_ends_the_run_with_its_name(tmp_path):
-    before = shared_memory()
     process = start(tmp_path, steps=10_000)
     try:
         deadline = time.monotonic() + 120
@@ -98,6 +102,7 @@ def test_a_killed_engine_ends_the_run_with_its_name(tmp_path):
             assert process.poll() is None, (tmp_path / "log").read_text()[-6000:]
             assert time.monotonic() < deadline
             time.sleep(0.2)
+        assert shared_memory(tmp_path)
         for pid in engines(process.pid):
             os.kill(pid, signal.SIGKILL)
         killed = time.monotonic()
@@ -106,4 +111,4 @@ def test_a_killed_engine_ends_the_run_with_its_name(tmp_path):
         process.kill()
     assert time.monotonic() - killed < 60
     assert "primeblocks.errors.EngineError" in (tmp_path / "log").read_text()
-    assert shared_memory() <= before
+    assert shared_memory(tmp_path) == []
