@@ -17,10 +17,11 @@ __all__ = ["ReferenceGemm", "exact_product"]
 class ReferenceGemm:
     """`a @ b.T` of two quantized matrices, on any device.
 
-    Products of codes within one tile of the inner dim are summed exactly (they fit float64),
-    rounded to float32, scaled, and added to a float32 accumulator tile by tile. So the result
-    does not depend on threads, libraries or the order inside a tile. Hopper's tensor cores
-    accumulate with fewer bits; engines agree with this to a tolerance, not to the bit.
+    Products of codes within one tile of the inner dim are summed exactly (they fit float64) and
+    rounded to float32; then, tile after tile, `total = fma(a_scale * b_scale, sum, total)` in
+    float32. So the result does not depend on threads, libraries or the order inside a tile.
+    Hopper's tensor cores accumulate with fewer bits; engines agree with this to a tolerance, not
+    to the bit.
     """
 
     def __call__(self, a: Quantized, b: Quantized) -> Tensor:
@@ -43,7 +44,7 @@ class ReferenceGemm:
             codes_a = a.codes[:, start : start + size].double()
             codes_b = b.codes[:, start : start + size].double()
             partial = (codes_a @ codes_b.t()).float()
-            total += partial * (a_scales[:, k, None] * b_scales[None, :, k])
+            total = _fma(a_scales[:, k, None] * b_scales[None, :, k], partial, total)
         return total
 
 
@@ -54,3 +55,16 @@ def exact_product(a: Quantized, b: Quantized) -> Tensor:
 
 def _by_row(x: Quantized) -> Tensor:
     return x.scales.repeat_interleave(x.tile.rows, dim=0)[: x.shape[0]]
+
+
+def _fma(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    """`x * y + z` of float32, rounded once."""
+    product, addend = x.double() * y.double(), z.double()  # exact: 24 + 24 bits fit in 53
+    total = product + addend
+    # What that addition lost, exactly (Knuth's two-sum).
+    virtual = total - product
+    lost = (product - (total - virtual)) + (addend - virtual)
+    # Rounded to odd (cut off, last bit set where something is lost), so that rounding to float32
+    # is as good as the only one: Boldo and Melquiond, IEEE Trans. Computers 57(4), 2008.
+    cut = total.view(torch.int64) - (lost * total < 0).long()
+    return (cut | (lost != 0).long()).view(torch.float64).float()

@@ -1,4 +1,7 @@
-"""Products and gradients against the dequantized product in float64."""
+"""Products and gradients against exact fractions and the dequantized product in float64."""
+
+from fractions import Fraction
+from math import frexp
 
 import pytest
 import torch
@@ -26,6 +29,47 @@ def matrix(*shape, seed=0):
 
 def relative(actual, expected):
     return float((actual.detach().double() - expected).norm() / expected.norm())
+
+
+def to_float32(exact):
+    """Round a fraction to the nearest float32, ties to even, in integers alone."""
+    if exact == 0:
+        return Fraction(0)
+    # A float64 quotient may round up to the next power of two; one bit more does no harm then.
+    exponent = frexp(abs(float(exact)))[1]
+    if abs(exact) < Fraction(2) ** (exponent - 1):
+        exponent -= 1
+    step = Fraction(2) ** max(exponent - 24, -149)
+    return round(exact / step) * step
+
+
+def naive_product(a, b):
+    """The definition of `ReferenceGemm` in plain loops over fractions."""
+    size = a.tile.columns
+    codes_a, codes_b = (
+        [[Fraction(v) for v in row] for row in x.codes.float().tolist()] for x in (a, b)
+    )
+    out = torch.zeros(len(codes_a), len(codes_b))
+    for m, row in enumerate(codes_a):
+        for n, column in enumerate(codes_b):
+            total = Fraction(0)
+            for k in range(a.scales.shape[1]):
+                part = slice(k * size, (k + 1) * size)
+                partial = sum(x * y for x, y in zip(row[part], column[part], strict=True))
+                scale_a = Fraction(float(a.scales[m // a.tile.rows, k]))
+                scale_b = Fraction(float(b.scales[n // b.tile.rows, k]))
+                scale = to_float32(scale_a * scale_b)
+                total = to_float32(scale * to_float32(partial) + total)
+            out[m, n] = float(total)
+    return out
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-9, 1e-20])
+@given(m=st.integers(1, 5), n=st.integers(1, 11), k=st.integers(1, 50), seed=st.integers(0, 999))
+def test_the_reference_engine_is_its_definition_to_the_bit(scale, m, n, k, seed):
+    a = quantize(matrix(m, k, seed=seed) * scale, RECIPE.activations)
+    b = quantize(matrix(n, k, seed=seed + 1) * scale, RECIPE.weights)
+    assert torch.equal(ReferenceGemm()(a, b), naive_product(a, b))
 
 
 @given(st.integers(1, 20), st.integers(1, 20), st.integers(1, 50))
@@ -89,9 +133,20 @@ def test_groups_are_products_of_their_own():
         for e, (a, b) in enumerate([(0, 3), (3, 3), (3, 9), (9, 10)])
     ]
     assert torch.equal(y, torch.cat(parts))
-    y.sum().backward()
-    assert (experts.grad[1] == 0).all()
-    assert (experts.grad[2] != 0).any()
+    dy = matrix(10, 16, seed=2)
+    expected = torch.autograd.grad(torch.cat(parts), (x, experts), dy)
+    actual = torch.autograd.grad(y, (x, experts), dy)
+    assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
+    dx, dw = actual
+    dense = torch.zeros(4, 16, 32, dtype=torch.float64)
+    for e, (a, b) in enumerate([(0, 3), (3, 3), (3, 9), (9, 10)]):
+        dense[e] = dy[a:b].double().t() @ x[a:b].detach().double()
+        if b > a:
+            codes = quantize(experts[e], RECIPE.weights).transposed
+            dyq = quantize(dy[a:b], RECIPE.gradients)
+            assert relative(dx[a:b], exact_product(dyq, codes)) < 1e-6
+    assert relative(dw, dense) < 1e-6
+    assert (dw[1] == 0).all()
 
 
 @pytest.mark.parametrize("offsets", [[3, 2, 9, 10], [3, 3, 9, 9], [3, 3, 10]])

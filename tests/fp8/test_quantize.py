@@ -61,6 +61,14 @@ def test_small_gradients_keep_their_precision(scale):
     assert measure_error(x, quantize(x, Tile(1, 128))) < 0.03
 
 
+def test_where_float32_ends_precision_fades_and_nothing_is_refused():
+    for scale in (1e-36, 1e-38, 1e-44):
+        x = matrix((64, 256), scale=scale)
+        error = (quantize(x, Tile(1, 128)).dequantize(torch.float64) - x.double()).abs()
+        bound = x.abs().double() / 16 + 2.0**-136  # half a step of a code, at the smallest scale
+        assert (error <= bound).all()
+
+
 def test_zeros_have_scale_one():
     q = quantize(torch.zeros(3, 200), Tile(1, 128))
     assert (q.scales == 1).all()
@@ -93,8 +101,8 @@ def test_other_bad_input_is_refused():
         quantize(torch.ones(2, 2, dtype=torch.int64), Tile(1, 1))
     with pytest.raises(ShapeError, match=r"\[2, 2, 2\]"):
         quantize(torch.ones(2, 2, 2), Tile(1, 1))
-    with pytest.raises(UsageError, match="float32"):
-        quantize(torch.full((2, 2), 1e-44), Tile(2, 2))
+    with pytest.raises(UsageError, match="4 of 4"):
+        quantize(torch.full((2, 2), 1e300, dtype=torch.float64), Tile(2, 2))
     with pytest.raises(UsageError, match="0 x 3"):
         Tile(0, 3)
 
