@@ -229,7 +229,7 @@ def tensors_of(samples: list[Sample]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def routes_of(samples: list[Sample], tokens: Tensor) -> replay.Routes:
-    """One row for each token of the padded batch; padding chooses for itself."""
+    """One row for each token of the padded batch; padding visits all experts in turn."""
     rows = [replay.Routes.unpack(sample.routes) for sample in samples]
     return replay.Routes.join([row.pad(tokens.shape[1]) for row in rows])
 
@@ -243,7 +243,7 @@ def sample_of(rollout: async_loop.Rollout, advantage: float) -> Sample:
         prompt_length=rollout.prompt_length,
         logprobs=rollout.logprobs.tolist(),
         advantage=advantage,
-        routes=rollout.attachments["routes"].pack(),
+        routes=bytes(rollout.attachments["routes"].pack()),
     )
 
 

@@ -15,6 +15,16 @@ hypothesis.settings.register_profile("primeblocks", deadline=None)
 hypothesis.settings.load_profile("primeblocks")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="random tests at their stated size")
+
+
+@pytest.fixture
+def full(request):
+    """True where a random test is to run as often as the docs say, not as a laptop has time."""
+    return request.config.getoption("--full")
+
+
 @pytest.fixture(autouse=True)
 def _strict_torch(request):
     """Fill torch.empty with NaN, so that a value nobody wrote cannot pass for a result."""

@@ -17,7 +17,7 @@ PACKAGE = Path(primeblocks.__file__).parent
 ROOT = PACKAGE.parent
 BLOCKS = ("async_loop", "fp8", "kvoffload", "parallel", "replay", "weightsync")
 FLOOR = ("__init__.py", "errors.py", "groups.py", "layout.py", "py.typed")
-BASE = {"jaxtyping", "numpy", "safetensors", "torch"}
+BASE = {"jaxtyping", "numpy", "safetensors", "torch", "xxhash"}
 # Third-party names outside the adapter that bears them.
 ALSO_IMPORTED_BY = {
     "plugins/vllm.py": {"vllm"},
@@ -82,7 +82,7 @@ import logging, os, threading, warnings
 environment, filters = dict(os.environ), list(warnings.filters)
 import primeblocks
 assert "torch" not in sys.modules, "importing primeblocks loads torch"
-import jaxtyping, numpy, safetensors.torch, torch, torch.distributed.fsdp, torch.distributed.tensor
+import jaxtyping, numpy, safetensors.torch, torch, torch.distributed.fsdp, torch.distributed.tensor, xxhash
 base = {{name.partition(".")[0] for name in sys.modules}}
 settings = torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()
 import importlib

@@ -125,12 +125,32 @@ def test_parts_of_different_models_do_not_join():
 def test_missing_tokens_are_added_on_either_side():
     routes = random_routes()
     assert rows(routes.with_missing(before=2, after=1)) == [None, None, *rows(routes), None]
-    assert rows(routes.pad(12)) == [*rows(routes), None, None]
-    assert routes.pad(10) == routes
-    with pytest.raises(ShapeError, match="cannot pad 10 tokens to 9"):
-        routes.pad(9)
     with pytest.raises(ShapeError, match="-1"):
         routes.with_missing(after=-1)
+
+
+@pytest.mark.parametrize(("num_experts", "top_k"), [(32, 4), (7, 3), (300, 8), (2, 2), (1, 1)])
+@pytest.mark.parametrize("extra", [0, 1, 50])
+def test_padding_loads_all_experts_alike(num_experts, top_k, extra):
+    row = np.arange(top_k).reshape(1, 1, top_k)
+    routes = Routes.from_array(row, num_experts=num_experts, layer_ids=[0])
+    padded = routes.pad(1 + extra)
+    assert padded[:1] == routes
+    assert not padded.missing.any()
+    load = np.bincount(padded.experts[1:].reshape(-1), minlength=num_experts)
+    assert load.sum() == extra * top_k
+    assert load.max() - load.min() <= 1
+    again = Routes.from_array(padded.experts, num_experts=num_experts, layer_ids=[0])
+    assert again == padded  # no row names an expert twice
+    with pytest.raises(ShapeError, match="cannot pad 1 tokens to 0"):
+        routes.pad(0)
+
+
+def test_the_next_turn_replaces_rows_from_its_start_on():
+    routes, newer = random_routes(), random_routes(tokens=4, seed=1)
+    assert rows(routes.extend(newer, start=8)) == rows(routes)[:8] + rows(newer)
+    with pytest.raises(ShapeError, match="from token 11 on do not continue 10"):
+        routes.extend(newer, start=11)
 
 
 @given(order=st.permutations(range(10)))
