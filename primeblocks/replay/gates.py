@@ -23,9 +23,12 @@ def softmax_gates(
     renormalise: bool,
     dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, "tokens top_k"]:
-    """Softmax over all experts, then pick: Qwen3-MoE, OLMoE, Mixtral."""
+    """Softmax over all experts, then pick: Qwen3-MoE, Qwen3.5-MoE, OLMoE, Mixtral."""
     gates = F.softmax(logits, dim=-1, dtype=dtype).gather(-1, experts)
-    return gates / gates.sum(dim=-1, keepdim=True) if renormalise else gates
+    if renormalise:
+        # An engine's choice may have no mass here at all; 0 / 0 would poison the whole batch.
+        gates = gates / gates.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
+    return gates
 
 
 def chosen_softmax_gates(
@@ -42,7 +45,7 @@ def sigmoid_gates(
     renormalise: bool,
     scale: float = 1.0,
 ) -> Float[Tensor, "tokens top_k"]:
-    """Independent sigmoids: DeepSeek-V3, GLM-4.5.
+    """Independent sigmoids: DeepSeek-V3, GLM-4.5, GLM-5, MiniMax-M2, Nemotron-H, AFMoE, Laguna.
 
     The correction bias of these routers takes part in choosing and not in weighing, so a replay
     needs neither it nor the expert groups.

@@ -48,13 +48,26 @@ def sigmoid_router(
     correction_bias: Tensor,
     renormalise: bool,
     scale: float,
+    groups: int = 1,
+    groups_kept: int = 1,
+    softcap: float = 0.0,
     imposed: list[list[int] | None] | None = None,
 ) -> tuple[Tensor, Choices]:
-    """As `softmax_router`, with sigmoids and a bias that only takes part in choosing."""
+    """As `softmax_router`, with sigmoids and a bias that only takes part in choosing.
+
+    Args:
+        groups: neighbouring experts form a group, whose two best scores make its own; experts of
+            the `groups_kept` best groups alone are chosen from.
+        softcap: bounds the logits, by a hyperbolic tangent; 0 leaves them as they are.
+    """
     gates, choices = [], []
     for token, logits in enumerate(_logits(hidden, weight, None)):
+        if softcap:
+            logits = [softcap * torch.tanh(logit / softcap) for logit in logits]  # noqa: PLW2901
         scores = [1 / (1 + torch.exp(-logit)) for logit in logits]
         biased = [score + bias for score, bias in zip(scores, correction_bias, strict=True)]
+        if groups > 1:
+            biased = _limit(biased, groups, groups_kept)
         chosen = _choose(biased, top_k, None if imposed is None else imposed[token])
         total = sum(scores[expert] for expert in chosen) if renormalise else 1.0
         gates.append(torch.stack([scale * scores[expert] / total for expert in chosen]))
@@ -82,3 +95,12 @@ def _choose(scores: list[Tensor], top_k: int, imposed: list[int] | None) -> list
         return imposed
     by_score = sorted(range(len(scores)), key=lambda expert: scores[expert].item(), reverse=True)
     return by_score[:top_k]
+
+
+def _limit(scores: list[Tensor], groups: int, kept: int) -> list[Tensor]:
+    size = len(scores) // groups
+    members = [scores[group * size : (group + 1) * size] for group in range(groups)]
+    best = [sum(sorted(score.item() for score in group)[-2:]) for group in members]
+    winners = sorted(range(groups), key=lambda group: best[group], reverse=True)[:kept]
+    never = torch.tensor(-torch.inf, dtype=torch.float64)
+    return [score if expert // size in winners else never for expert, score in enumerate(scores)]

@@ -231,9 +231,7 @@ class Routes:
         columns = [self.layer_ids.index(i) for i in layer_ids]
         return Routes(self.experts[:, columns], self.num_experts, tuple(layer_ids), self.missing)
 
-    def pack(
-        self, *, coding: str = "raw", start: int = 0, into: Bytes | None = None
-    ) -> memoryview:
+    def pack(self, *, coding: str = "raw", start: int = 0, into: Bytes | None = None) -> memoryview:
         """One self-describing, checksummed buffer; see `codec`. Local; raw is one copy.
 
         Args:

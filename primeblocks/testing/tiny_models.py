@@ -62,7 +62,8 @@ def config(
     if init_std is not None:
         sizes["initializer_range"] = init_std
     class_name, own = _CONFIGS[family]
-    return getattr(_transformers(), class_name)(**sizes, **own(hidden, num_experts))
+    own_sizes = own(hidden, num_experts) | _layer_kinds(family, num_layers)
+    return getattr(_transformers(), class_name)(**sizes, **own_sizes)
 
 
 def build(
@@ -175,12 +176,89 @@ def _deepseek_v3(hidden: int, num_experts: int) -> dict[str, Any]:
     }
 
 
+def _glm_moe_dsa(hidden: int, num_experts: int) -> dict[str, Any]:
+    # Fewer indexed tokens than a test sequence has, so that attention is sparse.
+    indexer = {"index_topk": 8, "index_head_dim": 128, "index_n_heads": 2}
+    return _deepseek_v3(hidden, num_experts) | indexer | {"head_dim": 64}
+
+
+def _minimax_m2(hidden: int, num_experts: int) -> dict[str, Any]:
+    return _mixtral(hidden, num_experts)
+
+
+def _qwen3_5_moe(hidden: int, num_experts: int) -> dict[str, Any]:
+    return _qwen3_moe(hidden, num_experts) | {
+        "shared_expert_intermediate_size": hidden,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_num_key_heads": hidden // 32,
+        "linear_num_value_heads": hidden // 32,
+    }
+
+
+def _nemotron_h(hidden: int, num_experts: int) -> dict[str, Any]:
+    return _gqa(hidden) | {
+        "intermediate_size": hidden,
+        "n_routed_experts": num_experts,
+        "moe_intermediate_size": hidden,
+        "moe_shared_expert_intermediate_size": hidden,
+        "moe_latent_size": 32,
+        "n_group": 2,
+        "topk_group": 1,
+        "ssm_state_size": 16,
+        "mamba_num_heads": hidden // 16,
+        "mamba_head_dim": 32,
+        "n_groups": 1,
+        "chunk_size": 16,
+    }
+
+
+def _afmoe(hidden: int, num_experts: int) -> dict[str, Any]:
+    return _gqa(hidden) | {
+        "intermediate_size": 2 * hidden,
+        "moe_intermediate_size": hidden,
+        "num_dense_layers": 1,
+        "num_experts": num_experts,
+        "num_shared_experts": 1,
+        "sliding_window": 128,
+    }
+
+
+def _laguna(hidden: int, num_experts: int) -> dict[str, Any]:
+    return _gqa(hidden) | {
+        "intermediate_size": 2 * hidden,
+        "moe_intermediate_size": hidden,
+        "shared_expert_intermediate_size": hidden,
+        "num_experts": num_experts,
+        "moe_router_logit_softcapping": 3.0,
+        "sliding_window": 128,
+    }
+
+
+def _layer_kinds(family: str, num_layers: int) -> dict[str, Any]:
+    """Which layer is what, for families that mix kinds; the last one always routes."""
+    if family == "qwen3_5_moe":
+        kinds = ["linear_attention", "full_attention"]
+        return {"layer_types": [kinds[layer % 2] for layer in range(num_layers)]}
+    if family == "nemotron_h":
+        from_last = ["moe", "attention", "moe", "mamba"]
+        kinds = [from_last[i % 4] for i in range(num_layers)]
+        return {"layers_block_type": kinds[::-1]}
+    return {}
+
+
 _CONFIGS: dict[str, tuple[str, Callable[[int, int], dict[str, Any]]]] = {
+    "afmoe": ("AfmoeConfig", _afmoe),
     "deepseek_v3": ("DeepseekV3Config", _deepseek_v3),
     "glm4_moe": ("Glm4MoeConfig", _glm4_moe),
+    "glm_moe_dsa": ("GlmMoeDsaConfig", _glm_moe_dsa),
     "gpt_oss": ("GptOssConfig", _gpt_oss),
+    "laguna": ("LagunaConfig", _laguna),
+    "minimax_m2": ("MiniMaxM2Config", _minimax_m2),
     "mixtral": ("MixtralConfig", _mixtral),
+    "nemotron_h": ("NemotronHConfig", _nemotron_h),
     "olmoe": ("OlmoeConfig", _olmoe),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", _qwen3_5_moe),
     "qwen3_moe": ("Qwen3MoeConfig", _qwen3_moe),
 }
 
@@ -188,8 +266,8 @@ FAMILIES = tuple(_CONFIGS)
 
 
 def _router_weights(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The matrices that score experts: `mlp.gate.weight`, in gpt_oss `mlp.router.weight`."""
-    ends = ("mlp.gate.weight", "mlp.router.weight")
+    """The matrices that score experts."""
+    ends = ("mlp.gate.weight", "mlp.router.weight", "mlp.router.gate.weight", "mixer.gate.weight")
     return [parameter for name, parameter in model.named_parameters() if name.endswith(ends)]
 
 

@@ -154,7 +154,7 @@ def test_imposed_routes_and_recomputation(world_size, degrees):
     _assert_equals_one_rank(ranks.run(_replay, degrees, world_size=world_size))
 
 
-@pytest.mark.parametrize("family", sorted({*tiny_models.FAMILIES} - {"gpt_oss"}))
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "mixtral", "olmoe", "qwen3_moe"])
 def test_every_tested_family(family):
     _assert_equals_one_rank(ranks.run(_family, family, world_size=2))
 

@@ -6,12 +6,17 @@ import torch
 from torch import nn
 
 from primeblocks.errors import MissingPackageError, UnsupportedError
-from primeblocks.replay import Routes, compare, impose, record
+from primeblocks.replay import Routes, compare, impose, record, softmax_gates
 from primeblocks.replay.adapters import transformers as adapter
 from primeblocks.replay.reference import sigmoid_router, softmax_router
 from primeblocks.testing import tiny_models
 
-FAMILIES = ["glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen3_moe"]
+SIGMOID = ["afmoe", "deepseek_v3", "glm4_moe", "glm_moe_dsa", "laguna", "minimax_m2", "nemotron_h"]
+SOFTMAX = ["gpt_oss", "mixtral", "olmoe", "qwen3_5_moe", "qwen3_moe"]
+FAMILIES = sorted(SIGMOID + SOFTMAX)
+# Their first layer is dense, or (Nemotron-H) the middle one attention.
+FIRST_DENSE = ["afmoe", "deepseek_v3", "glm4_moe", "glm_moe_dsa", "laguna"]
+LAYERS = {family: [1, 2] for family in FIRST_DENSE} | {"nemotron_h": [0, 2]}
 TOKENS = torch.arange(24).reshape(2, 12) % 20 + 4
 
 
@@ -20,9 +25,17 @@ def build(family, dtype="float32"):
     model = tiny_models.build(
         family, dtype=dtype, num_layers=3, hidden=32, vocab=32, init_std=0.3, num_experts=8
     )
+    generator = torch.Generator().manual_seed(1)
     for module in model.modules():
-        if hasattr(module, "routed_scaling_factor"):
-            module.routed_scaling_factor = 1.5  # 1 by default, which would hide its loss.
+        # Neutral by default, which would hide their loss: scale, correction bias, groups.
+        for scale in ("routed_scaling_factor", "route_scale"):
+            if hasattr(module, scale):
+                setattr(module, scale, 1.5)
+        for bias in ("e_score_correction_bias", "expert_bias"):
+            if hasattr(module, bias):
+                getattr(module, bias).data.normal_(0, 0.3, generator=generator)
+        if hasattr(module, "num_group"):
+            module.num_group, module.topk_group = 4, 2
     return model.train()
 
 
@@ -80,7 +93,8 @@ def test_foreign_routes_are_followed_and_reach_the_gate(family):
     assert compare(routes, tape.routes).overall == 1.0
     assert not torch.allclose(found, logits, atol=1e-3)
     for router in routers:
-        (name,) = (n for n, p in model.named_parameters() if p is router.module.weight)
+        weight = getattr(router.module, "gate", router.module).weight  # AFMoE's is a Linear
+        (name,) = (n for n, p in model.named_parameters() if p is weight)
         assert gradients[name].abs().max() > 0
         assert not torch.equal(gradients[name], own[name])
 
@@ -127,33 +141,20 @@ def _by_reference(module, imposed):
     return forward
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_one_router_equals_its_reference(family):
-    routers = adapter.routers(build(family, "float64"))
-    module = routers[0].module
-    if family == "glm4_moe":
-        module.e_score_correction_bias.normal_(generator=torch.Generator().manual_seed(0))
-    generator = torch.Generator().manual_seed(3)
-    hidden = torch.randn(TOKENS.numel(), 32, dtype=torch.float64, generator=generator)
-    routes = foreign_routes(routers[:1])
-    imposed = [
-        None if gone else row
-        for row, gone in zip(routes.experts[:, 0].tolist(), routes.missing.tolist(), strict=True)
-    ]
-    with impose(routers[:1], routes):
-        _, gates, ids = module(hidden)
-    if family == "glm4_moe":
-        expected, expected_ids = sigmoid_router(
-            hidden,
-            module.weight,
-            top_k=2,
-            correction_bias=module.e_score_correction_bias.double(),
-            renormalise=module.norm_topk_prob,
-            scale=module.routed_scaling_factor,
-            imposed=imposed,
-        )
-    else:
-        expected, expected_ids = softmax_router(
+def run_router(family, model, router, hidden):
+    """A router's gates and ids; two families keep the correction bias in the layer around it."""
+    layer = model.model.layers[router.layer_id]
+    if family == "afmoe":
+        return router.module(hidden[None], layer.mlp.expert_bias)[1:]
+    if family == "minimax_m2":
+        return router.module(hidden, layer.mlp.e_score_correction_bias)[1:]
+    return router.module(hidden)[1:]
+
+
+def reference(family, model, router, hidden, imposed):
+    module, layer = router.module, model.model.layers[router.layer_id]
+    if family in SOFTMAX:
+        return softmax_router(
             hidden,
             module.weight,
             top_k=2,
@@ -161,7 +162,38 @@ def test_one_router_equals_its_reference(family):
             bias=getattr(module, "bias", None),
             imposed=imposed,
         )
-    # As sets: GLM's own choice is unsorted.
+    holder = layer.mlp if family in ("afmoe", "minimax_m2") else module
+    bias = holder.expert_bias if family == "afmoe" else holder.e_score_correction_bias
+    scales = {"afmoe": "route_scale", "laguna": "", "minimax_m2": ""}
+    return sigmoid_router(
+        hidden,
+        module.gate.weight if family == "afmoe" else module.weight,
+        top_k=2,
+        correction_bias=bias.double(),
+        renormalise=True,
+        scale=getattr(module, scales.get(family, "routed_scaling_factor"), 1.0),
+        groups=getattr(module, "num_group", 1),
+        groups_kept=getattr(module, "topk_group", 1),
+        softcap=getattr(module, "router_logit_softcapping", 0.0),
+        imposed=imposed,
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_router_equals_its_reference(family):
+    model = build(family, "float64")
+    router, *_ = adapter.routers(model)
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(TOKENS.numel(), 32, dtype=torch.float64, generator=generator)
+    routes = foreign_routes([router])
+    imposed = [
+        None if gone else row
+        for row, gone in zip(routes.experts[:, 0].tolist(), routes.missing.tolist(), strict=True)
+    ]
+    with impose([router], routes):
+        gates, ids = run_router(family, model, router, hidden)
+    expected, expected_ids = reference(family, model, router, hidden, imposed)
+    # As sets: some families leave their own choice unsorted.
     assert [set(row) for row in ids.tolist()] == [set(row) for row in expected_ids]
     found = torch.zeros(len(ids), 8, dtype=torch.float64).scatter(1, ids, gates.double())
     wanted = torch.zeros(len(ids), 8, dtype=torch.float64)
@@ -170,9 +202,42 @@ def test_one_router_equals_its_reference(family):
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
 
 
-def test_dense_layers_have_no_rows():
-    routers = adapter.routers(build("glm4_moe"))
-    assert [router.layer_id for router in routers] == [1, 2]
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_micro_batches_in_flight_keep_their_routes(family):
+    model = build(family)
+    routers = adapter.routers(model)
+    first, second = foreign_routes(routers), foreign_routes(routers, seed=6)
+
+    def loss(routes):
+        with impose(routers, routes):
+            logits = model(input_ids=TOKENS, use_cache=False).logits
+        return logits.log_softmax(-1).gather(-1, TOKENS[..., None]).mean()
+
+    def gradients(*losses):
+        model.zero_grad()
+        for value in losses:
+            value.backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    at_once = gradients(*(loss(routes) for routes in (first, second)))
+    in_turn = gradients(*map(loss, (first, second)))
+    assert at_once.keys() == in_turn.keys()
+    assert all(torch.equal(at_once[name], in_turn[name]) for name in at_once)
+    assert not all(torch.equal(g, gradients(loss(first))[n]) for n, g in at_once.items())
+
+
+def test_a_choice_without_mass_poisons_nothing():
+    logits = torch.tensor([[200.0, 0.0, 0.0, 0.0]], requires_grad=True)
+    gates = softmax_gates(logits, torch.tensor([[1, 2]]), renormalise=True)
+    gates.sum().backward()
+    assert gates.isfinite().all()
+    assert logits.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_without_experts_have_no_rows(family):
+    routers = adapter.routers(build(family))
+    assert [router.layer_id for router in routers] == LAYERS.get(family, [0, 1, 2])
 
 
 def test_models_without_a_known_router_are_refused():

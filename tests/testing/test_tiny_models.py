@@ -40,7 +40,8 @@ def test_equal_arguments_give_equal_bytes(family, tmp_path):
 def test_sizes_are_what_was_asked_for(family):
     model = tiny_models.build(family, num_experts=6, top_k=3, dtype="float32", **SMALL)
     routers = tiny_models._router_weights(model)
-    dense_layers = 1 if family in ("deepseek_v3", "glm4_moe") else 0
+    one_of_two = ("afmoe", "deepseek_v3", "glm4_moe", "glm_moe_dsa", "laguna", "nemotron_h")
+    dense_layers = 1 if family in one_of_two else 0
     assert [tuple(router.shape) for router in routers] == [(6, 64)] * (2 - dense_layers)
     assert model.config.num_experts_per_tok == 3
     assert model.lm_head.weight.shape == (64, 64)

@@ -29,11 +29,10 @@ Gates = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def _softmax(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    gates = softmax_gates(logits, experts, renormalise=router.norm_topk_prob)
-    return gates.to(logits.dtype)
+    return softmax_gates(logits, experts, renormalise=router.norm_topk_prob)
 
 
-def _mixtral(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+def _renormalised(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
     return softmax_gates(logits, experts, renormalise=True)
 
 
@@ -47,12 +46,27 @@ def _sigmoid(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> torch.
     )
 
 
+def _plain_sigmoid(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    return sigmoid_gates(logits.float(), experts, renormalise=True)
+
+
+def _afmoe(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    return sigmoid_gates(logits, experts, renormalise=True, scale=router.route_scale)
+
+
 # By class name within transformers.models.<family>: importing every family would take seconds.
 _FAMILIES: dict[tuple[str, str], Gates] = {
+    ("afmoe", "AfmoeTokenChoiceRouter"): _afmoe,
+    ("deepseek_v3", "DeepseekV3TopkRouter"): _sigmoid,
     ("glm4_moe", "Glm4MoeTopkRouter"): _sigmoid,
+    ("glm_moe_dsa", "GlmMoeDsaTopkRouter"): _sigmoid,
     ("gpt_oss", "GptOssTopKRouter"): _chosen,
-    ("mixtral", "MixtralTopKRouter"): _mixtral,
+    ("laguna", "LagunaTopKRouter"): _plain_sigmoid,
+    ("minimax_m2", "MiniMaxM2TopKRouter"): _plain_sigmoid,
+    ("mixtral", "MixtralTopKRouter"): _renormalised,
+    ("nemotron_h", "NemotronHTopkRouter"): _sigmoid,
     ("olmoe", "OlmoeTopKRouter"): _softmax,
+    ("qwen3_5_moe", "Qwen3_5MoeTopKRouter"): _renormalised,
     ("qwen3_moe", "Qwen3MoeTopKRouter"): _softmax,
 }
 
@@ -81,7 +95,8 @@ class TransformersRouter:
         return output[2]
 
     def gates(self, output: Any, experts: torch.Tensor) -> torch.Tensor:
-        return self.formula(self.module, output[0], experts)
+        # In the dtype that the host hands on: some routers narrow their weights at the end.
+        return self.formula(self.module, output[0], experts).to(output[1].dtype)
 
     def replace(self, output: Any, experts: torch.Tensor, gates: torch.Tensor) -> Any:
         logits, _, ids = output
