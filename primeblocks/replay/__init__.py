@@ -4,19 +4,24 @@ for the wire), `impose` makes another model's routers follow them while the gate
 gradients stay live, and `measure_mismatch` and `compare` say how far the two sides are apart."""
 
 from .gates import chosen_softmax_gates, sigmoid_gates, softmax_gates
-from .impose import impose
+from .impose import Imposed, allow_compile, impose
 from .mismatch import Agreement, Mismatch, TokenMismatch, compare, measure_mismatch
 from .record import Tape, record
 from .router import Router
 from .routes import Routes
+from .store import RouteStore, StoreStatistics
 
 __all__ = [
     "Agreement",
+    "Imposed",
     "Mismatch",
+    "RouteStore",
     "Router",
     "Routes",
+    "StoreStatistics",
     "Tape",
     "TokenMismatch",
+    "allow_compile",
     "chosen_softmax_gates",
     "compare",
     "impose",

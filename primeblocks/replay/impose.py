@@ -11,37 +11,57 @@ import torch
 from torch import nn
 
 from ..errors import PlanError, ShapeError, UsageError
+from .imposed_layer import ImposedLayer, Tally
 from .router import Router, check_routers
 from .routes import Routes
 
-__all__ = ["impose"]
+__all__ = ["Imposed", "allow_compile", "impose"]
 
 
 @contextmanager
-def impose(routers: Sequence[Router], routes: Routes) -> Iterator[None]:
+def impose(
+    routers: Sequence[Router],
+    routes: Routes,
+    *,
+    gates: np.ndarray | torch.Tensor | None = None,
+    min_score_ratio: float | None = None,
+) -> Iterator[Imposed]:
     """Make the routers follow `routes` while the context is open.
 
-    Only the indices are replayed. Gate weights are computed again from the live scores, so that
-    gradients reach the gate; a missing token chooses for itself. The rows are those of the
-    flattened input, `[batch * sequence]`, and nothing is consumed: a layer that runs again gets
-    the same rows, which is what activation checkpointing needs. One context is one micro-batch;
-    with activation checkpointing its backward belongs inside too. Local; uses documented forward
-    hooks, and copies one layer of ids at a time to the device.
+    Only the indices are replayed, in their order. Gate weights are computed again from the live
+    scores, so that gradients reach the gate; a missing token chooses for itself. The rows are
+    those of the flattened input, `[batch * sequence]`, and nothing is consumed: a layer that runs
+    again gets the same rows, which is what activation checkpointing needs. One context is one
+    micro-batch; with activation checkpointing its backward belongs inside too.
+
+    Local; uses documented forward hooks. The ids are copied once, on entering, to the device of
+    each router's weights (from pinned memory, without waiting), and stay there in the narrow dtype
+    until the context closes; 131,072 tokens x 75 layers x 8 of up to 256 experts are 79 MB.
 
     Args:
         routers: the routers of the model, from an adapter.
         routes: one row for each token of the micro-batch.
+        gates: what the engine weighed its choices with, float32 `[tokens, layers, top_k]` beside
+            the routes, as `Tape.gates`. The model then computes with exactly these values (in its
+            own dtype), while gradients are those of the live weights; missing tokens keep the
+            live ones. Four bytes a slot on the device.
+        min_score_ratio: keep a replayed expert only where the trainer scores it at least this
+            fraction of the weakest of its own choices; else the trainer's best own choice that
+            is not in the row yet takes the slot. In (0, 1].
 
     Raises:
         PlanError: the routes are of a different model.
-        ShapeError: the model runs on another number of tokens (from within the forward).
-        UsageError: the routers are under another `impose` already; on leaving, a router never
-            ran or would be recomputed without its routes; from within backward, a layer was
-            recomputed under the routes of another micro-batch.
+        ShapeError: the gates do not fit the routes; the model runs on another number of tokens
+            (from within the forward).
+        UsageError: the routers are under another `impose` already; a ratio outside (0, 1], or one
+            together with gates; on leaving, a router never ran or would be recomputed without
+            its routes; from within backward, a layer was recomputed under the routes of another
+            micro-batch (not noticed in code that torch compiled before it came into a checkpoint).
 
-    Source: arXiv:2510.11370, routing replay.
+    Source: arXiv:2510.11370, routing replay; miles #2722, gates; prime-rl #2703, score filter.
     """
-    layers = _plan(check_routers(routers), routes)
+    _check_options(routes, gates, min_score_ratio)
+    layers = _plan(check_routers(routers), routes, gates, min_score_ratio)
     nested = [layer.router.layer_id for layer in layers if _is_imposed(layer.router.module)]
     if nested:
         raise UsageError(
@@ -49,9 +69,11 @@ def impose(routers: Sequence[Router], routes: Routes) -> Iterator[None]:
             " apart. Close the first context before the second."
         )
     differentiating = torch.is_grad_enabled()
+    known_slots = int((~routes.missing).sum()) * routes.top_k
+    imposed = Imposed({layer.router.layer_id: layer.tally for layer in layers}, known_slots)
     handles = [layer.router.module.register_forward_hook(layer) for layer in layers]
     try:
-        yield
+        yield imposed
     finally:
         for handle in handles:
             handle.remove()
@@ -59,7 +81,75 @@ def impose(routers: Sequence[Router], routes: Routes) -> Iterator[None]:
         layer.check_done(differentiating)
 
 
-def _plan(routers: tuple[Router, ...], routes: Routes) -> list[_ImposedLayer]:
+def allow_compile(routers: Sequence[Router]) -> None:
+    """Let `impose` and `record` reach a model that torch compiles. Call once, before compiling.
+
+    torch does not look for hooks again on a module that had none when it was compiled. This
+    leaves a hook on each router that does nothing, so torch guards on the number of hooks: the
+    first context compiles once more, later ones reuse that code whatever their routes. Without
+    it, a model that was compiled outside a context is refused on leaving the context.
+    Local; calling it again changes nothing.
+    """
+    for router in check_routers(routers):
+        if _nothing not in router.module._forward_hooks.values():
+            router.module.register_forward_hook(_nothing)
+
+
+class Imposed:
+    """What became of the routes; readable once the model has run, also after the context."""
+
+    def __init__(self, tallies: dict[int, Tally], known_slots: int) -> None:
+        self._tallies = tallies
+        self._known_slots = known_slots
+
+    @property
+    def replacement_rates(self) -> dict[int, float]:
+        """By layer id, the fraction of known slots that `min_score_ratio` replaced. Waits for
+        the device.
+
+        Raises:
+            UsageError: a layer has not run.
+        """
+        silent = [layer for layer, tally in self._tallies.items() if tally.replaced is None]
+        if silent:
+            raise UsageError(f"layers {silent} have not run. Read the rates after the forward.")
+        slots = max(1, self._known_slots)
+        return {layer: int(tally.replaced) / slots for layer, tally in self._tallies.items()}
+
+    @property
+    def replacement_rate(self) -> float:
+        """The same over all layers."""
+        rates = self.replacement_rates
+        return sum(rates.values()) / len(rates)
+
+
+def _check_options(
+    routes: Routes, gates: np.ndarray | torch.Tensor | None, min_score_ratio: float | None
+) -> None:
+    if gates is not None:
+        shape, dtype = tuple(gates.shape), str(gates.dtype).removeprefix("torch.")
+        if shape != routes.experts.shape or dtype != "float32":
+            raise ShapeError(
+                f"gates must be float32 {list(routes.experts.shape)}, as the routes;"
+                f" got {dtype} {list(shape)}"
+            )
+    if min_score_ratio is None:
+        return
+    if not 0 < min_score_ratio <= 1:
+        raise UsageError(f"min_score_ratio must be in (0, 1]; got {min_score_ratio}")
+    if gates is not None:
+        raise UsageError(
+            "min_score_ratio puts experts into slots for which no gate was recorded."
+            " Use it, or gates, not both."
+        )
+
+
+def _plan(
+    routers: tuple[Router, ...],
+    routes: Routes,
+    gates: np.ndarray | torch.Tensor | None,
+    min_score_ratio: float | None,
+) -> list[ImposedLayer]:
     layer_ids = tuple(router.layer_id for router in routers)
     if set(layer_ids) != set(routes.layer_ids):
         raise PlanError(
@@ -72,83 +162,55 @@ def _plan(routers: tuple[Router, ...], routes: Routes) -> list[_ImposedLayer]:
             f"the model chooses {ours[1]} of {ours[0]} experts,"
             f" the routes {routes.top_k} of {routes.num_experts}"
         )
-    missing = torch.from_numpy(routes.missing.copy()) if routes.missing.any() else None
+    devices = [_device_of(router.module) for router in routers]
+    columns = [routes.layer_ids.index(layer_id) for layer_id in layer_ids]
+    ids = _upload(routes.experts, devices, columns)
+    missing: list[torch.Tensor] | list[None] = [None] * len(routers)
+    if routes.missing.any():
+        copies = {device: _copy(routes.missing, device) for device in set(devices)}
+        missing = [copies[device] for device in devices]
+    weights: list[torch.Tensor] | list[None] = [None] * len(routers)
+    if gates is not None:
+        weights = _upload(np.asarray(gates), devices, columns)
     return [
-        _ImposedLayer(router, routes.experts[:, routes.layer_ids.index(router.layer_id)], missing)
-        for router in routers
+        ImposedLayer(*fields, min_score_ratio)
+        for fields in zip(routers, ids, missing, weights, strict=True)
     ]
 
 
+def _device_of(module: nn.Module) -> torch.device:
+    """Where to put a router's rows. A wrong guess (offloaded weights) costs a copy at each run."""
+    tensors = [*module.parameters(), *module.buffers()]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def _upload(
+    array: np.ndarray, devices: Sequence[torch.device], columns: Sequence[int]
+) -> list[torch.Tensor]:
+    """Each router's column on its device: one copy to a device, of the columns that it needs."""
+    if len(set(devices)) == 1:
+        whole = _copy(array, devices[0])
+        return [whole[:, column] for column in columns]
+    wanted = {d: [c for c, at in zip(columns, devices, strict=True) if at == d] for d in devices}
+    parts = {device: _copy(array[:, own], device) for device, own in wanted.items()}
+    return [
+        parts[device][:, wanted[device].index(column)]
+        for column, device in zip(columns, devices, strict=True)
+    ]
+
+
+def _copy(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    # Pinned, or the copy would wait for all work already queued on the device.
+    dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+    host = torch.empty(array.shape, dtype=dtype, pin_memory=device.type == "cuda")
+    host.numpy()[...] = array
+    return host.to(device, non_blocking=True)
+
+
+def _nothing(module: nn.Module, args: Any, output: Any) -> None:
+    """See `allow_compile`."""
+
+
 def _is_imposed(module: nn.Module) -> bool:
-    return any(isinstance(hook, _ImposedLayer) for hook in module._forward_hooks.values())
-
-
-class _ImposedLayer:
-    """The forward hook of one router: read-only rows, so running twice is harmless."""
-
-    def __init__(self, router: Router, rows: np.ndarray, missing: torch.Tensor | None) -> None:
-        self.router = router
-        self._rows = rows
-        self._missing = missing
-        self._ran_with_grad = False
-        self._ran_without_grad = False
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        own = self.router.experts(output)
-        if len(own) != len(self._rows):
-            raise ShapeError(
-                f"layer {self.router.layer_id} runs on {len(own)} tokens, the routes hold"
-                f" {len(self._rows)}. Rows follow the flattened input [batch * sequence]; fill up"
-                " with routes.pad(tokens)."
-            )
-        if torch.is_grad_enabled():
-            self._ran_with_grad = True
-        else:
-            self._ran_without_grad = True
-        # Contiguous and narrow over the bus, wide only on the device.
-        rows = torch.from_numpy(np.array(self._rows)).to(own.device).to(torch.int64)
-        if self._missing is not None:
-            rows = torch.where(self._missing.to(own.device)[:, None], own.to(torch.int64), rows)
-        gates = self.router.gates(output, rows)
-        assert gates.shape == rows.shape
-        return self.router.replace(output, rows, _SameMicroBatch.apply(gates, self))
-
-    def check_done(self, differentiating: bool) -> None:
-        if not (self._ran_with_grad or self._ran_without_grad):
-            raise UsageError(
-                f"layer {self.router.layer_id} never ran, so nothing was imposed on it. A model"
-                " compiled before the context was opened does not call hooks."
-            )
-        suspended = self._ran_without_grad and not self._ran_with_grad
-        if differentiating and suspended and self.router.module.training:
-            raise UsageError(
-                f"layer {self.router.layer_id} ran without gradients in a context opened with"
-                " them. Under reentrant checkpointing backward would now recompute without the"
-                " routes: call backward inside. If no gradient is wanted, open it in no_grad()."
-            )
-
-
-class _SameMicroBatch(torch.autograd.Function):
-    """The identity; its backward refuses a recomputation under another context's routes.
-
-    Checkpointing computes saved tensors again and keeps attributes of `ctx`: where the two
-    disagree, forward ran in one context and its recomputation in another.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, gates: torch.Tensor, layer: _ImposedLayer) -> torch.Tensor:
-        ctx.layer = layer
-        # An id stays unique while ctx keeps its owner alive.
-        ctx.save_for_backward(torch.tensor(id(layer), device="cpu"))
-        return gates.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (recomputed,) = ctx.saved_tensors
-        if recomputed.item() != id(ctx.layer):
-            raise UsageError(
-                f"layer {ctx.layer.router.layer_id} was recomputed under the routes of another"
-                " micro-batch. With activation checkpointing call backward inside the impose"
-                " context of the same micro-batch."
-            )
-        return grad, None
+    return any(isinstance(hook, ImposedLayer) for hook in module._forward_hooks.values())

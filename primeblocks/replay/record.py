@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import cached_property, partial
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,75 +20,131 @@ __all__ = ["Tape", "record"]
 
 
 @contextmanager
-def record(routers: Sequence[Router]) -> Iterator[Tape]:
+def record(routers: Sequence[Router], *, gates: bool = False) -> Iterator[Tape]:
     """Keep the choices of one forward.
 
     One context, one forward: recomputation under activation checkpointing runs the routers
     again, and is recognised because it chooses the same; anything else is refused. Opened
     inside `impose` the tape holds the imposed choices, opened around it the model's own.
-    Local; keeps narrow ids on the device, waits for nothing until `tape.routes` is read.
+    Local; keeps narrow ids on the device, waits for nothing until `tape.routes` is read, except
+    on leaving when a layer ran twice. A compiled model needs `allow_compile` first.
+
+    Args:
+        gates: keep the weights of the choices too, as the router weighs them from its scores:
+            four bytes more a slot.
 
     Raises:
-        UsageError: a layer ran twice with different choices (from within the forward).
+        UsageError: a layer ran on another number of tokens (from within the forward), or chose
+            otherwise the second time (on leaving, or from `tape.routes`).
     """
-    tape = Tape(check_routers(routers))
-    with ExitStack() as stack:
-        for router in tape.routers:
-            stack.enter_context(_hooked(router.module, partial(tape.write, router)))
+    layers = [_RecordedLayer(router, gates) for router in check_routers(routers)]
+    handles = [layer.router.module.register_forward_hook(layer) for layer in layers]
+    tape = Tape(layers)
+    try:
         yield tape
+    finally:
+        for handle in handles:
+            handle.remove()
+    tape.check_repeats()
 
 
 class Tape:
     """The choices of one forward, by layer."""
 
-    def __init__(self, routers: tuple[Router, ...]) -> None:
-        self.routers = routers
-        self._rows: dict[int, torch.Tensor] = {}
-
-    def write(self, router: Router, module: nn.Module, args: Any, output: Any) -> None:
-        """A forward hook of `router.module`."""
-        # int32 where uint8 is too small: torch cannot compare uint16 on every device.
-        narrow = torch.uint8 if router.num_experts <= 256 else torch.int32
-        rows = router.experts(output).detach().to(narrow, copy=True)
-        before = self._rows.setdefault(router.layer_id, rows)
-        if before is not rows and not torch.equal(before, rows):
-            raise UsageError(
-                f"layer {router.layer_id} ran twice in one record: {len(before)} tokens, then"
-                f" {len(rows)} with other choices. Open a new record for each forward; if this"
-                " was recomputation in backward, it is not deterministic: impose the routes."
-            )
+    def __init__(self, layers: Sequence[_RecordedLayer]) -> None:
+        self._layers = layers
 
     @cached_property
     def routes(self) -> Routes:
         """What was recorded. Copies to the host.
 
         Raises:
-            UsageError: a layer has not run.
+            UsageError: a layer has not run, or chose otherwise when it ran again.
             ShapeError: the layers saw different numbers of tokens.
         """
-        silent = [r.layer_id for r in self.routers if r.layer_id not in self._rows]
+        self._check_complete()
+        first = self._layers[0].router
+        experts = _gather([layer.ids for layer in self._layers], expert_dtype(first.num_experts))
+        layer_ids = tuple(layer.router.layer_id for layer in self._layers)
+        missing = np.zeros(len(experts), dtype=np.bool_)
+        return Routes(experts, first.num_experts, layer_ids, missing)
+
+    @cached_property
+    def gates(self) -> np.ndarray:
+        """The weights of these choices, float32 `[tokens, layers, top_k]`, for
+        `impose(..., gates=)`. Copies to the host.
+
+        Raises:
+            UsageError: the record was opened without `gates=True`; otherwise as `routes`.
+            ShapeError: as `routes`.
+        """
+        if not self._layers[0].keeps_gates:
+            raise UsageError("no gates were recorded. Open record(routers, gates=True).")
+        self._check_complete()
+        return _gather([layer.gates for layer in self._layers], np.dtype(np.float32))
+
+    def check_repeats(self) -> None:
+        """See `record`."""
+        for layer in self._layers:
+            if layer.changed is not None and bool(layer.changed):
+                raise UsageError(
+                    f"layer {layer.router.layer_id} ran twice in one record, with other choices."
+                    " Open a new record for each forward; if this was recomputation in backward,"
+                    " it is not deterministic: impose the routes."
+                )
+
+    def _check_complete(self) -> None:
+        silent = [layer.router.layer_id for layer in self._layers if layer.ids is None]
         if silent:
             raise UsageError(
                 f"layers {silent} have not run. Read the tape after the forward; a model compiled"
-                " before the context was opened does not call hooks, compile it inside."
+                " before the context was opened does not call hooks: call allow_compile(routers)"
+                " before compiling."
             )
-        counts = {layer: len(rows) for layer, rows in self._rows.items()}
-        tokens = len(self._rows[self.routers[0].layer_id])
+        self.check_repeats()
+        counts = {layer.router.layer_id: len(layer.ids) for layer in self._layers}
         if len(set(counts.values())) != 1:
             raise ShapeError(f"layers saw different numbers of tokens: {counts}")
-        first = self.routers[0]
-        shape = (tokens, len(self.routers), first.top_k)
-        experts = np.empty(shape, dtype=expert_dtype(first.num_experts))
-        for column, router in enumerate(self.routers):
-            experts[:, column] = self._rows[router.layer_id].cpu().numpy()
-        layer_ids = tuple(router.layer_id for router in self.routers)
-        return Routes(experts, first.num_experts, layer_ids, np.zeros(tokens, dtype=np.bool_))
 
 
-@contextmanager
-def _hooked(module: nn.Module, hook: Any) -> Iterator[None]:
-    handle = module.register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
+class _RecordedLayer:
+    """The forward hook of one router. torch.compile traces it once for all contexts."""
+
+    def __init__(self, router: Router, keeps_gates: bool) -> None:
+        self.router = router
+        self.keeps_gates = keeps_gates
+        self.ids: Any = None
+        self.gates: Any = None
+        self.changed: Any = None
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        chosen = self.router.experts(output).detach()
+        # int32 where uint8 is too small: torch cannot compare uint16 on every device.
+        narrow = torch.uint8 if self.router.num_experts <= 256 else torch.int32
+        ids = chosen.to(narrow, copy=True)
+        if self.ids is not None:
+            self._check_again(ids)
+            return
+        self.ids = ids
+        if self.keeps_gates:
+            with torch.no_grad():
+                gates = self.router.gates(output, chosen.to(torch.int64))
+                self.gates = gates.to(torch.float32, copy=True)
+
+    def _check_again(self, ids: torch.Tensor) -> None:
+        if ids.shape != self.ids.shape:
+            raise UsageError(
+                f"layer {self.router.layer_id} ran twice in one record: {self.ids.shape[0]} tokens,"
+                f" then {ids.shape[0]}. Open a new record for each forward."
+            )
+        # Kept on the device: to look at it here would wait for it.
+        changed = (ids != self.ids).any()
+        self.changed = changed if self.changed is None else self.changed | changed
+
+
+def _gather(layers: Sequence[torch.Tensor], dtype: np.dtype[Any]) -> np.ndarray:
+    tokens, top_k = layers[0].shape
+    out = np.empty((tokens, len(layers), top_k), dtype=dtype)
+    for column, layer in enumerate(layers):
+        out[:, column] = layer.cpu().numpy()
+    return out

@@ -39,8 +39,10 @@ class Router(Protocol):
         """The chosen ids in the module's output, integers `[tokens, top_k]`."""
 
     def gates(self, output: Any, experts: torch.Tensor) -> torch.Tensor:
-        """Gate weights `[tokens, top_k]` of other choices (int64), from the live scores in the
-        output: as this router would weigh them itself, so that gradients reach it.
+        """Gate weights of other choices, int64 `[tokens, columns]`, from the live scores in the
+        output: as this router would weigh them itself, so that gradients reach it. Columns may
+        be more than `top_k` and name an expert twice: `impose(min_score_ratio=)` compares a
+        row's own choices with the replayed ones in one call.
         """
 
     def replace(self, output: Any, experts: torch.Tensor, gates: torch.Tensor) -> Any:

@@ -180,6 +180,20 @@ class Routes:
             )
         return Routes.join([self[:start], newer])
 
+    def fill(self, other: Routes) -> Routes:
+        """Our rows, and where we have none, those of `other`: two halves of the same tokens.
+
+        With prefill and decode on different engines each knows what it computed. Where both know
+        a row ours is kept, so begin with the engine whose KV the decoding used. One copy.
+
+        Raises:
+            ShapeError: the two are not of the same tokens and model.
+        """
+        if other._model != self._model or other.tokens != self.tokens:
+            raise ShapeError(f"{other} is not of the same tokens and model as {self}")
+        experts = np.where(self.missing[:, None, None], other.experts, self.experts)
+        return self._with(experts, self.missing & other.missing)
+
     def with_missing(self, *, before: int = 0, after: int = 0) -> Routes:
         """Add tokens whose choices are unknown.
 

@@ -3,6 +3,9 @@ import torch
 from torch import nn
 
 from primeblocks.replay import Routes, chosen_softmax_gates, sigmoid_gates, softmax_gates
+from primeblocks.testing import ranks
+
+ranks.preload("primeblocks.parallel", "transformers.models.gpt_oss.modeling_gpt_oss")
 
 
 class ToyRouter(nn.Module):
@@ -82,7 +85,7 @@ class ToyModel(nn.Module):
         return x
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def toy():
     return ToyModel
 

@@ -3,7 +3,8 @@ import pytest
 import torch
 
 from primeblocks.errors import PlanError, ShapeError, UsageError
-from primeblocks.replay import impose, record
+from primeblocks.replay import Routes, impose, record
+from primeblocks.replay.impose import _upload, allow_compile
 from primeblocks.replay.reference import sigmoid_router, softmax_router
 from primeblocks.replay.router import check_routers
 
@@ -131,19 +132,44 @@ def test_own_routes_change_no_bit(toy, inputs, kind, checkpoint):
 def test_missing_tokens_choose_for_themselves(toy, inputs, foreign):
     model = toy()
     own = step(model, inputs)
-    with impose(model.routers, foreign()[:0].pad(8)):
+    with impose(model.routers, foreign()[:0].with_missing(after=8)):
         assert_equal(step(model, inputs), own)
 
 
-def test_padding_spreads_as_the_model_would(toy, inputs, foreign):
+def test_a_missing_token_leaves_the_others_imposed(toy, inputs, foreign):
     model = toy()
-    with impose(model.routers, foreign()[:2].pad(8)), record(model.routers) as tape:
+    with (
+        impose(model.routers, foreign()[:2].with_missing(after=6)),
+        record(model.routers) as tape,
+    ):
         model(inputs)
     with record(model.routers) as own:
         model(inputs)
     # In the first layer tokens have not mixed yet: exactly the two known tokens differ from ours.
     assert np.array_equal(tape.routes.experts[2:, 0], own.routes.experts[2:, 0])
     assert np.array_equal(tape.routes.experts[:2], foreign().experts[:2])
+
+
+def test_the_order_of_slots_is_kept(toy, inputs, foreign):
+    model = toy()
+    routes = foreign()
+    turned = Routes.from_array(
+        routes.experts[..., ::-1].copy(), num_experts=6, layer_ids=range(3), missing=routes.missing
+    )
+    with impose(model.routers, routes), record(model.routers) as tape:
+        out, grads = step(model, inputs)
+    with impose(model.routers, turned), record(model.routers) as other:
+        assert_close(step(model, inputs), (out, grads))
+    known = ~routes.missing
+    assert np.array_equal(tape.routes.experts[known], routes.experts[known])
+    assert np.array_equal(other.routes.experts[known], routes.experts[known][..., ::-1])
+
+
+def test_allowing_compilation_twice_leaves_one_hook(toy):
+    model = toy()
+    allow_compile(model.routers)
+    allow_compile(model.routers)
+    assert [len(router._forward_hooks) for router in model.routers] == [1, 1, 1]
 
 
 def test_hooks_are_gone_after_the_context_and_after_an_error(toy, inputs, foreign):
@@ -261,93 +287,6 @@ def test_a_router_that_never_ran_is_reported(toy, foreign):
         pass
 
 
-class PlainRouter(torch.nn.Module):
-    """Without annotations: their checks at run time cannot be compiled."""
-
-    layer_id, num_experts, top_k = 0, 6, 2
-    module = property(lambda self: self)
-
-    def forward(self, x):
-        scores, ids = (x @ torch.ones(5, 6, dtype=x.dtype)).topk(2)
-        return scores, scores, ids
-
-    def experts(self, output):
-        return output[2]
-
-    def gates(self, output, experts):
-        return output[1]
-
-    def replace(self, output, experts, gates):
-        return output
-
-
-def test_a_model_compiled_without_its_hooks_is_reported(inputs, foreign):
-    router = PlainRouter()
-    model = torch.nn.Sequential(torch.nn.Flatten(0, 1), router)
-    compiled = torch.compile(model, backend="eager")
-    compiled(inputs)
-    with (
-        pytest.raises(UsageError, match="layer 0 never ran"),
-        impose([router], foreign(layers=1)),
-    ):
-        compiled(inputs)
-    with record([router]) as tape:
-        compiled(inputs)
-        with pytest.raises(UsageError, match=r"\[0\] have not run"):
-            _ = tape.routes
-
-
-def test_record_inside_sees_the_imposed_choices_and_around_the_own(toy, inputs, foreign):
-    model = toy(layers=1)
-    with record(model.routers) as own:
-        model(inputs)
-    with (
-        record(model.routers) as around,
-        impose(model.routers, foreign(layers=1)),
-        record(model.routers) as inside,
-    ):
-        model(inputs)
-    known = ~foreign(layers=1).missing
-    assert around.routes == own.routes
-    assert np.array_equal(inside.routes.experts[known], foreign(layers=1).experts[known])
-    assert np.array_equal(inside.routes.experts[~known], own.routes.experts[~known])
-
-
-def test_one_record_is_one_forward(toy, inputs):
-    model = toy()
-    with record(model.routers) as tape:
-        with pytest.raises(UsageError, match=r"\[0, 1, 2\] have not run"):
-            _ = tape.routes
-        model(inputs)
-        model(inputs)
-        with pytest.raises(UsageError, match="ran twice in one record: 8 tokens, then 4"):
-            model(inputs[:1])
-        with pytest.raises(UsageError, match="ran twice"):
-            model(-inputs)
-    assert tape.routes.tokens == 8
-
-
-def test_layers_that_saw_other_tokens_are_refused(toy, inputs):
-    model = toy(layers=2)
-    with record(model.routers) as tape:
-        model.layers[0](inputs)
-        model.layers[1](inputs[:1])
-    with pytest.raises(ShapeError, match=r"\{0: 8, 1: 4\}"):
-        _ = tape.routes
-
-
-def test_many_experts_are_recorded_in_sixteen_bits(toy, inputs):
-    model = toy(layers=1)
-    router = model.routers[0]
-    router.num_experts = 300
-    router.weight = torch.nn.Parameter(torch.zeros(300, 5, dtype=torch.float64))
-    router.weight.data[298:] = torch.randn(2, 5, dtype=torch.float64)
-    with record([router]) as tape:
-        router(inputs.reshape(-1, 5))
-    assert tape.routes.experts.dtype == np.uint16
-    assert tape.routes.experts.max() >= 298
-
-
 def test_routers_are_checked(toy):
     model = toy()
     model.layers[1].gate.layer_id = 0
@@ -361,3 +300,25 @@ def test_routers_are_checked(toy):
         check_routers([])
     with pytest.raises(UsageError, match="not the ToyModel itself"):
         check_routers.__wrapped__(model)
+
+
+def test_each_device_gets_the_columns_that_it_needs():
+    array = np.arange(2 * 3 * 2, dtype=np.uint16).reshape(2, 3, 2)
+    one, two = torch.device("cpu"), torch.device("cpu", 0)
+    for devices in ([one, one, one], [one, two, one]):
+        columns = _upload(array, devices, [2, 0, 1])
+        for column, tensor in zip([2, 0, 1], columns, strict=True):
+            assert tensor.dtype == torch.uint16
+            assert tensor.tolist() == array[:, column].tolist()
+    assert columns[1].stride() == (2, 1)  # Not a part of three columns.
+
+
+def test_rows_for_weights_without_a_device_stay_on_the_host(toy, inputs, foreign):
+    model = toy(layers=1)
+    with impose(model.routers, foreign(layers=1)):
+        wanted = model(inputs)
+    weight = model.routers[0].weight
+    model.routers[0].to("meta")
+    with impose(model.routers, foreign(layers=1)):
+        model.routers[0].weight, model.routers[0].bias = weight, torch.zeros(6)
+        assert torch.equal(model(inputs), wanted)

@@ -1,0 +1,118 @@
+"""Routers of torchtitan 0.3.0.
+
+`TokenChoiceTopKRouter` returns `(gates, ids, scores)`, all `[batch, sequence, ...]`, and the scores
+are those after the sigmoid or softmax, of every expert and before any balancing bias: a forward
+hook can weigh other experts from them, whichever groups and bias chose. `MoE` counts its tokens per
+expert from what the router module returns, so its balancing follows the imposed ids too.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ...errors import MissingPackageError, UnsupportedError
+
+try:
+    # Its MoE module is not imported: that takes seconds, and the model has it loaded already.
+    from torchtitan import __version__ as _VERSION
+except ImportError as error:
+    raise MissingPackageError("torchtitan", "torchtitan") from error
+
+__all__ = ["TorchtitanRouter", "routers"]
+
+_TESTED = "0.3.0"
+_ROUTER = ("torchtitan.models.common.moe", "TokenChoiceTopKRouter")
+
+
+@dataclass(frozen=True, eq=False)
+class TorchtitanRouter:
+    """A `replay.Router`."""
+
+    module: nn.Module
+    layer_id: int
+    num_experts: int
+    top_k: int
+
+    def experts(self, output: Any) -> torch.Tensor:
+        """The ids in a router's output.
+
+        Raises:
+            UnsupportedError: the output is a DTensor (tensor parallelism), or not what the tested
+                version returns.
+        """
+        if isinstance(output, tuple) and any(isinstance(part, DTensor) for part in output):
+            raise UnsupportedError(
+                f"the router of layer {self.layer_id} returns DTensors: with tensor parallelism a"
+                " rank holds a part of the rows. Use degree 1; FSDP, expert parallelism are fine."
+            )
+        if not isinstance(output, tuple) or [part.ndim for part in output] != [3, 3, 3]:
+            raise UnsupportedError(
+                f"layer {self.layer_id}: the router of torchtitan {_VERSION} does not return"
+                " (gates, ids, scores) of [batch, sequence, ...];"
+                f" this adapter was tested with {_TESTED}"
+            )
+        return output[1].flatten(0, 1)
+
+    def gates(self, output: Any, experts: torch.Tensor) -> torch.Tensor:
+        router: Any = self.module
+        gates = output[2].flatten(0, 1).gather(-1, experts)
+        if router.route_norm:
+            # The host's guard against a row of zeros.
+            gates = gates / (gates.sum(dim=-1, keepdim=True) + 1e-20)
+        return gates * router.route_scale
+
+    def replace(self, output: Any, experts: torch.Tensor, gates: torch.Tensor) -> Any:
+        _, ids, scores = output
+        return gates.view(ids.shape), experts.view(ids.shape).to(ids.dtype), scores
+
+
+def routers(model: nn.Module) -> tuple[TorchtitanRouter, ...]:
+    """Every router of `model`, in layer order, for `record`, `impose` and `allow_compile`.
+
+    Works before and after torchtitan shards, checkpoints or compiles the model. Local.
+
+    Raises:
+        UnsupportedError: no router, one whose class computes otherwise than the tested one, or a
+            version of torchtitan other than 0.3.0.
+    """
+    if _VERSION != _TESTED:
+        raise UnsupportedError(
+            f"torchtitan {_VERSION}: its router was read in {_TESTED}, and it changes often."
+            f" Run: pip install torchtitan=={_TESTED}"
+        )
+    found = []
+    for name, module in model.named_modules():
+        if not _is_router(module):
+            if "router" in type(module).__name__.lower():
+                raise _unsupported(f"{name!r}, a {type(module).__name__}, is not")
+            continue
+        layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+        if layer is None:
+            raise UnsupportedError(f"router {name!r} is in no numbered layer")
+        sizes: Any = module
+        found.append(TorchtitanRouter(module, int(layer[1]), sizes.num_experts, sizes.top_k))
+    if not found:
+        raise _unsupported(f"no module of {type(model).__name__} is")
+    return tuple(sorted(found, key=lambda router: router.layer_id))
+
+
+def _is_router(module: nn.Module) -> bool:
+    # FSDP2 gives a module a new class that derives from its own; forward stays the tested one.
+    kind: Any = type(module)
+    for cls in kind.__mro__:
+        if (cls.__module__, cls.__name__) == _ROUTER:
+            return kind.forward is cls.forward
+    return False
+
+
+def _unsupported(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{what} a {'.'.join(_ROUTER)} of torchtitan {_TESTED}."
+        " Write a replay.Router for this model, see docs/replay.md."
+    )

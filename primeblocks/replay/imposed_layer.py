@@ -1,0 +1,148 @@
+"""The forward hook that puts imposed choices into one router's output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ShapeError, UsageError
+from .router import Router
+from .score_filter import keep_scored
+
+__all__ = ["ImposedLayer", "Tally"]
+
+
+class Tally:
+    """Slots that the filter replaced in a layer's latest run, on the device; 0 without a filter."""
+
+    replaced: Any = None
+
+
+class ImposedLayer:
+    """The forward hook of one router: read-only rows, so running twice is harmless.
+
+    torch.compile traces it once for all contexts: what differs between them is in tensors.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        ids: torch.Tensor,
+        missing: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        min_score_ratio: float | None,
+    ) -> None:
+        self.router = router
+        self.tally = Tally()
+        self._ids = ids
+        self._missing = missing
+        self._weights = weights
+        self._min_score_ratio = min_score_ratio
+        self._ran_with_grad = False
+        self._ran_without_grad = False
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return self._impose(output, check=True)
+        if _inside_saved_tensor_hooks():
+            return self._leave_what_is_compiled_inside_a_checkpoint(output)
+        return self._impose(output, check=False)
+
+    def _impose(self, output: Any, *, check: bool) -> Any:
+        own = self.router.experts(output)
+        if own.shape[0] != self._ids.shape[0]:
+            raise ShapeError(
+                f"layer {self.router.layer_id} runs on {own.shape[0]} tokens, the routes hold"
+                f" {self._ids.shape[0]}. Rows follow the flattened input [batch * sequence]; fill"
+                " up with routes.pad(tokens)."
+            )
+        if torch.is_grad_enabled():
+            self._ran_with_grad = True
+        else:
+            self._ran_without_grad = True
+        rows = self._rows(output, own.to(torch.int64))
+        gates = self.router.gates(output, rows)
+        assert gates.shape == rows.shape
+        if self._weights is not None:
+            # Adding the zero leaves the recorded value as it is, and the gradient to the live one.
+            recorded = self._weights.to(own.device).to(gates.dtype) + (gates - gates.detach())
+            gates = recorded if self._missing is None else self._where_missing(gates, recorded)
+        if check:
+            gates = _SameMicroBatch.apply(gates, self)
+        return self.router.replace(output, rows, gates)
+
+    def _leave_what_is_compiled_inside_a_checkpoint(self, output: Any) -> Any:
+        # Compiled code keeps no object to compare a recomputation with. Under fullgraph torch
+        # raises here: compile the checkpoint then, not what is in it.
+        return torch.compiler.disable(self._impose)(output, check=True)
+
+    def check_done(self, differentiating: bool) -> None:
+        if not (self._ran_with_grad or self._ran_without_grad):
+            raise UsageError(
+                f"layer {self.router.layer_id} never ran, so nothing was imposed on it. A model"
+                " compiled before the context was opened does not call hooks: call"
+                " allow_compile(routers) before compiling."
+            )
+        suspended = self._ran_without_grad and not self._ran_with_grad
+        if differentiating and suspended and self.router.module.training:
+            raise UsageError(
+                f"layer {self.router.layer_id} ran without gradients in a context opened with"
+                " them. Under reentrant checkpointing backward would now recompute without the"
+                " routes: call backward inside. If no gradient is wanted, open it in no_grad()."
+            )
+
+    def _rows(self, output: Any, own: torch.Tensor) -> torch.Tensor:
+        # Widened on the device only; a no-op copy unless the device was guessed wrongly.
+        rows = self._ids.to(own.device).to(torch.int64)
+        if self._missing is not None:
+            rows = self._where_missing(own, rows)
+        if self._min_score_ratio is None:
+            self.tally.replaced = 0
+            return rows
+        rows, replaced = keep_scored(self.router, output, own, rows, ratio=self._min_score_ratio)
+        self.tally.replaced = replaced
+        return rows
+
+    def _where_missing(self, there: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
+        assert self._missing is not None
+        return torch.where(self._missing.to(there.device)[:, None], there, here)
+
+
+class _SameMicroBatch(torch.autograd.Function):
+    """The identity; its backward refuses a recomputation under another context's routes.
+
+    Checkpointing computes saved tensors again and keeps attributes of `ctx`: where the two
+    disagree, forward ran in one context and its recomputation in another.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gates: torch.Tensor, layer: ImposedLayer) -> torch.Tensor:
+        ctx.layer = layer
+        # An id stays unique while ctx keeps its owner alive.
+        ctx.save_for_backward(torch.tensor(id(layer), device="cpu"))
+        return gates.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (recomputed,) = ctx.saved_tensors
+        if recomputed.item() != id(ctx.layer):
+            raise UsageError(
+                f"layer {ctx.layer.router.layer_id} was recomputed under the routes of another"
+                " micro-batch. With activation checkpointing call backward inside the impose"
+                " context of the same micro-batch."
+            )
+        return grad, None
+
+
+def _inside_saved_tensor_hooks() -> bool:
+    """Whether somebody else keeps what autograd saves: a checkpoint around compiled code.
+
+    Seen while tracing. Code that was traced outside a checkpoint does not notice one later.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+# As torch.compiler.assume_constant_result does, which would import the compiler.
+_inside_saved_tensor_hooks._dynamo_marked_constant = True  # type: ignore[attr-defined]

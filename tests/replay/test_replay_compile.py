@@ -1,0 +1,216 @@
+"""torch.compile. In ranks of their own: annotations checked at run time cannot be compiled."""
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from primeblocks.errors import UsageError
+from primeblocks.replay import Routes, record
+from primeblocks.replay.impose import allow_compile, impose
+from primeblocks.testing import ranks
+from tests.replay.conftest import ToyModel
+
+FLAG = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+
+
+def _routes(seed, tokens, *, some_missing=True):
+    generator = torch.Generator().manual_seed(seed)
+    missing = np.arange(tokens) % 5 == 2 if some_missing else None
+    return Routes.from_array(
+        torch.rand(tokens, 3, 6, generator=generator).topk(2).indices.numpy(),
+        num_experts=6,
+        layer_ids=range(3),
+        missing=missing,
+    )
+
+
+def _inputs(seed, sequence=4):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, sequence, 5, dtype=torch.float64, generator=generator)
+
+
+def _step(model, x):
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    out = model(x)
+    out.square().sum().backward()
+    return [out.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
+
+
+def _assert_equal(a, b):
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _compiled(whole, checkpoint=None, *, fullgraph=True, backend="eager"):
+    """A model that looks up hooks again, and the counter of its compilations."""
+    torch._dynamo.reset()
+    model, counter = ToyModel("sigmoid", checkpoint=checkpoint), CompileCounterWithBackend(backend)
+    allow_compile(model.routers)
+    for part in [model] if whole else model.layers:
+        part.compile(backend=counter, fullgraph=fullgraph)
+    return model, counter
+
+
+def _contexts_share_code(whole, checkpoint, options):
+    setattr(torch._dynamo.config, FLAG, True)
+    eager = ToyModel("sigmoid")
+    model, counter = _compiled(whole, checkpoint)
+    counts = []
+    for i in range(12):
+        # Shapes change once, from where on they are symbols; every third step is plain.
+        sequence = 4 if i < 6 else 4 + i
+        x, routes = _inputs(i, sequence), _routes(i, 2 * sequence)
+        if i % 3 == 1:
+            _assert_equal(_step(model, x), _step(eager, x))
+        else:
+            with impose(model.routers, routes, **options), record(model.routers) as tape:
+                found = _step(model, x)
+            with impose(eager.routers, routes, **options), record(eager.routers) as eager_tape:
+                _assert_equal(found, _step(eager, x))
+            assert tape.routes == eager_tape.routes
+            assert options or (tape.routes.experts == routes.experts)[~routes.missing].all()
+        counts.append(counter.frame_count)
+    # Imposed and plain, with fixed shapes; the same with any shape.
+    assert counts[1] == counts[5], counts
+    assert counts[7] == counts[11], counts
+    return counts[-1]
+
+
+@pytest.mark.parametrize(("whole", "checkpoint"), [(False, None), (True, None), (True, False)])
+def test_contexts_share_compiled_code(whole, checkpoint):
+    (graphs,) = ranks.run(_contexts_share_code, whole, checkpoint, {}, world_size=1)
+    assert graphs <= 4
+
+
+def test_the_score_filter_compiles():
+    ranks.run(_contexts_share_code, False, None, {"min_score_ratio": 0.9}, world_size=1)
+
+
+def _gates_loop():
+    model, counter = _compiled(False, backend="aot_eager")
+    with record(model.routers, gates=True) as tape:
+        own = _step(model, _inputs(0))
+    assert np.abs(tape.gates).max() > 0
+    counts = []
+    for seed in range(3):
+        gates = torch.rand(8, 3, 2, generator=torch.Generator().manual_seed(seed))
+        routes = _routes(seed, 8)
+        eager = ToyModel("sigmoid")
+        with impose(eager.routers, routes, gates=gates):
+            wanted = _step(eager, _inputs(0))
+        with impose(model.routers, routes, gates=gates) as imposed:
+            _assert_equal(_step(model, _inputs(0)), wanted)
+        assert imposed.replacement_rate == 0
+        counts.append(counter.frame_count)
+    assert len(set(counts)) == 1
+    _assert_equal(_step(model, _inputs(0)), own)
+
+
+def test_gates_compile():
+    ranks.run(_gates_loop, world_size=1)
+
+
+def _late_backward(model, closed):
+    """Backward in the next micro-batch's context, or after the only one."""
+    with impose(model.routers, _routes(1, 8)):
+        loss = model(_inputs(1).requires_grad_()).square().sum()
+    if closed:
+        loss.backward()
+        return
+    with impose(model.routers, _routes(2, 8)):
+        loss = loss + model(_inputs(2).requires_grad_()).square().sum()
+        loss.backward()
+
+
+def _late_is_right(whole, checkpoint):
+    setattr(torch._dynamo.config, FLAG, True)
+    for closed in (False, True):
+        eager = ToyModel("sigmoid")
+        model, _ = _compiled(whole, checkpoint, backend="aot_eager")
+        _late_backward(model, closed)
+        _late_backward(eager, closed)
+        for found, wanted in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_backward_may_come_later_even_with_a_checkpoint_inside_compiled_code():
+    """Compiled code saves the rows that it was given; nothing is looked up again."""
+    ranks.run(_late_is_right, True, False, world_size=1)
+    ranks.run(_late_is_right, False, None, world_size=1)
+
+
+def _checkpoint_around(fullgraph):
+    """The hook leaves compiled code and has all its checks."""
+    model, _ = _compiled(False, checkpoint=False, fullgraph=fullgraph)
+    if fullgraph:
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="inside_a_checkpoint"):
+            _late_backward(model, closed=False)
+        return
+    with pytest.raises(UsageError, match="recomputed under the routes of another"):
+        _late_backward(model, closed=False)
+    with pytest.raises(torch.utils.checkpoint.CheckpointError):
+        _late_backward(model, closed=True)
+    eager = ToyModel("sigmoid")
+    for seed in range(3):
+        with impose(model.routers, _routes(seed, 8)):
+            found = _step(model, _inputs(seed))
+        with impose(eager.routers, _routes(seed, 8)):
+            _assert_equal(found, _step(eager, _inputs(seed)))
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_checkpoint_around_compiled_code_is_checked(fullgraph):
+    ranks.run(_checkpoint_around, fullgraph, world_size=1)
+
+
+def _transformers(family):
+    """Layers compiled one by one; their experts leave compiled code by themselves."""
+    from primeblocks.replay.adapters.transformers import routers
+    from primeblocks.testing import tiny_models
+
+    counts = []
+    sizes = {"num_layers": 2, "hidden": 32, "num_experts": 6, "vocab": 32, "init_std": 0.2}
+    eager, model = (tiny_models.build(family, dtype="float32", **sizes).train() for _ in "ab")
+    for each in (eager, model):
+        each.set_experts_implementation("eager")
+    allow_compile(routers(model))
+    counter = CompileCounterWithBackend("aot_eager")
+    for layer in model.model.layers:
+        layer.compile(backend=counter)
+    for seed in range(3):
+        tokens = torch.randint(4, 32, (1, 8), generator=torch.Generator().manual_seed(seed))
+        with impose(routers(model), _routes(seed, 8).only(range(2))):
+            found = model(input_ids=tokens, use_cache=False).logits
+            found.square().sum().backward()
+        with impose(routers(eager), _routes(seed, 8).only(range(2))):
+            wanted = eager(input_ids=tokens, use_cache=False).logits
+            wanted.square().sum().backward()
+        assert torch.equal(found, wanted)
+        counts.append(counter.frame_count)
+    for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        assert (ours.grad is None and theirs.grad is None) or torch.equal(ours.grad, theirs.grad)
+    assert len(set(counts)) == 1, counts
+
+
+def test_layers_of_transformers_compile():
+    ranks.run(_transformers, "gpt_oss", world_size=1)
+
+
+def _compiled_before():
+    model = ToyModel("sigmoid")
+    model.compile(backend="eager")
+    model(_inputs(0))
+    with (
+        pytest.raises(UsageError, match=r"layer 0 never ran.*call allow_compile\(routers\)"),
+        impose(model.routers, _routes(0, 8)),
+    ):
+        model(_inputs(0))
+    with record(model.routers) as tape:
+        model(_inputs(0))
+    with pytest.raises(UsageError, match=r"\[0, 1, 2\] have not run.*allow_compile"):
+        _ = tape.routes
+
+
+def test_a_model_compiled_without_its_hooks_is_reported():
+    ranks.run(_compiled_before, world_size=1)

@@ -1,0 +1,296 @@
+"""Replay on several ranks: expert parallelism x FSDP2, against themselves and against one rank.
+
+The blocks meet here and only here: `parallel` shards a model of transformers, `replay` imposes.
+A new way to split tokens over ranks is one more entry of `ORDERS`.
+"""
+
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from primeblocks.parallel import AllToAllDispatcher, fully_shard_moe, plan_mesh
+from primeblocks.parallel.experts import local_experts
+from primeblocks.replay import Routes, impose, record
+from primeblocks.replay.adapters.transformers import routers
+from primeblocks.testing import ranks, tiny_models
+
+LAYERS, EXPERTS, TOP_K, HIDDEN, VOCABULARY = 2, 12, 2, 32, 32
+MICRO_BATCHES = 2
+CHECKPOINTS = (None, False, True)
+# World sizes with their degrees; what is left over is FSDP2.
+MESHES = [(2, {"expert": 2}), (3, {"expert": 3}), (4, {"expert": 2}), (4, {"expert": 4})]
+
+
+def _model(family, checkpoint=None):
+    model = tiny_models.build(
+        family,
+        dtype="float64",
+        num_layers=LAYERS,
+        num_experts=EXPERTS,
+        top_k=TOP_K,
+        hidden=HIDDEN,
+        vocab=VOCABULARY,
+        init_std=0.3,
+    ).train()
+    model.set_experts_implementation("eager")  # The grouped kernel refuses float64.
+    if checkpoint is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpoint})
+    return model
+
+
+def _gpt_oss_experts(module, dispatcher, hidden_states, router_indices, routing_weights):
+    """As the module's own forward, on the local experts."""
+    sent = dispatcher.dispatch(
+        hidden_states, routing_weights, router_indices, num_experts=module.num_experts
+    )
+    names = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+    weights = zip(*(local_experts(getattr(module, n)).unbind() for n in names), strict=True)
+    out = [
+        module._apply_gate(rows @ w_in + b_in) @ w_out + b_out
+        for rows, (w_in, b_in, w_out, b_out) in zip(
+            sent.tokens.split(sent.counts.tolist()), weights, strict=True
+        )
+    ]
+    return dispatcher.combine(torch.cat(out), sent)
+
+
+def _parallelize(model, degrees):
+    meshes = plan_mesh(world_size=dist.get_world_size(), **degrees).build("cpu")
+    if getattr(model, "config", None) is None or model.config.model_type == "gpt_oss":
+        layers = model.layers if isinstance(model, Blocks) else model.model.layers
+        experts = [getattr(layer, "mlp", layer).experts for layer in layers]
+        dispatcher = AllToAllDispatcher(meshes.expert.get_group())
+        for module in experts:
+            module.forward = partial(_gpt_oss_experts, module, dispatcher)
+        fully_shard_moe(model, meshes, layers=layers, experts=experts)
+    else:
+        from primeblocks.parallel.adapters.transformers import parallelize
+
+        parallelize(model, meshes)
+    return model
+
+
+def _tokens(rank, micro):
+    """Ragged by rank and by micro-batch."""
+    generator = torch.Generator().manual_seed(100 * rank + micro)
+    return torch.randint(4, VOCABULARY, (1, 5 + 4 * rank + 3 * micro), generator=generator)
+
+
+def _foreign(tokens, seed, layers=LAYERS):
+    """Choices that no router made; every fifth is missing."""
+    generator = torch.Generator().manual_seed(seed)
+    return Routes.from_array(
+        torch.rand(tokens, layers, EXPERTS, generator=generator).topk(TOP_K).indices.numpy(),
+        num_experts=EXPERTS,
+        layer_ids=range(layers),
+        missing=np.arange(tokens) % 5 == 4,
+    )
+
+
+def _loss(model, tokens):
+    logits = model(input_ids=tokens, use_cache=False).logits
+    return logits, logits.log_softmax(-1).gather(-1, tokens[..., None]).sum()
+
+
+@contextmanager
+def _following(found, routes):
+    """Imposed, and seen to be."""
+    with impose(found, routes), record(found) as tape:
+        yield
+    known = ~routes.missing
+    assert np.array_equal(tape.routes.experts[known], routes.experts[known])
+
+
+def _accumulate(model, rank, contexts):
+    """Logits of each micro-batch; gradients accumulate in the model."""
+    seen = []
+    for micro, context in enumerate(contexts):
+        with context:
+            logits, loss = _loss(model, _tokens(rank, micro))
+            loss.backward()
+        seen.append(logits.detach())
+    return seen
+
+
+def _in_flight(model, rank, contexts):
+    """The same, all forwards before the one backward."""
+    seen = []
+    for micro, context in enumerate(contexts):
+        with context:
+            seen.append(_loss(model, _tokens(rank, micro)))
+    torch.stack([loss for _, loss in seen]).sum().backward()
+    return [logits.detach() for logits, _ in seen]
+
+
+def _ways(checkpoint):
+    """With checkpointing, backward belongs into the context."""
+    return [_accumulate, _in_flight] if checkpoint is None else [_accumulate]
+
+
+def _outcome(model, way, contexts):
+    model.zero_grad()
+    logits = way(model, dist.get_rank(), contexts)
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    local = {n: grad.to_local().clone() for n, grad in grads.items()}
+    return [*logits, *local.values()], list(local)
+
+
+def _same_bits(one, other):
+    assert one[1] == other[1]
+    return all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
+
+
+def _own_routes(model, found):
+    for micro in range(MICRO_BATCHES):
+        with torch.no_grad(), record(found) as tape:
+            _loss(model, _tokens(dist.get_rank(), micro))
+        yield tape.routes
+
+
+def _replay_own(families, degrees):
+    """Where imposing the model's own routes changes a bit, or imposing foreign ones does not."""
+    wrong = []
+    for family, checkpoint in product(families, CHECKPOINTS):
+        model = _parallelize(_model(family, checkpoint), degrees)
+        found = routers(model)
+        own = list(_own_routes(model, found))
+        foreign = [_foreign(routes.tokens, seed=7).only(routes.layer_ids) for routes in own]
+        for way in _ways(checkpoint):
+            plain = _outcome(model, way, [nullcontext() for _ in own])
+            same = _outcome(model, way, [_following(found, routes) for routes in own])
+            other = _outcome(model, way, [_following(found, routes) for routes in foreign])
+            if not _same_bits(plain, same) or _same_bits(plain, other):
+                wrong.append((family, checkpoint, way.__name__))
+    return wrong
+
+
+@pytest.mark.parametrize(("world_size", "degrees"), MESHES, ids=str)
+def test_own_routes_change_no_bit(world_size, degrees):
+    families = ["gpt_oss", "qwen3_moe"]
+    assert ranks.run(_replay_own, families, degrees, world_size=world_size) == [[]] * world_size
+
+
+def test_own_routes_change_no_bit_in_other_families():
+    families = ["glm4_moe", "mixtral", "olmoe"]
+    assert ranks.run(_replay_own, families, {"expert": 2}, world_size=2) == [[], []]
+
+
+def _contexts(found, rank):
+    sizes = [_tokens(rank, micro).numel() for micro in range(MICRO_BATCHES)]
+    return [_following(found, _foreign(n, seed=10 * rank + micro)) for micro, n in enumerate(sizes)]
+
+
+def _one_rank(family, world_size):
+    """Logits by rank, and gradients of all ranks' micro-batches, from one model on one rank."""
+    model = _model(family)
+    found = routers(model)
+    logits = [_accumulate(model, rank, _contexts(found, rank)) for rank in range(world_size)]
+    return logits, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _error(found, wanted):
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+def _replay_foreign(family, degrees, shard_routers):
+    """The largest error against one rank, by checkpointing and way."""
+    rank = dist.get_rank()
+    logits, grads = _one_rank(family, dist.get_world_size())
+    errors = {}
+    for checkpoint in CHECKPOINTS:
+        model = _model(family, checkpoint)
+        if shard_routers:
+            for layer in model.model.layers:
+                fully_shard(layer.mlp.router)
+        _parallelize(model, degrees)
+        found = routers(model)
+        for way in _ways(checkpoint):
+            model.zero_grad()
+            seen = way(model, rank, _contexts(found, rank))
+            worst = [_error(a, b) for a, b in zip(seen, logits[rank], strict=True)]
+            for name, parameter in model.named_parameters():
+                assert (parameter.grad is None) == (name not in grads), name
+                if parameter.grad is not None:
+                    worst.append(_error(parameter.grad.full_tensor(), grads[name]))
+            errors[checkpoint, way.__name__] = max(worst)
+    return errors
+
+
+@pytest.mark.parametrize(("world_size", "degrees"), MESHES, ids=str)
+def test_foreign_routes_equal_one_rank(world_size, degrees):
+    _assert_exact(ranks.run(_replay_foreign, "gpt_oss", degrees, False, world_size=world_size))
+
+
+def test_routers_may_be_sharded_themselves():
+    _assert_exact(ranks.run(_replay_foreign, "gpt_oss", {"expert": 2}, True, world_size=2))
+
+
+def _assert_exact(results):
+    for errors in results:
+        assert len(errors) == 4
+        assert max(errors.values()) < 1e-12, errors
+
+
+class Blocks(nn.Module):
+    """The experts of a model without its attention: nothing but what treats tokens one by one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(layer.mlp for layer in _model("gpt_oss").model.layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)[0]
+        return x
+
+
+def _contiguous(tokens, rank, size):
+    return np.array_split(np.arange(tokens), size)[rank]
+
+
+def _zigzag(tokens, rank, size):
+    """An early and a late chunk for each rank."""
+    chunks = np.array_split(np.arange(tokens), 2 * size)
+    return np.concatenate([chunks[rank], chunks[2 * size - 1 - rank]])
+
+
+def _shuffled(tokens, rank, size):
+    return np.random.default_rng(0).permutation(tokens)[rank::size]
+
+
+ORDERS = {"contiguous": _contiguous, "zigzag": _zigzag, "shuffled": _shuffled}
+
+
+def _split(order, degrees):
+    """Each rank runs its part of the tokens under its part of the routes."""
+    tokens = 37
+    routes = _foreign(tokens, seed=3)
+    x = torch.randn(1, tokens, HIDDEN, dtype=torch.float64, generator=torch.Generator())
+    whole = Blocks()
+    with impose(routers(whole), routes):
+        wanted = whole(x)
+        wanted.square().sum().backward()
+    index = ORDERS[order](tokens, dist.get_rank(), dist.get_world_size())
+    model = _parallelize(Blocks(), degrees)
+    with _following(routers(model), routes.take(index)):
+        found = model(x[:, index])
+        found.square().sum().backward()
+    errors = [_error(found, wanted[:, index])]
+    for name, parameter in model.named_parameters():
+        errors.append(_error(parameter.grad.full_tensor(), whole.get_parameter(name).grad))
+    return index.tolist(), max(errors)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("world_size", "degrees"), [(2, {}), (4, {"expert": 2})], ids=str)
+def test_any_split_of_the_tokens_equals_one_rank(order, world_size, degrees):
+    results = ranks.run(_split, order, degrees, world_size=world_size)
+    assert sorted(i for index, _ in results for i in index) == list(range(37))
+    assert max(error for _, error in results) < 1e-12
