@@ -33,6 +33,7 @@ class Patch:
         tested: the host versions it was tested with, as a requirement.
         replacements: for each symbol (`module:path`) a function from the stock object to ours.
         self_test: tries the stock and the current symbols; takes well under a second.
+        cpu_only: it repairs the host's CPU platform and is not for others.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Patch:
     tested: str
     replacements: Mapping[str, Callable[[Any], Any]]
     self_test: Callable[[], SelfTest]
+    cpu_only: bool = True
 
     def applied(self) -> bool:
         """Say whether every symbol is ours in this process. Local; imports their modules."""

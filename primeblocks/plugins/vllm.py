@@ -1,7 +1,7 @@
 """vLLM's entry point (`vllm.general_plugins`), loaded by vLLM in every process that it starts.
 
-It registers the blocks' adapters with vLLM's factories and, on the CPU platform, patches what has
-no hook. Each patch names its reason and symbols, has a self-test, and is applied to the tested
+It registers the blocks' adapters with vLLM's factories and patches what has no hook, most of it on
+the CPU platform only. Each patch names its reason and symbols, has a self-test, and is applied to the tested
 versions only; any other vLLM is left alone with one warning, so that installing primeblocks never
 breaks an engine. `PRIMEBLOCKS_VLLM_PATCHES_OFF="name,name"` switches patches off (why that is a
 variable: docs/decisions/vllm_plugin.md).
@@ -26,6 +26,7 @@ OFF = "PRIMEBLOCKS_VLLM_PATCHES_OFF"
 _VERIFY = "vllm.config.vllm:VllmConfig._verify_aux_output_compatibility"
 _CREATE = "vllm.engine.arg_utils:EngineArgs.create_engine_config"
 _RUNNER = "vllm.v1.worker.cpu_worker:CPUModelRunner"
+_STORE = "vllm.distributed.aux_output_connector.worker:BlockObjectStore"
 _SETUP = (
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:"
     "UnquantizedFusedMoEMethod._setup_kernel"
@@ -226,6 +227,28 @@ def _test_moe_reload() -> SelfTest:
     )
 
 
+# --- missing_routes_survive ------------------------------------------------------------------
+
+
+def _captured_pages(stock_store: type) -> type:
+    from ..replay.adapters.vllm import CapturedPages
+
+    return type(CapturedPages.__name__, (CapturedPages,), {})
+
+
+def _test_missing_routes() -> SelfTest:
+    """Ask the stock store and ours for a page that nobody stored."""
+
+    def survives(store: Any) -> bool:
+        try:
+            found = store(max_bytes=8, object_nbytes=4).get_concatenated(["gone"])
+        except RuntimeError:
+            return False
+        return bool(found == b"\xff" * 4)
+
+    return SelfTest(needed=not survives(stock(_STORE)), effective=survives(ours(_STORE)))
+
+
 # --- the table and its switch ----------------------------------------------------------------
 
 PATCHES = (
@@ -245,6 +268,15 @@ PATCHES = (
         replacements={_SETUP: _setup_kernel},
         self_test=_test_moe_reload,
     ),
+    Patch(
+        name="missing_routes_survive",
+        reason="A KV page that hits after its captured routes were evicted, or that a tier kept "
+        "over a reset of the prefix cache, raises in the worker and ends the engine.",
+        tested=f"vllm=={TESTED}.*",
+        replacements={_STORE: _captured_pages},
+        self_test=_test_missing_routes,
+        cpu_only=False,
+    ),
 )
 
 
@@ -259,7 +291,7 @@ def refusals(*, version: str, is_cpu: bool, off: str) -> dict[str, str]:
     for patch in PATCHES:
         if not _is_tested(version):
             refused[patch.name] = f"vLLM {version} was not tested; install {patch.tested}"
-        elif not is_cpu:
+        elif patch.cpu_only and not is_cpu:
             refused[patch.name] = "it is for vLLM's CPU platform; other platforms need no patch"
         elif patch.name in switched_off:
             refused[patch.name] = f"{OFF} names it; take it out of that variable"

@@ -6,10 +6,11 @@ gradients stay live, and `measure_mismatch` and `compare` say how far the two si
 from .gates import chosen_softmax_gates, sigmoid_gates, softmax_gates
 from .impose import Imposed, allow_compile, impose
 from .mismatch import Agreement, Mismatch, TokenMismatch, compare, measure_mismatch
+from .pages import StoreStatistics
 from .record import Tape, record
 from .router import Router
 from .routes import Routes
-from .store import RouteStore, StoreStatistics
+from .store import RouteStore
 
 __all__ = [
     "Agreement",

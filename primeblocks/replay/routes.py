@@ -284,8 +284,8 @@ class Routes:
             UsageError: the payload starts later and there is nothing to put it onto.
             ShapeError: it does not continue `onto`.
         """
-        *value, start = codec.decode(payload)
-        routes = cls(*value)
+        decoded = codec.decode(payload)
+        routes, start = cls(*decoded[:4]), decoded.start
         if onto is not None:
             return onto.extend(routes, start=start)
         if start:

@@ -10,7 +10,8 @@ from primeblocks.plugins import vllm as plugin
 from tests.engine_job import run_job
 
 CPU = {"version": "0.32.0", "is_cpu": True, "off": ""}
-NAMES = {"routed_experts_on_cpu", "moe_reload_on_cpu"}
+CPU_ONLY = {"routed_experts_on_cpu", "moe_reload_on_cpu"}
+NAMES = CPU_ONLY | {"missing_routes_survive"}
 EXACT_K3 = 1e-11  # float32 rounding; a fault costs 0.1 and more
 
 
@@ -27,14 +28,14 @@ def test_other_versions_get_none(version):
     assert all(version in why and "vllm==0.32.*" in why for why in refused.values())
 
 
-def test_other_platforms_get_none():
-    assert set(plugin.refusals(**CPU | {"is_cpu": False})) == NAMES
+def test_other_platforms_get_what_is_not_about_cpus():
+    assert set(plugin.refusals(**CPU | {"is_cpu": False})) == CPU_ONLY
 
 
 def test_the_off_switch_names_patches():
     assert set(plugin.refusals(**CPU | {"off": "moe_reload_on_cpu"})) == {"moe_reload_on_cpu"}
     assert set(plugin.refusals(**CPU | {"off": " moe_reload_on_cpu , routed_experts_on_cpu"})) == (
-        NAMES
+        CPU_ONLY
     )
 
 
@@ -63,7 +64,7 @@ class TestInAProcess:
 
     def test_the_off_switch_holds_and_typing_errors_are_named(self, facts):
         off = facts["off"]
-        assert off["applied"] == ["routed_experts_on_cpu"]
+        assert off["applied"] == ["routed_experts_on_cpu", "missing_routes_survive"]
         assert len(off["warnings"]) == 1
         assert "no_such_patch" in off["warnings"][0]
         assert plugin.OFF in off["required"]
@@ -75,6 +76,7 @@ class TestInAProcess:
         assert facts["off"]["self_tests"] == {
             "routed_experts_on_cpu": [True, True],
             "moe_reload_on_cpu": [True, False],
+            "missing_routes_survive": [True, True],
         }
         assert facts["on"]["self_tests"] == {name: [True, True] for name in NAMES}
 

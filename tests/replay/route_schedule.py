@@ -58,7 +58,6 @@ class Engine:
             top_k=TOP_K,
             page_tokens=PAGE,
             capacity_bytes=store_pages * page_bytes,
-            kv_pages=max(store_pages, device + host + disk),
         )
         self.tiers = [(OrderedDict(), device), (OrderedDict(), host), (OrderedDict(), disk)]
         self.version = 0

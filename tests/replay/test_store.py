@@ -96,7 +96,7 @@ def test_two_pages_under_one_key_are_both_missing():
 
 
 def test_a_dispute_with_an_evicted_page_is_seen():
-    store = make_store(1, kv_pages=3)
+    store = make_store(1, remembered_pages=3)
     store.put("a", page(1))
     store.put("b", page(2))  # evicts a
     assert not store.put("a", page(3))
@@ -120,16 +120,16 @@ def test_what_does_not_fit_is_refused():
         store.put("a", page(1, tokens=3))
     with pytest.raises(ShapeError, match="no page"):
         store.put("a", page(1).only([0]))
-    with pytest.raises(UsageError, match=f"19 bytes hold no page .* it takes {PAGE_BYTES}"):
+    with pytest.raises(UsageError, match=f"19 bytes hold no page: one takes {PAGE_BYTES}"):
         RouteStore(
             num_experts=16, layer_ids=(0, 2), top_k=2, page_tokens=4, capacity_bytes=PAGE_BYTES - 1
         )
-    with pytest.raises(UsageError, match="at least the 2 pages that fit; got 1"):
-        make_store(2, kv_pages=1)
+    with pytest.raises(UsageError, match="at least the 2 that fit; got 1"):
+        make_store(2, remembered_pages=1)
 
 
 def test_threads_never_see_half_a_page():
-    with make_store(8, kv_pages=64) as store:
+    with make_store(8, remembered_pages=64) as store:
         failures = []
 
         def work(seed):

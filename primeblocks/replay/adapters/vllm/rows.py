@@ -1,26 +1,19 @@
-"""vLLM: which arguments make an engine return its routes, and its rows as `Routes`.
-
-Tested with vllm 0.32. Nothing here imports vLLM, so a trainer reads an engine's answers without
-it. On the CPU platform the engine needs our patch `routed_experts_on_cpu` (primeblocks.plugins).
-"""
+"""What vLLM returns, as `Routes`."""
 
 import base64
 import binascii
 import io
-import math
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from ...errors import CorruptionError, ShapeError, UnsupportedError, UsageError
-from ..routes import Routes
+from ....errors import CorruptionError, ShapeError, UnsupportedError, UsageError
+from ...routes import Routes
 
 __all__ = [
     "Completion",
     "RouterShape",
-    "engine_args",
-    "plan_capture_bytes",
     "routes_from_base64",
     "routes_from_output",
 ]
@@ -73,69 +66,15 @@ class Completion(Protocol):
     routed_experts: np.ndarray | None
 
 
-def plan_capture_bytes(
-    shape: RouterShape,
-    *,
-    page_tokens: int,
-    device_pages: int,
-    offloaded_pages: int = 0,
-    slack: float = 2.0,
-) -> int:
-    """Return how many bytes of rows the engine must keep so that no cache hit outlives its rows.
-
-    vLLM keeps rows by page hash in one least-recently-used store, and the *engine dies* when a
-    page hits whose rows were evicted. Its own default covers the device pages, which leave in the
-    same order; offload tiers evict in another order, hence `slack` on their part. With
-    `offload_prompt_only=True` generated pages take rows but never a tier's room: let `slack` be at
-    least 1 + generated/prompt tokens. Pure.
-
-    Args:
-        page_tokens: tokens in a KV page (vLLM's block size).
-        device_pages: pages of the engine's own KV cache.
-        offloaded_pages: pages of all tiers behind it together.
-
-    Raises:
-        UsageError: a count is not positive, or slack is below 1.
-    """
-    if page_tokens < 1 or device_pages < 1 or offloaded_pages < 0 or not slack >= 1:
-        raise UsageError(
-            "needs page_tokens >= 1, device_pages >= 1, offloaded_pages >= 0 and slack >= 1; got "
-            f"{page_tokens}, {device_pages}, {offloaded_pages} and {slack}."
-        )
-    pages = device_pages + math.ceil(offloaded_pages * slack)
-    return pages * page_tokens * shape.bytes_per_token
-
-
-def engine_args(*, max_bytes: int, device: Literal["cpu", "cuda"]) -> dict[str, Any]:
-    """Return the keywords of `LLM` or `AsyncEngineArgs` that switch capture on. Pure.
-
-    On CPU this includes `enforce_eager=True`: under torch.compile every captured expert is 0.
-
-    Args:
-        max_bytes: room for rows, from `plan_capture_bytes`.
-
-    Raises:
-        UsageError: there is no room for a row.
-    """
-    if max_bytes < 1:
-        raise UsageError(f"max_bytes must be positive; got {max_bytes}. Use plan_capture_bytes.")
-    args: dict[str, Any] = {
-        "enable_return_routed_experts": True,
-        "aux_output_config": {"max_bytes": max_bytes},
-    }
-    if device == "cpu":
-        args["enforce_eager"] = True
-    return args
-
-
 def routes_from_output(
     output: Completion, shape: RouterShape, *, prompt_tokens: int, prompt_start: int = 0
 ) -> Routes:
     """Read the routes of prompt and generated tokens from a finished `CompletionOutput`.
 
     The last sampled token was never fed to the model: it is missing, and so is the prompt before
-    `prompt_start` (vLLM's `routed_experts_prompt_start`). A request aborted before its first token
-    has no rows: all of it is missing. Local; keeps a view where no layer is dense.
+    `prompt_start` (vLLM's `routed_experts_prompt_start`), and every page that the engine had
+    forgotten (see `CapturedPages`). A request aborted before its first token has no rows: all of
+    it is missing. Local; keeps a view where no layer is dense and nothing is missing.
 
     Raises:
         UnsupportedError: the engine returned no rows for tokens that it generated.
@@ -190,15 +129,18 @@ def _routes(rows: np.ndarray, shape: RouterShape, *, tokens: int, prompt_start: 
             f"{list(expected)}; got {rows.dtype} {list(rows.shape)}. Is the RouterShape this "
             "model's, and prompt_start the request's?"
         )
-    dense = np.delete(rows, shape.moe_layers, axis=1)
+    forgotten = (rows == np.iinfo(rows.dtype).max).all(axis=(1, 2))
+    dense = np.delete(rows, shape.moe_layers, axis=1)[~forgotten]
     if dense.any():
         layers = sorted(set(range(shape.num_layers)) - set(shape.moe_layers))
         routed = [layer for i, layer in enumerate(layers) if dense[:, i].any()]
         raise UsageError(f"layers {routed} route, but moe_layers is {shape.moe_layers}.")
     if len(shape.moe_layers) < shape.num_layers:
         rows = rows[:, shape.moe_layers]
-    return _from_array(rows, shape).with_missing(before=prompt_start, after=1)
+    return _from_array(rows, shape, forgotten).with_missing(before=prompt_start, after=1)
 
 
-def _from_array(rows: np.ndarray, shape: RouterShape) -> Routes:
-    return Routes.from_array(rows, num_experts=shape.num_experts, layer_ids=shape.moe_layers)
+def _from_array(rows: np.ndarray, shape: RouterShape, missing: np.ndarray | None = None) -> Routes:
+    return Routes.from_array(
+        rows, num_experts=shape.num_experts, layer_ids=shape.moe_layers, missing=missing
+    )

@@ -1,0 +1,19 @@
+"""vLLM: which arguments make an engine return its routes, and its rows as `Routes`.
+
+Tested with vllm 0.32. Nothing here imports vLLM, so a trainer reads an engine's answers without
+it. On the CPU platform the engine needs our patch `routed_experts_on_cpu` (primeblocks.plugins).
+"""
+
+from .capture import engine_args, plan_capture_bytes
+from .pages import CapturedPages
+from .rows import Completion, RouterShape, routes_from_base64, routes_from_output
+
+__all__ = [
+    "CapturedPages",
+    "Completion",
+    "RouterShape",
+    "engine_args",
+    "plan_capture_bytes",
+    "routes_from_base64",
+    "routes_from_output",
+]
