@@ -5,16 +5,19 @@ gradients stay live, and `measure_mismatch` and `compare` say how far the two si
 
 from .gates import chosen_softmax_gates, sigmoid_gates, softmax_gates
 from .impose import Imposed, allow_compile, impose
+from .kept import KeptTokens
 from .mismatch import Agreement, Mismatch, TokenMismatch, compare, measure_mismatch
 from .pages import StoreStatistics
 from .record import Tape, record
 from .router import Router
 from .routes import Routes
+from .sampling import kept_logprobs, kept_tokens
 from .store import RouteStore
 
 __all__ = [
     "Agreement",
     "Imposed",
+    "KeptTokens",
     "Mismatch",
     "RouteStore",
     "Router",
@@ -26,6 +29,8 @@ __all__ = [
     "chosen_softmax_gates",
     "compare",
     "impose",
+    "kept_logprobs",
+    "kept_tokens",
     "measure_mismatch",
     "record",
     "sigmoid_gates",

@@ -3,7 +3,11 @@
 Three formulas cover the routers in use. Each repeats the host's own arithmetic, its dtype
 included: for the experts that the router would have chosen the results are the same bits.
 All are local and differentiable; gradients reach the logits of every expert (softmax) or of
-the named ones (sigmoid, chosen softmax).
+the named ones (sigmoid, chosen softmax). Rows may name any number of experts, not `top_k` alone.
+
+An engine may choose experts to which a saturated router gives no mass at all. Where the host would
+divide by that nothing, 0 / 0 in one row would poison the whole batch; such a row gets the limit of
+its formula instead, which is the softmax over the named logits.
 """
 
 from __future__ import annotations
@@ -18,40 +22,56 @@ __all__ = ["chosen_softmax_gates", "sigmoid_gates", "softmax_gates"]
 
 def softmax_gates(
     logits: Float[Tensor, "tokens experts"],
-    experts: Int64[Tensor, "tokens top_k"],
+    experts: Int64[Tensor, "tokens columns"],
     *,
     renormalise: bool,
     dtype: torch.dtype = torch.float32,
-) -> Float[Tensor, "tokens top_k"]:
+) -> Float[Tensor, "tokens columns"]:
     """Softmax over all experts, then pick: Qwen3-MoE, Qwen3.5-MoE, OLMoE, Mixtral."""
     gates = F.softmax(logits, dim=-1, dtype=dtype).gather(-1, experts)
-    if renormalise:
-        # An engine's choice may have no mass here at all; 0 / 0 would poison the whole batch.
-        gates = gates / gates.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
-    return gates
+    return _divided(gates, logits, experts) if renormalise else gates
 
 
 def chosen_softmax_gates(
-    logits: Float[Tensor, "tokens experts"], experts: Int64[Tensor, "tokens top_k"]
-) -> Float[Tensor, "tokens top_k"]:
+    logits: Float[Tensor, "tokens experts"], experts: Int64[Tensor, "tokens columns"]
+) -> Float[Tensor, "tokens columns"]:
     """Pick, then softmax over the picked, in the dtype of the logits: GPT-OSS."""
     return F.softmax(logits.gather(-1, experts), dim=-1)
 
 
 def sigmoid_gates(
     logits: Float[Tensor, "tokens experts"],
-    experts: Int64[Tensor, "tokens top_k"],
+    experts: Int64[Tensor, "tokens columns"],
     *,
     renormalise: bool,
     scale: float = 1.0,
-) -> Float[Tensor, "tokens top_k"]:
+    epsilon: float = 1e-20,
+) -> Float[Tensor, "tokens columns"]:
     """Independent sigmoids: DeepSeek-V3, GLM-4.5, GLM-5, MiniMax-M2, Nemotron-H, AFMoE, Laguna.
 
     The correction bias of these routers takes part in choosing and not in weighing, so a replay
     needs neither it nor the expert groups.
+
+    Args:
+        epsilon: what the host adds before it divides; 0 for MiniMax-M2 and Laguna.
     """
     gates = logits.sigmoid().gather(-1, experts)
-    if renormalise:
-        # The host's guard against a row of zeros.
-        gates = gates / (gates.sum(dim=-1, keepdim=True) + 1e-20)
+    if renormalise and epsilon:
+        gates = gates / (gates.sum(dim=-1, keepdim=True) + epsilon)
+    elif renormalise:
+        gates = _divided(gates, logits, experts)
     return gates * scale
+
+
+def _divided(
+    gates: Float[Tensor, "tokens columns"],
+    logits: Float[Tensor, "tokens experts"],
+    experts: Int64[Tensor, "tokens columns"],
+) -> Float[Tensor, "tokens columns"]:
+    """Gates by their sum. The same bits as the plain division where the sum is above 1e-19."""
+    total = gates.sum(dim=-1, keepdim=True)
+    # Its square still is a number: backward divides by the sum twice.
+    massless = total < torch.finfo(total.dtype).tiny ** 0.5
+    limit = F.softmax(logits.gather(-1, experts), dim=-1, dtype=gates.dtype)
+    # Filled before dividing: where() alone would multiply the other branch's inf by 0.
+    return torch.where(massless, limit, gates / total.masked_fill(massless, 1.0))

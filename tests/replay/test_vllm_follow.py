@@ -11,7 +11,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from primeblocks.replay import Routes, compare, record
+from primeblocks.replay import (
+    Routes,
+    compare,
+    kept_logprobs,
+    kept_tokens,
+    measure_mismatch,
+    record,
+)
 from primeblocks.replay.adapters.transformers import routers
 from primeblocks.testing import tiny_models
 from tests.engine_job import run_job
@@ -126,3 +133,20 @@ def test_the_engine_is_alive_after_all_that(pages, models):
     for tokens, _, routes in requests(pages, "alive"):
         assert routes.missing.sum() == 1
         assert compare(routes, recomputed(models, tokens)).overall == 1.0
+
+
+@torch.no_grad()
+def test_the_trainer_reaches_the_distribution_that_was_sampled(pages, models):
+    """Temperature 0.7, top-k 40, top-p 0.9: vLLM's processed log-probabilities."""
+    ours, plain, theirs = [], [], []
+    for index, (tokens, _, _) in enumerate(requests(pages, "nucleus")):
+        ids = torch.from_numpy(tokens)
+        logits = models[0](input_ids=ids[None], use_cache=False).logits[0, -9:-1]
+        kept = kept_tokens(logits, temperature=0.7, top_k=40, top_p=0.9)
+        assert 0 < kept.counts.min() <= kept.counts.max() <= 40
+        ours.append(kept_logprobs(logits, ids[-8:], kept, temperature=0.7))
+        plain.append(logits.log_softmax(-1).gather(-1, ids[-8:, None])[:, 0])
+        theirs.append(torch.from_numpy(pages[f"nucleus/{index}/logprobs"]))
+    theirs = torch.cat(theirs)
+    assert measure_mismatch(torch.cat(ours), theirs).k3 < 1e-10
+    assert measure_mismatch(torch.cat(plain), theirs).k3 > 0.1

@@ -28,11 +28,15 @@ PAGES = 20  # 640 tokens, fewer than the requests in flight need
 TIMEOUT_S = 60.0
 
 
-def sampling(tokens: int) -> Any:
+NUCLEUS = {"temperature": 0.7, "top_k": 40, "top_p": 0.9}
+
+
+def sampling(tokens: int, **settings: Any) -> Any:
     import vllm
 
+    settings = {"temperature": 1.0} | settings
     return vllm.SamplingParams(
-        max_tokens=tokens, temperature=1.0, logprobs=0, ignore_eos=True, detokenize=False
+        max_tokens=tokens, logprobs=0, ignore_eos=True, detokenize=False, **settings
     )
 
 
@@ -157,8 +161,8 @@ def follow(folder: Path) -> dict[str, np.ndarray]:
     asked, flood = prompts(generator, 4, 100), prompts(generator, 24, 100)
     results: dict[str, np.ndarray] = {}
 
-    def run(case: str, texts: list[list[int]]) -> None:
-        parameters = sampling(8)
+    def run(case: str, texts: list[list[int]], **settings: Any) -> None:
+        parameters = sampling(8, **settings)
         parameters.extra_args = version_args(0)
         salted = [{"prompt_token_ids": ids, "cache_salt": "0"} for ids in texts]
         save(results, case, engine.generate(salted, parameters, use_tqdm=False), EXACT)
@@ -171,6 +175,7 @@ def follow(folder: Path) -> dict[str, np.ndarray]:
     assert engine.reset_prefix_cache()  # the tiers keep their pages
     run("reset", flood[:4])
     run("alive", prompts(generator, 2, 50))
+    run("nucleus", prompts(generator, 4, 50), **NUCLEUS)
     engine.llm_engine.engine_core.shutdown()
     return results
 

@@ -47,7 +47,7 @@ def _sigmoid(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> torch.
 
 
 def _plain_sigmoid(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    return sigmoid_gates(logits.float(), experts, renormalise=True)
+    return sigmoid_gates(logits.float(), experts, renormalise=True, epsilon=0.0)
 
 
 def _afmoe(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,154 @@
+"""Which sizes make a family of transformers small: data for `tiny_models`."""
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["CONFIGS", "layer_kinds"]
+
+
+def _gqa(hidden: int) -> dict[str, int]:
+    """Two key-value heads where the number of heads allows it."""
+    return {"num_key_value_heads": 2 if hidden % 64 == 0 else 1, "head_dim": 32}
+
+
+def _qwen3_moe(hidden: int, num_experts: int) -> dict[str, Any]:
+    return _gqa(hidden) | {
+        "intermediate_size": 2 * hidden,
+        "moe_intermediate_size": hidden,
+        "num_experts": num_experts,
+        "norm_topk_prob": True,
+    }
+
+
+def _olmoe(hidden: int, num_experts: int) -> dict[str, Any]:
+    return {
+        "intermediate_size": hidden,
+        "num_key_value_heads": hidden // 32,
+        "num_experts": num_experts,
+    }
+
+
+def _mixtral(hidden: int, num_experts: int) -> dict[str, Any]:
+    return _gqa(hidden) | {"intermediate_size": hidden, "num_local_experts": num_experts}
+
+
+def _gpt_oss(hidden: int, num_experts: int) -> dict[str, Any]:
+    return _mixtral(hidden, num_experts) | {"sliding_window": 128}
+
+
+def _deepseek_router(hidden: int, num_experts: int) -> dict[str, Any]:
+    """Sigmoid scores with a correction bias, a shared expert, and a first layer that is dense."""
+    return {
+        "intermediate_size": 2 * hidden,
+        "moe_intermediate_size": hidden,
+        "n_routed_experts": num_experts,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+    }
+
+
+def _glm4_moe(hidden: int, num_experts: int) -> dict[str, Any]:
+    return _gqa(hidden) | _deepseek_router(hidden, num_experts) | {"use_qk_norm": True}
+
+
+def _deepseek_v3(hidden: int, num_experts: int) -> dict[str, Any]:
+    return _deepseek_router(hidden, num_experts) | {
+        "num_key_value_heads": hidden // 32,
+        "routed_scaling_factor": 1.0,
+        "q_lora_rank": 64,
+        # Latent attention keeps its real sizes: vLLM's kernels know no others.
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    }
+
+
+def _glm_moe_dsa(hidden: int, num_experts: int) -> dict[str, Any]:
+    # Fewer indexed tokens than a test sequence has, so that attention is sparse.
+    indexer = {"index_topk": 8, "index_head_dim": 128, "index_n_heads": 2}
+    return _deepseek_v3(hidden, num_experts) | indexer | {"head_dim": 64}
+
+
+def _minimax_m2(hidden: int, num_experts: int) -> dict[str, Any]:
+    return _mixtral(hidden, num_experts)
+
+
+def _qwen3_5_moe(hidden: int, num_experts: int) -> dict[str, Any]:
+    return _qwen3_moe(hidden, num_experts) | {
+        "shared_expert_intermediate_size": hidden,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_num_key_heads": hidden // 32,
+        "linear_num_value_heads": hidden // 32,
+    }
+
+
+def _nemotron_h(hidden: int, num_experts: int) -> dict[str, Any]:
+    return _gqa(hidden) | {
+        "intermediate_size": hidden,
+        "n_routed_experts": num_experts,
+        "moe_intermediate_size": hidden,
+        "moe_shared_expert_intermediate_size": hidden,
+        "moe_latent_size": 32,
+        "n_group": 2,
+        "topk_group": 1,
+        "ssm_state_size": 16,
+        "mamba_num_heads": hidden // 16,
+        "mamba_head_dim": 32,
+        "n_groups": 1,
+        "chunk_size": 16,
+    }
+
+
+def _afmoe(hidden: int, num_experts: int) -> dict[str, Any]:
+    return _gqa(hidden) | {
+        "intermediate_size": 2 * hidden,
+        "moe_intermediate_size": hidden,
+        "num_dense_layers": 1,
+        "num_experts": num_experts,
+        "num_shared_experts": 1,
+        "sliding_window": 128,
+    }
+
+
+def _laguna(hidden: int, num_experts: int) -> dict[str, Any]:
+    return _gqa(hidden) | {
+        "intermediate_size": 2 * hidden,
+        "moe_intermediate_size": hidden,
+        "shared_expert_intermediate_size": hidden,
+        "num_experts": num_experts,
+        "moe_router_logit_softcapping": 3.0,
+        "sliding_window": 128,
+    }
+
+
+def layer_kinds(family: str, num_layers: int) -> dict[str, Any]:
+    """Which layer is what, for families that mix kinds; the last one always routes."""
+    if family == "qwen3_5_moe":
+        kinds = ["linear_attention", "full_attention"]
+        return {"layer_types": [kinds[layer % 2] for layer in range(num_layers)]}
+    if family == "nemotron_h":
+        from_last = ["moe", "attention", "moe", "mamba"]
+        kinds = [from_last[i % 4] for i in range(num_layers)]
+        return {"layers_block_type": kinds[::-1]}
+    return {}
+
+
+CONFIGS: dict[str, tuple[str, Callable[[int, int], dict[str, Any]]]] = {
+    "afmoe": ("AfmoeConfig", _afmoe),
+    "deepseek_v3": ("DeepseekV3Config", _deepseek_v3),
+    "glm4_moe": ("Glm4MoeConfig", _glm4_moe),
+    "glm_moe_dsa": ("GlmMoeDsaConfig", _glm_moe_dsa),
+    "gpt_oss": ("GptOssConfig", _gpt_oss),
+    "laguna": ("LagunaConfig", _laguna),
+    "minimax_m2": ("MiniMaxM2Config", _minimax_m2),
+    "mixtral": ("MixtralConfig", _mixtral),
+    "nemotron_h": ("NemotronHConfig", _nemotron_h),
+    "olmoe": ("OlmoeConfig", _olmoe),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", _qwen3_5_moe),
+    "qwen3_moe": ("Qwen3MoeConfig", _qwen3_moe),
+}
