@@ -3,6 +3,7 @@ from them. `record` writes a router's choices down, `Routes` carries them (slice
 for the wire), `impose` makes another model's routers follow them while the gate weights and their
 gradients stay live, and `measure_mismatch` and `compare` say how far the two sides are apart."""
 
+from .attribution import Attribution, Cause, attribute
 from .gates import chosen_softmax_gates, sigmoid_gates, softmax_gates
 from .impose import Imposed, allow_compile, impose
 from .kept import KeptTokens
@@ -16,6 +17,8 @@ from .store import RouteStore
 
 __all__ = [
     "Agreement",
+    "Attribution",
+    "Cause",
     "Imposed",
     "KeptTokens",
     "Mismatch",
@@ -26,6 +29,7 @@ __all__ = [
     "Tape",
     "TokenMismatch",
     "allow_compile",
+    "attribute",
     "chosen_softmax_gates",
     "compare",
     "impose",

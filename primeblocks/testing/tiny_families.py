@@ -73,13 +73,17 @@ def _glm_moe_dsa(hidden: int, num_experts: int) -> dict[str, Any]:
     return _deepseek_v3(hidden, num_experts) | indexer | {"head_dim": 64}
 
 
-def _minimax_m2(hidden: int, num_experts: int) -> dict[str, Any]:
-    return _mixtral(hidden, num_experts)
+def _exaone_moe(hidden: int, num_experts: int) -> dict[str, Any]:
+    sizes = _gqa(hidden) | _deepseek_router(hidden, num_experts)
+    return sizes | {"num_experts": num_experts, "sliding_window": 128}
+
+
+def _qwen2_moe(hidden: int, num_experts: int) -> dict[str, Any]:
+    return _qwen3_moe(hidden, num_experts) | {"shared_expert_intermediate_size": hidden}
 
 
 def _qwen3_5_moe(hidden: int, num_experts: int) -> dict[str, Any]:
-    return _qwen3_moe(hidden, num_experts) | {
-        "shared_expert_intermediate_size": hidden,
+    return _qwen2_moe(hidden, num_experts) | {
         "linear_key_head_dim": 32,
         "linear_value_head_dim": 32,
         "linear_num_key_heads": hidden // 32,
@@ -128,7 +132,7 @@ def _laguna(hidden: int, num_experts: int) -> dict[str, Any]:
 
 def layer_kinds(family: str, num_layers: int) -> dict[str, Any]:
     """Which layer is what, for families that mix kinds; the last one always routes."""
-    if family == "qwen3_5_moe":
+    if family in ("minimax", "qwen3_5_moe", "qwen3_next"):
         kinds = ["linear_attention", "full_attention"]
         return {"layer_types": [kinds[layer % 2] for layer in range(num_layers)]}
     if family == "nemotron_h":
@@ -141,14 +145,23 @@ def layer_kinds(family: str, num_layers: int) -> dict[str, Any]:
 CONFIGS: dict[str, tuple[str, Callable[[int, int], dict[str, Any]]]] = {
     "afmoe": ("AfmoeConfig", _afmoe),
     "deepseek_v3": ("DeepseekV3Config", _deepseek_v3),
+    "deepseek_v32": ("DeepseekV32Config", _glm_moe_dsa),
+    "dots1": ("Dots1Config", _glm4_moe),
+    "exaone_moe": ("ExaoneMoeConfig", _exaone_moe),
+    "flex_olmo": ("FlexOlmoConfig", _olmoe),
     "glm4_moe": ("Glm4MoeConfig", _glm4_moe),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", _deepseek_v3),
     "glm_moe_dsa": ("GlmMoeDsaConfig", _glm_moe_dsa),
     "gpt_oss": ("GptOssConfig", _gpt_oss),
     "laguna": ("LagunaConfig", _laguna),
-    "minimax_m2": ("MiniMaxM2Config", _minimax_m2),
+    "minimax": ("MiniMaxConfig", _mixtral),
+    "minimax_m2": ("MiniMaxM2Config", _mixtral),
     "mixtral": ("MixtralConfig", _mixtral),
     "nemotron_h": ("NemotronHConfig", _nemotron_h),
     "olmoe": ("OlmoeConfig", _olmoe),
+    "qwen2_moe": ("Qwen2MoeConfig", _qwen2_moe),
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", _qwen3_5_moe),
     "qwen3_moe": ("Qwen3MoeConfig", _qwen3_moe),
+    "qwen3_next": ("Qwen3NextConfig", _qwen3_5_moe),
+    "solar_open": ("SolarOpenConfig", _glm4_moe),
 }

@@ -58,16 +58,25 @@ def _afmoe(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> torch.Te
 _FAMILIES: dict[tuple[str, str], Gates] = {
     ("afmoe", "AfmoeTokenChoiceRouter"): _afmoe,
     ("deepseek_v3", "DeepseekV3TopkRouter"): _sigmoid,
+    ("deepseek_v32", "DeepseekV32TopkRouter"): _sigmoid,
+    ("dots1", "Dots1TopkRouter"): _sigmoid,
+    ("exaone_moe", "ExaoneMoeTopkRouter"): _sigmoid,
+    ("flex_olmo", "FlexOlmoTopKRouter"): _softmax,
     ("glm4_moe", "Glm4MoeTopkRouter"): _sigmoid,
+    ("glm4_moe_lite", "Glm4MoeLiteTopkRouter"): _sigmoid,
     ("glm_moe_dsa", "GlmMoeDsaTopkRouter"): _sigmoid,
     ("gpt_oss", "GptOssTopKRouter"): _chosen,
     ("laguna", "LagunaTopKRouter"): _plain_sigmoid,
+    ("minimax", "MiniMaxTopKRouter"): _renormalised,
     ("minimax_m2", "MiniMaxM2TopKRouter"): _plain_sigmoid,
     ("mixtral", "MixtralTopKRouter"): _renormalised,
     ("nemotron_h", "NemotronHTopkRouter"): _sigmoid,
     ("olmoe", "OlmoeTopKRouter"): _softmax,
+    ("qwen2_moe", "Qwen2MoeTopKRouter"): _softmax,
     ("qwen3_5_moe", "Qwen3_5MoeTopKRouter"): _renormalised,
     ("qwen3_moe", "Qwen3MoeTopKRouter"): _softmax,
+    ("qwen3_next", "Qwen3NextTopKRouter"): _softmax,
+    ("solar_open", "SolarOpenTopkRouter"): _sigmoid,
 }
 
 

@@ -1,0 +1,226 @@
+"""What explains the mismatch: counterfactuals, and a split that adds up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+
+from ..errors import ShapeError, UsageError
+
+__all__ = ["Attribution", "Cause", "attribute"]
+
+Removed = frozenset[str]
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One cause's part of the mismatch, in nats per token."""
+
+    name: str
+    share: float
+    """Its Shapley value: what removing it takes away, averaged over what else is removed."""
+    standard_error: float
+    """Of the share, over tokens."""
+    alone: float
+    """What removing it takes away while everything else stays."""
+    last: float
+    """What removing it takes away once everything else is removed."""
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """k3 of KL(rollout || trainer), split among causes.
+
+    `total` is `residual` plus the causes' shares, exactly. Where a cause's `alone` and `last` are
+    far apart it acts together with another one (rounding flips routes: either removal removes the
+    flips), and its share lies between them.
+    """
+
+    total: float
+    residual: float
+    """What is left with every cause removed: nothing that was toggled explains it."""
+    causes: tuple[Cause, ...]
+    """The largest share first."""
+    tokens: int
+    evaluations: int
+
+    @property
+    def dominant(self) -> str | None:
+        """The cause with the largest share; None where that is within two standard errors of
+        nothing, or smaller than the residual.
+        """
+        first = self.causes[0]
+        is_clear = first.share > 2 * first.standard_error and first.share > self.residual
+        return first.name if is_clear else None
+
+    def table(self) -> str:
+        """Shares with their standard errors, and what removing each alone or last takes away."""
+        width = max(len("residual"), *(len(cause.name) for cause in self.causes))
+        lines = [f"{'':{width}}  {'share':>9} {'+-':>8}  {'alone':>9} {'last':>9}  of total"]
+        scale = self.total if self.total else math.nan
+        for cause in self.causes:
+            lines.append(
+                f"{cause.name:{width}}  {cause.share:>9.2e} {cause.standard_error:>8.1e}"
+                f"  {cause.alone:>9.2e} {cause.last:>9.2e}  {cause.share / scale:>7.1%}"
+            )
+        blank = " " * 30
+        lines.append(
+            f"{'residual':{width}}  {self.residual:>9.2e}{blank}  {self.residual / scale:>7.1%}"
+        )
+        lines.append(f"{'total':{width}}  {self.total:>9.2e}{blank}  {1:>7.1%}")
+        return "\n".join(lines)
+
+
+@torch.no_grad()
+def attribute(
+    evaluate: Callable[[Removed], torch.Tensor],
+    rollout_logprobs: torch.Tensor,
+    *,
+    causes: Sequence[str],
+    mask: torch.Tensor | None = None,
+    permutations: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Attribution:
+    """Split the mismatch among causes that can be switched off one by one.
+
+    A cause is a way in which the trainer does not do what the engine did: its own routes, its
+    dtype, another weight version, no fp8, a fresh prefix, a plain softmax. `evaluate` computes the
+    trainer's log-probabilities of the sampled tokens with some of them *removed*, that is with the
+    trainer made to do as the engine in these respects; `evaluate(frozenset())` is the trainer as it
+    is. Names are the caller's; nothing is known about them here.
+
+    The cost is evaluations, each a forward of the trainer: `2 ** n` for n causes, or, with
+    `permutations`, at most `2 * permutations * (n - 1) + 2`: each random order is followed by its
+    reverse. Local.
+
+    Args:
+        evaluate: from the removed causes to log-probabilities shaped like `rollout_logprobs`.
+        rollout_logprobs: the engine's, of the same sampled tokens.
+        causes: all names that `evaluate` knows.
+        mask: True where a token counts.
+        permutations: how many orders of removal to draw; None for all sets of causes.
+        generator: draws the orders; None for a fixed seed.
+
+    Raises:
+        UsageError: no cause, one named twice, more than 12 without `permutations`, or a
+            log-probability that is not finite.
+        ShapeError: `evaluate` returns another shape.
+
+    Source: L. Shapley, "A value for n-person games" (1953).
+    """
+    names = tuple(causes)
+    if not names or len(set(names)) != len(names):
+        raise UsageError(f"causes must be named once each, and there must be one; got {names}")
+    if permutations is None and len(names) > 12:
+        raise UsageError(
+            f"{len(names)} causes take {2 ** len(names)} evaluations. Pass permutations=4, say."
+        )
+    if permutations is not None and permutations < 1:
+        raise UsageError(f"permutations must be positive; got {permutations}")
+    k3 = _Measured(evaluate, rollout_logprobs, mask)
+    everything = frozenset(names)
+    if permutations is None:
+        gains = {name: _exact_shapley(k3, name, names) for name in names}
+    else:
+        gains = _sampled_shapley(k3, names, permutations, generator)
+    nothing = k3(frozenset())
+    found = [
+        Cause(
+            name=name,
+            share=gains[name].mean().item(),
+            standard_error=gains[name].std(correction=0).item() / len(nothing) ** 0.5,
+            alone=(nothing - k3(frozenset([name]))).mean().item(),
+            last=(k3(everything - {name}) - k3(everything)).mean().item(),
+        )
+        for name in names
+    ]
+    return Attribution(
+        total=nothing.mean().item(),
+        residual=k3(everything).mean().item(),
+        causes=tuple(sorted(found, key=lambda cause: cause.share, reverse=True)),
+        tokens=len(nothing),
+        evaluations=k3.evaluations,
+    )
+
+
+class _Measured:
+    """k3 of every token, float64, by the set of removed causes; each set evaluated once."""
+
+    def __init__(
+        self,
+        evaluate: Callable[[Removed], torch.Tensor],
+        rollout: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> None:
+        self._evaluate = evaluate
+        self._shape = rollout.shape
+        self._mask = torch.ones_like(rollout, dtype=torch.bool) if mask is None else mask.bool()
+        if self._mask.shape != rollout.shape or not self._mask.any():
+            raise ShapeError(
+                f"mask {list(self._mask.shape)} for {list(rollout.shape)} tokens must have their"
+                " shape and leave one"
+            )
+        self._rollout = rollout[self._mask].double()
+        self._known: dict[Removed, torch.Tensor] = {}
+
+    @property
+    def evaluations(self) -> int:
+        return len(self._known)
+
+    def __call__(self, removed: Removed) -> torch.Tensor:
+        if removed not in self._known:
+            trainer = self._evaluate(removed)
+            if trainer.shape != self._shape:
+                raise ShapeError(
+                    f"evaluate({sorted(removed)}) returned {list(trainer.shape)} for"
+                    f" {list(self._shape)} tokens"
+                )
+            log_ratio = trainer[self._mask].double() - self._rollout
+            if not log_ratio.isfinite().all():
+                raise UsageError(
+                    f"with {sorted(removed)} removed a log-probability is not finite; mask the"
+                    " token out"
+                )
+            self._known[removed] = torch.expm1(log_ratio) - log_ratio
+        return self._known[removed]
+
+
+def _exact_shapley(k3: _Measured, name: str, names: tuple[str, ...]) -> torch.Tensor:
+    """What removing `name` takes away from each token, averaged over all sets of the others."""
+    others = [other for other in names if other != name]
+    total = torch.zeros_like(k3(frozenset()))
+    for size in range(len(names)):
+        weight = 1 / (len(names) * math.comb(len(others), size))
+        for chosen in combinations(others, size):
+            before = frozenset(chosen)
+            total += weight * (k3(before) - k3(before | {name}))
+    return total
+
+
+def _sampled_shapley(
+    k3: _Measured, names: tuple[str, ...], permutations: int, generator: torch.Generator | None
+) -> dict[str, torch.Tensor]:
+    total = {name: torch.zeros_like(k3(frozenset())) for name in names}
+    for order in _orders(len(names), permutations, generator):
+        removed: Removed = frozenset()
+        for index in order:
+            name = names[index]
+            total[name] += (k3(removed) - k3(removed | {name})) / (2 * permutations)
+            removed |= {name}
+    return total
+
+
+def _orders(
+    count: int, permutations: int, generator: torch.Generator | None
+) -> Iterator[list[int]]:
+    """Random orders, each followed by its reverse: what two causes share is split evenly."""
+    if generator is None:
+        generator = torch.Generator().manual_seed(0)
+    for _ in range(permutations):
+        order = torch.randperm(count, generator=generator).tolist()
+        yield order
+        yield order[::-1]
