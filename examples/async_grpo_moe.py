@@ -159,7 +159,8 @@ class Trainer:
                 without = self.logprobs(tokens)
             with replay.impose(self.routers, routes):
                 imposed = self.logprobs(tokens)
-        agreement = replay.compare(routes, tape.routes).overall
+        real = (tokens != PAD).flatten().numpy()
+        agreement = replay.compare(routes, tape.routes, mask=real).overall
         parts: list = [None] * self.world_size
         dist.all_gather_object(
             parts, (without[mask], imposed[mask], sampled_logprobs[mask], agreement)

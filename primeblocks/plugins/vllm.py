@@ -1,10 +1,10 @@
 """vLLM's entry point (`vllm.general_plugins`), loaded by vLLM in every process that it starts.
 
 It registers the blocks' adapters with vLLM's factories and patches what has no hook, most of it on
-the CPU platform only. Each patch names its reason and symbols, has a self-test, and is applied to the tested
-versions only; any other vLLM is left alone with one warning, so that installing primeblocks never
-breaks an engine. `PRIMEBLOCKS_VLLM_PATCHES_OFF="name,name"` switches patches off (why that is a
-variable: docs/decisions/vllm_plugin.md).
+the CPU platform only. Each patch names its reason and symbols, has a self-test, and is applied to
+the tested versions only; any other vLLM is left alone with one warning, so that installing
+primeblocks never breaks an engine. `PRIMEBLOCKS_VLLM_PATCHES_OFF="name,name"` switches patches off
+(why that is a variable: docs/decisions/vllm_plugin.md).
 """
 
 import inspect

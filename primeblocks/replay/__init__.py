@@ -3,11 +3,12 @@ from them. `record` writes a router's choices down, `Routes` carries them (slice
 for the wire), `impose` makes another model's routers follow them while the gate weights and their
 gradients stay live, and `measure_mismatch` and `compare` say how far the two sides are apart."""
 
+from .agreement import Agreement, compare
 from .attribution import Attribution, Cause, attribute
 from .gates import chosen_softmax_gates, sigmoid_gates, softmax_gates
 from .impose import Imposed, allow_compile, impose
 from .kept import KeptTokens
-from .mismatch import Agreement, Mismatch, TokenMismatch, compare, measure_mismatch
+from .mismatch import Mismatch, TokenMismatch, exact_kl, measure_mismatch
 from .pages import StoreStatistics
 from .record import Tape, record
 from .router import Router
@@ -32,6 +33,7 @@ __all__ = [
     "attribute",
     "chosen_softmax_gates",
     "compare",
+    "exact_kl",
     "impose",
     "kept_logprobs",
     "kept_tokens",

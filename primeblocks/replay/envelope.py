@@ -57,10 +57,10 @@ def seal(
             piece = array[begin : begin + _CHUNK]
             copied = out[position : position + len(piece)]
             copied[...] = piece
-            digest.update(copied)
+            digest.update(copied.data)
             position += len(piece)
     out[position:] = np.frombuffer(digest.digest(), dtype=np.uint8)
-    return memoryview(out)
+    return out.data
 
 
 def unseal(payload: Bytes, *, kind: bytes, version: int) -> memoryview:

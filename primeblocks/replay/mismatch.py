@@ -1,16 +1,19 @@
-"""How far the trainer is from the engine: probabilities and routes."""
+"""How far the trainer's probabilities are from the engine's."""
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from ..errors import ShapeError, UsageError
-from .routes import Routes
 
-__all__ = ["Agreement", "Mismatch", "TokenMismatch", "compare", "measure_mismatch"]
+__all__ = ["Mismatch", "TokenMismatch", "exact_kl", "measure_mismatch"]
+
+_TAILS = (0.1, 0.2, 0.5, 1.0)
+_CHUNK = 1 << 22  # elements of float64 at a time
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,56 @@ class Mismatch:
     max_k3: float
     ratio_tail: float
     """Fraction of tokens with |r - 1| > 0.2, where a clipped loss starts to drop them."""
+    ratio_tails: dict[float, float]
+    """The same fraction for several thresholds."""
     tokens: int
     worst: tuple[TokenMismatch, ...]
     """Tokens with the largest k3, the worst first."""
+
+    @staticmethod
+    def pool(parts: Iterable[Mismatch]) -> Mismatch:
+        """What one measurement of all parts' tokens would have found; gather the parts first.
+
+        Positions of the worst tokens begin with the index of their part. Local.
+
+        Raises:
+            UsageError: there is no part.
+        """
+        parts = list(parts)
+        if not parts:
+            raise UsageError("nothing to pool: pass the measurements of at least one rank")
+        tokens = sum(part.tokens for part in parts)
+        k3 = sum(part.tokens * part.k3 for part in parts) / tokens
+        # Squares add up: within each part about its own mean, and of the means about theirs.
+        squares = sum(
+            part.tokens * (part.tokens * part.k3_standard_error**2 + (part.k3 - k3) ** 2)
+            for part in parts
+        )
+        placed = [
+            TokenMismatch((index, *token.position), token.trainer, token.rollout, token.k3)
+            for index, part in enumerate(parts)
+            for token in part.worst
+        ]
+        most = max(len(part.worst) for part in parts)
+
+        def mean(values: Iterable[float]) -> float:
+            weighted = zip(parts, values, strict=True)
+            return sum(part.tokens * value for part, value in weighted) / tokens
+
+        tails = {
+            threshold: mean(part.ratio_tails[threshold] for part in parts) for threshold in _TAILS
+        }
+        return Mismatch(
+            k1=mean(part.k1 for part in parts),
+            k2=mean(part.k2 for part in parts),
+            k3=k3,
+            k3_standard_error=(squares / tokens) ** 0.5 / tokens**0.5,
+            max_k3=max(part.max_k3 for part in parts),
+            ratio_tail=tails[0.2],
+            ratio_tails=tails,
+            tokens=tokens,
+            worst=tuple(heapq.nlargest(most, placed, key=lambda token: token.k3)),
+        )
 
 
 @torch.no_grad()
@@ -53,8 +103,8 @@ def measure_mismatch(
 ) -> Mismatch:
     """Compare log-probabilities of the same sampled tokens, in float64.
 
-    Both must be of the distribution that was sampled from (temperature, top-p). Local; for a
-    figure over ranks gather the log-probabilities first.
+    Both must be of the distribution that was sampled from (temperature, top-p: `kept_logprobs`).
+    Local; for a figure over ranks gather each rank's and `pool` them.
 
     Args:
         trainer_logprobs: any shape.
@@ -89,13 +139,16 @@ def measure_mismatch(
     # expm1 keeps the digits that exp(x) - 1 would lose for close models.
     k3 = torch.expm1(log_ratio) - log_ratio
     top = k3.topk(min(worst, len(k3))).indices
+    distance = torch.expm1(log_ratio).abs()
+    tails = {threshold: (distance > threshold).double().mean().item() for threshold in _TAILS}
     return Mismatch(
         k1=-log_ratio.mean().item(),
         k2=log_ratio.square().mean().item() / 2,
         k3=k3.mean().item(),
         k3_standard_error=k3.std(correction=0).item() / len(k3) ** 0.5,
         max_k3=k3.max().item(),
-        ratio_tail=(torch.expm1(log_ratio).abs() > 0.2).double().mean().item(),
+        ratio_tail=tails[0.2],
+        ratio_tails=tails,
         tokens=len(k3),
         worst=tuple(
             TokenMismatch(tuple(positions[i].tolist()), *values)
@@ -110,33 +163,53 @@ def measure_mismatch(
     )
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """How often two sides chose the same set of experts, in any order."""
+@torch.no_grad()
+def exact_kl(
+    rollout_logprobs: torch.Tensor,
+    trainer_logprobs: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+) -> float:
+    """KL(rollout || trainer) over the whole vocabulary, mean over positions, in nats per token.
 
-    overall: float
-    """Fraction of (token, layer) pairs."""
-    by_layer: dict[int, float]
-    """The same for each layer id."""
-    tokens: int
-    """Tokens compared: those missing on neither side."""
+    No estimate: every token's probability on both sides is needed, so this is for studies. What
+    the engine's top-k or top-p excludes is -inf there and counts for nothing. Local; float64, in
+    pieces.
 
-
-def compare(a: Routes, b: Routes) -> Agreement:
-    """Compare two recordings of the same tokens. Local.
+    Args:
+        rollout_logprobs: `[..., vocab]`, normalised.
+        trainer_logprobs: the same shape.
+        mask: `[...]`, True where a position counts.
 
     Raises:
-        ShapeError: they differ in tokens, layers, experts or top_k, or share no known token.
+        ShapeError: shapes differ.
+        UsageError: no position is left, a value is NaN, or the trainer gives no chance at all to a
+            token that the engine could sample: the KL is infinite.
     """
-    if a.experts.shape != b.experts.shape or (a.num_experts, a.layer_ids) != (
-        b.num_experts,
-        b.layer_ids,
-    ):
-        raise ShapeError(f"{a} and {b} are not recordings of the same tokens and layers")
-    known = ~(a.missing | b.missing)
-    if not known.any():
-        raise ShapeError(f"no token is known to both {a} and {b}")
-    sides = (np.sort(routes.experts[known], axis=-1) for routes in (a, b))
-    same = np.equal(*sides).all(axis=-1)
-    by_layer = dict(zip(a.layer_ids, same.mean(axis=0).tolist(), strict=True))
-    return Agreement(overall=float(same.mean()), by_layer=by_layer, tokens=int(known.sum()))
+    if rollout_logprobs.shape != trainer_logprobs.shape or rollout_logprobs.ndim < 1:
+        raise ShapeError(
+            f"rollout {list(rollout_logprobs.shape)} and trainer {list(trainer_logprobs.shape)}"
+            " must both be [..., vocab]"
+        )
+    vocab = rollout_logprobs.shape[-1]
+    rollout, trainer = rollout_logprobs.reshape(-1, vocab), trainer_logprobs.reshape(-1, vocab)
+    if mask is not None:
+        if mask.shape != rollout_logprobs.shape[:-1]:
+            raise ShapeError(f"mask {list(mask.shape)} for {list(rollout_logprobs.shape)}")
+        chosen = mask.reshape(-1).bool()
+        rollout, trainer = rollout[chosen], trainer[chosen]
+    if not len(rollout):
+        raise UsageError("no position counts: the mask leaves none")
+    total = torch.zeros((), dtype=torch.float64, device=rollout.device)
+    step = max(1, _CHUNK // vocab)
+    for ours, theirs in zip(rollout.split(step), trainer.split(step), strict=True):
+        log_p, log_q = ours.double(), theirs.double()
+        terms = log_p.exp() * (log_p - log_q)
+        # Nothing is sampled where the rollout has no chance: 0 * inf counts as 0.
+        total += torch.where(log_p == -torch.inf, 0.0, terms).sum()
+    if not total.isfinite():
+        raise UsageError(
+            "the KL is not finite: a log-probability is NaN, or the trainer excludes a token that"
+            " the engine could sample. Compare both after the engine's own top-k and top-p."
+        )
+    return total.item() / len(rollout)

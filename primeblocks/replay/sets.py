@@ -21,7 +21,7 @@ import numpy as np
 
 from ..errors import CorruptionError, UnsupportedError, UsageError
 
-__all__ = ["SetCode", "rows_with_duplicates"]
+__all__ = ["SetCode", "rows_with_duplicates", "same_sets"]
 
 _PIECE = 1 << 15  # rows; a multiple of 8, so that bit planes of pieces meet at whole bytes
 _MAX_EXPERTS = 1024
@@ -34,6 +34,15 @@ def rows_with_duplicates(rows: np.ndarray) -> np.ndarray:
         piece = rows[begin : begin + _PIECE]
         found[begin : begin + _PIECE] = _duplicates(_sorted_columns(piece))
     return found
+
+
+def same_sets(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """bool `[rows]`: True where two `[rows, top_k]` name the same ids, in any order. Local."""
+    same = np.empty(len(a), dtype=np.bool_)
+    for begin in range(0, len(a), _PIECE):
+        piece = slice(begin, begin + _PIECE)
+        same[piece] = (_sorted_columns(a[piece]) == _sorted_columns(b[piece])).all(axis=0)
+    return same
 
 
 class SetCode:

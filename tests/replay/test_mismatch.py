@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from primeblocks.errors import ShapeError, UsageError
-from primeblocks.replay import Routes, compare, measure_mismatch
+from primeblocks.replay import Mismatch, Routes, compare, exact_kl, measure_mismatch
 from primeblocks.replay.reference import agreement
 
 
@@ -25,6 +25,7 @@ def test_estimators_by_hand():
     )
     assert found.max_k3 == pytest.approx(max(k3))
     assert found.ratio_tail == 0.5
+    assert found.ratio_tails == {0.1: 0.75, 0.2: 0.5, 0.5: 0.5, 1.0: 0.0}
     assert found.tokens == 4
     first, second = found.worst
     assert first.position == (1, 1)
@@ -70,6 +71,49 @@ def test_masked_tokens_may_hold_anything_and_others_must_be_finite():
         measure_mismatch(trainer, rollout, mask=torch.ones(2))
 
 
+def test_pooled_parts_equal_one_measurement():
+    generator = torch.Generator().manual_seed(3)
+    trainer, rollout = torch.randn(2, 40, dtype=torch.float64, generator=generator)
+    whole = measure_mismatch(trainer, rollout, worst=4)
+    cuts = [(0, 5), (5, 6), (6, 40)]
+    parts = [measure_mismatch(trainer[a:b], rollout[a:b], worst=4) for a, b in cuts]
+    pooled = Mismatch.pool(parts)
+    for name in ("k1", "k2", "k3", "k3_standard_error", "max_k3", "ratio_tail", "tokens"):
+        assert getattr(pooled, name) == pytest.approx(getattr(whole, name), rel=1e-12), name
+    assert pooled.ratio_tails == pytest.approx(whole.ratio_tails)
+    places = [(cuts[part][0] + at,) for part, at in (token.position for token in pooled.worst)]
+    assert places == [token.position for token in whole.worst]
+    with pytest.raises(UsageError, match="nothing to pool"):
+        Mismatch.pool([])
+
+
+def test_exact_kl_by_hand_and_against_torch():
+    generator = torch.Generator().manual_seed(0)
+    rollout, trainer = torch.randn(
+        2, 3, 4, 9, dtype=torch.float64, generator=generator
+    ).log_softmax(-1)
+    each = torch.nn.functional.kl_div(trainer, rollout, log_target=True, reduction="none").sum(-1)
+    assert exact_kl(rollout, trainer) == pytest.approx(each.mean().item(), rel=1e-12)
+    mask = torch.arange(12).reshape(3, 4) % 3 == 0
+    assert exact_kl(rollout, trainer, mask=mask) == pytest.approx(each[mask].mean().item())
+
+
+def test_exact_kl_leaves_out_what_the_engine_excludes():
+    half = math.log(0.5)
+    rollout = torch.tensor([[half, half, -math.inf]])
+    trainer = torch.tensor([[math.log(0.4), math.log(0.4), math.log(0.2)]])
+    assert exact_kl(rollout, trainer) == pytest.approx(math.log(0.5 / 0.4))
+    assert exact_kl(rollout, rollout) == 0
+    with pytest.raises(UsageError, match="not finite"):
+        exact_kl(trainer, rollout)
+    with pytest.raises(UsageError, match="no position"):
+        exact_kl(rollout, trainer, mask=torch.zeros(1))
+    with pytest.raises(ShapeError, match="both be"):
+        exact_kl(rollout, trainer[:, :2])
+    with pytest.raises(ShapeError, match=r"mask \[2\]"):
+        exact_kl(rollout, trainer, mask=torch.ones(2))
+
+
 def make(experts, missing=None):
     missing = None if missing is None else np.array(missing)
     return Routes.from_array(np.array(experts), num_experts=8, layer_ids=[2, 5], missing=missing)
@@ -82,10 +126,24 @@ def test_agreement_is_of_sets_and_leaves_missing_tokens_out():
     assert found.by_layer == {2: 1.0, 5: 0.5}
     assert found.overall == 0.75
     assert found.tokens == 2
+    assert found.same_order == 0.25
+    assert found.whole_tokens == 0.5
+    assert found.first_difference == {2: 0.0, 5: 0.5}
     whole = compare(make(a), make(b))
     for column, layer in enumerate([2, 5]):
         chosen = ([row[column] for row in side] for side in (a, b))
         assert whole.by_layer[layer] == agreement(*chosen)
+
+
+def test_masked_tokens_are_not_compared():
+    a = make([[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[0, 1], [0, 1]]])
+    b = make([[[0, 1], [2, 3]], [[4, 6], [6, 5]], [[2, 1], [0, 1]]])
+    found = compare(a, b, mask=np.array([True, True, False]))
+    assert found.by_layer == {2: 0.5, 5: 0.5}
+    assert found.first_difference == {2: 0.5, 5: 0.0}
+    assert found.tokens == 2
+    with pytest.raises(ShapeError, match=r"mask \[2\] for 3"):
+        compare(a, b, mask=np.ones(2, bool))
 
 
 def test_recordings_that_cannot_be_compared_are_refused():
@@ -94,5 +152,5 @@ def test_recordings_that_cannot_be_compared_are_refused():
         compare(routes, routes.only([5]))
     with pytest.raises(ShapeError, match="not recordings of the same"):
         compare(routes, routes.only([5, 2]))
-    with pytest.raises(ShapeError, match="no token is known"):
+    with pytest.raises(ShapeError, match="no token that counts"):
         compare(routes, make([[[0, 1], [2, 3]]], [True]))

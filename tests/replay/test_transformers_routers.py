@@ -68,6 +68,10 @@ def step(model):
     return logits.detach(), grads
 
 
+def weight_of(router):
+    return getattr(router.module, "gate", router.module).weight  # AFMoE's is a Linear
+
+
 def checkpointed(model, use_reentrant):
     if use_reentrant is not None:
         kwargs = {"use_reentrant": use_reentrant}
@@ -101,8 +105,7 @@ def test_foreign_routes_are_followed_and_reach_the_gate(family):
     assert compare(routes, tape.routes).overall == 1.0
     assert not torch.allclose(found, logits, atol=1e-3)
     for router in routers:
-        weight = getattr(router.module, "gate", router.module).weight  # AFMoE's is a Linear
-        (name,) = (n for n, p in model.named_parameters() if p is weight)
+        (name,) = (n for n, p in model.named_parameters() if p is weight_of(router))
         assert gradients[name].abs().max() > 0
         assert not torch.equal(gradients[name], own[name])
 
@@ -227,6 +230,21 @@ def test_rows_of_any_length_are_weighed_alike(family, columns):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_saturated_routers_weigh_their_own_choice_as_the_host_does(family):
+    model = build(family)
+    router, *_ = adapter.routers(model)
+    generator = torch.Generator().manual_seed(3)
+    hidden = 1 + 0.1 * torch.rand(TOKENS.numel(), 32, generator=generator)
+    if family == "laguna":
+        router.module.router_logit_softcapping = 0.0
+    with torch.no_grad():
+        # Logits near -40: their sigmoids are near 4e-18, which some hosts guard and some do not.
+        weight_of(router).uniform_(-42 / 32, -38 / 32, generator=generator)
+        output = run_router(family, model, router, hidden)
+        assert torch.equal(router.gates(output, output[2]), output[1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_two_micro_batches_in_flight_keep_their_routes(family):
     model = build(family)
     routers = adapter.routers(model)
@@ -266,6 +284,24 @@ def test_models_without_a_known_router_are_refused():
     model = build("qwen3_moe")
     model.model.layers[1].mlp.gate = OtherRouter()
     with pytest.raises(UnsupportedError, match=r"layers\.1\.mlp\.gate', a OtherRouter, is not"):
+        adapter.routers(model)
+
+
+def test_a_changed_subclass_of_a_known_router_is_refused():
+    model = build("qwen3_moe")
+    known = type(model.model.layers[1].mlp.gate)
+
+    class Same(known):
+        pass
+
+    class Sampled(known):
+        def forward(self, hidden):
+            return super().forward(hidden + 1)
+
+    model.model.layers[1].mlp.gate.__class__ = Same  # As FSDP2 does.
+    assert len(adapter.routers(model)) == 3
+    model.model.layers[1].mlp.gate.__class__ = Sampled
+    with pytest.raises(UnsupportedError, match=r"layers\.1\.mlp\.gate', a Sampled, is not"):
         adapter.routers(model)
 
 

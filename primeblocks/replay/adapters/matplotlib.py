@@ -1,0 +1,77 @@
+"""Pictures of the mismatch. Each function draws into an Axes, made if none is given, returns it,
+and neither shows nor saves anything nor touches global settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ...errors import MissingPackageError
+from ..agreement import Agreement
+from ..attribution import Attribution
+
+try:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+except ImportError as error:
+    raise MissingPackageError("matplotlib", "plots") from error
+
+__all__ = ["plot_agreement", "plot_attribution", "plot_ratios", "plot_tokens"]
+
+
+def plot_tokens(log_ratios: Mapping[str, torch.Tensor], *, axes: Axes | None = None) -> Axes:
+    """k3 of each token, the worst first, on a logarithmic scale: few tokens carry most of it.
+
+    Args:
+        log_ratios: by label, trainer minus rollout log-probabilities of the tokens that count.
+    """
+    axes = _made(axes)
+    for label, log_ratio in log_ratios.items():
+        wide = log_ratio.detach().double().flatten().cpu()
+        k3 = (torch.expm1(wide) - wide).sort(descending=True).values
+        axes.semilogy(k3.clamp_min(1e-16).numpy(), label=label)
+    axes.set(title="k3 of each token, the worst first", xlabel="token", ylabel="nats")
+    axes.legend()
+    return axes
+
+
+def plot_ratios(log_ratios: Mapping[str, torch.Tensor], *, axes: Axes | None = None) -> Axes:
+    """Histogram of log p_trainer / p_rollout, counts on a logarithmic scale to show its tails.
+
+    Args:
+        log_ratios: as for `plot_tokens`.
+    """
+    axes = _made(axes)
+    for label, log_ratio in log_ratios.items():
+        values = log_ratio.detach().double().flatten().cpu().numpy()
+        axes.hist(values, bins=60, histtype="step", log=True, label=label)
+    axes.set(title="Log of the importance ratio", xlabel="nats", ylabel="tokens")
+    axes.legend()
+    return axes
+
+
+def plot_agreement(agreement: Agreement, *, axes: Axes | None = None) -> Axes:
+    """By layer, how often the same experts were chosen."""
+    axes = _made(axes)
+    axes.bar(list(agreement.by_layer), list(agreement.by_layer.values()))
+    axes.set(title="Routes that agree", xlabel="layer", ylabel="fraction", ylim=(0, 1))
+    return axes
+
+
+def plot_attribution(attribution: Attribution, *, axes: Axes | None = None) -> Axes:
+    """Each cause's share of the mismatch with two standard errors, then the residual."""
+    axes = _made(axes)
+    names = [cause.name for cause in attribution.causes] + ["residual"]
+    shares = [cause.share for cause in attribution.causes] + [attribution.residual]
+    errors = [2 * cause.standard_error for cause in attribution.causes] + [0.0]
+    axes.barh(names, shares, xerr=errors)
+    axes.invert_yaxis()
+    axes.set(title=f"What explains k3 = {attribution.total:.1e}", xlabel="nats per token")
+    return axes
+
+
+def _made(axes: Axes | None) -> Axes:
+    # Not pyplot: its figures are global and stay open.
+    return Figure(layout="constrained").subplots() if axes is None else axes
