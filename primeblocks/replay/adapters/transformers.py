@@ -148,13 +148,14 @@ def routers(model: nn.Module) -> tuple[TransformersRouter, ...]:
 
 def _gates_of(module: nn.Module) -> Gates | None:
     # FSDP2 gives a module a new class that derives from its own.
-    for cls in type(module).__mro__:
+    kind: Any = type(module)
+    for cls in kind.__mro__:
         parts = cls.__module__.split(".")
         if parts[:2] == ["transformers", "models"]:
             gates = _FAMILIES.get((parts[2], cls.__name__))
             if gates is not None:
                 # Somebody's subclass may choose or weigh in another way.
-                return gates if type(module).forward is cls.forward else None
+                return gates if kind.forward is cls.forward else None
     return None
 
 

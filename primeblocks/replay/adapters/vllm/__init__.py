@@ -5,15 +5,20 @@ it. On the CPU platform the engine needs our patch `routed_experts_on_cpu` (prim
 """
 
 from .capture import engine_args, plan_capture_bytes
+from .http import MEDIA_TYPE, Answer, RoutesMiddleware, read_answer
 from .pages import CapturedPages
 from .rows import Completion, RouterShape, routes_from_base64, routes_from_output
 
 __all__ = [
+    "MEDIA_TYPE",
+    "Answer",
     "CapturedPages",
     "Completion",
     "RouterShape",
+    "RoutesMiddleware",
     "engine_args",
     "plan_capture_bytes",
+    "read_answer",
     "routes_from_base64",
     "routes_from_output",
 ]

@@ -9,14 +9,19 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from ....errors import CorruptionError, ShapeError, UnsupportedError, UsageError
+from ...envelope import Bytes
 from ...routes import Routes
 
 __all__ = [
     "Completion",
     "RouterShape",
+    "read_npy",
     "routes_from_base64",
     "routes_from_output",
+    "routes_from_rows",
 ]
+
+_NPY_HEAD = 4096
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,9 @@ def routes_from_output(
     """
     tokens = prompt_tokens + len(output.token_ids)
     if output.routed_experts is not None:
-        return _routes(output.routed_experts, shape, tokens=tokens, prompt_start=prompt_start)
+        return routes_from_rows(
+            output.routed_experts, shape, tokens=tokens, prompt_start=prompt_start
+        )
     if len(output.token_ids):
         raise UnsupportedError(
             f"{len(output.token_ids)} generated tokens came without routed experts. Only a "
@@ -106,22 +113,39 @@ def routes_from_base64(
         CorruptionError: the text is not that; otherwise as `routes_from_output`.
     """
     try:
-        stream = io.BytesIO(base64.b64decode(text, validate=True))
+        file = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise CorruptionError(
+            f"{len(text)} characters of routed experts are no base64: {error}."
+        ) from error
+    return routes_from_rows(read_npy(file), shape, tokens=tokens, prompt_start=prompt_start)
+
+
+def read_npy(file: Bytes) -> np.ndarray:
+    """The array in a .npy file: a view. Local.
+
+    Raises:
+        CorruptionError: it is none, or one that vLLM does not write.
+    """
+    # Not np.load: it allocates what a damaged header asks for.
+    stream = io.BytesIO(bytes(file[:_NPY_HEAD]))
+    try:
         if np.lib.format.read_magic(stream) != (1, 0):
             raise ValueError("not version 1.0 of the .npy format")
         dims, fortran_order, dtype = np.lib.format.read_array_header_1_0(stream)
-        if fortran_order:
-            raise ValueError("column-major")
-        # Not np.load: it allocates what a damaged header asks for.
-        rows = np.frombuffer(stream.getvalue(), dtype, offset=stream.tell()).reshape(dims)
-    except (binascii.Error, ValueError) as error:
+        if fortran_order or dtype.hasobject:
+            raise ValueError("column-major, or of objects")
+        return np.frombuffer(file, dtype, offset=stream.tell()).reshape(dims)
+    except ValueError as error:
         raise CorruptionError(
-            f"{len(text)} characters of routed experts are no .npy file in base64: {error}."
+            f"{len(file)} bytes of routed experts are no .npy file: {error}."
         ) from error
-    return _routes(rows, shape, tokens=tokens, prompt_start=prompt_start)
 
 
-def _routes(rows: np.ndarray, shape: RouterShape, *, tokens: int, prompt_start: int) -> Routes:
+def routes_from_rows(
+    rows: np.ndarray, shape: RouterShape, *, tokens: int, prompt_start: int
+) -> Routes:
+    """Rows as vLLM returns them, checked; otherwise as `routes_from_output`."""
     expected = (tokens - 1 - prompt_start, shape.num_layers, shape.top_k)
     if rows.shape != expected or rows.dtype != shape.dtype:
         raise ShapeError(

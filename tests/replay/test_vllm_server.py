@@ -1,0 +1,231 @@
+"""Routes over HTTP: the middleware by itself, then in vLLM's own server."""
+
+import asyncio
+import base64
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from primeblocks.errors import CorruptionError
+from primeblocks.replay import compare, record
+from primeblocks.replay.adapters.vllm import (
+    MEDIA_TYPE,
+    RouterShape,
+    RoutesMiddleware,
+    read_answer,
+    routes_from_base64,
+)
+from primeblocks.testing import tiny_models
+from tests.engine_job import ENVIRONMENT
+
+SHAPE = RouterShape(num_layers=4, moe_layers=(1, 2, 3), num_experts=8, top_k=2)
+START_S = 90.0
+ROWS = np.arange(24, dtype=np.uint8).reshape(3, 4, 2)
+
+
+def npy(rows: np.ndarray) -> str:
+    file = io.BytesIO()
+    np.save(file, rows)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+ANSWER = {"id": "x", "choices": [{"index": 0, "routed_experts": npy(ROWS)}, {"index": 1}]}
+
+
+def respond(*, accept: str, status: int = 200, kind: str = "application/json") -> list[Any]:
+    """What a client gets through the middleware from a server that sends in two pieces."""
+    body = json.dumps(ANSWER).encode()
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"Content-Type", kind.encode()), (b"content-length", b"%d" % len(body))]
+        headers.append((b"x-request-id", b"7"))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body[:9], "more_body": True})
+        await send({"type": "http.response.body", "body": body[9:]})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "headers": [(b"Accept", accept.encode())]}
+    asyncio.run(RoutesMiddleware(app)(scope, None, send))
+    return sent
+
+
+def test_a_client_that_asks_gets_bytes():
+    start, body = respond(accept=f"{MEDIA_TYPE}, application/json")
+    headers = dict(start["headers"])
+    assert headers[b"content-type"] == MEDIA_TYPE.encode()
+    assert headers[b"content-length"] == b"%d" % len(body["body"])
+    assert headers[b"x-request-id"] == b"7"
+    answer = read_answer(body["body"])
+    assert answer.json == {"id": "x", "choices": [{"index": 0}, {"index": 1}]}
+    np.testing.assert_array_equal(answer.rows[0], ROWS)
+    assert np.shares_memory(answer.rows[0], np.frombuffer(body["body"], np.uint8))
+    assert answer.rows[1] is None
+    with pytest.raises(CorruptionError, match="choice 1 came without"):
+        answer.routes(1, SHAPE, tokens=4)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"accept": "application/json"},
+        {"accept": MEDIA_TYPE, "status": 400},
+        {"accept": MEDIA_TYPE, "kind": "text/event-stream"},
+    ],
+    ids=["another client", "an error", "a stream"],
+)
+def test_everything_else_passes_unchanged(request_):
+    start, *bodies = respond(**request_)
+    assert b"".join(part["body"] for part in bodies) == json.dumps(ANSWER).encode()
+    assert start["status"] == request_.get("status", 200)
+    assert len(bodies) == 2
+
+
+def test_other_protocols_pass_unchanged():
+    seen = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append((scope, receive, send))
+
+    asyncio.run(RoutesMiddleware(app)({"type": "lifespan"}, 1, 2))
+    assert seen == [({"type": "lifespan"}, 1, 2)]
+
+
+def test_a_damaged_answer_is_refused():
+    *_, message = respond(accept=MEDIA_TYPE)
+    for place in range(len(message["body"])):
+        damaged = bytearray(message["body"])
+        damaged[place] ^= 1
+        with pytest.raises(CorruptionError):
+            read_answer(damaged)
+    with pytest.raises(CorruptionError):
+        read_answer(json.dumps(ANSWER).encode())
+
+
+# --- live ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("server") / "model"
+    return tiny_models.save("glm4_moe", path, dtype="float32", init_std=0.08)
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = {
+        "--model": str(model),
+        "--port": str(port),
+        "--host": "127.0.0.1",
+        "--dtype": "float32",
+        "--max-model-len": "512",
+        "--max-num-seqs": "4",
+        "--block-size": "32",
+        "--logprobs-mode": "processed_logprobs",
+        "--middleware": "primeblocks.replay.adapters.vllm.RoutesMiddleware",
+        "--aux-output-config": '{"max_bytes": 1048576}',
+    }
+    flags = ["--enforce-eager", "--enable-return-routed-experts", "--enable-scale-out"]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags]
+    for name, value in options.items():
+        command += [name, value]
+    log = (model.parent / "log").open("wb")
+    process = subprocess.Popen(
+        command, env=os.environ | ENVIRONMENT, stdout=log, stderr=subprocess.STDOUT
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + START_S
+        while not healthy(url):
+            assert process.poll() is None, (model.parent / "log").read_text()[-4000:]
+            assert time.monotonic() < deadline, "the server did not start"
+            time.sleep(0.2)  # there is no event to wait for
+        yield url
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        log.close()
+
+
+def healthy(url: str) -> bool:
+    try:
+        return urllib.request.urlopen(f"{url}/health", timeout=2).status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def ask(url: str, prompt: list[int], *, accept: str, **sampling: Any) -> bytes:
+    settings = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
+    request = urllib.request.Request(
+        f"{url}/inference/v1/generate",
+        json.dumps({"token_ids": prompt, "sampling_params": settings | sampling}).encode(),
+        {"Content-Type": "application/json", "Accept": accept},
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        assert response.headers["Content-Type"].startswith(accept)
+        return response.read()
+
+
+@pytest.mark.vllm
+@torch.no_grad()
+def test_vllms_server_sends_the_routes_in_both_forms(server, model):
+    from transformers import AutoModelForCausalLM
+
+    from primeblocks.replay.adapters.transformers import routers
+
+    prompt = np.random.default_rng(0).integers(4, 512, 150).tolist()
+    text = ask(server, prompt, accept="application/json")
+    choice = json.loads(text)["choices"][0]
+    tokens = prompt + choice["token_ids"]
+    by_text = routes_from_base64(choice["routed_experts"], SHAPE, tokens=len(tokens))
+
+    body = ask(server, prompt, accept=MEDIA_TYPE)
+    answer = read_answer(body)
+    assert answer.json["choices"][0]["token_ids"] == choice["token_ids"]
+    assert answer.routes(0, SHAPE, tokens=len(tokens)) == by_text
+    assert len(text) - len(body) > 0.15 * len(choice["routed_experts"])
+
+    trainer = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    with record(routers(trainer)) as tape:
+        trainer(input_ids=torch.tensor([tokens]), use_cache=False)
+    found = compare(by_text, tape.routes)
+    assert found.overall == 1.0
+    assert found.tokens == len(tokens) - 1
+
+    # The next turn asks for new rows only.
+    start = len(tokens) - 1
+    turn = [*tokens, *prompt[:40]]
+    body = ask(server, turn, accept=MEDIA_TYPE, routed_experts_prompt_start=start)
+    answer = read_answer(body)
+    total = len(turn) + len(answer.json["choices"][0]["token_ids"])
+    newer = answer.routes(0, SHAPE, tokens=total, prompt_start=start)
+    whole = by_text.extend(newer[start:], start=start)
+    assert whole.missing.nonzero()[0].tolist() == [total - 1]
+    ids = [*turn, *answer.json["choices"][0]["token_ids"]]
+    with record(routers(trainer)) as tape:
+        trainer(input_ids=torch.tensor([ids]), use_cache=False)
+    assert compare(whole, tape.routes).overall == 1.0
