@@ -10,6 +10,9 @@ from primeblocks.testing import ranks
 ranks.preload("pytest", "hypothesis", "numpy", "safetensors.torch", "jaxtyping")
 
 
+# Tensors here are small: more threads only wait for each other, and for whatever else runs.
+torch.set_num_threads(1)
+
 # A slow machine is no failure; pytest's own timeout ends what hangs.
 hypothesis.settings.register_profile("primeblocks", deadline=None)
 hypothesis.settings.load_profile("primeblocks")

@@ -1,7 +1,7 @@
 """Random mixture-of-experts models, small enough for a laptop, of the families people train.
 
-`build` makes one in memory, `save` a checkpoint with a tokenizer that transformers and vLLM load.
-Equal arguments give equal bytes.
+`build` makes one in memory, `save` a checkpoint with a tokenizer that transformers loads, and vLLM
+for the families named there. Equal arguments give equal bytes.
 """
 
 import json
@@ -107,6 +107,12 @@ def save(
     """Write the model of `build`, with a tokenizer, into the folder `path`; return it. Local.
 
     The tokenizer splits at white space: `w7 w9` is two tokens, 7 and 9.
+
+    vLLM 0.32 on CPU generates what transformers does from exaone_moe, flex_olmo, glm4_moe,
+    gpt_oss, mixtral, olmoe, qwen2_moe, qwen3_moe and solar_open. It loads deepseek_v3 and
+    glm4_moe_lite too, but its CPU kernel rotates their queries wrongly; with
+    `compilation_config={"custom_ops": ["all", "-rotary_embedding"]}` the latter is right and the
+    former nearly so. Others it refuses on CPU, or they were not tried.
     """
     path = Path(path)
     model: Any = build(family, seed=seed, dtype=dtype, router_std=router_std, **sizes)

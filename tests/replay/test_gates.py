@@ -72,9 +72,15 @@ def test_a_choice_without_mass_poisons_nothing(depth, dtype):
     )
 
 
-def test_a_host_that_adds_something_before_it_divides_is_followed():
+@pytest.mark.parametrize("epsilon", [1e-20, 1e-6])
+def test_a_host_that_adds_something_before_it_divides_is_followed(epsilon):
     logits, ids = torch.full((1, 4), -60.0), torch.tensor([[0, 1]])
     scores = logits.sigmoid().gather(-1, ids)
-    expected = scores / (scores.sum(-1, keepdim=True) + 1e-20) * 2.5
-    assert torch.equal(sigmoid_gates(logits, ids, renormalise=True, scale=2.5), expected)
+    expected = scores / (scores.sum(-1, keepdim=True) + epsilon) * 2.5
+    found = sigmoid_gates(logits, ids, renormalise=True, scale=2.5, epsilon=epsilon)
+    assert torch.equal(found, expected)
+
+
+def test_without_a_guard_of_the_host_the_rows_sum_to_one():
+    logits, ids = torch.full((1, 4), -60.0), torch.tensor([[0, 1]])
     assert sigmoid_gates(logits, ids, renormalise=True, epsilon=0.0).tolist() == [[0.5, 0.5]]

@@ -111,7 +111,7 @@ def main(folder: Path) -> None:
     del engine
 
     engine = start(folder / "bf16", BF16, dtype="bfloat16", chunk=512)
-    save(results, "bf16", sample(engine, prompts(6, 32, 2048), tokens=64, seed=1), BF16)
+    save(results, "bf16", sample(engine, prompts(16, 32, 2048), tokens=128, seed=1), BF16)
     np.savez(folder / "results.npz", **results)
 
 
