@@ -82,7 +82,8 @@ import logging, os, threading, warnings
 environment, filters = dict(os.environ), list(warnings.filters)
 import primeblocks
 assert "torch" not in sys.modules, "importing primeblocks loads torch"
-import jaxtyping, numpy, safetensors.torch, torch, torch.distributed.fsdp, torch.distributed.tensor, xxhash
+import jaxtyping, numpy, safetensors.torch, torch, xxhash
+import torch.distributed.fsdp, torch.distributed.tensor
 base = {{name.partition(".")[0] for name in sys.modules}}
 settings = torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()
 import importlib

@@ -21,7 +21,7 @@ class Routes:
 
     A host-side value: numpy arrays that are read-only here and never copied without need, so a
     slice or an unpacked payload costs nothing. `torch.uint16` lacks most operations; `impose`
-    moves one layer at a time to the device in the narrow dtype and widens it there.
+    moves the narrow ids to the device once and widens a layer where it is used.
 
     Args:
         experts: `[tokens, layers, top_k]`, uint8 for up to 256 experts, else uint16. The dtype
