@@ -178,7 +178,7 @@ def test_own_routes_change_no_bit(world_size, degrees):
 
 
 def test_own_routes_change_no_bit_in_other_families():
-    families = ["glm4_moe", "mixtral", "olmoe"]
+    families = ["deepseek_v3", "glm4_moe", "mixtral", "olmoe"]
     assert ranks.run(_replay_own, families, {"expert": 2}, world_size=2) == [[], []]
 
 
