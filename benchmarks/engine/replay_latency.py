@@ -24,7 +24,7 @@ TURNS = 9
 PROMPT = 256
 MODELS: dict[str, dict[str, Any]] = {
     "small": {"num_layers": 4, "hidden": 128, "num_experts": 8, "top_k": 2, "vocab": 512},
-    "large": {"num_layers": 8, "hidden": 512, "num_experts": 64, "top_k": 8, "vocab": 2048},
+    "large": {"num_layers": 8, "hidden": 256, "num_experts": 64, "top_k": 8, "vocab": 2048},
 }
 
 
