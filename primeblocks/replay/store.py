@@ -72,7 +72,8 @@ class RouteStore:
         Raises:
             ShapeError: the routes are not one page of this model.
         """
-        if routes.tokens != self.page_tokens or routes._model != self._model:
+        model = routes.num_experts, routes.layer_ids, routes.top_k
+        if routes.tokens != self.page_tokens or model != self._model:
             raise ShapeError(
                 f"{routes} is no page of {self.page_tokens} tokens of a model with"
                 f" (num_experts, layer_ids, top_k) = {self._model}"

@@ -135,6 +135,19 @@ def test_the_engine_is_alive_after_all_that(pages, models):
         assert compare(routes, recomputed(models, tokens)).overall == 1.0
 
 
+def test_prefill_and_decode_engines_make_one_whole(folder, models):
+    """The decoding engine got the KV of three pages through a shared folder, and no rows."""
+    run_job(JOB, "hand_over", str(folder), timeout_s=110)
+    results = dict(np.load(folder / "hand_over.npz"))
+    pairs = zip(requests(results, "prefill"), requests(results, "decode"), strict=True)
+    for (_, _, first), (tokens, cached, second) in pairs:
+        assert cached == 96
+        assert second.missing.nonzero()[0].tolist() == [*range(96), len(tokens) - 1]
+        whole = first.with_missing(after=len(tokens) - first.tokens).fill(second)
+        assert whole.missing.nonzero()[0].tolist() == [len(tokens) - 1]
+        assert compare(whole, recomputed(models, tokens)).overall == 1.0
+
+
 @torch.no_grad()
 def test_the_trainer_reaches_the_distribution_that_was_sampled(pages, models):
     """Temperature 0.7, top-k 40, top-p 0.9: vLLM's processed log-probabilities."""

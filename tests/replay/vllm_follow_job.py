@@ -180,7 +180,37 @@ def follow(folder: Path) -> dict[str, np.ndarray]:
     return results
 
 
+def hand_over(folder: Path) -> dict[str, np.ndarray]:
+    """One engine prefills, another decodes with its KV, which comes through a shared folder."""
+    import vllm
+
+    shared = {"shared_storage_path": str(folder / "shared")}
+    connector = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": shared,
+    }
+    max_bytes = plan_capture_bytes(EXACT, page_tokens=PAGE_TOKENS, device_pages=32)
+    texts = prompts(np.random.default_rng(3), 3, 100)
+    results: dict[str, np.ndarray] = {}
+    for case, tokens in (("prefill", 1), ("decode", 24)):
+        engine = vllm.LLM(
+            str(folder / "exact"),
+            num_gpu_blocks_override=32,
+            kv_transfer_config=connector,
+            **ENGINE,
+            **engine_args(max_bytes=max_bytes, device="cpu"),
+        )
+        asked = [{"prompt_token_ids": ids} for ids in texts]
+        answers = engine.generate(asked, sampling(tokens, temperature=0.0), use_tqdm=False)
+        save(results, case, answers, EXACT)
+        engine.llm_engine.engine_core.shutdown()
+        del engine
+    return results
+
+
 if __name__ == "__main__":
     case, folder = sys.argv[1], Path(sys.argv[2])
-    results = asyncio.run(fly(folder)) if case == "flight" else follow(folder)
+    cases = {"pages": follow, "hand_over": hand_over}
+    results = asyncio.run(fly(folder)) if case == "flight" else cases[case](folder)
     np.savez(folder / f"{case}.npz", **results)
