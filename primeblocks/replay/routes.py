@@ -248,6 +248,8 @@ class Routes:
     def pack(self, *, coding: str = "raw", start: int = 0, into: Bytes | None = None) -> memoryview:
         """One self-describing, checksummed buffer; see `codec`. Local; raw is one copy.
 
+        A view of memory: `bytes(payload)` where something is to pickle it.
+
         Args:
             coding: "raw" keeps the order of the slots and unpacks without a copy; "dense" is a
                 quarter smaller (49 bits for 8 of 256), and rows come back in rising order.
