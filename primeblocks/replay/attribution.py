@@ -93,9 +93,9 @@ def attribute(
     trainer made to do as the engine in these respects; `evaluate(frozenset())` is the trainer as it
     is. Names are the caller's; nothing is known about them here.
 
-    The cost is evaluations, each a forward of the trainer: `2 ** n` for n causes, or, with
-    `permutations`, at most `2 * permutations * (n - 1) + 2`: each random order is followed by its
-    reverse. Local.
+    The cost is evaluations, each a forward of the trainer: `2 ** n` for n causes, or with
+    `permutations`, where n > 1, at most `2 * (permutations + 1) * (n - 1)`: each random order is
+    followed by its reverse, and each cause is removed alone and last besides. Local.
 
     Args:
         evaluate: from the removed causes to log-probabilities shaped like `rollout_logprobs`.

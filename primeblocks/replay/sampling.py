@@ -92,7 +92,9 @@ def kept_tokens(
         keep = scores >= scores[:, -top_k, None]
         scores = scores.masked_fill(~keep, -torch.inf)
     if top_p < 1:
-        keep = keep & (scores.softmax(-1).cumsum(-1) > 1 - top_p)
+        # In float32, as engines do: 1 - 0.8 in float64 drops an id that is just at the edge.
+        dropped = 1 - torch.tensor(top_p, dtype=torch.float32)
+        keep = keep & (scores.softmax(-1).cumsum(-1) > dropped)
         keep[:, -1] = True
     if keep.all():
         return KeptTokens(np.zeros(0, np.int32), np.zeros(tokens + 1, np.int64), vocab)

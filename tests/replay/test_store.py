@@ -152,6 +152,7 @@ def test_threads_never_see_half_a_page():
     assert len(store) == 0
 
 
+@pytest.mark.timeout(1500)  # with --full: ten minutes
 def test_random_schedules_hand_out_no_wrong_row(full):
     """Hits in any tier, evictions, preemptions, aborts, turns, updates in flight; see
     `route_schedule`. Ten thousand with `pytest --full`."""
