@@ -6,16 +6,19 @@ ranks are normal, and gradients flow. A wait is bounded by the timeout of the pr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import ShapeError
+from .errors import PlanError, RankError, ShapeError, UsageError
 
-__all__ = ["all_gather_rows", "all_to_all_rows"]
+__all__ = ["agree", "all_gather_rows", "all_to_all_rows"]
+
+# What ranks tell each other before an exchange is of one size, whatever they have to say.
+_MOST_FACTS, _REASON_BYTES = 16, 400
 
 
 def all_to_all_rows(
@@ -68,6 +71,53 @@ def all_gather_rows(x: Tensor, *, group: dist.ProcessGroup) -> list[Tensor]:
     gathered = [torch.empty_like(padded) for _ in rows]
     dist.all_gather([_bytes(part) for part in gathered], _bytes(padded), group=group)
     return [part[:length] for part, length in zip(gathered, rows, strict=True)]
+
+
+def agree(
+    facts: Mapping[str, int],
+    *,
+    problem: UsageError | None = None,
+    group: dist.ProcessGroup,
+    device: torch.device | str = "cpu",
+) -> None:
+    """Raise on every rank if one of them has a problem, or if the facts differ between ranks.
+
+    Called before a larger exchange, it makes one rank's mistake an error on all of them, where
+    the others would wait for what never comes. Collective: one gather of half a kilobyte a rank,
+    which the host waits for.
+
+    Args:
+        facts: up to 16 numbers by name that must be equal on all ranks, such as sizes.
+        problem: what this rank would have raised.
+        device: where the backend of `group` takes tensors.
+
+    Raises:
+        UsageError: `problem` itself, on the rank that has it.
+        RankError: another rank has a problem; the message repeats the first one.
+        PlanError: a fact differs.
+    """
+    assert len(facts) <= _MOST_FACTS
+    text = "" if problem is None else f"{type(problem).__name__}: {problem}"
+    reason = text.encode()[:_REASON_BYTES].ljust(_REASON_BYTES)
+    numbers = torch.zeros(1 + _MOST_FACTS, dtype=torch.int64)
+    numbers[: 1 + len(facts)] = torch.tensor([problem is not None, *facts.values()])
+    mine = torch.cat((numbers.view(torch.uint8), torch.tensor(list(reason), dtype=torch.uint8)))
+    mine = mine.to(device)
+    everyone = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(everyone, mine, group=group)
+    told = [x.cpu() for x in everyone]
+    if problem is not None:
+        raise problem
+    cut = numbers.numel() * 8
+    by_rank = [x[:cut].view(torch.int64).tolist() for x in told]
+    for rank, (refused, *_) in enumerate(by_rank):
+        if refused:
+            words = bytes(told[rank][cut:].tolist()).decode(errors="replace").strip()
+            raise RankError(f"rank {rank} of the group refused its arguments: {words}")
+    for index, name in enumerate(facts, start=1):
+        values = [told_numbers[index] for told_numbers in by_rank]
+        if len(set(values)) > 1:
+            raise PlanError(f"{name} must be equal on all ranks; by rank it is {values}.")
 
 
 class _AllToAllRows(torch.autograd.Function):

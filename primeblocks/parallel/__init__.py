@@ -14,6 +14,9 @@ from .experts import (
 )
 from .fsdp import clip_grad_norm_, fully_shard_moe, global_token_count
 from .mesh import Meshes, MeshPlan, plan_mesh
+from .ring import ring_attention
+from .sequence import Run, SequencePlan, plan_sequence
+from .ulysses import ulysses_attention
 
 __all__ = [
     "AllToAllDispatcher",
@@ -22,10 +25,15 @@ __all__ = [
     "LocalDispatcher",
     "MeshPlan",
     "Meshes",
+    "Run",
+    "SequencePlan",
     "TokenDispatcher",
     "clip_grad_norm_",
     "fully_shard_moe",
     "global_token_count",
     "grouped_swiglu",
     "plan_mesh",
+    "plan_sequence",
+    "ring_attention",
+    "ulysses_attention",
 ]

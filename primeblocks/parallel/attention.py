@@ -1,0 +1,146 @@
+"""Softmax attention piece by piece: keys arrive in parts, the results are made one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .sequence import SequencePlan
+from .tile_kernel import TileKernel, accumulator_dtype
+from .tiles import mask_of, tiles
+
+__all__ = ["Gradients", "Merge", "Rules", "packed_attention"]
+
+
+class Rules:
+    """What a query may see, and how scores are scaled: equal for a whole attention call."""
+
+    def __init__(
+        self, plan: SequencePlan, *, causal: bool, scale: float, window: int | None
+    ) -> None:
+        self.plan, self.causal, self.scale, self.window = plan, causal, scale, window
+
+    def tiles(
+        self, query_rank: int, key_rank: int, q: Tensor
+    ) -> Iterator[tuple[slice, slice, TileKernel]]:
+        """Each tile's rows of queries, its rows of keys, and the kernel for it."""
+        if not q.shape[1]:  # More ranks than heads, and kernels do not care for none.
+            return
+        found = tiles(
+            self.plan,
+            query_rank=query_rank,
+            key_rank=key_rank,
+            causal=self.causal,
+            window=self.window,
+        )
+        for tile in found:
+            mask = None
+            if tile.kind == "masked":
+                assert self.window is not None
+                mask = mask_of(
+                    self.plan, tile, query_rank=query_rank, key_rank=key_rank, window=self.window
+                ).to(q.device)
+                if mask.all():
+                    mask = None
+            yield tile.queries, tile.keys, TileKernel(tile.kind == "causal", mask, self.scale)
+
+
+class Merge:
+    """The attention of some queries, keys arriving in parts.
+
+    Sums are held in float32, or float64 for float64: `out` is normalised by what has been seen,
+    `lse` is the logarithm of the sum of exponentials.
+
+    Source: arXiv:1805.02867 (online softmax).
+    """
+
+    def __init__(self, q: Tensor, v: Tensor) -> None:
+        dtype = accumulator_dtype(q)
+        self.dtype = q.dtype
+        self.out = torch.zeros(*q.shape[:2], v.shape[2], dtype=dtype, device=q.device)
+        self.lse = torch.full(q.shape[:2], -torch.inf, dtype=dtype, device=q.device)
+
+    def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        """Take in the attention of `rows` to more keys."""
+        before = self.lse[rows]
+        total = torch.logaddexp(before, lse)
+        # Where nothing was seen yet both are -inf, and so is their sum.
+        safe = total.masked_fill(total == -torch.inf, 0.0)
+        self.out[rows] *= (before - safe).exp().unsqueeze(-1)
+        self.out[rows] += out * (lse - safe).exp().unsqueeze(-1)
+        self.lse[rows] = total
+
+    def add_sinks(self, sinks: Tensor) -> None:
+        """Take in one more key a head, with this score and a value of zero."""
+        total = torch.logaddexp(self.lse, sinks.to(self.lse.dtype))
+        self.out *= (self.lse - total).exp().unsqueeze(-1)
+        self.lse = total
+
+    def result(self) -> Tensor:
+        return self.out.to(self.dtype)
+
+
+class Gradients:
+    """The backward of attention, keys arriving in parts again.
+
+    With `out` and `lse` of all keys together, a tile's share of the gradients follows from the
+    tile alone; a sink changes `lse` and nothing else.
+    """
+
+    def __init__(self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> None:
+        self.grad, self.q, self.out, self.lse = grad, q, out, lse
+        self.dq = torch.zeros(q.shape, dtype=accumulator_dtype(q), device=q.device)
+
+    def add(self, rows: slice, kernel: TileKernel, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of these keys and values; those of the queries are added up."""
+        dq, dk, dv = kernel.backward(
+            self.grad[rows], self.q[rows], k, v, self.out[rows], self.lse[rows]
+        )
+        self.dq[rows] += dq
+        return dk, dv
+
+    def of_sinks(self, sinks: Tensor) -> Tensor:
+        weight = (sinks.to(self.lse.dtype) - self.lse).exp()
+        delta = (self.grad * self.out).sum(-1, dtype=self.lse.dtype)
+        return -(weight * delta).sum(0).to(sinks.dtype)
+
+
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, rules: Rules
+) -> Tensor:
+    """Attention inside each document of a sequence that one rank holds whole. Local.
+
+    Differentiable.
+    """
+    return _Packed.apply(q, k, v, sinks, rules)
+
+
+class _Packed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, rules: Rules
+    ) -> Tensor:
+        merge = Merge(q, v)
+        for rows, keys, kernel in rules.tiles(0, 0, q):
+            merge.add(rows, *kernel.forward(q[rows], k[keys], v[keys]))
+        if sinks is not None:
+            merge.add_sinks(sinks)
+        out = merge.result()
+        ctx.save_for_backward(q, k, v, sinks, out, merge.lse)
+        ctx.rules = rules
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        gradients = Gradients(grads[0].contiguous(), q, out, lse)
+        dk, dv = (torch.zeros(x.shape, dtype=accumulator_dtype(x), device=x.device) for x in (k, v))
+        for rows, keys, kernel in ctx.rules.tiles(0, 0, q):
+            more_k, more_v = gradients.add(rows, kernel, k[keys], v[keys])
+            dk[keys] += more_k
+            dv[keys] += more_v
+        of_sinks = None if sinks is None else gradients.of_sinks(sinks)
+        return gradients.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), of_sinks, None

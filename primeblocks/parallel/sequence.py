@@ -1,0 +1,314 @@
+"""Which rank holds which tokens of a packed sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from heapq import heapify, heappop, heappush
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+
+from ..errors import PlanError, ShapeError
+from ..groups import all_to_all_rows
+
+__all__ = ["Run", "SequencePlan", "plan_sequence"]
+
+ORDERS = ("balanced", "contiguous", "zigzag")
+
+
+class Run(NamedTuple):
+    """Neighbouring tokens of one document on one rank.
+
+    Attributes:
+        start: place of the first token in the whole sequence.
+        stop: place after the last one.
+        document: place of the document's first token.
+        offset: place of the first token among the rank's own.
+    """
+
+    start: int
+    stop: int
+    document: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class SequencePlan:
+    """Documents packed one behind the other, and the runs of tokens that each rank holds.
+
+    Whatever belongs to tokens is split by the same plan: ids, positions, masks, labels. A rank
+    keeps its tokens in the order of the whole sequence. `plan_sequence` makes it; equal arguments
+    make equal plans, so every rank makes its own.
+
+    Attributes:
+        document_lengths: tokens of each document; some may be 0.
+        pieces: by rank, (start, stop) of each run of tokens, ascending.
+        costs: by rank, in the unit of `plan_sequence`'s `cost`.
+    """
+
+    document_lengths: tuple[int, ...]
+    order: str
+    pieces: tuple[tuple[tuple[int, int], ...], ...]
+    costs: tuple[float, ...] = field(compare=False)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.pieces)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.document_lengths)
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Tokens of each rank."""
+        return tuple(sum(stop - start for start, stop in own) for own in self.pieces)
+
+    @property
+    def max_over_mean(self) -> float:
+        """The cost of the busiest rank over the mean: 1 is balanced."""
+        mean = sum(self.costs) / self.ranks
+        return max(self.costs) / mean if mean else 1.0
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """A 63-bit number by which ranks see that they hold the same plan."""
+        digest = xxhash.xxh3_64_intdigest(repr((self.document_lengths, self.pieces)).encode())
+        return digest >> 1
+
+    def table(self) -> str:
+        """One line a rank: tokens, runs, cost over the mean."""
+        mean = sum(self.costs) / self.ranks or 1.0
+        lines = [f"{'rank':<6}{'tokens':>10}{'runs':>7}{'cost/mean':>11}"]
+        for rank, (own, count, cost) in enumerate(
+            zip(self.pieces, self.counts, self.costs, strict=True)
+        ):
+            lines.append(f"{rank:<6}{count:>10}{len(own):>7}{cost / mean:>11.4f}")
+        return "\n".join(lines)
+
+    def runs(self, rank: int) -> tuple[Run, ...]:
+        """The tokens of `rank`, cut where documents begin. Local."""
+        return self._runs[rank]
+
+    def indices(self, rank: int) -> Tensor:
+        """`[local_tokens]`, int64: the place of each token of `rank` in the whole sequence."""
+        own = self.pieces[rank]
+        parts = [torch.arange(start, stop) for start, stop in own]
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+
+    def document_starts(self, rank: int) -> Tensor:
+        """`[local_tokens]`, int64: where the document of each token begins, as a whole place."""
+        runs = self.runs(rank)
+        lengths = torch.tensor([run.stop - run.start for run in runs], dtype=torch.int64)
+        starts = torch.tensor([run.document for run in runs], dtype=torch.int64)
+        return starts.repeat_interleave(lengths)
+
+    def positions(self, rank: int) -> Tensor:
+        """`[local_tokens]`, int64: the place of each token inside its document, from 0."""
+        return self.indices(rank) - self.document_starts(rank)
+
+    def labels(self, tokens: Tensor, *, dim: int = -1, ignore_index: int = -100) -> Tensor:
+        """The token after each one, `ignore_index` at the end of each document. Local.
+
+        For the whole sequence: shift first, split then. A shift of the parts would lose the
+        token that the next rank holds.
+
+        Raises:
+            ShapeError: `tokens` does not hold the whole sequence along `dim`.
+        """
+        self._check(tokens, dim, self.tokens, "the whole sequence")
+        shifted = tokens.roll(-1, dim)
+        lengths = torch.tensor(self.document_lengths, dtype=torch.int64)
+        last = (lengths.cumsum(0) - 1)[lengths > 0]
+        return shifted.index_fill(dim, last.to(tokens.device), ignore_index)
+
+    def split(self, x: Tensor, *, group: dist.ProcessGroup, dim: int = 0) -> Tensor:
+        """This rank's part of `x`. Local; differentiable.
+
+        The gradient of `x` is that of this rank's part alone, zero elsewhere: over the ranks of
+        `group` the gradients add up.
+
+        Args:
+            x: the whole sequence along `dim`, equal on every rank.
+
+        Raises:
+            ShapeError: `x` does not hold the whole sequence.
+            PlanError: the group does not have as many ranks as the plan.
+        """
+        self.check_group(group)
+        self._check(x, dim, self.tokens, "the whole sequence")
+        return x.index_select(dim, self.indices(group.rank()).to(x.device))
+
+    def join(self, local: Tensor, *, group: dist.ProcessGroup, dim: int = 0) -> Tensor:
+        """The whole sequence, on every rank. Collective; differentiable.
+
+        Each rank's gradient of the whole flows back to the rank that holds the token, and is
+        added up there. Each rank receives the parts of all others once.
+
+        Raises:
+            ShapeError: `local` does not hold this rank's tokens.
+            PlanError: the group does not have as many ranks as the plan.
+        """
+        self.check_group(group)
+        own = self.counts[group.rank()]
+        self._check(local, dim, own, f"the part of rank {group.rank()}")
+        rows = local.movedim(dim, 0)
+        gathered = all_to_all_rows(
+            rows.repeat(self.ranks, *[1] * (rows.ndim - 1)),
+            send_counts=[own] * self.ranks,
+            receive_counts=self.counts,
+            group=group,
+        )
+        return gathered.index_select(0, self.row_of_token.to(local.device)).movedim(0, dim)
+
+    @cached_property
+    def token_of_row(self) -> Tensor:
+        """`[tokens]`: the ranks' tokens one rank after the other, as whole places."""
+        return torch.cat([self.indices(rank) for rank in range(self.ranks)])
+
+    @cached_property
+    def row_of_token(self) -> Tensor:
+        """`[tokens]`: the inverse of `token_of_row`."""
+        return self.token_of_row.argsort()
+
+    def check_group(self, group: dist.ProcessGroup) -> None:
+        """Refuse a group that this plan was not made for. Local.
+
+        Raises:
+            PlanError: another number of ranks, or this rank is no member.
+        """
+        if group.rank() < 0 or group.size() != self.ranks:
+            raise PlanError(
+                f"the sequence is planned for {self.ranks} ranks; the group has {group.size()}"
+                f"{'' if group.rank() >= 0 else ', and this rank is not in it'}. "
+                f"Plan with ranks={group.size()}, or pass meshes.context.get_group()."
+            )
+
+    @cached_property
+    def _runs(self) -> tuple[tuple[Run, ...], ...]:
+        starts = np.cumsum([0, *self.document_lengths])[:-1]
+        # An empty document begins where the next one does, and holds no token.
+        starts = starts[np.asarray(self.document_lengths) > 0]
+        found = []
+        for own in self.pieces:
+            runs, offset = [], 0
+            for start, stop in own:
+                first = int(np.searchsorted(starts, start, side="right")) - 1
+                last = int(np.searchsorted(starts, stop, side="left"))
+                cuts = [start, *map(int, starts[first + 1 : last]), stop]
+                for begin, end in pairwise(cuts):
+                    document = int(starts[np.searchsorted(starts, begin, side="right") - 1])
+                    runs.append(Run(begin, end, document, offset))
+                    offset += end - begin
+            found.append(tuple(runs))
+        return tuple(found)
+
+    def _check(self, x: Tensor, dim: int, size: int, what: str) -> None:
+        if not -x.ndim <= dim < x.ndim or x.shape[dim] != size:
+            raise ShapeError(
+                f"needs {what}, {size} tokens along dim {dim}; got {tuple(x.shape)}. "
+                f"The plan holds {self.tokens} tokens, {list(self.counts)} by rank."
+            )
+
+
+def plan_sequence(
+    document_lengths: Sequence[int],
+    *,
+    ranks: int,
+    order: str = "balanced",
+    cost: Callable[[np.ndarray], np.ndarray] | None = None,
+    block_tokens: int = 128,
+) -> SequencePlan:
+    """Deal the tokens of packed documents to the ranks that share the sequence. Pure.
+
+    `contiguous` gives each rank one run, which recurrences like best. `zigzag` gives each rank
+    one early and one late run, which balances causal attention in one long document, and nothing
+    else. `balanced` deals blocks, the most expensive first, each to the rank that has least to do
+    among those that have not had their share of blocks: memory and work are both balanced,
+    whatever the documents. No divisibility is asked for; ranks may hold different numbers of
+    tokens, or none.
+
+    Args:
+        document_lengths: tokens of each document, in the order in which they are packed.
+        cost: from the positions of tokens inside their documents to the cost of each of them;
+            default: position + 1, the keys that causal attention reads.
+        block_tokens: size of the blocks of `balanced`.
+
+    Raises:
+        PlanError: an unknown order, no ranks, a negative length, or a cost that is no number.
+
+    Source: arXiv:2407.21783 (zigzag); Graham 1969 (longest processing time first).
+    """
+    lengths = tuple(int(length) for length in document_lengths)
+    if ranks < 1 or block_tokens < 1 or min(lengths, default=0) < 0:
+        raise PlanError(
+            f"needs ranks >= 1, block_tokens >= 1 and lengths >= 0; "
+            f"got ranks={ranks}, block_tokens={block_tokens}, lengths={list(lengths)}."
+        )
+    tokens = sum(lengths)
+    paid = _costs(lengths, cost)
+    if order == "balanced":
+        pieces = _balanced(paid, tokens, ranks, block_tokens)
+    elif order == "zigzag":
+        cuts = [tokens * i // (2 * ranks) for i in range(2 * ranks + 1)]
+        early = [(cuts[r], cuts[r + 1]) for r in range(ranks)]
+        late = [(cuts[2 * ranks - 1 - r], cuts[2 * ranks - r]) for r in range(ranks)]
+        pieces = [[one, other] for one, other in zip(early, late, strict=True)]
+    elif order == "contiguous":
+        cuts = [tokens * r // ranks for r in range(ranks + 1)]
+        pieces = [[(cuts[r], cuts[r + 1])] for r in range(ranks)]
+    else:
+        raise PlanError(f"order must be one of {list(ORDERS)}; got {order!r}.")
+    merged = tuple(_merged(own) for own in pieces)
+    costs = tuple(float(sum(paid[b] - paid[a] for a, b in own)) for own in merged)
+    return SequencePlan(lengths, order, merged, costs)
+
+
+def _costs(lengths: tuple[int, ...], cost: Callable[[np.ndarray], np.ndarray] | None) -> np.ndarray:
+    """Cost of all tokens before each place."""
+    starts = np.repeat(np.cumsum([0, *lengths])[:-1], lengths)
+    positions = np.arange(sum(lengths)) - starts
+    each = positions + 1.0 if cost is None else np.asarray(cost(positions), dtype=np.float64)
+    if each.shape != positions.shape or not np.isfinite(each).all() or (each < 0).any():
+        raise PlanError(
+            f"cost must return one finite number >= 0 for each of {positions.size} positions; "
+            f"got shape {each.shape}, from {each.min(initial=0)} to {each.max(initial=0)}."
+        )
+    return np.concatenate([[0.0], np.cumsum(each)])
+
+
+def _balanced(
+    paid: np.ndarray, tokens: int, ranks: int, block_tokens: int
+) -> list[list[tuple[int, int]]]:
+    blocks = [(a, min(a + block_tokens, tokens)) for a in range(0, tokens, block_tokens)]
+    share = -(-len(blocks) // ranks)
+    dearest_first = sorted(blocks, key=lambda block: (paid[block[0]] - paid[block[1]], block))
+    idle = [(0.0, rank) for rank in range(ranks)]
+    heapify(idle)
+    dealt: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    for start, stop in dearest_first:
+        load, rank = heappop(idle)
+        dealt[rank].append((start, stop))
+        if len(dealt[rank]) < share:
+            heappush(idle, (load + float(paid[stop] - paid[start]), rank))
+    return dealt
+
+
+def _merged(pieces: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Ascending, without empty pieces, neighbours made one."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(pieces):
+        if start == stop:
+            continue
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
+        else:
+            merged.append((start, stop))
+    return tuple(merged)

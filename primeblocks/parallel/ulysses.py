@@ -1,0 +1,114 @@
+"""Attention over a split sequence by exchanging tokens for heads."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..groups import all_to_all_rows
+from .attention import Rules, packed_attention
+from .attention_inputs import checked
+from .sequence import SequencePlan, plan_sequence
+
+__all__ = ["ulysses_attention"]
+
+
+def ulysses_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    sequence: SequencePlan,
+    group: dist.ProcessGroup,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    check: bool = True,
+) -> Tensor:
+    """Attention inside each document of a sequence that is split over `group`.
+
+    Each rank trades its part of the tokens for a part of the heads, computes attention over the
+    whole sequence, and trades back. Heads need not divide evenly; where there are fewer key heads
+    than ranks, a key head goes to every rank that has a query head for it. Differentiable.
+    Collective: one all-to-all of q, k and v, and one of the output; the backward the same.
+    A rank holds all tokens of its heads meanwhile.
+
+    Args, Returns, Raises: as `ring_attention`.
+
+    Source: arXiv:2309.14509.
+    """
+    scale = checked(
+        q, k, v, sinks, sequence=sequence, group=group, causal=causal, scale=scale, window=window,
+        check=check,
+    )  # fmt: skip
+    ranks, rank, heads = group.size(), group.rank(), q.shape[1]
+    per_key = heads // max(k.shape[1], 1)
+    of_queries = [range(heads * r // ranks, heads * (r + 1) // ranks) for r in range(ranks)]
+    of_keys = [_key_heads(part, per_key) for part in of_queries]
+    far = Heads(sequence, group)
+    # Without keys of other ranks' heads: a rank asks for what its queries look at.
+    q_, k_, v_ = (
+        far.gather(x, parts) for x, parts in ((q, of_queries), (k, of_keys), (v, of_keys))
+    )
+    own = of_queries[rank]
+    if k_.shape[1] and (len(own) % k_.shape[1] or _uneven(own, of_keys[rank], per_key)):
+        index = torch.tensor([h // per_key - of_keys[rank].start for h in own], device=q.device)
+        k_, v_ = k_.index_select(1, index), v_.index_select(1, index)
+    whole = plan_sequence(sequence.document_lengths, ranks=1, order="contiguous")
+    rules = Rules(whole, causal=causal, scale=scale, window=window)
+    mine = None if sinks is None else sinks[own.start : own.stop]
+    return far.scatter(packed_attention(q_, k_, v_, mine, rules=rules), of_queries)
+
+
+class Heads:
+    """Trades tokens for heads, and back."""
+
+    def __init__(self, sequence: SequencePlan, group: dist.ProcessGroup) -> None:
+        self.sequence, self.group = sequence, group
+        self.counts = sequence.counts
+        self.own = self.counts[group.rank()]
+
+    def gather(self, x: Tensor, parts: list[range]) -> Tensor:
+        """From `[local_tokens, heads, dim]` to `[tokens, own heads, dim]`."""
+        mine, dim = len(parts[self.group.rank()]), x.shape[2]
+        rows = [x[:, part.start : part.stop].reshape(-1, dim) for part in parts]
+        arrived = all_to_all_rows(
+            torch.cat(rows),
+            send_counts=[self.own * len(part) for part in parts],
+            receive_counts=[count * mine for count in self.counts],
+            group=self.group,
+        )
+        # From rank after rank to the order of the sequence.
+        order = self.sequence.row_of_token.to(x.device)
+        return arrived.view(self.sequence.tokens, mine, dim).index_select(0, order)
+
+    def scatter(self, x: Tensor, parts: list[range]) -> Tensor:
+        """The way back."""
+        mine, dim = x.shape[1:]
+        rows = x.index_select(0, self.sequence.token_of_row.to(x.device))
+        arrived = all_to_all_rows(
+            rows.reshape(-1, dim),
+            send_counts=[count * mine for count in self.counts],
+            receive_counts=[self.own * len(part) for part in parts],
+            group=self.group,
+        )
+        each = arrived.split([self.own * len(part) for part in parts])
+        return torch.cat(
+            [rows.view(self.own, len(part), dim) for rows, part in zip(each, parts, strict=True)],
+            dim=1,
+        )
+
+
+def _key_heads(queries: range, per_key: int) -> range:
+    """The key heads that these query heads look at."""
+    if not queries:
+        return range(0)
+    return range(queries.start // per_key, (queries.stop - 1) // per_key + 1)
+
+
+def _uneven(queries: range, keys: range, per_key: int) -> bool:
+    """Whether a kernel that deals query heads evenly to key heads would pair them wrongly."""
+    each = len(queries) // len(keys)
+    return any(h // per_key - keys.start != i // each for i, h in enumerate(queries))
