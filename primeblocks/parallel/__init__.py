@@ -4,14 +4,9 @@ plain sums that do not depend on how the run is parallelised, and norms clip acr
 meshes. Models come in through `adapters`.
 """
 
-from .experts import (
-    AllToAllDispatcher,
-    Dispatched,
-    GroupedExperts,
-    LocalDispatcher,
-    TokenDispatcher,
-    grouped_swiglu,
-)
+from .all_to_all import AllToAllDispatcher, OncePerRankDispatcher
+from .dispatcher import Dispatched, LocalDispatcher, TokenDispatcher
+from .experts import GroupedExperts, grouped_linear, grouped_swiglu
 from .fsdp import clip_grad_norm_, fully_shard_moe, global_token_count
 from .mesh import Meshes, MeshPlan, plan_mesh
 from .ring import ring_attention
@@ -25,12 +20,14 @@ __all__ = [
     "LocalDispatcher",
     "MeshPlan",
     "Meshes",
+    "OncePerRankDispatcher",
     "Run",
     "SequencePlan",
     "TokenDispatcher",
     "clip_grad_norm_",
     "fully_shard_moe",
     "global_token_count",
+    "grouped_linear",
     "grouped_swiglu",
     "plan_mesh",
     "plan_sequence",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from ..errors import PlanError, UnsupportedError
+from ..errors import PlanError
 from .mesh import Meshes
 
 __all__ = ["clip_grad_norm_", "fully_shard_moe", "global_token_count"]
@@ -24,38 +26,42 @@ def fully_shard_moe(
     *,
     layers: Iterable[nn.Module],
     experts: Iterable[nn.Module],
+    routers: Iterable[nn.Module] = (),
     precision: MixedPrecisionPolicy | None = None,
 ) -> None:
     """Shard a mixture-of-experts model in place; names of parameters stay.
 
     Experts are dealt over `meshes.expert`, then sharded over `meshes.expert_fsdp`; all else is
-    sharded over `meshes.fsdp`. Afterwards every gradient is the plain SUM of all ranks' loss
-    contributions, whatever the meshes: divide each local loss by `global_token_count`.
-    Local, but the model's weights must be equal on all ranks; forward and backward are collective.
+    sharded over `meshes.fsdp`, the ranks of a context group included. Afterwards every gradient is
+    the plain SUM of all ranks' loss contributions, whatever the meshes: divide each local loss by
+    `global_token_count`. Local, but the model's weights must be equal on all ranks; forward and
+    backward are collective.
+
+    With context > 1 each rank passes its own part of the sequences, and the model's attention must
+    look beyond it: see `ring_attention` and `ulysses_attention`.
 
     Args:
-        layers: modules to gather one at a time, as a rule the decoder layers.
+        layers: modules to gather one at a time, as a rule the decoder layers, in their order.
         experts: modules whose every parameter has the experts as dim 0, and whose forward takes
             the local part of it and dispatches over `meshes.expert`.
+        routers: modules that compute, and reduce their gradients, in float32 where `precision`
+            would have less: a small error of a score is another expert.
         precision: dtypes of compute and reduction; default: as the parameters are.
 
     Raises:
-        UnsupportedError: the plan has context > 1.
         PlanError: the expert degree does not divide the experts, or there are none.
     """
-    plan = meshes.plan
-    if plan.context > 1:
-        raise UnsupportedError(
-            f"context={plan.context}: no attention over split sequences is built yet, so each "
-            "rank would attend to its own part alone. Use context=1."
-        )
     layers, experts = list(layers), list(experts)
-    if plan.expert > 1 and not experts:
-        raise PlanError(f"expert={plan.expert}, but no experts were given. Use expert=1.")
+    if meshes.plan.expert > 1 and not experts:
+        raise PlanError(f"expert={meshes.plan.expert}, but no experts were given. Use expert=1.")
     policy = MixedPrecisionPolicy() if precision is None else precision
     for module in experts:
         _deal_experts(module, meshes)
         _fully_shard_experts(module, meshes, policy)
+    if policy.param_dtype in (torch.bfloat16, torch.float16):
+        exact = replace(policy, param_dtype=torch.float32, reduce_dtype=torch.float32)
+        for module in routers:
+            fully_shard(module, mesh=meshes.fsdp, mp_policy=exact)
     for layer in layers:
         fully_shard(layer, mesh=meshes.fsdp, mp_policy=policy)
     fully_shard(model, mesh=meshes.fsdp, mp_policy=policy)
@@ -65,6 +71,8 @@ def fully_shard_moe(
             # dense and expert parameters. gloo has no scaled sum, so ask for a plain one.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    if meshes.plan.expert > 1:
+        _prefetch(layers)
 
 
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, *, meshes: Meshes) -> Tensor:
@@ -136,6 +144,18 @@ def _fully_shard_experts(module: nn.Module, meshes: Meshes, policy: MixedPrecisi
         return Shard(1) if uneven and local.ndim > 1 and local.shape[1] % ranks == 0 else Shard(0)
 
     fully_shard(module, mesh=meshes.expert_fsdp, mp_policy=policy, shard_placement_fn=placement)
+
+
+def _prefetch(layers: list[nn.Module]) -> None:
+    """Gather the next layer's parameters before this one's experts.
+
+    FSDP gathers ahead of the host, but the host waits for the token counts of each layer.
+    """
+    units = [[m for m in layer.modules() if isinstance(m, FSDPModule)] for layer in layers]
+    for (this, *_), following in pairwise(units):
+        this.set_modules_to_forward_prefetch(following)
+    for (this, *_), before in pairwise(reversed(units)):
+        this.set_modules_to_backward_prefetch(before)
 
 
 def _copies(grad: Tensor, world_size: int) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["CONFIGS", "layer_kinds"]
+__all__ = ["CONFIGS", "OTHERS", "composite", "layer_kinds"]
 
 
 def _gqa(hidden: int) -> dict[str, int]:
@@ -130,6 +130,39 @@ def _laguna(hidden: int, num_experts: int) -> dict[str, Any]:
     }
 
 
+def _dense(hidden: int, num_experts: int) -> dict[str, Any]:
+    return _gqa(hidden) | {"intermediate_size": 2 * hidden}
+
+
+def _qwen3_vl_moe(hidden: int, num_experts: int) -> dict[str, Any]:
+    """The sizes of the text; the eyes are as small as they get."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 4, 4]}
+    return _qwen3_moe(hidden, num_experts) | {"rope_parameters": rope}
+
+
+def _vision(hidden: int) -> dict[str, Any]:
+    return {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 1,
+        "out_hidden_size": hidden,
+        "deepstack_visual_indexes": [0],
+        "num_position_embeddings": 16,
+    }
+
+
+def composite(class_name: str, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a configuration, where the text's sizes are one part of it."""
+    if class_name != "Qwen3VLMoeConfig":
+        return sizes
+    return {
+        "text_config": sizes,
+        "vision_config": _vision(sizes["hidden_size"]),
+        "tie_word_embeddings": False,
+    }
+
+
 def layer_kinds(family: str, num_layers: int) -> dict[str, Any]:
     """Which layer is what, for families that mix kinds; the last one always routes."""
     if family in ("minimax", "qwen3_5_moe", "qwen3_next"):
@@ -164,4 +197,11 @@ CONFIGS: dict[str, tuple[str, Callable[[int, int], dict[str, Any]]]] = {
     "qwen3_moe": ("Qwen3MoeConfig", _qwen3_moe),
     "qwen3_next": ("Qwen3NextConfig", _qwen3_5_moe),
     "solar_open": ("SolarOpenConfig", _glm4_moe),
+}
+
+# Without experts, or with eyes: what replay and vLLM's tests have no use for.
+OTHERS: dict[str, tuple[str, Callable[[int, int], dict[str, Any]]]] = {
+    "llama": ("LlamaConfig", _dense),
+    "qwen3": ("Qwen3Config", _dense),
+    "qwen3_vl_moe": ("Qwen3VLMoeConfig", _qwen3_vl_moe),
 }

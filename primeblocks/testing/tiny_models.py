@@ -12,11 +12,12 @@ import torch
 
 from primeblocks.errors import MissingPackageError, UsageError
 
-from .tiny_families import CONFIGS, layer_kinds
+from .tiny_families import CONFIGS, OTHERS, composite, layer_kinds
 
-__all__ = ["FAMILIES", "build", "config", "save"]
+__all__ = ["FAMILIES", "OTHER_FAMILIES", "build", "config", "save"]
 
 FAMILIES = tuple(CONFIGS)
+OTHER_FAMILIES = tuple(OTHERS)
 
 _SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 
@@ -34,7 +35,7 @@ def config(
     """A transformers configuration of one family, with every size small. Local.
 
     Args:
-        family: one of `FAMILIES`.
+        family: one of `FAMILIES`, or of `OTHER_FAMILIES`, which have no experts or can see.
         hidden: a multiple of 32; attention has heads of 32, experts are as wide as the model.
         vocab: 4 special tokens and the words `w4`, `w5`, ...
         init_std: standard deviation of the weights; None keeps the family's own.
@@ -43,8 +44,9 @@ def config(
         MissingPackageError: transformers is not installed.
         UsageError: an unknown family, or sizes that no model can have.
     """
-    if family not in CONFIGS:
-        raise UsageError(f"family must be one of {', '.join(FAMILIES)}; got {family!r}")
+    known = CONFIGS | OTHERS
+    if family not in known:
+        raise UsageError(f"family must be one of {', '.join(known)}; got {family!r}")
     if hidden % 32 or top_k > num_experts or vocab <= len(_SPECIAL):
         raise UsageError(
             f"needs hidden divisible by 32, top_k <= num_experts and vocab > {len(_SPECIAL)}; "
@@ -64,9 +66,9 @@ def config(
     }
     if init_std is not None:
         sizes["initializer_range"] = init_std
-    class_name, own = CONFIGS[family]
-    own_sizes = own(hidden, num_experts) | layer_kinds(family, num_layers)
-    return getattr(_transformers(), class_name)(**sizes, **own_sizes)
+    class_name, own = known[family]
+    sizes |= own(hidden, num_experts) | layer_kinds(family, num_layers)
+    return getattr(_transformers(), class_name)(**composite(class_name, sizes))
 
 
 def build(
@@ -88,7 +90,7 @@ def build(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         # Drawn in float32, so that dtypes of one seed differ by rounding alone.
-        model = _transformers().AutoModelForCausalLM.from_config(configuration, dtype=torch.float32)
+        model = _model_class(family).from_config(configuration, dtype=torch.float32)
         if router_std is not None:
             for parameter in _router_weights(model):
                 torch.nn.init.normal_(parameter, 0.0, router_std)
@@ -122,6 +124,13 @@ def save(
         _amend(path / "config.json", topk_method="noaux_tc")
     _write_tokenizer(path, model.config.vocab_size)
     return path
+
+
+def _model_class(family: str) -> Any:
+    sees = family == "qwen3_vl_moe"
+    return getattr(
+        _transformers(), "AutoModelForImageTextToText" if sees else "AutoModelForCausalLM"
+    )
 
 
 def _router_weights(model: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from primeblocks.errors import PlanError, UnsupportedError
+from primeblocks.errors import PlanError
 from primeblocks.layout import layout_of
 from primeblocks.parallel import (
     AllToAllDispatcher,
@@ -120,6 +120,7 @@ def _train(degrees, sizes):
         (3, {}, {"experts": 2}),
         (4, {"expert": 2}, {}),
         (4, {"expert": 2, "replicate": 2}, {}),
+        (4, {"expert": 4, "context": 2}, {}),
         (4, {"replicate": 2}, {}),
         (4, {"expert": 2}, {"experts": 6, "hidden": 5}),
     ],
@@ -193,8 +194,6 @@ def test_norms_count_every_element_once():
 def _refusals():
     model = Model()
     before = dict(model.named_parameters())
-    with pytest.raises(UnsupportedError, match="context=2: no attention over split sequences"):
-        _shard(model, plan_mesh(world_size=2, context=2).build("cpu"))
     meshes = plan_mesh(world_size=2, expert=2).build("cpu")
     with pytest.raises(PlanError, match="expert=2, but no experts were given. Use expert=1"):
         fully_shard_moe(model, meshes, layers=model.layers, experts=[])

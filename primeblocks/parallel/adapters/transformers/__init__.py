@@ -1,0 +1,20 @@
+"""Models of Hugging Face transformers over many ranks.
+
+Experts run through transformers' registry of experts implementations (`ExpertsInterface`),
+attention over split sequences through its registry of attention functions (`AttentionInterface`).
+Recurrent layers have no registry: their forward is replaced on the module, by exact class.
+"""
+
+from ....errors import MissingPackageError
+
+try:
+    import transformers as _installed
+except ImportError as error:
+    raise MissingPackageError("transformers", "transformers") from error
+
+from .families import FAMILIES, Family
+from .parallelize import local_inputs, parallelize
+
+__all__ = ["FAMILIES", "Family", "local_inputs", "parallelize"]
+
+del _installed

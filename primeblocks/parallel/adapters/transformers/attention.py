@@ -1,0 +1,98 @@
+"""Attention of transformers over split sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from ....errors import PlanError, ShapeError
+from ...sequence import SequencePlan
+
+__all__ = ["Context", "install_attention"]
+
+_IMPLEMENTATION = "primeblocks"
+
+
+@dataclass(frozen=True)
+class Context:
+    """How a model's sequences are split.
+
+    Attributes:
+        group: the ranks that share a sequence.
+        attention: `ring_attention`, `ulysses_attention`, or one with their signature.
+    """
+
+    group: dist.ProcessGroup
+    attention: Callable[..., Tensor]
+
+
+def install_attention(model: nn.Module, context: Context) -> None:
+    """Let every attention of `model` look beyond this rank's tokens. Local."""
+    AttentionInterface.register(_IMPLEMENTATION, _forward)
+    AttentionMaskInterface.register(_IMPLEMENTATION, _no_mask)
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation"):
+            config._attn_implementation = _IMPLEMENTATION
+            module.context_parallel = context  # type: ignore[assignment]
+
+
+def sequence_of(module: Any, arguments: dict[str, Any], batch: int) -> SequencePlan:
+    """The plan of the tokens at hand, which the caller gave to the model.
+
+    Raises:
+        PlanError: there is none.
+        ShapeError: more than one row: documents are packed instead.
+    """
+    sequence = arguments.get("sequence")
+    if not isinstance(sequence, SequencePlan):
+        raise PlanError(
+            f"{type(module).__name__} attends over split sequences and needs their plan: call "
+            "model(**local_inputs(tokens, sequence=plan, group=...))."
+        )
+    if batch != 1:
+        raise ShapeError(f"documents are packed into one row; got a batch of {batch}.")
+    return sequence
+
+
+def _no_mask(*sizes: Any, attention_mask: Tensor | None = None, **arguments: Any) -> None:
+    """Without a function of ours transformers would drop a mask in silence."""
+    if attention_mask is not None:
+        raise PlanError(
+            "attention over split sequences knows documents and no masks. Leave padding out of "
+            "the plan, and do not pass attention_mask."
+        )
+
+
+def _forward(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    dropout: float = 0.0,
+    **arguments: Any,
+) -> tuple[Tensor, None]:
+    """As transformers calls it: `[batch, heads, tokens, head_dim]`."""
+    sequence = sequence_of(module, arguments, query.shape[0])
+    if dropout:
+        raise PlanError(f"attention over split sequences has no dropout; got {dropout}. Use 0.")
+    context: Context = module.context_parallel
+    out = context.attention(
+        *(x[0].transpose(0, 1) for x in (query, key, value)),
+        sequence=sequence,
+        group=context.group,
+        scale=scaling,
+        window=sliding_window,
+        sinks=s_aux,
+    )
+    return out.unsqueeze(0), None

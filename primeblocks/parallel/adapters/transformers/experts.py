@@ -1,0 +1,52 @@
+"""Experts of transformers behind a token dispatcher."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.integrations.moe import ExpertsInterface
+
+from ...dispatcher import TokenDispatcher
+from ...experts import expert_linear
+
+__all__ = ["experts_of", "install_experts", "routers_of"]
+
+_IMPLEMENTATION = "primeblocks"
+
+
+def experts_of(model: nn.Module) -> list[Any]:
+    """The modules that transformers' registry of experts implementations serves."""
+    return [module for module in model.modules() if hasattr(module, "_apply_gate")]
+
+
+def routers_of(model: nn.Module) -> list[nn.Module]:
+    """The modules beside them that score experts."""
+    beside = [m for m in model.modules() if hasattr(getattr(m, "experts", None), "_apply_gate")]
+    found = [getattr(module, "gate", getattr(module, "router", None)) for module in beside]
+    return [router for router in found if isinstance(router, nn.Module)]
+
+
+def install_experts(experts: list[Any], dispatcher: TokenDispatcher) -> None:
+    """Send their tokens through `dispatcher` from now on. Local."""
+    ExpertsInterface.register(_IMPLEMENTATION, _forward)
+    for module in experts:
+        module.config._experts_implementation = _IMPLEMENTATION
+        module.dispatcher = dispatcher
+
+
+def _forward(
+    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    sent = module.dispatcher.dispatch(
+        hidden_states, top_k_weights, top_k_index, num_experts=module.num_experts
+    )
+
+    def linear(name: str, rows: Tensor) -> Tensor:
+        return expert_linear(module, name, rows, sent.counts)
+
+    if module.has_gate:
+        inner = module._apply_gate(linear("gate_up_proj", sent.tokens))
+    else:
+        inner = module.act_fn(linear("up_proj", sent.tokens))
+    return module.dispatcher.combine(linear("down_proj", inner), sent)

@@ -1,0 +1,163 @@
+"""Experts shared over a process group, rows sent by all-to-all."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import PlanError, UsageError
+from ..groups import agree, all_to_all_rows
+from .dispatcher import (
+    Dispatched,
+    align,
+    check_outputs,
+    check_slots,
+    checked_alignment,
+    group_slots,
+    unalign,
+)
+from .spread import Copies, collect, copies_of, spread
+
+__all__ = ["AllToAllDispatcher", "OncePerRankDispatcher"]
+
+
+class _Shared:
+    """What the dispatchers over a group have in common."""
+
+    def __init__(self, group: dist.ProcessGroup, *, alignment: int = 1, check: bool = True) -> None:
+        if group is dist.GroupMember.NON_GROUP_MEMBER or group.rank() < 0:
+            raise PlanError("this rank is not in the group. Pass meshes.expert.get_group().")
+        self.group, self.check = group, check
+        self.alignment = checked_alignment(alignment)
+
+    def _admit(self, x: Tensor, scores: Tensor, expert_ids: Tensor, num_experts: int) -> int:
+        """Return the experts of one rank. Collective if `check`."""
+        ranks, problem = self.group.size(), None
+        try:
+            check_slots(x, scores, expert_ids, num_experts=num_experts, values=self.check)
+            if num_experts % ranks:
+                raise PlanError(
+                    f"{num_experts} experts cannot be shared equally by {ranks} ranks. "
+                    f"Plan with an expert degree that divides {num_experts}."
+                )
+        except UsageError as error:
+            problem = error
+        if self.check:
+            facts = {
+                "num_experts": num_experts,
+                "hidden": x.shape[-1],
+                "bytes an element": x.element_size(),
+                "top_k": expert_ids.shape[-1],
+            }
+            agree(facts, problem=problem, group=self.group, device=x.device)
+        elif problem is not None:
+            raise problem
+        return num_experts // ranks
+
+    def _exchange(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        return all_to_all_rows(rows, send_counts=send, receive_counts=receive, group=self.group)
+
+
+class AllToAllDispatcher(_Shared):
+    """Every slot is one row on the wire: a token travels once for each expert it chose.
+
+    Works on gloo and NCCL, with ragged and empty ranks. Collective: in dispatch the counts and
+    the rows, in combine the rows; their backwards the rows once each. The host waits for the
+    counts once.
+
+    Args:
+        group: the ranks that share the experts; rank r owns the r-th share.
+        alignment: rows of each expert are padded with zeros to a multiple of this (fp8: 128).
+        check: look at the values of ids and scores, and agree on the layer before anything is
+            sent, so that a mistake on one rank is an error on all and not a wait. One small
+            collective more, for which the host waits.
+
+    Raises:
+        PlanError: this rank is not in the group, or the alignment is below 1.
+
+    Source: arXiv:2006.16668 (GShard).
+    """
+
+    def dispatch(
+        self, x: Tensor, scores: Tensor, expert_ids: Tensor, *, num_experts: int
+    ) -> Dispatched:
+        share = self._admit(x, scores, expert_ids, num_experts)
+        ranks, top_k = self.group.size(), expert_ids.shape[1]
+        # Experts are dealt in order, so sorting by expert also sorts by owner.
+        groups = group_slots(expert_ids.flatten(), num_experts=num_experts)
+        copies = copies_of(groups.slots // top_k, tokens=x.shape[0])
+        mine = groups.counts.view(ranks, share).to(x.device)
+        arriving = self._exchange(mine, [1] * ranks, [1] * ranks).cpu()
+        send, receive = groups.counts.view(ranks, share).sum(1).tolist(), arriving.sum(1).tolist()
+        rows = self._exchange(spread(x, copies), send, receive)
+        # What arrived is ordered by (source, expert); the experts want (expert, source).
+        local = torch.arange(share).repeat(ranks).repeat_interleave(arriving.flatten())
+        by_expert = group_slots(local.to(x.device), num_experts=share)
+        again = copies_of(by_expert.slots, tokens=len(rows))
+        tokens, counts, places = align(spread(rows, again), by_expert.counts, self.alignment)
+        weights = scores.flatten()[groups.slots[copies.rows]]
+        return Dispatched(tokens, counts, _Sent(weights, copies, again, places, send, receive))
+
+    def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
+        check_outputs(y, dispatched)
+        weights, copies, again, places, send, receive = dispatched.handle
+        rows = self._exchange(collect(unalign(y, places), again), receive, send)
+        return collect(rows, copies, weights)
+
+
+class OncePerRankDispatcher(_Shared):
+    """Every token is one row on the wire to each rank that owns experts it chose.
+
+    The owner copies it for its experts and adds up their weighted outputs before they return, so
+    at top-8 over two ranks a quarter of the bytes travel; ids and scores travel besides, 4 + 4 or 8
+    bytes a choice. Otherwise as `AllToAllDispatcher`, with one collective more in dispatch
+    (scores). Outputs are rounded to their dtype once more than there.
+
+    Source: arXiv:2412.19437, section 3.2 (DeepSeek-V3 sends a token once to each node).
+    """
+
+    def dispatch(
+        self, x: Tensor, scores: Tensor, expert_ids: Tensor, *, num_experts: int
+    ) -> Dispatched:
+        share = self._admit(x, scores, expert_ids, num_experts)
+        ranks, tokens = self.group.size(), x.shape[0]
+        owner = torch.div(expert_ids, share, rounding_mode="floor").long()
+        wanted = torch.zeros(ranks, tokens, dtype=torch.bool, device=x.device)
+        wanted.t().scatter_(1, owner, True)
+        target, token = wanted.nonzero(as_tuple=True)
+        copies = copies_of(token, tokens=tokens)
+        sent = wanted.sum(1)[:, None]
+        receive = self._exchange(sent, [1] * ranks, [1] * ranks).flatten().tolist()
+        send = sent.flatten().tolist()
+        # A choice of another rank's expert travels as -1, and without weight.
+        here = owner[token] == target[:, None]
+        ids = (expert_ids[token] - target[:, None] * share).masked_fill(~here, -1)
+        ids = self._exchange(ids.to(torch.int32), send, receive)
+        gates = self._exchange(scores[token] * here, send, receive)
+        rows = self._exchange(spread(x, copies), send, receive)
+        row, choice = (ids >= 0).nonzero(as_tuple=True)
+        groups = group_slots(ids[row, choice].long(), num_experts=share)
+        again = copies_of(row[groups.slots], tokens=len(rows))
+        arrived, counts, places = align(spread(rows, again), groups.counts, self.alignment)
+        weights = gates[row, choice][groups.slots[again.rows]]
+        return Dispatched(arrived, counts, _Sent(weights, copies, again, places, send, receive))
+
+    def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
+        check_outputs(y, dispatched)
+        weights, copies, again, places, send, receive = dispatched.handle
+        partial = collect(unalign(y, places), again, weights)
+        return collect(self._exchange(partial, receive, send), copies)
+
+
+class _Sent(NamedTuple):
+    """`copies` are those of tokens on the wire, `again` those of arrived rows for the experts."""
+
+    weights: Tensor
+    copies: Copies
+    again: Copies
+    places: Tensor | None
+    send: list[int]
+    receive: list[int]

@@ -1,0 +1,184 @@
+"""What brings tokens to experts and results back: the contract, and one rank alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from ..errors import PlanError, ShapeError
+from .spread import collect, copies_of, spread
+
+__all__ = ["Dispatched", "LocalDispatcher", "TokenDispatcher"]
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """What arrived for the local experts.
+
+    Attributes:
+        tokens: one row a slot, grouped by local expert. Inside an expert the order is that of the
+            one-rank batch: by source rank, then token, then choice. With an alignment each
+            expert's rows end in rows of zeros.
+        counts: rows of each local expert, on the host; they add up to the rows.
+        handle: what the dispatcher needs to combine. Its own business.
+    """
+
+    tokens: Float[Tensor, "slots hidden"]
+    counts: Int64[Tensor, " local_experts"]
+    handle: Any
+
+
+@runtime_checkable
+class TokenDispatcher(Protocol):
+    """Brings tokens to experts and results back. Each call is the other's backward."""
+
+    def dispatch(
+        self, x: Tensor, scores: Tensor, expert_ids: Tensor, *, num_experts: int
+    ) -> Dispatched:
+        """Send each token to the owners of the experts it chose.
+
+        Args:
+            x: `[tokens, hidden]`, differentiable.
+            scores: `[tokens, top_k]`, gate weights, differentiable; used by `combine`.
+            expert_ids: `[tokens, top_k]`, integers in `[0, num_experts)`.
+            num_experts: experts of the whole layer. A rank owns an equal, consecutive share.
+
+        Raises:
+            ShapeError: shapes, dtypes, ids or scores do not fit. Raised before any communication.
+            PlanError: the experts cannot be shared equally, or ranks disagree about the layer.
+            RankError: another rank refused its arguments.
+        """
+        ...
+
+    def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
+        """Return `[tokens, hidden]`: each token's expert outputs, weighted by its scores.
+
+        Args:
+            y: `[slots, hidden]`, the experts' outputs for `dispatched.tokens`.
+
+        Raises:
+            ShapeError: `y` does not have one row for each dispatched row.
+        """
+        ...
+
+
+class LocalDispatcher:
+    """Every rank owns all experts: rows are sorted, nothing is sent. Local.
+
+    Args:
+        alignment: rows of each expert are padded with zeros to a multiple of this (fp8: 128).
+        check: look at the values of ids and scores, which a GPU has to wait for. Without it,
+            values out of range give undefined results.
+    """
+
+    def __init__(self, *, alignment: int = 1, check: bool = True) -> None:
+        self.alignment, self.check = checked_alignment(alignment), check
+
+    def dispatch(
+        self, x: Tensor, scores: Tensor, expert_ids: Tensor, *, num_experts: int
+    ) -> Dispatched:
+        check_slots(x, scores, expert_ids, num_experts=num_experts, values=self.check)
+        groups = group_slots(expert_ids.flatten(), num_experts=num_experts)
+        copies = copies_of(groups.slots // expert_ids.shape[1], tokens=x.shape[0])
+        tokens, counts, places = align(spread(x, copies), groups.counts, self.alignment)
+        return Dispatched(tokens, counts, (scores.flatten(), groups, copies, places))
+
+    def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
+        check_outputs(y, dispatched)
+        scores, groups, copies, places = dispatched.handle
+        # A token's slots are sorted by expert; its scores are wanted in the same order.
+        weights = scores[groups.slots[copies.rows]]
+        return collect(unalign(y, places), copies, weights)
+
+
+class Groups(NamedTuple):
+    """Slots sorted by expert.
+
+    Attributes:
+        slots: `[slots]`, stable.
+        counts: `[experts]`, on the host.
+    """
+
+    slots: Tensor
+    counts: Tensor
+
+
+def group_slots(expert_of_slot: Tensor, *, num_experts: int) -> Groups:
+    """Sort slots by expert. Local; the host waits for the counts."""
+    small = torch.int16 if num_experts < 2**15 else torch.int64  # Radix sort: fewer passes.
+    slots = expert_of_slot.to(small).argsort(stable=True)
+    return Groups(slots, torch.bincount(expert_of_slot, minlength=num_experts).cpu())
+
+
+def align(tokens: Tensor, counts: Tensor, alignment: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Pad each group of rows with zeros; return rows, counts, and where the rows went."""
+    if alignment == 1:
+        return tokens, counts, None
+    padded = (counts + alignment - 1) // alignment * alignment
+    shift = (padded.cumsum(0) - padded) - (counts.cumsum(0) - counts)
+    places = torch.arange(len(tokens)) + shift.repeat_interleave(counts)
+    places = places.to(tokens.device)
+    rows = tokens.new_zeros(int(padded.sum()), tokens.shape[1])
+    return rows.index_copy(0, places, tokens), padded, places
+
+
+def unalign(y: Tensor, places: Tensor | None) -> Tensor:
+    """The rows that are no padding."""
+    return y if places is None else y.index_select(0, places)
+
+
+def check_slots(
+    x: Tensor, scores: Tensor, expert_ids: Tensor, *, num_experts: int, values: bool
+) -> None:
+    """Refuse what no dispatcher can send. Local.
+
+    Raises:
+        ShapeError: as `TokenDispatcher.dispatch` says.
+    """
+    if x.ndim != 2 or expert_ids.ndim != 2 or expert_ids.shape[0] != x.shape[0]:
+        raise ShapeError(
+            f"needs x [tokens, hidden] and expert_ids [tokens, top_k]; "
+            f"got {tuple(x.shape)} and {tuple(expert_ids.shape)}."
+        )
+    if scores.shape != expert_ids.shape:
+        raise ShapeError(
+            f"scores {tuple(scores.shape)} and expert_ids {tuple(expert_ids.shape)} differ."
+        )
+    if expert_ids.is_floating_point() or expert_ids.dtype == torch.bool:
+        raise ShapeError(f"expert_ids must be integers; got {expert_ids.dtype}.")
+    if not values or expert_ids.numel() == 0:
+        return
+    low, high = (int(end) for end in expert_ids.aminmax())
+    if low < 0 or high >= num_experts:
+        raise ShapeError(
+            f"expert_ids lie in [{low}, {high}]; the layer has experts 0 to {num_experts - 1}."
+        )
+    bad = int((~scores.detach().isfinite()).sum())
+    if bad:
+        raise ShapeError(
+            f"{bad} of {scores.numel()} scores are NaN or infinite. Look at the router's input."
+        )
+
+
+def check_outputs(y: Tensor, dispatched: Dispatched) -> None:
+    """Refuse outputs that do not fit the rows. Local.
+
+    Raises:
+        ShapeError: as `TokenDispatcher.combine` says.
+    """
+    if y.ndim != 2 or y.shape[0] != dispatched.tokens.shape[0]:
+        raise ShapeError(
+            f"combine needs one row for each of {dispatched.tokens.shape[0]} slots; "
+            f"got {tuple(y.shape)}."
+        )
+
+
+def checked_alignment(alignment: int) -> int:
+    """Raises: PlanError: not a positive number."""
+    if alignment < 1:
+        raise PlanError(f"alignment must be at least 1 row; got {alignment}.")
+    return alignment

@@ -1,0 +1,100 @@
+"""One token to many rows, and many rows back to one token."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["Copies", "collect", "copies_of", "spread"]
+
+
+class Copies(NamedTuple):
+    """Which token each row is a copy of, said both ways, so that nothing has to scatter.
+
+    Attributes:
+        source: `[rows]`, the token of each row.
+        rows: `[rows]`, the rows of each token, token after token.
+        starts: `[tokens]`, where each token's rows begin in `rows`.
+    """
+
+    source: Tensor
+    rows: Tensor
+    starts: Tensor
+
+
+def copies_of(source: Tensor, *, tokens: int) -> Copies:
+    """Rows of a token keep their order. A token may have no row. Local."""
+    counts = torch.bincount(source, minlength=tokens)
+    return Copies(source, source.argsort(stable=True), counts.cumsum(0) - counts)
+
+
+def spread(x: Tensor, copies: Copies) -> Tensor:
+    """`[tokens, hidden]` to `[rows, hidden]`. Local; its backward is `collect`."""
+    return _Spread.apply(x, copies)
+
+
+def collect(rows: Tensor, copies: Copies, weights: Tensor | None = None) -> Tensor:
+    """`[rows, hidden]` to `[tokens, hidden]`: each token's rows, weighted and added up. Local.
+
+    Sums are made in float32 for low precision, in one fixed order. Its backward is `spread`.
+
+    Args:
+        weights: one for each entry of `copies.rows`.
+    """
+    return _Collect.apply(rows, copies, weights)
+
+
+class _Spread(torch.autograd.Function):
+    """torch's own backward of a gather scatters: slower, and on a GPU in no fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, copies: Copies) -> Tensor:
+        ctx.copies = copies
+        return x.index_select(0, copies.source)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        return _sum(grads[0], ctx.copies, None), None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, copies: Copies, weights: Tensor | None) -> Tensor:
+        ctx.copies = copies
+        ctx.save_for_backward(None if weights is None else rows, weights)
+        return _sum(rows, copies, weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, Tensor | None]:
+        (grad,) = grads
+        rows, weights = ctx.saved_tensors
+        source, order, starts = ctx.copies
+        if weights is None:
+            return grad.index_select(0, source), None, None
+        grad = grad.contiguous()
+        by_row = torch.empty_like(weights)
+        by_row[order] = weights
+        # A bag of one row is a gather that multiplies in passing.
+        of_rows = F.embedding_bag(
+            source[:, None], grad, mode="sum", per_sample_weights=by_row.to(grad.dtype)[:, None]
+        )
+        # What autograd calls for the weights of an embedding bag: a dot product each, no copy.
+        of_weights = torch.ops.aten._embedding_bag_per_sample_weights_backward(
+            grad, rows, order, starts, source[order], 0
+        )
+        return of_rows, None, of_weights.to(weights.dtype)
+
+
+def _sum(rows: Tensor, copies: Copies, weights: Tensor | None) -> Tensor:
+    if not len(rows):  # An empty table has no row to look up, not even for an empty bag.
+        return rows.new_zeros(len(copies.starts), rows.shape[1])
+    return F.embedding_bag(
+        copies.rows,
+        rows.contiguous(),
+        copies.starts,
+        mode="sum",
+        per_sample_weights=None if weights is None else weights.to(rows.dtype),
+    )
