@@ -9,6 +9,7 @@ from .dispatcher import Dispatched, LocalDispatcher, TokenDispatcher
 from .experts import GroupedExperts, grouped_linear, grouped_swiglu
 from .fsdp import clip_grad_norm_, fully_shard_moe, global_token_count
 from .mesh import Meshes, MeshPlan, plan_mesh
+from .placement import Placement, plan_placement
 from .ring import ring_attention
 from .sequence import Run, SequencePlan, plan_sequence
 from .ulysses import ulysses_attention
@@ -21,6 +22,7 @@ __all__ = [
     "MeshPlan",
     "Meshes",
     "OncePerRankDispatcher",
+    "Placement",
     "Run",
     "SequencePlan",
     "TokenDispatcher",
@@ -30,6 +32,7 @@ __all__ = [
     "grouped_linear",
     "grouped_swiglu",
     "plan_mesh",
+    "plan_placement",
     "plan_sequence",
     "ring_attention",
     "ulysses_attention",

@@ -1,0 +1,270 @@
+"""Copies of hot experts, so that no rank of an expert group has much more work than the others.
+
+A *slot* here is room for one expert's weights; several slots may hold the same expert. The plan is
+made from counts, on the host. Used in a layer, between router and experts:
+
+    slots = placement.assign(expert_ids, rank=group.rank())
+    sent = dispatcher.dispatch(x, scores, slots, num_experts=placement.num_slots)
+    gate_up, down = (placement.copies(w, group=group) for w in (own_gate_up, own_down))
+    out = dispatcher.combine(grouped_swiglu(sent.tokens, sent.counts, gate_up, down), sent)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from ..errors import PlanError, ShapeError
+from ..groups import all_to_all_rows
+from .packing import packed
+
+__all__ = ["Placement", "plan_placement"]
+
+# Far above any count of tokens, far below where sums overflow.
+_MOST = 1e100
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which expert each slot holds. `plan_placement` makes it.
+
+    Attributes:
+        loads: tokens of each expert, as planned for.
+        ranks: rank r owns the r-th run of `slots_per_rank` slots, and is the owner of the r-th
+            run of `num_experts / ranks` experts.
+        expert_of_slot: ascending on each rank, and never twice on one rank.
+    """
+
+    loads: tuple[float, ...]
+    ranks: int
+    expert_of_slot: tuple[int, ...]
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.loads)
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.expert_of_slot)
+
+    @property
+    def slots_per_rank(self) -> int:
+        return self.num_slots // self.ranks
+
+    @property
+    def rank_loads(self) -> tuple[float, ...]:
+        """Tokens of each rank, if the experts have the planned loads."""
+        pieces = [self.loads[e] / self._copies[e] for e in self.expert_of_slot]
+        return _sums(pieces, self.ranks)
+
+    @property
+    def max_over_mean(self) -> float:
+        """The busiest rank's load over the mean; 1 is balanced."""
+        return _max_over_mean(self.rank_loads)
+
+    @property
+    def max_over_mean_before(self) -> float:
+        """The same with each expert on its owner alone."""
+        return _max_over_mean(_sums(self.loads, self.ranks))
+
+    def bytes_sent(self, expert_bytes: int) -> int:
+        """Bytes between ranks in one `copies`, over all ranks; its backward sends as many.
+
+        Args:
+            expert_bytes: of one expert in the tensor that is passed to `copies`.
+        """
+        share, width = self.num_experts // self.ranks, self.slots_per_rank
+        moved = [e for slot, e in enumerate(self.expert_of_slot) if e // share != slot // width]
+        return len(moved) * expert_bytes
+
+    def table(self) -> str:
+        """One line a rank: its load before and after, and its experts, those from others with *."""
+        lines = [
+            f"{self.num_experts} experts in {self.num_slots} slots of {self.ranks} ranks; "
+            f"max/mean {self.max_over_mean_before:.3f} -> {self.max_over_mean:.3f}; "
+            f"{self.bytes_sent(1)} experts sent",
+            f"{'rank':>4}{'before':>12}{'after':>12}  experts",
+        ]
+        before = _sums(self.loads, self.ranks)
+        for rank, after in enumerate(self.rank_loads):
+            own = self._sent(rank, rank)
+            experts = " ".join(f"{e}" if e in own else f"{e}*" for e in self._held(rank))
+            lines.append(f"{rank:>4}{before[rank]:>12.1f}{after:>12.1f}  {experts}")
+        return "\n".join(lines)
+
+    def assign(self, expert_ids: Tensor, *, rank: int) -> Int64[Tensor, "tokens top_k"]:
+        """Choose a slot for each choice of an expert. Local.
+
+        The choices of an expert go round its copies, in their order in `expert_ids`, so that
+        copies differ by one at most. Ranks begin at different copies.
+
+        Args:
+            expert_ids: `[tokens, top_k]`, integers in `[0, num_experts)`.
+            rank: this rank, in the group that shares the experts.
+
+        Raises:
+            ShapeError: another shape or dtype, or ids out of range.
+        """
+        self._check_ids(expert_ids)
+        device = expert_ids.device
+        flat = expert_ids.flatten().long()
+        slots, copies = (table.to(device) for table in self._tables)
+        chosen = torch.bincount(flat, minlength=self.num_experts)
+        order = flat.argsort(stable=True)
+        nth = torch.empty_like(flat)
+        nth[order] = torch.arange(flat.numel(), device=device) - _starts(chosen)[flat[order]]
+        return slots[_starts(copies)[flat] + (nth + rank) % copies[flat]].view(expert_ids.shape)
+
+    def copies(
+        self, own: Float[Tensor, "own_experts ..."], *, group: dist.ProcessGroup
+    ) -> Float[Tensor, "slots_per_rank ..."]:
+        """Return the weights of this rank's slots, fetching what the rank does not own.
+
+        Differentiable: an expert's gradients from all of its copies are summed on its owner, on a
+        GPU in no fixed order. Collective, and so is its backward: either all ranks run it or none.
+        An expert is sent once to each other rank that holds it; `bytes_sent` says how much.
+
+        Args:
+            own: this rank's consecutive share of the experts.
+            group: the ranks that share the experts.
+
+        Raises:
+            PlanError: the group has another size. Raised before anything is sent.
+            ShapeError: `own` has another number of experts; only this rank may notice.
+        """
+        if group.size() != self.ranks:
+            raise PlanError(
+                f"planned for {self.ranks} ranks; the group has {group.size()}. "
+                f"Plan with ranks={group.size()}."
+            )
+        share, me = self.num_experts // self.ranks, group.rank()
+        if own.shape[0] != share:
+            raise ShapeError(
+                f"rank {me} owns {share} of {self.num_experts} experts; got {own.shape[0]}. "
+                "Pass its consecutive share, without copies."
+            )
+        to = [self._sent(me, other) for other in range(self.ranks)]
+        rows = torch.tensor([e - me * share for run in to for e in run], device=own.device)
+        # What comes is ordered by owner, which is the order of the slots: nothing to rearrange.
+        return all_to_all_rows(
+            own.index_select(0, rows.long()),
+            send_counts=[len(run) for run in to],
+            receive_counts=[len(self._sent(other, me)) for other in range(self.ranks)],
+            group=group,
+        )
+
+    @cached_property
+    def _copies(self) -> list[int]:
+        return np.bincount(self.expert_of_slot, minlength=self.num_experts).tolist()
+
+    @cached_property
+    def _tables(self) -> tuple[Tensor, Tensor]:
+        """Slots sorted by their expert, and how many each expert has."""
+        return torch.tensor(self.expert_of_slot).argsort(stable=True), torch.tensor(self._copies)
+
+    def _held(self, rank: int) -> tuple[int, ...]:
+        return self.expert_of_slot[rank * self.slots_per_rank : (rank + 1) * self.slots_per_rank]
+
+    def _sent(self, owner: int, rank: int) -> list[int]:
+        """The experts of `owner` that `rank` holds, ascending."""
+        share = self.num_experts // self.ranks
+        return [e for e in self._held(rank) if e // share == owner]
+
+    def _check_ids(self, expert_ids: Tensor) -> None:
+        if expert_ids.ndim != 2 or expert_ids.is_floating_point() or expert_ids.dtype == torch.bool:
+            raise ShapeError(
+                f"expert_ids must be integers [tokens, top_k]; "
+                f"got {expert_ids.dtype} {tuple(expert_ids.shape)}."
+            )
+        if expert_ids.numel() == 0:
+            return
+        low, high = (int(end) for end in expert_ids.aminmax())
+        if low < 0 or high >= self.num_experts:
+            raise ShapeError(
+                f"expert_ids lie in [{low}, {high}]; the plan has experts 0 to "
+                f"{self.num_experts - 1}. Pass experts, not slots."
+            )
+
+
+def plan_placement(
+    loads: Sequence[float] | Tensor, *, ranks: int, redundant: int, slack: float = 0.02
+) -> Placement:
+    """Give hot experts more slots, and ranks equal work in equally many slots. Pure.
+
+    Copies go one after the other to the expert with most tokens a copy. Slots go to ranks, largest
+    first; the busiest rank then exchanges slots as long as that helps, after which it exceeds the
+    mean by less than the hottest copy. Within `slack` experts go back to their owners, for what an
+    owner holds need not be sent. A rank never holds an expert twice.
+
+    Equal inputs give equal plans: sum the loads over all ranks, then each may plan alone.
+    Without copies no plan is worse than the owners alone; with copies it can be, where loads are
+    balanced already. Compare `max_over_mean` with `max_over_mean_before`.
+
+    Args:
+        loads: one number an expert, such as tokens seen; only their ratios count.
+        ranks: of the group that shares the experts.
+        redundant: slots beyond one an expert, over all ranks.
+        slack: how far the busiest rank may exceed the mean, as a fraction of it, so that fewer
+            experts are sent.
+
+    Raises:
+        PlanError: loads are empty, negative or not finite; ranks do not divide the experts or the
+            redundant slots; more slots on a rank than experts; a negative slack.
+
+    Source: arXiv:2412.19437, section 3.4 (redundant experts).
+    """
+    tokens = _checked(loads, ranks, redundant, slack)
+    planned = Placement(tokens, ranks, packed(tokens, ranks, redundant, slack))
+    alone = Placement(tokens, ranks, tuple(range(len(tokens))))
+    return alone if not redundant and planned.max_over_mean >= alone.max_over_mean else planned
+
+
+def _checked(
+    loads: Sequence[float] | Tensor, ranks: int, redundant: int, slack: float
+) -> tuple[float, ...]:
+    if isinstance(loads, Tensor) and loads.ndim != 1:
+        raise PlanError(f"loads must be one number an expert; got shape {tuple(loads.shape)}.")
+    tokens = tuple(map(float, loads.tolist() if isinstance(loads, Tensor) else loads))
+    experts = len(tokens)
+    bad = [e for e, load in enumerate(tokens) if not 0 <= load <= _MOST]
+    if bad:
+        raise PlanError(
+            f"loads must lie in [0, {_MOST:g}]; {len(bad)} of {experts} do not, "
+            f"expert {bad[0]} first: {tokens[bad[0]]}. Pass counts of tokens."
+        )
+    if experts == 0 or ranks < 1 or experts % ranks:
+        fitting = [d for d in range(1, experts + 1) if experts % d == 0]
+        raise PlanError(
+            f"ranks={ranks} cannot own equal shares of {experts} experts. Use one of {fitting}."
+        )
+    most = experts * (ranks - 1)
+    if redundant < 0 or redundant % ranks or redundant > most:
+        raise PlanError(
+            f"redundant={redundant} must be a multiple of {ranks} (ranks) from 0 to {most}, where "
+            f"every rank holds all {experts} experts: a second copy on a rank balances nothing."
+        )
+    if not 0 <= slack < math.inf:
+        raise PlanError(f"slack={slack} must be a fraction of the mean from 0 up, such as 0.02.")
+    return tokens
+
+
+def _sums(pieces: Sequence[float], ranks: int) -> tuple[float, ...]:
+    share = len(pieces) // ranks
+    return tuple(math.fsum(pieces[r * share : (r + 1) * share]) for r in range(ranks))
+
+
+def _max_over_mean(loads: Sequence[float]) -> float:
+    total = math.fsum(loads)
+    return max(loads) * len(loads) / total if total else 1.0
+
+
+def _starts(counts: Tensor) -> Tensor:
+    return counts.cumsum(0) - counts
