@@ -86,10 +86,10 @@ class TileKernel:
     def _flash_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        groups, none = q.shape[1] // k.shape[1], q.new_empty(0)
-        random = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        groups = q.shape[1] // k.shape[1]
+        random = torch.zeros(2, dtype=torch.uint64, device=q.device)  # No dropout: not read.
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            grad, q, *_repeated(k, v, groups), out, lse, none, none, q.shape[2], k.shape[2],
+            grad, q, *_repeated(k, v, groups), out, lse, None, None, q.shape[2], k.shape[2],
             0.0, self.causal, random, random.new_empty(0), scale=self.scale,
         )  # fmt: skip
         return dq, _summed(dk, groups), _summed(dv, groups)
