@@ -41,7 +41,7 @@ nitpick_ignore_regex = [
 ]
 
 
-def _to_rst(app, what, name, obj, options, lines):  # noqa: PLR0917, as Sphinx calls it
+def _to_rst(app, what, name, obj, options, lines):
     """Read our docstrings as Markdown would: indented examples, bars, colons in attributes."""
     for index, line in enumerate(lines):
         example = lines[index + 1 : index + 3]

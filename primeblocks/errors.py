@@ -60,10 +60,12 @@ class MissingPackageError(PrimeblocksError, ImportError):
     Args:
         package: what could not be imported.
         extra: the extra of primeblocks that brings it.
+        remedy: how to get it, where no extra does.
     """
 
-    def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f"{package} is not installed. Run: pip install 'primeblocks[{extra}]'")
+    def __init__(self, package: str, extra: str | None = None, *, remedy: str = "") -> None:
+        remedy = remedy or f"Run: pip install 'primeblocks[{extra}]'"
+        super().__init__(f"{package} is not installed. {remedy}")
         self.package = package
         self.extra = extra
 

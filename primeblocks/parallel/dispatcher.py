@@ -12,7 +12,18 @@ from torch import Tensor
 from ..errors import PlanError, ShapeError
 from .spread import collect, copies_of, spread
 
-__all__ = ["Dispatched", "LocalDispatcher", "TokenDispatcher"]
+__all__ = [
+    "Dispatched",
+    "Groups",
+    "LocalDispatcher",
+    "TokenDispatcher",
+    "align",
+    "check_outputs",
+    "check_slots",
+    "checked_alignment",
+    "group_slots",
+    "unalign",
+]
 
 
 @dataclass(frozen=True)

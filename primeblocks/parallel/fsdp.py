@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -151,7 +152,9 @@ def _prefetch(layers: list[nn.Module]) -> None:
 
     FSDP gathers ahead of the host, but the host waits for the token counts of each layer.
     """
-    units = [[m for m in layer.modules() if isinstance(m, FSDPModule)] for layer in layers]
+    units: list[list[Any]] = [
+        [m for m in layer.modules() if isinstance(m, FSDPModule)] for layer in layers
+    ]
     for (this, *_), following in pairwise(units):
         this.set_modules_to_forward_prefetch(following)
     for (this, *_), before in pairwise(reversed(units)):

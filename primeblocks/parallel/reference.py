@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-__all__ = ["attention", "experts"]
+__all__ = ["attention", "causal_conv1d", "experts", "gated_delta_rule", "state_space"]
 
 
 def experts(
@@ -69,3 +69,66 @@ def attention(
         scores = torch.cat([scores, more], dim=2)
     weights = scores.softmax(-1)[..., : v.shape[1]]
     return (weights @ v).transpose(0, 1)
+
+
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None, document_lengths: Sequence[int]
+) -> Tensor:
+    """What `causal_conv1d` computes, for the whole sequence. Local."""
+    rows = []
+    for document in x.split(list(document_lengths)):
+        for t in range(document.shape[0]):
+            row = torch.zeros_like(document[t]) if bias is None else bias
+            for tap in range(weight.shape[1]):
+                place = t - (weight.shape[1] - 1) + tap
+                if place >= 0:
+                    row = row + weight[:, tap] * document[place]
+            rows.append(row)
+    return _stack(rows, x)
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, document_lengths: Sequence[int]
+) -> Tensor:
+    """What `gated_delta_rule` computes, for the whole sequence. Local."""
+    rows = []
+    for start, stop in _documents(document_lengths):
+        state = v.new_zeros(v.shape[1], k.shape[2], v.shape[2])
+        for t in range(start, stop):
+            state = state * g[t].exp()[:, None, None]
+            error = v[t] - torch.einsum("hkv,hk->hv", state, k[t])
+            state = state + torch.einsum("h,hk,hv->hkv", beta[t], k[t], error)
+            rows.append(torch.einsum("hkv,hk->hv", state, q[t]) / k.shape[2] ** 0.5)
+    return _stack(rows, v)
+
+
+def state_space(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    document_lengths: Sequence[int],
+) -> Tensor:
+    """What `state_space` computes, for the whole sequence. Local."""
+    per_group = x.shape[1] // B.shape[1]
+    rows = []
+    for start, stop in _documents(document_lengths):
+        state = x.new_zeros(*x.shape[1:], B.shape[2])
+        for t in range(start, stop):
+            b, c = (group[t].repeat_interleave(per_group, 0) for group in (B, C))
+            state = state * (dt[t] * A).exp()[:, None, None]
+            state = state + torch.einsum("h,hp,hn->hpn", dt[t], x[t], b)
+            row = torch.einsum("hpn,hn->hp", state, c)
+            rows.append(row if D is None else row + D[:, None] * x[t])
+    return _stack(rows, x)
+
+
+def _documents(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    stops = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    return [(stop - length, stop) for stop, length in zip(stops, lengths, strict=True)]
+
+
+def _stack(rows: list[Tensor], like: Tensor) -> Tensor:
+    return torch.stack(rows) if rows else torch.zeros_like(like)

@@ -47,7 +47,7 @@ def ulysses_attention(
     per_key = heads // max(k.shape[1], 1)
     of_queries = [range(heads * r // ranks, heads * (r + 1) // ranks) for r in range(ranks)]
     of_keys = [_key_heads(part, per_key) for part in of_queries]
-    far = Heads(sequence, group)
+    far = _Heads(sequence, group)
     # Without keys of other ranks' heads: a rank asks for what its queries look at.
     q_, k_, v_ = (
         far.gather(x, parts) for x, parts in ((q, of_queries), (k, of_keys), (v, of_keys))
@@ -62,7 +62,7 @@ def ulysses_attention(
     return far.scatter(packed_attention(q_, k_, v_, mine, rules=rules), of_queries)
 
 
-class Heads:
+class _Heads:
     """Trades tokens for heads, and back."""
 
     def __init__(self, sequence: SequencePlan, group: dist.ProcessGroup) -> None:

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ....errors import PlanError, ShapeError
 from ...sequence import SequencePlan
 
-__all__ = ["Context", "install_attention"]
+__all__ = ["Context", "install_attention", "sequence_of"]
 
 _IMPLEMENTATION = "primeblocks"
 

@@ -1,0 +1,122 @@
+"""A dispatcher on `deep_ep.ElasticBuffer`, DeepEP 2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ....errors import PlanError
+from .exchange import MAX_TOP_K, Exchange, Received, check_hidden
+from .package import load_deep_ep
+
+__all__ = ["ElasticDispatcher"]
+
+_NEEDED = {
+    "topk_idx_t": (),
+    "EPHandle": ("num_sms",),
+    "ElasticBuffer": (
+        *("group", "num_max_tokens_per_rank", "hidden", "num_topk"),
+        *("deterministic", "explicitly_destroy"),
+    ),
+    "ElasticBuffer.dispatch": (
+        *("x", "topk_idx", "topk_weights", "num_experts", "num_sms", "handle"),
+    ),
+    "ElasticBuffer.combine": ("x", "handle", "topk_weights"),
+    "ElasticBuffer.destroy": (),
+}
+
+
+class ElasticDispatcher(Exchange):
+    """Experts shared over a process group by DeepEP 2; a `TokenDispatcher` for bfloat16.
+
+    One serves any number of layers, one call at a time, and owns device memory: `close()` it.
+    Uses DeepEP's compact layout, the one that has a backward. Building, `dispatch`, `combine`,
+    their backwards and `close` are collective. A rank that never comes is noticed at DeepEP's own
+    deadlines, 300 s on the host and 100 s on the device.
+
+    Args:
+        group: the ranks that share the experts, on NCCL; rank r owns the r-th share.
+        max_tokens: the most tokens that any rank dispatches, equal on all; sizes the buffer.
+        hidden: the width of a row, a multiple of 8.
+        top_k: the most experts a token chooses, up to 32; sizes the buffer.
+        alignment: rows of each expert are padded with zeros to a multiple of this (fp8: 128).
+        deterministic: order the rows of an expert by source rank, token and choice, at the cost
+            of a sort. Otherwise they stay as they arrived.
+        num_sms: multiprocessors that communicate; with 0 DeepEP derives them from bandwidths.
+        check: as for `AllToAllDispatcher`. Without it, an id out of range or an expert chosen
+            twice aborts DeepEP's kernel.
+
+    Raises:
+        MissingPackageError: deep_ep is not installed.
+        UnsupportedError: deep_ep fails to import, or is not the version we know.
+        ShapeError: DeepEP cannot copy rows of `hidden`.
+        PlanError: another size is out of range.
+
+    Source: github.com/deepseek-ai/DeepEP, version 2.1.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        max_tokens: int,
+        hidden: int,
+        top_k: int,
+        alignment: int = 1,
+        deterministic: bool = True,
+        num_sms: int = 0,
+        check: bool = True,
+    ) -> None:
+        check_hidden(hidden)
+        if max_tokens < 1 or not 1 <= top_k <= MAX_TOP_K:
+            raise PlanError(
+                f"max_tokens must be at least 1 and top_k from 1 to {MAX_TOP_K}; "
+                f"got {max_tokens} and {top_k}."
+            )
+        super().__init__(
+            group,
+            hidden=hidden,
+            top_k=top_k,
+            max_tokens=max_tokens,
+            alignment=alignment,
+            check=check,
+        )
+        deep_ep = load_deep_ep(_NEEDED, written_for="DeepEP 2.1")
+        buffer = deep_ep.ElasticBuffer(
+            group,
+            num_max_tokens_per_rank=max_tokens,
+            hidden=hidden,
+            num_topk=top_k,
+            deterministic=deterministic,
+            explicitly_destroy=True,
+        )
+        self._wire = _ElasticWire(buffer, deep_ep.topk_idx_t, num_sms)
+
+
+class _ElasticWire:
+    def __init__(self, buffer: Any, ids_dtype: Any, num_sms: int) -> None:
+        self._buffer, self._ids_dtype, self._num_sms = buffer, ids_dtype, num_sms
+
+    def send(self, x: Tensor, scores: Tensor, expert_ids: Tensor, num_experts: int) -> Received:
+        rows, ids, gates, handle, _ = self._buffer.dispatch(
+            x,
+            topk_idx=expert_ids.to(self._ids_dtype).contiguous(),
+            topk_weights=scores,
+            num_experts=num_experts,
+            num_sms=self._num_sms,
+        )
+        return Received(rows, gates, ids, handle)
+
+    def send_again(self, x: Tensor, handle: Any) -> Tensor:
+        # Given a handle, DeepEP would derive num_sms from a num_experts that it does not know yet.
+        return self._buffer.dispatch(x, handle=handle, num_sms=handle.num_sms)[0]
+
+    def sum_back(
+        self, rows: Tensor, scores: Tensor | None, handle: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        return self._buffer.combine(rows, handle, topk_weights=scores)[:2]
+
+    def close(self) -> None:
+        self._buffer.destroy()

@@ -1,0 +1,255 @@
+"""What the dispatchers on both buffers have in common: everything but the calls of DeepEP."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol, Self
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ....errors import ClosedError, PlanError, ShapeError, UnsupportedError, UsageError
+from ....groups import agree
+from ...dispatcher import (
+    Dispatched,
+    align,
+    check_outputs,
+    check_slots,
+    checked_alignment,
+    group_slots,
+    unalign,
+)
+from ...spread import Copies, collect, copies_of, spread
+
+__all__ = ["MAX_TOP_K", "ROWS", "SCORES", "Exchange", "Received", "Wire", "check_hidden"]
+
+# What DeepEP sums, and the weights that it carries.
+ROWS, SCORES = torch.bfloat16, torch.float32
+# A warp holds one choice a lane, in both versions.
+MAX_TOP_K = 32
+# Rows are copied in units of so many bytes.
+_UNIT_BYTES = 16
+
+
+class Received(NamedTuple):
+    """What a send brings: one row for each token that chose an expert of this rank.
+
+    Attributes:
+        scores: `[rows, top_k]`, as sent; undefined where the expert lives elsewhere.
+        expert_ids: `[rows, top_k]`, local; -1 where the expert lives elsewhere.
+        handle: remembers the layout.
+    """
+
+    rows: Tensor
+    scores: Tensor
+    expert_ids: Tensor
+    handle: Any
+
+
+class Wire(Protocol):
+    """One of DeepEP's buffers. Moves rows, knows no gradients; collective, each call."""
+
+    def send(self, x: Tensor, scores: Tensor, expert_ids: Tensor, num_experts: int) -> Received:
+        """Send each token once to every rank that owns one of its experts."""
+        ...
+
+    def send_again(self, x: Tensor, handle: Any) -> Tensor:
+        """Send other rows the same way; they arrive in the same order."""
+        ...
+
+    def sum_back(
+        self, rows: Tensor, scores: Tensor | None, handle: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Add up, for each token, the rows that it became; return each choice's score to it."""
+        ...
+
+    def close(self) -> None:
+        """Free the buffer."""
+        ...
+
+
+class _Sent(NamedTuple):
+    handle: Any
+    copies: Copies
+    weights: Tensor
+    places: Tensor | None
+    tokens: int
+
+
+class Exchange:
+    """A `TokenDispatcher` over `self._wire`, which those that bear DeepEP's names set.
+
+    The backward of a send is a sum, the backward of a sum is the same send again, over the layout
+    that DeepEP's handle remembers; autograd keeps the handle until then.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        hidden: int,
+        top_k: int,
+        max_tokens: int | None,
+        alignment: int,
+        check: bool,
+    ) -> None:
+        self.group, self.check = group, check
+        self.hidden, self.top_k, self.max_tokens = hidden, top_k, max_tokens
+        self.alignment = checked_alignment(alignment)
+        self._wire: Wire | None = None
+
+    def dispatch(
+        self, x: Tensor, scores: Tensor, expert_ids: Tensor, *, num_experts: int
+    ) -> Dispatched:
+        """As `TokenDispatcher.dispatch`. Collective.
+
+        Raises:
+            ShapeError, PlanError, RankError: as in the protocol; more tokens or choices than the
+                buffer has room for.
+            UnsupportedError: not bfloat16, or the same expert twice.
+            ClosedError: after `close`.
+        """
+        wire = self._open()
+        self._admit(x, scores, expert_ids, num_experts)
+        tokens = x.shape[0]
+        if tokens == 0:
+            # DeepEP is not safe without tokens (sgl-project/sglang#25397): send one to nobody.
+            x, scores = F.pad(x, (0, 0, 0, 1)), F.pad(scores, (0, 0, 0, 1))
+            expert_ids = F.pad(expert_ids, (0, 0, 0, 1), value=-1)
+        x, scores = x.contiguous(), scores.to(SCORES).contiguous()
+        rows, gates, ids, handle = _Send.apply(x, scores, expert_ids, wire, num_experts)
+        row, choice = (ids >= 0).nonzero(as_tuple=True)
+        groups = group_slots(ids[row, choice], num_experts=num_experts // self.group.size())
+        copies = copies_of(row[groups.slots], tokens=len(rows))
+        arrived, counts, places = align(spread(rows, copies), groups.counts, self.alignment)
+        weights = gates[row, choice][groups.slots[copies.rows]]
+        return Dispatched(arrived, counts, _Sent(handle, copies, weights, places, tokens))
+
+    def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
+        """As `TokenDispatcher.combine`. Collective.
+
+        Raises:
+            ShapeError: `y` does not have one row for each dispatched row.
+            UnsupportedError: not bfloat16.
+            ClosedError: after `close`.
+        """
+        wire = self._open()
+        check_outputs(y, dispatched)
+        _check_rows("y", y, self.hidden)
+        handle, copies, weights, places, tokens = dispatched.handle
+        rows = collect(unalign(y, places), copies, weights)
+        out = _SumBack.apply(rows, wire, handle)
+        return out if tokens else out[:0]
+
+    def close(self) -> None:
+        """Free the buffer; no backward can run any more. Collective, once."""
+        if self._wire is not None:
+            self._wire.close()
+            self._wire = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _open(self) -> Wire:
+        if self._wire is None:
+            raise ClosedError(f"this {type(self).__name__} was closed.")
+        return self._wire
+
+    def _admit(self, x: Tensor, scores: Tensor, expert_ids: Tensor, num_experts: int) -> None:
+        """Collective if `check`."""
+        problem = None
+        try:
+            _check_rows("x", x, self.hidden)
+            check_slots(x, scores, expert_ids, num_experts=num_experts, values=self.check)
+            self._check_room(x.shape[0], expert_ids.shape[1])
+            if num_experts % self.group.size():
+                raise PlanError(
+                    f"{num_experts} experts cannot be shared equally by {self.group.size()} ranks. "
+                    f"Plan with an expert degree that divides {num_experts}."
+                )
+            if self.check:
+                _check_distinct(expert_ids)
+        except UsageError as error:
+            problem = error
+        if self.check:
+            facts = {
+                "num_experts": num_experts,
+                "top_k": expert_ids.shape[-1],
+                "hidden": self.hidden,
+                "max_tokens": self.max_tokens or 0,
+            }
+            agree(facts, problem=problem, group=self.group, device=x.device)
+        elif problem is not None:
+            raise problem
+
+    def _check_room(self, tokens: int, top_k: int) -> None:
+        if self.max_tokens is not None and tokens > self.max_tokens:
+            raise ShapeError(f"{tokens} tokens; max_tokens is {self.max_tokens}.")
+        if not 1 <= top_k <= self.top_k:
+            raise ShapeError(f"{top_k} choices a token; the buffer takes 1 to {self.top_k}.")
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scores: Tensor, expert_ids: Tensor, wire: Wire, num_experts: int
+    ) -> tuple[Any, ...]:
+        received = wire.send(x, scores, expert_ids, num_experts)
+        ctx.wire, ctx.handle = wire, received.handle
+        ctx.mark_non_differentiable(received.expert_ids)
+        return tuple(received)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        return *ctx.wire.sum_back(grads[0], grads[1], ctx.handle), None, None, None
+
+
+class _SumBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, wire: Wire, handle: Any) -> Tensor:
+        ctx.wire, ctx.handle = wire, handle
+        return wire.sum_back(rows, None, handle)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        return ctx.wire.send_again(grads[0].contiguous(), ctx.handle), None, None
+
+
+def check_hidden(hidden: int) -> None:
+    """Raises: ShapeError: DeepEP cannot copy rows of this width."""
+    if hidden < 1 or hidden * ROWS.itemsize % _UNIT_BYTES:
+        raise ShapeError(
+            f"DeepEP copies {_UNIT_BYTES} bytes at a time: hidden must be a multiple of "
+            f"{_UNIT_BYTES // ROWS.itemsize}; got {hidden}."
+        )
+
+
+def _check_rows(name: str, x: Tensor, hidden: int) -> None:
+    if x.ndim != 2 or x.shape[1] != hidden:
+        raise ShapeError(f"{name} must be [rows, {hidden}]; got {tuple(x.shape)}.")
+    if x.dtype != ROWS:
+        raise UnsupportedError(
+            f"DeepEP sums rows of {ROWS}; {name} is {x.dtype}. Cast it, or use AllToAllDispatcher."
+        )
+
+
+def _check_distinct(expert_ids: Tensor) -> None:
+    ids = expert_ids.sort(1).values
+    if bool((ids[:, 1:] == ids[:, :-1]).any()):
+        raise UnsupportedError(
+            "a token chose an expert twice, at which DeepEP's kernel aborts. Merge the choices, "
+            "or use AllToAllDispatcher."
+        )

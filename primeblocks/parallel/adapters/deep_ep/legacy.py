@@ -1,0 +1,123 @@
+"""A dispatcher on `deep_ep.Buffer`, DeepEP 1.2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ....errors import UnsupportedError
+from . import exchange
+from .exchange import MAX_TOP_K, Exchange, Received, check_hidden
+from .package import load_deep_ep
+
+__all__ = ["BufferDispatcher"]
+
+_NEEDED = {
+    "Buffer": ("group", "num_nvl_bytes", "num_rdma_bytes", "explicitly_destroy"),
+    "Buffer.get_dispatch_config": ("num_ranks",),
+    "Buffer.get_combine_config": ("num_ranks",),
+    "Buffer.get_dispatch_layout": ("topk_idx", "num_experts"),
+    "Buffer.dispatch": (
+        *("x", "handle", "num_tokens_per_rank", "num_tokens_per_rdma_rank", "is_token_in_rank"),
+        *("num_tokens_per_expert", "topk_idx", "topk_weights", "config"),
+    ),
+    "Buffer.combine": ("x", "handle", "topk_weights", "config"),
+    "Buffer.destroy": (),
+    "Config.get_nvl_buffer_size_hint": (),
+    "Config.get_rdma_buffer_size_hint": (),
+}
+
+
+class BufferDispatcher(Exchange):
+    """Experts shared over a process group by DeepEP 1.2; a `TokenDispatcher` for bfloat16.
+
+    Its high-throughput kernels, with the settings that DeepEP recommends for the size of the
+    group; a batch of any length fits. One serves any number of layers, one call at a time, and
+    owns device memory: `close()` it. Building, `dispatch`, `combine`, their backwards and `close`
+    are collective. A rank that never comes is noticed at DeepEP's own deadline, 100 s. The rows
+    of an expert stay in the order in which they arrived.
+
+    Args:
+        group: the ranks that share the experts; rank r owns the r-th share. 2, 4, 8 or a larger
+            size for which DeepEP has settings.
+        hidden: the width of a row, a multiple of 8.
+        alignment: rows of each expert are padded with zeros to a multiple of this (fp8: 128).
+        check: as for `AllToAllDispatcher`. Without it, values out of range give undefined results.
+
+    Raises:
+        MissingPackageError: deep_ep is not installed.
+        UnsupportedError: deep_ep fails to import, is not the version we know, or has no settings
+            for this number of ranks.
+        ShapeError: DeepEP cannot copy rows of `hidden`.
+        PlanError: the alignment is below 1.
+
+    Source: github.com/deepseek-ai/DeepEP, version 1.2.1.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, *, hidden: int, alignment: int = 1, check: bool = True
+    ) -> None:
+        check_hidden(hidden)
+        super().__init__(
+            group,
+            hidden=hidden,
+            top_k=MAX_TOP_K,
+            max_tokens=None,
+            alignment=alignment,
+            check=check,
+        )
+        deep_ep = load_deep_ep(_NEEDED, written_for="DeepEP 1.2")
+        ranks, row_bytes = group.size(), hidden * exchange.ROWS.itemsize
+        try:
+            dispatching = deep_ep.Buffer.get_dispatch_config(ranks)
+            combining = deep_ep.Buffer.get_combine_config(ranks)
+        except AssertionError as error:
+            raise UnsupportedError(f"DeepEP has no settings for {ranks} ranks: {error}") from error
+        configs = dispatching, combining
+        buffer = deep_ep.Buffer(
+            group,
+            num_nvl_bytes=max(c.get_nvl_buffer_size_hint(row_bytes, ranks) for c in configs),
+            num_rdma_bytes=max(c.get_rdma_buffer_size_hint(row_bytes, ranks) for c in configs),
+            explicitly_destroy=True,
+        )
+        ids_dtype = getattr(deep_ep, "topk_idx_t", torch.int64)  # DeepEP 2 still ships Buffer.
+        self._wire = _BufferWire(buffer, ids_dtype, dispatching, combining)
+
+
+class _BufferWire:
+    def __init__(self, buffer: Any, ids_dtype: Any, dispatching: Any, combining: Any) -> None:
+        self._buffer, self._ids_dtype = buffer, ids_dtype
+        # Kept: DeepEP's defaults follow a static that anyone may set, and a handle fits only the
+        # number of multiprocessors that it was made with.
+        self._dispatching, self._combining = dispatching, combining
+
+    def send(self, x: Tensor, scores: Tensor, expert_ids: Tensor, num_experts: int) -> Received:
+        ids = expert_ids.to(self._ids_dtype).contiguous()
+        per_rank, per_node, per_expert, in_rank, _ = self._buffer.get_dispatch_layout(
+            ids, num_experts
+        )
+        rows, row_ids, gates, _, handle, _ = self._buffer.dispatch(
+            x,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=ids,
+            topk_weights=scores,
+            config=self._dispatching,
+        )
+        return Received(rows, gates, row_ids, handle)
+
+    def send_again(self, x: Tensor, handle: Any) -> Tensor:
+        return self._buffer.dispatch(x, handle=handle, config=self._dispatching)[0]
+
+    def sum_back(
+        self, rows: Tensor, scores: Tensor | None, handle: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        return self._buffer.combine(rows, handle, topk_weights=scores, config=self._combining)[:2]
+
+    def close(self) -> None:
+        self._buffer.destroy()

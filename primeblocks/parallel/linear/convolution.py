@@ -1,0 +1,132 @@
+"""Causal convolution over documents whose tokens lie on several ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...groups import all_to_all_rows
+from ..sequence import SequencePlan
+from .inputs import check_conv, settle
+
+__all__ = ["causal_conv1d"]
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    sequence: SequencePlan,
+    group: dist.ProcessGroup,
+    check: bool = True,
+) -> Tensor:
+    """Convolve each channel with its own kernel, over whole documents, zeros before their start.
+
+    What `nn.Conv1d(groups=channels)` with a left padding of `kernel - 1` computes on each
+    document by itself. A run of tokens whose document began elsewhere gets the `kernel - 1`
+    tokens before it from the ranks that hold them. Computed in the dtype of `weight`, returned in
+    that of `x`. Differentiable.
+
+    Collective, and so is its backward: one exchange each, in which a rank receives at most
+    `(kernel - 1) x channels` elements of `x` for each of its runs. None where no document is cut
+    or the kernel has one tap: the plan says so to all ranks alike.
+
+    Args:
+        x: `[tokens, channels]`, this rank's part.
+        weight: `[channels, kernel]`, the last tap for the token itself.
+        bias: `[channels]`.
+        check: agree on shapes and the plan first, so that a mistake on one rank is an error on
+            all and not a wait. One small collective, which a GPU has to wait for.
+
+    Raises:
+        ShapeError: `weight` or `bias` does not fit `x`, or `x` is not this rank's part.
+        PlanError: the group does not fit the plan, or ranks differ in the plan, in sizes or in
+            whether gradients are asked for.
+        RankError: another rank refused its arguments.
+    """
+    sequence.check_group(group)
+    rank = group.rank()
+    problem = check_conv(x, weight, bias, sequence.counts[rank])
+    settle(problem, sequence=sequence, group=group, check=check, x=x, weight=weight, bias=bias)
+    table = _table(sequence, rank, weight.shape[1] - 1)
+    parts = [x, x.new_zeros(1, x.shape[1])]
+    if table.busy:
+        halo = all_to_all_rows(
+            x.index_select(0, table.sent.to(x.device)),
+            send_counts=table.send_counts,
+            receive_counts=table.receive_counts,
+            group=group,
+        )
+        parts.append(halo)
+    rows = torch.cat(parts)
+    padded = rows.index_select(0, table.padded.to(x.device)).to(weight.dtype)
+    out = F.conv1d(padded.T.unsqueeze(0), weight.unsqueeze(1), bias, groups=x.shape[1])
+    return out[0].T.index_select(0, table.kept.to(x.device)).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Who sends what to whom.
+
+    Attributes:
+        busy: some rank receives something.
+        sent: own tokens to send, by receiver.
+        padded: rows of (own tokens, a row of zeros, received tokens): each run behind its context.
+        kept: outputs of the convolution of those rows that belong to own tokens.
+    """
+
+    busy: bool
+    sent: Tensor
+    send_counts: tuple[int, ...]
+    receive_counts: tuple[int, ...]
+    padded: Tensor
+    kept: Tensor
+
+
+# Every layer of a step asks for the same table; a few plans are in flight at most.
+@lru_cache(maxsize=16)
+def _table(sequence: SequencePlan, rank: int, reach: int) -> _Table:
+    wanted = [_context(sequence, receiver, reach) for receiver in range(sequence.ranks)]
+    # Rows one rank after the other: a rank's rows are neighbours, and arrive in this order.
+    bounds = torch.tensor([0, *sequence.counts]).cumsum(0)
+    first, last = int(bounds[rank]), int(bounds[rank + 1])
+    sent = [rows[(rows >= first) & (rows < last)] - first for rows in wanted]
+    own = wanted[rank]
+    padded, kept, place = [], [], 0
+    for run in sequence.runs(rank):
+        tokens = run.stop - run.start
+        inside = min(reach, run.start - run.document)
+        context = sequence.row_of_token[run.start - inside : run.start]
+        zeros = torch.full((reach - inside,), last - first)
+        received = last - first + 1 + torch.searchsorted(own, context)
+        padded += [zeros, received, torch.arange(run.offset, run.offset + tokens)]
+        kept.append(torch.arange(place, place + tokens))
+        place += reach + tokens
+    nothing = torch.zeros(0, dtype=torch.int64)
+    if not padded:
+        # One output to throw away: the backward of the exchange needs every rank, and `weight`
+        # gets a gradient of zero rather than none.
+        padded.append(torch.zeros(reach + 1, dtype=torch.int64))
+    return _Table(
+        busy=any(len(rows) for rows in wanted),
+        sent=torch.cat(sent),
+        send_counts=tuple(len(rows) for rows in sent),
+        receive_counts=tuple(torch.searchsorted(own, bounds).diff().tolist()),
+        padded=torch.cat([nothing, *padded]),
+        kept=torch.cat([nothing, *kept]),
+    )
+
+
+def _context(sequence: SequencePlan, rank: int, reach: int) -> Tensor:
+    """Rows of the tokens before the runs of `rank`, ascending, each once."""
+    before = [
+        sequence.row_of_token[max(run.document, run.start - reach) : run.start]
+        for run in sequence.runs(rank)
+    ]
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *before]).unique()

@@ -1,0 +1,229 @@
+"""The gated delta rule and Mamba-2: runs from zero, then what their true first state adds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..sequence import SequencePlan
+from .inputs import check_delta, check_state_space, settle
+from .kernels import chunk_gated_delta_rule, chunk_state_space
+from .run_batches import RunBatches, run_batches
+from .scan import scan_states
+
+__all__ = ["gated_delta_rule", "state_space"]
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    sequence: SequencePlan,
+    group: dist.ProcessGroup,
+    kernel: Callable[..., tuple[Tensor, Tensor]] = chunk_gated_delta_rule,
+    check: bool = True,
+) -> Tensor:
+    """`S = exp(g) S; S += k (beta (v - S^T k))^T; o = S^T q / sqrt(key_dim)` on each document.
+
+    No rank waits for another. A run that is a part of a document starts from zero, and `kernel`
+    follows, in `key_dim` more columns of values, how an unknown first state would be read and
+    left behind; `scan_states` then tells what it was. Runs of equal length share a call of
+    `kernel`. Differentiable.
+
+    Collective, and so is its backward: two exchanges each, none where no document is cut. They
+    move at most `heads x (key_dim^2 + 2 key_dim value_dim)` elements for each run of a cut
+    document, so orders of few runs are cheap: "contiguous", or large blocks. In cut documents,
+    what costs in proportion to `value_dim` costs as if it were `key_dim + value_dim`.
+
+    Args:
+        q, k: `[tokens, heads, key_dim]`, this rank's part, normalised where the model does so
+            and `kernel` does not. Grouped heads are repeated already.
+        v: `[tokens, heads, value_dim]`.
+        g: `[tokens, heads]`, the logarithm of the decay, at most 0.
+        beta: `[tokens, heads]`.
+        kernel: `(q, k, v, g=, beta=, initial_state=)` to the output and the last state, with a
+            batch in front and states `[batch, heads, key_dim, value_dim]`, for any `value_dim`:
+            `partial(f, output_final_state=True)` of transformers' or flash-linear-attention's.
+        check: as in `causal_conv1d`.
+
+    Returns:
+        `[tokens, heads, value_dim]` in the dtype of `v`.
+
+    NaN is not looked for: it reaches later tokens of its document, and no other document.
+
+    Raises:
+        ShapeError: the operands do not fit each other, or this rank's part of the plan.
+        PlanError, RankError: as `causal_conv1d`.
+
+    Source: arXiv:2412.06464 (gated delta networks).
+    """
+    sequence.check_group(group)
+    problem = check_delta(q, k, v, g, beta, sequence.counts[group.rank()])
+    operands = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    settle(problem, sequence=sequence, group=group, check=check, **operands)
+    batches = run_batches(sequence, group.rank())
+    outs, probes = [], []
+    for index, (q_, k_, v_, g_, beta_) in enumerate(batches.split((q, k, v, g, beta))):
+        if index < batches.whole:
+            outs.append(kernel(q_, k_, v_, g=g_, beta=beta_, initial_state=None)[0])
+        else:
+            probes.append(_probe_delta(kernel, q_, k_, v_, g_, beta_))
+    outs += _carry(probes, "nthk,nhkv->nthv", _wide(v), batches, sequence, group)
+    return batches.join(outs).to(v.dtype)
+
+
+def state_space(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    *,
+    sequence: SequencePlan,
+    group: dist.ProcessGroup,
+    kernel: Callable[..., tuple[Tensor, Tensor]] = chunk_state_space,
+    check: bool = True,
+) -> Tensor:
+    """`S = exp(dt A) S + (dt x) B^T; y = S C + D x` on each document: Mamba-2.
+
+    No rank waits for another. Every run starts from zero; where it is a part of a document,
+    `scan_states` tells the state that it should have started from, whose decayed reading is
+    added. Runs of equal length share a call of `kernel`. Differentiable.
+
+    Collective, and so is its backward: two exchanges each, none where no document is cut. They
+    move at most `heads x (2 head_dim state_dim + 1)` elements for each run of a cut document.
+
+    Args:
+        x: `[tokens, heads, head_dim]`, this rank's part.
+        dt: `[tokens, heads]`, the steps as they are: bias, softplus and limits applied.
+        A: `[heads]`, at most 0.
+        B, C: `[tokens, groups, state_dim]`; `groups` divides `heads`.
+        D: `[heads]`, the skip; None: none.
+        kernel: `(x, dt, A, B, C)` to the output and the last state, with a batch in front and
+            states `[batch, heads, head_dim, state_dim]`: `partial(f, chunk_size=...,
+            return_final_states=True)` of transformers' `mamba2_chunk_scan` or mamba-ssm's
+            `mamba_chunk_scan_combined`.
+        check: as in `causal_conv1d`.
+
+    Returns:
+        `[tokens, heads, head_dim]` in the dtype of `x`.
+
+    NaN is not looked for: it reaches later tokens of its document, and no other document.
+
+    Raises:
+        ShapeError: the operands do not fit each other, or this rank's part of the plan.
+        PlanError, RankError: as `causal_conv1d`.
+
+    Source: arXiv:2405.21060 (state space duality).
+    """
+    sequence.check_group(group)
+    problem = check_state_space(x, dt, A, B, C, D, sequence.counts[group.rank()])
+    operands = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D}
+    settle(problem, sequence=sequence, group=group, check=check, **operands)
+    batches = run_batches(sequence, group.rank())
+    outs, probes = [], []
+    for index, (x_, dt_, B_, C_) in enumerate(batches.split((x, dt, B, C))):
+        if index < batches.whole:
+            outs.append(kernel(x_, dt_, A, B_, C_)[0])
+        else:
+            probes.append(_probe_state_space(kernel, x_, dt_, A, B_, C_))
+    outs += _carry(probes, "nthk,nhvk->nthv", _wide(x), batches, sequence, group)
+    out = batches.join(outs)
+    return (out if D is None else out + D.unsqueeze(1) * x).to(x.dtype)
+
+
+class _Probe(NamedTuple):
+    """What runs did to zero, and would do to a first state.
+
+    Attributes:
+        out: outputs from zero, `[runs, tokens, heads, value_dim]`.
+        reads: by token, what reads the first state, `[runs, tokens, heads, key_dim]`.
+        update: last state from zero.
+        transition: from the first state to the last one.
+    """
+
+    out: Tensor
+    reads: Tensor
+    update: Tensor
+    transition: Tensor
+
+
+def _probe_delta(
+    kernel: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+) -> _Probe:
+    runs, _, heads, key_dim = k.shape
+    if not runs:
+        # Empty, and a child of all operands: their gradients are zero and not missing.
+        reads = q * k * (g * beta).unsqueeze(-1)
+        update = torch.einsum("nthk,nthv->nhkv", reads, v)
+        return _Probe(v * reads.sum(-1, True), reads, update, update @ update.mT)
+    dtype = _wide(v)
+    # Columns of a state do not see each other: those of the identity become the transition.
+    unit = F.pad(torch.eye(key_dim, dtype=dtype, device=v.device), (v.shape[-1], 0))
+    first = unit.expand(runs, heads, -1, -1)
+    out, last = kernel(q, k, F.pad(v, (0, key_dim)), g=g, beta=beta, initial_state=first)
+    sizes = [v.shape[-1], key_dim]
+    return _Probe(*out.split(sizes, dim=-1), *last.split(sizes, dim=-1))
+
+
+def _probe_state_space(
+    kernel: Callable[..., tuple[Tensor, Tensor]],
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+) -> _Probe:
+    dtype = _wide(x)
+    decay = (dt.to(dtype) * A.to(dtype)).cumsum(1).exp()
+    b, c = (t.to(dtype).repeat_interleave(x.shape[2] // t.shape[2], 2) for t in (B, C))
+    reads = c * decay.unsqueeze(-1)
+    if len(x):
+        out, update = kernel(x, dt, A, B, C)
+    else:
+        # As for the delta rule: empty, and a child of all operands.
+        out = x * (b * reads).sum(-1, True)
+        update = torch.einsum("nthv,nthk->nhvk", out, b)
+    return _Probe(out, reads, update, decay[:, -1])
+
+
+def _carry(
+    probes: list[_Probe],
+    reading: str,
+    dtype: torch.dtype,
+    batches: RunBatches,
+    sequence: SequencePlan,
+    group: dist.ProcessGroup,
+) -> list[Tensor]:
+    """Outputs of the probed runs from their true first states."""
+    if not batches.carried:
+        return [probe.out for probe in probes]
+    places = batches.cut_places.to(probes[0].update.device)
+    # One dtype on all ranks, whatever the kernel or, without runs, no kernel made.
+    update = torch.cat([probe.update for probe in probes]).to(dtype).index_select(0, places)
+    fade = torch.cat([probe.transition for probe in probes]).to(dtype).index_select(0, places)
+    states = scan_states(update, fade, sequence=sequence, group=group, check=False)
+    states = torch.zeros_like(states).index_copy(0, places, states)
+    by_batch = states.split([len(probe.update) for probe in probes])
+    return [
+        probe.out + torch.einsum(reading, probe.reads.to(state.dtype), state)
+        for probe, state in zip(probes, by_batch, strict=True)
+    ]
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

@@ -1,0 +1,300 @@
+"""The device memory of a trainer, moved to the host while something else needs the device.
+
+Between two phases of reinforcement learning the trainer stands still, and the engine on the same
+device wants its memory. `HostMemory` moves whole storages and leaves the tensor objects where
+they are: parameters, optimizers, FSDP2 and whatever aliases them notice nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from ..errors import CapacityError, ShapeError, UnsupportedError, UsageError
+from .memory_guards import Handle, guard
+from .storages import HostBytes, bytes_of, plain_tensors
+
+__all__ = ["HostMemory", "MovedBytes"]
+
+KINDS = ("weights", "gradients", "optimizer")
+_ALIGN_BYTES = 512
+
+
+@dataclass(frozen=True)
+class MovedBytes:
+    """What one call moved, as measured: the sizes of storages before less their sizes after."""
+
+    num_bytes: dict[str, int]
+    num_storages: dict[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.num_bytes.values())
+
+    def table(self) -> str:
+        """One line a kind: its storages and their bytes."""
+        lines = [f"{'kind':<12}{'storages':>10}{'bytes':>18}"]
+        for kind, size in self.num_bytes.items():
+            lines.append(f"{kind:<12}{self.num_storages[kind]:>10}{size:>18,}")
+        lines.append(f"{'total':<12}{sum(self.num_storages.values()):>10}{self.total_bytes:>18,}")
+        return "\n".join(lines)
+
+
+class _Held(NamedTuple):
+    """A plain tensor, as far as it must be the same when its bytes come back."""
+
+    storage: UntypedStorage
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class _Place(NamedTuple):
+    """Where on the host a storage went."""
+
+    storage: UntypedStorage
+    start: int
+    size: int
+
+
+class _Away(NamedTuple):
+    """One kind on the host: the tensors it had, and the storages under them."""
+
+    tensors: dict[str, _Held]
+    places: list[_Place]
+
+
+class HostMemory:
+    """Moves a model's and its optimizer's memory to the host and back, bit for bit.
+
+        memory = HostMemory(model, optimizer)
+        with memory.released() as moved:  # or release() ... restore()
+            print(moved.table())
+            rollout()
+
+    What is moved are storages: each once, whatever shares it, and with FSDP2 the padded shard.
+    Kinds are "weights" (parameters and buffers), "gradients" and "optimizer" (its state), and move
+    one by one as well: `restore("weights")` is enough to publish them. Host memory is allocated at
+    the first release and used again by later ones. Local.
+
+    While a kind is away, `forward`, `state_dict`, `load_state_dict` and `step` that would touch it
+    raise UsageError. Any other use of a released tensor reads memory that is not there; torch does
+    not check that. A peer process that mapped a tensor by CUDA IPC keeps its memory alive.
+
+    FSDP2 modules are resharded first. Release between optimizer steps: gradients that FSDP2 still
+    accumulates unsharded (`set_requires_gradient_sync(False)`) survive, but stay on the device.
+
+    Args:
+        model: what lies on the device of its first parameter moves, DTensors included; a CPU's too.
+        optimizer: None leaves it out.
+        pin_memory: page-lock the host memory; default: where the device is CUDA.
+        chunk_bytes: host memory grows by so much a kind; torch pins powers of two.
+
+    Raises:
+        UsageError: the model has no parameters, or `chunk_bytes` is no power of two.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        *,
+        pin_memory: bool | None = None,
+        chunk_bytes: int = 64 << 20,
+    ) -> None:
+        first = next(model.parameters(), None)
+        if first is None:
+            raise UsageError("the model has 0 parameters: there is nothing to move.")
+        if chunk_bytes < 512 or chunk_bytes & (chunk_bytes - 1):
+            raise UsageError(f"chunk_bytes={chunk_bytes} must be a power of two from 512.")
+        self._model, self._optimizer = model, optimizer
+        self._device = first.device
+        pin = self._device.type == "cuda" if pin_memory is None else pin_memory
+        self._host = {kind: HostBytes(chunk_bytes, pin=pin) for kind in KINDS}
+        self._away: dict[str, _Away] = {}
+        self._guards: list[Handle] = []
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory held, in use or not."""
+        return sum(host.num_bytes for host in self._host.values())
+
+    @property
+    def away(self) -> tuple[str, ...]:
+        """The kinds that are on the host now."""
+        return tuple(self._away)
+
+    def release(self, *kinds: str) -> MovedBytes:
+        """Copy storages to the host and free them on the device. Local; waits for the device.
+
+        Also returns torch's unused device memory to the driver, for other processes.
+
+        Args:
+            kinds: default all that are not away.
+
+        Raises:
+            UsageError: a kind is away already, or there is none of this name, or none is left.
+            UnsupportedError: a storage cannot shrink: shared memory or memory of another library.
+            Nothing was changed by either.
+        """
+        here = [kind for kind in KINDS if kind not in self._away]
+        wanted = self._wanted(kinds, here, "release")
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        away = self._places(wanted)
+        self._wait()
+        for kind, (_, places) in away.items():
+            self._host[kind].reserve(max((start + size for _, start, size in places), default=0))
+        for kind, (_, places) in away.items():
+            for storage, start, _ in places:
+                self._host[kind].write(start, bytes_of(storage))
+        self._wait()
+        for storage, _, _ in chain.from_iterable(places for _, places in away.values()):
+            storage.resize_(0)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._away |= away
+        if not self._guards:
+            self._guards = guard(self._model, self._optimizer, self._away)
+        return _moved(away)
+
+    def restore(self, *kinds: str) -> MovedBytes:
+        """Allocate the storages again and copy their bytes back. Local; waits for the device.
+
+        Args:
+            kinds: default all that are away.
+
+        Raises:
+            UsageError: a kind is not away, or none is.
+            ShapeError: a tensor has other storage, shape or dtype than when it was released. One
+                that is gone, as a gradient after `zero_grad`, is no error.
+            CapacityError: the device has no room. Free some and call again.
+            Nothing was changed by any.
+        """
+        wanted = self._wanted(kinds, list(self._away), "restore")
+        self._check_unchanged(wanted)
+        away = {kind: self._away[kind] for kind in wanted}
+        _allocate([place for kind in away.values() for place in kind.places])
+        for kind, (_, places) in away.items():
+            for storage, start, _ in places:
+                self._host[kind].read(start, bytes_of(storage))
+            del self._away[kind]
+        self._wait()
+        if not self._away:
+            for handle in self._guards:
+                handle.remove()
+            self._guards = []
+        return _moved(away)
+
+    @contextmanager
+    def released(self, *kinds: str) -> Iterator[MovedBytes]:
+        """`release` for the length of a `with`; what it did not restore itself is restored."""
+        before = set(self._away)
+        moved = self.release(*kinds)
+        try:
+            yield moved
+        finally:
+            if still := [kind for kind in self._away if kind not in before]:
+                self.restore(*still)
+
+    def _wanted(self, kinds: tuple[str, ...], possible: list[str], verb: str) -> list[str]:
+        wanted = list(kinds) or possible
+        if not wanted or any(kind not in possible for kind in wanted):
+            raise UsageError(
+                f"cannot {verb} {', '.join(kinds) or 'anything'}: on the host are "
+                f"{', '.join(self._away) or 'none'} of {', '.join(KINDS)}."
+            )
+        return [kind for kind in KINDS if kind in wanted]
+
+    def _places(self, wanted: list[str]) -> dict[str, _Away]:
+        """Give each storage of the wanted kinds a place on the host."""
+        seen: set[UntypedStorage] = set()
+        away = {}
+        for kind in wanted:
+            tensors, places, start = self._tensors(kind), [], 0
+            for name, (storage, *_) in tensors.items():
+                size = storage.nbytes()
+                if storage in seen or size == 0:
+                    continue
+                if not storage.resizable():
+                    raise UnsupportedError(
+                        f"{name} lies in memory that torch cannot free ({size} bytes: shared, "
+                        "mapped or of another library). Clone it first."
+                    )
+                seen.add(storage)
+                places.append(_Place(storage, start, size))
+                start += -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
+            away[kind] = _Away(tensors, places)
+        return away
+
+    def _tensors(self, kind: str) -> dict[str, _Held]:
+        return {
+            f"{kind}: {name}{part}": _Held(x.untyped_storage(), x.dtype, tuple(x.shape))
+            for name, tensor in self._named(kind)
+            for part, x in plain_tensors(tensor)
+            if x.device == self._device
+        }
+
+    def _named(self, kind: str) -> Iterable[tuple[str, Tensor]]:
+        model, optimizer = self._model, self._optimizer
+        if kind == "weights":
+            return chain(model.named_parameters(), model.named_buffers())
+        if kind == "gradients":
+            return ((n, p.grad) for n, p in model.named_parameters() if p.grad is not None)
+        states = [] if optimizer is None else optimizer.state.values()
+        return (
+            (f"state[{i}].{name}", value)
+            for i, state in enumerate(states)
+            for name, value in state.items()
+            if isinstance(value, Tensor)
+        )
+
+    def _check_unchanged(self, wanted: list[str]) -> None:
+        for kind in wanted:
+            now, (tensors, places) = self._tensors(kind), self._away[kind]
+            for name, held in tensors.items():
+                if now.get(name, held) != held:
+                    raise ShapeError(
+                        f"{name} was {held.dtype} {list(held.shape)} when it was released, now is "
+                        f"{now[name].dtype} {list(now[name].shape)} in other memory. Put the old "
+                        "tensor back, and change it after restore()."
+                    )
+            if written := [storage.nbytes() for storage, _, _ in places if storage.nbytes()]:
+                raise ShapeError(
+                    f"{len(written)} released {kind} were allocated again ({sum(written)} bytes). "
+                    "Free them: what was released returns by restore() alone."
+                )
+
+    def _wait(self) -> None:
+        # The whole device: FSDP2 writes and reads on streams of its own.
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _allocate(places: list[_Place]) -> None:
+    """All, or none."""
+    try:
+        for storage, _, size in places:
+            storage.resize_(size)
+    except RuntimeError as error:  # torch.OutOfMemoryError is one, and a CPU raises the base.
+        for storage, _, _ in places:
+            storage.resize_(0)
+        total = sum(place.size for place in places)
+        raise CapacityError(
+            f"the device has no room for {total} bytes: {error}. Free some and restore again."
+        ) from error
+
+
+def _moved(away: dict[str, _Away]) -> MovedBytes:
+    return MovedBytes(
+        {kind: sum(size for *_, size in places) for kind, (_, places) in away.items()},
+        {kind: len(places) for kind, (_, places) in away.items()},
+    )

@@ -1,0 +1,72 @@
+"""Storages, the memory under tensors, and host memory to keep their bytes in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, UntypedStorage
+
+__all__ = ["HostBytes", "bytes_of", "plain_tensors"]
+
+
+class HostBytes:
+    """Host memory that only grows: equal chunks, addressed as one. Local.
+
+    Args:
+        chunk_bytes: a power of two wastes nothing: torch rounds each pinned allocation up to one.
+        pin: page-lock it, for copies at full speed.
+    """
+
+    def __init__(self, chunk_bytes: int, *, pin: bool) -> None:
+        self._chunk_bytes, self._pin = chunk_bytes, pin
+        self._chunks: list[Tensor] = []
+
+    @property
+    def num_bytes(self) -> int:
+        return self._chunk_bytes * len(self._chunks)
+
+    def reserve(self, num_bytes: int) -> None:
+        """Grow to `num_bytes` if need be; what was written stays."""
+        while self.num_bytes < num_bytes:
+            size, pin = self._chunk_bytes, self._pin
+            chunk = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin)
+            self._chunks.append(chunk)
+
+    def write(self, start: int, source: Tensor) -> None:
+        """Copy from the device; done when its current stream is."""
+        for host, device in self._pairs(start, source):
+            host.copy_(device, non_blocking=True)
+
+    def read(self, start: int, target: Tensor) -> None:
+        """Copy to the device; done when its current stream is."""
+        for host, device in self._pairs(start, target):
+            device.copy_(host, non_blocking=True)
+
+    def _pairs(self, start: int, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        done = 0
+        while done < x.numel():
+            index, at = divmod(start + done, self._chunk_bytes)
+            size = min(self._chunk_bytes - at, x.numel() - done)
+            yield self._chunks[index][at : at + size], x[done : done + size]
+            done += size
+
+
+def plain_tensors(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The tensors with memory of their own inside a DTensor or other wrapper, with names. Local.
+
+    A plain tensor yields itself, named "".
+    """
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield "", tensor.detach()
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        # DTensor lists its mesh too.
+        if isinstance(inner := getattr(tensor, name), Tensor):
+            yield from ((f".{name}{part}", x) for part, x in plain_tensors(inner))
+
+
+def bytes_of(storage: UntypedStorage) -> Tensor:
+    """All of a storage, as bytes that alias it. Local."""
+    x = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return x.set_(storage, 0, (storage.nbytes(),), (1,))

@@ -1,0 +1,99 @@
+"""Memory on a CUDA device: what is said to be freed is free, and bits return."""
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from primeblocks.parallel.activations import offload_activations
+from primeblocks.parallel.cpu_adamw import CpuAdamW
+from primeblocks.parallel.memory import HostMemory
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+WIDTH = 1024
+
+
+def _requested():
+    return torch.cuda.memory_stats()["requested_bytes.all.current"]
+
+
+def _model(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).to("cuda", dtype)
+
+
+def _set_gradients(parameters, step):
+    g = torch.Generator().manual_seed(step)
+    for p in parameters:
+        p.grad = torch.randn(p.shape, generator=g).to("cuda", p.dtype)
+
+
+def test_the_device_is_free_while_all_is_away():
+    model = _model()
+    optimizer = AdamW(model.parameters(), fused=True)
+    _set_gradients(model.parameters(), 0)
+    optimizer.step()
+    tensors = [*model.parameters(), *(p.grad for p in model.parameters())]
+    tensors += [x for state in optimizer.state.values() for x in state.values()]
+    before = [x.detach().cpu() for x in tensors]
+    memory = HostMemory(model, optimizer)
+    requested, reserved = _requested(), torch.cuda.memory_reserved()
+    allocated = torch.cuda.memory_allocated()
+    with memory.released() as moved:
+        assert moved.total_bytes == 4 * (4 * 4 * WIDTH * (WIDTH + 1) + 8)
+        assert requested - _requested() == moved.total_bytes
+        assert allocated - torch.cuda.memory_allocated() >= moved.total_bytes
+        assert reserved - torch.cuda.memory_reserved() >= moved.total_bytes // 2
+        assert all(c.is_pinned() for host in memory._host.values() for c in host._chunks)
+    assert _requested() == requested
+    assert all(torch.equal(x.cpu(), y) for x, y in zip(tensors, before, strict=True))
+    optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_optimizer_keeps_nothing_on_the_device(dtype):
+    model = _model(dtype)
+    hosts = [nn.Parameter(p.detach().cpu().float()) for p in model.parameters()]
+    ours, theirs = CpuAdamW(model.parameters(), lr=1e-2), AdamW(hosts, lr=1e-2, fused=True)
+    for step in range(5):
+        _set_gradients(model.parameters(), step)
+        for p, q in zip(model.parameters(), hosts, strict=True):
+            q.grad = p.grad.cpu().float()
+        requested = _requested()
+        ours.step()
+        assert _requested() == requested
+        theirs.step()
+    for p, q in zip(model.parameters(), hosts, strict=True):
+        assert torch.equal(p.detach().cpu(), q.detach().to(dtype))
+    assert not any(x.is_cuda for state in ours.state.values() for x in state.values())
+
+
+def _loss(x):
+    for _ in range(8):
+        x = x.sin()
+    return x.square().mean()
+
+
+def test_activations_leave_the_device_until_backward():
+    held, gradients = [], []
+    x = torch.randn(4 * WIDTH, WIDTH, device="cuda", requires_grad=True)
+    for offload in (False, True):
+        start = _requested()
+        if offload:
+            with offload_activations(nn.Identity()) as counts:
+                loss = _loss(x)
+        else:
+            loss = _loss(x)
+        torch.cuda.synchronize()
+        torch.empty(1, device="cuda")  # Here the allocator sees which copies are done.
+        held.append(_requested() - start)
+        gradients.append(*torch.autograd.grad(loss, x))
+        del loss
+    one = 4 * 4 * WIDTH * WIDTH
+    assert counts.bytes_offloaded == 9 * one  # x and what each sine returned.
+    assert held[0] >= 8 * one
+    assert held[1] < one
+    assert torch.equal(*gradients)
