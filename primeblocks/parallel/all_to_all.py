@@ -51,6 +51,8 @@ class _Shared:
                 "hidden": x.shape[-1],
                 "bytes an element": x.element_size(),
                 "top_k": expert_ids.shape[-1],
+                # A backward that one rank does not run would leave the others waiting.
+                "requires_grad": int(torch.is_grad_enabled() and x.requires_grad),
             }
             agree(facts, problem=problem, group=self.group, device=x.device)
         elif problem is not None:

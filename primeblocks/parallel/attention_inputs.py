@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -41,6 +42,9 @@ def checked(
         for name, x in (("q", q), ("k", k), ("v", v)):
             facts |= {f"{name} dim {dim}": size for dim, size in enumerate(x.shape) if dim}
             facts[f"{name} bytes an element"] = x.element_size()
+        # A backward that one rank does not run would leave the others waiting.
+        wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        facts["requires_grad"] = int(wanted)
         agree(facts, problem=problem, group=group, device=q.device)
     elif problem is not None:
         raise problem

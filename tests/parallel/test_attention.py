@@ -207,6 +207,10 @@ def _flat(q, k, v, arguments):
     return q.flatten(1), k, v, arguments
 
 
+def _no_gradient(q, k, v, arguments):
+    return q.requires_grad_(), k, v, arguments
+
+
 def _bad_window(q, k, v, arguments):
     return q, k, v, arguments | {"window": 0}
 
@@ -225,6 +229,7 @@ def _bad_sinks(q, k, v, arguments):
         (_other_plan, "PlanError: plan must be equal", "PlanError: plan must be equal"),
         (_odd_heads, "ShapeError: q and k need one head_dim", "rank 1 .* refused"),
         (_flat, r"ShapeError: needs \[local_tokens, heads, head_dim\]", "rank 1 .* refused"),
+        (_no_gradient, r"requires_grad must be equal .* it is \[0, 1\]", r"\[0, 1\]"),
         (_bad_window, "PlanError: a window needs causal=True", "PlanError: a window"),
         (_bad_sinks, r"ShapeError: needs one sink a head, \[4\]; got \(3,\)", "rank 1"),
     ],

@@ -229,6 +229,9 @@ BAD_LAYERS = {
     r"PlanError: bytes an element must be equal .* it is \[4, 8\]": {
         "x": torch.zeros(1, HIDDEN).double()
     },
+    r"PlanError: requires_grad must be equal .* it is \[0, 1\]": {
+        "x": torch.zeros(1, HIDDEN).requires_grad_()
+    },
     r"PlanError: top_k must be equal .* it is \[2, 3\]": {
         "ids": torch.zeros(1, 3).long(),
         "scores": torch.ones(1, 3),
