@@ -1,4 +1,4 @@
-"""Copies of experts, and slots to ranks, so that ranks have equal loads. Pure; see `placement`."""
+"""Copies of experts, dealt to ranks so that these have equal loads. Pure; see `placement`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["packed"]
 
 
 def packed(tokens: Sequence[float], ranks: int, redundant: int, slack: float) -> tuple[int, ...]:
-    """The expert of each slot, ascending on each rank. Arguments as in `plan_placement`, checked.
+    """The expert at each place, ascending on each rank. Arguments as in `plan_placement`, checked.
 
     With p the load of the hottest copy, no rank has more than the larger of
     mean + p (ranks - 1) / ranks and (1 + slack) mean.
@@ -28,7 +28,7 @@ def packed(tokens: Sequence[float], ranks: int, redundant: int, slack: float) ->
 
 
 def _copies(tokens: Sequence[float], ranks: int, redundant: int) -> list[int]:
-    """How many slots each expert gets: one, and each redundant one where a copy has most to do."""
+    """How many copies each expert gets: one, and each redundant one where a copy has most to do."""
     copies = [1] * len(tokens)
     # Experts without tokens share evenly what is left over: fewest copies first.
     queue = [(-load, 1, expert) for expert, load in enumerate(tokens)]
@@ -42,7 +42,7 @@ def _copies(tokens: Sequence[float], ranks: int, redundant: int) -> list[int]:
 
 
 def _dealt(piece: np.ndarray, copies: Sequence[int], ranks: int) -> list[list[int]]:
-    """The experts of each rank: largest first, in rounds of one slot a rank.
+    """The experts of each rank: largest first, in rounds of one a rank.
 
     Copies of one expert are neighbours in this order, so they spread over two rounds at most, and
     those in the later round come first in it: there are always ranks left without that expert.
@@ -62,22 +62,22 @@ def _dealt(piece: np.ndarray, copies: Sequence[int], ranks: int) -> list[list[in
 
 
 class _Packing:
-    """Slots, flat by rank, and the loads of ranks while slots are exchanged."""
+    """Physical experts, flat by rank, and the loads of ranks while they are exchanged."""
 
     def __init__(self, held: list[list[int]], piece: np.ndarray) -> None:
         self.ranks, self.width = len(held), len(held[0])
         self.piece = piece
         self.experts = np.array(held).flatten()
-        self.slots = np.arange(self.experts.size)
+        self.places = np.arange(self.experts.size)
         self.holds = np.zeros((self.ranks, piece.size), dtype=bool)
-        self.holds[self.slots // self.width, self.experts] = True
+        self.holds[self.places // self.width, self.experts] = True
         self.loads = np.array([self._load(rank) for rank in range(self.ranks)])
 
     def level(self) -> None:
-        """Let the busiest rank exchange a slot, while both ranks end up below it."""
+        """Let the busiest rank exchange an expert, while both ranks end up below it."""
         while True:
             busiest = int(self.loads.argmax())
-            a, b = self.slots.reshape(self.ranks, -1)[busiest][:, None], self.slots[None]
+            a, b = self.places.reshape(self.ranks, -1)[busiest][:, None], self.places[None]
             after = self._after(a, b)
             # By more than rounding, so that this ends.
             if after.min() >= self.loads[busiest] * (1 - 1e-9):
@@ -85,9 +85,9 @@ class _Packing:
             self._exchange(a, b, after)
 
     def bring_home(self, limit: float) -> None:
-        """Exchange slots so that more experts are on their owner, and no load exceeds `limit`."""
+        """Exchange experts so that more of them are on their owner, and no load exceeds `limit`."""
         owner = np.arange(self.piece.size) // (self.piece.size // self.ranks)
-        a = self.slots[:, None]
+        a = self.places[:, None]
         while True:
             home = owner[self.experts][:, None]
             b = home * self.width + np.arange(self.width)
@@ -99,7 +99,7 @@ class _Packing:
             self._exchange(a, b, after)
 
     def _after(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """The higher load of two ranks if slots a and b were exchanged; inf if one may not."""
+        """The higher load of two ranks if places a and b were exchanged; inf if one may not."""
         rank_a, rank_b, x, y = a // self.width, b // self.width, self.experts[a], self.experts[b]
         less = self.piece[x] - self.piece[y]
         higher = np.maximum(self.loads[rank_a] - less, self.loads[rank_b] + less)

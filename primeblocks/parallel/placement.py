@@ -1,10 +1,10 @@
 """Copies of hot experts, so that no rank of an expert group has much more work than the others.
 
-A *slot* here is room for one expert's weights; several slots may hold the same expert. The plan is
-made from counts, on the host. Used in a layer, between router and experts:
+A *physical* expert is room for the weights of one *logical* expert, which several may hold. The
+plan is made from counts, on the host. Used in a layer, between router and experts:
 
-    slots = placement.assign(expert_ids, rank=group.rank())
-    sent = dispatcher.dispatch(x, scores, slots, num_experts=placement.num_slots)
+    physical = placement.assign(expert_ids, rank=group.rank())
+    sent = dispatcher.dispatch(x, scores, physical, num_experts=placement.num_physical)
     gate_up, down = (placement.copies(w, group=group) for w in (own_gate_up, own_down))
     out = dispatcher.combine(grouped_swiglu(sent.tokens, sent.counts, gate_up, down), sent)
 """
@@ -34,35 +34,35 @@ _MOST = 1e100
 
 @dataclass(frozen=True)
 class Placement:
-    """Which expert each slot holds. `plan_placement` makes it.
+    """Which logical expert each physical one holds. `plan_placement` makes it.
 
     Attributes:
         loads: tokens of each expert, as planned for.
-        ranks: rank r owns the r-th run of `slots_per_rank` slots, and is the owner of the r-th
-            run of `num_experts / ranks` experts.
-        expert_of_slot: ascending on each rank, and never twice on one rank.
+        ranks: rank r has the r-th `physical_per_rank` physical experts, and is the owner of the
+            r-th `num_experts / ranks` logical ones.
+        logical_of_physical: ascending on each rank, and never twice on one rank.
     """
 
     loads: tuple[float, ...]
     ranks: int
-    expert_of_slot: tuple[int, ...]
+    logical_of_physical: tuple[int, ...]
 
     @property
     def num_experts(self) -> int:
         return len(self.loads)
 
     @property
-    def num_slots(self) -> int:
-        return len(self.expert_of_slot)
+    def num_physical(self) -> int:
+        return len(self.logical_of_physical)
 
     @property
-    def slots_per_rank(self) -> int:
-        return self.num_slots // self.ranks
+    def physical_per_rank(self) -> int:
+        return self.num_physical // self.ranks
 
     @property
     def rank_loads(self) -> tuple[float, ...]:
         """Tokens of each rank, if the experts have the planned loads."""
-        pieces = [self.loads[e] / self._copies[e] for e in self.expert_of_slot]
+        pieces = [self.loads[e] / self._copies[e] for e in self.logical_of_physical]
         return _sums(pieces, self.ranks)
 
     @property
@@ -81,14 +81,14 @@ class Placement:
         Args:
             expert_bytes: of one expert in the tensor that is passed to `copies`.
         """
-        share, width = self.num_experts // self.ranks, self.slots_per_rank
-        moved = [e for slot, e in enumerate(self.expert_of_slot) if e // share != slot // width]
+        share, width = self.num_experts // self.ranks, self.physical_per_rank
+        moved = [e for p, e in enumerate(self.logical_of_physical) if e // share != p // width]
         return len(moved) * expert_bytes
 
     def table(self) -> str:
         """One line a rank: its load before and after, and its experts, those from others with *."""
         lines = [
-            f"{self.num_experts} experts in {self.num_slots} slots of {self.ranks} ranks; "
+            f"{self.num_experts} experts, {self.num_physical} physical, on {self.ranks} ranks; "
             f"max/mean {self.max_over_mean_before:.3f} -> {self.max_over_mean:.3f}; "
             f"{self.bytes_sent(1)} experts sent",
             f"{'rank':>4}{'before':>12}{'after':>12}  experts",
@@ -101,7 +101,7 @@ class Placement:
         return "\n".join(lines)
 
     def assign(self, expert_ids: Tensor, *, rank: int) -> Int64[Tensor, "tokens top_k"]:
-        """Choose a slot for each choice of an expert. Local.
+        """Choose a physical expert for each choice of a logical one. Local.
 
         The choices of an expert go round its copies, in their order in `expert_ids`, so that
         copies differ by one at most. Ranks begin at different copies.
@@ -116,17 +116,18 @@ class Placement:
         self._check_ids(expert_ids)
         device = expert_ids.device
         flat = expert_ids.flatten().long()
-        slots, copies = (table.to(device) for table in self._tables)
+        physical, copies = (table.to(device) for table in self._tables)
         chosen = torch.bincount(flat, minlength=self.num_experts)
         order = flat.argsort(stable=True)
         nth = torch.empty_like(flat)
         nth[order] = torch.arange(flat.numel(), device=device) - _starts(chosen)[flat[order]]
-        return slots[_starts(copies)[flat] + (nth + rank) % copies[flat]].view(expert_ids.shape)
+        which = _starts(copies)[flat] + (nth + rank) % copies[flat]
+        return physical[which].view(expert_ids.shape)
 
     def copies(
         self, own: Float[Tensor, "own_experts ..."], *, group: dist.ProcessGroup
-    ) -> Float[Tensor, "slots_per_rank ..."]:
-        """Return the weights of this rank's slots, fetching what the rank does not own.
+    ) -> Float[Tensor, "physical_per_rank ..."]:
+        """Return the weights of this rank's physical experts, fetching what it does not own.
 
         Differentiable: an expert's gradients from all of its copies are summed on its owner, on a
         GPU in no fixed order. Collective, and so is its backward: either all ranks run it or none.
@@ -153,7 +154,7 @@ class Placement:
             )
         to = [self._sent(me, other) for other in range(self.ranks)]
         rows = torch.tensor([e - me * share for run in to for e in run], device=own.device)
-        # What comes is ordered by owner, which is the order of the slots: nothing to rearrange.
+        # What comes is ordered by owner, as the physical experts are: nothing to rearrange.
         return all_to_all_rows(
             own.index_select(0, rows.long()),
             send_counts=[len(run) for run in to],
@@ -163,15 +164,19 @@ class Placement:
 
     @cached_property
     def _copies(self) -> list[int]:
-        return np.bincount(self.expert_of_slot, minlength=self.num_experts).tolist()
+        return np.bincount(self.logical_of_physical, minlength=self.num_experts).tolist()
 
     @cached_property
     def _tables(self) -> tuple[Tensor, Tensor]:
-        """Slots sorted by their expert, and how many each expert has."""
-        return torch.tensor(self.expert_of_slot).argsort(stable=True), torch.tensor(self._copies)
+        """Physical experts sorted by the logical one, and how many of these each has."""
+        return torch.tensor(self.logical_of_physical).argsort(stable=True), torch.tensor(
+            self._copies
+        )
 
     def _held(self, rank: int) -> tuple[int, ...]:
-        return self.expert_of_slot[rank * self.slots_per_rank : (rank + 1) * self.slots_per_rank]
+        return self.logical_of_physical[
+            rank * self.physical_per_rank : (rank + 1) * self.physical_per_rank
+        ]
 
     def _sent(self, owner: int, rank: int) -> list[int]:
         """The experts of `owner` that `rank` holds, ascending."""
@@ -190,19 +195,19 @@ class Placement:
         if low < 0 or high >= self.num_experts:
             raise ShapeError(
                 f"expert_ids lie in [{low}, {high}]; the plan has experts 0 to "
-                f"{self.num_experts - 1}. Pass experts, not slots."
+                f"{self.num_experts - 1}. Pass logical experts."
             )
 
 
 def plan_placement(
     loads: Sequence[float] | Tensor, *, ranks: int, redundant: int, slack: float = 0.02
 ) -> Placement:
-    """Give hot experts more slots, and ranks equal work in equally many slots. Pure.
+    """Give hot experts copies, and ranks equal work in equally many physical experts. Pure.
 
-    Copies go one after the other to the expert with most tokens a copy. Slots go to ranks, largest
-    first; the busiest rank then exchanges slots as long as that helps, after which it exceeds the
-    mean by less than the hottest copy. Within `slack` experts go back to their owners, for what an
-    owner holds need not be sent. A rank never holds an expert twice.
+    Each further copy is of the expert with most tokens a copy. Copies are dealt to ranks, largest
+    first; the busiest rank then exchanges some as long as that helps, after which it exceeds the
+    mean by less than the hottest copy. Within `slack` experts go back to their owners, for what
+    an owner holds need not be sent. A rank never holds an expert twice.
 
     Equal inputs give equal plans: sum the loads over all ranks, then each may plan alone.
     Without copies no plan is worse than the owners alone; with copies it can be, where loads are
@@ -211,13 +216,13 @@ def plan_placement(
     Args:
         loads: one number an expert, such as tokens seen; only their ratios count.
         ranks: of the group that shares the experts.
-        redundant: slots beyond one an expert, over all ranks.
+        redundant: copies beyond one an expert, over all ranks.
         slack: how far the busiest rank may exceed the mean, as a fraction of it, so that fewer
             experts are sent.
 
     Raises:
         PlanError: loads are empty, negative or not finite; ranks do not divide the experts or the
-            redundant slots; more slots on a rank than experts; a negative slack.
+            redundant copies; more copies of an expert than ranks; a negative slack.
 
     Source: arXiv:2412.19437, section 3.4 (redundant experts).
     """

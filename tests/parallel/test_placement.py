@@ -38,22 +38,22 @@ def _zipf(experts, *, seed=0):
 
 
 def _held(plan):
-    width = plan.slots_per_rank
-    return [plan.expert_of_slot[r * width : (r + 1) * width] for r in range(plan.ranks)]
+    width = plan.physical_per_rank
+    return [plan.logical_of_physical[r * width : (r + 1) * width] for r in range(plan.ranks)]
 
 
 def _copies(plan):
-    return [plan.expert_of_slot.count(e) for e in range(plan.num_experts)]
+    return [plan.logical_of_physical.count(e) for e in range(plan.num_experts)]
 
 
 @given(problem=problems(), slack=st.sampled_from([0, 0.02, 1.0]))
-def test_a_plan_covers_all_experts_and_fills_all_slots(problem, slack):
+def test_a_plan_covers_all_experts_and_fills_all_ranks(problem, slack):
     loads, size, redundant = problem
     plan = plan_placement(loads, ranks=size, redundant=redundant, slack=slack)
     as_tensor = torch.tensor(loads, dtype=torch.float64)
     assert plan == plan_placement(as_tensor, ranks=size, redundant=redundant, slack=slack)
-    assert plan.num_slots == len(loads) + redundant == size * plan.slots_per_rank
-    assert set(plan.expert_of_slot) == set(range(len(loads)))
+    assert plan.num_physical == len(loads) + redundant == size * plan.physical_per_rank
+    assert set(plan.logical_of_physical) == set(range(len(loads)))
     for held in _held(plan):
         assert list(held) == sorted(set(held))
     assert math.fsum(plan.rank_loads) == pytest.approx(sum(loads))
@@ -83,7 +83,7 @@ def test_copies_go_where_a_copy_has_most_to_do(problem):
 
 
 def _optimum(loads, ranks, copies):
-    """The smallest possible load of the busiest rank, over every way to fill the slots."""
+    """The smallest possible load of the busiest rank, over every way to deal them."""
     best = math.inf
 
     def place(expert, load, room):
@@ -140,14 +140,14 @@ def test_without_loads_copies_are_even_and_experts_stay():
     assert _copies(plan) == [2] * 8
     assert (plan.max_over_mean, plan.max_over_mean_before) == (1, 1)
     alone = plan_placement([0] * 8, ranks=4, redundant=0)
-    assert alone.expert_of_slot == tuple(range(8))
+    assert alone.logical_of_physical == tuple(range(8))
     assert alone.bytes_sent(100) == 0
 
 
 def test_without_copies_balanced_owners_stay_as_they_are():
     # Largest first comes to 18 of 17 here.
     plan = plan_placement([3, 5, 6, 3, 9, 6, 1, 1], ranks=2, redundant=0)
-    assert plan.expert_of_slot == tuple(range(8))
+    assert plan.logical_of_physical == tuple(range(8))
 
 
 def test_one_hot_expert_gets_a_copy_on_every_rank_and_no_more():
@@ -156,12 +156,12 @@ def test_one_hot_expert_gets_a_copy_on_every_rank_and_no_more():
     assert plan.rank_loads == (3, 3, 3)
     assert plan.max_over_mean_before == 3
     everything = plan_placement([5, 1, 1], ranks=3, redundant=6)
-    assert everything.expert_of_slot == (0, 1, 2) * 3
+    assert everything.logical_of_physical == (0, 1, 2) * 3
 
 
 def test_the_table_shows_what_moves():
     assert plan_placement([8, 4, 2, 2], ranks=2, redundant=2).table().splitlines() == [
-        "4 experts in 6 slots of 2 ranks; max/mean 1.500 -> 1.000; 3 experts sent",
+        "4 experts, 6 physical, on 2 ranks; max/mean 1.500 -> 1.000; 3 experts sent",
         "rank      before       after  experts",
         "   0        12.0         8.0  0 1 2*",
         "   1         4.0         8.0  0* 1* 3",
@@ -197,16 +197,16 @@ def test_choices_go_round_the_copies_of_their_expert(problem, seed, rank):
     plan = plan_placement(loads, ranks=size, redundant=redundant)
     g = torch.Generator().manual_seed(seed)
     ids = torch.randint(len(loads), (int(torch.randint(9, (), generator=g)), 3), generator=g)
-    slots = plan.assign(ids, rank=rank)
-    assert (slots.dtype, slots.shape) == (torch.int64, ids.shape)
+    physical = plan.assign(ids, rank=rank)
+    assert (physical.dtype, physical.shape) == (torch.int64, ids.shape)
     rounds = {
-        e: itertools.cycle([s for s, held in enumerate(plan.expert_of_slot) if held == e])
+        e: itertools.cycle([s for s, held in enumerate(plan.logical_of_physical) if held == e])
         for e in range(len(loads))
     }
     for e, count in enumerate(_copies(plan)):
         for _ in range(rank % count):
             next(rounds[e])
-    assert slots.flatten().tolist() == [next(rounds[e]) for e in ids.flatten().tolist()]
+    assert physical.flatten().tolist() == [next(rounds[e]) for e in ids.flatten().tolist()]
 
 
 def test_ranks_with_one_token_choose_different_copies():
@@ -252,8 +252,8 @@ def _layer_with_copies(plan, tokens_by_rank, seed):
     dispatcher = AllToAllDispatcher(group)
 
     def layer(x, scores, gate_up, down):
-        slots = plan.assign(ids, rank=rank)
-        sent = dispatcher.dispatch(x, scores, slots, num_experts=plan.num_slots)
+        physical = plan.assign(ids, rank=rank)
+        sent = dispatcher.dispatch(x, scores, physical, num_experts=plan.num_physical)
         own = (plan.copies(w, group=group) for w in (gate_up, down))
         return dispatcher.combine(grouped_swiglu(sent.tokens, sent.counts, *own), sent)
 
@@ -313,7 +313,7 @@ def test_any_plan_matches_one_rank(data, problem, seed):
 
 
 def _fetched(plan, dtype):
-    """The weights of this rank's slots, the gradient of its own, and the bytes it sent."""
+    """The weights of this rank's physical experts, the gradient of its own, and the bytes it sent."""
     rank, share = dist.get_rank(), plan.num_experts // plan.ranks
     own = torch.arange(rank * share, (rank + 1) * share).to(dtype)[:, None].expand(-1, 7)
     own = own.clone().requires_grad_()
@@ -364,5 +364,5 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_sent():
 
 def test_a_placement_is_a_value():
     plan = plan_placement([3, 1], ranks=2, redundant=2)
-    assert plan == Placement(loads=(3, 1), ranks=2, expert_of_slot=(0, 1, 0, 1))
+    assert plan == Placement(loads=(3, 1), ranks=2, logical_of_physical=(0, 1, 0, 1))
     assert len({plan, plan_placement([3.0, 1.0], ranks=2, redundant=2)}) == 1
