@@ -1,5 +1,9 @@
-"""Ranks are forked from a server that has imported the models already."""
+"""Ranks are forked from a server that has imported the models already, those that are installed."""
 
 from primeblocks.testing import ranks
 
-ranks.preload("primeblocks.parallel", "transformers.models.qwen3_moe.modeling_qwen3_moe")
+ranks.preload(
+    "primeblocks.parallel",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "tests.parallel.torchtitan_on_cpu",
+)

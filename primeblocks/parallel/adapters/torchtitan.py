@@ -1,0 +1,289 @@
+"""torchtitan 0.3.0: its experts with our dispatcher, our experts with its dispatchers, its meshes.
+
+Its `RoutedExperts.Config` takes any `LocalTokenDispatcher.Config`; ours is one, so nothing of
+torchtitan is patched. Importing this module imports torchtitan's MoE modules, which take seconds,
+need triton and look for a GPU once and for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...errors import MissingPackageError, PlanError, UnsupportedError, UsageError
+from ...groups import agree
+from ..all_to_all import AllToAllDispatcher
+from ..dispatcher import (
+    Dispatched,
+    LocalDispatcher,
+    TokenDispatcher,
+    check_outputs,
+    check_slots,
+)
+from ..mesh import Meshes, plan_mesh
+
+try:
+    from torchtitan import __version__ as _VERSION
+except ImportError as error:
+    raise MissingPackageError("torchtitan", "torchtitan") from error
+
+_TESTED = "0.3.0"
+if _VERSION != _TESTED:
+    raise UnsupportedError(
+        f"torchtitan {_VERSION}: its dispatchers and meshes were read in {_TESTED}, and they change"
+        f" often. Run: pip install torchtitan=={_TESTED}"
+    )
+
+try:
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.models.common.moe import RoutedExperts
+    from torchtitan.models.common.token_dispatcher import (
+        AllToAllTokenDispatcher,
+        LocalTokenDispatcher,
+    )
+except ImportError as error:
+    raise MissingPackageError(error.name or "torchtitan", "torchtitan") from error
+
+__all__ = [
+    "ForTorchtitan",
+    "FromTorchtitan",
+    "dispatcher_for",
+    "join_weights",
+    "meshes_from",
+    "split_weights",
+    "use_dispatcher",
+]
+
+Make = Callable[[dist.ProcessGroup | None], TokenDispatcher]
+
+
+def dispatcher_for(group: dist.ProcessGroup | None) -> TokenDispatcher:
+    """`AllToAllDispatcher` over the ranks of `group`; without one, `LocalDispatcher`. Local."""
+    return LocalDispatcher() if group is None else AllToAllDispatcher(group)
+
+
+class ForTorchtitan(LocalTokenDispatcher):
+    """One of our dispatchers where torchtitan wants one of its own.
+
+    Built by its `Config`, which goes where torchtitan has an `AllToAllTokenDispatcher.Config`;
+    `use_dispatcher` puts it there. Costs and errors are those of the dispatcher inside.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(LocalTokenDispatcher.Config):
+        """What torchtitan builds it from.
+
+        Attributes:
+            make: our dispatcher for the ranks that share the experts; None stands for this rank
+                alone. Called when the model is built and again when torchtitan wires its meshes.
+        """
+
+        make: Make = dispatcher_for
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._make = config.make
+        self.dispatcher = config.make(None)
+
+    def wire_meshes(self, *, ep_mesh: DeviceMesh | None) -> None:
+        """Share the experts over the ranks of `ep_mesh`. Torchtitan calls it. Local."""
+        self.dispatcher = self._make(None if ep_mesh is None else ep_mesh.get_group())
+
+    def dispatch(
+        self, x: Tensor, scores: Tensor, expert_ids: Tensor, counts: Tensor
+    ) -> tuple[Tensor, Tensor, Dispatched]:
+        """Return the rows of the local experts, how many each has, and what `combine` needs."""
+        del counts  # Ours counts for itself, and checks the ids as it does.
+        sent = self.dispatcher.dispatch(x, scores, expert_ids, num_experts=self.num_experts)
+        return sent.tokens, sent.counts.to(x.device, non_blocking=True), sent
+
+    def combine(self, y: Tensor, dispatched: Dispatched, x: Tensor) -> Tensor:
+        """Return each token's expert outputs, weighted and summed in our dispatcher's way."""
+        del x
+        return self.dispatcher.combine(y, dispatched)
+
+
+class FromTorchtitan:
+    """A `TokenDispatcher` made of one of torchtitan's.
+
+    It rounds the experts' outputs to float32 before it weighs them, float64 ones too, and adds
+    up a token's choices in the dtype of the tokens. Collective as the one inside is: three
+    all-to-alls forward and two backward, and the host waits for counts three times. On gloo it
+    needs torchtitan's backend "partial_dtensor".
+
+    Args:
+        theirs: wired to its mesh already; without a mesh every expert is local.
+        check: as for `AllToAllDispatcher`.
+
+    Raises:
+        UnsupportedError: neither a `LocalTokenDispatcher` nor an `AllToAllTokenDispatcher`.
+    """
+
+    def __init__(self, theirs: Any, *, check: bool = True) -> None:
+        _check_kind(theirs, (LocalTokenDispatcher, AllToAllTokenDispatcher))
+        self.theirs, self.check = theirs, check
+
+    def dispatch(
+        self, x: Tensor, scores: Tensor, expert_ids: Tensor, *, num_experts: int
+    ) -> Dispatched:
+        """As `TokenDispatcher.dispatch`.
+
+        Raises:
+            ShapeError, PlanError, RankError: as there, or torchtitan's dispatcher was configured
+                for other numbers of experts and choices.
+        """
+        self._admit(x, scores, expert_ids, num_experts)
+        chosen = torch.bincount(expert_ids.flatten(), minlength=num_experts)
+        tokens, counts, metadata = self.theirs.dispatch(
+            x, scores.contiguous(), expert_ids.contiguous(), chosen
+        )
+        # It asks for the tokens again in combine, but for their shape and dtype alone.
+        return Dispatched(tokens, counts.cpu(), (metadata, x.detach()))
+
+    def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
+        """As `TokenDispatcher.combine`."""
+        check_outputs(y, dispatched)
+        metadata, x = dispatched.handle
+        return self.theirs.combine(y, metadata, x)
+
+    def _admit(self, x: Tensor, scores: Tensor, expert_ids: Tensor, num_experts: int) -> None:
+        mesh = getattr(self.theirs, "ep_mesh", None)
+        ranks, problem = 1 if mesh is None else mesh.size(), None
+        expected = (self.theirs.num_experts, self.theirs.top_k)
+        try:
+            check_slots(x, scores, expert_ids, num_experts=num_experts, values=self.check)
+            if (num_experts, expert_ids.shape[1]) != expected or num_experts % ranks:
+                raise PlanError(
+                    f"{num_experts} experts, {expert_ids.shape[1]} a token, over {ranks} ranks;"
+                    f" torchtitan's dispatcher was configured for {expected[0]} and {expected[1]},"
+                    " and ranks take equal shares."
+                )
+        except UsageError as error:
+            problem = error
+        if mesh is not None and self.check:
+            facts = {"num_experts": num_experts, "hidden": x.shape[-1]}
+            agree(facts, problem=problem, group=mesh.get_group(), device=x.device)
+        elif problem is not None:
+            raise problem
+
+
+def use_dispatcher(target: Any, make: Make = dispatcher_for) -> tuple[str, ...]:
+    """Give every `RoutedExperts` of a torchtitan model our dispatcher, in place. Local.
+
+    Args:
+        target: a model, built or also parallelised, or the config tree it will be built from.
+        make: see `ForTorchtitan.Config`.
+
+    Returns:
+        The names of what was changed, as the built model spells them.
+
+    Raises:
+        UnsupportedError: no `RoutedExperts`, or one whose dispatcher does more than torchtitan's
+            local and all-to-all ones do. Nothing was changed then.
+    """
+    if isinstance(target, nn.Module):
+        found = [(n, m) for n, m in target.named_modules() if isinstance(m, RoutedExperts)]
+        tested: tuple[type, ...] = (LocalTokenDispatcher, AllToAllTokenDispatcher, ForTorchtitan)
+    else:
+        found = [(name, config) for name, config, *_ in target.traverse(RoutedExperts.Config)]
+        tested = (
+            LocalTokenDispatcher.Config,
+            AllToAllTokenDispatcher.Config,
+            ForTorchtitan.Config,
+        )
+    if not found:
+        raise UnsupportedError(
+            f"{type(target).__qualname__} holds no RoutedExperts of torchtitan {_TESTED}."
+        )
+    for _, owner in found:
+        _check_kind(owner.token_dispatcher, tested)
+    for _, owner in found:
+        old = owner.token_dispatcher
+        new = ForTorchtitan.Config(num_experts=old.num_experts, top_k=old.top_k, make=make)
+        if isinstance(target, nn.Module):
+            new = new.build()
+            new.wire_meshes(ep_mesh=getattr(old, "ep_mesh", None))
+        owner.token_dispatcher = new
+    return tuple(name for name, _ in found)
+
+
+def meshes_from(parallel_dims: ParallelDims) -> Meshes:
+    """The meshes of torchtitan's degrees, over the process groups that torchtitan made.
+
+    Its names on the left: dp_replicate is `replicate`, dp_shard x cp `fsdp`, efsdp `expert_fsdp`,
+    ep `expert`, cp `context`; batch and loss are the same. Its meshes of axes that it considers
+    unused cannot communicate, whatever their size; here every mesh can. Axes over the same ranks
+    share a group. A group is made anew only for one rank alone, and for fsdp if torchtitan has
+    none (cp > 1 and dp_replicate > 1, other than in its backend "partial_dtensor").
+
+    Collective if `build_mesh` has not run yet, or a group is made; else local.
+
+    Raises:
+        UnsupportedError: tp or pp above 1.
+        PlanError: ep does not divide dp_shard x cp.
+    """
+    dims = parallel_dims
+    for name, degree in (("tp", dims.tp), ("pp", dims.pp)):
+        if degree > 1:
+            raise UnsupportedError(
+                f"{name}={degree}: these meshes shard parameters, experts and sequences only."
+                f" Use {name}=1 and raise ep, cp or dp_shard."
+            )
+    plan = plan_mesh(
+        world_size=dims.world_size, replicate=dims.dp_replicate, context=dims.cp, expert=dims.ep
+    )
+    groups = {}
+    for host in dims.get_all_one_dimensional_meshes().values():
+        groups[tuple(dist.get_process_group_ranks(host.get_group()))] = host.get_group()
+
+    def mesh(**axes: int) -> DeviceMesh:
+        grid = torch.arange(plan.world_size).view(*axes.values())
+        here = (grid == dist.get_rank()).nonzero()[0].tolist()
+        along = []
+        for axis in range(grid.ndim):
+            ranks = tuple(grid.movedim(axis, -1)[*here[:axis], *here[axis + 1 :]].tolist())
+            if ranks not in groups:
+                groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+            along.append(groups[ranks])
+        device = dims.world_mesh.device_type
+        return DeviceMesh.from_group(along, device, grid, mesh_dim_names=tuple(axes))
+
+    dense = mesh(replicate=plan.replicate, fsdp=plan.fsdp)
+    sparse = mesh(replicate=plan.replicate, expert_fsdp=plan.expert_fsdp, expert=plan.expert)
+    data = mesh(batch=plan.batch, context=plan.context)
+    copies = ("replicate",) if plan.replicate > 1 else ()
+    return Meshes(
+        plan=plan,
+        fsdp=dense[(*copies, "fsdp")],
+        expert_fsdp=sparse[(*copies, "expert_fsdp")],
+        expert=sparse["expert"],
+        context=data["context"],
+        batch=data["batch"],
+        loss=mesh(loss=plan.world_size),
+    )
+
+
+def join_weights(w1: Tensor, w2: Tensor, w3: Tensor) -> tuple[Tensor, Tensor]:
+    """torchtitan's `w1_EFD`, `w2_EDF`, `w3_EFD` as our (`gate_up_proj`, `down_proj`). Local."""
+    return torch.cat((w1, w3), dim=1), w2
+
+
+def split_weights(gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Our weights as torchtitan's (`w1_EFD`, `w2_EDF`, `w3_EFD`): views. Local."""
+    gate, up = gate_up.chunk(2, dim=1)
+    return gate, down, up
+
+
+def _check_kind(dispatcher: Any, tested: tuple[type, ...]) -> None:
+    # Exactly: a subclass may pad rows, or drop them.
+    if type(dispatcher) not in tested:
+        raise UnsupportedError(
+            f"{type(dispatcher).__qualname__} is none of torchtitan's {_TESTED} dispatchers that"
+            f" were tested: {[kind.__qualname__ for kind in tested]}."
+        )
