@@ -71,7 +71,7 @@ class _Collect(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, Tensor | None]:
         (grad,) = grads
         rows, weights = ctx.saved_tensors
-        source, order, starts = ctx.copies
+        source, order, _ = ctx.copies
         if weights is None:
             return grad.index_select(0, source), None, None
         grad = grad.contiguous()
@@ -81,10 +81,7 @@ class _Collect(torch.autograd.Function):
         of_rows = F.embedding_bag(
             source[:, None], grad, mode="sum", per_sample_weights=by_row.to(grad.dtype)[:, None]
         )
-        # What autograd calls for the weights of an embedding bag: a dot product each, no copy.
-        of_weights = torch.ops.aten._embedding_bag_per_sample_weights_backward(
-            grad, rows, order, starts, source[order], 0
-        )
+        of_weights = _dots(rows, grad, source)[order]
         return of_rows, None, of_weights.to(weights.dtype)
 
 
@@ -98,3 +95,20 @@ def _sum(rows: Tensor, copies: Copies, weights: Tensor | None) -> Tensor:
         mode="sum",
         per_sample_weights=None if weights is None else weights.to(rows.dtype),
     )
+
+
+def _dots(rows: Tensor, grad: Tensor, source: Tensor) -> Tensor:
+    """`[rows]`: each row times the gradient of its token, in float32 for low precision."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    grad, step = grad.to(wide), max(len(rows), 1)
+    if rows.dtype != wide:  # By parts: on a CPU they stay in its cache while they are wide.
+        step = 512 if rows.device.type == "cpu" else 65536
+    found = grad.new_empty(len(rows))
+    for start in range(0, len(rows), step):
+        part, tokens = rows[start : start + step].to(wide), source[start : start + step]
+        each = torch.arange(len(part), device=rows.device)
+        # What autograd calls for the weights of an embedding bag: a dot product each, no copy.
+        found[start : start + step] = torch.ops.aten._embedding_bag_per_sample_weights_backward(
+            grad, part, each, each, tokens, 0
+        )
+    return found

@@ -1,0 +1,1 @@
+"""What `benchmarks.parallel` measures, one question a file."""
