@@ -313,7 +313,7 @@ def test_any_plan_matches_one_rank(data, problem, seed):
 
 
 def _fetched(plan, dtype):
-    """The weights of this rank's physical experts, the gradient of its own, and the bytes it sent."""
+    """The weights of a rank's physical experts, the gradient of its own, the bytes it sent."""
     rank, share = dist.get_rank(), plan.num_experts // plan.ranks
     own = torch.arange(rank * share, (rank + 1) * share).to(dtype)[:, None].expand(-1, 7)
     own = own.clone().requires_grad_()
