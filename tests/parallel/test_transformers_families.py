@@ -18,7 +18,7 @@ from primeblocks.parallel import (
 )
 from primeblocks.testing import ranks, tiny_models
 
-VOCABULARY, EXPERTS, TOP_K = 32, 8, 2
+VOCABULARY, EXPERTS, TOP_K = 32, 12, 2
 DOCUMENTS = [9, 1, 14, 5]
 NO_CONTEXT = ("deepseek_v32", "glm_moe_dsa", "minimax")
 NO_EXPERTS = ("llama", "qwen3")
@@ -150,6 +150,8 @@ def _cases(family, world_size):
             ({"context": 2}, "zigzag", "ring", False, False),
             ({"expert": 2 if shared else 1}, "contiguous", "ulysses", True, False),
         ]
+    if world_size == 3:
+        return [({"context": 3, "expert": 3}, "zigzag", "ring", True, False)]
     return [
         ({"context": 2, "expert": 4 if shared else 1}, "contiguous", "ulysses", True, True),
         ({"context": 4, "expert": 2 if shared else 1}, "balanced", "ring", False, False),
@@ -162,6 +164,11 @@ def test_a_family_equals_one_rank(family, world_size):
     for by_case in ranks.run(_compare, family, _cases(family, world_size), world_size=world_size):
         for errors in by_case.values():
             assert max(errors.values()) < 1e-12, by_case
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_5_moe"])
+def test_three_ranks_equal_one(family):
+    test_a_family_equals_one_rank(family, 3)
 
 
 def test_the_table_holds_what_is_tested():
