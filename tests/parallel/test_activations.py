@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from primeblocks.errors import UsageError
 from primeblocks.parallel import activations, plan_mesh
-from primeblocks.parallel.activations import offload_activations
+from primeblocks.parallel.memory.activations import offload_activations
 from primeblocks.testing import ranks
 from primeblocks.testing.oracles import assert_same_bits
 from tests.parallel.test_fsdp import Model, _loss, _shard

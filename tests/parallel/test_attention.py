@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from primeblocks.errors import PlanError, RankError, ShapeError
 from primeblocks.parallel import plan_sequence, reference, ring_attention, ulysses_attention
-from primeblocks.parallel.tile_kernel import TileKernel
+from primeblocks.parallel.attention.kernel import Kernel
 from primeblocks.testing import ranks, strategies
 from primeblocks.testing.oracles import assert_as_precise, assert_close_float64
 
@@ -146,7 +146,7 @@ def test_plain_matrices_compute_what_the_fused_kernel_does(kind, key_heads):
     if kind == "masked":
         mask = torch.rand(9, 9, generator=torch.Generator().manual_seed(2)) < 0.4
         mask[3] = False
-    kernel = TileKernel(kind == "causal", mask, 0.4)
+    kernel = Kernel(kind == "causal", mask, 0.4)
     out, lse = kernel.forward(q, k, v)
     pad = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
     plain_out, plain_lse = kernel._plain(*pad)

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from primeblocks.parallel.activations import offload_activations
-from primeblocks.parallel.cpu_adamw import CpuAdamW
-from primeblocks.parallel.memory import HostMemory
+from primeblocks.parallel.memory.activations import offload_activations
+from primeblocks.parallel.memory.cpu_adamw import CpuAdamW
+from primeblocks.parallel.memory.host_memory import HostMemory
 
 pytestmark = [
     pytest.mark.gpu,

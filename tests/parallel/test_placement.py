@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from primeblocks.errors import PlanError, ShapeError
 from primeblocks.parallel import AllToAllDispatcher, grouped_swiglu, reference
-from primeblocks.parallel.placement import Placement, plan_placement
+from primeblocks.parallel.experts.placement import Placement, plan_placement
 from primeblocks.testing import ranks
 from primeblocks.testing.oracles import assert_close_float64, assert_same_bits, gradients_of
 

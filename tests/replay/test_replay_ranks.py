@@ -1,7 +1,8 @@
 """Replay on several ranks: expert parallelism x FSDP2, against themselves and against one rank.
 
 The blocks meet here and only here: `parallel` shards a model of transformers, `replay` imposes.
-A new way to split tokens over ranks is one more entry of `ORDERS`.
+A new way to split tokens over ranks is one more entry of `ORDERS`; attention over split sequences
+is in `test_replay_context`.
 """
 
 from contextlib import contextmanager, nullcontext
@@ -15,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from primeblocks.parallel import AllToAllDispatcher, fully_shard_moe, plan_mesh
-from primeblocks.parallel.experts import local_experts
+from primeblocks.parallel import AllToAllDispatcher, fully_shard_moe, plan_mesh, plan_sequence
+from primeblocks.parallel.experts.grouped import local_experts
 from primeblocks.replay import Routes, impose, record
 from primeblocks.replay.adapters.transformers import routers
 from primeblocks.testing import ranks, tiny_models
@@ -103,7 +104,7 @@ def _loss(model, tokens):
 def _following(found, routes):
     """Imposed, and seen to be."""
     with impose(found, routes), record(found) as tape:
-        yield
+        yield tape
     known = ~routes.missing
     assert np.array_equal(tape.routes.experts[known], routes.experts[known])
 
@@ -251,21 +252,23 @@ class Blocks(nn.Module):
         return x
 
 
-def _contiguous(tokens, rank, size):
-    return np.array_split(np.arange(tokens), size)[rank]
-
-
-def _zigzag(tokens, rank, size):
-    """An early and a late chunk for each rank."""
-    chunks = np.array_split(np.arange(tokens), 2 * size)
-    return np.concatenate([chunks[rank], chunks[2 * size - 1 - rank]])
+def _planned(order, block_tokens, tokens, rank, size):
+    documents = [11, 1, 0, tokens - 12]
+    plan = plan_sequence(documents, ranks=size, order=order, block_tokens=block_tokens)
+    return plan.indices(rank).numpy()
 
 
 def _shuffled(tokens, rank, size):
     return np.random.default_rng(0).permutation(tokens)[rank::size]
 
 
-ORDERS = {"contiguous": _contiguous, "zigzag": _zigzag, "shuffled": _shuffled}
+ORDERS = {
+    "balanced": partial(_planned, "balanced", 3),
+    "large blocks": partial(_planned, "balanced", 16),  # Of four ranks one has no token.
+    "contiguous": partial(_planned, "contiguous", 1),
+    "zigzag": partial(_planned, "zigzag", 1),
+    "shuffled": _shuffled,
+}
 
 
 def _split(order, degrees):
@@ -274,23 +277,28 @@ def _split(order, degrees):
     routes = _foreign(tokens, seed=3)
     x = torch.randn(1, tokens, HIDDEN, dtype=torch.float64, generator=torch.Generator())
     whole = Blocks()
-    with impose(routers(whole), routes):
+    found = routers(whole)
+    with impose(found, routes), record(found) as tape:
         wanted = whole(x)
         wanted.square().sum().backward()
     index = ORDERS[order](tokens, dist.get_rank(), dist.get_world_size())
     model = _parallelize(Blocks(), degrees)
-    with _following(routers(model), routes.take(index)):
-        found = model(x[:, index])
-        found.square().sum().backward()
-    errors = [_error(found, wanted[:, index])]
+    with _following(routers(model), routes.take(index)) as own:
+        y = model(x[:, index])
+        y.square().sum().backward()
+    errors = [_error(y, wanted[:, index])] if len(index) else []
     for name, parameter in model.named_parameters():
         errors.append(_error(parameter.grad.full_tensor(), whole.get_parameter(name).grad))
-    return index.tolist(), max(errors)
+    return index, own.routes, tape.routes, max(errors)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("world_size", "degrees"), [(2, {}), (4, {"expert": 2})], ids=str)
 def test_any_split_of_the_tokens_equals_one_rank(order, world_size, degrees):
     results = ranks.run(_split, order, degrees, world_size=world_size)
-    assert sorted(i for index, _ in results for i in index) == list(range(37))
-    assert max(error for _, error in results) < 1e-12
+    indices, parts, wholes, errors = zip(*results, strict=True)
+    index = np.concatenate(indices)
+    assert sorted(index) == list(range(37))
+    # What ranks record, missing tokens' own choices included, joins to what one rank records.
+    assert Routes.join(parts).take(np.argsort(index)) == wholes[0]
+    assert max(errors) < 1e-12

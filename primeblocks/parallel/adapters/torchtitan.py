@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import MissingPackageError, PlanError, UnsupportedError, UsageError
 from ...groups import agree
-from ..all_to_all import AllToAllDispatcher
-from ..dispatcher import (
+from ..experts.all_to_all import AllToAllDispatcher
+from ..experts.dispatcher import (
     Dispatched,
     LocalDispatcher,
     TokenDispatcher,

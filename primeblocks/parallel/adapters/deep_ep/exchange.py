@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from ....errors import ClosedError, PlanError, ShapeError, UnsupportedError, UsageError
 from ....groups import agree
-from ...dispatcher import (
+from ...experts.dispatcher import (
     Dispatched,
     align,
     check_outputs,
@@ -22,7 +22,7 @@ from ...dispatcher import (
     group_slots,
     unalign,
 )
-from ...spread import Copies, collect, copies_of, spread
+from ...experts.spread import Copies, collect, copies_of, spread
 
 __all__ = ["MAX_TOP_K", "ROWS", "SCORES", "Exchange", "Received", "Wire", "check_hidden"]
 

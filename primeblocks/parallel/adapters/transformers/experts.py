@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 
-from ...dispatcher import TokenDispatcher
-from ...experts import expert_linear
+from ....errors import UnsupportedError
+from ...experts.dispatcher import TokenDispatcher
+from ...experts.grouped import expert_linear
 
 __all__ = ["experts_of", "install_experts", "routers_of"]
 
@@ -16,7 +17,18 @@ _IMPLEMENTATION = "primeblocks"
 
 
 def experts_of(model: nn.Module) -> list[Any]:
-    """The modules that transformers' registry of experts implementations serves."""
+    """The modules that transformers' registry of experts implementations serves.
+
+    Raises:
+        UnsupportedError: PEFT wraps one, to add products to weights that it wants whole.
+    """
+    for name, module in model.named_modules():
+        if hasattr(getattr(module, "base_layer", None), "_apply_gate"):
+            raise UnsupportedError(
+                f"PEFT adapts {name} by target_parameters, which needs all experts on one rank "
+                "(gate_proj, up_proj and down_proj become those, too). Leave them out of its "
+                "configuration and call add_expert_lora."
+            )
     return [module for module in model.modules() if hasattr(module, "_apply_gate")]
 
 

@@ -12,12 +12,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PreTrainedModel
 
 from ....errors import UnsupportedError
-from ...all_to_all import AllToAllDispatcher
-from ...dispatcher import TokenDispatcher
+from ...attention.ulysses import ulysses_attention
+from ...experts.all_to_all import AllToAllDispatcher
+from ...experts.dispatcher import TokenDispatcher
 from ...fsdp import fully_shard_moe
 from ...mesh import Meshes
 from ...sequence import SequencePlan
-from ...ulysses import ulysses_attention
 from .attention import Context, install_attention
 from .experts import experts_of, install_experts, routers_of
 from .families import FAMILIES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..errors import ShapeError
+from ...errors import ShapeError
 from .dispatcher import TokenDispatcher
 
 __all__ = ["GroupedExperts", "expert_linear", "grouped_linear", "grouped_swiglu", "local_experts"]
@@ -108,7 +109,7 @@ class GroupedExperts(nn.Module):
         return self.dispatcher.combine(y, sent)
 
 
-def expert_linear(module: nn.Module, name: str, tokens: Tensor, counts: Tensor) -> Tensor:
+def expert_linear(module: Any, name: str, tokens: Tensor, counts: Tensor) -> Tensor:
     """Run each expert's rows through one weight of `module`, its adapter included. Local.
 
     Args:

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .attention import Gradients, Merge, Rules
-from .attention_inputs import checked
-from .sequence import SequencePlan
-from .tile_kernel import accumulator_dtype
+from ..sequence import SequencePlan
+from .inputs import checked
+from .kernel import accumulator_dtype
+from .merge import Gradients, Merge, Rules
 
 __all__ = ["ring_attention"]
 
@@ -81,7 +81,7 @@ class _Ring(torch.autograd.Function):
     ) -> Tensor:
         merge = Merge(q, v)
         for source, far_k, far_v in _around(k, v, rules.plan, group):
-            for rows, keys, kernel in rules.tiles(group.rank(), source, q):
+            for rows, keys, kernel in rules.rectangles(group.rank(), source, q):
                 merge.add(rows, *kernel.forward(q[rows], far_k[keys], far_v[keys]))
         if sinks is not None:
             merge.add_sinks(sinks)
@@ -100,7 +100,7 @@ class _Ring(torch.autograd.Function):
         for source, far_k, far_v in _around(k, v, rules.plan, group):
             own = [torch.zeros(x.shape, dtype=accumulator_dtype(x), device=x.device)
                    for x in (far_k, far_v)]  # fmt: skip
-            for rows, keys, kernel in rules.tiles(group.rank(), source, q):
+            for rows, keys, kernel in rules.rectangles(group.rank(), source, q):
                 more_k, more_v = gradients.add(rows, kernel, far_k[keys], far_v[keys])
                 own[0][keys] += more_k
                 own[1][keys] += more_v

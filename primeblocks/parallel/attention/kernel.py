@@ -1,4 +1,4 @@
-"""Attention of one tile: torch's fused kernel for the device and dtype, or plain matrices."""
+"""Attention of one rectangle: torch's fused kernel for the device and dtype, or plain matrices."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["TileKernel", "accumulator_dtype"]
+__all__ = ["Kernel", "accumulator_dtype"]
 
 
 def accumulator_dtype(x: Tensor) -> torch.dtype:
@@ -14,7 +14,7 @@ def accumulator_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-class TileKernel:
+class Kernel:
     """Forward and backward of one rectangle of queries and keys. Local.
 
     Tensors are `[tokens, heads, head_dim]`; there may be fewer key heads than query heads, and
@@ -52,7 +52,7 @@ class TileKernel:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v, from `out` and `lse` over all keys, this tile's and others."""
+        """Gradients of q, k and v, from `out` and `lse` over all keys, these and others."""
         q_, k_, v_ = (x.transpose(0, 1).unsqueeze(0) for x in _same_width(q, k, v))
         width = q_.shape[3]
         grad_, out_ = (

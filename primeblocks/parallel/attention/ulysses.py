@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..groups import all_to_all_rows
-from .attention import Rules, packed_attention
-from .attention_inputs import checked
-from .sequence import SequencePlan, plan_sequence
+from ...groups import all_to_all_rows
+from ..sequence import SequencePlan, plan_sequence
+from .inputs import checked
+from .merge import Rules, packed_attention
 
 __all__ = ["ulysses_attention"]
 

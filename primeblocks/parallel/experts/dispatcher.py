@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from ..errors import PlanError, ShapeError
+from ...errors import PlanError, ShapeError
 from .spread import collect, copies_of, spread
 
 __all__ = [

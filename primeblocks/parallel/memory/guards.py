@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import UsageError
+from ...errors import UsageError
 
 __all__ = ["Handle", "guard"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..errors import UsageError
+from ...errors import UsageError
 from .storages import bytes_of, plain_tensors
 
 __all__ = ["OffloadedBytes", "offload_activations"]

@@ -18,8 +18,8 @@ from torch import Tensor, UntypedStorage, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from ..errors import CapacityError, ShapeError, UnsupportedError, UsageError
-from .memory_guards import Handle, guard
+from ...errors import CapacityError, ShapeError, UnsupportedError, UsageError
+from .guards import Handle, guard
 from .storages import HostBytes, bytes_of, plain_tensors
 
 __all__ = ["HostMemory", "MovedBytes"]

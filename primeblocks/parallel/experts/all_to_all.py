@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import PlanError, UsageError
-from ..groups import agree, all_to_all_rows
+from ...errors import PlanError, UsageError
+from ...groups import agree, all_to_all_rows
 from .dispatcher import (
     Dispatched,
     align,

@@ -13,7 +13,7 @@ from torch.optim import AdamW
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT, StateDict
 
-from ..errors import ShapeError, UnsupportedError, UsageError
+from ...errors import ShapeError, UnsupportedError, UsageError
 from .storages import plain_tensors
 
 __all__ = ["CpuAdamW"]

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import PlanError, ShapeError, UsageError
-from ..groups import agree
-from .sequence import SequencePlan
+from ...errors import PlanError, ShapeError, UsageError
+from ...groups import agree
+from ..sequence import SequencePlan
 
 __all__ = ["checked"]
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .sequence import SequencePlan
-from .tile_kernel import TileKernel, accumulator_dtype
-from .tiles import mask_of, tiles
+from ..sequence import SequencePlan
+from .kernel import Kernel, accumulator_dtype
+from .rectangles import mask_of, rectangles
 
 __all__ = ["Gradients", "Merge", "Rules", "packed_attention"]
 
@@ -23,29 +23,20 @@ class Rules:
     ) -> None:
         self.plan, self.causal, self.scale, self.window = plan, causal, scale, window
 
-    def tiles(
+    def rectangles(
         self, query_rank: int, key_rank: int, q: Tensor
-    ) -> Iterator[tuple[slice, slice, TileKernel]]:
-        """Each tile's rows of queries, its rows of keys, and the kernel for it."""
+    ) -> Iterator[tuple[slice, slice, Kernel]]:
+        """Each rectangle's rows of queries, its rows of keys, and the kernel for it."""
         if not q.shape[1]:  # More ranks than heads, and kernels do not care for none.
             return
-        found = tiles(
-            self.plan,
-            query_rank=query_rank,
-            key_rank=key_rank,
-            causal=self.causal,
-            window=self.window,
-        )
-        for tile in found:
+        ranks = {"query_rank": query_rank, "key_rank": key_rank}
+        for found in rectangles(self.plan, **ranks, causal=self.causal, window=self.window):
             mask = None
-            if tile.kind == "masked":
+            if found.kind == "masked":
                 assert self.window is not None
-                mask = mask_of(
-                    self.plan, tile, query_rank=query_rank, key_rank=key_rank, window=self.window
-                ).to(q.device)
-                if mask.all():
-                    mask = None
-            yield tile.queries, tile.keys, TileKernel(tile.kind == "causal", mask, self.scale)
+                mask = mask_of(self.plan, found, **ranks, window=self.window)
+                mask = None if mask.all() else mask.to(q.device)
+            yield found.queries, found.keys, Kernel(found.kind == "causal", mask, self.scale)
 
 
 class Merge:
@@ -86,15 +77,15 @@ class Merge:
 class Gradients:
     """The backward of attention, keys arriving in parts again.
 
-    With `out` and `lse` of all keys together, a tile's share of the gradients follows from the
-    tile alone; a sink changes `lse` and nothing else.
+    With `out` and `lse` of all keys together, a rectangle's share of the gradients follows from the
+    rectangle alone; a sink changes `lse` and nothing else.
     """
 
     def __init__(self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> None:
         self.grad, self.q, self.out, self.lse = grad, q, out, lse
         self.dq = torch.zeros(q.shape, dtype=accumulator_dtype(q), device=q.device)
 
-    def add(self, rows: slice, kernel: TileKernel, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def add(self, rows: slice, kernel: Kernel, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients of these keys and values; those of the queries are added up."""
         dq, dk, dv = kernel.backward(
             self.grad[rows], self.q[rows], k, v, self.out[rows], self.lse[rows]
@@ -124,7 +115,7 @@ class _Packed(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, rules: Rules
     ) -> Tensor:
         merge = Merge(q, v)
-        for rows, keys, kernel in rules.tiles(0, 0, q):
+        for rows, keys, kernel in rules.rectangles(0, 0, q):
             merge.add(rows, *kernel.forward(q[rows], k[keys], v[keys]))
         if sinks is not None:
             merge.add_sinks(sinks)
@@ -138,7 +129,7 @@ class _Packed(torch.autograd.Function):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         gradients = Gradients(grads[0].contiguous(), q, out, lse)
         dk, dv = (torch.zeros(x.shape, dtype=accumulator_dtype(x), device=x.device) for x in (k, v))
-        for rows, keys, kernel in ctx.rules.tiles(0, 0, q):
+        for rows, keys, kernel in ctx.rules.rectangles(0, 0, q):
             more_k, more_v = gradients.add(rows, kernel, k[keys], v[keys])
             dk[keys] += more_k
             dv[keys] += more_v

@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .sequence import SequencePlan
+from ..sequence import SequencePlan
 
-__all__ = ["Tile", "mask_of", "tiles"]
+__all__ = ["Rectangle", "mask_of", "rectangles"]
 
 # Long runs are cut for windowed attention: a mask is as wide as its queries and the window.
 _WINDOW_ROWS = 128
 
 
-class Tile(NamedTuple):
+class Rectangle(NamedTuple):
     """A rectangle of the attention matrix: rows of the query rank, rows of the key rank.
 
     `kind` is "full" (every query sees every key), "causal" (a square, query i sees keys up to i)
@@ -40,9 +40,9 @@ class Tile(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def tiles(
+def rectangles(
     plan: SequencePlan, *, query_rank: int, key_rank: int, causal: bool, window: int | None
-) -> tuple[Tile, ...]:
+) -> tuple[Rectangle, ...]:
     """The rectangles in which a rank's queries meet another rank's keys. Pure.
 
     A document's keys lie side by side on each rank, and a run's past keys are a prefix of them,
@@ -51,10 +51,10 @@ def tiles(
     places = _places(plan, key_rank)
     starts = np.cumsum([0, *plan.document_lengths])
 
-    def tile(start: int, stop: int, offset: int, low: int, high: int, kind: str) -> Tile:
+    def rectangle(start: int, stop: int, offset: int, low: int, high: int, kind: str) -> Rectangle:
         """From places in the sequence to rows."""
         first, last = np.searchsorted(places, [low, high])
-        return Tile(offset, offset + stop - start, int(first), int(last), kind)
+        return Rectangle(offset, offset + stop - start, int(first), int(last), kind)
 
     found = []
     for start, stop, document, offset in plan.runs(query_rank):
@@ -63,23 +63,23 @@ def tiles(
             for low in range(start, stop, step):
                 high, first = min(low + step, stop), max(document, low - window + 1)
                 # One rectangle may hold keys before, inside and behind the window.
-                found.append(tile(low, high, offset + low - start, first, high, "masked"))
+                found.append(rectangle(low, high, offset + low - start, first, high, "masked"))
         elif causal:
-            found.append(tile(start, stop, offset, document, start, "full"))
+            found.append(rectangle(start, stop, offset, document, start, "full"))
             if key_rank == query_rank:
-                found.append(tile(start, stop, offset, start, stop, "causal"))
+                found.append(rectangle(start, stop, offset, start, stop, "causal"))
         else:
             end = int(starts[np.searchsorted(starts, document, side="right")])
-            found.append(tile(start, stop, offset, document, end, "full"))
+            found.append(rectangle(start, stop, offset, document, end, "full"))
     return tuple(t for t in found if t.key_stop > t.key_start)
 
 
 def mask_of(
-    plan: SequencePlan, tile: Tile, *, query_rank: int, key_rank: int, window: int
+    plan: SequencePlan, rectangle: Rectangle, *, query_rank: int, key_rank: int, window: int
 ) -> Tensor:
-    """`[queries, keys]`, bool: the keys that each query of a masked tile sees. Local."""
-    queries = torch.from_numpy(_places(plan, query_rank)[tile.queries])
-    keys = torch.from_numpy(_places(plan, key_rank)[tile.keys])
+    """`[queries, keys]`, bool: the keys that each query of a masked rectangle sees. Local."""
+    queries = torch.from_numpy(_places(plan, query_rank)[rectangle.queries])
+    keys = torch.from_numpy(_places(plan, key_rank)[rectangle.keys])
     distance = queries[:, None] - keys
     return (distance >= 0) & (distance < window)
 

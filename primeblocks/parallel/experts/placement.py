@@ -22,8 +22,8 @@ import torch.distributed as dist
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from ..errors import PlanError, ShapeError
-from ..groups import all_to_all_rows
+from ...errors import PlanError, ShapeError
+from ...groups import all_to_all_rows
 from .packing import packed
 
 __all__ = ["Placement", "plan_placement"]

@@ -1,0 +1,191 @@
+"""Low-rank adapters on the weights of experts.
+
+An expert's weight W becomes W + alpha/rank · B A, and the sum is never formed: rows go through A
+and B as they go through W. The factors are parameters beside the weight, experts first, so that
+they are dealt, sharded and clipped like it.
+
+Source: arXiv:2106.09685, low-rank adaptation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from ...errors import PlanError, UnsupportedError
+from ...layout import layout_of
+
+__all__ = ["add_expert_lora", "expert_lora_state_dict", "merged_expert_weights"]
+
+_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+
+
+def add_expert_lora(
+    model: nn.Module,
+    *,
+    rank: int,
+    alpha: float,
+    names: Iterable[str] | None = None,
+    dtype: torch.dtype | None = None,
+    generator: torch.Generator | None = None,
+) -> list[str]:
+    """Give the experts of `model` low-rank factors, and freeze all else in the modules they are in.
+
+    `NAME_lora_A` `[experts, rank, in]` is drawn as a linear layer's weight, `NAME_lora_B`
+    `[experts, out, rank]` is zero: nothing changes until a step. `GroupedExperts` and experts of
+    transformers behind a dispatcher apply them. Other modules are left as they are: PEFT adapts
+    those, and comes first, for it freezes what it did not add. Local; before `fully_shard_moe`.
+
+    Args:
+        rank: a multiple of 8 lets bfloat16 rows go through torch's grouped kernel.
+        alpha: the product of the factors is scaled by `alpha / rank`.
+        names: parameters to adapt, each `[experts, ...]` with two more dims. Default: those of
+            `gate_up_proj`, `up_proj` and `down_proj` that there are.
+        dtype: of the factors; default: the weight's. float32 beside bfloat16 weights learns from
+            small steps; rows still multiply in their own dtype.
+        generator: its state must be equal on all ranks, as that of the default one.
+
+    Returns:
+        The names of the adapted weights.
+
+    Raises:
+        PlanError: no such parameter, a rank below 1, or experts that have an adapter.
+        UnsupportedError: the experts are sharded already.
+    """
+    if rank < 1:
+        raise PlanError(f"rank must be at least 1; got {rank}.")
+    wanted = _WEIGHTS if names is None else tuple(names)
+    found = [
+        (path, module, name)
+        for path, module in model.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if name in wanted and parameter.ndim == 3
+    ]
+    missing = [name for name in wanted if all(name != other for *_, other in found)]
+    if not found or (missing and names is not None):
+        raise PlanError(
+            f"no experts of {type(model).__name__} have a parameter [experts, ...] named "
+            f"{' or '.join(missing)}. Name theirs with names=."
+        )
+    for path, module, name in found:
+        _check_bare(module, name, path or name)
+    for module in dict.fromkeys(module for _, module, _ in found):
+        module.requires_grad_(False)
+        module.lora_scaling = alpha / rank
+        module.register_forward_pre_hook(_refuse_unless_applied)
+    for _, module, name in found:
+        _add_factors(module, name, rank, dtype, generator)
+    return [f"{path}.{name}".lstrip(".") for path, _, name in found]
+
+
+@torch.no_grad()
+def merged_expert_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the adapted weights with their adapters added, one by one, for export.
+
+    Each is new, named, laid out and typed as the weight is; the sum is formed in float32 at least.
+    The model stays as it is. Collective where sharded: a rank gathers the factors of the experts
+    that its FSDP group shares, and multiplies those of its part.
+    """
+    for path, module, name in _adapted(model):
+        weight: Tensor = getattr(module, name)
+        exact = torch.promote_types(weight.dtype, torch.float32)
+        a, b = (_gathered(getattr(module, f"{name}_lora_{factor}")) for factor in "AB")
+        first = layout_of(a).shard.offsets[0]
+        a, b = _local(a).to(exact), _local(b).to(exact) * module.lora_scaling
+        if getattr(module, "is_transposed", False):  # [experts, in, out]
+            a, b = b.transpose(1, 2), a.transpose(1, 2)
+        experts, rows, columns = layout_of(weight).shard.slices
+        own = slice(experts.start - first, experts.stop - first)
+        merged = (_local(weight).to(exact) + b[own, rows] @ a[own, :, columns]).to(weight.dtype)
+        yield f"{path}{name}", _laid_out_as(weight, merged)
+
+
+@torch.no_grad()
+def expert_lora_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The factors, whole, with the names and shapes that PEFT gives to `target_parameters`.
+
+    A is `[experts * rank, in]`, B is `[out, rank * experts]`, experts last; where both weights of
+    a module are adapted, the first is its `base_layer`. Collective where sharded.
+    """
+    adapted = list(_adapted(model))
+    state = {}
+    for index, (path, module, name) in enumerate(adapted):
+        depth = sum(other is module for _, other, _ in adapted[index + 1 :])
+        prefix = path + "base_layer." * depth
+        a, b = (_whole(getattr(module, f"{name}_lora_{factor}")) for factor in "AB")
+        state[f"{prefix}lora_A.weight"] = a.flatten(0, 1)
+        state[f"{prefix}lora_B.weight"] = b.permute(1, 2, 0).flatten(1)
+    return state
+
+
+def _add_factors(
+    module: nn.Module,
+    name: str,
+    rank: int,
+    dtype: torch.dtype | None,
+    generator: torch.Generator | None,
+) -> None:
+    weight = module.get_parameter(name)
+    experts, out, in_ = weight.shape
+    if getattr(module, "is_transposed", False):
+        out, in_ = in_, out
+    a = weight.new_empty(experts * rank, in_, dtype=dtype)
+    nn.init.kaiming_uniform_(a, a=sqrt(5), generator=generator)
+    b = weight.new_zeros(experts, out, rank, dtype=dtype)
+    setattr(module, f"{name}_lora_A", nn.Parameter(a.view(experts, rank, in_)))
+    setattr(module, f"{name}_lora_B", nn.Parameter(b))
+
+
+def _check_bare(module: nn.Module, name: str, path: str) -> None:
+    if isinstance(module.get_parameter(name), DTensor):
+        raise UnsupportedError(
+            f"{path} is sharded already, and FSDP2 takes no parameters afterwards. "
+            "Add adapters before parallelize or fully_shard_moe."
+        )
+    if hasattr(module, "lora_scaling"):
+        raise PlanError(f"{path} has an adapter already. Name all its weights in one call.")
+
+
+def _refuse_unless_applied(module: nn.Module, args: object) -> None:
+    """A forward that knows no adapters would leave them out in silence."""
+    if not hasattr(module, "dispatcher"):
+        raise UnsupportedError(
+            f"{type(module).__name__} has no dispatcher yet, and its own forward knows no "
+            "adapters. Call parallelize first; a mesh of one rank will do."
+        )
+
+
+def _adapted(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
+    """The prefix of each adapted weight's name, its module, and the rest of its name."""
+    for path, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        for name in own:
+            if f"{name}_lora_A" in own:
+                yield f"{path}." if path else "", module, name
+
+
+def _gathered(x: Tensor) -> Tensor:
+    """Whole for the experts of this rank: FSDP2 keeps the mesh that dealt them last."""
+    if not isinstance(x, DTensor):
+        return x
+    return x.redistribute(placements=[Replicate()] * (x.device_mesh.ndim - 1) + [x.placements[-1]])
+
+
+def _whole(x: Tensor) -> Tensor:
+    x = _gathered(x)
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _laid_out_as(x: Tensor, local: Tensor) -> Tensor:
+    if not isinstance(x, DTensor):
+        return local
+    return DTensor.from_local(local, x.device_mesh, x.placements, shape=x.shape, stride=x.stride())
