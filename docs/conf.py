@@ -37,7 +37,10 @@ nitpick_ignore_regex = [
     ("py:.*", r"(torch|numpy|np|jaxtyping|hypothesis|st|multiprocessing|dist|nn|re)\..*"),
     ("py:.*", r"(_?asyncio|collections\.abc|enum|os|pathlib|signals?|threading|types|typing)\..*"),
     ("py:class", r"'.*'|[A-Z]|Tensor|Path"),
-    ("py:class", r"Encode|Fault|Generate|Load|NamedTensors|Publish|Tensors|Train"),
+    (
+        "py:class",
+        r"Encode|Fault|Optimizer|ParamsT|Generate|Load|NamedTensors|Publish|Tensors|Train",
+    ),
 ]
 
 

@@ -26,11 +26,9 @@ ORDERS = ("balanced", "contiguous", "zigzag")
 class Run(NamedTuple):
     """Neighbouring tokens of one document on one rank.
 
-    Attributes:
-        start: place of the first token in the whole sequence.
-        stop: place after the last one.
-        document: place of the document's first token.
-        offset: place of the first token among the rank's own.
+    `start` is the place of the first token in the whole sequence, `stop` the place after the last
+    one, `document` the place of the document's first token, and `offset` the place of the run's
+    first token among the rank's own.
     """
 
     start: int

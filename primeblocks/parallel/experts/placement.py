@@ -19,7 +19,7 @@ from functools import cached_property
 import numpy as np
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int64
+from jaxtyping import Int64
 from torch import Tensor
 
 from ...errors import PlanError, ShapeError
@@ -86,7 +86,7 @@ class Placement:
         return len(moved) * expert_bytes
 
     def table(self) -> str:
-        """One line a rank: its load before and after, and its experts, those from others with *."""
+        """One line a rank: its load before and after, and its experts, a star at those that are sent."""
         lines = [
             f"{self.num_experts} experts, {self.num_physical} physical, on {self.ranks} ranks; "
             f"max/mean {self.max_over_mean_before:.3f} -> {self.max_over_mean:.3f}; "
@@ -124,9 +124,7 @@ class Placement:
         which = _starts(copies)[flat] + (nth + rank) % copies[flat]
         return physical[which].view(expert_ids.shape)
 
-    def copies(
-        self, own: Float[Tensor, "own_experts ..."], *, group: dist.ProcessGroup
-    ) -> Float[Tensor, "physical_per_rank ..."]:
+    def copies(self, own: Tensor, *, group: dist.ProcessGroup) -> Tensor:
         """Return the weights of this rank's physical experts, fetching what it does not own.
 
         Differentiable: an expert's gradients from all of its copies are summed on its owner, on a
@@ -134,7 +132,7 @@ class Placement:
         An expert is sent once to each other rank that holds it; `bytes_sent` says how much.
 
         Args:
-            own: this rank's consecutive share of the experts.
+            own: `[own_experts, ...]`, this rank's consecutive share of the experts.
             group: the ranks that share the experts.
 
         Raises:

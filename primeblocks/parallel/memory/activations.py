@@ -35,7 +35,7 @@ class OffloadedBytes:
 def offload_activations(
     model: nn.Module, *, min_bytes: int = 1 << 20, prefetch: int = 2
 ) -> Iterator[OffloadedBytes]:
-    """Keep large saved activations on the host from forward to backward; gradients keep their bits.
+    """Keep large saved activations on the host from forward to backward; gradients keep their bits:
 
         with offload_activations(model) as offloaded:
             loss = loss_of(model(tokens))

@@ -72,7 +72,7 @@ class _Away(NamedTuple):
 
 
 class HostMemory:
-    """Moves a model's and its optimizer's memory to the host and back, bit for bit.
+    """Moves a model's and its optimizer's memory to the host and back, bit for bit:
 
         memory = HostMemory(model, optimizer)
         with memory.released() as moved:  # or release() ... restore()
@@ -141,8 +141,9 @@ class HostMemory:
 
         Raises:
             UsageError: a kind is away already, or there is none of this name, or none is left.
+                Nothing was changed.
             UnsupportedError: a storage cannot shrink: shared memory or memory of another library.
-            Nothing was changed by either.
+                Nothing was changed.
         """
         here = [kind for kind in KINDS if kind not in self._away]
         wanted = self._wanted(kinds, here, "release")
@@ -176,8 +177,7 @@ class HostMemory:
             UsageError: a kind is not away, or none is.
             ShapeError: a tensor has other storage, shape or dtype than when it was released. One
                 that is gone, as a gradient after `zero_grad`, is no error.
-            CapacityError: the device has no room. Free some and call again.
-            Nothing was changed by any.
+            CapacityError: the device has no room. Free some and call again; nothing was changed.
         """
         wanted = self._wanted(kinds, list(self._away), "restore")
         self._check_unchanged(wanted)

@@ -1,0 +1,194 @@
+"""Conversions: what trainer, checkpoint and engine call the same weights, and how each lays them out.
+
+Elements are moved, never computed, so every conversion is exact and has a way back. What moves is
+known as boxes before anything moves: a shard goes straight to where it belongs, through changes of
+name and shape, and nothing is gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..errors import PlanError
+from ..layout import Layout, Shard
+from .convert_rules import Rule
+from .cover import owned_boxes
+from .manifest import Manifest, TensorSpec, describe
+from .pieces import Piece, merge, whole_piece
+
+__all__ = ["Conversion", "Wiring"]
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Rules, in order. Add two to do one after the other."""
+
+    rules: tuple[Rule, ...]
+
+    def __add__(self, other: Conversion) -> Conversion:
+        return Conversion(self.rules + other.rules)
+
+    def inverse(self) -> Conversion:
+        """The rules that undo these: forward, then inverse, gives every element back.
+
+        Dropped tensors do not come back.
+        """
+        return Conversion(tuple(rule.inverse() for rule in reversed(self.rules)))
+
+    def bind(self, *manifests: Manifest) -> Wiring:
+        """Work out what becomes of these tensors. Local; looks at names and global shapes alone.
+
+        Args:
+            manifests: of all ranks, where each has only some of the names.
+
+        Raises:
+            PlanError: a rule finds nothing, names collide, or sizes do not fit.
+        """
+        sources = _union(manifests)
+        specs: dict[str, TensorSpec] = dict(sources.items())
+        fillers = {name: [whole_piece(name, spec.shape)] for name, spec in specs.items()}
+        for rule in self.rules:
+            pieces, after = rule.step(specs)
+            made: dict[str, list[Piece]] = {name: [] for name in after}
+            moved = {piece.target for piece in pieces}
+            made.update({n: fillers[n] for n in after if n in fillers and n not in moved})
+            for piece in pieces:
+                parts = (filler.then(piece) for filler in fillers[piece.source])
+                made[piece.target] += [part for part in parts if part is not None]
+            specs, fillers = after, made
+        return Wiring(
+            sources,
+            Manifest(tuple(specs.items())),
+            tuple(piece for name in specs for piece in merge(fillers[name])),
+        )
+
+    def forward(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Bind to whole tensors and move them, into new memory. Local."""
+        return self.bind(describe(tensors)).move(tensors)
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """A conversion bound to tensors: each box of a source, and the box of a target it fills.
+
+    Pieces do not overlap, on either side.
+    """
+
+    sources: Manifest
+    targets: Manifest
+    pieces: tuple[Piece, ...]
+
+    def inverse(self) -> Wiring:
+        """The way back; what was dropped or cropped has to be filled there."""
+        return Wiring(self.targets, self.sources, tuple(p.inverse() for p in self.pieces))
+
+    @cached_property
+    def by_source(self) -> dict[str, list[Piece]]:
+        """The pieces that each source fills; none where it was dropped."""
+        return _grouped(self.sources, ((piece.source, piece) for piece in self.pieces))
+
+    @cached_property
+    def by_target(self) -> dict[str, list[Piece]]:
+        """The pieces that fill each target."""
+        return _grouped(self.targets, ((piece.target, piece) for piece in self.pieces))
+
+    @cached_property
+    def dropped(self) -> tuple[str, ...]:
+        """Sources that no target takes anything from."""
+        return tuple(
+            name
+            for name, pieces in self.by_source.items()
+            if not pieces and 0 not in self.sources[name].shape
+        )
+
+    @cached_property
+    def unfilled(self) -> dict[str, list[Shard]]:
+        """Boxes of targets that nothing fills: padding, and what was dropped on the way here."""
+        holes = {}
+        for name, pieces in self.by_target.items():
+            boxes = [(0, piece.target_box) for piece in pieces]
+            holes[name] = owned_boxes(boxes, self.targets[name].shape)[1]
+        return {name: boxes for name, boxes in holes.items() if any(box.numel for box in boxes)}
+
+    def map(self, held: Manifest) -> list[Piece]:
+        """What one rank's shards fill, in global coordinates on both sides. Local.
+
+        Raises:
+            PlanError: a name or a global shape is not what was bound.
+        """
+        _check_same(held, self.sources)
+        return [
+            part
+            for name, spec in held.items()
+            for piece in self.by_source[name]
+            if (part := piece.from_source(spec.layout.shard)) is not None
+        ]
+
+    def move(
+        self, tensors: Mapping[str, Tensor], *, fill: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """Whole targets from whole sources, in new memory. Local; each element copied once.
+
+        Args:
+            fill: targets to start from, for what no source fills. Padding is zero without.
+
+        Raises:
+            PlanError: a source is missing, is sharded or has another shape; or nothing fills a
+                target and `fill` lacks it.
+        """
+        held = describe(tensors)
+        _check_same(held, self.sources)
+        missing = [name for name in self.sources if name not in held]
+        sharded = [name for name, spec in held.items() if not spec.layout.is_whole]
+        if missing or sharded:
+            raise PlanError(
+                f"{len(missing)} tensors are missing and {len(sharded)} sharded, first "
+                f"{(missing + sharded)[0]!r}. Pass whole tensors, or use map() for shards."
+            )
+        fill = {} if fill is None else fill
+        return {name: self._made(name, tensors, fill.get(name)) for name in self.targets}
+
+    def _made(self, name: str, tensors: Mapping[str, Tensor], start: Tensor | None) -> Tensor:
+        spec, pieces = self.targets[name], self.by_target[name]
+        if not pieces and start is None and 0 not in spec.shape:
+            raise PlanError(f"nothing fills {name!r}, which was dropped. Pass it in fill=.")
+        if start is None:
+            start = torch.zeros(spec.shape, dtype=spec.dtype)
+        made = start.clone()
+        for piece in pieces:
+            source = self.sources[piece.source].layout.shard
+            made[piece.target_box.slices].copy_(piece.view(tensors[piece.source], source))
+        return made
+
+
+def _union(manifests: Sequence[Manifest]) -> Manifest:
+    """All names with their global shapes."""
+    specs: dict[str, TensorSpec] = {}
+    for manifest in manifests:
+        for name, spec in manifest.items():
+            whole = TensorSpec(spec.dtype, Layout.whole(spec.shape))
+            if specs.setdefault(name, whole) != whole:
+                raise PlanError(
+                    f"{name!r} is {whole.dtype} {whole.shape} on one rank and "
+                    f"{specs[name].dtype} {specs[name].shape} on another. Describe both alike."
+                )
+    return Manifest(tuple(specs.items()))
+
+
+def _check_same(held: Manifest, bound: Manifest) -> None:
+    for name, spec in held.items():
+        if name not in bound or bound[name].shape != spec.shape:
+            wanted = bound[name].shape if name in bound else "not there"
+            raise PlanError(f"{name!r} is {spec.shape}; bound was {wanted}. Bind these tensors.")
+
+
+def _grouped(names: Iterable[str], pairs: Iterable[tuple[str, Piece]]) -> dict[str, list[Piece]]:
+    groups: dict[str, list[Piece]] = {name: [] for name in names}
+    for name, piece in pairs:
+        groups[name].append(piece)
+    return groups
