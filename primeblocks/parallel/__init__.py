@@ -25,6 +25,7 @@ from .linear import causal_conv1d, cut_runs, gated_delta_rule, scan_states, stat
 from .memory import CpuAdamW, HostMemory, MovedBytes, OffloadedBytes, offload_activations
 from .mesh import Meshes, MeshPlan, plan_mesh
 from .sequence import Run, SequencePlan, plan_sequence
+from .traffic import StepSizes, Traffic, plan_traffic
 
 __all__ = [
     "AllToAllDispatcher",
@@ -41,7 +42,9 @@ __all__ = [
     "Placement",
     "Run",
     "SequencePlan",
+    "StepSizes",
     "TokenDispatcher",
+    "Traffic",
     "add_expert_lora",
     "causal_conv1d",
     "clip_grad_norm_",
@@ -57,6 +60,7 @@ __all__ = [
     "plan_mesh",
     "plan_placement",
     "plan_sequence",
+    "plan_traffic",
     "ring_attention",
     "scan_states",
     "state_space",

@@ -86,7 +86,7 @@ class Placement:
         return len(moved) * expert_bytes
 
     def table(self) -> str:
-        """One line a rank: its load before and after, and its experts, a star at those that are sent."""
+        """One line a rank: its load before and after, and its experts; a star where one is sent."""
         lines = [
             f"{self.num_experts} experts, {self.num_physical} physical, on {self.ranks} ranks; "
             f"max/mean {self.max_over_mean_before:.3f} -> {self.max_over_mean:.3f}; "
