@@ -167,6 +167,12 @@ class SequencePlan:
         return gathered.index_select(0, self.row_of_token.to(local.device)).movedim(0, dim)
 
     @cached_property
+    def whole(self) -> SequencePlan:
+        """The same documents on one rank."""
+        pieces = _merged([(0, self.tokens)])
+        return SequencePlan(self.document_lengths, "contiguous", (pieces,), (sum(self.costs),))
+
+    @cached_property
     def token_of_row(self) -> Tensor:
         """`[tokens]`: the ranks' tokens one rank after the other, as whole places."""
         return torch.cat([self.indices(rank) for rank in range(self.ranks)])
@@ -182,10 +188,11 @@ class SequencePlan:
         Raises:
             PlanError: another number of ranks, or this rank is no member.
         """
-        if group.rank() < 0 or group.size() != self.ranks:
+        if group is dist.GroupMember.NON_GROUP_MEMBER or group.rank() < 0:
+            raise PlanError("this rank is not in the group. Pass meshes.context.get_group().")
+        if group.size() != self.ranks:
             raise PlanError(
-                f"the sequence is planned for {self.ranks} ranks; the group has {group.size()}"
-                f"{'' if group.rank() >= 0 else ', and this rank is not in it'}. "
+                f"the sequence is planned for {self.ranks} ranks; the group has {group.size()}. "
                 f"Plan with ranks={group.size()}, or pass meshes.context.get_group()."
             )
 

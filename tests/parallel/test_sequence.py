@@ -108,9 +108,30 @@ def test_equal_arguments_make_equal_plans():
     one, same = (plan_sequence([300, 5, 77], ranks=3, block_tokens=16) for _ in range(2))
     assert one == same
     assert one.fingerprint == same.fingerprint
-    other = plan_sequence([300, 5, 78], ranks=3, block_tokens=16)
-    assert one.fingerprint != other.fingerprint
     assert 0 <= one.fingerprint < 2**63
+
+
+def test_other_plans_have_other_fingerprints():
+    others = [
+        plan_sequence([4, 8], ranks=2, order="contiguous"),
+        plan_sequence([8, 4], ranks=2, order="contiguous"),  # Other documents, the same pieces.
+        plan_sequence([4, 8], ranks=2, order="zigzag"),  # The same documents, other pieces.
+        plan_sequence([4, 8], ranks=3, order="contiguous"),
+    ]
+    assert len({plan.fingerprint for plan in others}) == len(others)
+
+
+def test_a_token_costs_the_keys_it_reads():
+    assert plan_sequence([3, 2], ranks=1).costs == (1 + 2 + 3 + 1 + 2,)
+    split = plan_sequence([4], ranks=2, order="contiguous")
+    assert split.costs == (1 + 2, 3 + 4)
+    assert split.max_over_mean == 1.4
+
+
+def test_a_plan_without_tokens_is_balanced():
+    empty = plan_sequence([0, 0], ranks=2)
+    assert (empty.tokens, empty.counts, empty.max_over_mean) == (0, (0, 0), 1.0)
+    assert empty.table().splitlines()[2].split() == ["1", "0", "0", "0.0000"]
 
 
 def test_the_table_names_every_rank():
@@ -189,9 +210,19 @@ def _refusals():
     with pytest.raises(ShapeError, match="whole sequence"):
         plan.labels(torch.zeros(6))
     three = plan_sequence([4, 3], ranks=3)
-    with pytest.raises(PlanError, match="planned for 3 ranks; the group has 2"):
-        three.split(torch.zeros(7), group=group)
+    for refused in (three.split, three.join):
+        with pytest.raises(PlanError, match="planned for 3 ranks; the group has 2"):
+            refused(torch.zeros(7), group=group)
+    alone = dist.new_group([0])
+    if group.rank() == 1:
+        with pytest.raises(PlanError, match="this rank is not in the group"):
+            plan_sequence([7], ranks=1).check_group(alone)
 
 
 def test_what_does_not_fit_the_plan_is_refused():
     ranks.run(_refusals)
+
+
+@given(plan=plans)
+def test_the_whole_of_a_plan_is_the_plan_of_one_rank(plan):
+    assert plan.whole == plan_sequence(plan.document_lengths, ranks=1, order="contiguous")

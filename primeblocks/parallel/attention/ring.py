@@ -95,7 +95,6 @@ class _Ring(torch.autograd.Function):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         rules, group = ctx.rules, ctx.group
         gradients = Gradients(grads[0].contiguous(), q, out, lse)
-        sums: tuple[Tensor, ...] = ()
         travelling: _Hop | None = None
         for source, far_k, far_v in _around(k, v, rules.plan, group):
             own = [torch.zeros(x.shape, dtype=accumulator_dtype(x), device=x.device)
@@ -105,11 +104,10 @@ class _Ring(torch.autograd.Function):
                 own[0][keys] += more_k
                 own[1][keys] += more_v
             # What the ranks before this one found for the same keys arrives meanwhile.
-            sums = tuple(own)
             if travelling is not None:
-                sums = tuple(a + b for a, b in zip(travelling.wait(), own, strict=True))
+                own = [a + b for a, b in zip(travelling.wait(), own, strict=True)]
             next_rows = rules.plan.counts[(source - 1) % group.size()]
-            travelling = _Hop(sums, next_rows, group)
+            travelling = _Hop(tuple(own), next_rows, group)
         assert travelling is not None
         dk, dv = travelling.wait()
         of_sinks = None if sinks is None else gradients.of_sinks(sinks)

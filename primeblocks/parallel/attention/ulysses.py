@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...groups import all_to_all_rows
-from ..sequence import SequencePlan, plan_sequence
+from ..sequence import SequencePlan
 from .inputs import checked
 from .merge import Rules, packed_attention
 
@@ -56,8 +56,7 @@ def ulysses_attention(
     if k_.shape[1] and (len(own) % k_.shape[1] or _uneven(own, of_keys[rank], per_key)):
         index = torch.tensor([h // per_key - of_keys[rank].start for h in own], device=q.device)
         k_, v_ = k_.index_select(1, index), v_.index_select(1, index)
-    whole = plan_sequence(sequence.document_lengths, ranks=1, order="contiguous")
-    rules = Rules(whole, causal=causal, scale=scale, window=window)
+    rules = Rules(sequence.whole, causal=causal, scale=scale, window=window)
     mine = None if sinks is None else sinks[own.start : own.stop]
     return far.scatter(packed_attention(q_, k_, v_, mine, rules=rules), of_queries)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PreTrainedModel
 
-from ....errors import UnsupportedError
+from ....errors import PlanError, UnsupportedError
 from ...attention.ulysses import ulysses_attention
 from ...experts.all_to_all import AllToAllDispatcher
 from ...experts.dispatcher import TokenDispatcher
@@ -95,7 +95,13 @@ def local_inputs(
 
     Raises:
         ShapeError, PlanError: as `SequencePlan.split` says.
+        PlanError: a rank would hold no token; every rank raises it.
     """
+    if not all(sequence.counts):
+        raise PlanError(
+            "models of transformers need a token on every rank; the plan deals "
+            f"{list(sequence.counts)}. Plan with fewer block_tokens, or order='contiguous'."
+        )
     return {
         "input_ids": sequence.split(tokens, group=group)[None],
         "position_ids": sequence.positions(group.rank()).to(tokens.device)[None],
