@@ -144,14 +144,14 @@ def _attention(plan: MeshPlan, sizes: StepSizes, attention: str) -> float:
     if attention == "ring":
         pair, forward = 2 * sizes.key_heads * width, 2 + sizes.recompute
         # Keys and values come by again in backward; their gradients go all around.
-        bytes_ = pair * ((ranks - 1) * forward * item + ranks * max(item, 4) * (ranks > 1))
-    else:
-        heads = [range(sizes.heads * r // ranks, sizes.heads * (r + 1) // ranks)
-                 for r in range(ranks)]  # fmt: skip
-        per_key = sizes.heads // sizes.key_heads
-        keys = sum(len({head // per_key for head in part}) for part in heads) / ranks
-        # A rank holds its heads of all tokens, and its tokens of all heads afterwards.
-        queries = sizes.heads / ranks
-        trip = (ranks - 1) * width * item
-        bytes_ = trip * 2 * (queries + keys) * (2 + sizes.recompute)
-    return sizes.layers * sizes.tokens * bytes_
+        each = pair * ((ranks - 1) * forward * item + ranks * max(item, 4) * (ranks > 1))
+        return sizes.layers * sizes.tokens * each
+    heads = [range(sizes.heads * r // ranks, sizes.heads * (r + 1) // ranks)
+             for r in range(ranks)]  # fmt: skip
+    per_key = sizes.heads // sizes.key_heads
+    keys = sum(len({head // per_key for head in part}) for part in heads) / ranks
+    # A rank holds its heads of all tokens, and its tokens of all heads afterwards.
+    queries = sizes.heads / ranks
+    trip = (ranks - 1) * width * item
+    exchanged = trip * 2 * (queries + keys) * (2 + sizes.recompute)
+    return sizes.layers * sizes.tokens * exchanged
