@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from primeblocks.errors import UsageError
-from primeblocks.parallel import activations, plan_mesh
+from primeblocks.parallel import plan_mesh
+from primeblocks.parallel.memory import activations
 from primeblocks.parallel.memory.activations import offload_activations
 from primeblocks.testing import ranks
 from primeblocks.testing.oracles import assert_same_bits
