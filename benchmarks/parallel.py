@@ -14,25 +14,7 @@ pages: page faults of fresh allocations would take most of the time of both side
 - The busiest rank's cost over the mean: one document, lengths as in RL, 60 short documents.
 """
 
-import os
-import sys
-from importlib.util import find_spec
-from pathlib import Path
-
-ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(8 << 30), "MALLOC_TRIM_THRESHOLD_": str(16 << 30)}
-PEERS = Path(__file__).parents[1] / ".venv-peers" / "bin" / "python"
-
-
-def restart_where_the_peer_is() -> None:
-    """Return if this process is fit to measure; replace it, once, if not."""
-    here = find_spec("torchtitan") is not None
-    if here and ALLOCATOR.items() <= os.environ.items():
-        return
-    if not here and (not PEERS.exists() or Path(sys.executable) == PEERS):
-        raise SystemExit("needs torchtitan 0.3.0: run scripts/peers once.")
-    python = sys.executable if here else str(PEERS)
-    command = [python, "-m", "benchmarks.parallel", *sys.argv[1:]]
-    os.execve(python, command, os.environ | ALLOCATOR)
+from . import peers
 
 
 def measure() -> dict[str, tuple[float, str, str]]:
@@ -45,7 +27,7 @@ def measure() -> dict[str, tuple[float, str, str]]:
 
 
 if __name__ == "__main__":
-    restart_where_the_peer_is()
+    peers.restart_where("torchtitan", module="benchmarks.parallel")
     from .harness import main
 
     main(measure)

@@ -4,6 +4,7 @@ Every trainer rank writes its own shards into one blob per version; engines chec
 every byte before they load it, and keep serving the old version until the new one is whole.
 """
 
+from .delta import DeltaInfo, apply_delta, encode_delta, inspect_delta, merge_deltas
 from .manifest import Manifest, TensorSpec, describe, gather_manifests
 from .marker import Receipt
 from .plan import Plan, plan_sync
@@ -12,6 +13,7 @@ from .receive import Subscriber
 from .transport import FileTransport, SharedMemoryTransport, Transport, open_transport
 
 __all__ = [
+    "DeltaInfo",
     "FileTransport",
     "Manifest",
     "Plan",
@@ -21,8 +23,12 @@ __all__ = [
     "Subscriber",
     "TensorSpec",
     "Transport",
+    "apply_delta",
     "describe",
+    "encode_delta",
     "gather_manifests",
+    "inspect_delta",
+    "merge_deltas",
     "open_transport",
     "plan_sync",
 ]

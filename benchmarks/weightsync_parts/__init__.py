@@ -1,0 +1,1 @@
+"""What `benchmarks.weightsync` measures, one question a file."""

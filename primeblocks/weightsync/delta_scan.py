@@ -1,0 +1,87 @@
+"""Where two tensors differ in their bits, and how to write bits into a tensor.
+
+On the host in numpy, whose scan is 3 times as fast as torch's `nonzero`; on a device in torch, so
+that only what changed crosses the bus.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["Bits", "Entries", "flat_bits", "read_changes", "write_entries"]
+
+Bits = np.ndarray | Tensor
+"""The elements of a tensor as integers, flat: numpy on the host, torch on a device."""
+
+_CHUNK = 1 << 18  # elements; what is compared is still in the cache when it is gathered
+_TORCH = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+class Entries(NamedTuple):
+    """Bits to write: `element = element & ~mask | bits`, at ascending positions.
+
+    Outside of `mask`, `bits` are zero, or what the element has there.
+    """
+
+    positions: np.ndarray
+    bits: np.ndarray
+    mask: np.ndarray
+
+
+def flat_bits(tensor: Tensor) -> Bits:
+    """A view of a contiguous tensor."""
+    flat = tensor.detach().view(-1).view(_TORCH[tensor.itemsize])
+    return flat if tensor.device.type != "cpu" else flat.numpy().view(f"u{tensor.itemsize}")
+
+
+def read_changes(new: Bits, old: Bits) -> Entries:
+    """What of `new` differs from `old`; the mask is their exclusive or."""
+    if isinstance(new, Tensor):
+        assert isinstance(old, Tensor)
+        at = (new != old).nonzero().view(-1)
+        bits, before = (side[at].cpu().numpy().view(f"u{new.itemsize}") for side in (new, old))
+        return Entries(at.cpu().numpy(), bits, bits ^ before)
+    assert isinstance(old, np.ndarray)
+    differs = np.zeros(-(-min(len(new), _CHUNK) // 8) * 8, dtype=np.bool_)
+    chunks = [
+        _changes_of_chunk(new[start : start + _CHUNK], old[start : start + _CHUNK], start, differs)
+        for start in range(0, len(new), _CHUNK)
+    ]
+    return Entries(*(np.concatenate(column) for column in zip(*chunks, strict=True)))
+
+
+def write_entries(target: Bits, entries: Entries) -> None:
+    """Write in place. Harmless twice."""
+    positions, bits, mask = entries
+    if isinstance(target, Tensor):
+        dtype = str(target.dtype).removeprefix("torch.")
+        at, bits_there, keep = (
+            torch.from_numpy(array).to(target.device)
+            for array in (positions, bits.view(dtype), (~mask).view(dtype))
+        )
+        target[at] = target[at] & keep | bits_there
+    else:
+        target[positions] = target.take(positions) & ~mask | bits
+
+
+def _changes_of_chunk(
+    new: np.ndarray, old: np.ndarray, start: int, differs: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    differs[len(new) :] = False
+    np.not_equal(new, old, out=differs[: len(new)])
+    # Eight answers at a time: most are eight times no, and `nonzero` costs 1.2 ns an item.
+    groups = differs.view(np.uint64)
+    changed = (groups != 0).nonzero()[0]
+    inside = groups[changed].view(np.bool_).nonzero()[0]
+    # Element i of the groups that are left is element i + shift of the chunk.
+    shift = changed - np.arange(len(changed))
+    shift <<= 3
+    inside += shift.take(inside >> 3)
+    bits = new.take(inside)
+    mask = bits ^ old.take(inside)
+    inside += start
+    return inside, bits, mask

@@ -1,0 +1,456 @@
+import random
+import struct
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from primeblocks import fp8
+from primeblocks.errors import CorruptionError, ShapeError, UnsupportedError, UsageError
+from primeblocks.weightsync import delta_format
+from primeblocks.weightsync.delta import (
+    DeltaInfo,
+    apply_delta,
+    encode_delta,
+    inspect_delta,
+    merge_deltas,
+)
+from primeblocks.weightsync.delta_code import (
+    bits_bytes,
+    pack_bits,
+    pack_positions,
+    positions_bytes,
+    unpack_bits,
+    unpack_positions,
+)
+from primeblocks.weightsync.delta_scan import flat_bits, read_changes, write_entries
+
+DTYPES = {
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float32: torch.int32,
+}
+
+
+def bits(tensor):
+    return tensor.view(DTYPES.get(tensor.dtype, tensor.dtype))
+
+
+def same(one, other):
+    """Bit for bit: NaN equals itself, 0.0 is not -0.0."""
+    return one.dtype == other.dtype and torch.equal(bits(one), bits(other))
+
+
+def random_bits(dtype, numel, *, seed):
+    """All bit patterns: NaNs of every kind, infinities, both zeros, subnormals."""
+    words = np.random.default_rng(seed).integers(
+        0, 256**dtype.itemsize, numel, dtype=f"u{dtype.itemsize}"
+    )
+    return torch.from_numpy(words).view(dtype)
+
+
+def nudge(tensor, *, share, seed, steps=1):
+    """A copy with `share` of its elements moved by up to `steps` in the last place."""
+    generator = np.random.default_rng(seed)
+    copy = tensor.clone()
+    words = bits(copy).numpy().view(f"u{copy.itemsize}")
+    chosen = generator.random(len(words)) < share
+    moves = generator.integers(1, steps + 1, chosen.sum()) * generator.choice([-1, 1], chosen.sum())
+    words[chosen] += moves.astype(words.dtype)
+    return copy
+
+
+def weights(numel, *, dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(numel, generator=generator) * 0.02).to(dtype)
+
+
+@st.composite
+def histories(draw, versions):
+    """Versions of one tensor; each moves some elements by little and some by anything."""
+    dtype = draw(st.sampled_from(list(DTYPES)))
+    numel = draw(st.sampled_from([0, 1, 2, 7, 8, 9, 63, 64, 257, 1000, 5003]))
+    seed = draw(st.integers(0, 2**32 - 1))
+    tensors = [random_bits(dtype, numel, seed=seed)]
+    for _ in range(versions - 1):
+        little = draw(st.sampled_from([0, 0.001, 0.01, 0.1, 0.3, 0.6, 1]))
+        wild = draw(st.sampled_from([0, 0, 0.01, 0.2]))
+        steps = draw(st.sampled_from([1, 3, 200]))
+        seed += 1
+        new = nudge(tensors[-1], share=little, seed=seed, steps=min(steps, 2**dtype.itemsize))
+        chosen = torch.from_numpy(np.random.default_rng(seed).random(numel) < wild)
+        bits(new)[chosen] = bits(random_bits(dtype, numel, seed=seed))[chosen]
+        tensors.append(new)
+    return tensors
+
+
+@settings(max_examples=300)
+@given(histories(versions=2))
+def test_applied_once_or_twice_a_delta_turns_old_into_new(history):
+    old, new = history
+    delta = encode_delta(new, old)
+    changed = int((bits(new) != bits(old)).sum())
+    if delta is None:
+        assert new.numel() < 100 or changed > new.numel() / 4
+        return
+    assert len(delta) < new.numel() * new.itemsize
+    target = old.clone()
+    for _ in range(2):
+        apply_delta(target, delta)
+        assert same(target, new)
+    assert inspect_delta(delta) == DeltaInfo(new.itemsize, new.numel(), changed, len(delta))
+
+
+@settings(max_examples=200)
+@given(histories(versions=2), st.randoms(use_true_random=False))
+def test_a_delta_finishes_what_was_applied_in_part(history, rng):
+    old, new = history
+    delta = encode_delta(new, old)
+    if delta is None:
+        return
+    done = torch.tensor([rng.random() < 0.5 for _ in range(new.numel())], dtype=torch.bool)
+    target = old.clone()
+    bits(target)[done] = bits(new)[done]
+    apply_delta(target, delta)
+    assert same(target, new)
+
+
+@settings(max_examples=200)
+@given(histories(versions=5))
+def test_merged_deltas_do_what_they_do_one_by_one(history):
+    deltas = [encode_delta(new, old) for old, new in pairwise(history)]
+    if None in deltas:
+        return
+    assert merge_deltas(deltas[:1]) == deltas[0]
+    merged = merge_deltas(deltas)
+    if merged is None:
+        return
+    for start in (history[0], history[2]):  # Behind by four versions, and by two.
+        target = start.clone()
+        apply_delta(target, merged)
+        assert same(target, history[-1])
+    left = merge_deltas([merge_deltas(deltas[:2]), *deltas[2:]])
+    assert left == merged
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_small_changes_are_small_and_random_ones_are_sent_in_full(dtype):
+    old = random_bits(dtype, 50_001, seed=1)
+    assert encode_delta(random_bits(dtype, 50_001, seed=2), old) is None
+    assert len(encode_delta(old, old)) < 64
+    # 13 bits for a change: 8.6 where, 4 what, and a little for those that carry further.
+    delta = encode_delta(nudge(old, share=0.01, seed=3), old)
+    assert len(delta) < 50_001 * 0.01 * 14 / 8 * 1.1
+
+
+def test_nothing_and_next_to_nothing_are_sent_in_full():
+    for numel in (0, 1, 15):
+        tensor = torch.zeros(numel, dtype=torch.bfloat16)
+        assert encode_delta(tensor, tensor) is None
+
+
+def test_zeros_of_both_signs_and_nans_are_values():
+    old = torch.zeros(4096)
+    new = old.clone()
+    new[7] = -0.0
+    new[8] = float("nan")
+    bits(new)[9] = 0x7F800001  # A NaN with a payload.
+    target = old.clone()
+    apply_delta(target, encode_delta(new, old))
+    assert same(target, new)
+    assert inspect_delta(encode_delta(new, new)).changed == 0
+
+
+def test_segments_join_at_their_borders(monkeypatch):
+    monkeypatch.setattr(delta_format, "_SEGMENT", 1000)
+    old = weights(3500)
+    new = nudge(old, share=0.05, seed=1)
+    bits(new)[[0, 999, 1000, 2999, 3000, 3499]] ^= 0x7FF
+    target = old.clone()
+    apply_delta(target, encode_delta(new, old))
+    assert same(target, new)
+    assert same_after_merge(old, new)
+
+
+def same_after_merge(old, new):
+    final = nudge(new, share=0.05, seed=2)
+    target = old.clone()
+    apply_delta(target, merge_deltas([encode_delta(new, old), encode_delta(final, new)]))
+    return same(target, final)
+
+
+def test_more_than_one_chunk_and_segment():
+    old = weights((1 << 22) + (1 << 18) + 5)
+    new = nudge(old, share=0.003, seed=1)
+    bits(new)[-1] ^= 1
+    target = old.clone()
+    apply_delta(target, encode_delta(new, old))
+    assert same(target, new)
+
+
+def test_views_parameters_and_matrices_are_written_in_place():
+    whole = weights(5000)
+    old = whole[3:4003].clone()
+    new = nudge(old, share=0.01, seed=1)
+    delta = encode_delta(nn.Parameter(new.view(40, 100)), old.view(40, 100))
+    before = whole.clone()
+    apply_delta(nn.Parameter(whole[3:4003].view(100, 40)), delta)
+    assert same(whole[3:4003], new)
+    assert same(whole[:3], before[:3])
+    assert same(whole[4003:], before[4003:])
+
+
+def test_device_spelling_equals_the_host_s():
+    """The torch path, on tensors of the host."""
+    for dtype, view in DTYPES.items():
+        old = random_bits(dtype, 3001, seed=1)
+        new = nudge(old, share=0.1, seed=2)
+        by_torch = read_changes(new.view(view), old.view(view))
+        by_numpy = read_changes(flat_bits(new), flat_bits(old))
+        for one, other in zip(by_torch, by_numpy, strict=True):
+            assert one.dtype == other.dtype
+            assert np.array_equal(one, other)
+        target = old.clone()
+        write_entries(target.view(view), by_numpy)
+        assert same(target, new)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_device():
+    old, device = weights(100_000), torch.device("cuda")
+    new = nudge(old, share=0.01, seed=1)
+    delta = encode_delta(new.to(device), old.to(device))
+    assert delta == encode_delta(new, old)
+    target = old.to(device)
+    apply_delta(target, delta)
+    assert same(target.cpu(), new)
+
+
+def test_every_flipped_byte_and_every_length_is_refused():
+    old = weights(2000)
+    new = nudge(old, share=0.02, seed=1)
+    delta = encode_delta(new, old)
+    for at in range(len(delta)):
+        for flip in (1, 0x80, 0xFF):
+            broken = bytearray(delta)
+            broken[at] ^= flip
+            refused(broken, old)
+        refused(delta[:at], old)
+    refused(delta + b"\0", old)
+    refused(delta[1:], old)
+    refused(delta + delta, old)
+
+
+def test_random_damage_to_a_larger_delta_is_refused():
+    old = weights(300_000)
+    delta = encode_delta(nudge(old, share=0.01, seed=1), old)
+    rng = random.Random(0)
+    for _ in range(300):
+        broken = bytearray(delta)
+        start = rng.randrange(len(broken))
+        for at in range(start, min(len(broken), start + rng.choice([1, 8, 64]))):
+            broken[at] ^= rng.randrange(1, 256)
+        refused(broken, old)
+
+
+def refused(delta, old):
+    target = old.clone()
+    with pytest.raises(CorruptionError):
+        apply_delta(target, delta)
+    assert same(target, old)
+    with pytest.raises(CorruptionError):
+        merge_deltas([delta])
+
+
+def sealed(body):
+    return body + xxhash.xxh3_128_digest(body)
+
+
+def test_what_has_a_right_digest_and_is_no_delta_is_refused():
+    old = weights(2000)
+    delta = encode_delta(nudge(old, share=0.02, seed=1), old)
+    body = delta[:-16]
+    for wrong in (
+        b"else" + body[4:],
+        body[:5] + b"\x03" + body[6:],  # Elements of three bytes.
+        body[:8] + struct.pack("<Q", 1 << 60) + body[16:],
+        body[:16] + struct.pack("<I", 1 << 31) + body[20:],  # Too many positions.
+        body[:16],
+        body[:-1],
+        body + b"\0",
+        body[:28] + bytes(len(body) - 28),  # No positions where some were announced.
+        body[:28] + b"\xff" * (len(body) - 28),
+    ):
+        refused(sealed(wrong), old)
+    with pytest.raises(UnsupportedError, match="version 2"):
+        apply_delta(old, sealed(body[:4] + b"\x02" + body[5:]))
+
+
+def test_a_position_beyond_the_end_is_refused():
+    positions = np.array([5, 992])
+    packed = memoryview(pack_positions(positions, 1000))
+    assert positions_bytes(2, 993) == positions_bytes(2, 1000)
+    assert unpack_positions(packed, 2, 993).tolist() == [5, 992]
+    with pytest.raises(CorruptionError, match="beyond the end"):
+        unpack_positions(packed, 2, 992)
+
+
+@given(st.integers(1, 3000), st.floats(0, 1), st.integers(0, 2**32 - 1))
+def test_positions_come_back_and_cost_no_more_than_a_bitmap(universe, share, seed):
+    positions = (np.random.default_rng(seed).random(universe) < share).nonzero()[0]
+    packed = pack_positions(positions, universe)
+    assert len(packed) == positions_bytes(len(positions), universe) <= universe / 8 + 8
+    assert np.array_equal(unpack_positions(memoryview(packed), len(positions), universe), positions)
+
+
+@pytest.mark.parametrize("share", [0.0003, 0.001, 0.01, 0.03, 0.1])
+def test_sparse_positions_cost_at_most_0_6_bits_more_than_their_entropy(share):
+    positions = (np.random.default_rng(0).random(1 << 20) < share).nonzero()[0]
+    found = 8 * len(pack_positions(positions, 1 << 20)) / len(positions)
+    assert found < entropy_bits(share) / share + 0.6
+
+
+@given(st.integers(0, 40), st.integers(0, 32), st.integers(0, 2**32 - 1))
+def test_bits_come_back(count, width, seed):
+    values = np.random.default_rng(seed).integers(0, 2**32, count, dtype=np.uint64)
+    packed = pack_bits(values, width)
+    assert len(packed) == bits_bytes(count, width)
+    found = unpack_bits(memoryview(packed), count, width, np.int64)
+    assert np.array_equal(found, (values & np.uint64(2**width - 1)).astype(np.int64))
+
+
+def test_refusals_name_the_numbers():
+    tensor = weights(2000)
+    delta = encode_delta(nudge(tensor, share=0.01, seed=1), tensor)
+    with pytest.raises(ShapeError, match="2000 elements of 2 bytes.* 1999 of 2"):
+        apply_delta(tensor[:1999], delta)
+    with pytest.raises(ShapeError, match="2000 of 4"):
+        apply_delta(tensor.float(), delta)
+    with pytest.raises(ShapeError, match="contiguous"):
+        apply_delta(weights(4000)[::2], delta)
+    with pytest.raises(ShapeError, match="equal shapes"):
+        encode_delta(tensor, tensor.half())
+    with pytest.raises(ShapeError, match="equal shapes"):
+        encode_delta(tensor, tensor[1:])
+    with pytest.raises(ShapeError, match="contiguous"):
+        encode_delta(tensor.view(40, 50).t(), tensor.view(40, 50).t())
+    with pytest.raises(UnsupportedError, match="float64"):
+        encode_delta(tensor.double(), tensor.double())
+    with pytest.raises(UsageError, match="one device"):
+        encode_delta(tensor, tensor.to("meta"))
+    with pytest.raises(UsageError, match="at least one"):
+        merge_deltas([])
+    other = weights(2001)
+    with pytest.raises(ShapeError, match="one tensor"):
+        merge_deltas([delta, encode_delta(other, other)])
+
+
+class Steps:
+    """A small model under AdamW: noisy gradients, lr 1e-6, as RL has them."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(384, 256), (256, 384), (256, 256), (128, 256)]
+        self.inputs = torch.randn(64, 256, generator=generator)
+        self.parameters = [
+            nn.Parameter(torch.randn(shape, generator=generator) * 0.02) for shape in shapes
+        ]
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-6, fused=True)
+        self.generator = generator
+
+    def step(self):
+        up, down, mix, out = self.parameters
+        x = self.inputs[torch.randint(0, 64, (16,), generator=self.generator)]
+        x = x + torch.relu(x @ up.t()) @ down.t()
+        logits = torch.tanh(x @ mix.t()) @ out.t()
+        chosen = torch.randint(0, 128, (16,), generator=self.generator)
+        advantages = torch.randn(16, generator=self.generator)
+        logprobs = logits.log_softmax(-1)[torch.arange(16), chosen]
+        (-(advantages * logprobs).mean()).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def export(self):
+        return torch.cat([one.detach().to(torch.bfloat16).view(-1) for one in self.parameters])
+
+    def export_fp8(self):
+        """Codes and scales of the matrices that the engine would hold."""
+        found = [fp8.quantize(one.detach(), fp8.Tile(128, 128)) for one in self.parameters]
+        codes = torch.cat([one.codes.reshape(-1) for one in found])
+        return codes, torch.cat([one.scales.reshape(-1) for one in found])
+
+
+def entropy_bits(*shares):
+    """Of one draw; what is left of 1 is a share too."""
+    rest = 1 - sum(shares)
+    return -sum(share * np.log2(share) for share in (*shares, rest) if share > 0)
+
+
+def information_bytes(new, old):
+    """Of independent elements that each move by some number of steps: no coder does better."""
+    kind = np.int16 if new.itemsize == 2 else np.int8
+    moves = bits(new).numpy().view(kind) - bits(old).numpy().view(kind)
+    _, counts = np.unique(moves, return_counts=True)
+    shares = counts / counts.sum()
+    return -(counts * np.log2(shares)).sum() / 8
+
+
+def sync(new, held, kept):
+    """Send `new` to a receiver that holds `held`; bytes sent, and what they were."""
+    delta = encode_delta(new, kept)
+    if delta is None:
+        held.copy_(new)
+        kept.copy_(new)
+        return new.nbytes, None
+    apply_delta(held, delta)
+    apply_delta(kept, delta)
+    return len(delta), delta
+
+
+def test_200_adamw_steps_in_bf16():
+    trainer = Steps()
+    kept = trainer.export()
+    held, late = kept.clone(), kept.clone()
+    sent, changed, least, missed = 0, 0, 0.0, []
+    for step in range(200):
+        trainer.step()
+        new = trainer.export()
+        least += information_bytes(new, kept)
+        size, delta = sync(new, held, kept)
+        sent += size
+        changed += inspect_delta(delta).changed
+        missed.append(delta)
+        assert same(held, new)
+        assert same(kept, new)
+        if step % 40 == 39:  # A receiver that comes by every 40 versions.
+            apply_delta(late, merge_deltas(missed))
+            assert same(late, new)
+            missed = []
+    full = 200 * kept.nbytes
+    print(f"changed {changed / full * 2:.4f}, sent {sent / full:.5f}, entropy {least / full:.5f}")
+    assert 0.002 < changed / full * 2 < 0.03
+    assert sent <= 0.013 * full
+    assert sent <= 1.6 * least
+
+
+def test_200_adamw_steps_in_fp8():
+    trainer = Steps()
+    kept = trainer.export_fp8()
+    held = [one.clone() for one in kept]
+    sent, least = 0, 0.0
+    for _ in range(200):
+        trainer.step()
+        new = trainer.export_fp8()
+        least += information_bytes(new[0], kept[0])
+        for part, there, before in zip(new, held, kept, strict=True):
+            sent += sync(part, there, before)[0]
+            assert same(there, part)
+    full = 200 * sum(part.nbytes for part in held)
+    print(f"fp8: sent {sent / full:.5f}, entropy of the codes {least / full:.5f}")
+    assert 0.0001 * full < least < sent <= 0.013 * full
