@@ -1,4 +1,4 @@
-"""Lossless deltas against verl 0.9.1's, on one core. `python -m benchmarks.weightsync`; two minutes.
+"""Lossless deltas against verl 0.9.1's on one core: `python -m benchmarks.weightsync`; two minutes.
 
 It restarts itself in the Python of `scripts/peers`, where verl lies, with an allocator that keeps
 its pages.

@@ -2,8 +2,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from primeblocks.errors import ShapeError
-from primeblocks.groups import all_gather_rows, all_to_all_rows
+from primeblocks.errors import PlanError, RankError, ShapeError
+from primeblocks.groups import agree, all_gather_rows, all_to_all_rows
 from primeblocks.testing import ranks
 
 DTYPES = [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8]
@@ -93,3 +93,86 @@ def test_counts_that_do_not_fit_are_refused():
         assert "2 ranks needs 2 counts" in said[1]
         assert "2 ranks needs 2 counts" in said[2]
         assert "add up to the 3 rows" in said[3]
+
+
+def _agreement(case):
+    """What each rank is told, and that the group works afterwards."""
+    facts, problem = CASES[case](dist.get_rank())
+    said, raised = "agreed", None
+    try:
+        agree(facts, problem=problem, group=dist.group.WORLD)
+    except (PlanError, RankError, ShapeError) as error:
+        said, raised = f"{type(error).__name__}: {error}", error
+    assert problem is None or raised is problem
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total == dist.get_world_size()
+    return said
+
+
+CASES = {
+    "alike": lambda rank: ({"heads": 4, "plan": 2**63 - 1, "shift": -3}, None),
+    "nothing to say": lambda rank: ({}, None),
+    "as many as there is room for": lambda rank: ({f"f{i}": i for i in range(16)}, None),
+    "the first": lambda rank: ({"heads": rank, "tokens": 1}, None),
+    "the second": lambda rank: ({"heads": 4, "tokens": 5 + (rank == 2)}, None),
+    "the last of many": lambda rank: ({f"f{i}": i * (rank < 2 or i < 15) for i in range(16)}, None),
+    "one problem": lambda rank: ({"heads": rank}, ShapeError("bad x") if rank == 1 else None),
+    "two problems": lambda rank: ({}, PlanError(f"mine, {rank}") if rank else None),
+    "all have one": lambda rank: ({}, ShapeError(f"mine, {rank}")),
+    "a long one": lambda rank: ({}, ShapeError("x" * 999) if rank == 2 else None),
+    # A character of three bytes, cut in the middle: "ShapeError: " takes 12 of the 400.
+    "cut inside a letter": lambda rank: ({}, ShapeError("→" * 200) if rank == 2 else None),
+    "no words": lambda rank: ({}, ShapeError("") if rank == 0 else None),
+    "other facts where the problem is": lambda rank: (
+        {"heads": 1} if rank else {},
+        None if rank else ShapeError("no tensor"),
+    ),
+}
+
+
+def _told(case):
+    return ranks.run(_agreement, case, world_size=3)
+
+
+@pytest.mark.parametrize("case", ["alike", "nothing to say", "as many as there is room for"])
+def test_what_is_equal_is_agreed_on(case):
+    assert _told(case) == ["agreed"] * 3
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("the first", "heads must be equal on all ranks; by rank it is [0, 1, 2]."),
+        ("the second", "tokens must be equal on all ranks; by rank it is [5, 5, 6]."),
+        ("the last of many", "f15 must be equal on all ranks; by rank it is [15, 15, 0]."),
+    ],
+)
+def test_a_fact_that_differs_is_an_error_on_all(case, said):
+    assert _told(case) == [f"PlanError: {said}"] * 3
+
+
+REFUSED = "RankError: rank {} of the group refused its arguments: "
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("one problem", (1, "ShapeError: bad x")),
+        ("two problems", (1, "PlanError: mine, 1")),
+        ("a long one", (2, "ShapeError: " + "x" * 388)),
+        ("cut inside a letter", (2, "ShapeError: " + "→" * 129 + "\N{REPLACEMENT CHARACTER}")),
+        ("no words", (0, "ShapeError:")),
+        ("other facts where the problem is", (0, "ShapeError: no tensor")),
+    ],
+)
+def test_a_problem_is_an_error_on_all(case, said):
+    """Every rank raises what it has itself, the others repeat the first rank's."""
+    for rank, text in enumerate(_told(case)):
+        problem = CASES[case](rank)[1]
+        own = f"{type(problem).__name__}: {problem}"
+        assert text == (REFUSED.format(said[0]) + said[1] if problem is None else own)
+
+
+def test_everyone_has_a_problem():
+    assert _told("all have one") == [f"ShapeError: mine, {rank}" for rank in range(3)]

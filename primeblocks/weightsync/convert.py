@@ -1,4 +1,4 @@
-"""Conversions: what trainer, checkpoint and engine call the same weights, and how each lays them out.
+"""Conversions: what trainer, checkpoint and engine call the same weights, and how they lie there.
 
 Elements are moved, never computed, so every conversion is exact and has a way back. What moves is
 known as boxes before anything moves: a shard goes straight to where it belongs, through changes of
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import torch
 from torch import Tensor
@@ -76,16 +77,19 @@ class Conversion:
 class Wiring:
     """A conversion bound to tensors: each box of a source, and the box of a target it fills.
 
-    Pieces do not overlap, on either side.
+    Pieces do not overlap, on either side. Where none lead to a target is padding, zero; on the way
+    back it is what was dropped or cropped, and has to be given (`lossy`).
     """
 
     sources: Manifest
     targets: Manifest
     pieces: tuple[Piece, ...]
+    lossy: bool = False
 
     def inverse(self) -> Wiring:
-        """The way back; what was dropped or cropped has to be filled there."""
-        return Wiring(self.targets, self.sources, tuple(p.inverse() for p in self.pieces))
+        """The way back, exact, whatever the rules."""
+        pieces = tuple(piece.inverse() for piece in self.pieces)
+        return Wiring(self.targets, self.sources, pieces, not self.lossy)
 
     @cached_property
     def by_source(self) -> dict[str, list[Piece]]:
@@ -99,21 +103,19 @@ class Wiring:
 
     @cached_property
     def dropped(self) -> tuple[str, ...]:
-        """Sources that no target takes anything from."""
-        return tuple(
-            name
-            for name, pieces in self.by_source.items()
-            if not pieces and 0 not in self.sources[name].shape
-        )
+        """Sources of which no element arrives."""
+        empty = (name for name, pieces in self.by_source.items() if not pieces)
+        return tuple(name for name in empty if 0 not in self.sources[name].shape)
 
     @cached_property
     def unfilled(self) -> dict[str, list[Shard]]:
-        """Boxes of targets that nothing fills: padding, and what was dropped on the way here."""
+        """Boxes of targets that nothing fills."""
         holes = {}
         for name, pieces in self.by_target.items():
-            boxes = [(0, piece.target_box) for piece in pieces]
-            holes[name] = owned_boxes(boxes, self.targets[name].shape)[1]
-        return {name: boxes for name, boxes in holes.items() if any(box.numel for box in boxes)}
+            shape = self.targets[name].shape
+            if sum(piece.target_box.numel for piece in pieces) != prod(shape):
+                holes[name] = owned_boxes([(0, piece.target_box) for piece in pieces], shape)[1]
+        return holes
 
     def map(self, held: Manifest) -> list[Piece]:
         """What one rank's shards fill, in global coordinates on both sides. Local.
@@ -135,11 +137,11 @@ class Wiring:
         """Whole targets from whole sources, in new memory. Local; each element copied once.
 
         Args:
-            fill: targets to start from, for what no source fills. Padding is zero without.
+            fill: targets to start from, by name, where something is `unfilled`.
 
         Raises:
-            PlanError: a source is missing, is sharded or has another shape; or nothing fills a
-                target and `fill` lacks it.
+            PlanError: a source is missing, is sharded or has another shape; or a target needs
+                filling and is not in `fill`.
         """
         held = describe(tensors)
         _check_same(held, self.sources)
@@ -151,15 +153,24 @@ class Wiring:
                 f"{(missing + sharded)[0]!r}. Pass whole tensors, or use map() for shards."
             )
         fill = {} if fill is None else fill
+        needed = [name for name in self.unfilled if self.lossy and name not in fill]
+        if needed:
+            raise PlanError(
+                f"{len(needed)} tensors were dropped or cropped, first {needed[0]!r}: "
+                f"{self.unfilled[needed[0]][0]}. Pass them in fill=."
+            )
         return {name: self._made(name, tensors, fill.get(name)) for name in self.targets}
 
     def _made(self, name: str, tensors: Mapping[str, Tensor], start: Tensor | None) -> Tensor:
         spec, pieces = self.targets[name], self.by_target[name]
-        if not pieces and start is None and 0 not in spec.shape:
-            raise PlanError(f"nothing fills {name!r}, which was dropped. Pass it in fill=.")
         if start is None:
-            start = torch.zeros(spec.shape, dtype=spec.dtype)
-        made = start.clone()
+            device = tensors[pieces[0].source].device if pieces else None
+            made = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+        elif (tuple(start.shape), start.dtype) != (spec.shape, spec.dtype):
+            found = f"{start.dtype} {tuple(start.shape)}"
+            raise PlanError(f"{name!r} is {spec.dtype} {spec.shape}; fill has {found}")
+        else:
+            made = start.clone()
         for piece in pieces:
             source = self.sources[piece.source].layout.shard
             made[piece.target_box.slices].copy_(piece.view(tensors[piece.source], source))
@@ -171,7 +182,9 @@ def _union(manifests: Sequence[Manifest]) -> Manifest:
     specs: dict[str, TensorSpec] = {}
     for manifest in manifests:
         for name, spec in manifest.items():
-            whole = TensorSpec(spec.dtype, Layout.whole(spec.shape))
+            whole = spec
+            if not spec.layout.is_whole:
+                whole = TensorSpec(spec.dtype, Layout.whole(spec.shape))
             if specs.setdefault(name, whole) != whole:
                 raise PlanError(
                     f"{name!r} is {whole.dtype} {whole.shape} on one rank and "

@@ -6,18 +6,30 @@ of parts. The same fields stand on both sides, so every rule can be turned aroun
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
 from ..errors import PlanError
-from ..layout import Layout, Shard
+from ..layout import Layout
+from .convert_forms import (
+    Cut,
+    Form,
+    Gone,
+    Numbered,
+    Rounded,
+    Sections,
+    Shape,
+    Share,
+    Straight,
+    Window,
+    box_of,
+)
+from .convert_names import fields_of, fill, match
 from .manifest import TensorSpec
-from .pieces import NEW, Piece
+from .pieces import Piece
 
 __all__ = [
     "Rule",
@@ -26,119 +38,16 @@ __all__ = [
     "fuse",
     "pad",
     "rename",
+    "round_up",
+    "share",
     "split",
     "stack",
     "transpose",
     "unstack",
 ]
 
-Shape = tuple[int, ...]
 _A = TypeVar("_A")
 _B = TypeVar("_B")
-
-
-@dataclass(frozen=True)
-class Cut:
-    """A part of one tensor: its template, its number, its box in the whole, and its dims there."""
-
-    template: int
-    number: int
-    box: Shard
-    dims: Shape
-
-    @property
-    def shape(self) -> Shape:
-        return tuple(1 if dim == NEW else self.box.sizes[dim] for dim in self.dims)
-
-
-class Form(Protocol):
-    """How one tensor falls into parts, and how long it is if these are the parts."""
-
-    def cuts(self, shape: Shape) -> list[Cut]: ...
-    def whole(self, parts: Sequence[Shape]) -> Shape: ...
-
-
-@dataclass(frozen=True)
-class Straight:
-    """One part, the whole, its dims in another order (`()` keeps the order)."""
-
-    dims: Shape = ()
-
-    def cuts(self, shape: Shape) -> list[Cut]:
-        if self.dims and len(shape) != len(self.dims):
-            raise PlanError(f"dims {self.dims} of a transpose do not fit shape {shape}")
-        return [Cut(0, 0, _box(shape), self.dims or tuple(range(len(shape))))]
-
-    def whole(self, parts: Sequence[Shape]) -> Shape:
-        return tuple(parts[0][self.dims.index(d)] for d in range(len(self.dims))) or parts[0]
-
-
-@dataclass(frozen=True)
-class Sections:
-    """One part after the other along `dim`, in proportion to `parts`."""
-
-    dim: int
-    parts: tuple[int, ...]
-
-    def cuts(self, shape: Shape) -> list[Cut]:
-        size, total = _size(shape, self.dim), sum(self.parts)
-        if size % total:
-            raise PlanError(
-                f"dim {self.dim} of {shape} does not divide into {self.parts}: "
-                f"{size} is no multiple of {total}. Give the lengths as parts=."
-            )
-        starts = [sum(self.parts[:i]) * size // total for i in range(len(self.parts))]
-        return [
-            Cut(i, 0, _box(shape, self.dim, start, part * size // total), _straight(shape))
-            for i, (start, part) in enumerate(zip(starts, self.parts, strict=True))
-        ]
-
-    def whole(self, parts: Sequence[Shape]) -> Shape:
-        return _with(parts[0], self.dim, sum(_size(part, self.dim) for part in parts))
-
-
-@dataclass(frozen=True)
-class Numbered:
-    """As many parts as `dim` is long, without that dim."""
-
-    dim: int
-
-    def cuts(self, shape: Shape) -> list[Cut]:
-        dims = tuple(dim for dim in range(len(shape)) if dim != self.dim)
-        count = _size(shape, self.dim)
-        return [Cut(0, i, _box(shape, self.dim, i, 1), dims) for i in range(count)]
-
-    def whole(self, parts: Sequence[Shape]) -> Shape:
-        return (*parts[0][: self.dim], len(parts), *parts[0][self.dim :])
-
-
-@dataclass(frozen=True)
-class Window:
-    """One part: of `padded` elements along `dim`, the `size` that begin at `at`."""
-
-    dim: int
-    size: int
-    padded: int
-    at: int
-
-    def cuts(self, shape: Shape) -> list[Cut]:
-        if _size(shape, self.dim) != self.padded:
-            raise PlanError(f"dim {self.dim} of {shape} is not {self.padded} long")
-        return [Cut(0, 0, _box(shape, self.dim, self.at, self.size), _straight(shape))]
-
-    def whole(self, parts: Sequence[Shape]) -> Shape:
-        return _with(parts[0], self.dim, self.padded)
-
-
-@dataclass(frozen=True)
-class Gone:
-    """No part at all."""
-
-    def cuts(self, shape: Shape) -> list[Cut]:
-        return []
-
-    def whole(self, parts: Sequence[Shape]) -> Shape:
-        raise AssertionError("nothing is made of no parts")
 
 
 @dataclass(frozen=True)
@@ -157,9 +66,9 @@ class Rule:
 
     def __post_init__(self) -> None:
         for template in self.many:
-            if set(_parsed(template)[1]) - {self.index} != set(_parsed(self.one)[1]):
+            if fields_of(template) - {self.index} != fields_of(self.one):
                 raise PlanError(f"{self.one!r} and {template!r} need the same fields")
-            if self.index and self.index not in _parsed(template)[1]:
+            if self.index and self.index not in fields_of(template):
                 raise PlanError(f"{template!r} lacks the field {{{self.index}}}")
 
     @property
@@ -184,65 +93,72 @@ class Rule:
         Raises:
             PlanError: no name matches, names collide, or sizes do not fit.
         """
-        matches = {name: fields for name in specs if (fields := _match(self.reads, name))}
-        if not matches and not self.optional:
+        found = {name: fields for name in specs if (fields := match(self.reads, name)) is not None}
+        if not found and not self.optional:
             raise PlanError(
                 f"{' or '.join(self.reads)} matches none of {len(specs)} names, such as "
                 f"{', '.join(sorted(specs)[:3])}. Correct the template, or give optional=True."
             )
-        after = {name: spec for name, spec in specs.items() if name not in matches}
+        after = {name: spec for name, spec in specs.items() if name not in found}
         for name in after:
-            if _match(self.writes, name):
+            if match(self.writes, name) is not None:
                 raise PlanError(
                     f"{name!r} is there already and looks as if {' or '.join(self.reads)} had "
-                    "made it; the way back would change it. Use a narrower template."
+                    "made it: the way back would change it. Use a narrower template."
                 )
-        build = self._join if self.backwards else self._cut
         pieces = []
-        for name, spec, moves in build(matches, specs):
+        for name, spec, moves in (self._join if self.backwards else self._cut)(found, specs):
             if name in after:
                 raise PlanError(f"two tensors would both be named {name!r}. Use a field for each.")
             after[name] = spec
             pieces += moves
         return pieces, after
 
-    def _cut(self, matches: _Matches, specs: Mapping[str, TensorSpec]) -> Iterator[_New]:
-        for name, fields in matches.items():
+    def _cut(self, found: _Found, specs: Mapping[str, TensorSpec]) -> Iterator[_New]:
+        for name, fields in found.items():
             for part in _about(name, self.form.cuts, specs[name].shape):
                 target = self._name(part, fields)
-                piece = Piece(name, part.box, target, _box(part.shape), part.dims)
+                back = match((self.many[part.template],), target)
+                if back is None or fill(self.one, back) != name:
+                    raise PlanError(
+                        f"{name!r} becomes {target!r}, which does not lead back. Use other fields."
+                    )
+                piece = Piece(name, part.box, target, box_of(part.shape), part.dims)
                 yield target, _spec(specs[name].dtype, part.shape), [piece]
 
-    def _join(self, matches: _Matches, specs: Mapping[str, TensorSpec]) -> Iterator[_New]:
+    def _join(self, found: _Found, specs: Mapping[str, TensorSpec]) -> Iterator[_New]:
         groups: dict[str, list[str]] = {}
-        for name, fields in matches.items():
-            groups.setdefault(_fill(self.one, fields), []).append(name)
+        for template in self.many:
+            for name in found:
+                fields = match((template,), name)
+                if fields is not None:
+                    groups.setdefault(fill(self.one, fields), []).append(name)
         for one, members in groups.items():
             dtypes = {specs[name].dtype for name in members}
             if len(dtypes) > 1:
                 kinds = ", ".join(sorted(map(str, dtypes)))
                 raise PlanError(f"{one!r} would mix {kinds}. Describe them with one dtype.")
             shapes = {name: specs[name].shape for name in members}
-            shape = _about(one, self.form.whole, list(shapes.values()))
-            parts = {
-                self._name(part, matches[members[0]]): part
-                for part in _about(one, self.form.cuts, shape)
-            }
+            if not self.index and len(members) != len(self.many):
+                wanted = {fill(name, found[members[0]]): () for name in self.many}
+                _check_parts(one, wanted, shapes)
+            shape, form = _about(one, self.form.whole, list(shapes.values()))
+            parts = {self._name(p, found[members[0]]): p for p in _about(one, form.cuts, shape)}
             _check_parts(one, {name: part.shape for name, part in parts.items()}, shapes)
             pieces = [
-                Piece(one, part.box, name, _box(part.shape), part.dims).inverse()
+                Piece(one, part.box, name, box_of(part.shape), part.dims).inverse()
                 for name, part in parts.items()
             ]
             yield one, _spec(dtypes.pop(), shape), pieces
 
     def _name(self, part: Cut, fields: Mapping[str, str]) -> str:
-        return _fill(self.many[part.template], {**fields, self.index: str(part.number)})
+        return fill(self.many[part.template], {**fields, self.index: str(part.number)})
 
 
 # What became of one name: the new name, its shape, what fills it.
 _New = tuple[str, TensorSpec, list[Piece]]
-# Name -> what the fields of the template stand for.
-_Matches = Mapping[str, Mapping[str, str]]
+# Name -> what the fields of its template stand for.
+_Found = Mapping[str, Mapping[str, str]]
 
 
 def rename(source: str, target: str, *, optional: bool = False) -> Rule:
@@ -271,10 +187,10 @@ def split(
         parts: lengths or proportions, such as the numbers of query, key and value heads; equal
             parts where none are given.
     """
-    parts = tuple(parts) or (1,) * len(targets)
-    if len(parts) != len(targets) or min(parts, default=0) < 1:
-        raise PlanError(f"parts need a positive number for each of {tuple(targets)}; got {parts}")
-    return Rule(source, tuple(targets), Sections(dim, parts), optional=optional)
+    lengths = tuple(parts) or (1,) * len(targets)
+    if len(lengths) != len(targets) or min(lengths, default=0) < 1:
+        raise PlanError(f"needs a positive part for each of {tuple(targets)}; got parts={lengths}")
+    return Rule(source, tuple(targets), Sections(dim, lengths), optional=optional)
 
 
 def fuse(
@@ -282,10 +198,18 @@ def fuse(
     target: str,
     *,
     dim: int = 0,
-    parts: Sequence[int] = (),
+    parts: Sequence[int] | None = (),
     optional: bool = False,
 ) -> Rule:
-    """Several tensors become one, side by side along `dim`; the inverse of `split`."""
+    """Several tensors become one, side by side along `dim`; the inverse of `split`.
+
+    Args:
+        parts: as for `split`, and checked; or None, as long as they come. Then this rule cannot
+            be bound backwards, and the way back is `Wiring.inverse()`.
+    """
+    if parts is None:
+        form = Sections(dim, None)
+        return Rule(target, tuple(sources), form, backwards=True, optional=optional)
     return split(target, sources, dim=dim, parts=parts, optional=optional).inverse()
 
 
@@ -318,40 +242,23 @@ def pad(
     return crop(names, dim=dim, size=size, padded=padded, at=at, optional=optional).inverse()
 
 
+def share(names: str, *, dim: int, rank: int, ranks: int, optional: bool = False) -> Rule:
+    """Keep the part of one rank, where `dim` is dealt out evenly to `ranks`."""
+    if not 0 <= rank < ranks:
+        raise PlanError(f"rank must be 0 to {ranks - 1}; got {rank}")
+    return Rule(names, (names,), Share(dim, rank, ranks), optional=optional)
+
+
+def round_up(names: str, *, dim: int, multiple: int, optional: bool = False) -> Rule:
+    """Pad `dim` to a multiple. It cannot be bound backwards: see `Wiring.inverse()`."""
+    if multiple < 1:
+        raise PlanError(f"multiple must be positive; got {multiple}")
+    return Rule(names, (names,), Rounded(dim, multiple), backwards=True, optional=optional)
+
+
 def drop(names: str, *, optional: bool = False) -> Rule:
     """Leave tensors out. The conversion lists them; its inverse does not bring them back."""
     return Rule(names, (), Gone(), optional=optional)
-
-
-@cache
-def _parsed(template: str) -> tuple[re.Pattern[str], tuple[str, ...], tuple[str, ...]]:
-    """The pattern of a template, its fields, and the text around them."""
-    text = re.split(r"\{(\*?\w+)\}", template)
-    fields = tuple(field.removeprefix("*") for field in text[1::2])
-    if len(set(fields)) != len(fields):
-        raise PlanError(f"a field stands twice in {template!r}")
-    pattern = re.escape(text[0])
-    for field, after in zip(text[1::2], text[2::2], strict=True):
-        one = ".+" if field.startswith("*") else r"[^.]+"
-        pattern += f"(?P<{field.removeprefix('*')}>{one}){re.escape(after)}"
-    return re.compile(pattern), fields, tuple(text[::2])
-
-
-def _match(templates: Iterable[str], name: str) -> dict[str, str] | None:
-    """What the fields stand for in the first template that fits."""
-    for template in templates:
-        found = _parsed(template)[0].fullmatch(name)
-        if found:
-            # Never empty, and so true: a name without fields still matches.
-            return {"": "", **found.groupdict()}
-    return None
-
-
-def _fill(template: str, fields: Mapping[str, str]) -> str:
-    _, names, text = _parsed(template)
-    return text[0] + "".join(
-        fields[name] + after for name, after in zip(names, text[1:], strict=True)
-    )
 
 
 def _about(name: str, function: Callable[[_A], _B], argument: _A) -> _B:
@@ -375,27 +282,6 @@ def _check_parts(one: str, wanted: Mapping[str, Shape], got: Mapping[str, Shape]
         f"{one!r} needs {odd!r} of shape {wanted.get(odd)}; got {got[odd]}, beside "
         f"{[got[name] for name in sorted(got)[:4]]}. Give the lengths as parts=, or stack alike."
     )
-
-
-def _size(shape: Shape, dim: int) -> int:
-    if not 0 <= dim < len(shape):
-        raise PlanError(f"shape {shape} has no dim {dim}")
-    return shape[dim]
-
-
-def _with(shape: Shape, dim: int, size: int) -> Shape:
-    _size(shape, dim)
-    return (*shape[:dim], size, *shape[dim + 1 :])
-
-
-def _straight(shape: Shape) -> Shape:
-    return tuple(range(len(shape)))
-
-
-def _box(shape: Shape, dim: int = 0, start: int = 0, size: int | None = None) -> Shard:
-    """All of a shape, or `size` elements of a dim."""
-    offsets = tuple(start if d == dim else 0 for d in range(len(shape)))
-    return Shard(offsets, shape if size is None else _with(shape, dim, size))
 
 
 def _spec(dtype: torch.dtype, shape: Shape) -> TensorSpec:

@@ -43,6 +43,8 @@ class Piece:
         common = self.source_box.intersect(box)
         if common is None:
             return None
+        if common == self.source_box:
+            return self
         offsets, sizes = list(self.target_box.offsets), list(self.target_box.sizes)
         for dim, origin in enumerate(self.dims):
             if origin != NEW:
@@ -58,10 +60,12 @@ class Piece:
 
     def then(self, after: Piece) -> Piece | None:
         """From this source to `after`'s target, through the tensor between them."""
-        first = self.to_target(after.source_box)
-        last = after.from_source(self.target_box)
-        if first is None or last is None:
-            return None
+        first, last = self, after
+        if self.target_box != after.source_box:
+            part, rest = self.to_target(after.source_box), after.from_source(self.target_box)
+            if part is None or rest is None:
+                return None
+            first, last = part, rest
         dims = [NEW if dim == NEW else first.dims[dim] for dim in last.dims]
         # A source dim that fell away beside a new dim: both have size 1. As one dim they can be
         # merged with their neighbours, which is how experts that were taken apart come together.
@@ -90,7 +94,9 @@ def whole_piece(name: str, shape: tuple[int, ...]) -> Piece:
 def merge(pieces: Iterable[Piece]) -> list[Piece]:
     """Join neighbours that move alike; the same elements in fewer pieces."""
     pieces = list(pieces)
-    for dim in range(max((len(piece.dims) for piece in pieces), default=0)):
+    if len(pieces) < 2:
+        return pieces
+    for dim in range(max(len(piece.dims) for piece in pieces)):
         pieces = _merge_along(pieces, dim)
     return pieces
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
 from primeblocks.errors import PlanError, RankError, ShapeError
 from primeblocks.parallel import (
@@ -17,8 +18,9 @@ from primeblocks.parallel import (
     grouped_swiglu,
     reference,
 )
+from primeblocks.parallel.experts.spread import collect, copies_of, spread
 from primeblocks.testing import ranks
-from primeblocks.testing.oracles import assert_as_precise
+from primeblocks.testing.oracles import assert_as_precise, max_relative_error
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 12, 2, 5, 3
 SHARED = {"all_to_all": AllToAllDispatcher, "once_per_rank": OncePerRankDispatcher}
@@ -183,9 +185,10 @@ def test_rows_of_an_expert_keep_the_order_of_the_one_rank_batch(name):
 def test_low_precision_is_as_precise_as_scatter(dtype):
     """Against the plain way: multiply by the scores, add up with index_add."""
     g = torch.Generator().manual_seed(0)
-    x = torch.randn(64, 128, generator=g).to(dtype)
-    ids = torch.rand(64, EXPERTS, generator=g).topk(8).indices
-    scores, grad = torch.rand(64, 8, generator=g), torch.randn(64, 128, generator=g).to(dtype)
+    tokens = 100  # 800 slots: more than are looked at in one part.
+    x = torch.randn(tokens, 128, generator=g).to(dtype)
+    ids = torch.rand(tokens, EXPERTS, generator=g).topk(8).indices
+    scores, grad = torch.rand(tokens, 8, generator=g), torch.randn(x.shape, generator=g).to(dtype)
 
     def plain(x, scores):
         order = ids.flatten().argsort(stable=True)
@@ -202,10 +205,118 @@ def test_low_precision_is_as_precise_as_scatter(dtype):
         out.backward(grad.to(to))
         return [out.detach(), *(leaf.grad for leaf in leaves)]
 
-    for got, naive, exact in zip(
-        outcome(ours, dtype), outcome(plain, dtype), outcome(plain, torch.float64), strict=True
-    ):
+    found, right = outcome(ours, dtype), outcome(plain, torch.float64)
+    for got, naive, exact in zip(found, outcome(plain, dtype), right, strict=True):
         assert_as_precise(got, naive=naive, exact=exact)
+    # Gates are float32 as a rule, and so are the products that make their gradient.
+    gates = scores.clone().requires_grad_()
+    ours(x, gates).backward(grad)
+    assert gates.grad.dtype == torch.float32
+    assert max_relative_error(gates.grad, right[2]) < 1e-5
+
+
+def _three(**arguments):
+    """Every dispatcher, over the ranks that run this."""
+    shared = [made(dist.group.WORLD, **arguments) for made in SHARED.values()]
+    return [LocalDispatcher(**arguments), *shared]
+
+
+def _there_and_back(dispatcher, x, scores, ids, num_experts=EXPERTS):
+    sent = dispatcher.dispatch(x, scores, ids, num_experts=num_experts)
+    return dispatcher.combine(sent.tokens, sent)
+
+
+def _integers_and_strides():
+    x, scores, ids = _batch(6, seed=dist.get_rank())
+    grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    for dispatcher in _three(alignment=4):
+        for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8):
+            for lie in (torch.Tensor.contiguous, lambda t: t.t().contiguous().t()):
+                leaves = [lie(leaf.clone()).requires_grad_() for leaf in (x, scores)]
+                out = _there_and_back(dispatcher, *leaves, lie(ids).to(dtype))
+                out.backward(lie(grad))
+                sums = scores.sum(1, keepdim=True)
+                of_scores = (x * grad).sum(1, keepdim=True).expand(scores.shape)
+                _assert_equal(
+                    [out.detach(), *(leaf.grad for leaf in leaves)],
+                    [x * sums, grad * sums, of_scores],
+                )
+
+
+def test_any_integers_and_strides():
+    ranks.run(_integers_and_strides)
+
+
+def _many_experts():
+    """More than an int16 counts; the first ids of either rank's share, and the last ones."""
+    many, x = 40_000, torch.arange(1.0, 9.0).view(4, 2)
+    ids = torch.tensor([[39_999, 0], [20_000, 19_999], [129, 39_871], [5, 39_999]])
+    for dispatcher in _three():
+        sent = dispatcher.dispatch(x, torch.ones(4, 2), ids, num_experts=many)
+        shared = not isinstance(dispatcher, LocalDispatcher)
+        own = dist.get_rank() * 20_000 if shared else 0
+        chosen = torch.bincount(ids.flatten(), minlength=many) * (1 + shared)
+        assert torch.equal(sent.counts, chosen[own : own + len(sent.counts)])
+        _assert_equal([dispatcher.combine(sent.tokens, sent)], [2 * x])
+
+
+def test_many_experts():
+    ranks.run(_many_experts)
+
+
+def _in_one_graph():
+    """Two layers, plain and recomputed, and the plain graph once more."""
+    x, scores, ids = _batch((3, 0, 5)[dist.get_rank()], seed=dist.get_rank())
+    sums = scores.sum(1, keepdim=True)
+    for dispatcher in _three():
+        for again in (None, False, True):  # use_reentrant
+            leaf = x.clone().requires_grad_()
+            out = leaf
+            for _ in range(2):
+                layer = (dispatcher, out, scores, ids)
+                out = (
+                    _there_and_back(*layer)
+                    if again is None
+                    else checkpoint(_there_and_back, *layer, use_reentrant=again)
+                )
+            out.sum().backward(retain_graph=again is None)
+            _assert_equal([out.detach(), leaf.grad], [x * sums**2, (sums**2).expand(x.shape)])
+            if again is None:
+                out.sum().backward()
+                _assert_equal([leaf.grad], [2 * (sums**2).expand(x.shape)])
+
+
+def test_layers_in_one_graph():
+    ranks.run(_in_one_graph, world_size=3)
+
+
+def _saved(function):
+    """What autograd keeps, as hooks see it: those of recomputation and offloading."""
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        function()
+    return kept
+
+
+def test_rows_are_kept_for_the_gradient_of_scores_alone():
+    x, scores, ids = _batch(7, seed=0)
+    x.requires_grad_()
+    kept = _saved(lambda: _there_and_back(LocalDispatcher(), x, scores, ids))
+    assert not any(t.shape[1:] == (HIDDEN,) for t in kept)
+    assert sum(t.dtype == torch.int64 and len(t) == ids.numel() for t in kept) >= 4
+    scores.requires_grad_()
+    kept = _saved(lambda: _there_and_back(LocalDispatcher(), x, scores, ids))
+    assert [t.shape for t in kept].count((ids.numel(), HIDDEN)) == 1
+
+
+def test_copies_are_said_both_ways():
+    copies = copies_of(torch.tensor([1, 0, 1, 3]), tokens=4)
+    assert [x.tolist() for x in copies] == [[1, 0, 1, 3], [1, 0, 2, 3], [0, 1, 3, 3]]
+    rows = torch.tensor([[1.0], [2.0], [4.0], [8.0]])
+    assert collect(rows, copies).tolist() == [[2.0], [5.0], [0.0], [8.0]]
+    assert spread(rows, copies).tolist() == [[2.0], [1.0], [2.0], [8.0]]
+    nothing = copies_of(torch.zeros(0, dtype=torch.int64), tokens=2)
+    assert collect(torch.zeros(0, 1), nothing).tolist() == [[0.0], [0.0]]
 
 
 BAD_INPUTS = {
@@ -217,6 +328,9 @@ BAD_INPUTS = {
         "x": torch.zeros(2, 5),
     },
     r"ShapeError: .*got \(1, 1, 5\)": {"x": torch.zeros(1, 1, 5)},
+    r"ShapeError: .*got \(\) and \(1, 2\)": {"x": torch.tensor(1.0)},
+    r"ShapeError: .*got \(1, 5\) and \(\)": {"ids": torch.tensor(0)},
+    "ShapeError: .*must be integers; got torch.bool": {"ids": torch.zeros(1, 2).bool()},
     r"ShapeError: .*got \(3, 5\) and \(1, 2\)": {"x": torch.zeros(3, 5)},
     "ShapeError: 1 of 2 scores are NaN": {"scores": torch.tensor([[1.0, torch.nan]])},
     "ShapeError: 2 of 2 scores are NaN or infinite": {"scores": torch.full((1, 2), torch.inf)},
@@ -231,6 +345,12 @@ BAD_LAYERS = {
     },
     r"PlanError: requires_grad must be equal .* it is \[0, 1\]": {
         "x": torch.zeros(1, HIDDEN).requires_grad_()
+    },
+    r"PlanError: scores' requires_grad must be equal .* it is \[0, 1\]": {
+        "scores": torch.ones(1, 2).requires_grad_()
+    },
+    r"PlanError: bytes a score must be equal .* it is \[4, 8\]": {
+        "scores": torch.ones(1, 2).double()
     },
     r"PlanError: top_k must be equal .* it is \[2, 3\]": {
         "ids": torch.zeros(1, 3).long(),
@@ -284,14 +404,33 @@ def test_one_ranks_mistake_is_an_error_on_all(name):
 
 
 def _unchecked():
-    dispatcher = AllToAllDispatcher(dist.group.WORLD, check=False)
-    with pytest.raises(ShapeError, match="must be integers"):
-        _dispatch(dispatcher, ids=torch.zeros(1, 2))
-    return _dispatch(dispatcher, scores=torch.full((1, 2), torch.nan)).counts.tolist()
+    """Nothing is agreed on, and nobody looks at values."""
+    gather, gathered = dist.all_gather, []
+
+    def counted(*tensors, group):
+        gathered.append(group)
+        return gather(*tensors, group=group)
+
+    dist.all_gather = counted
+    found = []
+    for dispatcher in _three(check=False):
+        with pytest.raises(ShapeError, match="must be integers"):
+            _dispatch(dispatcher, ids=torch.zeros(1, 2))
+        found.append(_dispatch(dispatcher, scores=torch.full((1, 2), torch.nan)).counts.tolist())
+    for dispatcher in _three(check=False)[1:]:
+        with pytest.raises(PlanError, match="7 experts cannot be shared"):
+            _dispatch(dispatcher, num_experts=7)
+    assert not gathered
+    for dispatcher in _three()[1:]:
+        with torch.no_grad():  # In evaluation it does not matter who would want gradients.
+            _dispatch(dispatcher, x=torch.zeros(1, HIDDEN).requires_grad_(dist.get_rank() == 0))
+    assert len(gathered) == 2
+    return found
 
 
 def test_without_check_shapes_alone_are_looked_at():
-    assert ranks.run(_unchecked) == [[4, 0, 0, 0, 0, 0], [0] * 6]
+    alone = [2] + [0] * 11
+    assert ranks.run(_unchecked) == [[alone] + [[4] + [0] * 5] * 2, [alone] + [[0] * 6] * 2]
 
 
 def _outsider():

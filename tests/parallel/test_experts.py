@@ -2,6 +2,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from primeblocks.errors import ShapeError
 from primeblocks.parallel import (
@@ -11,6 +12,7 @@ from primeblocks.parallel import (
     grouped_swiglu,
     reference,
 )
+from primeblocks.parallel.experts.grouped import expert_linear
 from primeblocks.testing import strategies
 from primeblocks.testing.oracles import assert_as_precise, assert_close_float64, gradients_of
 
@@ -77,6 +79,15 @@ def test_sizes_that_the_kernel_refuses_go_to_the_loop():
     torch.testing.assert_close(rounded.double(), exact, rtol=0.1, atol=0.1)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_that_lie_apart_are_taken(dtype):
+    weight, counts = _weights()[0].to(dtype), torch.tensor([2, 1, 0, 3])
+    wide = torch.cat([_rows([6]), _rows([6], seed=2)], dim=1).to(dtype)
+    for rows in (wide[:, 3 : 3 + HIDDEN], wide[:, :HIDDEN].t().contiguous().t()):
+        expected = grouped_linear(rows.contiguous(), counts, weight)
+        assert torch.equal(grouped_linear(rows, counts, weight), expected)
+
+
 def test_an_expanded_gradient_is_taken():
     weight = _weights()[0].float().requires_grad_()
     grouped_linear(_rows([2, 1, 0, 3]).float(), torch.tensor([2, 1, 0, 3]), weight).sum().backward()
@@ -97,6 +108,43 @@ def test_the_module_matches_the_reference(ids):
             parameter.copy_(weight)
     out = module(x, ids, scores)
     assert_close_float64(out.detach(), reference.experts(x, ids, scores, *_weights()))
+
+
+def test_the_activation_is_the_given_one():
+    gate_up, down = _weights()
+    rows, counts = _rows([2, 1, 0, 3]), torch.tensor([2, 1, 0, 3])
+    expected = []
+    for x, w, back in zip(rows.split(counts.tolist()), gate_up, down, strict=True):
+        gate, up = (x @ w.t()).chunk(2, dim=-1)
+        expected.append((torch.tanh(gate) * up) @ back.t())
+    found = grouped_swiglu(rows, counts, gate_up, down, activation=torch.tanh)
+    assert_close_float64(found, torch.cat(expected))
+    module = GroupedExperts(
+        EXPERTS,
+        HIDDEN,
+        INTERMEDIATE,
+        dispatcher=LocalDispatcher(),
+        activation=torch.tanh,
+        dtype=torch.float64,
+    )
+    with torch.no_grad():
+        for parameter, weight in zip(module.parameters(), (gate_up, down), strict=True):
+            parameter.copy_(weight)
+    ids = torch.tensor([0, 0, 1, 3, 3, 3])[:, None]
+    out = module(rows, ids, torch.ones(6, 1, dtype=torch.float64))
+    assert_close_float64(out.detach(), torch.cat(expected))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_weights_may_lie_the_other_way_round(transposed):
+    """As those of gpt-oss, with their biases."""
+    weight, rows, counts = _weights()[0], _rows([2, 1, 0, 3]), torch.tensor([2, 1, 0, 3])
+    module = nn.Module()
+    module.is_transposed = transposed
+    module.up = nn.Parameter(weight.transpose(1, 2).contiguous() if transposed else weight)
+    module.up_bias = nn.Parameter(_weights(3)[0][:, :, 0])
+    expected = grouped_linear(rows, counts, weight, module.up_bias)
+    assert_close_float64(expert_linear(module, "up", rows, counts).detach(), expected.detach())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

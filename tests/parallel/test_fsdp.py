@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from primeblocks.errors import PlanError
@@ -137,6 +138,43 @@ def test_more_ranks_than_experts_split_inside_the_experts():
     assert placements == ["(Shard(dim=1), Shard(dim=0))"] * 2
 
 
+def _low_precision_sums(dtype):
+    """Gradients of a router and of another layer: 1 on rank 0, 2^-12 on rank 1."""
+    router, other = layers = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    model = nn.Sequential(*layers)
+    meshes = plan_mesh(world_size=2).build("cpu")
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    fully_shard_moe(
+        model, meshes, layers=[other], experts=[], routers=[router], precision=precision
+    )
+    with torch.no_grad():
+        router.weight.fill_(1.0)
+        other.weight.fill_(1.0)
+    model(torch.tensor([[(1.0, 2.0**-12)[dist.get_rank()]]])).float().sum().backward()
+    return [float(layer.weight.grad.full_tensor()) for layer in layers]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_routers_are_reduced_in_float32(dtype):
+    assert ranks.run(_low_precision_sums, dtype) == [[1 + 2.0**-12, 1.0]] * 2
+
+
+def _frozen():
+    """What does not train stays so, and each layer is gathered by itself."""
+    torch.manual_seed(0)
+    model = Model().requires_grad_(False)
+    model.layers[1].experts.down_proj.requires_grad_()
+    meshes = plan_mesh(world_size=2, expert=2).build("cpu")
+    _shard(model, meshes)
+    assert all(isinstance(layer, FSDPModule) for layer in model.layers)
+    _loss(model, dist.get_rank(), 1).backward()
+    return [n for n, p in model.named_parameters() if p.requires_grad and p.grad is not None]
+
+
+def test_frozen_experts_stay_frozen():
+    assert ranks.run(_frozen) == [["layers.1.experts.down_proj"]] * 2
+
+
 def _count_twice():
     meshes = plan_mesh(world_size=3).build("cpu")
     own = torch.tensor(dist.get_rank() + 1)
@@ -176,6 +214,9 @@ def _clip_mixed():
     clipped = clip_grad_norm_(iter(parameters), 1.0, meshes=meshes)
     parameters[2].grad.fill_(math.inf)
     bad = clip_grad_norm_(parameters, 1.0, meshes=meshes)
+    parameters[2].grad.fill_(1e30)  # Its square is no float32.
+    parameters[0].grad, parameters[1].grad = None, None
+    assert float(clip_grad_norm_(parameters, 1.0, meshes=meshes)) == pytest.approx(1e30)
     return float(loose), kept, float(norm), float(clipped), float(bad)
 
 
@@ -199,6 +240,12 @@ def _refusals():
         fully_shard_moe(model, meshes, layers=model.layers, experts=[])
     with pytest.raises(PlanError, match=r"gate_up_proj has 3 experts, which expert=2"):
         _shard(Model(experts=3), meshes)
+    mixed = Model()
+    mixed.layers[1] = Layer(3, 6, 3)
+    kept = list(mixed.parameters())
+    with pytest.raises(PlanError, match=r"gate_up_proj has 3 experts, which expert=2"):
+        _shard(mixed, meshes)
+    assert all(a is b for a, b in zip(mixed.parameters(), kept, strict=True))
     partial = nn.Parameter(DTensor.from_local(torch.zeros(1), meshes.fsdp, [Replicate()]))
     partial.grad = DTensor.from_local(torch.ones(1), meshes.fsdp, [Partial()])
     with pytest.raises(PlanError, match="partial gradient"):
