@@ -57,6 +57,8 @@ def fully_shard_moe(
         raise PlanError(f"expert={meshes.plan.expert}, but no experts were given. Use expert=1.")
     policy = MixedPrecisionPolicy() if precision is None else precision
     for module in experts:
+        _check_shared(module, meshes.plan.expert)
+    for module in experts:
         _deal_experts(module, meshes)
         _fully_shard_experts(module, meshes, policy)
     if policy.param_dtype in (torch.bfloat16, torch.float16):
@@ -119,15 +121,18 @@ def global_token_count(local: int | Tensor, meshes: Meshes) -> int:
     return int(count)
 
 
+def _check_shared(module: nn.Module, degree: int) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.shape[0] % degree:
+            raise PlanError(
+                f"{name} has {parameter.shape[0]} experts, which expert={degree} ranks cannot "
+                "share equally."
+            )
+
+
 def _deal_experts(module: nn.Module, meshes: Meshes) -> None:
-    degree = meshes.plan.expert
     for owner in module.modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):
-            if parameter.shape[0] % degree:
-                raise PlanError(
-                    f"{name} has {parameter.shape[0]} experts, which expert={degree} ranks "
-                    "cannot share equally."
-                )
             # Every rank keeps its part of what it holds: nothing is sent.
             dealt = distribute_tensor(
                 parameter.detach(), meshes.expert, [Shard(0)], src_data_rank=None

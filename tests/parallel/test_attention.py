@@ -105,7 +105,7 @@ def test_equal_to_one_rank(world_size, order):
     ("heads", "rules"),
     [
         ((12, 4, 2, 2), {"causal": False}),  # Ranks whose query heads share key heads unevenly.
-        ((4, 2, 8, 8), {"window": 5}),  # Three ranks: one of them has a single head.
+        ((10, 5, 4, 4), {"window": 5}),  # And one with an odd number of them for two.
         ((2, 2, 4, 6), {"scale": 0.3}),  # More ranks than heads.
     ],
     ids=str,

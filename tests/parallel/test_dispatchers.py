@@ -253,10 +253,14 @@ def _many_experts():
     ids = torch.tensor([[39_999, 0], [20_000, 19_999], [129, 39_871], [5, 39_999]])
     for dispatcher in _three():
         sent = dispatcher.dispatch(x, torch.ones(4, 2), ids, num_experts=many)
-        shared = not isinstance(dispatcher, LocalDispatcher)
-        own = dist.get_rank() * 20_000 if shared else 0
-        chosen = torch.bincount(ids.flatten(), minlength=many) * (1 + shared)
-        assert torch.equal(sent.counts, chosen[own : own + len(sent.counts)])
+        sources = 1 if isinstance(dispatcher, LocalDispatcher) else 2
+        own = dist.get_rank() * 20_000 if sources == 2 else 0
+        everyones, chosen = x.repeat(sources, 1), ids.repeat(sources, 1).flatten()
+        by_expert = everyones[chosen.argsort(stable=True) // 2]
+        counts = torch.bincount(chosen, minlength=many)
+        before, own_counts = counts[:own].sum(), counts[own : own + len(sent.counts)]
+        assert torch.equal(sent.counts, own_counts)
+        assert torch.equal(sent.tokens, by_expert[before : before + own_counts.sum()])
         _assert_equal([dispatcher.combine(sent.tokens, sent)], [2 * x])
 
 
@@ -448,6 +452,8 @@ def test_outputs_must_fit_the_dispatched_rows():
     sent = _dispatch(LocalDispatcher())
     with pytest.raises(ShapeError, match=r"each of 2 slots; got \(3, 5\)"):
         LocalDispatcher().combine(torch.zeros(3, HIDDEN), sent)
+    with pytest.raises(ShapeError, match=r"got \(2, 1, 5\)"):
+        LocalDispatcher().combine(torch.zeros(2, 1, HIDDEN), sent)
 
 
 def test_alignment_must_be_positive():

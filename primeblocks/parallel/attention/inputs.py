@@ -31,24 +31,29 @@ def checked(
     Raises:
         ShapeError, PlanError, RankError: as `ring_attention` says.
     """
-    sequence.check_group(group)
     problem: UsageError | None = None
     try:
+        sequence.check_group(group)
         _check(q, k, v, sinks, sequence.counts[group.rank()], causal=causal, window=window)
     except (PlanError, ShapeError) as error:
         problem = error
+    if problem is not None and (not check or group is dist.GroupMember.NON_GROUP_MEMBER):
+        raise problem
     if check:
         facts = {"plan": sequence.fingerprint, "window": window or 0, "causal": int(causal)}
+        # A backward that one rank does not run would leave the others waiting.
+        facts["sinks"] = 0 if sinks is None else 1 + _wants_gradient(sinks)
         for name, x in (("q", q), ("k", k), ("v", v)):
             facts |= {f"{name} dim {dim}": size for dim, size in enumerate(x.shape) if dim}
             facts[f"{name} bytes an element"] = x.element_size()
-        # A backward that one rank does not run would leave the others waiting.
-        wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        facts["requires_grad"] = int(wanted)
-        agree(facts, problem=problem, group=group, device=q.device)
-    elif problem is not None:
-        raise problem
+            facts[f"{name} requires_grad"] = _wants_gradient(x)
+        # Of a rank that has a problem the others want no facts; there may be too many.
+        agree({} if problem else facts, problem=problem, group=group, device=q.device)
     return q.shape[2] ** -0.5 if scale is None else scale
+
+
+def _wants_gradient(x: Tensor) -> int:
+    return int(torch.is_grad_enabled() and x.requires_grad)
 
 
 def _check(
@@ -68,7 +73,9 @@ def _check(
         raise ShapeError(
             f"the plan gives this rank {tokens} tokens; got {shapes}. Split by the same plan."
         )
-    if q.shape[2] != k.shape[2] or k.shape[1] != v.shape[1] or q.shape[1] % max(k.shape[1], 1):
+    if 0 in (q.shape[1], k.shape[1], q.shape[2]):
+        raise ShapeError(f"needs at least one head, and one number in it; got {shapes}.")
+    if q.shape[2] != k.shape[2] or k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
         raise ShapeError(
             "q and k need one head_dim, k and v the same heads, and these must divide the heads "
             f"of q; got {shapes}."

@@ -39,7 +39,8 @@ class Rectangle(NamedTuple):
         return slice(self.key_start, self.key_stop)
 
 
-@lru_cache(maxsize=4096)
+# The layers of one batch ask alike; the next batch has another plan.
+@lru_cache(maxsize=256)
 def rectangles(
     plan: SequencePlan, *, query_rank: int, key_rank: int, causal: bool, window: int | None
 ) -> tuple[Rectangle, ...]:
@@ -84,6 +85,6 @@ def mask_of(
     return (distance >= 0) & (distance < window)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _places(plan: SequencePlan, rank: int) -> np.ndarray:
     return plan.indices(rank).numpy()

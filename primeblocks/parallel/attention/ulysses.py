@@ -44,7 +44,7 @@ def ulysses_attention(
         check=check,
     )  # fmt: skip
     ranks, rank, heads = group.size(), group.rank(), q.shape[1]
-    per_key = heads // max(k.shape[1], 1)
+    per_key = heads // k.shape[1]
     of_queries = [range(heads * r // ranks, heads * (r + 1) // ranks) for r in range(ranks)]
     of_keys = [_key_heads(part, per_key) for part in of_queries]
     far = _Heads(sequence, group)

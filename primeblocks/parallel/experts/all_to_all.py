@@ -45,18 +45,22 @@ class _Shared:
                 )
         except UsageError as error:
             problem = error
-        if self.check:
-            facts = {
-                "num_experts": num_experts,
-                "hidden": x.shape[-1],
-                "bytes an element": x.element_size(),
-                "top_k": expert_ids.shape[-1],
-                # A backward that one rank does not run would leave the others waiting.
-                "requires_grad": int(torch.is_grad_enabled() and x.requires_grad),
-            }
-            agree(facts, problem=problem, group=self.group, device=x.device)
-        elif problem is not None:
+        if problem is not None and not self.check:
             raise problem
+        if self.check:
+            facts = {}
+            if problem is None:  # Otherwise there may be no such sizes.
+                facts = {
+                    "num_experts": num_experts,
+                    "hidden": x.shape[1],
+                    "bytes an element": x.element_size(),
+                    "top_k": expert_ids.shape[1],
+                    "bytes a score": scores.element_size(),
+                    # A backward that one rank does not run would leave the others waiting.
+                    "requires_grad": int(torch.is_grad_enabled() and x.requires_grad),
+                    "scores' requires_grad": int(torch.is_grad_enabled() and scores.requires_grad),
+                }
+            agree(facts, problem=problem, group=self.group, device=x.device)
         return num_experts // ranks
 
     def _exchange(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:

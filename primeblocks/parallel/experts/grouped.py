@@ -41,7 +41,7 @@ def grouped_linear(
         raise ShapeError(f"counts add up to {sum(rows)}; tokens has {tokens.shape[0]} rows.")
     if _fits_kernel(tokens, weight):
         ends = counts.cumsum(0).to(tokens.device, torch.int32)
-        out = F.grouped_mm(tokens, weight.transpose(1, 2), offs=ends)
+        out = F.grouped_mm(tokens.contiguous(), weight.transpose(1, 2), offs=ends)
         if out.requires_grad:
             out.register_hook(torch.Tensor.contiguous)  # The kernel refuses an expanded gradient.
     else:

@@ -52,28 +52,34 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, copies: Copies) -> Tensor:
-        ctx.copies = copies
+        ctx.save_for_backward(*copies)
         return x.index_select(0, copies.source)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
-        return _sum(grads[0], ctx.copies, None), None
+        return _sum(grads[0], Copies(*ctx.saved_tensors), None), None
 
 
 class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, copies: Copies, weights: Tensor | None) -> Tensor:
-        ctx.copies = copies
-        ctx.save_for_backward(None if weights is None else rows, weights)
+        if weights is None:
+            # No saved tensor: a checkpoint recomputes up to the last of them, and need not bring
+            # these rows back from other ranks a second time.
+            ctx.source = copies.source
+        else:
+            ctx.source = None
+            # Rows are the largest thing here: kept only for the gradient that needs them.
+            kept = rows if ctx.needs_input_grad[2] else None
+            ctx.save_for_backward(copies.source, copies.rows, weights, kept)
         return _sum(rows, copies, weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, Tensor | None]:
         (grad,) = grads
-        rows, weights = ctx.saved_tensors
-        source, order, _ = ctx.copies
-        if weights is None:
-            return grad.index_select(0, source), None, None
+        if ctx.source is not None:
+            return grad.index_select(0, ctx.source), None, None
+        source, order, weights, rows = ctx.saved_tensors
         grad = grad.contiguous()
         by_row = torch.empty_like(weights)
         by_row[order] = weights
@@ -81,8 +87,9 @@ class _Collect(torch.autograd.Function):
         of_rows = F.embedding_bag(
             source[:, None], grad, mode="sum", per_sample_weights=by_row.to(grad.dtype)[:, None]
         )
-        of_weights = _dots(rows, grad, source)[order]
-        return of_rows, None, of_weights.to(weights.dtype)
+        if rows is None:
+            return of_rows, None, None
+        return of_rows, None, _dots(rows, grad, source)[order].to(weights.dtype)
 
 
 def _sum(rows: Tensor, copies: Copies, weights: Tensor | None) -> Tensor:

@@ -74,9 +74,12 @@ def parallelize(
         routers=routers_of(model),
         precision=precision,
     )
-    install_experts(experts, dispatcher or AllToAllDispatcher(meshes.expert.get_group()))
+    if dispatcher is None:
+        dispatcher = AllToAllDispatcher(meshes.expert.get_group())
+    install_experts(experts, dispatcher)
     if attention is not None or plan.context > 1:
-        context = Context(meshes.context.get_group(), attention or ulysses_attention)
+        chosen = ulysses_attention if attention is None else attention
+        context = Context(meshes.context.get_group(), chosen)
         install_attention(model, context)
         install_recurrence(model, context)
 
