@@ -4,26 +4,36 @@ Every trainer rank writes its own shards into one blob per version; engines chec
 every byte before they load it, and keep serving the old version until the new one is whole.
 """
 
+from . import convert_rules as rules
+from .convert import Conversion, Wiring
+from .convert_quantise import Quantise
 from .delta import DeltaInfo, apply_delta, encode_delta, inspect_delta, merge_deltas
+from .families import checkpoint_to_vllm, transformers_to_checkpoint
 from .manifest import Manifest, TensorSpec, describe, gather_manifests
 from .marker import Receipt
+from .pieces import Piece
 from .plan import Plan, plan_sync
 from .publish import Publisher
 from .receive import Subscriber
 from .transport import FileTransport, SharedMemoryTransport, Transport, open_transport
 
 __all__ = [
+    "Conversion",
     "DeltaInfo",
     "FileTransport",
     "Manifest",
+    "Piece",
     "Plan",
     "Publisher",
+    "Quantise",
     "Receipt",
     "SharedMemoryTransport",
     "Subscriber",
     "TensorSpec",
     "Transport",
+    "Wiring",
     "apply_delta",
+    "checkpoint_to_vllm",
     "describe",
     "encode_delta",
     "gather_manifests",
@@ -31,4 +41,6 @@ __all__ = [
     "merge_deltas",
     "open_transport",
     "plan_sync",
+    "rules",
+    "transformers_to_checkpoint",
 ]

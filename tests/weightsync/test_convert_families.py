@@ -1,0 +1,154 @@
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from primeblocks.errors import PlanError, UnsupportedError
+from primeblocks.testing import tiny_models
+from primeblocks.weightsync import describe
+from primeblocks.weightsync.families import (
+    TRANSFORMERS,
+    VLLM,
+    checkpoint_to_vllm,
+    transformers_to_checkpoint,
+)
+from primeblocks.weightsync.manifest import named_tensors
+from tests.engine_job import run_job
+
+pytest.importorskip("transformers")
+
+# The vocabulary is one that vLLM pads.
+SIZES = {"num_layers": 4, "hidden": 64, "num_experts": 3, "top_k": 1, "vocab": 72}
+# One for each table with experts; the other families share theirs.
+ENGINES = ("glm4_moe", "mixtral", "gpt_oss", "deepseek_v3")
+TINY = (*tiny_models.FAMILIES, *tiny_models.OTHER_FAMILIES)
+
+
+def model_type(family):
+    return "qwen3_5_moe_text" if family == "qwen3_5_moe" else family
+
+
+def assert_same(got, wanted):
+    assert set(got) == set(wanted)
+    different = [
+        name
+        for name, tensor in wanted.items()
+        if got[name].dtype != tensor.dtype or not torch.equal(got[name], tensor)
+    ]
+    assert not different
+
+
+def test_every_family_has_a_tiny_model():
+    assert {model_type(family) for family in TINY} == set(TRANSFORMERS)
+    assert set(VLLM) <= set(TRANSFORMERS)
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_a_table_makes_what_save_pretrained_writes_and_undoes_it(family, tmp_path):
+    model = tiny_models.build(family, **SIZES)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    module = {name: tensor.detach() for name, tensor in named_tensors(model).items()}
+    table = transformers_to_checkpoint(model.config.model_type)
+    assert_same(table.forward(module), saved)
+    assert_same(table.inverse().forward(saved), module)
+    assert table.bind(describe(module)).inverse().targets == describe(module)
+
+
+@pytest.mark.parametrize("family", VLLM)
+def test_from_the_module_to_vllm_experts_stay_in_one_piece(family):
+    module = describe(tiny_models.build(family, **SIZES))
+    wiring = (transformers_to_checkpoint(family) + checkpoint_to_vllm(family)).bind(module)
+    assert not wiring.dropped
+    assert set(wiring.unfilled) <= {
+        "model.embed_tokens.weight",
+        "model.embedding.weight",
+        "lm_head.weight",
+    }
+    fused = {"qkv_proj": 3, "fused_qkv_a_proj": 2, "gate_up_proj": 2}
+    for name, pieces in wiring.by_target.items():
+        assert len(pieces) == fused.get(name.split(".")[-2], 1)
+
+
+def test_a_family_without_a_table_is_refused():
+    with pytest.raises(UnsupportedError, match="no table for 'gpt2' in vLLM; there are .*olmoe"):
+        checkpoint_to_vllm("gpt2")
+
+
+@pytest.mark.parametrize("whole_experts", [False, True])
+@pytest.mark.parametrize(("ranks", "kv_copies"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize("family", ENGINES)
+def test_ranks_share_a_checkpoint(family, ranks, kv_copies, whole_experts):
+    sizes = SIZES | {"num_layers": 2, "hidden": 128, "num_experts": 4}
+    model = describe(tiny_models.build(family, **sizes))
+    checkpoint = transformers_to_checkpoint(family).bind(model).targets
+    takers = {name: torch.zeros(spec.shape, dtype=torch.int64) for name, spec in checkpoint.items()}
+    shapes = []
+    for rank in range(ranks):
+        wiring = checkpoint_to_vllm(
+            family, rank=rank, ranks=ranks, kv_copies=kv_copies, whole_experts=whole_experts
+        ).bind(checkpoint)
+        shapes.append({name: spec.shape for name, spec in wiring.targets.items()})
+        for piece in wiring.pieces:
+            takers[piece.source][piece.source_box.slices] += 1
+    assert shapes == shapes[:1] * ranks
+    for name, shape in shapes[0].items():
+        if "routed_experts" in name:
+            assert shape[0] == (4 // ranks if whole_experts else 4)
+        if name.endswith("w2_weight"):
+            assert shapes[0][name.replace("w2", "w13")][1] == 2 * shape[2]
+    counts = {name: taken.unique().tolist() for name, taken in takers.items()}
+    for name, count in counts.items():
+        if re.search(
+            r"\.(q|q_b|kv_b|up|gate)_proj|(o|down)_proj.weight|embed|lm_head|\.w[123]\.", name
+        ):
+            assert count == [1], name
+        elif re.search(r"\.[kv]_proj", name):
+            assert count == [kv_copies], name
+        elif re.search(r"norm|_a_proj|\.gate\.|router|o_proj.bias", name):
+            assert count == [ranks], name
+        else:
+            assert count in ([1], [ranks]), name
+
+
+def test_ranks_that_make_no_sense_are_refused():
+    with pytest.raises(PlanError, match="got rank=2, ranks=2, kv_copies=1"):
+        checkpoint_to_vllm("olmoe", rank=2, ranks=2)
+    with pytest.raises(PlanError, match="got rank=0, ranks=4, kv_copies=3"):
+        checkpoint_to_vllm("olmoe", ranks=4, kv_copies=3)
+
+
+def run_engines(folder, ranks, what):
+    # Four heads on two, a vocabulary that is padded.
+    sizes = SIZES | {"num_layers": 2, "hidden": 128, "num_experts": 4}
+    for family in what:
+        tiny_models.save(family, folder / family, **sizes)
+    job = Path(__file__).with_name("convert_job.py")
+    pairs = [f"{family}:{kind}" for family, kind in what.items()]
+    run_job(job, str(folder), str(ranks), *pairs, timeout_s=180)
+    for family, kind in what.items():
+        for rank in range(ranks):
+            assert_like_engine(folder, family, kind, rank, ranks)
+
+
+def assert_like_engine(folder, family, kind, rank, ranks):
+    checkpoint = load_file(folder / family / "model.safetensors")
+    engine = load_file(folder / f"{family}-{kind}-{rank}.safetensors")
+    table = checkpoint_to_vllm(family, rank=rank, ranks=ranks, whole_experts=kind == "experts")
+    wiring = table.bind(describe(checkpoint))
+    got = wiring.move(checkpoint)
+    assert set(got) == set(engine)
+    # Some routers are kept in float32.
+    assert_same({name: tensor.to(engine[name].dtype) for name, tensor in got.items()}, engine)
+    fill = None if ranks == 1 else checkpoint
+    assert_same(wiring.inverse().move(got, fill=fill), checkpoint)
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(400)  # with --full: six engines
+def test_vllm_loads_what_the_tables_say(tmp_path, full):
+    run_engines(tmp_path, 1, dict.fromkeys(ENGINES if full else ENGINES[:1], "tensors"))
+    if full:
+        run_engines(tmp_path, 2, {"glm4_moe": "tensors", "gpt_oss": "experts"})
