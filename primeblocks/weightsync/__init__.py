@@ -9,6 +9,9 @@ from .convert import Conversion, Wiring
 from .convert_quantise import Quantise
 from .delta import DeltaInfo, apply_delta, encode_delta, inspect_delta, merge_deltas
 from .families import checkpoint_to_vllm, transformers_to_checkpoint
+from .group import GroupSync
+from .link_plan import Estimate, LinkBucket, LinkPlan, estimate
+from .links import plan_links
 from .manifest import Manifest, TensorSpec, describe, gather_manifests
 from .marker import Receipt
 from .pieces import Piece
@@ -20,7 +23,11 @@ from .transport import FileTransport, SharedMemoryTransport, Transport, open_tra
 __all__ = [
     "Conversion",
     "DeltaInfo",
+    "Estimate",
     "FileTransport",
+    "GroupSync",
+    "LinkBucket",
+    "LinkPlan",
     "Manifest",
     "Piece",
     "Plan",
@@ -36,10 +43,12 @@ __all__ = [
     "checkpoint_to_vllm",
     "describe",
     "encode_delta",
+    "estimate",
     "gather_manifests",
     "inspect_delta",
     "merge_deltas",
     "open_transport",
+    "plan_links",
     "plan_sync",
     "rules",
     "transformers_to_checkpoint",

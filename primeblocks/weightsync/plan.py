@@ -17,7 +17,7 @@ from ..layout import Shard
 from .cover import cut, owned_boxes
 from .manifest import Manifest
 
-__all__ = ["Bucket", "Copy", "Plan", "plan_sync"]
+__all__ = ["Bucket", "Copy", "Plan", "check_pair", "plan_sync", "runs_of"]
 
 # Converted into one another by the sender; every other dtype has to match.
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -160,7 +160,7 @@ def plan_sync(sources: Sequence[Manifest], target: Manifest, *, bucket_bytes: in
     buckets = [
         Bucket(rank, run)
         for rank in range(len(sources))
-        for run in _runs(sorted(copies[rank], key=lambda copy: copy.offset), bucket_bytes)
+        for run in runs_of(sorted(copies[rank], key=lambda copy: copy.offset), bucket_bytes)
     ]
     return Plan(target, len(sources), tuple(buckets))
 
@@ -197,7 +197,8 @@ def _copy(bare: Plan, name: str, box: Shard) -> Copy:
     return Copy(name, box, bare.offsets[name] + first * itemsize, box.numel * itemsize)
 
 
-def _runs(copies: Iterable[Copy], limit: int) -> Iterator[tuple[Copy, ...]]:
+def runs_of(copies: Iterable[Copy], limit: int) -> Iterator[tuple[Copy, ...]]:
+    """Copies one after the other, in runs of at most `limit` bytes. Pure."""
     run: list[Copy] = []
     size = 0
     for copy in copies:
@@ -229,10 +230,11 @@ def _check(sources: Sequence[Manifest], target: Manifest) -> None:
             )
         for rank, source in enumerate(sources):
             if name in source:
-                _check_pair(name, rank, source, target)
+                check_pair(name, rank, source, target)
 
 
-def _check_pair(name: str, rank: int, source: Manifest, target: Manifest) -> None:
+def check_pair(name: str, rank: int, source: Manifest, target: Manifest) -> None:
+    """Raises: PlanError: another shape, or a dtype that is not converted."""
     have, want = source[name], target[name]
     if have.shape != want.shape:
         raise PlanError(
