@@ -14,10 +14,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from primeblocks.errors import MissingPackageError, UnsupportedError
+from primeblocks.errors import MissingPackageError, PlanError, UnsupportedError
 from primeblocks.layout import layout_of
-from primeblocks.parallel import clip_grad_norm_, global_token_count, plan_mesh
+from primeblocks.parallel import (
+    AllToAllDispatcher,
+    LocalDispatcher,
+    clip_grad_norm_,
+    global_token_count,
+    plan_mesh,
+    plan_sequence,
+    ring_attention,
+    ulysses_attention,
+)
 from primeblocks.testing import ranks, tiny_models
+from tests.parallel.test_transformers_families import _compare as compare_families
 
 VOCABULARY, EXPERTS, TOP_K = 32, 12, 2
 
@@ -201,6 +211,109 @@ def _shared_config():
 
 def test_other_models_are_left_alone():
     ranks.run(_shared_config, world_size=1)
+
+
+def _what_attention_is_asked():
+    """By name, the arguments that the adapter passes on, and what it refuses."""
+    from primeblocks.parallel.adapters.transformers.attention import Context, _forward
+
+    asked, group = {}, dist.group.WORLD
+
+    def attention(q, k, v, **arguments):
+        asked.update(arguments, shapes=[tuple(x.shape) for x in (q, k, v)])
+        return v
+
+    plan, sinks = plan_sequence([3, 2], ranks=1), torch.zeros(4)
+    module = nn.Module()
+    module.context_parallel = Context(group, attention)
+    q, k, v = torch.zeros(1, 4, 5, 8), torch.zeros(1, 2, 5, 8), torch.randn(1, 2, 5, 6)
+    passed = {"scaling": 0.3, "sliding_window": 4, "s_aux": sinks, "sequence": plan}
+    out, weights = _forward(module, q, k, v, None, is_causal=True, **passed)
+    assert weights is None
+    assert torch.equal(out, v.transpose(1, 2))
+    assert asked.pop("sinks") is sinks
+    assert asked.pop("group") is group
+    with pytest.raises(PlanError, match="no dropout; got 0.1"):
+        _forward(module, q, k, v, None, dropout=0.1, **passed)
+    return asked
+
+
+def test_attention_is_asked_for_what_the_model_says():
+    (asked,) = ranks.run(_what_attention_is_asked, world_size=1)
+    assert asked == {
+        "sequence": plan_sequence([3, 2], ranks=1),
+        "scale": 0.3,
+        "window": 4,
+        "shapes": [(5, 4, 8), (5, 2, 8), (5, 2, 6)],
+    }
+
+
+def _inputs_and_choices():
+    from primeblocks.parallel.adapters.transformers import local_inputs, parallelize
+
+    meshes = plan_mesh(world_size=2, context=2).build("cpu")
+    group = meshes.context.get_group()
+    plan = plan_sequence([3, 4], ranks=2, order="contiguous")
+    inputs = local_inputs(torch.arange(7) + 10, sequence=plan, group=group)
+    # A rotary embedding would not notice places that are off by a constant for each document.
+    own = slice(0, 3) if dist.get_rank() == 0 else slice(3, 7)
+    assert inputs["input_ids"].tolist() == [list(range(10, 17))[own]]
+    assert inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3][own]]
+    assert inputs["sequence"] is plan
+    assert inputs["use_cache"] is False
+    for arguments in ({}, {"attention": ring_attention, "dispatcher": LocalDispatcher()}):
+        model = _model("qwen3_moe")
+        parallelize(model, meshes, **arguments)
+        block = model.model.layers[0]
+        chosen = arguments.get("attention", ulysses_attention)
+        assert block.self_attn.context_parallel.attention is chosen
+        kind = AllToAllDispatcher if not arguments else LocalDispatcher
+        assert type(block.mlp.experts.dispatcher) is kind
+
+
+def test_what_is_chosen_is_used():
+    ranks.run(_inputs_and_choices)
+
+
+def _other_sizes(family, changes):
+    """Windows shorter than documents, more heads of values than of keys, steps that are cut."""
+    tiny_config = tiny_models.config
+
+    def changed(*arguments, **sizes):
+        config = tiny_config(*arguments, **sizes)
+        for name, value in changes.items():
+            assert getattr(config, name) not in (None, value)
+            setattr(config, name, value)
+        return config
+
+    tiny_models.config = changed
+    return compare_families(family, [({"context": 2}, "zigzag", "ring", False, False)])
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gpt_oss", {"sliding_window": 4}),
+        ("qwen3_next", {"linear_num_value_heads": 8}),
+        ("qwen3_5_moe", {"linear_num_value_heads": 8}),
+        ("nemotron_h", {"time_step_min": 0.7}),
+    ],
+)
+def test_sizes_that_tiny_models_lack(family, changes):
+    for by_case in ranks.run(_other_sizes, family, changes):
+        for errors in by_case.values():
+            assert max(errors.values()) < 1e-12, by_case
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "afmoe", "nemotron_h"])
+def test_every_router_is_found(family):
+    from primeblocks.parallel.adapters.transformers.experts import experts_of, routers_of
+
+    model = tiny_models.build(family, num_layers=4)
+    routers = routers_of(model)
+    assert routers
+    assert len(routers) == len(experts_of(model))
+    assert all(type(router).__name__.lower().endswith("router") for router in routers)
 
 
 def _untested_model():
