@@ -163,3 +163,14 @@ def test_counts_must_add_up():
     gate_up, down = _weights()
     with pytest.raises(ShapeError, match="add up to 4; tokens has 3 rows"):
         grouped_swiglu(_rows([3]), torch.ones(EXPERTS, dtype=torch.int64), gate_up, down)
+
+
+def test_a_gradient_of_a_gradient_is_refused():
+    x = _rows([3]).requires_grad_()
+    sent = LocalDispatcher().dispatch(
+        x, torch.ones(3, 1), torch.tensor([[0], [2], [1]]), num_experts=EXPERTS
+    )
+    out = LocalDispatcher().combine(sent.tokens.square(), sent)
+    (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..sequence import SequencePlan
 from .kernel import Kernel, accumulator_dtype
@@ -125,6 +126,7 @@ class _Packed(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         gradients = Gradients(grads[0].contiguous(), q, out, lse)

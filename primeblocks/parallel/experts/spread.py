@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 __all__ = ["Copies", "collect", "copies_of", "spread"]
 
@@ -56,6 +57,7 @@ class _Spread(torch.autograd.Function):
         return x.index_select(0, copies.source)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
         return _sum(grads[0], Copies(*ctx.saved_tensors), None), None
 
@@ -75,6 +77,7 @@ class _Collect(torch.autograd.Function):
         return _sum(rows, copies, weights)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, Tensor | None]:
         (grad,) = grads
         if ctx.source is not None:
