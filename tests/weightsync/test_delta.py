@@ -46,6 +46,12 @@ def same(one, other):
     return one.dtype == other.dtype and torch.equal(bits(one), bits(other))
 
 
+def entropy_bits(*shares):
+    """Of one draw; what is left of 1 is a share too."""
+    rest = 1 - sum(shares)
+    return -sum(share * np.log2(share) for share in (*shares, rest) if share > 0)
+
+
 def random_bits(dtype, numel, *, seed):
     """All bit patterns: NaNs of every kind, infinities, both zeros, subnormals."""
     words = np.random.default_rng(seed).integers(

@@ -49,12 +49,6 @@ class Steps:
         return codes, torch.cat([one.scales.reshape(-1) for one in found])
 
 
-def entropy_bits(*shares):
-    """Of one draw; what is left of 1 is a share too."""
-    rest = 1 - sum(shares)
-    return -sum(share * np.log2(share) for share in (*shares, rest) if share > 0)
-
-
 def information_bytes(new, old):
     """Of independent elements that each move by some number of steps: no coder does better."""
     kind = np.int16 if new.itemsize == 2 else np.int8
