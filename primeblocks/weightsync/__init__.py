@@ -8,26 +8,27 @@ from . import convert_rules as rules
 from .convert import Conversion, Wiring
 from .convert_quantise import Quantise
 from .delta import DeltaInfo, apply_delta, encode_delta, inspect_delta, merge_deltas
+from .directory import FileTransport, SharedMemoryTransport
 from .families import checkpoint_to_vllm, transformers_to_checkpoint
-from .group import GroupSync
-from .link_plan import Estimate, LinkBucket, LinkPlan, estimate
-from .links import plan_links
+from .group import GroupTransport
 from .manifest import Manifest, TensorSpec, describe, gather_manifests
 from .marker import Receipt
+from .open import open_transport
 from .pieces import Piece
-from .plan import Plan, plan_sync
+from .plan import Bucket, Plan
+from .planner import plan_sync
 from .publish import Publisher
 from .receive import Subscriber
-from .transport import FileTransport, SharedMemoryTransport, Transport, open_transport
+from .rounds import Estimate, estimate
+from .transport import Transport
 
 __all__ = [
+    "Bucket",
     "Conversion",
     "DeltaInfo",
     "Estimate",
     "FileTransport",
-    "GroupSync",
-    "LinkBucket",
-    "LinkPlan",
+    "GroupTransport",
     "Manifest",
     "Piece",
     "Plan",
@@ -48,7 +49,6 @@ __all__ = [
     "inspect_delta",
     "merge_deltas",
     "open_transport",
-    "plan_links",
     "plan_sync",
     "rules",
     "transformers_to_checkpoint",

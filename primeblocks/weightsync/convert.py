@@ -64,7 +64,7 @@ class Conversion:
             specs, fillers = after, made
         return Wiring(
             sources,
-            Manifest(tuple(specs.items())),
+            Manifest(tuple(specs.items()), sources.recipe),
             tuple(piece for name in specs for piece in merge(fillers[name])),
         )
 
@@ -190,7 +190,10 @@ def _union(manifests: Sequence[Manifest]) -> Manifest:
                     f"{name!r} is {whole.dtype} {whole.shape} on one rank and "
                     f"{specs[name].dtype} {specs[name].shape} on another. Describe both alike."
                 )
-    return Manifest(tuple(specs.items()))
+    recipes = {manifest.recipe for manifest in manifests}
+    if len(recipes) > 1:
+        raise PlanError(f"ranks encode with different recipes: {sorted(recipes)}")
+    return Manifest(tuple(specs.items()), recipes.pop() if recipes else "")
 
 
 def _check_same(held: Manifest, bound: Manifest) -> None:

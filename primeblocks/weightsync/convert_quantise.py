@@ -17,7 +17,27 @@ from ..layout import Layout, Shard
 from .convert_names import fields_of, fill, match
 from .manifest import Manifest, TensorSpec
 
-__all__ = ["Quantise"]
+__all__ = ["Quantise", "QuantiseBy"]
+
+
+@dataclass(frozen=True)
+class QuantiseBy:
+    """A `Quantise` with the callable that computes: weight -> codes and scales."""
+
+    quantise: Quantise
+    encode: Callable[[Tensor], tuple[Tensor, Tensor]]
+
+    def __call__(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """What is made of one rank's part of a parameter. Raises as `Quantise.apply`."""
+        return self.quantise.apply({name: tensor}, self.encode)
+
+    def describe(self, held: Manifest) -> Manifest:
+        """What a rank holds once it is encoded. Raises as `Quantise.describe`."""
+        return self.quantise.describe(held)
+
+    def origins(self, held: Manifest) -> dict[str, str]:
+        """What is made -> the parameter that it is made of."""
+        return self.quantise.origins(held)
 
 
 @dataclass(frozen=True)
@@ -30,6 +50,8 @@ class Quantise:
         names: template of the weights.
         scales: template of the scales' names, with the same fields.
         tile: elements that share a scale, along the last dims; a ragged edge has a scale too.
+        recipe: fingerprint of how codes and scales are computed, such as `Recipe.fingerprint()`;
+            `plan_sync` refuses readers that expect another one.
     """
 
     names: str
@@ -37,6 +59,7 @@ class Quantise:
     tile: tuple[int, ...]
     codes_dtype: torch.dtype
     scales_dtype: torch.dtype = torch.float32
+    recipe: str = ""
 
     def __post_init__(self) -> None:
         if fields_of(self.names) != fields_of(self.scales) or min(self.tile, default=0) < 1:
@@ -61,7 +84,11 @@ class Quantise:
                 rows.append((scales, TensorSpec(self.scales_dtype, self._tiles(name, spec.layout))))
         if len(rows) == len(held):
             raise PlanError(f"{self.names} matches none of {len(held)} names. Correct the template")
-        return Manifest(tuple(rows))
+        return Manifest(tuple(rows), self.recipe)
+
+    def by(self, encode: Callable[[Tensor], tuple[Tensor, Tensor]]) -> QuantiseBy:
+        """What a Publisher takes as `encode`."""
+        return QuantiseBy(self, encode)
 
     def apply(
         self, tensors: Mapping[str, Tensor], encode: Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -85,6 +112,12 @@ class Quantise:
             self._check(name, out[name], tuple(tensor.shape), self.codes_dtype)
             self._check(scales, out[scales], tiles, self.scales_dtype)
         return out
+
+    def origins(self, held: Manifest) -> dict[str, str]:
+        """Codes and scales -> the weight that they are made of."""
+        made = {name: name for name in held}
+        made.update((scales, name) for name in held if (scales := self._scales_of(name)))
+        return made
 
     def _scales_of(self, name: str) -> str | None:
         fields = match((self.names,), name)

@@ -40,9 +40,15 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Manifest(Mapping[str, TensorSpec]):
-    """The tensors of one rank by name, in order. A mapping and a value."""
+    """The tensors of one rank by name, in order. A mapping and a value.
+
+    Attributes:
+        recipe: the fingerprint of what encoded them, where something did; both sides must have
+            the same.
+    """
 
     tensors: tuple[tuple[str, TensorSpec], ...]
+    recipe: str = ""
 
     def __post_init__(self) -> None:
         index = dict(self.tensors)
@@ -65,7 +71,8 @@ class Manifest(Mapping[str, TensorSpec]):
             tuple(
                 (name, TensorSpec(_cast(spec.dtype, dtype), Layout.whole(spec.shape)))
                 for name, spec in self.tensors
-            )
+            ),
+            self.recipe,
         )
 
     def to_json(self) -> str:
@@ -80,19 +87,21 @@ class Manifest(Mapping[str, TensorSpec]):
             ]
             for name, spec in self.tensors
         ]
-        return json.dumps(rows, separators=(",", ":"))
+        return json.dumps([self.recipe, rows], separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
         """The manifest that `to_json` wrote."""
+        recipe, rows = json.loads(text)
         return cls(
             tuple(
                 (
                     name,
                     TensorSpec(_dtype(dtype), Layout(tuple(shape), Shard(tuple(at), tuple(size)))),
                 )
-                for name, dtype, shape, at, size in json.loads(text)
-            )
+                for name, dtype, shape, at, size in rows
+            ),
+            recipe,
         )
 
     def fingerprint(self) -> str:

@@ -1,55 +1,51 @@
-"""Trainer side: every rank writes its shards, then rank 0 commits."""
+"""Trainer side: every rank sends its shards, then rank 0 commits."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from ..errors import (
-    ClosedError,
-    DeadlineError,
-    PlanError,
-    TransferError,
-    UnsupportedError,
-    UsageError,
-)
-from ..layout import layout_of
+from ..errors import ClosedError, TransferError, UsageError
 from .agree import Agreement
-from .digest import BucketDigest, copy_view
-from .manifest import NamedTensors, named_tensors
+from .convert import Wiring
+from .manifest import Manifest, NamedTensors
 from .marker import Marker, Receipt
-from .plan import Copy, Plan
+from .outgoing import History, Shipment
+from .parts import Encode, Parts
+from .plan import Plan
 from .transport import Transport
 
-__all__ = ["Encode", "Publisher"]
-
-Encode = Callable[[str, Tensor], Mapping[str, Tensor]]
+__all__ = ["Publisher"]
 
 _MESSAGE_BYTES = 4096
 _ERROR_CHARS = 600  # A character takes up to six bytes in JSON.
-_DIGEST_BYTES = 68
+_BUCKET_CHARS = 36 + 16  # A digest and a size.
 
 
 class Publisher:
-    """Writes a model's weights to a transport, version by version. Every rank has one.
+    """Sends a model's weights over a transport, version by version. Every trainer rank has one.
 
     Args:
         plan: equal on all ranks; its sources are the ranks of `group`, in order.
         parameters: what `describe` was given. A module is read again at each publish.
         transport: the same place on all ranks; rank 0 owns it.
         group: a gloo group; None is the default group, or no group for a plan of one rank.
+        source: what `plan_sync` was given for this rank, where that is not what `describe` says of
+            `parameters`: plain tensors that are parts of larger ones.
+        convert: what `plan_sync` was given.
         encode: called with each name and this rank's part of it before the cast to the target's
-            dtype, for simulated quantization for example. It returns the same name with the
-            same shape; anything else is refused, because the plan has no place for it.
+            dtype, for quantization for example. A function returns the same name with the same
+            shape; `Quantise(...).by(...)` makes codes and scales.
+        full_every: one version of so many is sent in full, and so is one when the deltas since the
+            last full one have become as many bytes. 1 sends no deltas; more costs each rank a copy
+            of what it sends, in host memory.
 
     Raises:
-        UsageError: the plan is for another number of ranks.
+        UsageError: the plan is for another number of ranks, or `full_every` is not positive.
         UnsupportedError: the group has no gloo.
     """
 
@@ -60,24 +56,32 @@ class Publisher:
         transport: Transport,
         *,
         group: torch.distributed.ProcessGroup | None = None,
+        source: Manifest | None = None,
+        convert: Wiring | None = None,
         encode: Encode | None = None,
+        full_every: int = 1,
     ) -> None:
+        if full_every < 1:
+            raise UsageError(f"full_every is {full_every}; 1 sends every version in full")
         self._agreement = Agreement(world_size=plan.world_size, group=group)
-        # Pairs may be an iterator: it would be empty the second time.
-        self._parameters: nn.Module | Mapping[str, Tensor] = (
-            parameters if isinstance(parameters, nn.Module) else named_tensors(parameters)
-        )
-        self._plan, self._transport, self._encode = plan, transport, encode
-        self._fingerprint = plan.fingerprint()
+        rank = self._agreement.rank
+        self._parts = Parts(plan, rank, parameters, source=source, convert=convert, encode=encode)
+        self._plan, self._transport, self._rank = plan, transport, rank
+        self._history = History() if full_every > 1 else None
+        self._full_every = full_every
+        # Bytes of each version since, and with, the last full one.
+        self._since_full: list[int] = []
+        self._shipment: Shipment | None = None
         self._closed = False
 
     def publish(self, version: int, *, timeout_s: float) -> Receipt:
-        """Write and commit one version. Collective.
+        """Send and commit one version. Collective.
 
         Readers see either all of it or nothing. Call it again with the same version after a
-        failure: what was already committed is compared, not written.
+        failure: what was already committed is compared, not sent.
 
-        Cost: one copy and one SHA-256 of the bytes this rank writes; three small all-gathers.
+        Cost: one copy and one XXH3-128 of the bytes this rank sends; four small all-gathers. A
+        delta costs one more pass, over what was sent before.
 
         Raises:
             TransferError: some rank failed, died or was late; the committed version did not
@@ -90,21 +94,24 @@ class Publisher:
         start = time.monotonic()
         deadline = start + timeout_s
         try:
-            opened = self._step(self._open, version, deadline=deadline, then=_same_version)[0]
-            wrote = self._step(self._write, version, opened["writes"], deadline, deadline=deadline)
-            digests = {rank: reply["digests"] for rank, reply in enumerate(wrote)}
-            done = self._step(self._commit, version, opened, digests, deadline=deadline)[0]
+            self._step(self._check, version, deadline, then=_same_version)
+            opened = self._step(self._open, version, deadline)[0]
+            sent = self._step(self._send, version, opened, deadline)
+            done = self._step(self._commit, version, opened, sent, deadline)[0]
         except BaseException:
-            if self._agreement.rank == 0:
+            self._forget()
+            if self._rank == 0:
                 self._transport.abort(version)
             raise
-        return Receipt(version, self._plan.bytes_total, time.monotonic() - start, done["digest"])
+        self._remember(opened, done["bytes"])
+        return Receipt(version, done["bytes"], time.monotonic() - start, done["digest"])
 
     def close(self) -> None:
         """Refuse further use. Local; the transport stays open."""
         self._closed = True
+        self._forget()
 
-    def __enter__(self) -> Publisher:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -118,8 +125,7 @@ class Publisher:
     def _step(
         self,
         work: Callable[..., dict[str, Any]],
-        *args: object,
-        deadline: float,
+        *args: Any,
         then: Callable[[list[dict[str, Any]]], None] | None = None,
     ) -> list[dict[str, Any]]:
         """Do a rank's work, tell the others how it went, and fail together."""
@@ -132,8 +138,8 @@ class Publisher:
             text = f"{type(error).__name__}: {error}"[:_ERROR_CHARS]
             message = {"error": text, "usage": isinstance(error, UsageError)}
         most = max(len(self._plan.of_rank(rank)) for rank in range(self._plan.world_size))
-        size_bytes = _MESSAGE_BYTES + _DIGEST_BYTES * most
-        replies = self._agreement.exchange(message, size_bytes=size_bytes, deadline=deadline)
+        size_bytes = _MESSAGE_BYTES + _BUCKET_CHARS * most
+        replies = self._agreement.exchange(message, size_bytes=size_bytes, deadline=args[-1])
         failed = {rank: reply for rank, reply in enumerate(replies) if "error" in reply}
         if failed:
             text = "; ".join(f"rank {rank}: {reply['error']}" for rank, reply in failed.items())
@@ -143,85 +149,101 @@ class Publisher:
             then(replies)
         return replies
 
-    def _open(self, version: int) -> dict[str, Any]:
-        message: dict[str, Any] = {"version": version, "plan": self._fingerprint}
-        if self._agreement.rank > 0:
-            return message
+    def _check(self, version: int, deadline: float) -> dict[str, Any]:
+        """What can be refused before anything was begun."""
+        self._parts.refresh()
+        return {"version": version, "plan": self._plan.fingerprint()}
+
+    def _open(self, version: int, deadline: float) -> dict[str, Any]:
+        if self._rank > 0:
+            return {}
         last = self._transport.markers()[-1:]
         if version < 0 or (last and version < last[0].version):
             raise UsageError(
                 f"version {version} after {last[0].version if last else 'none'}; "
                 "versions are not negative and strictly increase."
             )
-        writes = not last or version > last[0].version
-        size_bytes = self._plan.bytes_total
-        run = self._transport.begin(version, size_bytes=size_bytes) if writes else last[0].run
-        return {**message, "writes": writes, "run": run}
+        if last and version == last[0].version:
+            return {"sends": False, "run": last[0].run, "base": None}
+        base = self._base()
+        begun = self._transport.begin(version, plan=self._plan, base=base, deadline=deadline)
+        return {"sends": True, "run": begun.run, "base": begun.base}
 
-    def _write(self, version: int, writes: bool, deadline: float) -> dict[str, Any]:
-        blob = None
-        if writes:
-            blob = self._transport.writable(version, size_bytes=self._plan.bytes_total)
-        tensors = named_tensors(self._parameters)
-        digests = []
-        local: tuple[str, Tensor] | None = None
-        for bucket in self._plan.of_rank(self._agreement.rank):
-            digest = BucketDigest()
-            for copy in bucket.copies:
-                # Copies of one tensor follow each other, so each is encoded once.
-                if local is None or local[0] != copy.name:
-                    local = (copy.name, self._local(tensors, copy.name))
-                piece = self._piece(tensors, local[1], copy)
-                digest.update(piece)
-                if blob is not None:
-                    copy_view(blob, self._plan, copy).copy_(piece)
-            digests.append(digest.hexdigest())
-            if time.monotonic() > deadline:
-                raise DeadlineError(f"wrote {len(digests)} buckets before the deadline")
-        if writes:
-            self._transport.flush(version)
-        return {"digests": digests}
+    def _base(self) -> int | None:
+        """What the next version may be a delta to. Only rank 0's word counts."""
+        if self._history is None or len(self._since_full) >= self._full_every:
+            return None
+        enough = sum(self._since_full[1:]) >= self._plan.bytes_total
+        return None if enough else self._history.version
 
-    def _local(self, tensors: Mapping[str, Tensor], name: str) -> Tensor:
-        if name not in tensors:
-            raise PlanError(f"this rank shall send {name!r} and has no such tensor; plan again.")
-        tensor = tensors[name].detach()
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if self._encode is None:
-            return local
-        encoded = self._encode(name, local)
-        shapes = {key: tuple(value.shape) for key, value in encoded.items()}
-        if shapes != {name: tuple(local.shape)}:
-            raise UnsupportedError(
-                f"encode made {shapes} of {name!r} with shape {tuple(local.shape)}; "
-                "it has to keep the name and the shape."
-            )
-        return encoded[name]
-
-    def _piece(self, tensors: Mapping[str, Tensor], local: Tensor, copy: Copy) -> Tensor:
-        box = copy.box.within(layout_of(tensors[copy.name]).shard)
-        dtype = self._plan.target[copy.name].dtype
-        return local[box.slices].to(device="cpu", dtype=dtype).contiguous()
+    def _send(self, version: int, opened: dict[str, Any], deadline: float) -> dict[str, Any]:
+        self._shipment = shipment = Shipment(
+            self._parts,
+            self._plan,
+            self._rank,
+            version,
+            base=opened["base"],
+            history=self._history if opened["sends"] else None,
+            deadline=deadline,
+        )
+        if opened["sends"]:
+            self._transport.send(shipment, deadline=deadline)
+        else:
+            shipment.digest_all()
+        mine = self._plan.of_rank(self._rank)
+        return {"digests": [[shipment.digests[i], shipment.sizes[i]] for i in mine]}
 
     def _commit(
-        self, version: int, opened: dict[str, Any], digests: dict[int, list[str]]
+        self,
+        version: int,
+        opened: dict[str, Any],
+        sent: list[dict[str, Any]],
+        deadline: float,
     ) -> dict[str, Any]:
-        if self._agreement.rank > 0:
+        if self._rank > 0:
             return {}
+        queues = [iter(reply["digests"]) for reply in sent]
+        rows = [next(queues[bucket.rank]) for bucket in self._plan.buckets]
         marker = Marker.make(
             run=opened["run"],
             version=version,
-            plan=self._fingerprint,
-            size_bytes=self._plan.bytes_total,
-            buckets=tuple(digests[bucket.rank].pop(0) for bucket in self._plan.buckets),
+            plan=self._plan.fingerprint(),
+            base=opened["base"],
+            sizes=tuple(size for _, size in rows),
+            buckets=tuple(digest for digest, _ in rows),
         )
-        if opened["writes"]:
-            self._transport.commit(marker)
-        elif marker not in self._transport.markers():
-            raise UsageError(
-                f"version {version} is committed already, with other bytes. Publish a new version."
-            )
-        return {"digest": marker.digest}
+        if opened["sends"]:
+            self._transport.commit(marker, deadline=deadline)
+        else:
+            marker = self._committed(marker)
+        return {"digest": marker.digest, "bytes": marker.size_bytes}
+
+    def _committed(self, marker: Marker) -> Marker:
+        """What was committed under this version, if it is the same weights."""
+        for old in self._transport.markers():
+            if (old.version, old.plan, old.buckets) == (
+                marker.version,
+                marker.plan,
+                marker.buckets,
+            ):
+                return old
+        raise UsageError(
+            f"version {marker.version} is committed already, with other bytes. "
+            "Publish a new version."
+        )
+
+    def _remember(self, opened: dict[str, Any], size_bytes: int) -> None:
+        if opened["sends"] and self._history is not None and self._shipment is not None:
+            self._shipment.sent()
+            delta = opened["base"] is not None
+            self._since_full = [*self._since_full, size_bytes] if delta else [size_bytes]
+        self._shipment = None
+
+    def _forget(self) -> None:
+        if self._history is not None:
+            self._history.forget()
+        self._since_full = []
+        self._shipment = None
 
 
 def _same_version(replies: list[dict[str, Any]]) -> None:

@@ -8,9 +8,8 @@ import json
 import os
 import secrets
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 from jaxtyping import UInt8
@@ -59,17 +58,27 @@ class Slots:
                 self, _remove_all, directory, lock, os.getpid(), directory_too=ours
             )
 
-    def begin(self, version: int, *, size_bytes: int) -> str:
+    @property
+    def run(self) -> str:
+        """Names the life of this owner."""
+        return self._run
+
+    def allocate(self, version: int, *, size_bytes: int, delta: bool = False) -> None:
+        """Owner: make room for a version. A delta has no blob: its parts make their own files."""
         self._check(owner=True)
         if version in self._begun:
             self.abort(version)
-        retired = self._committed[:-1]
+        kept = _chain(self._committed)
+        retired = [marker for marker in self._committed if marker not in kept]
         if retired:
-            self._write_commits(self._committed[-1:])
+            self._write_commits(kept)
         path = self._path(version)
         fd = -1
         for marker in retired:
-            fd = self._retire(marker.version, path, reuse=fd < 0) or fd
+            fd = self._retire(marker.version, path, reuse=fd < 0 and not delta) or fd
+        if delta:
+            self._begun[version] = os.open(self._dir, os.O_RDONLY)
+            return
         try:
             if fd < 0:
                 fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -83,9 +92,9 @@ class Slots:
             path.unlink(missing_ok=True)
             raise self._no_room(error, size_bytes) from error
         self._begun[version] = fd
-        return self._run
 
     def writable(self, version: int, *, size_bytes: int) -> UInt8[Tensor, " bytes"]:
+        """Writer: the blob of a begun version, to be written to in place."""
         self._check()
         path = self._path(version)
         # torch.from_file would create or stretch the file by itself.
@@ -98,11 +107,46 @@ class Slots:
         return torch.from_file(str(path), shared=True, size=size_bytes, dtype=torch.uint8)
 
     def flush(self, version: int) -> None:
+        """Writer: return when the blob is as safe as promised."""
         self._check()
         if self._durable:
             _fsync(self._path(version))
 
+    def write_part(self, version: int, rank: int, payloads: Iterable[memoryview]) -> None:
+        """Writer: one rank's part of a delta, safe when it returns."""
+        self._check()
+        try:
+            with self._part(version, rank).open("wb") as file:
+                for payload in payloads:
+                    file.write(payload)
+                file.flush()
+                if self._durable:
+                    os.fsync(file.fileno())
+        except OSError as error:
+            raise self._no_room(error, 0) from error
+
+    def read_part(self, version: int, rank: int, at: int, size: int) -> memoryview:
+        """Reader: some bytes of a part.
+
+        Raises:
+            TransferError: it was retired.
+            CorruptionError: it is shorter.
+        """
+        self._check()
+        try:
+            with self._part(version, rank).open("rb") as file:
+                file.seek(at)
+                payload = file.read(size)
+        except FileNotFoundError as error:
+            raise TransferError(f"version {version} was retired while it was read") from error
+        if len(payload) != size:
+            raise CorruptionError(
+                f"{self._part(version, rank)} ends at {at + len(payload)} bytes; {at + size} needed"
+            )
+        return memoryview(payload)
+
     def commit(self, marker: Marker) -> None:
+        """Owner: make a version visible, atomically."""
         self._check(owner=True)
         if marker.version not in self._begun:
             raise UsageError(f"commit of version {marker.version}, which was not begun")
@@ -112,13 +156,15 @@ class Slots:
         os.close(self._begun.pop(marker.version))
 
     def abort(self, version: int) -> None:
+        """Owner: drop a version that was begun and not committed; else nothing."""
         self._check(owner=True)
         if version in self._begun:
             # Removed, never reused: a rank that hangs may still write to its pages.
-            self._path(version).unlink(missing_ok=True)
+            self._remove(version)
             os.close(self._begun.pop(version))
 
     def markers(self) -> tuple[Marker, ...]:
+        """What is committed, oldest first."""
         self._check()
         try:
             text = (self._dir / _COMMITS).read_text()
@@ -132,7 +178,13 @@ class Slots:
             raise CorruptionError(f"{self._dir / _COMMITS} cannot be read: {error}") from error
         return tuple(Marker.from_json(row) for row in rows)
 
-    def lease(self, marker: Marker) -> Lease:
+    def lease(self, marker: Marker, *, size_bytes: int) -> Lease:
+        """Reader: hold the blob of a committed version.
+
+        Raises:
+            TransferError: it was retired meanwhile.
+            CorruptionError: it has another size.
+        """
         self._check()
         path = self._path(marker.version)
         gone = TransferError(f"version {marker.version} was retired while it was being opened")
@@ -146,8 +198,8 @@ class Slots:
                 if not path.exists() or os.stat(path).st_ino != os.fstat(fd).st_ino:
                     raise gone
             size = os.fstat(fd).st_size
-            if size != marker.size_bytes:
-                raise CorruptionError(f"{path} has {size} bytes; {marker.size_bytes} were sent")
+            if size != size_bytes:
+                raise CorruptionError(f"{path} has {size} bytes; {size_bytes} were sent")
             blob = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
         except BlockingIOError as error:
             os.close(fd)
@@ -158,25 +210,23 @@ class Slots:
         return Lease(blob, fd)
 
     def close(self) -> None:
+        """Let go; the owner removes everything. Twice is fine."""
         self._closed = True
         for version in list(self._begun):
             os.close(self._begun.pop(version))
         if self._removal is not None:
             self._removal()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def _path(self, version: int) -> Path:
-        return self._dir / f"{version}.blob"
+        return self._dir / f"version-{version}.safetensors"
+
+    def _part(self, version: int, rank: int) -> Path:
+        return self._dir / f"version-{version}.{rank}.delta"
+
+    def _remove(self, version: int) -> None:
+        self._path(version).unlink(missing_ok=True)
+        for part in self._dir.glob(f"version-{version}.*.delta"):
+            part.unlink(missing_ok=True)
 
     def _check(self, *, owner: bool = False) -> None:
         if self._closed:
@@ -194,7 +244,7 @@ class Slots:
     def _retire(self, version: int, new: Path, *, reuse: bool) -> int | None:
         """Rename the file to `new` where nobody holds it, else remove it; None then."""
         old = self._path(version)
-        if reuse and not self._durable:
+        if reuse and not self._durable and old.exists():
             fd = os.open(old, os.O_RDWR)
             try:
                 self._lock(fd)
@@ -202,7 +252,7 @@ class Slots:
                 return fd
             except BlockingIOError:
                 os.close(fd)
-        old.unlink(missing_ok=True)
+        self._remove(version)
         return None
 
     def _write_commits(self, markers: list[Marker]) -> None:
@@ -228,6 +278,15 @@ class Slots:
         )
 
 
+def _chain(committed: list[Marker]) -> list[Marker]:
+    """The last version, and those that it is a delta to."""
+    chain: list[Marker] = []
+    for marker in reversed(committed):
+        if not chain or marker.version == chain[-1].base:
+            chain.append(marker)
+    return chain[::-1]
+
+
 def _take_lock(directory: Path) -> int:
     fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -242,7 +301,7 @@ def _take_lock(directory: Path) -> int:
 
 def _remove_files(directory: Path, *, but: str = "") -> None:
     # Only what is ours: a directory on a disk may be shared with other things.
-    for pattern in ("*.blob", f"{_COMMITS}*", _LOCK):
+    for pattern in ("version-*.safetensors", "version-*.delta", f"{_COMMITS}*", _LOCK):
         for path in directory.glob(pattern):
             if path.name != but:
                 path.unlink(missing_ok=True)

@@ -1,53 +1,130 @@
-"""Where the blob of a version lies: in shared memory, or in a directory on a disk."""
+"""What a transport is, and what passes between it and the two sides."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from jaxtyping import UInt8
 from torch import Tensor
 
-from ..errors import UnsupportedError, UsageError
+from .held import Held
 from .marker import Marker
-from .slots import Lease, Slots
+from .plan import Plan
 
-__all__ = ["FileTransport", "SharedMemoryTransport", "Transport", "open_transport"]
+__all__ = ["Begun", "Incoming", "Outgoing", "Request", "Transport"]
+
+
+class Outgoing(Protocol):
+    """What one trainer rank has to send of one version. A transport asks for it, in any order."""
+
+    plan: Plan
+    rank: int
+    version: int
+    base: int | None
+
+    def pieces(self, index: int) -> list[Tensor]:
+        """The copies of one of this rank's buckets, on the CPU."""
+        ...
+
+    def payload(self, index: int) -> memoryview:
+        """The same as it travels: a delta where `base` is given and it is smaller, else packed."""
+        ...
+
+
+class Begun(NamedTuple):
+    """A version that may be written now: the owner's `run`, and the base it may be a delta to."""
+
+    run: str
+    base: int | None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a reader asks for.
+
+    Attributes:
+        version: this one; None is the newest that is newer than `held`.
+        held: the version whose bytes the reader has, to which deltas may be applied.
+        served: the version that was loaded last.
+        deadline: by time.monotonic.
+    """
+
+    plan: Plan
+    reader: int
+    version: int | None
+    held: Marker | None
+    served: Marker | None
+    deadline: float
+
+
+class Incoming(Protocol):
+    """A version that was found: whole, or as a delta to the one before it."""
+
+    marker: Marker
+
+    def whole(self) -> Held:
+        """Its bytes, unchanged until closed. Only where `marker.base` is None.
+
+        Raises:
+            CorruptionError: not what was sent.
+            TransferError: retired meanwhile.
+        """
+        ...
+
+    def payload(self, index: int) -> memoryview:
+        """A bucket as it travelled. Only where `marker.base` is given. Raises as `whole`."""
+        ...
+
+    def settle(self, error: str, *, deadline: float) -> None:
+        """Say whether this reader has it all, or why not, and hear whether it stands.
+
+        Raises:
+            TransferError: somebody did not have it all: nobody loads it.
+        """
+        ...
 
 
 @runtime_checkable
 class Transport(Protocol):
-    """Carries one blob a version from many writers to many readers.
+    """Carries versions from trainer ranks to readers.
 
-    The owner (trainer rank 0) allocates and commits, every trainer rank writes its part, readers
-    see committed versions only. The last committed version stays readable at any time, and what
-    a reader holds stays unchanged until it lets go.
+    Trainer rank 0 owns it: it begins, commits and aborts. Every trainer rank sends its buckets.
+    Readers see committed versions only.
     """
 
     def spec(self) -> dict[str, Any]:
-        """What `open_transport` needs to read along in another process. JSON-able."""
+        """What `open_transport` needs to read along in another process. JSON-able.
+
+        Raises:
+            UnsupportedError: it has to be constructed there.
+        """
         ...
 
-    def begin(self, version: int, *, size_bytes: int) -> str:
-        """Owner: allocate the blob of a version nobody sees yet; returns the owner's `run`.
+    def begin(self, version: int, *, plan: Plan, base: int | None, deadline: float) -> Begun:
+        """Owner: make room for a version that nobody sees yet, a delta to `base` if it can be.
 
         Raises:
             CapacityError: there is no room.
         """
         ...
 
-    def writable(self, version: int, *, size_bytes: int) -> UInt8[Tensor, " bytes"]:
-        """Writer: the begun blob, to be written to in place."""
+    def send(self, outgoing: Outgoing, *, deadline: float) -> None:
+        """Trainer rank: send its buckets; back when they are as safe as the transport promises.
+
+        Raises:
+            DeadlineError: not in time.
+            TransferError: a reader is gone.
+            CapacityError: there is no room.
+        """
         ...
 
-    def flush(self, version: int) -> None:
-        """Writer: return when what was written is as safe as the transport promises."""
-        ...
+    def commit(self, marker: Marker, *, deadline: float) -> None:
+        """Owner: make a version visible, atomically.
 
-    def commit(self, marker: Marker) -> None:
-        """Owner: make a version visible, atomically. The one before stays readable."""
+        Raises:
+            TransferError: a reader did not get it all. Nobody loads it.
+        """
         ...
 
     def abort(self, version: int) -> None:
@@ -55,86 +132,19 @@ class Transport(Protocol):
         ...
 
     def markers(self) -> tuple[Marker, ...]:
-        """Reader: the committed versions that can be read, oldest first."""
+        """The committed versions that can be read, oldest first."""
         ...
 
-    def lease(self, marker: Marker) -> Lease:
-        """Reader: hold a committed version.
+    def receive(self, request: Request) -> Sequence[Incoming]:
+        """Reader: wait for a version; it, after those that it is a delta to and one has not.
 
         Raises:
-            TransferError: it was retired meanwhile.
-            CorruptionError: it has the wrong size.
+            DeadlineError: no such version was committed in time.
+            TransferError: it was retired.
+            CorruptionError: what says that it is there cannot be read.
         """
         ...
 
     def close(self) -> None:
         """Let go. The owner removes everything; twice is fine."""
         ...
-
-
-class SharedMemoryTransport(Slots):
-    """Blobs in /dev/shm, which every rank writes in place: one host, no disk.
-
-    Two slots take turns. The owner clears what a dead owner of the same name left behind, and
-    removes everything at close or at the end of its process.
-
-    Args:
-        name: one word that trainer and engine agree on.
-        owner: true on trainer rank 0, and there only.
-        root: where tmpfs is mounted.
-
-    Raises:
-        UnsupportedError: this is not Linux, or `root` does not exist.
-        UsageError: `name` is not one path component, or has a living owner.
-    """
-
-    def __init__(self, name: str, *, owner: bool = False, root: str = "/dev/shm") -> None:
-        if not sys.platform.startswith("linux"):
-            raise UnsupportedError(
-                f"files in shared memory need Linux; this is {sys.platform}. Use FileTransport."
-            )
-        if not Path(root).is_dir():
-            raise UnsupportedError(f"{root} is no directory. Mount a tmpfs, or use FileTransport.")
-        if not name or Path(name).name != name:
-            raise UsageError(f"{name!r} is not one path component; try 'policy'")
-        self._spec = {"kind": "shared_memory", "name": name, "root": root}
-        super().__init__(Path(root) / f"primeblocks-{name}", owner=owner, durable=False)
-
-    def spec(self) -> dict[str, Any]:
-        return dict(self._spec)
-
-
-class FileTransport(Slots):
-    """Blobs in a directory on a disk that trainer and engine share; synced before a commit.
-
-    Writers on several hosts need a file system with coherent writes (Lustre, GPFS; not NFS):
-    where it has none, the digests refuse the version.
-
-    Args:
-        path: the directory; made if missing. Other files in it are left alone.
-        owner: true on trainer rank 0, and there only.
-
-    Raises:
-        UsageError: the directory has a living owner.
-    """
-
-    def __init__(self, path: str | Path, *, owner: bool = False) -> None:
-        self._spec = {"kind": "file", "path": str(Path(path).absolute())}
-        super().__init__(Path(path).absolute(), owner=owner, durable=True)
-
-    def spec(self) -> dict[str, Any]:
-        return dict(self._spec)
-
-
-def open_transport(spec: Mapping[str, Any]) -> Transport:
-    """The reading end of the transport whose `spec()` this is.
-
-    Raises:
-        UnsupportedError: the kind is unknown here.
-    """
-    match spec:
-        case {"kind": "shared_memory", "name": name, "root": root}:
-            return SharedMemoryTransport(name, root=root)
-        case {"kind": "file", "path": path}:
-            return FileTransport(path)
-    raise UnsupportedError(f"no transport for {dict(spec)}; known: shared_memory, file")

@@ -3,11 +3,12 @@ import pytest
 from primeblocks.errors import CorruptionError
 from primeblocks.weightsync.marker import Marker
 
-MARKER = Marker.make(run="r", version=7, plan="p", size_bytes=12, buckets=("aa", "bb"))
+MARKER = Marker.make(run="r", version=7, plan="p", base=6, sizes=(12, 3), buckets=("aa", "bb"))
 
 
 def test_a_marker_survives_json():
     assert Marker.from_json(MARKER.to_json()) == MARKER
+    assert MARKER.size_bytes == 15
 
 
 def test_every_flipped_byte_is_noticed():

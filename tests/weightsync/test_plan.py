@@ -3,10 +3,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from primeblocks.errors import PlanError, UnsupportedError
+from primeblocks.errors import PlanError
 from primeblocks.layout import Layout, Shard
-from primeblocks.weightsync import Manifest, Plan, TensorSpec, describe, plan_sync
+from primeblocks.weightsync import Manifest, Plan, TensorSpec, describe, estimate, plan_sync
 from primeblocks.weightsync.cover import cut, owned_boxes
+from primeblocks.weightsync.rounds import Rounds
+from tests.weightsync.link_layouts import elements, layouts
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8)
 
@@ -63,36 +65,45 @@ def test_every_byte_has_one_writer_that_holds_it(data, world_size, bucket_bytes)
             plan_sync(sources, target, bucket_bytes=bucket_bytes)
         return
     plan = plan_sync(sources, target, bucket_bytes=bucket_bytes)
-    writes = torch.zeros(total, dtype=torch.int64)
+    writes = {name: torch.zeros(target[name].shape, dtype=torch.int64) for name in target}
+    ends = 0
     for bucket in plan.buckets:
         assert 0 < bucket.bytes <= bucket_bytes
+        assert bucket.readers == (0,)
+        end = 0
         for copy in bucket.copies:
-            spec = target[copy.name]
+            size = target[copy.name].dtype.itemsize
             copy.box.within(sources[bucket.rank][copy.name].layout.shard)  # The writer holds it.
-            start, size = plan.offsets[copy.name], spec.dtype.itemsize
-            count = torch.Size(spec.shape).numel()
-            view = writes[start : start + count * size].view(*spec.shape, size)
-            first = view[copy.box.slices].data_ptr() - writes.data_ptr()
-            assert copy.offset == first // writes.itemsize
-            view[copy.box.slices] += 1
-            assert start % size == 0
-    assert writes.eq(1).all()
-    assert plan.bytes_total == plan.lower_bound_bytes == total
+            assert (copy.offset, copy.bytes) == (end, copy.box.numel * size)
+            assert copy.offset % size == 0
+            end += copy.bytes
+            writes[copy.name][copy.box.slices] += 1
+        ends += end
+    assert all(counts.eq(1).all() for counts in writes.values())
+    starts = sorted((plan.offsets[name], writes[name].numel(), name) for name in target)
+    end = 0
+    for start, _, name in starts:
+        assert start == end
+        assert start % target[name].dtype.itemsize == 0
+        end += writes[name].numel() * target[name].dtype.itemsize
+    assert plan.bytes_total == plan.lower_bound_bytes == plan.blob_bytes == total == end == ends
+    assert plan.bytes_total == sum(plan.written_bytes(rank) for rank in range(world_size))
     assert Plan.from_json(plan.to_json()) == plan
+    assert Plan.from_json(plan.to_json()).fingerprint() == plan.fingerprint()
     assert f"{total:,}" in plan.table()
 
 
 def test_replicas_are_shared_out_evenly():
     replicated = describe({f"w{i}": torch.zeros(16) for i in range(9)})
     plan = plan_sync([replicated] * 3, replicated.whole(), bucket_bytes=64)
-    assert [sum(b.bytes for b in plan.of_rank(rank)) for rank in range(3)] == [192] * 3
+    assert [plan.written_bytes(rank) for rank in range(3)] == [192] * 3
 
 
 def test_replicas_fill_up_ranks_that_have_less_of_their_own():
     own = manifest(a=((4, 32), (0, 0), (4, 32)), r=((8, 16), (0, 0), (8, 16)))
     other = manifest(r=((8, 16), (0, 0), (8, 16)))
     plan = plan_sync([own, other], own.whole(), bucket_bytes=64)
-    assert [sum(b.bytes for b in plan.of_rank(rank)) for rank in (0, 1)] == [512, 512]
+    assert [plan.written_bytes(rank) for rank in (0, 1)] == [512, 512]
 
 
 def test_a_plan_depends_on_every_input():
@@ -132,13 +143,7 @@ def test_names_that_the_target_lacks_are_not_sent():
             [{"a": ((6,), (0,), (2,))}, {"a": ((6,), (4,), (2,))}],
             {"a": ((6,), (0,), (6,))},
             PlanError,
-            "no rank holds 2 of 6 elements of 'a'",
-        ),
-        (
-            [{"a": ((6,), (0,), (6,))}],
-            {"a": ((6,), (0,), (3,))},
-            UnsupportedError,
-            "target 'a' is sharded",
+            "no rank holds 2 of 6 elements of 'a' that reader 0 wants",
         ),
     ],
 )
@@ -203,3 +208,93 @@ def test_sixty_four_ranks_each_send_their_own_rows():
     plan = plan_sync(rows, rows[0].whole(), bucket_bytes=1 << 20)
     assert len(plan.buckets) == 64
     assert {bucket.bytes for bucket in plan.buckets} == {20 * 2 * 64 * 4}
+
+
+@settings(max_examples=150)
+@given(layouts(), st.sampled_from([64, 100, 1000]))
+def test_every_wanted_element_is_in_one_bucket_for_all_who_want_it(pair, bucket_bytes):
+    sources, targets = pair
+    if not sum(elements(target) for target in targets):
+        with pytest.raises(PlanError, match="nothing to plan"):
+            plan_sync(sources, targets, bucket_bytes=bucket_bytes)
+        return
+    plan = plan_sync(sources, targets, bucket_bytes=bucket_bytes)
+    written = {
+        name: torch.zeros(spec.shape, dtype=torch.int64) for name, spec in plan.target.items()
+    }
+    arrived = [
+        {name: torch.zeros(spec.shape, dtype=torch.int64) for name, spec in target.items()}
+        for target in targets
+    ]
+    for bucket in plan.buckets:
+        assert 0 < bucket.bytes <= bucket_bytes
+        for copy in bucket.copies:
+            copy.box.within(sources[bucket.rank][copy.name].layout.shard)  # The writer holds it.
+            written[copy.name][copy.box.slices] += 1
+            for reader in bucket.readers:
+                arrived[reader][copy.name][copy.box.slices] += 1
+    size = 0
+    for name, counts in written.items():
+        assert counts.le(1).all()
+        size += int(counts.sum()) * plan.target[name].dtype.itemsize
+    for reader, (target, counts) in enumerate(zip(targets, arrived, strict=True)):
+        for name, spec in target.items():
+            wanted = torch.zeros(spec.shape, dtype=torch.int64)
+            wanted[spec.layout.shard.slices] = 1
+            assert counts[name].equal(wanted)
+        assert plan.read_bytes(reader) == plan.box_bytes(reader)
+    assert plan.bytes_total == plan.lower_bound_bytes == size
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@settings(max_examples=150)
+@given(layouts(), st.sampled_from([64, 100]))
+def test_no_rank_has_two_messages_in_a_round(pair, bucket_bytes):
+    sources, targets = pair
+    if not sum(elements(target) for target in targets):
+        return
+    plan = plan_sync(sources, targets, bucket_bytes=bucket_bytes)
+    rounds = Rounds.of(plan)
+    sent = {rank: [(m.bucket, m.reader) for m in row] for rank, row in rounds.by_rank.items()}
+    read = {reader: [m.bucket for m in row] for reader, row in rounds.by_reader.items()}
+    for rank, row in sent.items():
+        wanted = [(i, r) for i in plan.of_rank(rank) for r in plan.buckets[i].readers]
+        assert sorted(row) == sorted(wanted)
+    for reader, row in read.items():
+        assert sorted(row) == list(plan.of_reader(reader))
+    rows = [*rounds.by_rank.values(), *rounds.by_reader.values()]
+    for row in rows:
+        turns = [message.round for message in row]
+        assert turns == sorted(set(turns))
+    most = [max(len(row) for row in side.values()) for side in (rounds.by_rank, rounds.by_reader)]
+    last = max(message.round for row in rows for message in row)
+    assert max(most) <= last + 1 < sum(most)
+
+
+def test_readers_that_want_the_same_share_a_bucket():
+    whole = describe({"w": torch.zeros(8, 4)})
+    halves = [manifest(w=((8, 4), (0, col), (8, 2))) for col in (0, 2)]
+    plan = plan_sync([whole], [whole, *halves, halves[0]], bucket_bytes=1024)
+    assert sorted(bucket.readers for bucket in plan.buckets) == [(0, 1, 3), (0, 2)]
+    assert plan.bytes_total == 128
+    assert [plan.read_bytes(reader) for reader in range(4)] == [128, 64, 64, 64]
+
+
+def test_the_estimate_is_the_busiest_rank_at_line_rate():
+    trainer = [manifest(w=((8, 4), (row, 0), (4, 4))) for row in (0, 4)]
+    plan = plan_sync(trainer, [trainer[0].whole()] * 3, bucket_bytes=64)
+    full = estimate(plan, gbit_per_s=8e-6)
+    assert (full.bytes_total, full.busiest_bytes, full.seconds) == (384, 192, 192 / 1000)
+    delta = estimate(plan, gbit_per_s=8e-6, sent_fraction=0.25)
+    assert (delta.bytes_total, delta.busiest_bytes, delta.seconds) == (96, 48, 48 / 1000)
+
+
+def test_readers_that_disagree_are_refused():
+    a = describe({"a": torch.zeros(4)})
+    with pytest.raises(PlanError, match="readers disagree about 'a': torch.float32"):
+        plan_sync([a], [a, a.whole(dtype=torch.bfloat16)], bucket_bytes=64)
+    other = Manifest(a.tensors, recipe="e4m3")
+    with pytest.raises(PlanError, match="readers expect different recipes"):
+        plan_sync([a], [a, other], bucket_bytes=64)
+    with pytest.raises(PlanError, match="encodes with recipe '', readers expect 'e4m3'"):
+        plan_sync([a], other, bucket_bytes=64)

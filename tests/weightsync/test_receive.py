@@ -60,7 +60,7 @@ class Setup:
         return self.subscriber.receive(version, timeout_s=timeout_s)
 
     def blob(self, version):
-        return next(self.path.rglob(f"{version}.blob"))
+        return next(self.path.rglob(f"version-{version}.safetensors"))
 
     def served(self):
         """The one version that every tensor has."""
@@ -100,7 +100,9 @@ def test_waiting_ends_when_a_version_is_committed(setup):
 def test_waiting_ends_at_the_deadline(setup):
     setup.publish(1)
     setup.receive()
-    with pytest.raises(DeadlineError, match=r"within 0.01 s; this engine holds 1, .* \[1\]"):
+    with pytest.raises(
+        DeadlineError, match=r"not committed in time; this engine holds 1, .* \[1\]"
+    ):
         setup.receive(timeout_s=0.01)
     with pytest.raises(DeadlineError, match="version 3 was not committed"):
         setup.receive(3, timeout_s=0.01)
@@ -133,19 +135,20 @@ def test_a_flipped_byte_is_refused_before_the_load(setup, offset):
     setup.publish(1)
     setup.receive()
     setup.publish(2)
-    flip_byte(setup.blob(2), offset)
+    flip_byte(setup.blob(2), offset - 520)
     with pytest.raises(CorruptionError, match=r"bucket \d+ of version 2 fails .* Publish again"):
         setup.receive()
     assert (setup.served(), setup.subscriber.version, setup.engine.loads) == (1, 1, 1)
-    flip_byte(setup.blob(2), offset)
+    flip_byte(setup.blob(2), offset - 520)
     assert setup.receive().version == 2
     assert setup.served() == 2
 
 
 def test_a_truncated_blob_is_refused(setup):
     setup.publish(1)
-    truncate(setup.blob(1), size_bytes=519)
-    with pytest.raises(CorruptionError, match="519 bytes; 520 were sent"):
+    size = setup.blob(1).stat().st_size
+    truncate(setup.blob(1), size_bytes=size - 1)
+    with pytest.raises(CorruptionError, match=f"{size - 1} bytes; {size} were sent"):
         setup.receive()
     assert setup.engine.loads == 0
 
@@ -239,7 +242,7 @@ def test_a_trainer_that_starts_over_may_count_from_anew(setup):
 def test_a_version_that_is_retired_while_it_is_opened(setup):
     setup.publish(1)
     gone = TransferError("version 1 was retired while it was being opened")
-    setup.subscriber._transport = FaultyTransport(setup.transport, {"lease": [gone]})
+    setup.subscriber._transport = FaultyTransport(setup.transport, {"receive": [gone]})
     with pytest.raises(TransferError, match="retired while"):
         setup.receive()
     assert setup.receive().version == 1

@@ -1,0 +1,105 @@
+"""One rank's part of one version: taken from its tensors once, digested, made smaller."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+
+from ..errors import DeadlineError, TransferError
+from .delta_bucket import apply_payload, encode_payload
+from .digest import bucket_digest
+from .held import pack
+from .parts import Parts
+from .plan import Plan
+
+__all__ = ["History", "Shipment"]
+
+
+class History:
+    """The bytes that this rank sent last, packed: what the next deltas are made from."""
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+        self.buffers: dict[int, UInt8[Tensor, " bytes"]] = {}
+
+    def forget(self) -> None:
+        """The next version is sent in full."""
+        self.version = None
+        self.buffers = {}
+
+
+class Shipment:
+    """An `Outgoing`: pieces of the parameters, with what is remembered of them.
+
+    Attributes:
+        digests: of each bucket that was asked for.
+        sizes: bytes of each as it travels.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        plan: Plan,
+        rank: int,
+        version: int,
+        *,
+        base: int | None,
+        history: History | None,
+        deadline: float,
+    ) -> None:
+        self.plan, self.rank, self.version, self.base = plan, rank, version, base
+        self.digests: dict[int, str] = {}
+        self.sizes: dict[int, int] = {}
+        self._parts, self._deadline = parts, deadline
+        self._history, self._payloads = history, dict[int, memoryview]()
+        if history is not None and base is None:
+            history.forget()  # Its room is needed for what is sent now.
+        elif base is not None and (history is None or history.version != base):
+            raise TransferError(f"rank {rank} has not what it sent as version {base} any more")
+
+    def pieces(self, index: int) -> list[Tensor]:
+        pieces = self._taken(index)
+        if self._history is not None and index not in self._history.buffers:
+            self._history.buffers[index] = pack(self.plan, index, pieces)
+        self.sizes[index] = self.plan.buckets[index].bytes
+        return pieces
+
+    def payload(self, index: int) -> memoryview:
+        if index not in self._payloads:
+            packed = pack(self.plan, index, self._taken(index))
+            coded = None
+            if self._history is not None and self.base is not None:
+                coded = encode_payload(self.plan, index, packed, self._history.buffers[index])
+            self._payloads[index] = packed.numpy().data if coded is None else memoryview(coded)
+            self.sizes[index] = len(self._payloads[index])
+        return self._payloads[index]
+
+    def digest_all(self) -> None:
+        """Take every piece, for its digest alone."""
+        for index in self.plan.of_rank(self.rank):
+            self._taken(index)
+            self.sizes[index] = self.plan.buckets[index].bytes
+
+    def sent(self) -> None:
+        """Remember what was sent as the base of the next delta."""
+        if self._history is None:
+            return
+        for index, payload in self._payloads.items():
+            buffer = self._history.buffers[index]
+            if len(payload) == len(buffer):
+                self._history.buffers[index] = torch.frombuffer(payload, dtype=torch.uint8)
+            else:
+                apply_payload(self.plan, index, buffer, payload)
+        self._history.version = self.version
+
+    def _taken(self, index: int) -> list[Tensor]:
+        if time.monotonic() > self._deadline:
+            done, whole = len(self.digests), len(self.plan.of_rank(self.rank))
+            raise DeadlineError(f"took {done} of {whole} buckets before the deadline")
+        pieces = self._parts.pieces(index)
+        if index not in self.digests:
+            self.digests[index] = bucket_digest(pieces)
+        return pieces

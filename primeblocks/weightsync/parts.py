@@ -1,0 +1,181 @@
+"""What one trainer rank writes: boxes of its local tensors, as they travel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import PlanError, UnsupportedError
+from ..layout import Layout, Shard
+from .convert import Wiring
+from .manifest import Manifest, NamedTensors, describe, named_tensors
+from .pieces import Piece, whole_piece
+from .plan import Plan
+
+__all__ = ["Encode", "Encoder", "Parts"]
+
+Encode = Callable[[str, Tensor], Mapping[str, Tensor]]
+
+
+@runtime_checkable
+class Encoder(Protocol):
+    """An `Encode` that makes tensors of other names and shapes, and says which."""
+
+    def __call__(self, name: str, tensor: Tensor) -> Mapping[str, Tensor]:
+        """This rank's part of a parameter -> its parts of what is made of it."""
+        ...
+
+    def describe(self, held: Manifest) -> Manifest:
+        """What a rank holds once its parameters are encoded."""
+        ...
+
+    def origins(self, held: Manifest) -> Mapping[str, str]:
+        """What is made -> the parameter that it is made of."""
+        ...
+
+
+class _Source(NamedTuple):
+    """A box of a tensor that a rank holds: of what is made of parameter `origin`, if encoded."""
+
+    origin: str
+    piece: Piece
+    held: Layout
+
+
+class Parts:
+    """One rank's view of its parameters in the terms of a plan.
+
+    Names and boxes are worked out at the first use; later ones look at each tensor's shape only.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        parameters: NamedTensors,
+        *,
+        source: Manifest | None,
+        convert: Wiring | None,
+        encode: Encode | None,
+    ) -> None:
+        # Pairs may be an iterator: it would be empty the second time.
+        self._parameters: nn.Module | Mapping[str, Tensor] = (
+            parameters if isinstance(parameters, nn.Module) else named_tensors(parameters)
+        )
+        self._plan, self._rank = plan, rank
+        self._source, self._convert, self._encode = source, convert, encode
+        self._sources: dict[int, list[_Source]] = {}
+        self._tensors: dict[str, Tensor] = {}
+        self._last: tuple[str, Mapping[str, Tensor]] = ("", {})
+
+    def refresh(self) -> None:
+        """Read the parameters anew. Local; moves no data.
+
+        Raises:
+            PlanError: a tensor that this rank shall send is not there, or has another local shape.
+        """
+        self._tensors = named_tensors(self._parameters)
+        self._last = ("", {})
+        if not self._sources:
+            self._sources = self._map()
+        if self._encode is None:
+            for source in {s.origin: s for row in self._sources.values() for s in row}.values():
+                self._local(source)
+
+    def pieces(self, index: int, *, device: torch.device | str = "cpu") -> list[Tensor]:
+        """The copies of a bucket, in the dtypes that travel. Local; copies where it has to.
+
+        Raises:
+            PlanError: a tensor has another local shape than at first.
+            UnsupportedError: `encode` made something else than was described.
+        """
+        plan = self._plan
+        views = []
+        for copy, source in zip(plan.buckets[index].copies, self._sources[index], strict=True):
+            local = self._local(source)
+            dtype = plan.target[copy.name].dtype
+            view = source.piece.view(local, source.held.shard)
+            views.append(view.to(device=device, dtype=dtype).contiguous())
+        return views
+
+    def _local(self, source: _Source) -> Tensor:
+        # Copies of one tensor follow each other, so each is encoded once.
+        name, made = self._last
+        if name != source.origin:
+            made = self._made(source.origin)
+            self._last = (source.origin, made)
+        local = made[source.piece.source]
+        if tuple(local.shape) != source.held.shard.sizes:
+            raise PlanError(
+                f"{source.piece.source!r} is {tuple(local.shape)} on rank {self._rank} and was "
+                f"described as {source.held.shard.sizes}; describe it anew and plan again."
+            )
+        return local
+
+    def _made(self, name: str) -> Mapping[str, Tensor]:
+        if name not in self._tensors:
+            raise PlanError(f"this rank shall send {name!r} and has no such tensor; plan again.")
+        tensor = self._tensors[name].detach()
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if self._encode is None:
+            return {name: local}
+        encoded = self._encode(name, local)
+        shapes = {key: tuple(value.shape) for key, value in encoded.items()}
+        if not isinstance(self._encode, Encoder) and shapes != {name: tuple(local.shape)}:
+            raise UnsupportedError(
+                f"encode made {shapes} of {name!r} with shape {tuple(local.shape)}; it has to keep "
+                "the name and the shape. For codes and scales pass Quantise(...).by(encode)."
+            )
+        return encoded
+
+    def _map(self) -> dict[int, list[_Source]]:
+        """Where each copy that this rank writes comes from."""
+        held = self._source or describe(self._tensors)
+        origins: Mapping[str, str] = {}
+        if isinstance(self._encode, Encoder):
+            before = describe(self._tensors)
+            origins, held = (
+                self._encode.origins(before),
+                self._source or self._encode.describe(before),
+            )
+        pieces: dict[str, list[Piece]] = {}
+        for piece in self._held_pieces(held):
+            pieces.setdefault(piece.target, []).append(piece)
+        return {
+            index: [
+                self._find(copy.name, copy.box, pieces, held, origins)
+                for copy in self._plan.buckets[index].copies
+            ]
+            for index in self._plan.of_rank(self._rank)
+        }
+
+    def _held_pieces(self, held: Manifest) -> list[Piece]:
+        if self._convert is not None:
+            return self._convert.map(held)
+        whole = ((name, spec, whole_piece(name, spec.shape)) for name, spec in held.items())
+        parts = (piece.from_source(spec.layout.shard) for _, spec, piece in whole)
+        return [part for part in parts if part is not None]
+
+    def _find(
+        self,
+        name: str,
+        box: Shard,
+        pieces: Mapping[str, list[Piece]],
+        held: Manifest,
+        origins: Mapping[str, str],
+    ) -> _Source:
+        for piece in pieces.get(name, ()):
+            if len(piece.target_box.sizes) == len(box.sizes):
+                part = piece.to_target(box)
+                if part is not None and part.target_box == box:
+                    origin = origins.get(part.source, part.source)
+                    return _Source(origin, part, held[part.source].layout)
+        found = [piece.target_box for piece in pieces.get(name, ())]
+        raise PlanError(
+            f"rank {self._rank} shall send {box} of {name!r} and has "
+            f"{found or 'no such tensor'}; plan again."
+        )

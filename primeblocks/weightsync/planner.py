@@ -1,0 +1,245 @@
+"""Plan the way of every wanted element from one rank that holds it. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+
+import torch
+
+from ..errors import PlanError
+from ..layout import Layout, Shard
+from .convert import Wiring
+from .cover import cut, owned_boxes
+from .manifest import Manifest, TensorSpec
+from .plan import Boxes, Bucket, Plan, packed
+
+__all__ = ["plan_sync"]
+
+# Converted into one another by the sender; every other dtype has to match.
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_SMALLEST_BUCKET_BYTES = 64
+
+# A box that travels, who holds it, who wants it.
+_Cell = tuple[Shard, tuple[int, ...], tuple[int, ...]]
+
+
+def plan_sync(
+    sources: Sequence[Manifest],
+    targets: Manifest | Wiring | Sequence[Manifest | Wiring],
+    *,
+    bucket_bytes: int,
+    convert: Wiring | None = None,
+) -> Plan:
+    """Plan the way of every wanted element from one rank that holds it. Pure.
+
+    Nothing is gathered: each rank writes parts of its own shards, and each reader reads its own
+    boxes. Where several ranks hold the same box, the one with the least to write gets it. Floats
+    are converted to the target's dtype by the sender.
+
+    Args:
+        sources: one manifest a trainer rank, by rank. What no reader wants is ignored.
+        targets: what each reader wants: a manifest of its boxes, or the wiring that leads to its
+            parameters, of which all are wanted. One alone is one reader.
+        bucket_bytes: the most bytes under one digest.
+        convert: leads from the trainer's names and shapes to those that `targets` are about.
+
+    Raises:
+        PlanError: a name is missing, a shape, dtype or recipe does not fit, or no rank holds some
+            box.
+    """
+    if bucket_bytes < _SMALLEST_BUCKET_BYTES:
+        raise PlanError(f"bucket_bytes is {bucket_bytes}; give at least {_SMALLEST_BUCKET_BYTES}")
+    readers = [targets] if isinstance(targets, Manifest | Wiring) else list(targets)
+    held = [_held(source, convert) for source in sources]
+    kinds = _kinds(sources if convert is None else [convert.targets])
+    wants = tuple(_wants(reader) for reader in readers)
+    target = _target(readers, wants)
+    _check(sources, kinds, target, readers)
+    bare = Plan(target, len(sources), wants, bucket_bytes, ())
+    chosen = _share_out(_cells(held, bare), bare)
+    place = {name: index for index, name in enumerate(target)}
+    buckets = []
+    for (rank, who), boxes in sorted(chosen.items()):
+        boxes.sort(key=lambda b: (-target[b[0]].dtype.itemsize, place[b[0]], b[1].offsets))
+        buckets += [
+            Bucket(rank, who, packed(target, run)) for run in _runs(boxes, target, bucket_bytes)
+        ]
+    return Plan(target, len(sources), wants, bucket_bytes, tuple(buckets))
+
+
+def _held(source: Manifest, convert: Wiring | None) -> dict[str, list[Shard]]:
+    """Name -> boxes that a rank holds of it."""
+    held: dict[str, list[Shard]] = defaultdict(list)
+    if convert is None:
+        return {name: [spec.layout.shard] for name, spec in source.items()}
+    for piece in convert.map(source):
+        held[piece.target].append(piece.target_box)
+    return held
+
+
+def _wants(reader: Manifest | Wiring) -> Boxes:
+    if isinstance(reader, Manifest):
+        return {name: (spec.layout.shard,) for name, spec in reader.items()}
+    boxes: dict[str, list[Shard]] = defaultdict(list)
+    for piece in reader.pieces:
+        boxes[piece.source].append(piece.source_box)
+    # In the order of the checkpoint: names that follow each other are encoded once.
+    return {
+        name: tuple(cell for cell, _ in owned_boxes(enumerate(boxes[name]), spec.shape)[0])
+        for name, spec in reader.sources.items()
+        if name in boxes
+    }
+
+
+def _target(readers: Sequence[Manifest | Wiring], wants: Sequence[Boxes]) -> Manifest:
+    """All that travels, whole."""
+    specs: dict[str, TensorSpec] = {}
+    for reader, boxes in zip(readers, wants, strict=True):
+        manifest = reader if isinstance(reader, Manifest) else reader.sources
+        for name in boxes:
+            spec = manifest[name]
+            whole = TensorSpec(spec.dtype, Layout.whole(spec.shape))
+            if specs.setdefault(name, whole) != whole:
+                raise PlanError(
+                    f"readers disagree about {name!r}: {specs[name].dtype} {specs[name].shape} "
+                    f"and {whole.dtype} {whole.shape}. Make a plan for each."
+                )
+    return Manifest(tuple(specs.items()), recipe=_recipe(readers))
+
+
+def _recipe(readers: Sequence[Manifest | Wiring]) -> str:
+    recipes = {r.recipe if isinstance(r, Manifest) else r.sources.recipe for r in readers}
+    if len(recipes) > 1:
+        raise PlanError(f"readers expect different recipes: {sorted(recipes)}. Plan for each.")
+    return recipes.pop() if recipes else ""
+
+
+def _kinds(manifests: Iterable[Manifest]) -> dict[str, dict[TensorSpec, int]]:
+    """Name -> (dtype, shape) -> a rank that has it so."""
+    kinds: dict[str, dict[TensorSpec, int]] = defaultdict(dict)
+    for rank, manifest in enumerate(manifests):
+        for name, spec in manifest.items():
+            kinds[name].setdefault(TensorSpec(spec.dtype, Layout.whole(spec.shape)), rank)
+    return kinds
+
+
+def _check(
+    sources: Sequence[Manifest],
+    kinds: Mapping[str, Mapping[TensorSpec, int]],
+    target: Manifest,
+    readers: Sequence[Manifest | Wiring],
+) -> None:
+    if not sources or not any(prod(spec.shape) for spec in target.values()):
+        raise PlanError(f"nothing to plan: {len(sources)} sources, {len(readers)} readers")
+    missing = [name for name in target if name not in kinds]
+    if missing:
+        raise PlanError(
+            f"no rank holds {len(missing)} of {len(target)} target tensors: "
+            f"{', '.join(missing[:3])}. The trainer has {len(kinds)} names, "
+            f"such as {', '.join(sorted(kinds)[:3])}. Rename one side, or want less."
+        )
+    recipes = sorted({source.recipe for source in sources})
+    if recipes != [target.recipe]:
+        raise PlanError(
+            f"the trainer encodes with recipe {' and '.join(map(repr, recipes))}, readers expect "
+            f"{target.recipe!r}. Give both the same recipe."
+        )
+    for name, spec in target.items():
+        for have, rank in kinds[name].items():
+            _check_pair(name, rank, have, spec)
+
+
+def _check_pair(name: str, rank: int, have: TensorSpec, want: TensorSpec) -> None:
+    if have.shape != want.shape:
+        raise PlanError(
+            f"{name!r} is {have.shape} on rank {rank} and {want.shape} in the target. "
+            "Pass convert=, or reshape it before describing it."
+        )
+    if have.dtype != want.dtype and not {have.dtype, want.dtype} <= set(_FLOATS):
+        raise PlanError(
+            f"{name!r} is {have.dtype} on rank {rank} and {want.dtype} in the target; "
+            f"only {', '.join(str(d) for d in _FLOATS)} are converted. Match the dtypes."
+        )
+
+
+def _cells(held: Sequence[Mapping[str, list[Shard]]], bare: Plan) -> Iterator[tuple[str, _Cell]]:
+    """Every box that travels in one piece."""
+    # Layers repeat: equal layouts are intersected once.
+    alike: dict[object, list[_Cell]] = {}
+    for name, spec in bare.target.items():
+        have = tuple((rank, box) for rank, boxes in enumerate(held) for box in boxes.get(name, ()))
+        want = tuple(
+            (reader, box) for reader, boxes in enumerate(bare.wants) for box in boxes.get(name, ())
+        )
+        key = (have, want, spec)
+        if key not in alike:
+            limit = bare.bucket_bytes // spec.dtype.itemsize
+            alike[key] = list(_intersect(name, have, want, spec.shape, limit))
+        for cell in alike[key]:
+            yield name, cell
+
+
+def _intersect(
+    name: str,
+    have: tuple[tuple[int, Shard], ...],
+    want: tuple[tuple[int, Shard], ...],
+    shape: tuple[int, ...],
+    limit: int,
+) -> Iterator[_Cell]:
+    owned, uncovered = owned_boxes(have, shape)
+    for wanted, readers in owned_boxes(want, shape)[0]:
+        missing = [box for cell in uncovered if (box := cell.intersect(wanted)) is not None]
+        if missing:
+            raise PlanError(
+                f"no rank holds {sum(box.numel for box in missing)} of {wanted.numel} elements of "
+                f"{name!r} that reader {readers[0]} wants, first {missing[0]}. "
+                "Pass a manifest of each trainer rank."
+            )
+        for cell, holders in owned:
+            box = cell.intersect(wanted)
+            if box is not None:
+                for piece in cut(box, limit):
+                    yield piece, holders, readers
+
+
+def _share_out(
+    cells: Iterable[tuple[str, _Cell]], bare: Plan
+) -> dict[tuple[int, tuple[int, ...]], list[tuple[str, Shard]]]:
+    """(rank, readers) -> what the rank writes for them."""
+    loads = [0] * bare.world_size
+    chosen: dict[tuple[int, tuple[int, ...]], list[tuple[str, Shard]]] = defaultdict(list)
+    shared: list[tuple[int, str, _Cell]] = []
+    for name, cell in cells:
+        box, holders, readers = cell
+        # Over a process group each reader is sent its own.
+        size = box.numel * bare.target[name].dtype.itemsize * len(readers)
+        if len(holders) > 1:
+            shared.append((size, name, cell))
+        else:
+            loads[holders[0]] += size
+            chosen[holders[0], readers].append((name, box))
+    # Largest first: what is left to level out the ranks at the end is small.
+    shared.sort(key=lambda item: -item[0])
+    for size, name, (box, holders, readers) in shared:
+        rank = min(holders, key=lambda rank: (loads[rank], rank))
+        loads[rank] += size
+        chosen[rank, readers].append((name, box))
+    return chosen
+
+
+def _runs(
+    boxes: Iterable[tuple[str, Shard]], target: Manifest, limit: int
+) -> Iterator[list[tuple[str, Shard]]]:
+    run: list[tuple[str, Shard]] = []
+    filled = 0
+    for name, box in boxes:
+        size = box.numel * target[name].dtype.itemsize
+        if filled + size > limit:
+            yield run
+            run, filled = [], 0
+        run.append((name, box))
+        filled += size
+    if run:
+        yield run

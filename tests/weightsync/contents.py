@@ -1,0 +1,111 @@
+"""What ranks hold in a test, what an engine should then have, and both sides of a sync."""
+
+import torch
+import torch.distributed as dist
+
+from primeblocks.layout import Layout
+from primeblocks.weightsync import (
+    FileTransport,
+    GroupTransport,
+    Manifest,
+    Publisher,
+    SharedMemoryTransport,
+    Subscriber,
+    TensorSpec,
+)
+from primeblocks.weightsync.reference import gather_whole, slice_again
+
+KINDS = ("shared_memory", "file", "group")
+
+
+class Engine:
+    """A load callable that keeps what it got, and counts."""
+
+    def __init__(self):
+        self.tensors, self.loads = {}, 0
+
+    def __call__(self, tensors):
+        self.tensors = {name: tensor.clone() for name, tensor in tensors}
+        self.loads += 1
+
+
+def same_bytes(have, want):
+    return list(have) == list(want) and all(
+        have[name].dtype == want[name].dtype
+        and have[name].shape == want[name].shape
+        and have[name]
+        .contiguous()
+        .view(-1)
+        .view(torch.uint8)
+        .equal(want[name].contiguous().view(-1).view(torch.uint8))
+        for name in want
+    )
+
+
+def random_tensor(dtype, shape, generator):
+    if dtype.is_floating_point and dtype.itemsize > 1:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    limit = 127  # No NaN of float8: equal bits are compared anyway.
+    raw = torch.randint(0, limit, shape, generator=generator)
+    return raw.to(torch.uint8).view(dtype) if dtype.itemsize == 1 else raw.to(dtype)
+
+
+def contents(sources, seed):
+    """Local parts of every source rank, cut from the same whole tensors."""
+    generator = torch.Generator().manual_seed(seed)
+    whole = {}
+    for source in sources:
+        for name, spec in source.items():
+            if name not in whole:
+                whole[name] = random_tensor(spec.dtype, spec.shape, generator)
+    return [slice_again(whole, source) for source in sources]
+
+
+def oracle(sources, parts, target):
+    whole = Manifest(
+        tuple((name, TensorSpec(s.dtype, Layout.whole(s.shape))) for name, s in target.items())
+    )
+    return slice_again(gather_whole(sources, parts, whole), target)
+
+
+def transport_of(kind, where, plan, **group_options):
+    """This rank's end of a transport at a folder, or at a store; collective."""
+    if kind == "group":
+        store = (
+            dist.FileStore(f"{where}/store") if isinstance(where, str) else dist.TCPStore(*where)
+        )
+        return GroupTransport(store=store, trainers=plan.world_size, **group_options)
+    owner = dist.get_rank() == 0
+    made = None
+    if owner:
+        made = directory(kind, where, owner=True)
+    dist.barrier()
+    return made or directory(kind, where, owner=False)
+
+
+def directory(kind, where, *, owner):
+    if kind == "file":
+        return FileTransport(f"{where}/blobs", owner=owner)
+    return SharedMemoryTransport("policy", owner=owner, root=str(where))
+
+
+class Side:
+    """This rank of a sync: a Publisher of its parts, or a Subscriber that feeds an Engine.
+
+    The first `plan.world_size` ranks are the trainer's; the others are the readers, in order.
+    """
+
+    def __init__(self, plan, transport, parts, *, load=None, **options):
+        self.plan, self.transport, rank = plan, transport, dist.get_rank()
+        self.reader = rank - plan.world_size
+        self.is_engine, self.engine = self.reader >= 0, Engine()
+        group = dist.new_group(list(range(plan.world_size)), backend="gloo")
+        if self.is_engine:
+            self.subscriber = Subscriber(plan, load or self.engine, transport, reader=self.reader)
+        else:
+            self.publisher = Publisher(plan, parts, transport, group=group, **options)
+
+    def sync(self, version, *, timeout_s=30.0):
+        if self.is_engine:
+            return self.subscriber.receive(version, timeout_s=timeout_s)
+        return self.publisher.publish(version, timeout_s=timeout_s)

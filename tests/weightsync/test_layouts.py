@@ -1,0 +1,73 @@
+"""Random layouts of both sides over every transport: it arrives as if gathered and sliced."""
+
+import random
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from primeblocks.testing import ranks
+from primeblocks.weightsync import plan_sync
+from tests.weightsync.contents import KINDS, Side, contents, oracle, same_bytes, transport_of
+from tests.weightsync.link_layouts import elements, random_layouts
+
+ranks.preload(__name__)  # With all that it imports.
+
+
+@contextmanager
+def allocations():
+    """The bytes of each tensor that torch.empty makes."""
+    inner, sizes = torch.empty, []
+
+    def empty(*args, **kwargs):
+        tensor = inner(*args, **kwargs)
+        sizes.append(tensor.numel() * tensor.itemsize)
+        return tensor
+
+    torch.empty = empty
+    yield sizes
+    torch.empty = inner
+
+
+def random_body(kind, path, seeds, senders, receivers):
+    rank, checked = dist.get_rank(), 0
+    for seed in seeds:
+        sources, targets = random_layouts(seed, senders=senders, receivers=receivers)
+        if not sum(elements(target) for target in targets):
+            continue
+        bucket_bytes = random.Random(seed).choice([64, 200, 4096])
+        plan = plan_sync(sources, targets, bucket_bytes=bucket_bytes)
+        parts = contents(sources, seed)
+        transport = transport_of(kind, path, plan)
+        mine = {"source": sources[rank]} if rank < senders else {}
+        side = Side(plan, transport, parts[rank] if rank < senders else None, **mine)
+        with allocations() as sizes:
+            receipt = side.sync(seed)
+        assert receipt.version == seed
+        if side.is_engine:
+            target = targets[side.reader]
+            assert receipt.bytes == plan.read_bytes(side.reader) == plan.box_bytes(side.reader)
+            assert same_bytes(side.engine.tensors, oracle(sources, parts, target)), seed
+        if kind == "group":
+            most = 2 * max(bucket.bytes for bucket in plan.buckets)
+            assert sum(sizes) <= most + (plan.box_bytes(side.reader) if side.is_engine else 0)
+        checked += 1
+        dist.barrier()
+        transport.close()
+    return checked
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_layouts_arrive_as_if_gathered_and_sliced(kind, full, tmp_path):
+    sides = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (3, 1)]
+    each = -(-(500 if full else 48) // len(sides))
+    checked = 0
+    for i, (senders, receivers) in enumerate(sides):
+        seeds = list(range(i * each, (i + 1) * each))
+        path = tmp_path / str(i)
+        path.mkdir()
+        args = (kind, str(path), seeds, senders, receivers)
+        checked += ranks.run(random_body, *args, world_size=senders + receivers, timeout_s=200)[0]
+    assert checked >= (500 if full else 48) * 0.8
