@@ -133,18 +133,18 @@ def _check(
 ) -> None:
     if not sources or not any(prod(spec.shape) for spec in target.values()):
         raise PlanError(f"nothing to plan: {len(sources)} sources, {len(readers)} readers")
+    recipes = sorted({source.recipe for source in sources})
+    if recipes != [target.recipe]:
+        raise PlanError(
+            f"the trainer encodes with recipe {' and '.join(map(repr, recipes))}, readers expect "
+            f"{target.recipe!r}. Give both the same recipe."
+        )
     missing = [name for name in target if name not in kinds]
     if missing:
         raise PlanError(
             f"no rank holds {len(missing)} of {len(target)} target tensors: "
             f"{', '.join(missing[:3])}. The trainer has {len(kinds)} names, "
             f"such as {', '.join(sorted(kinds)[:3])}. Rename one side, or want less."
-        )
-    recipes = sorted({source.recipe for source in sources})
-    if recipes != [target.recipe]:
-        raise PlanError(
-            f"the trainer encodes with recipe {' and '.join(map(repr, recipes))}, readers expect "
-            f"{target.recipe!r}. Give both the same recipe."
         )
     for name, spec in target.items():
         for have, rank in kinds[name].items():

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from primeblocks import fp8
-from primeblocks.errors import PlanError, UnsupportedError
+from primeblocks.errors import PlanError, UsageError
 from primeblocks.layout import Layout, Shard
 from primeblocks.testing import ranks, tiny_models
 from primeblocks.weightsync import (
@@ -183,6 +183,6 @@ def test_codes_and_scales_need_an_encoder(tmp_path):
     both = lambda name, tensor: {name: tensor, f"{name}_scale": tensor[:1]}  # noqa: E731
     with (
         SharedMemoryTransport("policy", owner=True, root=str(tmp_path)) as transport,
-        pytest.raises(UnsupportedError, match="pass Quantise"),
+        pytest.raises(UsageError, match="pass Quantise"),
     ):
         Publisher(plan, weights, transport, encode=both).publish(1, timeout_s=30)
