@@ -17,6 +17,7 @@ from .open import open_transport
 from .pieces import Piece
 from .plan import Bucket, Plan
 from .planner import plan_sync
+from .proof import RoundTrip, digest_tensors, prove_round_trip
 from .publish import Publisher
 from .receive import Subscriber
 from .rounds import Estimate, estimate
@@ -35,6 +36,7 @@ __all__ = [
     "Publisher",
     "Quantise",
     "Receipt",
+    "RoundTrip",
     "SharedMemoryTransport",
     "Subscriber",
     "TensorSpec",
@@ -43,6 +45,7 @@ __all__ = [
     "apply_delta",
     "checkpoint_to_vllm",
     "describe",
+    "digest_tensors",
     "encode_delta",
     "estimate",
     "gather_manifests",
@@ -50,6 +53,7 @@ __all__ = [
     "merge_deltas",
     "open_transport",
     "plan_sync",
+    "prove_round_trip",
     "rules",
     "transformers_to_checkpoint",
 ]
