@@ -65,10 +65,10 @@ class Engine:
         )
         # A salt of its own: pages of an old version are never found by another request.
         ask = {"prompt_token_ids": prompt, "cache_salt": name}
-        last = None
-        async for last in self.llm.generate(ask, sampling, request_id=name):
-            self.tokens += 1
-        return last
+        answer = None
+        async for output in self.llm.generate(ask, sampling, request_id=name):
+            answer, self.tokens = output, self.tokens + 1
+        return answer
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:

@@ -35,7 +35,9 @@ __all__ = [
 
 
 class PrimeblocksError(Exception):
-    """Base of every error raised on purpose."""
+    """Base of every error raised on purpose. `engines` are the positions of those that met it."""
+
+    engines: tuple[int, ...] = ()
 
 
 class UsageError(PrimeblocksError, ValueError):

@@ -15,7 +15,7 @@ from ..layout import Layout, Shard
 from .cover import owned_boxes
 from .manifest import Manifest, TensorSpec
 
-__all__ = ["Boxes", "Bucket", "Copy", "Plan"]
+__all__ = ["Boxes", "Bucket", "Copy", "Plan", "packed"]
 
 Boxes = Mapping[str, tuple[Shard, ...]]
 """Name -> disjoint boxes of that tensor."""

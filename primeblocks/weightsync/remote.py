@@ -1,4 +1,4 @@
-"""Driving the workers of an engine: what to call in which order, deadlines, and death.
+"""What to ask of an engine, in which order; deadlines, and death.
 
 The order is a generator of steps, so that synchronous and asynchronous engines share it. No step
 fails in a worker: an executor that reads the answers of several workers stops at the first
@@ -9,34 +9,43 @@ they are asked.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .. import errors
-from ..errors import DeadlineError, EngineError, PrimeblocksError
+from ..errors import DeadlineError, EngineError, PrimeblocksError, TransferError
 
 __all__ = [
+    "STATE",
+    "VERIFY",
     "Step",
     "Steps",
+    "Update",
     "WorkerState",
     "attach_steps",
     "call",
     "drive",
     "drive_sync",
-    "update_steps",
+    "update_sync",
 ]
 
+STATE, VERIFY = "primeblocks_state", "primeblocks_verify"
 _LOOK_S = 0.05
+_BUSY_S = 0.1
 
 
 class Step(NamedTuple):
-    """A method of the engine and its arguments."""
+    """A method of the engine and its arguments, called after `wait_s`."""
 
     method: str
     args: tuple[Any, ...] = ()
+    wait_s: float = 0.0
+
+
+Steps = Generator[Step, Any, Any]
+_ASK = Step("collective_rpc", (STATE,))
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,7 @@ class WorkerState:
 
     version: int | None = None
     active: bool = False
+    busy: bool = False
     error: str = ""
     message: str = ""
 
@@ -54,84 +64,138 @@ class WorkerState:
         return kind(self.message)
 
 
-Steps = Generator[Step, Any, None]
-
-
-def attach_steps(ask: Step, request: Any) -> Steps:
+def attach_steps(request: Any) -> Steps:
     """Open the transport in every worker.
 
     Raises:
         PrimeblocksError: what the first worker met that could not.
     """
     yield Step("init_weight_transfer_engine", (request,))
-    for state in _states((yield ask)):
-        if state.error:
-            raise state.typed()
+    _raise_first(_states((yield _ASK)))
 
 
-def update_steps(ask: Step, version: int, request_of: Callable[[int], Any]) -> Steps:
-    """Load `version` in every worker, or in none.
+@dataclass(frozen=True)
+class Update:
+    """One attempt to bring all workers of an engine to a version.
+
+    `prepare`, `load`, then `commit` or `go_back`. What a worker met is raised with its type.
 
     Args:
-        ask: the step that returns every worker's state, as dictionaries.
-        request_of: version -> the argument of `update_weights`.
-
-    Raises:
-        PrimeblocksError: what the first worker met that failed; all serve the version before.
-        EngineError: a worker is torn, or workers disagree for good.
+        transaction: differs from that of any other attempt. A worker ignores what arrives late
+            from an attempt that was given up.
+        wrap: makes the argument of the engine's `update_weights` from a dictionary.
     """
-    states = _states((yield ask))
-    if any(state.active for state in states):
-        # Left over from an update whose caller ran into its deadline.
-        yield Step("finish_weight_update")
-    before = {state.version for state in states}
-    states = yield from _round(ask, request_of(version))
-    failed = [state for state in states if state.error]
-    if not failed:
-        yield Step("finish_weight_update", (str(version),))
-        return
-    yield Step("finish_weight_update")
-    error = next((s for s in failed if s.error == EngineError.__name__), failed[0]).typed()
-    if not isinstance(error, EngineError) and len(failed) < len(states):
-        (old,) = before if len(before) == 1 else (None,)
-        if old is None:
-            raise EngineError(
-                f"{len(failed)} of {len(states)} workers failed to load version {version}, and "
-                f"they held {before}: no version to bring all back to. {error} Restart the engine."
+
+    version: int
+    transaction: str
+    wrap: Callable[[dict[str, Any]], Any]
+
+    def prepare(self, deadline: float) -> Generator[Step, Any, tuple[int | None, ...]]:
+        """Check every byte while the engine generates; returns the version of each worker."""
+        if any(state.active for state in _states((yield _ASK))):
+            # Left over from an update whose caller ran into its deadline.
+            yield Step("finish_weight_update")
+        yield Step("collective_rpc", (VERIFY, None, (self._info(self.version, deadline),)))
+        states, wait_s = _states((yield _ASK)), 0.005
+        while any(state.busy for state in states):
+            states = _states((yield _ASK._replace(wait_s=wait_s)))
+            wait_s = min(2 * wait_s, _BUSY_S)
+        _raise_first(states)
+        return tuple(state.version for state in states)
+
+    def load(self, deadline: float) -> Steps:
+        """Load in every worker; the label and the end of the session are left to `commit`."""
+        yield Step("start_weight_update")
+        states = yield from self._receive(self.version, deadline)
+        _raise_first(states)
+        if any(state.version != self.version for state in states):
+            raise TransferError(
+                f"workers hold versions {[state.version for state in states]} after a call to "
+                f"load {self.version}: another update came in between. Update again."
             )
-        states = yield from _round(ask, request_of(old))
-        yield Step("finish_weight_update")
-        if any(state.error for state in states):
-            raise EngineError(f"{error} Going back to {old} failed too. Restart the engine.")
-    raise error
 
+    def commit(self) -> Steps:
+        """Give tokens the new label."""
+        yield Step("finish_weight_update", (str(self.version),))
 
-def _round(ask: Step, request: Any) -> Generator[Step, Any, list[WorkerState]]:
-    yield Step("start_weight_update")
-    yield Step("update_weights", (request,))
-    return _states((yield ask))
+    def go_back(
+        self, before: tuple[int | None, ...], deadline: float
+    ) -> Generator[Step, Any, bool]:
+        """Bring workers that loaded back to the version before; says whether that was possible."""
+        states = _states((yield _ASK))
+        torn = [state for state in states if state.error == EngineError.__name__]
+        _raise_first(torn)
+        if any(state.version != old for state, old in zip(states, before, strict=True)):
+            if before[0] is None or len(set(before)) > 1:
+                return False
+            states = yield from self._receive(before[0], deadline)
+            _raise_first(states)
+        if any(state.active for state in states):
+            yield Step("finish_weight_update")
+        return True
+
+    def _receive(self, version: int, deadline: float) -> Generator[Step, Any, list[WorkerState]]:
+        yield Step("update_weights", (self.wrap(self._info(version, deadline)),))
+        return _states((yield _ASK))
+
+    def _info(self, version: int, deadline: float) -> dict[str, Any]:
+        # Less than is left, so that a worker can still say what it waited for.
+        left_s = 0.9 * max(0.0, deadline - time.monotonic())
+        return {"version": version, "transaction": self.transaction, "timeout_s": left_s}
 
 
 def _states(answers: list[dict[str, Any]]) -> list[WorkerState]:
     return [WorkerState(**answer) for answer in answers]
 
 
-async def drive(engine: Any, steps: Steps, what: str, deadline: float) -> None:
-    """Make the steps on an asynchronous engine. Raises as `call`, and what the steps raise."""
-    answer = None
-    with contextlib.suppress(StopIteration):
-        while True:
-            step = steps.send(answer)
-            answer = await call(engine, getattr(engine, step.method)(*step.args), what, deadline)
+def _raise_first(states: list[WorkerState]) -> None:
+    failed = [state for state in states if state.error]
+    torn = [state for state in failed if state.error == EngineError.__name__]
+    for state in torn + failed:
+        raise state.typed()
 
 
-def drive_sync(engine: Any, steps: Steps) -> None:
-    """Make the steps on an engine whose methods block. Raises what the steps raise."""
+def update_sync(engine: Any, update: Update, *, deadline: float) -> None:
+    """Make a whole update on an engine whose methods block.
+
+    Raises:
+        PrimeblocksError: what the first worker met that failed; all serve the version before.
+        EngineError: the workers could not be brought back to one version.
+    """
+    before = drive_sync(engine, update.prepare(deadline))
+    try:
+        drive_sync(engine, update.load(deadline))
+    except PrimeblocksError as error:
+        if not drive_sync(engine, update.go_back(before, deadline)):
+            raise EngineError(
+                f"{error} Its workers held {before}: no version to go back to. Restart the engine."
+            ) from error
+        raise
+    drive_sync(engine, update.commit())
+
+
+def drive_sync(engine: Any, steps: Steps) -> Any:
+    """Make the steps on an engine whose methods block. Raises and returns what the steps do."""
     answer = None
-    with contextlib.suppress(StopIteration):
-        while True:
+    while True:
+        try:
             step = steps.send(answer)
-            answer = getattr(engine, step.method)(*step.args)
+        except StopIteration as done:
+            return done.value
+        time.sleep(step.wait_s)
+        answer = getattr(engine, step.method)(*step.args)
+
+
+async def drive(engine: Any, steps: Steps, what: str, deadline: float) -> Any:
+    """Make the steps on an asynchronous engine. Raises as `call`; else as `drive_sync`."""
+    answer = None
+    while True:
+        try:
+            step = steps.send(answer)
+        except StopIteration as done:
+            return done.value
+        await asyncio.sleep(step.wait_s)
+        answer = await call(engine, getattr(engine, step.method)(*step.args), what, deadline)
 
 
 async def call(engine: Any, answer: Awaitable[Any], what: str, deadline: float) -> Any:
@@ -139,25 +203,29 @@ async def call(engine: Any, answer: Awaitable[Any], what: str, deadline: float) 
 
     Args:
         engine: has `errored`, true once it is dead.
-        what: for messages: "the engine did not {what} in time".
+        what: for messages: "the engine did not {what} in time."
 
     Raises:
         DeadlineError: no answer in time; the engine may still do it.
         EngineError: the engine died, before or while it was asked, or it refused.
     """
     task = asyncio.ensure_future(answer)
-    while not task.done():
-        left = deadline - time.monotonic()
-        await asyncio.wait({task}, timeout=max(0.0, min(left, _LOOK_S)))
-        # Looked at here because a dead engine leaves its callers waiting.
-        if not task.done() and (engine.errored or left <= 0):
-            task.cancel()
-            if engine.errored:
+    try:
+        while not task.done():
+            left = deadline - time.monotonic()
+            await asyncio.wait({task}, timeout=max(0.0, min(left, _LOOK_S)))
+            # Looked at here because a dead engine leaves its callers waiting.
+            if not task.done() and engine.errored:
                 raise EngineError(f"the engine died before it did {what}. Restart it.")
-            raise DeadlineError(f"the engine did not {what} in time")
+            if not task.done() and left <= 0:
+                raise DeadlineError(f"the engine did not {what} in time.")
+    finally:
+        task.cancel()
     error = task.exception()
     if error is None:
         return task.result()
+    if isinstance(error, DeadlineError):
+        raise error
     if engine.errored:
         raise EngineError(f"the engine died before it did {what}: {error} Restart it.") from error
     raise EngineError(f"the engine refused to {what}: {type(error).__name__}: {error}") from error

@@ -1,114 +1,101 @@
-"""The steps of an update against engines with several workers, all of them fakes."""
+"""The steps of an update, and calls of an engine that is slow or dead; all engines are fakes."""
 
 import asyncio
 import threading
 import time
-from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 
-from primeblocks.errors import CorruptionError, DeadlineError, EngineError, TransferError
+from primeblocks.errors import (
+    CorruptionError,
+    DeadlineError,
+    EngineError,
+    PrimeblocksError,
+    TransferError,
+)
 from primeblocks.weightsync.remote import (
     Step,
+    Update,
     WorkerState,
     attach_steps,
     call,
     drive,
     drive_sync,
-    update_steps,
+    update_sync,
 )
+from tests.weightsync.fake_engine import FakeEngine
 
-ASK = Step("states")
 
+class Blocking:
+    """A fake engine whose calls block, as those of an offline `LLM` do."""
 
-class Engine:
-    """Workers that hold a version; `fails[(worker, version)]` is the error each load meets once."""
+    def __init__(self, held, worker_faults=None):
+        self.fake = FakeEngine(held, worker_faults=worker_faults)
 
-    errored = False
+    def __getattr__(self, name):
+        return lambda *args: asyncio.run(getattr(self.fake, name)(*args))
 
-    def __init__(self, held, fails=None):
-        self.workers = [WorkerState(version) for version in held]
-        self.fails, self.calls, self.label, self.active = fails or {}, [], "start", False
-
-    def states(self):
-        return [
-            asdict(WorkerState(w.version, self.active, w.error, w.message)) for w in self.workers
-        ]
-
-    def init_weight_transfer_engine(self, request):
-        self.workers = [WorkerState(w.version, False, *request) for w in self.workers]
-
-    def start_weight_update(self):
-        assert not self.active, "already active"
-        self.active = True
-
-    def update_weights(self, version):
-        assert self.active
-        for i, worker in enumerate(self.workers):
-            error = self.fails.pop((i, version), None)
-            held = worker.version if error else version
-            self.workers[i] = WorkerState(held, False, *(error or ("", "")))
-
-    def finish_weight_update(self, label=None):
-        assert self.active
-        self.active = False
-        self.label = label or self.label
-
-    def update(self, version):
-        drive_sync(self, update_steps(ASK, version, lambda version: version))
+    def update(self, version, transaction="now"):
+        request = Update(version, transaction, lambda info: SimpleNamespace(update_info=info))
+        update_sync(self, request, deadline=time.monotonic() + 10)
 
     @property
     def held(self):
-        return [worker.version for worker in self.workers]
+        return self.fake.weights, self.fake.label, self.fake.active
 
 
 def test_all_workers_load_and_the_label_changes():
-    engine = Engine([1, 1])
+    engine = Blocking([1, 1])
     engine.update(2)
-    assert (engine.held, engine.label, engine.active) == ([2, 2], "2", False)
+    assert engine.held == ([2, 2], "2", False)
 
 
 def test_an_update_that_was_left_open_is_closed_first():
-    engine = Engine([1, 1])
+    engine = Blocking([1, 1])
     engine.start_weight_update()
     engine.update(2)
-    assert (engine.held, engine.label) == ([2, 2], "2")
+    assert engine.held == ([2, 2], "2", False)
 
 
+@pytest.mark.parametrize("act", ["verify", 2])
 @pytest.mark.parametrize("failing", [[0, 1], [0], [1]])
-def test_workers_stay_on_one_version(failing):
+def test_workers_stay_on_one_version(failing, act):
     bad = ("CorruptionError", "bucket 3")
-    engine = Engine([1, 1], {(worker, 2): bad for worker in failing})
+    engine = Blocking([1, 1], {(worker, act): bad for worker in failing})
     with pytest.raises(CorruptionError, match="bucket 3"):
         engine.update(2)
-    assert (engine.held, engine.label, engine.active) == ([1, 1], "start", False)
+    assert engine.held == ([1, 1], "1", False)
     engine.update(2)
-    assert (engine.held, engine.label) == ([2, 2], "2")
+    assert engine.held == ([2, 2], "2", False)
 
 
-def test_workers_that_cannot_be_brought_back_are_an_engine_error():
+def test_workers_that_cannot_be_brought_back_are_an_error():
     bad = ("TransferError", "out of memory")
-    engine = Engine([1, 1], {(1, 2): bad, (0, 1): bad})
-    with pytest.raises(EngineError, match="out of memory Going back to 1 failed too"):
+    engine = Blocking([1, 1], {(1, 2): bad, (0, 1): ("EngineError", "torn")})
+    with pytest.raises(EngineError, match="torn"):
         engine.update(2)
-    engine = Engine([None, None], {(1, 2): bad})
-    with pytest.raises(EngineError, match="1 of 2 workers failed .* no version to bring all back"):
+    engine = Blocking([None, None], {(1, 2): bad})
+    with pytest.raises(EngineError, match="out of memory Its workers held .None, None.: no vers"):
         engine.update(2)
-    assert not engine.active
 
 
 def test_a_torn_worker_is_what_is_reported():
-    engine = Engine([1, 1], {(0, 2): ("TransferError", "a"), (1, 2): ("EngineError", "torn")})
+    engine = Blocking([1, 1], {(0, 2): ("TransferError", "a"), (1, 2): ("EngineError", "torn")})
     with pytest.raises(EngineError, match="torn"):
         engine.update(2)
 
 
 def test_attach_raises_what_a_worker_met():
-    drive_sync(Engine([None]), attach_steps(ASK, ("", "")))
+    drive_sync(Blocking([None]), attach_steps("request"))
+    engine = Blocking([None], {(0, "init"): ("TransferError", "no such place")})
     with pytest.raises(TransferError, match="no such place"):
-        drive_sync(Engine([None]), attach_steps(ASK, ("TransferError", "no such place")))
-    with pytest.raises(EngineError):
-        drive_sync(Engine([None]), attach_steps(ASK, ("SomethingElse", "?")))
+        drive_sync(engine, attach_steps("request"))
+
+
+def test_an_unknown_error_of_a_worker_is_an_engine_error():
+    assert type(WorkerState(error="SomethingElse", message="?").typed()) is EngineError
+    assert isinstance(WorkerState(error="DeadlineError", message="?").typed(), PrimeblocksError)
 
 
 class Slow:
@@ -125,6 +112,9 @@ class Slow:
     async def raises(self):
         raise ValueError("no")
 
+    async def is_late(self):
+        raise DeadlineError("no answer to POST in time")
+
     async def dies(self):
         threading.Timer(0.05, lambda: setattr(self, "errored", True)).start()
         await self.never()
@@ -139,6 +129,7 @@ class Slow:
     [
         ("never", DeadlineError, "did not try in time"),
         ("raises", EngineError, "refused to try: ValueError: no"),
+        ("is_late", DeadlineError, "no answer to POST"),
         ("dies", EngineError, "died before it did try. Restart"),
         ("dies_and_says_so", EngineError, "died before it did try: gone Restart"),
     ],
@@ -168,3 +159,32 @@ def test_steps_on_an_asynchronous_engine():
     with pytest.raises(DeadlineError):
         asyncio.run(drive(Slow(), steps(), "try", start + 0.1))
     assert seen == [3]
+
+
+def test_a_step_can_wait_first_and_the_last_value_is_returned():
+    def steps():
+        yield Step("answer", wait_s=0.02)
+        return (yield Step("answer")) + 1
+
+    start = time.monotonic()
+    assert asyncio.run(drive(Slow(), steps(), "try", start + 10)) == 4
+    assert time.monotonic() - start >= 0.02
+
+
+def test_a_cancelled_call_leaves_no_task_behind():
+    async def body():
+        engine, ended = Slow(), asyncio.Event()
+
+        async def never():
+            try:
+                await engine.never()
+            finally:
+                ended.set()
+
+        waiting = asyncio.ensure_future(call(engine, never(), "try", time.monotonic() + 60))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait_for(ended.wait(), 5)
+
+    asyncio.run(body())

@@ -1,0 +1,160 @@
+"""The two processes of a transfer over shared memory: what a trainer does, what an engine does.
+
+Seconds are those of the process that does the work; agreement is compared outside them, by a
+digest of all parameters.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import Tensor
+
+from primeblocks.weightsync import (
+    Manifest,
+    Plan,
+    Publisher,
+    SharedMemoryTransport,
+    Subscriber,
+    describe,
+    plan_sync,
+)
+
+from .model import tensors
+
+__all__ = ["Engine", "Trainer", "digest"]
+
+BUCKET_BYTES = 32 << 20
+TIMEOUT_S = 120.0
+
+
+def _plan(manifest: Manifest) -> Plan:
+    """From one process that holds everything to engines that want everything."""
+    return plan_sync([manifest], manifest.whole(), bucket_bytes=BUCKET_BYTES)
+
+
+def digest(parameters: Mapping[str, Tensor]) -> str:
+    """One pass over all bytes."""
+    running = xxhash.xxh3_128()
+    for tensor in parameters.values():
+        running.update(_bytes(tensor))
+    return running.hexdigest()
+
+
+class _Side:
+    """Parameters, and a file in shared memory as large as they are, mapped and touched before."""
+
+    def __init__(self, name: str, scale: float, threads: int, *, seed: int, owner: bool) -> None:
+        torch.set_num_threads(threads)
+        self.parameters = tensors(scale, seed=seed)
+        self.plan = _plan(describe(self.parameters))
+        self.file = Path(f"/dev/shm/{name}.roofline")
+        self.room = self._map()
+        if owner:
+            for tensor in self.room:
+                tensor.zero_()
+        self.transport = SharedMemoryTransport(name, owner=owner)
+
+    def size_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.parameters.values())
+
+    def digest(self) -> str:
+        return digest(self.parameters)
+
+    def seconds_of_digest(self) -> float:
+        """One XXH3-128 pass over the parameters, one thread."""
+        return _seconds(self.digest)
+
+    def seconds_of_map(self) -> float:
+        """A copy through a new mapping of known pages, less one through a known mapping."""
+        fresh = _seconds(lambda: self.copy_through(self._map()))
+        return max(0.0, fresh - self.copy())
+
+    def copy(self) -> float:
+        """The same bytes by `copy_`, through shared memory that is mapped already."""
+        return _seconds(lambda: self.copy_through(self.room))
+
+    def copy_through(self, room: Iterable[Tensor]) -> None:
+        """Between the parameters and `room`."""
+        raise NotImplementedError
+
+    def _map(self) -> list[Tensor]:
+        sizes = [tensor.nbytes for tensor in self.parameters.values()]
+        room = torch.from_file(str(self.file), shared=True, size=sum(sizes), dtype=torch.uint8)
+        return [
+            part.view(torch.bfloat16).view(tensor.shape)
+            for part, tensor in zip(room.split(sizes), self.parameters.values(), strict=True)
+        ]
+
+
+class Trainer(_Side):
+    """Owns the transport; its parameters differ in every version."""
+
+    def __init__(self, name: str, scale: float, threads: int) -> None:
+        super().__init__(name, scale, threads, seed=0, owner=True)
+        self.publisher = Publisher(self.plan, self.parameters, self.transport)
+
+    def change(self, version: int) -> str:
+        """Another element of every tensor takes another value. Returns the digest."""
+        for tensor in self.parameters.values():
+            tensor.view(-1)[version % tensor.numel()] = version
+        return self.digest()
+
+    def publish(self, version: int) -> float:
+        return _seconds(lambda: self.publisher.publish(version, timeout_s=TIMEOUT_S))
+
+    def copy_through(self, room: Iterable[Tensor]) -> None:
+        for target, tensor in zip(room, self.parameters.values(), strict=True):
+            target.copy_(tensor)
+
+    def close(self) -> None:
+        self.publisher.close()
+        self.transport.close()
+        self.file.unlink(missing_ok=True)
+
+
+class Engine(_Side):
+    """Copies what arrives into its own parameters."""
+
+    def __init__(self, name: str, scale: float, threads: int) -> None:
+        super().__init__(name, scale, threads, seed=1, owner=False)
+        self.subscriber = Subscriber(self.plan, self.load, self.transport)
+        self.loaded_s = 0.0
+
+    def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        start = time.perf_counter()
+        for name, tensor in named:
+            self.parameters[name].copy_(tensor)
+        self.loaded_s = time.perf_counter() - start
+
+    def forget(self) -> None:
+        """Nothing that arrived before is left."""
+        for tensor in self.parameters.values():
+            tensor.zero_()
+
+    def receive(self, version: int) -> tuple[float, float]:
+        """Seconds, and those inside `load` (with the check, where it is done in passing)."""
+        whole = _seconds(lambda: self.subscriber.receive(version, timeout_s=TIMEOUT_S))
+        return whole, self.loaded_s
+
+    def copy_through(self, room: Iterable[Tensor]) -> None:
+        for source, tensor in zip(room, self.parameters.values(), strict=True):
+            tensor.copy_(source)
+
+    def close(self) -> None:
+        self.subscriber.close()
+        self.transport.close()
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,284 @@
+"""Weights into a running SGLang server: the client side of its endpoints, over a shared disk.
+
+No SGLang was run with this. It is written to the source of sglang 0.5.23 (the wheel on PyPI), and
+tested against a fake of ours that behaves as that source reads: srt/entrypoints/http_server.py,
+srt/managers/{io_struct,tokenizer_manager,tokenizer_control_mixin,scheduler}.py,
+srt/managers/scheduler_components/weight_updater.py, and weight_updater.py in
+srt/model_executor/model_runner_components. Nothing of SGLang is imported.
+
+Three facts there shape this client. A load that fails half-way is "rolled back" by reading the
+new path again, so going back is our work. The answers to two loads under way at once can be
+swapped, so we never start one behind another. And a load is not checked against anything, so
+bytes are verified before the server hears of them (`ModelFolders`), and checksums after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from ...errors import (
+    DeadlineError,
+    EngineError,
+    TransferError,
+    UnsupportedError,
+    UsageError,
+)
+from ..http_json import JsonServer
+from ..model_folder import ModelFolder
+
+__all__ = ["InFlight", "Sglang", "UpdateReport"]
+
+_OLDEST = (0, 5, 23)
+
+InFlight = Literal["continue", "recompute", "abort"]
+# Pause mode, and whether the update may drop the KV cache: "in_place" keeps requests that need it.
+_PAUSE: dict[str, tuple[str, bool]] = {
+    "continue": ("in_place", False),
+    "recompute": ("retract", True),
+    "abort": ("abort", True),
+}
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """What an update cost, and SGLang's checksum over the weights of all its ranks.
+
+    Engines that are sharded alike and hold the same version have equal checksums.
+    """
+
+    version: int
+    seconds: float
+    pause_seconds: float
+    checksum: str
+
+
+@dataclass(frozen=True)
+class _Held:
+    label: str
+    path: str
+    checksum: str
+
+
+class Sglang:
+    """One SGLang server, addressed itself and not through a router. Methods block.
+
+    Call `attach` first, then `update` after each publish; or `pause`, `load`, `resume`, to have
+    several engines change together.
+
+    Args:
+        url: http://host:port. The server sees the folders under the paths given here.
+        api_key: the server's --admin-api-key or --api-key.
+
+    Raises:
+        UnsupportedError: `url` is not plain http.
+    """
+
+    def __init__(self, url: str, *, api_key: str | None = None) -> None:
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._server = JsonServer(url, headers=headers)
+        self._held: _Held | None = None
+        self._flush: bool | None = None
+        self._torn = False
+        self._released: set[str] = set()
+
+    @property
+    def version(self) -> int | None:
+        """The version that was loaded last, as the server labels it; None if it is no integer."""
+        label = "" if self._held is None else self._held.label
+        return int(label) if label.isdecimal() else None
+
+    def attach(self, *, timeout_s: float) -> None:
+        """Learn what the server holds: what a failed update goes back to. No weights change.
+
+        Its weights must be in memory and whole; SGLang hashes them once.
+
+        Raises:
+            UnsupportedError: the server is older than 0.5.23. Older ones end themselves where a
+                flush of the cache is refused.
+            DeadlineError, EngineError: as `load`.
+        """
+        deadline = time.monotonic() + timeout_s
+        found = str(self._ask("GET", "/server_info", None, deadline, needs="version")["version"])
+        if tuple(int(digits) for digits in re.findall(r"\d+", found)[:3]) < _OLDEST:
+            oldest = ".".join(map(str, _OLDEST))
+            raise UnsupportedError(f"{self._server.url} runs SGLang {found}; this needs {oldest}.")
+        model = self._model(deadline)
+        self._held = _Held(*model, checksum=self._checksum(deadline))
+
+    def update(
+        self, folder: ModelFolder, *, in_flight: InFlight = "continue", timeout_s: float
+    ) -> UpdateReport:
+        """Pause, load, check, resume. Calling it again after a failure is safe.
+
+        Responses say in `meta_info["weight_versions"]` which tokens came from which version, as
+        the text `str(version)`.
+
+        Args:
+            folder: what `ModelFolders.make` returned.
+            in_flight: requests under way keep the KV cache of the old weights ("continue"),
+                recompute it with the new ones ("recompute"), or end ("abort"). Under "continue"
+                the prefix cache keeps old pages: use one `cache_salt` a version.
+            timeout_s: for everything; some is kept for going back and for resuming.
+
+        Raises:
+            TransferError: the server refused the folder. The version before is served.
+            DeadlineError, EngineError: as `load`. The server is left paused, so that no token of
+                torn weights is made; update again, or restart it.
+        """
+        start = time.monotonic()
+        try:
+            self.pause(in_flight, timeout_s=0.2 * timeout_s)
+        except (DeadlineError, EngineError):
+            if not self._torn:
+                with contextlib.suppress(DeadlineError, EngineError):
+                    self.resume(timeout_s=0.1 * timeout_s)
+            raise
+        paused = time.monotonic()
+        left_s = start + timeout_s - paused
+        try:
+            checksum = self.load(folder, timeout_s=0.9 * left_s)
+        except TransferError:
+            self.resume(timeout_s=0.1 * left_s)
+            raise
+        self.resume(timeout_s=0.1 * left_s)
+        end = time.monotonic()
+        return UpdateReport(folder.version, end - start, end - paused, checksum)
+
+    def pause(self, in_flight: InFlight, *, timeout_s: float) -> None:
+        """Stop generating, until `resume`. See `update` for what becomes of requests.
+
+        Raises:
+            DeadlineError, EngineError: as `load`.
+            UsageError: it was not attached.
+        """
+        self._attached()
+        mode, flush = _PAUSE[in_flight]
+        self._ask("POST", "/pause_generation", {"mode": mode}, time.monotonic() + timeout_s)
+        self._flush = flush
+
+    def resume(self, *, timeout_s: float) -> None:
+        """Go on generating. After a `load` that ended otherwise than by a TransferError, with
+        weights that nobody knows.
+
+        Raises:
+            DeadlineError, EngineError: as `load`.
+        """
+        self._ask("POST", "/continue_generation", {}, time.monotonic() + timeout_s)
+        self._flush = None
+
+    def load(self, folder: ModelFolder, *, timeout_s: float) -> str:
+        """Load a version, or the one before again; while paused. Returns the checksum.
+
+        Going back is checked: the weights must have the checksum that they had.
+
+        Args:
+            timeout_s: half of it is for the new version.
+
+        Raises:
+            TransferError: the server refused the folder, and has loaded the version before.
+            DeadlineError: no answer in time. The server may still do it; load again.
+            EngineError: it died, answered what no SGLang does, or is torn: restart it.
+            UsageError: it was not attached, or not paused.
+        """
+        before = self._attached()
+        if self._flush is None:
+            raise UsageError("call pause() before load(), and resume() after it.")
+        start = time.monotonic()
+        deadline = start + timeout_s
+        new = _Held(str(folder.version), str(folder.path), "")
+        # Answered behind a load that is still under way because its caller gave up.
+        self._ask("GET", "/server_info", None, deadline)
+        self._torn = True  # Until it is known to be whole.
+        refusal = self._try(new, start + timeout_s / 2)
+        if refusal is None:
+            self._held, self._torn = replace(new, checksum=self._checksum(deadline)), False
+            return self._held.checksum
+        text = f"{self._server.url} did not load version {folder.version}: {refusal.rstrip('.')}"
+        again = self._try(before, deadline)
+        if again is not None:
+            raise EngineError(f"{text}. Going back to {before.path} failed too: {again}. Restart.")
+        if self._checksum(deadline) != before.checksum:
+            raise EngineError(f"{text}. After going back, weights differ from before. Restart it.")
+        self._torn = False
+        raise TransferError(f"{text}. Version {before.label!r} was loaded again.")
+
+    def release_memory(self, *parts: str, timeout_s: float) -> None:
+        """Give device memory back: "kv_cache", "weights" (their contents are lost), or both.
+
+        Needs a server started with --enable-memory-saver. Parts that are released stay so.
+
+        Raises:
+            UsageError: it is not paused by "recompute" or "abort". SGLang would end itself.
+            DeadlineError, EngineError: as `load`.
+        """
+        if not self._flush:
+            raise UsageError("call pause('recompute') or pause('abort') before release_memory().")
+        wanted = [part for part in parts if part not in self._released]
+        if wanted:
+            self._released.update(wanted)
+            deadline = time.monotonic() + timeout_s
+            self._ask("POST", "/release_memory_occupation", {"tags": wanted}, deadline)
+
+    def resume_memory(self, *parts: str, timeout_s: float) -> None:
+        """Take released memory again. Weights need a `load` before `resume`.
+
+        Raises:
+            DeadlineError, EngineError: as `load`.
+        """
+        wanted = [part for part in parts if part in self._released]
+        if wanted:  # SGLang ends itself when it shall resume what it has not released.
+            deadline = time.monotonic() + timeout_s
+            self._ask("POST", "/resume_memory_occupation", {"tags": wanted}, deadline)
+            self._released.difference_update(wanted)
+
+    def _attached(self) -> _Held:
+        if self._held is None:
+            raise UsageError(f"call attach() first; {self._server.url} is not attached.")
+        return self._held
+
+    def _try(self, wanted: _Held, deadline: float) -> str | None:
+        """Load a folder; returns why the server did not."""
+        body = {
+            "model_path": wanted.path,
+            "load_format": "auto",
+            "weight_version": wanted.label,
+            "flush_cache": self._flush,
+        }
+        path = "/update_weights_from_disk"
+        status, answer = self._server.exchange("POST", path, body, deadline=deadline)
+        if status == 400 and answer.get("success") is False:
+            return " ".join(str(answer.get("message")).split())
+        self._expect("POST", path, status, answer, needs="success")
+        holds = self._model(deadline)
+        if holds != (wanted.label, wanted.path):
+            return f"it says that it holds version {holds[0]!r} from {holds[1]}"
+        return None
+
+    def _model(self, deadline: float) -> tuple[str, str]:
+        info = self._ask("GET", "/model_info", None, deadline, needs="weight_version")
+        return str(info["weight_version"]), str(info.get("model_path"))
+
+    def _checksum(self, deadline: float) -> str:
+        body, needs = {"action": "checksum"}, "per_engine_checksum"
+        return str(self._ask("POST", "/weights_checker", body, deadline, needs=needs)[needs])
+
+    def _ask(
+        self, method: str, path: str, body: Any, deadline: float, *, needs: str | None = None
+    ) -> Mapping[str, Any]:
+        status, answer = self._server.exchange(method, path, body, deadline=deadline)
+        return self._expect(method, path, status, answer, needs)
+
+    def _expect(
+        self, method: str, path: str, status: int, answer: Mapping[str, Any], needs: str | None
+    ) -> Mapping[str, Any]:
+        if status != 200 or (needs is not None and needs not in answer):
+            raise EngineError(
+                f"{self._server.url} answered {status} {str(dict(answer))[:300]} to {method} {path}"
+                + (f"; {needs!r} was expected." if status == 200 else ".")
+            )
+        return answer

@@ -1,0 +1,43 @@
+"""Weights into running vLLM engines, offline, `AsyncLLM` and the HTTP server.
+
+`primeblocks.plugins.vllm` calls `register` in every process of vLLM. An engine is built with
+`engine_args()`, a server with `server_args()`; `attach` is called once for each, `update` or, for
+several, `update_all` after each publish. Offline code uses `attach_llm` and `update_llm`.
+
+vLLM is imported when an engine is: a trainer drives servers without it.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from ...fleet import UpdateReport
+from .front import InFlight, attach, attach_llm, update, update_all, update_llm
+from .launch import BACKEND, engine_args, register, server_args
+from .server import VllmServer
+
+if TYPE_CHECKING:
+    from .worker import PrimeblocksEngine, WorkerExtension
+
+__all__ = [
+    "BACKEND",
+    "InFlight",
+    "PrimeblocksEngine",
+    "UpdateReport",
+    "VllmServer",
+    "WorkerExtension",
+    "attach",
+    "attach_llm",
+    "engine_args",
+    "register",
+    "server_args",
+    "update",
+    "update_all",
+    "update_llm",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("PrimeblocksEngine", "WorkerExtension"):
+        from . import worker
+
+        return getattr(worker, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,141 @@
+"""In the front end of vLLM: attach engines once, update them after each publish."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ....errors import UnsupportedError
+from ...fleet import UpdateReport, update_fleet
+from ...marker import Receipt
+from ...plan import Plan
+from ...remote import Update, attach_steps, call, drive, drive_sync, update_sync
+from ...transport import Transport
+from .server import VllmServer
+
+__all__ = ["InFlight", "attach", "attach_llm", "update", "update_all", "update_llm"]
+
+InFlight = Literal["continue", "recompute", "abort"]
+_PAUSE: dict[str, dict[str, Any]] = {
+    "continue": {"mode": "keep", "clear_cache": False},
+    "recompute": {"mode": "keep", "clear_cache": True},
+    "abort": {"mode": "abort", "clear_cache": True},
+}
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What vLLM's calls take: of its own request classes they read these fields only."""
+
+    init_info: dict[str, Any] = field(default_factory=dict)
+    update_info: dict[str, Any] = field(default_factory=dict)
+
+
+async def attach(engine: Any, plan: Plan, transport: Transport, *, timeout_s: float) -> None:
+    """Tell every worker of an engine where weights will come from. No weights change.
+
+    Args:
+        engine: an `AsyncLLM`, or a `VllmServer`.
+
+    Raises:
+        UnsupportedError: the workers cannot take updates safely, or there are replicas.
+        DeadlineError: they did not answer in time.
+        EngineError: the engine is dead, or was built without `engine_args()`.
+    """
+    deadline = time.monotonic() + timeout_s
+    if isinstance(engine, VllmServer):
+        engine = engine.until(deadline)
+        replicas = await call(engine, engine.replicas(), "answer", deadline)
+    else:
+        replicas = engine.vllm_config.parallel_config.data_parallel_size
+    if replicas > 1:
+        raise UnsupportedError(
+            f"one engine with {replicas} replicas reports on the first of them only. "
+            "Start one engine for each replica, and update each."
+        )
+    await drive(engine, attach_steps(_init_request(plan, transport)), "attach", deadline)
+
+
+async def update(
+    engine: Any, receipt: Receipt, *, in_flight: InFlight = "continue", timeout_s: float
+) -> UpdateReport:
+    """Load a published version into an engine that may be generating.
+
+    `update_all` of one. Calling it again after a failure is safe.
+
+    Raises:
+        CorruptionError: bytes are not what was sent. The old weights are served.
+        TransferError: the version is gone, or loading failed. The old weights are served.
+        DeadlineError: it took longer. If the workers may still be loading, the engine stays
+            paused: update again.
+        EngineError: the engine is dead, or its weights are torn: restart it.
+    """
+    return await update_all([engine], receipt, in_flight=in_flight, timeout_s=timeout_s)
+
+
+async def update_all(
+    engines: Sequence[Any],
+    receipt: Receipt,
+    *,
+    in_flight: InFlight = "continue",
+    timeout_s: float,
+) -> UpdateReport:
+    """Load a published version into all engines, or into none; each is called directly.
+
+    All check every byte while they generate, and only then pause. Output tokens carry the version
+    as the label `str(version)`. If one fails, those that loaded go back. An engine that hangs, or
+    had no version to go back to, stays paused until an update succeeds, so two versions are never
+    served side by side. Engines must not be reached through a router, which would pass each
+    call on to one of them.
+
+    Args:
+        engines: `AsyncLLM`s and `VllmServer`s that were attached.
+        receipt: what `publish` returned.
+        in_flight: requests under way keep the KV cache of the old weights ("continue"),
+            recompute it with the new ones ("recompute"), or end with finish reason "abort".
+            Under "continue" the prefix cache keeps old pages: use one `cache_salt` a version.
+        timeout_s: for everything; the last two fifths are for going back and for resuming.
+
+    Raises:
+        PrimeblocksError: as `update`; `.engines` holds the positions of all engines that failed.
+            Drop or restart the dead ones and call again.
+    """
+    deadline = time.monotonic() + timeout_s
+    fleet = [one.until(deadline) if isinstance(one, VllmServer) else one for one in engines]
+    made = _make(receipt.version)
+    return await update_fleet(fleet, made, pause=_PAUSE[in_flight], timeout_s=timeout_s)
+
+
+def attach_llm(llm: Any, plan: Plan, transport: Transport) -> None:
+    """`attach` for an offline `LLM`. Blocks until the engine answers.
+
+    Raises:
+        UnsupportedError: the workers cannot take updates safely.
+    """
+    drive_sync(llm, attach_steps(_init_request(plan, transport)))
+
+
+def update_llm(llm: Any, receipt: Receipt, *, timeout_s: float) -> UpdateReport:
+    """`update` for an offline `LLM`, between two calls of `generate`; clears its prefix cache.
+
+    `timeout_s` bounds each worker's wait and check; the call returns when the engine answers.
+
+    Raises:
+        PrimeblocksError: as `update`.
+    """
+    start = time.monotonic()
+    update_sync(llm, _make(receipt.version), deadline=start + timeout_s)
+    llm.reset_prefix_cache()
+    seconds = time.monotonic() - start
+    return UpdateReport(receipt.version, seconds, seconds)
+
+
+def _make(version: int) -> Update:
+    return Update(version, uuid.uuid4().hex, lambda info: _Request(update_info=info))
+
+
+def _init_request(plan: Plan, transport: Transport) -> _Request:
+    return _Request(init_info={"transport": transport.spec(), "plan": plan.to_json()})

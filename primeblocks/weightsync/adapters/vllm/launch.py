@@ -1,0 +1,52 @@
+"""How vLLM's processes learn of us: a registry entry, and arguments for engines and servers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ....errors import MissingPackageError
+
+__all__ = ["BACKEND", "engine_args", "register", "server_args"]
+
+BACKEND = "primeblocks"
+_WORKER = f"{__package__}.worker"
+_EXTENSION = f"{_WORKER}.WorkerExtension"
+
+
+def register() -> None:
+    """Make the backend known to vLLM in this process. Idempotent; local.
+
+    Raises:
+        MissingPackageError: vLLM is not installed.
+    """
+    try:
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    except ModuleNotFoundError as error:
+        raise MissingPackageError("vllm", "vllm") from error
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, _WORKER, "PrimeblocksEngine")
+
+
+def engine_args() -> dict[str, Any]:
+    """Keyword arguments for `AsyncEngineArgs` or `LLM`. Local.
+
+    Raises:
+        MissingPackageError: vLLM is not installed.
+    """
+    register()
+    from vllm.config import WeightTransferConfig
+
+    return {
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        "worker_extension_cls": _EXTENSION,
+    }
+
+
+def server_args() -> list[str]:
+    """Command-line arguments for vLLM's server, which also needs VLLM_SERVER_DEV_MODE=1. Local.
+
+    vLLM need not be installed here; where the server runs, primeblocks must be.
+    """
+    transfer = json.dumps({"backend": BACKEND})
+    return ["--weight-transfer-config", transfer, "--worker-extension-cls", _EXTENSION]

@@ -1,0 +1,242 @@
+"""LoRA adapters into a running vLLM: versions side by side, each under its own name, no pause.
+
+The front end builds its engine with `lora_engine_args()`, calls `attach_lora` once, and
+`update_lora` after each publish. Requests made with the LoRARequest that it returns use exactly
+that version, until `remove_lora`. Offline code uses the `_llm` variants.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ....errors import EngineError, MissingPackageError, UnsupportedError, UsageError
+from ...lora import AdapterSpec
+from ...marker import Receipt
+from ...plan import Plan
+from ...remote import Step, Steps, WorkerState, drive, drive_sync
+from ...transport import Transport
+from .launch import engine_args
+from .lora_worker import LoraWorkerExtension, is_versioned, versioned_request
+
+try:
+    from vllm.exceptions import VLLMValidationError
+    from vllm.lora.request import LoRARequest
+except ModuleNotFoundError as error:
+    raise MissingPackageError("vllm", "vllm") from error
+
+__all__ = [
+    "attach_lora",
+    "attach_lora_llm",
+    "lora_engine_args",
+    "remove_lora",
+    "remove_lora_llm",
+    "update_lora",
+    "update_lora_llm",
+]
+
+
+def lora_engine_args() -> dict[str, Any]:
+    """Keyword arguments for `AsyncEngineArgs` or `LLM`; add max_lora_rank and max_loras. Local.
+
+    They bring what `engine_args()` brings, for updates of the base weights.
+    """
+    extension = f"{LoraWorkerExtension.__module__}.{LoraWorkerExtension.__name__}"
+    return {**engine_args(), "enable_lora": True, "worker_extension_cls": extension}
+
+
+class _Gate:
+    """Refuses requests on versions that an engine does not hold: in a worker they would end it.
+
+    It stands before `add_request` of vLLM's output processor, which every request of this front
+    end passes, in one step with becoming one of `request_states`.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        self.held: set[int] = set()
+        self._add, self._states = processor.add_request, processor.request_states
+        processor.add_request = self
+
+    @classmethod
+    def of(cls, processor: Any) -> _Gate:
+        """The one that stands there, or a new one."""
+        found = processor.add_request
+        return found if isinstance(found, cls) else cls(processor)
+
+    def __call__(self, request: Any, *arguments: Any, **named: Any) -> None:
+        lora = request.lora_request
+        if lora is not None and is_versioned(lora) and lora.lora_int_id not in self.held:
+            # vLLM's own type: others come out of AsyncLLM without their message.
+            raise VLLMValidationError(
+                f"this engine does not hold {lora.lora_name!r}: it was removed, or not loaded "
+                "here. Take the request that update_lora() returned last."
+            )
+        self._add(request, *arguments, **named)
+
+    def close(self, lora: LoRARequest) -> None:
+        """Let no more requests in. Raises UsageError, and stays open, where some are inside."""
+        inside = [
+            state.external_req_id
+            for state in self._states.values()
+            if state.lora_request is not None and state.lora_request.lora_int_id == lora.lora_int_id
+        ]
+        if inside:
+            raise UsageError(
+                f"{len(inside)} requests such as {inside[0]!r} still use {lora.lora_name!r}. "
+                "Wait for them, or abort them."
+            )
+        self.held.discard(lora.lora_int_id)
+
+
+async def attach_lora(
+    engine: Any,
+    spec: AdapterSpec,
+    plan: Plan,
+    transport: Transport,
+    *,
+    keep: int = 4,
+    timeout_s: float,
+) -> None:
+    """Tell every worker of an `AsyncLLM` where the versions of an adapter will come from.
+
+    Names and shapes are compared with the model here, once for all versions. Attaching a name
+    again replaces its transport; versions that are held stay.
+
+    Args:
+        plan: of the tensors of `adapter_parameters`, its target the whole tensors.
+        keep: the most versions held at a time; each takes its bytes twice in each worker's memory.
+
+    Raises:
+        UnsupportedError: the engine has no LoRA, or a lower max_lora_rank, or there are replicas.
+        PlanError: a module is adapted that this engine does not adapt, or names are not PEFT's.
+        ShapeError: a tensor does not fit its module.
+        DeadlineError: the workers did not answer in time.
+        EngineError: the engine is dead, or was built without `lora_engine_args()`.
+    """
+    _check_engine(engine.vllm_config)
+    _Gate.of(engine.output_processor)
+    steps = _attach_steps(spec, plan, transport, keep)
+    await drive(engine, steps, "attach the adapter", time.monotonic() + timeout_s)
+
+
+async def update_lora(engine: Any, name: str, receipt: Receipt, *, timeout_s: float) -> LoRARequest:
+    """Load a published version of an adapter into an `AsyncLLM` that may be generating.
+
+    Versions that are held stay as they are, and requests on them go on. The workers receive,
+    check and register between two engine steps. Calling it again is safe.
+
+    Args:
+        receipt: what `publish` returned.
+
+    Returns:
+        What requests on this version pass to vLLM; its lora_name is "name@version".
+
+    Raises:
+        CorruptionError: bytes are not what was sent. Nothing changed.
+        TransferError: not attached, or the version is gone. Nothing changed.
+        CapacityError: `keep` versions are held. Remove one.
+        UsageError: this version is held with other bytes, or its id is taken.
+        DeadlineError: it took longer; the workers may still finish. Call again.
+        EngineError: the engine is dead, or refused; nothing changed where it lives.
+    """
+    deadline = time.monotonic() + timeout_s
+    request = versioned_request(name, receipt)
+    await drive(engine, _load_steps(name, receipt, deadline), "load the adapter", deadline)
+    _Gate.of(engine.output_processor).held.add(request.lora_int_id)
+    return request
+
+
+async def remove_lora(engine: Any, request: LoRARequest, *, timeout_s: float) -> None:
+    """Forget a version. New requests on it are refused (vLLM's VLLMValidationError).
+
+    Only this front end's requests are seen, only its new ones refused: where several share an
+    engine, one that a worker meets with a version it does not hold ends the engine.
+
+    Raises:
+        UsageError: requests of this front end still use it, or it is not held.
+        DeadlineError: the workers did not answer in time.
+        EngineError: the engine is dead.
+    """
+    _Gate.of(engine.output_processor).close(request)
+    deadline = time.monotonic() + timeout_s
+    await drive(engine, _remove_steps(request), "remove the adapter", deadline)
+
+
+def attach_lora_llm(
+    llm: Any, spec: AdapterSpec, plan: Plan, transport: Transport, *, keep: int = 4
+) -> None:
+    """`attach_lora` for an offline `LLM`. Blocks until the engine answers. Raises as it does."""
+    _check_engine(llm.llm_engine.vllm_config)
+    _Gate.of(llm.llm_engine.output_processor)
+    drive_sync(llm, _attach_steps(spec, plan, transport, keep))
+
+
+def update_lora_llm(llm: Any, name: str, receipt: Receipt, *, timeout_s: float) -> LoRARequest:
+    """`update_lora` for an offline `LLM`. Raises as it does.
+
+    `timeout_s` bounds each worker's wait and check; the call returns when the engine answers.
+    """
+    drive_sync(llm, _load_steps(name, receipt, time.monotonic() + timeout_s))
+    request = versioned_request(name, receipt)
+    _Gate.of(llm.llm_engine.output_processor).held.add(request.lora_int_id)
+    return request
+
+
+def remove_lora_llm(llm: Any, request: LoRARequest) -> None:
+    """`remove_lora` for an offline `LLM`. Raises as it does."""
+    _Gate.of(llm.llm_engine.output_processor).close(request)
+    drive_sync(llm, _remove_steps(request))
+
+
+def _attach_steps(spec: AdapterSpec, plan: Plan, transport: Transport, keep: int) -> Steps:
+    arguments = (spec.to_json(), plan.to_json(), transport.spec(), keep)
+    answers = yield _rpc(LoraWorkerExtension.primeblocks_attach_lora, *arguments)
+    _raise_first(answers)
+
+
+def _load_steps(name: str, receipt: Receipt, deadline: float) -> Steps:
+    # Less than is left, so that a worker can still say what it waited for.
+    left_s = 0.9 * max(0.0, deadline - time.monotonic())
+    arguments = (name, receipt.version, receipt.digest, left_s)
+    answers = yield _rpc(LoraWorkerExtension.primeblocks_load_lora, *arguments)
+    if any(answer["error"] for answer in answers):
+        # All workers hold it or none does; those without it will say so, and may.
+        request = versioned_request(name, receipt)
+        yield _rpc(LoraWorkerExtension.primeblocks_remove_lora, request.lora_int_id)
+    _raise_first(answers)
+
+
+def _remove_steps(request: LoRARequest) -> Steps:
+    _raise_first((yield _rpc(LoraWorkerExtension.primeblocks_remove_lora, request.lora_int_id)))
+
+
+def _rpc(method: Callable[..., Any], *arguments: Any) -> Step:
+    return Step("collective_rpc", (method.__name__, None, arguments))
+
+
+def _raise_first(answers: list[dict[str, Any]]) -> None:
+    for answer in answers:
+        if answer["error"]:
+            raise WorkerState(**answer).typed()
+
+
+def _check_engine(config: Any) -> None:
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    replicas = config.parallel_config.data_parallel_size
+    if replicas > 1:
+        raise UnsupportedError(
+            f"an engine with {replicas} replicas reports on the first of them only. "
+            "Start one engine for each replica, and attach each."
+        )
+    if config.lora_config is None:
+        raise UnsupportedError(
+            "this engine was built without enable_lora. Build it with lora_engine_args()."
+        )
+    extension = config.parallel_config.worker_extension_cls
+    if not extension or not issubclass(resolve_obj_by_qualname(extension), LoraWorkerExtension):
+        raise EngineError(
+            f"this engine's worker_extension_cls is {extension!r}, not a LoraWorkerExtension. "
+            "Build it with lora_engine_args()."
+        )

@@ -1,0 +1,129 @@
+"""vLLM's server as an engine to update, through the endpoints of its development mode.
+
+Tested with vLLM 0.32; its source: entrypoints/rl/online/api_router.py and
+entrypoints/serve/dev/rpc/api_router.py. Nothing of vLLM is imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlencode
+
+from ....errors import EngineError
+from ...http_json import JsonServer
+
+__all__ = ["ServerCalls", "VllmServer"]
+
+
+class VllmServer:
+    """The address of one server, to pass where an `AsyncLLM` is taken; holds no connection.
+
+    Args:
+        url: http://host:port of the server itself, never of a router before several.
+        headers: sent with every request.
+
+    Raises:
+        UnsupportedError: `url` is something else.
+    """
+
+    def __init__(self, url: str, *, headers: Mapping[str, str] | None = None) -> None:
+        self.url = url
+        self._server = JsonServer(url, headers=headers)
+
+    def until(self, deadline: float) -> ServerCalls:
+        """Its calls, each of which ends by `deadline` (time.monotonic)."""
+        return ServerCalls(self._server, deadline)
+
+
+class ServerCalls:
+    """The calls of an `AsyncLLM` that an update makes, over HTTP.
+
+    Each runs in a thread. One that is cancelled may still reach the server.
+
+    Raises:
+        DeadlineError: no answer in time.
+        EngineError: there is no server, or it refused.
+    """
+
+    def __init__(self, server: JsonServer, deadline: float) -> None:
+        self._server, self._deadline = server, deadline
+        self._lost = False
+
+    @property
+    def errored(self) -> bool:
+        """Whether nobody was there at the last call."""
+        return self._lost
+
+    async def is_paused(self) -> bool:
+        """Whether generation is paused."""
+        return bool((await self._get("/is_paused"))["is_paused"])
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        """Stop between two steps."""
+        query = {"mode": mode, "clear_cache": str(clear_cache).lower()}
+        await self._post(f"/pause?{urlencode(query)}")
+
+    async def resume_generation(self) -> None:
+        """Go on."""
+        await self._post("/resume")
+
+    async def init_weight_transfer_engine(self, request: Any) -> None:
+        """Open the transport in every worker."""
+        await self._post("/init_weight_transfer_engine", {"init_info": request.init_info})
+
+    async def start_weight_update(self) -> None:
+        """Begin a session."""
+        await self._post("/start_weight_update")
+
+    async def update_weights(self, request: Any) -> None:
+        """Load."""
+        await self._post("/update_weights", {"update_info": request.update_info})
+
+    async def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """End the session; with a version, label tokens with it from here on."""
+        body = None if weight_version is None else {"weight_version": weight_version}
+        await self._post("/finish_weight_update", body)
+
+    async def collective_rpc(
+        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()
+    ) -> list[Any]:
+        """Call a method of every worker; arguments and answers are JSON values."""
+        body = {"method": method, "timeout": timeout, "args": args}
+        return list((await self._post("/collective_rpc", body))["results"])
+
+    async def get_weight_version(self) -> str:
+        """The label of tokens."""
+        return str((await self._get("/weight_info"))["weight_version"])
+
+    async def replicas(self) -> int:
+        """How many data-parallel replicas are behind the address."""
+        every = (await self._get("/get_world_size?include_dp=true"))["world_size"]
+        one = (await self._get("/get_world_size?include_dp=false"))["world_size"]
+        return int(every) // int(one)
+
+    async def _get(self, path: str) -> dict[str, Any]:
+        return await self._call("GET", path)
+
+    async def _post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        return await self._call("POST", path, body)
+
+    async def _call(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+        self._lost = False
+        try:
+            status, answer = await asyncio.to_thread(
+                self._server.exchange, method, path, body, deadline=self._deadline
+            )
+        except EngineError:
+            self._lost = True
+            raise
+        url = self._server.url
+        if status == 404:
+            raise EngineError(
+                f"{url} has no {path}: start the server with VLLM_SERVER_DEV_MODE=1 and "
+                "server_args()."
+            )
+        if status != 200:
+            raise EngineError(f"{url}{path} answered {status}: {str(answer)[:500]}")
+        return answer

@@ -1,0 +1,198 @@
+"""In a worker of vLLM: an engine that receives weights, and the calls that the front end makes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast
+
+from torch import Tensor
+
+from ....errors import MissingPackageError, PrimeblocksError, TransferError, UnsupportedError
+from ...open import open_transport
+from ...plan import Plan
+from ...receive import Subscriber
+from ...remote import WorkerState
+
+try:
+    from vllm.distributed.weight_transfer.base import (
+        WeightTransferEngine,
+        WeightTransferInitInfo,
+        WeightTransferUpdateInfo,
+    )
+except ModuleNotFoundError as error:
+    raise MissingPackageError("vllm", "vllm") from error
+
+__all__ = ["InitInfo", "PrimeblocksEngine", "UpdateInfo", "WorkerExtension"]
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """What a worker needs to read along: `Transport.spec()` and `Plan.to_json()`."""
+
+    transport: dict[str, Any]
+    plan: str
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """Which version, in which attempt."""
+
+    version: int
+    transaction: str
+    timeout_s: float
+
+
+class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """A Subscriber inside a vLLM worker.
+
+    `verify` checks bytes in a thread, beside the engine's steps. The load happens in
+    `receive_weights`, between two steps: bytes that fail their digest never touch the model, and
+    a load that fails is undone by loading the version before. Neither raises; the front end asks
+    for `state`.
+    """
+
+    init_info_cls, update_info_cls = InitInfo, UpdateInfo
+    supports_draft_weight_update = False
+    _NEVER = WorkerState(error="TransferError", message="not attached; call attach() first")
+    _state, _transaction = _NEVER, ""
+    _subscriber: Subscriber | None = None
+    _checking: Future[None] | None = None
+
+    @property
+    def state(self) -> WorkerState:
+        """How the last call went; `busy` while `verify` goes on."""
+        busy = self._checking is not None and not self._checking.done()
+        return replace(self._state, busy=busy)
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Open the transport. Called again, it replaces the one before; no weights change."""
+        self.shutdown()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="primeblocks-verify")
+
+        def subscribe() -> None:
+            _refuse_unpatched_experts(self.model)
+            plan = Plan.from_json(init_info.plan)
+            self._subscriber = Subscriber(plan, self._load, open_transport(init_info.transport))
+
+        self._report(subscribe)
+
+    def verify(self, info: UpdateInfo) -> None:
+        """Begin to check a version; what `receive_weights` loads is then this attempt's alone."""
+        self._transaction = info.transaction
+        if (subscriber := self._subscriber) is not None:
+            self._checking = self._thread.submit(
+                self._report, lambda: subscriber.verify(info.version, timeout_s=info.timeout_s)
+            )
+
+    def start_weight_update(self) -> None:
+        """Nothing: parameters stay where they are until a version has passed its digests."""
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Load what was verified, or leave the old weights in place."""
+        subscriber, version = self._subscriber, update_info.version
+        if update_info.transaction != self._transaction:
+            logging.getLogger(__name__).warning(
+                "version %d not loaded: the update that asked for it was given up", version
+            )
+        elif subscriber is not None:
+            self._wait()
+            self._report(lambda: subscriber.receive(version, timeout_s=update_info.timeout_s))
+
+    def finish_weight_update(self) -> None:
+        """Nothing: `receive_weights` has finished."""
+
+    def shutdown(self) -> None:
+        """Let go of the transport; the loaded weights stay."""
+        if self._subscriber is not None:
+            self._wait()
+            self._thread.shutdown(wait=False)
+            self._subscriber.close()
+            self._subscriber = None
+        self._state = self._NEVER
+
+    def _wait(self) -> None:
+        # It ends by itself at the deadline of its update.
+        if self._checking is not None:
+            self._checking.result()
+            self._checking = None
+
+    def _report(self, act: Callable[[], object]) -> None:
+        error, message, cause = "", "", None
+        try:
+            act()
+        except PrimeblocksError as met:
+            error, message, cause = type(met).__name__, str(met), met.__cause__
+        except Exception as met:  # Reported like any other: raised, it would jam the executor.
+            error, message, cause = "EngineError", f"{type(met).__name__}: {met}", met
+        if error:
+            # Only the text reaches the front end.
+            logging.getLogger(__name__).warning("weights not updated: %s", message, exc_info=cause)
+        version = None if self._subscriber is None else self._subscriber.version
+        self._state = WorkerState(version, error=error, message=message)
+
+    def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        from vllm.model_executor.model_loader import reload
+
+        reload.initialize_layerwise_reload(self.model)
+        try:
+            expected = {name for name, _ in self.model.named_parameters()}
+            loaded: set[str] | None = cast(Any, self.model).load_weights(tensors)
+            missing = sorted(expected - loaded) if loaded is not None else []
+            if missing and self.model_config.quantization is None:
+                raise TransferError(
+                    f"{len(missing)} of {len(expected)} parameters would keep their old values, "
+                    f"such as {missing[0]}. Add their names to the target manifest."
+                )
+        except BaseException:
+            _forget_buffered(self.model)
+            raise
+        finally:
+            reload.finalize_layerwise_reload(self.model, self.model_config)
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker by `engine_args`. Subclass it to add calls of your own."""
+
+    weight_transfer_engine: Any
+    _weight_update_active: bool
+
+    def primeblocks_state(self) -> dict[str, Any]:
+        """How the last attach or update went, for the front end."""
+        state = self.weight_transfer_engine.state
+        return asdict(replace(state, active=self._weight_update_active))
+
+    def primeblocks_verify(self, info: dict[str, Any]) -> None:
+        """Begin to check a version beside the engine's steps."""
+        self.weight_transfer_engine.verify(UpdateInfo(**info))
+
+
+def _forget_buffered(model: Any) -> None:
+    """Let `finalize_layerwise_reload` put the old tensors back where a layer is incomplete."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            info.load_numel = 0
+            info.loaded_weights = []
+
+
+def _refuse_unpatched_experts(model: Any) -> None:
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+        UnquantizedFusedMoEMethod,
+    )
+    from vllm.platforms import current_platform
+
+    stock = UnquantizedFusedMoEMethod._setup_kernel.__module__.startswith("vllm.")
+    experts = any(
+        isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod)
+        for layer in model.modules()
+    )
+    if current_platform.is_cpu() and stock and experts:
+        raise UnsupportedError(
+            "vLLM on CPU corrupts expert weights at every update, and the patch "
+            "'moe_reload_on_cpu' of primeblocks.plugins.vllm is not applied. Switch it on."
+        )

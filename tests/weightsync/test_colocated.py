@@ -1,0 +1,242 @@
+"""Trainer and engine take turns: bytes as measured, and what is left after a failure.
+
+The trainer's memory is real (`parallel.memory.HostMemory`). The engine is a fake of ours that
+allocates, loads and frees real memory; vLLM's sleep does nothing on a CPU, and was not run.
+"""
+
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from primeblocks.errors import CapacityError, DeadlineError, EngineError, UsageError
+from primeblocks.testing.oracles import assert_same_bits
+from primeblocks.weightsync import stages
+from primeblocks.weightsync.adapters.sglang import Sglang
+from primeblocks.weightsync.colocated import ColocatedEngine
+from primeblocks.weightsync.model_folder import ModelFolders
+from tests.weightsync.colocated_site import (
+    MIB,
+    TIMEOUT_S,
+    TO_ENGINE,
+    TO_TRAINER,
+    Site,
+    assert_same_state,
+    assert_serves,
+)
+from tests.weightsync.sglang_fake import FakeSglang
+
+
+@pytest.fixture
+def site(tmp_path):
+    site = Site(tmp_path)
+    yield site
+    site.close()
+
+
+def _anonymous_bytes():
+    """Resident memory of this process that is no file's, as the kernel counts it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+
+def test_the_engine_serves_what_was_published_and_training_goes_on(site):
+    twin = nn.Linear(4, 4, bias=False)
+    twin.load_state_dict(site.model.state_dict())
+    for version in range(1, 4):
+        weights = site.model.weight.detach().clone()
+        turn = site.colocated.to_engine(version, timeout_s=TIMEOUT_S)
+        assert turn.version == version
+        assert_serves(site, weights)
+        with pytest.raises(UsageError, match="which HostMemory holds"):
+            site.step()
+        site.colocated.to_trainer(timeout_s=TIMEOUT_S)
+        assert site.engine.weights == {}
+        assert_same_bits(site.model.weight.detach(), weights)
+        site.step()
+
+
+def test_the_bytes_of_each_stage_as_the_kernel_counts_them(tmp_path):
+    # Above 32 MiB the allocator gives each tensor pages of its own, and back when it is freed.
+    shape, cache = (5120, 4096), 80 * MIB
+    site = Site(tmp_path, shape=shape, cache_bytes=cache)
+    weights = 4 * prod(shape)
+    trainer, engine = 4 * weights, weights // 2
+    with site.host.released():
+        pass  # The copies on the host are allocated here, once.
+    site.memory = _anonymous_bytes
+    for version in (1, 2):
+        there = site.colocated.to_engine(version, timeout_s=TIMEOUT_S)
+        back = site.colocated.to_trainer(timeout_s=TIMEOUT_S)
+        sizes = [there.bytes_before, *(stage.bytes for stage in there.stages)]
+        sizes += [back.bytes_before, *(stage.bytes for stage in back.stages)]
+        changes = [after - before for before, after in pairwise(sizes)]
+        expected = [0, -trainer, engine, 0, cache, 0, -engine - cache, trainer]
+        for change, want in zip(changes, expected, strict=True):
+            assert abs(change - want) < 4 * MIB, (changes, expected)
+        base = there.bytes_before - trainer
+        assert max(sizes) - base < max(trainer, engine + cache) + 4 * MIB
+    site.close()
+
+
+@pytest.mark.parametrize("error", [CapacityError("full"), RuntimeError("CUDA")], ids=repr)
+@pytest.mark.parametrize("fails", TO_ENGINE + TO_TRAINER)
+def test_a_stage_that_fails_gives_the_turn_back(site, fails, error):
+    site.colocated.to_engine(1, timeout_s=TIMEOUT_S)
+    take = lambda: site.colocated.to_trainer(timeout_s=TIMEOUT_S)  # noqa: E731
+    if fails in TO_ENGINE:
+        take()
+        site.step()
+        take = lambda: site.colocated.to_engine(2, timeout_s=TIMEOUT_S)  # noqa: E731
+    before, site.faults[fails] = site.state(), error
+    with pytest.raises(type(error), match=str(error)):
+        take()
+    assert not site.faults
+    assert_same_state(site.state(), before)
+    take()
+    if fails in TO_ENGINE:
+        assert_serves(site, before["trainer"][0])
+    else:
+        assert site.colocated.turn == "trainer"
+        site.step()
+
+
+def test_an_engine_that_half_slept_serves_again(site):
+    site.colocated.to_engine(1, timeout_s=TIMEOUT_S)
+    before, sleep = site.state(), site.engine.sleep
+
+    def half(timeout_s):
+        sleep(timeout_s)
+        raise RuntimeError("half asleep")
+
+    site.colocated._engine = ColocatedEngine(
+        sleep=half, wake=site.engine.wake, update=site.colocated._engine.update
+    )
+    with pytest.raises(RuntimeError, match="half asleep"):
+        site.colocated.to_trainer(timeout_s=TIMEOUT_S)
+    assert_same_state(site.state(), before)
+
+
+def test_the_order_of_stages(site):
+    there = site.colocated.to_engine(1, timeout_s=TIMEOUT_S)
+    back = site.colocated.to_trainer(timeout_s=TIMEOUT_S)
+    assert site.calls == TO_ENGINE + TO_TRAINER
+    names = ["publish", "trainer away", "wake weights", "update", "wake cache"]
+    assert [stage.name for stage in there.stages] == names
+    assert [stage.name for stage in back.stages] == ["engine asleep", "trainer back"]
+    rows = there.table().splitlines()
+    assert rows[0].split() == ["stage", "seconds", "bytes", "in", "use", "change"]
+    assert rows[1].split() == ["before", "0"]
+    assert [row.split()[-1] for row in rows[2:]] == ["+0"] * 5
+
+
+def test_a_failure_on_the_way_back_tears(site):
+    site.faults |= {"update": CapacityError("full"), "restore": CapacityError("fuller")}
+    with pytest.raises(EngineError, match=r"Capacity.*: full. Going .* too: Capacity.*: fuller."):
+        site.colocated.to_engine(1, timeout_s=TIMEOUT_S)
+    assert site.colocated.turn == "torn"
+    for call in (site.colocated.to_trainer, lambda **kw: site.colocated.to_engine(2, **kw)):
+        with pytest.raises(UsageError, match="the turn is 'torn'"):
+            call(timeout_s=TIMEOUT_S)
+
+
+def test_turns_are_not_taken_twice(site):
+    with pytest.raises(UsageError, match="not the engine's turn: the turn is 'trainer'"):
+        site.colocated.to_trainer(timeout_s=TIMEOUT_S)
+    site.colocated.to_engine(1, timeout_s=TIMEOUT_S)
+    with pytest.raises(UsageError, match="not the trainer's turn"):
+        site.colocated.to_engine(2, timeout_s=TIMEOUT_S)
+
+
+def test_no_stage_begins_after_half_the_time(site, monkeypatch):
+    before, clock = site.state(), SimpleNamespace(now=0.0)
+    monkeypatch.setattr(stages, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    def update(receipt, timeout_s):
+        clock.now += timeout_s
+
+    site.colocated._engine = ColocatedEngine(
+        sleep=site.engine.sleep, wake=site.engine.wake, update=update
+    )
+    with pytest.raises(DeadlineError, match=r"'wake cache' was not begun: half of 10 s .*update"):
+        site.colocated.to_engine(1, timeout_s=10)
+    assert_same_state(site.state(), before)
+
+
+def test_stages_hear_how_long_they_have(site):
+    heard = []
+    site.colocated._engine = ColocatedEngine(
+        sleep=heard.append,
+        wake=lambda part, s: heard.append(s),
+        update=lambda receipt, s: heard.append(s),
+    )
+    site.colocated.to_engine(1, timeout_s=40)
+    assert sorted(heard, reverse=True) == heard
+    assert 0 < heard[-1] < heard[0] <= 20
+
+
+def test_an_interrupted_turn_is_given_back(site):
+    before, site.faults["update"] = site.state(), KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        site.colocated.to_engine(1, timeout_s=TIMEOUT_S)
+    assert_same_state(site.state(), before)
+
+
+def _sglang(engine, folders):
+    """What a user writes to take turns with SGLang. Its folders stay where they are."""
+
+    def sleep(timeout_s):
+        engine.pause("abort", timeout_s=timeout_s)
+        engine.release_memory("kv_cache", "weights", timeout_s=timeout_s)
+
+    def wake(part, timeout_s):
+        engine.resume_memory(part, timeout_s=timeout_s)
+        if part == "kv_cache":
+            engine.resume(timeout_s=timeout_s)
+
+    def update(receipt, timeout_s):
+        folder = folders.make(receipt.version, timeout_s=timeout_s)
+        engine.load(folder, timeout_s=timeout_s)
+
+    return ColocatedEngine(sleep=sleep, wake=wake, update=update)
+
+
+@pytest.mark.parametrize("fails", ["update", "restore", None])
+def test_turns_with_the_fake_of_sglang(tmp_path, fails):
+    site = Site(tmp_path, drives=False)
+    start = tmp_path / "start"
+    start.mkdir()
+    save_file({"weight": torch.zeros(4, 4, dtype=torch.bfloat16)}, start / "model.safetensors")
+    fake = FakeSglang(start)
+    engine = Sglang(fake.url)
+    engine.attach(timeout_s=TIMEOUT_S)
+    folders = ModelFolders(site.plan, site.transport, like=start, root=tmp_path / "folders")
+    driven = _sglang(engine, folders)
+    driven.sleep(TIMEOUT_S)
+    site.colocated._engine = ColocatedEngine(
+        sleep=driven.sleep, wake=driven.wake, update=site._faulty("update", driven.update)
+    )
+    for version in (1, 2):
+        site.step()
+        weights = site.model.weight.detach().bfloat16()
+        if fails == "update":
+            site.faults[fails] = RuntimeError("once")
+            with pytest.raises(RuntimeError, match="once"):
+                site.colocated.to_engine(version, timeout_s=TIMEOUT_S)
+            assert (fake.released, fake.blocked) == ({"kv_cache", "weights"}, True)
+        site.colocated.to_engine(version, timeout_s=TIMEOUT_S)
+        if fails == "restore":
+            site.faults[fails] = RuntimeError("once")
+            with pytest.raises(RuntimeError, match="once"):
+                site.colocated.to_trainer(timeout_s=TIMEOUT_S)
+        assert_same_bits(fake.weights["weight"], weights)
+        assert (fake.label, fake.released, fake.blocked) == (str(version), set(), False)
+        site.colocated.to_trainer(timeout_s=TIMEOUT_S)
+        assert fake.released == {"kv_cache", "weights"}
+    fake.close()
+    site.close()

@@ -1,0 +1,62 @@
+"""Several ranks take turns together, or go back together."""
+
+import pytest
+import torch.distributed as dist
+
+from primeblocks.errors import CapacityError, TransferError
+from primeblocks.testing import ranks
+from tests.weightsync.colocated_site import TIMEOUT_S, TO_ENGINE, Site, assert_same_state
+
+
+def _rank_fails(path, fails, at, error):
+    """Rank 0 drives the engine; a stage fails on rank `at`. What each rank met, then a retry."""
+    site = Site(path, drives=dist.get_rank() == 0)
+    site.colocated.to_engine(1, timeout_s=TIMEOUT_S)
+    turns = [lambda: site.colocated.to_trainer(timeout_s=TIMEOUT_S)]
+    if fails in TO_ENGINE:
+        turns.pop()()
+        site.step()
+        turns.append(lambda: site.colocated.to_engine(2, timeout_s=TIMEOUT_S))
+    before = site.state()
+    if dist.get_rank() == at:
+        site.faults[fails] = error
+    met = None
+    try:
+        turns[0]()
+    except Exception as raised:
+        met = raised
+    assert_same_state(site.state(), before)
+    turns[0]()
+    turn = site.colocated.turn
+    dist.barrier()
+    site.close()
+    return type(met).__name__, str(met), turn
+
+
+@pytest.mark.parametrize(
+    ("fails", "at"), [("release", 1), ("update", 0), ("restore", 2), ("sleep", 0)]
+)
+def test_ranks_go_back_together(tmp_path, fails, at):
+    said = ranks.run(_rank_fails, tmp_path, fails, at, CapacityError("no room"), world_size=3)
+    for rank, (kind, text, turn) in enumerate(said):
+        assert kind == ("CapacityError" if rank == at else "TransferError")
+        assert rank == at or f"rank {at}: CapacityError: no room" in text
+        assert turn == ("engine" if fails in TO_ENGINE else "trainer")
+
+
+def _rank_dies(path):
+    site = Site(path, drives=dist.get_rank() == 0)
+    site.colocated.to_engine(1, timeout_s=TIMEOUT_S)
+    site.colocated.to_trainer(timeout_s=TIMEOUT_S)
+    before = site.state()
+    if dist.get_rank() == 1:
+        site.release = lambda: ranks.kill(1)
+    with pytest.raises(TransferError):
+        site.colocated.to_engine(2, timeout_s=4)
+    assert_same_state(site.state(), before)
+    site.close()
+    return site.colocated.turn
+
+
+def test_a_rank_that_dies_leaves_the_others_where_they_were(tmp_path):
+    assert ranks.run(_rank_dies, tmp_path, world_size=3) == ["trainer", None, "trainer"]

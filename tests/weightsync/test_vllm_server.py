@@ -1,0 +1,223 @@
+"""Our client of vLLM's server, against a fake of its endpoints (a real one: test_vllm_fleet.py)."""
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+import torch
+
+from primeblocks.errors import DeadlineError, EngineError, UnsupportedError
+from primeblocks.weightsync import FileTransport, Receipt, describe, plan_sync
+from primeblocks.weightsync.adapters.vllm import VllmServer, attach, server_args, update, update_all
+from tests.weightsync.fake_engine import FakeEngine
+
+TIMEOUT_S = 20
+RECEIPT = Receipt(2, 0, 0.0, "")
+
+
+class FakeServer:
+    """A `FakeEngine` behind the paths of vLLM's development mode."""
+
+    def __init__(self, *, replicas=1, dev_mode=True, **engine):
+        self.engine = FakeEngine([1, 1], **engine)
+        self.replicas, self.dev_mode = replicas, dev_mode
+        self.loop = asyncio.new_event_loop()
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), self.handler())
+        self.threads = [
+            threading.Thread(target=self.loop.run_forever),
+            threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}),
+        ]
+        for thread in self.threads:
+            thread.start()
+        self.client = VllmServer(f"http://127.0.0.1:{self.server.server_port}")
+
+    def calls(self, query, body):
+        """For each path, the call of the engine."""
+        engine, body = self.engine, body or {}
+        clear = {"true": True, "false": False}.get(query.get("clear_cache", [""])[0])
+        mode = query.get("mode", [""])[0]
+        return {
+            "/is_paused": engine.is_paused,
+            "/pause": lambda: engine.pause_generation(mode=mode, clear_cache=clear),
+            "/resume": engine.resume_generation,
+            "/init_weight_transfer_engine": lambda: engine.init_weight_transfer_engine(
+                body["init_info"]
+            ),
+            "/start_weight_update": engine.start_weight_update,
+            "/update_weights": lambda: engine.update_weights(SimpleNamespace(**body)),
+            "/finish_weight_update": lambda: engine.finish_weight_update(
+                body.get("weight_version")
+            ),
+            "/collective_rpc": lambda: engine.collective_rpc(
+                body["method"], body["timeout"], body["args"]
+            ),
+        }
+
+    def answer(self, target, body):
+        parts = urlsplit(target)
+        query = parse_qs(parts.query)
+        if not self.dev_mode:
+            return 404, {"detail": "Not Found"}
+        if parts.path == "/get_world_size":
+            world = 2 * (self.replicas if query["include_dp"] == ["true"] else 1)
+            return 200, {"world_size": world}
+        try:
+            done = asyncio.run_coroutine_threadsafe(
+                self.calls(query, body)[parts.path](), self.loop
+            ).result(TIMEOUT_S)
+        except RuntimeError as error:
+            return 500, {"error": str(error)}
+        names = {"/is_paused": "is_paused", "/collective_rpc": "results"}
+        return 200, {names.get(parts.path, "message"): done}
+
+    def handler(fake):
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                length = int(self.headers.get("Content-Length") or 0)
+                body = json.loads(self.rfile.read(length)) if length else None
+                status, told = fake.answer(self.path, body)
+                text = json.dumps(told).encode()
+                with contextlib.suppress(OSError):  # The client may have gone.
+                    self.send_response(status)
+                    self.send_header("Content-Length", str(len(text)))
+                    self.end_headers()
+                    self.wfile.write(text)
+
+            do_GET = do_POST
+
+            def log_message(self, *_):
+                pass
+
+        return Handler
+
+    def close(self):
+        self.loop.call_soon_threadsafe(self.engine.wake)
+        self.server.shutdown()
+        self.server.server_close()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        for thread in self.threads:
+            thread.join(TIMEOUT_S)
+        self.loop.close()
+
+
+@pytest.fixture
+def serve():
+    with contextlib.ExitStack() as stack:
+
+        def start(**how):
+            server = FakeServer(**how)
+            stack.callback(server.close)
+            return server
+
+        yield start
+
+
+def update_one(server, *, timeout_s=TIMEOUT_S, **how):
+    return asyncio.run(update(server.client, RECEIPT, timeout_s=timeout_s, **how))
+
+
+@pytest.mark.parametrize(
+    ("mode", "pause"),
+    [("continue", "keep False"), ("recompute", "keep True"), ("abort", "abort True")],
+)
+def test_an_update_over_http(serve, mode, pause):
+    server = serve()
+    assert update_one(server, in_flight=mode).version == 2
+    assert server.engine.serving == ((2, 2), "2")
+    assert f"pause {pause}" in server.engine.log
+
+
+def test_servers_and_engines_make_one_fleet(serve):
+    one, other = serve(), serve(worker_faults={(1, 2): ("TransferError", "full")})
+
+    async def body():
+        local = FakeEngine([1])
+        engines = [one.client, local, other.client]
+        with pytest.raises(Exception, match="Engine 2 of 3: full") as met:
+            await update_all(engines, RECEIPT, timeout_s=TIMEOUT_S)
+        assert met.value.engines == (2,)
+        assert local.serving == ((1,), "1")
+        assert one.engine.serving == other.engine.serving == ((1, 1), "1")
+        await update_all(engines, RECEIPT, timeout_s=TIMEOUT_S)
+        assert local.serving == ((2,), "2")
+        assert one.engine.serving == other.engine.serving == ((2, 2), "2")
+
+    asyncio.run(body())
+
+
+def test_attach_sends_plan_and_transport_and_refuses_replicas(serve, tmp_path):
+    source = describe({"w": torch.zeros(4)})
+    plan = plan_sync([source], source.whole(), bucket_bytes=1 << 10)
+    server, replicated = serve(), serve(replicas=3)
+    with FileTransport(str(tmp_path), owner=True) as transport:
+        asyncio.run(attach(server.client, plan, transport, timeout_s=TIMEOUT_S))
+        assert server.engine.log[0] == "init"
+        sent = {"transport": transport.spec(), "plan": plan.to_json()}
+        assert server.engine.init_info == sent
+        with pytest.raises(UnsupportedError, match="one engine with 3 replicas"):
+            asyncio.run(attach(replicated.client, plan, transport, timeout_s=TIMEOUT_S))
+    assert replicated.engine.log == []
+
+
+def test_a_server_without_the_endpoints_is_told_how_to_start(serve):
+    with pytest.raises(EngineError, match="has no /is_paused: start .* VLLM_SERVER_DEV_MODE=1"):
+        update_one(serve(dev_mode=False))
+
+
+def test_a_refusal_is_an_engine_error_and_a_retry_succeeds(serve):
+    server = serve(faults={7: "refuse"})
+    with pytest.raises(EngineError, match="/update_weights answered 500: .*refused by script"):
+        update_one(server)
+    assert server.engine.serving == ((1, 1), "1")
+    update_one(server)
+    assert server.engine.serving == ((2, 2), "2")
+
+
+def test_a_server_that_hangs_ends_at_the_deadline_and_stays_paused(serve):
+    server = serve(faults={7: "hang"})
+    start = time.monotonic()
+    with pytest.raises(DeadlineError, match="did not load in time. Engines .0. stay paused"):
+        update_one(server, timeout_s=0.5)
+    assert time.monotonic() - start < 2
+    server.loop.call_soon_threadsafe(server.engine.wake)
+    update_one(server)
+    assert server.engine.serving == ((2, 2), "2")
+
+
+def test_nobody_at_the_address():
+    server = FakeServer()
+    server.close()
+    start = time.monotonic()
+    with pytest.raises(EngineError, match="died before it did answer.*Connection refused"):
+        update_one(server)
+    assert time.monotonic() - start < 5
+
+
+def test_addresses_that_are_none():
+    with pytest.raises(UnsupportedError, match="no address of a server"):
+        VllmServer("localhost:8000")
+
+
+def test_a_trainer_drives_servers_without_vllm():
+    code = (
+        "import sys; sys.modules['vllm'] = None\n"
+        "from primeblocks.weightsync.adapters import vllm\n"
+        "vllm.VllmServer('http://host:1'); print(vllm.server_args())\n"
+        "for name in ('engine_args', 'register'):\n"
+        "    try: getattr(vllm, name)()\n"
+        "    except vllm.launch.MissingPackageError as error: print(error)\n"
+        "try: vllm.WorkerExtension\n"
+        "except vllm.launch.MissingPackageError as error: print(error)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    lines = ran.stdout.splitlines()
+    assert lines[0] == str(server_args())
+    assert lines[1:] == ["vllm is not installed. Run: pip install 'primeblocks[vllm]'"] * 3
