@@ -20,7 +20,7 @@ class Board:
     """Keys of one store under a prefix. Every call ends by its deadline (time.monotonic).
 
     Each call runs in a thread of its own: a store that hangs would keep its caller for ever, for
-    its calls have no deadline that it always meets.
+    its calls have no deadline that it always meets. It is not asked again then.
 
     Raises:
         TransferError: every method does, where the store is gone or does not answer in time.
@@ -28,6 +28,7 @@ class Board:
 
     def __init__(self, store: dist.Store, prefix: str) -> None:
         self._store, self._prefix = store, prefix
+        self._hangs = False
 
     def add(self, key: str, amount: int, *, deadline: float) -> int:
         """Add to a number and return it."""
@@ -71,6 +72,8 @@ class Board:
         return f"{self._prefix}/{key}"
 
     def _call(self, work: Callable[[], Any], deadline: float) -> Any:
+        if self._hangs:
+            raise TransferError("the store does not answer in time")
         answers: list[Any] = []
         errors: list[RuntimeError] = []
 
@@ -88,5 +91,6 @@ class Board:
             text = str(errors[0]).splitlines()[0][:200]
             raise TransferError(f"the store does not answer: {text}") from errors[0]
         if not answers:
+            self._hangs = True
             raise TransferError("the store does not answer in time")
         return answers[0]

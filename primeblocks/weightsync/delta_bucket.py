@@ -9,8 +9,9 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from ..errors import CorruptionError
+from ..errors import CorruptionError, ShapeError
 from .delta import apply_delta, encode_delta
+from .digest import as_buffer
 from .plan import Bucket, Plan
 
 __all__ = ["apply_payload", "encode_payload"]
@@ -28,7 +29,7 @@ def encode_payload(
     for span, dtype in _runs(plan, plan.buckets[index]):
         after, before = new[span].view(dtype), old[span].view(dtype)
         delta = encode_delta(after, before)
-        kind, body = (_FULL, new[span].numpy().tobytes()) if delta is None else (_DELTA, delta)
+        kind, body = (_FULL, as_buffer(new[span]).tobytes()) if delta is None else (_DELTA, delta)
         parts += [_HEAD.pack(kind, len(body)), body]
     size = sum(len(part) for part in parts)
     return b"".join(parts) if size < len(new) else None
@@ -51,7 +52,10 @@ def apply_payload(
         at += _HEAD.size + size
         target = buffer[span]
         if kind == _DELTA:
-            apply_delta(target.view(dtype), body)
+            try:
+                apply_delta(target.view(dtype), body)
+            except ShapeError as error:
+                raise CorruptionError(f"a delta is not of bucket {index}: {error}") from error
         elif kind == _FULL and len(body) == len(target):
             target.copy_(torch.frombuffer(bytearray(body), dtype=torch.uint8))
         else:

@@ -35,7 +35,10 @@ class Entries(NamedTuple):
 def flat_bits(tensor: Tensor) -> Bits:
     """A view of a contiguous tensor."""
     flat = tensor.detach().view(-1).view(_TORCH[tensor.itemsize])
-    return flat if tensor.device.type != "cpu" else flat.numpy().view(f"u{tensor.itemsize}")
+    if tensor.device.type != "cpu":
+        return flat
+    # Not .numpy(): it forbids ever after to resize the storage, as offloading does.
+    return np.from_dlpack(flat).view(f"u{tensor.itemsize}")
 
 
 def read_changes(new: Bits, old: Bits) -> Entries:

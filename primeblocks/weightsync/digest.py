@@ -2,35 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-__all__ = ["BucketDigest", "bucket_digest"]
+__all__ = ["as_buffer", "bucket_digest", "cast_and_digest"]
 
 # XXH3-128: finds any accident, at the speed of memory. It is no defence against an attacker, who
 # could write the commit as well as the weights.
 
-
-class BucketDigest:
-    """Running digest over the pieces of one bucket, in the order of its copies."""
-
-    def __init__(self) -> None:
-        self._hash = xxhash.xxh3_128()
-
-    def update(self, piece: Tensor) -> None:
-        """Add a piece: its bytes in C order, whatever its strides are."""
-        self._hash.update(piece.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-
-    def hexdigest(self) -> str:
-        return self._hash.hexdigest()
+# Copied and digested while in the cache: one pass over memory instead of two. Smaller pieces cost
+# more in calls than they save.
+_CHUNK_BYTES = 1 << 20
 
 
 def bucket_digest(pieces: Iterable[Tensor]) -> str:
-    """The digest of a bucket's pieces. Local; one pass over them."""
-    digest = BucketDigest()
+    """The digest of a bucket's pieces: their bytes in C order. Local; one pass over them."""
+    digest = xxhash.xxh3_128()
     for piece in pieces:
-        digest.update(piece)
+        digest.update(as_buffer(piece.cpu().contiguous()))
     return digest.hexdigest()
+
+
+def cast_and_digest(
+    sources: Sequence[Tensor], dtypes: Sequence[torch.dtype], into: Sequence[Tensor] | None
+) -> str:
+    """Copy tensors, each cast to its dtype, and digest what was copied. Local; one pass.
+
+    Args:
+        into: where to, of the same shapes; None digests alone.
+    """
+    digest = xxhash.xxh3_128()
+    targets: Sequence[Tensor | None] = [None] * len(sources) if into is None else into
+    for source, dtype, target in zip(sources, dtypes, targets, strict=True):
+        for part, room in _chunks(source, target, dtype.itemsize):
+            cast = part.to(device="cpu", dtype=dtype).contiguous()
+            if room is not None:
+                room.copy_(cast)
+            digest.update(as_buffer(cast))
+    return digest.hexdigest()
+
+
+def as_buffer(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU. No copy."""
+    # Not .numpy(): it forbids ever after to resize the storage, as offloading does.
+    return np.from_dlpack(tensor.detach().view(-1).view(torch.uint8)).data
+
+
+def _chunks(
+    source: Tensor, target: Tensor | None, itemsize: int
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Parts of both that follow each other in C order."""
+    if source.is_contiguous() and (target is None or target.is_contiguous()):
+        source = source.view(-1)
+        target = None if target is None else target.view(-1)
+    if source.ndim == 0 or source.numel() == 0:
+        yield source, target
+        return
+    step = max(1, _CHUNK_BYTES // (source[0].numel() * itemsize))
+    for start in range(0, len(source), step):
+        end = start + step
+        yield source[start:end], None if target is None else target[start:end]

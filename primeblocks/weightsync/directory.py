@@ -49,6 +49,8 @@ class DirectoryTransport:
         """Owner: make room for a version."""
         head = self._header(plan)
         size_bytes = len(head) + plan.blob_bytes
+        if base not in [marker.version for marker in self.markers()[-1:]]:
+            base = None  # Another publisher came between, or it is not kept.
         self._slots.allocate(version, size_bytes=size_bytes, delta=base is not None)
         if base is None:
             blob = self._slots.writable(version, size_bytes=size_bytes)
@@ -67,8 +69,7 @@ class DirectoryTransport:
         blob = self._slots.writable(version, size_bytes=start + plan.blob_bytes)
         held = Blob(plan, blob[start:])
         for index in mine:
-            for view, piece in zip(held.views(index), outgoing.pieces(index), strict=True):
-                view.copy_(piece)
+            outgoing.fill(index, held.views(index))
         self._slots.flush(version)
 
     def commit(self, marker: Marker, *, deadline: float) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -15,18 +14,20 @@ import torch.distributed as dist
 from ..errors import DeadlineError, PlanError, TransferError, UnsupportedError, UsageError
 from .agree import Agreement
 from .board import Board
-from .group_wire import receive_buckets, send_buckets
-from .held import Boxes, Held, packed_views
+from .group_wire import Arrived, receive_buckets, send_buckets
 from .marker import Marker
 from .plan import Plan
 from .rounds import Rounds
+from .transaction import Go, Transaction
 from .transport import Begun, Incoming, Outgoing, Request
 
 __all__ = ["GroupTransport"]
 
-_MESSAGE_BYTES = 256
+_MESSAGE_BYTES = 2048
+_ERROR_CHARS = 250  # A character takes up to six bytes in JSON.
 _REASON_CHARS = 600
-_COMMIT, _ABORT = "commit", "abort"
+# Others hear so much later that rank 0 did not reach the store in time.
+_GRACE_S = 1.0
 
 
 class GroupTransport:
@@ -58,7 +59,7 @@ class GroupTransport:
     Raises:
         UsageError: there is no trainer or no reader.
         UnsupportedError: the group has no gloo.
-        TransferError: not all ranks came in time.
+        TransferError: not all ranks came in time, or rank 0 has no store.
     """
 
     def __init__(
@@ -82,14 +83,19 @@ class GroupTransport:
         self._group, self._device, self._keep = group, torch.device(device), keep
         # Drawn by one rank and told to the others: what an earlier group left in the store is
         # never read again.
-        mine = {}
+        mine: dict[str, Any] = {}
         if self._rank == 0:
-            first = Board(store, "weightsync").add("generations", 1, deadline=deadline)
-            mine = {"generation": first}
-        said = agreement.exchange(mine, size_bytes=_MESSAGE_BYTES, deadline=deadline)
+            try:
+                board = Board(store, "weightsync")
+                mine["generation"] = board.add("generations", 1, deadline=deadline)
+            except TransferError as error:
+                mine["error"] = str(error)[:_ERROR_CHARS]
+        said = agreement.exchange(mine, size_bytes=_MESSAGE_BYTES, deadline=deadline + _GRACE_S)
+        if "error" in said[0]:
+            raise TransferError(f"rank 0: {said[0]['error']}")
         self._generation = said[0]["generation"]
         self._board = Board(store, f"weightsync/{self._generation}")
-        self._number = 0
+        self._now = self._numbered(0)
         self._broken = ""
         self._open = False
         self._markers: tuple[Marker, ...] = ()
@@ -112,24 +118,18 @@ class GroupTransport:
             TransferError: a reader did not come, or refused. The group is as good as before.
         """
         self._check(plan, trainer=True)
-        self._number += 1
-        note = {"version": version, "plan": plan.fingerprint()}
-        self._post("begun", json.dumps(note), deadline)
+        self._now = now = self._numbered(self._now.number + 1)
         self._open = True
-        bases = []
-        for reader in range(self._readers):
-            said = self._board.read(self._key(f"join/{reader}"), deadline=deadline)
-            if said is None:
-                raise TransferError(f"reader {reader} of {self._readers} did not ask in time")
-            answer = json.loads(said)
-            if answer["error"]:
-                raise TransferError(f"reader {reader} refused: {answer['error']}")
-            bases.append(answer["holds"])
-        if any(held != base for held in bases):
+        note = {"version": version, "plan": plan.fingerprint()}
+        now.post("begun", note, deadline=deadline)
+        holds = [now.read_join(reader, deadline=deadline) for reader in range(self._readers)]
+        if any(held != base for held in holds):
             base = None
-        self._board.post("current", str(self._number), deadline=deadline)
-        self._post("go", json.dumps({"base": base, "error": ""}), deadline)
-        return Begun(str(self._generation), base)
+        self._board.post("current", str(now.number), deadline=deadline)
+        go = now.go(base, deadline=deadline)
+        if go.error:
+            raise TransferError(go.error)
+        return Begun(str(self._generation), go.base)
 
     def send(self, outgoing: Outgoing, *, deadline: float) -> None:
         """Trainer rank: send every bucket to each of its readers.
@@ -138,15 +138,16 @@ class GroupTransport:
             TransferError: a reader died or gave up. Make a new group.
         """
         self._check(outgoing.plan, trainer=True)
-        number = self._board.read("current", deadline=deadline)
-        if number is None:
-            raise TransferError("rank 0 did not say which transaction this is")
-        self._number, self._open = int(number), True
+        if self._rank > 0:
+            number = self._board.read("current", deadline=deadline)
+            if number is None:
+                raise TransferError("rank 0 did not say which transaction this is")
+            self._now = self._numbered(int(number))
         with self._aborting(deadline):
             if outgoing.base is not None:
                 mine = outgoing.plan.of_rank(self._rank)
-                sizes = {index: len(outgoing.payload(index)) for index in mine}
-                self._post(f"sizes/{self._rank}", json.dumps(list(sizes.items())), deadline)
+                sizes = [(index, len(outgoing.payload(index))) for index in mine]
+                self._now.post(f"sizes/{self._rank}", sizes, deadline=deadline)
             send_buckets(
                 outgoing,
                 self._rounds_of(outgoing.plan).by_rank.get(self._rank, []),
@@ -162,26 +163,30 @@ class GroupTransport:
         Raises:
             TransferError: one has not. Make a new group.
         """
+        now, text = self._now, marker.to_json()
         with self._aborting(deadline):
-            self._post("marker", marker.to_json(), deadline)
-            self._await_decision(deadline)
+            now.follow(lambda: now.post("marker", text, deadline=deadline), deadline=deadline)
         self._open = False
         self._markers = (*self._markers[-1:], marker)
 
     def abort(self, version: int) -> None:
         """Rank 0: give up what was begun, and tell the readers; else nothing."""
-        if self._open and self._rank == 0:
-            deadline = time.monotonic() + 1.0
-            with suppress(TransferError):
-                said = json.dumps({"base": None, "error": "the trainer gave up"})
-                began = self._board.post_first(self._key("go"), said, deadline=deadline)
-                if began != said:
-                    self._decide(f"{_ABORT}: the trainer gave up", deadline)
-                    self._broken = "a sync did not end"
+        if not self._open or self._rank > 0:
+            return
         self._open = False
+        deadline, why = time.monotonic() + 1.0, "the trainer gave up"
+        broken, self._broken = self._broken, self._broken or "a sync did not end"
+        with suppress(TransferError):
+            if self._now.call_off(why, deadline=deadline).error:
+                self._broken = broken  # Nothing was sent.
+            else:
+                self._now.abort(why, deadline=deadline)
 
     def markers(self) -> tuple[Marker, ...]:
-        """What this group committed: the last version, and the one before it."""
+        """Rank 0: what it committed: the last version, and the one before it.
+
+        Others have none: what went by in a group cannot be read again.
+        """
         return self._markers
 
     def receive(self, request: Request) -> Sequence[Incoming]:
@@ -197,30 +202,48 @@ class GroupTransport:
         reader = self._rank - self._trainers
         if request.reader != reader:
             raise UsageError(f"rank {self._rank} is reader {reader}, not {request.reader}")
-        self._number += 1
-        begun = self._board.read(self._key("begun"), deadline=deadline)
-        if begun is None:
-            self._number -= 1
-            raise DeadlineError("no version was published in time")
-        note, error = json.loads(begun), ""
-        if note["plan"] != request.plan.fingerprint():
-            error = f"its plan is {request.plan.fingerprint()}, the trainer's {note['plan']}"
-        elif request.version not in (None, note["version"]):
-            error = f"it asks for version {request.version}"
-        holds = None
-        if request.held is not None and request.held.run == str(self._generation):
-            holds = request.held.version
-        self._post(f"join/{reader}", json.dumps({"holds": holds, "error": error}), deadline)
-        if error:
-            raise PlanError(f"version {note['version']} is published, but {error}.")
-        go = self._board.read(self._key("go"), deadline=deadline)
-        if go is None:
-            self._give_up("waited for the trainer in vain", deadline)
-        begun_as = json.loads(go)
-        if begun_as["error"]:
-            raise TransferError(f"nothing was sent: {begun_as['error']}. Ask again.")
+        note = self._begun(deadline)
+        go = self._asked(request, note, deadline)
+        if go.error:
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"nothing was published in time: {go.error}.")
+            raise TransferError(f"nothing was sent: {go.error}. Ask again.")
         with self._aborting(deadline):
-            return [self._arrived(request, begun_as["base"], deadline)]
+            return [self._arrived(request, go.base, deadline)]
+
+    def _begun(self, deadline: float) -> dict[str, Any]:
+        """The next transaction of the trainer, but none that was called off meanwhile."""
+        while True:
+            now = self._numbered(self._now.number + 1)
+            note = now.read_begun(deadline=deadline)
+            if note is None:
+                raise DeadlineError("no version was published in time")
+            self._now = now
+            if note:
+                return note
+
+    def _asked(self, request: Request, note: dict[str, Any], deadline: float) -> Go:
+        """Say that this reader is here, and hear whether it begins."""
+        now, refused = self._now, ""
+        if note["plan"] != request.plan.fingerprint():
+            refused = f"its plan is {request.plan.fingerprint()}, the trainer's {note['plan']}"
+        elif request.version not in (None, note["version"]):
+            refused = f"it asks for version {request.version}"
+        if refused:
+            now.call_off(f"reader {request.reader} refused: {refused}", deadline=deadline)
+            raise PlanError(f"version {note['version']} is published, but {refused}.")
+        held, holds = request.held, None
+        if held is not None and held.run == str(self._generation):
+            holds = held.version
+        broken = self._broken
+        self._broken = "the store failed while this reader asked"  # It may be sent to.
+        now.post(f"join/{request.reader}", holds, deadline=deadline)
+        go = now.read_go(deadline=deadline)
+        if go is None:
+            why = f"reader {request.reader} waited for the others in vain"
+            go = now.call_off(why, deadline=deadline)
+        self._broken = broken
+        return go
 
     def close(self) -> None:
         """Refuse further use. Twice is fine; the group stays."""
@@ -237,27 +260,31 @@ class GroupTransport:
     ) -> None:
         self.close()
 
-    def settle(self, error: str, *, deadline: float) -> None:
-        """Vote, and follow the decision. Called by what `receive` returned."""
+    def _settle(self, error: str, deadline: float) -> None:
+        """Vote, and follow the decision."""
+        now = self._now
         if error:
-            self._decide(f"{_ABORT}: rank {self._rank} met {error}"[:_REASON_CHARS], deadline)
             self._broken = error
+            now.abort(f"rank {self._rank} met {error}"[:_REASON_CHARS], deadline=deadline)
             return
         with self._aborting(deadline):
-            votes = self._board.add(self._key("votes"), 1, deadline=deadline)
-            if votes == self._readers:
-                # The last voter writes it: no rank has to live longer than its own part.
-                self._decide(_COMMIT, deadline)
-            self._await_decision(deadline)
+            now.follow(lambda: now.vote(self._readers, deadline=deadline), deadline=deadline)
 
     def _arrived(self, request: Request, base: int | None, deadline: float) -> Incoming:
-        plan, reader = request.plan, request.reader
+        plan, reader, now = request.plan, request.reader, self._now
         sizes = {index: plan.buckets[index].bytes for index in plan.of_reader(reader)}
         if base is not None:
             for rank in sorted({plan.buckets[index].rank for index in sizes}):
-                said = self._read_or_abort(f"sizes/{rank}", deadline)
-                sizes.update((i, size) for i, size in json.loads(said) if i in sizes)
-        arrived = _Arrived(self, plan, reader, base is None, keep=self._keep, device=self._device)
+                said = now.read_or_abort(f"sizes/{rank}", deadline=deadline)
+                sizes.update((index, size) for index, size in said if index in sizes)
+        arrived = Arrived(
+            plan,
+            reader,
+            full=base is None,
+            keep=self._keep,
+            device=self._device,
+            settle=self._settle,
+        )
         receive_buckets(
             sizes,
             self._rounds_of(plan).by_reader.get(reader, []),
@@ -267,31 +294,8 @@ class GroupTransport:
             device=self._device,
             deadline=deadline,
         )
-        arrived.marker = Marker.from_json(self._read_or_abort("marker", deadline))
+        arrived.marker = Marker.from_json(now.read_or_abort("marker", deadline=deadline))
         return arrived
-
-    def _read_or_abort(self, key: str, deadline: float) -> str:
-        """A note of this transaction, unless it was aborted."""
-        keys = [self._key("decision"), self._key(key)]
-        found = self._board.read_any(keys, deadline=deadline)
-        if found is None:
-            raise DeadlineError(f"waited for the {key} in vain")
-        if found[0] == keys[0]:
-            raise TransferError(found[1])
-        return found[1]
-
-    def _await_decision(self, deadline: float) -> None:
-        said = self._board.read(self._key("decision"), deadline=deadline)
-        if said is None:
-            said = self._decide(
-                f"{_ABORT}: rank {self._rank} waited for the others in vain", deadline
-            )
-        if said != _COMMIT:
-            raise TransferError(said)
-
-    def _decide(self, word: str, deadline: float) -> str:
-        """Propose a decision and return the one that stands: the first."""
-        return self._board.post_first(self._key("decision"), word, deadline=deadline)
 
     @contextmanager
     def _aborting(self, deadline: float) -> Iterator[None]:
@@ -301,10 +305,10 @@ class GroupTransport:
         except BaseException as error:
             self._open = False
             met = f"rank {self._rank} met {type(error).__name__}: {error}"
-            reason = f"{_ABORT}: {met}".splitlines()[0][:_REASON_CHARS]
+            reason = met.splitlines()[0][:_REASON_CHARS]
             kept = "Every rank keeps the version before"
             try:
-                reason = self._decide(reason, deadline)
+                reason = self._now.abort(reason, deadline=deadline)
             except TransferError as lost:
                 reason = f"{lost}"
                 kept = "This rank keeps the version before; others may have committed"
@@ -314,10 +318,6 @@ class GroupTransport:
                     f"{reason}. {kept}. Make a new group and publish the same version again."
                 ) from error
             raise
-
-    def _give_up(self, why: str, deadline: float) -> NoReturn:
-        with self._aborting(deadline):
-            raise DeadlineError(why)
 
     def _check(self, plan: Plan, *, trainer: bool) -> None:
         if self._broken:
@@ -340,47 +340,5 @@ class GroupTransport:
             self._rounds = plan, Rounds.of(plan)
         return self._rounds[1]
 
-    def _key(self, key: str) -> str:
-        return f"{self._number}/{key}"
-
-    def _post(self, key: str, text: str, deadline: float) -> None:
-        self._board.post(self._key(key), text, deadline=deadline)
-
-
-class _Arrived:
-    """A version in this reader's memory, of which the others may not have all."""
-
-    marker: Marker
-
-    def __init__(
-        self,
-        transport: GroupTransport,
-        plan: Plan,
-        reader: int,
-        full: bool,
-        *,
-        keep: bool,
-        device: torch.device,
-    ) -> None:
-        self._transport, self._plan = transport, plan
-        self._boxes = Boxes(plan, reader, stays=keep, device=device) if full else None
-        self._payloads: dict[int, memoryview] = {}
-
-    def take(self, index: int, message: torch.Tensor) -> None:
-        """Copy a message out of its buffer."""
-        if self._boxes is None:
-            self._payloads[index] = memoryview(message.cpu().numpy().tobytes())
-            return
-        pieces = packed_views(self._plan, index, message)
-        for view, piece in zip(self._boxes.views(index), pieces, strict=True):
-            view.copy_(piece)
-
-    def whole(self) -> Held:
-        assert self._boxes is not None, "a delta is not whole"
-        return self._boxes
-
-    def payload(self, index: int) -> memoryview:
-        return self._payloads[index]
-
-    def settle(self, error: str, *, deadline: float) -> None:
-        self._transport.settle(error, deadline=deadline)
+    def _numbered(self, number: int) -> Transaction:
+        return Transaction(self._board, number, rank=self._rank)

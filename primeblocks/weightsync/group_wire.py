@@ -11,13 +11,54 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import DeadlineError
-from .held import packed_views
+from .held import Boxes, Held, packed_views
+from .marker import Marker
+from .plan import Plan
 from .rounds import Message
 from .transport import Outgoing
 
-__all__ = ["receive_buckets", "send_buckets"]
+__all__ = ["Arrived", "receive_buckets", "send_buckets"]
 
 _IN_FLIGHT = 2
+
+
+class Arrived:
+    """A version in this reader's memory, of which other readers may not have all."""
+
+    marker: Marker
+
+    def __init__(
+        self,
+        plan: Plan,
+        reader: int,
+        *,
+        full: bool,
+        keep: bool,
+        device: torch.device,
+        settle: Callable[[str, float], None],
+    ) -> None:
+        self._plan, self._settle = plan, settle
+        self._boxes = Boxes(plan, reader, stays=keep, device=device) if full else None
+        self._payloads: dict[int, memoryview] = {}
+
+    def take(self, index: int, message: Tensor) -> None:
+        """Copy a message out of its buffer."""
+        if self._boxes is None:
+            self._payloads[index] = memoryview(message.cpu().numpy().tobytes())
+            return
+        pieces = packed_views(self._plan, index, message)
+        for view, piece in zip(self._boxes.views(index), pieces, strict=True):
+            view.copy_(piece)
+
+    def whole(self) -> Held:
+        assert self._boxes is not None, "a delta is not whole"
+        return self._boxes
+
+    def payload(self, index: int) -> memoryview:
+        return self._payloads[index]
+
+    def settle(self, error: str, *, deadline: float) -> None:
+        self._settle(error, deadline)
 
 
 def send_buckets(
@@ -88,9 +129,7 @@ def _fill(outgoing: Outgoing, index: int, buffer: Tensor) -> Tensor:
         filled.copy_(payload)
         return filled
     filled = buffer[: outgoing.plan.buckets[index].bytes]
-    pieces = outgoing.pieces(index)
-    for view, piece in zip(packed_views(outgoing.plan, index, filled), pieces, strict=True):
-        view.copy_(piece)
+    outgoing.fill(index, packed_views(outgoing.plan, index, filled))
     return filled
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..errors import PlanError
 from ..layout import Shard
+from .lease import Lease
 from .plan import Plan
-from .slots import Lease
 
 __all__ = ["Blob", "Boxes", "Held", "pack", "packed_views"]
 
@@ -28,11 +28,15 @@ class Held(Protocol):
     stays: bool
 
     def views(self, index: int) -> list[Tensor]:
-        """The copies of a bucket, each shaped as its box. Writing to them writes to the bytes."""
+        """The copies of a bucket, each shaped as its box."""
         ...
 
     def box(self, name: str, box: Shard) -> Tensor:
         """A box, or a part of one, that the reader wants. A view."""
+        ...
+
+    def own(self) -> None:
+        """Say that it will be written to. Its views may be written to afterwards."""
         ...
 
     def close(self) -> None:
@@ -55,6 +59,10 @@ class Blob:
 
     def box(self, name: str, box: Shard) -> Tensor:
         return self._tensor(name)[box.slices]
+
+    def own(self) -> None:
+        if self._lease is not None:
+            self._lease.own()
 
     def close(self) -> None:
         if self._lease is not None:
@@ -91,6 +99,9 @@ class Boxes:
             if held.intersect(box) == box:
                 return tensor[box.within(held).slices]
         raise PlanError(f"no wanted box of {name!r} has {box} in it")
+
+    def own(self) -> None:
+        """Nothing: nobody else has them."""
 
     def close(self) -> None:
         """Nothing: the tensors go with their last user."""

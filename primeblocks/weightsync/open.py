@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import UnsupportedError
 from .directory import FileTransport, SharedMemoryTransport
+from .ipc import IpcTransport
 from .transport import Transport
 
 __all__ = ["open_transport"]
@@ -23,4 +24,6 @@ def open_transport(spec: Mapping[str, Any]) -> Transport:
             return SharedMemoryTransport(name, root=root)
         case {"kind": "file", "path": path}:
             return FileTransport(path)
-    raise UnsupportedError(f"no transport for {dict(spec)}; known: shared_memory, file")
+        case {"kind": "ipc", "name": name, "root": root, "keep": keep}:
+            return IpcTransport(name, root=root, keep=keep)
+    raise UnsupportedError(f"no transport for {dict(spec)}; known: shared_memory, file, ipc")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import UInt8
@@ -10,8 +11,8 @@ from torch import Tensor
 
 from ..errors import DeadlineError, TransferError
 from .delta_bucket import apply_payload, encode_payload
-from .digest import bucket_digest
-from .held import pack
+from .digest import as_buffer
+from .held import packed_views
 from .parts import Parts
 from .plan import Plan
 
@@ -60,27 +61,31 @@ class Shipment:
         elif base is not None and (history is None or history.version != base):
             raise TransferError(f"rank {rank} has not what it sent as version {base} any more")
 
-    def pieces(self, index: int) -> list[Tensor]:
-        pieces = self._taken(index)
-        if self._history is not None and index not in self._history.buffers:
-            self._history.buffers[index] = pack(self.plan, index, pieces)
+    def fill(self, index: int, into: Sequence[Tensor]) -> None:
         self.sizes[index] = self.plan.buckets[index].bytes
-        return pieces
+        if self._history is None:
+            self._take(index, into)
+            return
+        if index not in self._history.buffers:
+            self._history.buffers[index] = self._packed(index)
+        kept = packed_views(self.plan, index, self._history.buffers[index])
+        for view, piece in zip(into, kept, strict=True):
+            view.copy_(piece)
 
     def payload(self, index: int) -> memoryview:
         if index not in self._payloads:
-            packed = pack(self.plan, index, self._taken(index))
+            packed = self._packed(index)
             coded = None
             if self._history is not None and self.base is not None:
                 coded = encode_payload(self.plan, index, packed, self._history.buffers[index])
-            self._payloads[index] = packed.numpy().data if coded is None else memoryview(coded)
+            self._payloads[index] = as_buffer(packed) if coded is None else memoryview(coded)
             self.sizes[index] = len(self._payloads[index])
         return self._payloads[index]
 
     def digest_all(self) -> None:
         """Take every piece, for its digest alone."""
         for index in self.plan.of_rank(self.rank):
-            self._taken(index)
+            self._take(index, None)
             self.sizes[index] = self.plan.buckets[index].bytes
 
     def sent(self) -> None:
@@ -95,11 +100,14 @@ class Shipment:
                 apply_payload(self.plan, index, buffer, payload)
         self._history.version = self.version
 
-    def _taken(self, index: int) -> list[Tensor]:
+    def _packed(self, index: int) -> UInt8[Tensor, " bytes"]:
+        """A bucket in new memory."""
+        buffer = torch.empty(self.plan.buckets[index].bytes, dtype=torch.uint8)
+        self._take(index, packed_views(self.plan, index, buffer))
+        return buffer
+
+    def _take(self, index: int, into: Sequence[Tensor] | None) -> None:
         if time.monotonic() > self._deadline:
             done, whole = len(self.digests), len(self.plan.of_rank(self.rank))
             raise DeadlineError(f"took {done} of {whole} buckets before the deadline")
-        pieces = self._parts.pieces(index)
-        if index not in self.digests:
-            self.digests[index] = bucket_digest(pieces)
-        return pieces
+        self.digests[index] = self._parts.fill(index, into)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import PlanError, UnsupportedError
 from ..layout import Layout, Shard
 from .convert import Wiring
+from .digest import cast_and_digest
 from .manifest import Manifest, NamedTensors, describe, named_tensors
 from .pieces import Piece, whole_piece
 from .plan import Plan
@@ -86,21 +86,22 @@ class Parts:
             for source in {s.origin: s for row in self._sources.values() for s in row}.values():
                 self._local(source)
 
-    def pieces(self, index: int, *, device: torch.device | str = "cpu") -> list[Tensor]:
-        """The copies of a bucket, in the dtypes that travel. Local; copies where it has to.
+    def fill(self, index: int, into: Sequence[Tensor] | None) -> str:
+        """Copy a bucket, in the dtypes that travel, and return its digest. Local; one pass.
+
+        Args:
+            into: where to, a tensor for each copy of the bucket; None digests alone.
 
         Raises:
             PlanError: a tensor has another local shape than at first.
             UnsupportedError: `encode` made something else than was described.
         """
         plan = self._plan
-        views = []
+        views, dtypes = [], []
         for copy, source in zip(plan.buckets[index].copies, self._sources[index], strict=True):
-            local = self._local(source)
-            dtype = plan.target[copy.name].dtype
-            view = source.piece.view(local, source.held.shard)
-            views.append(view.to(device=device, dtype=dtype).contiguous())
-        return views
+            views.append(source.piece.view(self._local(source), source.held.shard))
+            dtypes.append(plan.target[copy.name].dtype)
+        return cast_and_digest(views, dtypes, into)
 
     def _local(self, source: _Source) -> Tensor:
         # Copies of one tensor follow each other, so each is encoded once.

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import TransferError
 from .agree import Agreement
+from .digest import as_buffer
 from .manifest import NamedTensors, named_tensors
 
 __all__ = ["RoundTrip", "digest_tensors", "prove_round_trip"]
@@ -99,7 +100,7 @@ def digest_tensors(tensors: NamedTensors) -> str:
     for name, tensor in sorted(named_tensors(tensors).items()):
         local = _local(tensor)
         digest.update(f"{name} {local.dtype} {tuple(local.shape)};".encode())
-        digest.update(local.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        digest.update(as_buffer(local.cpu().contiguous()))
     return digest.hexdigest()
 
 

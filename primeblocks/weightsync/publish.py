@@ -24,6 +24,8 @@ __all__ = ["Publisher"]
 _MESSAGE_BYTES = 4096
 _ERROR_CHARS = 600  # A character takes up to six bytes in JSON.
 _BUCKET_CHARS = 36 + 16  # A digest and a size.
+# A rank whose work ends at the deadline tells the others a little later. So much is waited for it.
+_GRACE_S = 2.0
 
 
 class Publisher:
@@ -139,7 +141,8 @@ class Publisher:
             message = {"error": text, "usage": isinstance(error, UsageError)}
         most = max(len(self._plan.of_rank(rank)) for rank in range(self._plan.world_size))
         size_bytes = _MESSAGE_BYTES + _BUCKET_CHARS * most
-        replies = self._agreement.exchange(message, size_bytes=size_bytes, deadline=args[-1])
+        until = args[-1] + _GRACE_S
+        replies = self._agreement.exchange(message, size_bytes=size_bytes, deadline=until)
         failed = {rank: reply for rank, reply in enumerate(replies) if "error" in reply}
         if failed:
             text = "; ".join(f"rank {rank}: {reply['error']}" for rank, reply in failed.items())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -13,16 +13,13 @@ from torch import Tensor
 from ..errors import (
     ClosedError,
     CorruptionError,
-    DeadlineError,
     EngineError,
     PlanError,
-    PrimeblocksError,
     TransferError,
 )
 from .convert import Wiring
-from .delta_bucket import apply_payload
-from .digest import bucket_digest
-from .held import Held, pack, packed_views
+from .fetched import Version, bring, check, undone
+from .held import Held
 from .marker import Marker, Receipt
 from .plan import Plan
 from .transport import Incoming, Request, Transport
@@ -30,12 +27,6 @@ from .transport import Incoming, Request, Transport
 __all__ = ["Load", "Subscriber"]
 
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
-
-
-class _Version(NamedTuple):
-    marker: Marker
-    held: Held
-    bytes: int
 
 
 class Subscriber:
@@ -53,9 +44,10 @@ class Subscriber:
         reader: which of the plan's readers this is.
         convert: the wiring that `plan_sync` was given for this reader; `load` then gets the
             targets of it, put together in new memory, one at a time.
+        threads: how many check bytes at a time, where there are many.
 
     Raises:
-        PlanError: the plan has no such reader.
+        PlanError: the plan has no such reader, or it was planned with a wiring.
     """
 
     def __init__(
@@ -66,13 +58,20 @@ class Subscriber:
         *,
         reader: int = 0,
         convert: Wiring | None = None,
+        threads: int = 4,
     ) -> None:
         plan.check_reader(reader)
+        torn = [name for name, boxes in plan.wants[reader].items() if len(boxes) > 1]
+        if torn and convert is None:
+            raise PlanError(
+                f"reader {reader} wants several boxes of {len(torn)} tensors, such as {torn[0]!r}. "
+                "Pass convert=, the wiring that it was planned with."
+            )
         self._plan, self._load, self._transport = plan, load, transport
-        self._reader, self._convert = reader, convert
+        self._reader, self._convert, self._threads = reader, convert, threads
         self._served: Marker | None = None
-        self._held: _Version | None = None
-        self._ready: _Version | None = None
+        self._held: Version | None = None
+        self._ready: Version | None = None
         self._closed = False
 
     @property
@@ -135,7 +134,7 @@ class Subscriber:
     ) -> None:
         self.close()
 
-    def _get_ready(self, version: int | None, *, deadline: float) -> _Version:
+    def _get_ready(self, version: int | None, *, deadline: float) -> Version:
         if self._closed:
             raise ClosedError("this Subscriber was closed")
         if self._ready is None or version not in (None, self._ready.marker.version):
@@ -148,26 +147,26 @@ class Subscriber:
             self._ready.held.close()
         self._ready = None
 
-    def _fetch(self, version: int | None, deadline: float, *, served: Marker | None) -> _Version:
+    def _fetch(self, version: int | None, deadline: float, *, served: Marker | None) -> Version:
         """A version's bytes, all checked; and what other readers of it agreed to."""
         held = None if self._held is None else self._held.marker
         request = Request(self._plan, self._reader, version, held, served, deadline)
         found = self._transport.receive(request)
-        if found[-1].marker == held and self._held is not None:
-            return self._held
         last = found[-1]
+        if last.marker == held and self._held is not None:
+            return self._held
         try:
             try:
                 fetched = self._bring(found, deadline)
             except CorruptionError:
-                # What it was applied to may be at fault; a full version is its own base.
-                if found[0].marker.base is None or last.marker not in self._transport.markers():
+                # What it was applied to, or what is mapped of it, may be at fault.
+                if last.marker not in self._transport.markers():
                     raise
                 again = self._transport.receive(
                     Request(self._plan, self._reader, last.marker.version, None, served, deadline)
                 )
                 fetched = self._bring(again, deadline)
-        except PrimeblocksError as error:
+        except BaseException as error:  # Others wait to hear of it.
             last.settle(f"{type(error).__name__}: {error}", deadline=deadline)
             raise
         try:
@@ -177,86 +176,57 @@ class Subscriber:
             raise
         return fetched
 
-    def _bring(self, found: Sequence[Incoming], deadline: float) -> _Version:
-        """The bytes of the last of `found`, each a delta to the one before."""
+    def _bring(self, found: Sequence[Incoming], deadline: float) -> Version:
         marker = found[-1].marker
         if marker.plan != self._plan.fingerprint():
             raise PlanError(
                 f"version {marker.version} was written by plan {marker.plan}, this is plan "
                 f"{self._plan.fingerprint()}. Build both from the same manifests."
             )
-        deltas = [one for one in found if one.marker.base is not None]
-        if len(deltas) < len(found):
-            held = found[0].whole()
-        else:
-            assert self._held is not None, "a delta to what is not held"
+        base = None
+        if found[0].marker.base is not None:
             # From here on it is neither the one nor the other.
-            held, self._held = self._held.held, None
-        mine = self._plan.of_reader(self._reader)
-        try:
-            for done, index in enumerate(mine):
-                if time.monotonic() > deadline:
-                    raise DeadlineError(f"checked {done} of {len(mine)} buckets in time")
-                self._bring_bucket(index, held, deltas, marker)
-        except BaseException:
-            held.close()
-            raise
-        size = sum(one.marker.sizes[index] for one in found for index in mine)
-        return _Version(marker, held, size)
+            base, self._held = self._held, None
+        # Where the transport cannot give it once more.
+        undoable = base is not None and base.marker not in self._transport.markers()
+        return bring(
+            self._plan,
+            self._reader,
+            found,
+            base,
+            deadline=deadline,
+            undoable=undoable,
+            threads=self._threads,
+        )
 
-    def _bring_bucket(
-        self, index: int, held: Held, deltas: Sequence[Incoming], marker: Marker
-    ) -> None:
-        bucket = self._plan.buckets[index]
-        pieces = held.views(index)
-        if deltas:
-            packed = pack(self._plan, index, pieces)
-            for delta in deltas:
-                payload = delta.payload(index)
-                if len(payload) == bucket.bytes:
-                    packed = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-                else:
-                    apply_payload(self._plan, index, packed, payload)
-            after = packed_views(self._plan, index, packed)
-            for piece, new in zip(pieces, after, strict=True):
-                piece.copy_(new)
-        if bucket_digest(pieces) != marker.buckets[index]:
-            names = sorted({copy.name for copy in bucket.copies})
-            raise CorruptionError(
-                f"bucket {index} of version {marker.version} fails its digest: "
-                f"{bucket.bytes:,} bytes from rank {bucket.rank}, {len(names)} tensors such "
-                f"as {names[0]!r}. Publish again."
-            )
-
-    def _load_or_go_back(self, new: _Version, *, deadline: float) -> None:
+    def _load_or_go_back(self, new: Version, *, deadline: float) -> None:
+        served, self._served = self._served, None  # Torn, until it has one of them.
+        if new == self._held:
+            self._held = None
         try:
             self._feed(new.held)
         except Exception as error:  # Whatever load raises, the model must not stay torn.
-            if new != self._held:
-                new.held.close()
-            self._go_back(new.marker, error, deadline=deadline)
-        if self._held is not None and self._held != new:
+            self._go_back(new, served, error, deadline=deadline)
+        if self._held is not None:
             self._held.held.close()
-        self._served, self._held = new.marker, new
+        self._served, self._held = new.marker, new.loaded()
         if not new.held.stays:
             new.held.close()
             self._held = None
 
-    def _go_back(self, failed: Marker, error: Exception, *, deadline: float) -> None:
+    def _go_back(
+        self, failed: Version, served: Marker | None, error: Exception, *, deadline: float
+    ) -> NoReturn:
         """Load the version before again, and raise."""
         met = f"{type(error).__name__}: {error}".rstrip(".")
-        text = f"loading version {failed.version} failed: {met}"
-        served, self._served = self._served, None
-        if served is None:
+        text = f"loading version {failed.marker.version} failed: {met}"
+        if served is None or not self._can_go_back(failed, served):
+            failed.held.close()
             raise EngineError(
                 f"{text}. There is no version to go back to; restart the engine."
             ) from error
         try:
-            old = self._held
-            if old is None or old.marker != served:
-                old = self._fetch(served.version, deadline, served=None)
-            else:
-                self._check(old)
+            old = self._before(failed, served, deadline)
             self._feed(old.held)
         except Exception as second:
             raise EngineError(
@@ -264,11 +234,20 @@ class Subscriber:
                 f"{type(second).__name__}: {second}. Restart the engine."
             ) from error
         self._served, self._held = served, old
-        raise TransferError(f"{text}. Version {served.version} was loaded again.") from error
+        raise TransferError(f"{text}. Version {old.marker.version} was loaded again.") from error
 
-    def _check(self, version: _Version) -> None:
-        for index in self._plan.of_reader(self._reader):
-            self._bring_bucket(index, version.held, (), version.marker)
+    def _can_go_back(self, failed: Version, served: Marker) -> bool:
+        return bool(failed.undo or self._held) or served in self._transport.markers()
+
+    def _before(self, failed: Version, served: Marker, deadline: float) -> Version:
+        """The version that was served before, checked."""
+        if failed.undo:
+            return undone(self._plan, self._reader, failed, served)
+        failed.held.close()
+        if self._held is None:
+            return self._fetch(served.version, deadline, served=None)
+        check(self._plan, self._reader, self._held)
+        return self._held
 
     def _feed(self, held: Held) -> None:
         taken = 0
@@ -296,6 +275,6 @@ class Subscriber:
         return made
 
 
-def _receipt(version: _Version, start: float) -> Receipt:
+def _receipt(version: Version, start: float) -> Receipt:
     seconds = time.monotonic() - start
     return Receipt(version.marker.version, version.bytes, seconds, version.marker.digest)

@@ -6,30 +6,28 @@ import errno
 import fcntl
 import json
 import os
+import re
 import secrets
 import weakref
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
-import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
 from ..errors import CapacityError, ClosedError, CorruptionError, TransferError, UsageError
+from .lease import Lease
+from .mappings import Mappings, file_id, map_file
 from .marker import Marker
 
-__all__ = ["Lease", "Slots"]
+__all__ = ["Slots"]
 
+_SECTOR_BYTES = 512  # The unit of st_blocks.
 _COMMITS, _LOCK = "commits.json", "owner.lock"
-
-
-class Lease:
-    """A committed blob, unchanged until closed. Private pages: writing to it harms nobody."""
-
-    def __init__(self, blob: UInt8[Tensor, " bytes"], fd: int) -> None:
-        self.blob = blob
-        self._fd = fd
-        self.close = weakref.finalize(self, os.close, fd)
+_OURS = re.compile(
+    rf"version-\d+\.(safetensors|\d+\.delta)|{re.escape(_COMMITS)}(\.tmp)?|{re.escape(_LOCK)}"
+)
 
 
 class Slots:
@@ -45,6 +43,9 @@ class Slots:
         self._run = secrets.token_hex(8)
         self._committed: list[Marker] = []
         self._begun: dict[int, int] = {}
+        # What was written, and what was read and given back.
+        self._written, self._read = Mappings(directory), Mappings(directory)
+        self._seen: tuple[bytes, tuple[Marker, ...]] = (b"", ())
         self._closed = False
         self._removal: weakref.finalize[..., Slots] | None = None
         if owner:
@@ -84,8 +85,10 @@ class Slots:
                 fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
                 self._lock(fd)
             os.ftruncate(fd, size_bytes)
-            # Reserved now: a full tmpfs would end a later write with SIGBUS.
-            os.posix_fallocate(fd, 0, size_bytes)
+            # Reserved now: a full tmpfs would end a later write with SIGBUS. Where all pages are
+            # there, this would look at each.
+            if os.fstat(fd).st_blocks * _SECTOR_BYTES < size_bytes:
+                os.posix_fallocate(fd, 0, size_bytes)
         except OSError as error:
             if fd >= 0:
                 os.close(fd)
@@ -97,14 +100,23 @@ class Slots:
         """Writer: the blob of a begun version, to be written to in place."""
         self._check()
         path = self._path(version)
-        # torch.from_file would create or stretch the file by itself.
-        found = path.stat().st_size if path.exists() else None
-        if found != size_bytes:
-            raise TransferError(
-                f"{path} has {found} bytes, the plan {size_bytes}. "
-                "Trainer ranks must share the directory and the plan."
-            )
-        return torch.from_file(str(path), shared=True, size=size_bytes, dtype=torch.uint8)
+        fd = -1
+        try:
+            fd = os.open(path, os.O_RDWR)
+            found = file_id(fd)
+            if found.size != size_bytes:
+                raise self._other_size(path, found.size, size_bytes)
+            blob = self._written.take(found)
+            if blob is None:
+                blob = map_file(fd, size_bytes, private=False)
+            if not self._durable:  # There each version is a new file.
+                self._written.give(found, blob)
+        except FileNotFoundError as error:
+            raise self._other_size(path, None, size_bytes) from error
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        return blob
 
     def flush(self, version: int) -> None:
         """Writer: return when the blob is as safe as promised."""
@@ -160,23 +172,20 @@ class Slots:
         self._check(owner=True)
         if version in self._begun:
             # Removed, never reused: a rank that hangs may still write to its pages.
-            self._remove(version)
+            if all(marker.version != version for marker in self._committed):
+                self._remove(version)
             os.close(self._begun.pop(version))
 
     def markers(self) -> tuple[Marker, ...]:
         """What is committed, oldest first."""
         self._check()
         try:
-            text = (self._dir / _COMMITS).read_text()
+            text = (self._dir / _COMMITS).read_bytes()
         except FileNotFoundError:
             return ()
-        except UnicodeDecodeError as error:
-            raise CorruptionError(f"{self._dir / _COMMITS} cannot be read: {error}") from error
-        try:
-            rows = json.loads(text)
-        except ValueError as error:
-            raise CorruptionError(f"{self._dir / _COMMITS} cannot be read: {error}") from error
-        return tuple(Marker.from_json(row) for row in rows)
+        if text != self._seen[0]:
+            self._seen = text, self._read_markers(text)
+        return self._seen[1]
 
     def lease(self, marker: Marker, *, size_bytes: int) -> Lease:
         """Reader: hold the blob of a committed version.
@@ -195,27 +204,39 @@ class Slots:
         try:
             if not self._durable:
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                if not path.exists() or os.stat(path).st_ino != os.fstat(fd).st_ino:
+                if os.stat(path).st_ino != os.fstat(fd).st_ino:
                     raise gone
-            size = os.fstat(fd).st_size
-            if size != size_bytes:
-                raise CorruptionError(f"{path} has {size} bytes; {size_bytes} were sent")
-            blob = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-        except BlockingIOError as error:
+            found = file_id(fd)
+            if found.size != size_bytes:
+                raise CorruptionError(f"{path} has {found.size} bytes; {size_bytes} were sent")
+            # Of the open file: by its name it may be gone by now.
+            blob = self._read.take(found)
+            if blob is None:
+                blob = map_file(fd, size_bytes, private=True)
+        except (BlockingIOError, FileNotFoundError) as error:
             os.close(fd)
             raise gone from error
         except BaseException:
             os.close(fd)
             raise
-        return Lease(blob, fd)
+        keep = partial(self._read.give, found)
+        return Lease(blob, fd, _forget if self._durable else keep)
 
     def close(self) -> None:
         """Let go; the owner removes everything. Twice is fine."""
         self._closed = True
+        self._written.clear()
+        self._read.clear()
         for version in list(self._begun):
             os.close(self._begun.pop(version))
         if self._removal is not None:
             self._removal()
+
+    def _read_markers(self, text: bytes) -> tuple[Marker, ...]:
+        try:
+            return tuple(Marker.from_json(row) for row in json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise CorruptionError(f"{self._dir / _COMMITS} cannot be read: {error}") from error
 
     def _path(self, version: int) -> Path:
         return self._dir / f"version-{version}.safetensors"
@@ -268,6 +289,12 @@ class Slots:
         if self._durable:
             _fsync(self._dir)
 
+    def _other_size(self, path: Path, found: int | None, size_bytes: int) -> TransferError:
+        return TransferError(
+            f"{path} has {found} bytes, the plan {size_bytes}. "
+            "Trainer ranks must share the directory and the plan."
+        )
+
     def _no_room(self, error: OSError, size_bytes: int) -> Exception:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return TransferError(f"{self._dir}: {error}")
@@ -276,6 +303,10 @@ class Slots:
             f"{self._dir} has {free.f_bavail * free.f_frsize:,} bytes free; one more version needs "
             f"{size_bytes:,}. Plan for two versions, three while a reader lags."
         )
+
+
+def _forget(blob: UInt8[Tensor, " bytes"]) -> None:
+    """It goes with its last user."""
 
 
 def _chain(committed: list[Marker]) -> list[Marker]:
@@ -301,10 +332,9 @@ def _take_lock(directory: Path) -> int:
 
 def _remove_files(directory: Path, *, but: str = "") -> None:
     # Only what is ours: a directory on a disk may be shared with other things.
-    for pattern in ("version-*.safetensors", "version-*.delta", f"{_COMMITS}*", _LOCK):
-        for path in directory.glob(pattern):
-            if path.name != but:
-                path.unlink(missing_ok=True)
+    for path in directory.iterdir():
+        if path.name != but and _OURS.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def _remove_all(directory: Path, lock: int, pid: int, *, directory_too: bool) -> None:

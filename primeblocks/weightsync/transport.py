@@ -23,8 +23,8 @@ class Outgoing(Protocol):
     version: int
     base: int | None
 
-    def pieces(self, index: int) -> list[Tensor]:
-        """The copies of one of this rank's buckets, on the CPU."""
+    def fill(self, index: int, into: Sequence[Tensor]) -> None:
+        """Copy one of this rank's buckets in full: each of its copies, shaped as its box."""
         ...
 
     def payload(self, index: int) -> memoryview:

@@ -50,14 +50,20 @@ def random_tensor(dtype, shape, generator):
     return raw.to(torch.uint8).view(dtype) if dtype.itemsize == 1 else raw.to(dtype)
 
 
-def contents(sources, seed):
-    """Local parts of every source rank, cut from the same whole tensors."""
+def contents(sources, seed, *, sparse=None):
+    """Local parts of every source rank, cut from the same whole tensors.
+
+    `sparse` sets an element of each: contents of one seed differ little then.
+    """
     generator = torch.Generator().manual_seed(seed)
     whole = {}
     for source in sources:
         for name, spec in source.items():
             if name not in whole:
                 whole[name] = random_tensor(spec.dtype, spec.shape, generator)
+    for tensor in whole.values():
+        if sparse is not None and tensor.numel():
+            tensor.view(-1)[sparse % tensor.numel()] = sparse % 100
     return [slice_again(whole, source) for source in sources]
 
 

@@ -1,9 +1,10 @@
-"""Versioned files in a directory, in shared memory and on a disk; then what is special to one."""
+"""Versioned files in one directory: what is reused and what is kept, and what is left alone."""
 
 import errno
-import multiprocessing
+import fcntl
+import gc
 import os
-import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,65 +14,64 @@ from primeblocks.errors import (
     ClosedError,
     CorruptionError,
     TransferError,
-    UnsupportedError,
     UsageError,
 )
+from primeblocks.testing import ranks
 from primeblocks.testing.faults import truncate
-from primeblocks.weightsync import (
-    FileTransport,
-    SharedMemoryTransport,
-    Transport,
-    open_transport,
-)
+from primeblocks.weightsync import slots
 from primeblocks.weightsync.marker import Marker
+from primeblocks.weightsync.slots import Slots
 
 SIZE = 1000
 
 
-@pytest.fixture(params=["shared_memory", "file"])
+@pytest.fixture(params=[False, True], ids=["reused", "durable"])
 def make(request, tmp_path):
-    """Transports of one kind that all mean the same place; closed at the end."""
+    """Slots of one kind that all mean the same place; closed at the end."""
     made = []
 
     def build(*, owner):
-        transport = Slots(tmp_path / "versions", owner=owner, durable=request.param == "file")
-        made.append(transport)
-        return transport
+        made.append(Slots(tmp_path / "versions", owner=owner, durable=request.param))
+        return made[-1]
 
+    build.durable = request.param
     yield build
-    for transport in made:
-        transport.close()
+    for one in made:
+        one.close()
 
 
 def files(tmp_path):
     return sorted(path.name for path in tmp_path.rglob("*") if path.is_file())
 
 
-def put(transport, version, value, *, writer=None):
-    transport.allocate(version, size_bytes=SIZE)
-    (writer or transport).writable(version, size_bytes=SIZE).fill_(value)
-    (writer or transport).flush(version)
-    marker = Marker.make(run=transport.run, version=version, plan="", sizes=(), buckets=())
-    transport.commit(marker)
+def marker_of(version, *, base=None):
+    return Marker.make(run="r", version=version, plan="", base=base, sizes=(), buckets=())
+
+
+def put(owner, version, value, *, writer=None):
+    owner.allocate(version, size_bytes=SIZE)
+    (writer or owner).writable(version, size_bytes=SIZE).fill_(value)
+    (writer or owner).flush(version)
+    marker = marker_of(version)
+    owner.commit(marker)
     return marker
 
 
-def values(transport, marker, *, size_bytes=SIZE):
-    lease = transport.lease(marker, size_bytes=size_bytes)
+def put_delta(owner, version, text):
+    owner.allocate(version, size_bytes=SIZE, delta=True)
+    owner.write_part(version, 0, [memoryview(text)])
+    owner.commit(marker_of(version, base=version - 1))
+
+
+def values(reader, marker, *, size_bytes=SIZE):
+    lease = reader.lease(marker, size_bytes=size_bytes)
     value = lease.blob.unique().tolist()
     lease.close()
     return value
 
 
-def test_it_is_a_transport(make):
-    owner = make(owner=True)
-    assert isinstance(owner, Transport)
-    assert type(open_transport(owner.spec())) is type(owner)
-
-
 def test_what_is_committed_is_read_elsewhere(make):
-    owner, writer = make(owner=True), make(owner=False)
-    reader = open_transport(owner.spec())
+    owner, writer, reader = make(owner=True), make(owner=False), make(owner=False)
     assert reader.markers() == ()
     marker = put(owner, 1, 7, writer=writer)
     assert reader.markers() == (marker,)
@@ -147,7 +147,7 @@ def test_sizes_may_change_between_versions(make):
     for version, size in enumerate((100, 5000, 10, 300)):
         owner.allocate(version, size_bytes=size)
         owner.writable(version, size_bytes=size).fill_(version)
-        marker = Marker.make(run="", version=version, plan="", sizes=(), buckets=())
+        marker = marker_of(version)
         owner.commit(marker)
         assert values(owner, marker, size_bytes=size) == [version]
 
@@ -166,7 +166,7 @@ def test_a_blob_of_another_size_is_refused(make, tmp_path):
         owner.lease(marker, size_bytes=SIZE)
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"{", b'["{}"]'])
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"{", b"5", b"[5]", b'["{}"]'])
 def test_broken_commits_are_refused(make, tmp_path, content):
     owner = make(owner=True)
     put(owner, 1, 0)
@@ -182,7 +182,7 @@ def test_only_the_owner_begins_and_commits(make):
     with pytest.raises(UsageError, match="owner=True"):
         other.abort(1)
     with pytest.raises(UsageError, match="not begun"):
-        owner.commit(Marker.make(run="", version=1, plan="", sizes=(), buckets=()))
+        owner.commit(marker_of(1))
 
 
 def test_one_owner_at_a_time(make):
@@ -205,25 +205,15 @@ def test_close_leaves_nothing(make, tmp_path):
         owner.markers()
 
 
-def _die(kind, path):
-    if kind == "file":
-        owner = FileTransport(path, owner=True)
-    else:
-        owner = SharedMemoryTransport("policy", owner=True, root=path)
+def _die(path, durable):
+    owner = Slots(path, owner=True, durable=durable)
     put(owner, 8, 1)
     owner.allocate(9, size_bytes=SIZE)
-    os._exit(1)
+    ranks.kill(0)
 
 
 def test_a_new_owner_clears_what_a_dead_one_left(make, tmp_path):
-    spec = make(owner=False).spec()
-    path = spec.get("path", spec.get("root"))
-    process = multiprocessing.get_context("forkserver").Process(
-        target=_die, args=(spec["kind"], path)
-    )
-    process.start()
-    process.join(60)
-    assert process.exitcode == 1
+    ranks.run(_die, tmp_path / "versions", make.durable, world_size=1)
     reader = make(owner=False)
     assert [marker.version for marker in reader.markers()] == [8]
     owner = make(owner=True)
@@ -249,16 +239,16 @@ def test_a_full_disk_is_a_typed_error_and_changes_nothing(make, monkeypatch, tmp
     put(owner, 2, 5)
 
 
-def test_more_than_there_is_room_for_is_refused(tmp_path):
+def test_more_than_there_is_room_for_is_refused():
     with (
-        SharedMemoryTransport("primeblocks-test-full", owner=True) as owner,
+        closing(Slots(Path("/dev/shm/primeblocks-test-full"), owner=True, durable=False)) as owner,
         pytest.raises(CapacityError, match="bytes free"),
     ):
         owner.allocate(0, size_bytes=1 << 50)
 
 
 def test_pages_of_a_retired_version_are_used_again(tmp_path):
-    with SharedMemoryTransport("policy", owner=True, root=str(tmp_path)) as owner:
+    with closing(Slots(tmp_path / "versions", owner=True, durable=False)) as owner:
         inodes = []
         for version in range(6):
             marker = put(owner, version, version)
@@ -270,35 +260,130 @@ def test_pages_of_a_retired_version_are_used_again(tmp_path):
         lease.close()
 
 
-def test_other_files_in_the_directory_are_left_alone(tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    with FileTransport(tmp_path, owner=True) as owner:
+@pytest.mark.parametrize("name", ["model.safetensors", "x.delta", "version-final.safetensors"])
+def test_other_files_in_the_directory_are_left_alone(name, tmp_path):
+    (tmp_path / name).write_text("mine")
+    with closing(Slots(tmp_path, owner=True, durable=True)) as owner:
         put(owner, 1, 1)
-    assert files(tmp_path) == ["notes.txt"]
-
-
-@pytest.mark.parametrize("name", ["", "a/b", "/dev/shm"])
-def test_a_name_is_one_path_component(name):
-    with pytest.raises(UsageError, match="path component"):
-        SharedMemoryTransport(name)
-
-
-def test_shared_memory_refuses_where_it_cannot_work(monkeypatch, tmp_path):
-    with pytest.raises(UnsupportedError, match="is no directory"):
-        SharedMemoryTransport("a", root=str(tmp_path / "none"))
-    monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(UnsupportedError, match="darwin. Use FileTransport"):
-        SharedMemoryTransport("a")
-
-
-def test_an_unknown_kind_is_refused():
-    with pytest.raises(UnsupportedError, match="known: shared_memory, file"):
-        open_transport({"kind": "pigeon"})
+        put_delta(owner, 2, b"a")
+    assert files(tmp_path) == [name]
 
 
 def test_the_owner_cleans_up_when_it_is_forgotten(tmp_path):
-    owner = SharedMemoryTransport("policy", owner=True, root=str(tmp_path))
+    owner = Slots(tmp_path / "versions", owner=True, durable=False)
     put(owner, 1, 1)
-    assert Path(tmp_path, "primeblocks-policy").is_dir()
+    assert (tmp_path / "versions").is_dir()
     del owner
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_delta_leads_back_to_is_kept(make, tmp_path):
+    owner, reader = make(owner=True), make(owner=False)
+    put(owner, 0, 0)
+    put(owner, 1, 1)
+    for version in (2, 3):
+        put_delta(owner, version, b"delta %d" % version)
+    assert [marker.version for marker in reader.markers()] == [1, 2, 3]
+    assert bytes(reader.read_part(2, 0, 2, 5)) == b"lta 2"
+    assert values(reader, reader.markers()[0]) == [1]
+    put(owner, 4, 4)  # Full: the next one needs nothing before it.
+    assert [marker.version for marker in reader.markers()] == [1, 2, 3, 4]
+    put_delta(owner, 5, b"delta 5")
+    assert [marker.version for marker in reader.markers()] == [4, 5]
+    kept = [name for name in files(tmp_path) if name.startswith("version")]
+    assert kept == ["version-4.safetensors", "version-5.0.delta"]
+    with pytest.raises(TransferError, match="version 3 was retired while it was read"):
+        reader.read_part(3, 0, 0, 1)
+
+
+def test_a_part_that_is_too_short_is_refused(make):
+    owner = make(owner=True)
+    put(owner, 0, 0)
+    put_delta(owner, 1, b"1234")
+    with pytest.raises(CorruptionError, match=r"version-1.0.delta ends at 4 bytes; 5 needed"):
+        owner.read_part(1, 0, 2, 3)
+
+
+def test_an_aborted_delta_leaves_nothing(make, tmp_path):
+    owner = make(owner=True)
+    put(owner, 0, 0)
+    for attempt in range(2):
+        owner.allocate(1, size_bytes=SIZE, delta=True)
+        owner.write_part(1, attempt, [memoryview(b"half")])
+    assert "version-1.0.delta" not in files(tmp_path)  # Of the first attempt.
+    owner.abort(1)
+    assert not [name for name in files(tmp_path) if name.endswith(".delta")]
+    assert [marker.version for marker in owner.markers()] == [0]
+
+
+def test_a_full_disk_under_a_delta_is_a_typed_error(make):
+    owner = make(owner=True)
+    put(owner, 0, 0)
+    owner.allocate(1, size_bytes=SIZE, delta=True)
+
+    def payloads():
+        yield memoryview(b"a")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(CapacityError, match="bytes free"):
+        owner.write_part(1, 0, payloads())
+
+
+def test_a_commit_that_is_seen_stays_though_it_was_reported_to_fail(tmp_path, monkeypatch):
+    with closing(Slots(tmp_path / "versions", owner=True, durable=True)) as owner:
+        owner.allocate(1, size_bytes=SIZE)
+        with monkeypatch.context() as patch:
+            patch.setattr(slots, "_fsync", fail)
+            with pytest.raises(OSError, match="I/O error"):
+                owner.commit(marker_of(1))
+        owner.abort(1)
+        (marker,) = owner.markers()
+        owner.lease(marker, size_bytes=SIZE).close()
+
+
+def fail(path):
+    raise OSError(errno.EIO, "I/O error")
+
+
+def test_a_version_that_goes_while_it_is_opened_is_a_typed_error(make, monkeypatch):
+    owner, reader = make(owner=True), make(owner=False)
+    marker = put(owner, 1, 7)
+    path, fstat = owner._path(1), os.fstat
+
+    def gone(fd):
+        path.unlink(missing_ok=True)
+        return fstat(fd)
+
+    monkeypatch.setattr(os, "fstat", gone)
+    if make.durable:  # The open file is there still.
+        assert values(reader, marker) == [7]
+    else:
+        flock = fcntl.flock
+        monkeypatch.setattr(fcntl, "flock", lambda fd, how: gone(fd) and flock(fd, how))
+        with pytest.raises(TransferError, match="retired while it was being opened"):
+            reader.lease(marker, size_bytes=SIZE)
+
+
+def test_nothing_is_leaked(make):
+    owner, reader = make(owner=True), make(owner=False)
+    put(owner, 0, 0)
+
+    def once(version):
+        marker = put(owner, version, 1)
+        values(reader, marker)
+        put_delta(owner, version + 1, b"x")
+        reader.read_part(version + 1, 0, 0, 1)
+        owner.allocate(version + 2, size_bytes=SIZE)
+        owner.abort(version + 2)
+
+    for version in (1, 4, 7):  # Files that take turns stay mapped.
+        once(version)
+    before = len(os.listdir("/proc/self/fd")), mappings()
+    for version in range(10, 60, 10):
+        once(version)
+    gc.collect()
+    assert (len(os.listdir("/proc/self/fd")), mappings()) == before
+
+
+def mappings():
+    return Path("/proc/self/maps").read_text().count("version-")

@@ -1,0 +1,193 @@
+"""A `Wire` over NIXL: one-sided reads over UCX: RDMA, NVLink, shared memory or TCP.
+
+    transport = PullTransport(store, NixlWire(serves=True), owner=rank == 0)   # on trainer ranks
+    transport = PullTransport(store, NixlWire(serves=False))                   # in engines
+
+There is nothing to open by name. Which transports UCX takes is its
+own affair (UCX_TLS): `tcp,shm,self,sysv,posix` is all that a machine without RDMA and GPU has.
+"""
+
+from __future__ import annotations
+
+import base64
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from torch import Tensor
+
+from ...errors import DeadlineError, MissingPackageError, TransferError
+from ..wire import Read
+
+try:
+    from nixl._api import nixl_agent, nixl_agent_config
+except ModuleNotFoundError as error:
+    raise MissingPackageError(
+        "nixl", remedy="Run: pip install nixl, or with --no-deps nixl==1.5.1 nixl-cu12==1.5.1"
+    ) from error
+
+__all__ = ["NixlWire"]
+
+_IN_FLIGHT = 8
+_LOOK_S = 0.0002
+
+
+class NixlWire:
+    """One NIXL agent, with registered buffers of this process.
+
+    A read is posted for each bucket, eight at a time. UCX does some of them on the spot, such as
+    those over shared memory: then a deadline is met a bucket late.
+
+    Args:
+        serves: whether others read from this process. NIXL then runs a thread that takes a whole
+            core (measured, NIXL 1.5.1), without which UCX connects to nobody and answers no reads
+            that the hardware does not do by itself.
+        backend: one that NIXL has here.
+
+    Raises:
+        TransferError: NIXL has no such backend, or it does not start.
+    """
+
+    def __init__(self, *, serves: bool, backend: str = "UCX") -> None:
+        # Never one name twice: an engine tells a restarted rank by it.
+        name = f"primeblocks-{secrets.token_hex(8)}"
+        config = nixl_agent_config(enable_prog_thread=serves, backends=[backend])
+        with _typed(f"the backend {backend} does not start"):
+            self._agent: Any = nixl_agent(name, config)
+        if backend not in self._agent.backends:
+            raise TransferError(f"NIXL has no backend {backend}: {self._agent.get_plugin_list()}")
+        self._name = name
+        self._shared: dict[int, tuple[Tensor, Any]] = {}
+        # Of each other agent, by token: what this one knows of its buffers.
+        self._known: dict[str, dict[str, range]] = {}
+
+    def share(self, buffer: Tensor) -> dict[str, Any]:
+        """Register a buffer, and say what others need to read from it."""
+        with _typed(f"{len(buffer):,} bytes on {buffer.device} cannot be registered"):
+            registered = self._agent.register_memory([buffer])
+            metadata = self._agent.get_agent_metadata()
+        self._shared[buffer.data_ptr()] = (buffer, registered)
+        return {
+            "agent": self._name,
+            "metadata": base64.b64encode(metadata).decode(),
+            "token": secrets.token_hex(4),
+            "memory": _memory(buffer),
+            "device": max(0, buffer.get_device()),
+            "address": buffer.data_ptr(),
+            "bytes": len(buffer),
+        }
+
+    def unshare(self, buffer: Tensor) -> None:
+        """Take it back."""
+        _, registered = self._shared.pop(buffer.data_ptr())
+        with _typed("a buffer cannot be taken back"):
+            self._agent.deregister_memory(registered)
+
+    def read(self, reads: Sequence[Read], *, deadline: float) -> None:
+        """Do all reads, into buffers that are shared here.
+
+        Raises:
+            TransferError: the other agent is gone, or has no such buffer any more.
+            DeadlineError: not in time.
+        """
+        running: list[tuple[Any, str]] = []
+        for read in reads:
+            with self._reading(read.note["agent"]):
+                self._meet(read)
+        try:
+            for done, read in enumerate(reads):
+                if time.monotonic() >= deadline:
+                    raise DeadlineError(f"read {done} of {len(reads)} buckets in time")
+                if len(running) == _IN_FLIGHT:
+                    self._finish(*running[0], deadline)
+                    running.pop(0)
+                agent = read.note["agent"]
+                with self._reading(agent):
+                    handle = self._agent.initialize_xfer("READ", *self._ends(read), agent)
+                    running.append((handle, agent))
+                    state = self._agent.transfer(handle)
+                if state == "DONE":
+                    self._agent.release_xfer_handle(running.pop()[0])
+            while running:
+                self._finish(*running[0], deadline)
+                running.pop(0)
+        finally:
+            for handle, _ in running:
+                # Cancelled, as far as UCX can; its buffer is not used again.
+                with suppress(Exception):
+                    self._agent.release_xfer_handle(handle)
+
+    def close(self) -> None:
+        """Let go of everything. Twice is fine."""
+        for agent in list(self._known):
+            self._forget(agent)
+        for buffer, _ in list(self._shared.values()):
+            self.unshare(buffer)
+        self._agent = None  # Its thread runs as long as it lives.
+
+    def _finish(self, handle: Any, agent: str, deadline: float) -> None:
+        never = threading.Event()
+        with self._reading(agent):
+            while (state := self._agent.check_xfer_state(handle)) == "PROC":
+                if time.monotonic() >= deadline:
+                    self._forget(agent)
+                    raise DeadlineError(f"a read from {agent} did not end in time")
+                never.wait(_LOOK_S)
+            if state != "DONE":
+                raise TransferError(f"a read from {agent} ended as {state}")
+            self._agent.release_xfer_handle(handle)
+
+    def _meet(self, read: Read) -> None:
+        """Load what the other agent says of itself, once for each of its buffers."""
+        note = read.note
+        known = self._known.setdefault(note["agent"], {})
+        if note["token"] in known:
+            return
+        span = range(note["address"], note["address"] + note["bytes"])
+        # Keys of an earlier buffer at this place are of no use any more.
+        if any(span.start < old.stop and old.start < span.stop for old in known.values()):
+            self._forget(note["agent"])
+            known = self._known.setdefault(note["agent"], {})
+        self._agent.add_remote_agent(base64.b64decode(note["metadata"]))
+        known[note["token"]] = span
+
+    def _ends(self, read: Read) -> tuple[Any, Any]:
+        note, target = read.note, read.target
+        here = [(target.data_ptr(), len(target), max(0, target.get_device()))]
+        there = [(note["address"] + read.start, len(target), note["device"])]
+        return (
+            self._agent.get_xfer_descs(here, _memory(target)),
+            self._agent.get_xfer_descs(there, note["memory"]),
+        )
+
+    def _forget(self, agent: str) -> None:
+        self._known.pop(agent, None)
+        with suppress(Exception):  # It may be unknown already.
+            self._agent.remove_remote_agent(agent)
+
+    @contextmanager
+    def _reading(self, agent: str) -> Iterator[None]:
+        try:
+            with _typed(f"a read from {agent} failed"):
+                yield
+        except TransferError:
+            self._forget(agent)
+            raise
+
+
+@contextmanager
+def _typed(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        # NIXL's own errors have no other base; they are called nixl...Error.
+        if not type(error).__name__.startswith("nixl"):
+            raise
+        raise TransferError(f"{what}: {type(error).__name__} {error}") from error
+
+
+def _memory(tensor: Tensor) -> str:
+    return "VRAM" if tensor.is_cuda else "DRAM"

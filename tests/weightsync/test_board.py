@@ -1,0 +1,184 @@
+"""Notes in a store: each call ends by its deadline, whatever the store does."""
+
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from primeblocks.errors import DeadlineError, TransferError
+from primeblocks.weightsync.board import Board
+from primeblocks.weightsync.transaction import Go, Transaction
+
+SOON_S = 0.2
+
+
+class Store(dist.Store):
+    """A dictionary that hangs or fails where it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.notes, self.hangs, self.fails, self.asked = {}, set(), set(), []
+        self.let_go = threading.Event()
+
+    def _meet(self, method):
+        self.asked.append(method)
+        if method in self.hangs:
+            self.let_go.wait()
+        if method in self.fails:
+            raise RuntimeError("connection reset\nwith a stack below")
+
+    def add(self, key, amount):
+        self._meet("add")
+        self.notes[key] = total = self.notes.get(key, 0) + amount
+        return total
+
+    def set(self, key, value):
+        self._meet("set")
+        self.notes[key] = value
+
+    def check(self, keys):
+        self._meet("check")
+        return all(key in self.notes for key in keys)
+
+    def get(self, key):
+        self._meet("get")
+        return self.notes[key].encode()
+
+    def compare_set(self, key, expected, desired):
+        self._meet("compare_set")
+        return self.notes.setdefault(key, desired).encode()
+
+
+@pytest.fixture
+def store():
+    store = Store()
+    yield store
+    store.let_go.set()
+
+
+def soon(seconds=SOON_S):
+    return time.monotonic() + seconds
+
+
+CALLS = {
+    "add": lambda board: board.add("n", 1, deadline=soon()),
+    "set": lambda board: board.post("k", "text", deadline=soon()),
+    "compare_set": lambda board: board.post_first("k", "text", deadline=soon()),
+    "check": lambda board: board.read("k", deadline=soon()),
+    "get": lambda board: board.read("there", deadline=soon()),
+}
+
+
+def test_notes_are_read_and_the_first_stands(store):
+    board, other = Board(store, "a"), Board(store, "b")
+    board.post("k", "text", deadline=soon())
+    assert board.read("k", deadline=soon()) == "text"
+    assert other.read("k", deadline=soon(0.01)) is None
+    assert [board.add("n", by, deadline=soon()) for by in (1, 2)] == [1, 3]
+    assert [board.post_first("f", word, deadline=soon()) for word in "xy"] == ["x", "x"]
+    assert board.read_any(["none", "f"], deadline=soon()) == ("f", "x")
+
+
+def test_a_note_is_waited_for(store):
+    board, found = Board(store, "a"), []
+    thread = threading.Thread(target=lambda: found.append(board.read("k", deadline=soon(10))))
+    thread.start()
+    Board(store, "a").post("k", "text", deadline=soon())
+    thread.join(10)
+    assert found == ["text"]
+
+
+def test_a_deadline_in_the_past_still_looks_once(store):
+    board = Board(store, "a")
+    board.post("k", "text", deadline=0.0)
+    assert board.read("k", deadline=0.0) == "text"
+    assert board.read("none", deadline=0.0) is None
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_a_store_that_hangs_is_given_up_and_not_asked_again(method, store):
+    store.notes["a/there"] = "text"
+    store.hangs = {method}
+    board, start = Board(store, "a"), time.monotonic()
+    with pytest.raises(TransferError, match="does not answer in time"):
+        CALLS[method](board)
+    assert SOON_S <= time.monotonic() - start < SOON_S + 2
+    store.hangs, asked, start = set(), len(store.asked), time.monotonic()
+    with pytest.raises(TransferError, match="does not answer in time"):
+        board.add("n", 1, deadline=soon(10))
+    assert time.monotonic() - start < 1
+    assert len(store.asked) == asked
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_a_store_that_fails_is_a_typed_error_and_asked_again(method, store):
+    store.notes["a/there"] = "text"
+    store.fails = {method}
+    board = Board(store, "a")
+    with pytest.raises(TransferError, match="the store does not answer: connection reset$"):
+        CALLS[method](board)
+    store.fails = set()
+    CALLS[method](board)
+
+
+@pytest.fixture
+def ranks_of(store):
+    """Two readers and rank 0 of one transaction."""
+    return [Transaction(Board(store, "t"), 1, rank=rank) for rank in range(3)]
+
+
+def test_it_begins_once_all_have_come_or_is_called_off(ranks_of):
+    trainer, reader, other = ranks_of
+    trainer.post("begun", {"version": 3}, deadline=soon())
+    assert reader.read_begun(deadline=soon()) == {"version": 3}
+    reader.post("join/0", 2, deadline=soon())
+    assert trainer.read_join(0, deadline=soon()) == 2
+    with pytest.raises(TransferError, match="reader 1 did not ask in time"):
+        trainer.read_join(1, deadline=soon(0.01))
+    assert reader.read_go(deadline=soon(0.01)) is None
+    assert reader.call_off("too late", deadline=soon()) == Go(None, "too late")
+    assert trainer.go(2, deadline=soon()) == Go(None, "too late")
+    with pytest.raises(TransferError, match="too late"):
+        trainer.read_join(1, deadline=soon())
+    assert other.read_begun(deadline=soon()) == {}
+
+
+def test_what_began_cannot_be_called_off(ranks_of):
+    trainer, reader, _ = ranks_of
+    assert trainer.go(2, deadline=soon()) == Go(2, "")
+    assert reader.call_off("too late", deadline=soon()) == Go(2, "")
+    assert reader.read_go(deadline=soon()) == Go(2, "")
+
+
+def test_the_last_vote_commits_and_the_first_word_stands(ranks_of):
+    trainer, reader, other = ranks_of
+    with pytest.raises(DeadlineError, match="waited for the marker in vain"):
+        reader.read_or_abort("marker", deadline=soon(0.01))
+    for one in (reader, other):
+        one.vote(2, deadline=soon())
+    assert trainer.abort("late", deadline=soon()) == "commit"
+    trainer.follow(lambda: None, deadline=soon())
+    with pytest.raises(TransferError, match="commit"):
+        reader.read_or_abort("marker", deadline=soon())
+
+
+def test_one_vote_is_not_enough(ranks_of):
+    trainer, reader, _ = ranks_of
+    reader.vote(2, deadline=soon())
+    with pytest.raises(TransferError, match="abort: rank 0 waited for the others in vain"):
+        trainer.follow(lambda: None, deadline=soon(0.01))
+    with pytest.raises(TransferError, match="abort: rank 0"):
+        reader.follow(lambda: None, deadline=soon())
+
+
+def test_whose_last_answer_is_lost_follows_what_was_decided(ranks_of, store):
+    trainer, reader, other = ranks_of
+
+    def lost():
+        reader.vote(2, deadline=soon())
+        other.vote(2, deadline=soon())
+        raise TransferError("reset after the vote")
+
+    reader.follow(lost, deadline=soon())
+    trainer.follow(lambda: None, deadline=soon())

@@ -1,0 +1,225 @@
+"""One suite over every transport: what a sync promises, whatever carries it.
+
+A new transport takes a line in `contents.KINDS`, one in `transport_of`, and one in `PULL` if its
+readers come and go as they like.
+"""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from primeblocks.errors import (
+    CapacityError,
+    DeadlineError,
+    PlanError,
+    PrimeblocksError,
+    TransferError,
+    UnsupportedError,
+    UsageError,
+)
+from primeblocks.testing import ranks
+from primeblocks.testing.faults import FaultyTransport
+from primeblocks.weightsync import Subscriber, Transport, open_transport, plan_sync
+from tests.weightsync.contents import KINDS, Engine, contents, oracle, same_bytes
+from tests.weightsync.small_sync import PULL, RANKS, SLACK_S, Small
+
+ranks.preload(__name__)  # With all that it imports.
+
+pytestmark = pytest.mark.parametrize("kind", KINDS)
+
+
+def run(body, *args, **kwargs):
+    return ranks.run(body, *args, world_size=RANKS, timeout_s=60, **kwargs)
+
+
+def arrives_body(kind, where):
+    small = Small(kind, where)
+    assert isinstance(small.transport, Transport)
+    receipts = []
+    for version in (1, 2, 7):
+        receipts.append(small.sync(version))
+        assert small.holds(version)
+        assert receipts[-1].version == version
+    if small.is_engine:
+        assert small.engine.loads == 3
+        assert small.side.subscriber.version == 7
+        assert {r.bytes for r in receipts} == {small.plan.read_bytes(small.side.reader)}
+    else:
+        assert {r.bytes for r in receipts} == {small.plan.bytes_total}
+    dist.barrier()
+    small.transport.close()
+    small.transport.close()
+    with pytest.raises(PrimeblocksError, match="closed"):
+        small.sync(8)
+    return [receipt.digest for receipt in receipts]
+
+
+def test_sharded_readers_get_the_bytes_of_the_reference(kind, tmp_path):
+    digests = run(arrives_body, kind, str(tmp_path))
+    assert digests == [digests[0]] * RANKS
+    assert len(set(digests[0])) == 3
+
+
+def at_rank(rank, wrap):
+    return wrap if dist.get_rank() == rank else None
+
+
+def fault_body(kind, where, method, at):
+    fault = {method: [None, CapacityError("disk full")]}
+    small = Small(kind, where, wrap=at_rank(at, lambda t: FaultyTransport(t, fault)))
+    small.sync(1)
+    said = small.attempt(2, timeout_s=0.7)
+    assert small.holds(1)  # Nothing was seen of what was not committed.
+    if small.is_engine:
+        assert said.startswith(("DeadlineError", "TransferError"))
+        assert (small.engine.loads, small.side.subscriber.version) == (1, 1)
+    else:
+        assert f"rank {at}: CapacityError: disk full" in said
+    dist.barrier()
+    small.renew()
+    first = small.sync(2)
+    assert small.holds(2)
+    if not small.is_engine:
+        again = small.side.publisher.publish(2, timeout_s=5)
+        assert (again.digest, again.bytes) == (first.digest, first.bytes)
+        small.set(3)
+        with pytest.raises(UsageError, match="version 2 is committed already, with other bytes"):
+            small.side.publisher.publish(2, timeout_s=5)
+        with pytest.raises(UsageError, match="version 1 after 2"):
+            small.side.publisher.publish(1, timeout_s=5)
+    small.sync(3)  # A refusal costs nothing.
+    assert small.holds(3)
+    dist.barrier()
+    small.transport.close()
+
+
+@pytest.mark.parametrize(("method", "at"), [("begin", 0), ("send", 1), ("commit", 0)])
+def test_a_fault_is_typed_and_in_time_and_a_retry_goes_through(kind, method, at, tmp_path):
+    run(fault_body, kind, str(tmp_path), method, at)
+
+
+def deadline_body(kind, where):
+    small = Small(kind, where)
+    start = time.monotonic()
+    if small.is_engine:
+        with pytest.raises(DeadlineError, match="in time"):
+            small.side.subscriber.receive(timeout_s=0.3)
+        assert 0.3 <= time.monotonic() - start < 0.3 + SLACK_S
+    dist.barrier()
+    start = time.monotonic()
+    if not small.is_engine:
+        if kind in PULL:  # Nobody has to be there.
+            small.sync(1)
+        else:
+            with pytest.raises(TransferError, match="rank 0: TransferError: reader 0 did not ask"):
+                small.sync(1, timeout_s=0.3)
+            assert 0.3 <= time.monotonic() - start < 0.3 + SLACK_S
+    dist.barrier()
+    for version in (1, 2):  # Nothing is broken by having waited in vain.
+        small.sync(version)
+        assert small.holds(version)
+    dist.barrier()
+    small.transport.close()
+
+
+def test_who_waits_in_vain_waits_until_the_deadline_and_can_go_on(kind, tmp_path):
+    run(deadline_body, kind, str(tmp_path))
+
+
+def joiner_body(kind, where):
+    small = Small(kind, where, full_every=4, keep=True)
+    for version in (1, 2):
+        small.sync(version)
+    dist.barrier()
+    if kind in PULL:
+        if small.is_engine:
+            engine, reader = Engine(), open_transport(small.transport.spec())
+            with Subscriber(small.plan, engine, reader, reader=small.side.reader) as late:
+                receipt = late.receive(timeout_s=5)
+                assert receipt.version == 2
+                # The full one, and a delta that is not smaller, for all was changed.
+                assert receipt.bytes == 2 * small.plan.read_bytes(small.side.reader)
+                assert same_bytes(engine.tensors, small.engine.tensors)
+            reader.close()
+    else:
+        small.renew()
+        receipt = small.sync(2)
+        assert receipt.bytes >= small.plan.read_bytes(small.side.reader)
+    assert small.holds(2)
+    dist.barrier()
+    small.sync(3)
+    assert small.holds(3)
+    dist.barrier()
+    small.transport.close()
+
+
+def test_a_late_joiner_catches_up(kind, tmp_path):
+    run(joiner_body, kind, str(tmp_path))
+
+
+def plan_body(kind, where):
+    small = Small(kind, where)
+    small.sync(1)
+    if small.is_engine:
+        other = plan_sync(small.sources, small.targets, bucket_bytes=128)
+        stranger = Subscriber(other, Engine(), small.transport, reader=small.side.reader)
+        # Where readers are waited for, the trainer hears of the first that refuses.
+        kinds = PlanError if kind in PULL else (PlanError, TransferError, DeadlineError)
+        with pytest.raises(kinds):
+            stranger.receive(timeout_s=2)
+        assert small.engine.loads == 1
+    elif kind not in PULL:
+        with pytest.raises(TransferError, match="reader . refused: its plan is"):
+            small.sync(2, timeout_s=2)
+    dist.barrier()
+    small.sync(2)
+    assert small.holds(2)
+    dist.barrier()
+    small.transport.close()
+
+
+def test_another_plan_is_refused_and_breaks_nothing(kind, tmp_path):
+    run(plan_body, kind, str(tmp_path))
+
+
+def spec_body(kind, where):
+    small = Small(kind, where)
+    if kind == "group":
+        with pytest.raises(UnsupportedError, match="Construct GroupTransport on each rank"):
+            small.transport.spec()
+    else:
+        reader = open_transport(small.transport.spec())
+        assert type(reader) is type(small.transport)
+        assert reader.spec() == small.transport.spec()
+        reader.close()
+    dist.barrier()
+    small.transport.close()
+
+
+def test_a_spec_opens_the_reading_end_or_is_refused(kind, tmp_path):
+    run(spec_body, kind, str(tmp_path))
+    with pytest.raises(UnsupportedError, match="no transport for"):
+        open_transport({"kind": "pigeon"})
+
+
+def test_a_committed_version_is_a_safetensors_file(kind, tmp_path):
+    if kind not in ("shared_memory", "file"):
+        pytest.skip(f"{kind} leaves no files")
+    run(file_body, kind, str(tmp_path))
+
+
+def file_body(kind, where):
+    small = Small(kind, where)
+    small.sync(1)
+    (path,) = Path(where).rglob("version-1.safetensors")
+    whole = oracle(small.sources, contents(small.sources, 1), small.plan.target)
+    found = load_file(path)
+    assert same_bytes({name: found[name] for name in whole}, whole)
+    assert {str(t.dtype) for t in whole.values()} == {"torch.bfloat16", "torch.int64"}
+    assert torch.equal(found["w"], whole["w"])
+    dist.barrier()
+    small.transport.close()

@@ -1,0 +1,330 @@
+"""A sync over a group that meets delay or a bad store: one version, a typed error, in time."""
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from primeblocks.errors import (
+    DeadlineError,
+    EngineError,
+    TransferError,
+    UnsupportedError,
+    UsageError,
+)
+from primeblocks.testing import ranks
+from primeblocks.weightsync import GroupTransport, describe, fetched, gather_manifests, plan_sync
+from primeblocks.weightsync.reference import slice_again
+from tests.weightsync.contents import Side, same_bytes
+from tests.weightsync.link_layouts import manifest
+from tests.weightsync.small_sync import RANKS, Small
+
+ranks.preload(__name__)  # With all that it imports.
+
+
+def run(body, *args):
+    return ranks.run(body, *args, world_size=RANKS, timeout_s=60)
+
+
+class Script(dist.Store):
+    """A store with a fault in one place."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.fault, self.done = inner, "", False
+
+    def add(self, key, amount):
+        self._meet("add", key)
+        self.done = True
+        if self.fault == "votes late":
+            self.inner.wait([key.replace("votes", "decision")], timedelta(seconds=20))
+        total = self.inner.add(key, amount)
+        if self.fault == "vote unknown":
+            raise RuntimeError("connection reset after the vote")
+        return total
+
+    def check(self, keys):
+        self._meet("check", keys[0])
+        if self.fault == "wait fails" and self.done and keys[0].endswith("decision"):
+            self.inner.wait(keys, timedelta(seconds=20))
+            raise RuntimeError("reset, just as the decision came")
+        return self.inner.check(keys)
+
+    def get(self, key):
+        self._meet("get", key)
+        return self.inner.get(key)
+
+    def set(self, key, value):
+        self._meet("set", key)
+        self.done = key.endswith("marker")
+        self.inner.set(key, value)
+        if self.fault == "marker unknown" and key.endswith("marker"):
+            raise RuntimeError("connection reset after the marker")
+
+    def compare_set(self, key, expected, desired):
+        self._meet("compare_set", key)
+        return self.inner.compare_set(key, expected, desired)
+
+    def _meet(self, method, key):
+        if self.fault in ("lost", f"lost in {method}"):
+            raise RuntimeError("connection reset")
+        if self.fault == f"hangs in {method}":
+            threading.Event().wait()  # For ever.
+
+
+class Scripted(Small):
+    """A small sync over a group, with a store that can fail on this rank."""
+
+    def renew(self, wrap=None):
+        self.store = Script(dist.TCPStore(*self.where))
+        group = dist.new_group(list(range(RANKS)), backend="gloo")
+        self.transport = GroupTransport(store=self.store, trainers=2, group=group, keep=self.keep)
+        self.join(wrap)
+
+
+def store_body(where, fault, culprit, timeout_s):
+    small = Scripted("group", where)
+    small.sync(1)
+    if small.rank == culprit:
+        small.store.fault = fault
+    text = small.attempt(2, timeout_s=timeout_s)
+    assert small.holds(1 if text else 2)
+    small.store.fault = ""
+    small.renew()
+    small.sync(2)
+    assert small.holds(2)
+    return text
+
+
+def test_a_rank_that_votes_after_the_others_gave_up_follows_them(host):
+    texts = run(store_body, host, "votes late", 3, 0.8)
+    assert all("waited for the others in vain" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("fault", "culprit"),
+    [("wait fails", 0), ("wait fails", 3), ("vote unknown", 2), ("marker unknown", 0)],
+)
+def test_an_answer_that_was_lost_splits_nobody(fault, culprit, host):
+    texts = run(store_body, host, fault, culprit, 3.0)
+    assert len({bool(text) for text in texts}) == 1, texts
+    if fault == "wait fails":
+        assert texts == [""] * RANKS
+
+
+def test_a_rank_that_lost_the_store_keeps_its_version_and_says_what_it_cannot_know(host):
+    small_texts = run(store_body, host, "lost in compare_set", 3, 1.0)
+    assert small_texts[3] == "" or "others may have committed" in small_texts[3]
+    texts = run(store_body, host, "lost", 3, 1.0)
+    assert "the store does not answer: connection reset" in texts[3]
+    assert all(text.startswith("TransferError") for text in texts[:3])
+
+
+@pytest.mark.parametrize("method", ["add", "check", "get", "set", "compare_set"])
+@pytest.mark.parametrize("culprit", [0, 3])
+def test_a_store_that_hangs_is_given_up_by_the_deadline(method, culprit, host):
+    start = time.monotonic()
+    texts = run(store_body, host, f"hangs in {method}", culprit, 0.7)  # Small.attempt has a watch.
+    assert time.monotonic() - start < 30
+    if texts[culprit]:
+        said = "does not answer in time", "the deadline passed", "in vain", "did not ask"
+        assert any(words in texts[culprit] for words in said)
+
+
+def gone_body(where):
+    store = Script(dist.TCPStore(*where))
+    store.fault = "lost" if dist.get_rank() == 0 else ""
+    with pytest.raises(TransferError, match="rank 0: the store does not answer: connection reset"):
+        GroupTransport(store=store, trainers=2)
+
+
+def test_a_store_that_is_gone_at_the_start_is_told_to_all(host):
+    run(gone_body, host)
+
+
+def late_body(where):
+    small = Small("group", where)
+    small.sync(1)
+    if small.rank == 1:
+        small.side.publisher.close()
+        dist.barrier()
+        return ""  # It never comes.
+    text = small.attempt(2, timeout_s=0.5)
+    assert small.holds(1)
+    dist.barrier()
+    return text
+
+
+def test_a_trainer_rank_that_does_not_come_is_waited_for_until_the_deadline(host):
+    texts = run(late_body, host)
+    assert "lost its peers, or the deadline passed" in texts[0]
+    assert all("no version was published in time" in text for text in texts[2:])
+
+
+def impatient_body(where):
+    """Reader 0 gives up while reader 1 has not come; then both sides go on as if nothing was."""
+    small = Small("group", where)
+    if small.rank == 2:
+        with pytest.raises(DeadlineError, match="reader 0 waited for the others in vain"):
+            small.sync(1, timeout_s=0.5)
+    elif small.rank < 2:
+        with pytest.raises(TransferError, match="reader 0 waited for the others in vain"):
+            small.sync(1, timeout_s=10)
+    dist.barrier()
+    for version in (4, 5):  # The one that comes late does not take the old call for these.
+        small.sync(version)
+        assert small.holds(version)
+
+
+def test_a_reader_may_give_up_waiting_and_nothing_is_broken(host):
+    run(impatient_body, host)
+
+
+def wrong_call_body(where):
+    store = dist.TCPStore(*where)
+    for trainers in (0, 4):
+        with pytest.raises(UsageError, match=f"{trainers} trainers of 4 ranks"):
+            GroupTransport(store=store, trainers=trainers)
+    small = Small("group", where)
+    small.sync(1)
+    if small.is_engine:
+        with pytest.raises(UsageError, match=r"rank . is a reader: of 4 ranks the first 2"):
+            small.transport.begin(2, plan=small.plan, base=None, deadline=time.monotonic() + 1)
+        request = type("Request", (), {"plan": small.plan, "reader": 7, "deadline": 0.0})()
+        with pytest.raises(UsageError, match=r"is reader ., not 7"):
+            small.transport.receive(request)
+        with pytest.raises(UnsupportedError):
+            small.transport.spec()
+    other = plan_sync(small.sources, small.targets[:1], bucket_bytes=64)
+    with pytest.raises(UsageError, match="2 trainer ranks and 1 readers, the group has 2 and 2"):
+        small.transport._check(other, trainer=not small.is_engine)
+    small.sync(2)
+    assert small.holds(2)
+
+
+def test_wrong_calls_are_refused_and_cost_nothing(host):
+    run(wrong_call_body, host)
+
+
+def load_body(where, keep, full_every):
+    """The load of reader 1 fails once: in the second sync, which is a delta if there are any."""
+    small = Small("group", where, keep=keep, full_every=full_every, bucket_bytes=4096)
+    small.sync(1)
+    if small.rank < 2:
+        for value in small.parameters.values():
+            value.view(-1)[:1] += 1
+        small.side.publisher.publish(2, timeout_s=10)
+        return None
+    before = {name: tensor.clone() for name, tensor in small.engine.tensors.items()}
+    whole = small.side.subscriber._load
+
+    def broken(tensors):
+        small.side.subscriber._load = whole
+        next(iter(tensors))
+        raise KeyError("no such parameter")
+
+    if small.rank == 3:
+        small.side.subscriber._load = broken
+        kind, said = (TransferError, "Version 1 was loaded again") if keep else (
+            EngineError, "no version to go back to; restart")  # fmt: skip
+        start = time.monotonic()
+        with pytest.raises(kind, match=said):
+            small.side.subscriber.receive(2, timeout_s=10)
+        assert time.monotonic() - start < 5
+        assert same_bytes(small.engine.tensors, before)
+        return small.side.subscriber.version
+    receipt = small.side.subscriber.receive(2, timeout_s=10)
+    assert not same_bytes(small.engine.tensors, before)
+    return receipt.bytes / small.plan.read_bytes(0)
+
+
+@pytest.mark.parametrize(("keep", "full_every"), [(False, 1), (True, 1), (True, 4)])
+def test_a_load_that_fails_is_undone_where_the_version_before_was_kept(keep, full_every, host):
+    results = run(load_body, host, keep, full_every)
+    assert results[3] == (1 if keep else None)
+    assert (results[2] < 1) is (full_every > 1)
+
+
+def memory_body(where):
+    """Not an error of ours, and in a place where others wait for this rank's vote."""
+    small = Small("group", where)
+    small.sync(1)
+    digest = fetched.bucket_digest
+    if small.rank == 3:
+        fetched.bucket_digest = fail
+    start = time.monotonic()
+    if small.rank == 3:
+        with pytest.raises(MemoryError):
+            small.sync(2)
+    else:
+        said = small.attempt(2, timeout_s=20)
+        assert "abort: rank 3 met MemoryError: no room" in said
+    assert time.monotonic() - start < 5
+    assert small.holds(1)
+    fetched.bucket_digest = digest
+    assert small.is_refused() or small.rank == 1  # It hears of it from rank 0.
+
+
+def fail(pieces):
+    raise MemoryError("no room")
+
+
+def test_a_reader_that_fails_in_any_way_tells_the_others_at_once(host):
+    run(memory_body, host)
+
+
+def moe_body(path):
+    """FSDP2 over expert shards on ranks 0-3; two engine ranks with experts and columns."""
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("fsdp", "expert"))
+    generator = torch.Generator().manual_seed(0)
+    whole = {
+        "experts": torch.randn(8, 3, 6, generator=generator),
+        "qkv": torch.randn(6, 10, generator=generator),
+        "norm": torch.randn(7, generator=generator),
+    }
+    rank, model = dist.get_rank(), nn.Module()
+    if rank < 4:
+        for name, tensor in whole.items():
+            placement = Shard(0) if name == "experts" else Replicate()
+            part = distribute_tensor(tensor.clone(), mesh["expert"], [placement])
+            model.register_parameter(name, nn.Parameter(part))
+        fully_shard(model, mesh=mesh["fsdp"])
+        mine = describe(model)
+        kinds = {type(p).__name__ for t in model.parameters() for p in t.placements}
+        assert "_StridedShard" in kinds
+    else:
+        half, bf16 = rank - 4, torch.bfloat16
+        mine = manifest(
+            {
+                "norm": (bf16, (7,), (0,), (7,)),
+                "experts": (bf16, (8, 3, 6), (4 * half, 0, 0), (4, 3, 6)),
+                "qkv": (bf16, (6, 10), (0, 5 * half), (6, 5)),
+            }
+        )
+    manifests = gather_manifests(mine)
+    plan = plan_sync(manifests[:4], manifests[4:], bucket_bytes=128)
+    side = Side(plan, GroupTransport(store=dist.FileStore(path), trainers=4), model)
+    side.sync(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(-3)
+    side.sync(2)
+    if rank >= 4:
+        wanted = slice_again({n: (t * -3).bfloat16() for n, t in whole.items()}, mine)
+        assert same_bytes(side.engine.tensors, wanted)
+    sent = [sum(plan.buckets[i].bytes * len(plan.buckets[i].readers) for i in plan.of_rank(r))
+            for r in range(4)]  # fmt: skip
+    return sent, [plan.read_bytes(reader) for reader in range(2)]
+
+
+def test_fsdp_over_experts_becomes_tensor_and_expert_parallel_shards(tmp_path):
+    sent, read = ranks.run(moe_body, str(tmp_path / "store"), world_size=6)[0]
+    assert read == [2 * (7 + 72 + 30)] * 2
+    assert max(sent) <= 1.1 * sum(sent) / 4

@@ -1,0 +1,239 @@
+"""What is special to IPC: handles, a private directory, and what is refused."""
+
+import os
+import sys
+import threading
+
+import pytest
+import torch
+
+from primeblocks.errors import (
+    CapacityError,
+    ClosedError,
+    CorruptionError,
+    TransferError,
+    UnsupportedError,
+    UsageError,
+)
+from primeblocks.weightsync import (
+    Publisher,
+    Subscriber,
+    Transport,
+    describe,
+    ipc_version,
+    open_transport,
+    plan_sync,
+)
+from primeblocks.weightsync.ipc import IpcTransport
+from primeblocks.weightsync.ipc_handle import Exported, open_exported
+from tests.weightsync.contents import Engine
+
+CPU = torch.device("cpu")
+TIMEOUT_S = 10.0
+
+
+@pytest.fixture
+def site(tmp_path):
+    weights = {"a": torch.arange(50.0), "b": torch.arange(7)}
+    source = describe(weights)
+    planned = plan_sync([source], source.whole(), bucket_bytes=64)
+    with IpcTransport("policy", owner=True, root=str(tmp_path)) as owner:
+        yield weights, planned, owner, Publisher(planned, weights, owner)
+
+
+def folder(tmp_path):
+    return tmp_path / "primeblocks-ipc-policy"
+
+
+# --- handles -----------------------------------------------------------------------------------
+
+
+def test_a_buffer_is_seen_through_its_handle():
+    made = Exported(1000, device=CPU)
+    opened = open_exported(made.note)
+    made.buffer.fill_(3)
+    assert opened.eq(3).all()
+    opened[0] = 9  # Harms the one who writes, and nobody else.
+    assert made.buffer.eq(3).all()
+    made.close()
+    made.close()
+    assert opened[1:].eq(3).all()
+    with pytest.raises(TransferError, match="is gone"):
+        open_exported(made.note)
+
+
+def test_an_empty_buffer_has_a_handle():
+    made = Exported(0, device=CPU)
+    assert open_exported(made.note).shape == (0,)
+    made.close()
+
+
+def test_another_file_under_the_same_descriptor_is_not_opened(tmp_path):
+    made = Exported(10, device=CPU)
+    for other in (Exported(10, device=CPU).note["fd"], os.open(tmp_path, os.O_RDONLY)):
+        with pytest.raises(TransferError, match="is gone"):
+            open_exported({**made.note, "fd": other})
+    os.close(other)
+    with pytest.raises(TransferError, match="is gone"):
+        open_exported({**made.note, "pid": 2**22 + 1})
+    made.close()
+
+
+def test_no_room_is_a_typed_error():
+    with pytest.raises(CapacityError, match="1,125,899,906,842,624 bytes on cpu"):
+        Exported(1 << 50, device=CPU)
+
+
+def test_forgotten_buffers_leave_no_descriptors():
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        made = Exported(100, device=CPU)
+        open_exported(made.note)
+        del made
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# --- the transport -----------------------------------------------------------------------------
+
+
+def test_it_is_opened_by_its_spec(site, tmp_path):
+    weights, planned, owner, publisher = site
+    assert isinstance(owner, Transport)
+    publisher.publish(1, timeout_s=TIMEOUT_S)
+    for keep in (False, True):
+        here = IpcTransport("policy", root=str(tmp_path), keep=keep)
+        engine = Engine()
+        with open_transport(here.spec()) as reader:
+            assert reader.spec() == here.spec()
+            Subscriber(planned, engine, reader).receive(timeout_s=TIMEOUT_S)
+        assert engine.tensors["a"].equal(weights["a"])
+
+
+def test_each_buffer_is_opened_once(site, monkeypatch):
+    _, planned, owner, publisher = site
+    opened, inner = [], ipc_version.open_exported
+    monkeypatch.setattr(
+        ipc_version, "open_exported", lambda note: opened.append(note["token"]) or inner(note)
+    )
+    with IpcTransport("policy", root=owner.spec()["root"]) as reader:
+        subscriber = Subscriber(planned, Engine(), reader)
+        for version in range(8):
+            publisher.publish(version, timeout_s=TIMEOUT_S)
+            subscriber.receive(timeout_s=TIMEOUT_S)
+    assert len(opened) == len(set(opened)) == 2
+
+
+def test_nothing_is_copied_without_keep(site, monkeypatch, tmp_path):
+    _, planned, _, publisher = site
+    publisher.publish(1, timeout_s=TIMEOUT_S)
+    for keep in (False, True):
+        got = {}
+        with IpcTransport("policy", root=str(tmp_path), keep=keep) as reader:
+            Subscriber(planned, got.update, reader).receive(timeout_s=TIMEOUT_S)
+            (buffer,) = reader._buffers._opened[0].values()
+            span = range(buffer.data_ptr(), buffer.data_ptr() + len(buffer))
+            assert (got["b"].data_ptr() in span) is not keep
+
+
+def test_close_leaves_nothing(site, tmp_path):
+    _, _, owner, publisher = site
+    publisher.publish(1, timeout_s=TIMEOUT_S)
+    assert folder(tmp_path).stat().st_mode & 0o777 == 0o700
+    owner.close()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ClosedError):
+        owner.markers()
+
+
+def test_a_directory_that_others_write_to_is_refused(site, tmp_path):
+    _, planned, _, publisher = site
+    publisher.publish(1, timeout_s=TIMEOUT_S)
+    folder(tmp_path).chmod(0o770)
+    with IpcTransport("policy", root=str(tmp_path)) as reader:
+        subscriber = Subscriber(planned, Engine(), reader)
+        with pytest.raises(UsageError, match="mode 770; it has to be of user"):
+            subscriber.receive(timeout_s=TIMEOUT_S)
+        folder(tmp_path).chmod(0o700)
+        assert subscriber.receive(timeout_s=TIMEOUT_S).version == 1
+    (tmp_path / "primeblocks-ipc-mine").mkdir(mode=0o755)
+    with pytest.raises(UsageError, match="mode 755"):
+        IpcTransport("mine", owner=True, root=str(tmp_path))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_directory_of_another_user_is_refused(tmp_path):
+    (tmp_path / "primeblocks-ipc-mine").mkdir(mode=0o700)
+    os.chown(tmp_path / "primeblocks-ipc-mine", 12345, 12345)
+    with pytest.raises(UsageError, match="belongs to user 12345"):
+        IpcTransport("mine", owner=True, root=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda part: part[:-1], "ends at"),
+        (lambda part: part[:4] + b"\xff" * (len(part) - 4), "cannot be read"),
+        (lambda part: part[:4] + b"1".ljust(len(part) - 4), "cannot be read"),
+    ],
+)
+def test_a_broken_handle_is_refused(site, tmp_path, change, error):
+    _, planned, _, publisher = site
+    publisher.publish(1, timeout_s=TIMEOUT_S)
+    part = folder(tmp_path) / "version-1.0.delta"
+    whole = part.read_bytes()
+    part.write_bytes(change(whole))
+    with IpcTransport("policy", root=str(tmp_path)) as reader:
+        subscriber = Subscriber(planned, Engine(), reader)
+        with pytest.raises(CorruptionError, match=error):
+            subscriber.receive(timeout_s=TIMEOUT_S)
+        part.write_bytes(whole)
+        assert subscriber.receive(timeout_s=TIMEOUT_S).version == 1
+
+
+def test_a_publish_waits_for_a_slow_engine(site, tmp_path):
+    _, planned, owner, publisher = site
+    publisher.publish(1, timeout_s=TIMEOUT_S)
+    loading, go_on = threading.Event(), threading.Event()
+
+    def load(tensors):
+        loading.set()
+        assert go_on.wait(TIMEOUT_S)
+        list(tensors)
+
+    with IpcTransport("policy", root=str(tmp_path)) as reader:
+        subscriber = Subscriber(planned, load, reader)
+        thread = threading.Thread(target=subscriber.receive, kwargs={"timeout_s": TIMEOUT_S})
+        thread.start()
+        assert loading.wait(TIMEOUT_S)
+        publisher.publish(2, timeout_s=TIMEOUT_S)
+        threading.Timer(0.2, go_on.set).start()
+        assert publisher.publish(3, timeout_s=TIMEOUT_S).seconds > 0.1
+        thread.join()
+    assert [marker.version for marker in owner.markers()] == [2, 3]
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "/dev/shm"])
+def test_a_name_is_one_path_component(name):
+    with pytest.raises(UsageError, match="path component"):
+        IpcTransport(name)
+
+
+def test_it_refuses_where_it_cannot_work(monkeypatch, tmp_path):
+    with pytest.raises(UnsupportedError, match="is no directory"):
+        IpcTransport("a", root=str(tmp_path / "none"))
+    with pytest.raises(UnsupportedError, match="no handles of memory on meta"):
+        IpcTransport("a", device="meta")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(UnsupportedError, match="torch sees no GPU"):
+            IpcTransport("a", device="cuda")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(UnsupportedError, match="darwin. Use FileTransport"):
+        IpcTransport("a")
+
+
+def test_a_gpu_that_is_not_seen_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    note = {"token": "", "bytes": 1, "uuid": "GPU-1", "cuda": ""}
+    with pytest.raises(UnsupportedError, match="on GPU GPU-1, this process sees"):
+        open_exported(note)
