@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,5 +58,9 @@ def file_id(fd: int) -> FileId:
 
 def map_file(fd: int, size: int, *, private: bool) -> UInt8[Tensor, " bytes"]:
     """An open file as a tensor; `private` pages are copied where they are written to."""
+    # mmap.mmap keeps a duplicate of the descriptor, and with it a reader's lock.
+    if sys.platform.startswith("linux"):
+        path = f"/proc/self/fd/{fd}"
+        return torch.from_file(path, shared=not private, size=size, dtype=torch.uint8)
     access = mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE
     return torch.frombuffer(mmap.mmap(fd, size, access=access), dtype=torch.uint8)
