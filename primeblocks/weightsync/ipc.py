@@ -31,7 +31,6 @@ from .waiting import await_versions
 __all__ = ["IpcTransport"]
 
 _LOOK_S = 0.002
-_PATIENCE = 0.9  # Of the time left: the ranks that wait for the owner shall hear of its failure.
 
 
 class IpcTransport:
@@ -99,15 +98,14 @@ class IpcTransport:
         Raises:
             CapacityError: an engine holds it.
         """
-        now, markers = time.monotonic(), self._slots.markers()
-        until = now + _PATIENCE * (deadline - now)
+        markers = self._slots.markers()
         stay = chain_to(markers[-1], markers, held=None) if markers else ()
         if base not in [marker.version for marker in markers[-1:]]:
             base = None  # Another publisher came between, or it is not kept.
         with ExitStack() as held:
             for marker in markers:
                 if marker not in stay and marker.base is None:
-                    held.callback(os.close, self._lock(marker, until))
+                    held.callback(os.close, self._lock(marker, deadline))
             # Not visible any more from here on, and its files are gone.
             self._slots.allocate(version, size_bytes=0, delta=True)
         return Begun(self._slots.run, base)
@@ -179,7 +177,7 @@ class IpcTransport:
     def _export(self, size_bytes: int) -> Exported:
         return Exported(size_bytes, device=self._device)
 
-    def _lock(self, marker: Marker, until: float) -> int:
+    def _lock(self, marker: Marker, deadline: float) -> int:
         """The lock of a version that no engine holds, so that none gets hold of it."""
         fd = os.open(lock_path(self._dir, marker), os.O_RDONLY)
         never = threading.Event()
@@ -188,7 +186,7 @@ class IpcTransport:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return fd
             except BlockingIOError as error:
-                if time.monotonic() >= until:
+                if time.monotonic() >= deadline:
                     os.close(fd)
                     raise CapacityError(
                         f"version {marker.version} is still being loaded by an engine, and the "

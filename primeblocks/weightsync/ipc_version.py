@@ -96,7 +96,7 @@ class Buffers:
         return self._slots.read_part(marker.version, rank, starts[index], marker.sizes[index])
 
     def close(self) -> None:
-        """Forget them."""
+        """Forget them: each is opened anew when it is needed."""
         self._opened.clear()
 
 
@@ -117,7 +117,14 @@ class IpcVersion:
             buckets = self._buckets()
             unless.pop_all()
         gpus = {part.device for part in buckets.values() if part.device.type == "cuda"}
-        held = Packed(self._plan, buckets, stays=False, close=partial(_let_go, lock, gpus))
+        held = Packed(
+            self._plan,
+            buckets,
+            stays=False,
+            # Something may have been written to the pages of this process.
+            own=self._opened.close,
+            close=partial(_let_go, lock, gpus),
+        )
         return self._copied(held, buckets) if self._copies else held
 
     def payload(self, index: int) -> memoryview:

@@ -50,15 +50,18 @@ def pack_all(outgoing: Outgoing, make: Callable[[int], UInt8[Tensor, " bytes"]])
     starts, size_bytes = places(sizes, align_bytes=_ALIGN_BYTES)
     buffer = make(size_bytes)
     for index, start in starts.items():
-        views = packed_views(plan, index, buffer[start : start + sizes[index]])
-        for view, piece in zip(views, outgoing.pieces(index), strict=True):
-            view.copy_(piece)
+        part = buffer[start : start + sizes[index]]
+        outgoing.fill(index, packed_views(plan, index, part))
 
 
 class Packed:
     """What one reader wants, in packed buckets: a `Held` without a copy.
 
     A box that lies in one copy is a view; another is put together in new memory.
+
+    Args:
+        own: called before it is written to.
+        close: called once at the end.
     """
 
     def __init__(
@@ -67,9 +70,10 @@ class Packed:
         buckets: Mapping[int, Tensor],
         *,
         stays: bool,
+        own: Callable[[], object],
         close: Callable[[], object],
     ) -> None:
-        self.stays = stays
+        self.stays, self._own = stays, own
         self._plan = plan
         self._views = {index: packed_views(plan, index, part) for index, part in buckets.items()}
         self._copies: dict[str, list[tuple[Shard, Tensor]]] = {}
@@ -100,6 +104,9 @@ class Packed:
             dtype = self._plan.target[name].dtype
             made = torch.empty(box.sizes, dtype=dtype, device=self._device)
         return made
+
+    def own(self) -> None:
+        self._own()
 
 
 class Pool(Generic[T]):

@@ -28,7 +28,6 @@ from .wire import Wire
 __all__ = ["PullTransport"]
 
 _LOOK_S = 0.02
-_PATIENCE = 0.9  # Of the time left: the ranks that wait for the owner shall hear of its failure.
 _CLOSE_S = 1.0
 
 
@@ -100,13 +99,12 @@ class PullTransport:
             TransferError: another owner took over.
         """
         self._check(owner=True)
-        now = time.monotonic()
         found = self._commits.read(deadline=deadline)
         markers = () if found is None else found.markers
         stay = chain_to(markers[-1], markers, held=None) if markers else ()
         if base not in [marker.version for marker in markers[-1:]]:
             base = None  # Another publisher came between, or it is not kept.
-        self._commits.retire(stay, deadline=now + _PATIENCE * (deadline - now))
+        self._commits.retire(stay, deadline=deadline)
         return Begun("" if found is None else found.run, base)
 
     def send(self, outgoing: Outgoing, *, deadline: float) -> None:

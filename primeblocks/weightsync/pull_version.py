@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -108,19 +109,33 @@ class PullVersion:
         self.marker = marker
         self._puller, self._request, self._keep = puller, request, keep
         self._payloads: dict[int, memoryview] = {}
+        self._lock = threading.Lock()  # A reader applies deltas in several threads.
 
     def whole(self) -> Held:
         buffer, buckets = self._puller.fetch(self._request, self.marker)
-        close = partial(self._puller.give_back, buffer, again=True)
-        return Packed(self._request.plan, buckets, stays=self._keep, close=close)
+        return Packed(
+            self._request.plan,
+            buckets,
+            stays=self._keep,
+            own=_nothing,
+            close=partial(self._puller.give_back, buffer, again=True),
+        )
 
     def payload(self, index: int) -> memoryview:
+        with self._lock:
+            self._fetch_payloads()
+        return self._payloads[index]
+
+    def settle(self, error: str, *, deadline: float) -> None:
+        """Nothing: what is committed stands, whoever reads it."""
+
+    def _fetch_payloads(self) -> None:
         if not self._payloads:
             buffer, buckets = self._puller.fetch(self._request, self.marker)
             for each, part in buckets.items():
                 self._payloads[each] = memoryview(part.cpu().numpy().tobytes())
             self._puller.give_back(buffer, again=False)
-        return self._payloads[index]
 
-    def settle(self, error: str, *, deadline: float) -> None:
-        """Nothing: what is committed stands, whoever reads it."""
+
+def _nothing() -> None:
+    """The buffer is this process's own."""

@@ -115,6 +115,14 @@ class Subscriber:
             self._load_or_go_back(ready, deadline=start + timeout_s)
         return _receipt(ready, start)
 
+    def forget(self) -> None:
+        """Say that the engine lost its weights, as in a sleep that discards them. Local.
+
+        The next `receive` loads even the version that is held; before it there is none to go back
+        to.
+        """
+        self._served = None
+
     def close(self) -> None:
         """Let go of what is held. Twice is fine; the transport stays open."""
         self._closed = True

@@ -1,108 +1,14 @@
 """What engines read out of trainer ranks' memory: over IPC, a stand-in for RDMA, and NIXL."""
 
-import importlib.util
-import os
-import time
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from primeblocks.errors import CorruptionError, DeadlineError, PlanError, TransferError
 from primeblocks.layout import Layout, Shard
-from primeblocks.testing import ranks
-from primeblocks.weightsync import Manifest, Publisher, Subscriber, TensorSpec, describe, plan_sync
-from primeblocks.weightsync.ipc import IpcTransport
+from primeblocks.weightsync import Manifest, Publisher, Subscriber, TensorSpec, plan_sync
 from primeblocks.weightsync.packed import Packed, Pool, places
-from primeblocks.weightsync.pull import PullTransport
 from tests.weightsync.contents import Engine, same_bytes
-from tests.weightsync.process_wire import ProcessWire
-
-ranks.preload(__name__)
-
-TIMEOUT_S = 10.0
-NEEDS_NIXL = pytest.mark.skipif(
-    importlib.util.find_spec("nixl") is None, reason="nixl is not installed; scripts/peers does"
-)
-KINDS = ["ipc", "process", pytest.param("nixl", marks=NEEDS_NIXL)]
-
-
-def wire(kind, *, serves):
-    if kind == "process":
-        return ProcessWire()
-    from primeblocks.weightsync.adapters.nixl import NixlWire
-
-    return NixlWire(serves=serves)
-
-
-def end(kind, path, **options):
-    """One process's end of a transport at a folder."""
-    if kind == "ipc":
-        return IpcTransport("policy", root=str(path), **options)
-    store = dist.FileStore(f"{path}/store")
-    return PullTransport(store, wire(kind, serves="owner" in options), **options)
-
-
-def parameters(value):
-    generator = torch.Generator().manual_seed(value)
-    return {
-        "a": torch.randn(400, 3, generator=generator).bfloat16(),
-        "b": torch.randint(0, 99, (5,), generator=generator),
-        "c": torch.randn(7, generator=generator),
-    }
-
-
-class Site:
-    """A trainer of one rank and an engine in this process."""
-
-    def __init__(self, kind, path, *, keep=False, full_every=1):
-        self.kind, self.path, self.weights = kind, path, parameters(0)
-        manifest = describe(self.weights)
-        self.plan = plan_sync([manifest], manifest.whole(), bucket_bytes=1000)
-        self.full_every, self.reading = full_every, lambda: None
-        self.owner, self.publisher = self.trainer()
-        self.reader = end(kind, path, keep=keep)
-        self.engine = Engine()
-        self.subscriber = Subscriber(self.plan, self.load, self.reader)
-        if kind != "ipc":
-            read, self.reader._wire.read = self.reader._wire.read, self.read
-            self.inner_read = read
-
-    def trainer(self):
-        owner = end(self.kind, self.path, owner=True)
-        publisher = Publisher(self.plan, self.weights, owner, full_every=self.full_every)
-        return owner, publisher
-
-    def publish(self, version, timeout_s=TIMEOUT_S):
-        for name, tensor in parameters(version).items():
-            self.weights[name].copy_(tensor)
-        return self.publisher.publish(version, timeout_s=timeout_s)
-
-    def receive(self, version=None, timeout_s=TIMEOUT_S):
-        return self.subscriber.receive(version, timeout_s=timeout_s)
-
-    def load(self, tensors):
-        if self.kind == "ipc":  # Here it holds the version: it is read in place.
-            self.reading()
-        self.engine(tensors)
-
-    def read(self, reads, *, deadline):
-        self.reading()
-        self.inner_read(reads, deadline=deadline)
-
-    def has(self, version):
-        return same_bytes(self.engine.tensors, parameters(version))
-
-    def buffer(self, version):
-        """The trainer's own, of a version."""
-        if self.kind == "ipc":
-            return self.owner._pool.by_version()[version].buffer
-        return self.owner._full.by_version()[version][0]
-
-    def close(self):
-        for one in (self.subscriber, self.publisher, self.reader, self.owner):
-            one.close()
+from tests.weightsync.packed_site import KINDS, TIMEOUT_S, Site, parameters
 
 
 @pytest.fixture(params=KINDS)
@@ -279,114 +185,6 @@ def test_close_is_final_and_twice_is_fine(site):
             one.markers()
 
 
-# --- processes that die ------------------------------------------------------------------------
-
-
-def await_death(pid):
-    """Until it has let go of everything: a dead one with threads may still hold locks."""
-    until = time.monotonic() + TIMEOUT_S
-    while time.monotonic() < until:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-            if state in "XZ" and len(os.listdir(f"/proc/{pid}/task")) == 1:
-                return
-        except (FileNotFoundError, ProcessLookupError):
-            return
-    raise AssertionError(f"{pid} lives")
-
-
-def both(body, *args):
-    """Rank 0 is the trainer, rank 1 the engine; each knows the other's process."""
-    pids = [None, None]
-    dist.all_gather_object(pids, os.getpid())
-    weights = parameters(1)
-    manifest = describe(weights)
-    plan = plan_sync([manifest], manifest.whole(), bucket_bytes=1000)
-    groups = [dist.new_group([rank], backend="gloo") for rank in (0, 1)]
-    return body(*args, plan, weights, groups[dist.get_rank()], pids[1 - dist.get_rank()])
-
-
-def trainer_dies(kind, path, plan, weights, group, other):
-    if dist.get_rank() == 0:
-        publisher = Publisher(plan, weights, end(kind, path, owner=True), group=group)
-        publisher.publish(1, timeout_s=TIMEOUT_S)
-        dist.barrier()
-        dist.barrier()
-        publisher.publish(2, timeout_s=TIMEOUT_S)
-        dist.barrier()
-        time.sleep(60)
-    dist.barrier()
-    engine, transport = Engine(), end(kind, path)
-    subscriber = Subscriber(plan, engine, transport)
-    assert subscriber.receive(timeout_s=TIMEOUT_S).version == 1
-    dist.barrier()
-    dist.barrier()
-    ranks.tell("loaded")
-    await_death(other)
-    start = time.monotonic()
-    with pytest.raises(TransferError):
-        subscriber.receive(timeout_s=TIMEOUT_S)
-    took_s = time.monotonic() - start
-    assert same_bytes(engine.tensors, parameters(1))
-    return took_s, engine.loads, restart(kind, path, plan, subscriber, engine, group)
-
-
-def restart(kind, path, plan, subscriber, engine, alone):
-    """A new trainer under the same name, whom the engine follows."""
-    with end(kind, path, owner=True) as owner:
-        publisher = Publisher(plan, parameters(7), owner, group=alone)
-        publisher.publish(1, timeout_s=TIMEOUT_S)
-        subscriber.receive(timeout_s=TIMEOUT_S)
-    return same_bytes(engine.tensors, parameters(7))
-
-
-def test_a_trainer_dies_and_another_takes_over(kind, tmp_path):
-    with ranks.gang(both, trainer_dies, kind, str(tmp_path), world_size=2) as members:
-        members.hear(1)
-        members.kill(0)
-        took_s, loads, followed = members.wait()[1]
-    assert took_s < TIMEOUT_S
-    assert loads == 1
-    assert followed
-
-
-def engine_dies(kind, path, plan, weights, group, other):
-    lease = {} if kind == "ipc" else {"lease_s": 1.5}
-    if dist.get_rank() == 1:
-        dist.barrier()
-        transport = end(kind, path)
-
-        def hang(*args, **kwargs):
-            ranks.tell("reading")
-            time.sleep(60)
-
-        if kind != "ipc":
-            transport._wire.read = hang
-        Subscriber(plan, hang, transport).receive(timeout_s=TIMEOUT_S)
-    transport = end(kind, path, owner=True, **lease)
-    publisher = Publisher(plan, weights, transport, group=group)
-    publisher.publish(1, timeout_s=TIMEOUT_S)
-    dist.barrier()
-    await_death(other)
-    start = time.monotonic()
-    for version in (2, 3, 4):
-        publisher.publish(version, timeout_s=TIMEOUT_S)
-    took_s = time.monotonic() - start
-    engine = Engine()
-    with Subscriber(plan, engine, end(kind, path)) as subscriber:
-        assert subscriber.receive(timeout_s=TIMEOUT_S).version == 4
-    transport.close()
-    return took_s
-
-
-def test_an_engine_dies_while_it_reads(kind, tmp_path):
-    with ranks.gang(both, engine_dies, kind, str(tmp_path), world_size=2) as members:
-        members.hear(1)
-        members.kill(1)
-        took_s = members.wait()[0]
-    assert took_s < (1.0 if kind == "ipc" else 3.0)
-
-
 # --- the parts ---------------------------------------------------------------------------------
 
 
@@ -409,7 +207,7 @@ def test_a_box_is_a_view_where_it_can_be():
     whole = torch.arange(24.0).view(4, 6)
     buckets = {index: torch.zeros(48, dtype=torch.uint8) for index in (0, 1)}
     closed = []
-    held = Packed(plan, buckets, stays=False, close=lambda: closed.append(1))
+    held = Packed(plan, buckets, stays=False, own=list, close=lambda: closed.append(1))
     for index in (0, 1):
         (view,) = held.views(index)
         view.copy_(whole[2 * index : 2 * index + 2])
@@ -420,7 +218,9 @@ def test_a_box_is_a_view_where_it_can_be():
     assert held.box("w", Shard((0, 0), (4, 6))).equal(whole)
     assert held.box("w", Shard((1, 0), (0, 6))).shape == (0, 6)
     with pytest.raises(PlanError, match="12 of the 24 elements"):
-        Packed(plan, {0: buckets[0]}, stays=False, close=list).box("w", Shard((0, 0), (4, 6)))
+        Packed(plan, {0: buckets[0]}, stays=False, own=list, close=list).box(
+            "w", Shard((0, 0), (4, 6))
+        )
     held.close()
     held.close()
     assert closed == [1]

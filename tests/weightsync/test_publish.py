@@ -1,6 +1,7 @@
 """Several trainer ranks: bytes against the reference, then everything that can go wrong."""
 
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -234,8 +235,7 @@ def test_a_lost_write_is_noticed_by_the_receiver(alone):
 
         def send(self, outgoing, *, deadline):
             for index in outgoing.plan.of_rank(0):
-                boxes = [copy.box.sizes for copy in outgoing.plan.buckets[index].copies]
-                outgoing.fill(index, [torch.empty(sizes) for sizes in boxes])
+                outgoing.pieces(index)
 
     publisher = Publisher(plan, weights, transport)
     publisher._transport = Sieve()
@@ -317,7 +317,12 @@ def _one_rank_dies(path, victim):
     took_s = time.monotonic() - start
     with pytest.raises(TransferError, match="failed earlier"):
         publisher.publish(2, timeout_s=TIMEOUT_S)
-    return took_s, received(plan, transport)[0].version
+    version = received(plan, transport)[0].version
+    # The owner removes everything at its end: it stays until the others have read.
+    ends, living = dist.FileStore(f"{path}/ends"), {0, 1, 2} - {victim}
+    ends.set(str(dist.get_rank()), "read")
+    ends.wait([str(rank) for rank in living], timedelta(seconds=TIMEOUT_S))
+    return took_s, version
 
 
 @pytest.mark.parametrize("victim", [0, 2])

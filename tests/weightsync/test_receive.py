@@ -253,3 +253,15 @@ def test_a_check_that_takes_too_long_is_given_up(setup):
     with pytest.raises(DeadlineError, match="checked 0 of 9 buckets in time"):
         setup.receive(timeout_s=0)
     assert setup.engine.loads == 0
+
+
+def test_an_engine_that_lost_its_weights_gets_the_version_again(setup):
+    setup.publish(1)
+    setup.receive()
+    setup.engine.serves.clear()
+    assert setup.receive(1).version == 1
+    assert setup.engine.serves == {}
+    setup.subscriber.forget()
+    assert setup.subscriber.version is None
+    assert setup.receive().version == 1
+    assert (setup.served(), setup.engine.loads) == (1, 2)
