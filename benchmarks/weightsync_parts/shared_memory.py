@@ -2,10 +2,11 @@
 
 The roofline counts one copy each way, tensor by tensor, by torch's `copy_` with as many threads,
 into and out of shared memory that is mapped and touched already: what a transfer without names,
-versions or checks costs. `publish` is one copy and one digest pass; `receive` is one digest pass
-and one copy into the engine's parameters. push is copy over publish, pull is copy over receive;
-`copy_bandwidth_fraction` is both copies over publish + receive. All take turns in one run. Stages
-are timed on their own: a digest pass in one thread, and what a new mapping of known pages costs.
+versions or checks costs. `publish` is one copy, digested while it is in the cache; `receive` is one
+digest pass, on up to four threads of the Subscriber's own, and one copy into the engine's
+parameters. push is copy over publish, pull is copy over receive; `copy_bandwidth_fraction` is both
+copies over publish + receive. All take turns in one run. Stages are timed on their own: a digest
+pass in one thread, and what a new mapping of known pages costs.
 """
 
 from __future__ import annotations

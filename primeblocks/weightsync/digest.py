@@ -38,12 +38,33 @@ def cast_and_digest(
     digest = xxhash.xxh3_128()
     targets: Sequence[Tensor | None] = [None] * len(sources) if into is None else into
     for source, dtype, target in zip(sources, dtypes, targets, strict=True):
+        if target is not None and _are_plain_bytes(source, target):
+            _copy_bytes(source, target, digest)
+            continue
         for part, room in _chunks(source, target, dtype.itemsize):
             cast = part.to(device="cpu", dtype=dtype).contiguous()
             if room is not None:
                 room.copy_(cast)
             digest.update(as_buffer(cast))
     return digest.hexdigest()
+
+
+def _are_plain_bytes(source: Tensor, target: Tensor) -> bool:
+    return (
+        source.dtype == target.dtype
+        and source.device.type == target.device.type == "cpu"
+        and source.is_contiguous()
+        and target.is_contiguous()
+    )
+
+
+def _copy_bytes(source: Tensor, target: Tensor, digest: xxhash.xxh3_128) -> None:
+    """In numpy, whose calls cost a tenth of torch's."""
+    new, room = np.asarray(as_buffer(source)), np.asarray(as_buffer(target))
+    for start in range(0, len(new), _CHUNK_BYTES):
+        part = new[start : start + _CHUNK_BYTES]
+        room[start : start + _CHUNK_BYTES] = part
+        digest.update(part.data)
 
 
 def as_buffer(tensor: Tensor) -> memoryview:

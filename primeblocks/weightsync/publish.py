@@ -81,6 +81,8 @@ class Publisher:
 
         Readers see either all of it or nothing. Call it again with the same version after a
         failure: what was already committed is compared, not sent.
+        Where another rank hangs it ends two seconds after `timeout_s`: so long a rank whose own
+        work ended at the deadline is waited for.
 
         Cost: one copy and one XXH3-128 of the bytes this rank sends; four small all-gathers. A
         delta costs one more pass, over what was sent before.

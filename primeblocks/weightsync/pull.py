@@ -37,8 +37,9 @@ class PullTransport:
     A full version is one buffer on each trainer rank, and two take turns; a delta has a buffer of
     its own. They are registered once. An engine says in the store that it reads a version, and
     buffers of it are not written to until it is done, or its lease is over: a publish waits for
-    that until its deadline. What it has read is its own. A restarted rank or engine joins by
-    constructing its end anew; a restarted trainer starts with no version.
+    that until its deadline. What it has read is its own. A version ends with any of its trainer
+    ranks: an engine that has not read it then keeps the one before. A restarted rank or engine
+    joins by constructing its end anew; a restarted trainer starts with no version.
 
     Peak memory: on each trainer rank, twice the bytes that it sends, and what deltas take; on an
     engine, what it wants, packed, twice with `keep`.

@@ -13,9 +13,10 @@ from primeblocks.weightsync import (
     Subscriber,
     TensorSpec,
 )
+from primeblocks.weightsync.ipc import IpcTransport
 from primeblocks.weightsync.reference import gather_whole, slice_again
 
-KINDS = ("shared_memory", "file", "group")
+KINDS = ("shared_memory", "file", "ipc", "group")
 
 
 class Engine:
@@ -90,6 +91,8 @@ def transport_of(kind, where, plan, **group_options):
 
 
 def directory(kind, where, *, owner):
+    if kind == "ipc":
+        return IpcTransport("policy", owner=owner, root=str(where), keep=True)
     if kind == "file":
         return FileTransport(f"{where}/blobs", owner=owner)
     return SharedMemoryTransport("policy", owner=owner, root=str(where))

@@ -15,7 +15,7 @@ TRAINERS, RANKS = 2, 4
 # Stores look at their files or sockets at intervals, and peers are waited for a little longer.
 SLACK_S = 2.5
 # Readers of these come and go as they like.
-PULL = ("shared_memory", "file")
+PULL = ("shared_memory", "file", "ipc")
 
 
 def small_sides():

@@ -185,11 +185,12 @@ def test_a_delta_of_another_bucket_is_refused(setup):
 def test_what_goes_forth_and_back_arrives(setup):
     setup.publish(0)
     setup.receive()
+    values = [setup.weights["a"][0, 1].item(), 7.0]
     for version in range(1, 4):
-        setup.weights["a"][0, 0] = 7.0 if version % 2 else 1.0
+        setup.weights["a"][0, 1] = values[version % 2]
         setup.publisher.publish(version, timeout_s=TIMEOUT_S)
         size = setup.receive().bytes
-        assert setup.engine.tensors["a"][0, 0] == (7.0 if version % 2 else 1.0)
+        assert setup.engine.tensors["a"][0, 1] == values[version % 2]
         assert size < 500  # Of what changed since the version before, and no more.
 
 
@@ -197,6 +198,7 @@ def test_a_reader_whose_own_bytes_are_damaged_catches_up_from_the_full_version(s
     setup.publish(0)
     setup.receive()
     size = setup.publish(1).bytes
+    setup.subscriber._held.held.own()
     setup.subscriber._held.held.views(0)[0].zero_()
     assert setup.receive().bytes == setup.plan.bytes_total + size
     assert setup.serves(1)
@@ -242,6 +244,23 @@ def test_a_version_that_was_retired_is_gone_back_to_all_the_same(setup, monkeypa
     with pytest.raises(TransferError, match="Version 0 was loaded again"):
         setup.receive()
     assert setup.serves(0)
+    assert setup.receive().version == 1
+    assert setup.serves(1)
+
+
+def test_what_is_gone_back_to_is_checked_first(setup):
+    publisher = setup.publish_with()
+    for version in (0, 1):
+        setup.publish(version, publisher)
+        if version == 0:
+            setup.receive()
+    held = setup.subscriber._held.held
+    held.own()
+    held.views(0)[0].zero_()
+    setup.fail_at[2] = True
+    with pytest.raises(EngineError, match="Going back to version 0 failed too: CorruptionError"):
+        setup.receive()
+    assert setup.subscriber.version is None
     assert setup.receive().version == 1
     assert setup.serves(1)
 

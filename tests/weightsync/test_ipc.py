@@ -1,8 +1,12 @@
 """What is special to IPC: handles, a private directory, and what is refused."""
 
+import fcntl
+import inspect
 import os
+import pickle
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -20,12 +24,15 @@ from primeblocks.weightsync import (
     Subscriber,
     Transport,
     describe,
+    ipc_handle,
     ipc_version,
     open_transport,
     plan_sync,
 )
+from primeblocks.weightsync.held import Boxes
 from primeblocks.weightsync.ipc import IpcTransport
 from primeblocks.weightsync.ipc_handle import Exported, open_exported
+from primeblocks.weightsync.transport import Request
 from tests.weightsync.contents import Engine
 
 CPU = torch.device("cpu")
@@ -51,6 +58,7 @@ def folder(tmp_path):
 def test_a_buffer_is_seen_through_its_handle():
     made = Exported(1000, device=CPU)
     opened = open_exported(made.note)
+    assert os.stat(f"/proc/self/fd/{made.note['fd']}").st_blocks * 512 >= 1000  # Reserved.
     made.buffer.fill_(3)
     assert opened.eq(3).all()
     opened[0] = 9  # Harms the one who writes, and nobody else.
@@ -133,6 +141,56 @@ def test_nothing_is_copied_without_keep(site, monkeypatch, tmp_path):
             (buffer,) = reader._buffers._opened[0].values()
             span = range(buffer.data_ptr(), buffer.data_ptr() + len(buffer))
             assert (got["b"].data_ptr() in span) is not keep
+
+
+def test_deltas_are_applied_to_a_copy(site, tmp_path):
+    weights, planned, owner, _ = site
+    with Publisher(planned, weights, owner, full_every=9) as publisher:
+        for version in (1, 2):
+            publisher.publish(version, timeout_s=TIMEOUT_S)
+    with IpcTransport("policy", root=str(tmp_path)) as reader:
+        request = Request(planned, 0, None, None, None, time.monotonic() + TIMEOUT_S)
+        full, delta = reader.receive(request)
+        assert (full.marker.version, delta.marker.base) == (1, 1)
+        assert isinstance(full.whole(), Boxes)
+
+
+def test_an_engine_that_writes_to_what_it_is_given_harms_itself_and_recovers(site, tmp_path):
+    weights, planned, _, publisher = site
+    seen = []
+
+    def load(tensors):
+        for name, tensor in tensors:
+            if name == "b":  # It lies in one bucket, and is not copied.
+                seen.append(tensor.clone())
+                tensor.zero_()
+
+    with IpcTransport("policy", root=str(tmp_path)) as reader:
+        subscriber = Subscriber(planned, load, reader)
+        for version in range(1, 7):
+            weights["b"].fill_(version)
+            publisher.publish(version, timeout_s=TIMEOUT_S)
+            subscriber.receive(timeout_s=TIMEOUT_S)
+            assert seen[-1].eq(version).all()
+
+
+def test_a_version_retired_between_open_and_lock_is_not_read(site, tmp_path, monkeypatch):
+    _, _, owner, publisher = site
+    publisher.publish(1, timeout_s=TIMEOUT_S)
+    (marker,) = owner.markers()
+    inner = fcntl.flock
+
+    def retire_and_lock(fd, how):
+        monkeypatch.setattr(fcntl, "flock", inner)
+        for version in (2, 3):
+            publisher.publish(version, timeout_s=TIMEOUT_S)
+        inner(fd, how)
+
+    with IpcTransport("policy", root=str(tmp_path)) as reader:
+        monkeypatch.setattr(fcntl, "flock", retire_and_lock)
+        with pytest.raises(TransferError, match="version 1 was retired"):
+            reader._buffers.hold(marker)
+        os.close(reader._buffers.hold(owner.markers()[0]))
 
 
 def test_close_leaves_nothing(site, tmp_path):
@@ -237,3 +295,18 @@ def test_a_gpu_that_is_not_seen_is_refused(monkeypatch):
     note = {"token": "", "bytes": 1, "uuid": "GPU-1", "cuda": ""}
     with pytest.raises(UnsupportedError, match="on GPU GPU-1, this process sees"):
         open_exported(note)
+
+
+def test_a_gpu_is_found_by_its_uuid(monkeypatch):
+    """Against a fake of torch's handles: CUDA IPC itself has not run in a test."""
+    names = list(inspect.signature(ipc_handle.rebuild_cuda_tensor).parameters)
+    args = [name if name != "storage_device" else 0 for name in names]
+    got = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(ipc_handle, "_uuid", lambda device: f"GPU-{device.index}")
+    monkeypatch.setattr(
+        ipc_handle, "rebuild_cuda_tensor", lambda *a: got.extend(a) or torch.zeros(1).byte()
+    )
+    open_exported({"uuid": "GPU-2", "cuda": pickle.dumps(args).hex()})
+    assert dict(zip(names, got, strict=True))["storage_device"] == 2
+    assert sum(a != b for a, b in zip(args, got, strict=True)) == 1

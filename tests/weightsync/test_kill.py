@@ -17,7 +17,7 @@ from tests.weightsync.small_sync import PULL, RANKS, TRAINERS, Small
 
 ranks.preload(__name__)  # With all that it imports.
 
-PLACES = ("group on a file store", "group on a TCP store", "shared_memory", "file")
+PLACES = ("group on a file store", "group on a TCP store", "shared_memory", "file", "ipc")
 NEVER = 10**9
 
 
@@ -101,7 +101,7 @@ def place_of(name, tmp_path, host):
 @pytest.mark.parametrize("place", PLACES)
 def test_a_rank_killed_at_any_line(place, full, tmp_path, host):
     rng, (kind, where) = random.Random(place), place_of(place, tmp_path, host)
-    cases = 210 if full else 10
+    cases = 170 if full else 9
     killed = committed = 0
     for case in range(cases):
         # Often among the last lines: where it is decided.
@@ -120,7 +120,7 @@ def test_a_rank_killed_at_any_line(place, full, tmp_path, host):
 @pytest.mark.parametrize("place", PLACES[1:3])
 def test_a_rank_killed_at_any_time(place, full, tmp_path, host):
     rng, (kind, where) = random.Random(6), place_of(place, tmp_path, host)
-    cases = 80 if full else 5
+    cases = 75 if full else 4
     committed = 0
     for case in range(cases):
         victim = rng.randrange(RANKS)

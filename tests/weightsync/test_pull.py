@@ -148,6 +148,15 @@ def test_names_are_apart(site, store):
         assert len(owner.markers()) == 1
 
 
+def test_close_hides_what_goes_with_the_trainer(site, store):
+    _, owner, publisher = site
+    publisher.publish(1, timeout_s=TIMEOUT_S)
+    with PullTransport(store, ProcessWire()) as reader:
+        assert len(reader.markers()) == 1
+        owner.close()
+        assert reader.markers() == ()
+
+
 def test_nobody_has_begun(site, store):
     plan, _, publisher = site
     publisher.publish(1, timeout_s=TIMEOUT_S)
