@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future
 
 import numpy as np
 import torch
@@ -14,8 +15,7 @@ __all__ = ["as_buffer", "bucket_digest", "cast_and_digest"]
 # XXH3-128: finds any accident, at the speed of memory. It is no defence against an attacker, who
 # could write the commit as well as the weights.
 
-# Copied and digested while in the cache: one pass over memory instead of two. Smaller pieces cost
-# more in calls than they save.
+# Cast, copied and digested while in the cache. Smaller pieces cost more in calls than they save.
 _CHUNK_BYTES = 1 << 20
 
 
@@ -28,25 +28,41 @@ def bucket_digest(pieces: Iterable[Tensor]) -> str:
 
 
 def cast_and_digest(
-    sources: Sequence[Tensor], dtypes: Sequence[torch.dtype], into: Sequence[Tensor] | None
+    sources: Sequence[Tensor],
+    dtypes: Sequence[torch.dtype],
+    into: Sequence[Tensor] | None,
+    *,
+    helper: Executor | None = None,
 ) -> str:
     """Copy tensors, each cast to its dtype, and digest what was copied. Local; one pass.
 
     Args:
         into: where to, of the same shapes; None digests alone.
+        helper: one thread that digests while this one copies, where bytes are copied as they are.
     """
     digest = xxhash.xxh3_128()
+    under_way: list[Future[None]] = []
     targets: Sequence[Tensor | None] = [None] * len(sources) if into is None else into
     for source, dtype, target in zip(sources, dtypes, targets, strict=True):
-        if target is not None and _are_plain_bytes(source, target):
-            _copy_bytes(source, target, digest)
+        if helper is not None and target is not None and _are_plain_bytes(source, target):
+            new = as_buffer(source)
+            under_way.append(helper.submit(digest.update, new))
+            np.asarray(as_buffer(target))[:] = np.asarray(new)
             continue
+        _wait_for(under_way)
         for part, room in _chunks(source, target, dtype.itemsize):
             cast = part.to(device="cpu", dtype=dtype).contiguous()
             if room is not None:
                 room.copy_(cast)
             digest.update(as_buffer(cast))
+    _wait_for(under_way)
     return digest.hexdigest()
+
+
+def _wait_for(under_way: list[Future[None]]) -> None:
+    for future in under_way:
+        future.result()
+    under_way.clear()
 
 
 def _are_plain_bytes(source: Tensor, target: Tensor) -> bool:
@@ -56,15 +72,6 @@ def _are_plain_bytes(source: Tensor, target: Tensor) -> bool:
         and source.is_contiguous()
         and target.is_contiguous()
     )
-
-
-def _copy_bytes(source: Tensor, target: Tensor, digest: xxhash.xxh3_128) -> None:
-    """In numpy, whose calls cost a tenth of torch's."""
-    new, room = np.asarray(as_buffer(source)), np.asarray(as_buffer(target))
-    for start in range(0, len(new), _CHUNK_BYTES):
-        part = new[start : start + _CHUNK_BYTES]
-        room[start : start + _CHUNK_BYTES] = part
-        digest.update(part.data)
 
 
 def as_buffer(tensor: Tensor) -> memoryview:

@@ -53,12 +53,14 @@ class Blob:
         self, plan: Plan, buffer: UInt8[Tensor, " bytes"], *, lease: Lease | None = None
     ) -> None:
         self._plan, self._buffer, self._lease = plan, buffer, lease
+        self._tensors: dict[str, Tensor] = {}
 
     def views(self, index: int) -> list[Tensor]:
         return [self.box(copy.name, copy.box) for copy in self._plan.buckets[index].copies]
 
     def box(self, name: str, box: Shard) -> Tensor:
-        return self._tensor(name)[box.slices]
+        tensor = self._tensor(name)
+        return tensor if box.sizes == tensor.shape else tensor[box.slices]
 
     def own(self) -> None:
         if self._lease is not None:
@@ -69,9 +71,13 @@ class Blob:
             self._lease.close()
 
     def _tensor(self, name: str) -> Tensor:
-        spec, start = self._plan.target[name], self._plan.offsets[name]
-        size = prod(spec.shape) * spec.dtype.itemsize
-        return self._buffer[start : start + size].view(spec.dtype).view(spec.shape)
+        if name not in self._tensors:
+            spec, start = self._plan.target[name], self._plan.offsets[name]
+            size = prod(spec.shape) * spec.dtype.itemsize
+            self._tensors[name] = (
+                self._buffer[start : start + size].view(spec.dtype).view(spec.shape)
+            )
+        return self._tensors[name]
 
 
 class Boxes:

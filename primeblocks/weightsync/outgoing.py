@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Executor
 
 import torch
 from jaxtyping import UInt8
@@ -49,12 +50,13 @@ class Shipment:
         *,
         base: int | None,
         history: History | None,
+        helper: Executor | None,
         deadline: float,
     ) -> None:
         self.plan, self.rank, self.version, self.base = plan, rank, version, base
         self.digests: dict[int, str] = {}
         self.sizes: dict[int, int] = {}
-        self._parts, self._deadline = parts, deadline
+        self._parts, self._helper, self._deadline = parts, helper, deadline
         self._history, self._payloads = history, dict[int, memoryview]()
         if history is not None and base is None:
             history.forget()  # Its room is needed for what is sent now.
@@ -110,4 +112,4 @@ class Shipment:
         if time.monotonic() > self._deadline:
             done, whole = len(self.digests), len(self.plan.of_rank(self.rank))
             raise DeadlineError(f"took {done} of {whole} buckets before the deadline")
-        self.digests[index] = self._parts.fill(index, into)
+        self.digests[index] = self._parts.fill(index, into, helper=self._helper)

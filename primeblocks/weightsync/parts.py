@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -86,11 +87,12 @@ class Parts:
             for source in {s.origin: s for row in self._sources.values() for s in row}.values():
                 self._local(source)
 
-    def fill(self, index: int, into: Sequence[Tensor] | None) -> str:
+    def fill(self, index: int, into: Sequence[Tensor] | None, *, helper: Executor | None) -> str:
         """Copy a bucket, in the dtypes that travel, and return its digest. Local; one pass.
 
         Args:
             into: where to, a tensor for each copy of the bucket; None digests alone.
+            helper: one thread to digest in.
 
         Raises:
             PlanError: a tensor has another local shape than at first.
@@ -101,7 +103,7 @@ class Parts:
         for copy, source in zip(plan.buckets[index].copies, self._sources[index], strict=True):
             views.append(source.piece.view(self._local(source), source.held.shard))
             dtypes.append(plan.target[copy.name].dtype)
-        return cast_and_digest(views, dtypes, into)
+        return cast_and_digest(views, dtypes, into, helper=helper)
 
     def _local(self, source: _Source) -> Tensor:
         # Copies of one tensor follow each other, so each is encoded once.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,6 +25,7 @@ __all__ = ["Publisher"]
 
 _MESSAGE_BYTES = 4096
 _ERROR_CHARS = 600  # A character takes up to six bytes in JSON.
+_WORTH_A_THREAD_BYTES = 8 << 20
 _BUCKET_CHARS = 36 + 16  # A digest and a size.
 # A rank whose work ends at the deadline tells the others a little later. So much is waited for it.
 _GRACE_S = 2.0
@@ -84,8 +87,8 @@ class Publisher:
         Where another rank hangs it ends two seconds after `timeout_s`: so long a rank whose own
         work ended at the deadline is waited for.
 
-        Cost: one copy and one XXH3-128 of the bytes this rank sends; four small all-gathers. A
-        delta costs one more pass, over what was sent before.
+        Cost: one copy and, in a second thread, one XXH3-128 of what this rank sends; four small
+        all-gathers. A delta costs one more pass, over what was sent before.
 
         Raises:
             TransferError: some rank failed, died or was late; the committed version did not
@@ -182,19 +185,21 @@ class Publisher:
         return None if enough else self._history.version
 
     def _send(self, version: int, opened: dict[str, Any], deadline: float) -> dict[str, Any]:
-        self._shipment = shipment = Shipment(
-            self._parts,
-            self._plan,
-            self._rank,
-            version,
-            base=opened["base"],
-            history=self._history if opened["sends"] else None,
-            deadline=deadline,
-        )
-        if opened["sends"]:
-            self._transport.send(shipment, deadline=deadline)
-        else:
-            shipment.digest_all()
+        with _helper(self._plan.written_bytes(self._rank)) as helper:
+            self._shipment = shipment = Shipment(
+                self._parts,
+                self._plan,
+                self._rank,
+                version,
+                base=opened["base"],
+                history=self._history if opened["sends"] else None,
+                helper=helper,
+                deadline=deadline,
+            )
+            if opened["sends"]:
+                self._transport.send(shipment, deadline=deadline)
+            else:
+                shipment.digest_all()
         mine = self._plan.of_rank(self._rank)
         return {"digests": [[shipment.digests[i], shipment.sizes[i]] for i in mine]}
 
@@ -249,6 +254,11 @@ class Publisher:
             self._history.forget()
         self._since_full = []
         self._shipment = None
+
+
+def _helper(size_bytes: int) -> AbstractContextManager[Executor | None]:
+    """A thread that digests, where there is more to do than to start it."""
+    return ThreadPoolExecutor(1) if size_bytes >= _WORTH_A_THREAD_BYTES else nullcontext()
 
 
 def _same_version(replies: list[dict[str, Any]]) -> None:
