@@ -30,7 +30,10 @@ def plan_capacity(
     `gpus` are replicas of attention of `tensor` ranks each. Whole prompts are dealt to replicas in
     turn, the largest first. Weights and key-value heads split over a replica; heads that are fewer
     than its ranks, and latents, are on every rank. The promise is for every order in which
-    rollouts may grow: with the planned GPUs nothing is evicted before it ends.
+    rollouts may grow: with the planned GPUs nothing is evicted before it ends. An engine that
+    computes prompts in chunks frees a window's pages after each chunk, not after each token; give
+    it the chunk's pages of windowed layers in `Gpu.reserve_bytes`. Page sizes of groups are added
+    as they are, not padded to one size.
 
     Args:
         groups: of `kv_groups`, or written by hand.
@@ -59,16 +62,7 @@ def plan_capacity(
             "Raise tensor, gpus or memory_fraction, or spread experts."
         )
     tiers, left = _place(groups, load, data, page_tokens=page_tokens, limits=limits)
-
-    def again(kind: Rollouts, *, sibling: bool) -> Recompute:
-        shared = kind.shared_pages(page_tokens) * page_tokens if sibling else 0
-        return _again(groups, kind, shared=shared, active_parameters=weights.active_parameters)
-
-    longest = max(rollouts, key=lambda kind: kind.tokens)
-    left_over = Recompute(0, 0, 0)
-    for kind, prompts in left:
-        left_over += again(kind, sibling=False) * prompts
-        left_over += again(kind, sibling=True) * (prompts * (kind.samples - 1))
+    one, left_over = _prices(groups, rollouts, left, page_tokens, weights.active_parameters)
     return CapacityPlan(
         groups=tuple(groups),
         gpus=data * tensor,
@@ -79,7 +73,7 @@ def plan_capacity(
         peak_bytes=load.peak(data),
         pages=load.pages(data),
         tiers=tiers,
-        one_eviction=again(longest, sibling=longest.samples > 1),
+        one_eviction=one,
         left_over=left_over,
     )
 
@@ -177,16 +171,30 @@ def _place(
     return tiers, [(kind, n) for (kind, _), n in zip(load.kinds, waiting, strict=True) if n]
 
 
-def _again(
-    groups: Sequence[KvGroup], kind: Rollouts, *, shared: int, active_parameters: int
-) -> Recompute:
-    """One rollout of which the first `shared` tokens are still there."""
-    if any(each.state_head_bytes for each in groups):
-        shared = 0  # A state of the shared part is not kept.
-    flops = prefill_flops(
-        groups, start=shared, end=kind.tokens, active_parameters=active_parameters
-    )
-    return Recompute(1, kind.tokens - shared, flops)
+def _prices(
+    groups: Sequence[KvGroup],
+    rollouts: Sequence[Rollouts],
+    left: list[tuple[Rollouts, int]],
+    page_tokens: int,
+    active_parameters: int,
+) -> tuple[Recompute, Recompute]:
+    """Of the longest rollout, and of prompts with all samples that no tier has room for."""
+    # A state after the shared part is not kept: a model with states begins at token 0.
+    reused = not any(group.state_head_bytes for group in groups)
+
+    def again(kind: Rollouts, *, sibling: bool) -> Recompute:
+        start = kind.shared_pages(page_tokens) * page_tokens if sibling and reused else 0
+        flops = prefill_flops(
+            groups, start=start, end=kind.tokens, active_parameters=active_parameters
+        )
+        return Recompute(1, kind.tokens - start, flops)
+
+    left_over = Recompute(0, 0, 0)
+    for kind, prompts in left:
+        left_over += again(kind, sibling=False) * prompts
+        left_over += again(kind, sibling=True) * (prompts * (kind.samples - 1))
+    longest = max(rollouts, key=lambda kind: kind.tokens)
+    return again(longest, sibling=longest.samples > 1), left_over
 
 
 def _check(

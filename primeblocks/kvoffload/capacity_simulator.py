@@ -32,9 +32,9 @@ class Simulator:
     capacity_bytes: int
     page_tokens: int
     tensor: int = 1
-    evictions: int = 0
-    recomputed_tokens: int = 0
-    peak_bytes: int = 0
+    evictions: int = field(default=0, init=False)
+    recomputed_tokens: int = field(default=0, init=False)
+    peak_bytes: int = field(default=0, init=False)
     lengths: list[int] = field(init=False)
     owners: list[tuple[int, int, Rollouts]] = field(init=False)
     began: list[int] = field(init=False)

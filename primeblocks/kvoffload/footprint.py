@@ -63,34 +63,29 @@ def footprint(
 ) -> Footprint:
     """The peak over every order in which samples can grow, token by token. Pure.
 
-    Samples after the first begin when the prompt is in its pages. Only the last page's lengths
-    are tried: one page earlier, a rollout never holds more (docs/kvoffload.md).
+    Samples after the first begin when the prompt is in its pages; each is then at any length up to
+    its end. Only lengths in the last page are tried: one page earlier, a rollout never holds more,
+    since a window moves by whole pages and everything else only grows.
     """
-    shared = rollouts.shared_pages(page_tokens)
     end = rollouts.tokens
-    start = max(1, end - page_tokens + 1)
+    begin = 1 if rollouts.samples == 1 else rollouts.prompt_tokens
+    lengths = range(max(begin, end - page_tokens + 1), end + 1)
     sizes = [each.page_bytes(page_tokens, tensor=tensor) for each in groups]
-    state = sum(each.state_bytes(tensor=tensor) for each in groups)
+    states = sum(each.state_bytes(tensor=tensor) for each in groups)
 
-    def most(start: int, shared: int) -> tuple[int, tuple[int, ...]]:
+    def most(shared: int) -> tuple[int, tuple[int, ...]]:
         counted = (
-            tuple(_held(each, tokens, page_tokens, shared) for each in groups)
-            for tokens in range(start, end + 1)
+            tuple(_held(each, tokens, page_tokens, shared) for each in groups) for tokens in lengths
         )
-        weighed = ((sum(map(int.__mul__, pages, sizes)), pages) for pages in counted)
-        used, pages = max(weighed, key=lambda each: each[0])
-        return used + state, pages
+        return max((sum(map(int.__mul__, pages, sizes)), pages) for pages in counted)
 
-    alone, alone_pages = most(start, 0)
-    grown = max(start, rollouts.prompt_tokens)
-    first, first_pages = most(grown, 0)
-    rest, rest_pages = most(grown, shared)
+    first, first_pages = most(0)
+    each_other, other_pages = most(rollouts.shared_pages(page_tokens))
     others = rollouts.samples - 1
-    together = first + others * rest
-    if alone > together:
-        return Footprint(alone_pages, alone)
-    pages = tuple(mine + others * more for mine, more in zip(first_pages, rest_pages, strict=True))
-    return Footprint(pages, together)
+    return Footprint(
+        pages=tuple(a + others * b for a, b in zip(first_pages, other_pages, strict=True)),
+        total_bytes=first + others * each_other + rollouts.samples * states,
+    )
 
 
 def _held(group: KvGroup, tokens: int, page_tokens: int, shared: int) -> int:

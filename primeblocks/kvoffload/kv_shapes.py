@@ -17,7 +17,6 @@ _UNREAD = (
     "compress_ratios",
     "global_head_dim",
     "hybrid_override_pattern",
-    "index_topk_pattern",
     "layers_block_type",
     "linear_attn_config",
     "num_kv_shared_layers",
@@ -25,6 +24,7 @@ _UNREAD = (
 # These too, unless transformers has already spelled them out under the other name.
 _SPELLED = {
     "index_topk_freq": "indexer_types",
+    "index_topk_pattern": "indexer_types",
     "sliding_window_pattern": "layer_types",
     "max_window_layers": "layer_types",
 }

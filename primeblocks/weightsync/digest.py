@@ -77,7 +77,8 @@ def _are_plain_bytes(source: Tensor, target: Tensor) -> bool:
 def as_buffer(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the CPU. No copy."""
     # Not .numpy(): it forbids ever after to resize the storage, as offloading does.
-    return np.from_dlpack(tensor.detach().view(-1).view(torch.uint8)).data
+    plain = tensor.detach() if tensor.requires_grad else tensor
+    return np.from_dlpack(plain.view(-1).view(torch.uint8)).data
 
 
 def _chunks(

@@ -40,11 +40,15 @@ class Encoder(Protocol):
 
 
 class _Source(NamedTuple):
-    """A box of a tensor that a rank holds: of what is made of parameter `origin`, if encoded."""
+    """A box of a tensor that a rank holds: of what is made of parameter `origin`, if encoded.
+
+    `is_all`: it is all that the rank holds of it, as it lies there.
+    """
 
     origin: str
     piece: Piece
     held: Layout
+    is_all: bool
 
 
 class Parts:
@@ -101,7 +105,8 @@ class Parts:
         plan = self._plan
         views, dtypes = [], []
         for copy, source in zip(plan.buckets[index].copies, self._sources[index], strict=True):
-            views.append(source.piece.view(self._local(source), source.held.shard))
+            local = self._local(source)
+            views.append(local if source.is_all else source.piece.view(local, source.held.shard))
             dtypes.append(plan.target[copy.name].dtype)
         return cast_and_digest(views, dtypes, into, helper=helper)
 
@@ -176,7 +181,10 @@ class Parts:
                 part = piece.to_target(box)
                 if part is not None and part.target_box == box:
                     origin = origins.get(part.source, part.source)
-                    return _Source(origin, part, held[part.source].layout)
+                    layout = held[part.source].layout
+                    as_it_lies = part.dims == tuple(range(len(layout.shape)))
+                    is_all = as_it_lies and part.source_box == layout.shard
+                    return _Source(origin, part, layout, is_all)
         found = [piece.target_box for piece in pieces.get(name, ())]
         raise PlanError(
             f"rank {self._rank} shall send {box} of {name!r} and has "

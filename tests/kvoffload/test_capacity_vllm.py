@@ -14,6 +14,7 @@ from primeblocks.testing import tiny_models
 from tests.engine_job import run_job
 
 JOB = Path(__file__).with_name("vllm_capacity_job.py")
+QUICK = "exaone_moe"  # the others with --full
 PAGE_TOKENS = {"qwen3_moe": 32, "exaone_moe": 32, "deepseek_v3": 16}
 # Six pages of 32 a rollout, or a window of four that slides; one of the prompt's is shared.
 SHARED = Rollouts(prompts=2, prompt_tokens=40, completion_tokens=153, samples=2)
@@ -31,6 +32,11 @@ def plan(family):
     return plan_capacity(groups, [ASKED[family]], page_tokens=PAGE_TOKENS[family], **how)
 
 
+def need(family, full):
+    if family != QUICK and not full:
+        pytest.skip(f"an engine of {family} starts with --full")
+
+
 def layers_a_page(family):
     """vLLM splits groups into parts of as many layers as the smallest has; a page is of a part."""
     return min(group.layers for group in plan(family).groups)
@@ -43,11 +49,13 @@ def vllm_pages(family):
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory):
+def engines(tmp_path_factory, request):
     """Of each family an engine with just enough pages, and one with a page less."""
     folder = tmp_path_factory.mktemp("capacity")
     cases = {}
     for family in PAGE_TOKENS:
+        if family != QUICK and not request.config.getoption("--full"):
+            continue
         tiny_models.save(family, folder / family, dtype="float32")
         # vLLM keeps page 0 for itself.
         for name, pages in (("enough", 1), ("less", 0)):
@@ -62,8 +70,10 @@ def engines(tmp_path_factory):
 
 
 @pytest.mark.vllm
+@pytest.mark.timeout(200)  # with --full: six engines
 @pytest.mark.parametrize("family", PAGE_TOKENS)
-def test_a_page_has_the_bytes_that_vllm_says(engines, family):
+def test_a_page_has_the_bytes_that_vllm_says(engines, family, full):
+    need(family, full)
     found, ours, tokens = engines[family, "enough"], plan(family).groups, PAGE_TOKENS[family]
     assert sum(each["layers"] for each in found["groups"]) == sum(each.layers for each in ours)
     (layer,) = {each.page_bytes(tokens) // each.layers for each in ours}
@@ -75,7 +85,9 @@ def test_a_page_has_the_bytes_that_vllm_says(engines, family):
 
 
 @pytest.mark.vllm
+@pytest.mark.timeout(200)  # with --full: six engines
 @pytest.mark.parametrize("family", PAGE_TOKENS)
-def test_vllm_evicts_nothing_with_the_planned_pages_and_something_with_one_less(engines, family):
+def test_vllm_evicts_nothing_with_the_planned_pages_and_something_with_one_less(engines, family, full):
+    need(family, full)
     assert engines[family, "enough"]["evictions"] == 0
     assert engines[family, "less"]["evictions"] > 0
