@@ -122,7 +122,7 @@ class Engine(_Side):
 
     def __init__(self, name: str, scale: float, threads: int) -> None:
         super().__init__(name, scale, threads, seed=1, owner=False)
-        self.subscriber = Subscriber(self.plan, self.load, self.transport)
+        self.subscriber = Subscriber(self.plan, self.load, self.transport, check="ahead")
         self.loaded_s = 0.0
 
     def load(self, named: Iterable[tuple[str, Tensor]]) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import count
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from .marker import Marker
 from .plan import Plan
 from .transport import Incoming
 
-__all__ = ["Version", "bring", "check", "undone"]
+__all__ = ["Version", "bring", "check", "checking", "undone"]
 
 # Less than this is done before a thread has started.
 _BYTES_A_THREAD = 8 << 20
@@ -31,16 +32,18 @@ class Version(NamedTuple):
     Attributes:
         bytes: what was read for it.
         undo: by bucket, what makes of it the version that it was made of.
+        is_checked: whether its bytes are known to be right.
     """
 
     marker: Marker
     held: Held
     bytes: int
     undo: Mapping[int, memoryview]
+    is_checked: bool = True
 
     def loaded(self) -> Version:
-        """The same, with nothing to go back to."""
-        return self._replace(undo={})
+        """The same, with nothing to go back to, and checked."""
+        return self._replace(undo={}, is_checked=True)
 
 
 def bring(
@@ -118,6 +121,37 @@ def check(plan: Plan, reader: int, version: Version) -> None:
     """
     for index in plan.of_reader(reader):
         _check_bucket(plan, index, version.held, version.marker)
+
+
+@contextmanager
+def checking(plan: Plan, reader: int, version: Version) -> Iterator[Callable[[str], None]]:
+    """Check buckets in a thread; what it gives returns once all bytes of a tensor are right.
+
+    One thread: more take from the copy what memory gives.
+
+    Raises:
+        CorruptionError: from what it gives, one is not what was sent.
+    """
+    buckets_of: dict[str, list[Future[None]]] = {}
+    with ThreadPoolExecutor(1) as pool:
+        turn = {name: place for place, name in enumerate(plan.wants[reader])}
+        first = {
+            index: min(turn[copy.name] for copy in plan.buckets[index].copies)
+            for index in plan.of_reader(reader)
+        }
+        for index in sorted(first, key=first.__getitem__):
+            future = pool.submit(_check_bucket, plan, index, version.held, version.marker)
+            for name in {copy.name for copy in plan.buckets[index].copies}:
+                buckets_of.setdefault(name, []).append(future)
+
+        def wait_for(name: str) -> None:
+            for future in buckets_of.get(name, ()):
+                future.result()
+
+        try:
+            yield wait_for
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _for_each(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import NoReturn, Self
+from typing import Literal, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ..errors import (
     TransferError,
 )
 from .convert import Wiring
-from .fetched import Version, bring, check, undone
+from .fetched import Version, bring, check, checking, undone
 from .held import Held
 from .marker import Marker, Receipt
 from .plan import Plan
@@ -45,6 +45,10 @@ class Subscriber:
         convert: the wiring that `plan_sync` was given for this reader; `load` then gets the
             targets of it, put together in new memory, one at a time.
         threads: how many check bytes at a time, where there are many.
+        check: "before" `load` gets the first tensor, every byte is checked. "ahead" of it, each
+            tensor's bytes are checked before `load` gets it, while it copies those before it:
+            faster, but damage is found in the middle of a load, and the version before is loaded
+            again. Where there is none, and for deltas, all is checked before.
 
     Raises:
         PlanError: the plan has no such reader, or it was planned with a wiring.
@@ -59,6 +63,7 @@ class Subscriber:
         reader: int = 0,
         convert: Wiring | None = None,
         threads: int = 4,
+        check: Literal["before", "ahead"] = "before",
     ) -> None:
         plan.check_reader(reader)
         torn = [name for name, boxes in plan.wants[reader].items() if len(boxes) > 1]
@@ -69,6 +74,7 @@ class Subscriber:
             )
         self._plan, self._load, self._transport = plan, load, transport
         self._reader, self._convert, self._threads = reader, convert, threads
+        self._ahead = check == "ahead"
         self._served: Marker | None = None
         self._held: Version | None = None
         self._ready: Version | None = None
@@ -109,7 +115,7 @@ class Subscriber:
             ClosedError: after close().
         """
         start = time.monotonic()
-        ready = self._get_ready(version, deadline=start + timeout_s)
+        ready = self._get_ready(version, deadline=start + timeout_s, ahead=self._ahead)
         self._ready = None
         if ready.marker != self._served:
             self._load_or_go_back(ready, deadline=start + timeout_s)
@@ -142,12 +148,12 @@ class Subscriber:
     ) -> None:
         self.close()
 
-    def _get_ready(self, version: int | None, *, deadline: float) -> Version:
+    def _get_ready(self, version: int | None, *, deadline: float, ahead: bool = False) -> Version:
         if self._closed:
             raise ClosedError("this Subscriber was closed")
         if self._ready is None or version not in (None, self._ready.marker.version):
             self._drop_ready()
-            self._ready = self._fetch(version, deadline, served=self._served)
+            self._ready = self._fetch(version, deadline, served=self._served, ahead=ahead)
         return self._ready
 
     def _drop_ready(self) -> None:
@@ -155,14 +161,29 @@ class Subscriber:
             self._ready.held.close()
         self._ready = None
 
-    def _fetch(self, version: int | None, deadline: float, *, served: Marker | None) -> Version:
-        """A version's bytes, all checked; and what other readers of it agreed to."""
+    def _fetch(
+        self,
+        version: int | None,
+        deadline: float,
+        *,
+        served: Marker | None,
+        ahead: bool = False,
+    ) -> Version:
+        """A version's bytes, all checked; and what other readers of it agreed to.
+
+        `ahead`: unchecked, where there is one to go back to and nobody waits for this reader.
+        """
         held = None if self._held is None else self._held.marker
         request = Request(self._plan, self._reader, version, held, served, deadline)
         found = self._transport.receive(request)
         last = found[-1]
         if last.marker == held and self._held is not None:
             return self._held
+        can_go_back = self._held is not None and last.marker in self._transport.markers()
+        if ahead and can_go_back and len(found) == 1 and last.marker.base is None:
+            self._check_plan(last.marker)
+            size = self._plan.read_bytes(self._reader)
+            return Version(last.marker, last.whole(), size, {}, is_checked=False)
         try:
             try:
                 fetched = self._bring(found, deadline)
@@ -185,12 +206,7 @@ class Subscriber:
         return fetched
 
     def _bring(self, found: Sequence[Incoming], deadline: float) -> Version:
-        marker = found[-1].marker
-        if marker.plan != self._plan.fingerprint():
-            raise PlanError(
-                f"version {marker.version} was written by plan {marker.plan}, this is plan "
-                f"{self._plan.fingerprint()}. Build both from the same manifests."
-            )
+        self._check_plan(found[-1].marker)
         base = None
         if found[0].marker.base is not None:
             # From here on it is neither the one nor the other.
@@ -207,13 +223,25 @@ class Subscriber:
             threads=self._threads,
         )
 
+    def _check_plan(self, marker: Marker) -> None:
+        if marker.plan != self._plan.fingerprint():
+            raise PlanError(
+                f"version {marker.version} was written by plan {marker.plan}, this is plan "
+                f"{self._plan.fingerprint()}. Build both from the same manifests."
+            )
+
     def _load_or_go_back(self, new: Version, *, deadline: float) -> None:
         served, self._served = self._served, None  # Torn, until it has one of them.
         if new == self._held:
             self._held = None
         try:
-            self._feed(new.held)
+            if new.is_checked:
+                self._feed(new.held)
+            else:
+                with checking(self._plan, self._reader, new) as wait_for:
+                    self._feed(new.held, wait_for)
         except Exception as error:  # Whatever load raises, the model must not stay torn.
+            new.held.own()  # Nobody shall read its bytes again.
             self._go_back(new, served, error, deadline=deadline)
         if self._held is not None:
             self._held.held.close()
@@ -257,7 +285,8 @@ class Subscriber:
         check(self._plan, self._reader, self._held)
         return self._held
 
-    def _feed(self, held: Held) -> None:
+    def _feed(self, held: Held, wait_for: Callable[[str], None] = lambda name: None) -> None:
+        """Let `load` have all, each tensor once `wait_for` has returned for what it is made of."""
         taken = 0
         wanted = self._plan.wants[self._reader] if self._convert is None else self._convert.targets
 
@@ -265,11 +294,18 @@ class Subscriber:
             nonlocal taken
             for name in wanted:
                 taken += 1
+                for source in self._made_of(name):
+                    wait_for(source)
                 yield name, self._tensor(name, held)
 
         self._load(tensors())
         if taken < len(wanted):
             raise TransferError(f"load took {taken} of {len(wanted)} tensors")
+
+    def _made_of(self, name: str) -> Iterable[str]:
+        if self._convert is None:
+            return (name,)
+        return {piece.source for piece in self._convert.by_target[name]}
 
     def _tensor(self, name: str, held: Held) -> Tensor:
         if self._convert is None:

@@ -265,3 +265,49 @@ def test_an_engine_that_lost_its_weights_gets_the_version_again(setup):
     assert setup.subscriber.version is None
     assert setup.receive().version == 1
     assert (setup.served(), setup.engine.loads) == (1, 2)
+
+
+@pytest.fixture
+def ahead(setup):
+    setup.subscriber = Subscriber(setup.plan, setup.engine.load, setup.transport, check="ahead")
+    return setup
+
+
+def test_checked_ahead_a_version_arrives_like_any_other(ahead):
+    for version in (1, 2, 3):
+        ahead.publish(version)
+        assert ahead.receive().bytes == 520
+        assert ahead.served() == version
+    assert ahead.engine.loads == 3
+
+
+@pytest.mark.parametrize("offset", [0, 77, 300, 519])
+def test_checked_ahead_no_damaged_tensor_is_handed_out_and_the_old_version_comes_back(
+    ahead, offset
+):
+    seen = []
+    whole = ahead.engine.load
+
+    def load(tensors):
+        for name, tensor in tensors:
+            seen.append(tensor.unique().tolist())
+            ahead.engine.serves[name] = tensor.clone()
+
+    ahead.publish(1)
+    flip_byte(ahead.blob(1), offset - 520)
+    with pytest.raises(CorruptionError):  # There is nothing to go back to: checked before.
+        ahead.receive()
+    assert ahead.engine.loads == 0
+    flip_byte(ahead.blob(1), offset - 520)
+    ahead.receive()
+    ahead.publish(2)
+    flip_byte(ahead.blob(2), offset - 520)
+    ahead.subscriber._load = load
+    with pytest.raises(TransferError, match="bucket .* fails .* Version 1 was loaded again"):
+        ahead.receive()
+    assert all(values in ([1], [2]) for values in seen)
+    assert (ahead.served(), ahead.subscriber.version) == (1, 1)
+    flip_byte(ahead.blob(2), offset - 520)
+    ahead.subscriber._load = whole
+    assert ahead.receive().version == 2
+    assert ahead.served() == 2
