@@ -2,12 +2,12 @@
 
 The roofline counts one copy each way, tensor by tensor, by torch's `copy_` with as many threads,
 into and out of shared memory that is mapped and touched already: what a transfer without names,
-versions or checks costs. `publish` is one copy, and one digest pass in a thread beside it; `receive`
-is one copy into the engine's parameters, and one digest pass in a thread ahead of it
-(`check="ahead"`; in `"before"`, the default, four threads check all before the first copy). So both
-use a core that the roofline does not: its bound is the memory's, not the core's. push is copy over publish, pull is copy over receive; `copy_bandwidth_fraction` is both
-copies over publish + receive. All take turns in one run. Stages are timed on their own: a digest
-pass in one thread, and what a new mapping of known pages costs.
+versions or checks costs. `publish` is one copy, and one digest pass in a thread beside it;
+`receive` is one copy into the engine's parameters, and one digest pass in a thread ahead of it
+(`check="ahead"`; in "before", the default, four threads check all before the first copy). So both
+use a core that the roofline does not. push is copy over publish, pull is copy over receive;
+`copy_bandwidth_fraction` is both copies over publish + receive. All take turns in one run. Stages
+are timed on their own: a digest pass in one thread, and what a new mapping of known pages costs.
 """
 
 from __future__ import annotations

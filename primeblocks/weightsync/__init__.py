@@ -1,30 +1,34 @@
 """Move trained weights into running engines, all or nothing.
 
-Every trainer rank writes its own shards into one blob per version; engines check a digest over
-every byte before they load it, and keep serving the old version until the new one is whole.
+A plan says which trainer rank writes which box of which tensor, and which reader wants it; a
+transport carries it, in full or as what changed; readers check every byte before they load it, and
+keep serving the old version until the new one is whole.
 """
 
-from . import convert_rules as rules
-from .colocated import Colocated, ColocatedEngine, Turn
-from .convert import Conversion, Wiring
-from .convert_quantise import Quantise
-from .delta import DeltaInfo, apply_delta, encode_delta, inspect_delta, merge_deltas
-from .directory import FileTransport, SharedMemoryTransport
-from .families import checkpoint_to_vllm, transformers_to_checkpoint
-from .group import GroupTransport
-from .lora import AdapterSpec, adapter_parameters
+from .conversion import rules
+from .conversion.conversion import Conversion, Wiring
+from .conversion.families import checkpoint_to_vllm, transformers_to_checkpoint
+from .conversion.pieces import Piece
+from .conversion.quantise import Quantise
+from .delta.tensors import DeltaInfo, apply_delta, encode_delta, inspect_delta, merge_deltas
+from .engines.colocated import Colocated, ColocatedEngine, Turn
+from .engines.lora import AdapterSpec, adapter_parameters
+from .engines.model_folder import ModelFolder, ModelFolders
 from .manifest import Manifest, TensorSpec, describe, gather_manifests
 from .marker import Receipt
-from .model_folder import ModelFolder, ModelFolders
-from .open import open_transport
-from .pieces import Piece
 from .plan import Bucket, Plan
 from .planner import plan_sync
 from .proof import RoundTrip, digest_tensors, prove_round_trip
 from .publish import Publisher
 from .receive import Subscriber
-from .rounds import Estimate, estimate
-from .transport import Transport
+from .transports.directory import FileTransport, SharedMemoryTransport
+from .transports.group import GroupTransport
+from .transports.ipc import IpcTransport
+from .transports.open import open_transport
+from .transports.pull import PullTransport
+from .transports.rounds import Estimate, estimate
+from .transports.transport import Transport
+from .transports.wire import Read, Wire
 
 __all__ = [
     "AdapterSpec",
@@ -36,13 +40,16 @@ __all__ = [
     "Estimate",
     "FileTransport",
     "GroupTransport",
+    "IpcTransport",
     "Manifest",
     "ModelFolder",
     "ModelFolders",
     "Piece",
     "Plan",
     "Publisher",
+    "PullTransport",
     "Quantise",
+    "Read",
     "Receipt",
     "RoundTrip",
     "SharedMemoryTransport",
@@ -50,6 +57,7 @@ __all__ = [
     "TensorSpec",
     "Transport",
     "Turn",
+    "Wire",
     "Wiring",
     "adapter_parameters",
     "apply_delta",

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from ..errors import CorruptionError, DeadlineError
-from .delta_bucket import apply_payload, encode_payload
+from .delta.bucket import apply_payload, encode_payload
 from .digest import bucket_digest
 from .held import Held, pack, packed_views
 from .marker import Marker
 from .plan import Plan
-from .transport import Incoming
+from .transports.transport import Incoming
 
 __all__ = ["Version", "bring", "check", "checking", "undone"]
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..errors import PlanError
 from ..layout import Shard
-from .lease import Lease
 from .plan import Plan
+from .transports.lease import Lease
 
 __all__ = ["Blob", "Boxes", "Held", "pack", "packed_views"]
 

@@ -11,7 +11,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from ..errors import DeadlineError, TransferError
-from .delta_bucket import apply_payload, encode_payload
+from .delta.bucket import apply_payload, encode_payload
 from .digest import as_buffer
 from .held import packed_views
 from .parts import Parts

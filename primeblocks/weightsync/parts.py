@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import PlanError, UnsupportedError
 from ..layout import Layout, Shard
-from .convert import Wiring
+from .conversion.conversion import Wiring
+from .conversion.pieces import Piece, whole_piece
 from .digest import cast_and_digest
 from .manifest import Manifest, NamedTensors, describe, named_tensors
-from .pieces import Piece, whole_piece
 from .plan import Plan
 
 __all__ = ["Encode", "Encoder", "Parts"]

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import PlanError
 from ..layout import Layout, Shard
-from .convert import Wiring
+from .conversion.conversion import Wiring
 from .cover import cut, owned_boxes
 from .manifest import Manifest, TensorSpec
 from .plan import Boxes, Bucket, Plan, packed

@@ -13,13 +13,13 @@ import torch
 
 from ..errors import ClosedError, TransferError, UsageError
 from .agree import Agreement
-from .convert import Wiring
+from .conversion.conversion import Wiring
 from .manifest import Manifest, NamedTensors
 from .marker import Marker, Receipt
 from .outgoing import History, Shipment
 from .parts import Encode, Parts
 from .plan import Plan
-from .transport import Transport
+from .transports.transport import Transport
 
 __all__ = ["Publisher"]
 

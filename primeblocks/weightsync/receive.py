@@ -17,12 +17,12 @@ from ..errors import (
     PlanError,
     TransferError,
 )
-from .convert import Wiring
+from .conversion.conversion import Wiring
 from .fetched import Version, bring, check, checking, undone
 from .held import Held
 from .marker import Marker, Receipt
 from .plan import Plan
-from .transport import Incoming, Request, Transport
+from .transports.transport import Incoming, Request, Transport
 
 __all__ = ["Load", "Subscriber"]
 

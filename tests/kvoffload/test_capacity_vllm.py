@@ -87,7 +87,9 @@ def test_a_page_has_the_bytes_that_vllm_says(engines, family, full):
 @pytest.mark.vllm
 @pytest.mark.timeout(200)  # with --full: six engines
 @pytest.mark.parametrize("family", PAGE_TOKENS)
-def test_vllm_evicts_nothing_with_the_planned_pages_and_something_with_one_less(engines, family, full):
+def test_vllm_evicts_nothing_with_the_planned_pages_and_something_with_one_less(
+    engines, family, full
+):
     need(family, full)
     assert engines[family, "enough"]["evictions"] == 0
     assert engines[family, "less"]["evictions"] > 0

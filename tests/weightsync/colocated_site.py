@@ -14,7 +14,7 @@ from primeblocks.weightsync import (
     gather_manifests,
     plan_sync,
 )
-from primeblocks.weightsync.colocated import Colocated, ColocatedEngine
+from primeblocks.weightsync.engines.colocated import Colocated, ColocatedEngine
 
 TIMEOUT_S = 20
 MIB = 1 << 20

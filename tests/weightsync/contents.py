@@ -13,8 +13,8 @@ from primeblocks.weightsync import (
     Subscriber,
     TensorSpec,
 )
-from primeblocks.weightsync.ipc import IpcTransport
 from primeblocks.weightsync.reference import gather_whole, slice_again
+from primeblocks.weightsync.transports.ipc import IpcTransport
 
 KINDS = ("shared_memory", "file", "ipc", "group")
 

@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import asdict, replace
 
-from primeblocks.weightsync.remote import STATE, VERIFY, WorkerState
+from primeblocks.weightsync.engines.remote import STATE, VERIFY, WorkerState
 
 
 class FakeEngine:

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from primeblocks.weightsync import Publisher, Subscriber, describe, plan_sync
-from primeblocks.weightsync.ipc import IpcTransport
-from primeblocks.weightsync.pull import PullTransport
+from primeblocks.weightsync.transports.ipc import IpcTransport
+from primeblocks.weightsync.transports.pull import PullTransport
 from tests.weightsync.contents import Engine, same_bytes
 from tests.weightsync.process_wire import ProcessWire
 

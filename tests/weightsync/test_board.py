@@ -7,8 +7,8 @@ import pytest
 import torch.distributed as dist
 
 from primeblocks.errors import DeadlineError, TransferError
-from primeblocks.weightsync.board import Board
-from primeblocks.weightsync.transaction import Go, Transaction
+from primeblocks.weightsync.transports.board import Board
+from primeblocks.weightsync.transports.transaction import Go, Transaction
 
 SOON_S = 0.2
 

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primeblocks.errors import TransferError
-from primeblocks.weightsync.choose import chain_to, choose
 from primeblocks.weightsync.marker import Marker
+from primeblocks.weightsync.transports.choose import chain_to, choose
 
 
 def marker(version, base=None, run="r"):

@@ -18,8 +18,8 @@ from primeblocks.errors import CapacityError, DeadlineError, EngineError, UsageE
 from primeblocks.testing.oracles import assert_same_bits
 from primeblocks.weightsync import stages
 from primeblocks.weightsync.adapters.sglang import Sglang
-from primeblocks.weightsync.colocated import ColocatedEngine
-from primeblocks.weightsync.model_folder import ModelFolders
+from primeblocks.weightsync.engines.colocated import ColocatedEngine
+from primeblocks.weightsync.engines.model_folder import ModelFolders
 from tests.weightsync.colocated_site import (
     MIB,
     TIMEOUT_S,

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from primeblocks.errors import PlanError
 from primeblocks.layout import Layout, Shard
 from primeblocks.weightsync import Manifest, TensorSpec, describe
-from primeblocks.weightsync.convert import Conversion
-from primeblocks.weightsync.convert_rules import (
+from primeblocks.weightsync.conversion.conversion import Conversion
+from primeblocks.weightsync.conversion.rules import (
     crop,
     drop,
     fuse,

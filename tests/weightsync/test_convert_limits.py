@@ -6,9 +6,9 @@ import torch
 from primeblocks.errors import PlanError, ShapeError
 from primeblocks.layout import Layout, Shard
 from primeblocks.weightsync import Manifest, TensorSpec, describe
-from primeblocks.weightsync.convert import Conversion
-from primeblocks.weightsync.convert_quantise import Quantise
-from primeblocks.weightsync.convert_rules import (
+from primeblocks.weightsync.conversion.conversion import Conversion
+from primeblocks.weightsync.conversion.quantise import Quantise
+from primeblocks.weightsync.conversion.rules import (
     crop,
     fuse,
     pad,

@@ -8,18 +8,7 @@ import torch
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
-
-from primeblocks.errors import CorruptionError, ShapeError, UnsupportedError, UsageError
-from primeblocks.weightsync import delta_format
-from primeblocks.weightsync.delta import (
-    DeltaInfo,
-    apply_delta,
-    encode_delta,
-    inspect_delta,
-    merge_deltas,
-)
-from primeblocks.weightsync.delta_code import (
+from primeblocks.weightsync.delta.tensors.code import (
     bits_bytes,
     pack_bits,
     pack_positions,
@@ -27,7 +16,18 @@ from primeblocks.weightsync.delta_code import (
     unpack_bits,
     unpack_positions,
 )
-from primeblocks.weightsync.delta_scan import flat_bits, read_changes, write_entries
+from primeblocks.weightsync.delta.tensors.scan import flat_bits, read_changes, write_entries
+from torch import nn
+
+from primeblocks.errors import CorruptionError, ShapeError, UnsupportedError, UsageError
+from primeblocks.weightsync import delta_format
+from primeblocks.weightsync.delta.tensors import (
+    DeltaInfo,
+    apply_delta,
+    encode_delta,
+    inspect_delta,
+    merge_deltas,
+)
 
 DTYPES = {
     torch.bfloat16: torch.int16,

@@ -16,8 +16,8 @@ from primeblocks.errors import (
     PrimeblocksError,
     TransferError,
 )
-from primeblocks.weightsync.fleet import update_fleet
-from primeblocks.weightsync.remote import Update
+from primeblocks.weightsync.engines.fleet import update_fleet
+from primeblocks.weightsync.engines.remote import Update
 from tests.weightsync.fake_engine import FakeEngine
 
 TIMEOUT_S = 0.25

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from primeblocks.errors import DeadlineError, EngineError, UnsupportedError
-from primeblocks.weightsync.http_json import JsonServer
+from primeblocks.weightsync.engines.http_json import JsonServer
 
 
 @pytest.fixture

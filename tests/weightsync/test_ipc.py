@@ -30,9 +30,9 @@ from primeblocks.weightsync import (
     plan_sync,
 )
 from primeblocks.weightsync.held import Boxes
-from primeblocks.weightsync.ipc import IpcTransport
-from primeblocks.weightsync.ipc_handle import Exported, open_exported
-from primeblocks.weightsync.transport import Request
+from primeblocks.weightsync.transports.ipc import IpcTransport
+from primeblocks.weightsync.transports.ipc_handle import Exported, open_exported
+from primeblocks.weightsync.transports.transport import Request
 from tests.weightsync.contents import Engine
 
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from primeblocks.weightsync import (
     gather_manifests,
     plan_sync,
 )
-from primeblocks.weightsync.lora import AdapterSpec, adapter_parameters
+from primeblocks.weightsync.engines.lora import AdapterSpec, adapter_parameters
 
 NEEDS_PEFT = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 PREFIX = "base_model.model."

@@ -27,7 +27,7 @@ from primeblocks.weightsync import (
     describe,
     plan_sync,
 )
-from primeblocks.weightsync.model_folder import ModelFolders
+from primeblocks.weightsync.engines.model_folder import ModelFolders
 
 TIMEOUT_S = 10
 KINDS = ["file", "shared_memory"]

@@ -7,7 +7,7 @@ from primeblocks.errors import PlanError
 from primeblocks.layout import Layout, Shard
 from primeblocks.weightsync import Manifest, Plan, TensorSpec, describe, estimate, plan_sync
 from primeblocks.weightsync.cover import cut, owned_boxes
-from primeblocks.weightsync.rounds import Rounds
+from primeblocks.weightsync.transports.rounds import Rounds
 from tests.weightsync.link_layouts import elements, layouts
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8)

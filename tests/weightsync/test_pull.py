@@ -15,10 +15,10 @@ from primeblocks.errors import (
     UsageError,
 )
 from primeblocks.weightsync import Publisher, Subscriber, Transport, describe, plan_sync
-from primeblocks.weightsync.board import Board
 from primeblocks.weightsync.marker import Marker
-from primeblocks.weightsync.pull import PullTransport
-from primeblocks.weightsync.store_commits import StoreCommits
+from primeblocks.weightsync.transports.board import Board
+from primeblocks.weightsync.transports.pull import PullTransport
+from primeblocks.weightsync.transports.store_commits import StoreCommits
 from tests.weightsync.contents import Engine
 from tests.weightsync.packed_site import parameters
 from tests.weightsync.process_wire import ProcessWire

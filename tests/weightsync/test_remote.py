@@ -14,7 +14,7 @@ from primeblocks.errors import (
     PrimeblocksError,
     TransferError,
 )
-from primeblocks.weightsync.remote import (
+from primeblocks.weightsync.engines.remote import (
     Step,
     Update,
     WorkerState,

@@ -22,7 +22,7 @@ from primeblocks.errors import (
 )
 from primeblocks.weightsync import Publisher, SharedMemoryTransport, describe, plan_sync
 from primeblocks.weightsync.adapters.sglang import Sglang
-from primeblocks.weightsync.model_folder import ModelFolders
+from primeblocks.weightsync.engines.model_folder import ModelFolders
 from tests.weightsync.sglang_fake import FakeSglang
 
 TIMEOUT_S = 10

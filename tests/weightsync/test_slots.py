@@ -20,7 +20,7 @@ from primeblocks.testing import ranks
 from primeblocks.testing.faults import truncate
 from primeblocks.weightsync import slots
 from primeblocks.weightsync.marker import Marker
-from primeblocks.weightsync.slots import Slots
+from primeblocks.weightsync.transports.slots import Slots
 
 SIZE = 1000
 

@@ -15,7 +15,7 @@ from primeblocks.plugins.vllm import register
 from primeblocks.testing import tiny_models
 from primeblocks.weightsync import Publisher, SharedMemoryTransport, describe, plan_sync
 from primeblocks.weightsync.adapters import vllm as into_vllm
-from primeblocks.weightsync.colocated import Colocated, ColocatedEngine
+from primeblocks.weightsync.engines.colocated import Colocated, ColocatedEngine
 
 SIZES = {"num_layers": 2, "hidden": 64}
 TIMEOUT_S = 60

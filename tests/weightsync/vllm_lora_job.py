@@ -24,7 +24,7 @@ from primeblocks.weightsync import (
 )
 from primeblocks.weightsync.adapters.vllm import lora as adapter
 from primeblocks.weightsync.adapters.vllm.lora_worker import LoraWorkerExtension, versioned_request
-from primeblocks.weightsync.lora import AdapterSpec, adapter_parameters
+from primeblocks.weightsync.engines.lora import AdapterSpec, adapter_parameters
 
 PROMPTS = [[1, 5, 7, 9, 11], [1, *range(20, 60)], [1, *range(100, 117)]]
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

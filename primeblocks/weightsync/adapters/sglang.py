@@ -28,8 +28,8 @@ from ...errors import (
     UnsupportedError,
     UsageError,
 )
-from ..http_json import JsonServer
-from ..model_folder import ModelFolder
+from ..engines.http_json import JsonServer
+from ..engines.model_folder import ModelFolder
 
 __all__ = ["InFlight", "Sglang", "UpdateReport"]
 

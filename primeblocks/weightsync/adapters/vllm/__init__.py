@@ -9,7 +9,7 @@ vLLM is imported when an engine is: a trainer drives servers without it.
 
 from typing import TYPE_CHECKING, Any
 
-from ...fleet import UpdateReport
+from ...engines.fleet import UpdateReport
 from .front import InFlight, attach, attach_llm, update, update_all, update_llm
 from .launch import BACKEND, engine_args, register, server_args
 from .server import VllmServer

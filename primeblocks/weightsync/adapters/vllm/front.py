@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ....errors import UnsupportedError
-from ...fleet import UpdateReport, update_fleet
+from ...engines.fleet import UpdateReport, update_fleet
+from ...engines.remote import Update, attach_steps, call, drive, drive_sync, update_sync
 from ...marker import Receipt
 from ...plan import Plan
-from ...remote import Update, attach_steps, call, drive, drive_sync, update_sync
-from ...transport import Transport
+from ...transports.transport import Transport
 from .server import VllmServer
 
 __all__ = ["InFlight", "attach", "attach_llm", "update", "update_all", "update_llm"]

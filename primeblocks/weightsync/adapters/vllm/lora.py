@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 from ....errors import EngineError, MissingPackageError, UnsupportedError, UsageError
-from ...lora import AdapterSpec
+from ...engines.lora import AdapterSpec
+from ...engines.remote import Step, Steps, WorkerState, drive, drive_sync
 from ...marker import Receipt
 from ...plan import Plan
-from ...remote import Step, Steps, WorkerState, drive, drive_sync
-from ...transport import Transport
+from ...transports.transport import Transport
 from .launch import engine_args
 from .lora_worker import LoraWorkerExtension, is_versioned, versioned_request
 

@@ -26,12 +26,12 @@ from ....errors import (
     UnsupportedError,
     UsageError,
 )
-from ...lora import AdapterSpec
+from ...engines.lora import AdapterSpec
+from ...engines.remote import WorkerState
 from ...marker import Receipt
-from ...open import open_transport
 from ...plan import Plan
 from ...receive import Subscriber
-from ...remote import WorkerState
+from ...transports.open import open_transport
 from .worker import WorkerExtension
 
 try:

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from ....errors import EngineError
-from ...http_json import JsonServer
+from ...engines.http_json import JsonServer
 
 __all__ = ["ServerCalls", "VllmServer"]
 

@@ -11,10 +11,10 @@ from typing import Any, cast
 from torch import Tensor
 
 from ....errors import MissingPackageError, PrimeblocksError, TransferError, UnsupportedError
-from ...open import open_transport
+from ...engines.remote import WorkerState
 from ...plan import Plan
 from ...receive import Subscriber
-from ...remote import WorkerState
+from ...transports.open import open_transport
 
 try:
     from vllm.distributed.weight_transfer.base import (
@@ -138,7 +138,10 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         reload.initialize_layerwise_reload(self.model)
         try:
-            expected = {name for name, _ in self.model.named_parameters()}
+            # With LoRA on, vLLM wraps layers; its loader reports names without the wrapper.
+            expected = {
+                name.replace(".base_layer.", ".") for name, _ in self.model.named_parameters()
+            }
             loaded: set[str] | None = cast(Any, self.model).load_weights(tensors)
             missing = sorted(expected - loaded) if loaded is not None else []
             if missing and self.model_config.quantization is None:

@@ -1,0 +1,3 @@
+"""What trainer, checkpoint and engine call the same weights, and how they lie there."""
+
+__all__: list[str] = []

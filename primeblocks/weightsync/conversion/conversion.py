@@ -1,0 +1,210 @@
+"""Conversions: what trainer, checkpoint and engine call the same weights, and how they lie there.
+
+Elements are moved, never computed, so every conversion is exact and has a way back. What moves is
+known as boxes before anything moves: a shard goes straight to where it belongs, through changes of
+name and shape, and nothing is gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ...errors import PlanError
+from ...layout import Layout, Shard
+from ..cover import owned_boxes
+from ..manifest import Manifest, TensorSpec, describe
+from .pieces import Piece, merge, whole_piece
+from .rules import Rule
+
+__all__ = ["Conversion", "Wiring"]
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Rules, in order. Add two to do one after the other."""
+
+    rules: tuple[Rule, ...]
+
+    def __add__(self, other: Conversion) -> Conversion:
+        return Conversion(self.rules + other.rules)
+
+    def inverse(self) -> Conversion:
+        """The rules that undo these: forward, then inverse, gives every element back.
+
+        Dropped tensors do not come back.
+        """
+        return Conversion(tuple(rule.inverse() for rule in reversed(self.rules)))
+
+    def bind(self, *manifests: Manifest) -> Wiring:
+        """Work out what becomes of these tensors. Local; looks at names and global shapes alone.
+
+        Args:
+            manifests: of all ranks, where each has only some of the names.
+
+        Raises:
+            PlanError: a rule finds nothing, names collide, or sizes do not fit.
+        """
+        sources = _union(manifests)
+        specs: dict[str, TensorSpec] = dict(sources.items())
+        fillers = {name: [whole_piece(name, spec.shape)] for name, spec in specs.items()}
+        for rule in self.rules:
+            pieces, after = rule.step(specs)
+            made: dict[str, list[Piece]] = {name: [] for name in after}
+            moved = {piece.target for piece in pieces}
+            made.update({n: fillers[n] for n in after if n in fillers and n not in moved})
+            for piece in pieces:
+                parts = (filler.then(piece) for filler in fillers[piece.source])
+                made[piece.target] += [part for part in parts if part is not None]
+            specs, fillers = after, made
+        return Wiring(
+            sources,
+            Manifest(tuple(specs.items()), sources.recipe),
+            tuple(piece for name in specs for piece in merge(fillers[name])),
+        )
+
+    def forward(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Bind to whole tensors and move them, into new memory. Local."""
+        return self.bind(describe(tensors)).move(tensors)
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """A conversion bound to tensors: each box of a source, and the box of a target it fills.
+
+    Pieces do not overlap, on either side. Where none lead to a target is padding, zero; on the way
+    back it is what was dropped or cropped, and has to be given (`lossy`).
+    """
+
+    sources: Manifest
+    targets: Manifest
+    pieces: tuple[Piece, ...]
+    lossy: bool = False
+
+    def inverse(self) -> Wiring:
+        """The way back, exact, whatever the rules."""
+        pieces = tuple(piece.inverse() for piece in self.pieces)
+        return Wiring(self.targets, self.sources, pieces, not self.lossy)
+
+    @cached_property
+    def by_source(self) -> dict[str, list[Piece]]:
+        """The pieces that each source fills; none where it was dropped."""
+        return _grouped(self.sources, ((piece.source, piece) for piece in self.pieces))
+
+    @cached_property
+    def by_target(self) -> dict[str, list[Piece]]:
+        """The pieces that fill each target."""
+        return _grouped(self.targets, ((piece.target, piece) for piece in self.pieces))
+
+    @cached_property
+    def dropped(self) -> tuple[str, ...]:
+        """Sources of which no element arrives."""
+        empty = (name for name, pieces in self.by_source.items() if not pieces)
+        return tuple(name for name in empty if 0 not in self.sources[name].shape)
+
+    @cached_property
+    def unfilled(self) -> dict[str, list[Shard]]:
+        """Boxes of targets that nothing fills."""
+        holes = {}
+        for name, pieces in self.by_target.items():
+            shape = self.targets[name].shape
+            if sum(piece.target_box.numel for piece in pieces) != prod(shape):
+                holes[name] = owned_boxes([(0, piece.target_box) for piece in pieces], shape)[1]
+        return holes
+
+    def map(self, held: Manifest) -> list[Piece]:
+        """What one rank's shards fill, in global coordinates on both sides. Local.
+
+        Raises:
+            PlanError: a name or a global shape is not what was bound.
+        """
+        _check_same(held, self.sources)
+        return [
+            part
+            for name, spec in held.items()
+            for piece in self.by_source[name]
+            if (part := piece.from_source(spec.layout.shard)) is not None
+        ]
+
+    def move(
+        self, tensors: Mapping[str, Tensor], *, fill: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """Whole targets from whole sources, in new memory. Local; each element copied once.
+
+        Args:
+            fill: targets to start from, by name, where something is `unfilled`.
+
+        Raises:
+            PlanError: a source is missing, is sharded or has another shape; or a target needs
+                filling and is not in `fill`.
+        """
+        held = describe(tensors)
+        _check_same(held, self.sources)
+        missing = [name for name in self.sources if name not in held]
+        sharded = [name for name, spec in held.items() if not spec.layout.is_whole]
+        if missing or sharded:
+            raise PlanError(
+                f"{len(missing)} tensors are missing and {len(sharded)} sharded, first "
+                f"{(missing + sharded)[0]!r}. Pass whole tensors, or use map() for shards."
+            )
+        fill = {} if fill is None else fill
+        needed = [name for name in self.unfilled if self.lossy and name not in fill]
+        if needed:
+            raise PlanError(
+                f"{len(needed)} tensors were dropped or cropped, first {needed[0]!r}: "
+                f"{self.unfilled[needed[0]][0]}. Pass them in fill=."
+            )
+        return {name: self._made(name, tensors, fill.get(name)) for name in self.targets}
+
+    def _made(self, name: str, tensors: Mapping[str, Tensor], start: Tensor | None) -> Tensor:
+        spec, pieces = self.targets[name], self.by_target[name]
+        if start is None:
+            device = tensors[pieces[0].source].device if pieces else None
+            made = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+        elif (tuple(start.shape), start.dtype) != (spec.shape, spec.dtype):
+            found = f"{start.dtype} {tuple(start.shape)}"
+            raise PlanError(f"{name!r} is {spec.dtype} {spec.shape}; fill has {found}")
+        else:
+            made = start.clone()
+        for piece in pieces:
+            source = self.sources[piece.source].layout.shard
+            made[piece.target_box.slices].copy_(piece.view(tensors[piece.source], source))
+        return made
+
+
+def _union(manifests: Sequence[Manifest]) -> Manifest:
+    """All names with their global shapes."""
+    specs: dict[str, TensorSpec] = {}
+    for manifest in manifests:
+        for name, spec in manifest.items():
+            whole = spec
+            if not spec.layout.is_whole:
+                whole = TensorSpec(spec.dtype, Layout.whole(spec.shape))
+            if specs.setdefault(name, whole) != whole:
+                raise PlanError(
+                    f"{name!r} is {whole.dtype} {whole.shape} on one rank and "
+                    f"{specs[name].dtype} {specs[name].shape} on another. Describe both alike."
+                )
+    recipes = {manifest.recipe for manifest in manifests}
+    if len(recipes) > 1:
+        raise PlanError(f"ranks encode with different recipes: {sorted(recipes)}")
+    return Manifest(tuple(specs.items()), recipes.pop() if recipes else "")
+
+
+def _check_same(held: Manifest, bound: Manifest) -> None:
+    for name, spec in held.items():
+        if name not in bound or bound[name].shape != spec.shape:
+            wanted = bound[name].shape if name in bound else "not there"
+            raise PlanError(f"{name!r} is {spec.shape}; bound was {wanted}. Bind these tensors.")
+
+
+def _grouped(names: Iterable[str], pairs: Iterable[tuple[str, Piece]]) -> dict[str, list[Piece]]:
+    groups: dict[str, list[Piece]] = {name: [] for name in names}
+    for name, piece in pairs:
+        groups[name].append(piece)
+    return groups

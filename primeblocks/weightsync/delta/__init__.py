@@ -1,0 +1,3 @@
+"""What changed between two versions, without loss."""
+
+__all__: list[str] = []

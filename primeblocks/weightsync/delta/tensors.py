@@ -1,0 +1,153 @@
+"""Lossless sparse deltas: the bits of a tensor that changed, and nothing else.
+
+A delta is a set of overwrites, each of the low bits of one element: *the low w bits become b*. It
+holds new bits, never differences. So applying it twice is harmless, and so is finishing one that
+was applied in part; and deltas merge without their base: of two overwrites of a bit the later one
+wins. It is small because an optimizer step moves a weight by one unit in the last place or two,
+and so leaves all but its low bits as they were.
+
+A delta does not know its base: versions, and a digest of the result, are its sender's.
+Derivation and numbers: docs/weightsync.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from ...errors import ShapeError, UnsupportedError, UsageError
+from .format import ITEMSIZES, Bytes, open_delta, read_segments, seal_delta, segments
+from .scan import Bits, Entries, flat_bits, read_changes, write_entries
+
+__all__ = ["DeltaInfo", "apply_delta", "encode_delta", "inspect_delta", "merge_deltas"]
+
+
+@dataclass(frozen=True)
+class DeltaInfo:
+    """What a delta says of itself.
+
+    Args:
+        itemsize: bytes an element.
+        numel: elements of the tensor it belongs to.
+        changed: elements that it writes.
+        size_bytes: of the delta.
+    """
+
+    itemsize: int
+    numel: int
+    changed: int
+    size_bytes: int
+
+
+def encode_delta(new: Tensor, old: Tensor) -> bytes | None:
+    """What turns `old` into `new`, bit for bit, or None where sending `new` is no more bytes.
+
+    Bit patterns are compared: NaN and -0.0 are values like others. Local; reads both tensors
+    once; on a device only what changed comes to the host. To keep `old` for the next call, apply
+    the delta to it: cheaper than a copy.
+
+    Raises:
+        ShapeError: shapes or dtypes differ, or a tensor is not contiguous.
+        UnsupportedError: elements of other than 1, 2 or 4 bytes.
+        UsageError: the tensors are on different devices.
+    """
+    if new.shape != old.shape or new.dtype != old.dtype:
+        raise ShapeError(
+            f"a delta needs equal shapes and dtypes; got {new.dtype} {list(new.shape)} and"
+            f" {old.dtype} {list(old.shape)}. Send the tensor in full where its shape changed."
+        )
+    if new.device != old.device:
+        raise UsageError(f"new is on {new.device}, old on {old.device}. Keep both on one device.")
+    one, other = _bits_of(new), _bits_of(old)
+    return seal_delta(
+        new.itemsize,
+        new.numel(),
+        (read_changes(one[span], other[span]) for span in segments(new.numel())),
+    )
+
+
+def apply_delta(target: Tensor, delta: Bytes) -> None:
+    """Overwrite what changed, in place. Local; costs what changed, not what there is.
+
+    Twice is as good as once. On another base than the delta's it writes the same bits, which is
+    not the new version: check versions first, and a digest after.
+
+    Raises:
+        CorruptionError: a byte of the delta was changed, added or lost; nothing was written.
+        ShapeError: the target has other elements or is not contiguous; nothing was written.
+        UnsupportedError: another version of the format.
+    """
+    opened = open_delta(delta)
+    if target.itemsize != opened.itemsize or target.numel() != opened.numel:
+        raise ShapeError(
+            f"the delta is for {opened.numel} elements of {opened.itemsize} bytes; the target has"
+            f" {target.numel()} of {target.itemsize}. Ask for the tensor in full."
+        )
+    bits = _bits_of(target)
+    for span, entries in zip(segments(opened.numel), read_segments(opened), strict=True):
+        write_entries(bits[span], entries)
+
+
+def merge_deltas(deltas: Sequence[Bytes]) -> bytes | None:
+    """One delta that does what `deltas` do one after another, oldest first.
+
+    None where sending the tensor in full is no more bytes. A merged delta may write bits that
+    went forth and back, so it can be larger than a delta made from the two ends. Local.
+
+    Raises:
+        CorruptionError: a byte of a delta was changed, added or lost.
+        ShapeError: they are for different tensors.
+        UsageError: there are none.
+    """
+    opened = [open_delta(delta) for delta in deltas]
+    sizes = sorted({(one.itemsize, one.numel) for one in opened})
+    if not opened:
+        raise UsageError("needs at least one delta to merge; got none")
+    if len(sizes) > 1:
+        raise ShapeError(f"deltas of one tensor merge; got (itemsize, numel) of {sizes}")
+    [(itemsize, numel)] = sizes
+    spans = [span.stop - span.start for span in segments(numel)]
+    columns = zip(*(read_segments(one) for one in opened), strict=True)
+    merged = (_overlay(itemsize, size, one) for size, one in zip(spans, columns, strict=True))
+    return seal_delta(itemsize, numel, merged)
+
+
+def inspect_delta(delta: Bytes) -> DeltaInfo:
+    """The facts of a delta, after its digest was checked. Local; reads every byte once.
+
+    Raises:
+        CorruptionError: a byte was changed, added or lost.
+        UnsupportedError: another version of the format.
+    """
+    opened = open_delta(delta)
+    return DeltaInfo(
+        itemsize=opened.itemsize,
+        numel=opened.numel,
+        changed=int(opened.counts[:, 0].sum()),
+        size_bytes=memoryview(delta).nbytes,
+    )
+
+
+def _bits_of(tensor: Tensor) -> Bits:
+    if tensor.itemsize not in ITEMSIZES:
+        raise UnsupportedError(
+            f"elements of 1, 2 or 4 bytes, not {tensor.dtype}. View them as torch.int32."
+        )
+    if not tensor.is_contiguous():
+        raise ShapeError(
+            f"needs a contiguous tensor; got strides {tensor.stride()} for {list(tensor.shape)}."
+            " Pass its local shard or .contiguous()."
+        )
+    return flat_bits(tensor)
+
+
+def _overlay(itemsize: int, size: int, layers: Sequence[Entries]) -> Entries:
+    bits, mask = (np.zeros(size, dtype=f"u{itemsize}") for _ in range(2))
+    for entries in layers:
+        write_entries(bits, entries)
+        mask[entries.positions] |= entries.mask
+    positions = (mask != 0).nonzero()[0]
+    return Entries(positions, bits[positions], mask[positions])

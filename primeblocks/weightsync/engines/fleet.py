@@ -1,0 +1,164 @@
+"""Several engines, addressed one by one: all of them reach a version, or none does."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ...errors import EngineError, PrimeblocksError
+from .remote import Update, call, drive
+
+__all__ = ["Engine", "UpdateReport", "update_fleet"]
+
+
+class Engine(Protocol):
+    """What an update asks of an engine, in vLLM's words: its `AsyncLLM` is one."""
+
+    @property
+    def errored(self) -> bool:
+        """Whether it is dead."""
+        ...
+
+    async def is_paused(self) -> bool: ...
+    async def pause_generation(self, *, mode: Any, clear_cache: bool) -> None: ...
+    async def resume_generation(self) -> None: ...
+    async def init_weight_transfer_engine(self, request: Any) -> None: ...
+    async def start_weight_update(self) -> None: ...
+    async def update_weights(self, request: Any) -> None: ...
+    async def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+    async def collective_rpc(
+        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()
+    ) -> list[Any]: ...
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """What an update cost: in all, and from the first pause to the last resume."""
+
+    version: int
+    seconds: float
+    pause_seconds: float
+
+
+@dataclass
+class _Member:
+    """An engine during an update. `known`: it holds what the fleet is to serve."""
+
+    index: int
+    engine: Engine
+    before: tuple[int | None, ...] = ()
+    was_paused: bool = False
+    known: bool = True
+    error: PrimeblocksError | None = None
+
+    @property
+    def stays_paused(self) -> bool:
+        return (self.was_paused or not self.known) and not self.engine.errored
+
+    async def prepare(self, update: Update, deadline: float) -> None:
+        self.was_paused = await call(self.engine, self.engine.is_paused(), "answer", deadline)
+        self.before = await drive(self.engine, update.prepare(deadline), "prepare", deadline)
+
+    async def load(self, update: Update, deadline: float) -> None:
+        self.known = False
+        await drive(self.engine, update.load(deadline), "load", deadline)
+
+    async def commit(self, update: Update, deadline: float) -> None:
+        await drive(self.engine, update.commit(), "commit", deadline)
+        self.known, self.was_paused = True, False
+
+    async def go_back(self, update: Update, deadline: float) -> None:
+        if not self.known and not self.engine.errored:
+            steps = update.go_back(self.before, deadline)
+            self.known = await drive(self.engine, steps, "go back", deadline)
+
+    async def resume(self, deadline: float) -> None:
+        # What is dead would hide its first error behind a second one.
+        if not self.stays_paused and not self.engine.errored:
+            await call(self.engine, self.engine.resume_generation(), "resume", deadline)
+
+
+@dataclass
+class _Fleet:
+    members: list[_Member] = field(default_factory=list)
+
+    @property
+    def failed(self) -> list[_Member]:
+        return [member for member in self.members if member.error is not None]
+
+    async def each(self, act: Callable[[_Member], Awaitable[None]]) -> bool:
+        """Act on all at once; whether none has failed so far."""
+
+        async def guarded(member: _Member) -> None:
+            try:
+                await act(member)
+            except PrimeblocksError as error:
+                member.error = member.error or error
+
+        async with asyncio.TaskGroup() as group:
+            for member in self.members:
+                group.create_task(guarded(member))
+        return not self.failed
+
+    def raise_first(self) -> None:
+        """The error to act on first, with the positions of all engines that met one."""
+        failed = self.failed
+        if not failed:
+            return
+        first = next((m for m in failed if isinstance(m.error, EngineError)), failed[0]).error
+        assert first is not None
+        said = str(first)
+        if len(self.members) > 1:
+            said = " ".join(f"Engine {m.index} of {len(self.members)}: {m.error}" for m in failed)
+        if paused := [member.index for member in self.members if member.stays_paused]:
+            said += f" Engines {paused} stay paused until an update succeeds."
+        first = type(first)(said).with_traceback(first.__traceback__)
+        first.engines = tuple(member.index for member in failed)
+        raise first
+
+
+async def update_fleet(
+    engines: Sequence[Engine],
+    update: Update,
+    *,
+    pause: Mapping[str, Any],
+    timeout_s: float,
+) -> UpdateReport:
+    """Bring every engine to a version, or none.
+
+    All check every byte while they generate; then all pause, load, and go on with the new label.
+    If one fails, those that loaded go back. An engine that is not known to hold what the others
+    serve, because it hangs or had no version to go back to, stays paused, so it never answers
+    with other weights. A second call with the same version is safe, and repairs that.
+
+    Args:
+        pause: arguments of `pause_generation`.
+        timeout_s: for everything; the last two fifths are for going back and for resuming.
+
+    Raises:
+        PrimeblocksError: what an engine met, `EngineError` before others; `.engines` are the
+            positions of all that failed. Drop or restart the dead ones and call again.
+    """
+    start = time.monotonic()
+    work_by, settle_by, resume_by = (start + part * timeout_s for part in (0.6, 0.8, 1.0))
+    fleet = _Fleet([_Member(index, engine) for index, engine in enumerate(engines)])
+
+    async def pause_one(member: _Member) -> None:
+        await call(member.engine, member.engine.pause_generation(**pause), "pause", work_by)
+
+    await fleet.each(lambda member: member.prepare(update, work_by))
+    fleet.raise_first()
+    paused_at = time.monotonic()
+    try:
+        if await fleet.each(pause_one) and await fleet.each(lambda m: m.load(update, work_by)):
+            await fleet.each(lambda member: member.commit(update, settle_by))
+        else:
+            await fleet.each(lambda member: member.go_back(update, settle_by))
+    finally:
+        await fleet.each(lambda member: member.resume(resume_by))
+    fleet.raise_first()
+    now = time.monotonic()
+    return UpdateReport(update.version, now - start, now - paused_at)

@@ -1,0 +1,153 @@
+"""LoRA adapters as named tensors: what they are called, what fits together, which version it is.
+
+An adapter is published like any other weights: `adapter_parameters` names its tensors as PEFT's
+files do, and an ordinary plan and `Publisher` send them over any transport.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...errors import PlanError, ShapeError, UnsupportedError, UsageError
+from ..manifest import Manifest
+
+__all__ = ["AdapterSpec", "adapter_parameters"]
+
+_PREFIX = "base_model.model."
+_TENSOR = re.compile(re.escape(_PREFIX) + r"(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+# Settings of PEFT under which an adapter is more than its A and B, or not the same everywhere.
+_NOT_PLAIN = (
+    "alora_invocation_tokens",
+    "alpha_pattern",
+    "layer_replication",
+    "lora_bias",
+    "modules_to_save",
+    "rank_pattern",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_dora",
+    "use_qalora",
+)
+# Others, such as PiSSA, change the base weights too.
+_INITS = ("gaussian", "eva", "orthogonal")
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """A LoRA adapter: y = W x + s B A x, with s = alpha / rank, or alpha / sqrt(rank) (rslora).
+
+    Args:
+        name: letters, digits, ".", "_" and "-"; version 7 of "policy" is "policy@7".
+
+    Raises:
+        UsageError: the name has other characters, or `rank` is not positive.
+
+    Source: arXiv:2106.09685; rslora arXiv:2312.03732.
+    """
+
+    name: str
+    rank: int
+    alpha: float
+    rslora: bool = False
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise UsageError(
+                f'an adapter\'s name has letters, digits, ".", "_" and "-"; got {self.name!r}'
+            )
+        if self.rank < 1:
+            raise UsageError(f"the rank of {self.name!r} has to be positive; got {self.rank}")
+
+    @classmethod
+    def from_peft(cls, name: str, config: Mapping[str, Any]) -> AdapterSpec:
+        """Read PEFT's settings: `LoraConfig.to_dict()`, or what is in adapter_config.json. Local.
+
+        Raises:
+            UnsupportedError: they say more than rank, alpha and targets, such as DoRA.
+        """
+        found = [key for key in _NOT_PLAIN if config.get(key)]
+        if config.get("bias", "none") != "none":
+            found.append("bias")
+        init = config.get("init_lora_weights", True)
+        if isinstance(init, str) and init.lower() not in _INITS:
+            found.append("init_lora_weights")
+        if found:
+            text = ", ".join(f"{key}={config[key]!r}" for key in found)
+            raise UnsupportedError(f"{text}: only plain LoRA with one rank is sent. Unset it.")
+        return cls(name, config["r"], config["lora_alpha"], bool(config.get("use_rslora")))
+
+    def modules(self, manifest: Manifest) -> dict[str, tuple[int, int]]:
+        """The modules that a manifest adapts, with their input and output sizes. Local.
+
+        Raises:
+            PlanError: a name is not PEFT's, an A is without its B, or there is none.
+            ShapeError: a shape is not [rank, inputs] or [outputs, rank].
+            UnsupportedError: experts are adapted.
+        """
+        parts: dict[str, dict[str, int]] = {}
+        for name, tensor in manifest.items():
+            match = _TENSOR.fullmatch(name)
+            if match is None:
+                raise PlanError(
+                    f"{name!r} is not {_PREFIX}<module>.lora_A.weight or ...lora_B.weight. "
+                    "Take the tensors from adapter_parameters()."
+                )
+            module, part = match["module"], match["part"]
+            if "experts" in module.split("."):
+                raise UnsupportedError(f"LoRA on experts ({name!r}) is not supported: drop them.")
+            wanted = f"[{self.rank}, inputs]" if part == "A" else f"[outputs, {self.rank}]"
+            ranks, sizes = (0, 1) if part == "A" else (1, 0)
+            if len(tensor.shape) != 2 or tensor.shape[ranks] != self.rank:
+                raise ShapeError(f"{name!r} has shape {list(tensor.shape)}, expected {wanted}")
+            parts.setdefault(module, {})[part] = tensor.shape[sizes]
+        for module, found in parts.items():
+            for part, other in ("AB", "BA"):
+                if part not in found:
+                    raise PlanError(f"{module!r} has lora_{other} but no lora_{part}")
+        if not parts:
+            raise PlanError(f"no tensors of adapter {self.name!r}")
+        return {module: (sizes["A"], sizes["B"]) for module, sizes in parts.items()}
+
+    def to_json(self) -> str:
+        """A text that `from_json` turns into an equal value."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> AdapterSpec:
+        """The value that `to_json` wrote."""
+        return cls(**json.loads(text))
+
+
+def adapter_parameters(model: nn.Module, *, adapter: str = "default") -> dict[str, Tensor]:
+    """The LoRA parameters of a PEFT model under the names of PEFT's files. Local; no copies.
+
+    DTensors stay sharded. `Publisher` reads the same parameters again at each version.
+
+    Args:
+        adapter: PEFT's name of it in the model.
+
+    Raises:
+        PlanError: the model has no such adapter.
+        UnsupportedError: it is more than A and B, such as DoRA's magnitudes.
+    """
+    parts = re.compile(rf"(?P<stem>.+\.lora_[AB])\.{re.escape(adapter)}\.weight")
+    others = re.compile(rf".+\.(lora_\w+|modules_to_save)\.{re.escape(adapter)}(\..+)?")
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        match = parts.fullmatch(name)
+        if match is not None:
+            found[match["stem"] + ".weight"] = parameter
+        elif others.fullmatch(name):
+            raise UnsupportedError(f"{name!r}: only A and B of plain LoRA are sent.")
+    if not found:
+        raise PlanError(f"the model has no LoRA parameters of an adapter named {adapter!r}")
+    return found

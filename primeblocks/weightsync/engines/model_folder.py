@@ -1,0 +1,180 @@
+"""A committed version as a folder that stock loaders read: safetensors beside config.json."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ...errors import CapacityError, PlanError, TransferError, UnsupportedError, UsageError
+from ...layout import Layout
+from ..marker import Marker, Receipt
+from ..plan import Plan
+from ..receive import Subscriber
+from ..transports.transport import Transport
+
+__all__ = ["ModelFolder", "ModelFolders"]
+
+_WEIGHTS = "model.safetensors"
+_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+_OURS = re.compile(r"\d+-[0-9a-f]{8}")
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A version whose bytes passed their digests, where engines load it by its path."""
+
+    version: int
+    path: Path
+    digest: str
+
+
+class ModelFolders:
+    """Makes one folder a version, for engines that load by path and check nothing themselves.
+
+    A full version of a `FileTransport` is linked: it takes no room of its own and stays readable
+    after the transport has dropped it. A delta, or a version in shared memory, is written. The
+    small files of `like` are copied, so that an engine can start from the folder too. A folder
+    appears whole or not at all, and its name never stands for other bytes.
+
+    Args:
+        plan: the publisher's; its reader 0 wants whole tensors.
+        transport: a `FileTransport` or `SharedMemoryTransport`, read along.
+        like: the checkpoint that the engines started from.
+        root: where the folders go; made if missing. With a `FileTransport`: on its file system.
+        keep: so many folders stay, newest first; engines go back to the one before.
+
+    Raises:
+        PlanError: versions would lack tensors of `like`, or have them in other shapes, or reader 0
+            would check only parts. A loader would keep the old ones without a word.
+        UnsupportedError: `like` has no safetensors.
+        UsageError: `keep` is less than 2.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        transport: Transport,
+        *,
+        like: str | Path,
+        root: str | Path,
+        keep: int = 2,
+    ) -> None:
+        if keep < 2:
+            raise UsageError(f"keep={keep} leaves no version to go back to; give at least 2.")
+        self._plan, self._transport = plan, transport
+        self._like, self._root, self._keep = Path(like), Path(root).absolute(), keep
+        _check_covers(plan, self._like)
+
+    def make(self, version: int, *, timeout_s: float) -> ModelFolder:
+        """Wait for a version, check every byte, lay out its folder. Local.
+
+        Cost: one digest of the bytes; where they cannot be linked, one write of them, which goes on
+        after the deadline.
+
+        Raises:
+            DeadlineError, CorruptionError, PlanError, TransferError: as `Subscriber.receive`.
+            CapacityError: no room to write the weights.
+            UnsupportedError: `root` is on another file system than the transport.
+        """
+        whole: dict[str, Tensor] = {}
+        with Subscriber(self._plan, whole.update, self._transport) as subscriber:
+            receipt = subscriber.receive(version, timeout_s=timeout_s)
+            path = self._root / f"{version}-{receipt.digest[:8]}"
+            if not path.is_dir():
+                self._root.mkdir(parents=True, exist_ok=True)
+                # Of a name that no one looks for, until it is whole.
+                with tempfile.TemporaryDirectory(prefix=".making-", dir=self._root) as scratch:
+                    made = Path(scratch) / path.name
+                    made.mkdir()
+                    self._put_weights(made / _WEIGHTS, whole, receipt)
+                    _copy_small_files(self._like, made)
+                    made.rename(path)
+        self._prune()
+        return ModelFolder(version, path, receipt.digest)
+
+    def _put_weights(self, to: Path, whole: Mapping[str, Tensor], receipt: Receipt) -> None:
+        spec = self._transport.spec()
+        if spec["kind"] == "file" and self._marker(receipt).base is None:
+            _link(Path(spec["path"]) / f"version-{receipt.version}.safetensors", to)
+            # Still of the same run of the trainer, so the link is to what was checked.
+            self._marker(receipt)
+            return
+        free, needed = shutil.disk_usage(to.parent).free, self._plan.blob_bytes
+        if free < needed:
+            raise CapacityError(
+                f"{self._root} has {free:,} bytes free; version {receipt.version} needs "
+                f"{needed:,}. Free some, or keep fewer than {self._keep} folders."
+            )
+        save_file(dict(whole), to, metadata={"format": "pt"})
+
+    def _marker(self, receipt: Receipt) -> Marker:
+        for marker in self._transport.markers():
+            if marker.digest == receipt.digest:
+                return marker
+        raise TransferError(
+            f"version {receipt.version} was retired while its folder was made. Make the newest."
+        )
+
+    def _prune(self) -> None:
+        ours = [path for path in self._root.iterdir() if _OURS.fullmatch(path.name)]
+        ours.sort(key=lambda path: path.stat().st_mtime_ns)
+        for path in ours[: -self._keep]:
+            shutil.rmtree(path)
+
+
+def _check_covers(plan: Plan, like: Path) -> None:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(like.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            names = list(file.keys())
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    if not shapes:
+        raise UnsupportedError(f"{like} has no *.safetensors. Save the checkpoint with them.")
+    sent = {name: spec.shape for name, spec in plan.target.items()}
+    wants = plan.wants[0]
+    parts = [n for n, shape in sent.items() if wants.get(n) != (Layout.whole(shape).shard,)]
+    if parts:
+        raise PlanError(
+            f"reader 0 of the plan does not want the whole of {parts[0]!r}, nor of "
+            f"{len(parts) - 1} others. Plan with source.whole() for it."
+        )
+    missing = sorted(shapes.keys() - sent.keys())
+    if missing:
+        raise PlanError(
+            f"{len(missing)} of {len(shapes)} tensors of {like} are not in the plan, such as "
+            f"{missing[0]!r}. Plan for the checkpoint's names, or give `like` as the trainer "
+            "would save it."
+        )
+    for name, shape in shapes.items():
+        if tuple(sent[name]) != shape:
+            raise PlanError(f"{name!r} is planned as {tuple(sent[name])}; {like} has {shape}.")
+
+
+def _link(source: Path, to: Path) -> None:
+    try:
+        os.link(source, to)
+    except FileNotFoundError as error:
+        raise TransferError(f"{source} is gone: retired meanwhile. Make the newest.") from error
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP):
+            raise
+        raise UnsupportedError(
+            f"{source} cannot be linked from {to.parent.parent.parent}: {error.strerror}. "
+            "Put both on one file system that has hard links."
+        ) from error
+
+
+def _copy_small_files(like: Path, to: Path) -> None:
+    for path in like.iterdir():
+        if path.is_file() and not path.name.endswith(_WEIGHT_FILES):
+            shutil.copyfile(path, to / path.name)

@@ -1,0 +1,231 @@
+"""What to ask of an engine, in which order; deadlines, and death.
+
+The order is a generator of steps, so that synchronous and asynchronous engines share it. No step
+fails in a worker: an executor that reads the answers of several workers stops at the first
+failure and takes what the others said for answers to the next call. Workers say how it went when
+they are asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Generator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ... import errors
+from ...errors import DeadlineError, EngineError, PrimeblocksError, TransferError
+
+__all__ = [
+    "STATE",
+    "VERIFY",
+    "Step",
+    "Steps",
+    "Update",
+    "WorkerState",
+    "attach_steps",
+    "call",
+    "drive",
+    "drive_sync",
+    "update_sync",
+]
+
+STATE, VERIFY = "primeblocks_state", "primeblocks_verify"
+_LOOK_S = 0.05
+_BUSY_S = 0.1
+
+
+class Step(NamedTuple):
+    """A method of the engine and its arguments, called after `wait_s`."""
+
+    method: str
+    args: tuple[Any, ...] = ()
+    wait_s: float = 0.0
+
+
+Steps = Generator[Step, Any, Any]
+_ASK = Step("collective_rpc", (STATE,))
+
+
+@dataclass(frozen=True)
+class WorkerState:
+    """What a worker says about itself. `error` and `message` are of its last attach or update."""
+
+    version: int | None = None
+    active: bool = False
+    busy: bool = False
+    error: str = ""
+    message: str = ""
+
+    def typed(self) -> PrimeblocksError:
+        """The error that the worker met, as the type it had there."""
+        kind: type[PrimeblocksError] = getattr(errors, self.error, EngineError)
+        return kind(self.message)
+
+
+def attach_steps(request: Any) -> Steps:
+    """Open the transport in every worker.
+
+    Raises:
+        PrimeblocksError: what the first worker met that could not.
+    """
+    yield Step("init_weight_transfer_engine", (request,))
+    _raise_first(_states((yield _ASK)))
+
+
+@dataclass(frozen=True)
+class Update:
+    """One attempt to bring all workers of an engine to a version.
+
+    `prepare`, `load`, then `commit` or `go_back`. What a worker met is raised with its type.
+
+    Args:
+        transaction: differs from that of any other attempt. A worker ignores what arrives late
+            from an attempt that was given up.
+        wrap: makes the argument of the engine's `update_weights` from a dictionary.
+    """
+
+    version: int
+    transaction: str
+    wrap: Callable[[dict[str, Any]], Any]
+
+    def prepare(self, deadline: float) -> Generator[Step, Any, tuple[int | None, ...]]:
+        """Check every byte while the engine generates; returns the version of each worker."""
+        if any(state.active for state in _states((yield _ASK))):
+            # Left over from an update whose caller ran into its deadline.
+            yield Step("finish_weight_update")
+        yield Step("collective_rpc", (VERIFY, None, (self._info(self.version, deadline),)))
+        states, wait_s = _states((yield _ASK)), 0.005
+        while any(state.busy for state in states):
+            states = _states((yield _ASK._replace(wait_s=wait_s)))
+            wait_s = min(2 * wait_s, _BUSY_S)
+        _raise_first(states)
+        return tuple(state.version for state in states)
+
+    def load(self, deadline: float) -> Steps:
+        """Load in every worker; the label and the end of the session are left to `commit`."""
+        yield Step("start_weight_update")
+        states = yield from self._receive(self.version, deadline)
+        _raise_first(states)
+        if any(state.version != self.version for state in states):
+            raise TransferError(
+                f"workers hold versions {[state.version for state in states]} after a call to "
+                f"load {self.version}: another update came in between. Update again."
+            )
+
+    def commit(self) -> Steps:
+        """Give tokens the new label."""
+        yield Step("finish_weight_update", (str(self.version),))
+
+    def go_back(
+        self, before: tuple[int | None, ...], deadline: float
+    ) -> Generator[Step, Any, bool]:
+        """Bring workers that loaded back to the version before; says whether that was possible."""
+        states = _states((yield _ASK))
+        torn = [state for state in states if state.error == EngineError.__name__]
+        _raise_first(torn)
+        if any(state.version != old for state, old in zip(states, before, strict=True)):
+            if before[0] is None or len(set(before)) > 1:
+                return False
+            states = yield from self._receive(before[0], deadline)
+            _raise_first(states)
+        if any(state.active for state in states):
+            yield Step("finish_weight_update")
+        return True
+
+    def _receive(self, version: int, deadline: float) -> Generator[Step, Any, list[WorkerState]]:
+        yield Step("update_weights", (self.wrap(self._info(version, deadline)),))
+        return _states((yield _ASK))
+
+    def _info(self, version: int, deadline: float) -> dict[str, Any]:
+        # Less than is left, so that a worker can still say what it waited for.
+        left_s = 0.9 * max(0.0, deadline - time.monotonic())
+        return {"version": version, "transaction": self.transaction, "timeout_s": left_s}
+
+
+def _states(answers: list[dict[str, Any]]) -> list[WorkerState]:
+    return [WorkerState(**answer) for answer in answers]
+
+
+def _raise_first(states: list[WorkerState]) -> None:
+    failed = [state for state in states if state.error]
+    torn = [state for state in failed if state.error == EngineError.__name__]
+    for state in torn + failed:
+        raise state.typed()
+
+
+def update_sync(engine: Any, update: Update, *, deadline: float) -> None:
+    """Make a whole update on an engine whose methods block.
+
+    Raises:
+        PrimeblocksError: what the first worker met that failed; all serve the version before.
+        EngineError: the workers could not be brought back to one version.
+    """
+    before = drive_sync(engine, update.prepare(deadline))
+    try:
+        drive_sync(engine, update.load(deadline))
+    except PrimeblocksError as error:
+        if not drive_sync(engine, update.go_back(before, deadline)):
+            raise EngineError(
+                f"{error} Its workers held {before}: no version to go back to. Restart the engine."
+            ) from error
+        raise
+    drive_sync(engine, update.commit())
+
+
+def drive_sync(engine: Any, steps: Steps) -> Any:
+    """Make the steps on an engine whose methods block. Raises and returns what the steps do."""
+    answer = None
+    while True:
+        try:
+            step = steps.send(answer)
+        except StopIteration as done:
+            return done.value
+        time.sleep(step.wait_s)
+        answer = getattr(engine, step.method)(*step.args)
+
+
+async def drive(engine: Any, steps: Steps, what: str, deadline: float) -> Any:
+    """Make the steps on an asynchronous engine. Raises as `call`; else as `drive_sync`."""
+    answer = None
+    while True:
+        try:
+            step = steps.send(answer)
+        except StopIteration as done:
+            return done.value
+        await asyncio.sleep(step.wait_s)
+        answer = await call(engine, getattr(engine, step.method)(*step.args), what, deadline)
+
+
+async def call(engine: Any, answer: Awaitable[Any], what: str, deadline: float) -> Any:
+    """Await an engine's answer until `deadline` (time.monotonic), or until the engine dies.
+
+    Args:
+        engine: has `errored`, true once it is dead.
+        what: for messages: "the engine did not {what} in time."
+
+    Raises:
+        DeadlineError: no answer in time; the engine may still do it.
+        EngineError: the engine died, before or while it was asked, or it refused.
+    """
+    task = asyncio.ensure_future(answer)
+    try:
+        while not task.done():
+            left = deadline - time.monotonic()
+            await asyncio.wait({task}, timeout=max(0.0, min(left, _LOOK_S)))
+            # Looked at here because a dead engine leaves its callers waiting.
+            if not task.done() and engine.errored:
+                raise EngineError(f"the engine died before it did {what}. Restart it.")
+            if not task.done() and left <= 0:
+                raise DeadlineError(f"the engine did not {what} in time.")
+    finally:
+        task.cancel()
+    error = task.exception()
+    if error is None:
+        return task.result()
+    if isinstance(error, DeadlineError):
+        raise error
+    if engine.errored:
+        raise EngineError(f"the engine died before it did {what}: {error} Restart it.") from error
+    raise EngineError(f"the engine refused to {what}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,3 @@
+"""Ways on which versions travel from trainer ranks to readers."""
+
+__all__: list[str] = []

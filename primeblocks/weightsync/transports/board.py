@@ -1,0 +1,96 @@
+"""A torch Store with deadlines: where ranks of a process group leave each other notes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from ...errors import TransferError
+
+__all__ = ["Board"]
+
+_LOOK_S = 0.005
+
+
+class Board:
+    """Keys of one store under a prefix. Every call ends by its deadline (time.monotonic).
+
+    Each call runs in a thread of its own: a store that hangs would keep its caller for ever, for
+    its calls have no deadline that it always meets. It is not asked again then.
+
+    Raises:
+        TransferError: every method does, where the store is gone or does not answer in time.
+    """
+
+    def __init__(self, store: dist.Store, prefix: str) -> None:
+        self._store, self._prefix = store, prefix
+        self._hangs = False
+
+    def add(self, key: str, amount: int, *, deadline: float) -> int:
+        """Add to a number and return it."""
+        total = self._call(lambda: self._store.add(self._key(key), amount), deadline)
+        assert isinstance(total, int)
+        return total
+
+    def post(self, key: str, text: str, *, deadline: float) -> None:
+        """Write a note."""
+        self._call(lambda: self._store.set(self._key(key), text), deadline)
+
+    def post_first(self, key: str, text: str, *, deadline: float) -> str:
+        """Write a note unless there is one; what stands there then: the first."""
+        said = self._call(lambda: self._store.compare_set(self._key(key), "", text), deadline)
+        assert isinstance(said, bytes)
+        return said.decode()
+
+    def read_any(self, keys: Sequence[str], *, deadline: float) -> tuple[str, str] | None:
+        """Wait for the first of some notes: its key and text, or None at the deadline."""
+
+        def look() -> tuple[str, str] | None:
+            while True:
+                for key in keys:
+                    if self._store.check([self._key(key)]):
+                        return key, self._store.get(self._key(key)).decode()
+                if time.monotonic() >= deadline:
+                    return None
+                threading.Event().wait(_LOOK_S)
+
+        # A little later than the loop's own end, which a store that answers reaches.
+        found = self._call(look, deadline + 1.0)
+        assert found is None or isinstance(found, tuple)
+        return found
+
+    def read(self, key: str, *, deadline: float) -> str | None:
+        """Wait for a note; None at the deadline."""
+        found = self.read_any([key], deadline=deadline)
+        return None if found is None else found[1]
+
+    def _key(self, key: str) -> str:
+        return f"{self._prefix}/{key}"
+
+    def _call(self, work: Callable[[], Any], deadline: float) -> Any:
+        if self._hangs:
+            raise TransferError("the store does not answer in time")
+        answers: list[Any] = []
+        errors: list[RuntimeError] = []
+
+        def run() -> None:
+            try:
+                answers.append(work())
+            except RuntimeError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        # One look more than the deadline allows: a caller may come late to abort.
+        thread.join(max(1.0, deadline - time.monotonic()))
+        if errors:
+            text = str(errors[0]).splitlines()[0][:200]
+            raise TransferError(f"the store does not answer: {text}") from errors[0]
+        if not answers:
+            self._hangs = True
+            raise TransferError("the store does not answer in time")
+        return answers[0]

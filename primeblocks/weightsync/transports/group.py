@@ -1,0 +1,344 @@
+"""Over a process group of trainer ranks and readers: shard to shard, and all commit, or none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from ...errors import DeadlineError, PlanError, TransferError, UnsupportedError, UsageError
+from ..agree import Agreement
+from ..marker import Marker
+from ..plan import Plan
+from .board import Board
+from .group_wire import Arrived, receive_buckets, send_buckets
+from .rounds import Rounds
+from .transaction import Go, Transaction
+from .transport import Begun, Incoming, Outgoing, Request
+
+__all__ = ["GroupTransport"]
+
+_MESSAGE_BYTES = 2048
+_ERROR_CHARS = 250  # A character takes up to six bytes in JSON.
+_REASON_CHARS = 600
+# Others hear so much later that rank 0 did not reach the store in time.
+_GRACE_S = 1.0
+
+
+class GroupTransport:
+    """Sends buckets from rank to rank: gloo or NCCL, point to point. Every rank has one.
+
+    A publish waits for every reader to ask, and no reader returns a version that not all have:
+    whether they do is written into the store once. The last reader to have checked its bytes writes
+    "commit"; a rank that fails or whose time is up writes "abort"; the first word stands and all
+    follow it, whoever dies when, as long as the store outlives the ranks.
+
+    After a TransferError that says so the group is of no use: make a new group of living ranks (a
+    restarted one may join), and new transports with the same store; then publish the same version
+    again. It is sent in full.
+
+    Constructing it is collective.
+
+    Args:
+        store: the same on all ranks, retries included. A TCPStore that no rank hosts, or a
+            FileStore on a shared disk.
+        trainers: the first ranks of `group` are the trainer's, by rank of the plan; the others are
+            the plan's readers, in order, one process each.
+        group: a group with gloo for CPU tensors, such as "gloo" or "cpu:gloo,cuda:nccl"; None is
+            the default group.
+        device: where messages live, and so which backend carries them.
+        keep: on a reader, keep what was received, so that deltas can be sent and a load that fails
+            can be undone. It costs the reader's boxes once more.
+        timeout_s: of the construction.
+
+    Raises:
+        UsageError: there is no trainer or no reader.
+        UnsupportedError: the group has no gloo.
+        TransferError: not all ranks came in time, or rank 0 has no store.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: dist.Store,
+        trainers: int,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str = "cpu",
+        keep: bool = False,
+        timeout_s: float = 60.0,
+    ) -> None:
+        deadline = time.monotonic() + timeout_s
+        size = dist.get_world_size(group)
+        if not 0 < trainers < size:
+            raise UsageError(
+                f"{trainers} trainers of {size} ranks; needs one at least, and readers"
+            )
+        agreement = Agreement(world_size=size, group=group)
+        self._rank, self._trainers, self._readers = agreement.rank, trainers, size - trainers
+        self._group, self._device, self._keep = group, torch.device(device), keep
+        # Drawn by one rank and told to the others: what an earlier group left in the store is
+        # never read again.
+        mine: dict[str, Any] = {}
+        if self._rank == 0:
+            try:
+                board = Board(store, "weightsync")
+                mine["generation"] = board.add("generations", 1, deadline=deadline)
+            except TransferError as error:
+                mine["error"] = str(error)[:_ERROR_CHARS]
+        said = agreement.exchange(mine, size_bytes=_MESSAGE_BYTES, deadline=deadline + _GRACE_S)
+        if "error" in said[0]:
+            raise TransferError(f"rank 0: {said[0]['error']}")
+        self._generation = said[0]["generation"]
+        self._board = Board(store, f"weightsync/{self._generation}")
+        self._now = self._numbered(0)
+        self._broken = ""
+        self._open = False
+        self._markers: tuple[Marker, ...] = ()
+        self._rounds: tuple[Plan, Rounds] | None = None
+
+    def spec(self) -> dict[str, Any]:
+        """Refuses: a process group cannot be opened by name.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "a process group cannot be opened by name. Construct GroupTransport on each rank."
+        )
+
+    def begin(self, version: int, *, plan: Plan, base: int | None, deadline: float) -> Begun:
+        """Rank 0: wait until every reader asks.
+
+        Raises:
+            TransferError: a reader did not come, or refused. The group is as good as before.
+        """
+        self._check(plan, trainer=True)
+        self._now = now = self._numbered(self._now.number + 1)
+        self._open = True
+        note = {"version": version, "plan": plan.fingerprint()}
+        now.post("begun", note, deadline=deadline)
+        holds = [now.read_join(reader, deadline=deadline) for reader in range(self._readers)]
+        if any(held != base for held in holds):
+            base = None
+        self._board.post("current", str(now.number), deadline=deadline)
+        go = now.go(base, deadline=deadline)
+        if go.error:
+            raise TransferError(go.error)
+        return Begun(str(self._generation), go.base)
+
+    def send(self, outgoing: Outgoing, *, deadline: float) -> None:
+        """Trainer rank: send every bucket to each of its readers.
+
+        Raises:
+            TransferError: a reader died or gave up. Make a new group.
+        """
+        self._check(outgoing.plan, trainer=True)
+        if self._rank > 0:
+            number = self._board.read("current", deadline=deadline)
+            if number is None:
+                raise TransferError("rank 0 did not say which transaction this is")
+            self._now = self._numbered(int(number))
+        with self._aborting(deadline):
+            if outgoing.base is not None:
+                mine = outgoing.plan.of_rank(self._rank)
+                sizes = [(index, len(outgoing.payload(index))) for index in mine]
+                self._now.post(f"sizes/{self._rank}", sizes, deadline=deadline)
+            send_buckets(
+                outgoing,
+                self._rounds_of(outgoing.plan).by_rank.get(self._rank, []),
+                to=lambda reader: self._trainers + reader,
+                group=self._group,
+                device=self._device,
+                deadline=deadline,
+            )
+
+    def commit(self, marker: Marker, *, deadline: float) -> None:
+        """Rank 0: tell the digests, and wait until every reader has found its bytes to be right.
+
+        Raises:
+            TransferError: one has not. Make a new group.
+        """
+        now, text = self._now, marker.to_json()
+        with self._aborting(deadline):
+            now.follow(lambda: now.post("marker", text, deadline=deadline), deadline=deadline)
+        self._open = False
+        self._markers = (*self._markers[-1:], marker)
+
+    def abort(self, version: int) -> None:
+        """Rank 0: give up what was begun, and tell the readers; else nothing."""
+        if not self._open or self._rank > 0:
+            return
+        self._open = False
+        deadline, why = time.monotonic() + 1.0, "the trainer gave up"
+        broken, self._broken = self._broken, self._broken or "a sync did not end"
+        with suppress(TransferError):
+            if self._now.call_off(why, deadline=deadline).error:
+                self._broken = broken  # Nothing was sent.
+            else:
+                self._now.abort(why, deadline=deadline)
+
+    def markers(self) -> tuple[Marker, ...]:
+        """Rank 0: what it committed: the last version, and the one before it.
+
+        Others have none: what went by in a group cannot be read again.
+        """
+        return self._markers
+
+    def receive(self, request: Request) -> Sequence[Incoming]:
+        """Reader: ask, and receive what is published.
+
+        Raises:
+            DeadlineError: nothing was published in time. The group is as good as before.
+            TransferError: a rank failed.
+            PlanError: the publisher's plan is another one.
+        """
+        self._check(request.plan, trainer=False)
+        deadline = request.deadline
+        reader = self._rank - self._trainers
+        if request.reader != reader:
+            raise UsageError(f"rank {self._rank} is reader {reader}, not {request.reader}")
+        note = self._begun(deadline)
+        go = self._asked(request, note, deadline)
+        if go.error:
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"nothing was published in time: {go.error}.")
+            raise TransferError(f"nothing was sent: {go.error}. Ask again.")
+        with self._aborting(deadline):
+            return [self._arrived(request, go.base, deadline)]
+
+    def _begun(self, deadline: float) -> dict[str, Any]:
+        """The next transaction of the trainer, but none that was called off meanwhile."""
+        while True:
+            now = self._numbered(self._now.number + 1)
+            note = now.read_begun(deadline=deadline)
+            if note is None:
+                raise DeadlineError("no version was published in time")
+            self._now = now
+            if note:
+                return note
+
+    def _asked(self, request: Request, note: dict[str, Any], deadline: float) -> Go:
+        """Say that this reader is here, and hear whether it begins."""
+        now, refused = self._now, ""
+        if note["plan"] != request.plan.fingerprint():
+            refused = f"its plan is {request.plan.fingerprint()}, the trainer's {note['plan']}"
+        elif request.version not in (None, note["version"]):
+            refused = f"it asks for version {request.version}"
+        if refused:
+            now.call_off(f"reader {request.reader} refused: {refused}", deadline=deadline)
+            raise PlanError(f"version {note['version']} is published, but {refused}.")
+        held, holds = request.held, None
+        if held is not None and held.run == str(self._generation):
+            holds = held.version
+        broken = self._broken
+        self._broken = "the store failed while this reader asked"  # It may be sent to.
+        now.post(f"join/{request.reader}", holds, deadline=deadline)
+        go = now.read_go(deadline=deadline)
+        if go is None:
+            why = f"reader {request.reader} waited for the others in vain"
+            go = now.call_off(why, deadline=deadline)
+        self._broken = broken
+        return go
+
+    def close(self) -> None:
+        """Refuse further use. Twice is fine; the group stays."""
+        self._broken = self._broken or "it was closed"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _settle(self, error: str, deadline: float) -> None:
+        """Vote, and follow the decision."""
+        now = self._now
+        if error:
+            self._broken = error
+            now.abort(f"rank {self._rank} met {error}"[:_REASON_CHARS], deadline=deadline)
+            return
+        with self._aborting(deadline):
+            now.follow(lambda: now.vote(self._readers, deadline=deadline), deadline=deadline)
+
+    def _arrived(self, request: Request, base: int | None, deadline: float) -> Incoming:
+        plan, reader, now = request.plan, request.reader, self._now
+        sizes = {index: plan.buckets[index].bytes for index in plan.of_reader(reader)}
+        if base is not None:
+            for rank in sorted({plan.buckets[index].rank for index in sizes}):
+                said = now.read_or_abort(f"sizes/{rank}", deadline=deadline)
+                sizes.update((index, size) for index, size in said if index in sizes)
+        arrived = Arrived(
+            plan,
+            reader,
+            full=base is None,
+            keep=self._keep,
+            device=self._device,
+            settle=self._settle,
+        )
+        receive_buckets(
+            sizes,
+            self._rounds_of(plan).by_reader.get(reader, []),
+            arrived.take,
+            sender=lambda index: plan.buckets[index].rank,
+            group=self._group,
+            device=self._device,
+            deadline=deadline,
+        )
+        arrived.marker = Marker.from_json(now.read_or_abort("marker", deadline=deadline))
+        return arrived
+
+    @contextmanager
+    def _aborting(self, deadline: float) -> Iterator[None]:
+        """Whatever ends the block ends the transaction, and the use of the group."""
+        try:
+            yield
+        except BaseException as error:
+            self._open = False
+            met = f"rank {self._rank} met {type(error).__name__}: {error}"
+            reason = met.splitlines()[0][:_REASON_CHARS]
+            kept = "Every rank keeps the version before"
+            try:
+                reason = self._now.abort(reason, deadline=deadline)
+            except TransferError as lost:
+                reason = f"{lost}"
+                kept = "This rank keeps the version before; others may have committed"
+            self._broken = reason
+            if isinstance(error, RuntimeError | TransferError | DeadlineError):
+                raise TransferError(
+                    f"{reason}. {kept}. Make a new group and publish the same version again."
+                ) from error
+            raise
+
+    def _check(self, plan: Plan, *, trainer: bool) -> None:
+        if self._broken:
+            raise TransferError(
+                f"the group failed earlier: {self._broken}. Make a new group and new transports."
+            )
+        if (plan.world_size, len(plan.wants)) != (self._trainers, self._readers):
+            raise UsageError(
+                f"the plan is for {plan.world_size} trainer ranks and {len(plan.wants)} readers, "
+                f"the group has {self._trainers} and {self._readers}."
+            )
+        if trainer is not (self._rank < self._trainers):
+            raise UsageError(
+                f"rank {self._rank} is a {'reader' if trainer else 'trainer rank'}: "
+                f"of {self._trainers + self._readers} ranks the first {self._trainers} publish."
+            )
+
+    def _rounds_of(self, plan: Plan) -> Rounds:
+        if self._rounds is None or self._rounds[0] is not plan:
+            self._rounds = plan, Rounds.of(plan)
+        return self._rounds[1]
+
+    def _numbered(self, number: int) -> Transaction:
+        return Transaction(self._board, number, rank=self._rank)

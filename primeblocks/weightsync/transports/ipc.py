@@ -1,0 +1,205 @@
+"""From packed buffers of trainer ranks to engines on the same host: CUDA IPC, or shared memory."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+
+from ...errors import CapacityError, UnsupportedError, UsageError
+from ..marker import Marker
+from ..plan import Plan
+from .choose import chain_to
+from .ipc_handle import Exported
+from .ipc_version import Buffers, IpcVersion, check_private, lock_path, note_part
+from .packed import Pool, pack_all
+from .slots import Slots
+from .transport import Begun, Incoming, Outgoing, Request
+from .waiting import await_versions
+
+__all__ = ["IpcTransport"]
+
+_LOOK_S = 0.002
+
+
+class IpcTransport:
+    """Engines read the weights where the trainer packed them: one host, no file of weights.
+
+    Each trainer rank packs its part of a version into one buffer on its device; two take turns. An
+    engine opens each buffer once and keeps it open. It holds the version that it loads, and the
+    buffer is not written to until it lets go: a publish waits for that until its deadline. An
+    engine that dies lets go. Deltas, markers and handles are small files in a directory that only
+    this user can read. A publish may follow a failed one, and a restarted rank or engine joins by
+    constructing its end anew.
+
+    On a GPU, close engines' ends before the trainer's: their memory is the trainer's. That it works
+    on a GPU has not been tried yet; with CPU tensors everything but the handles is the same.
+
+    Peak memory: on each trainer rank, twice the bytes that it sends; on an engine, the largest
+    tensor that has to be put together, or with `keep` everything that it wants.
+
+    Args:
+        name: one word that trainer and engines agree on.
+        owner: true on trainer rank 0, and there only.
+        device: where this trainer rank packs. Engines follow.
+        keep: engines copy what they receive and keep it, so that deltas are applied to it and a
+            load that fails can be undone after the trainer's end. Without it `load` must not write
+            to what it is given.
+        root: where the directory is made; a tmpfs.
+
+    Raises:
+        UnsupportedError: this is not Linux, `root` does not exist, or the device is of no use.
+        UsageError: `name` is not one path component, has a living owner, or belongs to another
+            user.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        owner: bool = False,
+        device: torch.device | str = "cpu",
+        keep: bool = False,
+        root: str = "/dev/shm",
+    ) -> None:
+        self._device = _checked(torch.device(device))
+        if not Path(root).is_dir():
+            raise UnsupportedError(f"{root} is no directory. Mount a tmpfs and pass it as root.")
+        if not name or Path(name).name != name:
+            raise UsageError(f"{name!r} is not one path component; try 'policy'")
+        self._spec = {"kind": "ipc", "name": name, "root": root, "keep": keep}
+        self._keep = keep
+        self._dir = Path(root) / f"primeblocks-ipc-{name}"
+        if owner:
+            self._dir.mkdir(mode=0o700, exist_ok=True)
+            check_private(self._dir)
+        self._slots = Slots(self._dir, owner=owner, durable=False)
+        self._pool = Pool(self._export, Exported.close, spares=1)
+        self._buffers = Buffers(self._slots, self._dir)
+
+    def spec(self) -> dict[str, Any]:
+        """What `open_transport` needs in another process."""
+        return dict(self._spec)
+
+    def begin(self, version: int, *, plan: Plan, base: int | None, deadline: float) -> Begun:
+        """Owner: wait until nobody reads the version whose buffers are needed.
+
+        Raises:
+            CapacityError: an engine holds it.
+        """
+        markers = self._slots.markers()
+        stay = chain_to(markers[-1], markers, held=None) if markers else ()
+        if base not in [marker.version for marker in markers[-1:]]:
+            base = None  # Another publisher came between, or it is not kept.
+        with ExitStack() as held:
+            for marker in markers:
+                if marker not in stay and marker.base is None:
+                    held.callback(os.close, self._lock(marker, deadline))
+            # Not visible any more from here on, and its files are gone.
+            self._slots.allocate(version, size_bytes=0, delta=True)
+        return Begun(self._slots.run, base)
+
+    def send(self, outgoing: Outgoing, *, deadline: float) -> None:
+        """Trainer rank: pack its buckets, or write its file of deltas."""
+        version, mine = outgoing.version, outgoing.plan.of_rank(outgoing.rank)
+        self._pool.keep([marker.version for marker in self._slots.markers()])
+        if outgoing.base is not None:
+            payloads = (outgoing.payload(index) for index in mine)
+            self._slots.write_part(version, outgoing.rank, payloads)
+            return
+        note: dict[str, Any] = {}
+
+        def make(size_bytes: int) -> UInt8[Tensor, " bytes"]:
+            exported = self._pool.take(version, size_bytes)
+            note.update(exported.note)
+            return exported.buffer
+
+        pack_all(outgoing, make)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # Other processes do not wait for this stream.
+        self._slots.write_part(version, outgoing.rank, [note_part(note)])
+
+    def commit(self, marker: Marker, *, deadline: float) -> None:
+        """Owner: make a version visible, atomically."""
+        self._slots.commit(marker)
+
+    def abort(self, version: int) -> None:
+        """Owner: drop a version that was begun and not committed; else nothing."""
+        self._slots.abort(version)
+
+    def markers(self) -> tuple[Marker, ...]:
+        """The committed versions, oldest first."""
+        return self._slots.markers()
+
+    def receive(self, request: Request) -> Sequence[Incoming]:
+        """Reader: wait for a version; look every 2 ms.
+
+        Raises:
+            UsageError: the directory belongs to another user, or others may write to it.
+        """
+        chain = await_versions(self.markers, request, every_s=_LOOK_S)
+        check_private(self._dir)
+        # Deltas are applied to bytes that are the reader's own.
+        copies = self._keep or len(chain) > 1
+        return [
+            IpcVersion(self._buffers, request, marker, copies=copies, keep=self._keep)
+            for marker in chain
+        ]
+
+    def close(self) -> None:
+        """Let go. The owner removes everything; twice is fine."""
+        self._pool.close()
+        self._buffers.close()
+        self._slots.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _export(self, size_bytes: int) -> Exported:
+        return Exported(size_bytes, device=self._device)
+
+    def _lock(self, marker: Marker, deadline: float) -> int:
+        """The lock of a version that no engine holds, so that none gets hold of it."""
+        fd = os.open(lock_path(self._dir, marker), os.O_RDONLY)
+        never = threading.Event()
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return fd
+            except BlockingIOError as error:
+                if time.monotonic() >= deadline:
+                    os.close(fd)
+                    raise CapacityError(
+                        f"version {marker.version} is still being loaded by an engine, and the "
+                        "next one needs its buffers. Publish again, with more time."
+                    ) from error
+            never.wait(_LOOK_S)
+
+
+def _checked(device: torch.device) -> torch.device:
+    if not sys.platform.startswith("linux"):
+        raise UnsupportedError(f"needs Linux; this is {sys.platform}. Use FileTransport.")
+    if device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"no handles of memory on {device}; pass a CUDA device, or the CPU")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError(f"{device}, and torch sees no GPU. Pass device='cpu'.")
+    return device

@@ -1,0 +1,173 @@
+"""The engine's side of `IpcTransport`: trainer ranks' buffers, opened once, and what is in them."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import struct
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+
+from ...errors import CorruptionError, TransferError, UsageError
+from ..held import Boxes, Held
+from ..marker import Marker
+from ..plan import Plan
+from .ipc_handle import open_exported
+from .packed import Packed, places_of_version
+from .slots import Slots
+from .transport import Request
+
+__all__ = ["Buffers", "IpcVersion", "check_private", "lock_path", "note_part"]
+
+_TURNS = 2
+_SIZE = struct.Struct("<I")
+
+
+def note_part(note: Mapping[str, Any]) -> memoryview:
+    """How a trainer rank writes down what its buffer is opened with."""
+    text = json.dumps(note).encode()
+    return memoryview(_SIZE.pack(len(text)) + text)
+
+
+def lock_path(directory: Path, marker: Marker) -> Path:
+    """What readers of a version lock: the part of rank 0, as `Slots` names it."""
+    return directory / f"version-{marker.version}.0.delta"
+
+
+class Buffers:
+    """Buffers of trainer ranks that this process has opened.
+
+    Raises, in every method:
+        TransferError: the version was retired, or a trainer rank is gone.
+    """
+
+    def __init__(self, slots: Slots, directory: Path) -> None:
+        self._slots, self._dir = slots, directory
+        self._opened: dict[int, dict[str, Tensor]] = {}
+
+    def hold(self, marker: Marker) -> int:
+        """Keep a version's buffers from being written to, until the descriptor is closed."""
+        gone = TransferError(f"version {marker.version} was retired while it was being opened")
+        try:
+            fd = os.open(lock_path(self._dir, marker), os.O_RDONLY)
+        except FileNotFoundError as error:
+            raise gone from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            # The owner hides a version before it lets go of the lock.
+            if marker not in self._slots.markers():
+                raise gone
+        except BaseException as error:
+            os.close(fd)
+            if isinstance(error, BlockingIOError):
+                raise gone from error
+            raise
+        return fd
+
+    def opened(self, marker: Marker, rank: int) -> UInt8[Tensor, " bytes"]:
+        """The buffer of a rank that has a version's bytes. Each is opened once."""
+        (size,) = _SIZE.unpack(self._slots.read_part(marker.version, rank, 0, _SIZE.size))
+        text = bytes(self._slots.read_part(marker.version, rank, _SIZE.size, size))
+        try:
+            note = json.loads(text)
+            token = note["token"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise CorruptionError(f"the handle of rank {rank} cannot be read: {error}") from error
+        buffers = self._opened.setdefault(rank, {})
+        if token not in buffers:
+            # A rank has two; others are of a life before.
+            while len(buffers) >= _TURNS:
+                del buffers[next(iter(buffers))]
+            buffers[token] = open_exported(note)
+        return buffers[token]
+
+    def payload(self, plan: Plan, marker: Marker, index: int) -> memoryview:
+        """A bucket as it travelled in a delta."""
+        rank = plan.buckets[index].rank
+        starts, _ = places_of_version(plan, marker, rank)
+        return self._slots.read_part(marker.version, rank, starts[index], marker.sizes[index])
+
+    def close(self) -> None:
+        """Forget them: each is opened anew when it is needed."""
+        self._opened.clear()
+
+
+class IpcVersion:
+    """A committed version in the buffers of trainer ranks; a delta in files."""
+
+    def __init__(
+        self, buffers: Buffers, request: Request, marker: Marker, *, copies: bool, keep: bool
+    ) -> None:
+        self.marker = marker
+        self._opened, self._plan, self._reader = buffers, request.plan, request.reader
+        self._copies, self._keep = copies, keep
+
+    def whole(self) -> Held:
+        with ExitStack() as unless:
+            lock = self._opened.hold(self.marker)
+            unless.callback(os.close, lock)
+            buckets = self._buckets()
+            unless.pop_all()
+        gpus = {part.device for part in buckets.values() if part.device.type == "cuda"}
+        held = Packed(
+            self._plan,
+            buckets,
+            stays=False,
+            # Something may have been written to the pages of this process.
+            own=self._opened.close,
+            close=partial(_let_go, lock, gpus),
+        )
+        return self._copied(held, buckets) if self._copies else held
+
+    def payload(self, index: int) -> memoryview:
+        return self._opened.payload(self._plan, self.marker, index)
+
+    def settle(self, error: str, *, deadline: float) -> None:
+        """Nothing: what is committed stands, whoever reads it."""
+
+    def _buckets(self) -> dict[int, Tensor]:
+        mine, buckets = set(self._plan.of_reader(self._reader)), {}
+        for rank in sorted({self._plan.buckets[index].rank for index in mine}):
+            buffer = self._opened.opened(self.marker, rank)
+            starts, size_bytes = places_of_version(self._plan, self.marker, rank)
+            if len(buffer) != size_bytes:
+                raise CorruptionError(
+                    f"rank {rank} packed {len(buffer):,} bytes; the plan has {size_bytes:,}"
+                )
+            for index in mine & starts.keys():
+                start, size = starts[index], self._plan.buckets[index].bytes
+                buckets[index] = buffer[start : start + size]
+        return buckets
+
+    def _copied(self, held: Packed, buckets: Mapping[int, Tensor]) -> Held:
+        device = next((part.device for part in buckets.values()), torch.device("cpu"))
+        boxes = Boxes(self._plan, self._reader, stays=self._keep, device=device)
+        for index in buckets:
+            for view, piece in zip(boxes.views(index), held.views(index), strict=True):
+                view.copy_(piece)
+        held.close()
+        return boxes
+
+
+def check_private(directory: Path) -> None:
+    """What is read there is unpickled: nobody else may have written it."""
+    found = directory.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise UsageError(
+            f"{directory} belongs to user {found.st_uid} with mode {found.st_mode & 0o777:o}; it "
+            f"has to be of user {os.geteuid()} with mode 700. Remove it, or choose another name."
+        )
+
+
+def _let_go(lock: int, gpus: Collection[torch.device]) -> None:
+    for gpu in gpus:
+        torch.cuda.synchronize(gpu)  # Copies out of the buffer may be on their way.
+    os.close(lock)

@@ -1,0 +1,29 @@
+"""From what a transport says of itself to its reading end in another process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import UnsupportedError
+from .directory import FileTransport, SharedMemoryTransport
+from .ipc import IpcTransport
+from .transport import Transport
+
+__all__ = ["open_transport"]
+
+
+def open_transport(spec: Mapping[str, Any]) -> Transport:
+    """The reading end of the transport whose `spec()` this is.
+
+    Raises:
+        UnsupportedError: the kind is unknown here.
+    """
+    match spec:
+        case {"kind": "shared_memory", "name": name, "root": root}:
+            return SharedMemoryTransport(name, root=root)
+        case {"kind": "file", "path": path}:
+            return FileTransport(path)
+        case {"kind": "ipc", "name": name, "root": root, "keep": keep}:
+            return IpcTransport(name, root=root, keep=keep)
+    raise UnsupportedError(f"no transport for {dict(spec)}; known: shared_memory, file, ipc")

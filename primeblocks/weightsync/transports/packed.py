@@ -1,0 +1,159 @@
+"""Buckets one behind the other in one buffer for each trainer rank, and a reader's view of them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Generic, TypeVar
+
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+
+from ...errors import PlanError
+from ...layout import Shard
+from ..held import packed_views
+from ..marker import Marker
+from ..plan import Plan
+from .transport import Outgoing
+
+__all__ = ["Packed", "Pool", "pack_all", "places", "places_of_reader", "places_of_version"]
+
+_ALIGN_BYTES = 256  # What GPUs and network cards like; every element type is aligned, too.
+
+T = TypeVar("T")
+
+
+def places(sizes: Mapping[int, int], *, align_bytes: int) -> tuple[dict[int, int], int]:
+    """Where each bucket starts in a buffer, and the bytes of the buffer. Pure."""
+    starts, end = {}, 0
+    for index, size in sizes.items():
+        starts[index] = end
+        end += -(-size // align_bytes) * align_bytes
+    return starts, end
+
+
+def places_of_version(plan: Plan, marker: Marker, rank: int) -> tuple[dict[int, int], int]:
+    """The places of a rank's buckets in a version: aligned where it is full. Pure."""
+    return _places_of(marker, plan.of_rank(rank))
+
+
+def places_of_reader(plan: Plan, marker: Marker, reader: int) -> tuple[dict[int, int], int]:
+    """The same for all buckets that a reader wants, in a buffer of its own. Pure."""
+    return _places_of(marker, plan.of_reader(reader))
+
+
+def pack_all(outgoing: Outgoing, make: Callable[[int], UInt8[Tensor, " bytes"]]) -> None:
+    """Write a rank's buckets to one buffer, which `make` returns for its bytes."""
+    plan = outgoing.plan
+    sizes = {index: plan.buckets[index].bytes for index in plan.of_rank(outgoing.rank)}
+    starts, size_bytes = places(sizes, align_bytes=_ALIGN_BYTES)
+    buffer = make(size_bytes)
+    for index, start in starts.items():
+        part = buffer[start : start + sizes[index]]
+        outgoing.fill(index, packed_views(plan, index, part))
+
+
+class Packed:
+    """What one reader wants, in packed buckets: a `Held` without a copy.
+
+    A box that lies in one copy is a view; another is put together in new memory.
+
+    Args:
+        own: called before it is written to.
+        close: called once at the end.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        buckets: Mapping[int, Tensor],
+        *,
+        stays: bool,
+        own: Callable[[], object],
+        close: Callable[[], object],
+    ) -> None:
+        self.stays, self._own = stays, own
+        self._plan = plan
+        self._views = {index: packed_views(plan, index, part) for index, part in buckets.items()}
+        self._copies: dict[str, list[tuple[Shard, Tensor]]] = {}
+        for index, views in self._views.items():
+            for copy, view in zip(plan.buckets[index].copies, views, strict=True):
+                self._copies.setdefault(copy.name, []).append((copy.box, view))
+        self._device = next((part.device for part in buckets.values()), torch.device("cpu"))
+        self.close = weakref.finalize(self, close)
+        self.close.atexit = False
+
+    def views(self, index: int) -> list[Tensor]:
+        return self._views[index]
+
+    def box(self, name: str, box: Shard) -> Tensor:
+        made, found = None, 0
+        for have, view in self._copies.get(name, ()):
+            common = have.intersect(box)
+            if common == box:
+                return view[box.within(have).slices]
+            if common is not None:
+                if made is None:
+                    made = torch.empty(box.sizes, dtype=view.dtype, device=view.device)
+                made[common.within(box).slices].copy_(view[common.within(have).slices])
+                found += common.numel
+        if found != box.numel:
+            raise PlanError(f"{found} of the {box.numel} elements of {box} of {name!r} are wanted")
+        if made is None:
+            dtype = self._plan.target[name].dtype
+            made = torch.empty(box.sizes, dtype=dtype, device=self._device)
+        return made
+
+    def own(self) -> None:
+        self._own()
+
+
+class Pool(Generic[T]):
+    """Buffers of one trainer rank by version. One that nobody reads any more is used again.
+
+    Args:
+        make: a buffer of so many bytes.
+        drop: what ends one.
+        spares: how many unused ones wait for a version of the same size.
+    """
+
+    def __init__(
+        self, make: Callable[[int], T], drop: Callable[[T], object], *, spares: int
+    ) -> None:
+        self._make, self._drop, self._spares = make, drop, spares
+        self._used: dict[int, tuple[int, T]] = {}
+        self._free: list[tuple[int, T]] = []
+
+    def keep(self, versions: Collection[int]) -> None:
+        """Free the buffers of all other versions."""
+        for version in [version for version in self._used if version not in versions]:
+            self._free.append(self._used.pop(version))
+        while len(self._free) > self._spares:
+            self._drop(self._free.pop(0)[1])
+
+    def take(self, version: int, size_bytes: int) -> T:
+        """A buffer for a version. Spares of another size are dropped first, for their room."""
+        fits = [one for one in self._free if one[0] == size_bytes]
+        for one in self._free:
+            if one not in fits[:1]:
+                self._drop(one[1])
+        self._free = []
+        one = fits[0] if fits else (size_bytes, self._make(size_bytes))
+        self._used[version] = one
+        return one[1]
+
+    def by_version(self) -> dict[int, T]:
+        """The buffers in use."""
+        return {version: buffer for version, (_, buffer) in self._used.items()}
+
+    def close(self) -> None:
+        """Drop them all."""
+        self.keep(())
+        while self._free:
+            self._drop(self._free.pop()[1])
+
+
+def _places_of(marker: Marker, indices: Sequence[int]) -> tuple[dict[int, int], int]:
+    sizes = {index: marker.sizes[index] for index in indices}
+    return places(sizes, align_bytes=1 if marker.base is not None else _ALIGN_BYTES)

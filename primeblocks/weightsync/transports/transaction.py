@@ -1,0 +1,124 @@
+"""One sync's notes on the board: who came, what is sent, and the word that all follow."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ...errors import DeadlineError, TransferError
+from .board import Board
+
+__all__ = ["Go", "Transaction"]
+
+_COMMIT, _ABORT = "commit", "abort"
+
+
+class Go(NamedTuple):
+    """What rank 0 says once all have come: a delta to `base`, or that nothing is sent, and why."""
+
+    base: int | None
+    error: str
+
+
+class Transaction:
+    """Notes under one number. Every method raises TransferError where the store fails."""
+
+    def __init__(self, board: Board, number: int, *, rank: int) -> None:
+        self.number, self._board, self._rank = number, board, rank
+
+    def post(self, key: str, value: Any, *, deadline: float) -> None:
+        """Leave a note."""
+        self._board.post(self._key(key), json.dumps(value), deadline=deadline)
+
+    def read_begun(self, *, deadline: float) -> dict[str, Any] | None:
+        """Reader: what will be sent; {} if that was called off already, None at the deadline."""
+        found = self._first_of("go", "begun", deadline=deadline)
+        if found is None:
+            return None
+        begun: dict[str, Any] = {} if found[0] == "go" else json.loads(found[1])
+        return begun
+
+    def read_join(self, reader: int, *, deadline: float) -> int | None:
+        """Rank 0: wait for a reader; the version that it holds.
+
+        Raises:
+            TransferError: it did not come, or one called it off.
+        """
+        found = self._first_of("go", f"join/{reader}", deadline=deadline)
+        if found is None:
+            raise TransferError(f"reader {reader} did not ask in time")
+        if found[0] == "go":
+            raise TransferError(Go(*json.loads(found[1])).error)
+        holds: int | None = json.loads(found[1])
+        return holds
+
+    def go(self, base: int | None, *, deadline: float) -> Go:
+        """Rank 0: let it begin, if nobody called it off. What stands then."""
+        return self._first_go(Go(base, ""), deadline)
+
+    def call_off(self, error: str, *, deadline: float) -> Go:
+        """End it if it did not begin: the group is as good as before. What stands then."""
+        return self._first_go(Go(None, error), deadline)
+
+    def read_go(self, *, deadline: float) -> Go | None:
+        """Reader: wait until it begins or is called off; None at the deadline."""
+        found = self._first_of("go", deadline=deadline)
+        return None if found is None else Go(*json.loads(found[1]))
+
+    def read_or_abort(self, key: str, *, deadline: float) -> Any:
+        """Wait for a note, unless it is aborted.
+
+        Raises:
+            DeadlineError: there was none in time.
+            TransferError: it was aborted.
+        """
+        found = self._first_of("decision", key, deadline=deadline)
+        if found is None:
+            raise DeadlineError(f"waited for the {key} in vain")
+        if found[0] == "decision":
+            raise TransferError(found[1])
+        return json.loads(found[1])
+
+    def abort(self, why: str, *, deadline: float) -> str:
+        """Decide that nobody loads it, and return the decision that stands: the first."""
+        return self._decide(f"{_ABORT}: {why}", deadline)
+
+    def vote(self, voters: int, *, deadline: float) -> None:
+        """Reader: say that this rank has it all. The last of `voters` decides to commit."""
+        votes = self._board.add(self._key("votes"), 1, deadline=deadline)
+        if votes == voters:
+            # No rank has to live longer than its own part.
+            self._decide(_COMMIT, deadline)
+
+    def follow(self, last: Callable[[], None], *, deadline: float) -> None:
+        """Do the last thing that this rank does before the decision, and wait for it.
+
+        Raises:
+            TransferError: it is not to commit.
+        """
+        said, why = None, "waited for the others in vain"
+        try:
+            last()
+            said = self._board.read(self._key("decision"), deadline=deadline)
+        except TransferError as error:
+            # Was it done, and only the answer lost? What the others made of it stands.
+            why = f"met {error}"
+        if said is None:
+            said = self.abort(f"rank {self._rank} {why}", deadline=deadline)
+        if said != _COMMIT:
+            raise TransferError(said)
+
+    def _first_go(self, go: Go, deadline: float) -> Go:
+        said = self._board.post_first(self._key("go"), json.dumps(go), deadline=deadline)
+        return Go(*json.loads(said))
+
+    def _first_of(self, *keys: str, deadline: float) -> tuple[str, str] | None:
+        found = self._board.read_any([self._key(key) for key in keys], deadline=deadline)
+        return None if found is None else (found[0].removeprefix(self._key("")), found[1])
+
+    def _decide(self, word: str, deadline: float) -> str:
+        return self._board.post_first(self._key("decision"), word, deadline=deadline)
+
+    def _key(self, key: str) -> str:
+        return f"{self.number}/{key}"
