@@ -2,12 +2,16 @@
 
 `TieredStore` holds pages in host memory and on disk: content-addressed, checksummed, within a
 quota, and aware of policy versions. Loading gives the page that was saved or a miss, never a wrong
-page. Plans of capacity and remote stores are not here yet.
+page. `plan_capacity` says how many GPUs hold a batch of rollouts. Remote stores are not here yet.
 """
 
+from .capacity import Gpu, Weights, plan_capacity
+from .capacity_plan import CapacityPlan, KvTier, Recompute
 from .disk import DiskTier
 from .evict import Candidate, Choice, Evict, VersionAware, lru
+from .footprint import Rollouts
 from .host import HostTier
+from .kv_shapes import KvGroup, kv_groups
 from .page import PageKey
 from .pending import Pending
 from .reference import ReferenceStore
@@ -16,18 +20,27 @@ from .tiers import TieredStore
 
 __all__ = [
     "Candidate",
+    "CapacityPlan",
     "Choice",
     "DiskTier",
     "Evict",
+    "Gpu",
     "HostTier",
+    "KvGroup",
+    "KvTier",
     "Loaded",
     "PageKey",
     "Pending",
+    "Recompute",
     "ReferenceStore",
+    "Rollouts",
     "Saved",
     "Tier",
     "TierStatistics",
     "TieredStore",
     "VersionAware",
+    "Weights",
+    "kv_groups",
     "lru",
+    "plan_capacity",
 ]

@@ -116,7 +116,8 @@ class _Load:
             raise CapacityError(
                 f"{most} replicas of tensor={self.tensor} are not enough: one prompt with its "
                 f"samples and the weights need {self.peak(most) - self.room(most)} bytes more on "
-                "a GPU. Raise tensor, shorten rollouts, take fewer samples or an fp8 cache."
+                "a GPU. Raise tensor, shorten rollouts, use an fp8 cache, or give up sharing: "
+                "write samples as prompts of their own."
             )
         low, high = 1, most
         while low < high:
