@@ -5,8 +5,8 @@ quota, and aware of policy versions. Loading gives the page that was saved or a 
 page. `plan_capacity` says how many GPUs hold a batch of rollouts. Remote stores are not here yet.
 """
 
-from .capacity import Gpu, Weights, plan_capacity
-from .capacity_plan import CapacityPlan, KvTier, Recompute
+from .capacity import plan_capacity
+from .capacity_plan import CapacityPlan, Gpu, KvTier, Recompute, Weights
 from .disk import DiskTier
 from .evict import Candidate, Choice, Evict, VersionAware, lru
 from .footprint import Rollouts
