@@ -11,7 +11,7 @@ from .conversion.families import checkpoint_to_vllm, transformers_to_checkpoint
 from .conversion.pieces import Piece
 from .conversion.quantise import Quantise
 from .delta.tensors import DeltaInfo, apply_delta, encode_delta, inspect_delta, merge_deltas
-from .engines.colocated import Colocated, ColocatedEngine, Turn
+from .engines.colocated import Colocated, ColocatedEngine, Memory, Turn
 from .engines.lora import AdapterSpec, adapter_parameters
 from .engines.model_folder import ModelFolder, ModelFolders
 from .manifest import Manifest, TensorSpec, describe, gather_manifests
@@ -42,6 +42,7 @@ __all__ = [
     "GroupTransport",
     "IpcTransport",
     "Manifest",
+    "Memory",
     "ModelFolder",
     "ModelFolders",
     "Piece",
