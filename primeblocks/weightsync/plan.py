@@ -121,14 +121,43 @@ class Plan:
             for box in boxes
         )
 
+    @cached_property
+    def bytes_by_link(self) -> dict[tuple[int, int], int]:
+        """(rank, reader) -> bytes of the buckets of that rank that the reader wants."""
+        links: dict[tuple[int, int], int] = {}
+        for bucket in self.buckets:
+            for reader in bucket.readers:
+                link = bucket.rank, reader
+                links[link] = links.get(link, 0) + bucket.bytes
+        return links
+
+    def writer_peak_bytes(self, rank: int) -> int:
+        """Memory that a full sync over a process group takes on a trainer rank: two buckets."""
+        mine = self.of_rank(rank)
+        messages = sum(len(self.buckets[index].readers) for index in mine)
+        return min(2, messages) * self._largest(mine)
+
+    def reader_peak_bytes(self, reader: int) -> int:
+        """Memory that a full sync over a process group takes on a reader: boxes, two buckets."""
+        mine = self.of_reader(reader)
+        return self.box_bytes(reader) + min(2, len(mine)) * self._largest(mine)
+
     def table(self) -> str:
-        """What each rank writes and each reader reads, and the total against its lower bound."""
-        lines = [f"{'':>12} {'buckets':>8} {'copies':>8} {'bytes':>16}"]
+        """What each rank writes and each reader reads, and the total against its lower bound.
+
+        `peak` is what a full sync over a process group takes beside the weights.
+        """
+        lines = [f"{'':>12} {'links':>6} {'buckets':>8} {'copies':>8} {'bytes':>16} {'peak':>16}"]
         for rank in range(self.world_size):
-            lines.append(self._row(f"rank {rank}", self.of_rank(rank)))
+            links = sum(1 for link in self.bytes_by_link if link[0] == rank)
+            lines.append(
+                self._row(f"rank {rank}", self.of_rank(rank), links, self.writer_peak_bytes(rank))
+            )
         for reader in range(len(self.wants)):
-            lines.append(self._row(f"reader {reader}", self.of_reader(reader)))
-        lines.append(self._row("written", range(len(self.buckets))))
+            links = sum(1 for link in self.bytes_by_link if link[1] == reader)
+            peak = self.reader_peak_bytes(reader)
+            lines.append(self._row(f"reader {reader}", self.of_reader(reader), links, peak))
+        lines.append(self._row("written", range(len(self.buckets)), len(self.bytes_by_link)))
         lines.append(f"lower bound {self.lower_bound_bytes:,} bytes, {len(self.target)} tensors")
         return "\n".join(lines)
 
@@ -173,24 +202,27 @@ class Plan:
         )
         return cls(target, head["world_size"], wants, head["bucket_bytes"], buckets)
 
-    @cached_property
-    def digest(self) -> str:
-        """32 hex digits; equal exactly where plans are."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:32]
-
     def fingerprint(self) -> str:
         """32 hex digits; both sides compare them before a byte is used."""
-        return self.digest
+        return self._fingerprint
 
     def check_reader(self, reader: int) -> None:
         """Raises: PlanError: the plan has no such reader."""
         if not 0 <= reader < len(self.wants):
             raise PlanError(f"the plan has {len(self.wants)} readers, from 0; there is no {reader}")
 
-    def _row(self, label: str, indices: Iterable[int]) -> str:
+    def _largest(self, indices: Iterable[int]) -> int:
+        return max((self.buckets[index].bytes for index in indices), default=0)
+
+    def _row(self, label: str, indices: Iterable[int], links: int, peak: int | None = None) -> str:
         mine = [self.buckets[index] for index in indices]
         copies, size = sum(len(b.copies) for b in mine), sum(b.bytes for b in mine)
-        return f"{label:>12} {len(mine):>8} {copies:>8} {size:>16,}"
+        end = "" if peak is None else f" {peak:>16,}"
+        return f"{label:>12} {links:>6} {len(mine):>8} {copies:>8} {size:>16,}{end}"
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:32]
 
     @cached_property
     def _of_rank(self) -> dict[int, tuple[int, ...]]:

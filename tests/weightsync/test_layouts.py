@@ -50,8 +50,9 @@ def random_body(kind, path, seeds, senders, receivers):
             assert receipt.bytes == plan.read_bytes(side.reader) == plan.box_bytes(side.reader)
             assert same_bytes(side.engine.tensors, oracle(sources, parts, target)), seed
         if kind == "group":
-            most = 2 * max(bucket.bytes for bucket in plan.buckets)
-            assert sum(sizes) <= most + (plan.box_bytes(side.reader) if side.is_engine else 0)
+            engine = side.is_engine
+            peak = plan.reader_peak_bytes(side.reader) if engine else plan.writer_peak_bytes(rank)
+            assert sum(sizes) <= peak
         checked += 1
         dist.barrier()
         transport.close()

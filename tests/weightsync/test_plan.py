@@ -280,6 +280,22 @@ def test_readers_that_want_the_same_share_a_bucket():
     assert [plan.read_bytes(reader) for reader in range(4)] == [128, 64, 64, 64]
 
 
+def test_links_and_memory_by_hand():
+    trainer = [manifest(w=((8, 4), (row, 0), (4, 4))) for row in (0, 4)]
+    engine = [manifest(w=((8, 4), (0, col), (8, 2))) for col in (0, 2)]
+    plan = plan_sync(trainer, engine, bucket_bytes=64)
+    assert plan.bytes_by_link == {(s, r): 32 for s in (0, 1) for r in (0, 1)}
+    assert [plan.written_bytes(rank) for rank in (0, 1)] == [64, 64]
+    assert [plan.writer_peak_bytes(rank) for rank in (0, 1)] == [64, 64]
+    assert [plan.reader_peak_bytes(reader) for reader in (0, 1)] == [64 + 64, 64 + 64]
+    rows = [row.split() for row in plan.table().splitlines()]
+    assert rows[1] == ["rank", "0", "2", "2", "2", "64", "64"]
+    assert rows[4] == ["reader", "1", "2", "2", "2", "64", "128"]
+    assert rows[5] == ["written", "4", "4", "4", "128"]
+    one = plan_sync(trainer[:1], [trainer[0]], bucket_bytes=64)
+    assert (one.writer_peak_bytes(0), one.reader_peak_bytes(0)) == (64, 64 + 64)
+
+
 def test_the_estimate_is_the_busiest_rank_at_line_rate():
     trainer = [manifest(w=((8, 4), (row, 0), (4, 4))) for row in (0, 4)]
     plan = plan_sync(trainer, [trainer[0].whole()] * 3, bucket_bytes=64)
