@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import prod
 
 import torch
 
@@ -56,7 +55,7 @@ def plan_sync(
     kinds = _kinds(sources if convert is None else [convert.targets])
     wants = tuple(_wants(reader) for reader in readers)
     target = _target(readers, wants)
-    _check(sources, kinds, target, readers)
+    _check(sources, kinds, target, wants)
     bare = Plan(target, len(sources), wants, bucket_bytes, ())
     chosen = _share_out(_cells(held, bare), bare)
     place = {name: index for index, name in enumerate(target)}
@@ -129,10 +128,11 @@ def _check(
     sources: Sequence[Manifest],
     kinds: Mapping[str, Mapping[TensorSpec, int]],
     target: Manifest,
-    readers: Sequence[Manifest | Wiring],
+    wants: Sequence[Boxes],
 ) -> None:
-    if not sources or not any(prod(spec.shape) for spec in target.values()):
-        raise PlanError(f"nothing to plan: {len(sources)} sources, {len(readers)} readers")
+    wanted = sum(box.numel for boxes in wants for row in boxes.values() for box in row)
+    if not sources or not wanted:
+        raise PlanError(f"nothing to plan: {len(sources)} sources, {len(wants)} readers")
     recipes = sorted({source.recipe for source in sources})
     if recipes != [target.recipe]:
         raise PlanError(

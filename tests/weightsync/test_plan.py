@@ -271,6 +271,12 @@ def test_no_rank_has_two_messages_in_a_round(pair, bucket_bytes):
     assert max(most) <= last + 1 < sum(most)
 
 
+def test_readers_that_want_empty_boxes_alone_are_refused():
+    whole = describe({"w": torch.zeros(2, 3)})
+    with pytest.raises(PlanError, match="nothing to plan: 1 sources, 2 readers"):
+        plan_sync([whole], [manifest(w=((2, 3), (0, 3), (2, 0)))] * 2, bucket_bytes=64)
+
+
 def test_readers_that_want_the_same_share_a_bucket():
     whole = describe({"w": torch.zeros(8, 4)})
     halves = [manifest(w=((8, 4), (0, col), (8, 2))) for col in (0, 2)]
