@@ -5,10 +5,11 @@ quota, and aware of policy versions. Loading gives the page that was saved or a 
 page. `plan_capacity` says how many GPUs hold a batch of rollouts. Remote stores are not here yet.
 """
 
+from .arc import arc
 from .capacity import plan_capacity
 from .capacity_plan import CapacityPlan, Gpu, KvTier, Recompute, Weights
 from .disk import DiskTier
-from .evict import Candidate, Choice, Evict, VersionAware, lru
+from .evict import Candidate, Choice, Evict, Snapshot, VersionAware, lru
 from .footprint import Rollouts
 from .host import HostTier
 from .kv_shapes import KvGroup, kv_groups
@@ -35,11 +36,13 @@ __all__ = [
     "ReferenceStore",
     "Rollouts",
     "Saved",
+    "Snapshot",
     "Tier",
     "TierStatistics",
     "TieredStore",
     "VersionAware",
     "Weights",
+    "arc",
     "kv_groups",
     "lru",
     "plan_capacity",

@@ -1,29 +1,64 @@
-"""Which page leaves a full tier: pure choices."""
+"""Which page leaves a full tier: pure choices over a snapshot."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from ..errors import PlanError
 from .page import PageKey
 
-__all__ = ["Candidate", "Choice", "Evict", "Ledger", "VersionAware", "lru"]
+__all__ = ["Candidate", "Choice", "Evict", "Snapshot", "VersionAware", "lru"]
+
+
+@dataclass(slots=True, eq=False)
+class Candidate:
+    """What a tier knows of one page. The ledger's own entry: read it, and keep no reference.
+
+    Args:
+        last_used: tick of the last save or load. Each of them is one tick.
+        filed: its place in the order in which pages were last used or lost their last rollout.
+        uses: saves and loads since it came; at least 2 if it had left not long before.
+        rollouts: who uses it and has not ended; empty if all have ended, None if nobody said.
+    """
+
+    key: PageKey
+    last_used: int
+    filed: int = 0
+    uses: int = 1
+    rollouts: set[Hashable] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """The least recently used page of one policy version.
+class Snapshot:
+    """A full tier, reduced to the pages that may have to leave.
+
+    A lane holds the pages of one version with no known rollout, one, several, or ended ones.
 
     Args:
-        version: policy version of the page; None never goes stale.
-        last_used: tick of the last save or load; ticks only grow.
+        version: the policy's.
+        tick: now.
+        once: the least recently used of the pages used once; None if there is none.
+        often: the same for the pages used more often.
+        once_pages: how many pages were used once.
+        once_target: how many of them ARC would keep; its `p`.
+        from_often: whether the page that needs room left the tier as one used often.
+        oldest: the page of each lane that was filed first.
+        newest: the last filed page of each lane of pages with one rollout.
+        patience: ticks after which a page is less likely to be used soon than one just used.
     """
 
-    version: int | None
-    last_used: int
+    version: int
+    tick: int
+    once: Candidate | None
+    often: Candidate | None
+    once_pages: int
+    once_target: float
+    from_often: bool
+    oldest: Sequence[Candidate]
+    newest: Sequence[Candidate]
+    patience: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,32 +66,42 @@ class Choice:
     """A victim.
 
     Args:
-        index: position of the victim among the candidates.
-        demote: whether the page is worth a place in the next tier.
+        page: one of the snapshot's candidates.
+        demote: whether it is worth a place in the next tier.
+        tail: take the last page that its rollout brought in its place, if it has one rollout: a
+            page is of no use without those before it.
     """
 
-    index: int
-    demote: bool
+    page: Candidate
+    demote: bool = True
+    tail: bool = False
 
 
 class Evict(Protocol):
-    """A pure function of the candidates, one for each version, and the current version."""
+    """A pure function of a snapshot; the tier has at least one page."""
 
-    def __call__(self, candidates: Sequence[Candidate], *, version: int) -> Choice: ...
+    def __call__(self, snapshot: Snapshot) -> Choice: ...
 
 
-def lru(candidates: Sequence[Candidate], *, version: int) -> Choice:
+def lru(snapshot: Snapshot) -> Choice:
     """The least recently used page of all; always worth the next tier. Pure."""
-    oldest = min(range(len(candidates)), key=lambda i: candidates[i].last_used)
-    return Choice(oldest, demote=True)
+    found = [page for page in (snapshot.once, snapshot.often) if page is not None]
+    return Choice(min(found, key=lambda page: page.last_used))
 
 
 @dataclass(frozen=True)
 class VersionAware:
-    """Pages that no rollout may use again go first; then least recently used.
+    """Pages that no rollout will use go first; then those whose rollout comes back last.
 
-    With policy version `v`, rollouts of versions below `v - max_staleness` are refused by the
-    trainer, so their pages are dead: the oldest version goes first, and it is not demoted.
+    1. Pages of versions below `version - max_staleness`, the oldest version first: the trainer
+       refuses their rollouts. Not demoted.
+    2. Pages whose rollouts have all ended, in the order of the ends. Not demoted.
+    3. The least recently used page, if it has been waited for longer than is worth it.
+    4. The most recently used page: its rollout stays away for longer than those waited for
+       already. With more rollouts than fit, least recently used drops each page just before its
+       turn. First those of the last admissible version, which may be dropped before they return.
+
+    Rules 2 and 4 need callers that name rollouts; without, 3 is least recently used.
 
     Raises:
         PlanError: `max_staleness` is negative.
@@ -68,45 +113,26 @@ class VersionAware:
         if self.max_staleness < 0:
             raise PlanError(f"max_staleness counts versions; got {self.max_staleness}")
 
-    def __call__(self, candidates: Sequence[Candidate], *, version: int) -> Choice:
-        oldest_live = version - self.max_staleness
-        dead = [
-            (candidate.version, index)
-            for index, candidate in enumerate(candidates)
-            if candidate.version is not None and candidate.version < oldest_live
-        ]
-        if dead:
-            return Choice(min(dead)[1], demote=False)
-        return lru(candidates, version=version)
+    def __call__(self, snapshot: Snapshot) -> Choice:
+        last_live = snapshot.version - self.max_staleness
+        rank, page = min(
+            ((_rank(page, last_live=last_live), page) for page in snapshot.oldest),
+            key=lambda ranked: ranked[0],
+        )
+        if rank[0] != _LIVE:
+            return Choice(page, demote=False)
+        if snapshot.tick - page.last_used <= snapshot.patience and snapshot.newest:
+            closing = [page for page in snapshot.newest if page.key.version == last_live]
+            page = max(closing or snapshot.newest, key=lambda page: page.filed)
+        return Choice(page, tail=True)
 
 
-class Ledger:
-    """When each page of a tier was last used, by version.
+_DEAD, _ENDED, _LIVE = range(3)
 
-    A choice costs one comparison for each version that has pages, not for each page.
-    """
 
-    def __init__(self, keys: Iterable[PageKey] = ()) -> None:
-        self._lanes: dict[int | None, OrderedDict[PageKey, int]] = {}
-        self._tick = 0
-        for key in keys:
-            self.touch(key)
-
-    def touch(self, key: PageKey) -> None:
-        """The page is there and was just used."""
-        self._tick += 1
-        lane = self._lanes.setdefault(key.version, OrderedDict())
-        lane[key] = self._tick
-        lane.move_to_end(key)
-
-    def remove(self, key: PageKey) -> None:
-        """The page is gone; unknown keys are ignored."""
-        lane = self._lanes.get(key.version)
-        if lane is not None and lane.pop(key, None) is not None and not lane:
-            del self._lanes[key.version]
-
-    def victim(self, evict: Evict, *, version: int) -> tuple[PageKey, bool]:
-        """The page that `evict` chooses, and whether to demote it."""
-        oldest = [next(iter(lane.items())) for lane in self._lanes.values()]
-        choice = evict([Candidate(key.version, used) for key, used in oldest], version=version)
-        return oldest[choice.index][0], choice.demote
+def _rank(page: Candidate, *, last_live: int) -> tuple[int, int, int]:
+    version = page.key.version
+    if version is not None and version < last_live:
+        return _DEAD, version, page.filed
+    ended = page.rollouts is not None and not page.rollouts
+    return (_ENDED if ended else _LIVE), page.filed, 0

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from .evict import Ledger
+from .ledger import Ledger
 from .page import PageKey
 
 __all__ = ["Level", "Loaded", "Saved", "Tier", "TierStatistics"]
@@ -94,16 +94,21 @@ class TierStatistics:
 
 
 class Level:
-    """A tier with what the store knows about it: recency and counts."""
+    """A tier with what the store knows about it: its ledger and counts."""
 
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
-        self.ledger = Ledger(tier.keys())
+        self.ledger = Ledger(tier.keys(), capacity_pages=tier.capacity_pages)
         self.counts: Counter[str] = Counter()
 
     def drop(self, key: PageKey) -> None:
         self.tier.drop(key)
         self.ledger.remove(key)
+
+    def evict(self, key: PageKey) -> None:
+        self.tier.drop(key)
+        self.ledger.evicted(key)
+        self.counts["evictions"] += 1
 
     def statistics(self) -> TierStatistics:
         names = ("hits", "misses", "stores", "evictions", "checksum_failures", "failures")

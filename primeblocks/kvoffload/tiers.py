@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread
@@ -28,6 +28,8 @@ from .tier import Level, Loaded, Saved, Tier, TierStatistics
 
 __all__ = ["TieredStore"]
 
+_Users = tuple[Hashable, ...]
+
 
 class TieredStore:
     """Pages in fast memory first, in slower tiers when room runs out.
@@ -39,7 +41,7 @@ class TieredStore:
 
     Args:
         tiers: fastest first; the first must be a `HostTier`. The store closes them.
-        evict: who leaves a full tier: `lru` or `VersionAware(...)`.
+        evict: who leaves a full tier: `lru`, `arc` or `VersionAware(...)`.
         max_pending: saves that may wait; further ones are declined.
 
     Raises:
@@ -75,12 +77,20 @@ class TieredStore:
         self._thread.start()
 
     def save(
-        self, key: PageKey, page: Any, *, attachments: Mapping[str, bytes] | None = None
+        self,
+        key: PageKey,
+        page: Any,
+        *,
+        attachments: Mapping[str, bytes] | None = None,
+        rollout: Hashable = None,
     ) -> Pending[Saved]:
         """Keep a copy of a page; the caller may reuse it at once. Local.
 
         Replaces what `key` named before. Too many saves on their way, or a page
         that finds no room, is not an error: the result says that it was not stored.
+
+        Args:
+            rollout: who will ask for the page again, any name, until `end`; first page first.
 
         Raises:
             ShapeError: the page or its packed attachments have the wrong size.
@@ -104,20 +114,25 @@ class TieredStore:
         content = self._staging[slot, : len(view) + len(extra)]
         content[: len(view)] = view
         content[len(view) :] = np.frombuffer(extra, dtype=np.uint8)
-        return self._submit(lambda pending: self._save(pending, key, content, slot))
+        users = () if rollout is None else (rollout,)
+        return self._submit(lambda pending: self._save(pending, key, content, slot, users))
 
-    def load(self, key: PageKey, *, into: Any) -> Pending[Loaded]:
+    def load(self, key: PageKey, *, into: Any, rollout: Hashable = None) -> Pending[Loaded]:
         """Copy a page into `into`, or report a miss. Local.
 
         Never a wrong page: what does not pass its checksum is dropped and is a miss. `into` is
         written once, after the check, and not at all on a miss or after a deadline.
+
+        Args:
+            rollout: who asks, as in `save`.
 
         Raises:
             ShapeError: `into` has the wrong size or is read-only.
             ClosedError: the store is closed.
         """
         view = page_view(into, page_bytes=self.page_bytes, writable=True)
-        return self._submit(lambda pending: self._load(pending, key, view))
+        users = () if rollout is None else (rollout,)
+        return self._submit(lambda pending: self._load(pending, key, view, users))
 
     def __contains__(self, key: PageKey) -> bool:
         """Whether a load may hit; answers at once, from any thread."""
@@ -133,6 +148,10 @@ class TieredStore:
             if version < self._version:
                 raise UsageError(f"the store is at version {self._version}; got {version}")
             self._version = version
+
+    def end(self, rollout: Hashable) -> Pending[None]:
+        """Pages that only this rollout used go next; whoever names rollouts ends them. Local."""
+        return self._submit(lambda pending: self._end(pending, rollout))
 
     def clear(self) -> Pending[None]:
         """Drop every page of every tier. Local."""
@@ -182,27 +201,32 @@ class TieredStore:
         for level in self._levels:
             level.tier.close()
 
-    def _save(self, pending: Pending[Saved], key: PageKey, content: np.ndarray, slot: int) -> None:
+    def _save(
+        self, pending: Pending[Saved], key: PageKey, content: np.ndarray, slot: int, users: _Users
+    ) -> None:
         try:
             self._forget(key)
-            reason = self._place(0, key, content, checksum(key, content))
+            reason = self._place(0, key, content, checksum(key, content), users)
         finally:
             with self._lock:
                 self._free.append(slot)
         pending.finish(Saved(not reason, reason))
 
-    def _load(self, pending: Pending[Loaded], key: PageKey, into: np.ndarray) -> None:
+    def _load(
+        self, pending: Pending[Loaded], key: PageKey, into: np.ndarray, users: _Users
+    ) -> None:
         for depth, level in enumerate(self._levels):
             content, digest = self._read(level, key)
             if content is None:
                 continue
+            level.ledger.touch(key, rollouts=users)
             page, extra = content[: self.page_bytes], content[self.page_bytes :].tobytes()
             pending.finish(
                 Loaded(level.tier.name, unpack_attachments(extra)),
                 before=partial(np.copyto, into, page),
             )
             if depth > 0:
-                self._place(0, key, content, digest)
+                self._place(0, key, content, digest, level.ledger.rollouts(key))
             return
         pending.finish(Loaded(None))
 
@@ -226,12 +250,14 @@ class TieredStore:
             return None, b""
         level.counts["hits"] += 1
         level.counts["bytes_read"] += content.nbytes
-        level.ledger.touch(key)
         return content, digest
 
-    def _place(self, depth: int, key: PageKey, content: np.ndarray, digest: bytes) -> str:
+    def _place(
+        self, depth: int, key: PageKey, content: np.ndarray, digest: bytes, users: _Users
+    ) -> str:
         """Put a page into a tier; returns why it could not."""
         level = self._levels[depth]
+        level.ledger.arrive(key)
         while len(level.tier) >= level.tier.capacity_pages:
             self._evict_one(depth)
         try:
@@ -239,7 +265,7 @@ class TieredStore:
         except (CapacityError, OSError) as error:
             level.counts["failures"] += 1
             return str(error)
-        level.ledger.touch(key)
+        level.ledger.touch(key, rollouts=users, front=depth > 0)
         level.counts["stores"] += 1
         level.counts["bytes_written"] += content.nbytes
         return ""
@@ -252,13 +278,18 @@ class TieredStore:
             room = self._demoting[depth]
             found = level.tier.get(key, into=room)
             if found is not None:
-                self._place(depth + 1, key, room[: found[0]], found[1])
-        level.drop(key)
-        level.counts["evictions"] += 1
+                users = level.ledger.rollouts(key)
+                self._place(depth + 1, key, room[: found[0]], found[1], users)
+        level.evict(key)
 
     def _forget(self, key: PageKey) -> None:
         for level in self._levels:
             level.drop(key)
+
+    def _end(self, pending: Pending[None], rollout: Hashable) -> None:
+        for level in self._levels:
+            level.ledger.end(rollout)
+        pending.finish(None)
 
     def _clear(self, pending: Pending[None]) -> None:
         for level in self._levels:

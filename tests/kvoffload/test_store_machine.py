@@ -18,6 +18,7 @@ from primeblocks.kvoffload import (
     ReferenceStore,
     TieredStore,
     VersionAware,
+    arc,
     lru,
 )
 
@@ -49,7 +50,7 @@ class StoreMachine(RuleBasedStateMachine):
             raise OSError(errno.ENOSPC, "no space left")
         return os.write(descriptor, data)
 
-    @initialize(evict=st.sampled_from([lru, VersionAware(1)]))
+    @initialize(evict=st.sampled_from([lru, arc, VersionAware(1)]))
     def open(self, evict):
         self.evict = evict
         slot = PAGE + EXTRA
@@ -66,28 +67,34 @@ class StoreMachine(RuleBasedStateMachine):
         version=st.none() | st.integers(0, 3),
     )
 
-    @rule(key=keys_, value=st.integers(0, 255), extra=st.binary(max_size=20))
-    def save(self, key, value, extra):
+    rollouts = st.none() | st.integers(0, 2)
+
+    @rule(key=keys_, value=st.integers(0, 255), extra=st.binary(max_size=20), rollout=rollouts)
+    def save(self, key, value, extra, rollout):
         attachments = {"routes": extra} if extra else {}
         page = page_of(value)
-        saved = self.store.save(key, page, attachments=attachments)
+        saved = self.store.save(key, page, attachments=attachments, rollout=rollout)
         page[:] = 77  # the caller's again
         assert saved.wait(timeout_s=SOON).stored
         self.reference.save(key, page_of(value).tobytes(), attachments)
         self.keys.add(key)
         assert key in self.store
 
-    @rule(key=keys_)
-    def load(self, key):
+    @rule(rollout=rollouts)
+    def end(self, rollout):
+        self.store.end(rollout)
+
+    @rule(key=keys_, rollout=rollouts)
+    def load(self, key, rollout):
         into = np.full(PAGE, 99, np.uint8)
-        loaded = self.store.load(key, into=into).wait(timeout_s=SOON)
+        loaded = self.store.load(key, into=into, rollout=rollout).wait(timeout_s=SOON)
         expected = self.reference.load(key)
         if loaded:
             assert (into.tobytes(), dict(loaded.attachments)) == expected
         else:
             assert into.tobytes() == page_of(99).tobytes()
             # With room for everything and no fault, a miss is a loss.
-            lossless = self.faultless and self.evict is lru and len(self.keys) <= self.DISK
+            lossless = self.faultless and self.evict in (lru, arc) and len(self.keys) <= self.DISK
             assert expected is None or not lossless
 
     @rule()

@@ -16,8 +16,8 @@ from torch import nn
 
 from primeblocks.errors import CapacityError, DeadlineError, EngineError, UsageError
 from primeblocks.testing.oracles import assert_same_bits
-from primeblocks.weightsync import stages
 from primeblocks.weightsync.adapters.sglang import Sglang
+from primeblocks.weightsync.engines import stages
 from primeblocks.weightsync.engines.colocated import ColocatedEngine
 from primeblocks.weightsync.engines.model_folder import ModelFolders
 from tests.weightsync.colocated_site import (

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from primeblocks.testing import ranks
-from primeblocks.weightsync import group_wire
 from primeblocks.weightsync.held import Blob, pack, packed_views
+from primeblocks.weightsync.transports import group_wire
 from tests.weightsync.contents import KINDS
 from tests.weightsync.small_sync import PULL, RANKS, Small
 

@@ -8,7 +8,11 @@ import torch
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from primeblocks.weightsync.delta.tensors.code import (
+from torch import nn
+
+from primeblocks.errors import CorruptionError, ShapeError, UnsupportedError, UsageError
+from primeblocks.weightsync.delta import format as delta_format
+from primeblocks.weightsync.delta.code import (
     bits_bytes,
     pack_bits,
     pack_positions,
@@ -16,11 +20,7 @@ from primeblocks.weightsync.delta.tensors.code import (
     unpack_bits,
     unpack_positions,
 )
-from primeblocks.weightsync.delta.tensors.scan import flat_bits, read_changes, write_entries
-from torch import nn
-
-from primeblocks.errors import CorruptionError, ShapeError, UnsupportedError, UsageError
-from primeblocks.weightsync import delta_format
+from primeblocks.weightsync.delta.scan import flat_bits, read_changes, write_entries
 from primeblocks.weightsync.delta.tensors import (
     DeltaInfo,
     apply_delta,

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from primeblocks.weightsync.delta.tensors.bucket import apply_payload, encode_payload
 
 from primeblocks.errors import (
     CapacityError,
@@ -13,6 +12,7 @@ from primeblocks.errors import (
 )
 from primeblocks.testing.faults import FaultyTransport, flip_byte, truncate
 from primeblocks.weightsync import Publisher, Subscriber, describe, plan_sync
+from primeblocks.weightsync.delta.bucket import apply_payload, encode_payload
 from tests.weightsync.contents import Engine, directory, same_bytes
 
 TIMEOUT_S = 10

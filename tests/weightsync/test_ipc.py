@@ -24,12 +24,11 @@ from primeblocks.weightsync import (
     Subscriber,
     Transport,
     describe,
-    ipc_handle,
-    ipc_version,
     open_transport,
     plan_sync,
 )
 from primeblocks.weightsync.held import Boxes
+from primeblocks.weightsync.transports import ipc_handle, ipc_version
 from primeblocks.weightsync.transports.ipc import IpcTransport
 from primeblocks.weightsync.transports.ipc_handle import Exported, open_exported
 from primeblocks.weightsync.transports.transport import Request

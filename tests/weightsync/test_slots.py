@@ -18,8 +18,8 @@ from primeblocks.errors import (
 )
 from primeblocks.testing import ranks
 from primeblocks.testing.faults import truncate
-from primeblocks.weightsync import slots
 from primeblocks.weightsync.marker import Marker
+from primeblocks.weightsync.transports import slots
 from primeblocks.weightsync.transports.slots import Slots
 
 SIZE = 1000

@@ -1,0 +1,1 @@
+"""What `benchmarks.kvoffload` measures, one question a file."""

@@ -1,0 +1,82 @@
+"""A store that is told of rollouts and versions, over two tiers."""
+
+import numpy as np
+import pytest
+
+from primeblocks.kvoffload import PageKey, TieredStore, VersionAware, arc, lru
+
+PAGE, SOON = 48, 5.0
+
+
+def key_of(name, number, version=0):
+    return PageKey("s", f"{name}{number}".encode(), version=version)
+
+
+def save(store, key, rollout=None):
+    page = np.full(PAGE, 7, np.uint8)
+    assert store.save(key, page, rollout=rollout).wait(timeout_s=SOON).stored
+
+
+def load(store, key, rollout=None):
+    into = np.zeros(PAGE, np.uint8)
+    return store.load(key, into=into, rollout=rollout).wait(timeout_s=SOON).tier
+
+
+def test_pages_of_rollouts_that_ended_go_first_and_not_to_disk(host, disk):
+    with TieredStore([host(4), disk(4)], evict=VersionAware(1)) as store:
+        old = [key_of("old", number) for number in range(2)]
+        done = [key_of("done", number) for number in range(2)]
+        for key in old:
+            save(store, key, "old")
+        for key in done:
+            save(store, key, "done")
+        store.end("done").wait(timeout_s=SOON)
+        for number in range(2):
+            save(store, key_of("new", number), "new")
+        assert [load(store, key) for key in old] == ["host", "host"]
+        assert [load(store, key) for key in done] == [None, None]
+        assert store.statistics()["disk"].stores == 0
+
+
+def test_a_page_that_another_rollout_uses_outlives_the_first(host):
+    with TieredStore([host(3)], evict=VersionAware(1)) as store:
+        prompt = key_of("prompt", 0)
+        save(store, prompt, "a")
+        save(store, key_of("a", 0), "a")
+        assert load(store, prompt, "b") == "host"
+        store.end("a")
+        save(store, key_of("b", 0), "b")
+        save(store, key_of("b", 1), "b")
+        assert load(store, prompt, "b") == "host"
+        assert load(store, key_of("a", 0)) is None
+
+
+def test_users_follow_a_page_to_disk_and_back(host, disk):
+    with TieredStore([host(2), disk(2)], evict=VersionAware(1)) as store:
+        for number in range(4):
+            save(store, key_of("a", number), "a")
+        store.end("a").wait(timeout_s=SOON)
+        # All four are free to go: two new pages leave nothing of them in host memory.
+        for number in range(2):
+            save(store, key_of("b", number), "b")
+        count = store.statistics()
+        assert (count["disk"].stores, count["disk"].pages) == (2, 2)
+        # Those on disk are known to be done as well, and leave before what comes down.
+        for number in range(2, 4):
+            save(store, key_of("b", number), "b")
+        assert store.statistics()["disk"].evictions == 2
+        assert all(load(store, key_of("b", number), "b") for number in range(4))
+
+
+@pytest.mark.parametrize("evict", [lru, arc, VersionAware(1)])
+def test_every_policy_fills_and_turns_over_a_store(host, disk, evict):
+    with TieredStore([host(3), disk(5)], evict=evict) as store:
+        for turn in range(6):
+            store.advance(version=turn)
+            for number in range(4):
+                save(store, key_of("r", number, version=turn), rollout=turn)
+                load(store, key_of("r", number, version=turn), rollout=turn)
+            store.end(turn)
+        count = store.statistics()
+        assert count["host"].pages == 3
+        assert count["disk"].pages <= 5
