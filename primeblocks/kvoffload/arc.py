@@ -38,6 +38,7 @@ class Ghosts:
     def __init__(self, *, capacity_pages: int) -> None:
         self.target = 0.0
         self.from_often = False
+        self._returns = False
         self._capacity = capacity_pages
         self._once: OrderedDict[PageKey, None] = OrderedDict()
         self._often: OrderedDict[PageKey, None] = OrderedDict()
@@ -48,7 +49,7 @@ class Ghosts:
     def arrive(self, key: PageKey, *, once_pages: int, often_pages: int) -> None:
         """A page that is not in the tier asks for room; comes before the victim is chosen."""
         once, often = len(self._once), len(self._often)
-        self.from_often = key in self._often
+        self._returns, self.from_often = key in self, key in self._often
         if key in self._once:
             self.target = min(self.target + max(1.0, often / once), self._capacity)
         elif self.from_often:
@@ -63,7 +64,8 @@ class Ghosts:
         """A page was evicted; `once_pages` counts it still."""
         if often:
             self._often[key] = None
-        elif once_pages < self._capacity:  # a tier full of new pages says nothing about frequency
+        elif self._returns or once_pages < self._capacity:
+            # A tier full of new pages, which another new one pushes out, says nothing.
             self._once[key] = None
 
     def forget(self, key: PageKey) -> bool:

@@ -3,7 +3,7 @@
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from primeblocks.kvoffload import PageKey, arc
@@ -60,6 +60,7 @@ class Paper:
             self.replace(x)
 
 
+@example(1, [1, 1, 0, 1, 0])  # A page used once leaves a full tier for one that returns.
 @given(st.integers(1, 5), st.lists(st.integers(0, 9), max_size=120))
 def test_arc_keeps_what_the_paper_keeps(capacity, requests):
     compare(capacity, requests)
