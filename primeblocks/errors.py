@@ -18,6 +18,7 @@ Messages carry numbers and a remedy.
 """
 
 __all__ = [
+    "CancelledError",
     "CapacityError",
     "ClosedError",
     "CorruptionError",
@@ -94,6 +95,10 @@ class EngineError(PrimeblocksError):
 
 class RankError(PrimeblocksError):
     """A rank of a process group failed; the message holds its traceback."""
+
+
+class CancelledError(PrimeblocksError):
+    """The caller gave the operation up."""
 
 
 class ClosedError(PrimeblocksError):

@@ -16,7 +16,7 @@ from .kv_shapes import KvGroup, kv_groups
 from .page import PageKey
 from .pending import Pending
 from .reference import ReferenceStore
-from .tier import Loaded, Saved, Tier, TierStatistics
+from .tier import Found, Loaded, Record, Saved, Tier, TierStatistics
 from .tiers import TieredStore
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Choice",
     "DiskTier",
     "Evict",
+    "Found",
     "Gpu",
     "HostTier",
     "KvGroup",
@@ -33,6 +34,7 @@ __all__ = [
     "PageKey",
     "Pending",
     "Recompute",
+    "Record",
     "ReferenceStore",
     "Rollouts",
     "Saved",

@@ -2,85 +2,86 @@
 
 from __future__ import annotations
 
-import numpy as np
+import mmap
+from typing import Any
 
-from ..errors import CapacityError, PlanError
-from .page import PageKey
+import numpy as np
+import torch
+
+from ..errors import CapacityError, PlanError, UnsupportedError
+from .page import slot_bytes
 
 __all__ = ["HostTier"]
 
 
 class HostTier:
-    """A pool of equal pages in one allocation.
+    """A pool of equal slots in one allocation, reserved once.
 
-    The slab is reserved once; saving and dropping pages never allocate page memory. The operating
-    system hands out its memory when a slot is first written.
+    Saving and dropping pages never allocate, so the pool cannot fragment. The operating system
+    hands out its memory when a slot is first written, unless it is pinned.
 
     Args:
-        capacity_bytes: size of the slab; rounded down to whole slots.
+        capacity_bytes: size of the slab; rounded down to whole slots. A slot takes the page and its
+            attachments, rounded up to 4096 bytes.
         page_bytes: bytes of a page.
         attachment_bytes: room beside each page for its packed attachments.
+        pinned: lock the slab in memory for direct copies from and to a CUDA device.
 
     Raises:
         PlanError: not even one page fits.
+        UnsupportedError: `pinned` without a CUDA device.
+        CapacityError: the operating system refuses so much memory.
     """
 
     name = "host"
 
-    def __init__(self, *, capacity_bytes: int, page_bytes: int, attachment_bytes: int = 0) -> None:
-        slot_bytes = page_bytes + attachment_bytes
-        if page_bytes <= 0 or attachment_bytes < 0 or capacity_bytes < slot_bytes:
-            raise PlanError(
-                f"a host tier of {capacity_bytes} bytes does not hold one page of {page_bytes} "
-                f"bytes with {attachment_bytes} bytes of attachments"
-            )
+    def __init__(
+        self,
+        *,
+        capacity_bytes: int,
+        page_bytes: int,
+        attachment_bytes: int = 0,
+        pinned: bool = False,
+    ) -> None:
+        self.slot_bytes = slot_bytes(page_bytes=page_bytes, attachment_bytes=attachment_bytes)
         self.page_bytes = page_bytes
         self.attachment_bytes = attachment_bytes
-        self.capacity_pages = capacity_bytes // slot_bytes
-        self._slab = np.empty((self.capacity_pages, slot_bytes), dtype=np.uint8)
-        self._free = list(range(self.capacity_pages - 1, -1, -1))
-        self._slots: dict[PageKey, tuple[int, int, bytes]] = {}
+        self.capacity_pages = capacity_bytes // self.slot_bytes
+        self.pinned = pinned
+        if self.capacity_pages < 1:
+            raise PlanError(
+                f"a host tier of {capacity_bytes} bytes does not hold one slot of "
+                f"{self.slot_bytes}: a page of {page_bytes} bytes and {attachment_bytes} bytes of "
+                "attachments, rounded up to 4096"
+            )
+        if pinned and not torch.cuda.is_available():
+            raise UnsupportedError("pinned=True needs a CUDA device; leave it out on the CPU")
+        self._slab = _reserve(self.capacity_pages * self.slot_bytes)
+        if pinned:
+            _cuda("cudaHostRegister", self._slab.ctypes.data, self._slab.nbytes, 0)
 
-    def put(self, key: PageKey, content: np.ndarray, digest: bytes) -> None:
-        """Copy a page and its attachments into a slot. Local.
-
-        Raises:
-            CapacityError: all slots are taken; nothing was changed.
-        """
-        held = self._slots.get(key)
-        if held is None and not self._free:
-            raise CapacityError(f"all {self.capacity_pages} slots of the host tier are taken")
-        slot = held[0] if held is not None else self._free.pop()
-        self._slab[slot, : content.nbytes] = content
-        self._slots[key] = (slot, content.nbytes, digest)
-
-    def get(self, key: PageKey, *, into: np.ndarray) -> tuple[int, bytes] | None:
-        """Copy a page out: its length and the digest it was saved with, or None. Local."""
-        held = self._slots.get(key)
-        if held is None:
-            return None
-        slot, length, digest = held
-        into[:length] = self._slab[slot, :length]
-        return length, digest
-
-    def drop(self, key: PageKey) -> None:
-        """Forget a page; unknown keys are ignored."""
-        held = self._slots.pop(key, None)
-        if held is not None:
-            self._free.append(held[0])
-
-    def keys(self) -> list[PageKey]:
-        """All keys, in the order in which they were saved."""
-        return list(self._slots)
+    def slot(self, number: int) -> np.ndarray:
+        """The bytes of a slot: a view, aligned to 4096 bytes."""
+        return self._slab[number * self.slot_bytes : (number + 1) * self.slot_bytes]
 
     def close(self) -> None:
-        """Release the slab."""
-        self._slots.clear()
-        self._free.clear()
-        self._slab = np.empty((0, 0), dtype=np.uint8)
+        """Release the slab once the last view of it is gone. A second call does nothing."""
+        if self.pinned and self._slab.nbytes:
+            _cuda("cudaHostUnregister", self._slab.ctypes.data)
+        self._slab = np.empty(0, dtype=np.uint8)
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._slots
 
-    def __len__(self) -> int:
-        return len(self._slots)
+def _reserve(size: int) -> np.ndarray:
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise CapacityError(f"cannot reserve {size} bytes of host memory: {error}") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, dtype=np.uint8)
+
+
+def _cuda(call: str, *arguments: Any) -> None:
+    code = getattr(torch.cuda.cudart(), call)(*arguments)
+    if int(code) != 0:
+        raise CapacityError(f"{call} refused to pin the host tier: error {int(code)}")

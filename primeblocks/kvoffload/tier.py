@@ -1,22 +1,49 @@
-"""One tier: what a store asks of it, and what a store reports about it."""
+"""A tier below host memory, and what a store reports about every tier."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
-from .ledger import Ledger
+from ..errors import PrimeblocksError
 from .page import PageKey
 
-__all__ = ["Level", "Loaded", "Saved", "Tier", "TierStatistics"]
+__all__ = ["Found", "Loaded", "Record", "Saved", "Tier", "TierStatistics"]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A page on its way into a tier.
+
+    Args:
+        content: bytes of the page, then its packed attachments; starts at a multiple of 4096.
+        digest: `checksum` of both; the tier keeps it and does not compare it.
+        slot: the whole slot that `content` begins, for I/O in units of 4096 bytes.
+    """
+
+    key: PageKey
+    content: np.ndarray
+    digest: bytes
+    slot: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A page that a tier had: the length of its content and the digest it came with."""
+
+    length: int
+    digest: bytes
 
 
 class Tier(Protocol):
-    """Where pages are kept. Called by one thread; only `in` may come from others."""
+    """Where pages are kept below host memory: a disk, a store on the network.
+
+    One thread calls it, except for `holds` and `len`. What concerns one page is answered in its
+    place, not raised, so that a bad page does not cost its batch.
+    """
 
     @property
     def name(self) -> str: ...
@@ -25,13 +52,46 @@ class Tier(Protocol):
     @property
     def attachment_bytes(self) -> int: ...
     @property
-    def capacity_pages(self) -> int: ...
-    def put(self, key: PageKey, content: np.ndarray, digest: bytes) -> None: ...
-    def get(self, key: PageKey, *, into: np.ndarray) -> tuple[int, bytes] | None: ...
-    def drop(self, key: PageKey) -> None: ...
-    def keys(self) -> list[PageKey]: ...
+    def capacity_pages(self) -> int:
+        """Pages that fit; the store evicts before it puts more. Not looked at if `shared`."""
+        ...
+
+    @property
+    def shared(self) -> bool:
+        """Whether others write to it too: then what it holds is asked, and it evicts by itself."""
+        ...
+
+    def put(self, records: Sequence[Record]) -> list[PrimeblocksError | OSError | None]:
+        """Keep pages, each in place of what its key named before; None, or why not."""
+        ...
+
+    def get(
+        self, keys: Sequence[PageKey], *, into: Sequence[np.ndarray]
+    ) -> list[Found | PrimeblocksError | OSError | None]:
+        """Read pages into whole, aligned slots; None is a miss."""
+        ...
+
+    def drop(self, keys: Sequence[PageKey]) -> None:
+        """Forget pages, also for whoever opens the tier next; unknown keys are ignored."""
+        ...
+
+    def clear(self) -> None:
+        """Forget every page, likewise."""
+        ...
+
+    def flush(self) -> None:
+        """Make what was put survive a power cut, as far as the tier can."""
+        ...
+
+    def holds(self, keys: Sequence[PageKey]) -> list[bool]:
+        """Which of the pages `get` may find."""
+        ...
+
+    def keys(self) -> list[PageKey]:
+        """All keys, oldest first; none if `shared`."""
+        ...
+
     def close(self) -> None: ...
-    def __contains__(self, key: object) -> bool: ...
     def __len__(self) -> int: ...
 
 
@@ -78,7 +138,7 @@ class TierStatistics:
         bytes_written: page and attachment bytes of `stores`.
         bytes_read: page and attachment bytes of `hits`.
         pages: pages held now.
-        capacity_pages: pages that fit.
+        capacity_pages: pages that fit; 0 if the tier is shared.
     """
 
     hits: int
@@ -91,28 +151,3 @@ class TierStatistics:
     bytes_read: int
     pages: int
     capacity_pages: int
-
-
-class Level:
-    """A tier with what the store knows about it: its ledger and counts."""
-
-    def __init__(self, tier: Tier) -> None:
-        self.tier = tier
-        self.ledger = Ledger(tier.keys(), capacity_pages=tier.capacity_pages)
-        self.counts: Counter[str] = Counter()
-
-    def drop(self, key: PageKey) -> None:
-        self.tier.drop(key)
-        self.ledger.remove(key)
-
-    def evict(self, key: PageKey) -> None:
-        self.tier.drop(key)
-        self.ledger.evicted(key)
-        self.counts["evictions"] += 1
-
-    def statistics(self) -> TierStatistics:
-        names = ("hits", "misses", "stores", "evictions", "checksum_failures", "failures")
-        counts = {name: self.counts[name] for name in (*names, "bytes_written", "bytes_read")}
-        return TierStatistics(
-            **counts, pages=len(self.tier), capacity_pages=self.tier.capacity_pages
-        )

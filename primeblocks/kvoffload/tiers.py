@@ -4,77 +4,88 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from queue import SimpleQueue
-from threading import Lock, Thread
-from typing import Any, Self
+from threading import Condition
+from time import monotonic
+from typing import Any, Literal, Self, TypeVar
 
-import numpy as np
-
-from ..errors import (
-    CapacityError,
-    ClosedError,
-    CorruptionError,
-    DeadlineError,
-    PlanError,
-    ShapeError,
-    UnsupportedError,
-    UsageError,
-)
+from ..errors import ClosedError, DeadlineError, PlanError, UnsupportedError, UsageError
+from .batch import Batch
+from .catalogue import Catalogue
+from .copier import Copiers
 from .evict import Evict, lru
 from .host import HostTier
-from .page import PageKey, checksum, pack_attachments, page_view, unpack_attachments
+from .level import Level
+from .moves import Ask, CopyIn, CopyOut, LoadRequest, Read, SaveRequest, Write
+from .page import PageKey
 from .pending import Pending
-from .tier import Level, Loaded, Saved, Tier, TierStatistics
+from .requests import load_requests, same_length, save_requests
+from .tier import Loaded, Saved, Tier, TierStatistics
+from .worker import Holds, Outcome, TierWorker, Until
 
 __all__ = ["TieredStore"]
 
-_Users = tuple[Hashable, ...]
+T = TypeVar("T")
 
 
 class TieredStore:
-    """Pages in fast memory first, in slower tiers when room runs out.
+    """Pages in host memory first, in slower tiers when room runs out.
 
-    A page is saved into the first tier. A full tier passes its victims on to the next; a page found
-    in a lower tier is copied back to the first. One background thread does all of it, in the order
-    of the calls, so a load sees every earlier save. Memory is bounded: the tiers, and room for
-    `max_pending` pages on their way in.
+    A page is saved into host memory and written to the tiers below, either when it leaves ("back")
+    or at once ("through"); a page found below is copied back to host memory. Calls return at once;
+    threads of the store copy and do I/O. A load sees every save that was called before it. Memory
+    is the host tier alone: pages on their way up or down lie in its slots.
 
     Args:
         tiers: fastest first; the first must be a `HostTier`. The store closes them.
         evict: who leaves a full tier: `lru`, `arc` or `VersionAware(...)`.
-        max_pending: saves that may wait; further ones are declined.
+        max_pending: pages that may wait for room in host memory; further saves are declined.
+        write: "back" saves writes to the tiers below, "through" loses less in a crash and shares
+            pages sooner.
+        copy_threads: threads that copy between the caller's buffers and host memory.
 
     Raises:
-        UnsupportedError: no host tier in front; a disk alone has nowhere to check a page.
+        UnsupportedError: no host tier in front, or a tier below one that others write to.
         PlanError: the tiers differ in their page or attachment size.
     """
 
-    def __init__(self, tiers: Sequence[Tier], *, evict: Evict = lru, max_pending: int = 64) -> None:
-        if not tiers or not isinstance(tiers[0], HostTier):
-            names = [tier.name for tier in tiers]
-            raise UnsupportedError(
-                f"the first tier must be a HostTier; got {names}. Put HostTier(...) in front."
+    def __init__(
+        self,
+        tiers: Sequence[HostTier | Tier],
+        *,
+        evict: Evict = lru,
+        max_pending: int = 1024,
+        write: Literal["back", "through"] = "back",
+        copy_threads: int = 2,
+    ) -> None:
+        host, below = _in_order(tiers)
+        if max_pending < 1 or copy_threads < 1:
+            raise PlanError(
+                f"max_pending={max_pending} and copy_threads={copy_threads} must be at least 1"
             )
-        sizes = {(tier.page_bytes, tier.attachment_bytes) for tier in tiers}
-        if len(sizes) != 1:
-            raise PlanError(f"tiers with different (page, attachment) bytes: {sorted(sizes)}")
-        if max_pending < 1:
-            raise PlanError(f"max_pending must be at least 1; got {max_pending}")
-        self.page_bytes, self.attachment_bytes = sizes.pop()
-        slot_bytes = self.page_bytes + self.attachment_bytes
-        self._levels = [Level(tier) for tier in tiers]
-        self._evict = evict
-        self._version = 0
-        self._lock = Lock()
+        if write not in ("back", "through"):
+            raise PlanError(f'write is "back" or "through"; got {write!r}')
+        self.page_bytes, self.attachment_bytes = host.page_bytes, host.attachment_bytes
+        self._host = host
+        self._answers: list[tuple[SaveRequest | LoadRequest, Saved | None]] = []
+        self._catalogue = Catalogue(
+            slots=host.capacity_pages,
+            levels=[
+                Level(
+                    tier.name, tier.keys(), capacity_pages=tier.capacity_pages, shared=tier.shared
+                )
+                for tier in below
+            ],
+            evict=evict,
+            max_pending=max_pending,
+            through=write == "through",
+            answer=lambda request, outcome: self._answers.append((request, outcome)),
+        )
+        self._changed = Condition()
         self._closed = False
-        self._staging = np.empty((max_pending, slot_bytes), dtype=np.uint8)
-        self._free = list(range(max_pending))
-        self._loading = np.empty(slot_bytes, dtype=np.uint8)
-        self._demoting = np.empty((len(tiers), slot_bytes), dtype=np.uint8)
-        self._queue: SimpleQueue[tuple[Pending[Any], Callable[[Pending[Any]], None]] | None]
-        self._queue = SimpleQueue()
-        self._thread = Thread(target=self._run, name="primeblocks-kvoffload", daemon=True)
-        self._thread.start()
+        self._copiers = Copiers(
+            host, threads=copy_threads, copied_in=self._copied_in, copied_out=self._copied_out
+        )
+        self._workers = [TierWorker(tier, host, report=self._report) for tier in below]
 
     def save(
         self,
@@ -84,59 +95,86 @@ class TieredStore:
         attachments: Mapping[str, bytes] | None = None,
         rollout: Hashable = None,
     ) -> Pending[Saved]:
-        """Keep a copy of a page; the caller may reuse it at once. Local.
+        """Keep a page. Local.
 
-        Replaces what `key` named before. Too many saves on their way, or a page
-        that finds no room, is not an error: the result says that it was not stored.
+        The page is read until the result is there, and must not change before. Replaces what `key`
+        named, except in a tier that others write to. A page that finds no room is not an error: the
+        result says that it was not stored.
 
         Args:
+            page: `page_bytes` bytes: a contiguous tensor, array or buffer, or a list of them.
             rollout: who will ask for the page again, any name, until `end`; first page first.
 
         Raises:
             ShapeError: the page or its packed attachments have the wrong size.
+            UnsupportedError: the page is not in host memory.
             ClosedError: the store is closed.
         """
-        view = page_view(page, page_bytes=self.page_bytes, writable=False)
-        extra = pack_attachments(attachments or {})
-        if len(extra) > self.attachment_bytes:
-            raise ShapeError(
-                f"the packed attachments have {len(extra)} bytes; the tiers keep "
-                f"{self.attachment_bytes}. Make them with attachment_bytes={len(extra)} or more."
-            )
-        with self._lock:
-            slot = self._free.pop() if self._free else None
-        if slot is None:
-            # The page that `key` named before must not outlive this call.
-            self._submit(lambda pending: self._forget(key))
-            declined: Pending[Saved] = Pending()
-            declined.finish(Saved(False, f"{len(self._staging)} saves are on their way already"))
-            return declined
-        content = self._staging[slot, : len(view) + len(extra)]
-        content[: len(view)] = view
-        content[len(view) :] = np.frombuffer(extra, dtype=np.uint8)
-        users = () if rollout is None else (rollout,)
-        return self._submit(lambda pending: self._save(pending, key, content, slot, users))
+        batch = Batch[Saved](1, _first)
+        return self._save(batch, [key], [page], [attachments], rollout)
+
+    def save_batch(
+        self,
+        keys: Sequence[PageKey],
+        pages: Sequence[Any],
+        *,
+        attachments: Sequence[Mapping[str, bytes] | None] | None = None,
+        rollout: Hashable = None,
+    ) -> Pending[list[Saved]]:
+        """`save` for several pages, with one result for each. Nothing is saved if it raises."""
+        if attachments is None:
+            attachments = [None] * len(keys)
+        same_length(keys=keys, pages=pages, attachments=attachments)
+        return self._save(Batch[Saved](len(keys)), keys, pages, attachments, rollout)
 
     def load(self, key: PageKey, *, into: Any, rollout: Hashable = None) -> Pending[Loaded]:
-        """Copy a page into `into`, or report a miss. Local.
+        """Copy a page into `into`, or report a miss. Local, unless a tier is on the network.
 
-        Never a wrong page: what does not pass its checksum is dropped and is a miss. `into` is
-        written once, after the check, and not at all on a miss or after a deadline.
+        Never a wrong page: what comes from below host memory and does not pass its checksum is
+        dropped and is a miss. `into` is written once, after the check, and not at all on a miss or
+        after a deadline.
 
         Args:
+            into: writable, otherwise as the page in `save`.
             rollout: who asks, as in `save`.
 
         Raises:
             ShapeError: `into` has the wrong size or is read-only.
+            UnsupportedError: `into` is not in host memory.
             ClosedError: the store is closed.
         """
-        view = page_view(into, page_bytes=self.page_bytes, writable=True)
-        users = () if rollout is None else (rollout,)
-        return self._submit(lambda pending: self._load(pending, key, view, users))
+        return self._load(Batch[Loaded](1, _first), [key], [into], rollout)
+
+    def load_batch(
+        self, keys: Sequence[PageKey], *, into: Sequence[Any], rollout: Hashable = None
+    ) -> Pending[list[Loaded]]:
+        """`load` for several pages, with one result for each."""
+        same_length(keys=keys, into=into)
+        return self._load(Batch[Loaded](len(keys)), keys, into, rollout)
 
     def __contains__(self, key: PageKey) -> bool:
-        """Whether a load may hit; answers at once, from any thread."""
-        return any(key in level.tier for level in self._levels)
+        """Whether a load may hit, shared tiers aside; answers at once, from any thread."""
+        return self._catalogue.knows(key)
+
+    def holds(self, keys: Sequence[PageKey]) -> Pending[list[bool]]:
+        """For which pages a load may hit, shared tiers included. May ask over the network.
+
+        Raises:
+            ClosedError: the store is closed.
+        """
+        pending = Pending[list[bool]]()
+        known = [key in self for key in keys]
+        if all(known) or not self._workers or not self._catalogue.levels[-1].shared:
+            pending.finish(known)
+            return pending
+        asked = [key for key, here in zip(keys, known, strict=True) if not here]
+
+        def answer(held: list[bool]) -> None:
+            more = iter(held)
+            pending.finish([here or next(more) for here in known])
+
+        self._ask(lambda: self._workers[-1].give(Holds(asked, answer)))
+        return pending
 
     def advance(self, *, version: int) -> None:
         """The policy is now at `version`; older pages may have become useless. Local.
@@ -144,36 +182,54 @@ class TieredStore:
         Raises:
             UsageError: the version went backwards.
         """
-        with self._lock:
-            if version < self._version:
-                raise UsageError(f"the store is at version {self._version}; got {version}")
-            self._version = version
+        with self._changed:
+            if version < self._catalogue.version:
+                raise UsageError(
+                    f"the store is at version {self._catalogue.version}; got {version}"
+                )
+            self._catalogue.version = version
 
-    def end(self, rollout: Hashable) -> Pending[None]:
+    def end(self, rollout: Hashable) -> None:
         """Pages that only this rollout used go next; whoever names rollouts ends them. Local."""
-        return self._submit(lambda pending: self._end(pending, rollout))
+        self._ask(lambda: self._catalogue.end(rollout))
 
     def clear(self) -> Pending[None]:
-        """Drop every page of every tier. Local."""
-        return self._submit(self._clear)
+        """Drop every page of every tier. No load that comes later finds any. Local.
+
+        The result is there when the tiers below have done so too; an error means that one of them
+        did not, and may have pages again when it is opened next.
+        """
+        return self._after(self._catalogue.clear)
+
+    def flush(self) -> Pending[None]:
+        """Write to the tiers below what host memory alone has, and make it durable. Local."""
+        return self._after(self._catalogue.write_down, flush=True)
 
     def statistics(self) -> dict[str, TierStatistics]:
-        """Counts for each tier, by its name; answers at once, from any thread."""
-        return {level.tier.name: level.statistics() for level in self._levels}
+        """Counts for each tier, by its name; from any thread."""
+        with self._changed:
+            return self._catalogue.statistics()
 
     def close(self, *, timeout_s: float = 30.0) -> None:
         """Finish what was asked for, then release the tiers. A second call does nothing.
 
+        Pages that only host memory has are lost; `flush` first to keep them.
+
         Raises:
-            DeadlineError: the background thread did not finish.
+            DeadlineError: the store's threads did not finish.
         """
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._queue.put(None)
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            raise DeadlineError(f"the page store did not finish its work within {timeout_s} s")
+        end = monotonic() + timeout_s
+        late = DeadlineError(f"the page store did not finish its work within {timeout_s} s")
+        with self._changed:
+            self._closed = True
+            if not self._changed.wait_for(self._catalogue.idle, timeout_s):
+                raise late
+        threads = [*self._copiers.stop(), *(worker.stop() for worker in self._workers)]
+        for thread in threads:
+            thread.join(max(0.0, end - monotonic()))
+            if thread.is_alive():
+                raise late
+        self._host.close()
 
     def __enter__(self) -> Self:
         return self
@@ -181,118 +237,113 @@ class TieredStore:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # Everything below runs on the background thread, `_submit` aside.
-
-    def _submit(self, work: Callable[[Pending[Any]], None]) -> Pending[Any]:
-        pending: Pending[Any] = Pending()
-        with self._lock:
-            if self._closed:
-                raise ClosedError("the page store is closed")
-            self._queue.put((pending, work))
-        return pending
-
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            pending, work = item
-            try:
-                work(pending)
-            except Exception as error:  # handed to whoever waits
-                pending.fail(error)
-        for level in self._levels:
-            level.tier.close()
-
     def _save(
-        self, pending: Pending[Saved], key: PageKey, content: np.ndarray, slot: int, users: _Users
-    ) -> None:
-        try:
-            self._forget(key)
-            reason = self._place(0, key, content, checksum(key, content), users)
-        finally:
-            with self._lock:
-                self._free.append(slot)
-        pending.finish(Saved(not reason, reason))
+        self,
+        batch: Batch[Saved],
+        keys: Sequence[PageKey],
+        pages: Sequence[Any],
+        attachments: Sequence[Mapping[str, bytes] | None],
+        rollout: Hashable,
+    ) -> Pending[Any]:
+        sizes = {"page_bytes": self.page_bytes, "attachment_bytes": self.attachment_bytes}
+        requests = save_requests(batch, keys, pages, attachments, rollout=rollout, **sizes)
+        self._ask(lambda: self._catalogue.save(requests))
+        return batch.pending
 
     def _load(
-        self, pending: Pending[Loaded], key: PageKey, into: np.ndarray, users: _Users
-    ) -> None:
-        for depth, level in enumerate(self._levels):
-            content, digest = self._read(level, key)
-            if content is None:
-                continue
-            level.ledger.touch(key, rollouts=users)
-            page, extra = content[: self.page_bytes], content[self.page_bytes :].tobytes()
-            pending.finish(
-                Loaded(level.tier.name, unpack_attachments(extra)),
-                before=partial(np.copyto, into, page),
-            )
-            if depth > 0:
-                self._place(0, key, content, digest, level.ledger.rollouts(key))
-            return
-        pending.finish(Loaded(None))
+        self, batch: Batch[Loaded], keys: Sequence[PageKey], into: Sequence[Any], rollout: Hashable
+    ) -> Pending[Any]:
+        requests = load_requests(batch, keys, into, page_bytes=self.page_bytes, rollout=rollout)
+        self._ask(lambda: self._catalogue.load(requests))
+        return batch.pending
 
-    def _read(self, level: Level, key: PageKey) -> tuple[np.ndarray | None, bytes]:
-        found = None
-        try:
-            found = level.tier.get(key, into=self._loading)
-            if found is not None:
-                content, digest = self._loading[: found[0]], found[1]
-                if checksum(key, content) != digest:
-                    raise CorruptionError(f"{key} does not match its checksum")
-        except CorruptionError:
-            level.counts["checksum_failures"] += 1
-            level.drop(key)
-            found = None
-        except OSError:
-            level.counts["failures"] += 1
-            level.drop(key)
-        if found is None:
-            level.counts["misses"] += 1
-            return None, b""
-        level.counts["hits"] += 1
-        level.counts["bytes_read"] += content.nbytes
-        return content, digest
+    def _after(self, what: Callable[[], None], *, flush: bool = False) -> Pending[None]:
+        """Do it, and finish when every lower tier has done what it was given so far."""
+        batch = Batch[None](len(self._workers), lambda results: None)
 
-    def _place(
-        self, depth: int, key: PageKey, content: np.ndarray, digest: bytes, users: _Users
-    ) -> str:
-        """Put a page into a tier; returns why it could not."""
-        level = self._levels[depth]
-        level.ledger.arrive(key)
-        while len(level.tier) >= level.tier.capacity_pages:
-            self._evict_one(depth)
-        try:
-            level.tier.put(key, content, digest)
-        except (CapacityError, OSError) as error:
-            level.counts["failures"] += 1
-            return str(error)
-        level.ledger.touch(key, rollouts=users, front=depth > 0)
-        level.counts["stores"] += 1
-        level.counts["bytes_written"] += content.nbytes
-        return ""
+        def done(index: int, error: BaseException | None) -> None:
+            if error is not None:
+                batch.pending.fail(error)
+            batch.finish(index, None)
 
-    def _evict_one(self, depth: int) -> None:
-        level = self._levels[depth]
-        key, demote = level.ledger.victim(self._evict, version=self._version)
-        below = self._levels[depth + 1] if depth + 1 < len(self._levels) else None
-        if demote and below is not None and key not in below.tier:
-            room = self._demoting[depth]
-            found = level.tier.get(key, into=room)
-            if found is not None:
-                users = level.ledger.rollouts(key)
-                self._place(depth + 1, key, room[: found[0]], found[1], users)
-        level.evict(key)
+        def give() -> None:
+            what()
+            self._hand_out()
+            for index, worker in enumerate(self._workers):
+                worker.give(Until(partial(done, index), flush=flush))
 
-    def _forget(self, key: PageKey) -> None:
-        for level in self._levels:
-            level.drop(key)
+        self._ask(give)
+        return batch.pending
 
-    def _end(self, pending: Pending[None], rollout: Hashable) -> None:
-        for level in self._levels:
-            level.ledger.end(rollout)
-        pending.finish(None)
+    def _ask(self, what: Callable[[], None]) -> None:
+        with self._changed:
+            if self._closed:
+                raise ClosedError("the page store is closed")
+            self._change(what)
 
-    def _clear(self, pending: Pending[None]) -> None:
-        for level in self._levels:
-            for key in tuple(level.tier.keys()):
-                level.drop(key)
-        pending.finish(None)
+    # Whatever changes the catalogue goes through here; moves are handed out in its order.
+
+    def _change(self, what: Callable[[], None]) -> None:
+        with self._changed:
+            what()
+            self._hand_out()
+            answers, self._answers = self._answers, []
+            if self._closed:
+                self._changed.notify_all()
+            for request, outcome in answers:
+                if isinstance(request, SaveRequest):
+                    request.source.batch.finish(request.source.index, outcome)
+                else:
+                    request.target.finish(None, {})
+
+    def _hand_out(self) -> None:
+        moves, self._catalogue.moves = self._catalogue.moves, []
+        for move in moves:
+            if isinstance(move, CopyIn | CopyOut):
+                self._copiers.give(move)
+            else:
+                self._workers[move.depth].give(move)
+
+    def _copied_in(self, move: CopyIn, copied: bool) -> None:
+        self._change(lambda: self._catalogue.copied_in(move, copied=copied))
+
+    def _copied_out(self, move: CopyOut) -> None:
+        self._change(lambda: self._catalogue.copied_out(move))
+
+    def _report(self, outcomes: list[Outcome]) -> None:
+        def tell() -> None:
+            for outcome in outcomes:
+                match outcome.move:
+                    case Write():
+                        self._catalogue.written(outcome.move, outcome.error)
+                    case Read():
+                        self._catalogue.read(
+                            outcome.move, length=outcome.length, error=outcome.error
+                        )
+                    case Ask():
+                        self._catalogue.asked(outcome.move, held=outcome.held)
+
+        self._change(tell)
+
+
+def _in_order(tiers: Sequence[HostTier | Tier]) -> tuple[HostTier, list[Tier]]:
+    """Host memory, and what is below it."""
+    names = [tier.name for tier in tiers]
+    if not tiers or not isinstance(tiers[0], HostTier):
+        raise UnsupportedError(
+            f"the first tier must be a HostTier; got {names}. Put HostTier(...) in front."
+        )
+    host = tiers[0]
+    below = [tier for tier in tiers[1:] if not isinstance(tier, HostTier)]
+    if len(below) != len(tiers) - 1 or len(set(names)) != len(names):
+        raise UnsupportedError(f"tiers need different names and one host tier; got {names}")
+    if any(tier.shared for tier in below[:-1]):
+        raise UnsupportedError(f"a tier that others write to must be the last; got {names}")
+    sizes = {(tier.page_bytes, tier.attachment_bytes) for tier in tiers}
+    if len(sizes) != 1:
+        raise PlanError(f"tiers with different (page, attachment) bytes: {sorted(sizes)}")
+    return host, below
+
+
+def _first(results: list[T]) -> T:
+    return results[0]

@@ -3,26 +3,27 @@
 import pytest
 
 from primeblocks.kvoffload import DiskTier, HostTier
+from tests.kvoffload.memory_tier import MemoryTier
 
 PAGE = 48
 EXTRA = 64
+SLOT = 4096
+SIZES = {"page_bytes": PAGE, "attachment_bytes": EXTRA}
 
 
 @pytest.fixture
 def host():
-    def make(pages):
-        size = PAGE + EXTRA
-        return HostTier(capacity_bytes=pages * size, page_bytes=PAGE, attachment_bytes=EXTRA)
+    return lambda pages: HostTier(capacity_bytes=pages * SLOT, **SIZES)
 
-    return make
+
+@pytest.fixture
+def memory():
+    return lambda pages, **how: MemoryTier(pages, **SIZES, **how)
 
 
 @pytest.fixture
 def disk(tmp_path):
     def make(pages, *, path=tmp_path / "pages", **how):
-        size = PAGE + EXTRA
-        return DiskTier(
-            path, capacity_bytes=pages * size, page_bytes=PAGE, attachment_bytes=EXTRA, **how
-        )
+        return DiskTier(path, capacity_bytes=pages * SLOT, **SIZES, **how)
 
     return make

@@ -30,7 +30,7 @@ def test_pages_of_rollouts_that_ended_go_first_and_not_to_disk(host, disk):
             save(store, key, "old")
         for key in done:
             save(store, key, "done")
-        store.end("done").wait(timeout_s=SOON)
+        store.end("done")
         for number in range(2):
             save(store, key_of("new", number), "new")
         assert [load(store, key) for key in old] == ["host", "host"]
@@ -55,7 +55,7 @@ def test_users_follow_a_page_to_disk_and_back(host, disk):
     with TieredStore([host(2), disk(2)], evict=VersionAware(1)) as store:
         for number in range(4):
             save(store, key_of("a", number), "a")
-        store.end("a").wait(timeout_s=SOON)
+        store.end("a")
         # All four are free to go: two new pages leave nothing of them in host memory.
         for number in range(2):
             save(store, key_of("b", number), "b")
@@ -65,7 +65,7 @@ def test_users_follow_a_page_to_disk_and_back(host, disk):
         for number in range(2, 4):
             save(store, key_of("b", number), "b")
         assert store.statistics()["disk"].evictions == 2
-        assert all(load(store, key_of("b", number), "b") for number in range(4))
+        assert all(key_of("b", number) in store for number in range(4))
 
 
 @pytest.mark.parametrize("evict", [lru, arc, VersionAware(1)])

@@ -1,21 +1,15 @@
-"""Keys, views and attachments: pure round trips and refusals."""
+"""Keys and checksums: pure round trips and refusals."""
 
 import contextlib
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primeblocks.errors import CorruptionError, PlanError, ShapeError, UnsupportedError
+from primeblocks.errors import CorruptionError, PlanError
 from primeblocks.kvoffload import PageKey
-from primeblocks.kvoffload.page import (
-    checksum,
-    pack_attachments,
-    page_view,
-    unpack_attachments,
-)
+from primeblocks.kvoffload.page import checksum, slot_bytes
 
 keys = st.builds(
     PageKey,
@@ -23,6 +17,7 @@ keys = st.builds(
     hash=st.binary(max_size=6),
     group=st.integers(0, 2**32 - 1),
     version=st.none() | st.integers(-(2**63), 2**63 - 1),
+    recipe=st.text(max_size=3),
 )
 
 
@@ -65,33 +60,8 @@ def test_the_checksum_covers_key_and_content():
     assert digest != checksum(PageKey("a", b"h"), page[::-1].copy())
 
 
-def test_a_view_shares_memory_with_any_kind_of_page():
-    tensor = torch.zeros(2, 3, dtype=torch.bfloat16)
-    for page in (tensor, np.zeros((3, 4), np.uint8), bytearray(12)):
-        view = page_view(page, page_bytes=12, writable=True)
-        view[:] = 1
-        assert bytes(page_view(page, page_bytes=12, writable=False)) == b"\1" * 12
-
-
-@pytest.mark.parametrize(
-    ("page", "message"),
-    [
-        (torch.zeros(3), "16 bytes; got 12"),
-        (torch.zeros(4, 2)[:, 0], "contiguous"),
-        (np.zeros((4, 2), np.float32)[:, 0], "contiguous"),
-        (bytes(16), "read-only"),
-    ],
-)
-def test_pages_that_do_not_fit_are_refused(page, message):
-    with pytest.raises(ShapeError, match=message):
-        page_view(page, page_bytes=16, writable=True)
-
-
-def test_a_page_on_a_device_is_refused():
-    with pytest.raises(UnsupportedError, match=r"meta.*\.cpu\(\)"):
-        page_view(torch.zeros(4, device="meta"), page_bytes=16, writable=False)
-
-
-@given(st.dictionaries(st.text(max_size=5), st.binary(max_size=20), max_size=4))
-def test_unpack_after_pack_is_the_identity(attachments):
-    assert unpack_attachments(pack_attachments(attachments)) == attachments
+@given(st.integers(1, 10**6), st.integers(0, 10**4))
+def test_a_slot_is_the_smallest_multiple_of_4096_that_holds_a_page(page, attachments):
+    slot = slot_bytes(page_bytes=page, attachment_bytes=attachments)
+    assert slot % 4096 == 0
+    assert 0 <= slot - page - attachments < 4096

@@ -1,7 +1,7 @@
 """The store against a dictionary of clones, under any history of calls and faults."""
 
+import contextlib
 import errno
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from primeblocks.errors import CapacityError, UsageError
 from primeblocks.kvoffload import (
     DiskTier,
     HostTier,
@@ -21,9 +22,20 @@ from primeblocks.kvoffload import (
     arc,
     lru,
 )
+from primeblocks.kvoffload.disk import System
+from tests.kvoffload.conftest import PAGE, SIZES, SLOT
+from tests.kvoffload.memory_tier import SOON
 
-PAGE, EXTRA, SOON = 48, 64, 5.0
-SIZES = {"page_bytes": PAGE, "attachment_bytes": EXTRA}
+
+class FullDisk(System):
+    """Refuses every write while `full`."""
+
+    full = False
+
+    def write(self, descriptor, buffers, offset):
+        if self.full:
+            raise OSError(errno.ENOSPC, "no space left")
+        return super().write(descriptor, buffers, offset)
 
 
 def page_of(number):
@@ -40,23 +52,22 @@ class StoreMachine(RuleBasedStateMachine):
         self.path = Path(tempfile.mkdtemp())
         self.reference = ReferenceStore()
         self.version = 0
-        self.full = False
+        self.system = FullDisk()
         self.faultless = True
         self.keys = set()
         self.store = None
 
-    def write(self, descriptor, data):
-        if self.full:
-            raise OSError(errno.ENOSPC, "no space left")
-        return os.write(descriptor, data)
-
-    @initialize(evict=st.sampled_from([lru, arc, VersionAware(1)]))
-    def open(self, evict):
+    @initialize(
+        evict=st.sampled_from([lru, arc, VersionAware(1)]),
+        write=st.sampled_from(["back", "through"]),
+    )
+    def open(self, evict, write):
         self.evict = evict
-        slot = PAGE + EXTRA
-        host = HostTier(capacity_bytes=self.HOST * slot, **SIZES)
-        disk = DiskTier(self.path, capacity_bytes=self.DISK * slot, write=self.write, **SIZES)
-        self.store = TieredStore([host, disk], evict=evict)
+        self.write = write
+        host = HostTier(capacity_bytes=self.HOST * SLOT, **SIZES)
+        room = self.DISK * SLOT
+        disk = DiskTier(self.path, capacity_bytes=room, system=self.system, **SIZES)
+        self.store = TieredStore([host, disk], evict=evict, write=write)
         self.store.advance(version=self.version)
 
     keys_ = st.builds(
@@ -74,8 +85,8 @@ class StoreMachine(RuleBasedStateMachine):
         attachments = {"routes": extra} if extra else {}
         page = page_of(value)
         saved = self.store.save(key, page, attachments=attachments, rollout=rollout)
-        page[:] = 77  # the caller's again
         assert saved.wait(timeout_s=SOON).stored
+        page[:] = 77  # the caller's again
         self.reference.save(key, page_of(value).tobytes(), attachments)
         self.keys.add(key)
         assert key in self.store
@@ -83,6 +94,14 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(rollout=rollouts)
     def end(self, rollout):
         self.store.end(rollout)
+
+    @rule()
+    def flush(self):
+        if self.system.full:
+            with contextlib.suppress(CapacityError):
+                self.store.flush().wait(timeout_s=SOON)
+        else:
+            self.store.flush().wait(timeout_s=SOON)
 
     @rule(key=keys_, rollout=rollouts)
     def load(self, key, rollout):
@@ -102,39 +121,55 @@ class StoreMachine(RuleBasedStateMachine):
         self.version += 1
         self.store.advance(version=self.version)
 
+    @precondition(lambda self: not self.system.full)
     @rule()
     def clear(self):
         self.store.clear().wait(timeout_s=SOON)
         self.reference.clear()
         self.keys.clear()
-        assert [*self.path.glob("??/*.page")] == []
+        file = self.path / "pages"
+        assert not file.exists() or file.stat().st_size == 0
 
     @rule()
     def restart(self):
         """What was in host memory alone is lost; what was on disk is still right."""
         self.store.close(timeout_s=SOON)
         self.faultless = False
-        self.open(self.evict)
+        self.system.full = False
+        try:
+            self.open(self.evict, self.write)
+        except UsageError:  # nothing says any more that the journal is ours: the folder is lost
+            shutil.rmtree(self.path)
+            self.open(self.evict, self.write)
 
     @rule(full=st.booleans())
     def fill_disk(self, full):
-        self.full = full
+        self.system.full = full
         self.faultless &= not full
 
-    @precondition(lambda self: any(self.path.glob("??/*.page")))
-    @rule(data=st.data(), how=st.sampled_from(["flip", "truncate", "remove"]))
-    def damage(self, data, how):
-        file = data.draw(st.sampled_from(sorted(self.path.glob("??/*.page"))))
+    @rule(
+        name=st.sampled_from(["pages", "journal"]),
+        how=st.sampled_from(["flip", "truncate", "remove"]),
+        where=st.floats(0, 1, exclude_max=True),
+        bit=st.integers(0, 7),
+    )
+    def damage(self, name, how, where, bit):
+        """The journal is read when the store starts again, and not before."""
+        file = self.path / name
+        if not file.exists():
+            return
         self.faultless = False
-        content = bytearray(file.read_bytes())
-        at = data.draw(st.integers(0, max(0, len(content) - 1)))
         if how == "remove":
             file.unlink()
-        elif how == "truncate":
-            file.write_bytes(content[:at])
-        elif content:
-            content[at] ^= 1 << data.draw(st.integers(0, 7))
-            file.write_bytes(content)
+            return
+        content = bytearray(file.read_bytes())
+        at = int(where * len(content))
+        with file.open("r+b") as opened:
+            if how == "truncate":
+                opened.truncate(at)
+            elif content:
+                opened.seek(at)
+                opened.write(bytes([content[at] ^ 1 << bit]))
 
     def teardown(self):
         if self.store is not None:

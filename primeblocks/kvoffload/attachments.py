@@ -1,0 +1,38 @@
+"""Named bytes that travel with a page, such as the experts its tokens were routed to."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+
+__all__ = ["pack_attachments", "unpack_attachments"]
+
+_ITEM = struct.Struct("<HQ")
+_COUNT = struct.Struct("<I")
+
+
+def pack_attachments(attachments: Mapping[str, bytes]) -> bytes:
+    """Named bytes as one string of bytes; empty for no attachments."""
+    if not attachments:
+        return b""
+    parts = [_COUNT.pack(len(attachments))]
+    for name, data in attachments.items():
+        label = name.encode()
+        parts += [_ITEM.pack(len(label), len(data)), label, bytes(data)]
+    return b"".join(parts)
+
+
+def unpack_attachments(data: bytes) -> dict[str, bytes]:
+    """The inverse of `pack_attachments`; `data` has passed its checksum."""
+    if not data:
+        return {}
+    (count,) = _COUNT.unpack_from(data)
+    attachments, at = {}, _COUNT.size
+    for _ in range(count):
+        label_bytes, data_bytes = _ITEM.unpack_from(data, at)
+        at += _ITEM.size
+        label = data[at : at + label_bytes].decode()
+        at += label_bytes
+        attachments[label] = data[at : at + data_bytes]
+        at += data_bytes
+    return attachments

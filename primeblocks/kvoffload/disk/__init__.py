@@ -1,0 +1,6 @@
+"""Pages on a local disk: equal slots in one file, a journal beside it, crash-safe."""
+
+from .system import System
+from .tier import DiskTier
+
+__all__ = ["DiskTier", "System"]

@@ -1,0 +1,158 @@
+"""The data file of a disk tier: equal slots, moved many at a time."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...errors import CorruptionError, PlanError, UnsupportedError
+from ..page import ALIGNMENT
+from .system import System
+
+__all__ = ["DataFile"]
+
+Answer = CorruptionError | OSError | None
+
+_VECTOR = min(256, os.sysconf("SC_IOV_MAX"))  # buffers of one call
+
+
+class DataFile:
+    """Slots of `stride` bytes; slots that follow each other move in one call.
+
+    Args:
+        io: `direct` passes the page cache by, `auto` where the file system lets it.
+
+    Raises:
+        PlanError: another word for `io`.
+        UnsupportedError: the file system has no direct I/O.
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, *, stride: int, io: str, system: System) -> None:
+        if io not in ("auto", "direct", "buffered"):
+            raise PlanError(f'io is "auto", "direct" or "buffered"; got {io!r}')
+        self._path = path
+        self._stride = stride
+        self._system = system
+        self._scratch = np.frombuffer(mmap.mmap(-1, stride), dtype=np.uint8)
+        descriptor = None if io == "buffered" else self._open_direct()
+        if descriptor is None and io == "direct":
+            raise UnsupportedError(
+                f'the file system of {path} has no direct I/O. Use io="auto" or "buffered".'
+            )
+        self.direct = descriptor is not None
+        self._descriptor = system.open(path) if descriptor is None else descriptor
+
+    def write(self, slots: Sequence[int], contents: Sequence[np.ndarray]) -> list[Answer]:
+        """Write contents into slots; None where one was written whole.
+
+        Contents of a whole slot are written as they lie, shorter ones are copied first.
+        """
+        return self._each(slots, contents, self._write)
+
+    def read(self, slots: Sequence[int], into: Sequence[np.ndarray]) -> list[Answer]:
+        """Fill buffers from slots; None where one was filled."""
+        return self._each(slots, into, self._read)
+
+    def slots(self) -> int:
+        """Slots that the file has whole."""
+        return self._system.size(self._descriptor) // self._stride
+
+    def shrink(self, slots: int) -> None:
+        """Give the room behind so many slots back."""
+        if self._system.size(self._descriptor) > slots * self._stride:
+            self._system.truncate(self._descriptor, slots * self._stride)
+
+    def flush(self) -> None:
+        self._system.sync(self._descriptor)
+
+    def close(self) -> None:
+        self._system.close(self._descriptor)
+
+    def _open_direct(self) -> int | None:
+        descriptor = None
+        try:
+            descriptor = self._system.open(self._path, direct=True)
+            self._system.read(descriptor, [self._scratch[:ALIGNMENT]], 0)
+        except OSError as error:
+            if descriptor is not None:
+                self._system.close(descriptor)
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            return None
+        return descriptor
+
+    def _each(
+        self,
+        slots: Sequence[int],
+        buffers: Sequence[np.ndarray],
+        move: Callable[[int, Sequence[np.ndarray]], tuple[int, Answer]],
+    ) -> list[Answer]:
+        """Move runs at once, and what fails of a run one by one."""
+        answers: list[Answer] = [None] * len(slots)
+        whole = [self._whole(buffer) for buffer in buffers]
+        for run in _runs(slots, whole):
+            done = 0
+            if len(run) > 1:
+                done, _ = move(slots[run[0]], [buffers[index] for index in run])
+            for index in run[done:]:
+                _, answers[index] = move(slots[index], [buffers[index]])
+        return answers
+
+    def _whole(self, buffer: np.ndarray) -> bool:
+        """Whether the file system can take a slot from where this lies."""
+        aligned = not self.direct or buffer.ctypes.data % ALIGNMENT == 0
+        return aligned and buffer.nbytes >= self._stride
+
+    def _write(self, slot: int, contents: Sequence[np.ndarray]) -> tuple[int, Answer]:
+        if not self._whole(contents[0]):
+            self._scratch[: contents[0].nbytes] = contents[0]
+            contents = [self._scratch]
+        return self._transfer(self._system.write, slot, contents)
+
+    def _read(self, slot: int, into: Sequence[np.ndarray]) -> tuple[int, Answer]:
+        if self._whole(into[0]):
+            return self._transfer(self._system.read, slot, into)
+        done = self._transfer(self._system.read, slot, [self._scratch])
+        count = min(self._stride, into[0].nbytes)
+        into[0][:count] = self._scratch[:count]
+        return done
+
+    def _transfer(
+        self, call: Callable[[int, Any, int], int], slot: int, buffers: Sequence[np.ndarray]
+    ) -> tuple[int, Answer]:
+        """Slots moved, and why not more."""
+        views = [buffer.data[: self._stride] for buffer in buffers]
+        offset, done = slot * self._stride, 0
+        while done < len(buffers) * self._stride:
+            index, within = divmod(done, self._stride)
+            rest = [views[index][within:], *views[index + 1 :]]
+            try:
+                count = call(self._descriptor, rest, offset + done)
+            except OSError as error:
+                return done // self._stride, error
+            if count == 0:
+                return done // self._stride, CorruptionError(
+                    f"{self._path} ends within slot {slot + index}"
+                )
+            done += count
+        return len(buffers), None
+
+
+def _runs(slots: Sequence[int], whole: Sequence[bool]) -> Iterator[list[int]]:
+    """Indices of slots that follow each other, whole ones together."""
+    run: list[int] = []
+    for index in sorted(range(len(slots)), key=slots.__getitem__):
+        follows = run and slots[index] == slots[run[-1]] + 1 and whole[index] and whole[run[-1]]
+        if run and not (follows and len(run) < _VECTOR):
+            yield run
+            run = []
+        run.append(index)
+    if run:
+        yield run

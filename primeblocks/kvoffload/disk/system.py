@@ -1,0 +1,81 @@
+"""The calls that a disk tier makes to the operating system, so that tests can make them fail."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["System"]
+
+
+class System:
+    """The file system. Every call may raise OSError.
+
+    A subclass that fails, tears or forgets is how faults are tested; nothing else of a disk tier
+    touches a file.
+    """
+
+    def own(self, folder: Path) -> int:
+        """Make a folder and lock it; closing the descriptor, or dying, gives it up.
+
+        Raises:
+            BlockingIOError: another owner has it.
+            FileExistsError: it holds files with our names, but has never been ours.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = folder / "lock"
+        foreign = [name for name in ("journal", "pages") if (folder / name).exists()]
+        if foreign and not lock.exists():
+            raise FileExistsError(f"{folder} holds {' and '.join(foreign)} of something else")
+        descriptor = os.open(lock, os.O_CREAT | os.O_RDWR, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def open(self, path: Path, *, direct: bool = False, truncate: bool = False) -> int:
+        """Open a file for reading and writing, made if absent; `direct` is O_DIRECT."""
+        flags = os.O_CREAT | os.O_RDWR
+        flags |= (os.O_DIRECT if direct else 0) | (os.O_TRUNC if truncate else 0)
+        return os.open(path, flags, 0o600)
+
+    def close(self, descriptor: int) -> None:
+        os.close(descriptor)
+
+    def size(self, descriptor: int) -> int:
+        return os.fstat(descriptor).st_size
+
+    def write(self, descriptor: int, buffers: Sequence[Any], offset: int) -> int:
+        """Write buffers one after the other; returns how many bytes were taken."""
+        return os.pwritev(descriptor, buffers, offset)
+
+    def read(self, descriptor: int, buffers: Sequence[Any], offset: int) -> int:
+        """Fill buffers one after the other; returns how many bytes came, 0 at the end."""
+        return os.preadv(descriptor, buffers, offset)
+
+    def truncate(self, descriptor: int, size: int) -> None:
+        os.ftruncate(descriptor, size)
+
+    def sync(self, descriptor: int) -> None:
+        """What was written survives a power cut."""
+        os.fdatasync(descriptor)
+
+    def replace(self, source: Path, target: Path) -> None:
+        """Rename, in place of what had the name."""
+        source.replace(target)
+
+    def remove(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+    def sync_folder(self, folder: Path) -> None:
+        """Names of files survive a power cut."""
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,312 @@
+"""Pages on a local disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+
+from ...errors import (
+    CapacityError,
+    ClosedError,
+    PlanError,
+    PrimeblocksError,
+    ShapeError,
+    UsageError,
+)
+from ..page import DIGEST_BYTES, PageKey, slot_bytes
+from ..tier import Found, Record
+from .data import DataFile
+from .journal import Journal
+from .records import Place
+from .slots import Slots
+from .system import System
+
+__all__ = ["DiskTier"]
+
+Answer = PrimeblocksError | OSError | None
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class DiskTier:
+    """A folder of pages that survives a crash.
+
+    `pages` is cut into equal slots, and new pages go to the next free ones: what is written at once
+    lies together, each page is written once, and the file never outgrows `capacity_bytes`.
+    `journal` says which page lies where. A page counts once its record is there; its slot is used
+    again once its drop is there too. So after a crash, whoever opens the folder finds the state
+    after the last change that was answered, or a later one; after damage to the journal, fewer
+    pages. Damage to `pages` shows in the digest, which the caller compares.
+
+    A power cut may undo the newest changes, drops too, back to the last `flush` or `clear`, and
+    lose pages overwritten since. It cannot make a wrong page. After `close` everything but `holds`,
+    `keys` and `len` raises ClosedError.
+
+    Args:
+        path: folder, made if absent; one owner at a time. Pages in it are adopted.
+        capacity_bytes: bound of `pages`; a slot takes the page and its attachments, rounded up to
+            4096 bytes. On top comes the journal: for each slot 61 bytes and the encoded key, at
+            most three times that while it is rewritten, and 64 KiB.
+        page_bytes: bytes of a page.
+        attachment_bytes: room beside each page for its packed attachments.
+        io: "direct" passes the page cache by, "buffered" does not, "auto" does where it can.
+        system: the operating system; tests pass one that fails.
+
+    Raises:
+        PlanError: not even one page fits.
+        UnsupportedError: `io="direct"` on a file system without it.
+        UsageError: the folder cannot be made, read or locked, has another owner, pages of another
+            size, or files of something else.
+    """
+
+    name = "disk"
+    shared = False
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        capacity_bytes: int,
+        page_bytes: int,
+        attachment_bytes: int = 0,
+        io: str = "auto",
+        system: System | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self.page_bytes = page_bytes
+        self.attachment_bytes = attachment_bytes
+        self.slot_bytes = slot_bytes(page_bytes=page_bytes, attachment_bytes=attachment_bytes)
+        self.capacity_pages = capacity_bytes // self.slot_bytes
+        if self.capacity_pages < 1:
+            raise PlanError(
+                f"a disk tier of {capacity_bytes} bytes does not hold one slot of "
+                f"{self.slot_bytes}: a page of {page_bytes} bytes and {attachment_bytes} bytes of "
+                "attachments, rounded up to 4096"
+            )
+        self._system = System() if system is None else system
+        self._slots = Slots(self.capacity_pages)
+        self._leaving: list[int] = []  # slots of pages whose drop is not written down yet
+        self._closed = False
+        self._open(io)
+
+    @property
+    def direct(self) -> bool:
+        """Whether pages pass the page cache by."""
+        return self._data.direct
+
+    def put(self, records: Sequence[Record]) -> list[Answer]:
+        """Keep pages: their data in runs of slots, then one write to the journal. Local.
+
+        A page in place of another takes a new slot; where there is none, the old page goes first.
+        Of several records with one key the last counts.
+
+        Returns:
+            None for each page that is kept, or why not: CapacityError where quota or disk are full,
+            ShapeError for a content that does not fit, OSError for all else. A page that is not
+            kept leaves what was there as it was.
+        """
+        self._check_open()
+        latest = {record.key: record for record in records}
+        answers: dict[PageKey, Answer] = {key: self._misfit(each) for key, each in latest.items()}
+        wanted = [record for key, record in latest.items() if answers[key] is None]
+        try:
+            self._settle()
+            fitting = self._make_room(wanted)
+        except OSError as error:
+            answers |= {record.key: self._refusal(error) for record in wanted}
+        else:
+            full = CapacityError(f"all {self.capacity_pages} pages of {self.path} are taken")
+            answers |= {record.key: full for record in wanted} | self._write(fitting)
+        return [answers[record.key] for record in records]
+
+    def get(self, keys: Sequence[PageKey], *, into: Sequence[np.ndarray]) -> list[Found | Answer]:
+        """Read pages, those in adjacent slots at once. Local.
+
+        Returns:
+            Length and digest that each page came with, which the caller compares; None for a page
+            that is not here, CorruptionError where the file ends before it, OSError where the file
+            system refuses.
+        """
+        self._check_open()
+        places = [self._journal.places.get(key) for key in keys]
+        there = [(place.slot, each) for place, each in zip(places, into, strict=True) if place]
+        errors = iter(self._data.read([slot for slot, _ in there], [each for _, each in there]))
+        return [
+            None if place is None else next(errors) or Found(place.length, place.digest)
+            for place in places
+        ]
+
+    def drop(self, keys: Sequence[PageKey]) -> None:
+        """Forget pages; unknown keys are ignored. One write to the journal.
+
+        Raises:
+            CapacityError, OSError: the journal could not be written. The pages are no longer
+                served, and their drop is written before anything else is kept; until then a crash
+                brings them back.
+        """
+        self._check_open()
+        there = [key for key in dict.fromkeys(keys) if key in self._journal.places]
+        with self._refusing():
+            self._leave(there)
+
+    def clear(self) -> None:
+        """Forget every page and give the room back; also a power cut does not bring them back.
+
+        Raises:
+            CapacityError, OSError: as `drop`.
+        """
+        self._check_open()
+        self._leaving += [place.slot for place in self._journal.places.values()]
+        with self._refusing():
+            self._journal.clear()
+            self._leaving.clear()
+            self._slots.clear()
+            self._data.shrink(0)
+
+    def flush(self) -> None:
+        """Make what was kept and dropped so far survive a power cut.
+
+        Raises:
+            CapacityError, OSError: the file system refused.
+        """
+        self._check_open()
+        with self._refusing():
+            self._settle()
+            self._data.flush()
+            self._system.sync_folder(self.path)
+            self._journal.flush()
+
+    def holds(self, keys: Sequence[PageKey]) -> list[bool]:
+        """Which pages are here. Any thread."""
+        return [key in self._journal.places for key in keys]
+
+    def keys(self) -> list[PageKey]:
+        """All keys, in the order in which they were put."""
+        return list(self._journal.places)
+
+    def close(self) -> None:
+        """Give the folder up; the pages stay. Does not flush. A second call does nothing."""
+        if self._closed:
+            return
+        with suppress(OSError):
+            self._journal.ready()  # a drop that could not be written, perhaps it can now
+        self._closed = True
+        self._opened.close()
+
+    def __len__(self) -> int:
+        return len(self._journal.places)
+
+    def _open(self, io: str) -> None:
+        try:
+            with ExitStack() as opened:
+                lock = self._system.own(self.path)
+                opened.callback(self._system.close, lock)
+                self._data = DataFile(
+                    self.path / "pages", stride=self.slot_bytes, io=io, system=self._system
+                )
+                opened.callback(self._data.close)
+                self._journal = Journal(
+                    self.path / "journal",
+                    page_bytes=self.page_bytes,
+                    attachment_bytes=self.attachment_bytes,
+                    system=self._system,
+                )
+                opened.callback(self._journal.close)
+                self._adopt()
+                self._opened = opened.pop_all()
+        except BlockingIOError as error:
+            raise UsageError(
+                f"{self.path} belongs to another store ({error}). Give each its own folder."
+            ) from error
+        except OSError as error:
+            raise UsageError(f"cannot keep pages in {self.path}: {error}") from error
+
+    def _adopt(self) -> None:
+        """Take over what the journal says and the data file has room for."""
+        room = min(self.capacity_pages, self._data.slots())
+        for key, place in list(self._journal.places.items()):
+            if place.slot < room and place.length <= self.slot_bytes:
+                self._slots.take(place.slot)
+            else:
+                del self._journal.places[key]
+                self._journal.rewrite()
+        self._data.shrink(self.capacity_pages)
+
+    def _misfit(self, record: Record) -> ShapeError | None:
+        room = self.page_bytes + self.attachment_bytes
+        if record.content.nbytes <= room and len(record.digest) == DIGEST_BYTES:
+            return None
+        return ShapeError(
+            f"a page with attachments has at most {room} bytes and a digest of {DIGEST_BYTES}; got "
+            f"{record.content.nbytes} and {len(record.digest)}"
+        )
+
+    def _make_room(self, records: Sequence[Record]) -> list[Record]:
+        """Those that fit; where free slots do not suffice, pages that they replace are given up."""
+        here, free = self._journal.places, self._slots.free
+        refused = [each.key for each in records if each.key not in here][free:]
+        fitting = [each for each in records if each.key not in refused]
+        short = max(0, len(fitting) - free)
+        self._leave([each.key for each in fitting if each.key in here][:short])
+        return fitting
+
+    def _leave(self, keys: Sequence[PageKey]) -> None:
+        if not keys:
+            return
+        self._leaving += [self._journal.places[key].slot for key in keys]
+        self._journal.drop(keys)
+        self._release()
+
+    def _write(self, records: Sequence[Record]) -> dict[PageKey, Answer]:
+        slots = self._slots.claim(len(records))
+        placed = list(zip(records, slots, strict=True))
+        answers: dict[PageKey, Answer] = {}
+        # The whole slot where there is one, so that it goes out together with its neighbours.
+        contents = [each.content if each.slot is None else each.slot for each, _ in placed]
+        for (record, _), error in zip(placed, self._data.write(slots, contents), strict=True):
+            answers[record.key] = error and self._refusal(error)
+        places = [
+            (record.key, Place(slot, record.content.nbytes, record.digest))
+            for record, slot in placed
+            if answers[record.key] is None
+        ]
+        replaced = [self._journal.places.get(key) for key, _ in places]
+        try:
+            self._journal.put(places)
+            self._leaving += [place.slot for place in replaced if place is not None]
+        except OSError as error:
+            answers |= {key: self._refusal(error) for key, _ in places}
+        self._leaving += [slot for record, slot in placed if answers[record.key] is not None]
+        self._release()
+        return answers
+
+    def _settle(self) -> None:
+        self._journal.ready()
+        self._release()
+
+    def _release(self) -> None:
+        """What left is written down: its slots may be used again."""
+        for slot in self._leaving:
+            self._slots.release(slot)
+        self._leaving.clear()
+
+    def _refusal(self, error: PrimeblocksError | OSError) -> PrimeblocksError | OSError:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return CapacityError(f"no space for pages in {self.path}: {error}")
+        return error
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise self._refusal(error) from error
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"the disk tier of {self.path} is closed")

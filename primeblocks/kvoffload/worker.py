@@ -1,0 +1,190 @@
+"""The thread of one lower tier: reads first, writes and drops in order, both in batches."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import Condition, Thread
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..errors import CorruptionError, PrimeblocksError
+from .host import HostTier
+from .moves import Ask, Clear, Drop, Read, Write
+from .page import PageKey, checksum
+from .tier import Found, Record, Tier
+
+__all__ = ["Holds", "Outcome", "TierWorker", "Until"]
+
+logger = logging.getLogger(__name__)
+
+_BATCH_BYTES = 32 << 20
+_BATCH_PAGES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Until:
+    """Say when everything before it is done, and durable if `flush`; or what failed."""
+
+    done: Callable[[BaseException | None], None]
+    flush: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Holds:
+    """Which of these pages a shared tier has."""
+
+    keys: Sequence[PageKey]
+    done: Callable[[list[bool]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a move: the length that was read, whether the page is there, or an error."""
+
+    move: Read | Write | Ask
+    length: int = 0
+    held: bool = False
+    error: Exception | None = None
+
+
+_First = Read | Ask | Holds
+_Ordered = Write | Drop | Clear | Until
+
+
+class TierWorker:
+    """Does to a tier what it is given. `report` is called with the outcomes of a batch."""
+
+    def __init__(
+        self, tier: Tier, host: HostTier, *, report: Callable[[list[Outcome]], None]
+    ) -> None:
+        self._tier = tier
+        self._host = host
+        self._report = report
+        self._batch = max(1, min(_BATCH_PAGES, _BATCH_BYTES // host.slot_bytes))
+        self._changed = Condition()
+        self._first: deque[_First] = deque()
+        self._ordered: deque[_Ordered] = deque()
+        self._stopping = False
+        self._error: BaseException | None = None
+        name = f"primeblocks-kvoffload-{tier.name}"
+        self._thread = Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def give(self, move: _First | _Ordered) -> None:
+        with self._changed:
+            if isinstance(move, Read | Ask | Holds):
+                self._first.append(move)
+            else:
+                self._ordered.append(move)
+            self._changed.notify()
+
+    def stop(self) -> Thread:
+        """Close the tier after what was given; returns the thread to be joined."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        return self._thread
+
+    def _run(self) -> None:
+        while moves := self._next():
+            do = self._DO[type(moves[0])]
+            do(self, moves)
+        self._tier.close()
+
+    def _next(self) -> list[Any]:
+        """Moves of one kind; none at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._first or self._ordered or self._stopping)
+            queue: deque[Any] = self._first or self._ordered
+            moves: list[Any] = []
+            kind = type(queue[0]) if queue else None
+            while queue and type(queue[0]) is kind and len(moves) < self._batch:
+                moves.append(queue.popleft())
+            return moves
+
+    def _write(self, moves: Sequence[Write]) -> None:
+        records = []
+        for move in moves:
+            slot = self._host.slot(move.page.slot)
+            content = slot[: move.page.length]
+            digest = checksum(move.page.key, content)
+            records.append(Record(move.page.key, content, digest, slot))
+        answers = self._each(moves, lambda: self._tier.put(records))
+        self._report(
+            [Outcome(move, error=error) for move, error in zip(moves, answers, strict=True)]
+        )
+
+    def _read(self, moves: Sequence[Read]) -> None:
+        keys = [move.page.key for move in moves]
+        slots = [self._host.slot(move.page.slot) for move in moves]
+        found = self._each(moves, lambda: self._tier.get(keys, into=slots))
+        parts = zip(moves, slots, found, strict=True)
+        self._report([self._checked(move, slot, each) for move, slot, each in parts])
+
+    def _checked(self, move: Read, slot: np.ndarray, found: Found | Exception | None) -> Outcome:
+        if not isinstance(found, Found):
+            return Outcome(move, error=found)
+        key, room = move.page.key, self._host.page_bytes + self._host.attachment_bytes
+        fits = self._host.page_bytes <= found.length <= room
+        if fits and checksum(key, slot[: found.length]) == found.digest:
+            return Outcome(move, length=found.length)
+        return Outcome(move, error=CorruptionError(f"{key} does not match its checksum"))
+
+    def _ask(self, moves: Sequence[Ask]) -> None:
+        held = self._held([move.request.key for move in moves])
+        pairs = zip(moves, held, strict=True)
+        self._report([Outcome(move, held=each) for move, each in pairs])
+
+    def _holds(self, moves: Sequence[Holds]) -> None:
+        for move in moves:
+            move.done(self._held(move.keys))
+
+    def _drop(self, moves: Sequence[Drop]) -> None:
+        self._try(lambda: self._tier.drop([move.key for move in moves]))
+
+    def _clear(self, moves: Sequence[Clear]) -> None:
+        self._try(self._tier.clear)
+
+    def _until(self, moves: Sequence[Until]) -> None:
+        for move in moves:
+            if move.flush:
+                self._try(self._tier.flush)
+            error, self._error = self._error, None
+            move.done(error)
+
+    def _held(self, keys: Sequence[PageKey]) -> list[bool]:
+        try:
+            return self._tier.holds(keys)
+        except (PrimeblocksError, OSError):
+            logger.exception("%s did not say which pages it holds", self._tier.name)
+            return [False] * len(keys)
+
+    def _each(self, moves: Sequence[Write | Read], do: Callable[[], list[Any]]) -> list[Any]:
+        """An answer for each move, also where the tier raised."""
+        try:
+            return do()
+        except Exception as error:  # a tier that breaks its contract must not end the thread
+            logger.exception("%s failed with a batch of %d pages", self._tier.name, len(moves))
+            return [error] * len(moves)
+
+    def _try(self, do: Callable[[], None]) -> None:
+        """What fails is said at the next `Until`."""
+        try:
+            do()
+        except (PrimeblocksError, OSError) as error:
+            logger.warning("%s: %s", self._tier.name, error)
+            self._error = error
+
+    _DO: ClassVar[dict[type, Callable[[Any, Any], None]]] = {
+        Write: _write,
+        Read: _read,
+        Ask: _ask,
+        Holds: _holds,
+        Drop: _drop,
+        Clear: _clear,
+        Until: _until,
+    }
