@@ -13,7 +13,8 @@ PYTHONPATH=. "$python" -m pytest tests -m gpu -o addopts="--import-mode=importli
 mkdir -p "$out"
 for benchmark in benchmarks/*.py; do
   name=$(basename "$benchmark" .py)
-  # parallel and weightsync compare with peers that such a machine lacks.
-  case $name in __init__ | harness | peers | parallel | weightsync) continue ;; esac
+  # parallel, weightsync and kvoffload compare with peers that such a machine lacks.
+  case $name in __init__ | harness | peers | parallel | weightsync | kvoffload) continue ;; esac
   "$python" -m "benchmarks.$name" --json "$out/$name.gpu.json"
 done
+"$python" -m benchmarks.kvoffload_parts.device --json "$out/kvoffload.gpu.json"

@@ -1,6 +1,8 @@
 """The plug-in: what it refuses, its off switch, and that weight updates need it."""
 
+import importlib
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,12 @@ CPU = {"version": "0.32.0", "is_cpu": True, "off": ""}
 CPU_ONLY = {"routed_experts_on_cpu", "moe_reload_on_cpu"}
 NAMES = CPU_ONLY | {"missing_routes_survive"}
 EXACT_K3 = 1e-11  # float32 rounding; a fault costs 0.1 and more
+
+
+def test_vllm_finds_register_by_its_entry_point():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    module, _, name = project["entry-points"]["vllm.general_plugins"]["primeblocks"].partition(":")
+    assert getattr(importlib.import_module(module), name) is plugin.register
 
 
 def test_tested_versions_on_cpu_get_every_patch():

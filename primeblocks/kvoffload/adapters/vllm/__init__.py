@@ -18,6 +18,8 @@ if not vllm.__version__.startswith("0.32."):
         "Its offloading interface changes between releases: install vllm==0.32.*."
     )
 
+from .compose import command_line, multi
+from .configs import mooncake, mooncake_settings, native, nixl
 from .engine import EngineStatistics, engine_args, engine_statistics
 from .spec import StoreOffloadingSpec
 from .tier import StoreTier, version_args
@@ -26,7 +28,13 @@ __all__ = [
     "EngineStatistics",
     "StoreOffloadingSpec",
     "StoreTier",
+    "command_line",
     "engine_args",
     "engine_statistics",
+    "mooncake",
+    "mooncake_settings",
+    "multi",
+    "native",
+    "nixl",
     "version_args",
 ]

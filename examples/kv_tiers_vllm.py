@@ -1,0 +1,160 @@
+"""Agents in turn on a vLLM engine with a small cache: with our page store behind it, and without.
+
+    python examples/kv_tiers_vllm.py
+
+Each agent asks, calls a tool, and asks again with everything so far. Between its turns the others
+push its pages out of the engine's cache: without a store the engine computes the whole context at
+every turn, with one the pages come back from host memory and disk. After each round of agents the
+weights get a step of training and a new version. The next agents have the same prompts, and the
+version's `cache_salt` keeps them from finding pages of the old weights. Printed are, for each
+version, prompt tokens that were not computed, time to first token, and what the tiers did; the
+answers of both engines have to be equal. The model is tiny and random; pass the path of another.
+"""
+
+import os
+import sys
+import tempfile
+from dataclasses import dataclass, field
+
+# What vLLM needs on a CPU: no model hub, no compilation, one thread.
+for name, value in {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TORCH_COMPILE_DISABLE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}.items():
+    os.environ.setdefault(name, value)
+
+import numpy as np
+import torch
+import vllm
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+
+from primeblocks import weightsync
+from primeblocks.kvoffload.adapters import vllm as kv
+from primeblocks.testing import tiny_models
+from primeblocks.weightsync.adapters import vllm as into_vllm
+
+MODEL = {"num_layers": 4, "hidden": 256, "num_experts": 16, "top_k": 4, "vocab": 2048}
+VERSIONS, AGENTS, TURNS = 3, 5, 4
+PROMPT, TOOL, GENERATED = 512, 96, 8
+LR = 1e-4
+CLOSE = 1e-4  # of log-probabilities in float32; prompts are cut into other batches
+TIMEOUT_S = 60.0
+ENGINE = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "block_size": 32,
+    "num_gpu_blocks_override": 40,  # pages; one agent grows to 26
+    "max_model_len": 1024,
+    "skip_tokenizer_init": True,
+    "logprobs_mode": "processed_logprobs",
+    "disable_log_stats": False,
+}
+# A page of this model has 64 KiB. vLLM's own pool, through which all pages pass, has 32 of them.
+STORE = {"primary_bytes": 2 << 20, "host_bytes": 6 << 20, "disk_bytes": 16 << 20}
+
+
+@dataclass
+class Round:
+    """What one version's agents were answered, and what it took."""
+
+    tokens: list[list[int]] = field(default_factory=list)
+    logprobs: list[list[float]] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    first_token_s: list[float] = field(default_factory=list)
+    pages: dict[str, int] = field(default_factory=dict)
+
+
+def play(llm: vllm.LLM, version: int, vocab: int) -> Round:
+    """All agents, turn by turn. Equal prompts, tools and order for each version."""
+    round_, random = Round(), np.random.default_rng(0)
+    contexts = random.integers(4, vocab, (AGENTS, PROMPT)).tolist()
+    before = kv.engine_statistics().tiers
+    for _ in range(TURNS):
+        for agent in random.permutation(AGENTS):  # tools take their time
+            context = contexts[agent]
+            sampling = vllm.SamplingParams(
+                max_tokens=GENERATED,
+                temperature=0,
+                logprobs=0,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args=kv.version_args(version),
+            )
+            ask = {"prompt_token_ids": context, "cache_salt": f"example-{version}"}
+            (told,) = llm.generate(ask, sampling, use_tqdm=False)
+            answer = told.outputs[0]
+            chosen = zip(answer.logprobs, answer.token_ids, strict=True)
+            round_.tokens.append(list(answer.token_ids))
+            round_.logprobs.append([at[token].logprob for at, token in chosen])
+            round_.prompt_tokens += len(context)
+            round_.cached_tokens += told.num_cached_tokens
+            round_.first_token_s.append(told.metrics.first_token_latency)
+            context += [*answer.token_ids, *random.integers(4, vocab, TOOL).tolist()]
+    for name, counts in kv.engine_statistics().tiers.items():
+        round_.pages[name] = counts["hits"] - before.get(name, {"hits": 0})["hits"]
+    return round_
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    tokens = torch.randint(model.config.vocab_size, (4, 64), generator=torch.manual_seed(step))
+    logits = model(tokens).logits
+    cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def rollouts(path: str, arguments: dict) -> list[Round]:
+    """One engine over all versions of the weights."""
+    llm = vllm.LLM(path, **ENGINE, **into_vllm.engine_args(), **arguments)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    source = weightsync.describe(model)
+    plan = weightsync.plan_sync([source], source.whole(), bucket_bytes=1 << 20)
+    rounds = []
+    with weightsync.SharedMemoryTransport(f"tiers-{os.getpid()}", owner=True) as transport:
+        publisher = weightsync.Publisher(plan, model, transport)
+        into_vllm.attach_llm(llm, plan, transport)
+        for version in range(1, VERSIONS + 1):
+            train(model, optimizer, version)
+            sent = publisher.publish(version, timeout_s=TIMEOUT_S)
+            into_vllm.update_llm(llm, sent, timeout_s=TIMEOUT_S)
+            rounds.append(play(llm, version, model.config.vocab_size))
+    llm.llm_engine.engine_core.shutdown()
+    return rounds
+
+
+def main() -> None:
+    folder = tempfile.TemporaryDirectory()
+    path = sys.argv[1] if len(sys.argv) > 1 else f"{folder.name}/model"
+    if len(sys.argv) == 1:
+        tiny_models.save("qwen3_moe", path, **MODEL)
+    store = kv.engine_args(**STORE, disk_path=f"{folder.name}/pages", max_staleness=1)
+    tiered = rollouts(path, store)
+    tiers = kv.engine_statistics().tiers
+    alone = rollouts(path, {})
+
+    print("         prompt  not computed   time to first token, ms    pages from")
+    print("version  tokens  store  alone    store    alone   ratio   host   disk")
+    for version, (ours, plain) in enumerate(zip(tiered, alone, strict=True), 1):
+        assert ours.tokens == plain.tokens
+        np.testing.assert_allclose(ours.logprobs, plain.logprobs, atol=CLOSE)
+        with_ms, without_ms = (1e3 * np.median(each.first_token_s) for each in (ours, plain))
+        print(
+            f"{version:7} {ours.prompt_tokens:7,} {ours.cached_tokens:6,} {plain.cached_tokens:6,} "
+            f"{with_ms:8.1f} {without_ms:8.1f} {without_ms / with_ms:7.2f} "
+            f"{ours.pages['host']:6} {ours.pages['disk']:6}"
+        )
+    for name, counts in tiers.items():
+        print(f"{name}:", ", ".join(f"{what} {count:,}" for what, count in counts.items()))
+    print("the answers of both engines are equal, log-probabilities within", CLOSE)
+
+
+if __name__ == "__main__":
+    main()

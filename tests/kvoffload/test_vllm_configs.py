@@ -1,0 +1,318 @@
+"""Builders of vLLM configurations: what vLLM reads, accepts and refuses, and what we refuse."""
+
+import ast
+import importlib
+import importlib.util
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+
+from primeblocks.errors import PlanError, UnsupportedError
+from primeblocks.testing import tiny_models
+from tests.engine_job import run_job
+
+pytestmark = pytest.mark.vllm
+JOB = Path(__file__).with_name("vllm_configs_job.py")
+GIB = 1 << 30
+CONNECTORS = "distributed/kv_transfer/kv_connector/v1"
+# For each connector, where vLLM reads its settings, and those that no builder offers.
+READ = {
+    "OffloadingConnector": (
+        [
+            "v1/kv_offload",
+            "v1/kv_offload/cpu",
+            "v1/kv_offload/tiering",
+            f"{CONNECTORS}/offloading",
+        ],
+        {
+            "backpressure",
+            "block_size",  # blocks_per_chunk in tokens
+            "cache_policy_module_path",
+            "canonical_layout",
+            "max_tracker_size",
+            "self_describing_kv_events",
+            "spec_module_path",  # of engine_args
+        },
+    ),
+    "NixlConnector": (
+        [f"{CONNECTORS}/nixl"],
+        {
+            "decoder_kv_blocks_ttl",
+            "enforce_handshake_compat",
+            "engine_ttl",
+            "kv_recompute_threshold",
+            "push_registration_timeout",
+        },
+    ),
+    "MooncakeStoreConnector": (
+        [f"{CONNECTORS}/mooncake/store", f"{CONNECTORS}/mooncake/rdma_utils.py"],
+        {
+            "custom_mem_pool",
+            "enable_cross_layers_blocks",
+            "enable_group_semantics",
+            "enable_lookup",
+            "enable_store_tp_lcm",
+            "load_async",  # False fails an assertion
+            "lookup_rpc_port",
+            "prefill_tp_sizes",
+            "store_tp_size",
+        },
+    ),
+    "MultiConnector": ([f"{CONNECTORS}/multi_connector.py"], set()),
+}
+
+
+@pytest.fixture(scope="module")
+def adapter():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # vLLM's own imports are deprecated in places
+        return importlib.import_module("primeblocks.kvoffload.adapters.vllm")
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("configs")
+    tiny_models.save("qwen3_moe", folder / "model", seed=0, dtype="float32")
+    run_job(JOB, str(folder), timeout_s=60)
+    return json.loads((folder / "facts.json").read_text())
+
+
+def extra_of(arguments):
+    return arguments["kv_transfer_config"].kv_connector_extra_config
+
+
+# --- names -----------------------------------------------------------------------------------
+
+
+def sources(places):
+    home = Path(importlib.util.find_spec("vllm").origin).parent
+    for place in (home / name for name in places):
+        yield from place.glob("*.py") if place.is_dir() else [place]
+
+
+def keys_read(places, names=("extra_config",)):
+    """Constant keys that these files take from a mapping of such a name."""
+    found = set()
+    for file in sources(places):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+                receiver, key = ast.unparse(node.func.value), node.args[0]
+                reads = node.func.attr == "get" and receiver.endswith(names)
+                reads |= node.func.attr == "get_from_extra_config"
+            elif isinstance(node, ast.Subscript):
+                key, reads = node.slice, ast.unparse(node.value).endswith(names)
+            else:
+                continue
+            if reads and isinstance(key, ast.Constant):
+                found.add(key.value)
+    return found
+
+
+def everything(adapter):
+    """Each builder with every setting that adds a key."""
+    disk = adapter.native(cpu_bytes=GIB, disk_path="d")
+    pool = adapter.mooncake("run", preferred_segment="node")
+    transfers = [adapter.nixl("prefill", num_threads=1), adapter.nixl("decode", push=True)]
+    several = adapter.multi(transfers[0], disk)
+    return [adapter.native(cpu_bytes=GIB), disk, pool, *transfers, several]
+
+
+def test_every_key_is_read_by_vllm_and_the_others_are_listed(adapter):
+    written = {name: set() for name in READ}
+    for arguments in everything(adapter):
+        name = arguments["kv_transfer_config"].kv_connector.replace("Push", "")
+        written[name] |= extra_of(arguments).keys()
+    for name, (places, left_out) in READ.items():
+        read = keys_read(places)
+        assert written[name] | left_out == read, name
+        assert not written[name] & left_out, name
+
+
+def test_the_file_tier_takes_what_it_is_given(adapter):
+    (tier,) = extra_of(adapter.native(cpu_bytes=GIB, disk_path="d"))["secondary_tiers"]
+    (source,) = sources(["v1/kv_offload/tiering/fs/manager.py"])
+    classes = [
+        each for each in ast.parse(source.read_text()).body if isinstance(each, ast.ClassDef)
+    ]
+    (manager,) = [each for each in classes if each.name == "FileSystemTierManager"]
+    (start,) = [each for each in manager.body if getattr(each, "name", "") == "__init__"]
+    assert tier.keys() - {"type"} <= {argument.arg for argument in start.args.args}
+
+
+def test_the_file_of_mooncake_is_what_vllm_reads(adapter, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = importlib.import_module("vllm.distributed.mooncake_store")
+    text = adapter.mooncake_settings(master="head:50051", segment_bytes=GIB, device="mlx5_0")
+    read = keys_read(["distributed/mooncake_store.py"], ("config",))
+    assert json.loads(text).keys() == read - {"tenant_id"}
+    (tmp_path / "mooncake.json").write_text(text)
+    config = module.MooncakeStoreConfig.from_file(str(tmp_path / "mooncake.json"))
+    assert (config.master_server_address, config.mode) == ("head:50051", "embedded")
+    assert (config.global_segment_size, config.local_buffer_size) == (GIB, 4 * GIB)
+    owned = adapter.mooncake_settings(master="head:1", segment_bytes=0, protocol="tcp", disk=True)
+    (tmp_path / "mooncake.json").write_text(owned)
+    config = module.MooncakeStoreConfig.from_file(str(tmp_path / "mooncake.json"))
+    assert (config.mode, config.enable_offload, config.protocol) == (
+        "standalone-store",
+        True,
+        "tcp",
+    )
+
+
+# --- what vLLM makes of them -----------------------------------------------------------------
+
+POOL = {"chunks": 16, "policy": "LRUCachePolicy", "store_threshold": 1, "blocks_per_chunk": 1}
+OURS = {**POOL, "manager": "ResettingManager", "offload_prompt_only": False, "threads": []}
+STOCK = {**POOL, "manager": "TieringOffloadingManager", "threads": [6]}
+SHARED = {"kv_role": "kv_consumer", "save_decode_cache": True, "load_async": True}
+PULL = {"lease_s": 30, "bidirectional": False, "mode": "pull"}
+ACCEPTED = {
+    "cpu": [
+        {
+            "manager": "CPUOffloadingManager",
+            "chunks": 8,
+            "policy": "ARCCachePolicy",
+            "store_threshold": 2,
+            "blocks_per_chunk": 2,
+            "offload_prompt_only": False,
+            "threads": [],
+        }
+    ],
+    "disk": [{**STOCK, "offload_prompt_only": True}],
+    "prefill": [{"lease_s": 60, "bidirectional": True, "mode": "pull"}],
+    "decode": [{"lease_s": 30, "bidirectional": False, "mode": "push"}],
+    "pool": [{**SHARED, "lookup_async": True, "enable_lookup": True}],
+    "multi": [PULL, {**STOCK, "offload_prompt_only": False}],
+    "multi_ours": [PULL, OURS],
+    "three": [PULL, {**SHARED, "lookup_async": False, "enable_lookup": True}, OURS],
+}
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_vllm_builds_it_with_our_values(facts, case):
+    found = facts["accepted"][case]
+    assert found["saw"] == ACCEPTED[case]
+    assert found["hybrid"]
+    assert found["prefix_caching"]
+    fails = case in ("cpu", "disk", "decode")
+    assert found["policy"] == ("fail" if fails else "recompute")
+    assert found["same_on_command_line"]
+
+
+# What vLLM says, and ours for the same.
+REFUSED = {
+    "no memory": ("cpu_bytes_to_use must be", "native", {"cpu_bytes": 0, "disk_path": "d"}),
+    "policy": ("Unknown cache policy", "native", {"cpu_bytes": GIB, "eviction_policy": "fifo"}),
+    "threshold": (
+        "not supported for Tiering",
+        "native",
+        {"cpu_bytes": GIB, "disk_path": "d", "store_threshold": 2},
+    ),
+    "chunk": ("greater than 0", "native", {"cpu_bytes": GIB, "blocks_per_chunk": 0}),
+    "push": (
+        "not supported for NIXL push",
+        "nixl",
+        {"role": "decode", "push": True, "bidirectional": True},
+    ),
+    "capture": ("PD auxiliary output", "nixl", {"role": "prefill", "capture": True}),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_vllm_refuses_it_late_and_we_at_once(facts, adapter, case):
+    theirs, builder, wrong = REFUSED[case]
+    assert theirs in facts["refused"][case]
+    with pytest.raises((PlanError, UnsupportedError)):
+        getattr(adapter, builder)(**wrong)
+
+
+def test_names_that_vllm_no_longer_knows_or_never_knew(facts):
+    assert "Unknown secondary tier type: 'fs_python'" in facts["refused"]["old name"]
+    assert "unexpected keyword argument 'root'" in facts["refused"]["misspelt"]
+    assert "PD auxiliary output" in facts["refused"]["capture in multi"]
+
+
+def test_what_vllm_lets_pass_is_why_we_check(facts):
+    assert facts["unnoticed"] == {"chunks": 0, "heartbeat_s": 0, "policy": "LRUCachePolicy"}
+
+
+# --- what we refuse --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("builder", "wrong", "error", "message"),
+    [
+        ("native", {"cpu_bytes": 0, "disk_path": "d"}, UnsupportedError, "no disk alone"),
+        ("native", {"cpu_bytes": 4}, PlanError, r"4096; got 4. For 4 GiB pass 4 << 30"),
+        ("native", {"cpu_bytes": True}, PlanError, "got True"),
+        ("native", {"disk_path": "d", "capture": True}, UnsupportedError, "without its routes"),
+        ("native", {"disk_threads": 0}, PlanError, "disk_threads .* from 1; got 0"),
+        ("native", {"store_threshold": -1}, PlanError, "store_threshold .* from 0; got -1"),
+        ("native", {"blocks_per_chunk": 0}, PlanError, "blocks_per_chunk .* from 1; got 0"),
+        ("nixl", {"role": "both"}, PlanError, "prefill, decode; got 'both'"),
+        ("nixl", {"on_load_failure": "retry"}, PlanError, "recompute, fail; got 'retry'"),
+        ("nixl", {"lease_s": 5}, PlanError, "lease_s=5.* pass 6"),
+        ("nixl", {"backends": []}, PlanError, r"got \[\]"),
+        ("nixl", {"num_threads": 0}, PlanError, "num_threads .* from 1; got 0"),
+        (
+            "nixl",
+            {"num_threads": 2, "backends": ["GDS"]},
+            UnsupportedError,
+            r"\['GDS'\].*UCX alone",
+        ),
+        ("nixl", {"capture": True}, UnsupportedError, "PD auxiliary output is not supported"),
+        ("mooncake", {"run": ""}, PlanError, "got ''"),
+        ("mooncake", {"run": "a@b"}, PlanError, "a@b"),
+        ("mooncake", {"role": "reader"}, PlanError, "got 'reader'"),
+        ("mooncake", {"on_load_failure": "retry"}, PlanError, "recompute, fail; got 'retry'"),
+        ("mooncake", {"preferred_segment": " "}, PlanError, "got ' '"),
+        ("mooncake", {"capture": True}, UnsupportedError, "another engine computed"),
+        ("mooncake_settings", {"master": "head"}, PlanError, "host:port"),
+        ("mooncake_settings", {"master": ":1"}, PlanError, "host:port"),
+        ("mooncake_settings", {"segment_bytes": -1}, PlanError, "from 0; got -1"),
+        ("mooncake_settings", {"buffer_bytes": 0}, PlanError, "from 1; got 0"),
+        ("mooncake_settings", {"protocol": "udp"}, PlanError, "rdma, tcp; got 'udp'"),
+        ("mooncake_settings", {"protocol": "tcp", "device": "mlx5_0"}, PlanError, "mlx5_0"),
+    ],
+)
+def test_values_that_do_not_fit(adapter, builder, wrong, error, message):
+    right = {
+        "native": {"cpu_bytes": GIB},
+        "nixl": {"role": "prefill"},
+        "mooncake": {"run": "run"},
+        "mooncake_settings": {"master": "head:1", "segment_bytes": GIB},
+    }[builder]
+    assert getattr(adapter, builder)(**right)
+    with pytest.raises(error, match=message):
+        getattr(adapter, builder)(**right | wrong)
+
+
+def test_parts_that_do_not_go_together(adapter):
+    prefill, cpu = adapter.nixl("prefill"), adapter.native(cpu_bytes=GIB)
+    ours = adapter.engine_args(primary_bytes=GIB, host_bytes=GIB)
+    with pytest.raises(PlanError, match="two parts or more; got 1"):
+        adapter.multi(prefill)
+    with pytest.raises(PlanError, match="recompute or fail; got 'retry'"):
+        adapter.multi(prefill, cpu, on_load_failure="retry")
+    with pytest.raises(PlanError, match="no KVTransferConfig"):
+        adapter.multi(prefill, {"enable_prefix_caching": True})
+    with pytest.raises(PlanError, match="enable_prefix_caching=True and False"):
+        adapter.multi(cpu, prefill | {"enable_prefix_caching": False})
+    with pytest.raises(UnsupportedError, match="Use each kind once"):
+        adapter.multi(cpu, ours)
+    with pytest.raises(UnsupportedError, match="do not nest"):
+        adapter.multi(adapter.multi(prefill, cpu), adapter.mooncake("run"))
+    with pytest.raises(UnsupportedError, match="Put it first"):
+        adapter.multi(cpu, prefill)
+
+
+def test_engines_on_a_command_line_have_an_identity_of_their_own(adapter):
+    arguments = adapter.multi(adapter.nixl("prefill"), adapter.native(cpu_bytes=GIB))
+    words = adapter.command_line(arguments | {"max_model_len": 64, "seed": 0, "quiet": False})
+    assert arguments["kv_transfer_config"].engine_id not in " ".join(words)
+    assert words[-5:] == ["--max-model-len", "64", "--seed", "0", "--no-quiet"]
+    with pytest.raises(PlanError, match="logits_processors is a list"):
+        adapter.command_line({"logits_processors": []})
