@@ -46,7 +46,8 @@ class Pieces:
             room = slot[at : at + part.nbytes]
             at += part.nbytes
             if isinstance(part, np.ndarray):
-                np.copyto(*((part, room) if out else (room, part)))
+                # A copy as np.copyto's, and faster: vector instructions in place of `rep movsb`.
+                np.positive(*((room, part) if out else (part, room)))
                 continue
             stream = streams[part.device]
             stream.wait_event(self._fences[part.device])

@@ -16,7 +16,11 @@ from .host import HostTier
 from .moves import CopyIn, CopyOut
 from .tier import Loaded, Saved
 
-__all__ = ["Copiers", "Source", "Target"]
+__all__ = ["Copied", "Copiers", "Source", "Target"]
+
+Copied = CopyIn | CopyOut
+
+_TOGETHER = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +60,18 @@ class Target:
 
 
 class Copiers:
-    """A few threads that take copies in the order of their coming."""
+    """A few threads that take copies in the order of their coming.
+
+    Args:
+        report: called with moves that are over, and whether a page was copied.
+    """
 
     def __init__(
-        self,
-        host: HostTier,
-        *,
-        threads: int,
-        copied_in: Callable[[CopyIn, bool], None],
-        copied_out: Callable[[CopyOut], None],
+        self, host: HostTier, *, threads: int, report: Callable[[list[tuple[Copied, bool]]], None]
     ) -> None:
         self._host = host
-        self._copied_in = copied_in
-        self._copied_out = copied_out
-        self._queue: SimpleQueue[CopyIn | CopyOut | None] = SimpleQueue()
+        self._report = report
+        self._queue: SimpleQueue[Copied | None] = SimpleQueue()
         self._threads = [
             Thread(target=self._run, name=f"primeblocks-kvoffload-copy-{number}", daemon=True)
             for number in range(threads)
@@ -77,7 +79,7 @@ class Copiers:
         for thread in self._threads:
             thread.start()
 
-    def give(self, move: CopyIn | CopyOut) -> None:
+    def give(self, move: Copied) -> None:
         self._queue.put(move)
 
     def stop(self) -> list[Thread]:
@@ -87,13 +89,21 @@ class Copiers:
         return self._threads
 
     def _run(self) -> None:
+        # Several are reported together: after a page has gone through the processor's caches, the
+        # store's bookkeeping is slow the first time.
+        done: list[tuple[Copied, bool]] = []
         while (move := self._queue.get()) is not None:
             slot = self._host.slot(move.page.slot)
             if isinstance(move, CopyIn):
-                self._copied_in(move, self._take(move.request.source, slot))
+                done.append((move, self._take(move.request.source, slot)))
             else:
                 self._give(move, slot)
-                self._copied_out(move)
+                done.append((move, True))
+            if len(done) >= _TOGETHER or self._queue.empty():
+                self._report(done)
+                done = []
+        if done:
+            self._report(done)
 
     def _take(self, source: Source, slot: np.ndarray) -> bool:
         try:

@@ -73,10 +73,13 @@ class Level:
 
     def failed(self, key: PageKey, copy: Copy, error: Exception | None) -> bool:
         """The page is not there, or not as it was; returns whether to drop what is."""
-        if isinstance(error, CorruptionError):
+        damaged = isinstance(error, CorruptionError)
+        if damaged:
             self.counts["checksum_failures"] += 1
         elif error is not None:
             self.counts["failures"] += 1
+        if self.shared:
+            return damaged
         return self.copies.get(key) is copy and self.forget(key)
 
     def forget(self, key: PageKey) -> bool:

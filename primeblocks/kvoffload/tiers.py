@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, TypeVar
 from ..errors import ClosedError, DeadlineError, PlanError, UnsupportedError, UsageError
 from .batch import Batch
 from .catalogue import Catalogue
-from .copier import Copiers
+from .copier import Copied, Copiers
 from .evict import Evict, lru
 from .host import HostTier
 from .level import Level
@@ -25,6 +25,9 @@ from .worker import Holds, Outcome, TierWorker, Until
 __all__ = ["TieredStore"]
 
 T = TypeVar("T")
+R = TypeVar("R", SaveRequest, LoadRequest)
+
+_PART = 16
 
 
 class TieredStore:
@@ -82,9 +85,7 @@ class TieredStore:
         )
         self._changed = Condition()
         self._closed = False
-        self._copiers = Copiers(
-            host, threads=copy_threads, copied_in=self._copied_in, copied_out=self._copied_out
-        )
+        self._copiers = Copiers(host, threads=copy_threads, report=self._copied)
         self._workers = [TierWorker(tier, host, report=self._report) for tier in below]
 
     def save(
@@ -247,15 +248,21 @@ class TieredStore:
     ) -> Pending[Any]:
         sizes = {"page_bytes": self.page_bytes, "attachment_bytes": self.attachment_bytes}
         requests = save_requests(batch, keys, pages, attachments, rollout=rollout, **sizes)
-        self._ask(lambda: self._catalogue.save(requests))
+        self._ask(lambda: self._in_parts(self._catalogue.save, requests))
         return batch.pending
 
     def _load(
         self, batch: Batch[Loaded], keys: Sequence[PageKey], into: Sequence[Any], rollout: Hashable
     ) -> Pending[Any]:
         requests = load_requests(batch, keys, into, page_bytes=self.page_bytes, rollout=rollout)
-        self._ask(lambda: self._catalogue.load(requests))
+        self._ask(lambda: self._in_parts(self._catalogue.load, requests))
         return batch.pending
+
+    def _in_parts(self, ask: Callable[[list[R]], None], requests: list[R]) -> None:
+        """The first pages are copied while the catalogue looks at the others."""
+        for start in range(0, len(requests), _PART):
+            ask(requests[start : start + _PART])
+            self._hand_out()
 
     def _after(self, what: Callable[[], None], *, flush: bool = False) -> Pending[None]:
         """Do it, and finish when every lower tier has done what it was given so far."""
@@ -304,11 +311,15 @@ class TieredStore:
             else:
                 self._workers[move.depth].give(move)
 
-    def _copied_in(self, move: CopyIn, copied: bool) -> None:
-        self._change(lambda: self._catalogue.copied_in(move, copied=copied))
+    def _copied(self, done: list[tuple[Copied, bool]]) -> None:
+        def tell() -> None:
+            for move, copied in done:
+                if isinstance(move, CopyIn):
+                    self._catalogue.copied_in(move, copied=copied)
+                else:
+                    self._catalogue.copied_out(move)
 
-    def _copied_out(self, move: CopyOut) -> None:
-        self._change(lambda: self._catalogue.copied_out(move))
+        self._change(tell)
 
     def _report(self, outcomes: list[Outcome]) -> None:
         def tell() -> None:

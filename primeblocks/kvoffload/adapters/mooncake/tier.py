@@ -1,0 +1,278 @@
+"""Pages in a Mooncake Store."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from ....errors import ClosedError, CorruptionError, EngineError, PlanError, PrimeblocksError
+from ...host import HostTier
+from ...page import PageKey
+from ...tier import Found, Record
+from .codes import LOST, MISS, error_of
+from .value import HEADER_BYTES, fingerprint, pack_header, unpack_header
+
+__all__ = ["MooncakeTier"]
+
+_BATCH = 64
+_NAMESPACE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_INVALID_PARAMS = -600
+
+Wrong = PrimeblocksError | OSError
+
+
+class MooncakeTier:
+    """Pages that all engines of a Mooncake Store share.
+
+    A value is a header, the page, its attachments and zeros up to the size of a slot, because who
+    reads has to know the size. The first value of a key stays until Mooncake evicts it or somebody
+    drops it.
+
+    A call ends when Mooncake ends it: after 30 s if the master hangs, 60 s if the owner of the
+    memory does (measured, 0.3.13). Slots belong to Mooncake until then, so nothing here gives up
+    sooner; the store's own deadlines do. After such a call everything is a miss for `rest_s`.
+
+    Args:
+        client: what `connect` returned. The tier closes it.
+        host: the tier above, whose slab is registered with Mooncake.
+        namespace: what names in the store begin with; letters, digits and `_.-`.
+        rest_s: seconds without calls after one that lost its connection or came too late.
+        clock: seconds that never go back.
+
+    Raises:
+        PlanError: no such namespace.
+        EngineError: Mooncake refuses to register the slab.
+    """
+
+    shared = True
+    capacity_pages = 0
+
+    def __init__(
+        self,
+        client: Any,
+        host: HostTier,
+        *,
+        namespace: str,
+        name: str = "mooncake",
+        rest_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not _NAMESPACE.fullmatch(namespace):
+            raise PlanError(
+                "a namespace has 1 to 64 letters, digits, dots, dashes and underscores; got "
+                f"{namespace!r}"
+            )
+        self.name = name
+        self.page_bytes, self.attachment_bytes = host.page_bytes, host.attachment_bytes
+        self._slot_bytes = host.slot_bytes
+        self._namespace = namespace
+        self._rest_s, self._clock, self._rests_until = rest_s, clock, clock()
+        self._client = client
+        self._changed = threading.Condition()
+        self._calls, self._closed = 0, False
+        scratch = np.zeros(_BATCH * HEADER_BYTES + host.slot_bytes - host.page_bytes, np.uint8)
+        self._headers = scratch[: _BATCH * HEADER_BYTES].reshape(_BATCH, HEADER_BYTES)
+        self._zeros = scratch[_BATCH * HEADER_BYTES :]
+        self._registered: list[int] = []
+        for memory, size in (
+            (host.slot(0), host.capacity_pages * host.slot_bytes),
+            (scratch, scratch.nbytes),
+        ):
+            code = client.register_buffer(memory.ctypes.data, size)
+            if code:
+                raise EngineError(f"Mooncake refused to register {size} bytes: error {code}")
+            self._registered.append(memory.ctypes.data)
+
+    def put(self, records: Sequence[Record]) -> list[Wrong | None]:
+        """Write pages that are not there yet: one request for 64 pages, and the transfers."""
+        answers: list[Wrong | None] = []
+        for batch in _batches([record.key for record in records]):
+            answers += self._put(records[batch])
+        return answers
+
+    def get(
+        self, keys: Sequence[PageKey], *, into: Sequence[np.ndarray]
+    ) -> list[Found | Wrong | None]:
+        """Read pages: one request for 64 pages, and the transfers.
+
+        What is not the page of its key is removed from the store.
+        """
+        answers: list[Found | Wrong | None] = []
+        for batch in _batches(keys):
+            answers += self._get(keys[batch], into[batch])
+        return answers
+
+    def drop(self, keys: Sequence[PageKey]) -> None:
+        """Remove pages, for everybody, also while others read them: one request.
+
+        Raises:
+            OSError, DeadlineError: the store did not do it.
+        """
+        if self._resting():
+            raise self._at_rest()
+        if keys:
+            self._remove([self._fingerprint(key) for key in keys])
+
+    def clear(self) -> None:
+        """Remove all pages of the namespace, for everybody: one request.
+
+        Raises:
+            OSError, DeadlineError: the store did not do it.
+        """
+        pattern = f"^{self._namespace.replace('.', '[.]')}/"
+        with self._call() as client:
+            self._expect([client.remove_by_regex(pattern, True)])
+
+    def flush(self) -> None:
+        """Nothing: what Mooncake keeps is its own affair."""
+
+    def holds(self, keys: Sequence[PageKey]) -> list[bool]:
+        """Which pages are there: one request; none while the tier rests. From any thread.
+
+        Raises:
+            OSError, DeadlineError: the store did not say.
+        """
+        if not keys or self._resting():
+            return [False] * len(keys)
+        with self._call() as client:
+            codes = client.batch_is_exist([self._path(self._fingerprint(key)) for key in keys])
+        self._expect(codes)
+        return [code == 1 for code in codes]
+
+    def keys(self) -> list[PageKey]:
+        """None: what a shared store holds is asked."""
+        return []
+
+    def close(self) -> None:
+        """Leave the store, and take along the memory that this process gave to it.
+
+        A second call does nothing. Mooncake holds the whole interpreter meanwhile, for 2 s, or for
+        8 s if its master is gone (measured, 0.3.13).
+        """
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            # Mooncake's close would pull the client away under calls of other threads.
+            self._changed.wait_for(lambda: self._calls == 0)
+        for address in self._registered:
+            self._client.unregister_buffer(address)
+        self._client.close()
+
+    def __len__(self) -> int:
+        """0: nobody counts the pages of a namespace."""
+        return 0
+
+    def _put(self, records: Sequence[Record]) -> list[Wrong | None]:
+        if self._resting():
+            return [self._at_rest() for _ in records]
+        paths, addresses, sizes = [], [], []
+        for record, header in zip(records, self._headers, strict=False):
+            name, length = self._fingerprint(record.key), record.content.nbytes
+            packed = pack_header(name, digest=record.digest, length=length)
+            header[:] = np.frombuffer(packed, dtype=np.uint8)
+            parts = [header, record.content, self._zeros[: self._slot_bytes - length]]
+            paths.append(self._path(name))
+            addresses.append([part.ctypes.data for part in parts if part.nbytes])
+            sizes.append([part.nbytes for part in parts if part.nbytes])
+        with self._call() as client:
+            codes = client.batch_put_from_multi_buffers(paths, addresses, sizes)
+        return [self._error(code) for code in codes]
+
+    def _get(
+        self, keys: Sequence[PageKey], into: Sequence[np.ndarray]
+    ) -> list[Found | Wrong | None]:
+        if self._resting():
+            return [self._at_rest() for _ in keys]
+        names = [self._fingerprint(key) for key in keys]
+        headers = self._headers[: len(keys)]
+        headers[:] = 0
+        addresses = [
+            [header.ctypes.data, slot.ctypes.data]
+            for header, slot in zip(headers, into, strict=True)
+        ]
+        sizes = [[HEADER_BYTES, self._slot_bytes]] * len(keys)
+        with self._call() as client:
+            codes = client.batch_get_into_multi_buffers(
+                [self._path(name) for name in names], addresses, sizes
+            )
+        answers = [
+            self._answer(code, header, name)
+            for code, header, name in zip(codes, headers, names, strict=True)
+        ]
+        self._forget_wrong(names, answers)
+        return answers
+
+    def _answer(self, code: int, header: np.ndarray, name: bytes) -> Found | Wrong | None:
+        if code in MISS:
+            return None
+        if code == _INVALID_PARAMS:
+            return CorruptionError(f"Mooncake holds a larger value than a page: error {code}")
+        return self._error(code) or unpack_header(header.tobytes(), name)
+
+    def _forget_wrong(self, names: Sequence[bytes], answers: Sequence[object]) -> None:
+        """A put would leave such values as they are, and every read would find them."""
+        pairs = zip(names, answers, strict=True)
+        wrong = [self._path(name) for name, each in pairs if isinstance(each, CorruptionError)]
+        if wrong:
+            with self._call() as client:
+                client.batch_remove(wrong, True)
+
+    def _remove(self, names: Sequence[bytes]) -> None:
+        with self._call() as client:
+            codes = client.batch_remove([self._path(name) for name in names], True)
+        self._expect([code for code in codes if code not in MISS])
+
+    def _fingerprint(self, key: PageKey) -> bytes:
+        return fingerprint(key, page_bytes=self.page_bytes, attachment_bytes=self.attachment_bytes)
+
+    def _path(self, name: bytes) -> str:
+        return f"{self._namespace}/{name.hex()}"
+
+    @contextmanager
+    def _call(self) -> Iterator[Any]:
+        """The client, which is not closed meanwhile."""
+        with self._changed:
+            if self._closed:
+                raise ClosedError(f"the tier {self.name} is closed")
+            self._calls += 1
+        try:
+            yield self._client
+        finally:
+            with self._changed:
+                self._calls -= 1
+                self._changed.notify_all()
+
+    def _expect(self, codes: Sequence[int]) -> None:
+        for error in map(self._error, codes):
+            if error is not None:
+                raise error
+
+    def _error(self, code: int) -> Wrong | None:
+        if code in LOST:
+            self._rests_until = self._clock() + self._rest_s
+        return error_of(code)
+
+    def _resting(self) -> bool:
+        return self._clock() < self._rests_until
+
+    def _at_rest(self) -> ConnectionError:
+        return ConnectionError(f"{self.name} rests for {self._rest_s} s after a lost connection")
+
+
+def _batches(keys: Sequence[PageKey]) -> Iterator[slice]:
+    """Requests of 64 pages, each of them once: of two, Mooncake 0.3.13 fills one and says both."""
+    start, seen = 0, set[PageKey]()
+    for at, key in enumerate(keys):
+        if key in seen or len(seen) == _BATCH:
+            yield slice(start, at)
+            start, seen = at, set()
+        seen.add(key)
+    if seen:
+        yield slice(start, len(keys))

@@ -1,0 +1,352 @@
+"""The tier in Mooncake Store against a fake of its client; `test_mooncake_peer` runs Mooncake."""
+
+import socket
+import subprocess
+import sys
+import threading
+import types
+
+import numpy as np
+import pytest
+
+from primeblocks.errors import (
+    CapacityError,
+    ClosedError,
+    CorruptionError,
+    DeadlineError,
+    EngineError,
+    PlanError,
+)
+from primeblocks.kvoffload import PageKey, TieredStore
+from primeblocks.kvoffload.adapters.mooncake import MooncakeTier, connect
+from tests.kvoffload.mooncake_fake import FakeClient, FakeMaster
+from tests.kvoffload.tier_conformance import (
+    CHECKS,
+    EXTRA,
+    PAGE,
+    Bench,
+    check_name,
+    content_of,
+    host_for,
+    is_error,
+    key_of,
+)
+
+VALUE = 64 + 8192
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def master():
+    return FakeMaster(capacity_bytes=30 * VALUE)
+
+
+@pytest.fixture
+def engine(master):
+    """Makes benches of one store."""
+    benches = []
+
+    def make(*, namespace="test", **how):
+        host = host_for()
+        tier = MooncakeTier(FakeClient(master), host, namespace=namespace, **how)
+        benches.append(Bench(host, tier, room=24, too_many=60))
+        return benches[-1]
+
+    yield make
+    for bench in benches:
+        bench.tier.close()
+        bench.host.close()
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=check_name)
+def test_conformance(check, engine):
+    check(engine())
+
+
+def test_pages_of_one_engine_serve_another(engine):
+    one, other = engine(), engine()
+    assert one.put((key_of(1), content_of(1, EXTRA))) == [None]
+    assert other.tier.holds([key_of(1)]) == [True]
+    assert other.get(key_of(1)) == [content_of(1, EXTRA)]
+    other.tier.drop([key_of(1)])
+    assert one.get(key_of(1)) == [None]
+
+
+def test_namespaces_share_nothing(engine):
+    mine, *others = (engine(namespace=name) for name in ("a.b", "aXb", "a.b.c", "za.b"))
+    for bench in (mine, *others):
+        assert bench.get(key_of(1)) == [None]
+        bench.put((key_of(1), content_of(1)))
+    mine.tier.clear()
+    assert mine.get(key_of(1)) == [None]
+    for bench in others:
+        assert bench.get(key_of(1)) == [content_of(1)]
+
+
+@pytest.mark.parametrize("namespace", ["", "a/b", "a|b", "a" * 65, "ä"])
+def test_a_namespace_is_a_plain_word(engine, namespace):
+    with pytest.raises(PlanError, match="namespace"):
+        engine(namespace=namespace)
+
+
+def test_stores_of_other_sizes_do_not_meet(engine, master):
+    bench = engine()
+    bench.put((key_of(1), content_of(1)))
+    bench.tier.page_bytes -= 1
+    assert bench.get(key_of(1)) == [None]
+
+
+def test_batches_are_split(engine, master):
+    bench = engine()
+    records = [bench.record(key_of(number), content_of(1)) for number in range(65)]
+    assert [is_error(each) for each in bench.tier.put(records)] == [False] * 30 + [True] * 35
+    keys = [key_of(number) for number in range(65)]
+    found = bench.tier.get(keys, into=[bench.host.slot(0)] * 65)
+    assert [each is not None for each in found] == [True] * 30 + [False] * 35
+    # A batch has no page twice: here 2, 3 and 1 pages.
+    bench.tier.get([keys[each] for each in (0, 1, 0, 2, 1, 1)], into=[bench.host.slot(0)] * 6)
+    assert master.calls == ["put"] * 2 + ["get"] * 2 + ["get"] * 3
+
+
+def test_every_changed_byte_of_a_value_is_noticed_and_removed(engine, master):
+    bench = engine()
+    key, content = key_of(1), content_of(1, 9)
+    bench.put((key, content))
+    (name,) = master.values
+    whole = bytes(master.values[name])
+    header_and_ends = [*range(64), 64, 64 + PAGE, 64 + PAGE + 8]
+    for at in header_and_ends:
+        master.values[name] = bytearray(whole)
+        master.values[name][at] ^= 16
+        (got,) = bench.get(key)
+        assert not isinstance(got, bytes)
+        if isinstance(got, CorruptionError):
+            assert not master.values
+    master.values[name] = bytearray(whole)
+    assert bench.get(key) == [content]
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lambda value: value + b"x", CorruptionError),
+        # As for a transfer that failed, which may succeed later.
+        (lambda value: value[:-1], ConnectionError),
+        (lambda value: value[:10], ConnectionError),
+    ],
+)
+def test_a_value_of_another_size_is_no_page(engine, master, change, kind):
+    bench = engine()
+    bench.put((key_of(1), content_of(1)), (key_of(2), content_of(2)))
+    name = next(iter(master.values))
+    master.values[name] = bytearray(change(bytes(master.values[name])))
+    wrong, right = bench.get(key_of(1), key_of(2))
+    assert isinstance(wrong, kind)
+    assert right == content_of(2)
+    assert len(master.values) == (1 if kind is CorruptionError else 2)
+
+
+def test_a_client_that_says_it_read_and_did_not_is_noticed(engine, master):
+    bench = engine()
+    bench.put((key_of(1), content_of(1)))
+    assert bench.get(key_of(1)) == [content_of(1)]
+    master.answers = [VALUE]
+    assert isinstance(bench.get(key_of(1))[0], CorruptionError)
+
+
+def test_a_value_under_another_name_is_no_page(engine, master):
+    bench = engine()
+    bench.put((key_of(1), content_of(1)), (key_of(2), content_of(2)))
+    one, two = master.values
+    master.values[two] = master.values[one]
+    good, bad = bench.get(key_of(1), key_of(2))
+    assert good == content_of(1)
+    assert isinstance(bad, CorruptionError)
+    assert bench.put((key_of(2), content_of(2))) == [None]
+    assert bench.get(key_of(2)) == [content_of(2)]
+
+
+ERRORS = [
+    (-200, CapacityError),
+    (-1700, CapacityError),
+    (-800, ConnectionError),
+    (-900, ConnectionError),
+    (-901, DeadlineError),
+    (-707, DeadlineError),
+    (-801, CorruptionError),
+    (-1, OSError),
+]
+
+
+@pytest.mark.parametrize(("code", "kind"), ERRORS)
+def test_codes_are_answers_not_exceptions(engine, master, code, kind):
+    clock = Clock()
+    bench = engine(clock=clock)
+    bench.put((key_of(1), content_of(1)))
+    master.answers = [code]
+    put = bench.put((key_of(2), content_of(2)), (key_of(3), content_of(3)))
+    clock.now += 5
+    master.answers = [code]
+    got = bench.get(key_of(1), key_of(2))
+    for answer in (*put, *got):
+        assert isinstance(answer, kind)
+        assert str(code) in str(answer)
+    clock.now += 5
+    master.answers = []
+    assert bench.put((key_of(1), content_of(1)), (key_of(2), content_of(2))) == [None, None]
+    assert bench.get(key_of(1), key_of(2)) == [content_of(1), content_of(2)]
+
+
+@pytest.mark.parametrize("code", [-703, -704, -712])
+def test_what_left_meanwhile_is_a_miss(engine, master, code):
+    bench = engine()
+    bench.put((key_of(1), content_of(1)))
+    master.answers = [code]
+    assert bench.get(key_of(1)) == [None]
+    assert bench.get(key_of(1)) == [content_of(1)]
+
+
+@pytest.mark.parametrize("code", [-800, -900, -901])
+def test_after_a_lost_connection_the_tier_rests(engine, master, code):
+    clock = Clock()
+    bench = engine(clock=clock, rest_s=5.0)
+    bench.put((key_of(1), content_of(1)))
+    master.answers = [code]
+    assert is_error(bench.get(key_of(1))[0])
+    master.calls.clear()
+    clock.now = 4.9
+    assert isinstance(bench.get(key_of(1))[0], ConnectionError)
+    assert isinstance(bench.put((key_of(2), content_of(2)))[0], ConnectionError)
+    assert bench.tier.holds([key_of(1)]) == [False]
+    with pytest.raises(ConnectionError, match="rests"):
+        bench.tier.drop([key_of(1)])
+    assert master.calls == []
+    clock.now = 5.0
+    assert bench.tier.holds([key_of(1)]) == [True]
+    assert bench.get(key_of(1)) == [content_of(1)]
+
+
+@pytest.mark.parametrize("ask", ["holds", "drop", "clear"])
+def test_what_cannot_answer_raises(engine, master, ask):
+    bench = engine()
+    master.answers = [-900]
+    with pytest.raises(ConnectionError, match="-900"):
+        getattr(bench.tier, ask)(*([] if ask == "clear" else [[key_of(1)]]))
+
+
+def test_a_slab_that_is_refused_is_no_tier(master):
+    master.answers = [-600]
+    with pytest.raises(EngineError, match=str(24 * 8192)):
+        MooncakeTier(FakeClient(master), host_for(), namespace="test")
+
+
+def test_close_waits_for_calls_of_other_threads(engine, master):
+    bench = engine()
+    called, go_on = threading.Event(), threading.Event()
+
+    def before_call(name):
+        called.set()
+        assert go_on.wait(10)
+
+    master.before_call = before_call
+    asks = threading.Thread(target=bench.tier.holds, args=([key_of(1)],))
+    asks.start()
+    assert called.wait(10)
+    closes = threading.Thread(target=bench.tier.close)
+    closes.start()
+    closes.join(0.2)
+    assert closes.is_alive()
+    assert bench.tier._client.open
+    go_on.set()
+    for thread in (asks, closes):
+        thread.join(10)
+    assert not bench.tier._client.open
+    with pytest.raises(ClosedError, match="mooncake"):
+        bench.tier.holds([key_of(1)])
+
+
+def test_two_stores_over_one_remote(engine, master):
+    """Through the whole store: a miss, a hit of another engine, a damaged page."""
+    one, other = engine(), engine()
+    page, into = content_of(5), np.zeros(PAGE, np.uint8)
+    key = PageKey("salt", b"prompt", version=3)
+    with TieredStore([one.host, one.tier], write="through") as first:
+        assert first.save(key, page, attachments={"routes": b"12"}).wait(timeout_s=10).stored
+        first.flush().wait(timeout_s=10)
+        with TieredStore([other.host, other.tier]) as second:
+            assert not second.load(PageKey("salt", b"prompt"), into=into).wait(timeout_s=10)
+            hit = second.load(key, into=into).wait(timeout_s=10)
+            assert (hit.tier, dict(hit.attachments)) == ("mooncake", {"routes": b"12"})
+            assert into.tobytes() == page
+    (name,) = master.values
+    master.values[name][100] ^= 1
+    third = engine()
+    with TieredStore([third.host, third.tier]) as store:
+        into[:] = 0
+        assert not store.load(key, into=into).wait(timeout_s=10)
+        assert not into.any()
+        assert store.statistics()["mooncake"].checksum_failures == 1
+
+
+def test_without_mooncake_it_says_what_to_install():
+    code = (
+        "import sys; sys.modules['mooncake'] = None\n"
+        "from primeblocks.errors import MissingPackageError\n"
+        "from primeblocks.kvoffload.adapters.mooncake import connect\n"
+        "try:\n    connect('localhost:1', hostname='localhost')\n"
+        "except MissingPackageError as error:\n    print(error)\n"
+    )
+    said = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60)
+    assert said.startswith("mooncake is not installed. Run: pip install mooncake-transfer-engine")
+
+
+@pytest.fixture
+def fake_mooncake(monkeypatch):
+    """A module `mooncake.store` whose clients note their setup and answer `code`."""
+
+    class Store:
+        code = 0
+
+        def setup(self, *arguments):
+            self.arguments = arguments
+            return self.code
+
+    module = types.ModuleType("mooncake.store")
+    module.MooncakeDistributedStore = Store
+    monkeypatch.setitem(sys.modules, "mooncake", types.ModuleType("mooncake"))
+    monkeypatch.setitem(sys.modules, "mooncake.store", module)
+    return Store
+
+
+def test_connect_reaches_the_master_first(fake_mooncake):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        master = f"127.0.0.1:{server.getsockname()[1]}"
+        client = connect(master, hostname="here", segment_bytes=1 << 24, timeout_s=5)
+        assert client.arguments == ("here", "P2PHANDSHAKE", 1 << 24, 1 << 24, "tcp", "", master)
+        fake_mooncake.code = -600
+        with pytest.raises(EngineError, match="-600"):
+            connect(master, hostname="here", timeout_s=5)
+    with pytest.raises(EngineError, match="no Mooncake master listens"):
+        connect(master, hostname="here", timeout_s=5)
+
+
+@pytest.mark.parametrize("master", ["", "host", "host:", ":1", "host:port"])
+def test_a_master_is_host_and_port(fake_mooncake, master):
+    with pytest.raises(PlanError, match="host:port"):
+        connect(master, hostname="here")
+
+
+def test_a_silent_master_is_given_up(fake_mooncake, monkeypatch):
+    def silent(address, *, timeout):
+        assert timeout == 3.0
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(socket, "create_connection", silent)
+    with pytest.raises(DeadlineError, match=r"3.0 s"):
+        connect("10.0.0.1:50051", hostname="here", timeout_s=3.0)
