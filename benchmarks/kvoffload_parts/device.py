@@ -1,7 +1,7 @@
-"""Pages from and to a CUDA device: `python -m benchmarks.kvoffload_parts.device`; seconds, one GPU.
+"""Pages from and to a CUDA device: `python -m benchmarks.kvoffload_parts.device`; seconds.
 
-A store over a pinned host tier saves and loads 2 MiB pages on the device, against plain copies of the
-same bytes between one pinned tensor and the device: the rate that the bus gives. All bytes come
+A store over a pinned host tier saves and loads 2 MiB pages on the device, against plain copies of
+the same bytes between one pinned tensor and the device: the rate that the bus gives. All bytes come
 back equal before anything is timed.
 """
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 
+from ..errors import ShapeError
+
 __all__ = ["pack_attachments", "unpack_attachments"]
 
 _ITEM = struct.Struct("<HQ")
@@ -12,13 +14,19 @@ _COUNT = struct.Struct("<I")
 
 
 def pack_attachments(attachments: Mapping[str, bytes]) -> bytes:
-    """Named bytes as one string of bytes; empty for no attachments."""
+    """Named bytes as one string of bytes; empty for no attachments.
+
+    Raises:
+        ShapeError: a name of more than 65535 bytes.
+    """
     if not attachments:
         return b""
     parts = [_COUNT.pack(len(attachments))]
     for name, data in attachments.items():
-        label = name.encode()
-        parts += [_ITEM.pack(len(label), len(data)), label, bytes(data)]
+        label, content = name.encode(), bytes(data)
+        if len(label) >= 1 << 16:
+            raise ShapeError(f"the name of an attachment has {len(label)} bytes; at most 65535 fit")
+        parts += [_ITEM.pack(len(label), len(content)), label, content]
     return b"".join(parts)
 
 

@@ -11,7 +11,7 @@ from ..errors import PlanError
 from .evict import Evict
 from .ledger import Ledger
 from .page import PageKey
-from .traces import Advance, End, Trace, Use
+from .traces import Advance, End, Event, Trace, Use, Wait
 
 __all__ = ["Outcome", "belady", "play"]
 
@@ -66,7 +66,7 @@ def belady(trace: Trace, *, capacity_pages: int) -> Outcome:
 class _Cache(Protocol):
     def __contains__(self, key: PageKey) -> bool: ...
     def use(self, key: PageKey, rollout: Hashable) -> None: ...
-    def note(self, event: Use | End | Advance) -> None: ...
+    def note(self, event: Event) -> None: ...
 
 
 def _run(trace: Trace, cache: _Cache) -> Outcome:
@@ -102,11 +102,13 @@ class _Ledgered:
     def __contains__(self, key: PageKey) -> bool:
         return key in self._keys
 
-    def note(self, event: Use | End | Advance) -> None:
+    def note(self, event: Event) -> None:
         if isinstance(event, Advance):
             self._version = event.version
         elif isinstance(event, End):
             self._ledger.end(event.rollout)
+        elif isinstance(event, Wait):
+            self._ledger.wait(event.rollout, event.what)
 
     def use(self, key: PageKey, rollout: Hashable) -> None:
         if key not in self._keys:
@@ -134,7 +136,7 @@ class _Foreseen:
     def __contains__(self, key: PageKey) -> bool:
         return key in self._next
 
-    def note(self, event: Use | End | Advance) -> None:
+    def note(self, event: Event) -> None:
         if isinstance(event, Use):
             later = zip(next(self._coming), range(0, -len(event.pages), -1), strict=True)
             self._later = dict(zip(event.pages, later, strict=True))
@@ -149,7 +151,7 @@ class _Foreseen:
         heapq.heappush(self._heap, (-self._next[key], place, self._pushed, key))
 
 
-def _coming(events: Sequence[Use | End | Advance]) -> Iterator[list[float]]:
+def _coming(events: Sequence[Event]) -> Iterator[list[float]]:
     """For each use, when its pages are used next."""
     following: dict[PageKey, float] = {}
     answers = []

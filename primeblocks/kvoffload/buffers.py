@@ -41,6 +41,15 @@ class Pieces:
 
     def _copy(self, slot: np.ndarray, *, out: bool) -> None:
         streams = {device: torch.cuda.Stream(device) for device in self._fences}
+        try:
+            self._queue(slot, streams, out=out)
+        finally:
+            for stream in streams.values():
+                stream.synchronize()
+
+    def _queue(
+        self, slot: np.ndarray, streams: dict[torch.device, torch.cuda.Stream], *, out: bool
+    ) -> None:
         at = 0
         for part in self._parts:
             room = slot[at : at + part.nbytes]
@@ -55,8 +64,6 @@ class Pieces:
                 host = torch.from_numpy(room)
                 target, source = (part, host) if out else (host, part)
                 target.copy_(source, non_blocking=True)
-        for stream in streams.values():
-            stream.synchronize()
 
 
 def page_pieces(page: Any, *, page_bytes: int, writable: bool) -> Pieces:

@@ -29,6 +29,7 @@ from .tier import Saved, TierStatistics
 
 __all__ = ["Catalogue"]
 
+_SUPERSEDED = "a later save of the same page, or a clear, came first"
 _RESERVE = 16  # one page in so many is chosen, and written down, before its slot is needed
 
 
@@ -73,8 +74,10 @@ class Catalogue:
         self._ledger = Ledger(capacity_pages=slots)
         self._leaving: OrderedDict[PageKey, HostPage] = OrderedDict()
         self._waiting: deque[HostPage] = deque()
+        self._coming: dict[HostPage, None] = {}
         self._counts: Counter[str] = Counter()
         self._underway = 0
+        self._clears = 0
 
     # What callers ask for.
 
@@ -106,6 +109,7 @@ class Catalogue:
                 self.moves.append(Drop(depth, key))
 
     def clear(self) -> None:
+        self._clears += 1
         for page in list(self._pages.values()):
             self._detach(page)
         for depth, level in enumerate(self.levels):
@@ -113,14 +117,20 @@ class Catalogue:
             self.moves.append(Clear(depth))
         self._settle()
 
+    def wait(self, rollout: Hashable, what: Hashable) -> None:
+        for ledger in self._ledgers():
+            ledger.wait(rollout, what)
+
     def end(self, rollout: Hashable) -> None:
-        for ledger in (self._ledger, *(level.ledger for level in self.levels)):
+        for ledger in self._ledgers():
             ledger.end(rollout)
+        for page in (*self._coming, *self._leaving.values()):
+            page.ended.add(rollout)
 
     def write_down(self) -> None:
         """Start writing every page that no lower tier has."""
         for page in list(self._pages.values()):
-            if page.state is State.HERE:
+            if page.state is not State.COMING:
                 self._write(page)
 
     def knows(self, key: PageKey) -> bool:
@@ -133,7 +143,9 @@ class Catalogue:
 
     def statistics(self) -> dict[str, TierStatistics]:
         """Of every tier, by its name."""
-        host = statistics_of(self._counts, pages=len(self._pages), capacity_pages=self._slots)
+        host = statistics_of(
+            self._counts, pages=self._here + len(self._leaving), capacity_pages=self._slots
+        )
         return {"host": host} | {level.name: level.statistics() for level in self.levels}
 
     # What became of the moves.
@@ -145,9 +157,9 @@ class Catalogue:
         if not copied:
             self._lose(page, 0)
             return
-        reason = "a later save of the same page came first" if page.gone else ""
+        reason = _SUPERSEDED if page.gone else ""
         self._answer(move.request, Saved(not page.gone, reason))
-        self._arrive(page, move.request.users)
+        self._arrive(page, move.request.users, by=move.request.users)
         for waiter in page.waiters:
             self._serve(page, waiter)
         if self._through and not page.gone:
@@ -169,6 +181,8 @@ class Catalogue:
             self._failed(move, error)
         else:
             level.written(page.key, move.copy, length=page.length, users=self._users(page))
+            if level.found(page.key):
+                self._end_again(level.ledger, page)
             page.shared |= level.shared
         self._release(page)
         self._settle()
@@ -185,11 +199,11 @@ class Catalogue:
         level.served(length)
         page.length, page.shared = length, level.shared
         first, *others = page.waiters
-        self._arrive(page, level.users(page.key) or first.users)
+        self._arrive(page, level.users(page.key) or first.users, by=first.users)
+        first.tier = level.name
         self._hand_out(page, first)
         for waiter in others:
             self._serve(page, waiter)
-        self._release(page)
         self._settle()
 
     def asked(self, move: Ask, *, held: bool) -> None:
@@ -197,11 +211,11 @@ class Catalogue:
         request = move.request
         if (page := self._pages.get(request.key)) is not None:
             self._join(page, request)
-        elif held:
+        elif held and move.clears == self._clears:
             self._promote(request, move.depth, Copy(here=True))
         else:
             self.levels[move.depth].counts["misses"] += 1
-            self._look_below(request, move.depth + 1)
+            self._answer(request, None)  # a shared tier is the last
 
     # Loads.
 
@@ -215,7 +229,7 @@ class Catalogue:
         if page.state is State.LEAVING:
             del self._leaving[page.key]
             self._ledger.arrive(page.key)
-            self._enter(page, (*page.users, *request.users))
+            self._enter(page, (*page.users, *request.users), by=request.users)
         elif not page.gone:
             self._ledger.touch(page.key, rollouts=request.users)
         self._counts["hits"] += 1
@@ -230,7 +244,7 @@ class Catalogue:
         for depth in range(start, len(self.levels)):
             level = self.levels[depth]
             if level.shared:
-                self._do(Ask(depth, request))
+                self._do(Ask(depth, request, self._clears))
                 return
             if (copy := level.found(request.key)) is not None:
                 level.ledger.touch(request.key, rollouts=request.users)
@@ -240,13 +254,13 @@ class Catalogue:
         self._answer(request, None)
 
     def _promote(self, request: LoadRequest, depth: int, copy: Copy) -> None:
-        request.tier = self.levels[depth].name
         self._expect(HostPage(request.key, origin=(depth, copy), waiters=[request]))
 
     # Slots.
 
     def _expect(self, page: HostPage) -> None:
         self._pages[page.key] = page
+        self._coming[page] = None
         self._ledger.arrive(page.key)
         self._waiting.append(page)
         self._settle()
@@ -259,17 +273,24 @@ class Catalogue:
             depth, copy = page.origin
             self._do(Read(depth, page, copy))
 
-    def _arrive(self, page: HostPage, users: tuple[Hashable, ...]) -> None:
+    def _arrive(
+        self, page: HostPage, users: tuple[Hashable, ...], *, by: tuple[Hashable, ...]
+    ) -> None:
+        del self._coming[page]
         page.state = State.HERE
         self._counts["stores"] += 1
         self._counts["bytes_written"] += page.length
         if not page.gone:
-            self._enter(page, users)
+            self._enter(page, users, by=by)
 
-    def _enter(self, page: HostPage, users: tuple[Hashable, ...]) -> None:
+    def _enter(
+        self, page: HostPage, users: tuple[Hashable, ...], *, by: tuple[Hashable, ...]
+    ) -> None:
         page.state = State.HERE
         self._here += 1
-        self._ledger.touch(page.key, rollouts=users)
+        self._ledger.touch(page.key, rollouts=dict.fromkeys((*users, *by)), by=by)
+        self._end_again(self._ledger, page)
+        page.ended.clear()
 
     def _detach(self, page: HostPage) -> None:
         del self._pages[page.key]
@@ -279,6 +300,10 @@ class Catalogue:
             self._ledger.remove(page.key)
         elif page.state is State.LEAVING:
             del self._leaving[page.key]
+        elif page.request is not None and page.slot < 0 and not page.waiters:
+            del self._coming[page]
+            self._waiting.remove(page)  # it need not come at all
+            self._answer(page.request, Saved(False, _SUPERSEDED))
         self._release(page)
 
     def _lose(self, page: HostPage, depth: int) -> None:
@@ -286,6 +311,7 @@ class Catalogue:
         if not page.gone:
             del self._pages[page.key]
             page.gone = True
+        del self._coming[page]
         page.state = State.HERE  # nothing fills its slot any more
         self._release(page)
         self._settle()
@@ -319,6 +345,7 @@ class Catalogue:
         for key, page in self._leaving.items():
             if not page.busy:
                 del self._leaving[key], self._pages[key]
+                self._counts["evictions"] += 1
                 return page.slot
         return None
 
@@ -328,7 +355,6 @@ class Catalogue:
         page.users = self._ledger.rollouts(key)
         self._ledger.evicted(key)
         self._here -= 1
-        self._counts["evictions"] += 1
         page.state = State.LEAVING
         self._leaving[key] = page
         if demote:
@@ -350,6 +376,14 @@ class Catalogue:
     def _failed(self, move: Read | Write, error: Exception | None) -> None:
         if self.levels[move.depth].failed(move.page.key, move.copy, error):
             self.moves.append(Drop(move.depth, move.page.key))
+
+    def _end_again(self, ledger: Ledger, page: HostPage) -> None:
+        """What ended while no ledger had the page is not to come back with it."""
+        for rollout in page.ended:
+            ledger.end(rollout)
+
+    def _ledgers(self) -> list[Ledger]:
+        return [self._ledger, *(level.ledger for level in self.levels)]
 
     def _users(self, page: HostPage) -> tuple[Hashable, ...]:
         here = page.state is State.HERE and not page.gone

@@ -9,7 +9,7 @@ from typing import Protocol
 from ..errors import PlanError
 from .page import PageKey
 
-__all__ = ["Candidate", "Choice", "Evict", "Snapshot", "VersionAware", "lru"]
+__all__ = ["Candidate", "Choice", "Evict", "Live", "Snapshot", "VersionAware", "lru"]
 
 
 @dataclass(slots=True, eq=False)
@@ -18,47 +18,57 @@ class Candidate:
 
     Args:
         last_used: tick of the last save or load. Each of them is one tick.
-        filed: its place in the order in which pages were last used or lost their last rollout.
         uses: saves and loads since it came; at least 2 if it had left not long before.
         rollouts: who uses it and has not ended; empty if all have ended, None if nobody said.
     """
 
     key: PageKey
     last_used: int
-    filed: int = 0
     uses: int = 1
     rollouts: set[Hashable] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """A page that may be used again, for all those like it.
+
+    Args:
+        worth: expected uses per tick that it is kept from now on.
+        since: tick at which its rollouts began to do what they do, or of its last use.
+    """
+
+    page: Candidate
+    worth: float
+    since: int
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """A full tier, reduced to the pages that may have to leave.
 
-    A lane holds the pages of one version with no known rollout, one, several, or ended ones.
-
     Args:
         version: the policy's.
-        tick: now.
         once: the least recently used of the pages used once; None if there is none.
         often: the same for the pages used more often.
         once_pages: how many pages were used once.
         once_target: how many of them ARC would keep; its `p`.
         from_often: whether the page that needs room left the tier as one used often.
-        oldest: the page of each lane that was filed first.
-        newest: the last filed page of each lane of pages with one rollout.
-        patience: ticks after which a page is less likely to be used soon than one just used.
+        versions: the least recently used page of each version.
+        ended: the page whose last rollout ended first.
+        live: of the rollouts that write, and of those that wait for each kind of thing, the last
+            own pages of the first and of the last that began; and the least recently used of the
+            pages of several rollouts, and of none.
     """
 
     version: int
-    tick: int
     once: Candidate | None
     often: Candidate | None
     once_pages: int
     once_target: float
     from_often: bool
-    oldest: Sequence[Candidate]
-    newest: Sequence[Candidate]
-    patience: float
+    versions: Sequence[Candidate]
+    ended: Candidate | None
+    live: Sequence[Live]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +78,10 @@ class Choice:
     Args:
         page: one of the snapshot's candidates.
         demote: whether it is worth a place in the next tier.
-        tail: take the last page that its rollout brought in its place, if it has one rollout: a
-            page is of no use without those before it.
     """
 
     page: Candidate
     demote: bool = True
-    tail: bool = False
 
 
 class Evict(Protocol):
@@ -91,17 +98,16 @@ def lru(snapshot: Snapshot) -> Choice:
 
 @dataclass(frozen=True)
 class VersionAware:
-    """Pages that no rollout will use go first; then those whose rollout comes back last.
+    """Pages that no rollout will use go first; then those that are worth their place least.
 
     1. Pages of versions below `version - max_staleness`, the oldest version first: the trainer
        refuses their rollouts. Not demoted.
     2. Pages whose rollouts have all ended, in the order of the ends. Not demoted.
-    3. The least recently used page, if it has been waited for longer than is worth it.
-    4. The most recently used page: its rollout stays away for longer than those waited for
-       already. With more rollouts than fit, least recently used drops each page just before its
-       turn. First those of the last admissible version, which may be dropped before they return.
+    3. The page with the fewest expected uses per tick. Of one rollout the last page goes first: a
+       page is of no use without those before it.
 
-    Rules 2 and 4 need callers that name rollouts; without, 3 is least recently used.
+    Rule 2 needs callers that name rollouts and end them. Rule 3 knows as much as it is told: who
+    uses which page, and what each rollout waits for. Without, it is least recently used.
 
     Raises:
         PlanError: `max_staleness` is negative.
@@ -114,25 +120,12 @@ class VersionAware:
             raise PlanError(f"max_staleness counts versions; got {self.max_staleness}")
 
     def __call__(self, snapshot: Snapshot) -> Choice:
-        last_live = snapshot.version - self.max_staleness
-        rank, page = min(
-            ((_rank(page, last_live=last_live), page) for page in snapshot.oldest),
-            key=lambda ranked: ranked[0],
-        )
-        if rank[0] != _LIVE:
-            return Choice(page, demote=False)
-        if snapshot.tick - page.last_used <= snapshot.patience and snapshot.newest:
-            closing = [page for page in snapshot.newest if page.key.version == last_live]
-            page = max(closing or snapshot.newest, key=lambda page: page.filed)
-        return Choice(page, tail=True)
+        dead = [page for page in snapshot.versions if self._dead(page, snapshot.version)]
+        if dead:
+            return Choice(min(dead, key=lambda page: page.key.version or 0), demote=False)
+        if snapshot.ended is not None:
+            return Choice(snapshot.ended, demote=False)
+        return Choice(min(snapshot.live, key=lambda live: (live.worth, live.since)).page)
 
-
-_DEAD, _ENDED, _LIVE = range(3)
-
-
-def _rank(page: Candidate, *, last_live: int) -> tuple[int, int, int]:
-    version = page.key.version
-    if version is not None and version < last_live:
-        return _DEAD, version, page.filed
-    ended = page.rollouts is not None and not page.rollouts
-    return (_ENDED if ended else _LIVE), page.filed, 0
+    def _dead(self, page: Candidate, version: int) -> bool:
+        return page.key.version is not None and page.key.version < version - self.max_staleness

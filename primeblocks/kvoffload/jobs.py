@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from queue import SimpleQueue
-from threading import Condition, Thread
 from typing import Any
 
-from ..errors import ClosedError, DeadlineError
+from ..errors import PrimeblocksError
 from .page import PageKey
+from .pending import Pending
+from .tier import Loaded, Saved
 from .tiers import TieredStore
 
 __all__ = ["Job", "PageJobs"]
 
-logger = logging.getLogger(__name__)
+_SAVED = Saved(stored=True)
 
 
 @dataclass(frozen=True)
@@ -26,118 +25,107 @@ class Job:
     Args:
         id: the caller's number.
         succeeded: for each page, in order, whether it was saved or loaded.
+        attachments: for each page what came with it; empty mappings for a save.
         seconds: time from the start of the batch to its end.
     """
 
     id: int
     succeeded: tuple[bool, ...]
+    attachments: tuple[Mapping[str, bytes], ...]
     seconds: float
 
 
 class PageJobs:
-    """Saves and loads batches on a thread; the caller polls `finished`.
+    """Starts batches and says which are over; for the scheduler of an engine. Not thread-safe.
 
-    For an engine's scheduler: no call waits for memory copies, checksums or disks, `drain`
-    and `close` aside. The pages of a batch belong to it until it is finished.
+    No call waits for memory or disks, `drain` aside. The pages of a batch belong to it until it is
+    over, which is no later than its deadline: then its pages count as failed.
 
     Args:
-        store: where the pages go. The caller closes it, after `close`.
-        page_timeout_s: a page that takes longer counts as failed.
+        store: where the pages go.
+        timeout_s: the deadline of a batch.
+        clock: seconds.
     """
 
-    def __init__(self, store: TieredStore, *, page_timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: TieredStore,
+        *,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._store = store
-        self._page_timeout_s = page_timeout_s
-        self._changed = Condition()
-        self._running = 0
-        self._finished: list[Job] = []
-        self._closed = False
-        self._queue: SimpleQueue[tuple[int, int, Callable[[], list[bool]]] | None] = SimpleQueue()
-        self._thread = Thread(target=self._run, name="primeblocks-kvoffload-jobs", daemon=True)
-        self._thread.start()
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._running: dict[int, _Running] = {}
 
-    def save(self, job_id: int, keys: Sequence[PageKey], pages: Sequence[Any]) -> None:
+    def save(
+        self,
+        job_id: int,
+        keys: Sequence[PageKey],
+        pages: Sequence[Any],
+        *,
+        attachments: Sequence[Mapping[str, bytes] | None],
+        rollout: Hashable = None,
+    ) -> None:
         """Start saving a batch; pages that the store has already count as saved."""
+        new = [index for index, key in enumerate(keys) if key not in self._store]
+        pending = self._store.save_batch(
+            [keys[index] for index in new],
+            [pages[index] for index in new],
+            attachments=[attachments[index] for index in new],
+            rollout=rollout,
+        )
+        self._start(job_id, len(keys), new, pending)
 
-        def work() -> list[bool]:
-            return [self._save_one(key, page) for key, page in zip(keys, pages, strict=True)]
-
-        self._submit(job_id, len(keys), work)
-
-    def load(self, job_id: int, keys: Sequence[PageKey], pages: Sequence[Any]) -> None:
-        """Start loading a batch into `pages`; a miss leaves its page as it was."""
-
-        def work() -> list[bool]:
-            started = [
-                self._store.load(key, into=page) for key, page in zip(keys, pages, strict=True)
-            ]
-            return [self._arrived(pending) for pending in started]
-
-        self._submit(job_id, len(keys), work)
+    def load(
+        self, job_id: int, keys: Sequence[PageKey], into: Sequence[Any], *, rollout: Hashable = None
+    ) -> None:
+        """Start loading a batch; a miss leaves its page as it was."""
+        pending = self._store.load_batch(keys, into=into, rollout=rollout)
+        self._start(job_id, len(keys), range(len(keys)), pending)
 
     def finished(self) -> list[Job]:
         """The batches that ended since the last call; answers at once."""
-        with self._changed:
-            finished, self._finished = self._finished, []
-        return finished
+        now = self._clock()
+        over = [
+            job_id
+            for job_id, each in self._running.items()
+            if each.pending.done() or now >= each.started_s + self._timeout_s
+        ]
+        return [self._finish(job_id, wait_s=0.0) for job_id in over]
 
-    def drain(self, *, timeout_s: float) -> None:
-        """Wait until no batch is on its way.
+    def drain(self, *, timeout_s: float) -> list[Job]:
+        """End every batch, and give up those that take longer."""
+        end = self._clock() + timeout_s
+        return [
+            self._finish(job_id, wait_s=max(0.0, end - self._clock()))
+            for job_id in list(self._running)
+        ]
 
-        Raises:
-            DeadlineError: some still are.
-        """
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._running == 0, timeout_s):
-                raise DeadlineError(f"{self._running} batches not finished within {timeout_s} s")
+    def _start(self, job_id: int, pages: int, moved: Sequence[int], pending: Pending[Any]) -> None:
+        self._running[job_id] = _Running(pages, moved, pending, self._clock())
 
-    def close(self, *, timeout_s: float) -> None:
-        """Finish the batches and end the thread. A second call does nothing.
-
-        Raises:
-            DeadlineError: some are still on their way.
-        """
-        with self._changed:
-            if not self._closed:
-                self._closed = True
-                self._queue.put(None)
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            raise DeadlineError(f"{self._running} batches not finished within {timeout_s} s")
-
-    def _submit(self, job_id: int, count: int, work: Callable[[], list[bool]]) -> None:
-        with self._changed:
-            if self._closed:
-                raise ClosedError("page jobs are closed")
-            self._running += 1
-            self._queue.put((job_id, count, work))
-
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            job_id, count, work = item
-            start = time.monotonic()
-            try:
-                succeeded = work()
-            except Exception:
-                # A batch that never ends would hang the engine; one that failed is computed again.
-                logger.exception("a batch of %d pages failed", count)
-                succeeded = [False] * count
-            job = Job(job_id, tuple(succeeded), time.monotonic() - start)
-            with self._changed:
-                self._finished.append(job)
-                self._running -= 1
-                self._changed.notify_all()
-
-    def _save_one(self, key: PageKey, page: Any) -> bool:
-        if key in self._store:
-            return True
+    def _finish(self, job_id: int, *, wait_s: float) -> Job:
+        job = self._running.pop(job_id)
+        outcomes: list[Saved | Loaded] = [_SAVED] * job.pages
         try:
-            return self._store.save(key, page).wait(timeout_s=self._page_timeout_s).stored
-        except DeadlineError:
-            return False
+            answers = job.pending.wait(timeout_s=wait_s)
+        except PrimeblocksError:  # given up, or the store is closed
+            answers = [Loaded(None)] * len(job.moved)
+        for index, outcome in zip(job.moved, answers, strict=True):
+            outcomes[index] = outcome
+        return Job(
+            job_id,
+            tuple(each.stored if isinstance(each, Saved) else bool(each) for each in outcomes),
+            tuple({} if isinstance(each, Saved) else each.attachments for each in outcomes),
+            self._clock() - job.started_s,
+        )
 
-    def _arrived(self, pending: Any) -> bool:
-        try:
-            return bool(pending.wait(timeout_s=self._page_timeout_s))
-        except DeadlineError:
-            return False
+
+@dataclass(frozen=True)
+class _Running:
+    pages: int
+    moved: Sequence[int]
+    pending: Pending[Any]
+    started_s: float

@@ -2,76 +2,100 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 
 from .arc import Ghosts
-from .evict import Candidate, Choice, Evict, Snapshot
+from .evict import Candidate, Evict, Live, Snapshot, lru
 from .page import PageKey
-from .reuse import Gaps
+from .reuse import BACK, Reuse
+from .rollouts import Rollouts
 
 __all__ = ["Ledger"]
 
-_UNNAMED, _ENDED, _ONE, _SEVERAL = range(4)
+logger = logging.getLogger(__name__)
+
 _Pages = OrderedDict[PageKey, Candidate]
 
 
 class Ledger:
     """The facts behind a `Snapshot`, kept as pages come, are used and go.
 
-    A use costs O(1); a choice O(lanes), at most four for each version that has pages; the end of a
-    rollout O(its pages). Beyond the tier's pages it remembers the names of five times as many
-    that left.
+    A use costs O(1); a choice O(versions + kinds of waits), of which there are at most 33; the end
+    of a rollout O(its pages). Beyond the tier's pages it remembers the names of five times as many
+    that left, at least `remembers`.
+
+    Args:
+        remembers: names of pages that left, and of rollouts without pages, however small the tier.
     """
 
-    def __init__(self, keys: Iterable[PageKey] = (), *, capacity_pages: int) -> None:
+    def __init__(
+        self, keys: Iterable[PageKey] = (), *, capacity_pages: int, remembers: int = 256
+    ) -> None:
         self._pages: dict[PageKey, Candidate] = {}
         self._once: _Pages = OrderedDict()
         self._often: _Pages = OrderedDict()
-        self._lanes: dict[tuple[int | None, int], _Pages] = {}
-        self._lane_of: dict[PageKey, tuple[int | None, int]] = {}
-        self._chains: dict[Hashable, OrderedDict[PageKey, None]] = {}
+        self._versions: dict[int, _Pages] = {}
+        # Each page is in one of these, or is its only rollout's own.
+        self._ended: _Pages = OrderedDict()
+        self._several: _Pages = OrderedDict()
+        self._unnamed: _Pages = OrderedDict()
+        self._shelves: dict[PageKey, tuple[_Pages, Hashable]] = {}
+        self._rollouts = Rollouts(remember=max(remembers, capacity_pages))
+        self._reuse = Reuse()
+        self._left: OrderedDict[PageKey, tuple[str, int]] = OrderedDict()
+        self._memory = max(remembers, 4 * capacity_pages)
         self._ghosts = Ghosts(capacity_pages=capacity_pages)
-        self._gaps = Gaps(memory_pages=4 * capacity_pages)
         self._tick = 0
-        self._filed = 0
         for key in keys:
             self.touch(key)
+
+    def __len__(self) -> int:
+        return len(self._pages)
 
     def arrive(self, key: PageKey) -> None:
         """A page that is not there will be; comes before its victims are chosen."""
         self._ghosts.arrive(key, once_pages=len(self._once), often_pages=len(self._often))
 
     def touch(
-        self, key: PageKey, *, rollouts: Iterable[Hashable] = (), front: bool = False
+        self,
+        key: PageKey,
+        *,
+        rollouts: Iterable[Hashable] = (),
+        by: Iterable[Hashable] | None = None,
+        front: bool = False,
     ) -> None:
         """The page is there and was just used, by these rollouts.
 
         Args:
-            front: it comes before the other pages of its rollouts, as one that was demoted after
-                those behind it.
+            by: those of them that used it now; None if all did.
+            front: nobody used it: it was demoted, after the pages behind it.
         """
+        users = tuple(rollouts)
         self._tick += 1
-        page = self._pages.get(key)
-        if page is None:
-            last_used = self._gaps.back(key)
-            page = self._pages[key] = Candidate(key, self._tick)
-            if self._ghosts.forget(key):
-                page.uses = 2
-        else:
-            last_used, page.last_used = page.last_used, self._tick
-            page.uses += 1
-        for rollout in rollouts:
-            if page.rollouts is None:
-                page.rollouts = set()
-            page.rollouts.add(rollout)
-            chain = self._chains.setdefault(rollout, OrderedDict())
-            chain.setdefault(key)
-            if front:
-                chain.move_to_end(key, last=False)
+        page, before, sort, last_used = self._seen(key)
+        if last_used is not None and sort != _OWN and not front:
+            self._reuse.add(sort, self._tick - last_used, then=BACK)
+        for name in users:
+            page.rollouts = page.rollouts or set()
+            page.rollouts.add(name)
+            self._rollouts.join(name, page, tick=self._tick)
         self._file(page)
-        if last_used is not None and self._lane_of[key][1] == _ONE:
-            self._gaps.add(self._tick - last_used)
+        self._shelve(page, front=front)
+        for name in () if front else users if by is None else by:
+            again = last_used is not None if before is None else name in before
+            alone = last_used if sort == _OWN and again else None
+            self._rollouts.turn(name, tick=self._tick, again=again, alone=alone)
+
+    def wait(self, rollout: Hashable, what: Hashable) -> None:
+        """A rollout has stopped writing, and waits for `what` until it uses its pages again.
+
+        Args:
+            what: one of a few names, of tools, or of the engine's queue; those beyond 32 count as
+                one.
+        """
+        self._rollouts.wait(rollout, what, tick=self._tick)
 
     def rollouts(self, key: PageKey) -> tuple[Hashable, ...]:
         """Who uses the page and has not ended."""
@@ -79,12 +103,11 @@ class Ledger:
 
     def end(self, rollout: Hashable) -> None:
         """A rollout asks for nothing any more; unknown ones are ignored."""
-        for key in self._chains.pop(rollout, ()):
-            page = self._pages[key]
+        for page in self._rollouts.end(rollout, tick=self._tick):
             assert page.rollouts is not None
             page.rollouts.discard(rollout)
-            if not page.rollouts:
-                self._enter(page, _ENDED)
+            # A page that is one rollout's now was part of its prompt.
+            self._shelve(page, front=True)
 
     def remove(self, key: PageKey) -> None:
         """The page is gone; unknown keys are ignored."""
@@ -93,81 +116,117 @@ class Ledger:
             return
         self._once.pop(key, None)
         self._often.pop(key, None)
-        self._leave_lane(key)
-        for rollout in page.rollouts or ():
-            chain = self._chains[rollout]
-            del chain[key]
-            if not chain:
-                del self._chains[rollout]
+        if key.version is not None:
+            del self._versions[key.version][key]
+            if not self._versions[key.version]:
+                del self._versions[key.version]
+        self._unshelve(page)
+        for name in page.rollouts or ():
+            self._rollouts.leave(name, page)
 
     def evicted(self, key: PageKey) -> None:
         """The page left for want of room and may come back."""
         page = self._pages[key]
         self._ghosts.leave(key, often=page.uses > 1, once_pages=len(self._once))
-        if page.rollouts:
-            self._gaps.leave(key, page.last_used)
+        if (sort := _sort(page)) != _ENDED:
+            self._left[key] = sort, page.last_used
+            if len(self._left) > self._memory:
+                _, (sort, last_used) = self._left.popitem(last=False)
+                if sort != _OWN:
+                    self._reuse.add(sort, self._tick - last_used, then=None)
         self.remove(key)
 
     def victim(self, evict: Evict, *, version: int) -> tuple[PageKey, bool]:
         """The page that `evict` chooses, and whether to demote it."""
-        choice = evict(self.snapshot(version=version))
-        return (self._tail(choice) if choice.tail else choice.page.key), choice.demote
+        snapshot = self.snapshot(version=version)
+        try:
+            choice = evict(snapshot)
+        except Exception:  # a caller's code must not end the store's threads
+            logger.exception("%r failed; the least recently used page leaves", evict)
+            choice = lru(snapshot)
+        return choice.page.key, choice.demote
 
     def snapshot(self, *, version: int) -> Snapshot:
         """The facts as of now."""
-        lanes = self._lanes
+        live = self._rollouts.live(tick=self._tick)
+        for sort, pages in ((_SEVERAL, self._several), (_UNNAMED, self._unnamed)):
+            if (page := _first(pages)) is not None:
+                worth = self._reuse.worth(sort, self._tick - page.last_used)
+                live.append(Live(page, worth, page.last_used))
         return Snapshot(
             version=version,
-            tick=self._tick,
             once=_first(self._once),
             often=_first(self._often),
             once_pages=len(self._once),
             once_target=self._ghosts.target,
             from_often=self._ghosts.from_often,
-            oldest=[lane[next(iter(lane))] for lane in lanes.values()],
-            newest=[lane[next(reversed(lane))] for (_, who), lane in lanes.items() if who == _ONE],
-            patience=self._gaps.patience(),
+            versions=[pages[next(iter(pages))] for pages in self._versions.values()],
+            ended=_first(self._ended),
+            live=live,
         )
 
+    def _seen(self, key: PageKey) -> tuple[Candidate, frozenset[Hashable] | None, str, int | None]:
+        """The page, its users, what sort it was and when it was used before now.
+
+        Of a page that had left, the users are None; of a new one, the last use as well.
+        """
+        page = self._pages.get(key)
+        if page is not None:
+            before = frozenset(page.rollouts or ())
+            seen = page, before, _sort(page), page.last_used
+            page.last_used = self._tick
+            page.uses += 1
+            return seen
+        sort, last_used = self._left.pop(key, (_UNNAMED, None))
+        page = self._pages[key] = Candidate(key, self._tick)
+        if self._ghosts.forget(key):
+            page.uses = 2
+        return page, None, sort, last_used
+
     def _file(self, page: Candidate) -> None:
-        """Last in its list and in its lane. A lane changes here, at a use, or when all have ended:
-        so that lanes are in the order of use."""
+        """Last of those used as often, and of its version."""
         if page.uses == 1:
             self._once[page.key] = page
         else:
             self._once.pop(page.key, None)
             self._often[page.key] = page
             self._often.move_to_end(page.key)
-        if page.rollouts is None:
-            self._enter(page, _UNNAMED)
+        if page.key.version is not None:
+            pages = self._versions.setdefault(page.key.version, OrderedDict())
+            pages[page.key] = page
+            pages.move_to_end(page.key)
+
+    def _shelve(self, page: Candidate, *, front: bool) -> None:
+        """Among the pages of its sort: last; those of one rollout stay in the order of coming."""
+        sort, owner = _sort(page), None
+        if sort == _OWN:
+            owner = next(iter(page.rollouts or ()))
+            shelf = self._rollouts.own(owner)
         else:
-            self._enter(page, (_ENDED, _ONE, _SEVERAL)[min(len(page.rollouts), 2)])
+            shelf = {_ENDED: self._ended, _SEVERAL: self._several, _UNNAMED: self._unnamed}[sort]
+        if self._shelves.get(page.key, (None, None))[0] is not shelf:
+            self._unshelve(page)
+            shelf[page.key] = page
+            self._shelves[page.key] = shelf, owner
+        if sort != _OWN or front:
+            shelf.move_to_end(page.key, last=sort != _OWN)
+        if sort == _OWN:
+            self._rollouts.settle(owner)
 
-    def _enter(self, page: Candidate, who: int) -> None:
-        self._filed += 1
-        page.filed = self._filed
-        lane = (page.key.version, who)
-        if self._lane_of.get(page.key) == lane:
-            self._lanes[lane].move_to_end(page.key)
-        else:
-            self._leave_lane(page.key)
-            self._lane_of[page.key] = lane
-            self._lanes.setdefault(lane, OrderedDict())[page.key] = page
+    def _unshelve(self, page: Candidate) -> None:
+        shelf, owner = self._shelves.pop(page.key, (None, None))
+        if shelf is not None:
+            del shelf[page.key]
+            self._rollouts.settle(owner)
 
-    def _leave_lane(self, key: PageKey) -> None:
-        lane = self._lane_of.pop(key, None)
-        if lane is not None:
-            del self._lanes[lane][key]
-            if not self._lanes[lane]:
-                del self._lanes[lane]
 
-    def _tail(self, choice: Choice) -> PageKey:
-        page = choice.page
-        if page.rollouts is None or len(page.rollouts) != 1:
-            return page.key
-        (rollout,) = page.rollouts
-        last = self._pages[next(reversed(self._chains[rollout]))]
-        return last.key if last.rollouts == page.rollouts else page.key
+_ENDED, _OWN, _SEVERAL, _UNNAMED = "ended", "own", "several", "unnamed"
+
+
+def _sort(page: Candidate) -> str:
+    if page.rollouts is None:
+        return _UNNAMED
+    return (_ENDED, _OWN, _SEVERAL)[min(len(page.rollouts), 2)]
 
 
 def _first(pages: _Pages) -> Candidate | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable
 
-from ..errors import CorruptionError
+from ..errors import CapacityError, CorruptionError
 from .evict import Evict
 from .ledger import Ledger
 from .moves import Copy
@@ -14,6 +14,7 @@ from .tier import TierStatistics
 
 __all__ = ["Level", "statistics_of"]
 
+_TRY_AGAIN = 64  # pages after which a full tier is tried with one more
 _COUNTS = ("hits", "misses", "stores", "evictions", "checksum_failures", "failures")
 
 
@@ -34,6 +35,7 @@ class Level:
         self.ledger = Ledger(self.copies, capacity_pages=max(1, self.capacity_pages))
         self.counts: Counter[str] = Counter()
         self._coming: set[PageKey] = set()  # not in the ledger yet
+        self._room = self.capacity_pages  # less while the tier is fuller than its quota says
 
     def found(self, key: PageKey) -> Copy | None:
         """The copy that a read would find. A shared tier has to be asked instead."""
@@ -47,14 +49,14 @@ class Level:
         if self.shared:
             return Copy(here=False), []
         self.ledger.arrive(key)
-        victims = []
-        while len(self.copies) >= self.capacity_pages and len(self.copies) > len(self._coming):
+        victims: list[PageKey] = []
+        while len(self.copies) >= self._room and len(self.copies) > len(self._coming):
             victim, _ = self.ledger.victim(evict, version=version)
             self.ledger.evicted(victim)
             del self.copies[victim]
             self.counts["evictions"] += 1
             victims.append(victim)
-        if len(self.copies) >= self.capacity_pages:
+        if len(self.copies) >= self._room:
             self.counts["failures"] += 1
             return None, victims
         copy = self.copies[key] = Copy(here=False)
@@ -65,6 +67,8 @@ class Level:
         """The page is there, unless it was dropped since."""
         self.counts["stores"] += 1
         self.counts["bytes_written"] += length
+        if self.counts["stores"] % _TRY_AGAIN == 0:
+            self._room = min(self._room + 1, self.capacity_pages)
         if self.copies.get(key) is copy:
             copy.here = True
             self._coming.discard(key)
@@ -80,7 +84,10 @@ class Level:
             self.counts["failures"] += 1
         if self.shared:
             return damaged
-        return self.copies.get(key) is copy and self.forget(key)
+        dropped = self.copies.get(key) is copy and self.forget(key)
+        if isinstance(error, CapacityError):
+            self._room = max(1, len(self.copies))
+        return dropped
 
     def forget(self, key: PageKey) -> bool:
         """The page is to be dropped; returns whether there is one."""

@@ -73,6 +73,7 @@ class HostPage:
         shared: a shared tier has it.
         gone: its key names it no more; the slot is free once nothing is under way.
         users: rollouts that used it when it was chosen to leave.
+        ended: rollouts that ended while no ledger had the page.
         request: the save that it comes from, or
         origin: the depth of the tier that it is read from, and its copy there.
         waiters: loads that asked before it was here.
@@ -87,6 +88,7 @@ class HostPage:
     shared: bool = False
     gone: bool = False
     users: tuple[Hashable, ...] = ()
+    ended: set[Hashable] = field(default_factory=set)
     request: SaveRequest | None = None
     origin: tuple[int, Copy] | None = None
     waiters: list[LoadRequest] = field(default_factory=list)
@@ -133,10 +135,11 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Whether a shared tier has a page."""
+    """Whether a shared tier has a page; `clears` came before."""
 
     depth: int
     request: LoadRequest
+    clears: int = 0
 
 
 @dataclass(frozen=True, slots=True)

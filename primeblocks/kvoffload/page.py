@@ -34,7 +34,7 @@ class PageKey:
         recipe: fingerprint of how the bytes are made: dtype, scales, layout, model.
 
     Raises:
-        PlanError: a group outside 32 bits or a version outside 64.
+        PlanError: a group outside 32 bits, a version outside 64, or text that is not Unicode.
     """
 
     salt: str | bytes
@@ -48,6 +48,10 @@ class PageKey:
             raise PlanError(f"a group of layers is a number from 0 to 2**32 - 1; got {self.group}")
         if self.version is not None and not -(1 << 63) <= self.version < 1 << 63:
             raise PlanError(f"a version fits in 64 bits; got {self.version}")
+        try:
+            self.encode()
+        except (UnicodeEncodeError, TypeError, struct.error) as error:
+            raise PlanError(f"{self} cannot be written as bytes: {error}") from error
 
     def encode(self) -> bytes:
         """The key as bytes; different keys give different bytes. Local."""

@@ -78,12 +78,9 @@ class Pending(Generic[T]):
                 self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Make `wait` raise `error`."""
+        """Make `wait` raise `error`, once the other pages of a batch are not copied any more."""
         with self._changed:
-            if not self._finished:
-                self._error = error
-                self._finished = True
-                self._changed.notify_all()
+            self._give_up(error)
 
     def _give_up(self, error: BaseException) -> None:
         """Once no copy is under way; each lasts as long as one page takes in memory."""

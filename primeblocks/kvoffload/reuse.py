@@ -1,103 +1,228 @@
-"""How long pages wait until they are used again."""
+"""How soon pages are wanted again, learned from how long rollouts wait, and for what."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 
-from .page import PageKey
+__all__ = ["BACK", "Phase", "Reuse", "Waits", "learn"]
 
-__all__ = ["Gaps", "patience"]
+BACK = "back"  # what follows a phase that ends with the use of its pages
 
-_BUCKETS = 128
-# Fewer gaps than this say nothing; more than that are halved, so that old ones fade.
-_FEW, _MANY, _EVERY = 64, 1 << 16, 1024
-
-
-class Gaps:
-    """Waiting times of pages between two uses, in ticks, of pages that left in between too.
-
-    Cost: O(1) a use, and about 2000 steps every 1024 uses. The last use of `memory_pages` pages
-    that left is remembered.
-    """
-
-    def __init__(self, *, memory_pages: int) -> None:
-        self._memory = memory_pages
-        self._left: OrderedDict[PageKey, int] = OrderedDict()
-        self._counts = [0] * _BUCKETS
-        self._total = 0
-        self._new = 0
-        self._patience = 0.0
-
-    def leave(self, key: PageKey, last_used: int) -> None:
-        """A page that may come back has left."""
-        self._left[key] = last_used
-        if len(self._left) > self._memory:
-            self._left.popitem(last=False)
-
-    def back(self, key: PageKey) -> int | None:
-        """When a page that had left was last used; it is forgotten."""
-        return self._left.pop(key, None)
-
-    def add(self, ticks: int) -> None:
-        """A page was used again after `ticks`."""
-        self._counts[_bucket(ticks)] += 1
-        self._total += 1
-        self._new += 1
-        if self._total > _MANY:
-            self._counts = [count >> 1 for count in self._counts]
-            self._total = sum(self._counts)
-
-    def patience(self) -> float:
-        """`patience` of the gaps so far; 0, least recently used, while there are few."""
-        if self._new >= _EVERY or (self._patience == 0.0 and self._new >= _FEW):
-            self._new = 0
-            self._patience = patience(self._counts)
-        return self._patience
+_BUCKETS = 256
+# Fewer waits than this say nothing; more than that are halved, so that old ones fade.
+_FEW, _MANY = 8, 1 << 12
+_PRICES = [1e-9 * 1.5**step for step in range(52)]  # of a place for one tick, up to about 1
+_ROUNDS = 4  # phases between two uses that are looked through: answer, tool, queue, one more
+_ALL = "all"  # every wait, for phases of which little is known
 
 
-def patience(counts: list[int]) -> float:
-    """The wait after which a page is worth less than one just used.
-
-    What a place in a tier is worth is the chance of a hit per tick that it is held, with the best
-    moment to give up: `max over t of P(wait < t) / E[min(wait, t)]`, the Gittins index. Pages that
-    come back after a fixed time are worth more the longer they have waited; where most
-    waits are short and some very long, less. Pure.
+@dataclass(slots=True)
+class Waits:
+    """Ends of one phase, by how long it took, in buckets of a quarter octave.
 
     Args:
-        counts: waits by bucket; bucket `2 b + h` starts at `(2 + h) 2 ** (b - 2)` ticks.
+        ended: those after which another phase or a use came.
+        gone: those after which nothing came.
+        then: what came.
+    """
+
+    ended: list[int] = field(default_factory=lambda: [0] * _BUCKETS)
+    gone: list[int] = field(default_factory=lambda: [0] * _BUCKETS)
+    then: Counter[Hashable] = field(default_factory=Counter)
+
+    @property
+    def total(self) -> int:
+        return sum(self.ended) + sum(self.gone)
+
+    def add(self, ticks: int, then: Hashable | None) -> None:
+        (self.ended if then is not None else self.gone)[_bucket(ticks)] += 1
+        if then is not None:
+            self.then[then] += 1
+
+    def fade(self) -> None:
+        self.ended = [count >> 1 for count in self.ended]
+        self.gone = [count >> 1 for count in self.gone]
+        self.then = Counter({name: count >> 1 for name, count in self.then.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What a place in a tier brings, as a function of how long the phase has lasted.
+
+    Args:
+        ages: ascending.
+        rates: at each age, ends per tick held, if one gives up at the best moment.
+        ends: rates, ascending, 0 first.
+        worths: for each of `ends`, uses per tick held, if one also gives up in later phases.
+    """
+
+    ages: Sequence[float]
+    rates: Sequence[float]
+    ends: Sequence[float]
+    worths: Sequence[float]
+
+    def worth(self, age: float) -> float:
+        return _between(self.ends, self.worths, self._rate(age))
+
+    def _rate(self, age: float) -> float:
+        right = bisect_right(self.ages, age)
+        if right == len(self.ages):
+            return 0.0
+        before, after = self.rates[right - 1], self.rates[right]
+        share = (age - self.ages[right - 1]) / (self.ages[right] - self.ages[right - 1])
+        if before == 0 or after == 0:
+            return before * (1 - share) + after * share
+        # Where nothing ends, the ticks until the best moment fall as fast as the age grows.
+        return 1 / ((1 - share) / before + share / after)
+
+
+class Reuse:
+    """Waits by phase, and what a place is worth to who is in it. Learned while it is used.
+
+    Cost: O(1) a wait; what is known is worked out again when there are an eighth more of them, in
+    a few milliseconds.
+    """
+
+    def __init__(self) -> None:
+        self._waits: defaultdict[Hashable, Waits] = defaultdict(Waits)
+        self._known: dict[Hashable, Phase] = {}
+        self._count: Counter[Hashable] = Counter()
+        self._new = 0
+
+    def add(self, phase: Hashable, ticks: int, *, then: Hashable | None) -> None:
+        """A phase took so long; `then` is the next one, `BACK`, or None if nothing came."""
+        for name in (phase, _ALL):
+            waits = self._waits[name]
+            waits.add(ticks, then)
+            self._count[name] += 1
+            if self._count[name] > _MANY:
+                waits.fade()
+                self._count[name] = waits.total
+        self._new += 1
+
+    def worth(self, phase: Hashable, age: int) -> float:
+        """Expected uses per tick that a page is kept from now on, with the best moment to give up.
+
+        The less a page was used lately, the less while nothing is known.
+        """
+        if self._new > _FEW + self._count[_ALL] // 8:
+            self._new = 0
+            self._known = learn(self._waits)
+        known = self._known.get(phase) or self._known.get(_ALL)
+        return known.worth(age) if known is not None else 1 / (age + 1)
+
+
+def learn(waits: Mapping[Hashable, Waits]) -> dict[Hashable, Phase]:
+    """What the waits say of each phase that has enough of them. Pure.
+
+    A page is worth a place while it brings more uses per tick than others, so its worth is the
+    highest price per tick at which keeping it, up to the best moment to give up, still pays: the
+    Gittins index. Waits that take about the same time are worth more the longer they have lasted;
+    where most are short and some very long, less. A phase that is followed by others is worth what
+    those are, given up where they do not pay: a turn that may end with a test suite is kept for
+    the tools that are quick.
 
     Source: Gittins, Bandit processes and dynamic allocation indices, 1979; hit density as a rule
     of eviction: Beckmann, Chen and Cidon, LHD, NSDI 2018.
     """
-    used = [index for index, count in enumerate(counts) if count]
-    if not used:
-        return 0.0
-    ends = [_start(index + 1) for index in used]
-    back = list(accumulate(counts[index] for index in used))
-    held: list[float] = []
-    cost, before, waiting = 0.0, 0.0, back[-1]
-    for index, end, returned in zip(used, ends, back, strict=True):
-        after = back[-1] - returned
+    curves = {name: _curve(found) for name, found in waits.items() if found.total >= _FEW}
+    rates = {name: _rates(curve) for name, curve in curves.items()}
+    hulls = {name: _hull(curve, rates[name]) for name, curve in curves.items()}
+    values = {name: [1.0] * len(_PRICES) for name in curves}
+    after: dict[Hashable, list[float]] = {}
+    for _ in range(_ROUNDS):
+        after = {name: _after(waits[name].then, values) for name in curves}
+        values = {
+            name: [
+                max(then * ended - price * held for ended, held in hulls[name])
+                for price, then in zip(_PRICES, after[name], strict=True)
+            ]
+            for name in curves
+        }
+    return {name: _phase(curves[name], rates[name], after[name]) for name in curves}
+
+
+_Curve = list[tuple[float, float, float]]
+
+
+def _curve(waits: Waits) -> _Curve:
+    """Points (age, share that ended by then, ticks held until then); both for one wait."""
+    total = waits.total
+    points = [(0.0, 0.0, 0.0)]
+    age = ended = held = 0.0
+    here = 1.0
+    for bucket, (end, gone) in enumerate(zip(waits.ended, waits.gone, strict=True)):
+        if not end and not gone:
+            continue
+        start, stop, leave = _start(bucket), _start(bucket + 1), (end + gone) / total
+        if start > age:
+            held += (start - age) * here
+            points.append((start, ended, held))
         # Within a bucket, waits are spread evenly.
-        cost += (_start(index) - before) * waiting + (end - _start(index)) * (waiting + after) / 2
-        held.append(cost)
-        before, waiting = end, after
-    fresh = max(hits / cost for hits, cost in zip(back, held, strict=True))
-    answer = ends[-1]
-    for age in range(len(used) - 2, -1, -1):
-        later = range(age + 1, len(used))
-        if max((back[t] - back[age]) / (held[t] - held[age]) for t in later) >= fresh:
-            break
-        answer = ends[age]
-    return answer
+        held += (stop - start) * (here - leave / 2)
+        ended, here, age = ended + end / total, here - leave, stop
+        points.append((age, ended, held))
+    return points
+
+
+def _rates(curve: _Curve) -> list[float]:
+    """The steepest way from each point to a later one; 0 from the last."""
+    hull: list[tuple[float, float]] = []
+    answer = []
+    for _, ended, held in reversed(curve):
+        while len(hull) > 1 and _slope(ended, held, hull[-1]) <= _slope(ended, held, hull[-2]):
+            hull.pop()
+        answer.append(_slope(ended, held, hull[-1]) if hull else 0.0)
+        hull.append((ended, held))
+    return answer[::-1]
+
+
+def _hull(curve: _Curve, rates: list[float]) -> list[tuple[float, float]]:
+    """(ended, held) where giving up can be best, at some price; first at once."""
+    kept: list[tuple[float, float, float]] = []
+    for (_, ended, held), rate in zip(curve, rates, strict=True):
+        if not kept or rate < kept[-1][2]:
+            kept.append((ended, held, rate))
+    return [(ended, held) for ended, held, _ in kept]
+
+
+def _slope(ended: float, held: float, later: tuple[float, float]) -> float:
+    return (later[0] - ended) / (later[1] - held)
+
+
+def _after(then: Counter[Hashable], values: dict[Hashable, list[float]]) -> list[float]:
+    """What the end of a phase is worth at each price: a use is worth 1."""
+    worths = {BACK: [1.0] * len(_PRICES)} | values
+    total = max(then.total(), 1)
+    shares = [(count / total, worths.get(name, worths[_ALL])) for name, count in then.items()]
+    return [sum(share * worth[at] for share, worth in shares) for at in range(len(_PRICES))]
+
+
+def _phase(curve: _Curve, rates: list[float], after: list[float]) -> Phase:
+    # The worth is the price at which rate x what follows = price.
+    pays = [(price / then, price) for price, then in zip(_PRICES, after, strict=True) if then > 0]
+    ends, worths = zip((0.0, 0.0), *pays, strict=True)
+    return Phase([age for age, _, _ in curve], rates, list(accumulate(ends, max)), worths)
+
+
+def _between(axis: Sequence[float], values: Sequence[float], at: float) -> float:
+    """Interpolated from the first, beyond the last its value."""
+    right = bisect_right(axis, at)
+    if right == len(axis):
+        return values[-1]
+    share = (at - axis[right - 1]) / (axis[right] - axis[right - 1])
+    return values[right - 1] + share * (values[right] - values[right - 1])
 
 
 def _bucket(ticks: int) -> int:
     bits = max(ticks, 1).bit_length()
-    return min(2 * bits + (((ticks << 1) >> (bits - 1)) & 1), _BUCKETS - 1)
+    return min(4 * bits + (((ticks << 2) >> (bits - 1)) & 3), _BUCKETS - 1)
 
 
 def _start(bucket: int) -> float:
-    bits, half = divmod(bucket, 2)
-    return (2 + half) * 2.0 ** (bits - 2)
+    bits, quarter = divmod(bucket, 4)
+    return (4 + quarter) * 2.0 ** (bits - 3)

@@ -163,6 +163,7 @@ class TieredStore:
         Raises:
             ClosedError: the store is closed.
         """
+        self._ask(lambda: None)
         pending = Pending[list[bool]]()
         known = [key in self for key in keys]
         if all(known) or not self._workers or not self._catalogue.levels[-1].shared:
@@ -190,6 +191,17 @@ class TieredStore:
                 )
             self._catalogue.version = version
 
+    def wait(self, rollout: Hashable, what: Hashable) -> None:
+        """A rollout stopped writing, and waits until it uses its pages again. Local.
+
+        The store learns how long each kind of wait takes, and `VersionAware` keeps the pages that
+        are worth it. The next save or load that names the rollout ends the wait.
+
+        Args:
+            what: one of a few names: of tools ("pytest"), or of the engine's queue.
+        """
+        self._ask(lambda: self._catalogue.wait(rollout, what))
+
     def end(self, rollout: Hashable) -> None:
         """Pages that only this rollout used go next; whoever names rollouts ends them. Local."""
         self._ask(lambda: self._catalogue.end(rollout))
@@ -203,7 +215,10 @@ class TieredStore:
         return self._after(self._catalogue.clear)
 
     def flush(self) -> Pending[None]:
-        """Write to the tiers below what host memory alone has, and make it durable. Local."""
+        """Write to the tiers below what host memory alone has, and make it durable. Local.
+
+        Pages whose save is not over are not among them. An error means that a tier refused a page.
+        """
         return self._after(self._catalogue.write_down, flush=True)
 
     def statistics(self) -> dict[str, TierStatistics]:
@@ -274,10 +289,11 @@ class TieredStore:
             batch.finish(index, None)
 
         def give() -> None:
+            before = [worker.refused for worker in self._workers]
             what()
             self._hand_out()
-            for index, worker in enumerate(self._workers):
-                worker.give(Until(partial(done, index), flush=flush))
+            for index, (worker, refused) in enumerate(zip(self._workers, before, strict=True)):
+                worker.give(Until(partial(done, index), flush=flush, refused=refused))
 
         self._ask(give)
         return batch.pending

@@ -2,6 +2,7 @@
 
 import threading
 
+from primeblocks.errors import CapacityError
 from primeblocks.kvoffload import Found
 from primeblocks.kvoffload.page import ALIGNMENT
 
@@ -9,7 +10,8 @@ SOON = 5.0
 
 
 class MemoryTier:
-    """A fake. `refuse` is an error for each put, `stuck` makes puts wait for `release`.
+    """A fake. `refuse` is an error for each put, `stuck` makes puts wait for `release`, and `room`
+    is how many pages really fit.
 
     Args:
         common: the dictionary of a tier that several stores share.
@@ -23,6 +25,7 @@ class MemoryTier:
         self.shared = common is not None
         self.pages = {} if common is None else common
         self.refuse = None
+        self.room = None
         self.stuck = False
         self.entered, self.release = threading.Event(), threading.Event()
         self.flushes = 0
@@ -41,10 +44,15 @@ class MemoryTier:
             raise self.refuse  # which no tier may do
         if self.refuse is not None:
             return [self.refuse] * len(records)
-        for record in records:
-            self.pages[record.key] = (record.content.copy(), record.digest)
+        answers = [self._put(record) for record in records]
         assert self.shared or len(self.pages) <= self.capacity_pages
-        return [None] * len(records)
+        return answers
+
+    def _put(self, record):
+        if self.room is not None and len(self.pages) >= self.room:
+            return CapacityError("no space left on device")
+        self.pages[record.key] = (record.content.copy(), record.digest)
+        return None
 
     def get(self, keys, *, into):
         return [self._get(key, slot) for key, slot in zip(keys, into, strict=True)]

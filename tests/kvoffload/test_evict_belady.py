@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from primeblocks.errors import PlanError
 from primeblocks.kvoffload import PageKey, VersionAware, arc, lru
 from primeblocks.kvoffload.belady import belady, play
-from primeblocks.kvoffload.traces import Advance, End, Trace, Use
+from primeblocks.kvoffload.traces import Advance, End, Trace, Use, Wait
 
 POLICIES = [lru, arc, VersionAware(0), VersionAware(2)]
 
@@ -50,7 +50,7 @@ def test_no_choice_of_victims_has_more_hits(numbers, capacity):
 
 
 @given(
-    st.lists(st.integers(0, 9) | st.sampled_from(["end", "advance"]), max_size=80),
+    st.lists(st.integers(0, 9) | st.sampled_from(["end", "wait", "advance"]), max_size=80),
     st.integers(1, 6),
     st.sampled_from(POLICIES),
 )
@@ -59,7 +59,7 @@ def test_no_policy_has_more_hits(steps, capacity, evict):
     uses, events, version = iter(trace.events), [], 0
     for at, step in enumerate(steps):
         version += step == "advance"
-        other = {"end": End(at % 2), "advance": Advance(version)}
+        other = {"end": End(at % 2), "wait": Wait(at % 2, "tool"), "advance": Advance(version)}
         events.append(other[step] if isinstance(step, str) else next(uses))
     trace = Trace(tuple(events), working_pages=0)
     outcome, oracle = (

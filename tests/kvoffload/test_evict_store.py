@@ -1,5 +1,7 @@
 """A store that is told of rollouts and versions, over two tiers."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -80,3 +82,25 @@ def test_every_policy_fills_and_turns_over_a_store(host, disk, evict):
         count = store.statistics()
         assert count["host"].pages == 3
         assert count["disk"].pages <= 5
+
+
+def hits(host, disk, *, told):
+    """Two rollouts whose tools are quick and eight whose tools are slow; room for five pages."""
+    found = 0
+    with TieredStore([host(3), disk(2)], evict=VersionAware(1)) as store:
+        for turn in range(200):
+            slow = turn % 8
+            for name, tool in (("a", "quick"), ("b", "quick"), (f"slow {slow}", "slow")):
+                key = key_of(name, 0)
+                if load(store, key, name):
+                    found += 1
+                else:
+                    save(store, key, name)
+                if told:
+                    store.wait(name, tool)
+    return found
+
+
+def test_what_rollouts_wait_for_is_learnt(host, disk, tmp_path):
+    told = hits(host, partial(disk, path=tmp_path / "told"), told=True)
+    assert told > hits(host, partial(disk, path=tmp_path / "untold"), told=False)

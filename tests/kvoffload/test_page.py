@@ -65,3 +65,11 @@ def test_a_slot_is_the_smallest_multiple_of_4096_that_holds_a_page(page, attachm
     slot = slot_bytes(page_bytes=page, attachment_bytes=attachments)
     assert slot % 4096 == 0
     assert 0 <= slot - page - attachments < 4096
+
+
+@pytest.mark.parametrize(
+    "names", [{"salt": "\ud800"}, {"recipe": "\ud800"}, {"hash": 7}, {"version": 1.5}]
+)
+def test_a_key_that_cannot_be_written_is_refused_at_once(names):
+    with pytest.raises((PlanError, TypeError)):
+        PageKey(**{"salt": "s", "hash": b"h", **names})

@@ -209,7 +209,6 @@ def test_a_page_of_the_wrong_length_is_damage(host, memory):
 @pytest.mark.parametrize(
     "error",
     [
-        CapacityError("no space"),
         OSError(errno.EROFS, os.strerror(errno.EROFS)),
         RuntimeError("a tier that breaks its contract"),
     ],
@@ -225,6 +224,21 @@ def test_a_tier_that_refuses_costs_pages_not_service(host, memory, error):
         below.refuse = None
         save(store, 3)
         assert [load(store, n) for n in (2, 3)] == ["memory", "memory"]
+
+
+def test_a_tier_fuller_than_its_quota_still_takes_pages(host, memory):
+    below = memory(8)
+    below.room = 2
+    with TieredStore([host(1), below]) as store:
+        for number in range(6):
+            assert save(store, number).stored
+        count = store.statistics()["memory"]
+        assert (count.stores, count.failures) == (4, 1)  # 0, 1, not 2, then 3 and 4 in their places
+        assert [load(store, n) for n in (5, 4)] == ["host", "memory"]
+        below.room = None
+        for number in range(200):
+            save(store, number % 100)
+        assert store.statistics()["memory"].pages == 5  # one more after every 64
 
 
 def test_an_unreadable_page_is_a_miss(host, memory):

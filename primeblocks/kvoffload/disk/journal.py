@@ -48,7 +48,9 @@ class Journal:
         self._sizes = (page_bytes, attachment_bytes)
         self._system = system
         self.places: dict[PageKey, Place] = {}
-        self._sequence = 0
+        self._generation: int | None = None  # there is no header yet
+        self._sequence = self._end = self._limit = 0
+        self._flushed = False
         self._torn = False  # there are bytes behind the end
         self._wrong = False  # the file says something else than `places`, and must be rewritten
         self._descriptor = system.open(path)
@@ -94,10 +96,11 @@ class Journal:
             OSError: as `drop`.
         """
         self.places.clear()
-        try:
-            self._cut()
-        except OSError:
-            self._wrong = True
+        self._wrong = True
+        if self._generation is not None:
+            with suppress(OSError):
+                self._cut()
+        if self._wrong:
             self._rewrite()
 
     def ready(self) -> None:
@@ -121,15 +124,16 @@ class Journal:
         Raises:
             OSError: the file system refused.
         """
+        self._flushed = True
         self.ready()
-        self._system.sync(self._descriptor)
-        # Written after the sync: whoever reads the mark knows that all before it was on the disk.
-        self._append([Entry(MARK)])
-        self._system.sync(self._descriptor)
-
-    def rewrite(self) -> None:
-        """Write `places` down anew before the next change. For who changed it by hand."""
-        self._wrong = True
+        try:
+            self._system.sync(self._descriptor)
+            # After the sync: whoever reads the mark knows that all before it was on the disk.
+            self._append([Entry(MARK)])
+            self._system.sync(self._descriptor)
+        except OSError:
+            self._wrong = True  # what a failed sync leaves is unknown, and the next one may succeed
+            raise
 
     def close(self) -> None:
         self._system.close(self._descriptor)
@@ -140,13 +144,13 @@ class Journal:
         del data[count:]
         header = bytes(data[:_START])
         self._generation = self._check(header)
-        self._end = self._limit = len(data)
         if self._generation is None:
             self._wrong = True
             return
         said = replay(bytes(data), start=_START, generation=self._generation)
         self.places, self._sequence, self._end = said.places, said.sequence, said.end
         self._torn, self._wrong = said.end < len(data), said.damaged
+        self._flushed = said.flushed > 0
         self._limit = 2 * self._end + _SLACK_BYTES
 
     def _check(self, header: bytes) -> int | None:
@@ -171,13 +175,11 @@ class Journal:
         return None
 
     def _cut(self) -> None:
-        """Leave the header alone, which takes no room on the disk."""
-        if self._generation is None:
-            raise OSError(errno.EINVAL, "there is no header yet")
+        """Leave the header alone, which needs no room on the disk."""
         self._system.truncate(self._descriptor, _START)
+        self._system.sync(self._descriptor)
         self._end = _START
         self._torn = self._wrong = False
-        self._system.sync(self._descriptor)
 
     def _append(self, entries: Sequence[Entry]) -> None:
         self.ready()
@@ -208,7 +210,9 @@ class Journal:
         header = _HEADER.pack(_MAGIC, generation, *self._sizes)
         header += _SUM.pack(xxhash.xxh3_64_intdigest(header[len(_MAGIC) :]))
         entries = [Entry(PUT, key, place) for key, place in self.places.items()]
-        data = header + self._encode([*entries, Entry(MARK)], generation)
+        if self._flushed:
+            entries.append(Entry(MARK))
+        data = header + self._encode(entries, generation)
         descriptor = self._system.open(self._aside, truncate=True)
         try:
             _write_all(self._system, descriptor, data, offset=0)
@@ -221,7 +225,7 @@ class Journal:
             raise
         self._system.close(self._descriptor)
         self._descriptor, self._generation = descriptor, generation
-        self._sequence += len(entries) + 1
+        self._sequence += len(entries)
         self._end = len(data)
         self._limit = 2 * self._end + _SLACK_BYTES
         self._torn = self._wrong = False

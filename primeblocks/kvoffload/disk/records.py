@@ -66,15 +66,16 @@ class Replay:
         sequence: number of the last record.
         end: offset behind the last record that was believed.
         damaged: something before the end of the file was not a record.
+        flushed: number of the last mark; 0 for none.
     """
 
     places: dict[PageKey, Place] = field(default_factory=dict)
     sequence: int = 0
     end: int = 0
     damaged: bool = False
+    flushed: int = 0
     _since: dict[PageKey, int] = field(default_factory=dict)
     _owners: dict[int, PageKey] = field(default_factory=dict)
-    _mark: int = 0
     _gap: int = 0
 
     def apply(self, entry: Entry, sequence: int) -> None:
@@ -82,7 +83,7 @@ class Replay:
         if entry.kind == MARK:
             if self._gap:  # what is missing was on the disk once, drops of older pages included
                 self._forget(lambda since: since <= self._gap)
-            self._mark = sequence
+            self.flushed = sequence
             return
         assert entry.key is not None
         self._remove(entry.key)
@@ -97,7 +98,7 @@ class Replay:
         """Records are missing here: any page put before may have been dropped in them."""
         self.damaged = True
         self._gap = self.sequence
-        self._forget(lambda since: since > self._mark)
+        self._forget(lambda since: since > self.flushed)
 
     def _forget(self, old: Callable[[int], bool]) -> None:
         for key in [key for key, since in self._since.items() if old(since)]:

@@ -48,6 +48,10 @@ class Slots:
         self._taken[slot] = 0
         self.free += 1
 
+    def rewind(self) -> None:
+        """Sweep from the front, whose slots have room on the disk already."""
+        self._head = 0
+
     def clear(self) -> None:
         self._taken = bytearray(len(self._taken))
         self._head = 0

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +13,11 @@ from ...errors import (
     CapacityError,
     ClosedError,
     PlanError,
-    PrimeblocksError,
-    ShapeError,
     UsageError,
 )
-from ..page import DIGEST_BYTES, PageKey, slot_bytes
+from ..page import PageKey, slot_bytes
 from ..tier import Found, Record
+from .answers import Answer, misfit, refusal, refusing
 from .data import DataFile
 from .journal import Journal
 from .records import Place
@@ -27,10 +25,6 @@ from .slots import Slots
 from .system import System
 
 __all__ = ["DiskTier"]
-
-Answer = PrimeblocksError | OSError | None
-
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DiskTier:
@@ -90,7 +84,6 @@ class DiskTier:
             )
         self._system = System() if system is None else system
         self._slots = Slots(self.capacity_pages)
-        self._leaving: list[int] = []  # slots of pages whose drop is not written down yet
         self._closed = False
         self._open(io)
 
@@ -111,14 +104,17 @@ class DiskTier:
             kept leaves what was there as it was.
         """
         self._check_open()
+        room = self.page_bytes + self.attachment_bytes
         latest = {record.key: record for record in records}
-        answers: dict[PageKey, Answer] = {key: self._misfit(each) for key, each in latest.items()}
+        answers: dict[PageKey, Answer] = {
+            key: misfit(each, room=room) for key, each in latest.items()
+        }
         wanted = [record for key, record in latest.items() if answers[key] is None]
         try:
-            self._settle()
+            self._journal.ready()
             fitting = self._make_room(wanted)
         except OSError as error:
-            answers |= {record.key: self._refusal(error) for record in wanted}
+            answers |= {record.key: refusal(error, self.path) for record in wanted}
         else:
             full = CapacityError(f"all {self.capacity_pages} pages of {self.path} are taken")
             answers |= {record.key: full for record in wanted} | self._write(fitting)
@@ -151,7 +147,7 @@ class DiskTier:
         """
         self._check_open()
         there = [key for key in dict.fromkeys(keys) if key in self._journal.places]
-        with self._refusing():
+        with refusing(self.path):
             self._leave(there)
 
     def clear(self) -> None:
@@ -161,11 +157,9 @@ class DiskTier:
             CapacityError, OSError: as `drop`.
         """
         self._check_open()
-        self._leaving += [place.slot for place in self._journal.places.values()]
-        with self._refusing():
+        self._slots.clear()
+        with refusing(self.path):
             self._journal.clear()
-            self._leaving.clear()
-            self._slots.clear()
             self._data.shrink(0)
 
     def flush(self) -> None:
@@ -175,8 +169,7 @@ class DiskTier:
             CapacityError, OSError: the file system refused.
         """
         self._check_open()
-        with self._refusing():
-            self._settle()
+        with refusing(self.path):
             self._data.flush()
             self._system.sync_folder(self.path)
             self._journal.flush()
@@ -233,18 +226,8 @@ class DiskTier:
             if place.slot < room and place.length <= self.slot_bytes:
                 self._slots.take(place.slot)
             else:
-                del self._journal.places[key]
-                self._journal.rewrite()
+                del self._journal.places[key]  # and from the file once its slot is used again
         self._data.shrink(self.capacity_pages)
-
-    def _misfit(self, record: Record) -> ShapeError | None:
-        room = self.page_bytes + self.attachment_bytes
-        if record.content.nbytes <= room and len(record.digest) == DIGEST_BYTES:
-            return None
-        return ShapeError(
-            f"a page with attachments has at most {room} bytes and a digest of {DIGEST_BYTES}; got "
-            f"{record.content.nbytes} and {len(record.digest)}"
-        )
 
     def _make_room(self, records: Sequence[Record]) -> list[Record]:
         """Those that fit; where free slots do not suffice, pages that they replace are given up."""
@@ -256,56 +239,40 @@ class DiskTier:
         return fitting
 
     def _leave(self, keys: Sequence[PageKey]) -> None:
-        if not keys:
-            return
-        self._leaving += [self._journal.places[key].slot for key in keys]
-        self._journal.drop(keys)
-        self._release()
+        if keys:
+            # Free at once, even if the drop is not written now: nothing is put before it is.
+            self._release([self._journal.places[key] for key in keys])
+            self._journal.drop(keys)
 
     def _write(self, records: Sequence[Record]) -> dict[PageKey, Answer]:
-        slots = self._slots.claim(len(records))
+        here, slots = self._journal.places, self._slots.claim(len(records))
         placed = list(zip(records, slots, strict=True))
         answers: dict[PageKey, Answer] = {}
         # The whole slot where there is one, so that it goes out together with its neighbours.
         contents = [each.content if each.slot is None else each.slot for each, _ in placed]
         for (record, _), error in zip(placed, self._data.write(slots, contents), strict=True):
-            answers[record.key] = error and self._refusal(error)
+            answers[record.key] = error and refusal(error, self.path)
+        if any(isinstance(answer, CapacityError) for answer in answers.values()):
+            self._slots.rewind()
         places = [
             (record.key, Place(slot, record.content.nbytes, record.digest))
             for record, slot in placed
             if answers[record.key] is None
         ]
-        replaced = [self._journal.places.get(key) for key, _ in places]
+        replaced = [here[key] for key, _ in places if key in here]
         try:
             self._journal.put(places)
-            self._leaving += [place.slot for place in replaced if place is not None]
+            self._release(replaced)
         except OSError as error:
-            answers |= {key: self._refusal(error) for key, _ in places}
-        self._leaving += [slot for record, slot in placed if answers[record.key] is not None]
-        self._release()
+            answers |= {key: refusal(error, self.path) for key, _ in places}
+        for record, slot in placed:
+            if answers[record.key] is not None:
+                self._slots.release(slot)
         return answers
 
-    def _settle(self) -> None:
-        self._journal.ready()
-        self._release()
-
-    def _release(self) -> None:
-        """What left is written down: its slots may be used again."""
-        for slot in self._leaving:
-            self._slots.release(slot)
-        self._leaving.clear()
-
-    def _refusal(self, error: PrimeblocksError | OSError) -> PrimeblocksError | OSError:
-        if isinstance(error, OSError) and error.errno in _FULL:
-            return CapacityError(f"no space for pages in {self.path}: {error}")
-        return error
-
-    @contextmanager
-    def _refusing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise self._refusal(error) from error
+    def _release(self, places: Sequence[Place]) -> None:
+        for place in places:
+            self._slots.release(place.slot)
 
     def _check_open(self) -> None:
         if self._closed:

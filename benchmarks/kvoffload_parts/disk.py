@@ -1,0 +1,160 @@
+"""Pages of 2 MiB to a disk and back, against plain sequential reads and writes of a file.
+
+`DiskTier.put` and `get` in batches of 16 pages, journal included, and `pwrite` and `preadv` of 8
+MiB (and of 32 MiB, a batch of ours) take turns on the same file system, with the same flags, from
+and into the same memory. All files have been written before; dropping the pages between two puts is
+not timed. Every page is compared once before. `raw_bandwidth_fraction` is the raw seconds of a
+write and a read over ours, with direct I/O where the file system has it. Nothing is synced, so
+buffered figures are those of the page cache.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from primeblocks.kvoffload import DiskTier, PageKey
+from primeblocks.kvoffload.page import checksum
+from primeblocks.kvoffload.tier import Found, Record
+
+from ..harness import Timing
+
+__all__ = ["figures", "raw_rate"]
+
+PAGE_BYTES, PAGES, BATCH = 2 << 20, 128, 16
+CHUNKS = {"8_mib": 8 << 20, "32_mib": 32 << 20}
+RUNS = 7
+
+Figures = dict[str, tuple[float, str, str]]
+
+
+def figures(*, folder: str | None = None, pages: int = PAGES, runs: int = RUNS) -> Figures:
+    """Fractions of the raw rates, direct where there is direct I/O, and buffered."""
+    found: Figures = {}
+    with tempfile.TemporaryDirectory(dir=folder) as room:
+        for io in ("auto", "buffered"):
+            measured = _figures(Path(room) / io, io, pages, runs)
+            found |= {f"kvoffload.disk.{io}.{name}": each for name, each in measured.items()}
+    name = "raw_bandwidth_fraction"
+    return {f"kvoffload.disk.{name}": found[f"kvoffload.disk.auto.{name}"]} | found
+
+
+def raw_rate(
+    descriptor: int, memory: np.ndarray, *, size_bytes: int, chunk_bytes: int, write: bool
+) -> float:
+    """Bytes a second of sequential calls of `chunk_bytes`, from or into `memory` in turn."""
+    chunks = [
+        memory[start : start + chunk_bytes].data for start in range(0, memory.nbytes, chunk_bytes)
+    ]
+    start = time.perf_counter()
+    for number in range(size_bytes // chunk_bytes):
+        chunk, offset = chunks[number % len(chunks)], number * chunk_bytes
+        if write:
+            moved = os.pwrite(descriptor, chunk, offset)
+        else:
+            moved = os.preadv(descriptor, [chunk], offset)
+        assert moved == chunk_bytes
+    return size_bytes / (time.perf_counter() - start)
+
+
+def _figures(folder: Path, io: str, pages: int, runs: int) -> Figures:
+    memory = np.frombuffer(mmap.mmap(-1, BATCH * PAGE_BYTES), dtype=np.uint8)
+    size = pages * PAGE_BYTES
+    tier = DiskTier(folder, capacity_bytes=size, page_bytes=PAGE_BYTES, io=io)
+    flags = os.O_CREAT | os.O_RDWR | (os.O_DIRECT if tier.direct else 0)
+    raw = os.open(folder / "raw", flags, 0o600)
+    seconds: defaultdict[str, list[float]] = defaultdict(list)
+    try:
+        ours = _Ours(tier, memory, pages)
+        ours.agree()
+        for run in range(runs + 1):
+            taken = {"put.ours": _seconds(ours.put), "get.ours": _seconds(ours.get)}
+            ours.drop()
+            for name, chunk in CHUNKS.items():
+                for do in ("put", "get"):
+                    put = do == "put"
+                    rate = raw_rate(raw, memory, size_bytes=size, chunk_bytes=chunk, write=put)
+                    taken[f"{do}.{name}"] = size / rate
+            for key, each in taken.items():
+                seconds[key] += [each] if run else []  # the first is for warming up
+    finally:
+        os.close(raw)
+        tier.close()
+    return _answer({key: Timing(tuple(each)) for key, each in seconds.items()}, size, tier.direct)
+
+
+def _answer(times: dict[str, Timing], size: int, direct: bool) -> Figures:
+    median = {key: timing.median for key, timing in times.items()}
+    flags = "O_DIRECT" if direct else "page cache"
+    answer: Figures = {}
+    for name, chunk in CHUNKS.items():
+        peer = f"calls of {chunk >> 20} MiB, {flags}"
+        both = [median[f"put.{side}"] + median[f"get.{side}"] for side in (name, "ours")]
+        suffix = "" if name == "8_mib" else f".{name}"
+        answer[f"raw_bandwidth_fraction{suffix}"] = (both[0] / both[1], "ratio", peer)
+        for do in ("put", "get"):
+            fraction = median[f"{do}.{name}"] / median[f"{do}.ours"]
+            answer[f"{do}.raw_bandwidth_fraction{suffix}"] = (fraction, "ratio", peer)
+    for key, timing in times.items():
+        answer[f"{key}.mb_per_s"] = (size / timing.median / 1e6, "MB/s", "")
+        answer[f"{key}.spread"] = (timing.spread, "ratio", "")
+    return answer
+
+
+class _Ours:
+    """Batches of pages that lie in `memory` one after the other."""
+
+    def __init__(self, tier: DiskTier, memory: np.ndarray, pages: int) -> None:
+        self._tier = tier
+        random = np.random.default_rng(0)
+        memory[:] = np.frombuffer(random.bytes(memory.nbytes), dtype=np.uint8)
+        self._slots = [memory[at : at + PAGE_BYTES] for at in range(0, memory.nbytes, PAGE_BYTES)]
+        keys = [PageKey("benchmark", number.to_bytes(8, "big")) for number in range(pages)]
+        self._batches = [keys[start : start + BATCH] for start in range(0, pages, BATCH)]
+        # The digest is the store's work, not the tier's: any will do.
+        self._records = [
+            [Record(key, slot, bytes(16), slot) for key, slot in zip(batch, self._slots)]  # noqa: B905
+            for batch in self._batches
+        ]
+
+    def agree(self) -> None:
+        """Different pages in every batch come back as they were."""
+        digests = {}
+        for number, batch in enumerate(self._records):
+            for record in batch:
+                record.content[:8] = np.frombuffer(number.to_bytes(8, "big"), np.uint8)
+                digests[record.key] = checksum(record.key, record.content)
+            assert self._tier.put(batch) == [None] * len(batch)
+        for keys in reversed(self._batches):
+            for slot in self._slots:
+                slot[:] = 0
+            found = self._tier.get(keys, into=self._slots[: len(keys)])
+            for key, slot, each in zip(keys, self._slots, found):  # noqa: B905
+                assert isinstance(each, Found)
+                assert each.length == PAGE_BYTES
+                assert checksum(key, slot) == digests[key]
+        self.drop()
+
+    def put(self) -> None:
+        for batch in self._records:
+            assert self._tier.put(batch) == [None] * len(batch)
+
+    def get(self) -> None:
+        for keys in self._batches:
+            assert all(self._tier.get(keys, into=self._slots[: len(keys)]))
+
+    def drop(self) -> None:
+        self._tier.drop(self._tier.keys())
+
+
+def _seconds(do: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    do()
+    return time.perf_counter() - start

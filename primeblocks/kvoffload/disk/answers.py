@@ -1,0 +1,44 @@
+"""What a disk tier says about pages that it does not keep."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ...errors import CapacityError, PrimeblocksError, ShapeError
+from ..page import DIGEST_BYTES
+from ..tier import Record
+
+__all__ = ["Answer", "misfit", "refusal", "refusing"]
+
+Answer = PrimeblocksError | OSError | None
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def misfit(record: Record, *, room: int) -> ShapeError | None:
+    """Why a record cannot be kept on any disk."""
+    if record.content.nbytes <= room and len(record.digest) == DIGEST_BYTES:
+        return None
+    return ShapeError(
+        f"a page with attachments has at most {room} bytes and a digest of {DIGEST_BYTES}; got "
+        f"{record.content.nbytes} and {len(record.digest)}"
+    )
+
+
+def refusal(error: PrimeblocksError | OSError, path: Path) -> PrimeblocksError | OSError:
+    """An error of the file system in our words: CapacityError where it is full."""
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return CapacityError(f"no space for pages in {path}: {error}")
+    return error
+
+
+@contextmanager
+def refusing(path: Path) -> Iterator[None]:
+    """Raise what the file system raises, in our words."""
+    try:
+        yield
+    except OSError as error:
+        raise refusal(error, path) from error

@@ -1,0 +1,322 @@
+"""What a disk tier gives back, adopts and refuses."""
+
+import errno
+import os
+import subprocess
+import sys
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from primeblocks.errors import (
+    CapacityError,
+    ClosedError,
+    PlanError,
+    ShapeError,
+    UnsupportedError,
+    UsageError,
+)
+from primeblocks.kvoffload import DiskTier
+from primeblocks.kvoffload.disk import System
+from primeblocks.kvoffload.tier import Found, Record
+from tests.kvoffload import tier_conformance as conformance
+from tests.kvoffload.disk.small import (
+    EXTRA,
+    PAGE,
+    SLOT,
+    Unsynced,
+    aligned,
+    assert_serves,
+    content_of,
+    key_of,
+    open_tier,
+    read,
+    record,
+    state,
+)
+
+
+class Counting(Unsynced):
+    """Notes how many buffers and bytes each call moves."""
+
+    def __init__(self):
+        self.writes, self.reads = [], []
+
+    def write(self, descriptor, buffers, offset):
+        count = super().write(descriptor, buffers, offset)
+        self.writes.append((len(buffers), count))
+        return count
+
+    def read(self, descriptor, buffers, offset):
+        count = super().read(descriptor, buffers, offset)
+        self.reads.append((len(buffers), count))
+        return count
+
+
+@pytest.mark.parametrize("io", ["buffered", "direct"])
+@pytest.mark.parametrize("whole_slot", [True, False])
+def test_pages_come_back_with_their_length_and_digest(tmp_path, io, whole_slot):
+    records = [record(number, whole_slot=whole_slot) for number in (3, 1, 2)]
+    with closing(open_tier(tmp_path, io=io)) as tier:
+        assert tier.direct == (io == "direct")
+        assert tier.put(records) == [None] * 3
+        into = [np.zeros(SLOT + 1, np.uint8)[1:], aligned(), aligned(), aligned()]
+        keys = [key_of(number) for number in (1, 7, 2, 3)]
+        found = tier.get(keys, into=into)
+        assert found[1] is None
+        for each, slot, kept in zip(found, into, [records[1], None, *records[2::-2]], strict=True):
+            if kept is not None:
+                assert each == Found(kept.content.nbytes, kept.digest)
+                assert slot[: each.length].tobytes() == kept.content.tobytes()
+        assert tier.keys() == [key_of(number) for number in (3, 1, 2)]
+        assert tier.holds(keys) == [True, False, True, True]
+        tier.drop([key_of(1), key_of(1), key_of(9)])
+        assert tier.keys() == [key_of(3), key_of(2)]
+        assert_serves(tier)
+
+
+@pytest.mark.parametrize("io", ["buffered", "direct"])
+def test_pages_that_are_written_together_move_together_once(tmp_path, io):
+    system = Counting()
+    with closing(open_tier(tmp_path, pages=8, io=io, system=system)) as tier:
+        tier.put([record(100)])
+        system.writes.clear()
+        system.reads.clear()
+        assert tier.put([record(number, whole_slot=True) for number in range(6)]) == [None] * 6
+        data, journal = system.writes
+        assert data == (6, 6 * SLOT)
+        assert journal[0] == 1
+        tier.get([key_of(n) for n in (5, 2, 1, 3, 4)], into=[aligned() for _ in range(5)])
+        assert system.reads == [(5, 5 * SLOT)]
+
+
+def test_the_newest_of_several_records_with_one_key_counts(tmp_path):
+    with closing(open_tier(tmp_path)) as tier:
+        assert tier.put([record(0, 1), record(1), record(0, 2)]) == [None] * 3
+        assert read(tier, [0]) == [content_of(0, 2).tobytes()]
+        assert len(tier) == 2
+        assert_serves(tier)
+
+
+def test_a_full_tier_replaces_pages_and_refuses_new_ones(tmp_path):
+    with closing(open_tier(tmp_path)) as tier:
+        assert tier.put([record(number) for number in range(4)]) == [None] * 4
+        new, replaced = tier.put([record(7), record(2, 5)])
+        assert isinstance(new, CapacityError)
+        assert "4" in str(new)
+        assert replaced is None
+        assert state(tier) == {
+            number: content_of(number, 5 * (number == 2)).tobytes() for number in range(4)
+        }
+        assert tier.keys()[-1] == key_of(2)
+        assert os.path.getsize(tmp_path / "pages") == 4 * SLOT
+
+
+def test_what_does_not_fit_is_refused_and_the_rest_kept(tmp_path):
+    long = np.zeros(PAGE + EXTRA + 1, np.uint8)
+    with closing(open_tier(tmp_path)) as tier:
+        first, second, third = tier.put(
+            [Record(key_of(5), long, bytes(16)), record(1), Record(key_of(6), long[:9], b"")]
+        )
+        assert isinstance(first, ShapeError)
+        assert "113" in str(first)
+        assert second is None
+        assert isinstance(third, ShapeError)
+        assert_serves(tier)
+
+
+def test_a_new_owner_finds_the_pages_in_their_order(tmp_path):
+    with closing(open_tier(tmp_path)) as tier:
+        tier.put([record(number) for number in range(4)])
+        tier.drop([key_of(0)])
+        tier.put([record(1, 2)])
+        before, order = state(tier), tier.keys()
+    with closing(open_tier(tmp_path)) as tier:
+        assert state(tier) == before
+        assert tier.keys() == order
+        assert_serves(tier)
+
+
+@pytest.mark.parametrize("pages", [1, 2, 9])
+def test_another_quota_keeps_what_lies_within_it(tmp_path, pages):
+    with closing(open_tier(tmp_path)) as tier:
+        tier.put([record(number) for number in range(4)])
+        before = state(tier)
+    for _ in range(2):
+        with closing(open_tier(tmp_path, pages=pages)) as tier:
+            assert state(tier) == {number: before[number] for number in range(min(4, pages))}
+            assert os.path.getsize(tmp_path / "pages") <= pages * SLOT
+            assert_serves(tier, pages=pages)
+
+
+@pytest.mark.parametrize("sizes", [(PAGE + 1, EXTRA), (PAGE, EXTRA - 1), (5000, 0)])
+def test_pages_of_another_size_are_left_alone(tmp_path, sizes):
+    with closing(open_tier(tmp_path)) as tier:
+        tier.put([record(0)])
+        before = state(tier)
+    page, extra = sizes
+    with pytest.raises(UsageError, match=f"48 bytes with 64.*{page} with {extra}"):
+        DiskTier(tmp_path, capacity_bytes=9 * SLOT, page_bytes=page, attachment_bytes=extra)
+    with closing(open_tier(tmp_path)) as tier:
+        assert state(tier) == before
+
+
+@pytest.mark.parametrize("name", ["journal", "pages"])
+def test_files_of_something_else_are_left_alone(tmp_path, name):
+    (tmp_path / name).write_text("somebody's, and longer than any header of a journal is")
+    with pytest.raises(UsageError, match="something else"):
+        open_tier(tmp_path)
+    (tmp_path / "lock").touch()
+    if name == "journal":
+        with pytest.raises(UsageError, match="no journal"):
+            open_tier(tmp_path)
+        assert "somebody's" in (tmp_path / name).read_text()
+
+
+def test_folders_of_one_file_a_page_are_left_alone(tmp_path):
+    (tmp_path / "lock").touch()
+    (tmp_path / "ab").mkdir()
+    (tmp_path / "ab" / "abcd.page").write_text("old")
+    with closing(open_tier(tmp_path)) as tier:
+        assert len(tier) == 0
+        assert_serves(tier)
+    assert (tmp_path / "ab" / "abcd.page").read_text() == "old"
+
+
+@pytest.mark.parametrize("sizes", [(0, 0, SLOT), (48, -1, SLOT), (48, 64, SLOT - 1)])
+def test_a_tier_without_room_for_a_page_is_refused(sizes, tmp_path):
+    page, extra, capacity = sizes
+    with pytest.raises(PlanError):
+        DiskTier(tmp_path, capacity_bytes=capacity, page_bytes=page, attachment_bytes=extra)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_folder_has_one_owner(tmp_path):
+    first = open_tier(tmp_path)
+    with pytest.raises(UsageError, match="another store"):
+        open_tier(tmp_path)
+    first.close()
+    first.close()
+    open_tier(tmp_path).close()
+
+
+OWN = """
+import sys
+from primeblocks.kvoffload import DiskTier
+tier = DiskTier(sys.argv[1], capacity_bytes=9000, page_bytes=48, attachment_bytes=64)
+print("owned", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_killed_owner_leaves_the_folder_free(tmp_path):
+    command = [sys.executable, "-c", OWN, str(tmp_path)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout.readline() == "owned\n"
+        with pytest.raises(UsageError, match="another store"):
+            open_tier(tmp_path)
+        other.kill()
+        other.wait()
+    open_tier(tmp_path).close()
+
+
+class WithoutDirect(Unsynced):
+    """A file system that opens files for direct I/O and refuses to read, as some do."""
+
+    def read(self, descriptor, buffers, offset):
+        if os.get_blocking(descriptor) and self.is_direct(descriptor):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return super().read(descriptor, buffers, offset)
+
+    @staticmethod
+    def is_direct(descriptor):
+        import fcntl
+
+        return fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT
+
+
+def test_io_follows_the_file_system_or_says_that_it_cannot(tmp_path):
+    with closing(open_tier(tmp_path, io="auto")) as tier:
+        assert tier.direct
+    system = WithoutDirect()
+    with closing(open_tier(tmp_path, io="auto", system=system)) as tier:
+        assert not tier.direct
+        assert_serves(tier)
+    with pytest.raises(UnsupportedError, match='"auto"'):
+        open_tier(tmp_path, io="direct", system=system)
+    with pytest.raises(PlanError, match="directly"):
+        open_tier(tmp_path, io="directly")
+    open_tier(tmp_path).close()
+
+
+def test_short_reads_and_writes_are_continued(tmp_path):
+    class Short(Unsynced):
+        def write(self, descriptor, buffers, offset):
+            return super().write(descriptor, [b"".join(buffers)[:1500]], offset)
+
+        def read(self, descriptor, buffers, offset):
+            return super().read(descriptor, [buffers[0][:700]], offset)
+
+    with closing(open_tier(tmp_path, system=Short())) as tier:
+        assert tier.put([record(n, whole_slot=True) for n in range(3)]) == [None] * 3
+        before = state(tier)
+        assert b"" not in before.values()
+    with closing(open_tier(tmp_path, system=Short())) as tier:
+        assert state(tier) == before
+
+
+def test_clear_gives_the_room_back(tmp_path):
+    with closing(open_tier(tmp_path)) as tier:
+        tier.put([record(number) for number in range(4)])
+        tier.clear()
+        assert (len(tier), tier.keys()) == (0, [])
+        assert os.path.getsize(tmp_path / "pages") == 0
+        assert os.path.getsize(tmp_path / "journal") < 64
+        assert_serves(tier)
+
+
+def test_the_journal_stays_in_proportion(tmp_path):
+    with closing(open_tier(tmp_path)) as tier:
+        sizes = []
+        for value in range(2000):
+            tier.put([record(value % 3, value)])
+            sizes.append(os.path.getsize(tmp_path / "journal"))
+        assert max(sizes) < 3 * 4 * 100 + (64 << 10)
+        assert sizes.index(max(sizes)) < len(sizes) - 1
+        before = state(tier)
+    with closing(open_tier(tmp_path)) as tier:
+        assert state(tier) == before
+
+
+def test_a_closed_tier_says_so(tmp_path):
+    tier = open_tier(tmp_path)
+    tier.close()
+    for call in (
+        lambda: tier.put([record(0)]),
+        lambda: read(tier, [0]),
+        lambda: tier.drop([key_of(0)]),
+        tier.clear,
+        tier.flush,
+    ):
+        with pytest.raises(ClosedError, match="closed"):
+            call()
+
+
+def test_the_real_system_syncs(tmp_path):
+    with closing(open_tier(tmp_path, system=System())) as tier:
+        tier.put([record(0)])
+        tier.flush()
+        tier.clear()
+
+
+@pytest.mark.parametrize("io", ["buffered", "direct"])
+@pytest.mark.parametrize("check", conformance.CHECKS, ids=conformance.check_name)
+def test_conformance(check, io, tmp_path):
+    host = conformance.host_for()
+    sizes = {"page_bytes": conformance.PAGE, "attachment_bytes": conformance.EXTRA}
+    with closing(DiskTier(tmp_path, capacity_bytes=20 * 8192, io=io, **sizes)) as tier:
+        check(conformance.Bench(host, tier, room=20, too_many=24))
+    host.close()

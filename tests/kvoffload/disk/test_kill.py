@@ -1,0 +1,131 @@
+"""SIGKILL at every call that changes the disk, each write torn at several lengths as well."""
+
+import os
+import signal
+import warnings
+from contextlib import closing
+
+import pytest
+
+from tests.kvoffload.disk.faults import Fault, FaultySystem
+from tests.kvoffload.disk.small import assert_serves, content_of, key_of, open_tier, record, state
+
+PAGES = 4
+# Replacing, replacing without a spare slot, runs that wrap, drops, clears, flushes, and keys long
+# enough that the journal is rewritten.
+SCRIPT = [
+    ("put", [(0, 1), (1, 1), (2, 1)]),
+    ("drop", [1]),
+    ("put", [(3, 1), (1, 2)]),
+    ("put", [(0, 2), (3, 2)]),
+    ("drop", [2, 0]),
+    ("flush", []),
+    ("put", [(4, 1), (3, 3)]),
+    ("clear", []),
+    ("put", [(5, 1), (100, 1)]),
+    ("drop", [100]),
+    ("put", [(101, 1), (102, 1), (5, 2)]),
+    ("drop", [101]),
+    ("put", [(101, 2)]),
+]
+
+
+def play(tier, operation, *, whole_slot=False):
+    name, arguments = operation
+    if name == "put":
+        records = [record(*each, whole_slot=whole_slot) for each in arguments]
+        assert tier.put(records) == [None] * len(records)
+    elif name == "drop":
+        tier.drop([key_of(number) for number in arguments])
+    else:
+        getattr(tier, name)()
+
+
+def states_of(operation, state):
+    """The states that an operation goes through, one page at a time."""
+    name, arguments = operation
+    states = [dict(state)]
+
+    def drop(number):
+        states.append({key: value for key, value in states[-1].items() if key != number})
+
+    if name == "put":
+        spare = PAGES - len(state)
+        replaced = [number for number, _ in arguments if number in state]
+        for number in replaced[: max(0, len(arguments) - spare)]:
+            drop(number)
+        for number, value in arguments:
+            states.append(states[-1] | {number: content_of(number, value).tobytes()})
+    elif name == "drop":
+        for number in arguments:
+            drop(number)
+    elif name == "clear":
+        states.append({})
+    return states
+
+
+def run(path, script, *, io, acknowledged=lambda: None):
+    tier = open_tier(path, pages=PAGES, io=io, system=FaultySystem(script))
+    for operation in SCRIPT:
+        play(tier, operation, whole_slot=io == "direct")
+        acknowledged()
+
+
+def killed(path, at, written, *, io):
+    """Play the script in a child that dies at call `at`; operations that were answered."""
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads: the child uses none
+        child = os.fork()
+    if child == 0:
+        calls = iter(range(at + 1))
+        try:
+            run(
+                path,
+                lambda *_: Fault(written) if next(calls) == at else None,
+                io=io,
+                acknowledged=lambda: os.write(writer, b"."),
+            )
+        finally:
+            os._exit(1)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as answers:
+        count = len(answers.read())
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    return count
+
+
+def torn_lengths(name, size, *, io):
+    if name != "write":
+        return [0]
+    if io == "direct" and size % 4096 == 0:  # a device takes whole sectors
+        return sorted({0, 512, size // 2, size})
+    return sorted({0, 1, 12, size // 2, size - 1, size})
+
+
+@pytest.mark.parametrize("io", ["buffered", "direct"])
+def test_a_kill_at_any_call_leaves_a_state_that_was_gone_through(tmp_path, io):
+    calls = []
+    run(tmp_path / "whole", lambda name, size: calls.append((name, size)), io=io)
+    assert {name for name, _ in calls} == {
+        "open", "remove", "write", "sync", "replace", "sync_folder", "truncate",
+    }  # fmt: skip
+    assert sum(name == "replace" for name, _ in calls) >= 2  # new, and rewritten
+    passed, states = [0], [{}]
+    for operation in SCRIPT:
+        states += states_of(operation, states[-1])[1:]
+        passed.append(len(states) - 1)
+    for at, (name, size) in enumerate(calls):
+        for written in torn_lengths(name, size, io=io):
+            path = tmp_path / f"{at}-{written}"
+            answered = killed(path, at, written, io=io)
+            last = min(answered + 1, len(SCRIPT))
+            possible = states[passed[answered] : passed[last] + 1]
+            with closing(open_tier(path, pages=PAGES, io=io)) as tier:
+                found = state(tier)
+                assert found in possible, (at, name, size, written, answered)
+                assert_serves(tier, pages=PAGES)
+            with closing(open_tier(path, pages=PAGES, io=io)) as tier:
+                assert state(tier) == found

@@ -1,0 +1,260 @@
+"""Full, read-only and failing disks: an answer for each page, then normal service."""
+
+import errno
+import os
+import subprocess
+from contextlib import closing
+
+import pytest
+
+from primeblocks.errors import CapacityError, PrimeblocksError, UsageError
+from tests.kvoffload.disk.faults import Fault, FaultySystem
+from tests.kvoffload.disk.small import (
+    SLOT,
+    Unsynced,
+    assert_serves,
+    content_of,
+    key_of,
+    open_tier,
+    read,
+    record,
+    state,
+)
+
+KINDS = [
+    (errno.ENOSPC, CapacityError),
+    (errno.EDQUOT, CapacityError),
+    (errno.EROFS, OSError),
+    (errno.EIO, OSError),
+]
+
+
+class Script:
+    """No faults, until `fail` names an error for some calls from now on."""
+
+    def __init__(self):
+        self.seen = []
+        self.faults = {}
+
+    def __call__(self, name, size):
+        self.seen.append((name, size))
+        fault = self.faults.get(len(self.seen) - 1, self.faults.get("always"))
+        return fault
+
+    def fail(self, *, after, fault):
+        self.faults = {len(self.seen) + after: fault}
+
+
+def filled(tmp_path, **how):
+    script = Script()
+    tier = open_tier(tmp_path, system=FaultySystem(script), **how)
+    assert tier.put([record(0), record(1)]) == [None, None]
+    return tier, script
+
+
+def assert_reopens(tmp_path, tier, **how):
+    before = state(tier)
+    tier.close()
+    with closing(open_tier(tmp_path, **how)) as again:
+        assert state(again) == before
+        assert_serves(again, **how)
+
+
+@pytest.mark.parametrize(("number", "kind"), KINDS)
+@pytest.mark.parametrize("torn", [0, 50, SLOT])
+def test_a_page_whose_data_is_refused_costs_itself_alone(tmp_path, number, kind, torn):
+    tier, script = filled(tmp_path, pages=6)
+    # Three pages on their own: the write of the second fails.
+    script.fail(after=1, fault=Fault(torn, number))
+    before = state(tier)
+    first, second, third = tier.put([record(2), record(0, 7), record(3)])
+    assert (first, third) == (None, None)
+    assert isinstance(second, kind)
+    assert os.strerror(number) in str(second)
+    assert state(tier) == before | {n: content_of(n).tobytes() for n in (2, 3)}
+    assert tier.put([record(0, 7)]) == [None]
+    assert_serves(tier, pages=6)
+    assert_reopens(tmp_path, tier, pages=6)
+
+
+def test_of_a_run_that_is_refused_the_good_pages_are_kept(tmp_path):
+    bad = content_of(3).tobytes()
+
+    class Bad(Unsynced):
+        def write(self, descriptor, buffers, offset):
+            if any(bytes(buffer[: len(bad)]) == bad for buffer in buffers):
+                raise OSError(errno.EIO, "bad sector")
+            return super().write(descriptor, buffers, offset)
+
+    with closing(open_tier(tmp_path, system=Bad())) as tier:
+        answers = tier.put([record(n, whole_slot=True) for n in (1, 2, 3, 4)])
+        assert [isinstance(answer, OSError) for answer in answers] == [False, False, True, False]
+        assert [*state(tier)] == [1, 2, 4]
+        assert tier.put([record(5)]) == [None]
+
+
+def test_of_a_run_that_cannot_be_read_the_good_pages_are(tmp_path):
+    class Bad(Unsynced):
+        bad = False
+
+        def read(self, descriptor, buffers, offset):
+            if self.bad and offset <= 2 * SLOT < offset + sum(len(each) for each in buffers):
+                raise OSError(errno.EIO, "bad sector")
+            return super().read(descriptor, buffers, offset)
+
+    system = Bad()
+    with closing(open_tier(tmp_path, system=system)) as tier:
+        tier.put([record(n, whole_slot=True) for n in range(4)])
+        good = read(tier, range(4))
+        system.bad = True
+        assert read(tier, range(4)) == [good[0], good[1], None, good[3]]
+
+
+@pytest.mark.parametrize(("number", "kind"), KINDS)
+@pytest.mark.parametrize("torn", [0, 5, 70, 200, 10_000])
+@pytest.mark.parametrize("truncates", [True, False])
+def test_a_refused_journal_keeps_what_was_there(tmp_path, number, kind, torn, truncates):
+    tier, script = filled(tmp_path)
+    before = state(tier)
+    script.fail(after=2, fault=Fault(torn, number))
+    if not truncates:
+        script.faults[len(script.seen) + 3] = Fault(0, errno.EIO)
+    for answer in tier.put([record(2), record(0, 7)]):
+        assert isinstance(answer, kind)
+    assert state(tier) == before
+    assert tier.put([record(0, 8)]) == [None]
+    assert state(tier) == before | {0: content_of(0, 8).tobytes()}
+    assert ("truncate" in [name for name, _ in script.seen[-4:]]) == truncates
+    assert ("replace" in [name for name, _ in script.seen[-4:]]) != truncates
+    assert_serves(tier)
+    assert_reopens(tmp_path, tier)
+
+
+def test_while_the_journal_cannot_be_repaired_nothing_is_kept(tmp_path):
+    tier, script = filled(tmp_path)
+    before = state(tier)
+    script.faults = {"always": Fault(0, errno.EIO)}
+    for _ in range(3):
+        for answer in tier.put([record(2), record(0, 3)]):
+            assert isinstance(answer, OSError)
+        assert state(tier) == before
+    with pytest.raises(OSError, match="error"):
+        tier.flush()
+    script.faults = {}
+    assert tier.put([record(2)]) == [None]
+    assert_serves(tier)
+    assert_reopens(tmp_path, tier)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("name", ["drop", "clear"])
+def test_a_drop_that_is_not_written_is_an_error_and_written_later(tmp_path, number, name):
+    tier, script = filled(tmp_path)
+    script.faults = {"always": Fault(0, number)}
+    with pytest.raises(PrimeblocksError if number == errno.ENOSPC else OSError):
+        tier.drop([key_of(0), key_of(1)]) if name == "drop" else tier.clear()
+    assert (len(tier), read(tier, [0, 1])) == (0, [None, None])
+    # Its slots wait: the file still says that the pages are there.
+    assert isinstance(
+        tier.put([record(2)])[0], CapacityError if number == errno.ENOSPC else OSError
+    )
+    script.faults = {}
+    assert_serves(tier)
+    assert_reopens(tmp_path, tier)
+
+
+def test_a_drop_that_is_not_written_is_written_on_close(tmp_path):
+    tier, script = filled(tmp_path)
+    script.faults = {"always": Fault(0, errno.EIO)}
+    with pytest.raises(OSError, match="error"):
+        tier.drop([key_of(0)])
+    script.faults = {}
+    assert_reopens(tmp_path, tier)
+
+
+@pytest.mark.parametrize("after", [2, 4])
+def test_after_a_flush_that_failed_the_journal_is_written_anew(tmp_path, after):
+    tier, script = filled(tmp_path)
+    script.fail(after=after, fault=Fault(0, errno.EIO))
+    with pytest.raises(OSError, match="error"):
+        tier.flush()
+    assert script.seen[-1] == ("sync", 0)
+    tier.flush()
+    assert ("replace", 0) in script.seen[-8:]
+    assert_reopens(tmp_path, tier)
+
+
+@pytest.mark.parametrize("call", ["open", "write", "sync", "replace", "sync_folder"])
+def test_a_journal_that_cannot_be_rewritten_goes_on(tmp_path, call):
+    script = Script()
+    tier = open_tier(tmp_path, system=FaultySystem(script))
+    assert tier.put([record(100)]) == [None]
+    names = []
+    while "replace" not in names:
+        at = len(script.seen)
+        assert tier.put([record(100)]) == [None]
+        names = [name for name, _ in script.seen[at:]]
+    rewrite = names[2:]  # after the data and the record
+    assert rewrite == ["open", "write", "sync", "replace", "sync_folder"]
+
+    script = Script()
+    other = open_tier(tmp_path / "other", system=FaultySystem(script))
+    assert other.put([record(100)]) == [None]
+    script.faults = {at + 2 + rewrite.index(call): Fault(9, errno.EIO)}
+    for value in range(12):
+        assert other.put([record(100, value)]) == [None]
+        assert state(other) == {100: content_of(100, value).tobytes()}
+    assert_reopens(tmp_path / "other", other)
+    tier.close()
+
+
+def mounted(path, size):
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
+
+
+def test_a_file_system_that_is_really_full_keeps_what_fits(tmp_path):
+    mounted(tmp_path / "small", 8 * SLOT)
+    try:
+        with closing(open_tier(tmp_path / "small", pages=100, system=Unsynced())) as tier:
+            answers = tier.put([record(n, whole_slot=True) for n in range(20)])
+            kept = [number for number, answer in enumerate(answers) if answer is None]
+            assert kept == [*range(len(kept))]
+            assert 4 <= len(kept) <= 7
+            assert all(isinstance(each, CapacityError) for each in answers[len(kept) :])
+            assert [*state(tier)] == kept
+            tier.drop([key_of(kept[0])])
+            assert tier.put([record(40)]) == [None]
+            before = state(tier)
+        with closing(open_tier(tmp_path / "small", pages=100)) as tier:
+            assert state(tier) == before
+            tier.clear()
+            assert tier.put([record(n) for n in range(4)]) == [None] * 4
+    finally:
+        subprocess.run(["umount", str(tmp_path / "small")], check=True)
+
+
+def test_a_read_only_file_system_is_refused_and_one_that_becomes_so_still_reads(tmp_path):
+    path = tmp_path / "small"
+    mounted(path, "1m")
+    try:
+        with closing(open_tier(path)) as tier:
+            tier.put([record(0)])
+            before = state(tier)
+        subprocess.run(["mount", "-o", "remount,ro", str(path)], check=True)
+        with pytest.raises(UsageError, match="Read-only"):
+            open_tier(path)
+        subprocess.run(["mount", "-o", "remount,rw", str(path)], check=True)
+        with closing(open_tier(path)) as tier:
+            assert state(tier) == before
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_path_that_is_no_folder_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="file"):
+        open_tier(tmp_path / "file" / "pages")
