@@ -85,7 +85,7 @@ def play(llm: vllm.LLM, version: int, vocab: int) -> Round:
                 logprobs=0,
                 ignore_eos=True,
                 detokenize=False,
-                extra_args=kv.version_args(version),
+                extra_args=kv.request_args(version),
             )
             ask = {"prompt_token_ids": context, "cache_salt": f"example-{version}"}
             (told,) = llm.generate(ask, sampling, use_tqdm=False)

@@ -36,13 +36,15 @@ was chosen on seeds from 101 on, and has no constants that were fitted.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
+from multiprocessing import get_context
 from statistics import median
 
 from primeblocks.kvoffload import VersionAware, arc, lru
 from primeblocks.kvoffload.belady import belady, play
 from primeblocks.kvoffload.fleets import Agents, Spread, Tool, simulate
-from primeblocks.kvoffload.traces import Trace
 
 from .eviction_bound import bound
 
@@ -132,16 +134,22 @@ def _family(family: str, fleets: Mapping[str, Agents], *, seeds: int) -> dict[fl
     print(f"\n{family}: hit rates, medians of seeds; prefix: its share of the hits of version")
     print("".join(f"{name:>10}" for name in head) + f"{'bound':>10}" * (family in BOUNDED))
     found: dict[float, list[Rates]] = {share: [] for share in CAPACITIES}
-    for name, agents in fleets.items():
-        traces = [simulate(agents, seed=seed) for seed in range(seeds)]
+    jobs = [(name, share, seed) for name in fleets for share in CAPACITIES for seed in range(seeds)]
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        work = partial(_rates, fleets, bounded=family in BOUNDED)
+        rates = dict(zip(jobs, pool.map(work, jobs), strict=True))
+    for name in fleets:
         for share in CAPACITIES:
-            rows = [_rates(trace, share, agents, bounded=family in BOUNDED) for trace in traces]
+            rows = [rates[name, share, seed] for seed in range(seeds)]
             print(_row(name, share, rows), flush=True)
             found[share] += rows
     return found
 
 
-def _rates(trace: Trace, share: float, agents: Agents, *, bounded: bool) -> Rates:
+def _rates(fleets: Mapping[str, Agents], job: tuple[str, float, int], *, bounded: bool) -> Rates:
+    name, share, seed = job
+    agents = fleets[name]
+    trace = simulate(agents, seed=seed)
     pages = max(1, round(share * trace.working_pages))
     ours, untold = VersionAware(agents.max_staleness), trace.without_waits()
     played = {

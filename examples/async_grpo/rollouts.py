@@ -98,7 +98,7 @@ class Rollouts:
             max_tokens=SNIPPET[1] + 4,
             stop_token_ids=[EOS],
             cache_salt=cache_salt(version),
-            extra_args=kvoffload_vllm.version_args(version),
+            extra_args=kvoffload_vllm.request_args(version),
             timeout_s=TIMEOUT_S,
         )
         return answer

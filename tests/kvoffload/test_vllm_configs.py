@@ -165,7 +165,7 @@ def test_the_file_of_mooncake_is_what_vllm_reads(adapter, tmp_path):
 # --- what vLLM makes of them -----------------------------------------------------------------
 
 POOL = {"chunks": 16, "policy": "LRUCachePolicy", "store_threshold": 1, "blocks_per_chunk": 1}
-OURS = {**POOL, "manager": "ResettingManager", "offload_prompt_only": False, "threads": []}
+OURS = {**POOL, "manager": "StoreManager", "offload_prompt_only": False, "threads": []}
 STOCK = {**POOL, "manager": "TieringOffloadingManager", "threads": [6]}
 SHARED = {"kv_role": "kv_consumer", "save_decode_cache": True, "load_async": True}
 PULL = {"lease_s": 30, "bidirectional": False, "mode": "pull"}

@@ -59,9 +59,7 @@ def test_damaged_pages_are_computed_again(results):
     damaged, cold = results["damaged"], results["cold 2"]
     assert cached(damaged) == [0] * 6
     assert_same(damaged, cold)
-    # The first page of a prompt is missed; vLLM does not ask for those after it, or does.
-    failures = damaged["statistics"]["tiers"]["disk"]["checksum_failures"]
-    assert 6 <= failures <= 6 * 3
+    assert damaged["statistics"]["tiers"]["disk"]["checksum_failures"] == 6 * 3
     assert damaged["statistics"]["hits"] == results["flood again"]["statistics"]["hits"]
 
 
@@ -79,9 +77,9 @@ def test_a_reset_of_the_connector_reaches_our_tiers(results):
 
 @pytest.mark.vllm
 def test_an_engine_starts_empty_and_leaves_nothing_behind(results):
-    assert len(results["planted"]) == 1
-    assert results["adopted"] == []
-    assert results["left"] == []
+    assert results["planted"] > 0
+    assert results["adopted"] == 0
+    assert results["left"] == 0
     assert results["pools"] == []  # nameless while it runs: a kill cannot leave it either
 
 
@@ -107,7 +105,7 @@ def test_arguments_for_an_engine(tmp_path, adapter):
     assert tier["disk_path"] == str(tmp_path)
     assert json.dumps(extra)  # it travels to the engine's process
     assert arguments["enable_prefix_caching"] is True
-    assert adapter.version_args(7)["kv_transfer_params"] == {"primeblocks_policy_version": 7}
+    assert tier["persist"] is None
 
 
 @pytest.mark.vllm
@@ -120,6 +118,8 @@ def test_arguments_for_an_engine(tmp_path, adapter):
         ({"disk_bytes": 1}, PlanError, "both or neither"),
         ({"disk_path": "d", "disk_bytes": -1}, PlanError, "-1"),
         ({"eviction_policy": "fifo"}, PlanError, "fifo"),
+        ({"persist": "run"}, PlanError, "persist='run' needs a disk"),
+        ({"routes_bytes_per_token": -1}, PlanError, "must not be negative; got -1"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(wrong, error, message, adapter):

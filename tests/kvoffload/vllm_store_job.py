@@ -38,7 +38,7 @@ def start(folder: Path) -> Any:
         enable_return_routed_experts=True,
         aux_output_config={"max_bytes": 64 << 20},
         **engine_args(
-            primary_bytes=16 * PAGE_BYTES,
+            primary_bytes=24 * PAGE_BYTES,
             host_bytes=8 * PAGE_BYTES,
             disk_path=folder / "pages",
             disk_bytes=1024 * PAGE_BYTES,
@@ -57,7 +57,7 @@ class Phases:
     def run(self, name: str, prompts: list[list[int]], *, version: int) -> None:
         import vllm
 
-        from primeblocks.kvoffload.adapters.vllm import engine_statistics, version_args
+        from primeblocks.kvoffload.adapters.vllm import engine_statistics, request_args
 
         parameters = vllm.SamplingParams(
             max_tokens=16,
@@ -65,7 +65,7 @@ class Phases:
             logprobs=0,
             ignore_eos=True,
             detokenize=False,
-            extra_args=version_args(version),
+            extra_args=request_args(version),
         )
         salted = [{"prompt_token_ids": ids, "cache_salt": f"run/{version}"} for ids in prompts]
         requests = self.engine.generate(salted, parameters, use_tqdm=False)
@@ -88,38 +88,39 @@ class Phases:
 
 def plant(folder: Path) -> None:
     """Leave a page behind, as an engine that was killed does."""
-    from primeblocks.kvoffload import DiskTier, PageKey
+    from primeblocks.kvoffload import DiskTier, PageKey, Record
     from primeblocks.kvoffload.page import checksum
 
     path = folder / "pages" / "engine-0"
     disk = DiskTier(path, capacity_bytes=PAGE_BYTES, page_bytes=PAGE_BYTES)
     key, page = PageKey("0", b"old"), np.zeros(PAGE_BYTES, np.uint8)
-    disk.put(key, page, checksum(key, page))
+    assert disk.put([Record(key, page, checksum(key, page))]) == [None]
     disk.close()
 
 
-def pages_in(folder: Path) -> list[str]:
-    return [each.name for each in (folder / "pages").rglob("*.page")]
+def bytes_in(folder: Path) -> int:
+    return (folder / "pages" / "engine-0" / "pages").stat().st_size
 
 
 def corrupt(folder: Path) -> int:
-    files = [*(folder / "pages").rglob("*.page")]
-    for file in files:
-        content = bytearray(file.read_bytes())
-        content[len(content) // 2] ^= 1
-        file.write_bytes(content)
-    return len(files)
+    """Change one bit of every page on disk."""
+    file = folder / "pages" / "engine-0" / "pages"
+    content = np.fromfile(file, np.uint8)
+    content[PAGE_BYTES // 2 :: PAGE_BYTES] ^= 1
+    content.tofile(file)
+    return len(content) // PAGE_BYTES
 
 
 def main(folder: Path) -> None:
     generator = np.random.default_rng(0)
     asked, flood = (generator.integers(4, 512, (n, PROMPT)).tolist() for n in (6, 20))
     plant(folder)
-    planted = pages_in(folder)
+    planted = bytes_in(folder)
     engine = start(folder)
     phases = Phases(engine)
-    phases.results |= {"planted": planted, "adopted": pages_in(folder)}
-    pools = [each.name for each in Path("/dev/shm").glob("vllm_offload_*")]
+    phases.results |= {"planted": planted, "adopted": bytes_in(folder)}
+    engine_id = engine.llm_engine.vllm_config.kv_transfer_config.engine_id
+    pools = [each.name for each in Path("/dev/shm").glob(f"vllm_offload_{engine_id}*")]
     for version in range(3):
         phases.run(f"cold {version}", asked, version=version)
         phases.run(f"flood {version}", flood, version=version)
@@ -132,7 +133,7 @@ def main(folder: Path) -> None:
     assert engine.reset_prefix_cache(reset_connector=True)
     phases.run("reset", asked, version=2)
     engine.llm_engine.engine_core.shutdown()
-    phases.results["left"] = pages_in(folder)
+    phases.results["left"] = bytes_in(folder)
     phases.results["pools"] = pools
     (folder / "results.json").write_text(json.dumps(phases.results))
 

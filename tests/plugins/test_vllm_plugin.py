@@ -13,7 +13,7 @@ from tests.engine_job import run_job
 
 CPU = {"version": "0.32.0", "is_cpu": True, "off": ""}
 CPU_ONLY = {"routed_experts_on_cpu", "moe_reload_on_cpu"}
-NAMES = CPU_ONLY | {"missing_routes_survive"}
+NAMES = CPU_ONLY | {"missing_routes_survive", "routes_with_pages"}
 EXACT_K3 = 1e-11  # float32 rounding; a fault costs 0.1 and more
 
 
@@ -72,7 +72,11 @@ class TestInAProcess:
 
     def test_the_off_switch_holds_and_typing_errors_are_named(self, facts):
         off = facts["off"]
-        assert off["applied"] == ["routed_experts_on_cpu", "missing_routes_survive"]
+        assert off["applied"] == [
+            "routed_experts_on_cpu",
+            "missing_routes_survive",
+            "routes_with_pages",
+        ]
         assert len(off["warnings"]) == 1
         assert "no_such_patch" in off["warnings"][0]
         assert plugin.OFF in off["required"]
@@ -85,6 +89,7 @@ class TestInAProcess:
             "routed_experts_on_cpu": [True, True],
             "moe_reload_on_cpu": [True, False],
             "missing_routes_survive": [True, True],
+            "routes_with_pages": [True, True],
         }
         assert facts["on"]["self_tests"] == {name: [True, True] for name in NAMES}
 

@@ -139,7 +139,7 @@ def follow(folder: Path) -> dict[str, np.ndarray]:
     import vllm
 
     from primeblocks.kvoffload.adapters.vllm import engine_args as offload_args
-    from primeblocks.kvoffload.adapters.vllm import version_args
+    from primeblocks.kvoffload.adapters.vllm import request_args
 
     page_bytes = EXACT.num_layers * 2 * 2 * 32 * PAGE_TOKENS * 4
     rows_of_a_page = PAGE_TOKENS * EXACT.bytes_per_token
@@ -163,7 +163,7 @@ def follow(folder: Path) -> dict[str, np.ndarray]:
 
     def run(case: str, texts: list[list[int]], **settings: Any) -> None:
         parameters = sampling(8, **settings)
-        parameters.extra_args = version_args(0)
+        parameters.extra_args = request_args(0)
         salted = [{"prompt_token_ids": ids, "cache_salt": "0"} for ids in texts]
         save(results, case, engine.generate(salted, parameters, use_tqdm=False), EXACT)
 

@@ -13,13 +13,13 @@ from functools import cache
 from typing import Any
 
 from ...errors import MissingPackageError, UnsupportedError, UsageError
-from . import missing_routes, moe_reload, routed_experts
+from . import missing_routes, moe_reload, routed_experts, routes_with_pages
 
 __all__ = ["OFF", "PATCHES", "TESTED", "refusals", "register", "require"]
 
 TESTED = "0.32"
 OFF = "PRIMEBLOCKS_VLLM_PATCHES_OFF"
-PATCHES = (routed_experts.PATCH, moe_reload.PATCH, missing_routes.PATCH)
+PATCHES = (routed_experts.PATCH, moe_reload.PATCH, missing_routes.PATCH, routes_with_pages.PATCH)
 
 
 def _is_tested(version: str) -> bool:

@@ -21,8 +21,9 @@ if not vllm.__version__.startswith("0.32."):
 from .compose import command_line, multi
 from .configs import mooncake, mooncake_settings, native, nixl
 from .engine import EngineStatistics, engine_args, engine_statistics
+from .requests import request_args
 from .spec import StoreOffloadingSpec
-from .tier import StoreTier, version_args
+from .tier import StoreTier
 
 __all__ = [
     "EngineStatistics",
@@ -36,5 +37,5 @@ __all__ = [
     "multi",
     "native",
     "nixl",
-    "version_args",
+    "request_args",
 ]

@@ -31,6 +31,8 @@ def engine_args(
     max_staleness: int | None = None,
     eviction_policy: str = "lru",
     offload_prompt_only: bool = False,
+    routes_bytes_per_token: int = 0,
+    persist: str | None = None,
 ) -> dict[str, Any]:
     """Engine arguments that put our store behind vLLM: `LLM(model, **engine_args(...))`. Pure.
 
@@ -40,12 +42,21 @@ def engine_args(
     Args:
         primary_bytes: vLLM's transit pool in shared memory. The more it holds the less it asks us.
         host_bytes: our pages in host memory.
-        disk_path: directory of our pages on disk; emptied when the engine starts and stops.
+        disk_path: directory of our pages on disk; emptied when the engine starts and stops, unless
+            `persist` is given.
         disk_bytes: their quota.
-        max_staleness: evict pages of versions older than this first (see `version_args`); None
+        max_staleness: evict pages of versions older than this first (see `request_args`); None
             means least recently used.
         eviction_policy: vLLM's policy for the transit pool, "lru" or "arc".
         offload_prompt_only: leave generated tokens out.
+        routes_bytes_per_token: with routed-expert capture, what the engine captures of a token
+            (`RouterShape.bytes_per_token` of primeblocks.replay): routes then travel with their
+            pages. 0 leaves them where vLLM keeps them.
+        persist: keep the pages on disk for the next engine that says the same. The name must
+            change with whatever the pages depend on and a `cache_salt` does not name: the weights
+            that the engine starts with, above all. Pages are found again by engines with equal
+            model, layout, parallel sizes and vLLM; after a reset of the connector none is kept.
+            None starts empty and leaves nothing.
 
     Raises:
         PlanError: sizes that do not fit together.
@@ -63,6 +74,12 @@ def engine_args(
         )
     if eviction_policy not in ("lru", "arc"):
         raise PlanError(f'eviction_policy is "lru" or "arc"; got {eviction_policy!r}')
+    if routes_bytes_per_token < 0:
+        raise PlanError(
+            f"routes_bytes_per_token must not be negative; got {routes_bytes_per_token}"
+        )
+    if persist is not None and disk_path is None:
+        raise PlanError(f"persist={persist!r} needs a disk: give disk_path and disk_bytes")
     ours = {
         "type": "StoreTier",
         "module_path": tier.__name__,
@@ -70,6 +87,7 @@ def engine_args(
         "disk_path": None if disk_path is None else os.fspath(disk_path),
         "disk_bytes": disk_bytes,
         "max_staleness": max_staleness,
+        "persist": persist,
     }
     extra = {
         "spec_name": "StoreOffloadingSpec",
@@ -78,6 +96,7 @@ def engine_args(
         "eviction_policy": eviction_policy,
         "offload_prompt_only": offload_prompt_only,
         "secondary_tiers": [ours],
+        spec.ROUTES: routes_bytes_per_token,
     }
     transfer = KVTransferConfig(
         kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra

@@ -1,13 +1,15 @@
-"""vLLM's tiering with our reset, and its copy worker for the CPU platform."""
+"""vLLM's tiering with our manager, and its copy worker for the CPU platform."""
 
 from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 import numpy as np
 import torch
 from vllm.platforms import current_platform
+from vllm.utils.math_utils import round_up
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
@@ -16,39 +18,61 @@ from vllm.v1.kv_offload.base import (
     OffloadingWorker,
     TransferResult,
 )
+from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from ....errors import UnsupportedError
-from .tier import StoreTier
+from ....errors import PlanError, UnsupportedError
+from .manager import StoreManager
+from .routes import RoutesWorker, Tail
 
-__all__ = ["HostCopyWorker", "ResettingManager", "StoreOffloadingSpec", "UnlinkedRegion"]
+__all__ = ["ROUTES", "HostCopyWorker", "StoreOffloadingSpec", "UnlinkedRegion"]
 
-
-class ResettingManager(TieringOffloadingManager):
-    """Stock, except that a reset reaches our tier too.
-
-    Stock vLLM leaves secondary tiers alone when the connector is reset after a weight update, and
-    then serves pages of the old weights.
-    """
-
-    def reset_cache(self) -> None:
-        super().reset_cache()
-        for tier in self.secondary_tiers:
-            if isinstance(tier, StoreTier):
-                tier.forget()
+ROUTES = "primeblocks_routes_bytes_per_token"
 
 
 class StoreOffloadingSpec(TieringOffloadingSpec):
-    """vLLM's tiering, with a reset that reaches our store and a worker for the CPU platform."""
+    """vLLM's tiering with our manager, room for routes, and a worker for the CPU platform.
+
+    Attributes:
+        tail: where a row of the pool keeps the routes of its page; None without them.
+    """
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        self.tail: Tail | None = None
+        if self.extra_config.get(ROUTES):
+            self._make_room_for_routes(self.extra_config[ROUTES])
+        if self.num_chunks < 1:
+            raise PlanError(
+                f"primary_bytes={self.extra_config['cpu_bytes_to_use']} hold no page: one takes "
+                f"{self.kv_bytes_per_chunk}"
+            )
+
+    def _make_room_for_routes(self, bytes_per_token: int) -> None:
+        tokens = {*self.tokens_per_block, self.tokens_per_hash * self.blocks_per_chunk}
+        if tokens != {self.tokens_per_hash}:
+            raise UnsupportedError(
+                f"routes travel with pages of {self.tokens_per_hash} tokens, as vLLM hashes them; "
+                f"here pages have {sorted(tokens)}. Use one block size for all groups of layers "
+                "and blocks_per_chunk=1, or leave out routes_bytes_per_token."
+            )
+        copies = 1 if self.replicated_layout else self.config.parallel.world_size
+        self.tail = Tail(
+            self.cpu_page_size_per_worker * copies, bytes_per_token * self.tokens_per_hash
+        )
+        self.kv_bytes_per_chunk = round_up(self.tail.end, self.BLOCK_SIZE_ALIGNMENT)
+        self.num_chunks = self.extra_config["cpu_bytes_to_use"] // self.kv_bytes_per_chunk
 
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
             stock = super().get_manager()
             assert isinstance(stock, TieringOffloadingManager)
-            self._manager = ResettingManager(stock.primary_tier, stock.secondary_tiers)
+            self._manager = StoreManager(
+                stock.primary_tier, stock.secondary_tiers, names_chunks=self.tail is not None
+            )
             region = self._scheduler_mmap
             # The workers have mapped the pool before the scheduler exists. Without a name it
             # cannot outlive a killed engine.
@@ -57,8 +81,18 @@ class StoreOffloadingSpec(TieringOffloadingSpec):
         return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        worker, region = self._copy_worker(kv_caches)
+        if self.tail is None:
+            return worker
+        pool = region.base_tensor.view(self.num_chunks, -1).numpy()
+        return RoutesWorker(worker, pool=pool, tail=self.tail, engine_id=self._engine_id)
+
+    def _copy_worker(
+        self, kv_caches: CanonicalKVCaches
+    ) -> tuple[OffloadingWorker, SharedOffloadRegion]:
         if not current_platform.is_cpu():
-            return super().get_worker(kv_caches)
+            stock: Any = super().get_worker(kv_caches)
+            return stock, stock._mmap_region
         if self.config.canonical_layout:
             raise UnsupportedError("canonical_layout is not supported on the CPU platform")
         region = UnlinkedRegion(
@@ -68,7 +102,8 @@ class StoreOffloadingSpec(TieringOffloadingSpec):
             kv_bytes_per_chunk=self.kv_bytes_per_chunk,
             cpu_page_size=self.cpu_page_size_per_worker,
         )
-        return HostCopyWorker(kv_caches, blocks_per_chunk=self.blocks_per_chunk, region=region)
+        worker = HostCopyWorker(kv_caches, blocks_per_chunk=self.blocks_per_chunk, region=region)
+        return worker, region
 
 
 class UnlinkedRegion(SharedOffloadRegion):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from itertools import compress
 from typing import Any
 
 import numpy as np
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     LookupResult,
@@ -18,38 +22,36 @@ from vllm.v1.kv_offload.base import (
     OffloadKey,
     ReqContext,
     RequestOffloadingContext,
+    ScheduleEndContext,
     get_offload_block_hash,
     get_offload_group_idx,
 )
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
+from ....errors import DeadlineError
 from ... import DiskTier, HostTier, PageKey, Tier, TieredStore, VersionAware, lru
-from ...jobs import PageJobs
+from ...attachments import pack_attachments
+from ...jobs import Job, PageJobs
+from .requests import Request, read_request
+from .routes import Tail
 
-__all__ = ["COUNTED", "METRIC", "StoreTier", "version_args"]
+__all__ = ["COUNTED", "METRIC", "StoreTier", "recipe"]
 
 METRIC = "vllm:primeblocks_kvoffload_"
 COUNTED = ("hits", "stores", "evictions", "checksum_failures", "failures", "bytes_read")
-_VERSION_PARAMETER = "primeblocks_policy_version"
+_ROUTES = "routes"
 _TIMEOUT_S = 30.0
-
-
-def version_args(version: int) -> dict[str, Any]:
-    """What a request says about its policy: `SamplingParams(extra_args=version_args(7), ...)`.
-
-    The tier learns the version of the pages from it and advances with the largest it has seen.
-    It comes beside the request's `cache_salt`, not instead of it.
-    """
-    return {"kv_transfer_params": {_VERSION_PARAMETER: version}}
+_BREATH_S = 2e-4
 
 
 class StoreTier(SecondaryTierManager):
     """Our store behind vLLM's primary tier. Lives in the scheduler's process and never blocks it.
 
     A page that is missing, torn or changed is reported as failed, and vLLM computes it again.
-    The pages are those of one engine run: the store starts empty and is emptied at the end, because
-    nothing says that the next run has the same weights.
+    Unless `persist` names what they depend on, the pages are those of one engine run: the store
+    starts empty and is emptied at the end, because nothing says that the next run has the same
+    weights.
     """
 
     def __init__(
@@ -62,64 +64,98 @@ class StoreTier(SecondaryTierManager):
         disk_path: str | None = None,
         disk_bytes: int = 0,
         max_staleness: int | None = None,
+        persist: str | None = None,
         backpressure_detector: BackpressureDetector | None = None,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        page_bytes = self.block_size_bytes
-        tiers: list[Tier] = [HostTier(capacity_bytes=host_bytes, page_bytes=page_bytes)]
+        self._tail: Tail | None = getattr(offloading_spec, "tail", None)
+        self._page_bytes, beside = self.block_size_bytes, 0
+        if self._tail is not None:
+            self._page_bytes = self._tail.offset
+            most = {_ROUTES: bytes(self._tail.end - self._tail.offset)}
+            beside = len(pack_attachments(most))
+        sizes: dict[str, Any] = {"page_bytes": self._page_bytes, "attachment_bytes": beside}
+        tiers: list[HostTier | Tier] = [HostTier(capacity_bytes=host_bytes, **sizes)]
         if disk_path is not None:
             replica = f"engine-{offloading_spec.config.parallel.data_parallel_index}"
             directory = os.path.join(disk_path, replica)
-            tiers.append(DiskTier(directory, capacity_bytes=disk_bytes, page_bytes=page_bytes))
+            tiers.append(DiskTier(directory, capacity_bytes=disk_bytes, **sizes))
         evict = lru if max_staleness is None else VersionAware(max_staleness)
         self._store = TieredStore(tiers, evict=evict)
-        self._store.clear().wait(timeout_s=_TIMEOUT_S)
-        self._jobs = PageJobs(self._store, page_timeout_s=_TIMEOUT_S)
+        self._persists = persist is not None
+        self._salt = os.urandom(16) if persist is None else persist.encode()
+        self._recipe = recipe(offloading_spec)
+        if not self._persists:
+            self._store.clear().wait(timeout_s=_TIMEOUT_S)
+        self._jobs = PageJobs(self._store, timeout_s=_TIMEOUT_S)
+        self._drained: list[Job] = []
         self._rows = np.asarray(primary_kv_view)
         self._moving: dict[int, TransferJob] = {}
         self._reported: Counter[tuple[str, str]] = Counter()
-        self._resets = 0
         self._version = 0
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        version = _version_of(req_context)
-        if version is not None and version > self._version:
-            self._version = version
-            self._store.advance(version=version)
+        request = read_request(req_context.kv_transfer_params)
+        req_context.set_state(request)
+        if request.version is not None and request.version > self._version:
+            self._version = request.version
+            self._store.advance(version=request.version)
         return RequestOffloadingContext()
 
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        for rollout in _request(req_context).ends:
+            self._store.end(rollout)
+
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        found = self._page_key(key, req_context) in self._store
+        found = self._page_key(key, _request(req_context)) in self._store
         return LookupResult.HIT if found else LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        self._jobs.save(*self._batch(job_metadata))
+        rows, keys, rollout = self._batch(job_metadata)
+        attachments = [self._routes_of(*each) for each in zip(rows, keys, strict=True)]
+        pages = [row[: self._page_bytes] for row in rows]
+        self._jobs.save(job_metadata.job_id, keys, pages, attachments=attachments, rollout=rollout)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        self._jobs.load(*self._batch(job_metadata))
+        rows, keys, rollout = self._batch(job_metadata)
+        into = [row[: self._page_bytes] for row in rows]
+        self._jobs.load(job_metadata.job_id, keys, into, rollout=rollout)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        for job in self._jobs.finished():
-            keys = self._moving.pop(job.id).keys
+        over, self._drained = [*self._drained, *self._jobs.finished()], []
+        for job in over:
+            transfer = self._moving.pop(job.id)
+            if transfer.is_promotion and self._tail is not None:
+                for chunk, attachments in zip(transfer.chunk_ids, job.attachments, strict=True):
+                    self._tail.restore(self._rows[chunk], attachments.get(_ROUTES))
             yield JobResult(
                 job_id=job.id,
                 success=all(job.succeeded),
-                successful_keys=tuple(compress(keys, job.succeeded)),
+                successful_keys=tuple(compress(transfer.keys, job.succeeded)),
                 transfer_time=job.seconds,
                 transfer_bytes=sum(job.succeeded) * self.block_size_bytes,
             )
 
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        if any(job.is_promotion for job in self._moving.values()):
+            # A scheduler with nothing but waiting requests steps without a pause, and the threads
+            # that copy would get the interpreter only every five milliseconds.
+            time.sleep(_BREATH_S)
+
     def drain_jobs(self) -> None:
-        self._jobs.drain(timeout_s=_TIMEOUT_S)
+        self._drained += self._jobs.drain(timeout_s=_TIMEOUT_S)
 
     def forget(self) -> None:
         """Make every page unreachable at once, and drop them in the background."""
-        self._resets += 1
+        # Random: what is stored from now on is found neither before nor by another engine.
+        self._salt = os.urandom(16)
         self._store.clear()
 
     def shutdown(self) -> None:
-        self._jobs.close(timeout_s=_TIMEOUT_S)
-        self._store.clear()
+        self._jobs.drain(timeout_s=_TIMEOUT_S)
+        last = self._store.flush() if self._persists else self._store.clear()
+        with suppress(DeadlineError):  # a slow disk then has fewer pages
+            last.wait(timeout_s=_TIMEOUT_S)
         self._store.close(timeout_s=_TIMEOUT_S)
         # vLLM releases its memory view next, which fails while an array looks into it.
         self._rows = np.empty((0, 0), dtype=np.int8)
@@ -145,21 +181,46 @@ class StoreTier(SecondaryTierManager):
                     self._reported[tier, name] = total
         return stats
 
-    def _page_key(self, key: OffloadKey, req_context: ReqContext) -> PageKey:
-        # vLLM's hash contains the request's cache_salt already; ours separates resets.
+    def _page_key(self, key: OffloadKey, request: Request) -> PageKey:
+        # vLLM's hash contains the request's cache_salt already; ours separates runs and resets.
         return PageKey(
-            salt=str(self._resets),
+            salt=self._salt,
             hash=get_offload_block_hash(key),
             group=get_offload_group_idx(key),
-            version=_version_of(req_context),
+            version=request.version,
+            recipe=self._recipe,
         )
 
-    def _batch(self, job: TransferJob) -> tuple[int, list[PageKey], list[np.ndarray]]:
+    def _batch(self, job: TransferJob) -> tuple[list[np.ndarray], list[PageKey], str | None]:
         self._moving[job.job_id] = job
-        keys = [self._page_key(key, job.req_context) for key in job.keys]
-        return job.job_id, keys, [self._rows[chunk] for chunk in job.chunk_ids]
+        request = _request(job.req_context)
+        keys = [self._page_key(key, request) for key in job.keys]
+        return [self._rows[chunk] for chunk in job.chunk_ids], keys, request.rollout
+
+    def _routes_of(self, row: np.ndarray, key: PageKey) -> Mapping[str, bytes] | None:
+        """The attachment of a page: its routes, if they were captured in time."""
+        if self._tail is None or self._tail.read(row, key.hash) is None:
+            return None
+        return {_ROUTES: self._tail.sealed(row)}
 
 
-def _version_of(req_context: ReqContext) -> int | None:
-    version = (req_context.kv_transfer_params or {}).get(_VERSION_PARAMETER)
-    return version if isinstance(version, int) else None
+def recipe(spec: OffloadingSpec) -> str:
+    """A fingerprint of what the bytes of a page mean: model, dtype, layout, parallel sizes."""
+    config = spec.config
+    facts = (
+        vllm.__version__,
+        config.model,
+        config.groups,
+        config.cache,
+        config.worker_kv_bytes_per_block,
+        config.kv_cache_layout,
+        config.replicated_layout,
+        config.canonical_layout,
+        (config.parallel.world_size, config.parallel.tp_size, config.parallel.pp_size),
+        (config.parallel.pcp_size, config.parallel.dcp_size),
+    )
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+
+
+def _request(context: ReqContext) -> Request:
+    return context.get_state(Request) or read_request(context.kv_transfer_params)

@@ -1,0 +1,71 @@
+"""What a request says about itself, from the front end to the scheduler."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ....errors import UsageError
+
+__all__ = ["Request", "read_request", "request_args"]
+
+_VERSION = "primeblocks_policy_version"
+_ROLLOUT = "primeblocks_rollout"
+_ENDS = "primeblocks_rollouts_that_end"
+
+logger = logging.getLogger(__name__)
+
+
+def request_args(version: Any = None, *, rollout: Any = None, ends: Any = ()) -> dict[str, Any]:
+    """What a request tells our tier: `SamplingParams(extra_args=request_args(7, rollout="a/3"))`.
+
+    The same dictionary goes into the JSON of a request to vLLM's server. It comes beside the
+    request's `cache_salt`, not instead of it. Pure.
+
+    Args:
+        version: the policy's, an integer; the tier advances with the largest that it has seen, and
+            keys of different versions differ.
+        rollout: name of who will need the pages again, in its next turn. With several samples of
+            one prompt in a request (`n`) it is theirs together.
+        ends: names of rollouts that need their pages no more once this request is over: its own in
+            its last turn, or some that ended without one.
+
+    Raises:
+        UsageError: names that are not text, or a version that is no integer.
+    """
+    if version is not None and type(version) is not int:
+        raise UsageError(f"a version is an integer; got {version!r}")
+    is_list = isinstance(ends, list | tuple)
+    if not is_list or not all(isinstance(name, str) for name in ends):
+        raise UsageError(f"ends is a list of names of rollouts; got {ends!r}")
+    if rollout is not None and not isinstance(rollout, str):
+        raise UsageError(f"a rollout is named by text; got {rollout!r}")
+    said = {_VERSION: version, _ROLLOUT: rollout, _ENDS: list(ends) or None}
+    return {"kv_transfer_params": {name: each for name, each in said.items() if each is not None}}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a request said; nothing where it said nothing."""
+
+    version: int | None = None
+    rollout: str | None = None
+    ends: tuple[str, ...] = ()
+
+
+def read_request(parameters: Mapping[str, Any] | None) -> Request:
+    """Read `kv_transfer_params`. What is malformed is left out with a warning, not raised: it came
+    over the network, and an error here would end the engine.
+    """
+    if not parameters:
+        return Request()
+    version, rollout = parameters.get(_VERSION), parameters.get(_ROLLOUT)
+    ends = parameters.get(_ENDS) or []
+    try:
+        request_args(version, rollout=rollout, ends=ends)
+    except UsageError as error:
+        logger.warning("a request's rollout and version are ignored: %s", error)
+        return Request()
+    return Request(version, rollout, tuple(ends))

@@ -1,0 +1,194 @@
+"""Captured routes beside the keys and values, in every row of vLLM's shared pool.
+
+A row of the pool ends with the routes of its page: a seal of 16 bytes, then the rows. The seal is a
+digest of the page's hash and the rows, so that rows of another page, of an earlier one in the same
+place, or half of each are never taken for this page's: they are missing. The worker fills the end
+of a row when it stores a page and hands it to the engine's capture when it loads one; our tier
+carries it, seal included, as an attachment of the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+from vllm.distributed.aux_output_connector import worker as capture
+from vllm.v1.kv_offload.base import (
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    OffloadKey,
+    TransferResult,
+    get_offload_block_hash,
+)
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+
+from ....errors import PlanError, UnsupportedError
+
+__all__ = ["NamedChunks", "RoutesWorker", "Tail"]
+
+_SEAL_BYTES = 16
+# With asynchronous scheduling a step's rows arrive one or two steps after its keys and values.
+_PATIENCE = 4
+
+
+@dataclass(frozen=True)
+class Tail:
+    """Where a row of the pool keeps routes.
+
+    Args:
+        offset: first byte after the keys and values of all workers.
+        rows_bytes: bytes of one page's rows.
+    """
+
+    offset: int
+    rows_bytes: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + _SEAL_BYTES + self.rows_bytes
+
+    def write(self, row: np.ndarray, page_hash: bytes, rows: bytes) -> None:
+        """Seal the rows of a page and put them at the end of its row."""
+        row[self.offset : self.end] = np.frombuffer(_seal(page_hash, rows) + rows, row.dtype)
+
+    def read(self, row: np.ndarray, page_hash: bytes) -> bytes | None:
+        """The rows at the end of a row; None unless they are this page's."""
+        rows = self.sealed(row)[_SEAL_BYTES:]
+        intact = row[self.offset : self.offset + _SEAL_BYTES].tobytes() == _seal(page_hash, rows)
+        return rows if intact else None
+
+    def sealed(self, row: np.ndarray) -> bytes:
+        """The end of a row as it is."""
+        return row[self.offset : self.end].tobytes()
+
+    def restore(self, row: np.ndarray, sealed: bytes | None) -> None:
+        """Put back what `sealed` gave, or make the rows missing."""
+        row[self.offset : self.end] = 0
+        if sealed is not None and len(sealed) == self.end - self.offset:
+            row[self.offset : self.end] = np.frombuffer(sealed, row.dtype)
+
+
+class NamedChunks(CPULoadStoreSpec):
+    """Chunks of the pool together with the hashes of their pages."""
+
+    def __init__(self, chunks: LoadStoreSpec, keys: Sequence[OffloadKey]) -> None:
+        assert isinstance(chunks, CPULoadStoreSpec)
+        super().__init__(list(chunks.chunk_ids))
+        self.hashes = [get_offload_block_hash(key) for key in keys]
+        assert len(self.hashes) == len(self.chunk_ids)
+
+
+class RoutesWorker(OffloadingWorker):
+    """A copy worker that moves routes with the pages.
+
+    A page's routes may be captured a little later than its keys and values: its store counts as
+    finished once they are there, or after a few steps without them; then they are missing.
+
+    Args:
+        inner: the worker that copies keys and values.
+        pool: the rows of the shared pool as bytes.
+    """
+
+    def __init__(
+        self, inner: OffloadingWorker, *, pool: np.ndarray, tail: Tail, engine_id: str
+    ) -> None:
+        self._inner = inner
+        self._pool = pool
+        self._tail = tail
+        self._engine_id = engine_id
+        self._stores: dict[int, _Store] = {}
+        self._loads: dict[int, NamedChunks] = {}
+        # Looked up now: the plug-in replaces the class after this module may have been imported.
+        self._connectors: Any = getattr(capture.AuxOutputWorkerConnector, "primeblocks_live", None)
+        if self._connectors is None:
+            raise UnsupportedError(
+                "routes travel with the pages by the plug-in's patch routes_with_pages, which is "
+                "not applied here: take it out of PRIMEBLOCKS_VLLM_PATCHES_OFF, or leave out "
+                "routes_bytes_per_token"
+            )
+
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
+    ) -> bool:
+        assert isinstance(dst_spec, NamedChunks)
+        store = _Store(dict(zip(dst_spec.chunk_ids, dst_spec.hashes, strict=True)))
+        self._fill(store)
+        self._stores[job_id] = store
+        return self._inner.submit_store(job_id, src_spec, dst_spec)
+
+    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+        assert isinstance(src_spec, NamedChunks)
+        self._loads[job_id] = src_spec
+        return self._inner.submit_load(job_id, src_spec, dst_spec)
+
+    def get_finished(self) -> list[TransferResult]:
+        finished = []
+        for result in self._inner.get_finished():
+            chunks = self._loads.pop(result.job_id, None)
+            if chunks is None:
+                self._stores[result.job_id].result = result
+            else:
+                self._offer(chunks)
+                finished.append(result)
+        for job_id, store in list(self._stores.items()):
+            if store.result is None:
+                continue
+            self._fill(store)
+            store.polls += 1
+            if not store.missing or store.polls >= _PATIENCE:
+                finished.append(store.result)
+                del self._stores[job_id]
+        return finished
+
+    def wait(self, job_ids: set[int]) -> None:
+        self._inner.wait(job_ids)
+
+    def shutdown(self) -> None:
+        self._pool = self._pool[:0].copy()  # the pool cannot be closed while somebody looks in
+        self._inner.shutdown()
+
+    def _fill(self, store: _Store) -> None:
+        """Write the rows that have been captured by now."""
+        connector = self._connector()
+        if connector is None:
+            store.missing.clear()
+            return
+        for chunk, page_hash in list(store.missing.items()):
+            if (rows := connector.rows(page_hash)) is not None:
+                self._tail.write(self._pool[chunk], page_hash, rows)
+                del store.missing[chunk]
+
+    def _offer(self, chunks: NamedChunks) -> None:
+        connector = self._connector()
+        if connector is not None:
+            pages = zip(chunks.hashes, chunks.chunk_ids, strict=True)
+            found = {each: self._tail.read(self._pool[chunk], each) for each, chunk in pages}
+            connector.offer({each: rows for each, rows in found.items() if rows is not None})
+
+    def _connector(self) -> Any:
+        """The engine's capture; None on ranks that have none, and without capture."""
+        connector = self._connectors.get(self._engine_id)
+        if connector is not None and connector.page_nbytes() != self._tail.rows_bytes:
+            raise PlanError(
+                f"the routes of a page take {connector.page_nbytes()} bytes in this engine, not "
+                f"{self._tail.rows_bytes}: routes_bytes_per_token is layers x top_k x item size, "
+                "RouterShape.bytes_per_token of primeblocks.replay"
+            )
+        return connector
+
+
+@dataclass
+class _Store:
+    """A store on its way: chunks without routes yet, by the hash of their page."""
+
+    missing: dict[Any, bytes]
+    result: TransferResult | None = None
+    polls: int = 0
+
+
+def _seal(page_hash: bytes, rows: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(len(page_hash).to_bytes(4, "little") + page_hash + rows)

@@ -1,0 +1,245 @@
+"""Our manager and tier under a scheduler that is a loop: who gets pages through a small pool."""
+
+import importlib
+import os
+import warnings
+from itertools import count
+
+import numpy as np
+import pytest
+
+from primeblocks.errors import PlanError, UnsupportedError
+
+pytestmark = pytest.mark.vllm
+
+PAGE = 4096
+STEPS = 200
+_NAMES = count()
+
+
+@pytest.fixture(scope="module")
+def adapter():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # vLLM's own imports are deprecated in places
+        return importlib.import_module("primeblocks.kvoffload.adapters.vllm")
+
+
+def make_spec(adapter, *, pool_pages, group_tokens=(32,), blocks_per_chunk=1, routes=0, **how):
+    """The spec that vLLM makes from our arguments, for pages of 4096 bytes."""
+    from vllm.v1.kv_offload import config
+
+    arguments = adapter.engine_args(
+        primary_bytes=pool_pages * PAGE,
+        host_bytes=256 * PAGE,
+        routes_bytes_per_token=routes,
+        **how,
+    )
+    one = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size", "data_parallel_size")
+    zero = ("rank", "data_parallel_index", "data_parallel_rank_local")
+    return adapter.StoreOffloadingSpec(
+        config.OffloadingConfig(
+            groups=tuple(
+                config.OffloadingGroupConfig(tokens, (f"layer{index}",), index)
+                for index, tokens in enumerate(group_tokens)
+            ),
+            worker_kv_bytes_per_block=PAGE,
+            enable_kv_cache_events=False,
+            extra_config=arguments["kv_transfer_config"].kv_connector_extra_config,
+            engine_id=f"test-{os.getpid()}-{next(_NAMES)}",
+            model=config.OffloadingModelConfig("model", "float32"),
+            cache=config.OffloadingCacheConfig(32, blocks_per_chunk),
+            parallel=config.OffloadingParallelConfig(
+                **dict.fromkeys(one, 1), **dict.fromkeys(zero, 0), is_parallelism_agnostic=True
+            ),
+        )
+    )
+
+
+class Scheduler:
+    """A fake of vLLM's: asks for requests in order, loads those that have all they can get."""
+
+    def __init__(self, spec):
+        from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
+
+        self.results, self.context, self.end = LookupResult, ReqContext, ScheduleEndContext
+        self.manager = spec.get_manager()
+        self.rows = np.asarray(self.manager.primary_tier.get_kv_memoryview())
+
+    def request(self, name):
+        context = self.context(name)
+        self.manager.on_new_request(context)
+        return context
+
+    def settle(self):
+        for _ in range(STEPS):
+            self.manager.on_schedule_end(self.end((), ()))
+            if not self.manager.has_pending_work():
+                return
+            for tier in self.manager.secondary_tiers:
+                tier._drained += tier._jobs.drain(timeout_s=5)
+        raise AssertionError("transfers do not end")
+
+    def store(self, numbers):
+        for number in numbers:
+            request = self.request(f"store {number}")
+            output = self.manager.prepare_store(keys([number]), request)
+            self.rows[output.store_spec.chunk_ids] = number
+            self.manager.complete_store(keys([number]), request)
+            self.manager.on_request_finished(request)
+            self.settle()
+
+    def serve(self, wanted):
+        """Pages that each request gets from the pool, and the steps that it took them all."""
+        waiting = {name: (self.request(name), numbers) for name, numbers in wanted.items()}
+        served = {}
+        for step in range(STEPS):
+            loading = []
+            for name, (request, numbers) in list(waiting.items()):
+                found = self._look_up(request, numbers)
+                if found is None:
+                    continue
+                served[name] = numbers[:found]
+                if found:
+                    spec = self.manager.prepare_load(keys(numbers[:found]), request)
+                    assert self.rows[spec.chunk_ids, 0].tolist() == numbers[:found]
+                loading.append((name, request))
+                del waiting[name]
+            self.manager.on_schedule_end(self.end([name for name, _ in loading], ()))
+            for name, request in loading:
+                self.manager.complete_load(keys(served[name]), request)
+                self.manager.on_request_finished(request)
+            if not waiting:
+                return served, step
+            for tier in self.manager.secondary_tiers:
+                tier._drained += tier._jobs.drain(timeout_s=5)
+        raise AssertionError(f"{list(waiting)} are never served")
+
+    def _look_up(self, request, numbers):
+        found, defer = 0, False
+        for key in keys(numbers):
+            result = self.manager.lookup(key, request)
+            if result is self.results.MISS:
+                break
+            defer |= result is not self.results.HIT
+            found += result is not self.results.RETRY
+        return None if defer else found
+
+
+def keys(numbers):
+    from vllm.v1.kv_offload.base import make_offload_key
+
+    return [make_offload_key(bytes([number]) * 32, 0) for number in numbers]
+
+
+@pytest.fixture
+def scheduler(adapter):
+    made = []
+
+    def make(**how):
+        made.append(Scheduler(make_spec(adapter, **how)))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.rows = None
+        each.manager.shutdown()
+
+
+@pytest.mark.parametrize("pool_pages", [4, 5, 7, 24])
+def test_every_request_gets_all_its_pages(scheduler, pool_pages):
+    it = scheduler(pool_pages=pool_pages)
+    wanted = {f"r{index}": list(range(4 * index, 4 * index + 4)) for index in range(6)}
+    it.store([*range(24), *range(100, 124)])
+    served, steps = it.serve(wanted)
+    assert served == wanted
+    assert steps <= 24
+
+
+def test_stock_vllm_gives_up_where_ours_waits(scheduler, monkeypatch, adapter):
+    from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
+
+    monkeypatch.setattr(adapter.manager.StoreManager, "lookup", TieringOffloadingManager.lookup)
+    it = scheduler(pool_pages=5)
+    it.store([*range(24), *range(100, 124)])
+    wanted = {f"r{index}": list(range(4 * index, 4 * index + 4)) for index in range(6)}
+    served, _ = it.serve(wanted)
+    assert served != wanted
+
+
+def test_a_prompt_longer_than_the_pool_gets_what_fits(scheduler):
+    it = scheduler(pool_pages=3)
+    it.store(range(8))
+    served, _ = it.serve({"long": list(range(8)), "short": [6, 7]})
+    assert served == {"long": [0, 1, 2], "short": [6, 7]}
+
+
+def test_pages_that_nobody_has_are_not_waited_for(scheduler):
+    it = scheduler(pool_pages=4)
+    it.store(range(4))
+    served, _ = it.serve({"a": [0, 1, 50, 2], "b": [51]})
+    assert served == {"a": [0, 1], "b": []}
+
+
+def test_a_request_that_ends_lets_others_go_on(scheduler):
+    it = scheduler(pool_pages=2)
+    it.store([*range(4), *range(10, 14)])
+    first, second = it.request("first"), it.request("second")
+    assert it._look_up(first, [0, 1]) is None
+    assert it._look_up(second, [2, 3]) is None
+    it.manager.on_request_finished(first)
+    it.settle()
+    served, _ = it.serve({"third": [2, 3]})
+    assert served == {"third": [2, 3]}
+
+
+def test_the_first_request_keeps_its_pages_when_it_brings_more(scheduler):
+    it = scheduler(pool_pages=3)
+    it.store([*range(5), *range(10, 13)])
+    first, second = it.request("first"), it.request("second")
+    for request, numbers in ((first, [0]), (second, [2, 3]), (first, [0, 1])):
+        assert it._look_up(request, numbers) is None
+        it.settle()
+    assert it._look_up(first, [0, 1]) == 2
+    for request in (first, second):
+        it.manager.on_request_finished(request)
+
+
+def test_a_reset_reaches_the_tier(scheduler):
+    it = scheduler(pool_pages=4)
+    it.store(range(3))
+    it.manager.reset_cache()
+    served, _ = it.serve({"a": [0, 1, 2]})
+    assert served == {"a": []}
+
+
+def test_rows_of_the_pool_have_room_for_routes(adapter):
+    spec = make_spec(adapter, pool_pages=10, routes=8)
+    assert (spec.tail.offset, spec.tail.end) == (PAGE, PAGE + 16 + 8 * 32)
+    assert (spec.kv_bytes_per_chunk, spec.num_chunks) == (2 * PAGE, 5)
+    assert make_spec(adapter, pool_pages=10).tail is None
+
+
+@pytest.mark.parametrize("how", [{"blocks_per_chunk": 2}, {"group_tokens": (32, 64)}])
+def test_pages_that_are_not_hashed_singly_carry_no_routes(adapter, how):
+    with pytest.raises(UnsupportedError, match="blocks_per_chunk=1"):
+        make_spec(adapter, pool_pages=10, routes=8, **how)
+
+
+def test_a_pool_without_a_page_is_refused(adapter):
+    with pytest.raises(PlanError, match="hold no page: one takes 8192"):
+        make_spec(adapter, pool_pages=1, routes=8)
+
+
+def test_chunks_carry_the_hashes_of_their_pages(adapter):
+    it = Scheduler(make_spec(adapter, pool_pages=10, routes=8))
+    request = it.request("a")
+    stored = it.manager.prepare_store(keys([1, 2]), request)
+    assert stored.store_spec.hashes == [bytes([1]) * 32, bytes([2]) * 32]
+    it.manager.complete_store(keys([1, 2]), request)
+    loaded = it.manager.prepare_load(keys([2]), request)
+    assert loaded.hashes == [bytes([2]) * 32]
+    assert loaded.chunk_ids.tolist() == [stored.store_spec.chunk_ids.tolist()[1]]
+    it.manager.complete_load(keys([2]), request)
+    it.settle()
+    it.rows = None
+    it.manager.shutdown()

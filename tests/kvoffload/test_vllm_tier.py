@@ -1,0 +1,395 @@
+"""Our tier and its routes, driven as vLLM's tiering manager drives them; no engine."""
+
+import importlib
+import re
+import warnings
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from primeblocks.errors import UnsupportedError, UsageError
+
+pytestmark = pytest.mark.vllm
+
+PAGE, ROWS, ROW = 8000, 24, 12288  # bytes of keys and values, of routes, of a row of the pool
+SLOT, CHUNKS = 8192, 8  # a page and its routes in our store, chunks of the pool
+
+
+@pytest.fixture(scope="module")
+def adapter():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # vLLM's own imports are deprecated in places
+        return importlib.import_module("primeblocks.kvoffload.adapters.vllm")
+
+
+class Pool:
+    """A fake of what surrounds the tier: vLLM's pool, its jobs and its requests."""
+
+    def __init__(self, adapter, tmp_path=None, *, routes=True, model="m", **how):
+        from vllm.v1.kv_offload import config
+
+        parallel = dict.fromkeys(
+            ("rank", "data_parallel_index", "data_parallel_rank_local"), 0
+        ) | dict.fromkeys(
+            ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size", "data_parallel_size"), 1
+        )
+        facts = config.OffloadingConfig(
+            groups=(config.OffloadingGroupConfig(32, ("layer",), 0),),
+            worker_kv_bytes_per_block=PAGE,
+            enable_kv_cache_events=False,
+            extra_config={},
+            engine_id="e",
+            model=config.OffloadingModelConfig(model, "float32"),
+            cache=config.OffloadingCacheConfig(32, 1),
+            parallel=config.OffloadingParallelConfig(**parallel, is_parallelism_agnostic=True),
+        )
+        self.adapter = adapter
+        self.tail = adapter.routes.Tail(PAGE, ROWS) if routes else None
+        self.rows = np.zeros((CHUNKS, ROW), np.int8)
+        disk = {} if tmp_path is None else {"disk_path": str(tmp_path), "disk_bytes": 8 * SLOT}
+        spec = _fake_spec()
+        spec.config, spec.tail = facts, self.tail
+        self.tier = adapter.StoreTier(
+            spec, memoryview(self.rows), "StoreTier", host_bytes=64 * SLOT, **disk, **how
+        )
+        self.jobs = 0
+
+    def request(self, **said):
+        from vllm.v1.kv_offload.base import ReqContext
+
+        context = ReqContext("r", self.adapter.request_args(**said)["kv_transfer_params"])
+        self.tier.on_new_request(context)
+        return context
+
+    def job(self, move, keys, chunks, context):
+        from vllm.v1.kv_offload.tiering.base import TransferJob
+
+        self.jobs += 1
+        is_load = move == self.tier.submit_load
+        move(TransferJob(self.jobs, keys, np.array(chunks), is_load, context))
+        self.tier.drain_jobs()
+        (result,) = self.tier.get_finished_jobs()
+        assert result.job_id == self.jobs
+        return [key in result.successful_keys for key in keys]
+
+    def store(self, numbers, context, *, routes=True):
+        """Fill chunks with pages of these numbers, with their routes, and store them."""
+        for chunk, number in enumerate(numbers):
+            self.rows[chunk] = -1
+            self.rows[chunk, :PAGE] = number
+            if routes:
+                self.tail.write(self.rows[chunk], _hash(number), _routes(number))
+        chunks = range(len(numbers))
+        return self.job(self.tier.submit_store, _keys(numbers), chunks, context)
+
+    def load(self, numbers, context):
+        self.rows[:] = 99
+        chunks = range(CHUNKS - len(numbers), CHUNKS)
+        found = self.job(self.tier.submit_load, _keys(numbers), chunks, context)
+        for chunk, number, hit in zip(chunks, numbers, found, strict=True):
+            assert (self.rows[chunk, :PAGE] == (number if hit else 99)).all()
+        return found
+
+    def routes(self, numbers):
+        chunks = range(CHUNKS - len(numbers), CHUNKS)
+        return [
+            self.tail.read(self.rows[chunk], _hash(number))
+            for chunk, number in zip(chunks, numbers, strict=True)
+        ]
+
+    def holds(self, number, context):
+        return self.tier.lookup(_keys([number])[0], context).name == "HIT"
+
+
+def _fake_spec():
+    from vllm.v1.kv_offload.base import OffloadingSpec
+
+    class FakeSpec(OffloadingSpec):
+        def __init__(self): ...
+        def get_manager(self): ...
+        def get_worker(self, kv_caches): ...
+
+    return FakeSpec()
+
+
+def _hash(number):
+    return bytes([number]) * 32
+
+
+def _routes(number):
+    return bytes([number + 100]) * ROWS
+
+
+def _keys(numbers):
+    from vllm.v1.kv_offload.base import make_offload_key
+
+    return [make_offload_key(_hash(number), 0) for number in numbers]
+
+
+@pytest.fixture
+def pool(adapter):
+    pool = Pool(adapter)
+    yield pool
+    pool.tier.shutdown()
+
+
+def test_pages_come_back_with_their_routes(pool):
+    request = pool.request(version=3)
+    assert pool.store([1, 2], request) == [True, True]
+    assert pool.holds(1, request)
+    assert not pool.holds(5, request)
+    assert pool.load([2, 5, 1], request) == [True, False, True]
+    assert pool.routes([2, 5, 1]) == [_routes(2), None, _routes(1)]
+
+
+def test_a_page_stored_without_its_routes_comes_back_without(pool):
+    request = pool.request()
+    pool.store([1], request)
+    pool.store([2], request, routes=False)
+    assert pool.load([1, 2], request) == [True, True]
+    assert pool.routes([1, 2]) == [_routes(1), None]
+
+
+def test_routes_of_another_page_in_the_same_place_are_not_taken(pool):
+    request = pool.request()
+    pool.tail.write(pool.rows[0], _hash(7), _routes(7))
+    pool.rows[0, :PAGE] = 1
+    pool.job(pool.tier.submit_store, _keys([1]), [0], request)
+    pool.load([1], request)
+    assert pool.routes([1]) == [None]
+
+
+@pytest.mark.parametrize("byte", [PAGE, PAGE + 15, PAGE + 16, PAGE + 15 + ROWS])
+def test_a_changed_byte_makes_routes_missing(adapter, byte):
+    tail, row = adapter.routes.Tail(PAGE, ROWS), np.zeros(ROW, np.int8)
+    tail.write(row, b"page", b"r" * ROWS)
+    assert tail.read(row, b"page") == b"r" * ROWS
+    assert tail.read(row, b"pagf") is None
+    row[byte] ^= 1
+    assert tail.read(row, b"page") is None
+
+
+def test_sealed_routes_of_another_length_are_missing(adapter):
+    tail, row = adapter.routes.Tail(PAGE, ROWS), np.zeros(ROW, np.int8)
+    shorter = adapter.routes.Tail(PAGE, ROWS - 1)
+    shorter.write(row, b"page", b"r" * (ROWS - 1))
+    tail.restore(row, shorter.sealed(row))
+    assert tail.read(row, b"page") is None
+
+
+def test_versions_and_resets_never_meet(pool):
+    old = pool.request(version=1)
+    pool.store([1], old)
+    assert not pool.holds(1, pool.request(version=2))
+    assert not pool.holds(1, pool.request())
+    assert pool.holds(1, old)
+    pool.tier.forget()
+    assert not pool.holds(1, old)
+
+
+def test_stale_versions_leave_first(adapter):
+    pool = Pool(adapter, max_staleness=1)
+    fresh, ours = pool.request(version=2), pool.request(version=1)
+    for number in range(2, 63):
+        pool.store([number], fresh)
+    pool.store([1], ours)  # the last to come
+    for number in range(63, 75):
+        pool.store([number], pool.request(version=3))
+    assert not pool.holds(1, ours)
+    assert all(pool.holds(number, fresh) for number in range(14, 63))
+    pool.tier.shutdown()
+
+
+def test_pages_of_rollouts_that_ended_leave_first(adapter):
+    pool = Pool(adapter, max_staleness=8)
+    first, other = pool.request(version=1, rollout="a"), pool.request(version=1, rollout="b")
+    pool.store([1, 4], first)
+    pool.store([2, 3], other)
+    pool.tier.on_request_finished(first)
+    pool.tier.on_request_finished(pool.request(version=1, ends=["b"]))
+    third = pool.request(version=1, rollout="c")
+    for number in range(5, 67):
+        pool.store([number], third)
+    assert not pool.holds(2, other)
+    assert not pool.holds(3, other)
+    assert pool.holds(1, first)
+    assert pool.holds(4, first)
+    pool.tier.shutdown()
+
+
+def restarted(adapter, tmp_path, persist, **how):
+    """Which of a page's KV and routes a second engine finds that a first one stored."""
+    first = Pool(adapter, tmp_path, persist="run")
+    first.store([1], first.request(version=3))
+    first.tier.shutdown()
+    second = Pool(adapter, tmp_path, persist=persist, **how)
+    try:
+        (found,) = second.load([1], second.request(version=3))
+        return found, second.routes([1]) == [_routes(1)]
+    finally:
+        second.tier.shutdown()
+
+
+def test_pages_and_routes_outlive_the_engine_if_it_is_named(adapter, tmp_path):
+    assert restarted(adapter, tmp_path, "run") == (True, True)
+
+
+@pytest.mark.parametrize("how", [{"persist": "other"}, {"persist": None}])
+def test_another_name_or_none_finds_nothing(adapter, tmp_path, how):
+    assert restarted(adapter, tmp_path, **how) == (False, False)
+
+
+def test_another_model_finds_nothing(adapter, tmp_path):
+    assert restarted(adapter, tmp_path, "run", model="n") == (False, False)
+
+
+def test_what_follows_a_reset_is_not_kept_under_the_name(adapter, tmp_path):
+    first = Pool(adapter, tmp_path, persist="run")
+    first.tier.forget()
+    first.store([1], first.request())
+    assert first.holds(1, first.request())
+    first.tier.shutdown()
+    second = Pool(adapter, tmp_path, persist="run")
+    assert not second.holds(1, second.request())
+    second.tier.forget()  # the same history, other weights
+    assert not second.holds(1, second.request())
+    second.tier.shutdown()
+
+
+def test_without_routes_rows_are_pages(adapter):
+    pool = Pool(adapter, routes=False)
+    request = pool.request()
+    pool.rows[0] = 5
+    assert pool.job(pool.tier.submit_store, _keys([5]), [0], request) == [True]
+    pool.rows[:] = 0
+    assert pool.job(pool.tier.submit_load, _keys([5]), [3], request) == [True]
+    assert (pool.rows[3] == 5).all()
+    pool.tier.shutdown()
+
+
+def test_requests_say_what_they_are_told(adapter):
+    said = adapter.request_args(7, rollout="a/3", ends=["a/2"])
+    assert set(said) == {"kv_transfer_params"}
+    read = adapter.requests.read_request(said["kv_transfer_params"])
+    assert (read.version, read.rollout, read.ends) == (7, "a/3", ("a/2",))
+    assert adapter.request_args() == {"kv_transfer_params": {}}
+    for nothing in (None, {}, {"do_remote_decode": True}):
+        assert adapter.requests.read_request(nothing) == adapter.requests.Request()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"version": "7"}, {"version": True}, {"rollout": 3}, {"ends": "a"}, {"ends": [1]}]
+)
+def test_malformed_requests_are_refused_in_front_and_ignored_behind(adapter, wrong, caplog):
+    ((name, value),) = wrong.items()
+    with pytest.raises(UsageError, match=re.escape(repr(value))):
+        adapter.request_args(**wrong)
+    good = adapter.request_args(1, rollout="x", ends=["y"])["kv_transfer_params"]
+    (field,) = [each for each in good if each.endswith((name, f"that_{name[:-1]}"))]
+    assert adapter.requests.read_request({**good, field: value}) == adapter.requests.Request()
+    assert "are ignored" in caplog.text
+
+
+class Capture:
+    """A fake of the engine's capture: rows that arrive when the test says so."""
+
+    def __init__(self):
+        self.known, self.offered = {}, {}
+
+    def page_nbytes(self):
+        return ROWS
+
+    def rows(self, page_hash):
+        return self.known.get(page_hash)
+
+    def offer(self, rows):
+        self.offered |= rows
+
+
+def _fake_copies():
+    from vllm.v1.kv_offload import base
+
+    class Copies(base.OffloadingWorker):
+        """A fake copy worker: what was submitted is finished at the next poll."""
+
+        submitted = ()
+
+        def submit_store(self, job_id, src, dst):
+            self.submitted = (*self.submitted, job_id)
+            return True
+
+        submit_load = submit_store
+
+        def get_finished(self):
+            done, self.submitted = self.submitted, ()
+            return [base.TransferResult(job_id, True) for job_id in done]
+
+        def wait(self, job_ids): ...
+
+    return Copies()
+
+
+@pytest.fixture
+def worker(adapter, monkeypatch):
+    """A worker over a pool, and the capture of its engine."""
+    from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector
+
+    capture = Capture()
+    monkeypatch.setattr(AuxOutputWorkerConnector, "primeblocks_live", {"e": capture}, raising=False)
+    pool, tail = np.zeros((CHUNKS, ROW), np.int8), adapter.routes.Tail(PAGE, ROWS)
+    made = adapter.routes.RoutesWorker(_fake_copies(), pool=pool, tail=tail, engine_id="e")
+    return SimpleNamespace(it=made, pool=pool, tail=tail, capture=capture)
+
+
+def chunks(adapter, ids, numbers):
+    from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+
+    return adapter.routes.NamedChunks(CPULoadStoreSpec(ids), _keys(numbers))
+
+
+def blocks():
+    from vllm.v1.kv_offload.base import GPULoadStoreSpec
+
+    return GPULoadStoreSpec([0], (1,), (0,))
+
+
+def finished(worker):
+    return [result.job_id for result in worker.it.get_finished()]
+
+
+def test_a_store_waits_for_routes_that_are_late(adapter, worker):
+    worker.capture.known[_hash(1)] = _routes(1)
+    worker.it.submit_store(0, blocks(), chunks(adapter, [3], [1]))
+    worker.it.submit_store(1, blocks(), chunks(adapter, [5, 6], [1, 2]))
+    assert finished(worker) == [0]
+    worker.capture.known[_hash(2)] = _routes(2)
+    assert finished(worker) == [1]
+    found = [worker.tail.read(worker.pool[c], _hash(n)) for c, n in ((3, 1), (5, 1), (6, 2))]
+    assert found == [_routes(1), _routes(1), _routes(2)]
+
+
+def test_a_store_does_not_wait_for_ever(adapter, worker):
+    worker.it.submit_store(0, blocks(), chunks(adapter, [3], [1]))
+    polls = [finished(worker) for _ in range(6)]
+    assert polls.count([0]) == 1
+    assert worker.tail.read(worker.pool[3], _hash(1)) is None
+
+
+def test_loaded_routes_are_offered_and_missing_ones_are_not(adapter, worker):
+    worker.tail.write(worker.pool[3], _hash(1), _routes(1))
+    worker.tail.write(worker.pool[4], _hash(9), _routes(9))  # of the chunk's last page
+    worker.it.submit_load(0, chunks(adapter, [3, 4], [1, 2]), blocks())
+    assert worker.capture.offered == {}
+    assert finished(worker) == [0]
+    assert worker.capture.offered == {_hash(1): _routes(1)}
+
+
+def test_a_worker_without_the_patch_is_refused(adapter, monkeypatch, worker):
+    from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector
+
+    monkeypatch.delattr(AuxOutputWorkerConnector, "primeblocks_live")
+    with pytest.raises(UnsupportedError, match="routes_with_pages"):
+        adapter.routes.RoutesWorker(
+            _fake_copies(), pool=worker.pool, tail=worker.tail, engine_id="e"
+        )

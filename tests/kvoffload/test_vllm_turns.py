@@ -1,0 +1,94 @@
+"""Who may bring pages into a pool: order, room, patience."""
+
+import importlib
+import warnings
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from primeblocks.testing.faults import ManualClock
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def turns_of():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # vLLM's own imports are deprecated in places
+        adapter = importlib.import_module("primeblocks.kvoffload.adapters.vllm.turns")
+    return lambda pages, clock: adapter.Turns(pages, patience_s=1.0, clock=clock.now)
+
+
+def test_requests_bring_pages_while_all_fit(turns_of):
+    turns = turns_of(4, ManualClock())
+    assert [turns.ask("a", page) for page in "12"] == ["come", "come"]
+    assert [turns.ask("b", page) for page in "34"] == ["come", "come"]
+    assert turns.ask("b", "5") == "wait"
+    assert turns.ask("b", "3") == "come", "it holds this one already"
+    turns.leave("a")
+    assert turns.ask("b", "5") == "come"
+
+
+def test_the_first_request_goes_before_all_others(turns_of):
+    turns = turns_of(3, ManualClock())
+    assert turns.ask("a", "1") == "come"
+    assert [turns.ask("b", page) for page in "23"] == ["come", "come"]
+    assert [turns.ask("a", page) for page in "45"] == ["come", "come"]
+    assert turns.ask("b", "2") == "wait", "its page may have been pushed out"
+    assert turns.is_first("a")
+    assert not turns.is_first("b")
+    turns.leave("a")
+    assert [turns.ask("b", page) for page in "236"] == ["come"] * 3
+
+
+def test_a_prompt_longer_than_the_pool_goes_on_without_the_rest(turns_of):
+    turns = turns_of(2, ManualClock())
+    turns.hold("a", "1")
+    assert [turns.ask("a", page) for page in "234"] == ["come", "go on", "go on"]
+
+
+def test_patience_is_counted_once_for_a_request(turns_of):
+    clock = ManualClock()
+    turns = turns_of(2, clock)
+    turns.hold("a", "1")
+    turns.hold("a", "2")
+    assert turns.ask("b", "3") == "wait"
+    clock.advance(0.9)
+    assert turns.ask("b", "3") == turns.wait("b") == "wait"
+    clock.advance(0.1)
+    assert turns.ask("b", "3") == turns.ask("b", "4") == turns.wait("b") == "go on"
+    assert turns.ask("c", "3") == "wait"
+
+
+def test_leaving_twice_and_unknown_requests_are_fine(turns_of):
+    turns = turns_of(1, ManualClock())
+    turns.leave("a")
+    assert not turns.is_first("a")
+    turns.hold("a", "1")
+    turns.leave("a")
+    turns.leave("a")
+    assert turns.ask("b", "1") == "come"
+
+
+@given(
+    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=6),
+    capacity=st.integers(1, 8),
+    order=st.randoms(use_true_random=False),
+)
+def test_everybody_gets_through(turns_of, sizes, capacity, order):
+    """A pool of requests that look up all their pages in each round, until they have them all."""
+    turns = turns_of(capacity, ManualClock())
+    waiting = {f"r{index}": size for index, size in enumerate(sizes)}
+    rounds = 0
+    while waiting:
+        rounds += 1
+        assert rounds <= 2 * len(sizes), "nobody moves on"
+        names = list(waiting)
+        order.shuffle(names)  # a scheduler may look in any order
+        for name in names:
+            answers = [turns.ask(name, (name, page)) for page in range(waiting[name])]
+            assert answers.count("come") <= capacity
+            if "wait" not in answers:
+                turns.leave(name)
+                del waiting[name]
