@@ -43,8 +43,8 @@ from multiprocessing import get_context
 from statistics import median
 
 from primeblocks.kvoffload import VersionAware, arc, lru
-from primeblocks.kvoffload.belady import belady, play
-from primeblocks.kvoffload.fleets import Agents, Spread, Tool, simulate
+from primeblocks.kvoffload.eviction.belady import belady, play
+from primeblocks.kvoffload.eviction.fleets import Agents, Spread, Tool, simulate
 
 from .eviction_bound import bound
 

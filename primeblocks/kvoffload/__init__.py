@@ -6,19 +6,19 @@ that was saved or a miss, never a wrong page. `plan_capacity` says how many GPUs
 rollouts.
 """
 
-from .arc import arc
-from .capacity import plan_capacity
-from .capacity_plan import CapacityPlan, Gpu, KvTier, Recompute, Weights
-from .disk import DiskTier
-from .evict import Candidate, Choice, Evict, Live, Snapshot, VersionAware, lru
-from .footprint import Rollouts
+from .capacity.footprint import Rollouts
+from .capacity.kv_shapes import KvGroup, kv_groups
+from .capacity.plan import CapacityPlan, Gpu, KvTier, Recompute, Weights
+from .capacity.planner import plan_capacity
+from .disk import DiskTier, System
+from .eviction.arc import arc
+from .eviction.evict import Candidate, Choice, Evict, Live, Snapshot, VersionAware, lru
 from .host import HostTier
-from .kv_shapes import KvGroup, kv_groups
 from .page import PageKey
-from .pending import Pending
 from .reference import ReferenceStore
+from .store.pending import Pending
+from .store.tiered import TieredStore
 from .tier import Found, Loaded, Record, Saved, Tier, TierStatistics
-from .tiers import TieredStore
 
 __all__ = [
     "Candidate",
@@ -41,6 +41,7 @@ __all__ = [
     "Rollouts",
     "Saved",
     "Snapshot",
+    "System",
     "Tier",
     "TierStatistics",
     "TieredStore",

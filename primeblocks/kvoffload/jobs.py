@@ -9,9 +9,9 @@ from typing import Any
 
 from ..errors import PrimeblocksError
 from .page import PageKey
-from .pending import Pending
+from .store.pending import Pending
+from .store.tiered import TieredStore
 from .tier import Loaded, Saved
-from .tiers import TieredStore
 
 __all__ = ["Job", "PageJobs"]
 

@@ -143,7 +143,7 @@ class Journal:
         count = _read_all(self._system, self._descriptor, data)
         del data[count:]
         header = bytes(data[:_START])
-        self._generation = self._check(header)
+        self._generation = self._check(header, empty=len(data) == _START)
         if self._generation is None:
             self._wrong = True
             return
@@ -153,13 +153,15 @@ class Journal:
         self._flushed = said.flushed > 0
         self._limit = 2 * self._end + _SLACK_BYTES
 
-    def _check(self, header: bytes) -> int | None:
+    def _check(self, header: bytes, *, empty: bool) -> int | None:
         """The generation of an intact journal of pages of our size; None: start a new one."""
         if len(header) == _START:
             _, generation, *sizes = _HEADER.unpack_from(header)
             (expected,) = _SUM.unpack_from(header, _HEADER.size)
             whole = xxhash.xxh3_64_intdigest(header[len(_MAGIC) : _HEADER.size]) == expected
             if whole and tuple(sizes) != self._sizes:
+                if empty:
+                    return None
                 raise UsageError(
                     f"{self._path.parent} holds pages of {sizes[0]} bytes with {sizes[1]} of "
                     f"attachments, not of {self._sizes[0]} with {self._sizes[1]}. Give each size "

@@ -96,12 +96,9 @@ class DiskTier:
         """Keep pages: their data in runs of slots, then one write to the journal. Local.
 
         A page in place of another takes a new slot; where there is none, the old page goes first.
-        Of several records with one key the last counts.
-
-        Returns:
-            None for each page that is kept, or why not: CapacityError where quota or disk are full,
-            ShapeError for a content that does not fit, OSError for all else. A page that is not
-            kept leaves what was there as it was.
+        Of several records with one key the last counts. A page that is not kept leaves what was
+        there as it was; its answer is a `CapacityError` where quota or disk are full, a
+        `ShapeError` for a content that does not fit, or the `OSError` of all else.
         """
         self._check_open()
         room = self.page_bytes + self.attachment_bytes

@@ -162,6 +162,16 @@ def test_pages_of_another_size_are_left_alone(tmp_path, sizes):
         assert state(tier) == before
 
 
+def test_an_empty_folder_takes_pages_of_another_size(tmp_path):
+    tier = open_tier(tmp_path)
+    assert tier.put([record(1)]) == [None]
+    tier.clear()
+    tier.close()
+    other = DiskTier(tmp_path, capacity_bytes=9 * SLOT, page_bytes=PAGE + 1)
+    assert len(other) == 0
+    other.close()
+
+
 @pytest.mark.parametrize("name", ["journal", "pages"])
 def test_files_of_something_else_are_left_alone(tmp_path, name):
     (tmp_path / name).write_text("somebody's, and longer than any header of a journal is")

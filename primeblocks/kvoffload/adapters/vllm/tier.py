@@ -29,7 +29,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from ....errors import DeadlineError
+from ....errors import PrimeblocksError
 from ... import DiskTier, HostTier, PageKey, Tier, TieredStore, VersionAware, lru
 from ...attachments import pack_attachments
 from ...jobs import Job, PageJobs
@@ -103,7 +103,10 @@ class StoreTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        for rollout in _request(req_context).ends:
+        request = _request(req_context)
+        if request.rollout is not None:
+            self._store.wait(request.rollout, "turn")
+        for rollout in request.ends:
             self._store.end(rollout)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -154,7 +157,7 @@ class StoreTier(SecondaryTierManager):
     def shutdown(self) -> None:
         self._jobs.drain(timeout_s=_TIMEOUT_S)
         last = self._store.flush() if self._persists else self._store.clear()
-        with suppress(DeadlineError):  # a slow disk then has fewer pages
+        with suppress(PrimeblocksError, OSError):  # a slow or full disk then has fewer pages
             last.wait(timeout_s=_TIMEOUT_S)
         self._store.close(timeout_s=_TIMEOUT_S)
         # vLLM releases its memory view next, which fails while an array looks into it.

@@ -1,0 +1,3 @@
+"""How many GPUs hold a batch of rollouts."""
+
+__all__: list[str] = []

@@ -1,0 +1,232 @@
+"""What a model keeps for each token: layers with equal caches, read from a configuration."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import PlanError, UnsupportedError
+
+__all__ = ["KvGroup", "kv_groups"]
+
+_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+_DS_MLA = "fp8_ds_mla"
+# Keys that say which layer keeps what, in ways not read here; None where they say nothing.
+_UNREAD = (
+    "compress_ratios",
+    "global_head_dim",
+    "hybrid_override_pattern",
+    "layers_block_type",
+    "linear_attn_config",
+    "num_kv_shared_layers",
+)
+# These too, unless transformers has already spelled them out under the other name.
+_SPELLED = {
+    "index_topk_freq": "indexer_types",
+    "index_topk_pattern": "indexer_types",
+    "sliding_window_pattern": "layer_types",
+    "max_window_layers": "layer_types",
+}
+_FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
+
+
+@dataclass(frozen=True)
+class KvGroup:
+    """Layers whose caches are alike.
+
+    Attributes:
+        name: what the plan calls it.
+        layers: how many.
+        head_bytes: keys and values of one token, in one head of one layer.
+        heads: key-value heads a layer; tensor-parallel ranks share them, or hold copies where
+            there are more ranks than heads. Latents and index keys have one.
+        window: a token sees this many, itself included; None sees all. Pages before it are freed.
+        state_head_bytes: what a rollout keeps of any length, in one head of one layer.
+        pair_flops: attention of one query to one key in one layer, all heads.
+        max_keys: a query attends to at most this many keys (sparse attention); all are kept.
+
+    Raises:
+        PlanError: a count is below 1, bytes are negative, or nothing is kept.
+    """
+
+    name: str
+    layers: int
+    head_bytes: int
+    heads: int = 1
+    window: int | None = None
+    state_head_bytes: int = 0
+    pair_flops: int = 0
+    max_keys: int | None = None
+
+    def __post_init__(self) -> None:
+        counts = (self.layers, self.heads, self.window or 1, self.max_keys or 1)
+        sizes = (self.head_bytes, self.state_head_bytes, self.pair_flops)
+        if min(counts) < 1 or 0 in (self.window, self.max_keys) or min(sizes) < 0:
+            raise PlanError(f"counts must be at least 1 and sizes at least 0; got {self}")
+        if not self.head_bytes and not self.state_head_bytes:
+            raise PlanError(f"group {self.name!r} keeps nothing; leave it out")
+
+    @property
+    def token_bytes(self) -> int:
+        """One token in all layers and heads, once."""
+        return self.layers * self.heads * self.head_bytes
+
+    def rank_heads(self, tensor: int) -> int:
+        """Heads on each of `tensor` ranks.
+
+        Raises:
+            PlanError: neither of the two numbers divides the other.
+        """
+        if self.heads % tensor and tensor % self.heads:
+            fitting = [d for d in range(1, self.heads + 1) if self.heads % d == 0]
+            raise PlanError(
+                f"{self.heads} heads of {self.name!r} do not split over tensor={tensor}. "
+                f"Use one of {fitting} or a multiple of {self.heads}."
+            )
+        return max(1, self.heads // tensor)
+
+    def page_bytes(self, page_tokens: int, *, tensor: int = 1) -> int:
+        """A page of all layers, on one of `tensor` ranks."""
+        return self.layers * self.rank_heads(tensor) * self.head_bytes * page_tokens
+
+    def state_bytes(self, *, tensor: int = 1) -> int:
+        """A rollout's state of fixed size in all layers, on one of `tensor` ranks."""
+        return self.layers * self.rank_heads(tensor) * self.state_head_bytes
+
+
+def kv_groups(
+    config: Any, *, kv_dtype: str = "bfloat16", state_dtype: str = "float32"
+) -> tuple[KvGroup, ...]:
+    """The layer groups of a configuration as transformers writes it. Pure.
+
+    Reads multi-head and grouped-query attention, latents (`kv_lora_rank`), index keys of sparse
+    attention (`index_head_dim`), sliding windows and gated delta networks (`layer_types`).
+
+    Args:
+        config: an object or a dictionary, such as the content of config.json.
+        kv_dtype: float32, bfloat16, float16, fp8, or fp8_ds_mla (latents alone: 512 bytes, four
+            float32 scales and 64 unquantized bfloat16 values a token).
+        state_dtype: of the recurrent state of linear attention. Its convolution has `kv_dtype`,
+            or bfloat16 where that is quantized.
+
+    Raises:
+        PlanError: a needed size is absent.
+        UnsupportedError: layers or dtypes that are not known here.
+    """
+    config = _text(config)
+    _refuse_unknown(config)
+    layers = _need(config, "num_hidden_layers")
+    if kv_dtype not in (*_SIZES, _DS_MLA) or state_dtype not in ("float32", "bfloat16", "float16"):
+        raise UnsupportedError(
+            f"kv_dtype is one of {', '.join(_SIZES)}, {_DS_MLA}, and state_dtype is not quantized; "
+            f"got {kv_dtype!r} and {state_dtype!r}"
+        )
+    if _get(config, "kv_lora_rank"):
+        return _latents(config, layers, kv_dtype)
+    if kv_dtype == _DS_MLA:
+        raise UnsupportedError(f"{_DS_MLA} stores latents; this model has none. Use fp8.")
+    groups = []
+    for kind, count in Counter(_layer_types(config, layers)).items():
+        if kind == _LINEAR:
+            groups.append(_delta_net(config, count, kv_dtype, state_dtype))
+        else:
+            window = _need(config, "sliding_window") if kind == _SLIDING else None
+            groups.append(_attention(config, kind, count, kv_dtype, window))
+    return tuple(groups)
+
+
+def _attention(config: Any, name: str, layers: int, kv_dtype: str, window: int | None) -> KvGroup:
+    heads = _need(config, "num_attention_heads")
+    width = _get(config, "head_dim") or _need(config, "hidden_size") // heads
+    return KvGroup(
+        name,
+        layers,
+        head_bytes=2 * width * _SIZES[kv_dtype],
+        heads=_get(config, "num_key_value_heads") or heads,
+        window=window,
+        pair_flops=4 * heads * width,
+    )
+
+
+def _latents(config: Any, layers: int, kv_dtype: str) -> tuple[KvGroup, ...]:
+    rank, rope = _need(config, "kv_lora_rank"), _need(config, "qk_rope_head_dim")
+    heads, top = _need(config, "num_attention_heads"), _get(config, "index_topk")
+    if kv_dtype == _DS_MLA:
+        token = rank + rank // 128 * 4 + rope * 2
+    else:
+        token = (rank + rope) * _SIZES[kv_dtype]
+    widths = _need(config, "qk_nope_head_dim") + rope + _need(config, "v_head_dim")
+    flops = 2 * heads * widths
+    latents = KvGroup("latents", layers, token, pair_flops=flops, max_keys=top)
+    if not top:
+        return (latents,)
+    width = _need(config, "index_head_dim")
+    own = _get(config, "indexer_types") or ["full"] * layers
+    # An FP8 key and a float32 scale for each 128 values, whatever the latents are kept in.
+    index = KvGroup(
+        "index keys",
+        own.count("full"),
+        width + width // 128 * 4,
+        pair_flops=2 * _need(config, "index_n_heads") * width,
+    )
+    return latents, index
+
+
+def _delta_net(config: Any, layers: int, kv_dtype: str, state_dtype: str) -> KvGroup:
+    keys, values = _need(config, "linear_num_key_heads"), _need(config, "linear_num_value_heads")
+    key, value = _need(config, "linear_key_head_dim"), _need(config, "linear_value_head_dim")
+    each = values // keys
+    kept = (2 * key + each * value) * (_need(config, "linear_conv_kernel_dim") - 1)
+    recurrent = each * value * key * _SIZES[state_dtype]
+    state = kept * max(2, _SIZES[kv_dtype]) + recurrent
+    return KvGroup(_LINEAR, layers, 0, heads=keys, state_head_bytes=state)
+
+
+def _layer_types(config: Any, layers: int) -> list[str]:
+    kinds = _get(config, "layer_types")
+    every = _get(config, "full_attention_interval")
+    if kinds is None and every:
+        kinds = [_LINEAR if (at + 1) % every else _FULL for at in range(layers)]
+    if kinds is None:
+        windowed = (
+            _get(config, "sliding_window") and _get(config, "use_sliding_window") is not False
+        )
+        kinds = [_SLIDING if windowed else _FULL] * layers
+    unknown = set(kinds) - {_FULL, _SLIDING, _LINEAR}
+    if unknown or len(kinds) != layers:
+        raise UnsupportedError(
+            f"{len(kinds)} layer_types for {layers} layers, unknown: {sorted(unknown)}. "
+            "Write KvGroup by hand."
+        )
+    return list(kinds)
+
+
+def _refuse_unknown(config: Any) -> None:
+    unread = [name for name in _UNREAD if _get(config, name)]
+    for name, spelled in _SPELLED.items():
+        idle = name == "max_window_layers" and not _get(config, "use_sliding_window")
+        if _get(config, name) and not _get(config, spelled) and not idle:
+            unread.append(name)
+    if unread:
+        raise UnsupportedError(
+            f"{', '.join(unread)} in the configuration is not read here. Pass the configuration "
+            "as transformers loads it, or write KvGroup by hand."
+        )
+
+
+def _text(config: Any) -> Any:
+    """The language model of a model that also sees."""
+    inner = _get(config, "text_config")
+    return config if inner is None else inner
+
+
+def _get(config: Any, name: str) -> Any:
+    return config.get(name) if isinstance(config, dict) else getattr(config, name, None)
+
+
+def _need(config: Any, name: str) -> int:
+    found = _get(config, name)
+    if not isinstance(found, int) or found < 1:
+        raise PlanError(f"the configuration needs {name} of at least 1; got {found!r}")
+    return found

@@ -1,0 +1,169 @@
+"""The values of a capacity plan: what a GPU has, what weights take, what came out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...errors import PlanError
+from .kv_shapes import KvGroup
+
+__all__ = ["CapacityPlan", "Gpu", "KvTier", "Recompute", "Weights"]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Memory of one GPU.
+
+    Attributes:
+        memory_bytes: all of it.
+        memory_fraction: what the engine may use of it, weights included.
+        reserve_bytes: of that, for activations, graphs and communication.
+
+    Raises:
+        PlanError: nothing is left.
+    """
+
+    memory_bytes: int
+    memory_fraction: float = 0.9
+    reserve_bytes: int = 4 << 30
+
+    def __post_init__(self) -> None:
+        if not 0 < self.memory_fraction <= 1 or self.reserve_bytes < 0 or self.usable_bytes < 1:
+            raise PlanError(
+                f"{self.memory_bytes} bytes x {self.memory_fraction} - {self.reserve_bytes} leave "
+                "nothing. memory_fraction is above 0 and at most 1; lower reserve_bytes."
+            )
+
+    @property
+    def usable_bytes(self) -> int:
+        """For weights and pages."""
+        return int(self.memory_bytes * self.memory_fraction) - self.reserve_bytes
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What weights take, and what a token computes with them.
+
+    Attributes:
+        dense_bytes: split over the ranks of a replica, and copied to every replica.
+        expert_bytes: all routed experts together.
+        experts: how many of them a layer has.
+        spread_experts: whole experts are dealt to all GPUs; else a replica splits each of them.
+        active_parameters: those that one token multiplies with, for the cost of computing again.
+
+    Raises:
+        PlanError: a number is negative, or experts and their bytes do not go together.
+    """
+
+    dense_bytes: int
+    expert_bytes: int = 0
+    experts: int = 0
+    spread_experts: bool = False
+    active_parameters: int = 0
+
+    def __post_init__(self) -> None:
+        numbers = (self.dense_bytes, self.expert_bytes, self.experts, self.active_parameters)
+        if min(numbers) < 0 or (self.expert_bytes > 0) != (self.experts > 0):
+            raise PlanError(f"expert_bytes needs experts, and nothing is negative; got {self}")
+
+    def rank_bytes(self, *, tensor: int, data: int) -> int:
+        """On each GPU of `data` replicas of `tensor` ranks; the fullest of them."""
+        dense = -(-self.dense_bytes // tensor)
+        if not self.spread_experts:
+            return dense - (-self.expert_bytes // tensor)
+        most = -(-self.experts // (tensor * data))
+        return dense - (-self.expert_bytes * most // max(1, self.experts))
+
+
+@dataclass(frozen=True)
+class KvTier:
+    """What one tier holds when every rollout is at its largest: whole prompts, all samples."""
+
+    name: str
+    rollouts: int
+    used_bytes: int
+    capacity_bytes: int
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """The prefill of rollouts whose pages are gone, once each."""
+
+    rollouts: int
+    tokens: int
+    flops: int
+
+    def __add__(self, other: Recompute) -> Recompute:
+        return Recompute(
+            self.rollouts + other.rollouts, self.tokens + other.tokens, self.flops + other.flops
+        )
+
+    def __mul__(self, times: int) -> Recompute:
+        return Recompute(self.rollouts * times, self.tokens * times, self.flops * times)
+
+
+@dataclass(frozen=True)
+class CapacityPlan:
+    """What `plan_capacity` found.
+
+    Attributes:
+        groups: layers with equal caches.
+        gpus: all of them.
+        tensor: ranks of one replica of attention.
+        page_tokens: tokens of a page.
+        weight_bytes: on a GPU.
+        kv_bytes: for pages, on a GPU.
+        peak_bytes: the most that pages need on a GPU of the fullest replica.
+        pages: of each group, then and there.
+        tiers: GPU, host and disk with what they hold.
+        one_eviction: to compute the longest rollout again, its shared prompt still there.
+        left_over: to compute again, once, every rollout that no tier has room for.
+    """
+
+    groups: tuple[KvGroup, ...]
+    gpus: int
+    tensor: int
+    page_tokens: int
+    weight_bytes: int
+    kv_bytes: int
+    peak_bytes: int
+    pages: tuple[int, ...]
+    tiers: tuple[KvTier, ...]
+    one_eviction: Recompute
+    left_over: Recompute
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing is evicted from a GPU before it ends, in whatever order they grow."""
+        return self.peak_bytes <= self.kv_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one more token in all layers, once; states do not grow."""
+        return sum(each.token_bytes for each in self.groups)
+
+    def table(self) -> str:
+        """Bytes by layer group, by GPU and by tier, then the price of what is evicted."""
+        lines = [
+            f"{'group':<20}{'layers':>7}{'bytes/token':>13}{'page bytes/GPU':>16}{'pages':>10}"
+        ]
+        for group, pages in zip(self.groups, self.pages, strict=True):
+            page = group.page_bytes(self.page_tokens, tensor=self.tensor)
+            lines.append(
+                f"{group.name:<20}{group.layers:>7}{group.token_bytes:>13}{page:>16}{pages:>10}"
+            )
+        verdict = "nothing is evicted" if self.fits else "rollouts are evicted"
+        lines.append(f"{self.gpus} GPUs, {self.gpus // self.tensor} x {self.tensor}: {verdict}")
+        sizes = {"weights": self.weight_bytes, "room": self.kv_bytes, "peak": self.peak_bytes}
+        lines += [f"{name:<20}{size / 2**30:>12.2f} GiB a GPU" for name, size in sizes.items()]
+        for tier in self.tiers:
+            used, limit = tier.used_bytes / 2**30, tier.capacity_bytes / 2**30
+            lines.append(
+                f"{tier.name:<20}{used:>12.2f} of {limit:.2f} GiB, {tier.rollouts} rollouts"
+            )
+        again = {"evicting one": self.one_eviction, "left over": self.left_over}
+        lines += [
+            f"{name:<20}{cost.rollouts:>12} rollouts, {cost.tokens} tokens, {cost.flops:.3g} FLOPs"
+            for name, cost in again.items()
+        ]
+        return "\n".join(lines)

@@ -1,0 +1,68 @@
+"""Agentic rollouts in time: who asks for which pages, when, and what they wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+
+from ..page import PageKey
+
+__all__ = ["Advance", "End", "Event", "Trace", "Use", "Wait"]
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A rollout goes through its pages, those of its prompt first.
+
+    Args:
+        asked: how many of them were saved before, by it or by another; a miss is computed again.
+            The rest is new. Zero at the end of a turn, when the turn's own pages are saved.
+    """
+
+    rollout: Hashable
+    pages: tuple[PageKey, ...]
+    asked: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A rollout does not write, and will not before `what` is over: a tool, or the queue."""
+
+    rollout: Hashable
+    what: Hashable
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """A rollout is done, or dropped because it became too old."""
+
+    rollout: Hashable
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """The policy is now at `version`."""
+
+    version: int
+
+
+Event = Use | Wait | End | Advance
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What happened, in order.
+
+    Args:
+        working_pages: pages of the rollouts in flight; the median over all requests.
+        dropped: rollouts that became too old, of `rollouts` that began.
+    """
+
+    events: tuple[Event, ...]
+    working_pages: int
+    rollouts: int = 0
+    dropped: int = 0
+
+    def without_waits(self) -> Trace:
+        """The same for a tier that is not told what rollouts wait for."""
+        return replace(self, events=tuple(e for e in self.events if not isinstance(e, Wait)))

@@ -1,0 +1,3 @@
+"""Pages in several tiers: one catalogue decides, threads move."""
+
+__all__: list[str] = []

@@ -1,0 +1,394 @@
+"""Where each page is and what moves next: the store without threads, memory or I/O."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+from ..eviction.evict import Evict
+from ..eviction.ledger import Ledger
+from ..page import PageKey
+from ..tier import Saved, TierStatistics
+from .level import Level, statistics_of
+from .moves import (
+    Ask,
+    Clear,
+    Copy,
+    CopyIn,
+    CopyOut,
+    Drop,
+    HostPage,
+    LoadRequest,
+    Move,
+    Read,
+    SaveRequest,
+    State,
+    Write,
+)
+
+__all__ = ["Catalogue"]
+
+_SUPERSEDED = "a later save of the same page, or a clear, came first"
+_RESERVE = 16  # one page in so many is chosen, and written down, before its slot is needed
+
+
+class Catalogue:
+    """Decides, and is told what became of it.
+
+    Calls add to `moves` what is to be done. Within a lower tier `Write`, `Drop` and `Clear` keep
+    their order, and a `Read` or `Ask` may overtake them. Whoever did it says so: `copied_in`,
+    `copied_out`, `written`, `read`, `asked`. Not thread-safe.
+
+    Args:
+        slots: pages that fit in host memory.
+        levels: lower tiers, fastest first.
+        evict: who leaves a full tier.
+        max_pending: pages that may wait for a slot; further saves are declined.
+        through: write a page to the lower tiers when it has come, not when it leaves.
+        answer: called with a save and what became of it, or with a load that is a miss and None.
+    """
+
+    def __init__(
+        self,
+        *,
+        slots: int,
+        levels: Sequence[Level],
+        evict: Evict,
+        max_pending: int,
+        through: bool,
+        answer: Callable[[Any, Saved | None], None],
+    ) -> None:
+        self.moves: list[Move] = []
+        self.levels = levels
+        self.version = 0
+        self._evict = evict
+        self._max_pending = max_pending
+        self._through = through
+        self._answer = answer
+        self._slots = slots
+        self._reserve = slots // _RESERVE
+        self._free = list(range(slots - 1, -1, -1))
+        self._pages: dict[PageKey, HostPage] = {}
+        self._here = 0  # pages in the ledger
+        self._ledger = Ledger(capacity_pages=slots)
+        self._leaving: OrderedDict[PageKey, HostPage] = OrderedDict()
+        self._waiting: deque[HostPage] = deque()
+        self._coming: dict[HostPage, None] = {}
+        self._counts: Counter[str] = Counter()
+        self._underway = 0
+        self._clears = 0
+
+    # What callers ask for.
+
+    def save(self, requests: Iterable[SaveRequest]) -> None:
+        """Each key names the page of its last request from now on."""
+        for request in requests:
+            self.forget(request.key)
+            if len(self._waiting) >= self._max_pending:
+                declined = f"{self._max_pending} pages wait for room in host memory already"
+                self._answer(request, Saved(False, declined))
+            else:
+                self._expect(HostPage(request.key, length=request.length, request=request))
+
+    def load(self, requests: Iterable[LoadRequest]) -> None:
+        for request in requests:
+            if (page := self._pages.get(request.key)) is not None:
+                self._join(page, request)
+            else:
+                self._counts["misses"] += 1
+                self._look_below(request, 0)
+
+    def forget(self, key: PageKey) -> None:
+        """The key names nothing any more; loads that came before are still served."""
+        if (page := self._pages.get(key)) is not None:
+            self._detach(page)
+            self._settle()
+        for depth, level in enumerate(self.levels):
+            if level.forget(key):
+                self.moves.append(Drop(depth, key))
+
+    def clear(self) -> None:
+        self._clears += 1
+        for page in list(self._pages.values()):
+            self._detach(page)
+        for depth, level in enumerate(self.levels):
+            level.clear()
+            self.moves.append(Clear(depth))
+        self._settle()
+
+    def wait(self, rollout: Hashable, what: Hashable) -> None:
+        for ledger in self._ledgers():
+            ledger.wait(rollout, what)
+
+    def end(self, rollout: Hashable) -> None:
+        for ledger in self._ledgers():
+            ledger.end(rollout)
+        for page in (*self._coming, *self._leaving.values()):
+            page.ended.add(rollout)
+
+    def write_down(self) -> None:
+        """Start writing every page that no lower tier has."""
+        for page in list(self._pages.values()):
+            if page.state is not State.COMING:
+                self._write(page)
+
+    def knows(self, key: PageKey) -> bool:
+        """Whether a load may hit, shared tiers aside. From any thread."""
+        return key in self._pages or any(level.found(key) for level in self.levels)
+
+    def idle(self) -> bool:
+        """Whether nothing is under way but `Drop` and `Clear`."""
+        return self._underway == 0 and not self._waiting
+
+    def statistics(self) -> dict[str, TierStatistics]:
+        """Of every tier, by its name."""
+        host = statistics_of(
+            self._counts, pages=self._here + len(self._leaving), capacity_pages=self._slots
+        )
+        return {"host": host} | {level.name: level.statistics() for level in self.levels}
+
+    # What became of the moves.
+
+    def copied_in(self, move: CopyIn, *, copied: bool) -> None:
+        """The slot holds the page, or its caller gave up."""
+        self._underway -= 1
+        page = move.page
+        if not copied:
+            self._lose(page, 0)
+            return
+        reason = _SUPERSEDED if page.gone else ""
+        self._answer(move.request, Saved(not page.gone, reason))
+        self._arrive(page, move.request.users, by=move.request.users)
+        for waiter in page.waiters:
+            self._serve(page, waiter)
+        if self._through and not page.gone:
+            self._write(page)
+        self._release(page)
+        self._settle()
+
+    def copied_out(self, move: CopyOut) -> None:
+        self._underway -= 1
+        move.page.pins -= 1
+        self._release(move.page)
+        self._settle()
+
+    def written(self, move: Write, error: Exception | None) -> None:
+        self._underway -= 1
+        page, level = move.page, self.levels[move.depth]
+        page.writes -= 1
+        if error is not None:
+            self._failed(move, error)
+        else:
+            level.written(page.key, move.copy, length=page.length, users=self._users(page))
+            if level.found(page.key):
+                self._end_again(level.ledger, page)
+            page.shared |= level.shared
+        self._release(page)
+        self._settle()
+
+    def read(self, move: Read, *, length: int, error: Exception | None = None) -> None:
+        """The slot holds a page of `length` bytes; 0 is a miss, or an error."""
+        self._underway -= 1
+        page, level = move.page, self.levels[move.depth]
+        if length == 0:
+            level.counts["misses"] += 1
+            self._failed(move, error)
+            self._lose(page, move.depth + 1)
+            return
+        level.served(length)
+        page.length, page.shared = length, level.shared
+        first, *others = page.waiters
+        self._arrive(page, level.users(page.key) or first.users, by=first.users)
+        first.tier = level.name
+        self._hand_out(page, first)
+        for waiter in others:
+            self._serve(page, waiter)
+        self._settle()
+
+    def asked(self, move: Ask, *, held: bool) -> None:
+        self._underway -= 1
+        request = move.request
+        if (page := self._pages.get(request.key)) is not None:
+            self._join(page, request)
+        elif held and move.clears == self._clears:
+            self._promote(request, move.depth, Copy(here=True))
+        else:
+            self.levels[move.depth].counts["misses"] += 1
+            self._answer(request, None)  # a shared tier is the last
+
+    # Loads.
+
+    def _join(self, page: HostPage, request: LoadRequest) -> None:
+        if page.state is State.COMING:
+            page.waiters.append(request)
+        else:
+            self._serve(page, request)
+
+    def _serve(self, page: HostPage, request: LoadRequest) -> None:
+        if page.state is State.LEAVING:
+            del self._leaving[page.key]
+            self._ledger.arrive(page.key)
+            self._enter(page, (*page.users, *request.users), by=request.users)
+        elif not page.gone:
+            self._ledger.touch(page.key, rollouts=request.users)
+        self._counts["hits"] += 1
+        self._counts["bytes_read"] += page.length
+        self._hand_out(page, request)
+
+    def _hand_out(self, page: HostPage, request: LoadRequest) -> None:
+        page.pins += 1
+        self._do(CopyOut(page, request))
+
+    def _look_below(self, request: LoadRequest, start: int) -> None:
+        for depth in range(start, len(self.levels)):
+            level = self.levels[depth]
+            if level.shared:
+                self._do(Ask(depth, request, self._clears))
+                return
+            if (copy := level.found(request.key)) is not None:
+                level.ledger.touch(request.key, rollouts=request.users)
+                self._promote(request, depth, copy)
+                return
+            level.counts["misses"] += 1
+        self._answer(request, None)
+
+    def _promote(self, request: LoadRequest, depth: int, copy: Copy) -> None:
+        self._expect(HostPage(request.key, origin=(depth, copy), waiters=[request]))
+
+    # Slots.
+
+    def _expect(self, page: HostPage) -> None:
+        self._pages[page.key] = page
+        self._coming[page] = None
+        self._ledger.arrive(page.key)
+        self._waiting.append(page)
+        self._settle()
+
+    def _start(self, page: HostPage) -> None:
+        if page.request is not None:
+            self._do(CopyIn(page, page.request))
+        else:
+            assert page.origin is not None
+            depth, copy = page.origin
+            self._do(Read(depth, page, copy))
+
+    def _arrive(
+        self, page: HostPage, users: tuple[Hashable, ...], *, by: tuple[Hashable, ...]
+    ) -> None:
+        del self._coming[page]
+        page.state = State.HERE
+        self._counts["stores"] += 1
+        self._counts["bytes_written"] += page.length
+        if not page.gone:
+            self._enter(page, users, by=by)
+
+    def _enter(
+        self, page: HostPage, users: tuple[Hashable, ...], *, by: tuple[Hashable, ...]
+    ) -> None:
+        page.state = State.HERE
+        self._here += 1
+        self._ledger.touch(page.key, rollouts=dict.fromkeys((*users, *by)), by=by)
+        self._end_again(self._ledger, page)
+        page.ended.clear()
+
+    def _detach(self, page: HostPage) -> None:
+        del self._pages[page.key]
+        page.gone = True
+        if page.state is State.HERE:
+            self._here -= 1
+            self._ledger.remove(page.key)
+        elif page.state is State.LEAVING:
+            del self._leaving[page.key]
+        elif page.request is not None and page.slot < 0 and not page.waiters:
+            del self._coming[page]
+            self._waiting.remove(page)  # it need not come at all
+            self._answer(page.request, Saved(False, _SUPERSEDED))
+        self._release(page)
+
+    def _lose(self, page: HostPage, depth: int) -> None:
+        """The page does not come; whoever waits for it looks elsewhere."""
+        if not page.gone:
+            del self._pages[page.key]
+            page.gone = True
+        del self._coming[page]
+        page.state = State.HERE  # nothing fills its slot any more
+        self._release(page)
+        self._settle()
+        for waiter in page.waiters:
+            if (other := self._pages.get(waiter.key)) is not None:
+                self._join(other, waiter)
+            else:
+                self._look_below(waiter, depth)
+
+    def _release(self, page: HostPage) -> None:
+        """Take back the slot of a page that is gone, once nothing needs it."""
+        if page.gone and not page.busy and page.slot >= 0:
+            self._free.append(page.slot)
+            page.slot = -1
+
+    def _settle(self) -> None:
+        """Give slots to who waits, and make room ahead of need."""
+        while True:
+            while self._waiting and (slot := self._take_slot()) is not None:
+                page = self._waiting.popleft()
+                page.slot = slot
+                self._start(page)
+            ready = len(self._free) + len(self._leaving)
+            if len(self._waiting) + self._reserve <= ready or self._here == 0:
+                return
+            self._let_one_go()
+
+    def _take_slot(self) -> int | None:
+        if self._free:
+            return self._free.pop()
+        for key, page in self._leaving.items():
+            if not page.busy:
+                del self._leaving[key], self._pages[key]
+                self._counts["evictions"] += 1
+                return page.slot
+        return None
+
+    def _let_one_go(self) -> None:
+        key, demote = self._ledger.victim(self._evict, version=self.version)
+        page = self._pages[key]
+        page.users = self._ledger.rollouts(key)
+        self._ledger.evicted(key)
+        self._here -= 1
+        page.state = State.LEAVING
+        self._leaving[key] = page
+        if demote:
+            self._write(page)
+
+    # Lower tiers.
+
+    def _write(self, page: HostPage) -> None:
+        """To every lower tier, unless one has it or will."""
+        if page.writes or page.shared or any(page.key in level.copies for level in self.levels):
+            return
+        for depth, level in enumerate(self.levels):
+            copy, victims = level.admit(page.key, self._evict, version=self.version)
+            self.moves += [Drop(depth, victim) for victim in victims]
+            if copy is not None:
+                page.writes += 1
+                self._do(Write(depth, page, copy))
+
+    def _failed(self, move: Read | Write, error: Exception | None) -> None:
+        if self.levels[move.depth].failed(move.page.key, move.copy, error):
+            self.moves.append(Drop(move.depth, move.page.key))
+
+    def _end_again(self, ledger: Ledger, page: HostPage) -> None:
+        """What ended while no ledger had the page is not to come back with it."""
+        for rollout in page.ended:
+            ledger.end(rollout)
+
+    def _ledgers(self) -> list[Ledger]:
+        return [self._ledger, *(level.ledger for level in self.levels)]
+
+    def _users(self, page: HostPage) -> tuple[Hashable, ...]:
+        here = page.state is State.HERE and not page.gone
+        return self._ledger.rollouts(page.key) if here else page.users
+
+    def _do(self, move: Move) -> None:
+        self._underway += 1
+        self.moves.append(move)

@@ -1,0 +1,122 @@
+"""Threads that copy between the callers' buffers and host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Thread
+
+import numpy as np
+
+from ..attachments import unpack_attachments
+from ..host import HostTier
+from ..tier import Loaded, Saved
+from .batch import Batch
+from .buffers import Pieces
+from .moves import CopyIn, CopyOut
+
+__all__ = ["Copied", "Copiers", "Source", "Target"]
+
+Copied = CopyIn | CopyOut
+
+_TOGETHER = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a page comes from, and the packed attachments that follow it in its slot."""
+
+    batch: Batch[Saved]
+    index: int
+    pieces: Pieces
+    extra: bytes
+
+    def copy(self, slot: np.ndarray) -> bool:
+        """Fill the slot; false if the caller gave up."""
+        with self.batch.pending.buffers() as held:
+            if held:
+                self.pieces.gather(slot)
+        end = self.pieces.nbytes
+        slot[end : end + len(self.extra)] = np.frombuffer(self.extra, dtype=np.uint8)
+        return held
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a page goes."""
+
+    batch: Batch[Loaded]
+    index: int
+    pieces: Pieces
+
+    def copy(self, slot: np.ndarray) -> None:
+        with self.batch.pending.buffers() as held:
+            if held:
+                self.pieces.scatter(slot)
+
+    def finish(self, tier: str | None, attachments: Mapping[str, bytes]) -> None:
+        self.batch.finish(self.index, Loaded(tier, attachments))
+
+
+class Copiers:
+    """A few threads that take copies in the order of their coming.
+
+    Args:
+        report: called with moves that are over, and whether a page was copied.
+    """
+
+    def __init__(
+        self, host: HostTier, *, threads: int, report: Callable[[list[tuple[Copied, bool]]], None]
+    ) -> None:
+        self._host = host
+        self._report = report
+        self._queue: SimpleQueue[Copied | None] = SimpleQueue()
+        self._threads = [
+            Thread(target=self._run, name=f"primeblocks-kvoffload-copy-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def give(self, move: Copied) -> None:
+        self._queue.put(move)
+
+    def stop(self) -> list[Thread]:
+        """End after what was given; returns the threads to be joined."""
+        for _ in self._threads:
+            self._queue.put(None)
+        return self._threads
+
+    def _run(self) -> None:
+        # Several are reported together: after a page has gone through the processor's caches, the
+        # store's bookkeeping is slow the first time.
+        done: list[tuple[Copied, bool]] = []
+        while (move := self._queue.get()) is not None:
+            slot = self._host.slot(move.page.slot)
+            if isinstance(move, CopyIn):
+                done.append((move, self._take(move.request.source, slot)))
+            else:
+                self._give(move, slot)
+                done.append((move, True))
+            if len(done) >= _TOGETHER or self._queue.empty():
+                self._report(done)
+                done = []
+        if done:
+            self._report(done)
+
+    def _take(self, source: Source, slot: np.ndarray) -> bool:
+        try:
+            return source.copy(slot)
+        except Exception as error:  # handed to whoever waits
+            source.batch.pending.fail(error)
+            return False
+
+    def _give(self, move: CopyOut, slot: np.ndarray) -> None:
+        target: Target = move.request.target
+        try:
+            target.copy(slot)
+            packed = slot[self._host.page_bytes : move.page.length].tobytes()
+            target.finish(move.request.tier, unpack_attachments(packed))
+        except Exception as error:  # handed to whoever waits
+            target.batch.pending.fail(error)

@@ -1,0 +1,160 @@
+"""What moves between the tiers: requests, the pages in host memory, and one step of each."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from ..page import PageKey
+
+__all__ = [
+    "Ask",
+    "Clear",
+    "Copy",
+    "CopyIn",
+    "CopyOut",
+    "Drop",
+    "HostPage",
+    "LoadRequest",
+    "Move",
+    "Read",
+    "SaveRequest",
+    "State",
+    "Write",
+]
+
+
+@dataclass(slots=True, eq=False)
+class Copy:
+    """A page in a lower tier; `here` once it has been written."""
+
+    here: bool
+
+
+@dataclass(slots=True, eq=False)
+class SaveRequest:
+    """A page that a caller wants kept. `source` is whatever the copier understands."""
+
+    key: PageKey
+    length: int
+    users: tuple[Hashable, ...] = ()
+    source: Any = None
+
+
+@dataclass(slots=True, eq=False)
+class LoadRequest:
+    """A page that a caller asks for. `target` is whatever the copier understands."""
+
+    key: PageKey
+    users: tuple[Hashable, ...] = ()
+    target: Any = None
+    tier: str = "host"  # where it was found, once it was
+
+
+class State(Enum):
+    """Of a page in host memory."""
+
+    COMING = auto()  # waits for a slot, or is being copied or read into it
+    HERE = auto()
+    LEAVING = auto()  # chosen by the eviction policy; can be loaded until its slot is taken
+
+
+@dataclass(slots=True, eq=False)
+class HostPage:
+    """A page in host memory, or on its way into it.
+
+    Args:
+        slot: where it lies; -1 while it waits for one and after it gave it back.
+        length: bytes of the page and its attachments.
+        pins: copies out of the slot that are under way.
+        writes: writes to lower tiers that are under way.
+        shared: a shared tier has it.
+        gone: its key names it no more; the slot is free once nothing is under way.
+        users: rollouts that used it when it was chosen to leave.
+        ended: rollouts that ended while no ledger had the page.
+        request: the save that it comes from, or
+        origin: the depth of the tier that it is read from, and its copy there.
+        waiters: loads that asked before it was here.
+    """
+
+    key: PageKey
+    slot: int = -1
+    length: int = 0
+    state: State = State.COMING
+    pins: int = 0
+    writes: int = 0
+    shared: bool = False
+    gone: bool = False
+    users: tuple[Hashable, ...] = ()
+    ended: set[Hashable] = field(default_factory=set)
+    request: SaveRequest | None = None
+    origin: tuple[int, Copy] | None = None
+    waiters: list[LoadRequest] = field(default_factory=list)
+
+    @property
+    def busy(self) -> bool:
+        """Whether something still reads or fills its slot."""
+        return self.pins > 0 or self.writes > 0 or self.state is State.COMING
+
+
+@dataclass(frozen=True, slots=True)
+class CopyIn:
+    """From a caller's buffers into a slot."""
+
+    page: HostPage
+    request: SaveRequest
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOut:
+    """From a slot into a caller's buffers."""
+
+    page: HostPage
+    request: LoadRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """From a slot into a lower tier. `copy` stands for the page there."""
+
+    depth: int
+    page: HostPage
+    copy: Copy
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """From a lower tier into a slot."""
+
+    depth: int
+    page: HostPage
+    copy: Copy
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Whether a shared tier has a page; `clears` came before."""
+
+    depth: int
+    request: LoadRequest
+    clears: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """A lower tier forgets a page."""
+
+    depth: int
+    key: PageKey
+
+
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """A lower tier forgets every page."""
+
+    depth: int
+
+
+Move = CopyIn | CopyOut | Write | Read | Ask | Drop | Clear

@@ -1,0 +1,376 @@
+"""A store of pages over several tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from threading import Condition
+from time import monotonic
+from typing import Any, Literal, Self, TypeVar
+
+from ...errors import ClosedError, DeadlineError, PlanError, UnsupportedError, UsageError
+from ..eviction.evict import Evict, lru
+from ..host import HostTier
+from ..page import PageKey
+from ..tier import Loaded, Saved, Tier, TierStatistics
+from .batch import Batch
+from .catalogue import Catalogue
+from .copier import Copied, Copiers
+from .level import Level
+from .moves import Ask, CopyIn, CopyOut, LoadRequest, Read, SaveRequest, Write
+from .pending import Pending
+from .requests import load_requests, same_length, save_requests
+from .worker import Holds, Outcome, TierWorker, Until
+
+__all__ = ["TieredStore"]
+
+T = TypeVar("T")
+R = TypeVar("R", SaveRequest, LoadRequest)
+
+_PART = 16
+
+
+class TieredStore:
+    """Pages in host memory first, in slower tiers when room runs out.
+
+    A page is saved into host memory and written to the tiers below, either when it leaves ("back")
+    or at once ("through"); a page found below is copied back to host memory. Calls return at once;
+    threads of the store copy and do I/O. A load sees every save that was called before it. Memory
+    is the host tier alone: pages on their way up or down lie in its slots.
+
+    Args:
+        tiers: fastest first; the first must be a `HostTier`. The store closes them.
+        evict: who leaves a full tier: `lru`, `arc` or `VersionAware(...)`.
+        max_pending: pages that may wait for room in host memory; further saves are declined.
+        write: "back" saves writes to the tiers below, "through" loses less in a crash and shares
+            pages sooner.
+        copy_threads: threads that copy between the caller's buffers and host memory.
+
+    Raises:
+        UnsupportedError: no host tier in front, or a tier below one that others write to.
+        PlanError: the tiers differ in their page or attachment size.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[HostTier | Tier],
+        *,
+        evict: Evict = lru,
+        max_pending: int = 1024,
+        write: Literal["back", "through"] = "back",
+        copy_threads: int = 2,
+    ) -> None:
+        host, below = _in_order(tiers)
+        if max_pending < 1 or copy_threads < 1:
+            raise PlanError(
+                f"max_pending={max_pending} and copy_threads={copy_threads} must be at least 1"
+            )
+        if write not in ("back", "through"):
+            raise PlanError(f'write is "back" or "through"; got {write!r}')
+        self.page_bytes, self.attachment_bytes = host.page_bytes, host.attachment_bytes
+        self._host = host
+        self._answers: list[tuple[SaveRequest | LoadRequest, Saved | None]] = []
+        self._catalogue = Catalogue(
+            slots=host.capacity_pages,
+            levels=[
+                Level(
+                    tier.name, tier.keys(), capacity_pages=tier.capacity_pages, shared=tier.shared
+                )
+                for tier in below
+            ],
+            evict=evict,
+            max_pending=max_pending,
+            through=write == "through",
+            answer=lambda request, outcome: self._answers.append((request, outcome)),
+        )
+        self._changed = Condition()
+        self._closed = False
+        self._copiers = Copiers(host, threads=copy_threads, report=self._copied)
+        self._workers = [TierWorker(tier, host, report=self._report) for tier in below]
+
+    def save(
+        self,
+        key: PageKey,
+        page: Any,
+        *,
+        attachments: Mapping[str, bytes] | None = None,
+        rollout: Hashable = None,
+    ) -> Pending[Saved]:
+        """Keep a page. Local.
+
+        The page is read until the result is there, and must not change before. Replaces what `key`
+        named, except in a tier that others write to. A page that finds no room is not an error: the
+        result says that it was not stored.
+
+        Args:
+            page: `page_bytes` bytes: a contiguous tensor, array or buffer, or a list of them.
+            rollout: who will ask for the page again, any name, until `end`; first page first.
+
+        Raises:
+            ShapeError: the page or its packed attachments have the wrong size.
+            UnsupportedError: the page is not in host memory.
+            ClosedError: the store is closed.
+        """
+        batch = Batch[Saved](1, _first)
+        return self._save(batch, [key], [page], [attachments], rollout)
+
+    def save_batch(
+        self,
+        keys: Sequence[PageKey],
+        pages: Sequence[Any],
+        *,
+        attachments: Sequence[Mapping[str, bytes] | None] | None = None,
+        rollout: Hashable = None,
+    ) -> Pending[list[Saved]]:
+        """`save` for several pages, with one result for each. Nothing is saved if it raises."""
+        if attachments is None:
+            attachments = [None] * len(keys)
+        same_length(keys=keys, pages=pages, attachments=attachments)
+        return self._save(Batch[Saved](len(keys)), keys, pages, attachments, rollout)
+
+    def load(self, key: PageKey, *, into: Any, rollout: Hashable = None) -> Pending[Loaded]:
+        """Copy a page into `into`, or report a miss. Local, unless a tier is on the network.
+
+        Never a wrong page: what comes from below host memory and does not pass its checksum is
+        dropped and is a miss. `into` is written once, after the check, and not at all on a miss or
+        after a deadline.
+
+        Args:
+            into: writable, otherwise as the page in `save`.
+            rollout: who asks, as in `save`.
+
+        Raises:
+            ShapeError: `into` has the wrong size or is read-only.
+            UnsupportedError: `into` is not in host memory.
+            ClosedError: the store is closed.
+        """
+        return self._load(Batch[Loaded](1, _first), [key], [into], rollout)
+
+    def load_batch(
+        self, keys: Sequence[PageKey], *, into: Sequence[Any], rollout: Hashable = None
+    ) -> Pending[list[Loaded]]:
+        """`load` for several pages, with one result for each."""
+        same_length(keys=keys, into=into)
+        return self._load(Batch[Loaded](len(keys)), keys, into, rollout)
+
+    def __contains__(self, key: PageKey) -> bool:
+        """Whether a load may hit, shared tiers aside; answers at once, from any thread."""
+        return self._catalogue.knows(key)
+
+    def holds(self, keys: Sequence[PageKey]) -> Pending[list[bool]]:
+        """For which pages a load may hit, shared tiers included. May ask over the network.
+
+        Raises:
+            ClosedError: the store is closed.
+        """
+        self._ask(lambda: None)
+        pending = Pending[list[bool]]()
+        known = [key in self for key in keys]
+        if all(known) or not self._workers or not self._catalogue.levels[-1].shared:
+            pending.finish(known)
+            return pending
+        asked = [key for key, here in zip(keys, known, strict=True) if not here]
+
+        def answer(held: list[bool]) -> None:
+            more = iter(held)
+            pending.finish([here or next(more) for here in known])
+
+        self._ask(lambda: self._workers[-1].give(Holds(asked, answer)))
+        return pending
+
+    def advance(self, *, version: int) -> None:
+        """The policy is now at `version`; older pages may have become useless. Local.
+
+        Raises:
+            UsageError: the version went backwards.
+        """
+        with self._changed:
+            if version < self._catalogue.version:
+                raise UsageError(
+                    f"the store is at version {self._catalogue.version}; got {version}"
+                )
+            self._catalogue.version = version
+
+    def wait(self, rollout: Hashable, what: Hashable) -> None:
+        """A rollout stopped writing, and waits until it uses its pages again. Local.
+
+        The store learns how long each kind of wait takes, and `VersionAware` keeps the pages that
+        are worth it. The next save or load that names the rollout ends the wait.
+
+        Args:
+            what: one of a few names: of tools ("pytest"), or of the engine's queue.
+        """
+        self._ask(lambda: self._catalogue.wait(rollout, what))
+
+    def end(self, rollout: Hashable) -> None:
+        """Pages that only this rollout used go next; whoever names rollouts ends them. Local."""
+        self._ask(lambda: self._catalogue.end(rollout))
+
+    def clear(self) -> Pending[None]:
+        """Drop every page of every tier. No load that comes later finds any. Local.
+
+        The result is there when the tiers below have done so too; an error means that one of them
+        did not, and may have pages again when it is opened next.
+        """
+        return self._after(self._catalogue.clear)
+
+    def flush(self) -> Pending[None]:
+        """Write to the tiers below what host memory alone has, and make it durable. Local.
+
+        Pages whose save is not over are not among them. An error means that a tier refused a page.
+        """
+        return self._after(self._catalogue.write_down, flush=True)
+
+    def statistics(self) -> dict[str, TierStatistics]:
+        """Counts for each tier, by its name; from any thread."""
+        with self._changed:
+            return self._catalogue.statistics()
+
+    def close(self, *, timeout_s: float = 30.0) -> None:
+        """Finish what was asked for, then release the tiers. A second call does nothing.
+
+        Pages that only host memory has are lost; `flush` first to keep them.
+
+        Raises:
+            DeadlineError: the store's threads did not finish.
+        """
+        end = monotonic() + timeout_s
+        late = DeadlineError(f"the page store did not finish its work within {timeout_s} s")
+        with self._changed:
+            self._closed = True
+            if not self._changed.wait_for(self._catalogue.idle, timeout_s):
+                raise late
+        threads = [*self._copiers.stop(), *(worker.stop() for worker in self._workers)]
+        for thread in threads:
+            thread.join(max(0.0, end - monotonic()))
+            if thread.is_alive():
+                raise late
+        self._host.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _save(
+        self,
+        batch: Batch[Saved],
+        keys: Sequence[PageKey],
+        pages: Sequence[Any],
+        attachments: Sequence[Mapping[str, bytes] | None],
+        rollout: Hashable,
+    ) -> Pending[Any]:
+        sizes = {"page_bytes": self.page_bytes, "attachment_bytes": self.attachment_bytes}
+        requests = save_requests(batch, keys, pages, attachments, rollout=rollout, **sizes)
+        self._ask(lambda: self._in_parts(self._catalogue.save, requests))
+        return batch.pending
+
+    def _load(
+        self, batch: Batch[Loaded], keys: Sequence[PageKey], into: Sequence[Any], rollout: Hashable
+    ) -> Pending[Any]:
+        requests = load_requests(batch, keys, into, page_bytes=self.page_bytes, rollout=rollout)
+        self._ask(lambda: self._in_parts(self._catalogue.load, requests))
+        return batch.pending
+
+    def _in_parts(self, ask: Callable[[list[R]], None], requests: list[R]) -> None:
+        """The first pages are copied while the catalogue looks at the others."""
+        for start in range(0, len(requests), _PART):
+            ask(requests[start : start + _PART])
+            self._hand_out()
+
+    def _after(self, what: Callable[[], None], *, flush: bool = False) -> Pending[None]:
+        """Do it, and finish when every lower tier has done what it was given so far."""
+        batch = Batch[None](len(self._workers), lambda results: None)
+
+        def done(index: int, error: BaseException | None) -> None:
+            if error is not None:
+                batch.pending.fail(error)
+            batch.finish(index, None)
+
+        def give() -> None:
+            before = [worker.refused for worker in self._workers]
+            what()
+            self._hand_out()
+            for index, (worker, refused) in enumerate(zip(self._workers, before, strict=True)):
+                worker.give(Until(partial(done, index), flush=flush, refused=refused))
+
+        self._ask(give)
+        return batch.pending
+
+    def _ask(self, what: Callable[[], None]) -> None:
+        with self._changed:
+            if self._closed:
+                raise ClosedError("the page store is closed")
+            self._change(what)
+
+    # Whatever changes the catalogue goes through here; moves are handed out in its order.
+
+    def _change(self, what: Callable[[], None]) -> None:
+        with self._changed:
+            what()
+            self._hand_out()
+            answers, self._answers = self._answers, []
+            if self._closed:
+                self._changed.notify_all()
+            for request, outcome in answers:
+                if isinstance(request, SaveRequest):
+                    request.source.batch.finish(request.source.index, outcome)
+                else:
+                    request.target.finish(None, {})
+
+    def _hand_out(self) -> None:
+        moves, self._catalogue.moves = self._catalogue.moves, []
+        for move in moves:
+            if isinstance(move, CopyIn | CopyOut):
+                self._copiers.give(move)
+            else:
+                self._workers[move.depth].give(move)
+
+    def _copied(self, done: list[tuple[Copied, bool]]) -> None:
+        def tell() -> None:
+            for move, copied in done:
+                if isinstance(move, CopyIn):
+                    self._catalogue.copied_in(move, copied=copied)
+                else:
+                    self._catalogue.copied_out(move)
+
+        self._change(tell)
+
+    def _report(self, outcomes: list[Outcome]) -> None:
+        def tell() -> None:
+            for outcome in outcomes:
+                match outcome.move:
+                    case Write():
+                        self._catalogue.written(outcome.move, outcome.error)
+                    case Read():
+                        self._catalogue.read(
+                            outcome.move, length=outcome.length, error=outcome.error
+                        )
+                    case Ask():
+                        self._catalogue.asked(outcome.move, held=outcome.held)
+
+        self._change(tell)
+
+
+def _in_order(tiers: Sequence[HostTier | Tier]) -> tuple[HostTier, list[Tier]]:
+    """Host memory, and what is below it."""
+    names = [tier.name for tier in tiers]
+    if not tiers or not isinstance(tiers[0], HostTier):
+        raise UnsupportedError(
+            f"the first tier must be a HostTier; got {names}. Put HostTier(...) in front."
+        )
+    host = tiers[0]
+    below = [tier for tier in tiers[1:] if not isinstance(tier, HostTier)]
+    if len(below) != len(tiers) - 1 or len(set(names)) != len(names):
+        raise UnsupportedError(f"tiers need different names and one host tier; got {names}")
+    if any(tier.shared for tier in below[:-1]):
+        raise UnsupportedError(f"a tier that others write to must be the last; got {names}")
+    sizes = {(tier.page_bytes, tier.attachment_bytes) for tier in tiers}
+    if len(sizes) != 1:
+        raise PlanError(f"tiers with different (page, attachment) bytes: {sorted(sizes)}")
+    return host, below
+
+
+def _first(results: list[T]) -> T:
+    return results[0]

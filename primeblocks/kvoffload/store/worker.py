@@ -1,0 +1,235 @@
+"""The thread of one lower tier: reads first, writes and drops in order, both in batches."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import Condition, Thread
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ...errors import CorruptionError
+from ..host import HostTier
+from ..page import PageKey, checksum
+from ..tier import Found, Record, Tier
+from .moves import Ask, Clear, Drop, Read, Write
+
+__all__ = ["Holds", "Outcome", "TierWorker", "Until"]
+
+logger = logging.getLogger(__name__)
+
+_BATCH_BYTES = 32 << 20
+_BATCH_PAGES = 256
+_IN_A_ROW = 8  # batches of reads while a write waits
+
+
+@dataclass(frozen=True, slots=True)
+class Until:
+    """Say when everything before it is done, and durable if `flush`; or what failed."""
+
+    done: Callable[[BaseException | None], None]
+    flush: bool = False
+    refused: int = 0  # puts that were refused before it was asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Holds:
+    """Which of these pages a shared tier has."""
+
+    keys: Sequence[PageKey]
+    done: Callable[[list[bool]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a move: the length that was read, whether the page is there, or an error."""
+
+    move: Read | Write | Ask
+    length: int = 0
+    held: bool = False
+    error: Exception | None = None
+
+
+_First = Read | Ask | Holds
+_Ordered = Write | Drop | Clear | Until
+# In a full tier, drops and writes alternate: they go together.
+_KINDS: dict[type, Any] = {Write: Write | Drop, Drop: Write | Drop}
+
+
+class TierWorker:
+    """Does to a tier what it is given. `report` is called with the outcomes of a batch."""
+
+    def __init__(
+        self, tier: Tier, host: HostTier, *, report: Callable[[list[Outcome]], None]
+    ) -> None:
+        self._tier = tier
+        self._host = host
+        self._report = report
+        self._batch = max(1, min(_BATCH_PAGES, _BATCH_BYTES // host.slot_bytes))
+        self._changed = Condition()
+        self._first: deque[_First] = deque()
+        self._ordered: deque[_First | _Ordered] = deque()
+        self._clears = 0  # that wait
+        self._in_a_row = 0
+        self._stopping = False
+        self._error: BaseException | None = None
+        self.refused = 0
+        self._refusal: Exception | None = None
+        name = f"primeblocks-kvoffload-{tier.name}"
+        self._thread = Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def give(self, move: _First | _Ordered) -> None:
+        with self._changed:
+            # Whatever comes after a clear must not find what it will drop.
+            if isinstance(move, Read | Ask | Holds) and not self._clears:
+                self._first.append(move)
+            else:
+                self._clears += isinstance(move, Clear)
+                self._ordered.append(move)
+            self._changed.notify()
+
+    def stop(self) -> Thread:
+        """Close the tier after what was given; returns the thread to be joined."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        return self._thread
+
+    def _run(self) -> None:
+        while moves := self._next():
+            do = self._DO[type(moves[0])]
+            do(self, moves)
+        self._try(self._tier.close)
+
+    def _next(self) -> list[Any]:
+        """Moves of one kind; none at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._first or self._ordered or self._stopping)
+            queue = self._queue()
+            moves: list[Any] = []
+            kind = _KINDS.get(type(queue[0]), type(queue[0])) if queue else ()
+            written: set[PageKey] = set()
+            drops = 0
+            while queue and isinstance(queue[0], kind) and len(moves) - drops < self._batch:
+                move = queue[0]
+                if isinstance(move, Write):
+                    if move.page.key in written:
+                        break
+                    written.add(move.page.key)
+                elif isinstance(move, Drop):
+                    if move.key in written:
+                        break
+                    drops += 1
+                moves.append(queue.popleft())
+            self._clears -= len(moves) if kind is Clear else 0
+            return moves
+
+    def _queue(self) -> deque[Any]:
+        """Reads first, but not for ever: slots wait for writes, and `Until` behind them."""
+        if self._first and (not self._ordered or self._in_a_row < _IN_A_ROW):
+            self._in_a_row += 1
+            return self._first
+        self._in_a_row = 0
+        return self._ordered
+
+    def _change(self, moves: Sequence[Write | Drop]) -> None:
+        """Drops first: they make room. A page that is written here is not dropped after."""
+        if drops := [move for move in moves if isinstance(move, Drop)]:
+            self._drop(drops)
+        if writes := [move for move in moves if isinstance(move, Write)]:
+            self._write(writes)
+
+    def _write(self, moves: Sequence[Write]) -> None:
+        records = []
+        for move in moves:
+            slot = self._host.slot(move.page.slot)
+            content = slot[: move.page.length]
+            digest = checksum(move.page.key, content)
+            records.append(Record(move.page.key, content, digest, slot))
+        answers = self._each(len(moves), lambda: self._tier.put(records))
+        for refusal in filter(None, answers):
+            self._refusal = refusal
+            self.refused += 1
+        self._report(
+            [Outcome(move, error=error) for move, error in zip(moves, answers, strict=True)]
+        )
+
+    def _read(self, moves: Sequence[Read]) -> None:
+        keys = [move.page.key for move in moves]
+        slots = [self._host.slot(move.page.slot) for move in moves]
+        found = self._each(len(moves), lambda: self._tier.get(keys, into=slots))
+        parts = zip(moves, slots, found, strict=True)
+        self._report([self._checked(move, slot, each) for move, slot, each in parts])
+
+    def _checked(self, move: Read, slot: np.ndarray, found: Found | Exception | None) -> Outcome:
+        if not isinstance(found, Found):
+            return Outcome(move, error=found)
+        key, room = move.page.key, self._host.page_bytes + self._host.attachment_bytes
+        fits = self._host.page_bytes <= found.length <= room
+        if fits and checksum(key, slot[: found.length]) == found.digest:
+            return Outcome(move, length=found.length)
+        return Outcome(move, error=CorruptionError(f"{key} does not match its checksum"))
+
+    def _ask(self, moves: Sequence[Ask]) -> None:
+        held = self._held([move.request.key for move in moves])
+        pairs = zip(moves, held, strict=True)
+        self._report([Outcome(move, held=each) for move, each in pairs])
+
+    def _holds(self, moves: Sequence[Holds]) -> None:
+        for move in moves:
+            move.done(self._held(move.keys))
+
+    def _drop(self, moves: Sequence[Drop]) -> None:
+        self._try(lambda: self._tier.drop([move.key for move in moves]))
+
+    def _clear(self, moves: Sequence[Clear]) -> None:
+        self._error = None  # what was not dropped is now, or is said again
+        self._try(self._tier.clear)
+
+    def _until(self, moves: Sequence[Until]) -> None:
+        for move in moves:
+            if move.flush:
+                self._try(self._tier.flush)
+            error, self._error = self._error, None
+            if move.flush and self.refused > move.refused:
+                error = self._refusal
+            move.done(error)
+
+    def _held(self, keys: Sequence[PageKey]) -> list[bool]:
+        answers = self._each(len(keys), lambda: self._tier.holds(keys))
+        return [not isinstance(each, Exception) and bool(each) for each in answers]
+
+    # A tier that breaks its contract must not end the thread.
+
+    def _each(self, pages: int, do: Callable[[], Sequence[Any]]) -> list[Any]:
+        """An answer for each page, also where the tier raised."""
+        try:
+            answers = list(do())
+            if len(answers) != pages:
+                raise RuntimeError(f"{len(answers)} answers for {pages} pages")
+            return answers
+        except Exception as error:
+            logger.exception("%s failed with a batch of %d pages", self._tier.name, pages)
+            return [error] * pages
+
+    def _try(self, do: Callable[[], None]) -> None:
+        """What fails is said at the next `Until`."""
+        try:
+            do()
+        except Exception as error:
+            logger.warning("%s: %s", self._tier.name, error)
+            self._error = error
+
+    _DO: ClassVar[dict[type, Callable[[Any, Any], None]]] = {
+        Write: _change,
+        Read: _read,
+        Ask: _ask,
+        Holds: _holds,
+        Drop: _change,
+        Clear: _clear,
+        Until: _until,
+    }

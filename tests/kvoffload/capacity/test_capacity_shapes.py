@@ -1,0 +1,167 @@
+"""Bytes a token of published models, by the arithmetic that their configurations state."""
+
+import types
+
+import pytest
+
+from primeblocks.errors import PlanError, UnsupportedError
+from primeblocks.kvoffload.capacity.footprint import Rollouts
+from primeblocks.kvoffload.capacity.kv_shapes import KvGroup, kv_groups
+from primeblocks.kvoffload.capacity.plan import Gpu, Weights
+from primeblocks.kvoffload.capacity.planner import plan_capacity
+
+# From the config.json of each model.
+LLAMA_3_70B = {
+    "num_hidden_layers": 80,
+    "hidden_size": 8192,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+}
+QWEN3_235B = {
+    "num_hidden_layers": 94,
+    "hidden_size": 4096,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_window_layers": 94,
+    "sliding_window": None,
+    "use_sliding_window": False,
+}
+GLM_4_5 = {
+    "num_hidden_layers": 92,
+    "hidden_size": 5120,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+DEEPSEEK_V3 = {
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+DEEPSEEK_V3_2 = DEEPSEEK_V3 | {"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128}
+GPT_OSS_120B = {
+    "num_hidden_layers": 36,
+    "hidden_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 18,
+}
+QWEN3_NEXT_80B = {
+    "num_hidden_layers": 48,
+    "full_attention_interval": 4,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "kv_dtype", "token_bytes"),
+    [
+        (LLAMA_3_70B, "bfloat16", [327_680]),  # 80 layers x 8 heads x 128 x 2 x 2 bytes
+        (LLAMA_3_70B, "fp8", [163_840]),
+        (QWEN3_235B, "bfloat16", [192_512]),  # 94 x 4 x 128 x 2 x 2
+        (GLM_4_5, "bfloat16", [376_832]),  # 92 x 8 x 128 x 2 x 2
+        (DEEPSEEK_V3, "bfloat16", [70_272]),  # 61 x (512 + 64) x 2
+        (DEEPSEEK_V3, "fp8", [35_136]),
+        (DEEPSEEK_V3_2, "bfloat16", [70_272, 8_052]),  # and 61 x (128 + 4)
+        (DEEPSEEK_V3_2, "fp8_ds_mla", [40_016, 8_052]),  # 61 x (512 + 16 + 64 x 2)
+        (GPT_OSS_120B, "bfloat16", [36_864, 36_864]),  # 18 x 8 x 64 x 2 x 2, twice
+        (QWEN3_NEXT_80B, "bfloat16", [0, 24_576]),  # 12 x 2 x 256 x 2 x 2
+    ],
+)
+def test_bytes_of_published_models(config, kv_dtype, token_bytes):
+    as_object = types.SimpleNamespace(**config)
+    nested = types.SimpleNamespace(text_config=as_object)
+    for given in (config, as_object, nested):
+        groups = kv_groups(given, kv_dtype=kv_dtype)
+        assert [group.token_bytes for group in groups] == token_bytes
+
+
+def test_windows_and_states_of_published_models():
+    sliding, full = kv_groups(GPT_OSS_120B)
+    assert (sliding.window, full.window) == (128, None)
+    linear, _ = kv_groups(QWEN3_NEXT_80B)
+    # 32 heads of 128 x 128 float32, and three columns of 8,192 channels in bfloat16.
+    assert linear.state_bytes() == 36 * (32 * 128 * 128 * 4 + 3 * (2 * 16 + 32) * 128 * 2)
+    assert linear.state_bytes(tensor=4) == linear.state_bytes() // 4
+    half = kv_groups(QWEN3_NEXT_80B, state_dtype="bfloat16")[0]
+    assert linear.state_bytes() - half.state_bytes() == 36 * 32 * 128 * 128 * 2
+
+
+def test_attention_flops_of_published_models():
+    assert kv_groups(LLAMA_3_70B)[0].pair_flops == 2 * 64 * (128 + 128)
+    latents, index = kv_groups(DEEPSEEK_V3_2)
+    assert (latents.pair_flops, latents.max_keys) == (2 * 128 * (192 + 128), 2048)
+    assert (index.pair_flops, index.max_keys) == (2 * 64 * 128, None)
+
+
+def test_latents_are_on_every_rank_of_a_replica():
+    """DeepSeek-V3 in FP8 on H100s: 4.0 GiB a rollout of 61k tokens, whatever tensor is."""
+    kind = Rollouts(prompts=1, prompt_tokens=1024, completion_tokens=60 * 1024 + 1)
+    how = {"weights": Weights(0), "gpu": Gpu(80 << 30), "page_tokens": 64}
+    peaks = {
+        plan_capacity(kv_groups(DEEPSEEK_V3), [kind], tensor=tensor, **how).peak_bytes
+        for tensor in (1, 8, 16)
+    }
+    assert peaks == {61 * 1024 * 70_272}
+
+
+def test_index_keys_are_counted_where_layers_have_their_own():
+    kinds = ["full"] * 3 + ["shared"] * 58
+    latents, index = kv_groups(DEEPSEEK_V3_2 | {"indexer_types": kinds, "index_topk_freq": 4})
+    assert (latents.layers, index.layers) == (61, 3)
+
+
+@pytest.mark.parametrize(
+    ("config", "kv_dtype", "error", "message"),
+    [
+        (LLAMA_3_70B, "int3", UnsupportedError, "got 'int3'"),
+        (LLAMA_3_70B, "fp8_ds_mla", UnsupportedError, "this model has none"),
+        ({"num_hidden_layers": 2}, "fp8", PlanError, "num_attention_heads of at least 1; got None"),
+        (GPT_OSS_120B | {"layer_types": ["odd"] * 36}, "fp8", UnsupportedError, "odd"),
+        (GPT_OSS_120B | {"num_hidden_layers": 3}, "fp8", UnsupportedError, "36 layer_types for 3"),
+        (GPT_OSS_120B | {"sliding_window": None}, "fp8", PlanError, "sliding_window"),
+        (LLAMA_3_70B | {"linear_attn_config": {"a": 1}}, "fp8", UnsupportedError, "linear_attn"),
+        (LLAMA_3_70B | {"sliding_window_pattern": 6}, "fp8", UnsupportedError, "as transformers"),
+        (DEEPSEEK_V3_2 | {"index_topk_freq": 4}, "fp8", UnsupportedError, "index_topk_freq"),
+    ],
+)
+def test_what_is_not_read_is_refused(config, kv_dtype, error, message):
+    with pytest.raises(error, match=message):
+        kv_groups(config, kv_dtype=kv_dtype)
+
+
+def test_all_layers_slide_where_a_model_has_one_window():
+    config = LLAMA_3_70B | {"sliding_window": 4096}
+    (group,) = kv_groups(config)
+    assert (group.name, group.window) == ("sliding_attention", 4096)
+
+
+def test_a_table_names_groups_and_tiers():
+    kind = Rollouts(prompts=4, prompt_tokens=1000, completion_tokens=9000, samples=4)
+    how = {"gpu": Gpu(80 << 30), "weights": Weights(65 << 30), "tensor": 2}
+    table = plan_capacity(kv_groups(GPT_OSS_120B), [kind], **how).table()
+    for word in ("sliding_attention", "full_attention", "nothing is evicted", "host", "disk"):
+        assert word in table
+    assert len(table.splitlines()) == 1 + 2 + 1 + 3 + 3 + 2
+
+
+@pytest.mark.parametrize("bad", [{"layers": 0}, {"heads": 0}, {"window": 0}, {"max_keys": 0}])
+def test_groups_are_checked(bad):
+    with pytest.raises(PlanError, match="at least 1"):
+        KvGroup(**({"name": "a", "layers": 1, "head_bytes": 1} | bad))

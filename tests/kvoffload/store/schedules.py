@@ -1,0 +1,202 @@
+"""A catalogue whose copies and I/O happen in any order that real threads could take."""
+
+from collections import deque
+
+from primeblocks.errors import CorruptionError
+from primeblocks.kvoffload.store.catalogue import Catalogue
+from primeblocks.kvoffload.store.level import Level
+from primeblocks.kvoffload.store.moves import (
+    Ask,
+    Clear,
+    CopyIn,
+    CopyOut,
+    Drop,
+    LoadRequest,
+    Read,
+    SaveRequest,
+    Write,
+)
+
+UNKNOWN = object()
+
+
+class Disk:
+    """A lower tier: a dictionary, with moves that wait for it."""
+
+    def __init__(self, pages, *, shared=False):
+        self.pages = {}
+        self.room = pages
+        self.shared = shared
+
+    def keys(self):
+        return [] if self.shared else list(self.pages)
+
+
+class Simulation:
+    """One store. Every load gets what its key named at some time between its call and its end."""
+
+    def __init__(self, random, *, slots, disks, evict, through=False, max_pending=8):
+        self.random = random
+        self.disks = disks
+        self.levels = [
+            Level(f"disk {n}", disk.keys(), capacity_pages=disk.room, shared=disk.shared)
+            for n, disk in enumerate(disks)
+        ]
+        self.catalogue = Catalogue(
+            slots=slots,
+            levels=self.levels,
+            evict=evict,
+            max_pending=max_pending,
+            through=through,
+            answer=self.answer,
+        )
+        self.slots = [None] * slots
+        self.copies = []
+        self.reads = [[] for _ in disks]
+        self.ordered = [deque() for _ in disks]
+        self.named = {}  # what each key names
+        self.allowed = {}  # load -> what it may get
+        self.outcomes = {}
+        self.given_up = set()
+        self.values = 0
+
+    # Callers.
+
+    def save(self, keys, *, users=()):
+        requests = []
+        for key in keys:
+            self.values += 1
+            self.names(key, self.values)
+            requests.append(SaveRequest(key, 1, users, self.values))
+        self.catalogue.save(requests)
+        return requests
+
+    def save_value(self, key, value, *, users=()):
+        """As `save`; a key of shared tiers always names the same value."""
+        self.names(key, value)
+        self.catalogue.save([SaveRequest(key, 1, users, value)])
+
+    def names(self, key, value):
+        self.named[key] = value
+        for load, allowed in self.allowed.items():
+            if load.key == key and load not in self.outcomes:
+                allowed.add(value)
+
+    def load(self, key, *, users=()):
+        request = LoadRequest(key, users)
+        self.allowed[request] = {self.named.get(key)}
+        self.catalogue.load([request])
+        return request
+
+    def clear(self):
+        self.named.clear()
+        self.catalogue.clear()
+
+    def answer(self, request, outcome):
+        assert request not in self.outcomes, "answered twice"
+        self.outcomes[request] = outcome
+
+    # The threads.
+
+    def choices(self):
+        """Every step that some thread could take next."""
+        self.take()
+        steps = [(self.copy, self.copies, n) for n in range(len(self.copies))]
+        for depth, reads in enumerate(self.reads):
+            steps += [(self.read, reads, n) for n in range(len(reads))]
+            if self.ordered[depth]:
+                steps.append((self.do, self.ordered[depth], depth))
+        return steps
+
+    def step(self):
+        steps = self.choices()
+        if steps:
+            act, queue, where = self.random.choice(steps)
+            act(queue, where)
+            self.check()
+        return bool(steps)
+
+    def take(self):
+        for move in self.catalogue.moves:
+            if isinstance(move, CopyIn | CopyOut):
+                self.copies.append(move)
+            elif isinstance(move, Read | Ask):
+                self.reads[move.depth].append(move)
+            else:
+                self.ordered[move.depth].append(move)
+        self.catalogue.moves = []
+
+    def copy(self, queue, n):
+        move = queue.pop(n)
+        if isinstance(move, CopyIn):
+            copied = move.request not in self.given_up
+            if copied:
+                self.slots[move.page.slot] = move.request.source
+            self.catalogue.copied_in(move, copied=copied)
+            return
+        assert move.page.pins > 0
+        if move.request not in self.given_up:
+            self.answer(move.request, self.slots[move.page.slot])
+        self.catalogue.copied_out(move)
+
+    def read(self, queue, n):
+        move = queue.pop(n)
+        disk = self.disks[move.depth]
+        if isinstance(move, Ask):
+            self.catalogue.asked(move, held=move.request.key in disk.pages)
+            return
+        found = disk.pages.get(move.page.key)
+        if found is UNKNOWN:
+            self.catalogue.read(move, length=0, error=CorruptionError("a flipped bit"))
+        elif found is None:
+            self.catalogue.read(move, length=0, error=None)
+        else:
+            self.slots[move.page.slot] = found
+            self.catalogue.read(move, length=1)
+
+    def do(self, queue, depth):
+        move, disk = queue.popleft(), self.disks[depth]
+        match move:
+            case Write():
+                refused = self.random.random() < 0.05
+                if not refused:
+                    disk.pages[move.page.key] = self.slots[move.page.slot]
+                    assert disk.shared or len(disk.pages) <= disk.room
+                self.catalogue.written(move, OSError("refused") if refused else None)
+            case Drop():
+                disk.pages.pop(move.key, None)
+            case Clear():
+                disk.pages.clear()
+
+    def damage(self):
+        """A bit flips in a page, or a page of a shared tier vanishes."""
+        disk = self.random.choice(self.disks)
+        if disk.pages:
+            key = self.random.choice(list(disk.pages))
+            if disk.shared:
+                del disk.pages[key]
+            else:
+                disk.pages[key] = UNKNOWN
+
+    # What must hold.
+
+    def check(self):
+        for load, allowed in self.allowed.items():
+            got = self.outcomes.get(load)
+            assert got is None or got in allowed, f"{load.key} gave {got}, not of {allowed}"
+
+    def finish(self):
+        while self.step():
+            pass
+        assert self.catalogue.idle()
+        for load in self.allowed:
+            assert load in self.outcomes or load in self.given_up, "a load was never answered"
+        statistics = self.catalogue.statistics()
+        for level, disk in zip(self.levels, self.disks, strict=True):
+            assert disk.shared or set(level.copies) == set(disk.pages)
+            assert all(copy.here for copy in level.copies.values())
+        kept = statistics["host"].pages
+        assert len(self.catalogue._free) + kept == len(self.slots), "a slot leaked"
+        for key, page in self.catalogue._pages.items():
+            assert not page.busy
+            assert self.slots[page.slot] == self.named.get(key), "a slot holds another page"

@@ -1,0 +1,57 @@
+"""Pages as bytes: views, pieces, refusals, attachments."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primeblocks.errors import ShapeError, UnsupportedError
+from primeblocks.kvoffload.attachments import pack_attachments, unpack_attachments
+from primeblocks.kvoffload.store.buffers import page_pieces
+
+
+def test_any_kind_of_buffer_is_a_page():
+    tensor = torch.zeros(2, 3, dtype=torch.bfloat16)
+    for page in (tensor, np.zeros((3, 4), np.uint8), bytearray(12)):
+        page_pieces(page, page_bytes=12, writable=True).scatter(np.ones(12, np.uint8))
+        slot = np.zeros(12, np.uint8)
+        page_pieces(page, page_bytes=12, writable=False).gather(slot)
+        assert bytes(slot) == b"\1" * 12
+
+
+@given(st.lists(st.binary(max_size=9), min_size=1, max_size=5))
+def test_scatter_after_gather_is_the_identity(parts):
+    size = sum(map(len, parts))
+    slot = np.zeros(size + 3, np.uint8)
+    page_pieces(parts, page_bytes=size, writable=False).gather(slot)
+    assert slot.tobytes() == b"".join(parts) + bytes(3)
+    into = [bytearray(len(part)) for part in parts]
+    page_pieces(into, page_bytes=size, writable=True).scatter(slot)
+    assert into == parts
+
+
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [
+        (torch.zeros(3), "16 bytes; got 12"),
+        (torch.zeros(4, 2)[:, 0], "contiguous"),
+        (np.zeros((4, 2), np.float32)[:, 0], "contiguous"),
+        (bytes(16), "read-only"),
+        ([torch.zeros(2), np.zeros(1, np.float32)], "16 bytes; got 12"),
+        ([], "16 bytes; got 0"),
+    ],
+)
+def test_pages_that_do_not_fit_are_refused(page, message):
+    with pytest.raises(ShapeError, match=message):
+        page_pieces(page, page_bytes=16, writable=True)
+
+
+def test_a_page_on_a_device_is_refused():
+    with pytest.raises(UnsupportedError, match=r"meta.*\.cpu\(\)"):
+        page_pieces(torch.zeros(4, device="meta"), page_bytes=16, writable=False)
+
+
+@given(st.dictionaries(st.text(max_size=5), st.binary(max_size=20), max_size=4))
+def test_unpack_after_pack_is_the_identity(attachments):
+    assert unpack_attachments(pack_attachments(attachments)) == attachments

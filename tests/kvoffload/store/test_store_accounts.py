@@ -1,0 +1,194 @@
+"""What is found after a clear, what counts say, what ended rollouts and late saves leave behind."""
+
+import numpy as np
+import pytest
+
+from primeblocks.errors import CorruptionError
+from primeblocks.kvoffload import PageKey, TieredStore, lru
+from primeblocks.kvoffload.store.catalogue import Catalogue
+from primeblocks.kvoffload.store.level import Level
+from primeblocks.kvoffload.store.moves import (
+    CopyIn,
+    CopyOut,
+    LoadRequest,
+    Read,
+    SaveRequest,
+    Write,
+)
+from tests.kvoffload.conftest import PAGE
+from tests.kvoffload.memory_tier import SOON
+
+QUICK = 1.0
+
+
+def key_of(number):
+    return PageKey("s", bytes([number]))
+
+
+def page_of(number):
+    return np.full(PAGE, number, dtype=np.uint8)
+
+
+def save(store, number):
+    return store.save(key_of(number), page_of(number)).wait(timeout_s=SOON)
+
+
+def load(store, number, timeout_s=QUICK):
+    into = np.zeros(PAGE, np.uint8)
+    found = store.load(key_of(number), into=into).wait(timeout_s=timeout_s)
+    return found.tier
+
+
+def catalogue_of(slots, levels=(), **how):
+    answers = {}
+    how = {"evict": lru, "max_pending": 8, "through": False} | how
+    made = Catalogue(slots=slots, levels=list(levels), answer=answers.__setitem__, **how)
+    return made, answers
+
+
+def take(catalogue):
+    moves, catalogue.moves = catalogue.moves, []
+    return moves
+
+
+def settle(catalogue, *, hold=()):
+    """Do all moves but those of the types in `hold`."""
+    held = []
+    while moves := take(catalogue):
+        for move in moves:
+            match move:
+                case _ if isinstance(move, hold):
+                    held.append(move)
+                case CopyIn():
+                    catalogue.copied_in(move, copied=True)
+                case CopyOut():
+                    catalogue.copied_out(move)
+                case Write():
+                    catalogue.written(move, None)
+                case Read():
+                    catalogue.read(move, length=1)
+    return held
+
+
+def put(catalogue, *numbers, users=()):
+    for number in numbers:
+        catalogue.save([SaveRequest(key_of(number), 1, users)])
+
+
+def test_no_load_after_clear_finds_a_page_of_a_shared_tier(host, memory):
+    below = memory(0, common={})
+    with TieredStore([host(2), below], write="through") as store:
+        save(store, 0)
+        store.flush().wait(timeout_s=SOON)
+        below.stuck = True
+        store.save(key_of(1), page_of(1)).wait(timeout_s=SOON)
+        assert below.entered.wait(SOON)
+        store.clear()
+        into = np.zeros(PAGE, np.uint8)
+        late, held = store.load(key_of(0), into=into), store.holds([key_of(0)])
+        below.release.set()
+        assert not late.wait(timeout_s=SOON)
+        assert held.wait(timeout_s=SOON) == [False]
+
+
+def test_a_question_asked_before_clear_brings_no_page_back():
+    catalogue, _ = catalogue_of(2, [Level("common", [], capacity_pages=0, shared=True)])
+    catalogue.load([LoadRequest(key_of(0))])
+    (ask,) = take(catalogue)
+    catalogue.clear()
+    catalogue.asked(ask, held=True)
+    for read in take(catalogue):
+        if isinstance(read, Read):
+            catalogue.read(read, length=1)
+    assert not catalogue.knows(key_of(0))
+
+
+def test_a_full_tier_is_written_in_batches_too(host, memory):
+    below = memory(32)
+    puts, drops = [], []
+    put, drop = below.put, below.drop
+    below.put = lambda records: (puts.append(len(records)), put(records))[1]
+    below.drop = lambda keys: (drops.append(len(keys)), drop(keys))[1]
+    with TieredStore([host(32), below], write="through") as store:
+        for start in (0, 32, 64):
+            keys = [key_of(start + n) for n in range(32)]
+            store.save_batch(keys, [page_of(n) for n in range(32)]).wait(timeout_s=SOON)
+            store.flush().wait(timeout_s=SOON)
+            if start == 0:
+                puts.clear()
+    assert sum(puts) == 64
+    assert len(puts) < 32
+    assert len(drops) < 32
+
+
+def test_a_page_that_is_used_before_it_left_was_not_evicted():
+    catalogue, _ = catalogue_of(16)
+    put(catalogue, *range(16))
+    settle(catalogue)
+    for _ in range(50):
+        (leaving,) = catalogue._leaving
+        catalogue.load([LoadRequest(leaving)])
+        settle(catalogue)
+    count = catalogue.statistics()["host"]
+    assert (count.stores, count.pages, count.evictions) == (16, 16, 0)
+
+
+@pytest.mark.parametrize("held", [CopyIn, Write])
+def test_a_rollout_that_ended_stays_ended(held):
+    level = Level("disk", [], capacity_pages=8, shared=False)
+    catalogue, _ = catalogue_of(1, [level])
+    put(catalogue, 0, users=("one",))
+    waiting = settle(catalogue, hold=held)
+    if held is Write:
+        put(catalogue, 1)
+        waiting = settle(catalogue, hold=held)
+    catalogue.end("one")
+    for move in waiting:
+        if isinstance(move, CopyIn):
+            catalogue.copied_in(move, copied=True)
+            settle(catalogue)
+            assert catalogue._ledger.rollouts(key_of(0)) == ()
+        else:
+            catalogue.written(move, None)
+            assert level.ledger.rollouts(key_of(0)) == ()
+
+
+def test_a_load_says_which_tier_served_it():
+    level = Level("disk", [key_of(0)], capacity_pages=8, shared=False)
+    catalogue, _ = catalogue_of(2, [level])
+    request = LoadRequest(key_of(0))
+    catalogue.load([request])
+    (read,) = settle(catalogue, hold=Read)
+    put(catalogue, 0)  # a newer page, in host memory
+    catalogue.read(read, length=0, error=CorruptionError("a flipped bit"))
+    settle(catalogue)
+    assert request.tier == "host"
+
+
+def test_superseded_saves_do_not_use_up_the_bound():
+    catalogue, _ = catalogue_of(1, [Level("d", [], capacity_pages=8, shared=False)], max_pending=2)
+    put(catalogue, 0)
+    settle(catalogue)
+    for _ in range(4):
+        put(catalogue, 1)
+    settle(catalogue)
+    assert catalogue.knows(key_of(1))
+
+
+def test_host_pages_in_statistics_fit():
+    catalogue, _ = catalogue_of(1)
+    put(catalogue, 0, 1, 2)
+    count = catalogue.statistics()["host"]
+    assert count.pages <= count.capacity_pages
+
+
+def test_damage_in_a_shared_tier_is_dropped(host, memory):
+    below = memory(0, common={})
+    with TieredStore([host(1), below], write="through") as store:
+        save(store, 0)
+        save(store, 1)
+        store.flush().wait(timeout_s=SOON)
+        below.damage(key_of(0))
+        assert load(store, 0) is None
+        store.flush().wait(timeout_s=SOON)
+        assert key_of(0) not in below.pages

@@ -1,0 +1,239 @@
+"""No call hangs and no thread ends, whatever a tier, a policy or a copy does."""
+
+import contextlib
+import threading
+
+import numpy as np
+import pytest
+
+from primeblocks.kvoffload import PageKey, TieredStore
+from primeblocks.kvoffload.store.buffers import Pieces
+from primeblocks.kvoffload.store.moves import (
+    Ask,
+    Copy,
+    HostPage,
+    LoadRequest,
+    Write,
+)
+from primeblocks.kvoffload.store.worker import TierWorker
+from tests.kvoffload.conftest import PAGE
+from tests.kvoffload.memory_tier import SOON
+
+QUICK = 1.0
+
+
+def key_of(number):
+    return PageKey("s", bytes([number]))
+
+
+def page_of(number):
+    return np.full(PAGE, number, dtype=np.uint8)
+
+
+def save(store, number):
+    return store.save(key_of(number), page_of(number)).wait(timeout_s=SOON)
+
+
+def load(store, number, timeout_s=QUICK):
+    into = np.zeros(PAGE, np.uint8)
+    found = store.load(key_of(number), into=into).wait(timeout_s=timeout_s)
+    return found.tier
+
+
+@pytest.mark.parametrize("answer", [RuntimeError("a client of C++"), []])
+def test_a_tier_that_does_not_say_what_it_holds_costs_a_miss(host, memory, answer):
+    below = memory(0, common={})
+
+    def holds(keys):
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    below.holds = holds
+    with TieredStore([host(1), below]) as store:
+        assert load(store, 0) is None
+        assert load(store, 0) is None
+        assert store.holds([key_of(0)]).wait(timeout_s=QUICK) == [False]
+
+
+@pytest.mark.parametrize("call", ["drop", "clear", "flush"])
+def test_a_tier_whose_bookkeeping_raises_goes_on(host, memory, call):
+    below = memory(4)
+    error = RuntimeError("a tier that breaks its contract")
+
+    def fail(*_):
+        raise error
+
+    with TieredStore([host(1), below]) as store:
+        save(store, 0)
+        save(store, 1)
+        setattr(below, call, fail)
+        save(store, 0)
+        for pending in (store.flush(), store.clear()):
+            with contextlib.suppress(RuntimeError):
+                pending.wait(timeout_s=QUICK)  # it ends, and says so where it was asked for
+        delattr(below, call)
+        save(store, 2)
+        save(store, 3)
+        assert load(store, 2) == "memory"
+
+
+def test_a_tier_that_answers_for_too_few_pages_goes_on(host, memory):
+    below = memory(4)
+    put = below.put
+    below.put = lambda records: []
+    with TieredStore([host(1), below]) as store:
+        save(store, 0)
+        store.save(key_of(1), page_of(1)).wait(timeout_s=QUICK)
+        below.put = put
+        assert store.statistics()["memory"].failures == 1
+
+
+def test_writes_move_under_constant_questions(host, memory):
+    below, slab, put = memory(0, common={}), host(2), threading.Event()
+    rounds = []
+
+    def ask_again(keys):
+        rounds.append(len(keys))
+        if len(rounds) < 200 and not put.is_set():
+            worker.give(Ask(0, LoadRequest(key_of(9))))
+        return [False] * len(keys)
+
+    def kept(records):
+        put.set()
+        return [None] * len(records)
+
+    below.holds, below.put = ask_again, kept
+    worker = TierWorker(below, slab, report=lambda outcomes: None)
+    worker._changed.acquire()
+    worker.give(Ask(0, LoadRequest(key_of(9))))
+    worker.give(Write(0, HostPage(key_of(0), slot=0, length=PAGE), Copy(here=False)))
+    worker._changed.release()
+    worker.stop().join(SOON)
+    assert put.is_set()
+    assert len(rounds) < 20
+
+
+def test_flush_says_what_was_not_written(host, memory):
+    below = memory(4)
+    with TieredStore([host(3), below]) as store:
+        save(store, 0)
+        below.refuse = OSError(28, "no space left")
+        with pytest.raises(OSError, match="no space"):
+            store.flush().wait(timeout_s=SOON)
+        below.refuse = None
+        store.flush().wait(timeout_s=SOON)
+        assert below.holds([key_of(0)]) == [True]
+
+
+def test_closing_finishes_what_a_save_leads_to(host, memory, monkeypatch):
+    go, gather = threading.Event(), Pieces.gather
+    monkeypatch.setattr(Pieces, "gather", lambda *a: (go.wait(0.2), gather(*a)))
+    below = memory(4)
+    store = TieredStore([host(3), below], write="through")
+    store.save(key_of(0), page_of(0))
+    store.close()
+    assert below.holds([key_of(0)]) == [True]
+
+
+def test_a_batch_that_failed_touches_no_buffer_later(host, monkeypatch):
+    go, entered, scatter = threading.Event(), threading.Event(), Pieces.scatter
+
+    def slow(pieces, slot):
+        if slot[0] == 1:
+            entered.wait(SOON)
+            raise RuntimeError("CUDA")
+        entered.set()
+        go.wait(QUICK)
+        scatter(pieces, slot)
+
+    with TieredStore([host(3)]) as store:
+        for number in (1, 2):
+            save(store, number)
+        monkeypatch.setattr(Pieces, "scatter", slow)
+        into = [np.zeros(PAGE, np.uint8) for _ in range(2)]
+        pending = store.load_batch([key_of(1), key_of(2)], into=into)
+        with pytest.raises(RuntimeError, match="CUDA"):
+            pending.wait(timeout_s=SOON)
+        before = into[1].copy()
+        go.set()
+        store.close()
+        assert np.array_equal(into[1], before), "written after wait had raised"
+
+
+def test_a_policy_that_raises_ends_no_thread(host):
+    def broken(snapshot):
+        raise KeyError("a policy")
+
+    with TieredStore([host(1)], evict=broken) as store:
+        for number in range(3):
+            assert save(store, number).stored
+        assert load(store, 2) == "host"
+
+
+@pytest.mark.parametrize("call", ["clear", "flush", "drop"])
+def test_what_a_tier_could_not_do_is_said_once(host, memory, call):
+    below = memory(4)
+
+    def fail(*_):
+        raise OSError("read-only")
+
+    with TieredStore([host(1), below]) as store:
+        save(store, 0)
+        save(store, 1)
+        setattr(below, call, fail)
+        save(store, 0)
+        ask = store.clear if call == "clear" else store.flush
+        with pytest.raises(OSError, match="read-only"):
+            ask().wait(timeout_s=SOON)
+        delattr(below, call)
+        ask().wait(timeout_s=SOON)
+
+
+def test_giving_up_waits_for_a_copy_that_began(host, monkeypatch):
+    go, entered, scatter = threading.Event(), threading.Event(), Pieces.scatter
+
+    def slow(pieces, slot):
+        entered.set()
+        go.wait(SOON)
+        scatter(pieces, slot)
+
+    with TieredStore([host(1)]) as store:
+        save(store, 0)
+        monkeypatch.setattr(Pieces, "scatter", slow)
+        into = np.ones(PAGE, np.uint8)
+        pending = store.load(key_of(0), into=into)
+        assert entered.wait(SOON)
+        threading.Timer(0.1, go.set).start()
+        pending.cancel()
+        assert not into.any(), "still being written"
+
+
+def test_what_was_given_up_is_not_even_read(host, memory, monkeypatch):
+    below = memory(4)
+    below.stuck = True
+    with TieredStore([host(1), below]) as store:
+        save(store, 0)
+        copies = []
+        for name in ("gather", "scatter"):
+            monkeypatch.setattr(Pieces, name, lambda pieces, slot, name=name: copies.append(name))
+        slow = store.save(key_of(1), page_of(1))
+        assert below.entered.wait(SOON)
+        late = store.load(key_of(1), into=np.zeros(PAGE, np.uint8))
+        assert slow.cancel()
+        assert late.cancel()
+        below.release.set()
+    assert copies == []
+
+
+def test_a_copy_that_fails_is_heard_and_stores_nothing(host, monkeypatch):
+    def broken(pieces, slot):
+        raise RuntimeError("CUDA")
+
+    with TieredStore([host(1)]) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(Pieces, "gather", broken)
+            with pytest.raises(RuntimeError, match="CUDA"):
+                save(store, 0)
+        assert load(store, 0) is None
+        assert save(store, 0).stored
