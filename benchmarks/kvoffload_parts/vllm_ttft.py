@@ -1,4 +1,4 @@
-"""Time to the first token of a real vLLM: a prompt's pages out of our tiers, or computed again.
+"""First token of a real vLLM, from pages or computed: `-m benchmarks.kvoffload_parts.vllm_ttft`.
 
 vLLM on CPU in float32, one request at a time, 8 layers of 256 with 32 experts, top 4, routed-expert
 capture on. Computed and hit take turns in one process; each hit is checked to have taken all of its
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from primeblocks.testing import tiny_models
 
-from ..harness import Timing
+from ..harness import Timing, main
 
 __all__ = ["figures"]
 
@@ -82,3 +82,7 @@ def _text(seconds: dict[str, Timing]) -> str:
         f"{name} {each.median * 1e3:.1f} ms (spread {each.spread:.0%})"
         for name, each in seconds.items()
     )
+
+
+if __name__ == "__main__":
+    main(figures)
