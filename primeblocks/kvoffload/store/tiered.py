@@ -18,9 +18,10 @@ from .catalogue import Catalogue
 from .copier import Copied, Copiers
 from .level import Level
 from .moves import Ask, CopyIn, CopyOut, LoadRequest, Read, SaveRequest, Write
+from .order import Holds, Until
 from .pending import Pending
 from .requests import load_requests, same_length, save_requests
-from .worker import Holds, Outcome, TierWorker, Until
+from .worker import Outcome, TierWorker
 
 __all__ = ["TieredStore"]
 

@@ -1,12 +1,11 @@
-"""The thread of one lower tier: reads first, writes and drops in order, both in batches."""
+"""The thread of one lower tier, and its way with tiers that break their contract."""
 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from threading import Condition, Thread
+from threading import Thread
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,31 +15,14 @@ from ..host import HostTier
 from ..page import PageKey, checksum
 from ..tier import Found, Record, Tier
 from .moves import Ask, Clear, Drop, Read, Write
+from .order import Given, Holds, Order, Until
 
-__all__ = ["Holds", "Outcome", "TierWorker", "Until"]
+__all__ = ["Outcome", "TierWorker"]
 
 logger = logging.getLogger(__name__)
 
 _BATCH_BYTES = 32 << 20
 _BATCH_PAGES = 256
-_IN_A_ROW = 8  # batches of reads while a write waits
-
-
-@dataclass(frozen=True, slots=True)
-class Until:
-    """Say when everything before it is done, and durable if `flush`; or what failed."""
-
-    done: Callable[[BaseException | None], None]
-    flush: bool = False
-    refused: int = 0  # puts that were refused before it was asked for
-
-
-@dataclass(frozen=True, slots=True)
-class Holds:
-    """Which of these pages a shared tier has."""
-
-    keys: Sequence[PageKey]
-    done: Callable[[list[bool]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +35,6 @@ class Outcome:
     error: Exception | None = None
 
 
-_First = Read | Ask | Holds
-_Ordered = Write | Drop | Clear | Until
-# In a full tier, drops and writes alternate: they go together.
-_KINDS: dict[type, Any] = {Write: Write | Drop, Drop: Write | Drop}
-
-
 class TierWorker:
     """Does to a tier what it is given. `report` is called with the outcomes of a batch."""
 
@@ -68,13 +44,8 @@ class TierWorker:
         self._tier = tier
         self._host = host
         self._report = report
-        self._batch = max(1, min(_BATCH_PAGES, _BATCH_BYTES // host.slot_bytes))
-        self._changed = Condition()
-        self._first: deque[_First] = deque()
-        self._ordered: deque[_First | _Ordered] = deque()
-        self._clears = 0  # that wait
-        self._in_a_row = 0
-        self._stopping = False
+        pages = max(1, min(_BATCH_PAGES, _BATCH_BYTES // host.slot_bytes))
+        self._order = Order(batch_pages=pages)
         self._error: BaseException | None = None
         self.refused = 0
         self._refusal: Exception | None = None
@@ -82,59 +53,18 @@ class TierWorker:
         self._thread = Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def give(self, move: _First | _Ordered) -> None:
-        with self._changed:
-            # Whatever comes after a clear must not find what it will drop.
-            if isinstance(move, Read | Ask | Holds) and not self._clears:
-                self._first.append(move)
-            else:
-                self._clears += isinstance(move, Clear)
-                self._ordered.append(move)
-            self._changed.notify()
+    def give(self, move: Given) -> None:
+        self._order.give(move)
 
     def stop(self) -> Thread:
         """Close the tier after what was given; returns the thread to be joined."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify()
+        self._order.stop()
         return self._thread
 
     def _run(self) -> None:
-        while moves := self._next():
-            do = self._DO[type(moves[0])]
-            do(self, moves)
+        while moves := self._order.next():
+            self._DO[type(moves[0])](self, moves)
         self._try(self._tier.close)
-
-    def _next(self) -> list[Any]:
-        """Moves of one kind; none at the end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._first or self._ordered or self._stopping)
-            queue = self._queue()
-            moves: list[Any] = []
-            kind = _KINDS.get(type(queue[0]), type(queue[0])) if queue else ()
-            written: set[PageKey] = set()
-            drops = 0
-            while queue and isinstance(queue[0], kind) and len(moves) - drops < self._batch:
-                move = queue[0]
-                if isinstance(move, Write):
-                    if move.page.key in written:
-                        break
-                    written.add(move.page.key)
-                elif isinstance(move, Drop):
-                    if move.key in written:
-                        break
-                    drops += 1
-                moves.append(queue.popleft())
-            self._clears -= len(moves) if kind is Clear else 0
-            return moves
-
-    def _queue(self) -> deque[Any]:
-        """Reads first, but not for ever: slots wait for writes, and `Until` behind them."""
-        if self._first and (not self._ordered or self._in_a_row < _IN_A_ROW):
-            self._in_a_row += 1
-            return self._first
-        self._in_a_row = 0
-        return self._ordered
 
     def _change(self, moves: Sequence[Write | Drop]) -> None:
         """Drops first: they make room. A page that is written here is not dropped after."""

@@ -105,10 +105,10 @@ def test_writes_move_under_constant_questions(host, memory):
 
     below.holds, below.put = ask_again, kept
     worker = TierWorker(below, slab, report=lambda outcomes: None)
-    worker._changed.acquire()
+    worker._order.changed.acquire()
     worker.give(Ask(0, LoadRequest(key_of(9))))
     worker.give(Write(0, HostPage(key_of(0), slot=0, length=PAGE), Copy(here=False)))
-    worker._changed.release()
+    worker._order.changed.release()
     worker.stop().join(SOON)
     assert put.is_set()
     assert len(rounds) < 20

@@ -11,7 +11,8 @@ from primeblocks.kvoffload.store.moves import (
     Read,
     Write,
 )
-from primeblocks.kvoffload.store.worker import Holds, TierWorker, Until
+from primeblocks.kvoffload.store.order import Holds, Until
+from primeblocks.kvoffload.store.worker import TierWorker
 from tests.kvoffload.conftest import EXTRA, PAGE
 from tests.kvoffload.memory_tier import SOON
 
@@ -44,7 +45,7 @@ def test_reads_come_first_and_changes_in_order_in_batches(host, memory):
         noted(name)
     noted("put", lambda records: [record.key.hash[0] for record in records])
     worker = TierWorker(below, slab, report=lambda outcomes: None)
-    with worker._changed:  # the thread sees all of them at once
+    with worker._order.changed:  # the thread sees all of them at once
         for move in (
             write(0),
             write(1),

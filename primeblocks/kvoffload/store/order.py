@@ -1,0 +1,107 @@
+"""The order in which a tier does what it is given: reads first, changes in turn, in batches."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import Condition
+from typing import Any
+
+from ..page import PageKey
+from .moves import Ask, Clear, Drop, Read, Write
+
+__all__ = ["Given", "Holds", "Order", "Until"]
+
+_IN_A_ROW = 8  # batches of reads while a change waits
+
+
+@dataclass(frozen=True, slots=True)
+class Until:
+    """Say when everything before it is done, and durable if `flush`; or what failed."""
+
+    done: Callable[[BaseException | None], None]
+    flush: bool = False
+    refused: int = 0  # puts that were refused before it was asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Holds:
+    """Which of these pages a shared tier has."""
+
+    keys: Sequence[PageKey]
+    done: Callable[[list[bool]], None]
+
+
+_Question = Read | Ask | Holds
+Given = _Question | Write | Drop | Clear | Until
+
+# In a full tier, drops and writes alternate: they go together.
+_KINDS: dict[type, Any] = {Write: Write | Drop, Drop: Write | Drop}
+
+
+class Order:
+    """A queue of moves. `Write`, `Drop`, `Clear` and `Until` keep their order.
+
+    Reads and questions overtake them, but for a `Clear`: what comes after it must not find what it
+    will drop. Nor do they for ever: slots wait for writes.
+
+    Args:
+        batch_pages: pages that are moved together.
+    """
+
+    def __init__(self, *, batch_pages: int) -> None:
+        self.changed = Condition()
+        self._batch_pages = batch_pages
+        self._first: deque[_Question] = deque()
+        self._in_turn: deque[Given] = deque()
+        self._clears = 0  # that wait
+        self._in_a_row = 0
+        self._stopping = False
+
+    def give(self, move: Given) -> None:
+        with self.changed:
+            if isinstance(move, _Question) and not self._clears:
+                self._first.append(move)
+            else:
+                self._clears += isinstance(move, Clear)
+                self._in_turn.append(move)
+            self.changed.notify()
+
+    def stop(self) -> None:
+        with self.changed:
+            self._stopping = True
+            self.changed.notify()
+
+    def next(self) -> list[Any]:
+        """Waits for moves of one kind, `Write` and `Drop` being one; none after `stop`.
+
+        A page is not dropped in a batch after it was written there, and not written twice.
+        """
+        with self.changed:
+            self.changed.wait_for(lambda: self._first or self._in_turn or self._stopping)
+            queue = self._queue()
+            moves: list[Any] = []
+            kind = _KINDS.get(type(queue[0]), type(queue[0])) if queue else ()
+            written: set[PageKey] = set()
+            drops = 0
+            while queue and isinstance(queue[0], kind) and len(moves) - drops < self._batch_pages:
+                move = queue[0]
+                if isinstance(move, Write | Drop):
+                    key = move.key if isinstance(move, Drop) else move.page.key
+                    if key in written:
+                        break
+                    if isinstance(move, Drop):
+                        drops += 1
+                    else:
+                        written.add(key)
+                moves.append(queue.popleft())
+            self._clears -= len(moves) if kind is Clear else 0
+            return moves
+
+    def _queue(self) -> deque[Any]:
+        if self._first and (not self._in_turn or self._in_a_row < _IN_A_ROW):
+            self._in_a_row += 1
+            return self._first
+        self._in_a_row = 0
+        return self._in_turn
