@@ -115,12 +115,12 @@ class _Ours:
         self._tier = tier
         random = np.random.default_rng(0)
         memory[:] = np.frombuffer(random.bytes(memory.nbytes), dtype=np.uint8)
-        self._slots = [memory[at : at + PAGE_BYTES] for at in range(0, memory.nbytes, PAGE_BYTES)]
+        self._frames = [memory[at : at + PAGE_BYTES] for at in range(0, memory.nbytes, PAGE_BYTES)]
         keys = [PageKey("benchmark", number.to_bytes(8, "big")) for number in range(pages)]
         self._batches = [keys[start : start + BATCH] for start in range(0, pages, BATCH)]
         # The digest is the store's work, not the tier's: any will do.
         self._records = [
-            [Record(key, slot, bytes(16), slot) for key, slot in zip(batch, self._slots)]  # noqa: B905
+            [Record(key, frame, bytes(16), frame) for key, frame in zip(batch, self._frames)]  # noqa: B905
             for batch in self._batches
         ]
 
@@ -133,13 +133,13 @@ class _Ours:
                 digests[record.key] = checksum(record.key, record.content)
             assert self._tier.put(batch) == [None] * len(batch)
         for keys in reversed(self._batches):
-            for slot in self._slots:
-                slot[:] = 0
-            found = self._tier.get(keys, into=self._slots[: len(keys)])
-            for key, slot, each in zip(keys, self._slots, found):  # noqa: B905
+            for frame in self._frames:
+                frame[:] = 0
+            found = self._tier.get(keys, into=self._frames[: len(keys)])
+            for key, frame, each in zip(keys, self._frames, found):  # noqa: B905
                 assert isinstance(each, Found)
                 assert each.length == PAGE_BYTES
-                assert checksum(key, slot) == digests[key]
+                assert checksum(key, frame) == digests[key]
         self.drop()
 
     def put(self) -> None:
@@ -148,7 +148,7 @@ class _Ours:
 
     def get(self) -> None:
         for keys in self._batches:
-            assert all(self._tier.get(keys, into=self._slots[: len(keys)]))
+            assert all(self._tier.get(keys, into=self._frames[: len(keys)]))
 
     def drop(self) -> None:
         self._tier.drop(self._tier.keys())

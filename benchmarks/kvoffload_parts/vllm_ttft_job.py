@@ -34,7 +34,7 @@ class Server:
         routes_bytes = layers * model["num_experts_per_tok"]
         self.pages = tokens // PAGE_TOKENS
         # Keys and values of 32 float32 each a head, then the routes, rounded up.
-        slot_bytes = layers * 2 * heads * 32 * PAGE_TOKENS * 4 + 4096 * (
+        frame_bytes = layers * 2 * heads * 32 * PAGE_TOKENS * 4 + 4096 * (
             1 + PAGE_TOKENS * routes_bytes // 4096
         )
         room = {"host": (PROMPTS + 1) * self.pages, "disk": self.pages // 2}[tier]
@@ -52,10 +52,10 @@ class Server:
             logprobs_mode="processed_logprobs",
             enable_return_routed_experts=True,
             **engine_args(
-                primary_bytes=3 * (self.pages + 4) * slot_bytes,
-                host_bytes=room * slot_bytes,
+                primary_bytes=3 * (self.pages + 4) * frame_bytes,
+                host_bytes=room * frame_bytes,
                 disk_path=folder / f"pages-{tier}",
-                disk_bytes=(PROMPTS + 1) * self.pages * slot_bytes,
+                disk_bytes=(PROMPTS + 1) * self.pages * frame_bytes,
                 routes_bytes_per_token=routes_bytes,
             ),
         )

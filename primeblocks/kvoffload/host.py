@@ -1,4 +1,4 @@
-"""Pages in host memory: one slab, cut into equal slots."""
+"""Pages in host memory: one slab, cut into equal frames."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import numpy as np
 import torch
 
 from ..errors import CapacityError, PlanError, UnsupportedError
-from .page import slot_bytes
+from .page import frame_bytes
 
 __all__ = ["HostTier"]
 
 
 class HostTier:
-    """A pool of equal slots in one allocation, reserved once.
+    """A pool of equal frames in one allocation, reserved once.
 
     Saving and dropping pages never allocate, so the pool cannot fragment. The operating system
-    hands out its memory when a slot is first written, unless it is pinned.
+    hands out its memory when a frame is first written, unless it is pinned.
 
     Args:
-        capacity_bytes: size of the slab; rounded down to whole slots. A slot takes the page and its
-            attachments, rounded up to 4096 bytes.
+        capacity_bytes: size of the slab; rounded down to whole frames. A frame takes the page and
+            its attachments, rounded up to 4096 bytes.
         page_bytes: bytes of a page.
         attachment_bytes: room beside each page for its packed attachments.
         pinned: lock the slab in memory for direct copies from and to a CUDA device.
@@ -43,26 +43,26 @@ class HostTier:
         attachment_bytes: int = 0,
         pinned: bool = False,
     ) -> None:
-        self.slot_bytes = slot_bytes(page_bytes=page_bytes, attachment_bytes=attachment_bytes)
+        self.frame_bytes = frame_bytes(page_bytes=page_bytes, attachment_bytes=attachment_bytes)
         self.page_bytes = page_bytes
         self.attachment_bytes = attachment_bytes
-        self.capacity_pages = capacity_bytes // self.slot_bytes
+        self.capacity_pages = capacity_bytes // self.frame_bytes
         self.pinned = pinned
         if self.capacity_pages < 1:
             raise PlanError(
-                f"a host tier of {capacity_bytes} bytes does not hold one slot of "
-                f"{self.slot_bytes}: a page of {page_bytes} bytes and {attachment_bytes} bytes of "
+                f"a host tier of {capacity_bytes} bytes does not hold one frame of "
+                f"{self.frame_bytes}: a page of {page_bytes} bytes and {attachment_bytes} bytes of "
                 "attachments, rounded up to 4096"
             )
         if pinned and not torch.cuda.is_available():
             raise UnsupportedError("pinned=True needs a CUDA device; leave it out on the CPU")
-        self._slab = _reserve(self.capacity_pages * self.slot_bytes)
+        self._slab = _reserve(self.capacity_pages * self.frame_bytes)
         if pinned:
             _cuda("cudaHostRegister", self._slab.ctypes.data, self._slab.nbytes, 0)
 
-    def slot(self, number: int) -> np.ndarray:
-        """The bytes of a slot: a view, aligned to 4096 bytes."""
-        return self._slab[number * self.slot_bytes : (number + 1) * self.slot_bytes]
+    def frame(self, number: int) -> np.ndarray:
+        """The bytes of a frame: a view, aligned to 4096 bytes."""
+        return self._slab[number * self.frame_bytes : (number + 1) * self.frame_bytes]
 
     def close(self) -> None:
         """Release the slab once the last view of it is gone. A second call does nothing."""

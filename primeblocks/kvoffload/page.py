@@ -10,7 +10,7 @@ import xxhash
 
 from ..errors import CorruptionError, PlanError
 
-__all__ = ["ALIGNMENT", "DIGEST_BYTES", "PageKey", "checksum", "slot_bytes"]
+__all__ = ["ALIGNMENT", "DIGEST_BYTES", "PageKey", "checksum", "frame_bytes"]
 
 ALIGNMENT = 4096  # what direct I/O asks of addresses and lengths
 DIGEST_BYTES = 16
@@ -103,7 +103,7 @@ def checksum(key: PageKey, content: np.ndarray) -> bytes:
     return digest.digest()
 
 
-def slot_bytes(*, page_bytes: int, attachment_bytes: int) -> int:
+def frame_bytes(*, page_bytes: int, attachment_bytes: int) -> int:
     """Room that a page and its attachments take, in memory and on disk.
 
     Raises:

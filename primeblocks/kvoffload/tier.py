@@ -21,13 +21,13 @@ class Record:
     Args:
         content: bytes of the page, then its packed attachments; starts at a multiple of 4096.
         digest: `checksum` of both; the tier keeps it and does not compare it.
-        slot: the whole slot that `content` begins, for I/O in units of 4096 bytes.
+        frame: the whole frame that `content` begins, for I/O in units of 4096 bytes.
     """
 
     key: PageKey
     content: np.ndarray
     digest: bytes
-    slot: np.ndarray | None = None
+    frame: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Tier(Protocol):
     def get(
         self, keys: Sequence[PageKey], *, into: Sequence[np.ndarray]
     ) -> list[Found | PrimeblocksError | OSError | None]:
-        """Read pages into whole, aligned slots; None is a miss."""
+        """Read pages into whole, aligned frames; None is a miss."""
         ...
 
     def drop(self, keys: Sequence[PageKey]) -> None:

@@ -7,13 +7,13 @@ from tests.kvoffload.memory_tier import MemoryTier
 
 PAGE = 48
 EXTRA = 64
-SLOT = 4096
+FRAME = 4096
 SIZES = {"page_bytes": PAGE, "attachment_bytes": EXTRA}
 
 
 @pytest.fixture
 def host():
-    return lambda pages: HostTier(capacity_bytes=pages * SLOT, **SIZES)
+    return lambda pages: HostTier(capacity_bytes=pages * FRAME, **SIZES)
 
 
 @pytest.fixture
@@ -24,6 +24,6 @@ def memory():
 @pytest.fixture
 def disk(tmp_path):
     def make(pages, *, path=tmp_path / "pages", **how):
-        return DiskTier(path, capacity_bytes=pages * SLOT, **SIZES, **how)
+        return DiskTier(path, capacity_bytes=pages * FRAME, **SIZES, **how)
 
     return make

@@ -34,9 +34,9 @@ class MemoryTier:
     def put(self, records):
         assert len({record.key for record in records}) == len(records)
         for record in records:
-            assert record.slot.ctypes.data == record.content.ctypes.data
-            assert record.slot.ctypes.data % ALIGNMENT == 0
-            assert record.slot.nbytes % ALIGNMENT == 0
+            assert record.frame.ctypes.data == record.content.ctypes.data
+            assert record.frame.ctypes.data % ALIGNMENT == 0
+            assert record.frame.nbytes % ALIGNMENT == 0
         if self.stuck:
             self.entered.set()
             assert self.release.wait(SOON)
@@ -55,14 +55,14 @@ class MemoryTier:
         return None
 
     def get(self, keys, *, into):
-        return [self._get(key, slot) for key, slot in zip(keys, into, strict=True)]
+        return [self._get(key, frame) for key, frame in zip(keys, into, strict=True)]
 
-    def _get(self, key, slot):
+    def _get(self, key, frame):
         found = self.pages.get(key)
         if found is None or isinstance(found, Exception):
             return found
         content, digest = found
-        slot[: len(content)] = content
+        frame[: len(content)] = content
         return Found(len(content), digest)
 
     def damage(self, key):

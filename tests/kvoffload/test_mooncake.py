@@ -107,10 +107,10 @@ def test_batches_are_split(engine, master):
     records = [bench.record(key_of(number), content_of(1)) for number in range(65)]
     assert [is_error(each) for each in bench.tier.put(records)] == [False] * 30 + [True] * 35
     keys = [key_of(number) for number in range(65)]
-    found = bench.tier.get(keys, into=[bench.host.slot(0)] * 65)
+    found = bench.tier.get(keys, into=[bench.host.frame(0)] * 65)
     assert [each is not None for each in found] == [True] * 30 + [False] * 35
     # A batch has no page twice: here 2, 3 and 1 pages.
-    bench.tier.get([keys[each] for each in (0, 1, 0, 2, 1, 1)], into=[bench.host.slot(0)] * 6)
+    bench.tier.get([keys[each] for each in (0, 1, 0, 2, 1, 1)], into=[bench.host.frame(0)] * 6)
     assert master.calls == ["put"] * 2 + ["get"] * 2 + ["get"] * 3
 
 

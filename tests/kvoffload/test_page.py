@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from primeblocks.errors import CorruptionError, PlanError
 from primeblocks.kvoffload import PageKey
-from primeblocks.kvoffload.page import checksum, slot_bytes
+from primeblocks.kvoffload.page import checksum, frame_bytes
 
 keys = st.builds(
     PageKey,
@@ -61,10 +61,10 @@ def test_the_checksum_covers_key_and_content():
 
 
 @given(st.integers(1, 10**6), st.integers(0, 10**4))
-def test_a_slot_is_the_smallest_multiple_of_4096_that_holds_a_page(page, attachments):
-    slot = slot_bytes(page_bytes=page, attachment_bytes=attachments)
-    assert slot % 4096 == 0
-    assert 0 <= slot - page - attachments < 4096
+def test_a_frame_is_the_smallest_multiple_of_4096_that_holds_a_page(page, attachments):
+    frame = frame_bytes(page_bytes=page, attachment_bytes=attachments)
+    assert frame % 4096 == 0
+    assert 0 <= frame - page - attachments < 4096
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,9 @@ __all__ = [
 PAGE, EXTRA = 5000, 600
 
 
-def host_for(slots=24):
-    """Slots that the checks write from and read into."""
-    return HostTier(capacity_bytes=slots * 8192, page_bytes=PAGE, attachment_bytes=EXTRA)
+def host_for(frames=24):
+    """Frames that the checks write from and read into."""
+    return HostTier(capacity_bytes=frames * 8192, page_bytes=PAGE, attachment_bytes=EXTRA)
 
 
 def key_of(number, **fields):
@@ -47,7 +47,7 @@ class Bench:
 
     Args:
         room: pages that fit for sure.
-        too_many: pages that do not fit together; at most 24 less than the slots of `host`.
+        too_many: pages that do not fit together; at most 24 less than the frames of `host`.
     """
 
     host: HostTier
@@ -55,8 +55,8 @@ class Bench:
     room: int
     too_many: int
 
-    def record(self, key, content, slot=0):
-        room = self.host.slot(slot)
+    def record(self, key, content, frame=0):
+        room = self.host.frame(frame)
         room[:] = 255
         room[: len(content)] = np.frombuffer(content, np.uint8)
         held = room[: len(content)]
@@ -64,17 +64,19 @@ class Bench:
 
     def put(self, *pairs):
         """(key, content) each; the answers."""
-        return self.tier.put([self.record(*pair, slot) for slot, pair in enumerate(pairs)])
+        return self.tier.put([self.record(*pair, frame) for frame, pair in enumerate(pairs)])
 
     def get(self, *keys):
         """The content where the digest says that it is right, else what `get` answered."""
-        into = [self.host.slot(slot) for slot in range(len(keys))]
-        for slot in into:
-            slot[:] = 170
+        into = [self.host.frame(frame) for frame in range(len(keys))]
+        for frame in into:
+            frame[:] = 170
         answers = []
-        for key, slot, found in zip(keys, into, self.tier.get(keys, into=into), strict=True):
-            right = isinstance(found, Found) and checksum(key, slot[: found.length]) == found.digest
-            answers.append(slot[: found.length].tobytes() if right else found)
+        for key, frame, found in zip(keys, into, self.tier.get(keys, into=into), strict=True):
+            right = (
+                isinstance(found, Found) and checksum(key, frame[: found.length]) == found.digest
+            )
+            answers.append(frame[: found.length].tobytes() if right else found)
         return answers
 
 

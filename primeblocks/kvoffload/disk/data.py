@@ -1,4 +1,4 @@
-"""The data file of a disk tier: equal slots, moved many at a time."""
+"""The data file of a disk tier: equal frames, moved many at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _VECTOR = min(256, os.sysconf("SC_IOV_MAX"))  # buffers of one call
 
 
 class DataFile:
-    """Slots of `stride` bytes; slots that follow each other move in one call.
+    """Frames of `stride` bytes; frames that follow each other move in one call.
 
     Args:
         io: `direct` passes the page cache by, `auto` where the file system lets it.
@@ -49,25 +49,25 @@ class DataFile:
         self.direct = descriptor is not None
         self._descriptor = system.open(path) if descriptor is None else descriptor
 
-    def write(self, slots: Sequence[int], contents: Sequence[np.ndarray]) -> list[Answer]:
-        """Write contents into slots; None where one was written whole.
+    def write(self, frames: Sequence[int], contents: Sequence[np.ndarray]) -> list[Answer]:
+        """Write contents into frames; None where one was written whole.
 
-        Contents of a whole slot are written as they lie, shorter ones are copied first.
+        Contents of a whole frame are written as they lie, shorter ones are copied first.
         """
-        return self._each(slots, contents, self._write)
+        return self._each(frames, contents, self._write)
 
-    def read(self, slots: Sequence[int], into: Sequence[np.ndarray]) -> list[Answer]:
-        """Fill buffers from slots; None where one was filled."""
-        return self._each(slots, into, self._read)
+    def read(self, frames: Sequence[int], into: Sequence[np.ndarray]) -> list[Answer]:
+        """Fill buffers from frames; None where one was filled."""
+        return self._each(frames, into, self._read)
 
-    def slots(self) -> int:
-        """Slots that the file has whole."""
+    def frames(self) -> int:
+        """Frames that the file has whole."""
         return self._system.size(self._descriptor) // self._stride
 
-    def shrink(self, slots: int) -> None:
-        """Give the room behind so many slots back."""
-        if self._system.size(self._descriptor) > slots * self._stride:
-            self._system.truncate(self._descriptor, slots * self._stride)
+    def shrink(self, frames: int) -> None:
+        """Give the room behind so many frames back."""
+        if self._system.size(self._descriptor) > frames * self._stride:
+            self._system.truncate(self._descriptor, frames * self._stride)
 
     def flush(self) -> None:
         self._system.sync(self._descriptor)
@@ -90,46 +90,46 @@ class DataFile:
 
     def _each(
         self,
-        slots: Sequence[int],
+        frames: Sequence[int],
         buffers: Sequence[np.ndarray],
         move: Callable[[int, Sequence[np.ndarray]], tuple[int, Answer]],
     ) -> list[Answer]:
         """Move runs at once, and what fails of a run one by one."""
-        answers: list[Answer] = [None] * len(slots)
+        answers: list[Answer] = [None] * len(frames)
         whole = [self._whole(buffer) for buffer in buffers]
-        for run in _runs(slots, whole):
+        for run in _runs(frames, whole):
             done = 0
             if len(run) > 1:
-                done, _ = move(slots[run[0]], [buffers[index] for index in run])
+                done, _ = move(frames[run[0]], [buffers[index] for index in run])
             for index in run[done:]:
-                _, answers[index] = move(slots[index], [buffers[index]])
+                _, answers[index] = move(frames[index], [buffers[index]])
         return answers
 
     def _whole(self, buffer: np.ndarray) -> bool:
-        """Whether the file system can take a slot from where this lies."""
+        """Whether the file system can take a frame from where this lies."""
         aligned = not self.direct or buffer.ctypes.data % ALIGNMENT == 0
         return aligned and buffer.nbytes >= self._stride
 
-    def _write(self, slot: int, contents: Sequence[np.ndarray]) -> tuple[int, Answer]:
+    def _write(self, frame: int, contents: Sequence[np.ndarray]) -> tuple[int, Answer]:
         if not self._whole(contents[0]):
             self._scratch[: contents[0].nbytes] = contents[0]
             contents = [self._scratch]
-        return self._transfer(self._system.write, slot, contents)
+        return self._transfer(self._system.write, frame, contents)
 
-    def _read(self, slot: int, into: Sequence[np.ndarray]) -> tuple[int, Answer]:
+    def _read(self, frame: int, into: Sequence[np.ndarray]) -> tuple[int, Answer]:
         if self._whole(into[0]):
-            return self._transfer(self._system.read, slot, into)
-        done = self._transfer(self._system.read, slot, [self._scratch])
+            return self._transfer(self._system.read, frame, into)
+        done = self._transfer(self._system.read, frame, [self._scratch])
         count = min(self._stride, into[0].nbytes)
         into[0][:count] = self._scratch[:count]
         return done
 
     def _transfer(
-        self, call: Callable[[int, Any, int], int], slot: int, buffers: Sequence[np.ndarray]
+        self, call: Callable[[int, Any, int], int], frame: int, buffers: Sequence[np.ndarray]
     ) -> tuple[int, Answer]:
-        """Slots moved, and why not more."""
+        """Frames moved, and why not more."""
         views = [buffer.data[: self._stride] for buffer in buffers]
-        offset, done = slot * self._stride, 0
+        offset, done = frame * self._stride, 0
         while done < len(buffers) * self._stride:
             index, within = divmod(done, self._stride)
             rest = [views[index][within:], *views[index + 1 :]]
@@ -139,17 +139,17 @@ class DataFile:
                 return done // self._stride, error
             if count == 0:
                 return done // self._stride, CorruptionError(
-                    f"{self._path} ends within slot {slot + index}"
+                    f"{self._path} ends within frame {frame + index}"
                 )
             done += count
         return len(buffers), None
 
 
-def _runs(slots: Sequence[int], whole: Sequence[bool]) -> Iterator[list[int]]:
-    """Indices of slots that follow each other, whole ones together."""
+def _runs(frames: Sequence[int], whole: Sequence[bool]) -> Iterator[list[int]]:
+    """Indices of frames that follow each other, whole ones together."""
     run: list[int] = []
-    for index in sorted(range(len(slots)), key=slots.__getitem__):
-        follows = run and slots[index] == slots[run[-1]] + 1 and whole[index] and whole[run[-1]]
+    for index in sorted(range(len(frames)), key=frames.__getitem__):
+        follows = run and frames[index] == frames[run[-1]] + 1 and whole[index] and whole[run[-1]]
         if run and not (follows and len(run) < _VECTOR):
             yield run
             run = []

@@ -17,7 +17,7 @@ PUT, DROP, MARK = 1, 2, 3
 
 _MAGIC = b"\xf5kvR"
 _HEAD = struct.Struct("<4sII")  # magic, bytes of the record, checksum of these bytes
-_BODY = struct.Struct("<QBQQ16s")  # sequence, kind, slot, length, digest; then the key
+_BODY = struct.Struct("<QBQQ16s")  # sequence, kind, frame, length, digest; then the key
 _SUM = struct.Struct("<Q")
 
 
@@ -25,7 +25,7 @@ _SUM = struct.Struct("<Q")
 class Place:
     """Where a page lies in the data file, and what it must be."""
 
-    slot: int
+    frame: int
     length: int
     digest: bytes
 
@@ -47,7 +47,7 @@ def encode(entry: Entry, *, sequence: int, generation: int) -> bytes:
     data = b"".join(
         (
             _HEAD.pack(_MAGIC, size, _head_sum(size, generation)),
-            _BODY.pack(sequence, entry.kind, place.slot, place.length, place.digest),
+            _BODY.pack(sequence, entry.kind, place.frame, place.length, place.digest),
             name,
         )
     )
@@ -88,11 +88,11 @@ class Replay:
         assert entry.key is not None
         self._remove(entry.key)
         if entry.place is not None:
-            # A slot has one page: where a drop is missing, the page that came later counts.
-            self._remove(self._owners.get(entry.place.slot))
+            # A frame has one page: where a drop is missing, the page that came later counts.
+            self._remove(self._owners.get(entry.place.frame))
             self.places[entry.key] = entry.place
             self._since[entry.key] = sequence
-            self._owners[entry.place.slot] = entry.key
+            self._owners[entry.place.frame] = entry.key
 
     def gap(self) -> None:
         """Records are missing here: any page put before may have been dropped in them."""
@@ -106,7 +106,7 @@ class Replay:
 
     def _remove(self, key: PageKey | None) -> None:
         if key is not None and key in self.places:
-            del self._owners[self.places.pop(key).slot]
+            del self._owners[self.places.pop(key).frame]
             del self._since[key]
 
 
@@ -150,14 +150,14 @@ def _decode(data: bytes, generation: int) -> tuple[Entry, int]:
     (expected,) = _SUM.unpack(data[-_SUM.size :])
     if xxhash.xxh3_64_intdigest(content, seed=generation) != expected:
         return _NOTHING
-    sequence, kind, slot, length, digest = _BODY.unpack_from(content, _HEAD.size)
+    sequence, kind, frame, length, digest = _BODY.unpack_from(content, _HEAD.size)
     if kind == MARK:
         return Entry(MARK), sequence
     try:
         key = PageKey.decode(content[_HEAD.size + _BODY.size :])
     except CorruptionError:
         return _NOTHING
-    return Entry(kind, key, Place(slot, length, digest) if kind == PUT else None), sequence
+    return Entry(kind, key, Place(frame, length, digest) if kind == PUT else None), sequence
 
 
 def _head_sum(size: int, generation: int) -> int:

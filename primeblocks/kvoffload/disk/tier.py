@@ -15,13 +15,13 @@ from ...errors import (
     PlanError,
     UsageError,
 )
-from ..page import PageKey, slot_bytes
+from ..page import PageKey, frame_bytes
 from ..tier import Found, Record
 from .answers import Answer, misfit, refusal, refusing
 from .data import DataFile
+from .frames import Frames
 from .journal import Journal
 from .records import Place
-from .slots import Slots
 from .system import System
 
 __all__ = ["DiskTier"]
@@ -30,9 +30,9 @@ __all__ = ["DiskTier"]
 class DiskTier:
     """A folder of pages that survives a crash.
 
-    `pages` is cut into equal slots, and new pages go to the next free ones: what is written at once
-    lies together, each page is written once, and the file never outgrows `capacity_bytes`.
-    `journal` says which page lies where. A page counts once its record is there; its slot is used
+    `pages` is cut into equal frames, and new pages go to the next free ones: what is written at
+    once lies together, each page is written once, and the file never outgrows `capacity_bytes`.
+    `journal` says which page lies where. A page counts once its record is there; its frame is used
     again once its drop is there too. So after a crash, whoever opens the folder finds the state
     after the last change that was answered, or a later one; after damage to the journal, fewer
     pages. Damage to `pages` shows in the digest, which the caller compares.
@@ -43,8 +43,8 @@ class DiskTier:
 
     Args:
         path: folder, made if absent; one owner at a time. Pages in it are adopted.
-        capacity_bytes: bound of `pages`; a slot takes the page and its attachments, rounded up to
-            4096 bytes. On top comes the journal: for each slot 61 bytes and the encoded key, at
+        capacity_bytes: bound of `pages`; a frame takes the page and its attachments, rounded up to
+            4096 bytes. On top comes the journal: for each frame 61 bytes and the encoded key, at
             most three times that while it is rewritten, and 64 KiB.
         page_bytes: bytes of a page.
         attachment_bytes: room beside each page for its packed attachments.
@@ -74,16 +74,16 @@ class DiskTier:
         self.path = Path(path)
         self.page_bytes = page_bytes
         self.attachment_bytes = attachment_bytes
-        self.slot_bytes = slot_bytes(page_bytes=page_bytes, attachment_bytes=attachment_bytes)
-        self.capacity_pages = capacity_bytes // self.slot_bytes
+        self.frame_bytes = frame_bytes(page_bytes=page_bytes, attachment_bytes=attachment_bytes)
+        self.capacity_pages = capacity_bytes // self.frame_bytes
         if self.capacity_pages < 1:
             raise PlanError(
-                f"a disk tier of {capacity_bytes} bytes does not hold one slot of "
-                f"{self.slot_bytes}: a page of {page_bytes} bytes and {attachment_bytes} bytes of "
+                f"a disk tier of {capacity_bytes} bytes does not hold one frame of "
+                f"{self.frame_bytes}: a page of {page_bytes} bytes and {attachment_bytes} bytes of "
                 "attachments, rounded up to 4096"
             )
         self._system = System() if system is None else system
-        self._slots = Slots(self.capacity_pages)
+        self._frames = Frames(self.capacity_pages)
         self._closed = False
         self._open(io)
 
@@ -93,9 +93,9 @@ class DiskTier:
         return self._data.direct
 
     def put(self, records: Sequence[Record]) -> list[Answer]:
-        """Keep pages: their data in runs of slots, then one write to the journal. Local.
+        """Keep pages: their data in runs of frames, then one write to the journal. Local.
 
-        A page in place of another takes a new slot; where there is none, the old page goes first.
+        A page in place of another takes a new frame; where there is none, the old page goes first.
         Of several records with one key the last counts. A page that is not kept leaves what was
         there as it was; its answer is a `CapacityError` where quota or disk are full, a
         `ShapeError` for a content that does not fit, or the `OSError` of all else.
@@ -118,7 +118,7 @@ class DiskTier:
         return [answers[record.key] for record in records]
 
     def get(self, keys: Sequence[PageKey], *, into: Sequence[np.ndarray]) -> list[Found | Answer]:
-        """Read pages, those in adjacent slots at once. Local.
+        """Read pages, those in adjacent frames at once. Local.
 
         Returns:
             Length and digest that each page came with, which the caller compares; None for a page
@@ -127,8 +127,8 @@ class DiskTier:
         """
         self._check_open()
         places = [self._journal.places.get(key) for key in keys]
-        there = [(place.slot, each) for place, each in zip(places, into, strict=True) if place]
-        errors = iter(self._data.read([slot for slot, _ in there], [each for _, each in there]))
+        there = [(place.frame, each) for place, each in zip(places, into, strict=True) if place]
+        errors = iter(self._data.read([frame for frame, _ in there], [each for _, each in there]))
         return [
             None if place is None else next(errors) or Found(place.length, place.digest)
             for place in places
@@ -154,7 +154,7 @@ class DiskTier:
             CapacityError, OSError: as `drop`.
         """
         self._check_open()
-        self._slots.clear()
+        self._frames.clear()
         with refusing(self.path):
             self._journal.clear()
             self._data.shrink(0)
@@ -197,7 +197,7 @@ class DiskTier:
                 lock = self._system.own(self.path)
                 opened.callback(self._system.close, lock)
                 self._data = DataFile(
-                    self.path / "pages", stride=self.slot_bytes, io=io, system=self._system
+                    self.path / "pages", stride=self.frame_bytes, io=io, system=self._system
                 )
                 opened.callback(self._data.close)
                 self._journal = Journal(
@@ -218,17 +218,17 @@ class DiskTier:
 
     def _adopt(self) -> None:
         """Take over what the journal says and the data file has room for."""
-        room = min(self.capacity_pages, self._data.slots())
+        room = min(self.capacity_pages, self._data.frames())
         for key, place in list(self._journal.places.items()):
-            if place.slot < room and place.length <= self.slot_bytes:
-                self._slots.take(place.slot)
+            if place.frame < room and place.length <= self.frame_bytes:
+                self._frames.take(place.frame)
             else:
-                del self._journal.places[key]  # and from the file once its slot is used again
+                del self._journal.places[key]  # and from the file once its frame is used again
         self._data.shrink(self.capacity_pages)
 
     def _make_room(self, records: Sequence[Record]) -> list[Record]:
-        """Those that fit; where free slots do not suffice, pages that they replace are given up."""
-        here, free = self._journal.places, self._slots.free
+        """Those that fit; where frames do not suffice, pages that they replace are given up."""
+        here, free = self._journal.places, self._frames.free
         refused = [each.key for each in records if each.key not in here][free:]
         fitting = [each for each in records if each.key not in refused]
         short = max(0, len(fitting) - free)
@@ -242,18 +242,18 @@ class DiskTier:
             self._journal.drop(keys)
 
     def _write(self, records: Sequence[Record]) -> dict[PageKey, Answer]:
-        here, slots = self._journal.places, self._slots.claim(len(records))
-        placed = list(zip(records, slots, strict=True))
+        here, frames = self._journal.places, self._frames.claim(len(records))
+        placed = list(zip(records, frames, strict=True))
         answers: dict[PageKey, Answer] = {}
-        # The whole slot where there is one, so that it goes out together with its neighbours.
-        contents = [each.content if each.slot is None else each.slot for each, _ in placed]
-        for (record, _), error in zip(placed, self._data.write(slots, contents), strict=True):
+        # The whole frame where there is one, so that it goes out together with its neighbours.
+        contents = [each.content if each.frame is None else each.frame for each, _ in placed]
+        for (record, _), error in zip(placed, self._data.write(frames, contents), strict=True):
             answers[record.key] = error and refusal(error, self.path)
         if any(isinstance(answer, CapacityError) for answer in answers.values()):
-            self._slots.rewind()
+            self._frames.rewind()
         places = [
-            (record.key, Place(slot, record.content.nbytes, record.digest))
-            for record, slot in placed
+            (record.key, Place(frame, record.content.nbytes, record.digest))
+            for record, frame in placed
             if answers[record.key] is None
         ]
         replaced = [here[key] for key, _ in places if key in here]
@@ -262,14 +262,14 @@ class DiskTier:
             self._release(replaced)
         except OSError as error:
             answers |= {key: refusal(error, self.path) for key, _ in places}
-        for record, slot in placed:
+        for record, frame in placed:
             if answers[record.key] is not None:
-                self._slots.release(slot)
+                self._frames.release(frame)
         return answers
 
     def _release(self, places: Sequence[Place]) -> None:
         for place in places:
-            self._slots.release(place.slot)
+            self._frames.release(place.frame)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -31,28 +31,28 @@ class Pieces:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self._parts)
 
-    def gather(self, slot: np.ndarray) -> None:
-        """Copy the pieces into the slot, one after the other."""
-        self._copy(slot, out=False)
+    def gather(self, frame: np.ndarray) -> None:
+        """Copy the pieces into the frame, one after the other."""
+        self._copy(frame, out=False)
 
-    def scatter(self, slot: np.ndarray) -> None:
+    def scatter(self, frame: np.ndarray) -> None:
         """The inverse of `gather`."""
-        self._copy(slot, out=True)
+        self._copy(frame, out=True)
 
-    def _copy(self, slot: np.ndarray, *, out: bool) -> None:
+    def _copy(self, frame: np.ndarray, *, out: bool) -> None:
         streams = {device: torch.cuda.Stream(device) for device in self._fences}
         try:
-            self._queue(slot, streams, out=out)
+            self._queue(frame, streams, out=out)
         finally:
             for stream in streams.values():
                 stream.synchronize()
 
     def _queue(
-        self, slot: np.ndarray, streams: dict[torch.device, torch.cuda.Stream], *, out: bool
+        self, frame: np.ndarray, streams: dict[torch.device, torch.cuda.Stream], *, out: bool
     ) -> None:
         at = 0
         for part in self._parts:
-            room = slot[at : at + part.nbytes]
+            room = frame[at : at + part.nbytes]
             at += part.nbytes
             if isinstance(part, np.ndarray):
                 # A copy as np.copyto's, and faster: vector instructions in place of `rep movsb`.

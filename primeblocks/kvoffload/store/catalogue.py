@@ -30,7 +30,7 @@ from .moves import (
 __all__ = ["Catalogue"]
 
 _SUPERSEDED = "a later save of the same page, or a clear, came first"
-_RESERVE = 16  # one page in so many is chosen, and written down, before its slot is needed
+_RESERVE = 16  # one page in so many is chosen, and written down, before its frame is needed
 
 
 class Catalogue:
@@ -41,10 +41,10 @@ class Catalogue:
     `copied_out`, `written`, `read`, `asked`. Not thread-safe.
 
     Args:
-        slots: pages that fit in host memory.
+        frames: pages that fit in host memory.
         levels: lower tiers, fastest first.
         evict: who leaves a full tier.
-        max_pending: pages that may wait for a slot; further saves are declined.
+        max_pending: pages that may wait for a frame; further saves are declined.
         through: write a page to the lower tiers when it has come, not when it leaves.
         answer: called with a save and what became of it, or with a load that is a miss and None.
     """
@@ -52,7 +52,7 @@ class Catalogue:
     def __init__(
         self,
         *,
-        slots: int,
+        frames: int,
         levels: Sequence[Level],
         evict: Evict,
         max_pending: int,
@@ -66,12 +66,12 @@ class Catalogue:
         self._max_pending = max_pending
         self._through = through
         self._answer = answer
-        self._slots = slots
-        self._reserve = slots // _RESERVE
-        self._free = list(range(slots - 1, -1, -1))
+        self._frames = frames
+        self._reserve = frames // _RESERVE
+        self._free = list(range(frames - 1, -1, -1))
         self._pages: dict[PageKey, HostPage] = {}
         self._here = 0  # pages in the ledger
-        self._ledger = Ledger(capacity_pages=slots)
+        self._ledger = Ledger(capacity_pages=frames)
         self._leaving: OrderedDict[PageKey, HostPage] = OrderedDict()
         self._waiting: deque[HostPage] = deque()
         self._coming: dict[HostPage, None] = {}
@@ -144,14 +144,14 @@ class Catalogue:
     def statistics(self) -> dict[str, TierStatistics]:
         """Of every tier, by its name."""
         host = statistics_of(
-            self._counts, pages=self._here + len(self._leaving), capacity_pages=self._slots
+            self._counts, pages=self._here + len(self._leaving), capacity_pages=self._frames
         )
         return {"host": host} | {level.name: level.statistics() for level in self.levels}
 
     # What became of the moves.
 
     def copied_in(self, move: CopyIn, *, copied: bool) -> None:
-        """The slot holds the page, or its caller gave up."""
+        """The frame holds the page, or its caller gave up."""
         self._underway -= 1
         page = move.page
         if not copied:
@@ -188,7 +188,7 @@ class Catalogue:
         self._settle()
 
     def read(self, move: Read, *, length: int, error: Exception | None = None) -> None:
-        """The slot holds a page of `length` bytes; 0 is a miss, or an error."""
+        """The frame holds a page of `length` bytes; 0 is a miss, or an error."""
         self._underway -= 1
         page, level = move.page, self.levels[move.depth]
         if length == 0:
@@ -256,7 +256,7 @@ class Catalogue:
     def _promote(self, request: LoadRequest, depth: int, copy: Copy) -> None:
         self._expect(HostPage(request.key, origin=(depth, copy), waiters=[request]))
 
-    # Slots.
+    # Frames.
 
     def _expect(self, page: HostPage) -> None:
         self._pages[page.key] = page
@@ -300,7 +300,7 @@ class Catalogue:
             self._ledger.remove(page.key)
         elif page.state is State.LEAVING:
             del self._leaving[page.key]
-        elif page.request is not None and page.slot < 0 and not page.waiters:
+        elif page.request is not None and page.frame < 0 and not page.waiters:
             del self._coming[page]
             self._waiting.remove(page)  # it need not come at all
             self._answer(page.request, Saved(False, _SUPERSEDED))
@@ -312,7 +312,7 @@ class Catalogue:
             del self._pages[page.key]
             page.gone = True
         del self._coming[page]
-        page.state = State.HERE  # nothing fills its slot any more
+        page.state = State.HERE  # nothing fills its frame any more
         self._release(page)
         self._settle()
         for waiter in page.waiters:
@@ -322,31 +322,31 @@ class Catalogue:
                 self._look_below(waiter, depth)
 
     def _release(self, page: HostPage) -> None:
-        """Take back the slot of a page that is gone, once nothing needs it."""
-        if page.gone and not page.busy and page.slot >= 0:
-            self._free.append(page.slot)
-            page.slot = -1
+        """Take back the frame of a page that is gone, once nothing needs it."""
+        if page.gone and not page.busy and page.frame >= 0:
+            self._free.append(page.frame)
+            page.frame = -1
 
     def _settle(self) -> None:
-        """Give slots to who waits, and make room ahead of need."""
+        """Give frames to who waits, and make room ahead of need."""
         while True:
-            while self._waiting and (slot := self._take_slot()) is not None:
+            while self._waiting and (frame := self._take_frame()) is not None:
                 page = self._waiting.popleft()
-                page.slot = slot
+                page.frame = frame
                 self._start(page)
             ready = len(self._free) + len(self._leaving)
             if len(self._waiting) + self._reserve <= ready or self._here == 0:
                 return
             self._let_one_go()
 
-    def _take_slot(self) -> int | None:
+    def _take_frame(self) -> int | None:
         if self._free:
             return self._free.pop()
         for key, page in self._leaving.items():
             if not page.busy:
                 del self._leaving[key], self._pages[key]
                 self._counts["evictions"] += 1
-                return page.slot
+                return page.frame
         return None
 
     def _let_one_go(self) -> None:

@@ -25,20 +25,20 @@ _TOGETHER = 8
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a page comes from, and the packed attachments that follow it in its slot."""
+    """Where a page comes from, and the packed attachments that follow it in its frame."""
 
     batch: Batch[Saved]
     index: int
     pieces: Pieces
     extra: bytes
 
-    def copy(self, slot: np.ndarray) -> bool:
-        """Fill the slot; false if the caller gave up."""
+    def copy(self, frame: np.ndarray) -> bool:
+        """Fill the frame; false if the caller gave up."""
         with self.batch.pending.buffers() as held:
             if held:
-                self.pieces.gather(slot)
+                self.pieces.gather(frame)
         end = self.pieces.nbytes
-        slot[end : end + len(self.extra)] = np.frombuffer(self.extra, dtype=np.uint8)
+        frame[end : end + len(self.extra)] = np.frombuffer(self.extra, dtype=np.uint8)
         return held
 
 
@@ -50,10 +50,10 @@ class Target:
     index: int
     pieces: Pieces
 
-    def copy(self, slot: np.ndarray) -> None:
+    def copy(self, frame: np.ndarray) -> None:
         with self.batch.pending.buffers() as held:
             if held:
-                self.pieces.scatter(slot)
+                self.pieces.scatter(frame)
 
     def finish(self, tier: str | None, attachments: Mapping[str, bytes]) -> None:
         self.batch.finish(self.index, Loaded(tier, attachments))
@@ -93,11 +93,11 @@ class Copiers:
         # store's bookkeeping is slow the first time.
         done: list[tuple[Copied, bool]] = []
         while (move := self._queue.get()) is not None:
-            slot = self._host.slot(move.page.slot)
+            frame = self._host.frame(move.page.frame)
             if isinstance(move, CopyIn):
-                done.append((move, self._take(move.request.source, slot)))
+                done.append((move, self._take(move.request.source, frame)))
             else:
-                self._give(move, slot)
+                self._give(move, frame)
                 done.append((move, True))
             if len(done) >= _TOGETHER or self._queue.empty():
                 self._report(done)
@@ -105,18 +105,18 @@ class Copiers:
         if done:
             self._report(done)
 
-    def _take(self, source: Source, slot: np.ndarray) -> bool:
+    def _take(self, source: Source, frame: np.ndarray) -> bool:
         try:
-            return source.copy(slot)
+            return source.copy(frame)
         except Exception as error:  # handed to whoever waits
             source.batch.pending.fail(error)
             return False
 
-    def _give(self, move: CopyOut, slot: np.ndarray) -> None:
+    def _give(self, move: CopyOut, frame: np.ndarray) -> None:
         target: Target = move.request.target
         try:
-            target.copy(slot)
-            packed = slot[self._host.page_bytes : move.page.length].tobytes()
+            target.copy(frame)
+            packed = frame[self._host.page_bytes : move.page.length].tobytes()
             target.finish(move.request.tier, unpack_attachments(packed))
         except Exception as error:  # handed to whoever waits
             target.batch.pending.fail(error)

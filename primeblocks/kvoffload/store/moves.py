@@ -56,9 +56,9 @@ class LoadRequest:
 class State(Enum):
     """Of a page in host memory."""
 
-    COMING = auto()  # waits for a slot, or is being copied or read into it
+    COMING = auto()  # waits for a frame, or is being copied or read into it
     HERE = auto()
-    LEAVING = auto()  # chosen by the eviction policy; can be loaded until its slot is taken
+    LEAVING = auto()  # chosen by the eviction policy; can be loaded until its frame is taken
 
 
 @dataclass(slots=True, eq=False)
@@ -66,12 +66,12 @@ class HostPage:
     """A page in host memory, or on its way into it.
 
     Args:
-        slot: where it lies; -1 while it waits for one and after it gave it back.
+        frame: where it lies; -1 while it waits for one and after it gave it back.
         length: bytes of the page and its attachments.
-        pins: copies out of the slot that are under way.
+        pins: copies out of the frame that are under way.
         writes: writes to lower tiers that are under way.
         shared: a shared tier has it.
-        gone: its key names it no more; the slot is free once nothing is under way.
+        gone: its key names it no more; the frame is free once nothing is under way.
         users: rollouts that used it when it was chosen to leave.
         ended: rollouts that ended while no ledger had the page.
         request: the save that it comes from, or
@@ -80,7 +80,7 @@ class HostPage:
     """
 
     key: PageKey
-    slot: int = -1
+    frame: int = -1
     length: int = 0
     state: State = State.COMING
     pins: int = 0
@@ -95,13 +95,13 @@ class HostPage:
 
     @property
     def busy(self) -> bool:
-        """Whether something still reads or fills its slot."""
+        """Whether something still reads or fills its frame."""
         return self.pins > 0 or self.writes > 0 or self.state is State.COMING
 
 
 @dataclass(frozen=True, slots=True)
 class CopyIn:
-    """From a caller's buffers into a slot."""
+    """From a caller's buffers into a frame."""
 
     page: HostPage
     request: SaveRequest
@@ -109,7 +109,7 @@ class CopyIn:
 
 @dataclass(frozen=True, slots=True)
 class CopyOut:
-    """From a slot into a caller's buffers."""
+    """From a frame into a caller's buffers."""
 
     page: HostPage
     request: LoadRequest
@@ -117,7 +117,7 @@ class CopyOut:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """From a slot into a lower tier. `copy` stands for the page there."""
+    """From a frame into a lower tier. `copy` stands for the page there."""
 
     depth: int
     page: HostPage
@@ -126,7 +126,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """From a lower tier into a slot."""
+    """From a lower tier into a frame."""
 
     depth: int
     page: HostPage

@@ -44,7 +44,7 @@ class Order:
     """A queue of moves. `Write`, `Drop`, `Clear` and `Until` keep their order.
 
     Reads and questions overtake them, but for a `Clear`: what comes after it must not find what it
-    will drop. Nor do they for ever: slots wait for writes.
+    will drop. Nor do they for ever: frames wait for writes.
 
     Args:
         batch_pages: pages that are moved together.

@@ -37,7 +37,7 @@ class TieredStore:
     A page is saved into host memory and written to the tiers below, either when it leaves ("back")
     or at once ("through"); a page found below is copied back to host memory. Calls return at once;
     threads of the store copy and do I/O. A load sees every save that was called before it. Memory
-    is the host tier alone: pages on their way up or down lie in its slots.
+    is the host tier alone: pages on their way up or down lie in its frames.
 
     Args:
         tiers: fastest first; the first must be a `HostTier`. The store closes them.
@@ -72,7 +72,7 @@ class TieredStore:
         self._host = host
         self._answers: list[tuple[SaveRequest | LoadRequest, Saved | None]] = []
         self._catalogue = Catalogue(
-            slots=host.capacity_pages,
+            frames=host.capacity_pages,
             levels=[
                 Level(
                     tier.name, tier.keys(), capacity_pages=tier.capacity_pages, shared=tier.shared

@@ -44,7 +44,7 @@ class TierWorker:
         self._tier = tier
         self._host = host
         self._report = report
-        pages = max(1, min(_BATCH_PAGES, _BATCH_BYTES // host.slot_bytes))
+        pages = max(1, min(_BATCH_PAGES, _BATCH_BYTES // host.frame_bytes))
         self._order = Order(batch_pages=pages)
         self._error: BaseException | None = None
         self.refused = 0
@@ -76,10 +76,10 @@ class TierWorker:
     def _write(self, moves: Sequence[Write]) -> None:
         records = []
         for move in moves:
-            slot = self._host.slot(move.page.slot)
-            content = slot[: move.page.length]
+            frame = self._host.frame(move.page.frame)
+            content = frame[: move.page.length]
             digest = checksum(move.page.key, content)
-            records.append(Record(move.page.key, content, digest, slot))
+            records.append(Record(move.page.key, content, digest, frame))
         answers = self._each(len(moves), lambda: self._tier.put(records))
         for refusal in filter(None, answers):
             self._refusal = refusal
@@ -90,17 +90,17 @@ class TierWorker:
 
     def _read(self, moves: Sequence[Read]) -> None:
         keys = [move.page.key for move in moves]
-        slots = [self._host.slot(move.page.slot) for move in moves]
-        found = self._each(len(moves), lambda: self._tier.get(keys, into=slots))
-        parts = zip(moves, slots, found, strict=True)
-        self._report([self._checked(move, slot, each) for move, slot, each in parts])
+        frames = [self._host.frame(move.page.frame) for move in moves]
+        found = self._each(len(moves), lambda: self._tier.get(keys, into=frames))
+        parts = zip(moves, frames, found, strict=True)
+        self._report([self._checked(move, frame, each) for move, frame, each in parts])
 
-    def _checked(self, move: Read, slot: np.ndarray, found: Found | Exception | None) -> Outcome:
+    def _checked(self, move: Read, frame: np.ndarray, found: Found | Exception | None) -> Outcome:
         if not isinstance(found, Found):
             return Outcome(move, error=found)
         key, room = move.page.key, self._host.page_bytes + self._host.attachment_bytes
         fits = self._host.page_bytes <= found.length <= room
-        if fits and checksum(key, slot[: found.length]) == found.digest:
+        if fits and checksum(key, frame[: found.length]) == found.digest:
             return Outcome(move, length=found.length)
         return Outcome(move, error=CorruptionError(f"{key} does not match its checksum"))
 

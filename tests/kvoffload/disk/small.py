@@ -7,7 +7,7 @@ from primeblocks.kvoffload.disk import System
 from primeblocks.kvoffload.page import checksum
 from primeblocks.kvoffload.tier import Found, Record
 
-PAGE, EXTRA, SLOT = 48, 64, 4096
+PAGE, EXTRA, FRAME = 48, 64, 4096
 LONG = 20_000  # bytes of a key of which a few make a journal long enough to be rewritten
 
 
@@ -22,20 +22,20 @@ def content_of(number, value=0):
     return ((np.arange(length) * 3 + 17 * number + 101 * value) % 251).astype(np.uint8)
 
 
-def record(number, value=0, *, whole_slot=False):
-    """A page in a whole slot, as the store hands it over, or on its own."""
+def record(number, value=0, *, whole_frame=False):
+    """A page in a whole frame, as the store hands it over, or on its own."""
     key, content = key_of(number), content_of(number, value)
     digest = checksum(key, content)
-    if not whole_slot:
+    if not whole_frame:
         return Record(key, content, digest)
-    slot = aligned()
-    slot[: content.nbytes] = content
-    return Record(key, slot[: content.nbytes], digest, slot)
+    frame = aligned()
+    frame[: content.nbytes] = content
+    return Record(key, frame[: content.nbytes], digest, frame)
 
 
-def aligned(count=SLOT):
-    memory = np.zeros(count + SLOT, dtype=np.uint8)
-    start = -memory.ctypes.data % SLOT
+def aligned(count=FRAME):
+    memory = np.zeros(count + FRAME, dtype=np.uint8)
+    start = -memory.ctypes.data % FRAME
     return memory[start : start + count]
 
 
@@ -52,7 +52,7 @@ class Unsynced(System):
 def open_tier(path, *, pages=4, **how):
     sizes = {"page_bytes": PAGE, "attachment_bytes": EXTRA}
     how = {"io": "buffered", "system": Unsynced(), **sizes, **how}
-    return DiskTier(path, capacity_bytes=pages * SLOT, **how)
+    return DiskTier(path, capacity_bytes=pages * FRAME, **how)
 
 
 def read(tier, numbers):
@@ -60,11 +60,11 @@ def read(tier, numbers):
     keys = [key_of(number) for number in numbers]
     into = [aligned() for _ in keys]
     contents = []
-    for key, slot, found in zip(keys, into, tier.get(keys, into=into), strict=True):
+    for key, frame, found in zip(keys, into, tier.get(keys, into=into), strict=True):
         content = None
         if isinstance(found, Found):
-            content = slot[: found.length].tobytes()
-            if checksum(key, slot[: found.length]) != found.digest:
+            content = frame[: found.length].tobytes()
+            if checksum(key, frame[: found.length]) != found.digest:
                 content = b""
         contents.append(content)
     return contents
@@ -78,7 +78,7 @@ def state(tier):
 
 
 def assert_serves(tier, *, pages=4):
-    """Every slot can be used, and none more: nothing leaked."""
+    """Every frame can be used, and none more: nothing leaked."""
     before = state(tier)
     new = [number for number in range(50, 99) if number not in before][: pages - len(tier)]
     assert tier.put([record(number) for number in new]) == [None] * len(new)

@@ -8,7 +8,7 @@ import pytest
 
 from primeblocks.errors import UsageError
 from tests.kvoffload.disk.small import (
-    SLOT,
+    FRAME,
     assert_serves,
     key_of,
     open_tier,
@@ -136,7 +136,7 @@ def test_a_journal_that_was_cut_is_a_prefix(tmp_path):
         path = files.damaged(files.journal[:length])
         with closing(open_tier(path)) as tier:
             found = state(tier)
-        # Slots of pages that were dropped later may have been used again: their digests tell.
+        # Frames of pages that were dropped later may have been used again: their digests tell.
         right = {number: content for number, content in found.items() if content}
         assert any(right.items() <= each.items() and found.keys() == each.keys() for each in states)
     assert len(found) >= 2
@@ -147,33 +147,33 @@ def test_flipped_bytes_of_pages_show_in_the_digest(tmp_path):
         assert tier.put([record(0), record(1)]) == [None, None]
         good = read(tier, [0, 1])
     whole = (tmp_path / "pages").read_bytes()
-    assert len(whole) == 2 * SLOT
+    assert len(whole) == 2 * FRAME
     for at in range(len(good[0])):
         damaged = bytearray(whole)
         damaged[at] ^= 4
         (tmp_path / "pages").write_bytes(damaged)
         with closing(open_tier(tmp_path)) as tier:
             assert read(tier, [0, 1]) == [b"", good[1]]
-    swapped = whole[SLOT:] + whole[:SLOT]
+    swapped = whole[FRAME:] + whole[:FRAME]
     (tmp_path / "pages").write_bytes(swapped)
     with closing(open_tier(tmp_path)) as tier:
         assert read(tier, [0, 1]) == [b"", b""]
 
 
-@pytest.mark.parametrize("slots", [0, 1, 2])
-def test_pages_that_the_file_has_no_longer_are_forgotten(tmp_path, slots):
+@pytest.mark.parametrize("frames", [0, 1, 2])
+def test_pages_that_the_file_has_no_longer_are_forgotten(tmp_path, frames):
     with closing(open_tier(tmp_path)) as tier:
         assert tier.put([record(n) for n in range(3)]) == [None] * 3
         before = state(tier)
-    os.truncate(tmp_path / "pages", slots * SLOT + 100)
-    found = {number: before[number] for number in range(slots)}
+    os.truncate(tmp_path / "pages", frames * FRAME + 100)
+    found = {number: before[number] for number in range(frames)}
     assert_normal(tmp_path, found)
 
 
 def test_pages_cut_off_while_open_are_errors(tmp_path):
     with closing(open_tier(tmp_path)) as tier:
         assert tier.put([record(n) for n in range(3)]) == [None] * 3
-        os.truncate(tmp_path / "pages", SLOT)
+        os.truncate(tmp_path / "pages", FRAME)
         first, *rest = read(tier, range(3))
         assert first == record(0).content.tobytes()
         assert rest == [None, None]

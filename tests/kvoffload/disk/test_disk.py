@@ -23,8 +23,8 @@ from primeblocks.kvoffload.tier import Found, Record
 from tests.kvoffload import tier_conformance as conformance
 from tests.kvoffload.disk.small import (
     EXTRA,
+    FRAME,
     PAGE,
-    SLOT,
     Unsynced,
     aligned,
     assert_serves,
@@ -55,20 +55,20 @@ class Counting(Unsynced):
 
 
 @pytest.mark.parametrize("io", ["buffered", "direct"])
-@pytest.mark.parametrize("whole_slot", [True, False])
-def test_pages_come_back_with_their_length_and_digest(tmp_path, io, whole_slot):
-    records = [record(number, whole_slot=whole_slot) for number in (3, 1, 2)]
+@pytest.mark.parametrize("whole_frame", [True, False])
+def test_pages_come_back_with_their_length_and_digest(tmp_path, io, whole_frame):
+    records = [record(number, whole_frame=whole_frame) for number in (3, 1, 2)]
     with closing(open_tier(tmp_path, io=io)) as tier:
         assert tier.direct == (io == "direct")
         assert tier.put(records) == [None] * 3
-        into = [np.zeros(SLOT + 1, np.uint8)[1:], aligned(), aligned(), aligned()]
+        into = [np.zeros(FRAME + 1, np.uint8)[1:], aligned(), aligned(), aligned()]
         keys = [key_of(number) for number in (1, 7, 2, 3)]
         found = tier.get(keys, into=into)
         assert found[1] is None
-        for each, slot, kept in zip(found, into, [records[1], None, *records[2::-2]], strict=True):
+        for each, frame, kept in zip(found, into, [records[1], None, *records[2::-2]], strict=True):
             if kept is not None:
                 assert each == Found(kept.content.nbytes, kept.digest)
-                assert slot[: each.length].tobytes() == kept.content.tobytes()
+                assert frame[: each.length].tobytes() == kept.content.tobytes()
         assert tier.keys() == [key_of(number) for number in (3, 1, 2)]
         assert tier.holds(keys) == [True, False, True, True]
         tier.drop([key_of(1), key_of(1), key_of(9)])
@@ -83,12 +83,12 @@ def test_pages_that_are_written_together_move_together_once(tmp_path, io):
         tier.put([record(100)])
         system.writes.clear()
         system.reads.clear()
-        assert tier.put([record(number, whole_slot=True) for number in range(6)]) == [None] * 6
+        assert tier.put([record(number, whole_frame=True) for number in range(6)]) == [None] * 6
         data, journal = system.writes
-        assert data == (6, 6 * SLOT)
+        assert data == (6, 6 * FRAME)
         assert journal[0] == 1
         tier.get([key_of(n) for n in (5, 2, 1, 3, 4)], into=[aligned() for _ in range(5)])
-        assert system.reads == [(5, 5 * SLOT)]
+        assert system.reads == [(5, 5 * FRAME)]
 
 
 def test_the_newest_of_several_records_with_one_key_counts(tmp_path):
@@ -110,7 +110,7 @@ def test_a_full_tier_replaces_pages_and_refuses_new_ones(tmp_path):
             number: content_of(number, 5 * (number == 2)).tobytes() for number in range(4)
         }
         assert tier.keys()[-1] == key_of(2)
-        assert os.path.getsize(tmp_path / "pages") == 4 * SLOT
+        assert os.path.getsize(tmp_path / "pages") == 4 * FRAME
 
 
 def test_what_does_not_fit_is_refused_and_the_rest_kept(tmp_path):
@@ -146,7 +146,7 @@ def test_another_quota_keeps_what_lies_within_it(tmp_path, pages):
     for _ in range(2):
         with closing(open_tier(tmp_path, pages=pages)) as tier:
             assert state(tier) == {number: before[number] for number in range(min(4, pages))}
-            assert os.path.getsize(tmp_path / "pages") <= pages * SLOT
+            assert os.path.getsize(tmp_path / "pages") <= pages * FRAME
             assert_serves(tier, pages=pages)
 
 
@@ -157,7 +157,7 @@ def test_pages_of_another_size_are_left_alone(tmp_path, sizes):
         before = state(tier)
     page, extra = sizes
     with pytest.raises(UsageError, match=f"48 bytes with 64.*{page} with {extra}"):
-        DiskTier(tmp_path, capacity_bytes=9 * SLOT, page_bytes=page, attachment_bytes=extra)
+        DiskTier(tmp_path, capacity_bytes=9 * FRAME, page_bytes=page, attachment_bytes=extra)
     with closing(open_tier(tmp_path)) as tier:
         assert state(tier) == before
 
@@ -167,7 +167,7 @@ def test_an_empty_folder_takes_pages_of_another_size(tmp_path):
     assert tier.put([record(1)]) == [None]
     tier.clear()
     tier.close()
-    other = DiskTier(tmp_path, capacity_bytes=9 * SLOT, page_bytes=PAGE + 1)
+    other = DiskTier(tmp_path, capacity_bytes=9 * FRAME, page_bytes=PAGE + 1)
     assert len(other) == 0
     other.close()
 
@@ -194,7 +194,7 @@ def test_folders_of_one_file_a_page_are_left_alone(tmp_path):
     assert (tmp_path / "ab" / "abcd.page").read_text() == "old"
 
 
-@pytest.mark.parametrize("sizes", [(0, 0, SLOT), (48, -1, SLOT), (48, 64, SLOT - 1)])
+@pytest.mark.parametrize("sizes", [(0, 0, FRAME), (48, -1, FRAME), (48, 64, FRAME - 1)])
 def test_a_tier_without_room_for_a_page_is_refused(sizes, tmp_path):
     page, extra, capacity = sizes
     with pytest.raises(PlanError):
@@ -271,7 +271,7 @@ def test_short_reads_and_writes_are_continued(tmp_path):
             return super().read(descriptor, [buffers[0][:700]], offset)
 
     with closing(open_tier(tmp_path, system=Short())) as tier:
-        assert tier.put([record(n, whole_slot=True) for n in range(3)]) == [None] * 3
+        assert tier.put([record(n, whole_frame=True) for n in range(3)]) == [None] * 3
         before = state(tier)
         assert b"" not in before.values()
     with closing(open_tier(tmp_path, system=Short())) as tier:

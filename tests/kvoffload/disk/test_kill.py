@@ -11,7 +11,7 @@ from tests.kvoffload.disk.faults import Fault, FaultySystem
 from tests.kvoffload.disk.small import assert_serves, content_of, key_of, open_tier, record, state
 
 PAGES = 4
-# Replacing, replacing without a spare slot, runs that wrap, drops, clears, flushes, and keys long
+# Replacing, replacing without a spare frame, runs that wrap, drops, clears, flushes, and keys long
 # enough that the journal is rewritten.
 SCRIPT = [
     ("put", [(0, 1), (1, 1), (2, 1)]),
@@ -30,10 +30,10 @@ SCRIPT = [
 ]
 
 
-def play(tier, operation, *, whole_slot=False):
+def play(tier, operation, *, whole_frame=False):
     name, arguments = operation
     if name == "put":
-        records = [record(*each, whole_slot=whole_slot) for each in arguments]
+        records = [record(*each, whole_frame=whole_frame) for each in arguments]
         assert tier.put(records) == [None] * len(records)
     elif name == "drop":
         tier.drop([key_of(number) for number in arguments])
@@ -67,7 +67,7 @@ def states_of(operation, state):
 def run(path, script, *, io, acknowledged=lambda: None):
     tier = open_tier(path, pages=PAGES, io=io, system=FaultySystem(script))
     for operation in SCRIPT:
-        play(tier, operation, whole_slot=io == "direct")
+        play(tier, operation, whole_frame=io == "direct")
         acknowledged()
 
 

@@ -9,7 +9,7 @@ from tests.kvoffload.disk.small import key_of
 entries_ = st.lists(
     st.one_of(
         st.builds(
-            lambda n, slot: Entry(PUT, key_of(n), Place(slot, n, bytes([slot] * 16))),
+            lambda n, frame: Entry(PUT, key_of(n), Place(frame, n, bytes([frame] * 16))),
             st.integers(0, 1),
             st.integers(0, 2),
         ),
@@ -21,12 +21,12 @@ entries_ = st.lists(
 
 
 def states_of(entries):
-    """What is there after each record; a slot has the page that was put into it last."""
+    """What is there after each record; a frame has the page that was put into it last."""
     states = [{}]
     for entry in entries:
         now = {key: place for key, place in states[-1].items() if key != entry.key}
         if entry.place is not None:
-            now = {key: place for key, place in now.items() if place.slot != entry.place.slot}
+            now = {key: place for key, place in now.items() if place.frame != entry.place.frame}
             now[entry.key] = entry.place
         states.append(now)
     return states

@@ -10,7 +10,7 @@ import pytest
 from primeblocks.errors import CapacityError, PrimeblocksError, UsageError
 from tests.kvoffload.disk.faults import Fault, FaultySystem
 from tests.kvoffload.disk.small import (
-    SLOT,
+    FRAME,
     Unsynced,
     assert_serves,
     content_of,
@@ -61,7 +61,7 @@ def assert_reopens(tmp_path, tier, **how):
 
 
 @pytest.mark.parametrize(("number", "kind"), KINDS)
-@pytest.mark.parametrize("torn", [0, 50, SLOT])
+@pytest.mark.parametrize("torn", [0, 50, FRAME])
 def test_a_page_whose_data_is_refused_costs_itself_alone(tmp_path, number, kind, torn):
     tier, script = filled(tmp_path, pages=6)
     # Three pages on their own: the write of the second fails.
@@ -87,7 +87,7 @@ def test_of_a_run_that_is_refused_the_good_pages_are_kept(tmp_path):
             return super().write(descriptor, buffers, offset)
 
     with closing(open_tier(tmp_path, system=Bad())) as tier:
-        answers = tier.put([record(n, whole_slot=True) for n in (1, 2, 3, 4)])
+        answers = tier.put([record(n, whole_frame=True) for n in (1, 2, 3, 4)])
         assert [isinstance(answer, OSError) for answer in answers] == [False, False, True, False]
         assert [*state(tier)] == [1, 2, 4]
         assert tier.put([record(5)]) == [None]
@@ -98,13 +98,13 @@ def test_of_a_run_that_cannot_be_read_the_good_pages_are(tmp_path):
         bad = False
 
         def read(self, descriptor, buffers, offset):
-            if self.bad and offset <= 2 * SLOT < offset + sum(len(each) for each in buffers):
+            if self.bad and offset <= 2 * FRAME < offset + sum(len(each) for each in buffers):
                 raise OSError(errno.EIO, "bad sector")
             return super().read(descriptor, buffers, offset)
 
     system = Bad()
     with closing(open_tier(tmp_path, system=system)) as tier:
-        tier.put([record(n, whole_slot=True) for n in range(4)])
+        tier.put([record(n, whole_frame=True) for n in range(4)])
         good = read(tier, range(4))
         system.bad = True
         assert read(tier, range(4)) == [good[0], good[1], None, good[3]]
@@ -154,7 +154,7 @@ def test_a_drop_that_is_not_written_is_an_error_and_written_later(tmp_path, numb
     with pytest.raises(PrimeblocksError if number == errno.ENOSPC else OSError):
         tier.drop([key_of(0), key_of(1)]) if name == "drop" else tier.clear()
     assert (len(tier), read(tier, [0, 1])) == (0, [None, None])
-    # Its slots wait: the file still says that the pages are there.
+    # Its frames wait: the file still says that the pages are there.
     assert isinstance(
         tier.put([record(2)])[0], CapacityError if number == errno.ENOSPC else OSError
     )
@@ -217,10 +217,10 @@ def mounted(path, size):
 
 
 def test_a_file_system_that_is_really_full_keeps_what_fits(tmp_path):
-    mounted(tmp_path / "small", 8 * SLOT)
+    mounted(tmp_path / "small", 8 * FRAME)
     try:
         with closing(open_tier(tmp_path / "small", pages=100, system=Unsynced())) as tier:
-            answers = tier.put([record(n, whole_slot=True) for n in range(20)])
+            answers = tier.put([record(n, whole_frame=True) for n in range(20)])
             kept = [number for number, answer in enumerate(answers) if answer is None]
             assert kept == [*range(len(kept))]
             assert 4 <= len(kept) <= 7

@@ -35,7 +35,7 @@ class Disk:
 class Simulation:
     """One store. Every load gets what its key named at some time between its call and its end."""
 
-    def __init__(self, random, *, slots, disks, evict, through=False, max_pending=8):
+    def __init__(self, random, *, frames, disks, evict, through=False, max_pending=8):
         self.random = random
         self.disks = disks
         self.levels = [
@@ -43,14 +43,14 @@ class Simulation:
             for n, disk in enumerate(disks)
         ]
         self.catalogue = Catalogue(
-            slots=slots,
+            frames=frames,
             levels=self.levels,
             evict=evict,
             max_pending=max_pending,
             through=through,
             answer=self.answer,
         )
-        self.slots = [None] * slots
+        self.frames = [None] * frames
         self.copies = []
         self.reads = [[] for _ in disks]
         self.ordered = [deque() for _ in disks]
@@ -131,12 +131,12 @@ class Simulation:
         if isinstance(move, CopyIn):
             copied = move.request not in self.given_up
             if copied:
-                self.slots[move.page.slot] = move.request.source
+                self.frames[move.page.frame] = move.request.source
             self.catalogue.copied_in(move, copied=copied)
             return
         assert move.page.pins > 0
         if move.request not in self.given_up:
-            self.answer(move.request, self.slots[move.page.slot])
+            self.answer(move.request, self.frames[move.page.frame])
         self.catalogue.copied_out(move)
 
     def read(self, queue, n):
@@ -151,7 +151,7 @@ class Simulation:
         elif found is None:
             self.catalogue.read(move, length=0, error=None)
         else:
-            self.slots[move.page.slot] = found
+            self.frames[move.page.frame] = found
             self.catalogue.read(move, length=1)
 
     def do(self, queue, depth):
@@ -160,7 +160,7 @@ class Simulation:
             case Write():
                 refused = self.random.random() < 0.05
                 if not refused:
-                    disk.pages[move.page.key] = self.slots[move.page.slot]
+                    disk.pages[move.page.key] = self.frames[move.page.frame]
                     assert disk.shared or len(disk.pages) <= disk.room
                 self.catalogue.written(move, OSError("refused") if refused else None)
             case Drop():
@@ -196,7 +196,7 @@ class Simulation:
             assert disk.shared or set(level.copies) == set(disk.pages)
             assert all(copy.here for copy in level.copies.values())
         kept = statistics["host"].pages
-        assert len(self.catalogue._free) + kept == len(self.slots), "a slot leaked"
+        assert len(self.catalogue._free) + kept == len(self.frames), "a frame leaked"
         for key, page in self.catalogue._pages.items():
             assert not page.busy
-            assert self.slots[page.slot] == self.named.get(key), "a slot holds another page"
+            assert self.frames[page.frame] == self.named.get(key), "a frame holds another page"

@@ -15,19 +15,19 @@ def test_any_kind_of_buffer_is_a_page():
     tensor = torch.zeros(2, 3, dtype=torch.bfloat16)
     for page in (tensor, np.zeros((3, 4), np.uint8), bytearray(12)):
         page_pieces(page, page_bytes=12, writable=True).scatter(np.ones(12, np.uint8))
-        slot = np.zeros(12, np.uint8)
-        page_pieces(page, page_bytes=12, writable=False).gather(slot)
-        assert bytes(slot) == b"\1" * 12
+        frame = np.zeros(12, np.uint8)
+        page_pieces(page, page_bytes=12, writable=False).gather(frame)
+        assert bytes(frame) == b"\1" * 12
 
 
 @given(st.lists(st.binary(max_size=9), min_size=1, max_size=5))
 def test_scatter_after_gather_is_the_identity(parts):
     size = sum(map(len, parts))
-    slot = np.zeros(size + 3, np.uint8)
-    page_pieces(parts, page_bytes=size, writable=False).gather(slot)
-    assert slot.tobytes() == b"".join(parts) + bytes(3)
+    frame = np.zeros(size + 3, np.uint8)
+    page_pieces(parts, page_bytes=size, writable=False).gather(frame)
+    assert frame.tobytes() == b"".join(parts) + bytes(3)
     into = [bytearray(len(part)) for part in parts]
-    page_pieces(into, page_bytes=size, writable=True).scatter(slot)
+    page_pieces(into, page_bytes=size, writable=True).scatter(frame)
     assert into == parts
 
 

@@ -54,7 +54,7 @@ def test_no_schedule_gives_a_wrong_page(evict, through, full):
         chance = random.Random(seed)
         disks = [Disk(chance.randrange(1, 8)) for _ in range(chance.randrange(3))]
         simulation = Simulation(
-            chance, slots=chance.randrange(1, 5), disks=disks, evict=evict, through=through
+            chance, frames=chance.randrange(1, 5), disks=disks, evict=evict, through=through
         )
         if not disks:
             simulation.damage = lambda: None
@@ -68,7 +68,7 @@ def test_stores_that_share_a_tier_give_each_other_right_pages(full):
         common = Disk(0, shared=True)
         stores = [
             Simulation(
-                chance, slots=2, disks=[Disk(3), common], evict=lru, through=chance.random() < 0.5
+                chance, frames=2, disks=[Disk(3), common], evict=lru, through=chance.random() < 0.5
             )
             for _ in range(2)
         ]

@@ -1,4 +1,4 @@
-"""One step at a time: what each move does to slots, counts and the next tier."""
+"""One step at a time: what each move does to frames, counts and the next tier."""
 
 from primeblocks.errors import CorruptionError
 from primeblocks.kvoffload import PageKey, lru
@@ -22,12 +22,12 @@ def key_of(number):
 class Steps:
     """A catalogue whose moves are all done at once, but for those that are held back."""
 
-    def __init__(self, slots, *levels, **how):
+    def __init__(self, frames, *levels, **how):
         how = {"evict": lru, "max_pending": 8, "through": False} | how
         self.answers = {}
         self.done = []
         self.catalogue = Catalogue(
-            slots=slots, levels=levels, answer=self.answers.__setitem__, **how
+            frames=frames, levels=levels, answer=self.answers.__setitem__, **how
         )
 
     def save(self, *numbers, users=(), hold=()):
@@ -85,7 +85,7 @@ def common():
     return Level("common", [], capacity_pages=0, shared=True)
 
 
-def test_a_slot_given_back_goes_to_who_waits_at_once():
+def test_a_frame_given_back_goes_to_who_waits_at_once():
     for act in (lambda steps: steps.catalogue.clear(), lambda steps: steps.save(1, hold=Write)):
         steps = Steps(2, disk(), max_pending=1)
         steps.save(0, 1)
@@ -214,7 +214,7 @@ def test_a_page_whose_first_write_is_under_way_is_not_written_twice():
     assert [each.page.key for each in held] == [key_of(1)]
 
 
-def test_one_page_in_sixteen_is_written_before_its_slot_is_needed():
+def test_one_page_in_sixteen_is_written_before_its_frame_is_needed():
     steps = Steps(32, disk(pages=64))
     steps.save(*range(32))
     assert steps.writes() == [0, 1]

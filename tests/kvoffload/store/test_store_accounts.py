@@ -39,10 +39,10 @@ def load(store, number, timeout_s=QUICK):
     return found.tier
 
 
-def catalogue_of(slots, levels=(), **how):
+def catalogue_of(frames, levels=(), **how):
     answers = {}
     how = {"evict": lru, "max_pending": 8, "through": False} | how
-    made = Catalogue(slots=slots, levels=list(levels), answer=answers.__setitem__, **how)
+    made = Catalogue(frames=frames, levels=list(levels), answer=answers.__setitem__, **how)
     return made, answers
 
 

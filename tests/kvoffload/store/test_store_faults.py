@@ -107,7 +107,7 @@ def test_writes_move_under_constant_questions(host, memory):
     worker = TierWorker(below, slab, report=lambda outcomes: None)
     worker._order.changed.acquire()
     worker.give(Ask(0, LoadRequest(key_of(9))))
-    worker.give(Write(0, HostPage(key_of(0), slot=0, length=PAGE), Copy(here=False)))
+    worker.give(Write(0, HostPage(key_of(0), frame=0, length=PAGE), Copy(here=False)))
     worker._order.changed.release()
     worker.stop().join(SOON)
     assert put.is_set()
@@ -139,13 +139,13 @@ def test_closing_finishes_what_a_save_leads_to(host, memory, monkeypatch):
 def test_a_batch_that_failed_touches_no_buffer_later(host, monkeypatch):
     go, entered, scatter = threading.Event(), threading.Event(), Pieces.scatter
 
-    def slow(pieces, slot):
-        if slot[0] == 1:
+    def slow(pieces, frame):
+        if frame[0] == 1:
             entered.wait(SOON)
             raise RuntimeError("CUDA")
         entered.set()
         go.wait(QUICK)
-        scatter(pieces, slot)
+        scatter(pieces, frame)
 
     with TieredStore([host(3)]) as store:
         for number in (1, 2):
@@ -193,10 +193,10 @@ def test_what_a_tier_could_not_do_is_said_once(host, memory, call):
 def test_giving_up_waits_for_a_copy_that_began(host, monkeypatch):
     go, entered, scatter = threading.Event(), threading.Event(), Pieces.scatter
 
-    def slow(pieces, slot):
+    def slow(pieces, frame):
         entered.set()
         go.wait(SOON)
-        scatter(pieces, slot)
+        scatter(pieces, frame)
 
     with TieredStore([host(1)]) as store:
         save(store, 0)
@@ -216,7 +216,7 @@ def test_what_was_given_up_is_not_even_read(host, memory, monkeypatch):
         save(store, 0)
         copies = []
         for name in ("gather", "scatter"):
-            monkeypatch.setattr(Pieces, name, lambda pieces, slot, name=name: copies.append(name))
+            monkeypatch.setattr(Pieces, name, lambda pieces, frame, name=name: copies.append(name))
         slow = store.save(key_of(1), page_of(1))
         assert below.entered.wait(SOON)
         late = store.load(key_of(1), into=np.zeros(PAGE, np.uint8))
@@ -227,7 +227,7 @@ def test_what_was_given_up_is_not_even_read(host, memory, monkeypatch):
 
 
 def test_a_copy_that_fails_is_heard_and_stores_nothing(host, monkeypatch):
-    def broken(pieces, slot):
+    def broken(pieces, frame):
         raise RuntimeError("CUDA")
 
     with TieredStore([host(1)]) as store:

@@ -23,7 +23,7 @@ from primeblocks.kvoffload import (
     lru,
 )
 from primeblocks.kvoffload.disk import System
-from tests.kvoffload.conftest import PAGE, SIZES, SLOT
+from tests.kvoffload.conftest import FRAME, PAGE, SIZES
 from tests.kvoffload.memory_tier import SOON
 
 
@@ -65,8 +65,8 @@ class StoreMachine(RuleBasedStateMachine):
     def open(self, evict, write):
         self.evict = evict
         self.write = write
-        host = HostTier(capacity_bytes=self.HOST * SLOT, **SIZES)
-        room = self.DISK * SLOT
+        host = HostTier(capacity_bytes=self.HOST * FRAME, **SIZES)
+        room = self.DISK * FRAME
         disk = DiskTier(self.path, capacity_bytes=room, system=self.system, **SIZES)
         self.store = TieredStore([host, disk], evict=evict, write=write)
         self.store.advance(version=self.version)

@@ -16,7 +16,7 @@ from primeblocks.errors import (
     UsageError,
 )
 from primeblocks.kvoffload import HostTier, PageKey, TieredStore, VersionAware
-from tests.kvoffload.conftest import EXTRA, PAGE, SLOT
+from tests.kvoffload.conftest import EXTRA, FRAME, PAGE
 from tests.kvoffload.memory_tier import SOON
 
 
@@ -363,7 +363,7 @@ def test_a_store_needs_host_memory_in_front(host, memory):
 
 
 def test_tiers_must_agree_on_sizes(memory):
-    other = HostTier(capacity_bytes=SLOT, page_bytes=PAGE + 1, attachment_bytes=EXTRA)
+    other = HostTier(capacity_bytes=FRAME, page_bytes=PAGE + 1, attachment_bytes=EXTRA)
     with pytest.raises(PlanError, match=r"\(48, 64\), \(49, 64\)"):
         TieredStore([other, memory(1)])
 

@@ -22,7 +22,7 @@ def key_of(number):
 
 
 def page(number):
-    return HostPage(key_of(number), slot=number, length=PAGE + EXTRA)
+    return HostPage(key_of(number), frame=number, length=PAGE + EXTRA)
 
 
 def write(number):

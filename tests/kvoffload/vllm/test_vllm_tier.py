@@ -13,7 +13,7 @@ from primeblocks.errors import UnsupportedError, UsageError
 pytestmark = pytest.mark.vllm
 
 PAGE, ROWS, ROW = 8000, 24, 12288  # bytes of keys and values, of routes, of a row of the pool
-SLOT, CHUNKS = 8192, 8  # a page and its routes in our store, chunks of the pool
+FRAME, CHUNKS = 8192, 8  # a page and its routes in our store, chunks of the pool
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +47,11 @@ class Pool:
         self.adapter = adapter
         self.tail = adapter.routes.Tail(PAGE, ROWS) if routes else None
         self.rows = np.zeros((CHUNKS, ROW), np.int8)
-        disk = {} if tmp_path is None else {"disk_path": str(tmp_path), "disk_bytes": 8 * SLOT}
+        disk = {} if tmp_path is None else {"disk_path": str(tmp_path), "disk_bytes": 8 * FRAME}
         spec = _fake_spec()
         spec.config, spec.tail = facts, self.tail
         self.tier = adapter.StoreTier(
-            spec, memoryview(self.rows), "StoreTier", host_bytes=64 * SLOT, **disk, **how
+            spec, memoryview(self.rows), "StoreTier", host_bytes=64 * FRAME, **disk, **how
         )
         self.jobs = 0
 

@@ -78,7 +78,7 @@ def test_a_prompt_may_come_back_to_its_last_page(results):
 
 @pytest.mark.vllm
 def test_the_disk_is_full_and_bounded(results):
-    quota = job.DISK_PAGES * job.SLOT_BYTES
+    quota = job.DISK_PAGES * job.FRAME_BYTES
     used = column(results["versions"], "disk_bytes")
     assert max(each["pages"] for each in used) <= quota
     assert min(each["pages"] for each in used[2:]) > 0.95 * quota

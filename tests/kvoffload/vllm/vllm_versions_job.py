@@ -23,7 +23,7 @@ PROMPT, ANSWER, TOOL, WHOLE = 100, 16, 24, 128
 ROLLOUTS, CROWD = 6, 20
 PAGE_BYTES = LAYERS * 2 * 2 * 32 * PAGE_TOKENS * 4  # k and v, heads, width, tokens, float32
 ROUTES_BYTES = LAYERS * TOP_K
-SLOT_BYTES = PAGE_BYTES + 4096  # a page, its routes, and what rounding adds
+FRAME_BYTES = PAGE_BYTES + 4096  # a page, its routes, and what rounding adds
 POOL_PAGES, HOST_PAGES, DISK_PAGES = 40, 16, 160
 
 
@@ -51,10 +51,10 @@ def tiers(folder: Path) -> dict[str, Any]:
     from primeblocks.kvoffload.adapters.vllm import engine_args
 
     return engine_args(
-        primary_bytes=POOL_PAGES * SLOT_BYTES,
-        host_bytes=HOST_PAGES * SLOT_BYTES,
+        primary_bytes=POOL_PAGES * FRAME_BYTES,
+        host_bytes=HOST_PAGES * FRAME_BYTES,
         disk_path=folder / "pages",
-        disk_bytes=DISK_PAGES * SLOT_BYTES,
+        disk_bytes=DISK_PAGES * FRAME_BYTES,
         max_staleness=1,
         routes_bytes_per_token=ROUTES_BYTES,
     )

@@ -30,12 +30,12 @@ Wrong = PrimeblocksError | OSError
 class MooncakeTier:
     """Pages that all engines of a Mooncake Store share.
 
-    A value is a header, the page, its attachments and zeros up to the size of a slot, because who
+    A value is a header, the page, its attachments and zeros up to the size of a frame, because who
     reads has to know the size. The first value of a key stays until Mooncake evicts it or somebody
     drops it.
 
     A call ends when Mooncake ends it: after 30 s if the master hangs, 60 s if the owner of the
-    memory does (measured, 0.3.13). Slots belong to Mooncake until then, so nothing here gives up
+    memory does (measured, 0.3.13). Frames belong to Mooncake until then, so nothing here gives up
     sooner; the store's own deadlines do. After such a call everything is a miss for `rest_s`.
 
     Args:
@@ -70,18 +70,18 @@ class MooncakeTier:
             )
         self.name = name
         self.page_bytes, self.attachment_bytes = host.page_bytes, host.attachment_bytes
-        self._slot_bytes = host.slot_bytes
+        self._frame_bytes = host.frame_bytes
         self._namespace = namespace
         self._rest_s, self._clock, self._rests_until = rest_s, clock, clock()
         self._client = client
         self._changed = threading.Condition()
         self._calls, self._closed = 0, False
-        scratch = np.zeros(_BATCH * HEADER_BYTES + host.slot_bytes - host.page_bytes, np.uint8)
+        scratch = np.zeros(_BATCH * HEADER_BYTES + host.frame_bytes - host.page_bytes, np.uint8)
         self._headers = scratch[: _BATCH * HEADER_BYTES].reshape(_BATCH, HEADER_BYTES)
         self._zeros = scratch[_BATCH * HEADER_BYTES :]
         self._registered: list[int] = []
         for memory, size in (
-            (host.slot(0), host.capacity_pages * host.slot_bytes),
+            (host.frame(0), host.capacity_pages * host.frame_bytes),
             (scratch, scratch.nbytes),
         ):
             code = client.register_buffer(memory.ctypes.data, size)
@@ -177,7 +177,7 @@ class MooncakeTier:
             name, length = self._fingerprint(record.key), record.content.nbytes
             packed = pack_header(name, digest=record.digest, length=length)
             header[:] = np.frombuffer(packed, dtype=np.uint8)
-            parts = [header, record.content, self._zeros[: self._slot_bytes - length]]
+            parts = [header, record.content, self._zeros[: self._frame_bytes - length]]
             paths.append(self._path(name))
             addresses.append([part.ctypes.data for part in parts if part.nbytes])
             sizes.append([part.nbytes for part in parts if part.nbytes])
@@ -194,10 +194,10 @@ class MooncakeTier:
         headers = self._headers[: len(keys)]
         headers[:] = 0
         addresses = [
-            [header.ctypes.data, slot.ctypes.data]
-            for header, slot in zip(headers, into, strict=True)
+            [header.ctypes.data, frame.ctypes.data]
+            for header, frame in zip(headers, into, strict=True)
         ]
-        sizes = [[HEADER_BYTES, self._slot_bytes]] * len(keys)
+        sizes = [[HEADER_BYTES, self._frame_bytes]] * len(keys)
         with self._call() as client:
             codes = client.batch_get_into_multi_buffers(
                 [self._path(name) for name in names], addresses, sizes

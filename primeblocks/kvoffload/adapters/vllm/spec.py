@@ -163,7 +163,7 @@ class HostCopyWorker(OffloadingWorker):
                 continue
             # The first engine block of a group may lie inside its chunk of several blocks.
             place = np.arange(count) + first % self._blocks_per_chunk
-            chunk, slot = np.divmod(place, self._blocks_per_chunk)
+            chunk, within = np.divmod(place, self._blocks_per_chunk)
             rows = device.block_ids[block_at : block_at + count]
             chunks = host.chunk_ids[chunk_at + chunk]
             for reference in references:
@@ -171,9 +171,9 @@ class HostCopyWorker(OffloadingWorker):
                 engine = self._device[reference.tensor_idx]
                 pool = self._host[reference.tensor_idx]
                 if store:
-                    pool[chunks, slot, :size] = engine[rows, :size]
+                    pool[chunks, within, :size] = engine[rows, :size]
                 else:
-                    engine[rows, :size] = pool[chunks, slot, :size]
+                    engine[rows, :size] = pool[chunks, within, :size]
                 moved += count * size
             block_at += count
             chunk_at += int(chunk[-1]) + 1

@@ -1,14 +1,14 @@
-"""Which slots of the data file are free, and where the next page goes."""
+"""Which frames of the data file are free, and where the next page goes."""
 
 from __future__ import annotations
 
-__all__ = ["Slots"]
+__all__ = ["Frames"]
 
 
-class Slots:
-    """Equal slots behind a head that sweeps forward and starts again at the front.
+class Frames:
+    """Equal frames behind a head that sweeps forward and starts again at the front.
 
-    Free slots are taken in the order of the sweep, so pages that are written together lie together
+    Free frames are taken in the order of the sweep, so pages that are written together lie together
     as long as there is room, and nothing that lives is ever moved.
 
     Source: the threaded log of F2FS (FAST 2015).
@@ -19,15 +19,15 @@ class Slots:
         self._head = 0
         self.free = count
 
-    def take(self, slot: int) -> None:
-        """A slot that is in use already; the sweep goes on behind it."""
-        assert not self._taken[slot]
-        self._taken[slot] = 1
+    def take(self, frame: int) -> None:
+        """A frame that is in use already; the sweep goes on behind it."""
+        assert not self._taken[frame]
+        self._taken[frame] = 1
         self.free -= 1
-        self._head = slot + 1
+        self._head = frame + 1
 
     def claim(self, count: int) -> list[int]:
-        """The next free slots, in the order of the sweep; fewer where fewer are free."""
+        """The next free frames, in the order of the sweep; fewer where fewer are free."""
         claimed: list[int] = []
         while len(claimed) < count and self.free:
             start = self._taken.find(0, self._head)
@@ -43,13 +43,13 @@ class Slots:
             claimed += range(start, stop)
         return claimed
 
-    def release(self, slot: int) -> None:
-        assert self._taken[slot]
-        self._taken[slot] = 0
+    def release(self, frame: int) -> None:
+        assert self._taken[frame]
+        self._taken[frame] = 0
         self.free += 1
 
     def rewind(self) -> None:
-        """Sweep from the front, whose slots have room on the disk already."""
+        """Sweep from the front, whose frames have room on the disk already."""
         self._head = 0
 
     def clear(self) -> None:
