@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from primeblocks.errors import CapacityError, DeadlineError, EngineError, UsageError
+from primeblocks.testing import ranks
 from primeblocks.testing.oracles import assert_same_bits
 from primeblocks.weightsync.adapters.sglang import Sglang
 from primeblocks.weightsync.engines import stages
@@ -61,7 +62,7 @@ def test_the_engine_serves_what_was_published_and_training_goes_on(site):
         site.step()
 
 
-def test_the_bytes_of_each_stage_as_the_kernel_counts_them(tmp_path):
+def _stages(tmp_path):
     # Above 32 MiB the allocator gives each tensor pages of its own, and back when it is freed.
     shape, cache = (5120, 4096), 80 * MIB
     site = Site(tmp_path, shape=shape, cache_bytes=cache)
@@ -82,6 +83,11 @@ def test_the_bytes_of_each_stage_as_the_kernel_counts_them(tmp_path):
         base = there.bytes_before - trainer
         assert max(sizes) - base < max(trainer, engine + cache) + 4 * MIB
     site.close()
+
+
+def test_the_bytes_of_each_stage_as_the_kernel_counts_them(tmp_path):
+    # In a process of its own: what other tests freed could be used again, and nothing would change.
+    ranks.run(_stages, tmp_path, world_size=1)
 
 
 @pytest.mark.parametrize("error", [CapacityError("full"), RuntimeError("CUDA")], ids=repr)
