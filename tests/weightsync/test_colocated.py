@@ -71,9 +71,11 @@ def _stages(tmp_path):
     with site.host.released():
         pass  # The copies on the host are allocated here, once.
     site.memory = _anonymous_bytes
-    for version in (1, 2):
+    for version in (1, 2, 3):
         there = site.colocated.to_engine(version, timeout_s=TIMEOUT_S)
         back = site.colocated.to_trainer(timeout_s=TIMEOUT_S)
+        if version == 1:
+            continue  # The first turn also imports modules.
         sizes = [there.bytes_before, *(stage.bytes for stage in there.stages)]
         sizes += [back.bytes_before, *(stage.bytes for stage in back.stages)]
         changes = [after - before for before, after in pairwise(sizes)]
