@@ -117,7 +117,7 @@ class Catalogue:
             self.moves.append(Clear(depth))
         self._settle()
 
-    def wait(self, rollout: Hashable, what: Hashable) -> None:
+    def pause(self, rollout: Hashable, what: Hashable) -> None:
         for ledger in self._ledgers():
             ledger.wait(rollout, what)
 

@@ -192,16 +192,16 @@ class TieredStore:
                 )
             self._catalogue.version = version
 
-    def wait(self, rollout: Hashable, what: Hashable) -> None:
-        """A rollout stopped writing, and waits until it uses its pages again. Local.
+    def pause(self, rollout: Hashable, what: Hashable) -> None:
+        """A rollout stopped writing: it waits for something, and then uses its pages again. Local.
 
         The store learns how long each kind of wait takes, and `VersionAware` keeps the pages that
-        are worth it. The next save or load that names the rollout ends the wait.
+        are worth it. The next save or load that names the rollout ends the pause.
 
         Args:
             what: one of a few names: of tools ("pytest"), or of the engine's queue.
         """
-        self._ask(lambda: self._catalogue.wait(rollout, what))
+        self._ask(lambda: self._catalogue.pause(rollout, what))
 
     def end(self, rollout: Hashable) -> None:
         """Pages that only this rollout used go next; whoever names rollouts ends them. Local."""

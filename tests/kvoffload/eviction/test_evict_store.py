@@ -97,7 +97,7 @@ def hits(host, disk, *, told):
                 else:
                     save(store, key, name)
                 if told:
-                    store.wait(name, tool)
+                    store.pause(name, tool)
     return found
 
 

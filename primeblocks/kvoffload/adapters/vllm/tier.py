@@ -105,7 +105,7 @@ class StoreTier(SecondaryTierManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         request = _request(req_context)
         if request.rollout is not None:
-            self._store.wait(request.rollout, "turn")
+            self._store.pause(request.rollout, "turn")
         for rollout in request.ends:
             self._store.end(rollout)
 
