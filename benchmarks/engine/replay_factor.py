@@ -25,17 +25,8 @@ from primeblocks.replay.adapters.transformers import routers
 from primeblocks.testing import tiny_models
 
 from ..harness import main
+from .environment import ENVIRONMENT
 
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "TORCH_COMPILE_DISABLE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-}
 LARGE = {"num_layers": 8, "hidden": 256, "num_experts": 32, "top_k": 4, "vocab": 2048}
 T_95 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}  # Student's, two-sided, by number of seeds
 TRAINING_STEPS = 300

@@ -18,7 +18,7 @@ import torch
 from primeblocks.testing import tiny_models
 
 from ..harness import main
-from .replay_factor import ENVIRONMENT
+from .environment import ENVIRONMENT
 
 TURNS = 9
 PROMPT = 256

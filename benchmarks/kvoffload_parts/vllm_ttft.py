@@ -19,22 +19,13 @@ from pathlib import Path
 
 from primeblocks.testing import tiny_models
 
+from ..engine.environment import ENVIRONMENT
 from ..harness import Timing, main
 
 __all__ = ["figures"]
 
 MODEL = {"num_layers": 8, "hidden": 256, "num_experts": 32, "top_k": 4, "vocab": 2048}
 TOKENS, ROUNDS = (2016, 4000), 9
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "TORCH_COMPILE_DISABLE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-}
 TIMEOUT_S = 300
 
 Figures = dict[str, tuple[float, str, str]]

@@ -19,6 +19,7 @@ from primeblocks.errors import (
 )
 from primeblocks.kvoffload import PageKey, TieredStore
 from primeblocks.kvoffload.adapters.mooncake import MooncakeTier, connect
+from primeblocks.kvoffload.adapters.mooncake import tier as mooncake_tier
 from tests.kvoffload.mooncake_fake import FakeClient, FakeMaster
 from tests.kvoffload.tier_conformance import (
     CHECKS,
@@ -269,6 +270,26 @@ def test_close_waits_for_calls_of_other_threads(engine, master):
     assert not bench.tier._client.open
     with pytest.raises(ClosedError, match="mooncake"):
         bench.tier.holds([key_of(1)])
+
+
+def test_close_gives_up_on_calls_that_hang(engine, master, monkeypatch):
+    monkeypatch.setattr(mooncake_tier, "_CLOSE_S", 0.05)
+    bench = engine()
+    called, go_on = threading.Event(), threading.Event()
+
+    def before_call(name):
+        called.set()
+        assert go_on.wait(10)
+
+    master.before_call = before_call
+    asks = threading.Thread(target=bench.tier.holds, args=([key_of(1)],))
+    asks.start()
+    assert called.wait(10)
+    with pytest.raises(DeadlineError, match=r"1 calls of mooncake have not ended after 0\.05 s"):
+        bench.tier.close()
+    assert bench.tier._client.open
+    go_on.set()
+    asks.join(10)
 
 
 def test_two_stores_over_one_remote(engine, master):

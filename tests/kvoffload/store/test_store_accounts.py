@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from primeblocks.errors import CorruptionError
-from primeblocks.kvoffload import PageKey, TieredStore, lru
+from primeblocks.kvoffload import TieredStore, lru
 from primeblocks.kvoffload.store.catalogue import Catalogue
 from primeblocks.kvoffload.store.level import Level
 from primeblocks.kvoffload.store.moves import (
@@ -17,26 +17,7 @@ from primeblocks.kvoffload.store.moves import (
 )
 from tests.kvoffload.conftest import PAGE
 from tests.kvoffload.memory_tier import SOON
-
-QUICK = 1.0
-
-
-def key_of(number):
-    return PageKey("s", bytes([number]))
-
-
-def page_of(number):
-    return np.full(PAGE, number, dtype=np.uint8)
-
-
-def save(store, number):
-    return store.save(key_of(number), page_of(number)).wait(timeout_s=SOON)
-
-
-def load(store, number, timeout_s=QUICK):
-    into = np.zeros(PAGE, np.uint8)
-    found = store.load(key_of(number), into=into).wait(timeout_s=timeout_s)
-    return found.tier
+from tests.kvoffload.store.calls import key_of, load, page_of, save
 
 
 def catalogue_of(frames, levels=(), **how):

@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from primeblocks.kvoffload import PageKey, TieredStore
+from primeblocks.kvoffload import TieredStore
 from primeblocks.kvoffload.store.buffers import Pieces
 from primeblocks.kvoffload.store.moves import (
     Ask,
@@ -18,26 +18,7 @@ from primeblocks.kvoffload.store.moves import (
 from primeblocks.kvoffload.store.worker import TierWorker
 from tests.kvoffload.conftest import PAGE
 from tests.kvoffload.memory_tier import SOON
-
-QUICK = 1.0
-
-
-def key_of(number):
-    return PageKey("s", bytes([number]))
-
-
-def page_of(number):
-    return np.full(PAGE, number, dtype=np.uint8)
-
-
-def save(store, number):
-    return store.save(key_of(number), page_of(number)).wait(timeout_s=SOON)
-
-
-def load(store, number, timeout_s=QUICK):
-    into = np.zeros(PAGE, np.uint8)
-    found = store.load(key_of(number), into=into).wait(timeout_s=timeout_s)
-    return found.tier
+from tests.kvoffload.store.calls import QUICK, key_of, load, page_of, save
 
 
 @pytest.mark.parametrize("answer", [RuntimeError("a client of C++"), []])

@@ -11,7 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from ....errors import ClosedError, CorruptionError, EngineError, PlanError, PrimeblocksError
+from ....errors import (
+    ClosedError,
+    CorruptionError,
+    DeadlineError,
+    EngineError,
+    PlanError,
+    PrimeblocksError,
+)
 from ...host import HostTier
 from ...page import PageKey
 from ...tier import Found, Record
@@ -21,6 +28,7 @@ from .value import HEADER_BYTES, fingerprint, pack_header, unpack_header
 __all__ = ["MooncakeTier"]
 
 _BATCH = 64
+_CLOSE_S = 120.0  # twice the longest call that was measured
 _NAMESPACE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _INVALID_PARAMS = -600
 
@@ -154,13 +162,21 @@ class MooncakeTier:
 
         A second call does nothing. Mooncake holds the whole interpreter meanwhile, for 2 s, or for
         8 s if its master is gone (measured, 0.3.13).
+
+        Raises:
+            DeadlineError: a call of another thread has not ended after two minutes; the client, and
+                with it the slab, stay Mooncake's.
         """
         with self._changed:
             if self._closed:
                 return
             self._closed = True
             # Mooncake's close would pull the client away under calls of other threads.
-            self._changed.wait_for(lambda: self._calls == 0)
+            if not self._changed.wait_for(lambda: self._calls == 0, _CLOSE_S):
+                raise DeadlineError(
+                    f"{self._calls} calls of {self.name} have not ended after {_CLOSE_S:g} s: is "
+                    "the master or an owner of memory hung? End it, or this process."
+                )
         for address in self._registered:
             self._client.unregister_buffer(address)
         self._client.close()
