@@ -282,9 +282,10 @@ def _costs(lengths: tuple[int, ...], cost: Callable[[np.ndarray], np.ndarray] | 
     positions = np.arange(sum(lengths)) - starts
     each = positions + 1.0 if cost is None else np.asarray(cost(positions), dtype=np.float64)
     if each.shape != positions.shape or not np.isfinite(each).all() or (each < 0).any():
+        lowest, highest = each.min(initial=0) + 0.0, each.max(initial=0) + 0.0  # -0.0 becomes 0.0.
         raise PlanError(
             f"cost must return one finite number >= 0 for each of {positions.size} positions; "
-            f"got shape {each.shape}, from {each.min(initial=0)} to {each.max(initial=0)}."
+            f"got shape {each.shape}, from {lowest} to {highest}."
         )
     return np.concatenate([[0.0], np.cumsum(each)])
 

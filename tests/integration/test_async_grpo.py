@@ -105,10 +105,8 @@ def test_a_killed_engine_ends_the_run_with_its_name(tmp_path):
         assert shared_memory(tmp_path)
         for pid in engines(process.pid):
             os.kill(pid, signal.SIGKILL)
-        killed = time.monotonic()
         assert process.wait(60) != 0
     finally:
         process.kill()
-    assert time.monotonic() - killed < 60
     assert "primeblocks.errors.EngineError" in (tmp_path / "log").read_text()
     assert shared_memory(tmp_path) == []

@@ -17,7 +17,8 @@ from primeblocks.parallel import plan_sequence
 from primeblocks.parallel.linear import causal_conv1d, gated_delta_rule, state_space
 from primeblocks.parallel.linear.kernels import chunk_gated_delta_rule, chunk_state_space
 from primeblocks.testing import ranks
-from primeblocks.testing.oracles import max_relative_error
+from primeblocks.testing.oracles import assert_close_float64
+from tests.parallel.float64 import Float64
 
 LENGTHS, HIDDEN = [2, 9, 1, 12], 16
 LINEAR = {
@@ -51,7 +52,7 @@ def _layer(name):
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
-    return layer
+    return layer.double()
 
 
 def _gated_delta_net(layer, hidden, *, kernel, **where):
@@ -120,7 +121,7 @@ def _kernels(name):
 
 def _drawn():
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(2, 1, sum(LENGTHS), HIDDEN, generator=generator)
+    return torch.randn(2, 1, sum(LENGTHS), HIDDEN, generator=generator, dtype=torch.float64)
 
 
 def _split_layer(name, order):
@@ -133,8 +134,9 @@ def _split_layer(name, order):
         layer = _layer(name)
         hidden, cotangent = (plan.split(x, group=group, dim=1) for x in _drawn())
         hidden.requires_grad_()
-        out = forward(layer, hidden, kernel=kernel, sequence=plan, group=group)
-        out.backward(cotangent)
+        with Float64():
+            out = forward(layer, hidden, kernel=kernel, sequence=plan, group=group)
+            out.backward(cotangent)
         grads = {}
         for key, parameter in layer.named_parameters():
             dist.all_reduce(parameter.grad)
@@ -147,8 +149,9 @@ def _whole_layer(name):
     layer = _layer(name)
     hidden, cotangent = _drawn()
     hidden.requires_grad_()
-    out = torch.cat([layer(part) for part in hidden.split(LENGTHS, dim=1)], dim=1)
-    out.backward(cotangent)
+    with Float64():
+        out = torch.cat([layer(part) for part in hidden.split(LENGTHS, dim=1)], dim=1)
+        out.backward(cotangent)
     grads = {key: parameter.grad for key, parameter in layer.named_parameters()}
     return out.detach(), hidden.grad, grads
 
@@ -162,7 +165,5 @@ def test_layer_equals_that_of_transformers(name, world_size, order):
     for rank, by_kernel in enumerate(found):
         own = plan.indices(rank)
         for ours, our_grad, our_grads in by_kernel.values():
-            assert max_relative_error(ours, out[:, own]) < 2e-6
-            assert max_relative_error(our_grad, grad[:, own]) < 5e-6
-            for key, expected in grads.items():
-                assert max_relative_error(our_grads[key], expected) < 5e-6, key
+            assert_close_float64([ours, our_grad], [out[:, own], grad[:, own]])
+            assert_close_float64(list(our_grads.values()), [grads[key] for key in our_grads])

@@ -151,10 +151,10 @@ def test_the_table_names_every_rank():
         ({"document_lengths": [3, -1]}, r"lengths=\[3, -1\]"),
         ({"block_tokens": 0}, "block_tokens=0"),
         ({"cost": lambda p: np.full(p.shape, np.nan)}, "one finite number"),
-        ({"cost": lambda p: -1.0 * p}, "from -3.0 to 0"),
+        ({"cost": lambda p: -1.0 * p}, r"from -3.0 to 0.0\."),
         ({"cost": lambda p: p[:2]}, r"each of 4 positions; got shape \(2,\)"),
     ],
-    ids=str,
+    ids=["order", "ranks", "lengths", "block", "nan", "negative", "shape"],
 )
 def test_bad_plans_are_refused(arguments, said):
     arguments = {"document_lengths": [4], "ranks": 2} | arguments

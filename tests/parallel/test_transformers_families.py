@@ -5,7 +5,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
 
 from primeblocks.errors import PlanError, ShapeError, UnsupportedError
 from primeblocks.parallel import (
@@ -17,6 +16,7 @@ from primeblocks.parallel import (
     ulysses_attention,
 )
 from primeblocks.testing import ranks, tiny_models
+from tests.parallel.float64 import Float64
 
 VOCABULARY, EXPERTS, TOP_K = 32, 12, 2
 DOCUMENTS = [9, 1, 14, 5]
@@ -24,20 +24,6 @@ NO_CONTEXT = ("deepseek_v32", "glm_moe_dsa", "minimax")
 NO_EXPERTS = ("llama", "qwen3")
 FAMILIES = sorted((*tiny_models.FAMILIES, *tiny_models.OTHER_FAMILIES))
 ATTENTIONS = {"ring": ring_attention, "ulysses": ulysses_attention}
-
-
-class Float64(TorchFunctionMode):
-    """transformers computes norms, scores and states in float32, whatever the model is."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is torch.Tensor.float:
-            function = torch.Tensor.double
-        kwargs = {name: _wide(value) for name, value in (kwargs or {}).items()}
-        return function(*map(_wide, args), **kwargs)
-
-
-def _wide(argument):
-    return torch.float64 if argument is torch.float32 else argument
 
 
 def _model(family):

@@ -1,7 +1,6 @@
 import os
 import signal
 import threading
-import time
 
 import pytest
 import torch
@@ -93,12 +92,11 @@ def test_a_result_that_cannot_travel_is_a_failure_of_its_rank():
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_death_by_signal_is_noticed_long_before_the_deadline(number):
-    started = time.monotonic()
+    # A deadline far behind the one that ends this test.
     with pytest.raises(
         RankError, match=rf"(?s)^rank 2 of 3 died.*rank 2 ---\nit was ended by {number.name}"
     ):
-        ranks.run(_die_on, 2, number, world_size=3, timeout_s=60)
-    assert time.monotonic() - started < 20
+        ranks.run(_die_on, 2, number, world_size=3, timeout_s=3600)
 
 
 def test_an_exit_without_a_result_is_a_failure():
