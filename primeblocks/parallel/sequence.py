@@ -56,6 +56,12 @@ class SequencePlan:
     pieces: tuple[tuple[tuple[int, int], ...], ...]
     costs: tuple[float, ...] = field(compare=False)
 
+    def __repr__(self) -> str:
+        return (
+            f"<SequencePlan of {len(self.document_lengths)} documents, {self.tokens} tokens, "
+            f"{self.ranks} ranks, order={self.order!r}>"
+        )
+
     @property
     def ranks(self) -> int:
         return len(self.pieces)

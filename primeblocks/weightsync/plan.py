@@ -65,6 +65,13 @@ class Plan:
     bucket_bytes: int
     buckets: tuple[Bucket, ...]
 
+    def __repr__(self) -> str:
+        sent = sum(bucket.bytes for bucket in self.buckets)
+        return (
+            f"<Plan of {len(self.target)} tensors, {self.world_size} ranks, "
+            f"{len(self.wants)} readers, {len(self.buckets)} buckets of {sent} bytes>"
+        )
+
     @cached_property
     def offsets(self) -> dict[str, int]:
         """Name -> first byte in a blob of all whole tensors: wider dtypes first, no padding."""

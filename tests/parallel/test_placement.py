@@ -159,6 +159,11 @@ def test_one_hot_expert_gets_a_copy_on_every_rank_and_no_more():
     assert everything.logical_of_physical == (0, 1, 2) * 3
 
 
+def test_a_plan_shows_itself_in_one_line():
+    plan = plan_placement([8, 4, 2, 2], ranks=2, redundant=2)
+    assert repr(plan) == "<Placement of 4 experts as 6 on 2 ranks>"
+
+
 def test_the_table_shows_what_moves():
     assert plan_placement([8, 4, 2, 2], ranks=2, redundant=2).table().splitlines() == [
         "4 experts, 6 physical, on 2 ranks; max/mean 1.500 -> 1.000; 3 experts sent",

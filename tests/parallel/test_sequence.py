@@ -134,6 +134,13 @@ def test_a_plan_without_tokens_is_balanced():
     assert empty.table().splitlines()[2].split() == ["1", "0", "0", "0.0000"]
 
 
+def test_a_long_plan_shows_itself_in_one_line():
+    plan = plan_sequence([256] * 1000, ranks=8, block_tokens=1)
+    assert (
+        repr(plan) == "<SequencePlan of 1000 documents, 256000 tokens, 8 ranks, order='balanced'>"
+    )
+
+
 def test_the_table_names_every_rank():
     lines = plan_sequence([256, 256], ranks=2, order="contiguous").table().splitlines()
     assert lines[0].split() == ["rank", "tokens", "runs", "cost/mean"]

@@ -97,6 +97,7 @@ def test_replicas_are_shared_out_evenly():
     replicated = describe({f"w{i}": torch.zeros(16) for i in range(9)})
     plan = plan_sync([replicated] * 3, replicated.whole(), bucket_bytes=64)
     assert [plan.written_bytes(rank) for rank in range(3)] == [192] * 3
+    assert repr(plan) == "<Plan of 9 tensors, 3 ranks, 1 readers, 9 buckets of 576 bytes>"
 
 
 def test_replicas_fill_up_ranks_that_have_less_of_their_own():

@@ -132,6 +132,13 @@ class CapacityPlan:
     one_eviction: Recompute
     left_over: Recompute
 
+    def __repr__(self) -> str:
+        verdict = "nothing is evicted" if self.fits else "rollouts are evicted"
+        return (
+            f"<CapacityPlan of {self.gpus} GPUs, {len(self.groups)} groups of layers, "
+            f"{len(self.tiers)} tiers: {verdict}>"
+        )
+
     @property
     def fits(self) -> bool:
         """Whether nothing is evicted from a GPU before it ends, in whatever order they grow."""

@@ -47,6 +47,9 @@ class Placement:
     ranks: int
     logical_of_physical: tuple[int, ...]
 
+    def __repr__(self) -> str:
+        return f"<Placement of {self.num_experts} experts as {self.num_physical} on {self.ranks} ranks>"
+
     @property
     def num_experts(self) -> int:
         return len(self.loads)

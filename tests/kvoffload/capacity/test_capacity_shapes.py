@@ -155,7 +155,9 @@ def test_all_layers_slide_where_a_model_has_one_window():
 def test_a_table_names_groups_and_tiers():
     kind = Rollouts(prompts=4, prompt_tokens=1000, completion_tokens=9000, samples=4)
     how = {"gpu": Gpu(80 << 30), "weights": Weights(65 << 30), "tensor": 2}
-    table = plan_capacity(kv_groups(GPT_OSS_120B), [kind], **how).table()
+    plan = plan_capacity(kv_groups(GPT_OSS_120B), [kind], **how)
+    assert repr(plan) == "<CapacityPlan of 2 GPUs, 2 groups of layers, 3 tiers: nothing is evicted>"
+    table = plan.table()
     for word in ("sliding_attention", "full_attention", "nothing is evicted", "host", "disk"):
         assert word in table
     assert len(table.splitlines()) == 1 + 2 + 1 + 3 + 3 + 2
