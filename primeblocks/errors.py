@@ -67,7 +67,8 @@ class MissingPackageError(PrimeblocksError, ImportError):
     """
 
     def __init__(self, package: str, extra: str | None = None, *, remedy: str = "") -> None:
-        remedy = remedy or f"Run: pip install 'primeblocks[{extra}]'"
+        # There is no release yet: extras are installed from a clone.
+        remedy = remedy or f"Run in your clone of primeblocks: pip install '.[{extra}]'"
         super().__init__(f"{package} is not installed. {remedy}")
         self.package = package
         self.extra = extra

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -274,3 +275,19 @@ def test_notebooks_are_stored_without_outputs():
         if re.search(r'"outputs": \[\s*[^\]\s]|"execution_count": \d', file.read_text())
     ]
     assert with_outputs == []
+
+
+def test_the_remedy_for_a_missing_package_is_an_extra():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    named = {
+        (file, argument.value)
+        for file in FILES
+        for node in ast.walk(_tree(file))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("MissingPackageError")
+        for argument in node.args[1:]
+        if isinstance(argument, ast.Constant)
+    }
+    assert len(named) > 5
+    assert {(file, extra) for file, extra in named if extra not in extras} == set()

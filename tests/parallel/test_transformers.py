@@ -338,5 +338,5 @@ def test_a_missing_package_is_named(monkeypatch):
     for module in [module for module in sys.modules if module.startswith(name)]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(MissingPackageError, match=r"pip install 'primeblocks\[transformers\]'"):
+    with pytest.raises(MissingPackageError, match=r"pip install '\.\[transformers\]'"):
         importlib.import_module(name)

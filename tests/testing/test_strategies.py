@@ -55,4 +55,4 @@ def test_generators_repeat(generator):
 def test_without_hypothesis_the_remedy_is_named():
     code = "import sys; sys.modules['hypothesis'] = None; import primeblocks.testing.strategies"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "pip install 'primeblocks[test]'" in done.stderr
+    assert "pip install '.[test]'" in done.stderr

@@ -220,4 +220,5 @@ def test_a_trainer_drives_servers_without_vllm():
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     lines = ran.stdout.splitlines()
     assert lines[0] == str(server_args())
-    assert lines[1:] == ["vllm is not installed. Run: pip install 'primeblocks[vllm]'"] * 3
+    remedy = "Run in your clone of primeblocks: pip install '.[vllm]'"
+    assert lines[1:] == [f"vllm is not installed. {remedy}"] * 3

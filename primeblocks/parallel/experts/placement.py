@@ -48,7 +48,8 @@ class Placement:
     logical_of_physical: tuple[int, ...]
 
     def __repr__(self) -> str:
-        return f"<Placement of {self.num_experts} experts as {self.num_physical} on {self.ranks} ranks>"
+        experts = f"{self.num_experts} experts as {self.num_physical}"
+        return f"<Placement of {experts} on {self.ranks} ranks>"
 
     @property
     def num_experts(self) -> int:

@@ -126,7 +126,7 @@ def routers(model: nn.Module) -> tuple[TransformersRouter, ...]:
     if not (5, 17) <= release < (6, 0):
         raise UnsupportedError(
             f"transformers {_VERSION}: its routers were read in 5.17 to 5.19."
-            " Run: pip install 'primeblocks[transformers]'"
+            " Run in your clone of primeblocks: pip install '.[transformers]'"
         )
     found = []
     for name, module in model.named_modules():
