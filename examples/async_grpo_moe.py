@@ -8,7 +8,8 @@ reversing it; the reward then tells which half was right. While the two trainer 
 for the dense weights, each rank with half of the experts), vLLM goes on sampling in a process of
 its own; after every optimizer step the ranks' shards go straight into the running engine.
 
-Everything an experiment would change is a constant below.
+Everything an experiment would change is a constant below. The engine takes a GPU if there is one,
+the trainer too where there is one more for each of its ranks; else it stays on the CPU.
 """
 
 import argparse
@@ -85,8 +86,8 @@ class Sample:
 class Trainer:
     """Two ranks: dense weights sharded by FSDP2, experts dealt out, routes imposed."""
 
-    def __init__(self, checkpoint: Path, *, use_fp8: bool) -> None:
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+    def __init__(self, checkpoint: Path, device: torch.device, *, use_fp8: bool) -> None:
+        self.rank, self.world_size, self.device = dist.get_rank(), dist.get_world_size(), device
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         whole = weightsync.describe(model, dtype=torch.bfloat16)  # what the engine holds
         transfer_encoding = None
@@ -99,8 +100,8 @@ class Trainer:
             fp8.convert(model, recipe, only=attention)
             transfer_encoding = fp8.encode_weights(recipe, only=attention)
         plan = parallel.plan_mesh(world_size=self.world_size, expert=self.world_size)
-        self.meshes = plan.build("cpu")
-        parallelize(model, self.meshes)
+        self.meshes = plan.build(device.type)
+        parallelize(model.to(device), self.meshes)
         self.model, self.routers = model.train(), routers(model)
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=WARM_LR, betas=(0.9, 0.95), weight_decay=0.0
@@ -127,7 +128,8 @@ class Trainer:
             prompts = [prompt_of(text) for text in chosen]
             answers = [answer_of(answer) for answer in shown]
             rows = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-            tokens, mask = padded(rows, [len(prompt) for prompt in prompts])
+            padded_rows = padded(rows, [len(prompt) for prompt in prompts])
+            tokens, mask = (x.to(self.device) for x in padded_rows)
             count = parallel.global_token_count(mask.sum(), self.meshes)
             loss = -(self.logprobs(tokens) * mask).sum() / count
             loss.backward()
@@ -137,8 +139,9 @@ class Trainer:
     def train(self, samples: list[Sample]) -> dict[str, float]:
         """One GRPO step; every rank takes its share of the samples."""
         mine = samples[self.rank :: self.world_size]
-        tokens, mask, sampled_logprobs = tensors_of(mine)
-        advantages = torch.tensor([s.advantage for s in mine])[:, None].expand_as(mask)
+        tokens, mask, sampled_logprobs = tensors_of(mine, self.device)
+        advantages = torch.tensor([s.advantage for s in mine], device=self.device)
+        advantages = advantages[:, None].expand_as(mask)
         count = parallel.global_token_count(mask.sum(), self.meshes)
         with replay.impose(self.routers, routes_of(mine, tokens)):
             loss = async_loop.grpo_loss(
@@ -152,19 +155,18 @@ class Trainer:
     def mismatch(self, samples: list[Sample]) -> tuple[float, float, float]:
         """k3 of engine against trainer without and with replay, and how many routes agree."""
         mine = samples[self.rank :: self.world_size]
-        tokens, mask, sampled_logprobs = tensors_of(mine)
+        tokens, mask, sampled_logprobs = tensors_of(mine, self.device)
         routes = routes_of(mine, tokens)
         with torch.no_grad():
             with replay.record(self.routers) as tape:
                 without = self.logprobs(tokens)
             with replay.impose(self.routers, routes):
                 imposed = self.logprobs(tokens)
-        real = (tokens != PAD).flatten().numpy()
+        real = (tokens != PAD).flatten().cpu().numpy()
         agreement = replay.compare(routes, tape.routes, mask=real).overall
         parts: list = [None] * self.world_size
-        dist.all_gather_object(
-            parts, (without[mask], imposed[mask], sampled_logprobs[mask], agreement)
-        )
+        logprobs = (x[mask].cpu() for x in (without, imposed, sampled_logprobs))
+        dist.all_gather_object(parts, (*logprobs, agreement))
         without, imposed, sampled = (torch.cat([part[i] for part in parts]) for i in range(3))
         return (
             replay.measure_mismatch(without, sampled).k3,
@@ -222,11 +224,11 @@ def padded(rows: list[list[int]], prompt_lengths: list[int]) -> tuple[Tensor, Te
     return tokens, mask
 
 
-def tensors_of(samples: list[Sample]) -> tuple[Tensor, Tensor, Tensor]:
+def tensors_of(samples: list[Sample], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     tokens, mask = padded([s.tokens for s in samples], [s.prompt_length for s in samples])
     sampled_logprobs = torch.zeros(mask.shape)
     sampled_logprobs[mask] = torch.tensor([x for sample in samples for x in sample.logprobs])
-    return tokens, mask, sampled_logprobs
+    return tokens.to(device), mask.to(device), sampled_logprobs.to(device)
 
 
 def routes_of(samples: list[Sample], tokens: Tensor) -> replay.Routes:
@@ -357,6 +359,15 @@ async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace)
     report(summary, history, probes, options.out)
 
 
+def trainer_device() -> torch.device:
+    """A GPU of this rank's own behind the engine's first, where every rank finds one."""
+    if torch.cuda.device_count() <= int(os.environ["LOCAL_WORLD_SIZE"]):
+        return torch.device("cpu")
+    device = torch.device("cuda", 1 + int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--steps", type=int, default=STEPS)
@@ -373,7 +384,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     disable_progress_bar()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=2 * TIMEOUT_S))
+    device = trainer_device()
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=timedelta(seconds=2 * TIMEOUT_S))
     is_first = dist.get_rank() == 0
     folder = tempfile.TemporaryDirectory(prefix="primeblocks-") if is_first else None
     names = [folder.name if folder else ""]
@@ -382,7 +395,7 @@ def main() -> None:
     if is_first:
         tiny_models.save("qwen3_moe", checkpoint, seed=SEED, **MODEL)
     dist.barrier()
-    trainer = Trainer(checkpoint, use_fp8=options.fp8)
+    trainer = Trainer(checkpoint, device, use_fp8=options.fp8)
     if is_first:
         asyncio.run(drive(trainer, checkpoint, options))
     else:

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from primeblocks.async_loop import Rollout, cache_salt
 from primeblocks.async_loop.adapters.vllm import Completion, VllmEngine, base_engine_args
 from primeblocks.kvoffload.adapters import vllm as kvoffload_vllm
@@ -18,6 +20,7 @@ from .task import EOS, SNIPPET, prompt_of, reward_of
 # The device cache is too small for all requests at a time, and vLLM's own pool in host memory is
 # only a passage: what overflows goes to our store.
 PAGE_TOKENS, DEVICE_PAGES, PASSAGE_PAGES, HOST_PAGES, DISK_PAGES = 32, 48, 4, 128, 256
+ENGINE_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TIMEOUT_S = 120.0
 
 
@@ -56,7 +59,7 @@ def engine_arguments(
     return (
         arguments
         | weightsync_vllm.engine_args()
-        | replay_vllm.engine_args(max_bytes=capture_bytes, device="cpu")
+        | replay_vllm.engine_args(max_bytes=capture_bytes, device=ENGINE_DEVICE)
         | kvoffload_vllm.engine_args(
             primary_bytes=PASSAGE_PAGES * page_bytes,
             host_bytes=HOST_PAGES * page_bytes,
