@@ -169,8 +169,8 @@ class Trainer:
         dist.all_gather_object(parts, (*logprobs, agreement))
         without, imposed, sampled = (torch.cat([part[i] for part in parts]) for i in range(3))
         return (
-            replay.measure_mismatch(without, sampled).k3,
-            replay.measure_mismatch(imposed, sampled).k3,
+            replay.measure_mismatch(trainer_logprobs=without, rollout_logprobs=sampled).k3,
+            replay.measure_mismatch(trainer_logprobs=imposed, rollout_logprobs=sampled).k3,
             statistics.mean(part[3] for part in parts),
         )
 

@@ -91,8 +91,8 @@ def main() -> None:
         (-advantages * (replayed - rollout).exp()).mean().backward()
     optimizer.step()
 
-    without = replay.measure_mismatch(own, rollout)
-    with_replay = replay.measure_mismatch(replayed, rollout)
+    without = replay.measure_mismatch(trainer_logprobs=own, rollout_logprobs=rollout)
+    with_replay = replay.measure_mismatch(trainer_logprobs=replayed, rollout_logprobs=rollout)
     print(f"k3 without replay {without.k3:.2e} +- {without.k3_standard_error:.0e}")
     print(f"k3 with replay    {with_replay.k3:.2e} +- {with_replay.k3_standard_error:.0e}")
 

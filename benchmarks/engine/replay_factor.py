@@ -156,8 +156,10 @@ def judge(folder: Path, dtype: str, samples: dict[str, np.ndarray]) -> Run:
         rollouts.append(rollout)
         agreements.append(compare(routes, tape.routes).overall)
     return Run(
-        measure_mismatch(torch.cat(own), torch.cat(rollouts)),
-        measure_mismatch(torch.cat(replayed), torch.cat(rollouts)),
+        *(
+            measure_mismatch(trainer_logprobs=torch.cat(ours), rollout_logprobs=torch.cat(rollouts))
+            for ours in (own, replayed)
+        ),
         statistics.mean(agreements),
     )
 

@@ -3,15 +3,42 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..errors import UsageError
+from ..errors import ShapeError, UsageError
 
-__all__ = ["group_advantages", "importance_weights"]
+__all__ = ["check_tokens", "group_advantages", "importance_weights"]
+
+
+def check_tokens(mask: Any = None, **operands: Any) -> None:
+    """Refuse operands that are not one value a token: broadcasting would pair other tokens. Pure.
+
+    Args:
+        mask: bool, where the operands have one.
+        operands: floating, by their name in messages.
+
+    Raises:
+        ShapeError: they differ in shape or device, or one has another dtype.
+    """
+    first, like = next(iter(operands.items()))
+    for name, x in operands.items() if mask is None else [*operands.items(), ("mask", mask)]:
+        if not isinstance(x, Tensor):
+            raise ShapeError(f"{name} must be a torch.Tensor; got {type(x).__name__}")
+        if x.shape != like.shape:
+            raise ShapeError(
+                f"{name} {list(x.shape)} and {first} {list(like.shape)} differ in shape, and"
+                " nothing is broadcast. One value a rollout: x[:, None].expand_as(mask)."
+            )
+        if x.device != like.device:
+            raise ShapeError(f"{name} is on {x.device}, {first} on {like.device}")
+        if name == "mask" and x.dtype != torch.bool:
+            raise ShapeError(f"mask must be bool; got {x.dtype}. Pass mask.bool().")
+        if name != "mask" and not x.is_floating_point():
+            raise ShapeError(f"{name} must be floating; got {x.dtype}. Pass {name}.float().")
 
 
 def importance_weights(
@@ -28,11 +55,13 @@ def importance_weights(
         max_ratio: above 1; the smaller, the less variance and the more bias.
 
     Raises:
+        ShapeError: the two differ in shape, or one is not floating.
         UsageError: `max_ratio` is below 1, or `beyond` is unknown.
 
     Source: arXiv:2505.24034 (one-sided truncation).
     """
-    if max_ratio < 1:
+    check_tokens(trainer_logprobs=trainer_logprobs, rollout_logprobs=rollout_logprobs)
+    if not max_ratio >= 1:
         raise UsageError(f"max_ratio must be at least 1; got {max_ratio}")
     log_ratio = (trainer_logprobs - rollout_logprobs).detach()
     # Bounded before exp: a huge ratio would be inf, and inf * 0 is not 0.
@@ -53,8 +82,16 @@ def group_advantages(
         normalise: divide by the group's standard deviation, as GRPO does. Without it groups with
             larger differences count more (Dr. GRPO).
 
+    Raises:
+        ShapeError: the rewards are not floating `[groups, members]`.
+
     Source: arXiv:2402.03300 (GRPO), arXiv:2503.20783 (Dr. GRPO).
     """
+    if rewards.ndim != 2 or not rewards.is_floating_point():
+        raise ShapeError(
+            f"rewards must be floating [groups, members]; got {rewards.dtype}"
+            f" {list(rewards.shape)}. One group alone: rewards.float()[None]."
+        )
     centred = rewards - rewards.mean(dim=1, keepdim=True)
     if not normalise:
         return centred

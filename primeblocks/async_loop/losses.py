@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..errors import UsageError
-from .correction import importance_weights
+from .correction import check_tokens, importance_weights
 
 __all__ = ["TokenLoss", "aipo_loss", "grpo_loss"]
 
@@ -49,21 +49,30 @@ def grpo_loss(
 
     Args:
         rollout_logprobs: the engine's, of the tokens that it sampled.
-        advantages: one a token, as a rule the same for all of a rollout.
+        advantages: one a token, as a rule the same for all of a rollout: expand them.
         mask: True for completion tokens.
 
     Raises:
+        ShapeError: shapes differ, nothing is broadcast; the mask is not bool or another operand
+            not floating.
         UsageError: a clip is negative, or `clip_low` is above 1.
 
     Source: arXiv:2402.03300 (GRPO), arXiv:2503.14476 (DAPO).
     """
-    if not 0 <= clip_low <= 1 or clip_high < 0:
+    check_tokens(
+        mask,
+        trainer_logprobs=trainer_logprobs,
+        rollout_logprobs=rollout_logprobs,
+        advantages=advantages,
+    )
+    if not (0 <= clip_low <= 1 and clip_high >= 0):
         raise UsageError(f"needs 0 <= clip_low <= 1 <= 1 + clip_high; got {clip_low}, {clip_high}")
     ratio = _masked(trainer_logprobs - rollout_logprobs, mask).exp()
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
+    advantages = _masked(advantages, mask)
     gain = torch.minimum(ratio * advantages, clipped_ratio * advantages)
-    clipped = (ratio * advantages > clipped_ratio * advantages) & mask
-    return TokenLoss(-_masked(gain, mask).sum(), int(mask.sum()), int(clipped.sum()))
+    clipped = ratio * advantages > clipped_ratio * advantages
+    return TokenLoss(-gain.sum(), int(mask.sum()), int(clipped.sum()))
 
 
 def aipo_loss(
@@ -80,15 +89,23 @@ def aipo_loss(
     versions old.
 
     Raises:
+        ShapeError: as `grpo_loss`.
         UsageError: `max_ratio` is below 1.
 
     Source: arXiv:2505.24034 (AIPO).
     """
+    check_tokens(
+        mask,
+        trainer_logprobs=trainer_logprobs,
+        rollout_logprobs=rollout_logprobs,
+        advantages=advantages,
+    )
     log_ratio = _masked(trainer_logprobs - rollout_logprobs, mask).detach()
     weights = importance_weights(log_ratio, torch.zeros_like(log_ratio), max_ratio=max_ratio)
-    gain = weights * advantages * trainer_logprobs
+    # Each masked by itself: what padding holds would meet the zero gradient in a product.
+    gain = weights * _masked(advantages, mask) * _masked(trainer_logprobs, mask)
     clipped = (log_ratio.exp() > max_ratio) & mask
-    return TokenLoss(-_masked(gain, mask).sum(), int(mask.sum()), int(clipped.sum()))
+    return TokenLoss(-gain.sum(), int(mask.sum()), int(clipped.sum()))
 
 
 def _masked(x: Tensor, mask: Tensor) -> Tensor:

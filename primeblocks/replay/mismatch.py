@@ -5,7 +5,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
 from ..errors import ShapeError, UsageError
@@ -14,6 +16,8 @@ __all__ = ["Mismatch", "TokenMismatch", "exact_kl", "measure_mismatch"]
 
 _TAILS = (0.1, 0.2, 0.5, 1.0)
 _CHUNK = 1 << 22  # elements of float64 at a time
+# What float32 adds to a log-probability of 0 where logits are below 8192; 1.001 is no probability.
+_ROUNDING = 2.0**-10
 
 
 @dataclass(frozen=True)
@@ -95,47 +99,113 @@ class Mismatch:
 
 @torch.no_grad()
 def measure_mismatch(
-    trainer_logprobs: torch.Tensor,
-    rollout_logprobs: torch.Tensor,
     *,
-    mask: torch.Tensor | None = None,
+    trainer_logprobs: torch.Tensor | np.ndarray,
+    rollout_logprobs: torch.Tensor | np.ndarray,
+    mask: torch.Tensor | np.ndarray | None = None,
     worst: int = 8,
 ) -> Mismatch:
     """Compare log-probabilities of the same sampled tokens, in float64.
 
     Both must be of the distribution that was sampled from (temperature, top-p: `kept_logprobs`).
-    Local; for a figure over ranks gather each rank's and `pool` them.
+    Local, on the trainer's device; for a figure over ranks gather each rank's and `pool` them.
 
     Args:
-        trainer_logprobs: any shape.
+        trainer_logprobs: floating, any shape.
         rollout_logprobs: the same shape, from the engine that sampled.
-        mask: True where a token counts, same shape; prompt and padding are left out.
+        mask: bool, True where a token counts, same shape; prompt and padding are left out.
         worst: how many of the worst tokens to name.
 
     Raises:
-        ShapeError: shapes differ.
-        UsageError: no token is left, or one that counts is not finite.
+        ShapeError: shapes differ, or a dtype is another.
+        UsageError: no token is left, `worst` is negative, one that counts is not finite, or above
+            0 by more than rounding: then it is no log-probability.
 
     Source: J. Schulman, "Approximating KL divergence" (2020).
     """
-    if trainer_logprobs.shape != rollout_logprobs.shape:
+    trainer = _floating("trainer_logprobs", trainer_logprobs)
+    rollout = _floating("rollout_logprobs", rollout_logprobs).to(trainer.device)
+    if trainer.shape != rollout.shape:
         raise ShapeError(
-            f"trainer {list(trainer_logprobs.shape)} and rollout {list(rollout_logprobs.shape)}"
+            f"trainer {list(trainer.shape)} and rollout {list(rollout.shape)}"
             " log-probabilities differ in shape"
         )
-    if mask is None:
-        mask = torch.ones_like(trainer_logprobs, dtype=torch.bool)
-    elif mask.shape != trainer_logprobs.shape:
-        raise ShapeError(f"mask {list(mask.shape)} for {list(trainer_logprobs.shape)} tokens")
-    mask = mask.bool()
-    positions = mask.nonzero()
+    counts = _mask_of(mask, trainer.shape, trainer.device)
+    positions = counts.nonzero()
     if not len(positions):
         raise UsageError("no token counts: the mask leaves none")
-    trainer, rollout = trainer_logprobs[mask].double(), rollout_logprobs[mask].double()
+    trainer, rollout = trainer[counts].double(), rollout[counts].double()
     log_ratio = trainer - rollout
     if not log_ratio.isfinite().all():
         place = positions[int((~log_ratio.isfinite()).nonzero()[0])].tolist()
         raise UsageError(f"the log-probabilities at {place} are not finite; mask this token out")
+    for name, side in (("trainer_logprobs", trainer), ("rollout_logprobs", rollout)):
+        _check_not_positive(name, side, positions)
+    return _mismatch_of(trainer, rollout, positions, worst)
+
+
+@torch.no_grad()
+def exact_kl(
+    *,
+    trainer_logprobs: torch.Tensor | np.ndarray,
+    rollout_logprobs: torch.Tensor | np.ndarray,
+    mask: torch.Tensor | np.ndarray | None = None,
+) -> float:
+    """KL(rollout || trainer) over the whole vocabulary, mean over positions, in nats per token.
+
+    No estimate: every token's probability on both sides is needed, so this is for studies. What
+    the engine's top-k or top-p excludes is -inf there and counts for nothing. Local, on the
+    trainer's device; float64, in pieces.
+
+    Args:
+        trainer_logprobs: floating `[..., vocab]`, normalised.
+        rollout_logprobs: the same shape.
+        mask: bool `[...]`, True where a position counts.
+
+    Raises:
+        ShapeError: shapes differ, or a dtype is another.
+        UsageError: no position is left, a value is NaN or above 0 by more than rounding, or the
+            trainer gives no chance at all to a token that the engine could sample: the KL is
+            infinite.
+    """
+    trainer = _floating("trainer_logprobs", trainer_logprobs)
+    rollout = _floating("rollout_logprobs", rollout_logprobs).to(trainer.device)
+    if rollout.shape != trainer.shape or trainer.ndim < 1:
+        raise ShapeError(
+            f"trainer {list(trainer.shape)} and rollout {list(rollout.shape)}"
+            " must both be [..., vocab]"
+        )
+    counts = _mask_of(mask, trainer.shape[:-1], trainer.device)
+    positions = counts.nonzero()
+    if not len(positions):
+        raise UsageError("no position counts: the mask leaves none")
+    if mask is not None:
+        rollout, trainer = rollout[counts], trainer[counts]
+    vocab = trainer.shape[-1]
+    rollout, trainer = rollout.reshape(-1, vocab), trainer.reshape(-1, vocab)
+    total = torch.zeros((), dtype=torch.float64, device=trainer.device)
+    step = max(1, _CHUNK // max(1, vocab))
+    for places, ours, theirs in zip(
+        positions.split(step), rollout.split(step), trainer.split(step), strict=True
+    ):
+        log_p, log_q = ours.double(), theirs.double()
+        _check_not_positive("rollout_logprobs", log_p, places)
+        _check_not_positive("trainer_logprobs", log_q, places)
+        terms = log_p.exp() * (log_p - log_q)
+        # Nothing is sampled where the rollout has no chance: 0 * inf counts as 0.
+        total += torch.where(log_p == -torch.inf, 0.0, terms).sum()
+    if not total.isfinite():
+        raise UsageError(
+            "the KL is not finite: a log-probability is NaN, or the trainer excludes a token that"
+            " the engine could sample. Compare both after the engine's own top-k and top-p."
+        )
+    return total.item() / len(rollout)
+
+
+def _mismatch_of(
+    trainer: torch.Tensor, rollout: torch.Tensor, positions: torch.Tensor, worst: int
+) -> Mismatch:
+    log_ratio = trainer - rollout
     # expm1 keeps the digits that exp(x) - 1 would lose for close models.
     k3 = torch.expm1(log_ratio) - log_ratio
     top = k3.topk(min(worst, len(k3))).indices
@@ -163,53 +233,34 @@ def measure_mismatch(
     )
 
 
-@torch.no_grad()
-def exact_kl(
-    rollout_logprobs: torch.Tensor,
-    trainer_logprobs: torch.Tensor,
-    *,
-    mask: torch.Tensor | None = None,
-) -> float:
-    """KL(rollout || trainer) over the whole vocabulary, mean over positions, in nats per token.
+def _floating(name: str, values: Any) -> torch.Tensor:
+    if isinstance(values, np.ndarray) and values.dtype.kind == "f":
+        # A copy: torch warns about arrays that cannot be written, and rollouts hold such.
+        return torch.from_numpy(values.astype(np.float64))
+    if not isinstance(values, torch.Tensor) or not values.is_floating_point():
+        kind = getattr(values, "dtype", type(values).__name__)
+        raise ShapeError(f"{name} must be a floating tensor or array; got {kind}")
+    return values
 
-    No estimate: every token's probability on both sides is needed, so this is for studies. What
-    the engine's top-k or top-p excludes is -inf there and counts for nothing. Local; float64, in
-    pieces.
 
-    Args:
-        rollout_logprobs: `[..., vocab]`, normalised.
-        trainer_logprobs: the same shape.
-        mask: `[...]`, True where a position counts.
+def _mask_of(mask: Any, shape: torch.Size, device: torch.device) -> torch.Tensor:
+    if mask is None:
+        return torch.ones(shape, dtype=torch.bool, device=device)
+    if not isinstance(mask, torch.Tensor | np.ndarray) or mask.dtype not in (torch.bool, np.bool_):
+        kind = getattr(mask, "dtype", type(mask).__name__)
+        raise ShapeError(f"mask must be a bool tensor or array; got {kind}. Pass mask > 0.")
+    if tuple(mask.shape) != tuple(shape):
+        raise ShapeError(f"mask {list(mask.shape)} for {list(shape)} tokens")
+    own = torch.from_numpy(mask.copy()) if isinstance(mask, np.ndarray) else mask
+    return own.to(device)
 
-    Raises:
-        ShapeError: shapes differ.
-        UsageError: no position is left, a value is NaN, or the trainer gives no chance at all to a
-            token that the engine could sample: the KL is infinite.
-    """
-    if rollout_logprobs.shape != trainer_logprobs.shape or rollout_logprobs.ndim < 1:
-        raise ShapeError(
-            f"rollout {list(rollout_logprobs.shape)} and trainer {list(trainer_logprobs.shape)}"
-            " must both be [..., vocab]"
-        )
-    vocab = rollout_logprobs.shape[-1]
-    rollout, trainer = rollout_logprobs.reshape(-1, vocab), trainer_logprobs.reshape(-1, vocab)
-    if mask is not None:
-        if mask.shape != rollout_logprobs.shape[:-1]:
-            raise ShapeError(f"mask {list(mask.shape)} for {list(rollout_logprobs.shape)}")
-        chosen = mask.reshape(-1).bool()
-        rollout, trainer = rollout[chosen], trainer[chosen]
-    if not len(rollout):
-        raise UsageError("no position counts: the mask leaves none")
-    total = torch.zeros((), dtype=torch.float64, device=rollout.device)
-    step = max(1, _CHUNK // vocab)
-    for ours, theirs in zip(rollout.split(step), trainer.split(step), strict=True):
-        log_p, log_q = ours.double(), theirs.double()
-        terms = log_p.exp() * (log_p - log_q)
-        # Nothing is sampled where the rollout has no chance: 0 * inf counts as 0.
-        total += torch.where(log_p == -torch.inf, 0.0, terms).sum()
-    if not total.isfinite():
+
+def _check_not_positive(name: str, values: torch.Tensor, positions: torch.Tensor) -> None:
+    """`values [tokens, ...]`, `positions [tokens, dims]`."""
+    if values.numel() and values.max() > _ROUNDING:
+        place = (values > _ROUNDING).nonzero()[0]
         raise UsageError(
-            "the KL is not finite: a log-probability is NaN, or the trainer excludes a token that"
-            " the engine could sample. Compare both after the engine's own top-k and top-p."
+            f"{name} at {[*positions[place[0]].tolist(), *place[1:].tolist()]} is"
+            f" {values[tuple(place)].item():.4g}: a log-probability is not above 0. Pass"
+            " log-softmax, neither logits nor probabilities."
         )
-    return total.item() / len(rollout)

@@ -1,12 +1,13 @@
 """Losses and weights against plain loops in float64, gradients by formula."""
 
+import inspect
 import math
 
 import pytest
 import torch
 
 from primeblocks.async_loop import aipo_loss, group_advantages, grpo_loss, importance_weights
-from primeblocks.errors import UsageError
+from primeblocks.errors import ShapeError, UsageError
 
 
 def inputs(seed=0, shape=(3, 7)):
@@ -73,10 +74,67 @@ def test_padding_never_leaks(loss, padding):
     trainer, rollout, advantages, mask = inputs()
     clean = loss(trainer, rollout, advantages, mask=mask).sum
     dirty = rollout.masked_fill(~mask, padding)
-    loss_value = loss(trainer, dirty, advantages, mask=mask).sum
-    loss_value.backward()
-    assert loss_value.item() == clean.item()
-    assert trainer.grad.isfinite().all()
+    own = trainer.detach().masked_fill(~mask, padding).requires_grad_()
+    unused = advantages.masked_fill(~mask, padding)
+    for p, q, a in ((trainer, dirty, advantages), (own, dirty, unused)):
+        p.grad = None
+        loss_value = loss(p, q, a, mask=mask).sum
+        loss_value.backward()
+        assert loss_value.item() == clean.item()
+        assert p.grad.isfinite().all()
+        assert p.grad[~mask].eq(0).all()
+
+
+# What a user meets: pytest alone checks annotations before.
+UNCHECKED = {loss: inspect.unwrap(loss) for loss in (grpo_loss, aipo_loss)}
+
+
+@pytest.mark.parametrize("loss", UNCHECKED.values(), ids=["grpo", "aipo"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"advantages": lambda x: x[:, 0]}, r"advantages \[4\] .* \[4, 4\] .*expand_as"),
+        ({"rollout_logprobs": lambda x: x[0]}, r"rollout_logprobs \[4\]"),
+        ({"rollout_logprobs": lambda x: x[..., None]}, r"rollout_logprobs \[4, 4, 1\]"),
+        ({"advantages": lambda x: x.mean()}, r"advantages \[\]"),
+        ({"mask": lambda x: x[0]}, r"mask \[4\]"),
+        ({"mask": lambda x: x.double()}, r"mask must be bool; got torch.float64. Pass mask.bool"),
+        ({"mask": lambda x: x.int()}, "mask must be bool; got torch.int32"),
+        ({"advantages": lambda x: x.long()}, "advantages must be floating; got torch.int64"),
+        ({"rollout_logprobs": lambda x: x.numpy()}, "must be a torch.Tensor; got ndarray"),
+        ({"advantages": lambda x: x.to("meta")}, "advantages is on meta"),
+    ],
+)
+def test_what_would_be_broadcast_is_refused(loss, change, message):
+    trainer, rollout, advantages, mask = inputs(shape=(4, 4))
+    operands = {"rollout_logprobs": rollout, "advantages": advantages, "mask": mask}
+    for name, changed in change.items():
+        operands[name] = changed(operands[name])
+    with pytest.raises(ShapeError, match=message):
+        loss(trainer, **operands)
+
+
+def test_parts_of_losses_check_shapes_too():
+    weights, advantages = inspect.unwrap(importance_weights), inspect.unwrap(group_advantages)
+    x = torch.zeros(4, 4)
+    with pytest.raises(ShapeError, match=r"rollout_logprobs \[4\] and trainer_logprobs \[4, 4\]"):
+        weights(x, x[0])
+    with pytest.raises(ShapeError, match=r"rollout_logprobs must be floating; got torch.int64"):
+        weights(x, x.long())
+    for rewards in (x[0], x[None], x.long()):
+        with pytest.raises(ShapeError, match=r"\[groups, members\]; got torch"):
+            advantages(rewards)
+
+
+@pytest.mark.parametrize(
+    "clips", [(-0.1, 0.2), (1.1, 0.2), (0.2, -0.1), (math.nan, 0.2), (0.2, math.nan)]
+)
+def test_clips_out_of_range_are_refused(clips):
+    trainer, rollout, advantages, mask = inputs()
+    with pytest.raises(UsageError, match="clip_low"):
+        grpo_loss(trainer, rollout, advantages, mask=mask, clip_low=clips[0], clip_high=clips[1])
+    with pytest.raises(UsageError, match="max_ratio"):
+        aipo_loss(trainer, rollout, advantages, mask=mask, max_ratio=math.nan)
 
 
 def test_weights_are_bounded_and_masked():

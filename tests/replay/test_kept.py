@@ -224,5 +224,5 @@ def test_the_sampled_distribution_is_reached_only_with_its_mask():
     rollout = dense(logits.double(), targets, kept, 0.7)
     replayed = kept_logprobs(logits, targets, KeptTokens.unpack(kept.pack()), temperature=0.7)
     plain = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    assert measure_mismatch(replayed, rollout).k3 < 1e-12
-    assert measure_mismatch(plain, rollout).k3 > 1e-2
+    assert measure_mismatch(trainer_logprobs=replayed, rollout_logprobs=rollout).k3 < 1e-12
+    assert measure_mismatch(trainer_logprobs=plain, rollout_logprobs=rollout).k3 > 1e-2

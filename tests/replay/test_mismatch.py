@@ -13,7 +13,7 @@ def test_estimators_by_hand():
     trainer = torch.tensor([[-1.0, -2.0, -9.0], [-0.5, -3.0, -9.0]], dtype=torch.float64)
     rollout = torch.tensor([[-1.0, -2.5, 5.0], [-0.6, -2.0, 5.0]], dtype=torch.float64)
     mask = torch.tensor([[1, 1, 0], [1, 1, 0]]).bool()
-    found = measure_mismatch(trainer, rollout, mask=mask, worst=2)
+    found = measure_mismatch(trainer_logprobs=trainer, rollout_logprobs=rollout, mask=mask, worst=2)
     deltas = [0.0, 0.5, 0.1, -1.0]
     k3 = [math.exp(d) - 1 - d for d in deltas]
     mean = sum(k3) / 4
@@ -39,44 +39,60 @@ def test_k1_and_k3_estimate_the_divergence_they_name():
     rollout, trainer = (0.3 * logits).log_softmax(-1)
     exact = (rollout.exp() * (rollout - trainer)).sum().item()
     tokens = torch.multinomial(rollout.exp(), 200_000, replacement=True, generator=generator)
-    found = measure_mismatch(trainer[tokens], rollout[tokens])
+    found = measure_mismatch(trainer_logprobs=trainer[tokens], rollout_logprobs=rollout[tokens])
     assert found.k3 == pytest.approx(exact, abs=5 * found.k3_standard_error)
     assert found.k1 == pytest.approx(exact, rel=0.1)
 
 
 def test_close_models_keep_their_digits():
     rollout = torch.full((4,), -2.0, dtype=torch.float64)
-    found = measure_mismatch(rollout + 1e-9, rollout)
+    found = measure_mismatch(trainer_logprobs=rollout + 1e-9, rollout_logprobs=rollout)
     assert found.k3 == pytest.approx(5e-19, rel=1e-3, abs=0)
-    assert measure_mismatch(rollout, rollout).max_k3 == 0.0
+    assert measure_mismatch(trainer_logprobs=rollout, rollout_logprobs=rollout).max_k3 == 0.0
 
 
 def test_low_precision_inputs_are_widened_first():
     rollout = torch.full((3,), -2.0, dtype=torch.bfloat16)
-    found = measure_mismatch(rollout, rollout.float() - 2**-10)
+    found = measure_mismatch(trainer_logprobs=rollout, rollout_logprobs=rollout.float() - 2**-10)
     assert found.k1 == -(2**-10)
 
 
 def test_masked_tokens_may_hold_anything_and_others_must_be_finite():
     trainer = torch.tensor([-1.0, math.nan, -2.0])
     rollout = torch.tensor([-1.0, -1.0, -2.0])
-    assert measure_mismatch(trainer, rollout, mask=torch.tensor([1, 0, 1])).tokens == 2
+    assert (
+        measure_mismatch(
+            trainer_logprobs=trainer,
+            rollout_logprobs=rollout,
+            mask=torch.tensor([True, False, True]),
+        ).tokens
+        == 2
+    )
     with pytest.raises(UsageError, match=r"\[1\] are not finite"):
-        measure_mismatch(trainer, rollout)
+        measure_mismatch(trainer_logprobs=trainer, rollout_logprobs=rollout)
     with pytest.raises(UsageError, match="no token"):
-        measure_mismatch(trainer, rollout, mask=torch.zeros(3))
+        measure_mismatch(
+            trainer_logprobs=trainer,
+            rollout_logprobs=rollout,
+            mask=torch.zeros(3, dtype=torch.bool),
+        )
     with pytest.raises(ShapeError, match=r"\[3\] and rollout \[2\]"):
-        measure_mismatch(trainer, rollout[:2])
+        measure_mismatch(trainer_logprobs=trainer, rollout_logprobs=rollout[:2])
     with pytest.raises(ShapeError, match=r"mask \[2\]"):
-        measure_mismatch(trainer, rollout, mask=torch.ones(2))
+        measure_mismatch(
+            trainer_logprobs=trainer, rollout_logprobs=rollout, mask=torch.ones(2, dtype=torch.bool)
+        )
 
 
 def test_pooled_parts_equal_one_measurement():
     generator = torch.Generator().manual_seed(3)
-    trainer, rollout = torch.randn(2, 40, dtype=torch.float64, generator=generator)
-    whole = measure_mismatch(trainer, rollout, worst=4)
+    trainer, rollout = -torch.randn(2, 40, dtype=torch.float64, generator=generator).abs()
+    whole = measure_mismatch(trainer_logprobs=trainer, rollout_logprobs=rollout, worst=4)
     cuts = [(0, 5), (5, 6), (6, 40)]
-    parts = [measure_mismatch(trainer[a:b], rollout[a:b], worst=4) for a, b in cuts]
+    parts = [
+        measure_mismatch(trainer_logprobs=trainer[a:b], rollout_logprobs=rollout[a:b], worst=4)
+        for a, b in cuts
+    ]
     pooled = Mismatch.pool(parts)
     for name in ("k1", "k2", "k3", "k3_standard_error", "max_k3", "ratio_tail", "tokens"):
         assert getattr(pooled, name) == pytest.approx(getattr(whole, name), rel=1e-12), name
@@ -93,25 +109,88 @@ def test_exact_kl_by_hand_and_against_torch():
         2, 3, 4, 9, dtype=torch.float64, generator=generator
     ).log_softmax(-1)
     each = torch.nn.functional.kl_div(trainer, rollout, log_target=True, reduction="none").sum(-1)
-    assert exact_kl(rollout, trainer) == pytest.approx(each.mean().item(), rel=1e-12)
+    assert exact_kl(trainer_logprobs=trainer, rollout_logprobs=rollout) == pytest.approx(
+        each.mean().item(), rel=1e-12
+    )
     mask = torch.arange(12).reshape(3, 4) % 3 == 0
-    assert exact_kl(rollout, trainer, mask=mask) == pytest.approx(each[mask].mean().item())
+    assert exact_kl(trainer_logprobs=trainer, rollout_logprobs=rollout, mask=mask) == pytest.approx(
+        each[mask].mean().item()
+    )
 
 
 def test_exact_kl_leaves_out_what_the_engine_excludes():
     half = math.log(0.5)
     rollout = torch.tensor([[half, half, -math.inf]])
     trainer = torch.tensor([[math.log(0.4), math.log(0.4), math.log(0.2)]])
-    assert exact_kl(rollout, trainer) == pytest.approx(math.log(0.5 / 0.4))
-    assert exact_kl(rollout, rollout) == 0
+    assert exact_kl(trainer_logprobs=trainer, rollout_logprobs=rollout) == pytest.approx(
+        math.log(0.5 / 0.4)
+    )
+    assert exact_kl(trainer_logprobs=rollout, rollout_logprobs=rollout) == 0
     with pytest.raises(UsageError, match="not finite"):
-        exact_kl(trainer, rollout)
+        exact_kl(trainer_logprobs=rollout, rollout_logprobs=trainer)
     with pytest.raises(UsageError, match="no position"):
-        exact_kl(rollout, trainer, mask=torch.zeros(1))
+        exact_kl(
+            trainer_logprobs=trainer,
+            rollout_logprobs=rollout,
+            mask=torch.zeros(1, dtype=torch.bool),
+        )
     with pytest.raises(ShapeError, match="both be"):
-        exact_kl(rollout, trainer[:, :2])
+        exact_kl(trainer_logprobs=trainer[:, :2], rollout_logprobs=rollout)
     with pytest.raises(ShapeError, match=r"mask \[2\]"):
-        exact_kl(rollout, trainer, mask=torch.ones(2))
+        exact_kl(
+            trainer_logprobs=trainer, rollout_logprobs=rollout, mask=torch.ones(2, dtype=torch.bool)
+        )
+
+
+def test_arrays_are_taken_as_they_come():
+    trainer, rollout = -np.random.default_rng(0).random((2, 3, 5)) - 0.1
+    mask = np.arange(15).reshape(3, 5) % 4 != 0
+    rollout.flags.writeable = mask.flags.writeable = False  # as in a Rollout
+    tensors = [torch.tensor(array) for array in (trainer, rollout, mask)]
+    for a, b, kept in (
+        (trainer, rollout, mask),
+        (tensors[0], rollout, mask),
+        (trainer.astype(">f8"), tensors[1], tensors[2]),
+        (trainer[::-1, ::-1][::-1, ::-1], rollout, mask[::-1][::-1]),
+    ):
+        found = measure_mismatch(trainer_logprobs=a, rollout_logprobs=b, mask=kept)
+        assert found.k3 == np.mean((np.expm1(trainer - rollout) - trainer + rollout)[mask])
+    kl = exact_kl(trainer_logprobs=trainer, rollout_logprobs=tensors[1], mask=mask[:, 1])
+    assert kl == exact_kl(
+        trainer_logprobs=tensors[0], rollout_logprobs=rollout, mask=tensors[2][:, 1]
+    )
+
+
+@pytest.mark.parametrize("side", ["trainer_logprobs", "rollout_logprobs"])
+@pytest.mark.parametrize("measure", [measure_mismatch, exact_kl])
+def test_what_is_no_log_probability_is_refused(measure, side):
+    sides = {
+        name: torch.tensor([[-1.0, -2.0, -3.0], [-2.0, -1.0, -3.0]])
+        for name in ("trainer_logprobs", "rollout_logprobs")
+    }
+    sides[side][1, 2] = 2.0**-10  # Rounding may reach above 0.
+    measure(**sides)
+    with pytest.raises(UsageError, match=rf"{side} at \[0, 0\] is 1: .* not above 0"):
+        measure(**sides | {side: -sides[side]})
+    sides[side][1, 2] = 0.25
+    with pytest.raises(UsageError, match=rf"{side} at \[1, 2\] is 0.25: .* not above 0"):
+        measure(**sides)
+    shape = sides[side].shape if measure is measure_mismatch else (2,)
+    counts = torch.tensor([[True], [False]]).expand(2, 3)[:, : 3 if len(shape) > 1 else 1]
+    measure(**sides, mask=counts.reshape(shape))
+    for wrong in (sides[side].long(), np.zeros((2, 3), np.int64)):
+        with pytest.raises(ShapeError, match=f"{side} must be a floating tensor or array"):
+            measure(**sides | {side: wrong})
+    for mask in (torch.ones(shape), np.ones(shape, np.int8)):
+        with pytest.raises(ShapeError, match=r"mask must be a bool tensor .* Pass mask > 0"):
+            measure(**sides, mask=mask)
+
+
+def test_operands_are_named():
+    x = torch.zeros(2)
+    for measure in (measure_mismatch, exact_kl):
+        with pytest.raises(TypeError, match="positional"):
+            measure(x, x)
 
 
 def make(experts, missing=None):

@@ -243,7 +243,7 @@ def test_captured_routes_equal_a_recomputation(models, results, case):
         agreement = compare(routes, tape.routes)
         assert agreement.tokens == len(tokens) - 1 - before
         assert agreement.by_layer == {1: 1.0, 2: 1.0, 3: 1.0}
-        k3.append(measure_mismatch(trainer, torch.from_numpy(rollout)).k3)
+        k3.append(measure_mismatch(trainer_logprobs=trainer, rollout_logprobs=rollout).k3)
         assert (cached > 0) == (case in {"prefix_hit", "prompt_start"})
     assert max(k3) < EXACT_K3
 
@@ -276,8 +276,9 @@ def test_replay_lowers_the_mismatch_in_bfloat16(models, results):
         with torch.no_grad(), impose(routers(model), routes):
             with_replay.append(logprobs_of(model, tokens)[-len(rollout) :])
         agreements.append(compare(routes, tape.routes).overall)
-    before = measure_mismatch(torch.cat(without), torch.cat(rollouts))
-    after = measure_mismatch(torch.cat(with_replay), torch.cat(rollouts))
+    rollout = torch.cat(rollouts)
+    before = measure_mismatch(trainer_logprobs=torch.cat(without), rollout_logprobs=rollout)
+    after = measure_mismatch(trainer_logprobs=torch.cat(with_replay), rollout_logprobs=rollout)
     assert before.tokens == 2048
     assert 0.5 < np.mean(agreements) < 0.95
     print(f"k3 {before.k3:.2e} without, {after.k3:.2e} with replay")
