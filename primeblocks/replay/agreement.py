@@ -28,14 +28,14 @@ class Agreement:
     first_difference: dict[int, float]
     """By layer id, the fraction of tokens that differ there and nowhere before."""
     tokens: int
-    """Tokens compared: those missing on neither side."""
+    """Tokens compared: those missing, or padding, on neither side."""
 
 
 def compare(a: Routes, b: Routes, *, mask: np.ndarray | None = None) -> Agreement:
     """Compare two recordings of the same tokens. Local.
 
     Args:
-        mask: bool `[tokens]`, True where a token counts; leave out padding.
+        mask: bool `[tokens]`, True where a token counts. What `pad` added never does.
 
     Raises:
         ShapeError: they differ in tokens, layers, experts or top_k, or share no known token.
@@ -45,7 +45,7 @@ def compare(a: Routes, b: Routes, *, mask: np.ndarray | None = None) -> Agreemen
         b.layer_ids,
     ):
         raise ShapeError(f"{a} and {b} are not recordings of the same tokens and layers")
-    known = ~(a.missing | b.missing)
+    known = ~(a.missing | b.missing | a.padding | b.padding)
     if mask is not None:
         if mask.shape != known.shape:
             raise ShapeError(f"mask {list(mask.shape)} for {a.tokens} tokens")

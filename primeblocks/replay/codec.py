@@ -2,11 +2,12 @@
 
 Little-endian, in this order:
 
-    sizes      coding, top_k, experts, layers, tokens, start (32 bytes)
+    sizes      coding, top_k, padding or none, experts, layers, tokens, start (32 bytes)
     layer ids  uint32 each
     experts    raw: uint8 or uint16, in the router's order
                dense: the numbers of sets, see `sets`; rows come back in rising order
     missing    one bit a token
+    padding    one bit a token, where there is padding
 
 Raw unpacks without a copy and keeps the order of the slots, which bitwise replay of the gates'
 arithmetic needs; dense is a quarter smaller. Nothing else compresses: ids are nearly uniform.
@@ -35,6 +36,7 @@ class Decoded(NamedTuple):
     num_experts: int
     layer_ids: tuple[int, ...]
     missing: np.ndarray
+    padding: np.ndarray
     start: int
 
 
@@ -69,6 +71,7 @@ def check_range(experts: np.ndarray, num_experts: int) -> None:
 def encode(
     experts: np.ndarray,
     missing: np.ndarray,
+    padding: np.ndarray,
     num_experts: int,
     layer_ids: tuple[int, ...],
     *,
@@ -80,7 +83,8 @@ def encode(
     if coding not in _CODINGS:
         raise UsageError(f"coding must be one of {_CODINGS}; got {coding!r}")
     tokens, layers, top_k = experts.shape
-    sizes = (_CODINGS.index(coding), top_k, 0, num_experts, layers, tokens, start)
+    padded = bool(padding.any())
+    sizes = (_CODINGS.index(coding), top_k, padded, num_experts, layers, tokens, start)
     if coding == "dense":
         rows = np.ascontiguousarray(experts).reshape(-1, top_k)
         experts = SetCode(num_experts, top_k).encode(rows, skip=np.repeat(missing, layers))
@@ -89,6 +93,7 @@ def encode(
         np.asarray(layer_ids, dtype="<u4"),
         experts,
         np.packbits(missing),
+        np.packbits(padding if padded else padding[:0]),
     )
     return seal(_KIND, _VERSION, parts, into=into)
 
@@ -103,19 +108,23 @@ def decode(payload: Bytes) -> Decoded:
     body = unseal(payload, kind=_KIND, version=_VERSION)
     if len(body) < _SIZES.size:
         raise CorruptionError(f"a body of {len(body)} bytes cannot hold the sizes of routes")
-    code, top_k, _, num_experts, layers, tokens, start = _SIZES.unpack_from(body)
-    if code >= len(_CODINGS) or top_k < 1:
-        raise CorruptionError(f"no routes have coding {code} and top_k {top_k}")
+    code, top_k, padded, num_experts, layers, tokens, start = _SIZES.unpack_from(body)
     dtype = expert_dtype(num_experts)
+    if code >= len(_CODINGS) or not 1 <= top_k <= num_experts or padded > 1:
+        raise CorruptionError(
+            f"no routes have coding {code}, top_k {top_k} of {num_experts}, padding {padded}"
+        )
     rows = tokens * layers
     raw = _CODINGS[code] == "raw"
     length = rows * top_k * dtype.itemsize if raw else SetCode(num_experts, top_k).nbytes(rows)
     ids_end = _SIZES.size + 4 * layers
-    if len(body) != ids_end + length + (tokens + 7) // 8:
+    mask_bytes = (tokens + 7) // 8
+    if len(body) != ids_end + length + (1 + padded) * mask_bytes:
         raise CorruptionError(f"{len(body)} bytes do not hold {tokens} x {layers} x {top_k} ids")
     layer_ids = np.frombuffer(body[_SIZES.size : ids_end], dtype="<u4")
-    bits = np.frombuffer(body[ids_end + length :], dtype=np.uint8)
-    missing = np.unpackbits(bits, count=tokens).view(np.bool_)
+    masks = np.frombuffer(body[ids_end + length :], dtype=np.uint8).reshape(1 + padded, mask_bytes)
+    bits = np.unpackbits(masks, axis=1, count=tokens).view(np.bool_)
+    missing, padding = bits[0], bits[1] if padded else np.broadcast_to(np.False_, tokens)
     data = body[ids_end : ids_end + length]
     if raw:
         experts = np.frombuffer(data, dtype=dtype).reshape(tokens, layers, top_k)
@@ -125,4 +134,4 @@ def decode(payload: Bytes) -> Decoded:
         experts = SetCode(num_experts, top_k).decode(code_of_rows, rows)
         experts = experts.reshape(tokens, layers, top_k)
         experts[missing] = 0
-    return Decoded(experts, num_experts, tuple(layer_ids.tolist()), missing, start)
+    return Decoded(experts, num_experts, tuple(layer_ids.tolist()), missing, padding, start)

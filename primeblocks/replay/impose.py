@@ -47,7 +47,7 @@ def impose(
             live ones. Four bytes a slot on the device.
         min_score_ratio: keep a replayed expert only where the trainer scores it at least this
             fraction of the weakest of its own choices; else the trainer's best own choice that
-            is not in the row yet takes the slot. In (0, 1].
+            is not in the row yet takes the slot. Padding keeps its own. In (0, 1].
 
     Raises:
         PlanError: the routes are of a different model.
@@ -69,7 +69,7 @@ def impose(
             " apart. Close the first context before the second."
         )
     differentiating = torch.is_grad_enabled()
-    known_slots = int((~routes.missing).sum()) * routes.top_k
+    known_slots = int((~(routes.missing | routes.padding)).sum()) * routes.top_k
     imposed = Imposed({layer.router.layer_id: layer.tally for layer in layers}, known_slots)
     handles = [layer.router.module.register_forward_hook(layer) for layer in layers]
     try:
@@ -165,16 +165,14 @@ def _plan(
     devices = [_device_of(router.module) for router in routers]
     columns = [routes.layer_ids.index(layer_id) for layer_id in layer_ids]
     ids = _upload(routes.experts, devices, columns)
-    missing: list[torch.Tensor] | list[None] = [None] * len(routers)
-    if routes.missing.any():
-        copies = {device: _copy(routes.missing, device) for device in set(devices)}
-        missing = [copies[device] for device in devices]
+    missing = _upload_mask(routes.missing, devices)
+    padding = _upload_mask(routes.padding, devices)
     weights: list[torch.Tensor] | list[None] = [None] * len(routers)
     if gates is not None:
         weights = _upload(np.asarray(gates), devices, columns)
     return [
         ImposedLayer(*fields, min_score_ratio)
-        for fields in zip(routers, ids, missing, weights, strict=True)
+        for fields in zip(routers, ids, missing, padding, weights, strict=True)
     ]
 
 
@@ -198,6 +196,16 @@ def _upload(
         parts[device][:, wanted[device].index(column)]
         for column, device in zip(columns, devices, strict=True)
     ]
+
+
+def _upload_mask(
+    mask: np.ndarray, devices: Sequence[torch.device]
+) -> list[torch.Tensor] | list[None]:
+    """Each router's copy; none where the mask is all False."""
+    if not mask.any():
+        return [None] * len(devices)
+    copies = {device: _copy(mask, device) for device in set(devices)}
+    return [copies[device] for device in devices]
 
 
 def _copy(array: np.ndarray, device: torch.device) -> torch.Tensor:

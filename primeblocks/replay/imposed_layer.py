@@ -31,6 +31,7 @@ class ImposedLayer:
         router: Router,
         ids: torch.Tensor,
         missing: torch.Tensor | None,
+        padding: torch.Tensor | None,
         weights: torch.Tensor | None,
         min_score_ratio: float | None,
     ) -> None:
@@ -38,6 +39,7 @@ class ImposedLayer:
         self.tally = Tally()
         self._ids = ids
         self._missing = missing
+        self._padding = padding
         self._weights = weights
         self._min_score_ratio = min_score_ratio
         self._ran_with_grad = False
@@ -101,8 +103,14 @@ class ImposedLayer:
         if self._min_score_ratio is None:
             self.tally.replaced = 0
             return rows
-        rows, replaced = keep_scored(self.router, output, own, rows, ratio=self._min_score_ratio)
-        self.tally.replaced = replaced
+        rows, self.tally.replaced = keep_scored(
+            self.router,
+            output,
+            own,
+            rows,
+            ratio=self._min_score_ratio,
+            exempt=None if self._padding is None else self._padding.to(own.device),
+        )
         return rows
 
     def _where_missing(self, there: torch.Tensor, here: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -30,6 +31,8 @@ class Routes:
         layer_ids: for each row of the layer axis, its index among all hidden layers.
         missing: bool `[tokens]`; True where the choice is unknown. Such rows hold zeros, and
             whoever imposes the routes lets these tokens choose for themselves.
+        padding: bool `[tokens]`; True for tokens that `pad` added, by default none. Their rows
+            load all experts alike; comparisons and score filters leave them out.
 
     Raises:
         ShapeError: shapes or dtypes do not fit together. The values are not read: use
@@ -40,6 +43,7 @@ class Routes:
     num_experts: int
     layer_ids: tuple[int, ...]
     missing: np.ndarray
+    padding: np.ndarray = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         dtype = codec.expert_dtype(self.num_experts)
@@ -48,16 +52,20 @@ class Routes:
                 f"experts must be {dtype} [tokens, layers, top_k] for {self.num_experts} experts;"
                 f" got {self.experts.dtype} {list(self.experts.shape)}. Use Routes.from_array."
             )
-        tokens, layers, _ = self.experts.shape
+        tokens, layers, top_k = self.experts.shape
+        if not 1 <= top_k <= self.num_experts:
+            raise ShapeError(f"top_k must be in 1..{self.num_experts}; got {top_k}")
         if len(self.layer_ids) != layers or len(set(self.layer_ids)) != layers:
             raise ShapeError(f"{layers} layers need as many distinct ids; got {self.layer_ids}")
-        if self.missing.shape != (tokens,) or self.missing.dtype != np.bool_:
-            raise ShapeError(
-                f"missing must be bool [{tokens}]; got {self.missing.dtype}"
-                f" {list(self.missing.shape)}"
-            )
+        if self.padding is None:
+            object.__setattr__(self, "padding", np.broadcast_to(np.False_, tokens))
+        for name, mask in (("missing", self.missing), ("padding", self.padding)):
+            if mask.shape != (tokens,) or mask.dtype != np.bool_:
+                raise ShapeError(
+                    f"{name} must be bool [{tokens}]; got {mask.dtype} {list(mask.shape)}"
+                )
+            object.__setattr__(self, name, _read_only(mask))
         object.__setattr__(self, "experts", _read_only(self.experts))
-        object.__setattr__(self, "missing", _read_only(self.missing))
 
     @classmethod
     def from_array(
@@ -116,6 +124,7 @@ class Routes:
             and self.layer_ids == other.layer_ids
             and np.array_equal(self.experts, other.experts)
             and np.array_equal(self.missing, other.missing)
+            and np.array_equal(self.padding, other.padding)
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -123,16 +132,20 @@ class Routes:
     def __repr__(self) -> str:
         return (
             f"Routes(tokens={self.tokens}, layer_ids={self.layer_ids}, top_k={self.top_k},"
-            f" num_experts={self.num_experts}, missing={int(self.missing.sum())})"
+            f" num_experts={self.num_experts}, missing={int(self.missing.sum())},"
+            f" padding={int(self.padding.sum())})"
         )
 
     def __getitem__(self, tokens: slice) -> Routes:
         """`routes[a:b]`: a view of these tokens."""
-        return self._with(self.experts[tokens], self.missing[tokens])
+        return self._with(self.experts[tokens], self.missing[tokens], self.padding[tokens])
 
     @staticmethod
     def join(parts: Iterable[Routes]) -> Routes:
         """One after the other along the tokens, in one copy.
+
+        The padding of all parts together visits the experts in turn, going on from the first row
+        of it: whatever was padded apart, a batch loads them alike.
 
         Raises:
             ShapeError: the parts come from different models; or there is no part at all.
@@ -147,7 +160,11 @@ class Routes:
         if len(parts) == 1:
             return first
         experts = np.concatenate([part.experts for part in parts])
-        return first._with(experts, np.concatenate([part.missing for part in parts]))
+        padding = np.concatenate([part.padding for part in parts])
+        rows = np.flatnonzero(padding)
+        if rows.size and experts.size:
+            experts[rows] = first._turns(len(rows), start=int(experts[rows[0], 0, 0]))[:, None]
+        return first._with(experts, np.concatenate([part.missing for part in parts]), padding)
 
     def split(self, lengths: Sequence[int]) -> list[Routes]:
         """The inverse of `join`: views of consecutive tokens.
@@ -192,7 +209,8 @@ class Routes:
         if other._model != self._model or other.tokens != self.tokens:
             raise ShapeError(f"{other} is not of the same tokens and model as {self}")
         experts = np.where(self.missing[:, None, None], other.experts, self.experts)
-        return self._with(experts, self.missing & other.missing)
+        padding = np.where(self.missing, other.padding, self.padding)
+        return self._with(experts, self.missing & other.missing, padding)
 
     def with_missing(self, *, before: int = 0, after: int = 0) -> Routes:
         """Add tokens whose choices are unknown.
@@ -205,12 +223,15 @@ class Routes:
         if before < 0 or after < 0:
             raise ShapeError(f"cannot add {before} and {after} missing tokens")
         experts = np.pad(self.experts, ((before, after), (0, 0), (0, 0)))
-        return self._with(experts, np.pad(self.missing, (before, after), constant_values=True))
+        missing = np.pad(self.missing, (before, after), constant_values=True)
+        return self._with(experts, missing, np.pad(self.padding, (before, after)))
 
     def pad(self, tokens: int) -> Routes:
         """Fill up to `tokens` with rows that visit all experts in turn.
 
         Padding tokens are alike, so left to choose they would all choose the same few experts.
+        Neighbours in turn are far apart among the experts, so that few rows, too, load all ranks
+        of an expert-parallel group.
 
         Raises:
             ShapeError: there are more tokens already.
@@ -218,20 +239,35 @@ class Routes:
         extra = tokens - self.tokens
         if extra < 0:
             raise ShapeError(f"cannot pad {self.tokens} tokens to {tokens}. Slice instead.")
-        turns = np.arange(extra * self.top_k).reshape(extra, 1, self.top_k) % self.num_experts
-        rows = np.broadcast_to(turns, (extra, *self.experts.shape[1:])).astype(self.experts.dtype)
-        return Routes.join([self, self._with(rows, np.zeros(extra, dtype=np.bool_))])
+        turns = self._turns(extra, start=0)[:, None]
+        rows = np.broadcast_to(turns, (extra, *self.experts.shape[1:]))
+        known, added = np.zeros(extra, dtype=np.bool_), np.ones(extra, dtype=np.bool_)
+        return Routes.join([self, self._with(rows, known, added)])
 
     def take(self, order: np.ndarray | Sequence[int]) -> Routes:
         """The tokens at `order`, for example one rank's part of a context-parallel sequence.
 
+        Args:
+            order: indices; or a bool mask `[tokens]`, which keeps the tokens where it is True.
+
         Raises:
-            ShapeError: an index is outside the tokens.
+            ShapeError: an index is outside the tokens or no integer; a mask is not of all tokens.
         """
-        index = np.asarray(order, dtype=np.int64)
-        if index.ndim != 1 or (index.size and not 0 <= index.min() <= index.max() < self.tokens):
-            raise ShapeError(f"an order must be a list of indices in 0..{self.tokens - 1}")
-        return self._with(self.experts[index], self.missing[index])
+        index = np.asarray(order)
+        if index.dtype == np.bool_ and index.shape == (self.tokens,):
+            index = np.flatnonzero(index)
+        whole = index.size == 0 or index.dtype.kind in "iu"
+        if (
+            index.ndim != 1
+            or not whole
+            or (index.size and not 0 <= index.min() <= index.max() < self.tokens)
+        ):
+            raise ShapeError(
+                f"an order must be a list of indices in 0..{self.tokens - 1} or a bool mask"
+                f" [{self.tokens}]; got {index.dtype} {list(index.shape)}"
+            )
+        index = index.astype(np.int64)
+        return self._with(self.experts[index], self.missing[index], self.padding[index])
 
     def only(self, layer_ids: Sequence[int]) -> Routes:
         """These layers, in this order: what one pipeline stage needs.
@@ -243,7 +279,8 @@ class Routes:
         if unknown:
             raise ShapeError(f"layers {unknown} are not among the recorded {self.layer_ids}")
         columns = [self.layer_ids.index(i) for i in layer_ids]
-        return Routes(self.experts[:, columns], self.num_experts, tuple(layer_ids), self.missing)
+        experts = self.experts[:, columns]
+        return Routes(experts, self.num_experts, tuple(layer_ids), self.missing, self.padding)
 
     def pack(self, *, coding: str = "raw", start: int = 0, into: Bytes | None = None) -> memoryview:
         """One self-describing, checksummed buffer; see `codec`. Local; raw is one copy.
@@ -259,13 +296,14 @@ class Routes:
         Raises:
             ShapeError: `start` is outside the tokens, or `into` is too small.
             UsageError: dense, and a row names an expert twice.
-            UnsupportedError: dense, and more than 1024 experts.
+            UnsupportedError: dense, and more than 1024 experts or a top_k above 64.
         """
         if not 0 <= start <= self.tokens:
             raise ShapeError(f"start must be in 0..{self.tokens}; got {start}")
         return codec.encode(
             self.experts[start:],
             self.missing[start:],
+            self.padding[start:],
             self.num_experts,
             self.layer_ids,
             coding=coding,
@@ -277,6 +315,8 @@ class Routes:
     def unpack(cls, payload: Bytes, *, onto: Routes | None = None) -> Routes:
         """The value that was packed. Raw experts are a view of `payload`; nothing is copied.
 
+        Dense ones take at most eight times the payload's bytes, and time in proportion.
+
         Args:
             onto: the tokens before, where the payload starts later; see `extend`.
 
@@ -287,7 +327,7 @@ class Routes:
             ShapeError: it does not continue `onto`.
         """
         decoded = codec.decode(payload)
-        routes, start = cls(*decoded[:4]), decoded.start
+        routes, start = cls(*decoded[:-1]), decoded.start
         if onto is not None:
             return onto.extend(routes, start=start)
         if start:
@@ -300,8 +340,24 @@ class Routes:
     def _model(self) -> tuple[object, ...]:
         return self.num_experts, self.layer_ids, self.top_k
 
-    def _with(self, experts: np.ndarray, missing: np.ndarray) -> Routes:
-        return Routes(experts, self.num_experts, self.layer_ids, missing)
+    def _with(self, experts: np.ndarray, missing: np.ndarray, padding: np.ndarray) -> Routes:
+        return Routes(experts, self.num_experts, self.layer_ids, missing, padding)
+
+    def _turns(self, rows: int, *, start: int) -> np.ndarray:
+        """`[rows, top_k]`: every expert once before any comes again, from `start` on."""
+        order = _far_apart(self.num_experts)
+        first = np.flatnonzero(order == start)[0]
+        turns = (first + np.arange(rows * self.top_k)) % self.num_experts
+        return order[turns].reshape(rows, self.top_k).astype(self.experts.dtype)
+
+
+@lru_cache
+def _far_apart(num_experts: int) -> np.ndarray:
+    """All experts, neighbours far apart: their bits reversed (van der Corput's sequence)."""
+    bits = (num_experts - 1).bit_length()
+    index = np.arange(1 << bits)
+    turned = sum(((index >> bit) & 1) << (bits - 1 - bit) for bit in range(bits)) + 0 * index
+    return turned[turned < num_experts]
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from .router import Router
@@ -20,6 +20,7 @@ def keep_scored(
     replayed: Int64[Tensor, "tokens top_k"],
     *,
     ratio: float,
+    exempt: Bool[Tensor, " tokens"] | None = None,
 ) -> tuple[Int64[Tensor, "tokens top_k"], Int64[Tensor, ""]]:
     """Replace replayed experts that the trainer scores far below its own choices.
 
@@ -29,6 +30,7 @@ def keep_scored(
 
     Args:
         ratio: in (0, 1]; an expert that the trainer chose itself is always kept.
+        exempt: True for rows to keep as they are: padding.
 
     Returns:
         The rows, and how many slots were replaced (on the device).
@@ -40,6 +42,8 @@ def keep_scored(
         scores = router.gates(output, torch.cat([own, replayed], dim=1))
         of_own, of_replayed = scores.split([own.shape[1], replayed.shape[1]], dim=1)
         kept = of_replayed >= ratio * of_own.amin(dim=1, keepdim=True)
+        if exempt is not None:
+            kept = kept | exempt[:, None]
         best_first = own.gather(1, of_own.argsort(dim=1, descending=True, stable=True))
         twice = (best_first[:, :, None] == replayed[:, None, :]).any(-1)
         # The free ones first, in their order. A replayed own choice is kept, so there are as many

@@ -4,7 +4,8 @@
 49 bits instead of 64. The number of a set of ids c1 < c2 < ... is `C(c1, 1) + C(c2, 2) + ...`
 (the combinatorial number system), and the largest id comes back first: it is the last c whose
 `C(c, k)` is not above the number. Rows whose number would not fit a float64 exactly, or whose ids
-would not fit a word, are cut into groups after sorting.
+would not fit a word, are cut into groups after sorting. An id takes at least one bit, so that no
+code, whoever made it, expands to more than eight times its size.
 
 Numpy on pieces that stay in the cache: sorting is a network of minima and maxima over columns, and
 undoing a number takes three table lookups an id. Derivation: docs/replay.md, "Dense coding".
@@ -14,7 +15,7 @@ Source: D. E. Knuth, TAOCP 7.2.1.3; K. E. Batcher, "Sorting networks and their a
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -25,6 +26,8 @@ __all__ = ["SetCode", "rows_with_duplicates", "same_sets"]
 
 _PIECE = 1 << 15  # rows; a multiple of 8, so that bit planes of pieces meet at whole bytes
 _MAX_EXPERTS = 1024
+_MAX_TOP_K = 64
+_TABLES = 64  # Kept at a time; a model needs fewer than sixteen.
 
 
 def rows_with_duplicates(rows: np.ndarray) -> np.ndarray:
@@ -49,7 +52,8 @@ class SetCode:
     """The code of `top_k` different ids out of `num_experts`.
 
     Raises:
-        UnsupportedError: more than 1024 experts; the tables would not stay in a cache.
+        UnsupportedError: more than 1024 experts, the tables would not stay in a cache; or top_k
+            above 64 or above the number of experts.
     """
 
     def __init__(self, num_experts: int, top_k: int) -> None:
@@ -57,6 +61,11 @@ class SetCode:
             raise UnsupportedError(
                 f"dense coding handles up to {_MAX_EXPERTS} experts; got {num_experts}."
                 ' Use coding="raw".'
+            )
+        if not 1 <= top_k <= min(num_experts, _MAX_TOP_K):
+            raise UnsupportedError(
+                f"dense coding handles 1 to {min(num_experts, _MAX_TOP_K)} of {num_experts}"
+                f' experts; got top_k {top_k}. Use coding="raw".'
             )
         self._itemsize = 1 if num_experts <= 256 else 2
         largest = 8 // self._itemsize
@@ -138,7 +147,7 @@ class _Group:
         self._itemsize = itemsize
         self._sets = math.comb(num_experts, size)
         assert self._sets < 1 << 52
-        self.bits = max(1, (self._sets - 1).bit_length())
+        self.bits = max(size, (self._sets - 1).bit_length())
 
     def nbytes(self, rows: int) -> int:
         whole, spare = divmod(self.bits, 8)
@@ -185,13 +194,13 @@ class _Group:
         return word.view(f"<u{self._itemsize}").reshape(len(numbers), -1)[:, : self.size]
 
 
-@cache
+@lru_cache(_TABLES)
 def _binomials(num_experts: int, k: int) -> np.ndarray:
     """float64 `C(c, k)` for c in 0..num_experts; exact below 2**53."""
     return np.array([math.comb(c, k) for c in range(num_experts + 1)], dtype=np.float64)
 
 
-@cache
+@lru_cache(_TABLES)
 def _guesses(num_experts: int, k: int) -> tuple[int, int, np.ndarray]:
     """A table by exponent and leading bits of a float64: the first c that may be too high.
 

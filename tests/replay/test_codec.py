@@ -1,6 +1,7 @@
 import json
 import math
 import struct
+import tracemalloc
 from base64 import b64encode
 
 import numpy as np
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primeblocks.errors import CorruptionError, ShapeError, UnsupportedError, UsageError
-from primeblocks.replay import Routes
+from primeblocks.replay import Routes, sets
+from primeblocks.replay.sets import SetCode
 
 CODINGS = st.sampled_from(["raw", "dense"])
 
@@ -36,12 +38,14 @@ def arguments(draw):
 def in_rising_order(routes):
     """What dense coding keeps: the sets."""
     experts = np.sort(routes.experts, axis=-1)
-    return Routes(experts, routes.num_experts, routes.layer_ids, routes.missing)
+    model = routes.num_experts, routes.layer_ids
+    return Routes(experts, *model, routes.missing, routes.padding)
 
 
-@given(arguments=arguments())
-def test_unpack_undoes_pack(arguments):
+@given(arguments=arguments(), pads=st.sampled_from([0, 0, 1, 9]))
+def test_unpack_undoes_pack(arguments, pads):
     value = Routes.from_array(**arguments)
+    value = value.pad(value.tokens + pads).with_missing(after=pads)
     assert Routes.unpack(value.pack()) == value
     if value.num_experts <= 1024:
         assert Routes.unpack(value.pack(coding="dense")) == in_rising_order(value)
@@ -169,6 +173,63 @@ def test_the_format_is_as_documented():
     assert payload[56:72] == bytes([*range(12), 0, 0, 0, 0])
     assert payload[72:73] == bytes([0b00010000])
     assert payload[73:] == xxhash.xxh3_128_digest(payload[:73])
+
+
+def test_padding_follows_the_missing_ones():
+    payload = bytes(VALUE.pad(5).with_missing(after=1).pack())
+    assert payload[16:48] == struct.pack("<BxxxHHIIQQ", 0, 2, 1, 16, 2, 6, 0)
+    assert payload[80:82] == bytes([0b00000100, 0b00011000])
+    body = bytearray(payload[16:-16])
+    body[6] = 2
+    with pytest.raises(CorruptionError, match="padding 2"):
+        Routes.unpack(resealed(body))
+
+
+def crafted(num_experts, top_k, tokens):
+    """A dense payload of zeros; of nothing where nothing can be coded so."""
+    code = b""
+    if top_k <= min(num_experts, 64):
+        code = bytes(SetCode(num_experts, top_k).nbytes(tokens))
+    sizes = struct.pack("<B3xHHIIQQ", 1, top_k, 0, num_experts, 1, tokens, 0)
+    return resealed(sizes + bytes(4) + code + bytes((tokens + 7) // 8))
+
+
+@pytest.mark.parametrize("model", [(8, 8), (7, 7), (1, 1), (2, 1), (9, 8), (256, 8), (1024, 1)])
+def test_no_payload_expands_beyond_eight_times_its_bytes(model):
+    kept, peaks, sizes = [], [], []
+    for tokens in (1 << 16, 1 << 17):
+        payload = crafted(*model, tokens)
+        tracemalloc.start()
+        routes = Routes.unpack(payload)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        sizes.append(len(payload))
+        kept.append(routes.nbytes)
+    assert kept[1] <= 8 * sizes[1]
+    # While it decodes: arrays of one piece, and copies that grow with the payload.
+    assert peaks[1] - peaks[0] <= 16 * (sizes[1] - sizes[0])
+
+
+def test_no_code_has_more_groups_than_a_model_needs():
+    """Cost beyond that of the bytes is by group; it was 16 s for 57 kB with 65,535 ids a row."""
+    assert len(SetCode(1024, 64)._groups) == 16
+    for model in ((1, 2), (4, 5), (256, 257), (256, 65535), (1024, 65535)):
+        with pytest.raises(CorruptionError, match=f"top_k {model[1]} of {model[0]}"):
+            Routes.unpack(crafted(*model, 1))
+    with pytest.raises(UnsupportedError, match="1 to 64 of 1024 experts; got top_k 65"):
+        Routes.unpack(crafted(1024, 65, 1))
+    many = Routes.from_array(np.arange(65).reshape(1, 1, 65), num_experts=70, layer_ids=[0])
+    assert Routes.unpack(many.pack()) == many
+    with pytest.raises(UnsupportedError, match="1 to 64 of 70"):
+        many.pack(coding="dense")
+
+
+def test_tables_of_many_models_are_not_kept():
+    for num_experts in range(4, 400):
+        code = SetCode(num_experts, 4)
+        code.decode(np.zeros(code.nbytes(1), np.uint8), 1)
+    assert sets._guesses.cache_info().currsize <= 64
+    assert sets._binomials.cache_info().currsize <= 64
 
 
 def test_dense_numbers_are_the_combinatorial_number_system():

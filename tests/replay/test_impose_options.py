@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from primeblocks.errors import ShapeError, UsageError
-from primeblocks.replay import impose, record
+from primeblocks.replay import Routes, compare, impose, record
 from tests.replay.test_impose import CHECKPOINTS, assert_equal, step
 
 
@@ -89,6 +89,26 @@ def test_implausible_experts_are_replaced_and_counted(toy, inputs, foreign, chec
     with impose(model.routers, routes) as imposed:
         step(model, inputs)
     assert imposed.replacement_rates == {0: 0, 1: 0, 2: 0}
+
+
+def test_padding_is_neither_filtered_nor_counted(toy, inputs):
+    model = toy("sigmoid")
+    with record(model.routers) as own:
+        model(inputs)
+    rows = [
+        row[:length].pad(4) for row, length in zip(own.routes.split([4, 4]), (3, 1), strict=True)
+    ]
+    routes = Routes.join(rows)
+    with (
+        impose(model.routers, routes, min_score_ratio=1.0) as imposed,
+        record(model.routers) as tape,
+    ):
+        model(inputs)
+    assert imposed.replacement_rate == 0
+    assert np.array_equal(tape.routes.experts[routes.padding], routes.experts[routes.padding])
+    known = ~routes.padding
+    assert np.array_equal(tape.routes.experts[known, 0], own.routes.experts[known, 0])
+    assert compare(routes, tape.routes).tokens == 4
 
 
 def test_a_ratio_that_keeps_all_changes_no_bit(toy, inputs, foreign):

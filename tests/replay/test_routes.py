@@ -1,7 +1,9 @@
+import inspect
 import sys
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +19,10 @@ def random_routes(*, tokens=10, layers=3, num_experts=32, seed=0):
     return Routes.from_array(
         experts, num_experts=num_experts, layer_ids=range(1, layers + 1), missing=missing
     )
+
+
+# What a user meets: pytest alone checks annotations before.
+UNCHECKED_TAKE = inspect.unwrap(Routes.take)
 
 
 def rows(routes):
@@ -89,6 +95,10 @@ def test_a_value_of_the_wrong_dtype_or_mask_is_refused():
         Routes(experts, 8, (0,), missing)
     with pytest.raises(ShapeError, match=r"missing must be bool \[3\]"):
         Routes(experts.astype(np.uint8), 8, (0,), missing[:2])
+    with pytest.raises(ShapeError, match=r"padding must be bool \[3\]"):
+        Routes(experts.astype(np.uint8), 8, (0,), missing, missing[:2])
+    with pytest.raises(ShapeError, match=r"top_k must be in 1\.\.8; got 9"):
+        Routes(np.zeros((3, 1, 9), np.uint8), 8, (0,), missing)
     with pytest.raises(ShapeError, match="65537"):
         Routes(experts, 65537, (0,), missing)
 
@@ -140,10 +150,75 @@ def test_padding_loads_all_experts_alike(num_experts, top_k, extra):
     load = np.bincount(padded.experts[1:].reshape(-1), minlength=num_experts)
     assert load.sum() == extra * top_k
     assert load.max() - load.min() <= 1
+    assert padded.padding.tolist() == [False] + [True] * extra
     again = Routes.from_array(padded.experts, num_experts=num_experts, layer_ids=[0])
-    assert again == padded  # no row names an expert twice
+    assert np.array_equal(again.experts, padded.experts)  # no row names an expert twice
     with pytest.raises(ShapeError, match="cannot pad 1 tokens to 0"):
         routes.pad(0)
+
+
+def loads(routes):
+    """Slots of padding by layer and expert."""
+    rows = routes.experts[routes.padding]
+    layers = range(rows.shape[1])
+    return [np.bincount(rows[:, i].ravel(), minlength=routes.num_experts) for i in layers]
+
+
+def random_rectangle(lengths, width, *, layers=2, num_experts=256, top_k=8):
+    generator = np.random.default_rng(0)
+    experts = generator.random((sum(lengths), layers, num_experts)).argsort(-1)[..., :top_k]
+    whole = Routes.from_array(experts, num_experts=num_experts, layer_ids=range(layers))
+    return [row.pad(width) for row in whole.split(lengths)]
+
+
+@pytest.mark.parametrize("pads", [1, 4])
+def test_padding_of_a_rectangle_loads_all_experts_alike(pads):
+    rows = random_rectangle([8] * 64, 8 + pads)
+    whole = Routes.join(rows)
+    halves = Routes.join([Routes.join(rows[:31]), Routes.join(rows[31:])])
+    sent = [
+        Routes.unpack(row.pack(coding=c))
+        for row, c in zip(rows, ["raw", "dense"] * 32, strict=True)
+    ]
+    for routes in (whole, halves, Routes.join(sent), Routes.unpack(whole.pack())):
+        assert routes.padding.sum() == 64 * pads
+        for load in loads(routes):
+            assert load.max() == load.min() == 2 * pads
+        Routes.from_array(routes.experts, num_experts=256, layer_ids=[0, 1])  # no expert twice
+    assert Routes.unpack(whole.pack()) == whole
+    assert Routes.join(whole.split([72, 72, 64 * (8 + pads) - 144])) == whole
+
+
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=12),
+    extra=st.integers(0, 4),
+    model=st.sampled_from([(8, 2), (7, 3), (6, 6), (60, 4), (256, 8), (300, 5)]),
+    cut=st.integers(0, 60),
+)
+def test_padding_is_even_however_a_batch_is_made(lengths, extra, model, cut):
+    num_experts, top_k = model
+    rows = random_rectangle(
+        lengths, max(lengths) + extra, layers=1, num_experts=num_experts, top_k=top_k
+    )
+    whole = Routes.join(rows)
+    order = np.random.default_rng(cut).permutation(whole.tokens)
+    for routes in (whole, whole[cut:], whole.take(order), Routes.join([whole[cut:], whole[:cut]])):
+        (load,) = loads(routes)
+        assert load.max() - load.min() <= 1
+        Routes.from_array(routes.experts, num_experts=num_experts, layer_ids=[0])
+    assert Routes.join([whole[:cut], whole[cut:]]) == whole
+    assert not whole.take(~whole.padding).padding.any()
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize(("num_experts", "top_k"), [(256, 8), (128, 8), (64, 6), (512, 22)])
+def test_few_padding_tokens_load_all_expert_parallel_ranks(num_experts, top_k, ranks):
+    """A rank pads a few tokens only, and all ranks of a group may do so alike."""
+    (row,) = random_rectangle([1], 9, layers=1, num_experts=num_experts, top_k=top_k)
+    for tokens in range(1, 9):
+        (load,) = loads(row[: 1 + tokens])
+        by_rank = load.reshape(ranks, -1).sum(1)
+        assert by_rank.max() - by_rank.min() <= 1
 
 
 def test_the_next_turn_replaces_rows_from_its_start_on():
@@ -161,10 +236,31 @@ def test_take_follows_an_order_and_its_inverse_leads_back(order):
     assert taken.take(np.argsort(order)) == routes
 
 
-@pytest.mark.parametrize("order", [[0, 10], [-1], np.array([[0, 1]])])
+def test_take_reads_a_mask_as_a_mask():
+    routes = random_routes()
+    mask = np.arange(10) % 3 == 0
+    for form in (mask, mask.tolist(), torch.from_numpy(mask)):
+        assert rows(UNCHECKED_TAKE(routes, form)) == rows(routes)[::3]
+    assert routes.take(np.zeros(10, bool)).tokens == routes.take([]).tokens == 0
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        [0, 10],
+        [-1],
+        np.array([[0, 1]]),
+        np.ones(9, bool),
+        np.ones((10, 1), bool),
+        [0.5],
+        ["a"],
+        np.array([2**64 - 1], np.uint64),
+        5,
+    ],
+)
 def test_orders_outside_the_tokens_are_refused(order):
     with pytest.raises(ShapeError, match=r"0\.\.9"):
-        random_routes().take(order)
+        UNCHECKED_TAKE(random_routes(), order)
 
 
 def test_only_keeps_the_named_layers():
