@@ -2,6 +2,7 @@
 
 import base64
 import io
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from primeblocks.errors import CorruptionError, ShapeError, UnsupportedError, UsageError
 from primeblocks.replay import Routes, compare, impose, measure_mismatch, record
@@ -20,6 +23,7 @@ from primeblocks.replay.adapters.vllm import (
     routes_from_base64,
     routes_from_output,
 )
+from primeblocks.replay.adapters.vllm.rows import read_npy
 from primeblocks.testing import tiny_models
 from tests.engine_job import run_job
 
@@ -135,6 +139,37 @@ def test_http_rows_equal_those_in_process():
 def test_damaged_http_rows_are_corruption(text):
     with pytest.raises(CorruptionError, match=r"\d+ (characters|bytes) of routed experts are no"):
         routes_from_base64(text, SHAPE, tokens=10)
+
+
+PIECES = [b"(", b")", b"{", b"'", b"-1", b"9" * 30, b"007", b"'|O'", b"'V0'", b"\n", b"\xff", b","]
+
+
+@given(
+    kind=st.sampled_from(["u1", "<u2", ">u2", "i8", "f4", "S3", "?"]),
+    place=st.integers(0, 127),
+    cut=st.integers(0, 9),
+    piece=st.sampled_from(PIECES) | st.binary(max_size=2),
+)
+def test_any_bytes_are_an_array_or_corruption(kind, place, cut, piece):
+    file = bytearray(base64.b64decode(npy(rows(9).astype(kind))))
+    wanted = bytes(file)
+    file[place : place + cut] = piece
+    try:
+        array = read_npy(bytes(file))
+    except CorruptionError:
+        assert bytes(file) != wanted or kind in ("f4", "S3", "?")
+        return
+    assert array.dtype.kind in "iu"
+    assert array.nbytes == len(file) - 128
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 2), (5,), (2, 3, 4, 5)])
+def test_arrays_of_any_shape_are_views(shape):
+    array = np.arange(math.prod(shape), dtype=np.uint16).reshape(shape)
+    file = base64.b64decode(npy(array))
+    again = read_npy(memoryview(file))
+    np.testing.assert_array_equal(again, array)
+    assert array.size == 0 or np.shares_memory(again, np.frombuffer(file, np.uint8))
 
 
 @pytest.mark.parametrize("layers", [(), (0, 0), (2, 1), (3,), (-1,)])

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -19,8 +20,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xxhash
 
-from primeblocks.errors import CorruptionError
+from primeblocks.errors import CorruptionError, UsageError
 from primeblocks.replay import compare, record
 from primeblocks.replay.adapters.vllm import (
     MEDIA_TYPE,
@@ -44,6 +46,32 @@ def npy(rows: np.ndarray) -> str:
 
 
 ANSWER = {"id": "x", "choices": [{"index": 0, "routed_experts": npy(ROWS)}, {"index": 1}]}
+
+
+def sealed(text: bytes, *files: bytes) -> bytes:
+    """A body whose digest is right, whatever it says."""
+    sizes = struct.pack(f"<{2 + len(files)}Q", len(text), len(files), *map(len, files))
+    body = sizes + text + b"".join(files)
+    data = struct.pack("<4sHHQ", b"PBHT", 1, 0, len(body)) + body
+    return data + xxhash.xxh3_128_digest(data)
+
+
+@pytest.mark.parametrize(
+    "text", [b"[" * 100_000, b'{"a":' * 100_000, b"[]", b"null", b"1", b'"x"', b"", b"\xff", b"{"]
+)
+def test_a_sealed_answer_of_nonsense_is_corruption(text):
+    with pytest.raises(CorruptionError, match="JSON of an answer"):
+        read_answer(sealed(text))
+
+
+def test_files_of_nonsense_are_corruption():
+    with pytest.raises(CorruptionError, match="npy"):
+        read_answer(sealed(b"{}", b"\x93NUMPY\x01\x00\x10\x00{'descr': (      "))
+    answer = read_answer(sealed(b"{}", b""))
+    assert answer.rows == (None,)
+    for choice in (1, -1):
+        with pytest.raises(UsageError, match=rf"0\.\.0; got {choice}"):
+            answer.routes(choice, SHAPE, tokens=4)
 
 
 def respond(*, accept: str, status: int = 200, kind: str = "application/json") -> list[Any]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ....errors import CorruptionError
+from ....errors import CorruptionError, UsageError
 from ...envelope import Bytes, seal, unseal
 from ...routes import Routes
 from .rows import RouterShape, read_npy, routes_from_rows
@@ -49,8 +49,11 @@ class Answer:
         """The routes of one choice; arguments and errors as `routes_from_base64`.
 
         Raises:
+            UsageError: there is no such choice.
             CorruptionError: the choice came without rows.
         """
+        if not 0 <= choice < len(self.rows):
+            raise UsageError(f"choice must be in 0..{len(self.rows) - 1}; got {choice}")
         rows = self.rows[choice]
         if rows is None:
             raise CorruptionError(f"choice {choice} came without routed experts")
@@ -79,8 +82,10 @@ def read_answer(body: Bytes) -> Answer:
         begin += length
     try:
         answer = json.loads(bytes(parts[0]))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptionError(f"the JSON of an answer cannot be read: {error}") from error
+    if not isinstance(answer, dict):
+        raise CorruptionError(f"the JSON of an answer is a {type(answer).__name__}, no object")
     return Answer(answer, tuple(read_npy(part) if len(part) else None for part in parts[1:]))
 
 
