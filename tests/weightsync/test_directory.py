@@ -1,18 +1,34 @@
 """What is special to a place: its name, what it needs, whose it is."""
 
+import os
+import shutil
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 
-from primeblocks.errors import UnsupportedError, UsageError
+from primeblocks.errors import CorruptionError, DeadlineError, UnsupportedError, UsageError
+from primeblocks.testing import ranks
 from primeblocks.weightsync import (
     FileTransport,
     Publisher,
     SharedMemoryTransport,
+    Subscriber,
     describe,
     plan_sync,
 )
+from primeblocks.weightsync.transports.ipc import IpcTransport
+from tests.weightsync.contents import Engine
+
+ranks.preload(__name__)
+
+TIMEOUT_S = 20.0
+STRANGER = 12345
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root acts as another user")
+PRIVATE = {"shared_memory": SharedMemoryTransport, "ipc": IpcTransport}
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "/dev/shm"])
@@ -47,4 +63,219 @@ def test_what_safetensors_cannot_hold_is_refused_before_anything_is_written(tmp_
     with FileTransport(tmp_path, owner=True) as transport:
         with pytest.raises(UsageError, match="safetensors has no name"):
             Publisher(plan, weights, transport).publish(0, timeout_s=5)
-        assert [path.name for path in tmp_path.iterdir()] == ["owner.lock"]
+        assert not list(tmp_path.rglob("version-*"))
+
+
+# --- whose it is -------------------------------------------------------------------------------
+
+
+def published(transport, *values, full_every=1):
+    """A plan of one tensor, after a version of it for each value."""
+    weights = {"w": torch.zeros(1000)}
+    plan = plan_sync([describe(weights)], describe(weights), bucket_bytes=4096)
+    with Publisher(plan, weights, transport, full_every=full_every) as publisher:
+        for version, value in enumerate(values, 1):
+            weights["w"][:10] = value
+            publisher.publish(version, timeout_s=TIMEOUT_S)
+    return plan
+
+
+def received(plan, transport, timeout_s=TIMEOUT_S):
+    engine = Engine()
+    with Subscriber(plan, engine, transport) as subscriber:
+        subscriber.receive(timeout_s=timeout_s)
+    return engine.tensors["w"][0].item()
+
+
+@pytest.fixture
+def everybodys():
+    """A directory as /dev/shm is, and what runs a shell there as another user."""
+    root = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="pytest-"))
+    root.chmod(0o1777)
+    try:
+        yield (
+            root,
+            lambda script: subprocess.run(
+                ["sh", "-ec", script], cwd=root, user=STRANGER, check=False, capture_output=True
+            ),
+        )
+    finally:
+        shutil.rmtree(root)
+
+
+@AS_ROOT
+def test_a_directory_and_a_link_made_beforehand_change_nothing(everybodys, tmp_path):
+    root, stranger = everybodys
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    with SharedMemoryTransport("theirs", owner=True, root=str(root)) as other:
+        published(other, 66.0)
+        made = next(root.glob("*/version-1.safetensors"))
+        weights, commits = made.read_bytes(), (made.parent / "commits.json").read_bytes()
+    # What an owner of this name would use, were names easy to foresee.
+    planted = stranger(
+        f"for d in primeblocks-policy primeblocks-policy-{'0' * 16}; do mkdir -m 777 $d; "
+        f"for f in version-1.safetensors commits.json commits.json.tmp version-2.0.delta; do "
+        f"ln -s {precious} $d/$f; done; done"
+    )
+    assert planted.returncode == 0
+    with SharedMemoryTransport("policy", owner=True, root=str(root)) as owner:
+        plan = published(owner, 1.0, 2.0, full_every=4)
+        assert received(plan, SharedMemoryTransport("policy", root=str(root))) == 2.0
+        for folder in root.iterdir():
+            if folder.stat().st_uid == STRANGER:
+                for name, text in (("version-9.safetensors", weights), ("commits.json", commits)):
+                    (folder / name).unlink(missing_ok=True)
+                    (folder / name).write_bytes(text)
+                    os.chown(folder / name, STRANGER, STRANGER)
+        assert received(plan, SharedMemoryTransport("policy", root=str(root))) == 2.0
+    assert precious.read_text() == "precious"
+
+
+@AS_ROOT
+def test_without_an_owner_an_engine_takes_nothing_from_another_user(everybodys):
+    root, _ = everybodys
+    with SharedMemoryTransport("policy", owner=True, root=str(root)) as owner:
+        plan = published(owner, 66.0)
+        (folder,) = root.iterdir()
+        shutil.copytree(folder, root / f"primeblocks-policy-{'0' * 16}")
+    (folder,) = root.iterdir()
+    for path in (folder, *folder.iterdir()):
+        os.chown(path, STRANGER, STRANGER)
+    with pytest.raises(DeadlineError, match=rf"of user \[{STRANGER}\] is not looked into"):
+        received(plan, SharedMemoryTransport("policy", root=str(root)), timeout_s=0.05)
+
+
+@AS_ROOT
+@pytest.mark.parametrize("kind", PRIVATE)
+def test_nobody_else_can_read_what_is_sent(kind, everybodys):
+    root, stranger = everybodys
+    with PRIVATE[kind]("policy", owner=True, root=str(root)) as owner:
+        published(owner, 1.0, 2.0, full_every=4)
+        (folder,) = root.iterdir()
+        files = [path for path in folder.iterdir() if path.is_file()]
+        assert any(path.name.endswith(".delta") for path in files)
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+        assert stranger(f"cat {folder}/*").returncode != 0
+        assert stranger(f"cat {' '.join(map(str, files))}").stdout == b""
+
+
+@AS_ROOT
+@pytest.mark.parametrize("kind", ["shared_memory", "file"])
+@pytest.mark.parametrize("what", ["link", "owner", "mode", "pipe"])
+def test_a_file_that_others_could_have_written_is_not_read(kind, what, tmp_path):
+    make = (
+        (lambda **how: FileTransport(tmp_path, **how))
+        if kind == "file"
+        else (lambda **how: SharedMemoryTransport("policy", root=str(tmp_path), **how))
+    )
+    for name in ("commits.json", "version-1.safetensors", "version-2.0.delta"):
+        with make(owner=True) as owner:
+            plan = published(owner, 1.0, 2.0, full_every=4)
+            path = next(tmp_path.rglob(f"*/{name}"))
+            copy = tmp_path / "copy"
+            path.rename(copy)
+            if what == "link":
+                path.symlink_to(copy)
+            elif what == "pipe":
+                os.mkfifo(path, 0o600)
+            else:
+                shutil.copyfile(copy, path)
+                path.chmod(0o622 if what == "mode" else 0o600)
+                os.chown(path, STRANGER if what == "owner" else 0, 0)
+            with pytest.raises(UsageError, match=f"{name} (is not opened|belongs to user)"):
+                received(plan, make())
+            path.unlink()
+            copy.rename(path)
+            assert received(plan, make()) == 2.0
+        shutil.rmtree(tmp_path, ignore_errors=True)
+        tmp_path.mkdir(exist_ok=True)
+
+
+@AS_ROOT
+def test_a_mount_that_shows_another_user_is_named(tmp_path):
+    with FileTransport(tmp_path, owner=True) as owner:
+        plan = published(owner, 5.0)
+        for path in tmp_path.rglob("*"):
+            os.chown(path, STRANGER, STRANGER)
+        with pytest.raises(UsageError, match=f"belongs to user {STRANGER}"):
+            received(plan, FileTransport(tmp_path))
+        assert received(plan, FileTransport(tmp_path, user=STRANGER)) == 5.0
+
+
+def test_a_root_in_which_others_rename_things_is_refused(tmp_path):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(UsageError, match="others may rename what is in it"):
+        SharedMemoryTransport("policy", owner=True, root=str(tmp_path / "open"))
+
+
+# --- what it leaves, and what it leaves alone --------------------------------------------------
+
+
+def test_a_users_own_files_are_left_alone(tmp_path):
+    names = ("version-7.safetensors", "commits.json", "commits.json.tmp", "version-3.0.delta")
+    names += ("owner.lock", "model.safetensors")
+    for name in names:
+        (tmp_path / name).write_text(f"mine: {name}")
+    with FileTransport(tmp_path, owner=True) as owner:
+        plan = published(owner, *range(7))
+        assert received(plan, FileTransport(tmp_path)) == 6.0
+        assert {path.parent.parent for path in owner.to_remove()} == {tmp_path}
+    FileTransport(tmp_path, owner=True).close()
+    assert [(tmp_path / name).read_text() for name in names] == [f"mine: {n}" for n in names]
+
+
+def test_a_note_that_is_not_ours_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "primeblocks-run.json").write_text('{"run": "../../etc"}')
+    with pytest.raises(CorruptionError, match="cannot be read"):
+        FileTransport(tmp_path, owner=True)
+    assert os.listdir(tmp_path) == ["primeblocks-run.json"]
+
+
+@pytest.mark.parametrize("full_every", [1, 4])
+def test_the_final_weights_stay_on_a_disk(full_every, tmp_path):
+    with FileTransport(tmp_path, owner=True) as owner:
+        plan = published(owner, 1.0, 2.0, 3.0, full_every=full_every)
+        before = {path for path in tmp_path.rglob("*") if path.is_file()}
+        said = {*owner.to_remove()}
+    after = {path for path in tmp_path.rglob("*") if path.is_file()}
+    assert said == {path for path in before - after if path.parent != tmp_path}
+    assert received(plan, FileTransport(tmp_path)) == 3.0
+    with FileTransport(tmp_path, owner=True) as owner:  # A new run starts with no version.
+        assert owner.markers() == ()
+        published(owner, 9.0)
+    assert {path for path in after if path.suffix == ".safetensors"} < {*tmp_path.rglob("*")}
+
+
+def _owner_dies(kind, where):
+    make = PRIVATE.get(kind, FileTransport)
+    place = {"path": where} if kind == "file" else {"name": "gone", "root": where}
+    owner = make(**place, owner=True)
+    published(owner, 1.0, 2.0)
+    ranks.kill(0)
+
+
+@pytest.mark.parametrize("kind", PRIVATE)
+def test_what_a_killed_owner_left_is_removed_by_an_owner_of_another_name(kind, tmp_path):
+    ranks.run(_owner_dies, kind, str(tmp_path), world_size=1)
+    (left,) = tmp_path.iterdir()
+    with SharedMemoryTransport("living", owner=True, root=str(tmp_path)) as living:
+        assert not left.exists()
+        plan = published(living, 3.0)
+        ranks.run(_owner_dies, kind, str(tmp_path), world_size=1)
+        assert [path.name[:16] for path in SharedMemoryTransport.sweep(str(tmp_path))] == [
+            "primeblocks-gone" if kind == "shared_memory" else "primeblocks-ipc-"
+        ]
+        assert received(plan, SharedMemoryTransport("living", root=str(tmp_path))) == 3.0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_owner_left_on_a_disk_is_removed_by_the_next(tmp_path):
+    ranks.run(_owner_dies, "file", str(tmp_path), world_size=1)
+    plan = published(FileTransport(tmp_path / "other", owner=True), 1.0)
+    assert received(plan, FileTransport(tmp_path)) == 2.0
+    with FileTransport(tmp_path, owner=True):
+        assert len([*tmp_path.glob("run-*")]) == 1
+        assert not [*tmp_path.glob("run-*/version-*")]

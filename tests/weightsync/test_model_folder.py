@@ -65,8 +65,8 @@ class Trainer:
 
     def blob(self, version):
         """The file that the transport writes."""
-        folder = "blobs" if self.kind == "file" else "primeblocks-policy"
-        return self.path / folder / f"version-{version}.safetensors"
+        (folder,) = self.path.glob("blobs/run-*" if self.kind == "file" else "primeblocks-policy-*")
+        return folder / f"version-{version}.safetensors"
 
     def folders(self, **kwargs):
         kwargs = {"like": self.like, "root": self.path / "folders", **kwargs}

@@ -6,6 +6,7 @@ import gc
 import os
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,6 +21,7 @@ from primeblocks.testing import ranks
 from primeblocks.testing.faults import truncate
 from primeblocks.weightsync.marker import Marker
 from primeblocks.weightsync.transports import slots
+from primeblocks.weightsync.transports.place import DiskPlace, PrivatePlace
 from primeblocks.weightsync.transports.slots import Slots
 
 SIZE = 1000
@@ -31,7 +33,7 @@ def make(request, tmp_path):
     made = []
 
     def build(*, owner):
-        made.append(Slots(tmp_path / "versions", owner=owner, durable=request.param))
+        made.append(slots_at(tmp_path, owner=owner, durable=request.param))
         return made[-1]
 
     build.durable = request.param
@@ -40,8 +42,14 @@ def make(request, tmp_path):
         one.close()
 
 
+def slots_at(path, *, owner=True, durable=False):
+    place = DiskPlace(path / "versions") if durable else PrivatePlace(path, "primeblocks-versions")
+    return Slots(place, owner=owner, durable=durable)
+
+
 def files(tmp_path):
-    return sorted(path.name for path in tmp_path.rglob("*") if path.is_file())
+    names = sorted(path.name for path in tmp_path.rglob("*") if path.is_file())
+    return [name for name in names if not name.startswith("primeblocks")]
 
 
 def marker_of(version, *, base=None):
@@ -193,32 +201,35 @@ def test_one_owner_at_a_time(make):
     make(owner=True)
 
 
-def test_close_leaves_nothing(make, tmp_path):
+def test_close_leaves_nothing_in_memory_and_one_version_on_a_disk(make, tmp_path):
     owner, reader = make(owner=True), make(owner=False)
     put(owner, 1, 0)
     owner.allocate(2, size_bytes=SIZE)
     owner.close()
     owner.close()
-    assert list(tmp_path.iterdir()) == []
-    assert reader.markers() == ()
+    # On a disk the last version stays.
+    left = ["commits.json", "version-1.safetensors"] if make.durable else []
+    assert files(tmp_path) == left
+    assert make.durable or list(tmp_path.iterdir()) == []
+    assert [marker.version for marker in reader.markers()] == [1][: len(left)]
     with pytest.raises(ClosedError):
         owner.markers()
 
 
 def _die(path, durable):
-    owner = Slots(path, owner=True, durable=durable)
+    owner = slots_at(path, durable=durable)
     put(owner, 8, 1)
     owner.allocate(9, size_bytes=SIZE)
     ranks.kill(0)
 
 
 def test_a_new_owner_clears_what_a_dead_one_left(make, tmp_path):
-    ranks.run(_die, tmp_path / "versions", make.durable, world_size=1)
+    ranks.run(_die, tmp_path, make.durable, world_size=1)
     reader = make(owner=False)
     assert [marker.version for marker in reader.markers()] == [8]
     owner = make(owner=True)
     assert reader.markers() == ()
-    assert files(tmp_path) == ["owner.lock"]
+    assert files(tmp_path) == []
     assert values(reader, put(owner, 1, 4)) == [4]
 
 
@@ -240,15 +251,13 @@ def test_a_full_disk_is_a_typed_error_and_changes_nothing(make, monkeypatch, tmp
 
 
 def test_more_than_there_is_room_for_is_refused():
-    with (
-        closing(Slots(Path("/dev/shm/primeblocks-test-full"), owner=True, durable=False)) as owner,
-        pytest.raises(CapacityError, match="bytes free"),
-    ):
+    owner = slots_at(Path("/dev/shm"))
+    with closing(owner), pytest.raises(CapacityError, match="bytes free"):
         owner.allocate(0, size_bytes=1 << 50)
 
 
 def test_pages_of_a_retired_version_are_used_again(tmp_path):
-    with closing(Slots(tmp_path / "versions", owner=True, durable=False)) as owner:
+    with closing(slots_at(tmp_path)) as owner:
         inodes = []
         for version in range(6):
             marker = put(owner, version, version)
@@ -262,17 +271,20 @@ def test_pages_of_a_retired_version_are_used_again(tmp_path):
 
 @pytest.mark.parametrize("name", ["model.safetensors", "x.delta", "version-final.safetensors"])
 def test_other_files_in_the_directory_are_left_alone(name, tmp_path):
-    (tmp_path / name).write_text("mine")
-    with closing(Slots(tmp_path, owner=True, durable=True)) as owner:
+    (tmp_path / "versions").mkdir()
+    (tmp_path / "versions" / name).write_text("mine")
+    with closing(slots_at(tmp_path, durable=True)) as owner:
         put(owner, 1, 1)
         put_delta(owner, 2, b"a")
-    assert files(tmp_path) == [name]
+        (owner.directory / name).write_text("mine")
+        put(owner, 3, 1)
+    assert files(tmp_path) == sorted([name, name, "commits.json", "version-3.safetensors"])
 
 
 def test_the_owner_cleans_up_when_it_is_forgotten(tmp_path):
-    owner = Slots(tmp_path / "versions", owner=True, durable=False)
+    owner = slots_at(tmp_path)
     put(owner, 1, 1)
-    assert (tmp_path / "versions").is_dir()
+    assert owner.directory.is_dir()
     del owner
     assert list(tmp_path.iterdir()) == []
 
@@ -330,10 +342,10 @@ def test_a_full_disk_under_a_delta_is_a_typed_error(make):
 
 
 def test_a_commit_that_is_seen_stays_though_it_was_reported_to_fail(tmp_path, monkeypatch):
-    with closing(Slots(tmp_path / "versions", owner=True, durable=True)) as owner:
+    with closing(slots_at(tmp_path, durable=True)) as owner:
         owner.allocate(1, size_bytes=SIZE)
         with monkeypatch.context() as patch:
-            patch.setattr(slots, "_fsync", fail)
+            patch.setattr(slots, "_fsync", Mock(side_effect=OSError(errno.EIO, "I/O error")))
             with pytest.raises(OSError, match="I/O error"):
                 owner.commit(marker_of(1))
         owner.abort(1)
@@ -341,20 +353,16 @@ def test_a_commit_that_is_seen_stays_though_it_was_reported_to_fail(tmp_path, mo
         owner.lease(marker, size_bytes=SIZE).close()
 
 
-def fail(path):
-    raise OSError(errno.EIO, "I/O error")
-
-
 def test_a_version_that_goes_while_it_is_opened_is_a_typed_error(make, monkeypatch):
     owner, reader = make(owner=True), make(owner=False)
     marker = put(owner, 1, 7)
-    path, fstat = owner._path(1), os.fstat
+    path, file_id = owner._path(1), slots.file_id
 
     def gone(fd):
         path.unlink(missing_ok=True)
-        return fstat(fd)
+        return file_id(fd)
 
-    monkeypatch.setattr(os, "fstat", gone)
+    monkeypatch.setattr(slots, "file_id", gone)
     if make.durable:  # The open file is there still.
         assert values(reader, marker) == [7]
     else:
@@ -379,12 +387,13 @@ def test_nothing_is_leaked(make):
     for version in (1, 4, 7):  # Files that take turns stay mapped.
         once(version)
     gc.collect()  # What tests before this one left.
-    before = len(os.listdir("/proc/self/fd")), mappings()
+    before = in_use()
     for version in range(10, 60, 10):
         once(version)
     gc.collect()
-    assert (len(os.listdir("/proc/self/fd")), mappings()) == before
+    assert in_use() == before
 
 
-def mappings():
-    return Path("/proc/self/maps").read_text().count("version-")
+def in_use():
+    mappings = Path("/proc/self/maps").read_text().count("version-")
+    return len(os.listdir("/proc/self/fd")), mappings

@@ -105,7 +105,8 @@ class ModelFolders:
     def _put_weights(self, to: Path, whole: Mapping[str, Tensor], receipt: Receipt) -> None:
         spec = self._transport.spec()
         if spec["kind"] == "file" and self._marker(receipt).base is None:
-            _link(Path(spec["path"]) / f"version-{receipt.version}.safetensors", to)
+            run = Path(spec["path"]) / f"run-{self._marker(receipt).run}"
+            _link(run / f"version-{receipt.version}.safetensors", to)
             # Still of the same run of the trainer, so the link is to what was checked.
             self._marker(receipt)
             return

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-import time
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -13,14 +10,14 @@ from typing import Any, Self
 
 import torch
 
-from ...errors import DeadlineError, UnsupportedError, UsageError
 from ..held import Blob, Held
 from ..marker import Marker
 from ..plan import Plan
-from .choose import chain_to, choose
+from .place import DiskPlace, Place, private_place, sweep
 from .safetensors_header import header
 from .slots import Slots
 from .transport import Begun, Incoming, Outgoing, Request
+from .waiting import await_versions
 
 __all__ = ["DirectoryTransport", "FileTransport", "SharedMemoryTransport"]
 
@@ -35,10 +32,9 @@ class DirectoryTransport:
     it until the next is begun.
     """
 
-    def __init__(
-        self, spec: dict[str, Any], directory: Path, *, owner: bool, durable: bool
-    ) -> None:
-        self._spec, self._slots = spec, Slots(directory, owner=owner, durable=durable)
+    def __init__(self, spec: dict[str, Any], place: Place, *, owner: bool, durable: bool) -> None:
+        self._spec, self._place = spec, place
+        self._slots = Slots(place, owner=owner, durable=durable)
         self._head: tuple[Plan, bytes] | None = None
 
     def spec(self) -> dict[str, Any]:
@@ -85,28 +81,21 @@ class DirectoryTransport:
         return self._slots.markers()
 
     def receive(self, request: Request) -> Sequence[Incoming]:
-        """Reader: wait for a version; look every 2 ms."""
-        never = threading.Event()
-        while True:
-            markers = self.markers()
-            found = choose(markers, request.version, served=request.served)
-            if found is not None:
-                chain = chain_to(found, markers, held=request.held)
-                start = len(self._header(request.plan))
-                return [_Version(self._slots, request.plan, marker, start) for marker in chain]
-            if time.monotonic() >= request.deadline:
-                wanted = "a newer version"
-                if request.version is not None:
-                    wanted = f"version {request.version}"
-                raise DeadlineError(
-                    f"{wanted} was not committed in time; this engine holds "
-                    f"{request.served and request.served.version}, the transport "
-                    f"{[marker.version for marker in markers]}."
-                )
-            never.wait(_LOOK_S)
+        """Reader: wait for a version; look every 2 ms.
+
+        Raises:
+            UsageError: a file there is not of this user alone.
+        """
+        chain = await_versions(self.markers, request, every_s=_LOOK_S, hint=self._place.others)
+        start = len(self._header(request.plan))
+        return [_Version(self._slots, request.plan, marker, start) for marker in chain]
+
+    def to_remove(self) -> tuple[Path, ...]:
+        """Owner: the files that `close` removes. It made all of them; nothing else is touched."""
+        return self._slots.to_remove()
 
     def close(self) -> None:
-        """Let go. The owner removes everything; twice is fine."""
+        """Let go. The owner removes what `to_remove` says; twice is fine."""
         self._slots.close()
 
     def _header(self, plan: Plan) -> bytes:
@@ -127,10 +116,12 @@ class DirectoryTransport:
 
 
 class SharedMemoryTransport(DirectoryTransport):
-    """Versions in /dev/shm, which every rank writes in place: one host, no disk.
+    """Versions in /dev/shm, which every rank writes in place: one host, one user, no disk.
 
-    Two files take turns. The owner clears what a dead owner of the same name left behind, and
-    removes everything at close or at the end of its process.
+    Two files take turns, in a directory of mode 700 whose name ends in a random word. Others find
+    it by `name` and by whose it is; what another user has put there is not looked into. The owner
+    removes it at close or at the end of its process. A process that is killed cannot: what it left
+    is removed when the next owner of this user starts, whatever its name, or by `sweep`.
 
     Args:
         name: one word that trainer and engine agree on.
@@ -139,20 +130,22 @@ class SharedMemoryTransport(DirectoryTransport):
 
     Raises:
         UnsupportedError: this is not Linux, or `root` does not exist.
-        UsageError: `name` is not one path component, or has a living owner.
+        UsageError: `name` is not one path component, or has a living owner; or others may rename
+            what is in `root`.
     """
 
     def __init__(self, name: str, *, owner: bool = False, root: str = "/dev/shm") -> None:
-        if not sys.platform.startswith("linux"):
-            raise UnsupportedError(
-                f"files in shared memory need Linux; this is {sys.platform}. Use FileTransport."
-            )
-        if not Path(root).is_dir():
-            raise UnsupportedError(f"{root} is no directory. Mount a tmpfs, or use FileTransport.")
-        if not name or Path(name).name != name:
-            raise UsageError(f"{name!r} is not one path component; try 'policy'")
+        place = private_place(name, root, prefix="primeblocks")
         spec = {"kind": "shared_memory", "name": name, "root": root}
-        super().__init__(spec, Path(root) / f"primeblocks-{name}", owner=owner, durable=False)
+        super().__init__(spec, place, owner=owner, durable=False)
+
+    @staticmethod
+    def sweep(root: str = "/dev/shm") -> list[Path]:
+        """Remove what killed owners of this user left in shared memory, `IpcTransport`'s too.
+
+        Local. Living owners keep theirs. Returns the directories that are gone.
+        """
+        return sweep(Path(root))
 
 
 class FileTransport(DirectoryTransport):
@@ -160,19 +153,27 @@ class FileTransport(DirectoryTransport):
 
     Writers on several hosts need a file system with coherent writes (Lustre, GPFS; not NFS):
     where it has none, the digests refuse the version. A full version is the safetensors file
-    `version-<n>.safetensors`, which other programs can read.
+    `run-<run>/version-<n>.safetensors` in it, which other programs can read.
+
+    An owner touches only what it made: a directory `run-<run>`, `primeblocks-run.json` and
+    `primeblocks.lock`. Its close leaves the last version, with what that is a delta to, for ever;
+    the versions of an owner that was killed are removed by the next one.
 
     Args:
         path: the directory; made if missing. Other files in it are left alone.
         owner: true on trainer rank 0, and there only.
+        user: whose files are read, by number, where a mount shows all files as another user's.
+            None is the user of this process; then others may not be able to write to them.
 
     Raises:
-        UsageError: the directory has a living owner.
+        UsageError: the directory has a living owner, or cannot be written to, or a file there is
+            of another user.
     """
 
-    def __init__(self, path: str | Path, *, owner: bool = False) -> None:
-        spec = {"kind": "file", "path": str(Path(path).absolute())}
-        super().__init__(spec, Path(path).absolute(), owner=owner, durable=True)
+    def __init__(self, path: str | Path, *, owner: bool = False, user: int | None = None) -> None:
+        spec = {"kind": "file", "path": str(Path(path).absolute()), "user": user}
+        place = DiskPlace(Path(path).absolute(), user=user)
+        super().__init__(spec, place, owner=owner, durable=True)
 
 
 class _Version:

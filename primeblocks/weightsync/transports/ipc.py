@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,13 +15,15 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from ...errors import CapacityError, UnsupportedError, UsageError
+from ...errors import CapacityError, UnsupportedError
 from ..marker import Marker
 from ..plan import Plan
 from .choose import chain_to
 from .ipc_handle import Exported
-from .ipc_version import Buffers, IpcVersion, check_private, lock_path, note_part
+from .ipc_version import Buffers, IpcVersion, lock_path, note_part
+from .lease import Hold
 from .packed import Pool, pack_all
+from .place import open_own, private_place
 from .slots import Slots
 from .transport import Begun, Incoming, Outgoing, Request
 from .waiting import await_versions
@@ -60,8 +60,8 @@ class IpcTransport:
 
     Raises:
         UnsupportedError: this is not Linux, `root` does not exist, or the device is of no use.
-        UsageError: `name` is not one path component, has a living owner, or belongs to another
-            user.
+        UsageError: `name` is not one path component, or has a living owner; or others may rename
+            what is in `root`.
     """
 
     def __init__(
@@ -74,19 +74,12 @@ class IpcTransport:
         root: str = "/dev/shm",
     ) -> None:
         self._device = _checked(torch.device(device))
-        if not Path(root).is_dir():
-            raise UnsupportedError(f"{root} is no directory. Mount a tmpfs and pass it as root.")
-        if not name or Path(name).name != name:
-            raise UsageError(f"{name!r} is not one path component; try 'policy'")
         self._spec = {"kind": "ipc", "name": name, "root": root, "keep": keep}
         self._keep = keep
-        self._dir = Path(root) / f"primeblocks-ipc-{name}"
-        if owner:
-            self._dir.mkdir(mode=0o700, exist_ok=True)
-            check_private(self._dir)
-        self._slots = Slots(self._dir, owner=owner, durable=False)
+        self._place = private_place(name, root, prefix="primeblocks-ipc")
+        self._slots = Slots(self._place, owner=owner, durable=False)
         self._pool = Pool(self._export, Exported.close, spares=1)
-        self._buffers = Buffers(self._slots, self._dir)
+        self._buffers = Buffers(self._slots)
 
     def spec(self) -> dict[str, Any]:
         """What `open_transport` needs in another process."""
@@ -105,7 +98,7 @@ class IpcTransport:
         with ExitStack() as held:
             for marker in markers:
                 if marker not in stay and marker.base is None:
-                    held.callback(os.close, self._lock(marker, deadline))
+                    held.callback(self._lock(marker, deadline).close)
             # Not visible any more from here on, and its files are gone.
             self._slots.allocate(version, size_bytes=0, delta=True)
         return Begun(self._slots.run, base)
@@ -148,8 +141,7 @@ class IpcTransport:
         Raises:
             UsageError: the directory belongs to another user, or others may write to it.
         """
-        chain = await_versions(self.markers, request, every_s=_LOOK_S)
-        check_private(self._dir)
+        chain = await_versions(self.markers, request, every_s=_LOOK_S, hint=self._place.others)
         # Deltas are applied to bytes that are the reader's own.
         copies = self._keep or len(chain) > 1
         return [
@@ -177,17 +169,15 @@ class IpcTransport:
     def _export(self, size_bytes: int) -> Exported:
         return Exported(size_bytes, device=self._device)
 
-    def _lock(self, marker: Marker, deadline: float) -> int:
+    def _lock(self, marker: Marker, deadline: float) -> Hold:
         """The lock of a version that no engine holds, so that none gets hold of it."""
-        fd = os.open(lock_path(self._dir, marker), os.O_RDONLY)
         never = threading.Event()
         while True:
+            fd = open_own(lock_path(self._slots.directory, marker), os.O_RDONLY)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return fd
+                return Hold(fd, fcntl.LOCK_EX)
             except BlockingIOError as error:
                 if time.monotonic() >= deadline:
-                    os.close(fd)
                     raise CapacityError(
                         f"version {marker.version} is still being loaded by an engine, and the "
                         "next one needs its buffers. Publish again, with more time."
@@ -196,8 +186,6 @@ class IpcTransport:
 
 
 def _checked(device: torch.device) -> torch.device:
-    if not sys.platform.startswith("linux"):
-        raise UnsupportedError(f"needs Linux; this is {sys.platform}. Use FileTransport.")
     if device.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"no handles of memory on {device}; pass a CUDA device, or the CPU")
     if device.type == "cuda" and not torch.cuda.is_available():

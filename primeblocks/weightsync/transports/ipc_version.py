@@ -16,16 +16,18 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from ...errors import CorruptionError, TransferError, UsageError
+from ...errors import CorruptionError, TransferError
 from ..held import Boxes, Held
 from ..marker import Marker
 from ..plan import Plan
 from .ipc_handle import open_exported
+from .lease import Hold
 from .packed import Packed, places_of_version
+from .place import open_own
 from .slots import Slots
 from .transport import Request
 
-__all__ = ["Buffers", "IpcVersion", "check_private", "lock_path", "note_part"]
+__all__ = ["Buffers", "IpcVersion", "lock_path", "note_part"]
 
 _TURNS = 2
 _SIZE = struct.Struct("<I")
@@ -49,28 +51,26 @@ class Buffers:
         TransferError: the version was retired, or a trainer rank is gone.
     """
 
-    def __init__(self, slots: Slots, directory: Path) -> None:
-        self._slots, self._dir = slots, directory
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
         self._opened: dict[int, dict[str, Tensor]] = {}
 
-    def hold(self, marker: Marker) -> int:
-        """Keep a version's buffers from being written to, until the descriptor is closed."""
+    def hold(self, marker: Marker) -> Hold:
+        """Keep a version's buffers from being written to."""
         gone = TransferError(f"version {marker.version} was retired while it was being opened")
         try:
-            fd = os.open(lock_path(self._dir, marker), os.O_RDONLY)
-        except FileNotFoundError as error:
+            fd = open_own(lock_path(self._slots.directory, marker), os.O_RDONLY)
+            hold = Hold(fd, fcntl.LOCK_SH)
+        except (FileNotFoundError, BlockingIOError) as error:
             raise gone from error
         try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             # The owner hides a version before it lets go of the lock.
             if marker not in self._slots.markers():
                 raise gone
-        except BaseException as error:
-            os.close(fd)
-            if isinstance(error, BlockingIOError):
-                raise gone from error
+        except BaseException:
+            hold.close()
             raise
-        return fd
+        return hold
 
     def opened(self, marker: Marker, rank: int) -> UInt8[Tensor, " bytes"]:
         """The buffer of a rank that has a version's bytes. Each is opened once."""
@@ -113,7 +113,7 @@ class IpcVersion:
     def whole(self) -> Held:
         with ExitStack() as unless:
             lock = self._opened.hold(self.marker)
-            unless.callback(os.close, lock)
+            unless.callback(lock.close)
             buckets = self._buckets()
             unless.pop_all()
         gpus = {part.device for part in buckets.values() if part.device.type == "cuda"}
@@ -157,17 +157,7 @@ class IpcVersion:
         return boxes
 
 
-def check_private(directory: Path) -> None:
-    """What is read there is unpickled: nobody else may have written it."""
-    found = directory.stat()
-    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise UsageError(
-            f"{directory} belongs to user {found.st_uid} with mode {found.st_mode & 0o777:o}; it "
-            f"has to be of user {os.geteuid()} with mode 700. Remove it, or choose another name."
-        )
-
-
-def _let_go(lock: int, gpus: Collection[torch.device]) -> None:
+def _let_go(lock: Hold, gpus: Collection[torch.device]) -> None:
     for gpu in gpus:
         torch.cuda.synchronize(gpu)  # Copies out of the buffer may be on their way.
-    os.close(lock)
+    lock.close()

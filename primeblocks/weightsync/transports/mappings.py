@@ -25,13 +25,12 @@ class FileId(NamedTuple):
 class Mappings:
     """Buffers by the file that they map. Those of files that have no name any more are dropped."""
 
-    def __init__(self, directory: Path) -> None:
-        self._dir = directory
+    def __init__(self) -> None:
         self._buffers: dict[FileId, UInt8[Tensor, " bytes"]] = {}
 
-    def take(self, file: FileId) -> UInt8[Tensor, " bytes"] | None:
+    def take(self, file: FileId, directory: Path) -> UInt8[Tensor, " bytes"] | None:
         """A mapping that nobody else will get, until it is given back; None where there is none."""
-        self._prune()
+        self._prune(directory)
         return self._buffers.pop(file, None)
 
     def give(self, file: FileId, buffer: UInt8[Tensor, " bytes"]) -> None:
@@ -42,9 +41,9 @@ class Mappings:
         """Drop all."""
         self._buffers.clear()
 
-    def _prune(self) -> None:
+    def _prune(self, directory: Path) -> None:
         named = set()
-        with os.scandir(self._dir) as entries:
+        with os.scandir(directory) as entries:
             named = {entry.inode() for entry in entries}
         for file in [file for file in self._buffers if file.inode not in named]:
             del self._buffers[file]

@@ -22,8 +22,8 @@ def open_transport(spec: Mapping[str, Any]) -> Transport:
     match spec:
         case {"kind": "shared_memory", "name": name, "root": root}:
             return SharedMemoryTransport(name, root=root)
-        case {"kind": "file", "path": path}:
-            return FileTransport(path)
+        case {"kind": "file", "path": path, "user": user}:
+            return FileTransport(path, user=user)
         case {"kind": "ipc", "name": name, "root": root, "keep": keep}:
             return IpcTransport(name, root=root, keep=keep)
     raise UnsupportedError(f"no transport for {dict(spec)}; known: shared_memory, file, ipc")

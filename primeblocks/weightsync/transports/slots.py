@@ -6,10 +6,9 @@ import errno
 import fcntl
 import json
 import os
-import re
-import secrets
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -18,16 +17,14 @@ from torch import Tensor
 
 from ...errors import CapacityError, ClosedError, CorruptionError, TransferError, UsageError
 from ..marker import Marker
-from .lease import Lease
+from .lease import Hold, Lease
 from .mappings import Mappings, file_id, map_file
+from .place import Owned, Place, open_own, remove
 
 __all__ = ["Slots"]
 
 _SECTOR_BYTES = 512  # The unit of st_blocks.
-_COMMITS, _LOCK = "commits.json", "owner.lock"
-_OURS = re.compile(
-    rf"version-\d+\.(safetensors|\d+\.delta)|{re.escape(_COMMITS)}(\.tmp)?|{re.escape(_LOCK)}"
-)
+_COMMITS = "commits.json"
 
 
 class Slots:
@@ -38,31 +35,43 @@ class Slots:
     one by a shared flock, which ends with their process.
     """
 
-    def __init__(self, directory: Path, *, owner: bool, durable: bool) -> None:
-        self._dir, self._owner, self._durable = directory, owner, durable
-        self._run = secrets.token_hex(8)
+    def __init__(self, place: Place, *, owner: bool, durable: bool) -> None:
+        self._place, self._durable = place, durable
         self._committed: list[Marker] = []
         self._begun: dict[int, int] = {}
         # What was written, and what was read and given back.
-        self._written, self._read = Mappings(directory), Mappings(directory)
+        self._written, self._read = Mappings(), Mappings()
         self._seen: tuple[bytes, tuple[Marker, ...]] = (b"", ())
         self._closed = False
+        self._owned: Owned | None = None
         self._removal: weakref.finalize[..., Slots] | None = None
         if owner:
-            # A directory on a disk that was there before is the user's own.
-            ours = not durable or not directory.exists()
-            directory.mkdir(parents=True, exist_ok=True)
-            lock = _take_lock(directory)
-            _remove_files(directory, but=_LOCK)
+            self._owned = place.take()
             # Runs at the end of the process too.
             self._removal = weakref.finalize(
-                self, _remove_all, directory, lock, os.getpid(), directory_too=ours
+                self, _leave, place, self._owned, self._committed, os.getpid(), durable
             )
 
     @property
     def run(self) -> str:
         """Names the life of this owner."""
-        return self._run
+        assert self._owned is not None, "others do not begin"
+        return self._owned.run
+
+    @property
+    def directory(self) -> Path:
+        """Where the files are now.
+
+        Raises:
+            FileNotFoundError: there was no owner yet, or it removed everything.
+        """
+        return self._place.here() if self._owned is None else self._owned.directory
+
+    def to_remove(self) -> tuple[Path, ...]:
+        """Owner: the files that `close` removes; on a disk, all but the last version."""
+        self._check(owner=True)
+        stays = _names_that_stay(self.directory, self._committed, self._durable)
+        return tuple(path for path in sorted(self.directory.iterdir()) if path.name not in stays)
 
     def allocate(self, version: int, *, size_bytes: int, delta: bool = False) -> None:
         """Owner: make room for a version. A delta has no blob: its parts make their own files."""
@@ -78,11 +87,11 @@ class Slots:
         for marker in retired:
             fd = self._retire(marker.version, path, reuse=fd < 0 and not delta) or fd
         if delta:
-            self._begun[version] = os.open(self._dir, os.O_RDONLY)
+            self._begun[version] = os.open(self.directory, os.O_RDONLY)
             return
         try:
             if fd < 0:
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+                fd = open_own(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, user=self._place.user)
                 self._lock(fd)
             os.ftruncate(fd, size_bytes)
             # Reserved now: a full tmpfs would end a later write with SIGBUS. Where all pages are
@@ -99,20 +108,20 @@ class Slots:
     def writable(self, version: int, *, size_bytes: int) -> UInt8[Tensor, " bytes"]:
         """Writer: the blob of a begun version, to be written to in place."""
         self._check()
-        path = self._path(version)
         fd = -1
         try:
-            fd = os.open(path, os.O_RDWR)
+            path = self._path(version)
+            fd = open_own(path, os.O_RDWR, user=self._place.user)
             found = file_id(fd)
             if found.size != size_bytes:
-                raise self._other_size(path, found.size, size_bytes)
-            blob = self._written.take(found)
+                raise _other_size(path, found.size, size_bytes)
+            blob = self._written.take(found, path.parent)
             if blob is None:
                 blob = map_file(fd, size_bytes, private=False)
             if not self._durable:  # There each version is a new file.
                 self._written.give(found, blob)
         except FileNotFoundError as error:
-            raise self._other_size(path, None, size_bytes) from error
+            raise _other_size(error.filename, None, size_bytes) from error
         finally:
             if fd >= 0:
                 os.close(fd)
@@ -128,7 +137,10 @@ class Slots:
         """Writer: one rank's part of a delta, safe when it returns."""
         self._check()
         try:
-            with self._part(version, rank).open("wb") as file:
+            path = self._part(version, rank)
+            path.unlink(missing_ok=True)  # Of an attempt that failed.
+            fd = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, user=self._place.user)
+            with open(fd, "wb") as file:
                 for payload in payloads:
                     file.write(payload)
                 file.flush()
@@ -146,15 +158,14 @@ class Slots:
         """
         self._check()
         try:
-            with self._part(version, rank).open("rb") as file:
+            path = self._part(version, rank)
+            with open(open_own(path, os.O_RDONLY, user=self._place.user), "rb") as file:
                 file.seek(at)
                 payload = file.read(size)
         except FileNotFoundError as error:
             raise TransferError(f"version {version} was retired while it was read") from error
         if len(payload) != size:
-            raise CorruptionError(
-                f"{self._part(version, rank)} ends at {at + len(payload)} bytes; {at + size} needed"
-            )
+            raise CorruptionError(f"{path} ends at {at + len(payload)} bytes; {at + size} needed")
         return memoryview(payload)
 
     def commit(self, marker: Marker) -> None:
@@ -180,11 +191,13 @@ class Slots:
         """What is committed, oldest first."""
         self._check()
         try:
-            text = (self._dir / _COMMITS).read_bytes()
+            path = self.directory / _COMMITS
+            with open(open_own(path, os.O_RDONLY, user=self._place.user), "rb") as file:
+                text = file.read()
         except FileNotFoundError:
             return ()
         if text != self._seen[0]:
-            self._seen = text, self._read_markers(text)
+            self._seen = text, _read_markers(path, text)
         return self._seen[1]
 
     def lease(self, marker: Marker, *, size_bytes: int) -> Lease:
@@ -195,32 +208,34 @@ class Slots:
             CorruptionError: it has another size.
         """
         self._check()
-        path = self._path(marker.version)
         gone = TransferError(f"version {marker.version} was retired while it was being opened")
         try:
-            fd = os.open(path, os.O_RDONLY)
+            path = self._path(marker.version)
+            fd = open_own(path, os.O_RDONLY, user=self._place.user)
         except FileNotFoundError as error:
             raise gone from error
         try:
-            if not self._durable:
-                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                if os.stat(path).st_ino != os.fstat(fd).st_ino:
-                    raise gone
+            hold = Hold(fd, None if self._durable else fcntl.LOCK_SH)
+        except BlockingIOError as error:
+            raise gone from error
+        try:
+            if not self._durable and os.stat(path).st_ino != os.fstat(fd).st_ino:
+                raise gone
             found = file_id(fd)
             if found.size != size_bytes:
                 raise CorruptionError(f"{path} has {found.size} bytes; {size_bytes} were sent")
             # Of the open file: by its name it may be gone by now.
-            blob = self._read.take(found)
+            blob = self._read.take(found, path.parent)
             if blob is None:
                 blob = map_file(fd, size_bytes, private=True)
-        except (BlockingIOError, FileNotFoundError) as error:
-            os.close(fd)
+        except FileNotFoundError as error:
+            hold.close()
             raise gone from error
         except BaseException:
-            os.close(fd)
+            hold.close()
             raise
         keep = partial(self._read.give, found)
-        return Lease(blob, fd, _forget if self._durable else keep)
+        return Lease(blob, hold, _forget if self._durable else keep)
 
     def close(self) -> None:
         """Let go; the owner removes everything. Twice is fine."""
@@ -232,29 +247,23 @@ class Slots:
         if self._removal is not None:
             self._removal()
 
-    def _read_markers(self, text: bytes) -> tuple[Marker, ...]:
-        try:
-            return tuple(Marker.from_json(row) for row in json.loads(text))
-        except (ValueError, TypeError) as error:
-            raise CorruptionError(f"{self._dir / _COMMITS} cannot be read: {error}") from error
-
     def _path(self, version: int) -> Path:
-        return self._dir / f"version-{version}.safetensors"
+        return self.directory / f"version-{version}.safetensors"
 
     def _part(self, version: int, rank: int) -> Path:
-        return self._dir / f"version-{version}.{rank}.delta"
+        return self.directory / f"version-{version}.{rank}.delta"
 
     def _remove(self, version: int) -> None:
         self._path(version).unlink(missing_ok=True)
-        for part in self._dir.glob(f"version-{version}.*.delta"):
+        for part in self.directory.glob(f"version-{version}.*.delta"):
             part.unlink(missing_ok=True)
 
     def _check(self, *, owner: bool = False) -> None:
         if self._closed:
-            raise ClosedError(f"the transport at {self._dir} was closed")
-        if owner and not self._owner:
+            raise ClosedError("the transport was closed")
+        if owner and self._owned is None:
             raise UsageError(
-                f"only the owner of {self._dir} begins and commits. "
+                "only the owner begins and commits. "
                 "Construct the transport of trainer rank 0 with owner=True."
             )
 
@@ -266,7 +275,7 @@ class Slots:
         """Rename the file to `new` where nobody holds it, else remove it; None then."""
         old = self._path(version)
         if reuse and not self._durable and old.exists():
-            fd = os.open(old, os.O_RDWR)
+            fd = open_own(old, os.O_RDWR, user=self._place.user)
             try:
                 self._lock(fd)
                 old.rename(new)
@@ -277,31 +286,18 @@ class Slots:
         return None
 
     def _write_commits(self, markers: list[Marker]) -> None:
-        text = json.dumps([marker.to_json() for marker in markers])
-        scratch = self._dir / f"{_COMMITS}.tmp"
-        with scratch.open("w") as file:
-            file.write(text)
-            file.flush()
-            if self._durable:
-                os.fsync(file.fileno())
-        scratch.replace(self._dir / _COMMITS)
-        self._committed = markers
+        _write_markers(self.directory, markers, durable=self._durable)
+        self._committed[:] = markers
         if self._durable:
-            _fsync(self._dir)
-
-    def _other_size(self, path: Path, found: int | None, size_bytes: int) -> TransferError:
-        return TransferError(
-            f"{path} has {found} bytes, the plan {size_bytes}. "
-            "Trainer ranks must share the directory and the plan."
-        )
+            _fsync(self.directory)
 
     def _no_room(self, error: OSError, size_bytes: int) -> Exception:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return TransferError(f"{self._dir}: {error}")
-        free = os.statvfs(self._dir)
+            return TransferError(f"{self.directory}: {error}")
+        free = os.statvfs(self.directory)
         return CapacityError(
-            f"{self._dir} has {free.f_bavail * free.f_frsize:,} bytes free; one more version needs "
-            f"{size_bytes:,}. Plan for two versions, three while a reader lags."
+            f"{self.directory} has {free.f_bavail * free.f_frsize:,} bytes free; one more version "
+            f"needs {size_bytes:,}. Plan for two versions, three while a reader lags."
         )
 
 
@@ -318,32 +314,49 @@ def _chain(committed: list[Marker]) -> list[Marker]:
     return chain[::-1]
 
 
-def _take_lock(directory: Path) -> int:
-    fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(fd)
-        raise UsageError(
-            f"{directory} has a living owner. Choose another name; only rank 0 passes owner=True."
-        ) from error
-    return fd
-
-
-def _remove_files(directory: Path, *, but: str = "") -> None:
-    # Only what is ours: a directory on a disk may be shared with other things.
-    for path in directory.iterdir():
-        if path.name != but and _OURS.fullmatch(path.name):
-            path.unlink(missing_ok=True)
-
-
-def _remove_all(directory: Path, lock: int, pid: int, *, directory_too: bool) -> None:
+def _leave(place: Place, owned: Owned, committed: list[Marker], pid: int, durable: bool) -> None:
     # A forked child inherits the finalizer, not the ownership.
-    if os.getpid() == pid and directory.is_dir():
-        _remove_files(directory)
-        if directory_too and not any(directory.iterdir()):
-            directory.rmdir()
-    os.close(lock)
+    if os.getpid() == pid:
+        with suppress(FileNotFoundError):
+            stays = _names_that_stay(owned.directory, committed, durable)
+            if stays:
+                _write_markers(owned.directory, _chain(committed), durable=durable)
+            remove(owned.directory, keep=stays)
+        place.leave(owned)
+
+
+def _names_that_stay(directory: Path, committed: list[Marker], durable: bool) -> set[str]:
+    """On a disk, what a reader needs of the last version: those weights may be the final ones."""
+    chain = _chain(committed) if durable else []
+    versions = tuple(f"version-{marker.version}." for marker in chain)
+    files = {path.name for path in directory.iterdir() if path.name.startswith(versions)}
+    return {_COMMITS, *files} if chain else set()
+
+
+def _write_markers(directory: Path, markers: list[Marker], *, durable: bool) -> None:
+    text = json.dumps([marker.to_json() for marker in markers])
+    scratch = directory / f"{_COMMITS}.tmp"
+    scratch.unlink(missing_ok=True)
+    with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+        file.flush()
+        if durable:
+            os.fsync(file.fileno())
+    scratch.replace(directory / _COMMITS)
+
+
+def _read_markers(path: Path, text: bytes) -> tuple[Marker, ...]:
+    try:
+        return tuple(Marker.from_json(row) for row in json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise CorruptionError(f"{path} cannot be read: {error}") from error
+
+
+def _other_size(path: object, found: int | None, size_bytes: int) -> TransferError:
+    return TransferError(
+        f"{path} has {found} bytes, the plan {size_bytes}. "
+        "Trainer ranks must share the directory and the plan."
+    )
 
 
 def _fsync(path: Path) -> None:

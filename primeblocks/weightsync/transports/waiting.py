@@ -15,9 +15,15 @@ __all__ = ["await_versions"]
 
 
 def await_versions(
-    look: Callable[[], tuple[Marker, ...]], request: Request, *, every_s: float
+    look: Callable[[], tuple[Marker, ...]],
+    request: Request,
+    *,
+    every_s: float,
+    hint: Callable[[], str] = str,
 ) -> tuple[Marker, ...]:
     """The version asked for, after those that it is a delta to and the reader has not.
+
+    `hint` ends the message of a wait in vain.
 
     Raises:
         DeadlineError: it was not committed in time.
@@ -36,6 +42,6 @@ def await_versions(
             raise DeadlineError(
                 f"{wanted} was not committed in time; this engine holds "
                 f"{request.served and request.served.version}, the transport "
-                f"{[marker.version for marker in markers]}."
+                f"{[marker.version for marker in markers]}.{hint()}"
             )
-        never.wait(every_s)
+        never.wait(min(every_s, max(0.0, request.deadline - time.monotonic())))

@@ -1,0 +1,361 @@
+"""Where versions lie: a directory that one living owner has made, and how others find it.
+
+Each owner makes a directory of its own, of a name that nobody can foresee, and removes nothing
+else. What it opens belongs to its user, and to nobody else.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import secrets
+import stat
+import sys
+import threading
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from ...errors import CorruptionError, UnsupportedError, UsageError
+from .lease import Hold
+
+__all__ = [
+    "DiskPlace",
+    "Owned",
+    "Place",
+    "PrivatePlace",
+    "open_own",
+    "private_place",
+    "remove",
+    "sweep",
+]
+
+_LOCK = "primeblocks.lock"
+_RUN = "primeblocks-run.json"
+_TOKEN_BYTES = 8
+_TOKEN = f"[0-9a-f]{{{2 * _TOKEN_BYTES}}}"
+_OURS = re.compile(
+    rf"version-\d+\.(safetensors|\d+\.delta)|commits\.json(\.tmp)?|note\.tmp|{re.escape(_LOCK)}"
+)
+# Another process that clears up has a dead one's lock so long at most.
+_LOOKS, _LOOK_S = 10, 0.01
+
+
+class Owned(NamedTuple):
+    """An owner's new directory; `run` is in its name, and names the life of the owner."""
+
+    directory: Path
+    run: str
+    lock: Hold
+
+
+class Place(Protocol):
+    """Where one owner at a time puts versions.
+
+    Attributes:
+        user: whose files are opened; None is the user of this process, alone.
+    """
+
+    user: int | None
+
+    def take(self) -> Owned:
+        """Own it: clear what a dead owner left, and make a directory.
+
+        Raises:
+            UsageError: it has a living owner, or may not be written to.
+        """
+        ...
+
+    def here(self) -> Path:
+        """The directory of the owner, or of the last one.
+
+        Raises:
+            FileNotFoundError: there was none.
+            UsageError: it is not of this user alone.
+        """
+        ...
+
+    def leave(self, owned: Owned) -> None:
+        """Let go, after what shall not stay was removed from the directory."""
+        ...
+
+    def others(self) -> str:
+        """What to tell somebody who waits in vain; "" is nothing."""
+        ...
+
+
+class PrivatePlace:
+    """A directory in `root` that only this user can look into, found by its name and its owner.
+
+    Another user may make directories of the same name there, and changes nothing by it.
+
+    Raises:
+        UsageError: others may rename what is in `root`.
+    """
+
+    user: int | None = None
+
+    def __init__(self, root: Path, name: str) -> None:
+        mode = root.stat().st_mode
+        if mode & 0o022 and not mode & stat.S_ISVTX:
+            raise UsageError(
+                f"{root} has mode {mode & 0o7777:o}: others may rename what is in it. "
+                f"Run: chmod +t {root}"
+            )
+        self._root, self._name = root, name
+        self._found: Path | None = None
+
+    def take(self) -> Owned:
+        sweep(self._root)
+        self._refuse_a_second(None)
+        while True:
+            run = secrets.token_hex(_TOKEN_BYTES)
+            directory = self._root / f"{self._name}-{run}"
+            directory.mkdir(mode=0o700)
+            try:
+                lock = _lock(directory / _LOCK)
+            except (BlockingIOError, FileNotFoundError):
+                continue  # It was cleared away before it was locked.
+            try:
+                self._refuse_a_second(directory)
+            except UsageError:
+                remove(directory)
+                lock.close()
+                raise
+            return Owned(directory, run, lock)
+
+    def here(self) -> Path:
+        if self._found is None or not _is_own(self._found):
+            found = [path for path in self._named() if _is_own(path)]
+            if not found:
+                raise FileNotFoundError(f"no {self._name}-* of this user in {self._root}")
+            self._found = found[0]
+        return _checked(self._found)
+
+    def leave(self, owned: Owned) -> None:
+        remove(owned.directory)
+        owned.lock.close()
+
+    def others(self) -> str:
+        users = {path.lstat().st_uid for path in self._named() if not _is_own(path)}
+        if not users:
+            return ""
+        return (
+            f" {self._root}/{self._name}-* of user {sorted(users)} is not looked into: trainer and "
+            "engine run as one user."
+        )
+
+    def _named(self) -> list[Path]:
+        name = re.compile(rf"{re.escape(self._name)}-{_TOKEN}")
+        return [path for path in self._root.iterdir() if name.fullmatch(path.name)]
+
+    def _refuse_a_second(self, mine: Path | None) -> None:
+        never = threading.Event()
+        for _ in range(_LOOKS):
+            found = [path for path in self._named() if path != mine and _is_own(path)]
+            if not found:
+                return
+            never.wait(_LOOK_S)
+        raise _second(found[0])
+
+
+class DiskPlace:
+    """A directory of the user's own choice. Each owner makes one in it, and a note which it is.
+
+    Args:
+        user: as in `Place`.
+    """
+
+    def __init__(self, path: Path, *, user: int | None = None) -> None:
+        self._path, self.user = path, user
+
+    def take(self) -> Owned:
+        try:
+            self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = _lock(self._path / _LOCK)
+        except (BlockingIOError, FileNotFoundError) as error:
+            raise _second(self._path) from error
+        except OSError as error:
+            raise UsageError(f"{self._path} cannot be used: {error}") from error
+        try:
+            last = self._note()
+            if last is not None and not last["closed"]:
+                remove(self._path / f"run-{last['run']}")  # Its owner died.
+            run = secrets.token_hex(_TOKEN_BYTES)
+            directory = self._path / f"run-{run}"
+            directory.mkdir(mode=0o700)
+            self._write_note(run, closed=False)
+        except BaseException as error:
+            (self._path / _LOCK).unlink(missing_ok=True)
+            lock.close()
+            if isinstance(error, OSError):
+                raise UsageError(f"{self._path} cannot be used: {error}") from error
+            raise
+        return Owned(directory, run, lock)
+
+    def here(self) -> Path:
+        note = self._note()
+        if note is None:
+            raise FileNotFoundError(f"no run in {self._path}")
+        return self._path / f"run-{note['run']}"
+
+    def leave(self, owned: Owned) -> None:
+        with suppress(OSError):
+            owned.directory.rmdir()  # Where nothing was to stay.
+        if owned.directory.is_dir():
+            self._write_note(owned.run, closed=True)
+        else:
+            (self._path / _RUN).unlink(missing_ok=True)
+        (self._path / _LOCK).unlink(missing_ok=True)
+        owned.lock.close()
+
+    def others(self) -> str:
+        return ""
+
+    def _note(self) -> dict[str, object] | None:
+        path = self._path / _RUN
+        try:
+            fd = open_own(path, os.O_RDONLY, user=self.user)
+        except FileNotFoundError:
+            return None
+        with open(fd, "rb") as file:
+            text = file.read()
+        try:
+            note = json.loads(text)
+            if re.fullmatch(_TOKEN, note["run"]):
+                return {"run": note["run"], "closed": bool(note["closed"])}
+        except (ValueError, TypeError, KeyError) as error:
+            raise CorruptionError(f"{path} cannot be read: {error}") from error
+        raise CorruptionError(f"{path} cannot be read: {note['run']!r} names no run")
+
+    def _write_note(self, run: str, *, closed: bool) -> None:
+        scratch = self._path / f"run-{run}" / "note.tmp"
+        fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        with open(fd, "w") as file:
+            json.dump({"run": run, "closed": closed}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(self._path / _RUN)
+
+
+def private_place(name: str, root: str, *, prefix: str) -> PrivatePlace:
+    """The place of a name in shared memory.
+
+    Raises:
+        UnsupportedError: this is not Linux, or `root` does not exist.
+        UsageError: `name` is not one path component, or others may rename what is in `root`.
+    """
+    if not sys.platform.startswith("linux"):
+        raise UnsupportedError(
+            f"files in shared memory need Linux; this is {sys.platform}. Use FileTransport."
+        )
+    if not Path(root).is_dir():
+        raise UnsupportedError(f"{root} is no directory. Mount a tmpfs, or use FileTransport.")
+    if not name or Path(name).name != name or "\0" in name:
+        raise UsageError(f"{name!r} is not one path component; try 'policy'")
+    return PrivatePlace(Path(root), f"{prefix}-{name}")
+
+
+def open_own(path: Path, flags: int, *, user: int | None = None) -> int:
+    """Open a file that belongs to this user, and that nobody else can write to.
+
+    Args:
+        user: whose it has to be instead, where a mount shows other users and modes than it keeps.
+
+    Raises:
+        FileNotFoundError, FileExistsError: as os.open.
+        UsageError: it is a link, or no file, or of another user, or may not be opened.
+    """
+    kept = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # A pipe would be waited for.
+    try:
+        fd = os.open(path, flags | kept, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EISDIR):
+            raise
+        raise UsageError(f"{path} is not opened: {error.strerror}.") from error
+    found = os.fstat(fd)
+    wanted = os.geteuid() if user is None else user
+    open_to_others = user is None and found.st_mode & 0o022
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != wanted or open_to_others:
+        os.close(fd)
+        raise UsageError(
+            f"{path} belongs to user {found.st_uid} with mode {found.st_mode & 0o777:o}; it has to "
+            f"be a file of user {wanted} that others cannot write to. It was not read; remove it."
+        )
+    return fd
+
+
+def remove(directory: Path, *, keep: Collection[str] = ()) -> None:
+    """Remove what owners make in a directory of theirs, and it if it is empty then."""
+    # The lock goes last: without it nobody knows that the rest is of no use.
+    with suppress(FileNotFoundError):
+        for path in sorted(directory.iterdir(), key=lambda path: path.name == _LOCK):
+            if _OURS.fullmatch(path.name) and path.name not in keep:
+                path.unlink(missing_ok=True)
+        with suppress(OSError):
+            directory.rmdir()
+
+
+def sweep(root: Path) -> list[Path]:
+    """Remove the private directories in `root` whose owners of this user are dead. Local."""
+    swept = []
+    for path in root.glob(f"primeblocks-*-{'[0-9a-f]' * 2 * _TOKEN_BYTES}"):
+        if not _is_own(path):
+            continue
+        try:
+            lock = Hold(open_own(path / _LOCK, os.O_RDWR), fcntl.LOCK_EX)
+        except FileNotFoundError:
+            with suppress(OSError):
+                path.rmdir()
+            continue
+        except (BlockingIOError, UsageError):
+            continue
+        remove(path)
+        lock.close()
+        swept.append(path)
+    return swept
+
+
+def _lock(path: Path) -> Hold:
+    """The lock of an owner, on a file that has this name.
+
+    Raises:
+        BlockingIOError: another one has it.
+        FileNotFoundError: it was removed meanwhile.
+    """
+    fd = open_own(path, os.O_RDWR | os.O_CREAT)
+    inode = os.fstat(fd).st_ino
+    lock = Hold(fd, fcntl.LOCK_EX)
+    with suppress(FileNotFoundError):
+        if os.stat(path).st_ino == inode:
+            return lock
+    lock.close()
+    raise FileNotFoundError(f"{path} was removed")
+
+
+def _second(directory: Path) -> UsageError:
+    return UsageError(
+        f"{directory} has a living owner. Choose another name; only rank 0 passes owner=True."
+    )
+
+
+def _is_own(path: Path) -> bool:
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+
+
+def _checked(directory: Path) -> Path:
+    mode = directory.lstat().st_mode & 0o777
+    if mode & 0o077:
+        raise UsageError(
+            f"{directory} has mode {mode:o}; it has to be of user {os.geteuid()} with mode 700. "
+            "Others may have written to it: end its owner and start again."
+        )
+    return directory
