@@ -1,10 +1,14 @@
-"""The bytes of a version from what arrived: whole, or deltas on the version before. All checked."""
+"""The bytes of a version from what arrived: whole, or deltas on the version before. All checked.
+
+What is lent lies where others may write to it: it is checked before a load begins, and what a load
+gets are copies, checked again. So what is loaded is what was checked, whatever happens between.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
 from typing import NamedTuple
@@ -13,17 +17,20 @@ import torch
 from torch import Tensor
 
 from ..errors import CorruptionError, DeadlineError
+from ..layout import Shard
 from .delta.bucket import apply_payload, encode_payload
 from .digest import bucket_digest
-from .held import Held, pack, packed_views
+from .held import Boxes, Held, Lent, chunks_of, copied, pack, packed_views
 from .marker import Marker
 from .plan import Plan
 from .transports.transport import Incoming
 
-__all__ = ["Version", "bring", "check", "checking", "undone"]
+__all__ = ["Feed", "Version", "bring", "check", "feeding", "undone"]
 
 # Less than this is done before a thread has started.
 _BYTES_A_THREAD = 8 << 20
+# So many buckets are checked ahead of the load.
+_AHEAD = 2
 
 
 class Version(NamedTuple):
@@ -32,11 +39,11 @@ class Version(NamedTuple):
     Attributes:
         bytes: what was read for it.
         undo: by bucket, what makes of it the version that it was made of.
-        is_checked: whether its bytes are known to be right.
+        is_checked: whether its bytes were found to be right.
     """
 
     marker: Marker
-    held: Held
+    held: Held | Lent
     bytes: int
     undo: Mapping[int, memoryview]
     is_checked: bool = True
@@ -69,14 +76,13 @@ def bring(
         TransferError: it was retired meanwhile.
     """
     deltas = [one for one in found if one.marker.base is not None]
+    held: Held | Lent
     if len(deltas) < len(found):
         held = found[0].whole()
     else:
         assert base is not None, "a delta to what is not held"
         held = base.held
     marker, mine, undo = found[-1].marker, plan.of_reader(reader), {}
-    if deltas:
-        held.own()
     done = count()
 
     def bring_bucket(index: int) -> None:
@@ -91,9 +97,10 @@ def bring(
         next(done)
 
     try:
+        if deltas and isinstance(held, Lent):
+            held = copied(plan, reader, held, stays=held.stays)
         _for_each(plan, mine, bring_bucket, threads=threads)
     except BaseException:
-        held.own()  # Whatever is wrong with it, nobody shall read it again.
         held.close()
         raise
     size = sum(one.marker.sizes[index] for one in found for index in mine)
@@ -123,33 +130,72 @@ def check(plan: Plan, reader: int, version: Version) -> None:
         _check_bucket(plan, index, version.held, version.marker)
 
 
-@contextmanager
-def checking(plan: Plan, reader: int, version: Version) -> Iterator[Callable[[str], None]]:
-    """Check buckets in a thread; what it gives returns once all bytes of a tensor are right.
+class Feed:
+    """Tensors of a version for one load, each of bytes that were found to be right.
 
-    One thread: more take from the copy what memory gives.
+    What a reader has checked in its own memory is given as it lies there. The rest is checked in a
+    thread, some buckets ahead of what was asked for; of what is lent, that is a copy.
 
-    Raises:
-        CorruptionError: from what it gives, one is not what was sent.
+    Args:
+        uses: how often each tensor will be asked for; a copy goes with the last.
     """
-    buckets_of: dict[str, list[Future[None]]] = {}
-    with ThreadPoolExecutor(1) as pool:
-        turn = {name: place for place, name in enumerate(plan.wants[reader])}
-        first = {
-            index: min(turn[copy.name] for copy in plan.buckets[index].copies)
-            for index in plan.of_reader(reader)
-        }
-        for index in sorted(first, key=first.__getitem__):
-            future = pool.submit(_check_bucket, plan, index, version.held, version.marker)
+
+    def __init__(
+        self, plan: Plan, reader: int, version: Version, uses: Mapping[str, int], pool: Executor
+    ) -> None:
+        self._plan, self._version, self._pool = plan, version, pool
+        self._uses, self._copies = dict(uses), None
+        if isinstance(version.held, Lent):
+            self._copies = Boxes(plan, reader, stays=False, device=version.held.device)
+        self._order: list[int] = []
+        if self._copies is not None or not version.is_checked:
+            turn = {name: place for place, name in enumerate(plan.wants[reader])}
+            first = {
+                index: min(turn[copy.name] for copy in plan.buckets[index].copies)
+                for index in plan.of_reader(reader)
+            }
+            self._order = sorted(first, key=first.__getitem__)
+        self._places: dict[str, list[int]] = {}
+        for place, index in enumerate(self._order):
             for name in {copy.name for copy in plan.buckets[index].copies}:
-                buckets_of.setdefault(name, []).append(future)
+                self._places.setdefault(name, []).append(place)
+        self._checks: list[Future[None]] = []
 
-        def wait_for(name: str) -> None:
-            for future in buckets_of.get(name, ()):
-                future.result()
+    def box(self, name: str, box: Shard) -> Tensor:
+        """A wanted box, or a part of one.
 
+        Raises:
+            CorruptionError: its bytes are not what was sent.
+        """
+        places = self._places.get(name, [])
+        wanted = self._order[len(self._checks) : max(places, default=-1) + 1 + _AHEAD]
+        if len(self._checks) <= max(places, default=-1):
+            self._checks += [self._pool.submit(self._check, index) for index in wanted]
+        for place in places:
+            self._checks[place].result()
+        held = self._version.held if self._copies is None else self._copies
+        assert not isinstance(held, Lent)
+        return held.box(name, box)
+
+    def used(self, names: Iterable[str]) -> None:
+        """Say that what was asked for of each is done with."""
+        for name in names:
+            self._uses[name] -= 1
+            if self._copies is not None and self._uses[name] == 0:
+                self._copies.drop(name)
+
+    def _check(self, index: int) -> None:
+        into = None if self._copies is None else self._copies.views(index)
+        _check_bucket(self._plan, index, self._version.held, self._version.marker, into=into)
+
+
+@contextmanager
+def feeding(plan: Plan, reader: int, version: Version, uses: Mapping[str, int]) -> Iterator[Feed]:
+    """A `Feed`, for as long as the load goes on. One thread: more take from the load what memory
+    gives."""
+    with ThreadPoolExecutor(1) as pool:
         try:
-            yield wait_for
+            yield Feed(plan, reader, version, uses, pool)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -173,9 +219,21 @@ def _for_each(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _check_bucket(plan: Plan, index: int, held: Held, marker: Marker) -> None:
+def _check_bucket(
+    plan: Plan,
+    index: int,
+    held: Held | Lent,
+    marker: Marker,
+    *,
+    into: Sequence[Tensor] | None = None,
+) -> None:
+    """`into`: where copies of what is lent stay."""
     bucket = plan.buckets[index]
-    if bucket_digest(held.views(index)) != marker.buckets[index]:
+    if isinstance(held, Lent):
+        pieces: Iterable[Tensor] = chunks_of(plan, index, held, into)
+    else:
+        pieces = held.views(index)
+    if bucket_digest(pieces) != marker.buckets[index]:
         names = sorted({copy.name for copy in bucket.copies})
         raise CorruptionError(
             f"bucket {index} of version {marker.version} fails its digest: "
@@ -185,9 +243,10 @@ def _check_bucket(plan: Plan, index: int, held: Held, marker: Marker) -> None:
 
 
 def _overwrite(
-    plan: Plan, index: int, held: Held, payloads: Sequence[memoryview], *, undoable: bool
+    plan: Plan, index: int, held: Held | Lent, payloads: Sequence[memoryview], *, undoable: bool
 ) -> memoryview | None:
     """Apply deltas to a bucket, oldest first; what undoes them, if that is asked for."""
+    assert not isinstance(held, Lent), "what is lent is copied before it is written to"
     pieces = held.views(index)
     packed = pack(plan, index, pieces)
     before = packed.clone() if undoable else None

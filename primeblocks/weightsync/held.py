@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from itertools import product
 from math import prod
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from ..errors import PlanError
+from ..errors import CorruptionError, PlanError, TransferError
 from ..layout import Shard
-from .plan import Plan
+from .digest import as_buffer
+from .plan import Copy, Plan
 from .transports.lease import Lease
 
-__all__ = ["Blob", "Boxes", "Held", "pack", "packed_views"]
+__all__ = [
+    "Blob",
+    "BlobFile",
+    "Boxes",
+    "Held",
+    "Lent",
+    "chunks_of",
+    "copied",
+    "pack",
+    "packed_views",
+]
+
+# Read, digested and copied on while in the cache.
+_CHUNK_BYTES, _LONG_ROW_BYTES = 1 << 20, 1 << 16
 
 
 class Held(Protocol):
-    """The bytes of one version, or of the part of it that one reader wants.
+    """The bytes of one version, or of the part that one reader wants, in memory of this process.
 
     Attributes:
         stays: whether a reader keeps it after its load: to go back to, and as the base of deltas.
@@ -35,8 +51,36 @@ class Held(Protocol):
         """A box, or a part of one, that the reader wants. A view."""
         ...
 
-    def own(self) -> None:
-        """Say that it will be written to. Its views may be written to afterwards."""
+    def close(self) -> None:
+        """Let go. Twice is fine."""
+        ...
+
+
+@runtime_checkable
+class Lent(Protocol):
+    """The bytes of one version where others may write: a file, or memory of another process.
+
+    Nobody uses them as they lie there. They are copied, and the copies are checked.
+
+    Attributes:
+        stays: as of `Held`.
+        device: where copies belong.
+    """
+
+    stays: bool
+    device: torch.device
+
+    def chunks(
+        self, index: int, copy: Copy, into: UInt8[Tensor, " bytes"] | None
+    ) -> Iterator[UInt8[Tensor, " chunk"]]:
+        """The bytes of one copy of a bucket, in C order, each chunk good until the next.
+
+        They are in `into`, one behind the other; without it in memory of their own.
+
+        Raises:
+            CorruptionError: there are fewer.
+            TransferError: they cannot be read.
+        """
         ...
 
     def close(self) -> None:
@@ -45,30 +89,15 @@ class Held(Protocol):
 
 
 class Blob:
-    """All whole tensors in one buffer, at `plan.offsets`."""
+    """All whole tensors in one buffer, at `plan.offsets`: what writers fill."""
 
-    stays = True
-
-    def __init__(
-        self, plan: Plan, buffer: UInt8[Tensor, " bytes"], *, lease: Lease | None = None
-    ) -> None:
-        self._plan, self._buffer, self._lease = plan, buffer, lease
+    def __init__(self, plan: Plan, buffer: UInt8[Tensor, " bytes"]) -> None:
+        self._plan, self._buffer = plan, buffer
         self._tensors: dict[str, Tensor] = {}
 
     def views(self, index: int) -> list[Tensor]:
-        return [self.box(copy.name, copy.box) for copy in self._plan.buckets[index].copies]
-
-    def box(self, name: str, box: Shard) -> Tensor:
-        tensor = self._tensor(name)
-        return tensor if box.sizes == tensor.shape else tensor[box.slices]
-
-    def own(self) -> None:
-        if self._lease is not None:
-            self._lease.own()
-
-    def close(self) -> None:
-        if self._lease is not None:
-            self._lease.close()
+        """The copies of a bucket, each shaped as its box."""
+        return [self._tensor(c.name)[c.box.slices] for c in self._plan.buckets[index].copies]
 
     def _tensor(self, name: str) -> Tensor:
         if name not in self._tensors:
@@ -80,37 +109,130 @@ class Blob:
         return self._tensors[name]
 
 
+class BlobFile:
+    """The same in a file, from its byte `start` on.
+
+    It is read, not mapped: a file that was cut short is an error then, and no SIGBUS.
+    """
+
+    stays, device = True, torch.device("cpu")
+
+    def __init__(self, plan: Plan, lease: Lease, *, start: int) -> None:
+        self._plan, self._lease, self._start = plan, lease, start
+        self.close = lease.close
+
+    def chunks(
+        self, index: int, copy: Copy, into: UInt8[Tensor, " bytes"] | None
+    ) -> Iterator[UInt8[Tensor, " chunk"]]:
+        spec = self._plan.target[copy.name]
+        at = self._start + self._plan.offsets[copy.name]
+        end = 0
+        for first, rows, stride, run in _spans(spec.shape, copy.box, spec.dtype.itemsize):
+            # Short rows are read together, with what lies between them.
+            step = max(1, _CHUNK_BYTES // stride) if run < _LONG_ROW_BYTES else 1
+            for row in range(0, rows, step):
+                count = min(step, rows - row)
+                for skip in range(0, run, _CHUNK_BYTES):
+                    size = min(_CHUNK_BYTES, run - skip)
+                    room = None if into is None else into[end : end + count * size]
+                    place = at + first + row * stride + skip
+                    yield self._rows(place, count, stride, size, room)
+                    end += count * size
+
+    def _rows(
+        self, at: int, count: int, stride: int, size: int, into: UInt8[Tensor, " bytes"] | None
+    ) -> UInt8[Tensor, " bytes"]:
+        """`count` rows of `size` bytes, `stride` bytes apart."""
+        if into is None:
+            into = torch.empty(count * size, dtype=torch.uint8)
+        if count == 1:
+            self._read(at, into)
+            return into
+        both = torch.empty((count - 1) * stride + size, dtype=torch.uint8)
+        self._read(at, both)
+        into.view(count, size).copy_(both.as_strided((count, size), (stride, 1)))
+        return into
+
+    def _read(self, at: int, into: UInt8[Tensor, " bytes"]) -> None:
+        room, done = as_buffer(into), 0
+        while done < len(room):
+            try:
+                count = os.preadv(self._lease.fd, [room[done:]], at + done)
+            except OSError as error:
+                raise TransferError(f"a file of weights cannot be read: {error}") from error
+            if count == 0:
+                raise CorruptionError(
+                    f"a file of weights ends at {at + done} bytes; {at + len(room)} needed. "
+                    "Publish again."
+                )
+            done += count
+
+
 class Boxes:
-    """The boxes that one reader wants, each a tensor of its own in new memory."""
+    """The boxes that one reader wants, each a tensor of its own, in new memory at its first use."""
 
     def __init__(
         self, plan: Plan, reader: int, *, stays: bool, device: torch.device | str = "cpu"
     ) -> None:
-        self._plan, self.stays = plan, stays
-        self._boxes = {
-            name: [
-                (box, torch.empty(box.sizes, dtype=plan.target[name].dtype, device=device))
-                for box in boxes
-            ]
-            for name, boxes in plan.wants[reader].items()
-        }
+        self._plan, self.stays, self._device = plan, stays, device
+        self._wants = plan.wants[reader]
+        self._boxes: dict[str, list[tuple[Shard, Tensor]]] = {}
 
     def views(self, index: int) -> list[Tensor]:
         return [self.box(copy.name, copy.box) for copy in self._plan.buckets[index].copies]
 
     def box(self, name: str, box: Shard) -> Tensor:
-        for held, tensor in self._boxes[name]:
+        for held, tensor in self._of(name):
             if held == box:
                 return tensor
             if held.intersect(box) == box:
                 return tensor[box.within(held).slices]
         raise PlanError(f"no wanted box of {name!r} has {box} in it")
 
-    def own(self) -> None:
-        """Nothing: nobody else has them."""
+    def drop(self, name: str) -> None:
+        """Forget the boxes of a tensor."""
+        self._boxes.pop(name, None)
 
     def close(self) -> None:
         """Nothing: the tensors go with their last user."""
+
+    def _of(self, name: str) -> list[tuple[Shard, Tensor]]:
+        if name not in self._boxes:
+            dtype = self._plan.target[name].dtype
+            made = [
+                (box, torch.empty(box.sizes, dtype=dtype, device=self._device))
+                for box in self._wants.get(name, ())
+            ]
+            self._boxes.setdefault(name, made)  # Of two threads the first wins.
+        return self._boxes[name]
+
+
+def chunks_of(
+    plan: Plan, index: int, lent: Lent, into: Sequence[Tensor] | None
+) -> Iterator[UInt8[Tensor, " chunk"]]:
+    """The bytes of a bucket that is lent, in the order of its digest: copies, good until the next.
+
+    Args:
+        into: where they stay, a tensor for each copy of the bucket; filled once all were asked for.
+    """
+    for place, copy in enumerate(plan.buckets[index].copies):
+        if into is None:
+            yield from lent.chunks(index, copy, None)
+            continue
+        room = into[place].contiguous()
+        yield from lent.chunks(index, copy, room.view(-1).view(torch.uint8))
+        if room is not into[place]:
+            into[place].copy_(room)
+
+
+def copied(plan: Plan, reader: int, lent: Lent, *, stays: bool) -> Boxes:
+    """What a reader wants of what is lent, in its own memory and unchecked; `lent` is closed."""
+    boxes = Boxes(plan, reader, stays=stays, device=lent.device)
+    for index in plan.of_reader(reader):
+        for _ in chunks_of(plan, index, lent, boxes.views(index)):
+            pass  # It stays in the boxes.
+    lent.close()
+    return boxes
 
 
 def packed_views(plan: Plan, index: int, buffer: UInt8[Tensor, " bytes"]) -> list[Tensor]:
@@ -127,3 +249,20 @@ def pack(plan: Plan, index: int, pieces: Sequence[Tensor]) -> UInt8[Tensor, " by
     for view, piece in zip(packed_views(plan, index, buffer), pieces, strict=True):
         view.copy_(piece)
     return buffer
+
+
+def _spans(
+    shape: tuple[int, ...], box: Shard, itemsize: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """Where a box lies in a whole tensor, in bytes: the first, rows, their stride, their size."""
+    if box.numel == 0:
+        return
+    strides = [prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]
+    # The last dim that is cut: all behind it lies in one run.
+    cut = max((dim for dim, size in enumerate(shape) if box.sizes[dim] < size), default=0)
+    run = prod(box.sizes[cut:]) * itemsize
+    first = sum(at * stride for at, stride in zip(box.offsets, strides, strict=True))
+    rows, stride = (box.sizes[cut - 1], strides[cut - 1]) if cut else (1, run)
+    outer = [range(size) for size in box.sizes[: max(0, cut - 1)]]
+    for place in product(*outer):
+        yield first + sum(i * s for i, s in zip(place, strides, strict=False)), rows, stride, run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Literal, NoReturn, Self
@@ -18,8 +19,7 @@ from ..errors import (
     TransferError,
 )
 from .conversion.conversion import Wiring
-from .fetched import Version, bring, check, checking, undone
-from .held import Held
+from .fetched import Feed, Version, bring, check, feeding, undone
 from .marker import Marker, Receipt
 from .plan import Plan
 from .transports.transport import Incoming, Request, Transport
@@ -48,7 +48,8 @@ class Subscriber:
         check: "before" `load` gets the first tensor, every byte is checked. "ahead" of it, each
             tensor's bytes are checked before `load` gets it, while it copies those before it:
             faster, but damage is found in the middle of a load, and the version before is loaded
-            again. Where there is none, and for deltas, all is checked before.
+            again. Where there is none, and for deltas, all is checked before. What others may still
+            write to is copied for the load, and the copies are checked, in both.
 
     Raises:
         PlanError: the plan has no such reader, or it was planned with a wiring.
@@ -98,8 +99,10 @@ class Subscriber:
     def receive(self, version: int | None = None, *, timeout_s: float) -> Receipt:
         """Load a version. Local.
 
-        Cost: one XXH3-128 of what this reader wants, then what `load` costs. Deltas are applied to
-        the bytes held, one copy each way for each bucket.
+        Cost: one XXH3-128 of what this reader wants, then what `load` costs. Where the bytes lie in
+        a file or in the trainer's memory, one copy and one more XXH3-128 in a thread beside `load`;
+        about a bucket of each trainer rank is there at a time. Deltas are applied to the bytes
+        held, one copy each way for each bucket.
 
         Args:
             version: this one, be it older than the one held; the held one is not loaded again.
@@ -235,19 +238,18 @@ class Subscriber:
         if new == self._held:
             self._held = None
         try:
-            if new.is_checked:
-                self._feed(new.held)
-            else:
-                with checking(self._plan, self._reader, new) as wait_for:
-                    self._feed(new.held, wait_for)
+            self._feed(new)
         except Exception as error:  # Whatever load raises, the model must not stay torn.
-            new.held.own()  # Nobody shall read its bytes again.
             self._go_back(new, served, error, deadline=deadline)
         if self._held is not None:
             self._held.held.close()
-        self._served, self._held = new.marker, new.loaded()
-        if not new.held.stays:
-            new.held.close()
+        self._serve(new.marker, new)
+
+    def _serve(self, marker: Marker, version: Version) -> None:
+        """It was loaded; keep it where it stays."""
+        self._served, self._held = marker, version.loaded()
+        if not version.held.stays:
+            version.held.close()
             self._held = None
 
     def _go_back(
@@ -263,13 +265,13 @@ class Subscriber:
             ) from error
         try:
             old = self._before(failed, served, deadline)
-            self._feed(old.held)
+            self._feed(old)
         except Exception as second:
             raise EngineError(
                 f"{text}. Going back to version {served.version} failed too: "
                 f"{type(second).__name__}: {second}. Restart the engine."
             ) from error
-        self._served, self._held = served, old
+        self._serve(served, old)
         raise TransferError(f"{text}. Version {old.marker.version} was loaded again.") from error
 
     def _can_go_back(self, failed: Version, served: Marker) -> bool:
@@ -285,20 +287,21 @@ class Subscriber:
         check(self._plan, self._reader, self._held)
         return self._held
 
-    def _feed(self, held: Held, wait_for: Callable[[str], None] = lambda name: None) -> None:
-        """Let `load` have all, each tensor once `wait_for` has returned for what it is made of."""
+    def _feed(self, version: Version) -> None:
+        """Let `load` have all, each tensor once what it is made of was checked."""
         taken = 0
         wanted = self._plan.wants[self._reader] if self._convert is None else self._convert.targets
+        uses = Counter(source for name in wanted for source in self._made_of(name))
 
-        def tensors() -> Iterator[tuple[str, Tensor]]:
+        def tensors(feed: Feed) -> Iterator[tuple[str, Tensor]]:
             nonlocal taken
             for name in wanted:
                 taken += 1
-                for source in self._made_of(name):
-                    wait_for(source)
-                yield name, self._tensor(name, held)
+                yield name, self._tensor(name, feed)
+                feed.used(self._made_of(name))
 
-        self._load(tensors())
+        with feeding(self._plan, self._reader, version, uses) as feed:
+            self._load(tensors(feed))
         if taken < len(wanted):
             raise TransferError(f"load took {taken} of {len(wanted)} tensors")
 
@@ -307,14 +310,14 @@ class Subscriber:
             return (name,)
         return {piece.source for piece in self._convert.by_target[name]}
 
-    def _tensor(self, name: str, held: Held) -> Tensor:
+    def _tensor(self, name: str, feed: Feed) -> Tensor:
         if self._convert is None:
             (box,) = self._plan.wants[self._reader][name]
-            return held.box(name, box)
+            return feed.box(name, box)
         spec, pieces = self._convert.targets[name], self._convert.by_target[name]
         made = torch.zeros(spec.shape, dtype=spec.dtype)  # Padding is zero.
         for piece in pieces:
-            source = held.box(piece.source, piece.source_box)
+            source = feed.box(piece.source, piece.source_box)
             made[piece.target_box.slices].copy_(piece.view(source, piece.source_box))
         return made
 

@@ -207,7 +207,7 @@ def test_a_box_is_a_view_where_it_can_be():
     whole = torch.arange(24.0).view(4, 6)
     buckets = {index: torch.zeros(48, dtype=torch.uint8) for index in (0, 1)}
     closed = []
-    held = Packed(plan, buckets, stays=False, own=list, close=lambda: closed.append(1))
+    held = Packed(plan, buckets, stays=False, close=lambda: closed.append(1))
     for index in (0, 1):
         (view,) = held.views(index)
         view.copy_(whole[2 * index : 2 * index + 2])
@@ -218,9 +218,7 @@ def test_a_box_is_a_view_where_it_can_be():
     assert held.box("w", Shard((0, 0), (4, 6))).equal(whole)
     assert held.box("w", Shard((1, 0), (0, 6))).shape == (0, 6)
     with pytest.raises(PlanError, match="12 of the 24 elements"):
-        Packed(plan, {0: buckets[0]}, stays=False, own=list, close=list).box(
-            "w", Shard((0, 0), (4, 6))
-        )
+        Packed(plan, {0: buckets[0]}, stays=False, close=list).box("w", Shard((0, 0), (4, 6)))
     held.close()
     held.close()
     assert closed == [1]

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import torch
 
-from ..held import Blob, Held
+from ..held import Blob, BlobFile, Lent
 from ..marker import Marker
 from ..plan import Plan
 from .place import DiskPlace, Place, private_place, sweep
@@ -183,10 +183,10 @@ class _Version:
         self.marker = marker
         self._slots, self._plan, self._start = slots, plan, start
 
-    def whole(self) -> Held:
+    def whole(self) -> Lent:
         size_bytes = self._start + self._plan.blob_bytes
         lease = self._slots.lease(self.marker, size_bytes=size_bytes)
-        return Blob(self._plan, lease.blob[self._start :], lease=lease)
+        return BlobFile(self._plan, lease, start=self._start)
 
     def payload(self, index: int) -> memoryview:
         rank = self._plan.buckets[index].rank

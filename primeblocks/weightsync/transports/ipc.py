@@ -46,16 +46,15 @@ class IpcTransport:
     On a GPU, close engines' ends before the trainer's: their memory is the trainer's. That it works
     on a GPU has not been tried yet; with CPU tensors everything but the handles is the same.
 
-    Peak memory: on each trainer rank, twice the bytes that it sends; on an engine, the largest
-    tensor that has to be put together, or with `keep` everything that it wants.
+    Peak memory: on each trainer rank, twice the bytes that it sends; on an engine, what about three
+    buckets of each trainer rank hold tensors of, or with `keep` everything that it wants.
 
     Args:
         name: one word that trainer and engines agree on.
         owner: true on trainer rank 0, and there only.
         device: where this trainer rank packs. Engines follow.
         keep: engines copy what they receive and keep it, so that deltas are applied to it and a
-            load that fails can be undone after the trainer's end. Without it `load` must not write
-            to what it is given.
+            load that fails can be undone after the trainer's end.
         root: where the directory is made; a tmpfs.
 
     Raises:

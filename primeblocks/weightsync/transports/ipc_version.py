@@ -6,9 +6,9 @@ import fcntl
 import json
 import os
 import struct
-from collections.abc import Collection, Mapping
+import weakref
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,12 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from ...errors import CorruptionError, TransferError
-from ..held import Boxes, Held
+from ..held import Held, Lent, copied
 from ..marker import Marker
-from ..plan import Plan
+from ..plan import Copy, Plan
 from .ipc_handle import open_exported
 from .lease import Hold
-from .packed import Packed, places_of_version
+from .packed import places_of_version
 from .place import open_own
 from .slots import Slots
 from .transport import Request
@@ -30,6 +30,7 @@ from .transport import Request
 __all__ = ["Buffers", "IpcVersion", "lock_path", "note_part"]
 
 _TURNS = 2
+_CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
 _SIZE = struct.Struct("<I")
 
 
@@ -110,22 +111,19 @@ class IpcVersion:
         self._opened, self._plan, self._reader = buffers, request.plan, request.reader
         self._copies, self._keep = copies, keep
 
-    def whole(self) -> Held:
+    def whole(self) -> Held | Lent:
         with ExitStack() as unless:
             lock = self._opened.hold(self.marker)
             unless.callback(lock.close)
             buckets = self._buckets()
             unless.pop_all()
-        gpus = {part.device for part in buckets.values() if part.device.type == "cuda"}
-        held = Packed(
-            self._plan,
-            buckets,
-            stays=False,
-            # Something may have been written to the pages of this process.
-            own=self._opened.close,
-            close=partial(_let_go, lock, gpus),
-        )
-        return self._copied(held, buckets) if self._copies else held
+        lent = _Lent(buckets, lock)
+        if not self._copies:
+            return lent
+        try:
+            return copied(self._plan, self._reader, lent, stays=self._keep)
+        finally:
+            lent.close()
 
     def payload(self, index: int) -> memoryview:
         return self._opened.payload(self._plan, self.marker, index)
@@ -147,14 +145,28 @@ class IpcVersion:
                 buckets[index] = buffer[start : start + size]
         return buckets
 
-    def _copied(self, held: Packed, buckets: Mapping[int, Tensor]) -> Held:
-        device = next((part.device for part in buckets.values()), torch.device("cpu"))
-        boxes = Boxes(self._plan, self._reader, stays=self._keep, device=device)
-        for index in buckets:
-            for view, piece in zip(boxes.views(index), held.views(index), strict=True):
-                view.copy_(piece)
-        held.close()
-        return boxes
+
+class _Lent:
+    """Packed buckets in buffers of trainer ranks, which are not written to until it is closed."""
+
+    stays = False
+
+    def __init__(self, buckets: Mapping[int, Tensor], lock: Hold) -> None:
+        self._buckets = buckets
+        self.device = next((part.device for part in buckets.values()), torch.device("cpu"))
+        gpus = {part.device for part in buckets.values() if part.device.type == "cuda"}
+        self.close = weakref.finalize(self, _let_go, lock, gpus)
+        self.close.atexit = False
+
+    def chunks(
+        self, index: int, copy: Copy, into: UInt8[Tensor, " bytes"] | None
+    ) -> Iterator[UInt8[Tensor, " chunk"]]:
+        lies = self._buckets[index][copy.offset : copy.offset + copy.bytes]
+        # Few launches on a GPU; what stays in the cache on a CPU.
+        step = _CHUNK_BYTES[lies.device.type]
+        for start in range(0, copy.bytes, step):
+            part = lies[start : start + step]
+            yield part.clone() if into is None else into[start : start + step].copy_(part)
 
 
 def _let_go(lock: Hold, gpus: Collection[torch.device]) -> None:

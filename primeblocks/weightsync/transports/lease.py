@@ -1,15 +1,11 @@
-"""Locks on files that end with their process, and a blob that a reader holds under one."""
+"""Locks on files that end with their process, and a file that a reader holds under one."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import weakref
-from collections.abc import Callable
 from functools import cache
-
-from jaxtyping import UInt8
-from torch import Tensor
 
 __all__ = ["Hold", "Lease"]
 
@@ -28,7 +24,7 @@ class Hold:
     """
 
     def __init__(self, fd: int, how: int | None) -> None:
-        self._fd = fd
+        self.fd = fd
         try:
             if how is not None:
                 fcntl.flock(fd, how | fcntl.LOCK_NB)
@@ -39,46 +35,27 @@ class Hold:
 
     def close(self) -> None:
         """Let go, also where a child of a fork that ran no Python has a copy. Twice is fine."""
-        if self._fd >= 0:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        if self.fd >= 0:
+            fcntl.flock(self.fd, fcntl.LOCK_UN)
             self._drop()
 
     def _drop(self) -> None:
-        fd, self._fd = self._fd, -1
+        fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 class Lease:
-    """A committed blob, unchanged until closed. Private pages: writing to it harms nobody.
+    """A committed file, open and unchanged by its writers until closed."""
 
-    `release` gets the blob at the end, unless it was written to: see `own`.
-    """
+    def __init__(self, hold: Hold) -> None:
+        self._hold = hold
+        self.close = weakref.finalize(self, hold.close)
 
-    def __init__(
-        self,
-        blob: UInt8[Tensor, " bytes"],
-        hold: Hold,
-        release: Callable[[UInt8[Tensor, " bytes"]], object],
-    ) -> None:
-        self.blob = blob
-        self._owned: list[bool] = []
-        self.close = weakref.finalize(self, _end_lease, blob, hold, release, self._owned)
-
-    def own(self) -> None:
-        """Say that the blob will be written to, so that nobody takes it for the file later."""
-        self._owned.append(True)
-
-
-def _end_lease(
-    blob: UInt8[Tensor, " bytes"],
-    hold: Hold,
-    release: Callable[[UInt8[Tensor, " bytes"]], object],
-    owned: list[bool],
-) -> None:
-    hold.close()
-    if not owned:
-        release(blob)
+    @property
+    def fd(self) -> int:
+        """To read from; -1 once it is closed, and in a forked child."""
+        return self._hold.fd
 
 
 @cache

@@ -55,11 +55,10 @@ def file_id(fd: int) -> FileId:
     return FileId(status.st_ino, status.st_size)
 
 
-def map_file(fd: int, size: int, *, private: bool) -> UInt8[Tensor, " bytes"]:
-    """An open file as a tensor; `private` pages are copied where they are written to."""
-    # mmap.mmap keeps a duplicate of the descriptor, and with it a reader's lock.
+def map_file(fd: int, size: int) -> UInt8[Tensor, " bytes"]:
+    """An open file as a tensor, to be written to."""
+    # mmap.mmap keeps a duplicate of the descriptor, and with it a lock.
     if sys.platform.startswith("linux"):
-        path = f"/proc/self/fd/{fd}"
-        return torch.from_file(path, shared=not private, size=size, dtype=torch.uint8)
-    access = mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE
-    return torch.frombuffer(mmap.mmap(fd, size, access=access), dtype=torch.uint8)
+        return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=size, dtype=torch.uint8)
+    mapped = mmap.mmap(fd, size, access=mmap.ACCESS_WRITE)
+    return torch.frombuffer(mapped, dtype=torch.uint8)

@@ -60,7 +60,6 @@ class Packed:
     A box that lies in one copy is a view; another is put together in new memory.
 
     Args:
-        own: called before it is written to.
         close: called once at the end.
     """
 
@@ -70,10 +69,9 @@ class Packed:
         buckets: Mapping[int, Tensor],
         *,
         stays: bool,
-        own: Callable[[], object],
         close: Callable[[], object],
     ) -> None:
-        self.stays, self._own = stays, own
+        self.stays = stays
         self._plan = plan
         self._views = {index: packed_views(plan, index, part) for index, part in buckets.items()}
         self._copies: dict[str, list[tuple[Shard, Tensor]]] = {}
@@ -104,9 +102,6 @@ class Packed:
             dtype = self._plan.target[name].dtype
             made = torch.empty(box.sizes, dtype=dtype, device=self._device)
         return made
-
-    def own(self) -> None:
-        self._own()
 
 
 class Pool(Generic[T]):

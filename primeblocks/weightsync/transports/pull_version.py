@@ -117,7 +117,6 @@ class PullVersion:
             self._request.plan,
             buckets,
             stays=self._keep,
-            own=_nothing,
             close=partial(self._puller.give_back, buffer, again=True),
         )
 
@@ -135,7 +134,3 @@ class PullVersion:
             for each, part in buckets.items():
                 self._payloads[each] = memoryview(part.cpu().numpy().tobytes())
             self._puller.give_back(buffer, again=False)
-
-
-def _nothing() -> None:
-    """The buffer is this process's own."""

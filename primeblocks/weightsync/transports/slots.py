@@ -9,7 +9,6 @@ import os
 import weakref
 from collections.abc import Iterable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from jaxtyping import UInt8
@@ -39,8 +38,7 @@ class Slots:
         self._place, self._durable = place, durable
         self._committed: list[Marker] = []
         self._begun: dict[int, int] = {}
-        # What was written, and what was read and given back.
-        self._written, self._read = Mappings(), Mappings()
+        self._written = Mappings()
         self._seen: tuple[bytes, tuple[Marker, ...]] = (b"", ())
         self._closed = False
         self._owned: Owned | None = None
@@ -117,7 +115,7 @@ class Slots:
                 raise _other_size(path, found.size, size_bytes)
             blob = self._written.take(found, path.parent)
             if blob is None:
-                blob = map_file(fd, size_bytes, private=False)
+                blob = map_file(fd, size_bytes)
             if not self._durable:  # There each version is a new file.
                 self._written.give(found, blob)
         except FileNotFoundError as error:
@@ -201,7 +199,7 @@ class Slots:
         return self._seen[1]
 
     def lease(self, marker: Marker, *, size_bytes: int) -> Lease:
-        """Reader: hold the blob of a committed version.
+        """Reader: hold the file of a committed version.
 
         Raises:
             TransferError: it was retired meanwhile.
@@ -221,27 +219,21 @@ class Slots:
         try:
             if not self._durable and os.stat(path).st_ino != os.fstat(fd).st_ino:
                 raise gone
-            found = file_id(fd)
-            if found.size != size_bytes:
-                raise CorruptionError(f"{path} has {found.size} bytes; {size_bytes} were sent")
-            # Of the open file: by its name it may be gone by now.
-            blob = self._read.take(found, path.parent)
-            if blob is None:
-                blob = map_file(fd, size_bytes, private=True)
+            size = os.fstat(fd).st_size
+            if size != size_bytes:
+                raise CorruptionError(f"{path} has {size} bytes; {size_bytes} were sent")
         except FileNotFoundError as error:
             hold.close()
             raise gone from error
         except BaseException:
             hold.close()
             raise
-        keep = partial(self._read.give, found)
-        return Lease(blob, hold, _forget if self._durable else keep)
+        return Lease(hold)
 
     def close(self) -> None:
         """Let go; the owner removes everything. Twice is fine."""
         self._closed = True
         self._written.clear()
-        self._read.clear()
         for version in list(self._begun):
             os.close(self._begun.pop(version))
         if self._removal is not None:
@@ -299,10 +291,6 @@ class Slots:
             f"{self.directory} has {free.f_bavail * free.f_frsize:,} bytes free; one more version "
             f"needs {size_bytes:,}. Plan for two versions, three while a reader lags."
         )
-
-
-def _forget(blob: UInt8[Tensor, " bytes"]) -> None:
-    """It goes with its last user."""
 
 
 def _chain(committed: list[Marker]) -> list[Marker]:

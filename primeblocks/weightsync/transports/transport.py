@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from ..held import Held
+from ..held import Held, Lent
 from ..marker import Marker
 from ..plan import Plan
 
@@ -63,8 +63,8 @@ class Incoming(Protocol):
 
     marker: Marker
 
-    def whole(self) -> Held:
-        """Its bytes, unchanged until closed. Only where `marker.base` is None.
+    def whole(self) -> Held | Lent:
+        """Its bytes, which its writers leave alone until closed. Only where `marker.base` is None.
 
         Raises:
             CorruptionError: not what was sent.

@@ -1,0 +1,300 @@
+"""What is loaded is what was checked: bytes that change after their check, and before their use."""
+
+import itertools
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primeblocks.errors import EngineError, PrimeblocksError, TransferError
+from primeblocks.layout import Layout, Shard
+from primeblocks.weightsync import (
+    FileTransport,
+    IpcTransport,
+    Publisher,
+    SharedMemoryTransport,
+    Subscriber,
+    describe,
+    plan_sync,
+)
+from primeblocks.weightsync import held as held_module
+from primeblocks.weightsync.held import BlobFile, Boxes, chunks_of
+from primeblocks.weightsync.manifest import Manifest, TensorSpec
+from primeblocks.weightsync.transports.lease import Hold, Lease
+from primeblocks.weightsync.transports.packed import places_of_version
+from tests.weightsync.contents import Engine, random_tensor
+
+TIMEOUT_S = 10
+KINDS = ("shared_memory", "file", "ipc")
+
+
+def transport_at(kind, root):
+    if kind == "file":
+        return FileTransport(root / "blobs", owner=True)
+    if kind == "ipc":
+        return IpcTransport("policy", owner=True, root=str(root))
+    return SharedMemoryTransport("policy", owner=True, root=str(root))
+
+
+class Site:
+    """A trainer and an engine of this process, and the bytes between them to be spoilt."""
+
+    def __init__(self, kind, root, *, check="before", weights=None, bucket_bytes=64):
+        self.kind, self.root = kind, root
+        self.weights = weights or {f"t{i}": torch.zeros(5, 3) for i in range(12)}
+        manifest = describe(self.weights)
+        self.plan = plan_sync([manifest], manifest.whole(), bucket_bytes=bucket_bytes)
+        self.transport, self.engine = transport_at(kind, root), Engine()
+        self.publisher = Publisher(self.plan, self.weights, self.transport)
+        self.spoil = lambda taken: None
+        self.subscriber = Subscriber(self.plan, self.load, self.transport, check=check)
+
+    def load(self, tensors):
+        got = {}
+        for taken, (name, tensor) in enumerate(tensors):
+            got[name] = tensor.clone()
+            self.engine.tensors[name] = got[name]
+            self.spoil(taken)
+
+    def publish(self, version):
+        for tensor in self.weights.values():
+            tensor.fill_(version)
+        self.publisher.publish(version, timeout_s=TIMEOUT_S)
+
+    def receive(self, version=None):
+        return self.subscriber.receive(version, timeout_s=TIMEOUT_S)
+
+    def path(self, version):
+        return next(Path(self.root).rglob(f"version-{version}.safetensors"))
+
+    def flip(self, version, at):
+        """Change a byte of the weights where they lie; `at` counts from the end."""
+        if self.kind == "ipc":
+            buffer = self.transport._pool.by_version()[version].buffer
+            (marker,) = [m for m in self.transport.markers() if m.version == version]
+            starts, _ = places_of_version(self.plan, marker, 0)
+            # Not what is between buckets.
+            byte = [i for start, n in zip(starts.values(), marker.sizes, strict=True)
+                    for i in range(start, start + n)][-at - 1]  # fmt: skip
+            buffer[byte] ^= 0xFF
+            return
+        with self.path(version).open("r+b") as file:
+            file.seek(-at - 1, 2)
+            byte = file.read(1)[0]
+            file.seek(-at - 1, 2)
+            file.write(bytes([byte ^ 0xFF]))
+
+    def cut(self, version, size_bytes):
+        with self.path(version).open("r+b") as file:
+            file.truncate(size_bytes)
+
+    def served(self):
+        (value,) = {float(v) for t in self.engine.tensors.values() for v in t.flatten()}
+        return value
+
+
+@pytest.fixture(params=list(itertools.product(KINDS, ("before", "ahead"))), ids="-".join)
+def site(request, tmp_path):
+    kind, check = request.param
+    site = Site(kind, tmp_path, check=check)
+    site.publish(1)
+    site.receive()
+    site.publish(2)
+    yield site
+    site.subscriber.close()
+    site.transport.close()
+
+
+def assert_refused(site):
+    """The old version is served, by its label, and a good one arrives afterwards."""
+    assert (site.served(), site.subscriber.version) == (1, 1)
+    site.spoil = lambda taken: None
+    site.publish(3)
+    assert site.receive().version == 3
+    assert site.served() == 3
+
+
+def test_bytes_that_change_between_check_and_load_are_not_loaded(site):
+    site.subscriber.verify(timeout_s=TIMEOUT_S)
+    site.flip(2, 100)
+    with pytest.raises(TransferError, match="fails its digest.*Version 1 was loaded again"):
+        site.receive()
+    assert_refused(site)
+
+
+def test_bytes_that_change_during_the_load_are_not_loaded(site):
+    site.spoil = lambda taken: site.flip(2, 0) if taken == 0 else None
+    with pytest.raises(TransferError, match="fails its digest.*Version 1 was loaded again"):
+        site.receive()
+    assert_refused(site)
+
+
+def test_bytes_that_change_once_they_were_copied_do_no_harm(site):
+    site.spoil = lambda taken: site.flip(2, 700) if taken == 0 else None  # In the first tensor.
+    assert site.receive().version == 2
+    assert site.served() == 2
+
+
+def test_a_file_that_is_cut_short_is_an_error_not_a_signal(site):
+    if site.kind == "ipc":
+        pytest.skip("anonymous memory is sealed against it")
+    site.subscriber.verify(timeout_s=TIMEOUT_S)
+    site.cut(2, site.path(2).stat().st_size - 700)
+    with pytest.raises(TransferError, match=r"ends at \d+ bytes.*Version 1 was loaded again"):
+        site.receive()
+    assert_refused(site)
+
+
+def test_a_version_to_go_back_to_that_changed_is_not_served(site):
+    site.subscriber.verify(timeout_s=TIMEOUT_S)
+    for version in (1, 2):
+        site.flip(version, 0)
+    with pytest.raises(EngineError, match="Going back to version 1 failed too: CorruptionError"):
+        site.receive()
+    assert site.subscriber.version is None
+
+
+def test_what_a_load_writes_into_its_tensors_harms_nobody(site):
+    def load(tensors):
+        for name, tensor in tensors:
+            site.engine.tensors[name] = tensor.clone()
+            tensor.fill_(66)
+
+    site.subscriber._load = load
+    assert site.receive().version == 2
+    other = Engine()
+    with Subscriber(site.plan, other, site.transport) as subscriber:
+        assert subscriber.receive(timeout_s=TIMEOUT_S).version == 2
+    assert site.served() == 2
+    assert all(tensor.eq(2).all() for tensor in other.tensors.values())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_damage_at_random_times_is_never_served(seed, tmp_path):
+    """Every label is true, whatever changes when; only what was told to be torn may be."""
+    rng = random.Random(seed)
+    kind, check = rng.choice(KINDS), rng.choice(["before", "ahead"])
+    shapes = [(rng.randint(1, 9), rng.randint(1, 9)) for _ in range(rng.randint(2, 10))]
+    weights = {f"t{i}": torch.zeros(shape) for i, shape in enumerate(shapes)}
+    sizes = {"weights": weights, "bucket_bytes": rng.choice([64, 128, 512])}
+    site = Site(kind, tmp_path, check=check, **sizes)
+    size = sum(tensor.nbytes for tensor in weights.values())
+
+    def spoil(version):
+        if kind != "ipc" and rng.random() < 0.2:
+            site.cut(version, site.path(version).stat().st_size - rng.randint(1, size))
+        else:
+            site.flip(version, rng.randrange(size))
+
+    for version in range(1, 13):
+        site.publish(version)
+        early, late = rng.random() < 0.3, rng.randrange(2 * len(shapes))
+        if rng.random() < 0.5:
+            site.subscriber.verify(version, timeout_s=TIMEOUT_S)
+        if early:
+            spoil(version)
+        spoilt = []
+
+        def during(taken, version=version, late=late, spoilt=spoilt):
+            if taken == late and not spoilt:
+                spoilt.append(spoil(version))
+
+        site.spoil = during
+        try:
+            site.receive(version)
+        except EngineError:
+            assert site.subscriber.version is None
+            site.engine.tensors = {}
+        except PrimeblocksError:
+            if site.subscriber.version is None:
+                assert not site.engine.tensors
+            else:
+                assert site.served() == site.subscriber.version
+        else:
+            assert site.served() == site.subscriber.version == version
+    site.subscriber.close()
+    site.transport.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_load_has_a_few_buckets_of_copies_at_a_time(kind, tmp_path, monkeypatch):
+    weights = {f"t{i}": torch.zeros(16) for i in range(40)}  # A bucket each.
+    site = Site(kind, tmp_path, weights=weights)
+    held, inner = [], Boxes._of
+
+    def of(self, name):
+        held.append(len(self._boxes))
+        return inner(self, name)
+
+    monkeypatch.setattr(Boxes, "_of", of)
+    site.publish(1)
+    site.receive()
+    assert site.served() == 1
+    assert len(held) >= 40
+    assert max(held) <= 3  # What is loaded, and two ahead.
+    site.subscriber.close()
+    site.transport.close()
+
+
+@given(st.data())
+def test_a_box_is_read_out_of_a_file_by_its_spans(data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), max_size=4)))
+    starts = [data.draw(st.integers(0, size - 1)) for size in shape]
+    sizes = [data.draw(st.integers(1, n - a)) for n, a in zip(shape, starts, strict=True)]
+    box = Shard(tuple(starts), tuple(sizes))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]))
+    spec = TensorSpec(dtype, Layout(shape, box))
+    wanted = Manifest((("pad", TensorSpec(torch.float64, Layout.whole((3,)))), ("w", spec)))
+    whole = {n: Manifest(((n, TensorSpec(s.dtype, Layout.whole(s.shape))),)) for n, s in
+             wanted.items()}  # fmt: skip
+    source = Manifest(tuple(row for one in whole.values() for row in one.tensors))
+    plan = plan_sync([source], wanted, bucket_bytes=data.draw(st.sampled_from([64, 256])))
+    tensor = random_tensor(dtype, shape, torch.Generator().manual_seed(0))
+    blob = bytes(24) + tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    chunk = data.draw(st.sampled_from([1, 8, 40, 1 << 20]))
+    before = held_module._CHUNK_BYTES, held_module._LONG_ROW_BYTES
+    held_module._CHUNK_BYTES = max(8, chunk)
+    held_module._LONG_ROW_BYTES = data.draw(st.sampled_from([1, 8, 1 << 16]))
+    try:
+        with memory_file(b"head" + blob) as lease:
+            lent = BlobFile(plan, lease, start=4)
+            for index, bucket in enumerate(plan.buckets):
+                into = [
+                    torch.empty(copy.box.sizes, dtype=plan.target[copy.name].dtype)
+                    for copy in bucket.copies
+                ]
+                read = b"".join(
+                    bytes(chunk.numpy()) for chunk in chunks_of(plan, index, lent, into)
+                )
+                alone = b"".join(
+                    bytes(chunk.numpy()) for chunk in chunks_of(plan, index, lent, None)
+                )
+                right = [
+                    tensor[copy.box.slices] if copy.name == "w" else torch.zeros(3).double()
+                    for copy in bucket.copies
+                ]
+                bits = [one.contiguous().view(-1).view(torch.uint8) for one in right]
+                assert read == alone == b"".join(one.numpy().tobytes() for one in bits)
+                for made, one in zip(into, bits, strict=True):
+                    assert made.view(-1).view(torch.uint8).equal(one)
+    finally:
+        held_module._CHUNK_BYTES, held_module._LONG_ROW_BYTES = before
+
+
+class memory_file:
+    """A lease of an anonymous file."""
+
+    def __init__(self, content):
+        self.fd = os.memfd_create("test")
+        os.write(self.fd, content)
+
+    def __enter__(self):
+        self.lease = Lease(Hold(self.fd, None))
+        return self.lease
+
+    def __exit__(self, *error):
+        self.lease.close()
