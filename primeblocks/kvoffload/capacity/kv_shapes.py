@@ -17,18 +17,20 @@ _UNREAD = (
     "compress_ratios",
     "global_head_dim",
     "hybrid_override_pattern",
+    "index_kpool",
     "layers_block_type",
-    "linear_attn_config",
     "num_kv_shared_layers",
 )
 # These too, unless transformers has already spelled them out under the other name.
 _SPELLED = {
     "index_topk_freq": "indexer_types",
     "index_topk_pattern": "indexer_types",
+    "linear_attn_config": "layer_types",
     "sliding_window_pattern": "layer_types",
     "max_window_layers": "layer_types",
 }
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
+_INDEXED = "indexed_attention"  # latents with an indexer
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,8 @@ def kv_groups(
     """The layer groups of a configuration as transformers writes it. Pure.
 
     Reads multi-head and grouped-query attention, latents (`kv_lora_rank`), index keys of sparse
-    attention (`index_head_dim`), sliding windows and gated delta networks (`layer_types`).
+    attention (`index_head_dim`), sliding windows, gated delta networks and Kimi's delta attention
+    (`layer_types`).
 
     Args:
         config: an object or a dictionary, such as the content of config.json.
@@ -122,14 +125,16 @@ def kv_groups(
             f"kv_dtype is one of {', '.join(_SIZES)}, {_DS_MLA}, and state_dtype is not quantized; "
             f"got {kv_dtype!r} and {state_dtype!r}"
         )
-    if _get(config, "kv_lora_rank"):
-        return _latents(config, layers, kv_dtype)
-    if kv_dtype == _DS_MLA:
+    latent = bool(_get(config, "kv_lora_rank"))
+    if kv_dtype == _DS_MLA and not latent:
         raise UnsupportedError(f"{_DS_MLA} stores latents; this model has none. Use fp8.")
-    groups = []
-    for kind, count in Counter(_layer_types(config, layers)).items():
+    kinds = _layer_types(config, layers, known=(_FULL, _INDEXED if latent else _SLIDING, _LINEAR))
+    groups: list[KvGroup] = []
+    for kind, count in Counter(kinds).items():
         if kind == _LINEAR:
             groups.append(_delta_net(config, count, kv_dtype, state_dtype))
+        elif latent:
+            groups += _latents(config, [each == kind for each in kinds], kv_dtype)
         else:
             window = _need(config, "sliding_window") if kind == _SLIDING else None
             groups.append(_attention(config, kind, count, kv_dtype, window))
@@ -149,7 +154,8 @@ def _attention(config: Any, name: str, layers: int, kv_dtype: str, window: int |
     )
 
 
-def _latents(config: Any, layers: int, kv_dtype: str) -> tuple[KvGroup, ...]:
+def _latents(config: Any, here: list[bool], kv_dtype: str) -> tuple[KvGroup, ...]:
+    """Of the layers that are `here`."""
     rank, rope = _need(config, "kv_lora_rank"), _need(config, "qk_rope_head_dim")
     heads, top = _need(config, "num_attention_heads"), _get(config, "index_topk")
     if kv_dtype == _DS_MLA:
@@ -158,11 +164,12 @@ def _latents(config: Any, layers: int, kv_dtype: str) -> tuple[KvGroup, ...]:
         token = (rank + rope) * _SIZES[kv_dtype]
     widths = _need(config, "qk_nope_head_dim") + rope + _need(config, "v_head_dim")
     flops = 2 * heads * widths
-    latents = KvGroup("latents", layers, token, pair_flops=flops, max_keys=top)
+    latents = KvGroup("latents", sum(here), token, pair_flops=flops, max_keys=top)
     if not top:
         return (latents,)
     width = _need(config, "index_head_dim")
-    own = _get(config, "indexer_types") or ["full"] * layers
+    kinds = _get(config, "indexer_types") or ["full"] * len(here)
+    own = [kind for kind, present in zip(kinds, here, strict=True) if present]
     # An FP8 key and a float32 scale for each 128 values, whatever the latents are kept in.
     index = KvGroup(
         "index keys",
@@ -174,16 +181,20 @@ def _latents(config: Any, layers: int, kv_dtype: str) -> tuple[KvGroup, ...]:
 
 
 def _delta_net(config: Any, layers: int, kv_dtype: str, state_dtype: str) -> KvGroup:
-    keys, values = _need(config, "linear_num_key_heads"), _need(config, "linear_num_value_heads")
-    key, value = _need(config, "linear_key_head_dim"), _need(config, "linear_value_head_dim")
+    if _get(config, "linear_num_heads"):  # Kimi's: as many keys as values, all of one width
+        keys = values = _need(config, "linear_num_heads")
+        key = value = _need(config, "linear_head_dim")
+    else:
+        keys, values = (_need(config, f"linear_num_{each}_heads") for each in ("key", "value"))
+        key, value = (_need(config, f"linear_{each}_head_dim") for each in ("key", "value"))
     each = values // keys
     kept = (2 * key + each * value) * (_need(config, "linear_conv_kernel_dim") - 1)
     recurrent = each * value * key * _SIZES[state_dtype]
-    state = kept * max(2, _SIZES[kv_dtype]) + recurrent
+    state = kept * max(2, _SIZES.get(kv_dtype, 1)) + recurrent
     return KvGroup(_LINEAR, layers, 0, heads=keys, state_head_bytes=state)
 
 
-def _layer_types(config: Any, layers: int) -> list[str]:
+def _layer_types(config: Any, layers: int, *, known: tuple[str, ...]) -> list[str]:
     kinds = _get(config, "layer_types")
     every = _get(config, "full_attention_interval")
     if kinds is None and every:
@@ -193,10 +204,10 @@ def _layer_types(config: Any, layers: int) -> list[str]:
             _get(config, "sliding_window") and _get(config, "use_sliding_window") is not False
         )
         kinds = [_SLIDING if windowed else _FULL] * layers
-    unknown = set(kinds) - {_FULL, _SLIDING, _LINEAR}
+    unknown = set(kinds) - set(known)
     if unknown or len(kinds) != layers:
         raise UnsupportedError(
-            f"{len(kinds)} layer_types for {layers} layers, unknown: {sorted(unknown)}. "
+            f"{len(kinds)} layer_types for {layers} layers, unknown: {sorted(map(str, unknown))}. "
             "Write KvGroup by hand."
         )
     return list(kinds)

@@ -3,6 +3,8 @@
 import types
 
 import pytest
+import torch
+from transformers import KimiLinearConfig, KimiLinearForCausalLM
 
 from primeblocks.errors import PlanError, UnsupportedError
 from primeblocks.kvoffload.capacity.footprint import Rollouts
@@ -127,6 +129,42 @@ def test_index_keys_are_counted_where_layers_have_their_own():
     assert (latents.layers, index.layers) == (61, 3)
 
 
+def test_latents_are_counted_where_layers_have_them():
+    state, latents = kv_groups(KimiLinearConfig())
+    assert (state.layers, latents.layers, latents.token_bytes) == (21, 6, 6 * (512 + 64) * 2)
+    kinds = ["indexed_attention", "indexed_attention", "linear_attention"]
+    sparse = {"num_hidden_layers": 3, "layer_types": kinds, "indexer_types": ["full", *kinds[:2]]}
+    heads = {"linear_num_heads": 2, "linear_head_dim": 8, "linear_conv_kernel_dim": 4}
+    latents, index, state = kv_groups(DEEPSEEK_V3_2 | sparse | heads, kv_dtype="fp8_ds_mla")
+    assert (latents.layers, index.layers, state.layers) == (2, 1, 1)
+
+
+def test_kimi_linear_is_what_transformers_keeps():
+    """The cache of a small model, after a prompt."""
+    layers = {"full_attn_layers": [2, 5], "kda_layers": [1, 3, 4]}
+    sizes = {"head_dim": 16, "num_heads": 3, "short_conv_kernel_size": 4}
+    config = KimiLinearConfig(
+        **{"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+        **{"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16},
+        **{"num_hidden_layers": 5, "num_attention_heads": 2, "num_key_value_heads": 2},
+        **{"kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16},
+        **{"num_local_experts": 4, "num_experts_per_tok": 2},
+        linear_attn_config=layers | sizes,
+    )
+    tokens = 7
+    model = KimiLinearForCausalLM(config).eval()
+    with torch.no_grad():
+        cached = model(torch.arange(1, tokens + 1)[None], use_cache=True).past_key_values.layers
+    keys = sum(each.keys.nbytes + each.values.nbytes for each in (cached[1], cached[4]))
+    linear = [cached[at] for at in (0, 2, 3)]
+    recurrent = sum(each.recurrent_states[0].nbytes for each in linear)
+    # transformers keeps the newest column of the convolution as well.
+    columns = sum(each.conv_states[0][..., 1:].nbytes for each in linear)
+    state, latents = kv_groups(config, kv_dtype="float32")
+    assert latents.token_bytes * tokens == keys
+    assert state.state_bytes() == recurrent + columns
+
+
 @pytest.mark.parametrize(
     ("config", "kv_dtype", "error", "message"),
     [
@@ -139,6 +177,9 @@ def test_index_keys_are_counted_where_layers_have_their_own():
         (LLAMA_3_70B | {"linear_attn_config": {"a": 1}}, "fp8", UnsupportedError, "linear_attn"),
         (LLAMA_3_70B | {"sliding_window_pattern": 6}, "fp8", UnsupportedError, "as transformers"),
         (DEEPSEEK_V3_2 | {"index_topk_freq": 4}, "fp8", UnsupportedError, "index_topk_freq"),
+        (DEEPSEEK_V3_2 | {"index_kpool": 16}, "fp8", UnsupportedError, "index_kpool"),
+        (DEEPSEEK_V3 | {"linear_attn_config": {"a": 1}}, "fp8", UnsupportedError, "linear_attn"),
+        (DEEPSEEK_V3 | {"layer_types": ["odd"] * 61}, "fp8", UnsupportedError, "odd"),
     ],
 )
 def test_what_is_not_read_is_refused(config, kv_dtype, error, message):
