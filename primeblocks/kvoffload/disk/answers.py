@@ -11,7 +11,7 @@ from ...errors import CapacityError, PrimeblocksError, ShapeError
 from ..page import DIGEST_BYTES
 from ..tier import Record
 
-__all__ = ["Answer", "misfit", "refusal", "refusing"]
+__all__ = ["Answer", "full", "misfit", "refusal", "refusing"]
 
 Answer = PrimeblocksError | OSError | None
 
@@ -28,9 +28,14 @@ def misfit(record: Record, *, room: int) -> ShapeError | None:
     )
 
 
+def full(error: OSError) -> bool:
+    """Whether the file system has no room."""
+    return error.errno in _FULL
+
+
 def refusal(error: PrimeblocksError | OSError, path: Path) -> PrimeblocksError | OSError:
     """An error of the file system in our words: CapacityError where it is full."""
-    if isinstance(error, OSError) and error.errno in _FULL:
+    if isinstance(error, OSError) and full(error):
         return CapacityError(f"no space for pages in {path}: {error}")
     return error
 

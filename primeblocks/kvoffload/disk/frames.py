@@ -17,6 +17,7 @@ class Frames:
     def __init__(self, count: int) -> None:
         self._taken = bytearray(count)
         self._head = 0
+        self._fence = count  # the disk had no room behind it
         self.free = count
 
     def take(self, frame: int) -> None:
@@ -27,14 +28,28 @@ class Frames:
         self._head = frame + 1
 
     def claim(self, count: int) -> list[int]:
-        """The next free frames, in the order of the sweep; fewer where fewer are free."""
+        """The next free frames, in the order of the sweep; fewer where fewer are free.
+
+        Those behind a fence come last, and lift it: whether there is room now is seen when they
+        are written.
+        """
+        fenced = self._fence < len(self._taken)
+        near = self._taken.count(0, 0, self._fence) if fenced else self.free
+        claimed = self._sweep(min(count, near), end=self._fence)
+        more = min(count - len(claimed), self.free)
+        if more:
+            self._fence = len(self._taken)
+        return claimed + self._sweep(more, end=len(self._taken))
+
+    def _sweep(self, count: int, *, end: int) -> list[int]:
+        """So many free frames before `end`; there are as many."""
         claimed: list[int] = []
-        while len(claimed) < count and self.free:
-            start = self._taken.find(0, self._head)
+        while len(claimed) < count:
+            start = self._taken.find(0, self._head, end)
             if start < 0:
                 self._head = 0
                 continue
-            stop = min(start + count - len(claimed), len(self._taken))
+            stop = min(start + count - len(claimed), end)
             found = self._taken.find(1, start, stop)
             stop = stop if found < 0 else found
             self._taken[start:stop] = b"\1" * (stop - start)
@@ -48,14 +63,19 @@ class Frames:
         self._taken[frame] = 0
         self.free += 1
 
-    def rewind(self) -> None:
-        """Sweep from the front, whose frames have room on the disk already."""
+    def fence(self, frames: int | None = None) -> None:
+        """Sweep from the front, whose first `frames` have room on the disk; None: all may have."""
         self._head = 0
+        self._fence = len(self._taken) if frames is None else min(frames, len(self._taken))
+
+    def end(self) -> int:
+        """The frame behind the last one that is taken."""
+        return self._taken.rfind(1) + 1
 
     def clear(self) -> None:
         self._taken = bytearray(len(self._taken))
-        self._head = 0
         self.free = len(self._taken)
+        self.fence()
 
     def __len__(self) -> int:
         return len(self._taken)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import struct
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from .system import System
 
 __all__ = ["Journal"]
 
+logger = logging.getLogger(__name__)
+
 _HEADER = struct.Struct("<8sQQQ")  # magic, generation, bytes of a page, of its attachments
 _SUM = struct.Struct("<Q")
 _MAGIC = b"pbkvjl01"
@@ -30,13 +33,13 @@ class Journal:
 
     A put is written before `places` shows it. If a write fails, the file is repaired before
     anything else is written. Once the file is twice as long as when it was last rewritten, it is
-    rewritten aside and renamed.
+    rewritten aside and renamed. A journal of pages of another size counts as empty.
 
     Args:
         path: the file, made if absent.
 
     Raises:
-        UsageError: a journal of pages of another size, or another file.
+        UsageError: another file.
         OSError: the file system refused.
     """
 
@@ -89,6 +92,12 @@ class Journal:
             raise
         self._shorten()
 
+    def forget(self, keys: Sequence[PageKey]) -> None:
+        """Forget pages that are gone; the file is rewritten before anything else is written."""
+        for key in keys:
+            del self.places[key]
+        self._wrong = True
+
     def clear(self) -> None:
         """Forget everything, power cuts included.
 
@@ -138,6 +147,16 @@ class Journal:
     def close(self) -> None:
         self._system.close(self._descriptor)
 
+    @property
+    def begun(self) -> bool:
+        """Whether the file is a journal of ours; what it was before stays until a change."""
+        return self._generation is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the file."""
+        return self._end
+
     def _load(self) -> None:
         data = bytearray(self._system.size(self._descriptor))
         count = _read_all(self._system, self._descriptor, data)
@@ -159,16 +178,16 @@ class Journal:
             _, generation, *sizes = _HEADER.unpack_from(header)
             (expected,) = _SUM.unpack_from(header, _HEADER.size)
             whole = xxhash.xxh3_64_intdigest(header[len(_MAGIC) : _HEADER.size]) == expected
-            if whole and tuple(sizes) != self._sizes:
-                if empty:
-                    return None
-                raise UsageError(
-                    f"{self._path.parent} holds pages of {sizes[0]} bytes with {sizes[1]} of "
-                    f"attachments, not of {self._sizes[0]} with {self._sizes[1]}. Give each size "
-                    "its own folder, or delete this one."
-                )
-            if whole:
+            if whole and tuple(sizes) == self._sizes:
                 return generation
+            if whole:
+                logger.log(
+                    logging.DEBUG if empty else logging.WARNING,
+                    "%s held pages of %d bytes with %d of attachments, and now takes %d with %d: "
+                    "what it held is dropped. Give each size its own folder to keep both.",
+                    *(self._path.parent, *sizes, *self._sizes),
+                )
+                return None
         if header[: len(_MAGIC)] != _MAGIC[: len(header)]:
             raise UsageError(
                 f"{self._path} is no journal of pages that this version can read. Delete its "

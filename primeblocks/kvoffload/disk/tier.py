@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +16,13 @@ import numpy as np
 from ...errors import (
     CapacityError,
     ClosedError,
+    CorruptionError,
     PlanError,
     UsageError,
 )
-from ..page import PageKey, frame_bytes
+from ..page import ALIGNMENT, PageKey, checksum, frame_bytes
 from ..tier import Found, Record
-from .answers import Answer, misfit, refusal, refusing
+from .answers import Answer, full, misfit, refusal, refusing
 from .data import DataFile
 from .frames import Frames
 from .journal import Journal
@@ -38,11 +43,15 @@ class DiskTier:
     pages. Damage to `pages` shows in the digest, which the caller compares.
 
     A power cut may undo the newest changes, drops too, back to the last `flush` or `clear`, and
-    lose pages overwritten since. It cannot make a wrong page. After `close` everything but `holds`,
-    `keys` and `len` raises ClosedError.
+    lose pages overwritten since. It cannot make a wrong page. After `close`, and in a forked child,
+    everything but `holds`, `keys` and `len` raises ClosedError.
+
+    On a disk that is full it goes on with the frames that it has, and gives up the last of them
+    where the journal needs room.
 
     Args:
-        path: folder, made if absent; one owner at a time. Pages in it are adopted.
+        path: folder, made if absent; one owner at a time. Pages in it are adopted, those of
+            another size dropped. It is free again after `close`, or when the tier is collected.
         capacity_bytes: bound of `pages`; a frame takes the page and its attachments, rounded up to
             4096 bytes. On top comes the journal: for each frame 61 bytes and the encoded key, at
             most three times that while it is rewritten, and 64 KiB.
@@ -54,8 +63,8 @@ class DiskTier:
     Raises:
         PlanError: not even one page fits.
         UnsupportedError: `io="direct"` on a file system without it.
-        UsageError: the folder cannot be made, read or locked, has another owner, pages of another
-            size, or files of something else.
+        UsageError: the folder cannot be made, read or locked, has another owner, or files of
+            something else.
     """
 
     name = "disk"
@@ -86,6 +95,9 @@ class DiskTier:
         self._frames = Frames(self.capacity_pages)
         self._closed = False
         self._open(io)
+        self._unsynced = len(self)  # of the newest pages, at most so many are not on the disk yet
+        self._refused = False  # the last sync
+        self._gave_back = False  # since the journal had room
 
     @property
     def direct(self) -> bool:
@@ -108,7 +120,7 @@ class DiskTier:
         }
         wanted = [record for key, record in latest.items() if answers[key] is None]
         try:
-            self._journal.ready()
+            self._ready()
             fitting = self._make_room(wanted)
         except OSError as error:
             answers |= {record.key: refusal(error, self.path) for record in wanted}
@@ -158,18 +170,26 @@ class DiskTier:
         with refusing(self.path):
             self._journal.clear()
             self._data.shrink(0)
+            self._unsynced = 0
 
     def flush(self) -> None:
         """Make what was kept and dropped so far survive a power cut.
 
         Raises:
             CapacityError, OSError: the file system refused.
+            CorruptionError: it had refused before, and lost pages; the others do survive.
         """
         self._check_open()
         with refusing(self.path):
+            lost = self._write_again() if self._refused else []
+            self._refused = True
             self._data.flush()
+            self._refused, self._unsynced = False, 0
+            self._leave(lost)
             self._system.sync_folder(self.path)
             self._journal.flush()
+        if lost:
+            raise CorruptionError(f"{len(lost)} pages of {self.path} were lost by a failed sync")
 
     def holds(self, keys: Sequence[PageKey]) -> list[bool]:
         """Which pages are here. Any thread."""
@@ -183,10 +203,11 @@ class DiskTier:
         """Give the folder up; the pages stay. Does not flush. A second call does nothing."""
         if self._closed:
             return
-        with suppress(OSError):
-            self._journal.ready()  # a drop that could not be written, perhaps it can now
+        if self._journal.begun:
+            with suppress(OSError):
+                self._ready()  # a drop that could not be written, perhaps it can now
         self._closed = True
-        self._opened.close()
+        self._give_up()
 
     def __len__(self) -> int:
         return len(self._journal.places)
@@ -208,7 +229,10 @@ class DiskTier:
                 )
                 opened.callback(self._journal.close)
                 self._adopt()
-                self._opened = opened.pop_all()
+                # Not at exit: a thread may still write to what would be another file by then.
+                self._give_up = weakref.finalize(self, opened.pop_all().close)
+                self._give_up.atexit = False
+                os.register_at_fork(after_in_child=partial(_disown, weakref.ref(self)))
         except BlockingIOError as error:
             raise UsageError(
                 f"{self.path} belongs to another store ({error}). Give each its own folder."
@@ -226,6 +250,49 @@ class DiskTier:
                 del self._journal.places[key]  # and from the file once its frame is used again
         self._data.shrink(self.capacity_pages)
 
+    def _ready(self) -> None:
+        """Repair the journal; on a full disk, with room that is taken from the last pages."""
+        try:
+            self._journal.ready()
+        except OSError as error:
+            if not full(error) or self._gave_back:  # others took the room, and would again
+                raise
+            self._gave_back = True
+            self._give_back()
+            self._journal.ready()
+        self._gave_back = False
+
+    def _give_back(self) -> None:
+        """Free what the journal takes: frames behind the last page, then those of the last pages.
+
+        What lies behind the end of the file is not adopted, so a crash finds no wrong page.
+        """
+        here = self._journal.places
+        needed = -(-(self._journal.nbytes + ALIGNMENT) // self.frame_bytes)
+        end = min(self._frames.end(), max(0, self._data.frames() - needed))
+        self._data.shrink(end)
+        self._frames.fence(end)
+        gone = [key for key, place in here.items() if place.frame >= end]
+        self._release([here[key] for key in gone])
+        if gone:
+            self._journal.forget(gone)
+
+    def _write_again(self) -> list[PageKey]:
+        """Write what a failed sync may have lost; returns the pages that are not as they were.
+
+        The kernel takes pages whose write failed for written, and the next sync says so.
+        """
+        lost, frame = [], np.frombuffer(mmap.mmap(-1, self.frame_bytes), dtype=np.uint8)
+        for key, place in islice(reversed(self._journal.places.items()), self._unsynced):
+            (error,) = self._data.read([place.frame], [frame])
+            if error is None and checksum(key, frame[: place.length]) == place.digest:
+                (error,) = self._data.write([place.frame], [frame])
+                if isinstance(error, OSError):
+                    raise error
+            else:
+                lost.append(key)
+        return lost
+
     def _make_room(self, records: Sequence[Record]) -> list[Record]:
         """Those that fit; where frames do not suffice, pages that they replace are given up."""
         here, free = self._journal.places, self._frames.free
@@ -239,7 +306,12 @@ class DiskTier:
         if keys:
             # Free at once, even if the drop is not written now: nothing is put before it is.
             self._release([self._journal.places[key] for key in keys])
-            self._journal.drop(keys)
+            try:
+                self._journal.drop(keys)
+            except OSError as error:
+                if not full(error):
+                    raise
+                self._ready()
 
     def _write(self, records: Sequence[Record]) -> dict[PageKey, Answer]:
         here, frames = self._journal.places, self._frames.claim(len(records))
@@ -250,7 +322,7 @@ class DiskTier:
         for (record, _), error in zip(placed, self._data.write(frames, contents), strict=True):
             answers[record.key] = error and refusal(error, self.path)
         if any(isinstance(answer, CapacityError) for answer in answers.values()):
-            self._frames.rewind()
+            self._frames.fence(self._data.frames())
         places = [
             (record.key, Place(frame, record.content.nbytes, record.digest))
             for record, frame in placed
@@ -259,6 +331,7 @@ class DiskTier:
         replaced = [here[key] for key, _ in places if key in here]
         try:
             self._journal.put(places)
+            self._unsynced += len(places)
             self._release(replaced)
         except OSError as error:
             answers |= {key: refusal(error, self.path) for key, _ in places}
@@ -274,3 +347,10 @@ class DiskTier:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(f"the disk tier of {self.path} is closed")
+
+
+def _disown(tier: weakref.ref[DiskTier]) -> None:
+    """In a forked child: the folder is the parent's alone, also when the child outlives it."""
+    if (inherited := tier()) is not None:
+        inherited._closed = True
+        inherited._give_up()

@@ -19,15 +19,15 @@ class MemoryFile:
     current: bytearray = field(default_factory=bytearray)
     pending: list = field(default_factory=list)  # (offset, bytes) or a size, oldest first
 
-    def survivor(self, random, remains):
-        """What a power cut leaves: some of the sectors and sizes that were not synced.
+    def survivor(self, random, remains, *, all=False):
+        """What a power cut leaves: some of the sectors and sizes that were not synced, or all.
 
         Where the file grew and a sector was lost, the disk still has what was there before.
         """
         data = bytearray(self.durable)
-        chance = random.choice([0, 0.3, 0.7, 0.95, 1])
+        chance = 1 if all else random.choice([0, 0.3, 0.7, 0.95, 1])
         for change in self.pending:
-            if random.random() >= chance:
+            if not all and random.random() >= chance:
                 continue
             if isinstance(change, int):
                 resize(data, change, remains)
@@ -41,6 +41,9 @@ class MemorySystem(System):
 
     Once `calls_left` calls that change something have been made, the next raises PowerCut.
 
+    A sync of a file in `failing` raises: some of what was not synced is on the disk, and the rest
+    never will be, though it is read as before and the next sync succeeds.
+
     It is a model: sectors are written whole, synced ones stay, a rename may survive before the
     contents of the file.
     """
@@ -52,6 +55,7 @@ class MemorySystem(System):
         self._files = {}
         self._next = 1000
         self.calls_left = None
+        self.failing = {}  # name of a file -> the chances of its failed sync
 
     def cut(self, random):
         names = random.choice(self._possible)
@@ -106,8 +110,12 @@ class MemorySystem(System):
     def sync(self, descriptor):
         self._step()
         file = self._files[descriptor]
-        file.durable = bytes(file.current)
+        named = [path.name for path, each in self._names.items() if each is file]
+        random = next((self.failing.pop(name) for name in named if name in self.failing), None)
+        file.durable = file.survivor(random, self._remains, all=random is None).durable
         file.pending.clear()
+        if random is not None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     def replace(self, source, target):
         self._step()

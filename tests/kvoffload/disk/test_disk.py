@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+import warnings
 from contextlib import closing
 
 import numpy as np
@@ -17,7 +18,7 @@ from primeblocks.errors import (
     UnsupportedError,
     UsageError,
 )
-from primeblocks.kvoffload import DiskTier
+from primeblocks.kvoffload import DiskTier, HostTier, TieredStore
 from primeblocks.kvoffload.disk import System
 from primeblocks.kvoffload.tier import Found, Record
 from tests.kvoffload import tier_conformance as conformance
@@ -151,15 +152,27 @@ def test_another_quota_keeps_what_lies_within_it(tmp_path, pages):
 
 
 @pytest.mark.parametrize("sizes", [(PAGE + 1, EXTRA), (PAGE, EXTRA - 1), (5000, 0)])
-def test_pages_of_another_size_are_left_alone(tmp_path, sizes):
+def test_pages_of_another_size_are_dropped_once_there_are_others(tmp_path, sizes, caplog):
     with closing(open_tier(tmp_path)) as tier:
         tier.put([record(0)])
         before = state(tier)
     page, extra = sizes
-    with pytest.raises(UsageError, match=f"48 bytes with 64.*{page} with {extra}"):
-        DiskTier(tmp_path, capacity_bytes=9 * FRAME, page_bytes=page, attachment_bytes=extra)
-    with closing(open_tier(tmp_path)) as tier:
+    how = {"capacity_bytes": 8 * FRAME, "page_bytes": page, "attachment_bytes": extra}
+    with closing(DiskTier(tmp_path, **how)) as tier:
+        assert f"48 bytes with 64 of attachments, and now takes {page} with {extra}" in caplog.text
+        assert len(tier) == 0
+    with closing(open_tier(tmp_path)) as tier:  # a mistake that wrote nothing costs nothing
         assert state(tier) == before
+    other = np.full(page, 7, np.uint8)
+    with closing(DiskTier(tmp_path, **how)) as tier:
+        assert tier.put([Record(key_of(1), other, bytes(16))]) == [None]
+    with closing(DiskTier(tmp_path, **how)) as tier:
+        into = aligned(2 * FRAME)
+        assert tier.get([key_of(1), key_of(0)], into=[into, into])[1] is None
+        assert into[:page].tobytes() == other.tobytes()
+    with closing(open_tier(tmp_path)) as tier:
+        assert len(tier) == 0
+        assert_serves(tier)
 
 
 def test_an_empty_folder_takes_pages_of_another_size(tmp_path):
@@ -211,9 +224,51 @@ def test_a_folder_has_one_owner(tmp_path):
     open_tier(tmp_path).close()
 
 
+def test_a_tier_that_is_collected_leaves_the_folder_free(tmp_path):
+    tier = open_tier(tmp_path)
+    tier.put([record(0)])
+    del tier
+    host = HostTier(capacity_bytes=FRAME, page_bytes=PAGE, attachment_bytes=EXTRA)
+    with pytest.raises(PlanError, match="around"):
+        TieredStore([host, open_tier(tmp_path)], write="around")
+    with closing(open_tier(tmp_path)) as tier:
+        assert [*state(tier)] == [0]
+
+
+def test_a_forked_child_has_no_part_in_the_folder(tmp_path):
+    tier = open_tier(tmp_path)
+    tier.put([record(0)])
+    (asked, ask), (heard, say) = os.pipe(), os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # it has other threads
+        child = os.fork()
+    if child == 0:
+        try:
+            tier.put([record(1)])
+        except ClosedError:
+            tier.close()
+            os.write(say, b"closed")
+        os.read(asked, 1)  # and lives on
+        os._exit(0)
+    os.close(say)
+    try:
+        assert os.read(heard, 9) == b"closed"
+        with pytest.raises(UsageError, match="another store"):
+            open_tier(tmp_path)
+        assert tier.put([record(2)]) == [None]
+        tier.close()
+        with closing(open_tier(tmp_path)) as tier:
+            assert [*state(tier)] == [0, 2]
+    finally:
+        os.write(ask, b"1")
+        os.waitpid(child, 0)
+        for descriptor in (asked, ask, heard):
+            os.close(descriptor)
+
+
 OWN = """
 import sys
-from primeblocks.kvoffload import DiskTier
+from primeblocks.kvoffload import DiskTier, HostTier, TieredStore
 tier = DiskTier(sys.argv[1], capacity_bytes=9000, page_bytes=48, attachment_bytes=64)
 print("owned", flush=True)
 sys.stdin.read()

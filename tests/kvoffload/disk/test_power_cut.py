@@ -4,6 +4,9 @@ import random
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
+from primeblocks.errors import CorruptionError
 from tests.kvoffload.disk.memory_system import MemorySystem, PowerCut
 from tests.kvoffload.disk.small import (
     assert_serves,
@@ -38,9 +41,9 @@ class Expected:
         self.may = {n: {self.now[n]} if n in self.now else set() for n in NUMBERS}
 
 
-def play(chance, tier, expected):
+def play(chance, tier, expected, system):
     """One random operation."""
-    what = chance.choices(["put", "drop", "flush", "clear"], [6, 4, 1, 0.3])[0]
+    what = chance.choices(["put", "drop", "flush", "bad flush", "clear"], [6, 4, 1, 0.5, 0.3])[0]
     numbers = chance.sample(NUMBERS, chance.randint(1, 3))
     if what == "put":
         value = chance.randrange(1000)
@@ -56,6 +59,11 @@ def play(chance, tier, expected):
             expected.touch(number)
         tier.drop([key_of(number) for number in numbers])
         expected.now = {n: each for n, each in expected.now.items() if n not in numbers}
+    elif what == "bad flush":
+        system.failing = {chance.choice(["pages", "journal"]): chance}
+        with suppress(OSError):
+            tier.flush()
+        assert not system.failing
     elif what == "flush":
         tier.flush()
         expected.forget_before()
@@ -79,7 +87,7 @@ def test_a_power_cut_leaves_right_pages_and_all_that_was_flushed(full):
             system.calls_left = chance.randrange(100)
             with suppress(PowerCut):
                 while True:
-                    play(chance, tier, expected)
+                    play(chance, tier, expected, system)
             system = system.cut(chance)
             tier = open_tier(path, pages=PAGES, system=system)
             found = dict(zip(NUMBERS, read(tier, NUMBERS), strict=True))
@@ -117,6 +125,39 @@ def test_a_power_cut_during_a_flush_keeps_what_was_flushed_before():
         tier = open_tier(Path("/pages"), pages=PAGES, system=system.cut(chance))
         assert read(tier, [0]) == [record(0).content.tobytes()], at
     assert calls == 4  # the data, the folder, the journal, the mark, the journal
+
+
+def test_a_flush_after_one_that_failed_keeps_every_page():
+    for seed in range(40):
+        chance, system = random.Random(seed), MemorySystem()
+        tier = open_tier(Path("/pages"), pages=PAGES, system=system)
+        tier.put([record(0)])
+        tier.flush()
+        tier.put([record(number) for number in (1, 2, 3, 4)])
+        tier.drop([key_of(4)])
+        system.failing = {"pages": chance}
+        with pytest.raises(OSError, match="error"):
+            tier.flush()
+        tier.flush()
+        found = read(open_tier(Path("/pages"), pages=PAGES, system=system.cut(chance)), range(4))
+        assert found == [record(number).content.tobytes() for number in range(4)], seed
+
+
+def test_a_flush_says_which_pages_a_failed_one_lost():
+    chance, system = random.Random(0), MemorySystem()
+    tier = open_tier(Path("/pages"), pages=PAGES, system=system)
+    tier.put([record(number) for number in (0, 1, 2)])
+    system.failing = {"pages": chance}
+    with pytest.raises(OSError, match="error"):
+        tier.flush()
+    file = system._names[Path("/pages/pages")]
+    file.current[4096] ^= 1  # some file systems show what is on the disk, not what was written
+    with pytest.raises(CorruptionError, match="1 pages of /pages were lost"):
+        tier.flush()
+    assert tier.keys() == [key_of(0), key_of(2)]
+    tier.flush()
+    assert tier.put([record(1)]) == [None]
+    assert_serves(tier, pages=PAGES)
 
 
 def test_a_flush_keeps_the_file_as_well_as_its_bytes():

@@ -3,7 +3,7 @@
 import errno
 import os
 import subprocess
-from contextlib import closing
+from contextlib import closing, suppress
 
 import pytest
 
@@ -258,3 +258,26 @@ def test_a_path_that_is_no_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="file"):
         open_tier(tmp_path / "file" / "pages")
+
+
+def test_a_file_system_that_is_full_for_long_keeps_taking_pages(tmp_path):
+    """Each page takes the place of another; the journal finds room, if need be that of pages."""
+    mounted(tmp_path / "small", 64 * FRAME)
+    try:
+        with closing(open_tier(tmp_path / "small", pages=1000, system=Unsynced())) as tier:
+            there, failed = [], 0
+            for number in range(3000):
+                if failed:
+                    with suppress(CapacityError):
+                        tier.drop([key_of(there.pop(0))])
+                (answer,) = tier.put([record(number % 100, number, whole_frame=True)])
+                failed = failed + 1 if answer else min(failed, 1)
+                there += [] if answer else [number % 100]
+                assert failed < 5, number
+            assert len(tier) > 30
+            before = state(tier)
+            assert b"" not in before.values()
+        with closing(open_tier(tmp_path / "small", pages=1000)) as tier:
+            assert state(tier) == before
+    finally:
+        subprocess.run(["umount", str(tmp_path / "small")], check=True)
