@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 
 from .errors import PlanError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = ["Layout", "Shard", "layout_of"]
 
@@ -85,11 +89,14 @@ class Layout:
 def layout_of(tensor: torch.Tensor) -> Layout:
     """Say which box of its global tensor the local part of `tensor` is.
 
-    A plain tensor is whole. A DTensor may be sharded over any mix of mesh axes, the strided
-    order that FSDP2 makes over expert-parallel shards included. Local; moves no data.
+    A plain tensor is whole. A DTensor may be sharded over any mix of mesh axes, the strided order
+    that FSDP2 makes over expert-parallel shards included; a rank off its mesh holds nothing. Local;
+    moves no data.
 
     Raises:
-        PlanError: the DTensor holds partial sums, which have no place yet.
+        PlanError: the DTensor holds partial sums, which have no place yet; or rows that are no
+            box, as a strided shard alone has them; or a local part of another shape than its
+            placements say, as FSDP2 leaves it over uneven shards of the same dim.
     """
     from torch.distributed.tensor import DTensor, Partial
 
@@ -97,12 +104,54 @@ def layout_of(tensor: torch.Tensor) -> Layout:
         return Layout.whole(tensor.shape)
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         raise PlanError(f"a partial DTensor {tensor.placements} has no layout. Redistribute it.")
+    if tensor.device_mesh.get_coordinate() is None:
+        if not tensor.shape:
+            raise PlanError("a DTensor without dims has no empty part for a rank off its mesh")
+        nothing = (0,) * tensor.ndim
+        return Layout(tuple(tensor.shape), Shard(nothing, nothing))
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     sizes, offsets = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
+    held = tuple(tensor.to_local().shape)
+    if held != tuple(sizes) and not (0 in held and 0 in sizes):
+        raise PlanError(
+            f"this rank holds {held} of a tensor of {tuple(tensor.shape)}; its placements "
+            f"{tensor.placements} say {tuple(sizes)}. Use sizes that all mesh axes divide."
+        )
     if 0 in sizes:
         # torch places empty shards past the end.
         offsets = tuple(min(o, n) for o, n in zip(offsets, tensor.shape, strict=True))
+    else:
+        _refuse_gaps(tensor)
     return Layout(tuple(tensor.shape), Shard(tuple(offsets), tuple(sizes)))
+
+
+def _refuse_gaps(tensor: DTensor) -> None:
+    """Placements are dealt from left to right, each to the rows that those before it left over."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "of a rank on the mesh"
+    strided = {p.dim for p in tensor.placements if hasattr(p, "split_factor")}
+    for dim in strided:
+        rows = torch.arange(tensor.shape[dim])
+        for axis, placement in enumerate(tensor.placements):
+            if getattr(placement, "dim", None) != dim:
+                continue
+            # A strided shard deals each of `split_factor` parts, a plain one the whole.
+            parts = _chunk_sizes(len(rows), getattr(placement, "split_factor", 1))
+            ranks, mine = tensor.device_mesh.size(axis), coordinate[axis]
+            rows = torch.cat(
+                [part.split(_chunk_sizes(len(part), ranks))[mine] for part in rows.split(parts)]
+            )
+        if int(rows[-1] - rows[0]) >= len(rows):
+            raise PlanError(
+                f"rows {rows.tolist()[:8]} of dim {dim} are no one box: {tensor.placements} on a "
+                f"mesh of {tuple(tensor.device_mesh.shape)}. Redistribute it to Shard({dim})."
+            )
+
+
+def _chunk_sizes(size: int, parts: int) -> list[int]:
+    """The sizes that `torch.chunk` gives, and 0 where it gives none."""
+    most = -(-size // parts)
+    return [max(0, min(most, size - most * part)) for part in range(parts)]

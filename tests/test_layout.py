@@ -1,13 +1,16 @@
+import random
+
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as ShardedAlong
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from primeblocks import Layout, Shard
 from primeblocks.errors import PlanError, RankError
@@ -138,3 +141,92 @@ def _partial():
 def test_partial_sums_have_no_layout():
     with pytest.raises(RankError, match=r"has no layout\. Redistribute it"):
         ranks.run(_partial)
+
+
+def _strided(rows, split_factor, mesh_shape, behind):
+    """A strided shard on the first axis; what `layout_of` says of it, and what is there."""
+    mesh = init_device_mesh("cpu", mesh_shape)
+    placements = [_StridedShard(0, split_factor=split_factor), *behind]
+    tensor = distribute_tensor(_global((rows, 3)), mesh, placements, src_data_rank=None)
+    try:
+        return _pieces(tensor)
+    except PlanError as error:
+        return str(error)
+
+
+def test_rows_that_are_no_box_are_refused():
+    # Rank 0 has rows 0, 1, 4, 5; rank 1 has 2, 3, 6, 7, which are not rows 2 to 5.
+    for said in ranks.run(_strided, 8, 2, (2,), [], world_size=2):
+        assert "are no one box" in said
+        assert "Redistribute it" in said
+
+
+def test_strided_rows_that_are_a_box_have_a_layout():
+    pieces = ranks.run(_strided, 8, 2, (2, 2), [ShardedAlong(0)], world_size=4)
+    _assert_tiles((8, 3), pieces)
+    pieces = ranks.run(_strided, 2, 2, (2,), [], world_size=2)  # Rows 0 and 1, and none.
+    _assert_tiles((2, 3), pieces)
+
+
+def _told_otherwise():
+    """A local part of another shape than its placements say."""
+    mesh = init_device_mesh("cpu", (2,))
+    rows = 5 if dist.get_rank() == 0 else 3
+    local = torch.ones(rows, 2)
+    layout_of(DTensor.from_local(local, mesh, [ShardedAlong(0)], shape=(8, 2), stride=(2, 1)))
+
+
+def test_a_local_part_that_its_placements_do_not_explain_is_refused():
+    with pytest.raises(RankError, match=r"holds \(5, 2\).*say \(4, 2\)"):
+        ranks.run(_told_otherwise, world_size=2)
+
+
+def _off_the_mesh():
+    mesh = DeviceMesh("cpu", [0])
+    return layout_of(DTensor.from_local(torch.ones(4, 2), mesh, [ShardedAlong(0)], run_check=False))
+
+
+def test_a_rank_off_the_mesh_holds_nothing():
+    whole, nothing = ranks.run(_off_the_mesh, world_size=2)
+    assert whole.is_whole
+    assert nothing.shard == Shard((0, 0), (0, 0))
+
+
+def _random_fsdp_over_tensor_parallel(seed, cases):
+    """Real FSDP2 over real tensor parallelism, of random shapes: where `layout_of` is wrong."""
+    rng, wrong, boxes = random.Random(seed), [], 0
+    size = dist.get_world_size()
+    meshes = {
+        inner: init_device_mesh("cpu", (size // inner, inner), mesh_dim_names=("fsdp", "tensor"))
+        for inner in range(1, size + 1)
+        if size % inner == 0
+    }
+    for _ in range(cases):
+        mesh = meshes[rng.choice(list(meshes))]
+        shape = tuple(rng.randint(1, 13) for _ in range(rng.randint(1, 3)))
+        dim = rng.randrange(len(shape))
+        placement = rng.choice([ShardedAlong(dim), ShardedAlong(0), Replicate()])
+        whole, module = _global(shape), nn.Module()
+        inner = distribute_tensor(whole, mesh["tensor"], [placement], src_data_rank=None)
+        module.weight = nn.Parameter(inner)
+        fully_shard(module, mesh=mesh["fsdp"])
+        weight = module.weight.data
+        try:
+            layout = layout_of(weight)
+        except PlanError:
+            continue
+        boxes += 1
+        held, said = weight.to_local(), whole[layout.shard.slices]
+        if not torch.equal(said, held) and (said.numel() or held.numel()):
+            wrong.append((shape, placement, mesh.shape, layout, weight.placements))
+    return wrong, boxes
+
+
+@pytest.mark.parametrize("world_size", [3, 4, 6])
+def test_fsdp_over_tensor_parallel_shards_of_random_shapes(world_size, full):
+    cases = 200 if full else 40
+    for wrong, boxes in ranks.run(
+        _random_fsdp_over_tensor_parallel, world_size, cases, world_size=world_size
+    ):
+        assert wrong == []
+        assert boxes > cases // 2  # Most are boxes.

@@ -54,7 +54,8 @@ class _Source(NamedTuple):
 class Parts:
     """One rank's view of its parameters in the terms of a plan.
 
-    Names and boxes are worked out at the first use; later ones look at each tensor's shape only.
+    Names and boxes are worked out at the first use, and anew when a tensor lies otherwise than
+    before: has another shape, other placements or another mesh.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Parts:
         self._plan, self._rank = plan, rank
         self._source, self._convert, self._encode = source, convert, encode
         self._sources: dict[int, list[_Source]] = {}
+        self._placed: dict[str, object] = {}
         self._tensors: dict[str, Tensor] = {}
         self._last: tuple[str, Mapping[str, Tensor]] = ("", {})
 
@@ -81,12 +83,15 @@ class Parts:
         """Read the parameters anew. Local; moves no data.
 
         Raises:
-            PlanError: a tensor that this rank shall send is not there, or has another local shape.
+            PlanError: a tensor that this rank shall send is not there, or has another local shape
+                or other parts of the whole than the plan says.
         """
         self._tensors = named_tensors(self._parameters)
         self._last = ("", {})
-        if not self._sources:
+        placed = {name: _place(tensor) for name, tensor in self._tensors.items()}
+        if not self._sources or placed != self._placed:
             self._sources = self._map()
+            self._placed = placed
         if self._encode is None:
             for source in {s.origin: s for row in self._sources.values() for s in row}.values():
                 self._local(source)
@@ -190,3 +195,10 @@ class Parts:
             f"rank {self._rank} shall send {box} of {name!r} and has "
             f"{found or 'no such tensor'}; plan again."
         )
+
+
+def _place(tensor: Tensor) -> object:
+    """What its layout depends on; cheap to compare."""
+    if isinstance(tensor, DTensor):
+        return tensor.shape, tensor.placements, tensor.device_mesh
+    return tensor.shape

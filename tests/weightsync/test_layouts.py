@@ -6,9 +6,19 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from primeblocks.errors import UsageError
 from primeblocks.testing import ranks
-from primeblocks.weightsync import plan_sync
+from primeblocks.weightsync import (
+    Publisher,
+    SharedMemoryTransport,
+    Subscriber,
+    describe,
+    gather_manifests,
+    plan_sync,
+)
 from tests.weightsync.contents import KINDS, Side, contents, oracle, same_bytes, transport_of
 from tests.weightsync.link_layouts import elements, random_layouts
 
@@ -72,3 +82,48 @@ def test_random_layouts_arrive_as_if_gathered_and_sliced(kind, full, tmp_path):
         args = (kind, str(path), seeds, senders, receivers)
         checked += ranks.run(random_body, *args, world_size=senders + receivers, timeout_s=200)[0]
     assert checked >= (500 if full else 48) * 0.8
+
+
+def turned_body(path, turn):
+    """Publish, place the tensor otherwise, publish again: what was said, and what is served."""
+    group_rank, whole = dist.get_rank(), torch.arange(16.0).view(4, 4)
+    first = distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(0)])
+    parameters = {"w": first}
+    manifests = gather_manifests(describe(parameters))
+    plan = plan_sync(manifests, manifests[0].whole(), bucket_bytes=64)
+    transport = None
+    if group_rank == 0:
+        transport = SharedMemoryTransport("policy", owner=True, root=path)
+    dist.barrier()
+    transport = transport or SharedMemoryTransport("policy", root=path)
+    publisher = Publisher(plan, parameters, transport)
+    publisher.publish(1, timeout_s=20)
+    if turn == "same":
+        moved = distribute_tensor(whole + 1, init_device_mesh("cpu", (2,)), [Shard(0)])
+    elif turn == "replicated":
+        moved = distribute_tensor(whole + 1, init_device_mesh("cpu", (2,)), [Replicate()])
+    elif turn == "mesh":
+        moved = distribute_tensor(whole + 1, DeviceMesh("cpu", [1, 0]), [Shard(0)])
+    else:
+        moved = distribute_tensor(whole + 1, init_device_mesh("cpu", (2,)), [Shard(1)])
+    publisher._parts._parameters["w"] = moved
+    said = ""
+    try:
+        publisher.publish(2, timeout_s=20)
+    except UsageError as error:
+        said = str(error)
+    got = {}
+    with Subscriber(plan, got.update, transport) as subscriber:
+        version = subscriber.receive(timeout_s=20).version
+        right = got["w"].equal(whole + version - 1)
+    dist.barrier()
+    transport.close()
+    return said, version, right
+
+
+@pytest.mark.parametrize("turn", ["same", "replicated", "mesh", "other dim"])
+def test_a_tensor_that_lies_otherwise_is_sent_from_where_it_is_or_refused(turn, tmp_path):
+    for said, version, right in ranks.run(turned_body, str(tmp_path), turn, world_size=2):
+        assert right
+        assert version == (2 if turn in ("same", "replicated") else 1)
+        assert ("plan again" in said) is (version == 1)
