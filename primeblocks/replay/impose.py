@@ -51,8 +51,8 @@ def impose(
 
     Raises:
         PlanError: the routes are of a different model.
-        ShapeError: the gates do not fit the routes; the model runs on another number of tokens
-            (from within the forward).
+        ShapeError: the gates do not fit the routes; the model runs on another number of tokens, or
+            a router's output comes back in other shapes or dtypes (from within the forward).
         UsageError: the routers are under another `impose` already; a ratio outside (0, 1], or one
             together with gates; on leaving, a router never ran or would be recomputed without
             its routes; from within backward, a layer was recomputed under the routes of another

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..errors import ShapeError, UsageError
-from .router import Router
+from .router import Router, chosen_ids
 from .score_filter import keep_scored
 
 __all__ = ["ImposedLayer", "Tally"]
@@ -53,7 +53,7 @@ class ImposedLayer:
         return self._impose(output, check=False)
 
     def _impose(self, output: Any, *, check: bool) -> Any:
-        own = self.router.experts(output)
+        own = chosen_ids(self.router, output)
         if own.shape[0] != self._ids.shape[0]:
             raise ShapeError(
                 f"layer {self.router.layer_id} runs on {own.shape[0]} tokens, the routes hold"
@@ -66,14 +66,20 @@ class ImposedLayer:
             self._ran_without_grad = True
         rows = self._rows(output, own.to(torch.int64))
         gates = self.router.gates(output, rows)
-        assert gates.shape == rows.shape
+        if gates.shape != rows.shape:
+            raise ShapeError(
+                f"layer {self.router.layer_id}: Router.gates returns {list(gates.shape)} for"
+                f" choices {list(rows.shape)}"
+            )
         if self._weights is not None:
             # Adding the zero leaves the recorded value as it is, and the gradient to the live one.
             recorded = self._weights.to(own.device).to(gates.dtype) + (gates - gates.detach())
             gates = recorded if self._missing is None else self._where_missing(gates, recorded)
         if check:
             gates = _SameMicroBatch.apply(gates, self)
-        return self.router.replace(output, rows, gates)
+        replaced = self.router.replace(output, rows, gates)
+        _check_alike(self.router.layer_id, output, replaced)
+        return replaced
 
     def _leave_what_is_compiled_inside_a_checkpoint(self, output: Any) -> Any:
         # Compiled code keeps no object to compare a recomputation with. Under fullgraph torch
@@ -116,6 +122,27 @@ class ImposedLayer:
     def _where_missing(self, there: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
         assert self._missing is not None
         return torch.where(self._missing.to(there.device)[:, None], there, here)
+
+
+def _check_alike(layer_id: int, own: Any, replaced: Any) -> None:
+    """Refuse an output that the host would compute otherwise with: in float32 for bfloat16, say."""
+    if isinstance(own, tuple | list) and isinstance(replaced, tuple | list):
+        if len(own) != len(replaced):
+            raise ShapeError(
+                f"layer {layer_id}: Router.replace returns {len(replaced)} parts where the module"
+                f" returns {len(own)}"
+            )
+        for before, after in zip(own, replaced, strict=True):
+            _check_alike(layer_id, before, after)
+        return
+    if not isinstance(own, torch.Tensor) or not isinstance(replaced, torch.Tensor):
+        return
+    if own.dtype != replaced.dtype or own.shape != replaced.shape:
+        raise ShapeError(
+            f"layer {layer_id}: Router.replace puts {replaced.dtype} {list(replaced.shape)} where"
+            f" the module returns {own.dtype} {list(own.shape)}. Cast what Router.gates returns:"
+            " gates.to(output[1].dtype), say (docs/replay.md)."
+        )
 
 
 class _SameMicroBatch(torch.autograd.Function):

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..errors import ShapeError, UsageError
 from .codec import expert_dtype
-from .router import Router, check_routers
+from .router import Router, check_routers, chosen_ids
 from .routes import Routes
 
 __all__ = ["Tape", "record"]
@@ -24,7 +24,8 @@ def record(routers: Sequence[Router], *, gates: bool = False) -> Iterator[Tape]:
     """Keep the choices of one forward.
 
     One context, one forward: recomputation under activation checkpointing runs the routers
-    again, and is recognised because it chooses the same; anything else is refused. Opened
+    again, from within backward, and has to choose the same; a second forward is refused, even if
+    it chooses the same, as steps of `generate` may. Opened
     inside `impose` the tape holds the imposed choices, opened around it the model's own.
     Local; keeps narrow ids on the device, waits for nothing until `tape.routes` is read, except
     on leaving when a layer ran twice. A compiled model needs `allow_compile` first.
@@ -34,8 +35,11 @@ def record(routers: Sequence[Router], *, gates: bool = False) -> Iterator[Tape]:
             four bytes more a slot.
 
     Raises:
-        UsageError: a layer ran on another number of tokens (from within the forward), or chose
-            otherwise the second time (on leaving, or from `tape.routes`).
+        UsageError: a layer ran a second time, not within backward, or there on another number of
+            tokens (from within the forward); or chose otherwise when it was recomputed (on
+            leaving, or from `tape.routes`).
+        ShapeError: what a router reads from its output is not `[tokens, top_k]` integers (from
+            within the forward).
     """
     layers = [_RecordedLayer(router, gates) for router in check_routers(routers)]
     handles = [layer.router.module.register_forward_hook(layer) for layer in layers]
@@ -88,9 +92,8 @@ class Tape:
         for layer in self._layers:
             if layer.changed is not None and bool(layer.changed):
                 raise UsageError(
-                    f"layer {layer.router.layer_id} ran twice in one record, with other choices."
-                    " Open a new record for each forward; if this was recomputation in backward,"
-                    " it is not deterministic: impose the routes."
+                    f"layer {layer.router.layer_id} was recomputed in backward with other"
+                    " choices: it is not deterministic. Impose the routes."
                 )
 
     def _check_complete(self) -> None:
@@ -118,12 +121,13 @@ class _RecordedLayer:
         self.changed: Any = None
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        chosen = self.router.experts(output).detach()
+        chosen = chosen_ids(self.router, output).detach()
         # int32 where uint8 is too small: torch cannot compare uint16 on every device.
         narrow = torch.uint8 if self.router.num_experts <= 256 else torch.int32
         ids = chosen.to(narrow, copy=True)
         if self.ids is not None:
-            self._check_again(ids)
+            # Not compiled: whether this is backward must be asked at each run.
+            torch.compiler.disable(self._check_again)(ids)
             return
         self.ids = ids
         if self.keeps_gates:
@@ -132,10 +136,13 @@ class _RecordedLayer:
                 self.gates = gates.to(torch.float32, copy=True)
 
     def _check_again(self, ids: torch.Tensor) -> None:
-        if ids.shape != self.ids.shape:
+        # As torch's own checkpoints tell recomputation: only the autograd engine has graph tasks.
+        recomputing = torch._C._current_graph_task_id() != -1
+        if not recomputing or ids.shape != self.ids.shape:
             raise UsageError(
                 f"layer {self.router.layer_id} ran twice in one record: {self.ids.shape[0]} tokens,"
-                f" then {ids.shape[0]}. Open a new record for each forward."
+                f" then {ids.shape[0]}. Open a new record for each forward; for what `generate`"
+                " made, record one forward over the whole sequence."
             )
         # Kept on the device: to look at it here would wait for it.
         changed = (ids != self.ids).any()

@@ -8,9 +8,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from ..errors import PlanError, UsageError
+from ..errors import PlanError, ShapeError, UsageError
 
-__all__ = ["Router", "check_routers"]
+__all__ = ["Router", "check_routers", "chosen_ids"]
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @runtime_checkable
@@ -46,7 +48,9 @@ class Router(Protocol):
         """
 
     def replace(self, output: Any, experts: torch.Tensor, gates: torch.Tensor) -> Any:
-        """The same output with these choices and weights in it."""
+        """The same output with these choices and weights in it, in the shapes and dtypes that the
+        module itself returns.
+        """
 
 
 def check_routers(routers: Sequence[Router]) -> tuple[Router, ...]:
@@ -71,3 +75,18 @@ def check_routers(routers: Sequence[Router]) -> tuple[Router, ...]:
     if len(sizes) != 1:
         raise PlanError(f"routers differ in (num_experts, top_k): {sorted(sizes)}")
     return ordered
+
+
+def chosen_ids(router: Router, output: Any) -> torch.Tensor:
+    """What `router.experts` reads, `[tokens, top_k]`.
+
+    Raises:
+        ShapeError: it reads something else.
+    """
+    ids = router.experts(output)
+    if ids.ndim != 2 or ids.shape[1] != router.top_k or ids.dtype not in _INTEGERS:
+        raise ShapeError(
+            f"layer {router.layer_id}: Router.experts must return integers"
+            f" [tokens, {router.top_k}]; got {ids.dtype} {list(ids.shape)}"
+        )
+    return ids

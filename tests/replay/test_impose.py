@@ -1,7 +1,11 @@
+from dataclasses import dataclass
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+from primeblocks import replay
 from primeblocks.errors import PlanError, ShapeError, UsageError
 from primeblocks.replay import Routes, impose, record
 from primeblocks.replay.impose import _upload, allow_compile
@@ -256,6 +260,69 @@ def test_a_second_context_on_the_same_routers_is_refused(toy, inputs, foreign):
         with pytest.raises(UsageError, match="imposed already"), impose(model.routers, foreign()):
             pass
         model(inputs)
+
+
+def documented_router():
+    """`MyRouter` as docs/replay.md has it."""
+    blocks = Path(__file__).parents[2].joinpath("docs/replay.md").read_text().split("```python\n")
+    (code,) = (block.split("```")[0] for block in blocks if "class MyRouter" in block)
+    names = {"dataclass": dataclass, "nn": torch.nn, "replay": replay}
+    exec(code, names)
+    return names["MyRouter"]
+
+
+class HalfRouter(torch.nn.Module):
+    """Returns its gates in the dtype of the model, as most do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(6, 5).bfloat16())
+
+    def forward(self, hidden):
+        logits = hidden @ self.weight.T
+        ids = logits.topk(2).indices
+        gates = logits.softmax(-1, dtype=torch.float32).gather(-1, ids)
+        return logits, (gates / gates.sum(-1, keepdim=True)).bfloat16(), ids
+
+
+def test_the_documented_router_changes_no_bit_in_bfloat16(inputs):
+    torch.manual_seed(0)
+    module, hidden = HalfRouter(), inputs.reshape(-1, 5).bfloat16()
+    routers = [documented_router()(module, 0, 6, 2)]
+    with record(routers) as tape:
+        own = module(hidden)
+    with impose(routers, tape.routes):
+        replayed = module(hidden)
+    for a, b in zip(own, replayed, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("gates", "found"),
+    [
+        (lambda gates: gates.float(), r"replace puts torch.float32 \[8, 2\] .* torch.bfloat16"),
+        (lambda gates: gates.double(), r"replace puts torch.float64 \[8, 2\] .* torch.bfloat16"),
+        (lambda gates: gates[:, :1], r"gates returns \[8, 1\] for choices \[8, 2\]"),
+        (lambda gates: gates.T, r"gates returns \[2, 8\]"),
+    ],
+)
+@pytest.mark.parametrize(
+    "recorded", [None, np.ones((8, 1, 2), np.float32)], ids=["live", "recorded"]
+)
+def test_gates_of_another_dtype_or_shape_are_refused(inputs, foreign, gates, found, recorded):
+    documented = documented_router()
+
+    class Wrong(documented):
+        def gates(self, output, experts):
+            return gates(documented.gates(self, output, experts))
+
+    module = HalfRouter()
+    with (
+        pytest.raises(ShapeError, match=rf"layer 0: Router.{found}"),
+        impose([Wrong(module, 0, 6, 2)], foreign(layers=1), gates=recorded),
+    ):
+        module(inputs.reshape(-1, 5).bfloat16())
 
 
 def test_other_numbers_of_tokens_are_refused(toy, inputs, foreign):

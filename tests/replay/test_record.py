@@ -28,31 +28,58 @@ def test_one_record_is_one_forward(toy, inputs):
         with pytest.raises(UsageError, match=r"\[0, 1, 2\] have not run"):
             _ = tape.routes
         model(inputs)
-        model(inputs)
         with pytest.raises(UsageError, match="ran twice in one record: 8 tokens, then 4"):
             model(inputs[:1])
     assert tape.routes.tokens == 8
 
 
-def record_twice(model, inputs, *, error=None):
+@pytest.mark.parametrize("other", [1, -1])
+@pytest.mark.parametrize("checkpoint", [None, False, True])
+def test_a_second_forward_is_refused_whatever_it_chooses(toy, inputs, other, checkpoint):
+    """Six decoding steps that chose alike were recorded as one."""
+    model, step = toy(checkpoint=checkpoint), inputs[:1, :1].clone().requires_grad_()
     with record(model.routers) as tape:
-        model(inputs)
-        model(-inputs)
-        model(inputs)  # The last one agrees with the first.
+        loss = model(step).sum()
+        with pytest.raises(UsageError, match="layer 0 ran twice .*1 tokens, then 1.*generate"):
+            model(other * step)
+        loss.backward()
+        with pytest.raises(UsageError, match="layer 0 ran twice"):
+            model(step)
+    assert tape.routes.tokens == 1
+
+
+def recompute_otherwise(model, inputs, *, error=None):
+    with record(model.routers) as tape:
+        loss = model(inputs.clone().requires_grad_()).sum()
+        model.routers[0].weight.data.neg_()
+        loss.backward()
         with pytest.raises(UsageError, match="with other choices"):
             _ = tape.routes
         if error is not None:
             raise error
 
 
-def test_a_second_forward_with_other_choices_is_refused(toy, inputs):
-    with pytest.raises(UsageError, match="layer 0 ran twice in one record, with other choices"):
-        record_twice(toy(), inputs)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_with_other_choices_is_refused(toy, inputs, reentrant):
+    with pytest.raises(UsageError, match="layer 0 was recomputed in backward with other choices"):
+        recompute_otherwise(toy(checkpoint=reentrant), inputs)
 
 
 def test_an_error_of_the_body_is_not_covered_up(toy, inputs):
     with pytest.raises(ZeroDivisionError):
-        record_twice(toy(), inputs, error=ZeroDivisionError())
+        recompute_otherwise(toy(checkpoint=True), inputs, error=ZeroDivisionError())
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_what_is_no_choice_is_refused(toy, inputs, foreign, monkeypatch, part):
+    """Scores for ids would be recorded as numbers cut short."""
+    model = toy(layers=1)
+    monkeypatch.setattr(type(model.routers[0]), "experts", lambda self, output: output[part])
+    message = r"layer 0: Router.experts must return integers \[tokens, 2\]; got torch.float64"
+    with record(model.routers), pytest.raises(ShapeError, match=message):
+        model(inputs)
+    with pytest.raises(ShapeError, match=message), impose(model.routers, foreign(layers=1)):
+        model(inputs)
 
 
 def test_layers_that_saw_other_tokens_are_refused(toy, inputs):

@@ -164,6 +164,23 @@ def test_a_checkpoint_around_compiled_code_is_checked(fullgraph):
     ranks.run(_checkpoint_around, fullgraph, world_size=1)
 
 
+def _recorded_twice():
+    model, _ = _compiled(False, checkpoint=False, fullgraph=False)
+    for seed in range(2):
+        with record(model.routers) as tape:
+            found = _step(model, _inputs(seed))  # Recomputes.
+            with pytest.raises(UsageError, match="layer 0 ran twice .*8 tokens, then 8"):
+                model(_inputs(seed))
+        eager = ToyModel("sigmoid")
+        with record(eager.routers) as own:
+            _assert_equal(found, _step(eager, _inputs(seed)))
+        assert tape.routes == own.routes
+
+
+def test_a_second_forward_is_told_from_recomputation():
+    ranks.run(_recorded_twice, world_size=1)
+
+
 def _transformers(family):
     """Layers compiled one by one; their experts leave compiled code by themselves."""
     from primeblocks.replay.adapters.transformers import routers

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from primeblocks.errors import MissingPackageError, UnsupportedError
+from primeblocks.errors import MissingPackageError, UnsupportedError, UsageError
 from primeblocks.replay import Routes, compare, impose, record
 from primeblocks.replay.adapters import transformers as adapter
 from primeblocks.replay.reference import sigmoid_router, softmax_router
@@ -318,6 +318,59 @@ def test_a_router_that_returns_something_else_is_refused(monkeypatch):
     monkeypatch.setattr(routers[0].module, "forward", lambda hidden: hidden)
     with pytest.raises(UnsupportedError, match="does not return"), record(routers[:1]):
         routers[0].module(torch.zeros(1, 32))
+
+
+def with_copied_routers(family, names):
+    peft = pytest.importorskip("peft")
+    model = build(family)
+    config = peft.LoraConfig(target_modules=["o_proj"], modules_to_save=names)
+    model = peft.get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if "modules_to_save" in name:
+            parameter.data.normal_(0, 0.3, generator=generator)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("qwen3_moe", "gate"), ("gpt_oss", "router"), ("deepseek_v3", "gate")]
+)
+def test_routers_that_peft_copied_are_followed(family, name):
+    model = with_copied_routers(family, [name])
+    routers = adapter.routers(model)
+    assert [router.layer_id for router in routers] == LAYERS.get(family, [1, 2])
+    with record(routers) as own:
+        wanted = model(input_ids=TOKENS, use_cache=False).logits
+    with record(routers) as original, model.disable_adapter():
+        model(input_ids=TOKENS, use_cache=False)
+    assert compare(own.routes, original.routes).overall < 0.9
+    with impose(routers, own.routes):
+        found = model(input_ids=TOKENS, use_cache=False).logits
+        assert torch.equal(found, wanted)
+    routes = foreign_routes(routers)
+    with impose(routers, routes), record(routers) as tape:
+        model(input_ids=TOKENS, use_cache=False).logits.square().sum().backward()
+    assert compare(routes, tape.routes).same_order == 1
+    for router in routers:
+        copy, kept = router.module.modules_to_save["default"], router.module.original_module
+        assert copy.weight.grad.abs().max() > 0
+        assert kept.weight.grad is None
+
+
+def test_copies_of_what_is_around_a_router_are_refused():
+    model = with_copied_routers("qwen3_moe", ["mlp"])
+    with pytest.raises(UnsupportedError, match=r"layer 0 has two routers.*modules_to_save=\[.gate"):
+        adapter.routers(model)
+
+
+def test_generate_in_a_record_is_refused():
+    """With a prompt of one token, steps that chose alike were recorded as one."""
+    model = build("qwen3_moe").eval()
+    with (
+        record(adapter.routers(model)),
+        pytest.raises(UsageError, match="ran twice in one record: 1 tokens, then 1.*generate"),
+    ):
+        model.generate(TOKENS[:1, :1], max_new_tokens=6, do_sample=False)
 
 
 def test_a_missing_package_is_named(monkeypatch):

@@ -116,11 +116,12 @@ def routers(model: nn.Module) -> tuple[TransformersRouter, ...]:
     """Every router of `model`, in layer order, for `record` and `impose`.
 
     Works before and after FSDP2, activation checkpointing and expert parallelism are applied:
-    routers run locally and are looked at from outside only. Local.
+    routers run locally and are looked at from outside only. Where PEFT trains a copy of the router
+    (`modules_to_save=["gate"]`), the module that picks the copy stands for both. Local.
 
     Raises:
-        UnsupportedError: no router of a supported family, a router of another family, or a
-            version of transformers outside 5.17 <= version < 6.
+        UnsupportedError: no router of a supported family, a router of another family, several in
+            one layer, or a version of transformers outside 5.17 <= version < 6.
     """
     release = tuple(int(part) for part in _VERSION.split(".")[:2])
     if not (5, 17) <= release < (6, 0):
@@ -128,22 +129,39 @@ def routers(model: nn.Module) -> tuple[TransformersRouter, ...]:
             f"transformers {_VERSION}: its routers were read in 5.17 to 5.19."
             " Run in your clone of primeblocks: pip install '.[transformers]'"
         )
-    found = []
+    found: dict[int, TransformersRouter] = {}
+    names: dict[int, str] = {}
     for name, module in model.named_modules():
-        gates = _gates_of(module)
+        if re.sub(r"\.(original_module|modules_to_save\.[^.]+)$", "", name) in names.values():
+            continue
+        gates = _gates_of(_trained_apart(module))
         if gates is not None:
             layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
             if layer is None:
                 raise UnsupportedError(f"router {name!r} is in no numbered layer")
             sizes: Any = module
-            found.append(
-                TransformersRouter(module, int(layer[1]), sizes.num_experts, sizes.top_k, gates)
+            layer_id = int(layer[1])
+            if layer_id in found:
+                raise UnsupportedError(
+                    f"layer {layer_id} has two routers, {names[layer_id]!r} and {name!r}. Where"
+                    " PEFT copies what is around the router, name the router itself:"
+                    ' modules_to_save=["gate"].'
+                )
+            names[layer_id] = name
+            found[layer_id] = TransformersRouter(
+                module, layer_id, sizes.num_experts, sizes.top_k, gates
             )
         elif any("router" in cls.__name__.lower() for cls in type(module).__mro__):
             raise _unsupported(f"{name!r}, a {type(module).__name__}, is not")
     if not found:
         raise _unsupported(f"no module of {type(model).__name__} is")
-    return tuple(sorted(found, key=lambda router: router.layer_id))
+    return tuple(found[layer_id] for layer_id in sorted(found))
+
+
+def _trained_apart(module: nn.Module) -> nn.Module:
+    """What PEFT's ModulesToSaveWrapper keeps beside the copy that it trains; else the module."""
+    inside = dict(module.named_children())
+    return inside.get("original_module", module) if "modules_to_save" in inside else module
 
 
 def _gates_of(module: nn.Module) -> Gates | None:
