@@ -17,6 +17,10 @@
 Messages carry numbers and a remedy.
 """
 
+import operator
+import signal
+from typing import Any
+
 __all__ = [
     "CancelledError",
     "CapacityError",
@@ -32,6 +36,8 @@ __all__ = [
     "TransferError",
     "UnsupportedError",
     "UsageError",
+    "check_version",
+    "how_it_ended",
 ]
 
 
@@ -104,3 +110,36 @@ class CancelledError(PrimeblocksError):
 
 class ClosedError(PrimeblocksError):
     """The object was used after close()."""
+
+
+def check_version(version: Any) -> int:
+    """Return a policy version as an int: a count of updates, from 0 to 2**63 - 1. Local.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    try:
+        count = -1 if isinstance(version, bool) else operator.index(version)
+    except TypeError:
+        count = -1
+    if not 0 <= count < 1 << 63:
+        raise UsageError(
+            f"a policy version is an integer from 0 to 2**63 - 1; got {version!r}. Count updates."
+        )
+    return count
+
+
+def how_it_ended(exitcode: int | None) -> str:
+    """Put the exit status of a child process into words: "was ended by SIGILL". Local.
+
+    Args:
+        exitcode: of `multiprocessing` or `subprocess`, which negate a signal; None while it runs.
+    """
+    if exitcode is None:
+        return "goes on"
+    if exitcode >= 0:
+        return f"exited with code {exitcode}"
+    try:
+        return f"was ended by {signal.Signals(-exitcode).name}"
+    except ValueError:
+        return f"was ended by signal {-exitcode}"

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from primeblocks.errors import how_it_ended
+
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -34,5 +36,6 @@ def run_job(
         timeout=timeout_s,
         check=False,
     )
-    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    how = f"{script.name} {how_it_ended(done.returncode)}"
+    assert done.returncode == 0, f"{how}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
     return done.stdout

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import primeblocks
+from primeblocks.errors import how_it_ended
 
 PACKAGE = Path(primeblocks.__file__).parent
 ROOT = PACKAGE.parent
@@ -73,7 +74,7 @@ def _python(code, cwd, *, timeout_s=60):
     done = subprocess.run(
         command, cwd=cwd, capture_output=True, text=True, timeout=timeout_s, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, f"it {how_it_ended(done.returncode)}\n{done.stderr}"
     return done.stdout
 
 

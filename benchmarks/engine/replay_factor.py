@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from primeblocks.errors import how_it_ended
 from primeblocks.replay import Mismatch, Routes, compare, impose, measure_mismatch, record
 from primeblocks.replay.adapters.transformers import routers
 from primeblocks.testing import tiny_models
@@ -127,7 +128,7 @@ def sample(folder: Path, dtype: str, seed: int) -> dict[str, np.ndarray]:
         check=False,
     )
     if done.returncode:
-        raise SystemExit(done.stderr[-4000:])
+        raise SystemExit(f"{job.name} {how_it_ended(done.returncode)}\n{done.stderr[-4000:]}")
     return dict(np.load(folder / "samples.npz"))
 
 

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from primeblocks.errors import how_it_ended
 from primeblocks.testing import tiny_models
 
 from ..engine.environment import ENVIRONMENT
@@ -62,7 +63,7 @@ def _run(folder: Path, tokens: int, tier: str, rounds: int) -> dict[str, Timing]
         check=False,
     )
     if done.returncode != 0:
-        raise RuntimeError(f"{job.name} failed:\n{done.stderr[-4000:]}")
+        raise RuntimeError(f"{job.name} {how_it_ended(done.returncode)}\n{done.stderr[-4000:]}")
     return {
         name: Timing(tuple(each)) for name, each in json.loads(done.stdout.splitlines()[-1]).items()
     }

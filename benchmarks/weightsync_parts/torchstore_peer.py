@@ -18,6 +18,8 @@ import os
 import subprocess
 from pathlib import Path
 
+from primeblocks.errors import how_it_ended
+
 from ..harness import Timing
 from .shared_memory import RUNS, Figures
 
@@ -64,7 +66,8 @@ def _missing(python: Path) -> str:
         done = subprocess.run(probe, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except OSError as error:
         return str(error)
-    return "" if done.returncode == 0 else done.stderr.strip().rpartition("\n")[2]
+    last = done.stderr.strip().rpartition("\n")[2]
+    return "" if done.returncode == 0 else last or f"it {how_it_ended(done.returncode)}"
 
 
 def _job(python: Path, scale: float, runs: int, threads: int) -> dict[str, list[float]]:

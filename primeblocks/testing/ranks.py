@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from primeblocks.errors import ClosedError, DeadlineError, RankError, UsageError
+from primeblocks.errors import ClosedError, DeadlineError, RankError, UsageError, how_it_ended
 
 from . import rank_process
 from .rank_process import kill, tell
@@ -165,7 +165,7 @@ class Gang:
         self._settle_all()
         self.close()
         crashed = [
-            f"rank {m.rank} returned its result, and then {_epitaph(m.process.exitcode)}"
+            f"rank {m.rank} returned its result, and then {how_it_ended(m.process.exitcode)}"
             for m in self._members
             if m.process.exitcode and not isinstance(m.outcome, _Killed)
         ]
@@ -291,7 +291,9 @@ class _Member:
         """Settle a rank that hung up without a result: it is dead."""
         self.process.join(_GRACE_S)
         stack = self.stack_file.read_text() if self.stack_file.exists() else ""
-        death = _Failed(f"it {_epitaph(self.process.exitcode)}", died=True)
+        exitcode = self.process.exitcode
+        how = "closed its pipe and went on" if exitcode is None else how_it_ended(exitcode)
+        death = _Failed(f"it {how}", died=True)
         self.settle(_Hung(stack) if stack else death)
 
 
@@ -305,18 +307,10 @@ def _server() -> ForkServerContext:
     first.join()
     if first.exitcode:
         raise RankError(
-            f"the first process {_epitaph(first.exitcode)}. If this is a script, start ranks "
+            f"the first process {how_it_ended(first.exitcode)}. If this is a script, start ranks "
             'under `if __name__ == "__main__":`, for every rank imports the script.'
         )
     return context
-
-
-def _epitaph(exitcode: int | None) -> str:
-    if exitcode is None:
-        return "closed its pipe and went on"
-    if exitcode >= 0:
-        return f"exited with code {exitcode}"
-    return f"was ended by {signals.Signals(-exitcode).name}"
 
 
 def _names(ranks: Iterable[int]) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from primeblocks.errors import how_it_ended
 from tests.engine_job import ENVIRONMENT
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -99,7 +100,8 @@ def test_a_killed_engine_ends_the_run_with_its_name(tmp_path):
     try:
         deadline = time.monotonic() + 120
         while "GRPO" not in (tmp_path / "log").read_text():
-            assert process.poll() is None, (tmp_path / "log").read_text()[-6000:]
+            ended, log = process.poll(), (tmp_path / "log").read_text()[-6000:]
+            assert ended is None, f"the example {how_it_ended(ended)}\n{log}"
             assert time.monotonic() < deadline
             time.sleep(0.2)
         assert shared_memory(tmp_path)

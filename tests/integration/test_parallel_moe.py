@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from primeblocks.errors import how_it_ended
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "parallel_moe.py"
 
 
@@ -17,7 +19,7 @@ def test_four_ranks_print_the_plans_and_equal_one_rank():
         timeout=100,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, f"torchrun {how_it_ended(done.returncode)}\n{done.stderr}"
     assert re.search(r"^expert +4  0,1,2,3 .*all-to-all$", done.stdout, re.M)
     assert re.search(r"^1 +256 +\d+ +1\.0", done.stdout, re.M)
     loss, gradient = map(float, re.findall(r"(?:loss|gradient) (\S+e\S+?)(?:,|$)", done.stdout))

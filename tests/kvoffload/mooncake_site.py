@@ -9,6 +9,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+from primeblocks.errors import how_it_ended
 from primeblocks.kvoffload.adapters.mooncake import MooncakeTier, connect
 from tests.kvoffload.tier_conformance import Bench, content_of, host_for, key_of
 
@@ -43,7 +44,7 @@ def running_master():
             if process.poll() is None:
                 yield process, f"{_HERE}:{port}"
                 return
-            assert time.monotonic() < deadline, f"the master ended with {process.returncode}"
+            assert time.monotonic() < deadline, f"the master {how_it_ended(process.returncode)}"
 
 
 @contextmanager

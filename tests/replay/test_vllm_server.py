@@ -22,7 +22,7 @@ import pytest
 import torch
 import xxhash
 
-from primeblocks.errors import CorruptionError, UsageError
+from primeblocks.errors import CorruptionError, UsageError, how_it_ended
 from primeblocks.replay import compare, record
 from primeblocks.replay.adapters.vllm import (
     MEDIA_TYPE,
@@ -184,7 +184,8 @@ def server(model: Path) -> Iterator[str]:
     try:
         deadline = time.monotonic() + START_S
         while not healthy(url):
-            assert process.poll() is None, (model.parent / "log").read_text()[-4000:]
+            ended, said = process.poll(), (model.parent / "log").read_text()[-4000:]
+            assert ended is None, f"the server {how_it_ended(ended)}\n{said}"
             assert time.monotonic() < deadline, "the server did not start"
             time.sleep(0.2)  # there is no event to wait for
         yield url

@@ -22,7 +22,7 @@ from typing import Any
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from primeblocks.errors import PrimeblocksError
+from primeblocks.errors import PrimeblocksError, how_it_ended
 from primeblocks.plugins.vllm import register
 from primeblocks.weightsync.adapters import vllm as adapter
 from tests.weightsync.vllm_flight import flight
@@ -77,7 +77,9 @@ class Served:
         """Until it answers."""
         deadline, never = time.monotonic() + timeout_s, threading.Event()
         while time.monotonic() < deadline:
-            assert self.process.poll() is None, Path(self.log.name).read_text()[-4000:]
+            ended = self.process.poll()
+            log = Path(self.log.name).read_text()[-4000:]
+            assert ended is None, f"the server {how_it_ended(ended)}\n{log}"
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health"):
                 return
             never.wait(0.1)

@@ -14,7 +14,14 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from ....errors import ClosedError, DeadlineError, EngineError, UnsupportedError, UsageError
+from ....errors import (
+    ClosedError,
+    DeadlineError,
+    EngineError,
+    UnsupportedError,
+    UsageError,
+    how_it_ended,
+)
 from ...checkpoint_files import check_checkpoint
 from ...clock import Clock, MonotonicClock, within
 from ...worker import WorkerThread
@@ -244,7 +251,7 @@ class VllmEngine:
         asyncio.get_running_loop().remove_reader(process.sentinel)
         self._end(
             EngineError(
-                f"the vLLM engine's process {process.pid} ended with exit code {process.exitcode}. "
+                f"the vLLM engine's process {process.pid} {how_it_ended(process.exitcode)}. "
                 "Start another engine."
             )
         )

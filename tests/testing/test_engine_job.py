@@ -1,0 +1,37 @@
+"""A child that ends by a signal is named by it."""
+
+import signal
+
+import pytest
+
+from primeblocks.errors import how_it_ended
+from tests.engine_job import run_job
+
+
+@pytest.mark.parametrize("number", [signal.SIGILL, signal.SIGSEGV, signal.SIGKILL])
+def test_a_job_that_dies_by_a_signal_says_which(tmp_path, number):
+    job = tmp_path / "job.py"
+    job.write_text(f"import os; os.kill(os.getpid(), {int(number)})")
+    with pytest.raises(AssertionError, match=rf"job\.py was ended by {number.name}"):
+        run_job(job, timeout_s=60)
+
+
+def test_a_job_that_raises_shows_its_traceback(tmp_path):
+    job = tmp_path / "job.py"
+    job.write_text("raise SystemExit('no luck')")
+    with pytest.raises(AssertionError, match=r"(?s)job\.py exited with code 1.*no luck"):
+        run_job(job, timeout_s=60)
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "said"),
+    [
+        (0, "exited with code 0"),
+        (132, "exited with code 132"),
+        (-4, "was ended by SIGILL"),
+        (-40, "was ended by signal 40"),  # real-time signals have numbers only
+        (None, "goes on"),
+    ],
+)
+def test_every_exit_status_has_words(exitcode, said):
+    assert how_it_ended(exitcode) == said
