@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import UnsupportedError
 
-__all__ = ["Patch", "SelfTest", "ours", "stock"]
+__all__ = ["Patch", "SelfTest", "ours", "replace", "stock"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Patch:
         tested: the host versions it was tested with, as a requirement.
         replacements: for each symbol (`module:path`) a function from the stock object to ours.
         self_test: tries the stock and the current symbols; takes well under a second.
+        asked: whether a configuration of the host has a use for it.
         cpu_only: it repairs the host's CPU platform and is not for others.
     """
 
@@ -41,6 +42,7 @@ class Patch:
     tested: str
     replacements: Mapping[str, Callable[[Any], Any]]
     self_test: Callable[[], SelfTest]
+    asked: Callable[[Any], bool]
     cpu_only: bool = True
 
     def applied(self) -> bool:
@@ -57,18 +59,23 @@ class Patch:
         Raises:
             UnsupportedError: a symbol is missing; nothing was replaced.
         """
-        if missing := [symbol for symbol in self.replacements if _owner(symbol) is None]:
-            raise UnsupportedError(
-                f"{self.name} cannot be applied: there is no {', '.join(missing)}. It was tested "
-                f"with {self.tested}; install that."
-            )
-        for symbol, replace in self.replacements.items():
-            original = ours(symbol)
-            if getattr(original, "primeblocks_patch", "") != self.name:
-                replacement = replace(original)
-                replacement.primeblocks_patch = self.name
-                replacement.primeblocks_stock = original
-                setattr(_owner(symbol), symbol.rpartition(":")[2].rpartition(".")[2], replacement)
+        replace(self.replacements, name=self.name, tested=self.tested)
+
+
+def replace(replacements: Mapping[str, Callable[[Any], Any]], *, name: str, tested: str) -> None:
+    """Replace symbols in the name of a patch, each once; arguments and errors as `Patch`."""
+    if missing := [symbol for symbol in replacements if _owner(symbol) is None]:
+        raise UnsupportedError(
+            f"{name} cannot be applied: there is no {', '.join(missing)}. It was tested "
+            f"with {tested}; install that."
+        )
+    for symbol, replacement_of in replacements.items():
+        original = ours(symbol)
+        if getattr(original, "primeblocks_patch", "") != name:
+            replacement = replacement_of(original)
+            replacement.primeblocks_patch = name
+            replacement.primeblocks_stock = original
+            setattr(_owner(symbol), symbol.rpartition(":")[2].rpartition(".")[2], replacement)
 
 
 def ours(symbol: str) -> Any:

@@ -1,7 +1,9 @@
-"""Run by test_vllm_plugin.py in its own process: `plugin_job.py FOLDER` writes facts.json."""
+"""Run by test_vllm_plugin.py in its own process: `plugin_job.py FOLDER` writes facts.json.
+
+What vLLM's log says is printed, phase by phase; its loggers are set up anew too often to listen.
+"""
 
 import json
-import logging
 import os
 import sys
 from pathlib import Path
@@ -34,58 +36,53 @@ def save_model(folder: Path) -> str:
     return str(folder)
 
 
-class Warnings(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
+def applied(plugin: Any) -> list[str]:
+    return [patch.name for patch in plugin.PATCHES if patch.applied()]
 
 
-def state(plugin: Any, warnings: Warnings) -> dict[str, Any]:
-    found = {
-        "applied": [patch.name for patch in plugin.PATCHES if patch.applied()],
-        "warnings": warnings.messages[:],
-        "self_tests": {
-            patch.name: [test.needed, test.effective]
-            for patch in plugin.PATCHES
-            for test in [patch.self_test()]
-        },
-        "required": "",
-    }
+def self_tests(plugin: Any) -> dict[str, list[bool]]:
+    tests = {patch.name: patch.self_test() for patch in plugin.PATCHES}
+    return {name: [test.needed, test.effective] for name, test in tests.items()}
+
+
+def required(plugin: Any, name: str) -> str:
+    """The complaint."""
     try:
-        plugin.require("moe_reload_on_cpu")
+        plugin.require(name)
     except ValueError as error:
-        found["required"] = str(error)
-    warnings.messages.clear()
-    return found
+        return str(error)
+    return ""
+
+
+def attempt(model: str, **kwargs: Any) -> tuple[str, str] | None:
+    """The complaint about a configuration with capture on."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    args = {"enable_return_routed_experts": True, "skip_tokenizer_init": True, **kwargs}
+    try:
+        EngineArgs(model=model, max_model_len=128, dtype="float32", **args).create_engine_config()
+    except ValueError as error:
+        return type(error).__name__, str(error)
+    return None
 
 
 def refused(model: str) -> dict[str, tuple[str, str] | None]:
-    from vllm.engine.arg_utils import EngineArgs
-
-    def attempt(**kwargs: Any) -> tuple[str, str] | None:
-        args = {"enable_return_routed_experts": True, "skip_tokenizer_init": True, **kwargs}
-        try:
-            EngineArgs(
-                model=model, max_model_len=128, dtype="float32", **args
-            ).create_engine_config()
-        except ValueError as error:
-            return type(error).__name__, str(error)
-        return None
-
     speculative = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
     found = {
-        "speculative": attempt(enforce_eager=True, speculative_config=speculative),
-        "no_prefix_caching": attempt(enforce_eager=True, enable_prefix_caching=False),
-        "no_capture": attempt(enable_return_routed_experts=False),
+        "nothing": attempt(model, enforce_eager=True),
+        "no_capture": attempt(model, enable_return_routed_experts=False),
+        "speculative": attempt(model, enforce_eager=True, speculative_config=speculative),
+        "no_prefix_caching": attempt(model, enforce_eager=True, enable_prefix_caching=False),
     }
     del os.environ["TORCH_COMPILE_DISABLE"]  # which would make every mode an eager one
-    found["default"] = attempt()
-    found["stock_torch_compile"] = attempt(compilation_config={"mode": 1})
+    found["default"] = attempt(model)
+    found["stock_torch_compile"] = attempt(model, compilation_config={"mode": 1})
     os.environ["TORCH_COMPILE_DISABLE"] = "1"
     return found
+
+
+def phase(name: str) -> None:
+    print(f"== {name}", flush=True)
 
 
 def main(folder: Path) -> None:
@@ -93,30 +90,38 @@ def main(folder: Path) -> None:
 
     from primeblocks.plugins import vllm as plugin
 
-    warnings = Warnings()
-    logging.getLogger(plugin.__name__).addHandler(warnings)
     facts: dict[str, Any] = {}
 
+    sys.stderr = sys.stdout  # where Python warns until vLLM has set up its log
+    phase("untested")
     version, vllm.__version__ = vllm.__version__, "0.99.1"
     plugin.register()
     plugin.register()
-    facts["untested"] = state(plugin, warnings)
+    facts["untested"] = {
+        "applied": applied(plugin),
+        "required": required(plugin, "moe_reload_on_cpu"),
+    }
     vllm.__version__ = version
 
-    plugin.register()
-    facts["off"] = state(plugin, warnings)
-    from vllm.v1.worker import cpu_worker
+    from vllm.engine.arg_utils import EngineArgs
 
-    runner = cpu_worker.CPUModelRunner
+    phase("registered")
     plugin.register()
-    facts["same_symbols"] = cpu_worker.CPUModelRunner is runner
-    try:
-        plugin.require("no_such_patch")
-    except ValueError as error:
-        facts["unknown"] = str(error)
-
+    create = EngineArgs.create_engine_config
+    plugin.register()
+    facts["registered"] = {
+        "same_symbols": EngineArgs.create_engine_config is create,
+        "applied": applied(plugin),
+        "required": required(plugin, "moe_reload_on_cpu"),
+        "unknown": required(plugin, "no_such_patch"),
+        "self_tests": self_tests(plugin),
+    }
     model = save_model(folder / "model")
+    phase("capture")
     facts["refused"] = refused(model)
+    facts["capture"] = applied(plugin)
+
+    phase("plain_engine")
 
     engine = vllm.LLM(
         model,
@@ -148,13 +153,19 @@ def main(folder: Path) -> None:
         log_ratio = logprobs() - before
         return float(np.mean(np.exp(log_ratio) - 1 - log_ratio))
 
+    facts["plain_engine"] = applied(plugin)
     before = logprobs()
     facts["k3_again"] = k3()
     engine.collective_rpc("reload_weights")
     facts["k3_stock_reload"] = k3()
+    phase("all_required")
     del os.environ[plugin.OFF]
-    plugin.register()
-    facts["on"] = state(plugin, warnings)
+    for patch in plugin.PATCHES:
+        plugin.require(patch.name)
+    facts["all_required"] = {
+        "applied": applied(plugin),
+        "self_tests": self_tests(plugin),
+    }
     engine.collective_rpc("reload_weights")
     facts["k3_patched_reload"] = k3()
     (folder / "facts.json").write_text(json.dumps(facts))

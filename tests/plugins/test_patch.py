@@ -36,6 +36,7 @@ def patch(*symbols: str, name: str = "louder") -> Patch:
         tested="host==1.*",
         replacements={f"{HOST}:{symbol}": louder for symbol in symbols},
         self_test=lambda: SelfTest(needed=True, effective=True),
+        asked=bool,
     )
 
 
@@ -69,7 +70,7 @@ def test_a_missing_symbol_leaves_every_other_alone(host, symbol):
 
 
 def test_a_missing_module_is_a_missing_symbol(host):
-    absent = Patch("absent", "a test", "host==1.*", {f"{HOST}_2:f": louder}, SimpleNamespace)
+    absent = Patch("absent", "a test", "host==1.*", {f"{HOST}_2:f": louder}, SimpleNamespace, bool)
     with pytest.raises(UnsupportedError, match=f"no {HOST}_2:f"):
         absent.apply()
     assert not absent.applied()

@@ -2,17 +2,20 @@
 
 import importlib
 import json
+import re
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from primeblocks.plugins import vllm as plugin
 from tests.engine_job import run_job
 
 CPU = {"version": "0.32.0", "is_cpu": True, "off": ""}
-CPU_ONLY = {"routed_experts_on_cpu", "moe_reload_on_cpu"}
+CPU_ONLY = {"amx_on_cpu", "routed_experts_on_cpu", "moe_reload_on_cpu"}
 NAMES = CPU_ONLY | {"missing_routes_survive", "routes_with_pages"}
 EXACT_K3 = 1e-11  # float32 rounding; a fault costs 0.1 and more
 
@@ -42,9 +45,47 @@ def test_other_platforms_get_what_is_not_about_cpus():
 
 def test_the_off_switch_names_patches():
     assert set(plugin.refusals(**CPU | {"off": "moe_reload_on_cpu"})) == {"moe_reload_on_cpu"}
-    assert set(plugin.refusals(**CPU | {"off": " moe_reload_on_cpu , routed_experts_on_cpu"})) == (
-        CPU_ONLY
+    off = " moe_reload_on_cpu , routed_experts_on_cpu"
+    assert set(plugin.refusals(**CPU | {"off": off})) == CPU_ONLY - {"amx_on_cpu"}
+
+
+def config(*, dtype="float32", backend=None, capture=False, transfer=None):
+    """What patches look at in a VllmConfig."""
+    return SimpleNamespace(
+        model_config=SimpleNamespace(dtype=getattr(torch, dtype)),
+        weight_transfer_config=None if backend is None else SimpleNamespace(backend=backend),
+        aux_output_config=SimpleNamespace(enabled=capture),
+        kv_transfer_config=transfer,
     )
+
+
+THEIR_TIER = SimpleNamespace(kv_connector_extra_config={"spec_name": "CPUOffloadingSpec"})
+OUR_TIER = SimpleNamespace(
+    kv_connector_extra_config={"spec_module_path": "primeblocks.kvoffload.adapters.vllm.spec"}
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked"),
+    [
+        ({}, set()),
+        ({"dtype": "float16", "backend": "nccl", "transfer": THEIR_TIER}, set()),
+        ({"backend": "primeblocks"}, {"moe_reload_on_cpu"}),
+        ({"transfer": OUR_TIER}, {"moe_reload_on_cpu"}),
+        ({"capture": True}, NAMES - {"amx_on_cpu", "routes_with_pages"}),
+        ({"capture": True, "transfer": THEIR_TIER}, NAMES - {"amx_on_cpu"}),
+        ({"dtype": "bfloat16"}, {"amx_on_cpu"}),
+    ],
+)
+def test_a_configuration_asks_for_what_it_uses(settings, asked, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    found = {patch.name for patch in plugin.PATCHES if patch.asked(config(**settings))}
+    assert found == asked
+
+
+def test_without_amx_bfloat16_asks_for_nothing(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    assert not any(patch.asked(config(dtype="bfloat16")) for patch in plugin.PATCHES)
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +96,15 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """
     folder = tmp_path_factory.mktemp("plugin")
     job = Path(__file__).with_name("plugin_job.py")
-    off = {plugin.OFF: "moe_reload_on_cpu,no_such_patch"}
-    run_job(job, str(folder), timeout_s=100, environment=off)
-    return json.loads((folder / "facts.json").read_text())
+    off = {plugin.OFF: "moe_reload_on_cpu,no_such_patch", "VLLM_LOGGING_LEVEL": "INFO"}
+    printed = run_job(job, str(folder), timeout_s=100, environment=off)
+    facts = json.loads((folder / "facts.json").read_text())
+    for each in f"\n{printed}".split("\n== ")[1:]:
+        phase, _, log = each.partition("\n")
+        facts[f"log of {phase}"] = [
+            line for line in log.splitlines() if re.search("(?i)primeblocks|the patch", line)
+        ]
+    return facts
 
 
 @pytest.mark.vllm
@@ -65,36 +112,43 @@ class TestInAProcess:
     def test_an_untested_version_is_left_alone_with_one_warning(self, facts):
         untested = facts["untested"]
         assert untested["applied"] == []
-        assert len(untested["warnings"]) == 1
-        assert all(name in untested["warnings"][0] for name in NAMES)
+        (warning,) = facts["log of untested"]
+        assert all(name in warning for name in NAMES)
         assert "0.99.1" in untested["required"]
         assert "0.32" in untested["required"]
 
-    def test_the_off_switch_holds_and_typing_errors_are_named(self, facts):
-        off = facts["off"]
-        assert off["applied"] == [
-            "routed_experts_on_cpu",
-            "missing_routes_survive",
-            "routes_with_pages",
-        ]
-        assert len(off["warnings"]) == 1
-        assert "no_such_patch" in off["warnings"][0]
-        assert plugin.OFF in off["required"]
+    def test_installing_applies_nothing(self, facts):
+        assert facts["registered"]["applied"] == []
+        assert facts["registered"]["same_symbols"]
 
-    def test_register_is_idempotent(self, facts):
-        assert facts["same_symbols"]
+    def test_an_engine_that_uses_nothing_of_ours_is_vllms(self, facts):
+        """The configurations before it had capture on, and asked for one patch in this process."""
+        assert facts["plain_engine"] == ["routed_experts_on_cpu"]
+        assert facts["log of plain_engine"] == []
+
+    def test_capture_in_the_configuration_applies_its_patch_and_says_so_once(self, facts):
+        assert facts["capture"] == ["routed_experts_on_cpu"]
+        assert facts["refused"]["nothing"] is None
+        assert facts["refused"]["no_capture"] is None
+        (line,) = facts["log of capture"]
+        assert re.search("INFO .* patches vLLM in this process: routed_experts_on_cpu", line)
+
+    def test_the_off_switch_holds_and_typing_errors_are_named(self, facts):
+        (warning,) = facts["log of registered"]
+        assert "no_such_patch" in warning
+        assert plugin.OFF in facts["registered"]["required"]
+        assert "no_such_patch" in facts["registered"]["unknown"]
 
     def test_self_tests_tell_stock_from_patched(self, facts):
-        assert facts["off"]["self_tests"] == {
-            "routed_experts_on_cpu": [True, True],
-            "moe_reload_on_cpu": [True, False],
-            "missing_routes_survive": [True, True],
-            "routes_with_pages": [True, True],
-        }
-        assert facts["on"]["self_tests"] == {name: [True, True] for name in NAMES}
+        assert facts["registered"]["self_tests"] == {name: [True, False] for name in NAMES}
+        assert facts["all_required"]["self_tests"] == {name: [True, True] for name in NAMES}
 
-    def test_an_unknown_name_cannot_be_required(self, facts):
-        assert "no_such_patch" in facts["unknown"]
+    def test_each_patch_is_one_line_of_the_log(self, facts):
+        assert set(facts["all_required"]["applied"]) == NAMES
+        log = facts["log of all_required"]
+        assert [re.findall("INFO .* in this process: ([a-z_]+)", line) for line in log] == [
+            [patch.name] for patch in plugin.PATCHES if patch.name != "routed_experts_on_cpu"
+        ]
 
     def test_stock_reload_of_the_same_weights_corrupts_and_ours_does_not(self, facts):
         """The point of `moe_reload_on_cpu`: one engine, the same checkpoint, twice."""
@@ -113,6 +167,3 @@ class TestInAProcess:
         kind, message = facts["refused"]["no_prefix_caching"]
         assert kind != "UnsupportedError"
         assert "prefix caching" in message
-
-    def test_without_capture_nothing_is_refused(self, facts):
-        assert facts["refused"]["no_capture"] is None

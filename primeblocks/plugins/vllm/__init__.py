@@ -1,25 +1,37 @@
 """vLLM's entry point (`vllm.general_plugins`), loaded by vLLM in every process that it starts.
 
-It registers the blocks' adapters with vLLM's factories and patches what has no hook, most of it on
-the CPU platform only. Each patch names its reason and symbols, has a self-test, and is applied to
-the tested versions only; any other vLLM is left alone with one warning, so that installing
-primeblocks never breaks an engine. `PRIMEBLOCKS_VLLM_PATCHES_OFF="name,name"` switches patches off
-(why that is a variable: docs/decisions/vllm_plugin.md).
+It registers the blocks' adapters with vLLM's factories and looks at each engine's configuration.
+What has no hook is patched, once a configuration asks for it: an engine that uses nothing of ours
+stays as it is. Each patch names its reason and symbols, has a self-test, says so when it is applied
+and is applied to the tested versions only; any other vLLM is left alone with one warning, so that
+installing primeblocks never breaks an engine. `PRIMEBLOCKS_VLLM_PATCHES_OFF="name,name"` switches
+patches off (why that is a variable: docs/decisions/vllm_plugin.md).
 """
 
 import logging
 import os
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
 from ...errors import MissingPackageError, UnsupportedError, UsageError
-from . import missing_routes, moe_reload, routed_experts, routes_with_pages
+from ..patch import Patch, replace
+from . import amx, missing_routes, moe_reload, routed_experts, routes_with_pages
 
-__all__ = ["OFF", "PATCHES", "TESTED", "refusals", "register", "require"]
+__all__ = ["LOGGER", "OFF", "PATCHES", "TESTED", "refusals", "register", "require"]
 
 TESTED = "0.32"
 OFF = "PRIMEBLOCKS_VLLM_PATCHES_OFF"
-PATCHES = (routed_experts.PATCH, moe_reload.PATCH, missing_routes.PATCH, routes_with_pages.PATCH)
+LOGGER = "vllm.primeblocks"  # vLLM shows its own loggers only, at VLLM_LOGGING_LEVEL
+PATCHES = (
+    amx.PATCH,
+    routed_experts.PATCH,
+    moe_reload.PATCH,
+    missing_routes.PATCH,
+    routes_with_pages.PATCH,
+)
+_FRONT = "vllm.engine.arg_utils:EngineArgs.create_engine_config"
+_WORKER = "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device"
 
 
 def _is_tested(version: str) -> bool:
@@ -53,14 +65,66 @@ def _here() -> dict[str, Any]:
 
 @cache
 def _warn_once(message: str) -> None:
-    logging.getLogger(__name__).warning(message)
+    logging.getLogger(LOGGER).warning(message)
+
+
+def _announce(patches: Iterable[Patch]) -> None:
+    for patch in patches:
+        logging.getLogger(LOGGER).info(
+            "primeblocks patches vLLM in this process: %s. %s", patch.name, patch.reason
+        )
+
+
+def _apply_asked(patches: Iterable[Patch], config: Any) -> list[Patch]:
+    """Apply what a configuration asks for and return what is new; warn of what it cannot have."""
+    here, new = _here(), []
+    refused = refusals(**here)
+    for patch in patches:
+        if (patch.cpu_only and not here["is_cpu"]) or not patch.asked(config):
+            continue
+        if patch.name in refused:
+            _warn_once(f"this engine needs the patch {patch.name}: {refused[patch.name]}.")
+            continue
+        try:
+            if not patch.applied():
+                patch.apply()
+                new.append(patch)
+        except UnsupportedError as error:
+            _warn_once(f"primeblocks leaves out a patch of vLLM: {error}")
+    return new
+
+
+def _looking_front(stock_create: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a configuration, after applying what vLLM's own check of it needs."""
+
+    def create_engine_config(args: Any, *more: Any, **kwargs: Any) -> Any:
+        new = _apply_asked([routed_experts.PATCH], args)
+        config = stock_create(args, *more, **kwargs)
+        _announce(new)  # only now has vLLM set up its log
+        # Not inside VllmConfig: pydantic would turn our error into its own.
+        if _here()["is_cpu"]:
+            routed_experts.check_capture(config)
+        return config
+
+    return create_engine_config
+
+
+def _looking_worker(stock_init: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Start a worker's device, the first step of a worker that is there, with its patches."""
+
+    def init_device(wrapper: Any) -> None:
+        _announce(_apply_asked(PATCHES, wrapper.vllm_config))
+        stock_init(wrapper)
+
+    return init_device
 
 
 def register() -> None:
-    """Register adapters with vLLM and apply the patches; what does not fit is left out.
+    """Register adapters with vLLM, and look at configurations to apply what they ask for.
 
-    vLLM calls this in the front end, the engine and every worker. Idempotent; local; on the CPU
-    platform it imports vLLM's model runner, about a second. Warns once instead of raising.
+    vLLM calls this in the front end, the engine and every worker. It wraps two functions of vLLM,
+    which do what they did unless a configuration asks for a patch. Idempotent; local. Warns once
+    instead of raising.
     """
     here = _here()
     names = [patch.name for patch in PATCHES]
@@ -72,20 +136,21 @@ def register() -> None:
         return
     if unknown := {name.strip() for name in here["off"].split(",")} - {"", *names}:
         _warn_once(f"{OFF} names no patch: {sorted(unknown)}. There are: {', '.join(names)}.")
-    refused = refusals(**here)
-    for patch in PATCHES:
-        if patch.name not in refused:
-            try:
-                patch.apply()
-            except UnsupportedError as error:
-                _warn_once(f"primeblocks leaves out a patch of vLLM: {error}")
+    looking: dict[str, Callable[[Any], Any]] = {_FRONT: _looking_front, _WORKER: _looking_worker}
+    try:
+        replace(looking, name="primeblocks_looks", tested=f"vllm=={TESTED}.*")
+    except UnsupportedError as error:
+        _warn_once(f"primeblocks patches nothing in this vLLM: {error}")
     from ...weightsync.adapters import vllm as engines
 
     engines.register()
 
 
 def require(name: str) -> None:
-    """Demand a patch: apply it in this process, as vLLM will in the processes that it starts.
+    """Demand a patch: apply it in this process, whatever configurations ask for.
+
+    For engines in this process, and those that vLLM forks from it; a spawned process applies what
+    its engine's configuration asks for.
 
     Raises:
         UsageError: no patch has this name.
@@ -97,4 +162,6 @@ def require(name: str) -> None:
         raise UsageError(f"no patch is named {name!r}; there are: {', '.join(patches)}.")
     if (refusal := refusals(**_here()).get(name)) is not None:
         raise UnsupportedError(f"{name} is not applied: {refusal}.")
-    patches[name].apply()
+    if not patches[name].applied():
+        patches[name].apply()
+        _announce([patches[name]])

@@ -35,5 +35,6 @@ PATCH = Patch(
     tested="vllm==0.32.*",
     replacements={_STORE: _captured_pages},
     self_test=_test_missing_routes,
+    asked=lambda config: config.aux_output_config.enabled,
     cpu_only=False,
 )

@@ -60,6 +60,18 @@ def _test_moe_reload() -> SelfTest:
     )
 
 
+def _is_in_training(config: Any) -> bool:
+    """Whether an engine uses a block of ours: its weights will change, by whatever way."""
+    from ...weightsync.adapters.vllm import BACKEND
+
+    transfer, pages = config.weight_transfer_config, config.kv_transfer_config
+    return (
+        (transfer is not None and transfer.backend == BACKEND)
+        or config.aux_output_config.enabled
+        or (pages is not None and "primeblocks." in str(pages.kv_connector_extra_config))
+    )
+
+
 PATCH = Patch(
     name="moe_reload_on_cpu",
     reason="Expert weights are packed for the CPU kernel on the first load only, so every weight "
@@ -67,4 +79,5 @@ PATCH = Patch(
     tested="vllm==0.32.*",
     replacements={_SETUP: _setup_kernel},
     self_test=_test_moe_reload,
+    asked=_is_in_training,
 )

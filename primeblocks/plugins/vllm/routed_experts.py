@@ -8,10 +8,9 @@ from typing import Any
 from ...errors import UnsupportedError
 from ..patch import Patch, SelfTest, ours, stock
 
-__all__ = ["PATCH"]
+__all__ = ["PATCH", "check_capture"]
 
 _VERIFY = "vllm.config.vllm:VllmConfig._verify_aux_output_compatibility"
-_CREATE = "vllm.engine.arg_utils:EngineArgs.create_engine_config"
 _RUNNER = "vllm.v1.worker.cpu_worker:CPUModelRunner"
 
 
@@ -34,17 +33,12 @@ def _verify(stock_verify: Callable[[Any], None]) -> Callable[[Any], None]:
     return verify
 
 
-def _create_engine_config(stock_create: Callable[..., Any]) -> Callable[..., Any]:
-    def create_engine_config(args: Any, *more: Any, **kwargs: Any) -> Any:
-        config = stock_create(args, *more, **kwargs)
-        # Not inside VllmConfig: pydantic would turn our error into its own.
-        _check_capture(config)
-        return config
+def check_capture(config: Any) -> None:
+    """Refuse a `VllmConfig` under which captured rows would be wrong. Local.
 
-    return create_engine_config
-
-
-def _check_capture(config: Any) -> None:
+    Raises:
+        UnsupportedError: capture under torch.compile, or with speculative decoding.
+    """
     if not config.aux_output_config.enabled or config.use_v2_model_runner:
         return
     from vllm.config import CompilationMode
@@ -77,7 +71,7 @@ def _runner(base: type) -> type:
                 return
             from vllm.distributed.aux_output_connector import worker
 
-            _check_capture(self.vllm_config)  # for a VllmConfig made without EngineArgs
+            check_capture(self.vllm_config)  # for a VllmConfig made without EngineArgs
             self._close_connector()
             self.aux_output_connector = worker.get_aux_output_connector(
                 self.model, self.vllm_config, kv_cache_config
@@ -162,6 +156,7 @@ PATCH = Patch(
     reason="Routed-expert return is wired to Model Runner V2 only, which needs a Triton with a CPU "
     "backend; the V1 CPU runner lacks a few calls on the same in-tree connector.",
     tested="vllm==0.32.*",
-    replacements={_VERIFY: _verify, _CREATE: _create_engine_config, _RUNNER: _runner},
+    replacements={_VERIFY: _verify, _RUNNER: _runner},
     self_test=_test_routed_experts,
+    asked=lambda config: config.aux_output_config.enabled,
 )

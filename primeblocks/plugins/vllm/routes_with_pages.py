@@ -161,5 +161,6 @@ PATCH = Patch(
     tested="vllm==0.32.*",
     replacements={CONNECTOR: _reachable},
     self_test=_test,
+    asked=lambda config: config.aux_output_config.enabled and config.kv_transfer_config is not None,
     cpu_only=False,
 )
