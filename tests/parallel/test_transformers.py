@@ -19,6 +19,7 @@ from primeblocks.layout import layout_of
 from primeblocks.parallel import (
     AllToAllDispatcher,
     LocalDispatcher,
+    OncePerRankDispatcher,
     clip_grad_norm_,
     global_token_count,
     plan_mesh,
@@ -196,8 +197,8 @@ def test_mixed_precision_errs_no_more_than_bfloat16():
 
 
 def _shared_config():
-    """A second model with the same config object keeps its own experts."""
-    from primeblocks.parallel.adapters.transformers import parallelize
+    """A second model with the same config object keeps its own experts and attention."""
+    from primeblocks.parallel.adapters.transformers import local_inputs, parallelize
 
     model = _model("qwen3_moe")
     other = type(model)(model.config)
@@ -207,6 +208,14 @@ def _shared_config():
     parallelize(model, plan_mesh(world_size=1).build("cpu"))
     assert torch.equal(other(input_ids=ids, use_cache=False).logits, want)
     torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, want)
+    model = _model("qwen3_vl_moe")  # Its configuration holds another, in which text is described.
+    other = type(model)(model.config)
+    kept = [m.config._attn_implementation for m in other.modules() if hasattr(m, "config")]
+    parallelize(model, plan_mesh(world_size=1).build("cpu"))
+    plan = plan_sequence([4, 2], ranks=1)
+    model(**local_inputs(torch.arange(6), sequence=plan, group=dist.group.WORLD))
+    found = [m.config._attn_implementation for m in other.modules() if hasattr(m, "config")]
+    assert found == kept
 
 
 def test_other_models_are_left_alone():
@@ -261,13 +270,18 @@ def _inputs_and_choices():
     assert inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3][own]]
     assert inputs["sequence"] is plan
     assert inputs["use_cache"] is False
-    for arguments in ({}, {"attention": ring_attention, "dispatcher": LocalDispatcher()}):
+    shared = plan_mesh(world_size=2, expert=2).build("cpu")
+    once = OncePerRankDispatcher(shared.expert.get_group())
+    for mesh, arguments, kind in [
+        (meshes, {}, LocalDispatcher),  # Experts that one rank owns are sent nowhere.
+        (shared, {}, AllToAllDispatcher),
+        (shared, {"attention": ring_attention, "dispatcher": once}, OncePerRankDispatcher),
+    ]:
         model = _model("qwen3_moe")
-        parallelize(model, meshes, **arguments)
+        parallelize(model, mesh, **arguments)
         block = model.model.layers[0]
         chosen = arguments.get("attention", ulysses_attention)
         assert block.self_attn.context_parallel.attention is chosen
-        kind = AllToAllDispatcher if not arguments else LocalDispatcher
         assert type(block.mlp.experts.dispatcher) is kind
 
 

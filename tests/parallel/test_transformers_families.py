@@ -112,8 +112,7 @@ def _compare(family, cases):
             model.gradient_checkpointing_enable({"use_reentrant": False} | contexts)
         dispatcher = OncePerRankDispatcher(meshes.expert.get_group()) if once else None
         split = family not in NO_CONTEXT
-        chosen = ATTENTIONS[attention] if split else None
-        parallelize(model, meshes, attention=chosen, dispatcher=dispatcher)
+        parallelize(model, meshes, attention=ATTENTIONS.get(attention), dispatcher=dispatcher)
         with Float64():
             loss = (
                 _packed(model, meshes, order, count)
@@ -134,7 +133,7 @@ def _cases(family, world_size):
     if world_size == 2:
         return [
             ({"context": 2}, "zigzag", "ring", False, False),
-            ({"expert": 2 if shared else 1}, "contiguous", "ulysses", True, False),
+            ({"expert": 2 if shared else 1}, "contiguous", None, shared, False),
         ]
     if world_size == 3:
         return [({"context": 3, "expert": 3}, "zigzag", "ring", True, False)]

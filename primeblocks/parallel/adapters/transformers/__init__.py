@@ -12,9 +12,17 @@ try:
 except ImportError as error:
     raise MissingPackageError("transformers", "transformers") from error
 
+from .checkpoint import load_pretrained, save_pretrained
 from .families import FAMILIES, Family
 from .parallelize import local_inputs, parallelize
 
-__all__ = ["FAMILIES", "Family", "local_inputs", "parallelize"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "load_pretrained",
+    "local_inputs",
+    "parallelize",
+    "save_pretrained",
+]
 
 del _installed

@@ -1,9 +1,10 @@
-"""Attention of transformers over split sequences."""
+"""Attention of transformers over packed and split sequences."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -32,14 +33,33 @@ class Context:
 
 
 def install_attention(model: nn.Module, context: Context) -> None:
-    """Let every attention of `model` look beyond this rank's tokens. Local."""
+    """Let every attention of `model` look beyond this rank's tokens. Local.
+
+    Where a rank holds whole sequences, a call without a plan keeps the model's own attention.
+    """
     AttentionInterface.register(_IMPLEMENTATION, _forward)
     AttentionMaskInterface.register(_IMPLEMENTATION, _no_mask)
     for module in model.modules():
         config: Any = getattr(module, "config", None)
-        if hasattr(config, "_attn_implementation"):
+        if not hasattr(config, "_attn_implementation"):
+            continue
+        module.context_parallel = context  # type: ignore[assignment]
+        if context.group.size() == 1:
+            own = partial(_choose, config._attn_implementation)
+            module.register_forward_pre_hook(own, with_kwargs=True)
+        else:
             config._attn_implementation = _IMPLEMENTATION
-            module.context_parallel = context  # type: ignore[assignment]
+
+
+def _choose(own: str, module: Any, args: Any, arguments: dict[str, Any]) -> None:
+    """Choose for the module that is about to run, by what it was called with.
+
+    Masks are made in one module and used in others, and a checkpoint runs layers once more
+    after another call: no choice outlives its call.
+    """
+    chosen = own if arguments.get("sequence") is None else _IMPLEMENTATION
+    if module.config._attn_implementation != chosen:
+        module.config._attn_implementation = chosen
 
 
 def sequence_of(module: Any, arguments: dict[str, Any], batch: int) -> SequencePlan:

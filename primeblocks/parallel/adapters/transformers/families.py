@@ -8,9 +8,9 @@ __all__ = ["FAMILIES", "Family"]
 
 _SPARSE = (
     "its indexer chooses keys from the whole sequence, which ring and Ulysses attention do not "
-    "gather. Use context=1"
+    "gather"
 )
-_LIGHTNING = "its lightning attention has a decay of its own that is not built. Use context=1"
+_LIGHTNING = "its lightning attention has a decay of its own that is not built"
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Family:
 
     Attributes:
         experts: has experts that can be shared.
-        context: "" if its sequences can be split, otherwise why not and what to do.
+        context: "" if its sequences can be packed and split, otherwise why not.
     """
 
     experts: bool = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -14,13 +15,14 @@ from transformers import PreTrainedModel
 from ....errors import PlanError, UnsupportedError
 from ...attention.ulysses import ulysses_attention
 from ...experts.all_to_all import AllToAllDispatcher
-from ...experts.dispatcher import TokenDispatcher
+from ...experts.dispatcher import LocalDispatcher, TokenDispatcher
 from ...fsdp import fully_shard_moe
 from ...mesh import Meshes
 from ...sequence import SequencePlan
 from .attention import Context, install_attention
+from .checkpoint import materialize
 from .experts import experts_of, install_experts, routers_of
-from .families import FAMILIES
+from .families import FAMILIES, Family
 from .recurrence import install_recurrence
 
 __all__ = ["local_inputs", "parallelize"]
@@ -42,15 +44,18 @@ def parallelize(
     Build optimizers afterwards. Local; the model's weights must be equal on all ranks.
 
     Args:
-        model: in full on every rank.
-        attention: `ring_attention`, `ulysses_attention`, or one with their signature; then the
-            model is called with `local_inputs`. Default: Ulysses if sequences are split, the
-            model's own attention otherwise.
+        model: in full on every rank, or on the meta device: then each rank gets memory for its
+            parts alone, and parameters are NaN until they are loaded.
+        attention: `ring_attention`, `ulysses_attention`, or one with their signature, for calls
+            with `local_inputs`; default: Ulysses. Split sequences can be called in no other way;
+            with context=1 a call without a plan keeps the model's own attention and masks.
         precision: see `fully_shard_moe`; routers stay in float32.
-        dispatcher: must share experts over `meshes.expert`; default: `AllToAllDispatcher`.
+        dispatcher: must share experts over `meshes.expert`; default: `AllToAllDispatcher`, and
+            `LocalDispatcher` where there is one rank to share them.
 
     Raises:
-        UnsupportedError: a model that no test covers, or one that cannot be split so.
+        UnsupportedError: a model that no test covers, or one that cannot be split so; from the
+            model itself: a plan that it cannot follow, a loss that would be one rank's own.
         PlanError: the expert degree does not divide the experts.
     """
     plan, kind = meshes.plan, model.config.model_type
@@ -60,8 +65,11 @@ def parallelize(
             f"were: {sorted(FAMILIES)}. For others call fully_shard_moe with a forward of your own."
         )
     family = FAMILIES[kind]
-    if plan.context > 1 and family.context:
-        raise UnsupportedError(f"{kind} cannot split sequences: {family.context}.")
+    if family.context and (plan.context > 1 or attention is not None):
+        raise UnsupportedError(
+            f"{kind} cannot split sequences: {family.context}. Use context=1, no attention=, and "
+            "one document a row."
+        )
     if plan.expert > 1 and not family.experts:
         raise UnsupportedError(f"{kind} has no experts to share. Use expert=1.")
     _own_configs(model)
@@ -74,14 +82,23 @@ def parallelize(
         routers=routers_of(model),
         precision=precision,
     )
-    if dispatcher is None:
+    materialize(model, meshes.loss.device_type)
+    if dispatcher is None and plan.expert == 1:
+        dispatcher = LocalDispatcher()
+    elif dispatcher is None:
         dispatcher = AllToAllDispatcher(meshes.expert.get_group())
     install_experts(experts, dispatcher)
-    if attention is not None or plan.context > 1:
+    if not family.context:
         chosen = ulysses_attention if attention is None else attention
         context = Context(meshes.context.get_group(), chosen)
         install_attention(model, context)
         install_recurrence(model, context)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            admit = partial(_admit_sequence, kind, family)
+            module.register_forward_pre_hook(admit, with_kwargs=True)
+    if plan.world_size > 1:
+        model.register_forward_pre_hook(_admit_loss, with_kwargs=True)
 
 
 def local_inputs(
@@ -93,8 +110,9 @@ def local_inputs(
         tokens: `[tokens]`, the whole sequence, equal on every rank of `group`.
 
     Returns:
-        `input_ids` and `position_ids`, `[1, local_tokens]`, the plan, and no cache. Labels:
-        `sequence.split(sequence.labels(tokens), group=group)`.
+        `input_ids` and `position_ids`, `[1, local_tokens]`, the plan, and no cache. Labels are
+        `sequence.split(sequence.labels(tokens), group=group)[None]`; for the model's own loss
+        pass them as `labels` and `shift_labels`, with `num_items_in_batch=global_token_count(...)`.
 
     Raises:
         ShapeError, PlanError: as `SequencePlan.split` says.
@@ -115,8 +133,46 @@ def local_inputs(
 
 def _own_configs(model: PreTrainedModel) -> None:
     """Another model may hold the same configuration, and implementations are chosen there."""
-    copies: dict[int, Any] = {}
+    memo: dict[int, Any] = {}  # A part that two modules share, or two configurations, stays one.
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None:
-            module.config = copies.setdefault(id(config), copy.copy(config))
+            module.config = copy.deepcopy(config, memo)
+
+
+def _admit_sequence(
+    kind: str, family: Family, module: PreTrainedModel, args: Any, arguments: dict[str, Any]
+) -> None:
+    if arguments.get("sequence") is None:
+        return
+    if family.context:
+        raise UnsupportedError(
+            f"{kind} cannot take packed documents: {family.context}. Call it with one document a "
+            "row, without a plan."
+        )
+    if arguments.get("position_ids") is None:
+        raise PlanError(
+            "a plan came without position_ids, and the model would count from the first token at "
+            "hand. Call model(**local_inputs(tokens, sequence=plan, group=...))."
+        )
+    if arguments.get("labels") is not None and arguments.get("shift_labels") is None:
+        raise PlanError(
+            "labels= shifts inside this rank's part, across its documents. Shift before the split: "
+            "shift_labels=sequence.split(sequence.labels(tokens), group=...)[None]."
+        )
+
+
+def _admit_loss(module: PreTrainedModel, args: Any, arguments: dict[str, Any]) -> None:
+    """What is made from this rank's tokens alone must not pass for the loss of all."""
+    asked = arguments.get("output_router_logits")
+    if getattr(module.config, "output_router_logits", False) if asked is None else asked:
+        raise UnsupportedError(
+            "output_router_logits makes an auxiliary loss of this rank's tokens alone; no sum over "
+            "ranks turns these into that of all. Switch it off, also in the configuration; read "
+            "the routers by forward hooks."
+        )
+    if arguments.get("labels") is not None and arguments.get("num_items_in_batch") is None:
+        raise PlanError(
+            "labels= divides by this rank's tokens, but gradients are sums over all ranks. Pass "
+            "num_items_in_batch=global_token_count(...) too."
+        )

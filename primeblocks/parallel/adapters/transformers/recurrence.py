@@ -25,19 +25,26 @@ def install_recurrence(model: nn.Module, context: Context) -> None:
     for module in model.modules():
         layer = _LAYERS.get(type(module).__name__)
         if layer is not None:
-            module.forward = partial(_forward, module, layer, context)
+            module.forward = partial(_forward, module, layer, context, module.forward)
 
 
 def _forward(
     module: Any,
     layer: Callable[..., Tensor],
     context: Context,
+    own: Callable[..., Tensor],
     hidden_states: Tensor,
     cache_params: Any = None,
     attention_mask: Tensor | None = None,
     **arguments: Any,
 ) -> Tensor:
-    """As transformers calls it; without a cache, and a mask is refused where attention is made."""
+    """As transformers calls it; without a cache, and a mask is refused where attention is made.
+
+    `own` runs where a rank holds whole sequences and there is no plan.
+    """
+    if context.group.size() == 1 and arguments.get("sequence") is None:
+        masked = {"cache_params": cache_params, "attention_mask": attention_mask}
+        return own(hidden_states, **masked, **arguments)
     sequence = sequence_of(module, arguments, hidden_states.shape[0])
     return layer(module, hidden_states[0], sequence=sequence, group=context.group).unsqueeze(0)
 

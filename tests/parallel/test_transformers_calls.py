@@ -1,0 +1,181 @@
+"""What a model of transformers may be called with once it is parallel: plans, masks, labels."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from primeblocks.errors import PlanError, UnsupportedError
+from primeblocks.parallel import (
+    global_token_count,
+    plan_mesh,
+    plan_sequence,
+    ring_attention,
+)
+from primeblocks.testing import ranks
+from tests.parallel.test_transformers_families import (
+    ATTENTIONS,
+    DOCUMENTS,
+    NO_CONTEXT,
+    Float64,
+    _errors,
+    _loss,
+    _model,
+    _one_by_one,
+    _tokens,
+)
+
+
+def _with_and_without_plan(family, attention, checkpointing):
+    """At context 1 either call is right, whatever the model was called with before."""
+    from primeblocks.parallel.adapters.transformers import local_inputs, parallelize
+
+    meshes = plan_mesh(world_size=1).build("cpu")
+    plan, tokens = plan_sequence(DOCUMENTS, ranks=1), _tokens(0)
+    packed = local_inputs(tokens, sequence=plan, group=meshes.context.get_group())
+    padded = {"input_ids": tokens[:24].view(2, 12), "attention_mask": torch.ones(2, 12).long()}
+    padded["attention_mask"][1, :5] = 0
+    model, whole = _model(family), _model(family)
+    if checkpointing:
+        contexts = {"context_fn": lambda: (nullcontext(), Float64())}
+        model.gradient_checkpointing_enable({"use_reentrant": False} | contexts)
+    parallelize(model, meshes, attention=ATTENTIONS.get(attention))
+    with Float64():
+        # The later call changes nothing for the backward of the earlier one.
+        logits = model(**packed).logits[0]
+        got = model(**padded, use_cache=False).logits
+        loss = _loss(logits, plan.labels(tokens))
+        loss.backward()
+        want = whole(**padded, use_cache=False).logits
+        expected = _one_by_one(whole, [0], 1)
+    kept = padded["attention_mask"].bool()
+    torch.testing.assert_close(got[kept], want[kept], rtol=0, atol=1e-12)
+    return _errors(loss.detach(), model, expected, whole)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    "family", ["afmoe", "gpt_oss", "nemotron_h", "qwen3_5_moe", "qwen3_vl_moe"]
+)
+def test_whole_sequences_may_have_a_plan(family, checkpointing):
+    attention = "ring" if checkpointing else None
+    (errors,) = ranks.run(_with_and_without_plan, family, attention, checkpointing, world_size=1)
+    assert max(errors.values()) < 1e-12, errors
+
+
+def _plans_that_no_model_follows():
+    from primeblocks.parallel.adapters.transformers import local_inputs, parallelize
+
+    meshes = plan_mesh(world_size=1).build("cpu")
+    group = meshes.context.get_group()
+    inputs = local_inputs(_tokens(0), sequence=plan_sequence(DOCUMENTS, ranks=1), group=group)
+    for family in NO_CONTEXT:
+        model = _model(family)
+        with pytest.raises(UnsupportedError, match="cannot split .* Use context=1, no attention="):
+            parallelize(model, meshes, attention=ring_attention)
+        parallelize(model, meshes)
+        for part in (model, model.get_decoder()):
+            with pytest.raises(UnsupportedError, match="packed documents: .* one document a row"):
+                part(**inputs)
+    model = _model("gpt_oss")
+    parallelize(model, meshes)
+    positions = inputs.pop("position_ids")
+    for part in (model, model.get_decoder()):
+        with pytest.raises(PlanError, match="came without position_ids"):
+            part(**inputs)
+    inputs |= {"position_ids": positions, "labels": inputs["input_ids"]}
+    with pytest.raises(PlanError, match="across its documents. Shift before the split"):
+        model(**inputs)
+
+
+def test_a_plan_is_honoured_or_refused():
+    ranks.run(_plans_that_no_model_follows, world_size=1)
+
+
+def _own_loss(family, degrees, order):
+    """The model's own loss and its gradients, given labels that were shifted before the split."""
+    from primeblocks.parallel.adapters.transformers import local_inputs, parallelize
+
+    meshes = plan_mesh(world_size=dist.get_world_size(), **degrees).build("cpu")
+    group, batch = meshes.context.get_group(), meshes.batch.get_local_rank()
+    model, whole = _model(family), _model(family)
+    parallelize(model, meshes)
+    plan, tokens = plan_sequence(DOCUMENTS, ranks=group.size(), order=order), _tokens(batch)
+    labels = plan.split(plan.labels(tokens), group=group)[None]
+    count = global_token_count((labels != -100).sum(), meshes)
+    inputs = local_inputs(tokens, sequence=plan, group=group)
+    asked = {"labels": labels, "shift_labels": labels, "num_items_in_batch": count}
+    with Float64():
+        loss = model(**inputs, **asked).loss
+        loss.backward()
+        want = _one_by_one(whole, range(meshes.plan.batch), count)
+    loss = loss.detach()
+    dist.all_reduce(loss)
+    return _errors(loss, model, want, whole)
+
+
+@pytest.mark.parametrize(
+    ("family", "degrees"),
+    [
+        ("qwen3_moe", {"context": 2}),
+        ("nemotron_h", {"context": 2}),
+        ("qwen3_vl_moe", {"context": 2}),
+        ("gpt_oss", {"expert": 2}),
+    ],
+)
+def test_the_loss_of_the_model_itself(family, degrees):
+    for errors in ranks.run(_own_loss, family, degrees, "zigzag"):
+        assert max(errors.values()) < 1e-12, errors
+
+
+def _losses_of_one_rank():
+    """Losses that would be those of the tokens at hand; on one rank these are all."""
+    from primeblocks.parallel.adapters.transformers import local_inputs, parallelize
+
+    ids = torch.arange(12).view(1, 12)
+    wrong = [
+        (PlanError, "Pass num_items_in_batch=global_token_count", {"labels": ids}),
+        (UnsupportedError, "auxiliary loss of this rank", {"output_router_logits": True}),
+    ]
+    split = plan_mesh(world_size=2, context=2).build("cpu")
+    group = split.context.get_group()
+    packed = local_inputs(
+        torch.arange(24), sequence=plan_sequence([9, 15], ranks=2, order="zigzag"), group=group
+    )
+    unshifted = (PlanError, "Shift before the split", {"labels": ids, "num_items_in_batch": 22})
+    uncounted = (*wrong[0][:2], {"labels": ids, "shift_labels": ids})
+    for meshes, inputs, refused in [
+        (plan_mesh(world_size=2).build("cpu"), {"input_ids": ids}, wrong),
+        (split, packed, [unshifted, uncounted, wrong[1]]),
+    ]:
+        model = _model("qwen3_moe")
+        parallelize(model, meshes)
+        for error, said, arguments in refused:
+            with pytest.raises(error, match=said):
+                model(**inputs, **arguments)
+        model(**inputs)
+        model.config.output_router_logits = True
+        with pytest.raises(UnsupportedError, match="also in the configuration"):
+            model(**inputs)
+        model(**inputs, output_router_logits=False)
+
+
+def test_losses_of_one_rank_are_refused():
+    ranks.run(_losses_of_one_rank)
+
+
+def _alone():
+    from primeblocks.parallel.adapters.transformers import parallelize
+
+    ids = torch.arange(12).view(2, 6)
+    model, whole = _model("qwen3_moe"), _model("qwen3_moe")
+    parallelize(model, plan_mesh(world_size=1).build("cpu"))
+    arguments = {"labels": ids, "output_router_logits": True, "use_cache": False}
+    got, want = (m(input_ids=ids, **arguments) for m in (model, whole))
+    torch.testing.assert_close(got.loss, want.loss)
+    torch.testing.assert_close(got.aux_loss, want.aux_loss)
+
+
+def test_one_rank_alone_has_every_loss():
+    ranks.run(_alone, world_size=1)
