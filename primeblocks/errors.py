@@ -124,7 +124,8 @@ def check_version(version: Any) -> int:
         count = -1
     if not 0 <= count < 1 << 63:
         raise UsageError(
-            f"a policy version is an integer from 0 to 2**63 - 1; got {version!r}. Count updates."
+            "a policy version counts updates: an integer, not negative and below 2**63; got "
+            f"{version!r}."
         )
     return count
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ..errors import ClosedError, DeadlineError, UsageError
+from ..errors import ClosedError, DeadlineError, UsageError, check_version
 from .buffer import RolloutBuffer
 from .clock import Clock, MonotonicClock, within
 from .rollout import Group, Rollout
@@ -70,7 +70,7 @@ class AsyncLoop:
         step_timeout_s: the longest wait for a batch, a training step or a publish.
 
     Raises:
-        UsageError: a batch does not fit the buffer, or a limit is not positive.
+        UsageError: a batch does not fit the buffer, a limit is not positive, or `version` is none.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class AsyncLoop:
             raise UsageError(
                 f"a batch of {batch_size} groups does not fit a buffer of {buffer.capacity}"
             )
-        self.version = version
+        self.version = check_version(version)
         self._prompts, self._again = iter(prompts), deque[Any]()
         self._generate, self._train, self._publish = generate, train, publish
         self._buffer, self._batch_size = buffer, batch_size

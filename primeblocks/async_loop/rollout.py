@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..errors import ShapeError, UsageError
+from ..errors import ShapeError, UsageError, check_version
 
 __all__ = ["Group", "Rollout", "versions_from_spans"]
 
@@ -126,6 +126,7 @@ def versions_from_spans(spans: Iterable[tuple[int, int, int]], *, length: int) -
 
     Raises:
         ShapeError: the spans do not cover `[0, length)` in order, each token once.
+        UsageError: what they name is no version.
     """
     versions = np.empty(length, np.int64)
     position = 0
@@ -135,7 +136,7 @@ def versions_from_spans(spans: Iterable[tuple[int, int, int]], *, length: int) -
                 f"version spans must cover [0, {length}) without gap or overlap; "
                 f"got [{start}, {end}) where {position} should begin"
             )
-        versions[start:end] = version
+        versions[start:end] = check_version(version)
         position = end
     if position != length:
         raise ShapeError(f"version spans end at {position} of {length} tokens")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..errors import UnsupportedError, UsageError
+from ..errors import UnsupportedError, UsageError, check_version
 from .rollout import Group, Rollout
 
 __all__ = ["StalenessPolicy", "cache_salt", "staleness"]
@@ -49,5 +49,9 @@ def staleness(item: Group | Rollout, *, version: int) -> int:
 
 
 def cache_salt(version: int) -> str:
-    """The salt that keeps the KV pages of one policy version apart from all others. Pure."""
-    return f"policy-{version}"
+    """The salt that keeps the KV pages of one policy version apart from all others. Pure.
+
+    Raises:
+        UsageError: `version` is none.
+    """
+    return f"policy-{check_version(version)}"

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import torch
 
-from ..errors import ClosedError, TransferError, UsageError
+from ..errors import ClosedError, TransferError, UsageError, check_version
 from .agree import Agreement
 from .conversion.conversion import Wiring
 from .manifest import Manifest, NamedTensors
@@ -93,7 +93,7 @@ class Publisher:
         Raises:
             TransferError: some rank failed, died or was late; the committed version did not
                 change, unless rank 0's commit was the last thing that succeeded.
-            UsageError: `version` is not above the committed one, or ranks disagree about it.
+            UsageError: `version` is none, or not above the committed one, or ranks disagree.
             ClosedError: after close().
         """
         if self._closed:
@@ -101,7 +101,8 @@ class Publisher:
         start = time.monotonic()
         deadline = start + timeout_s
         try:
-            self._step(self._check, version, deadline, then=_same_version)
+            told = self._step(self._check, version, deadline, then=_same_version)
+            version = told[self._rank]["version"]
             opened = self._step(self._open, version, deadline)[0]
             sent = self._step(self._send, version, opened, deadline)
             done = self._step(self._commit, version, opened, sent, deadline)[0]
@@ -160,7 +161,7 @@ class Publisher:
     def _check(self, version: int, deadline: float) -> dict[str, Any]:
         """What can be refused before anything was begun."""
         self._parts.refresh()
-        return {"version": version, "plan": self._plan.fingerprint()}
+        return {"version": check_version(version), "plan": self._plan.fingerprint()}
 
     def _open(self, version: int, deadline: float) -> dict[str, Any]:
         if self._rank > 0:

@@ -17,6 +17,7 @@ from ..errors import (
     EngineError,
     PlanError,
     TransferError,
+    check_version,
 )
 from .conversion.conversion import Wiring
 from .fetched import Feed, Version, bring, check, feeding, undone
@@ -115,6 +116,7 @@ class Subscriber:
             TransferError: the version was retired before it could be opened, or `load` failed
                 and the version before was loaded again.
             EngineError: `load` failed and there was nothing to go back to: the model is torn.
+            UsageError: `version` is none.
             ClosedError: after close().
         """
         start = time.monotonic()
@@ -154,6 +156,8 @@ class Subscriber:
     def _get_ready(self, version: int | None, *, deadline: float, ahead: bool = False) -> Version:
         if self._closed:
             raise ClosedError("this Subscriber was closed")
+        if version is not None:
+            version = check_version(version)
         if self._ready is None or version not in (None, self._ready.marker.version):
             self._drop_ready()
             self._ready = self._fetch(version, deadline, served=self._served, ahead=ahead)

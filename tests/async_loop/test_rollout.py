@@ -1,3 +1,5 @@
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,6 +51,14 @@ def test_a_group_is_as_old_as_its_oldest_part(make_rollout):
     assert not policy.admits(group, version=7)
     # Sampled late, but its prompt was cached under the version that it was submitted with.
     assert staleness(Group("p", (make_rollout(versions=(6, 6)),), 4), version=7) == 3
+
+
+@pytest.mark.parametrize("wrong", [-1, 1 << 63, True])
+def test_what_is_no_version_is_refused(make_rollout, wrong):
+    with pytest.raises(UsageError, match=re.escape(repr(wrong))):
+        cache_salt(wrong)
+    with pytest.raises(UsageError, match=re.escape(repr(wrong))):
+        versions_from_spans([(wrong, 0, 1)], length=1)
 
 
 def test_each_version_has_its_own_salt():

@@ -1,5 +1,6 @@
 """Several trainer ranks: bytes against the reference, then everything that can go wrong."""
 
+import re
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -171,6 +172,20 @@ def test_versions_strictly_increase(alone):
         assert publisher.publish(6, timeout_s=TIMEOUT_S).digest != first.digest
     with pytest.raises(ClosedError):
         publisher.publish(7, timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.parametrize("wrong", [1 << 63, True])
+def test_what_is_no_version_is_refused_on_both_sides(alone, wrong):
+    weights, plan, transport = alone
+    with Publisher(plan, weights, transport) as publisher:
+        with pytest.raises(UsageError, match=f"got {re.escape(repr(wrong))}"):
+            publisher.publish(wrong, timeout_s=TIMEOUT_S)
+        assert publisher.publish(3, timeout_s=TIMEOUT_S).version == 3
+    with (
+        Subscriber(plan, list, transport) as subscriber,
+        pytest.raises(UsageError, match=f"got {re.escape(repr(wrong))}"),
+    ):
+        subscriber.receive(wrong, timeout_s=TIMEOUT_S)
 
 
 def test_pairs_from_an_iterator_are_published_every_time(alone):

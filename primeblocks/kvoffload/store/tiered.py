@@ -8,7 +8,14 @@ from threading import Condition
 from time import monotonic
 from typing import Any, Literal, Self, TypeVar
 
-from ...errors import ClosedError, DeadlineError, PlanError, UnsupportedError, UsageError
+from ...errors import (
+    ClosedError,
+    DeadlineError,
+    PlanError,
+    UnsupportedError,
+    UsageError,
+    check_version,
+)
 from ..eviction.evict import Evict, lru
 from ..host import HostTier
 from ..page import PageKey
@@ -183,8 +190,9 @@ class TieredStore:
         """The policy is now at `version`; older pages may have become useless. Local.
 
         Raises:
-            UsageError: the version went backwards.
+            UsageError: the version went backwards, or is none.
         """
+        version = check_version(version)
         with self._changed:
             if version < self._catalogue.version:
                 raise UsageError(

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 
 import numpy as np
 import pytest
@@ -149,6 +150,14 @@ def test_dead_versions_leave_first_and_are_not_worth_a_write(host, memory):
         assert [load(store, n, v) for n, v in ((1, 7), (2, 6), (3, 7))] == ["host"] * 3
         with pytest.raises(UsageError, match="at version 7; got 6"):
             store.advance(version=6)
+
+
+@pytest.mark.parametrize("wrong", [-1, 1 << 63, True])
+def test_what_is_no_version_is_refused(host, wrong):
+    with TieredStore([host(3)]) as store:
+        with pytest.raises(UsageError, match=re.escape(repr(wrong))):
+            store.advance(version=wrong)
+        store.advance(version=1)
 
 
 def test_salts_versions_and_recipes_never_meet(host):

@@ -279,7 +279,16 @@ def test_requests_say_what_they_are_told(adapter):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"version": "7"}, {"version": True}, {"rollout": 3}, {"ends": "a"}, {"ends": [1]}]
+    "wrong",
+    [
+        {"version": "7"},
+        {"version": True},
+        {"version": 1 << 63},
+        {"version": -1},
+        {"rollout": 3},
+        {"ends": "a"},
+        {"ends": [1]},
+    ],
 )
 def test_malformed_requests_are_refused_in_front_and_ignored_behind(adapter, wrong, caplog):
     ((name, value),) = wrong.items()
@@ -289,6 +298,27 @@ def test_malformed_requests_are_refused_in_front_and_ignored_behind(adapter, wro
     (field,) = [each for each in good if each.endswith((name, f"that_{name[:-1]}"))]
     assert adapter.requests.read_request({**good, field: value}) == adapter.requests.Request()
     assert "are ignored" in caplog.text
+
+
+@pytest.mark.parametrize("version", [1 << 63, 1 << 80, -(1 << 63) - 1])
+def test_a_version_that_no_page_can_have_does_not_end_the_engine(pool, version):
+    from vllm.v1.kv_offload.base import ReqContext
+
+    parameters = pool.adapter.request_args(1)["kv_transfer_params"]
+    context = ReqContext("r", dict.fromkeys(parameters, version))
+    pool.tier.on_new_request(context)
+    assert not pool.holds(1, context)
+
+
+@pytest.mark.parametrize("leap", [1 << 62, 1 << 40, 1 << 21])
+def test_one_request_cannot_make_every_page_stale(pool, monkeypatch, caplog, leap):
+    """Whether it is the first that the engine sees, or comes later."""
+    versions = []
+    monkeypatch.setattr(pool.tier._store, "advance", lambda *, version: versions.append(version))
+    for version in (leap, 5, leap, 6, 6 + (1 << 20)):
+        pool.request(version=version)
+    assert versions == [5, 6, 6 + (1 << 20)]
+    assert f"version {leap} after 5" in caplog.text
 
 
 class Capture:

@@ -53,7 +53,7 @@ def completion_of(prompt: tuple[int, ...], output: Any, *, num_cached_tokens: in
     tokens = tuple(output.token_ids)
     spans = []
     for span in output.weight_versions or ():
-        if not span.version.isdecimal():
+        if not span.version.isdecimal() or int(span.version) >= 1 << 63:
             raise EngineError(
                 f"the engine's weights are labelled {span.version!r}; versions here are integers. "
                 "Label them with update_weight_version(str(version))."

@@ -20,6 +20,7 @@ from ....errors import (
     EngineError,
     UnsupportedError,
     UsageError,
+    check_version,
     how_it_ended,
 )
 from ...checkpoint_files import check_checkpoint
@@ -112,6 +113,7 @@ class VllmEngine:
                 f"tested with vLLM 0.32.*; found {vllm.__version__}. "
                 "Run: pip install 'vllm==0.32.*'"
             )
+        version = check_version(version)
         model = str(engine_kwargs["model"])
         if engine_kwargs.get("load_format") != "dummy" and _is_path(model):
             check_checkpoint(model)

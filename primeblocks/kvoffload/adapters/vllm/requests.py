@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ....errors import UsageError
+from ....errors import UsageError, check_version
 
 __all__ = ["Request", "read_request", "request_args"]
 
@@ -25,18 +25,19 @@ def request_args(version: Any = None, *, rollout: Any = None, ends: Any = ()) ->
     request's `cache_salt`, not instead of it. Pure.
 
     Args:
-        version: the policy's, an integer; the tier advances with the largest that it has seen, and
-            keys of different versions differ.
+        version: the policy's, a count of updates; the tier advances with the largest that it has
+            seen, and keys of different versions differ. One that is 2**20 ahead of all before does
+            not advance it: a mistake in one request would make everybody's pages stale.
         rollout: name of who will need the pages again, in its next turn. With several samples of
             one prompt in a request (`n`) it is theirs together.
         ends: names of rollouts that need their pages no more once this request is over: its own in
             its last turn, or some that ended without one.
 
     Raises:
-        UsageError: names that are not text, or a version that is no integer.
+        UsageError: names that are not text, or a version that is no integer below 2**63.
     """
-    if version is not None and type(version) is not int:
-        raise UsageError(f"a version is an integer; got {version!r}")
+    if version is not None:
+        version = check_version(version)
     is_list = isinstance(ends, list | tuple)
     if not is_list or not all(isinstance(name, str) for name in ends):
         raise UsageError(f"ends is a list of names of rollouts; got {ends!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import time
 from collections import Counter
@@ -43,6 +44,9 @@ COUNTED = ("hits", "stores", "evictions", "checksum_failures", "failures", "byte
 _ROUTES = "routes"
 _TIMEOUT_S = 30.0
 _BREATH_S = 2e-4
+_LEAP = 1 << 20  # updates between two requests
+
+logger = logging.getLogger(__name__)
 
 
 class StoreTier(SecondaryTierManager):
@@ -98,8 +102,7 @@ class StoreTier(SecondaryTierManager):
         request = read_request(req_context.kv_transfer_params)
         req_context.set_state(request)
         if request.version is not None and request.version > self._version:
-            self._version = request.version
-            self._store.advance(version=request.version)
+            self._advance(request.version)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -183,6 +186,18 @@ class StoreTier(SecondaryTierManager):
                     stats.increase_counter(METRIC + name, new, labelvalues=(tier,))
                     self._reported[tier, name] = total
         return stats
+
+    def _advance(self, version: int) -> None:
+        if version - self._version > _LEAP:
+            logger.warning(
+                "version %d after %d is taken for a mistake of one request: pages of the versions "
+                "between would be stale. Count updates of the policy from 0.",
+                version,
+                self._version,
+            )
+            return
+        self._version = version
+        self._store.advance(version=version)
 
     def _page_key(self, key: OffloadKey, request: Request) -> PageKey:
         # vLLM's hash contains the request's cache_salt already; ours separates runs and resets.
