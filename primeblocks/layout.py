@@ -132,7 +132,7 @@ def _refuse_gaps(tensor: DTensor) -> None:
     """Placements are dealt from left to right, each to the rows that those before it left over."""
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "of a rank on the mesh"
-    strided = {p.dim for p in tensor.placements if hasattr(p, "split_factor")}
+    strided = {getattr(p, "dim", 0) for p in tensor.placements if hasattr(p, "split_factor")}
     for dim in strided:
         rows = torch.arange(tensor.shape[dim])
         for axis, placement in enumerate(tensor.placements):

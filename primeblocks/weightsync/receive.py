@@ -21,8 +21,10 @@ from ..errors import (
 )
 from .conversion.conversion import Wiring
 from .fetched import Feed, Version, bring, check, feeding, undone
+from .manifest import NamedTensors, named_tensors
 from .marker import Marker, Receipt
 from .plan import Plan
+from .proof import differing, digest_tensors
 from .transports.transport import Incoming, Request, Transport
 
 __all__ = ["Load", "Subscriber"]
@@ -51,6 +53,9 @@ class Subscriber:
             faster, but damage is found in the middle of a load, and the version before is loaded
             again. Where there is none, and for deltas, all is checked before. What others may still
             write to is copied for the load, and the copies are checked, in both.
+        observe: what the engine holds, by the names that `load` gets. Given, each tensor has to be
+            what `load` was given, bit for bit, or the load has failed. Without it a receipt says
+            what `load` was given, and not what it did with it.
 
     Raises:
         PlanError: the plan has no such reader, or it was planned with a wiring.
@@ -66,6 +71,7 @@ class Subscriber:
         convert: Wiring | None = None,
         threads: int = 4,
         check: Literal["before", "ahead"] = "before",
+        observe: Callable[[], NamedTensors] | None = None,
     ) -> None:
         plan.check_reader(reader)
         torn = [name for name, boxes in plan.wants[reader].items() if len(boxes) > 1]
@@ -76,7 +82,7 @@ class Subscriber:
             )
         self._plan, self._load, self._transport = plan, load, transport
         self._reader, self._convert, self._threads = reader, convert, threads
-        self._ahead = check == "ahead"
+        self._ahead, self._observe = check == "ahead", observe
         self._served: Marker | None = None
         self._held: Version | None = None
         self._ready: Version | None = None
@@ -292,8 +298,8 @@ class Subscriber:
         return self._held
 
     def _feed(self, version: Version) -> None:
-        """Let `load` have all, each tensor once what it is made of was checked."""
-        taken = 0
+        """Let `load` have all, each tensor once what it is made of was checked; look at it then."""
+        taken, given = 0, dict[str, tuple[str, ...]]()
         wanted = self._plan.wants[self._reader] if self._convert is None else self._convert.targets
         uses = Counter(source for name in wanted for source in self._made_of(name))
 
@@ -301,13 +307,24 @@ class Subscriber:
             nonlocal taken
             for name in wanted:
                 taken += 1
-                yield name, self._tensor(name, feed)
+                tensor = self._tensor(name, feed)
+                if self._observe is not None:
+                    given.update(digest_tensors({name: tensor}))
+                yield name, tensor
                 feed.used(self._made_of(name))
 
         with feeding(self._plan, self._reader, version, uses) as feed:
             self._load(tensors(feed))
         if taken < len(wanted):
             raise TransferError(f"load took {taken} of {len(wanted)} tensors")
+        if self._observe is not None:
+            held = named_tensors(self._observe())
+            lost = differing(given, digest_tensors({n: held[n] for n in given if n in held}))
+            if lost:
+                raise TransferError(
+                    f"{len(lost)} of {len(given)} tensors, such as {lost[0]!r}, are not in the "
+                    "engine as load was given them"
+                )
 
     def _made_of(self, name: str) -> Iterable[str]:
         if self._convert is None:

@@ -5,7 +5,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from primeblocks.errors import TransferError
+from primeblocks.errors import EngineError, TransferError, UsageError
 from primeblocks.testing import ranks
 from primeblocks.weightsync import (
     Publisher,
@@ -16,6 +16,8 @@ from primeblocks.weightsync import (
     plan_sync,
     prove_round_trip,
 )
+from primeblocks.weightsync.manifest import named_tensors
+from primeblocks.weightsync.proof import _perturb
 
 ranks.preload(__name__)  # With all that it imports.
 
@@ -46,7 +48,7 @@ class Served:
         self.subscriber.receive(version, timeout_s=10)
 
     def observe(self):
-        return digest_tensors(self.tensors)
+        return self.tensors
 
     def prove(self):
         return prove_round_trip(self.model, self.push, self.observe, version=4, timeout_s=30)
@@ -69,7 +71,8 @@ def test_an_engine_that_serves_what_it_is_sent_passes(tmp_path, before):
     assert proof.versions == (4, 5, 6)
     assert 0 < proof.seconds < 30
     assert_restored(served.model, before)
-    assert digest_tensors(served.model) == served.observe()
+    assert digest_tensors(served.model) == digest_tensors(served.observe())
+    assert proof.tensors == 4  # The integers have to come back, and no more.
 
 
 def test_every_element_is_perturbed(tmp_path):
@@ -129,7 +132,7 @@ def ranks_body(fails):
     whole = torch.arange(24.0).view(6, 4)
     parameters = {"w": distribute_tensor(whole.clone(), mesh, [Shard(0)])}
     answers = iter("aaa" if fails else "aba")
-    observe = (lambda: next(answers)) if dist.get_rank() == 0 else None
+    observe = (lambda: {"w": next(answers)}) if dist.get_rank() == 0 else None
     try:
         prove_round_trip(parameters, lambda version: None, observe, version=0, timeout_s=20)
     except TransferError as error:
@@ -143,4 +146,132 @@ def ranks_body(fails):
 def test_all_ranks_hear_what_one_saw():
     assert ranks.run(ranks_body, False, world_size=2) == ["", ""]
     for text in ranks.run(ranks_body, True, world_size=2):
-        assert "rank 0: the engine answers as before" in text
+        assert "rank 0: 1 of 1 tensors, such as 'w', are as before after other weights" in text
+
+
+NAMES = ("0.weight", "0.bias", "1.weight", "1.bias")
+
+
+@pytest.mark.parametrize("lost", [("0.weight",), ("1.weight", "1.bias"), ("0.bias",), NAMES])
+@pytest.mark.parametrize("had", ["nothing", "its own", "the right ones"])
+def test_a_tensor_that_never_arrives_is_noticed(tmp_path, before, lost, had):
+    served = Served(tmp_path, spoil=lambda name, t, version: None if name in lost else t)
+    if had != "nothing":
+        served.tensors = {
+            name: tensor.clone() if had == "the right ones" else torch.ones_like(tensor)
+            for name, tensor in served.model.state_dict().items()
+        }
+    with pytest.raises(TransferError, match=f"{len(lost)} of 4 tensors, such as '{lost[0]}'"):
+        served.prove()
+    assert_restored(served.model, before)
+
+
+def test_a_part_of_a_fused_tensor_that_never_arrives_is_noticed():
+    weights = {part: torch.randn(96, 64) for part in "qkv"}
+    fused = torch.zeros(3 * 96, 64)
+
+    def push(version, *, lost=""):
+        for place, (part, tensor) in enumerate(weights.items()):
+            if part != lost:
+                fused[96 * place :][:96] = tensor
+
+    look = {"names": ["qkv"], "version": 0, "timeout_s": 20}
+    prove_round_trip(weights, push, lambda: {"qkv": fused}, **look)
+    for lost in "qkv":
+        with pytest.raises(TransferError, match="'qkv', are as before after other weights"):
+            prove_round_trip(
+                weights, lambda version, lost=lost: push(version, lost=lost),
+                lambda: {"qkv": fused}, **look,
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["module", "state_dict", "views"])
+def test_tied_tensors_are_perturbed_once(kind):
+    model = nn.ModuleDict({"embed": nn.Embedding(6, 4), "head": nn.Linear(4, 6, bias=False)})
+    model["head"].weight = model["embed"].weight
+    parameters = model if kind == "module" else model.state_dict()
+    if kind == "views":
+        weight = model["embed"].weight.detach()
+        parameters = {"all": weight, "first": weight[:3], "turned": weight.T}
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    engine = {}
+
+    def push(version):
+        engine.update({name: t.detach().clone() for name, t in named_tensors(parameters).items()})
+
+    proof = prove_round_trip(parameters, push, lambda: engine, version=0, timeout_s=20)
+    assert proof.tensors == {"module": 1, "state_dict": 2, "views": 3}[kind]
+    assert all(model.state_dict()[name].equal(tensor) for name, tensor in before.items())
+
+
+def test_answers_that_are_not_by_tensor_are_refused():
+    weights = {"w": torch.ones(3)}
+    for answer in ("a digest", [0.1, 0.2], {"w": 0.5}, 7):
+        with pytest.raises(UsageError, match="the proof is by tensor"):
+            prove_round_trip(weights, print, lambda a=answer: a, version=0, timeout_s=20)
+    with pytest.raises(UsageError, match="nothing to prove"):
+        prove_round_trip({"n": torch.ones(3, dtype=torch.int64)}, print, dict, version=0,
+                         timeout_s=20)  # fmt: skip
+
+
+FLOATS = (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_every_bit_pattern_changes_and_comes_back(dtype):
+    bits = torch.randint(0, 256, (4096, 16), dtype=torch.uint8)
+    bits[:2] = 0  # Zeros of every dtype.
+    tensor = bits.clone().view(dtype)
+    _perturb(tensor)
+    assert not tensor.view(torch.uint8).equal(bits)
+    elements = bits.view(-1, dtype.itemsize if not dtype.is_complex else 8)
+    changed = tensor.view(torch.uint8).view(elements.shape)
+    assert (changed != elements).any(1).all()
+    _perturb(tensor, back=True)
+    assert tensor.view(torch.uint8).equal(bits)
+
+
+@pytest.mark.parametrize("to", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("value", [0.0, 1.0, 1e-30, -3.5])
+def test_a_perturbation_shows_in_narrower_dtypes(to, value):
+    tensor = torch.full((40,), value)
+    before = tensor.to(to, copy=True)
+    _perturb(tensor)
+    after = tensor.to(to)
+    assert (after.view(torch.uint8) != before.view(torch.uint8)).view(40, -1).any(1).all()
+    assert after.isfinite().all()
+
+
+# --- the receipt of a load -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check", ["before", "ahead"])
+def test_a_load_that_keeps_nothing_gets_no_receipt(tmp_path, check):
+    served = Served(tmp_path)
+    keeps = [True, False, True]
+    load = lambda ts: served.load(ts) if keeps.pop(0) else [None for _ in ts]  # noqa: E731
+    subscriber = Subscriber(
+        served.subscriber._plan, load, served.transport, check=check, observe=served.observe
+    )
+    served.publisher.publish(1, timeout_s=10)
+    assert subscriber.receive(timeout_s=10).version == 1
+    served.model[0].weight.data.add_(1)
+    served.publisher.publish(2, timeout_s=10)
+    with pytest.raises(TransferError, match=r"1 of 5 tensors, such as '0.weight', are not in the"):
+        subscriber.receive(timeout_s=10)
+    assert subscriber.version == 1
+    keeps[:] = [True]
+    assert subscriber.receive(timeout_s=10).version == 2
+
+
+def test_a_first_load_that_keeps_nothing_gets_no_receipt(tmp_path):
+    served = Served(tmp_path)
+    served.publisher.publish(1, timeout_s=10)
+    load = lambda ts: [None for _ in ts]  # noqa: E731
+    subscriber = Subscriber(served.subscriber._plan, load, served.transport, observe=served.observe)
+    with pytest.raises(EngineError, match="5 of 5 tensors, such as .* are not in the engine"):
+        subscriber.receive(timeout_s=10)
+    assert subscriber.version is None
