@@ -29,7 +29,7 @@ from primeblocks.weightsync.engines.lora import AdapterSpec, adapter_parameters
 PROMPTS = [[1, 5, 7, 9, 11], [1, *range(20, 60)], [1, *range(100, 117)]]
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TIMEOUT_S = 30.0
-SHORT, LONG = 16, 100
+SHORT, LONG = 16, 400
 ENGINE: dict[str, Any] = {
     "block_size": 32,
     "enforce_eager": True,
