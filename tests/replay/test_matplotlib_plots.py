@@ -63,5 +63,5 @@ def test_nothing_global_is_touched():
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
     monkeypatch.delitem(sys.modules, plots.__name__)
-    with pytest.raises(MissingPackageError, match=r"primeblocks\[plots\]"):
+    with pytest.raises(MissingPackageError, match=r"pip install '\.\[plots\]'"):
         __import__(plots.__name__)

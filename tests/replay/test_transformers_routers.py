@@ -376,7 +376,7 @@ def test_generate_in_a_record_is_refused():
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, adapter.__name__)
-    with pytest.raises(MissingPackageError, match=r"primeblocks\[transformers\]"):
+    with pytest.raises(MissingPackageError, match=r"pip install '\.\[transformers\]'"):
         __import__(adapter.__name__)
 
 

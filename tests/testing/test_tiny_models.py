@@ -87,5 +87,5 @@ def test_what_cannot_be_built_is_refused():
 
 def test_without_transformers_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(MissingPackageError, match=r"primeblocks\[transformers\]"):
+    with pytest.raises(MissingPackageError, match=r"pip install '\.\[transformers\]'"):
         tiny_models.config("olmoe")
