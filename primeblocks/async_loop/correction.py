@@ -83,16 +83,16 @@ def group_advantages(
             larger differences count more (Dr. GRPO).
 
     Raises:
-        ShapeError: the rewards are not floating `[groups, members]`.
+        ShapeError: the rewards are not floating `[groups, members]`, with a member.
 
     Source: arXiv:2402.03300 (GRPO), arXiv:2503.20783 (Dr. GRPO).
     """
-    if rewards.ndim != 2 or not rewards.is_floating_point():
+    if rewards.ndim != 2 or not rewards.is_floating_point() or not rewards.shape[1]:
         raise ShapeError(
             f"rewards must be floating [groups, members]; got {rewards.dtype}"
             f" {list(rewards.shape)}. One group alone: rewards.float()[None]."
         )
     centred = rewards - rewards.mean(dim=1, keepdim=True)
-    if not normalise:
+    if not normalise or not len(centred):
         return centred
     return centred / (rewards.std(dim=1, keepdim=True, correction=0) + epsilon)

@@ -134,6 +134,8 @@ def measure_mismatch(
     positions = counts.nonzero()
     if not len(positions):
         raise UsageError("no token counts: the mask leaves none")
+    if worst < 0:
+        raise UsageError(f"worst must not be negative; got {worst}")
     trainer, rollout = trainer[counts].double(), rollout[counts].double()
     log_ratio = trainer - rollout
     if not log_ratio.isfinite().all():
@@ -170,7 +172,7 @@ def exact_kl(
     """
     trainer = _floating("trainer_logprobs", trainer_logprobs)
     rollout = _floating("rollout_logprobs", rollout_logprobs).to(trainer.device)
-    if rollout.shape != trainer.shape or trainer.ndim < 1:
+    if rollout.shape != trainer.shape or not trainer.shape or not trainer.shape[-1]:
         raise ShapeError(
             f"trainer {list(trainer.shape)} and rollout {list(rollout.shape)}"
             " must both be [..., vocab]"
@@ -184,7 +186,7 @@ def exact_kl(
     vocab = trainer.shape[-1]
     rollout, trainer = rollout.reshape(-1, vocab), trainer.reshape(-1, vocab)
     total = torch.zeros((), dtype=torch.float64, device=trainer.device)
-    step = max(1, _CHUNK // max(1, vocab))
+    step = max(1, _CHUNK // vocab)
     for places, ours, theirs in zip(
         positions.split(step), rollout.split(step), trainer.split(step), strict=True
     ):

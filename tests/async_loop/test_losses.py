@@ -121,9 +121,10 @@ def test_parts_of_losses_check_shapes_too():
         weights(x, x[0])
     with pytest.raises(ShapeError, match=r"rollout_logprobs must be floating; got torch.int64"):
         weights(x, x.long())
-    for rewards in (x[0], x[None], x.long()):
+    for rewards in (x[0], x[None], x.long(), x[:, :0]):
         with pytest.raises(ShapeError, match=r"\[groups, members\]; got torch"):
             advantages(rewards)
+    assert advantages(x[:0]).shape == (0, 4)
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,16 @@ def test_what_is_no_log_probability_is_refused(measure, side):
             measure(**sides, mask=mask)
 
 
+def test_nothing_to_compare_is_refused_by_name():
+    x = torch.zeros(2, 0)
+    with pytest.raises(ShapeError, match="both be"):
+        exact_kl(trainer_logprobs=x, rollout_logprobs=x)
+    with pytest.raises(UsageError, match="no token"):
+        measure_mismatch(trainer_logprobs=x, rollout_logprobs=x)
+    with pytest.raises(UsageError, match="worst must not be negative; got -1"):
+        measure_mismatch(trainer_logprobs=x.sum(1), rollout_logprobs=x.sum(1), worst=-1)
+
+
 def test_operands_are_named():
     x = torch.zeros(2)
     for measure in (measure_mismatch, exact_kl):
