@@ -22,6 +22,7 @@ from primeblocks.replay.adapters.vllm import (
     plan_capture_bytes,
     routes_from_base64,
     routes_from_output,
+    server_args,
 )
 from primeblocks.replay.adapters.vllm.rows import read_npy
 from primeblocks.testing import tiny_models
@@ -204,6 +205,15 @@ def test_capture_bytes_count_every_tier_and_all_layers():
 def test_capture_bytes_refuse_impossible_sizes(wrong):
     with pytest.raises(UsageError, match="got"):
         plan_capture_bytes(SHAPE, **{"page_tokens": 16, "device_pages": 10} | wrong)
+
+
+def test_a_server_gets_the_same_in_words():
+    words = ["--enable-return-routed-experts", "--aux-output-config", '{"max_bytes": 96}']
+    middleware = ["--middleware", "primeblocks.replay.adapters.vllm.RoutesMiddleware"]
+    assert server_args(max_bytes=96, device="cuda") == [*words, *middleware]
+    assert server_args(max_bytes=96, device="cpu") == [*words, "--enforce-eager", *middleware]
+    with pytest.raises(UsageError, match="max_bytes"):
+        server_args(max_bytes=0, device="cpu")
 
 
 def test_engine_args_are_eager_on_cpu_only():

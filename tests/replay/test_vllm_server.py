@@ -13,6 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,10 @@ from primeblocks.replay.adapters.vllm import (
     RoutesMiddleware,
     read_answer,
     routes_from_base64,
+    server_args,
 )
 from primeblocks.testing import tiny_models
+from primeblocks.weightsync.adapters import vllm as into_vllm
 from tests.engine_job import ENVIRONMENT
 
 SHAPE = RouterShape(num_layers=4, moe_layers=(1, 2, 3), num_experts=8, top_k=2)
@@ -169,16 +172,18 @@ def server(model: Path) -> Iterator[str]:
         "--max-num-seqs": "4",
         "--block-size": "32",
         "--logprobs-mode": "processed_logprobs",
-        "--middleware": "primeblocks.replay.adapters.vllm.RoutesMiddleware",
-        "--aux-output-config": '{"max_bytes": 1048576}',
     }
-    flags = ["--enforce-eager", "--enable-return-routed-experts", "--enable-scale-out"]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enable-scale-out"]
+    command += [*server_args(max_bytes=1 << 20, device="cpu"), *into_vllm.server_args()]
+    command += pages_args(primary_bytes=8 << 20, host_bytes=8 << 20)
     for name, value in options.items():
         command += [name, value]
     log = (model.parent / "log").open("wb")
     process = subprocess.Popen(
-        command, env=os.environ | ENVIRONMENT, stdout=log, stderr=subprocess.STDOUT
+        command,
+        env=os.environ | ENVIRONMENT | {"VLLM_SERVER_DEV_MODE": "1"},
+        stdout=log,
+        stderr=subprocess.STDOUT,
     )
     url = f"http://127.0.0.1:{port}"
     try:
@@ -198,6 +203,13 @@ def server(model: Path) -> Iterator[str]:
         log.close()
 
 
+def pages_args(**sizes: int) -> list[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # vLLM's own imports are deprecated in places
+        from primeblocks.kvoffload.adapters import vllm as adapter
+    return adapter.server_args(**sizes, routes_bytes_per_token=SHAPE.bytes_per_token)
+
+
 def healthy(url: str) -> bool:
     try:
         return urllib.request.urlopen(f"{url}/health", timeout=2).status == 200
@@ -215,6 +227,16 @@ def ask(url: str, prompt: list[int], *, accept: str, **sampling: Any) -> bytes:
     with urllib.request.urlopen(request, timeout=60) as response:
         assert response.headers["Content-Type"].startswith(accept)
         return response.read()
+
+
+@pytest.mark.vllm
+def test_one_server_has_what_all_three_blocks_ask_for(server):
+    calls = into_vllm.VllmServer(server).until(time.monotonic() + 60)
+    (worker,) = asyncio.run(calls.collective_rpc("primeblocks_state"))
+    assert "attach" in worker["message"]
+    ask(server, list(range(4, 100)), accept=MEDIA_TYPE)
+    metrics = urllib.request.urlopen(f"{server}/metrics", timeout=10).read().decode()
+    assert "primeblocks_kvoffload_stores" in metrics
 
 
 @pytest.mark.vllm

@@ -314,5 +314,7 @@ def test_engines_on_a_command_line_have_an_identity_of_their_own(adapter):
     words = adapter.command_line(arguments | {"max_model_len": 64, "seed": 0, "quiet": False})
     assert arguments["kv_transfer_config"].engine_id not in " ".join(words)
     assert words[-5:] == ["--max-model-len", "64", "--seed", "0", "--no-quiet"]
+    sizes = {"primary_bytes": GIB, "host_bytes": GIB}
+    assert adapter.server_args(**sizes) == adapter.command_line(adapter.engine_args(**sizes))
     with pytest.raises(PlanError, match="logits_processors is a list"):
         adapter.command_line({"logits_processors": []})

@@ -18,7 +18,7 @@ if not vllm.__version__.startswith("0.32."):
         "Its offloading interface changes between releases: install vllm==0.32.*."
     )
 
-from .compose import command_line, multi
+from .compose import command_line, multi, server_args
 from .configs import mooncake, mooncake_settings, native, nixl
 from .engine import EngineStatistics, engine_args, engine_statistics
 from .requests import request_args
@@ -38,4 +38,5 @@ __all__ = [
     "native",
     "nixl",
     "request_args",
+    "server_args",
 ]

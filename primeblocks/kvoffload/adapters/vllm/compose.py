@@ -10,8 +10,9 @@ from typing import Any
 from vllm.config import KVTransferConfig
 
 from ....errors import PlanError, UnsupportedError
+from .engine import engine_args
 
-__all__ = ["command_line", "multi"]
+__all__ = ["command_line", "multi", "server_args"]
 
 
 def multi(*parts: Mapping[str, Any], on_load_failure: str = "recompute") -> dict[str, Any]:
@@ -53,7 +54,7 @@ def multi(*parts: Mapping[str, Any], on_load_failure: str = "recompute") -> dict
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:
-    """The same engine arguments for `vllm serve MODEL` or `python -m vllm...api_server`. Pure.
+    """The same engine arguments for `python -m vllm.entrypoints.openai.api_server`. Pure.
 
     Raises:
         PlanError: a value that has no form on a command line.
@@ -72,6 +73,11 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
         else:
             raise PlanError(f"{name} is a {type(value).__name__}, which is no word; got {value!r}")
     return words
+
+
+def server_args(**settings: Any) -> list[str]:
+    """`engine_args` as words of a server's command line; its arguments and errors. Pure."""
+    return command_line(engine_args(**settings))
 
 
 def _check_order(names: list[str]) -> None:

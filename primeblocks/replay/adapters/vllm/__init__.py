@@ -4,7 +4,7 @@ Tested with vllm 0.32. Nothing here imports vLLM, so a trainer reads an engine's
 it. On the CPU platform the engine needs our patch `routed_experts_on_cpu` (primeblocks.plugins).
 """
 
-from .capture import engine_args, plan_capture_bytes
+from .capture import engine_args, plan_capture_bytes, server_args
 from .http import MEDIA_TYPE, Answer, RoutesMiddleware, read_answer
 from .pages import CapturedPages
 from .rows import Completion, RouterShape, routes_from_base64, routes_from_output
@@ -21,4 +21,5 @@ __all__ = [
     "read_answer",
     "routes_from_base64",
     "routes_from_output",
+    "server_args",
 ]

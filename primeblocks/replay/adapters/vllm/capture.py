@@ -1,12 +1,13 @@
 """Which arguments make a vLLM engine return its routes, and how much room they take."""
 
+import json
 import math
 from typing import Any, Literal
 
 from ....errors import UsageError
 from .rows import RouterShape
 
-__all__ = ["engine_args", "plan_capture_bytes"]
+__all__ = ["engine_args", "plan_capture_bytes", "server_args"]
 
 
 def plan_capture_bytes(
@@ -63,3 +64,16 @@ def engine_args(*, max_bytes: int, device: Literal["cpu", "cuda"]) -> dict[str, 
     if device == "cpu":
         args["enforce_eager"] = True
     return args
+
+
+def server_args(*, max_bytes: int, device: Literal["cpu", "cuda"]) -> list[str]:
+    """Return the same for the command line of vLLM's server, with `RoutesMiddleware`. Pure.
+
+    Arguments and errors as `engine_args`.
+    """
+    words = []
+    for name, value in engine_args(max_bytes=max_bytes, device=device).items():
+        words.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            words.append(json.dumps(value))
+    return [*words, "--middleware", f"{__package__}.RoutesMiddleware"]

@@ -44,7 +44,9 @@ def engine_args() -> dict[str, Any]:
 
 
 def server_args() -> list[str]:
-    """Command-line arguments for vLLM's server, which also needs VLLM_SERVER_DEV_MODE=1. Local.
+    """`engine_args` as words of a server's command line. Pure.
+
+    The server also needs VLLM_SERVER_DEV_MODE=1 in its environment.
 
     vLLM need not be installed here; where the server runs, primeblocks must be.
     """
