@@ -102,7 +102,7 @@ def _save_whole(family, degrees, tied, path):
     warnings.simplefilter("error")
     if dist.get_rank() == 0:
         _model(family, tied=tied).save_pretrained(path / "one")
-    model, _ = _start(family, degrees, tied=tied)
+    model, reference = _start(family, degrees, tied=tied)
     save_pretrained(model, path / "parts")
     dist.barrier()
     empty, optimizer = _start(family, degrees, tied=tied, device="meta")
@@ -111,8 +111,11 @@ def _save_whole(family, degrees, tied, path):
     got, want = (m(input_ids=ids, use_cache=False).logits for m in (empty, model))
     assert torch.equal(got, want)  # Frequencies, too, which no checkpoint holds.
     load_pretrained(empty, path / "one")  # After a forward, when parts of it are whole.
-    assert all(torch.equal(a, b) for a, b in zip(*map(_local, (empty, model)), strict=True))
-    _step(empty, optimizer)
+    for stepped in (False, True):
+        assert all(torch.equal(a, b) for a, b in zip(*map(_local, (empty, model)), strict=True))
+        if not stepped:
+            _step(model, reference)
+            _step(empty, optimizer)
     return type(model).__name__
 
 

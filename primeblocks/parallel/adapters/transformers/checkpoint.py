@@ -118,8 +118,7 @@ def materialize(model: PreTrainedModel, device: str) -> None:
         raise PlanError(
             f"{bare} of {every} parameters are on the meta device. Build the whole model there."
         )
-    model.to_empty(device=device)
-    model.tie_weights()
+    model.to_empty(device=device)  # FSDP keeps tied weights tied.
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(float("nan"))

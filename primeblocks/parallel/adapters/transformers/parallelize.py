@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -143,6 +144,7 @@ def _own_configs(model: PreTrainedModel) -> None:
 def _admit_sequence(
     kind: str, family: Family, module: PreTrainedModel, args: Any, arguments: dict[str, Any]
 ) -> None:
+    arguments = _by_name(module, args) | arguments
     if arguments.get("sequence") is None:
         return
     if family.context:
@@ -164,6 +166,7 @@ def _admit_sequence(
 
 def _admit_loss(module: PreTrainedModel, args: Any, arguments: dict[str, Any]) -> None:
     """What is made from this rank's tokens alone must not pass for the loss of all."""
+    arguments = _by_name(module, args) | arguments
     asked = arguments.get("output_router_logits")
     if getattr(module.config, "output_router_logits", False) if asked is None else asked:
         raise UnsupportedError(
@@ -176,3 +179,7 @@ def _admit_loss(module: PreTrainedModel, args: Any, arguments: dict[str, Any]) -
             "labels= divides by this rank's tokens, but gradients are sums over all ranks. Pass "
             "num_items_in_batch=global_token_count(...) too."
         )
+
+
+def _by_name(module: PreTrainedModel, args: tuple[Any, ...]) -> dict[str, Any]:
+    return dict(zip(inspect.signature(module.forward).parameters, args, strict=False))
