@@ -5,18 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from ..errors import PlanError
+from ..errors import PlanError, PrimeblocksError
 from ..layout import Layout, Shard, layout_of
 
 __all__ = [
     "Manifest",
     "NamedTensors",
     "TensorSpec",
+    "as_plan_error",
     "describe",
     "gather_manifests",
     "named_tensors",
@@ -91,29 +93,42 @@ class Manifest(Mapping[str, TensorSpec]):
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """The manifest that `to_json` wrote."""
-        recipe, rows = json.loads(text)
-        return cls(
-            tuple(
-                (
-                    name,
-                    TensorSpec(_dtype(dtype), Layout(tuple(shape), Shard(tuple(at), tuple(size)))),
-                )
-                for name, dtype, shape, at, size in rows
-            ),
-            recipe,
-        )
+        """The manifest that `to_json` wrote.
+
+        Raises:
+            PlanError: it is another text.
+        """
+        with as_plan_error("a manifest"):
+            recipe, rows = json.loads(text)
+            tensors = []
+            for name, dtype, shape, at, size in rows:
+                layout = Layout(tuple(shape), Shard(tuple(at), tuple(size)))
+                tensors.append((str(name), TensorSpec(_dtype(dtype), layout)))
+            return cls(tuple(tensors), str(recipe))
 
     def fingerprint(self) -> str:
         """32 hex digits; equal exactly where the manifests are."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:32]
 
 
+@contextmanager
+def as_plan_error(what: str) -> Iterator[None]:
+    """Text that is not what `to_json` wrote is a PlanError."""
+    try:
+        yield
+    except PrimeblocksError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise PlanError(
+            f"no text of {what}: {type(error).__name__}: {error}. Pass on what to_json() gave."
+        ) from error
+
+
 def named_tensors(source: NamedTensors) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by name; a mapping or pairs are taken as they are. Local.
 
     Raises:
-        PlanError: a name occurs twice.
+        PlanError: a name occurs twice, or something is no tensor, or none with strides.
     """
     if isinstance(source, nn.Module):
         return dict(_of_module(source))
@@ -121,6 +136,10 @@ def named_tensors(source: NamedTensors) -> dict[str, torch.Tensor]:
     tensors = dict(pairs)
     if len(tensors) != len(pairs):
         raise PlanError(f"{len(pairs) - len(tensors)} names occur twice among {len(pairs)} tensors")
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+            kind = getattr(tensor, "layout", type(tensor).__name__)
+            raise PlanError(f"{name!r} is {kind}; give dense tensors by name.")
     return tensors
 
 
@@ -135,7 +154,7 @@ def describe(source: NamedTensors, *, dtype: torch.dtype | None = None) -> Manif
         dtype: what floating tensors shall be described as; integers stay as they are.
 
     Raises:
-        PlanError: a name occurs twice, or a DTensor holds partial sums.
+        PlanError: as `layout_of`, or a name occurs twice, or something is no dense tensor.
     """
     return Manifest(
         tuple(

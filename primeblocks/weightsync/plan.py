@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ..errors import PlanError
 from ..layout import Layout, Shard
 from .cover import owned_boxes
-from .manifest import Manifest, TensorSpec
+from .manifest import Manifest, TensorSpec, as_plan_error
 
 __all__ = ["Boxes", "Bucket", "Copy", "Plan", "packed"]
 
@@ -191,23 +191,28 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that `to_json` wrote."""
-        head = json.loads(text)
-        target = Manifest.from_json(head["target"])
-        names = list(target)
-        wants = tuple(
-            {names[at]: tuple(_box(*row) for row in rows) for at, rows in boxes}
-            for boxes in head["wants"]
-        )
-        buckets = tuple(
-            Bucket(
-                rank,
-                tuple(readers),
-                packed(target, ((names[at], _box(*box)) for at, *box in copies)),
+        """The plan that `to_json` wrote.
+
+        Raises:
+            PlanError: it is another text.
+        """
+        with as_plan_error("a plan"):
+            head = json.loads(text)
+            target = Manifest.from_json(head["target"])
+            names = list(target)
+            wants = tuple(
+                {names[at]: tuple(_box(*row) for row in rows) for at, rows in boxes}
+                for boxes in head["wants"]
             )
-            for rank, readers, copies in head["buckets"]
-        )
-        return cls(target, head["world_size"], wants, head["bucket_bytes"], buckets)
+            buckets = tuple(
+                Bucket(
+                    int(rank),
+                    tuple(readers),
+                    packed(target, ((names[at], _box(*box)) for at, *box in copies)),
+                )
+                for rank, readers, copies in head["buckets"]
+            )
+            return cls(target, int(head["world_size"]), wants, int(head["bucket_bytes"]), buckets)
 
     def fingerprint(self) -> str:
         """32 hex digits; both sides compare them before a byte is used."""

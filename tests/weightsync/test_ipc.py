@@ -32,7 +32,7 @@ from primeblocks.weightsync.transports import ipc_handle, ipc_version
 from primeblocks.weightsync.transports.ipc import IpcTransport
 from primeblocks.weightsync.transports.ipc_handle import Exported, open_exported
 from primeblocks.weightsync.transports.transport import Request
-from tests.weightsync.contents import Engine
+from tests.weightsync.contents import Engine, same_bytes
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 10.0
@@ -138,6 +138,24 @@ def test_without_keep_an_engine_keeps_no_copy(site, tmp_path):
             subscriber = Subscriber(planned, Engine(), reader)
             subscriber.receive(timeout_s=TIMEOUT_S)
             assert (subscriber._held is not None) is keep
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+def test_complex_weights_go_as_deltas(dtype, tmp_path):
+    weights = {"c": torch.randn(600, dtype=dtype), "b": torch.arange(7)}
+    source, engine = describe(weights), Engine()
+    planned = plan_sync([source], source.whole(), bucket_bytes=1 << 20)
+    with (
+        IpcTransport("policy", owner=True, root=str(tmp_path), keep=True) as owner,
+        Publisher(planned, weights, owner, full_every=9) as publisher,
+        Subscriber(planned, engine, owner) as subscriber,
+    ):
+        for version in range(4):
+            weights["c"][version] = version
+            sent = publisher.publish(version, timeout_s=TIMEOUT_S)
+            subscriber.receive(timeout_s=TIMEOUT_S)
+            assert same_bytes(engine.tensors, weights)
+    assert sent.bytes < planned.bytes_total // 4
 
 
 def test_deltas_are_applied_to_a_copy(site, tmp_path):

@@ -118,6 +118,14 @@ def test_settings_that_plain_lora_cannot_express(key, value):
         AdapterSpec.from_peft("x", {"r": 2, "lora_alpha": 4, key: value})
 
 
+def test_settings_that_lack_something_are_refused():
+    with pytest.raises(UsageError, match="settings of 'x' lack \\['r', 'lora_alpha'\\]"):
+        AdapterSpec.from_peft("x", {})
+    for text in ("", "[]", "{}", '{"name": "x", "rank": 0, "alpha": 1}'):
+        with pytest.raises(UsageError):
+            AdapterSpec.from_json(text)
+
+
 @NEEDS_PEFT
 def test_settings_of_peft():
     import peft

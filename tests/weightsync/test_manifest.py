@@ -1,4 +1,5 @@
 import copy
+import json
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from primeblocks.errors import PlanError
 from primeblocks.testing import ranks
-from primeblocks.weightsync import Manifest, describe, gather_manifests
+from primeblocks.weightsync import Manifest, Plan, describe, gather_manifests, plan_sync
 
 
 class Tied(nn.Module):
@@ -106,3 +107,34 @@ def _describe_partial():
 
 def test_partial_sums_are_refused():
     ranks.run(_describe_partial, world_size=2)
+
+
+GOOD = describe({"w": torch.zeros(4, 2)})
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "null", "[]", "{}", '["",1]', '["",[["w","float32",[4]]]]',
+     '["",[["w",3,[4],[0],[4]]]]',
+     '["",[["w","float32",["a"],[0],[4]]]]', '["",[["w","float33",[4],[0],[4]]]]'],
+)  # fmt: skip
+def test_a_text_that_is_no_manifest_or_plan_is_refused(text):
+    with pytest.raises(PlanError, match="text of a manifest|no dtype"):
+        Manifest.from_json(text)
+    with pytest.raises(PlanError, match="no text of a plan"):
+        Plan.from_json(text)
+
+
+@pytest.mark.parametrize("key", ["target", "world_size", "bucket_bytes", "wants", "buckets"])
+@pytest.mark.parametrize("value", [None, "x", [[5]], {"a": 1}])
+def test_a_plan_with_another_value_in_it_is_refused(key, value):
+    head = json.loads(plan_sync([GOOD], GOOD.whole(), bucket_bytes=64).to_json())
+    with pytest.raises(
+        PlanError, match=r"(?s)no text of a (plan|manifest): .*Pass on what to_json"
+    ):
+        Plan.from_json(json.dumps({**head, key: value}))
+
+
+def test_a_tensor_without_strides_is_refused():
+    with pytest.raises(PlanError, match="'w' is torch.sparse_coo; give dense tensors by name"):
+        describe({"w": torch.eye(3).to_sparse()})

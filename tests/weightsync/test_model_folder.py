@@ -193,15 +193,18 @@ def test_corrupt_bytes_make_no_folder(trainer):
     assert_whole(trainer.folders().make(2, timeout_s=TIMEOUT_S), weights)
 
 
-def test_a_failure_leaves_nothing_and_the_retry_succeeds(trainer, monkeypatch):
+@pytest.mark.parametrize(
+    ("number", "error"), [(errno.ENOSPC, CapacityError), (errno.EACCES, TransferError)]
+)
+def test_a_failure_leaves_nothing_and_the_retry_succeeds(trainer, monkeypatch, number, error):
     weights, folders = trainer.publish(1), trainer.folders()
 
     def full(source, to):
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "copyfile", full)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(error, match=f"version 1 was not made in .*{os.strerror(number)}"):
             folders.make(1, timeout_s=TIMEOUT_S)
     assert list((trainer.path / "folders").iterdir()) == []
     assert_whole(folders.make(1, timeout_s=TIMEOUT_S), weights)

@@ -18,7 +18,7 @@ __all__ = ["apply_payload", "encode_payload"]
 
 _HEAD = struct.Struct("<BQ")
 _FULL, _DELTA = 0, 1
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
 
 
 def encode_payload(
@@ -67,7 +67,7 @@ def apply_payload(
 
 
 def _runs(plan: Plan, bucket: Bucket) -> Iterator[tuple[slice, torch.dtype]]:
-    """Bytes that hold elements of one size; 8 bytes count as twice 4."""
+    """Bytes that hold elements of one size; 8 bytes count as twice 4, and 16 as four times."""
     start, end, width = 0, 0, 0
     for copy in bucket.copies:
         wide = plan.target[copy.name].dtype.itemsize

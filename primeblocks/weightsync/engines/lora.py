@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...errors import PlanError, ShapeError, UnsupportedError, UsageError
-from ..manifest import Manifest
+from ..manifest import Manifest, as_plan_error
 
 __all__ = ["AdapterSpec", "adapter_parameters"]
 
@@ -73,6 +73,7 @@ class AdapterSpec:
 
         Raises:
             UnsupportedError: they say more than rank, alpha and targets, such as DoRA.
+            UsageError: they lack rank or alpha.
         """
         found = [key for key in _NOT_PLAIN if config.get(key)]
         if config.get("bias", "none") != "none":
@@ -83,6 +84,9 @@ class AdapterSpec:
         if found:
             text = ", ".join(f"{key}={config[key]!r}" for key in found)
             raise UnsupportedError(f"{text}: only plain LoRA with one rank is sent. Unset it.")
+        lacks = [key for key in ("r", "lora_alpha") if config.get(key) is None]
+        if lacks:
+            raise UsageError(f"settings of {name!r} lack {lacks}. Pass LoraConfig.to_dict().")
         return cls(name, config["r"], config["lora_alpha"], bool(config.get("use_rslora")))
 
     def modules(self, manifest: Manifest) -> dict[str, tuple[int, int]]:
@@ -123,8 +127,13 @@ class AdapterSpec:
 
     @classmethod
     def from_json(cls, text: str) -> AdapterSpec:
-        """The value that `to_json` wrote."""
-        return cls(**json.loads(text))
+        """The value that `to_json` wrote.
+
+        Raises:
+            PlanError: it is another text.
+        """
+        with as_plan_error("an AdapterSpec"):
+            return cls(**json.loads(text))
 
 
 def adapter_parameters(model: nn.Module, *, adapter: str = "default") -> dict[str, Tensor]:

@@ -11,11 +11,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...errors import CapacityError, PlanError, TransferError, UnsupportedError, UsageError
+from ...errors import (
+    CapacityError,
+    PlanError,
+    PrimeblocksError,
+    TransferError,
+    UnsupportedError,
+    UsageError,
+)
 from ...layout import Layout
 from ..marker import Marker, Receipt
 from ..plan import Plan
@@ -84,32 +91,47 @@ class ModelFolders:
         Raises:
             DeadlineError, CorruptionError, PlanError, TransferError: as `Subscriber.receive`.
             CapacityError: no room to write the weights.
+            TransferError: `root` cannot be written to.
             UnsupportedError: `root` is on another file system than the transport.
         """
         whole: dict[str, Tensor] = {}
         with Subscriber(self._plan, whole.update, self._transport) as subscriber:
-            receipt = subscriber.receive(version, timeout_s=timeout_s)
+            receipt = subscriber.verify(version, timeout_s=timeout_s)
             path = self._root / f"{version}-{receipt.digest[:8]}"
-            if not path.is_dir():
-                self._root.mkdir(parents=True, exist_ok=True)
-                # Of a name that no one looks for, until it is whole.
-                with tempfile.TemporaryDirectory(prefix=".making-", dir=self._root) as scratch:
-                    made = Path(scratch) / path.name
-                    made.mkdir()
-                    self._put_weights(made / _WEIGHTS, whole, receipt)
-                    _copy_small_files(self._like, made)
-                    made.rename(path)
-        self._prune()
+            try:
+                if not path.is_dir():
+                    self._root.mkdir(parents=True, exist_ok=True)
+                    # Of a name that no one looks for, until it is whole.
+                    with tempfile.TemporaryDirectory(prefix=".making-", dir=self._root) as scratch:
+                        made = Path(scratch) / path.name
+                        made.mkdir()
+                        if not self._linked(made / _WEIGHTS, receipt):
+                            subscriber.receive(version, timeout_s=timeout_s)
+                            self._put_weights(made / _WEIGHTS, whole, receipt)
+                        _copy_small_files(self._like, made)
+                        made.rename(path)
+                self._prune()
+            except PrimeblocksError:
+                raise
+            except (OSError, SafetensorError) as error:
+                full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+                raise (CapacityError if full else TransferError)(
+                    f"the folder of version {version} was not made in {self._root}: {error}"
+                ) from error
         return ModelFolder(version, path, receipt.digest)
 
-    def _put_weights(self, to: Path, whole: Mapping[str, Tensor], receipt: Receipt) -> None:
+    def _linked(self, to: Path, receipt: Receipt) -> bool:
+        """Whether the weights are a file that could be linked."""
         spec = self._transport.spec()
-        if spec["kind"] == "file" and self._marker(receipt).base is None:
-            run = Path(spec["path"]) / f"run-{self._marker(receipt).run}"
-            _link(run / f"version-{receipt.version}.safetensors", to)
-            # Still of the same run of the trainer, so the link is to what was checked.
-            self._marker(receipt)
-            return
+        if spec["kind"] != "file" or self._marker(receipt).base is not None:
+            return False
+        run = Path(spec["path"]) / f"run-{self._marker(receipt).run}"
+        _link(run / f"version-{receipt.version}.safetensors", to)
+        # Still of the same run of the trainer, so the link is to what was checked.
+        self._marker(receipt)
+        return True
+
+    def _put_weights(self, to: Path, whole: Mapping[str, Tensor], receipt: Receipt) -> None:
         free, needed = shutil.disk_usage(to.parent).free, self._plan.blob_bytes
         if free < needed:
             raise CapacityError(

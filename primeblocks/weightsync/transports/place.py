@@ -115,7 +115,10 @@ class PrivatePlace:
         while True:
             run = secrets.token_hex(_TOKEN_BYTES)
             directory = self._root / f"{self._name}-{run}"
-            directory.mkdir(mode=0o700)
+            try:
+                directory.mkdir(mode=0o700)
+            except OSError as error:
+                raise UsageError(f"{self._root} cannot be used: {error}") from error
             try:
                 lock = _lock(directory / _LOCK)
             except (BlockingIOError, FileNotFoundError):
@@ -151,7 +154,10 @@ class PrivatePlace:
 
     def _named(self) -> list[Path]:
         name = re.compile(rf"{re.escape(self._name)}-{_TOKEN}")
-        return [path for path in self._root.iterdir() if name.fullmatch(path.name)]
+        try:
+            return [path for path in self._root.iterdir() if name.fullmatch(path.name)]
+        except PermissionError as error:
+            raise UsageError(f"{self._root} cannot be used: {error}") from error
 
     def _refuse_a_second(self, mine: Path | None) -> None:
         never = threading.Event()
