@@ -279,3 +279,28 @@ def test_what_a_killed_owner_left_on_a_disk_is_removed_by_the_next(tmp_path):
     with FileTransport(tmp_path, owner=True):
         assert len([*tmp_path.glob("run-*")]) == 1
         assert not [*tmp_path.glob("run-*/version-*")]
+
+
+@AS_ROOT
+@pytest.mark.parametrize("mode", [0o700, 0o755])
+@pytest.mark.parametrize("below", ["", "deeper"])
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda root: SharedMemoryTransport("policy", owner=True, root=root),
+        lambda root: IpcTransport("policy", owner=True, root=root),
+        lambda root: FileTransport(root, owner=True),
+    ],
+    ids=["shared_memory", "ipc", "file"],
+)
+def test_a_root_of_somebody_else_is_a_typed_error(made, mode, below):
+    with tempfile.TemporaryDirectory(dir="/tmp") as root:
+        place = os.path.join(root, below)
+        os.makedirs(place, exist_ok=True)
+        os.chmod(root, mode)
+        os.seteuid(65534)
+        try:
+            with pytest.raises(UsageError, match="cannot be used|is no directory|is not opened"):
+                made(place)
+        finally:
+            os.seteuid(0)

@@ -259,7 +259,7 @@ def private_place(name: str, root: str, *, prefix: str) -> PrivatePlace:
         raise UnsupportedError(
             f"files in shared memory need Linux; this is {sys.platform}. Use FileTransport."
         )
-    if not Path(root).is_dir():
+    if not os.path.isdir(root):  # False too where this user may not look.
         raise UnsupportedError(f"{root} is no directory. Mount a tmpfs, or use FileTransport.")
     if not name or Path(name).name != name or "\0" in name:
         raise UsageError(f"{name!r} is not one path component; try 'policy'")
@@ -308,7 +308,9 @@ def remove(directory: Path, *, keep: Collection[str] = ()) -> None:
 
 def sweep(root: Path) -> list[Path]:
     """Remove the private directories in `root` whose owners of this user are dead. Local."""
-    swept = []
+    swept: list[Path] = []
+    if not os.path.isdir(root):
+        return swept
     for path in root.glob(f"primeblocks-*-{'[0-9a-f]' * 2 * _TOKEN_BYTES}"):
         if not _is_own(path):
             continue
