@@ -2,15 +2,19 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from primeblocks.errors import DeadlineError, TransferError
+from primeblocks.testing.faults import ManualClock
+from primeblocks.weightsync.transports import board as board_module
 from primeblocks.weightsync.transports.board import Board
 from primeblocks.weightsync.transports.transaction import Go, Transaction
 
 SOON_S = 0.2
+GRACE_S = board_module._GRACE_S
 
 
 class Store(dist.Store):
@@ -19,12 +23,14 @@ class Store(dist.Store):
     def __init__(self):
         super().__init__()
         self.notes, self.hangs, self.fails, self.asked = {}, set(), set(), []
-        self.let_go = threading.Event()
+        self.hanging, self.let_go = threading.Event(), threading.Event()
 
     def _meet(self, method):
         self.asked.append(method)
         if method in self.hangs:
+            self.hanging.set()
             self.let_go.wait()
+            self.hanging.clear()
         if method in self.fails:
             raise RuntimeError("connection reset\nwith a stack below")
 
@@ -47,7 +53,32 @@ class Store(dist.Store):
 
     def compare_set(self, key, expected, desired):
         self._meet("compare_set")
-        return self.notes.setdefault(key, desired).encode()
+        if self.notes.get(key, "") == expected:
+            self.notes[key] = desired
+        return self.notes[key].encode()
+
+
+class Patience:
+    """How long a board would wait for a store that hangs, by a clock that it moves; see `store`."""
+
+    def __init__(self, store, monkeypatch, *, then=lambda: None):
+        self.clock, self.waited_s = ManualClock(time.monotonic()), []
+        join = threading.Thread.join
+
+        def patient(thread, timeout_s):
+            while thread.is_alive() and not store.hanging.is_set():
+                join(thread, 0.001)
+            if thread.is_alive():
+                self.waited_s.append(timeout_s)
+                self.clock.advance(timeout_s)
+                then()
+                if store.let_go.is_set():
+                    join(thread)
+
+        thread = type("Thread", (threading.Thread,), {"join": patient})
+        fake = SimpleNamespace(Thread=thread, Event=threading.Event)
+        monkeypatch.setattr(board_module, "threading", fake)
+        monkeypatch.setattr(board_module, "time", SimpleNamespace(monotonic=self.clock.now))
 
 
 @pytest.fixture
@@ -61,13 +92,14 @@ def soon(seconds=SOON_S):
     return time.monotonic() + seconds
 
 
-CALLS = {
-    "add": lambda board: board.add("n", 1, deadline=soon()),
-    "set": lambda board: board.post("k", "text", deadline=soon()),
-    "compare_set": lambda board: board.post_first("k", "text", deadline=soon()),
-    "check": lambda board: board.read("k", deadline=soon()),
-    "get": lambda board: board.read("there", deadline=soon()),
+CALLS_UNTIL = {
+    "add": lambda board, until: board.add("n", 1, deadline=until),
+    "set": lambda board, until: board.post("k", "text", deadline=until),
+    "compare_set": lambda board, until: board.post_first("k", "text", deadline=until),
+    "check": lambda board, until: board.read("there", deadline=until),
+    "get": lambda board, until: board.look("there", deadline=until),
 }
+CALLS = {name: lambda board, call=call: call(board, soon()) for name, call in CALLS_UNTIL.items()}
 
 
 def test_notes_are_read_and_the_first_stands(store):
@@ -97,18 +129,33 @@ def test_a_deadline_in_the_past_still_looks_once(store):
 
 
 @pytest.mark.parametrize("method", CALLS)
-def test_a_store_that_hangs_is_given_up_and_not_asked_again(method, store):
+def test_a_store_that_hangs_is_given_up_and_asked_again_once_it_answers(method, store, monkeypatch):
+    patience = Patience(store, monkeypatch)
+    now = patience.clock.now
     store.notes["a/there"] = "text"
     store.hangs = {method}
-    board, start = Board(store, "a"), time.monotonic()
+    board = Board(store, "a")
+    deadline = now() + 5
     with pytest.raises(TransferError, match="does not answer in time"):
-        CALLS[method](board)
-    assert SOON_S <= time.monotonic() - start < SOON_S + 2
-    store.hangs, asked, start = set(), len(store.asked), time.monotonic()
-    with pytest.raises(TransferError, match="does not answer in time"):
-        board.add("n", 1, deadline=soon(10))
-    assert time.monotonic() - start < 1
-    assert len(store.asked) == asked
+        CALLS_UNTIL[method](board, deadline)
+    assert patience.waited_s == [pytest.approx(5 + GRACE_S)]
+    for late_s in (0, 3):  # No second call beside it, and nothing is waited for twice.
+        with pytest.raises(TransferError, match="does not answer in time"):
+            board.add("n", 1, deadline=now() + late_s)
+    assert patience.waited_s[1:] == [0, pytest.approx(3)]
+    assert store.asked.count(method) == 1
+    store.let_go.set()
+    assert board.add("n", 1, deadline=now() + 5) == 1 + (method == "add")
+    assert CALLS_UNTIL[method](board, now() + 5) != ""
+
+
+def test_a_note_is_written_over_only_by_whom_has_read_it(store):
+    board = Board(store, "a")
+    board.post("k", "1", deadline=soon())
+    assert board.replace("k", "1", "2", deadline=soon())
+    assert not board.replace("k", "1", "3", deadline=soon())
+    assert board.look("k", deadline=soon()) == "2"
+    assert board.look("none", deadline=0.0) is None
 
 
 @pytest.mark.parametrize("method", CALLS)

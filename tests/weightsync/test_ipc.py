@@ -7,6 +7,8 @@ import pickle
 import sys
 import threading
 import time
+from contextlib import ExitStack, contextmanager, suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,9 +30,10 @@ from primeblocks.weightsync import (
     plan_sync,
 )
 from primeblocks.weightsync.held import Boxes
-from primeblocks.weightsync.transports import ipc_handle, ipc_version
+from primeblocks.weightsync.transports import ipc, ipc_handle, ipc_version
 from primeblocks.weightsync.transports.ipc import IpcTransport
 from primeblocks.weightsync.transports.ipc_handle import Exported, open_exported
+from primeblocks.weightsync.transports.lease import Hold
 from primeblocks.weightsync.transports.transport import Request
 from tests.weightsync.contents import Engine, same_bytes
 
@@ -252,7 +255,7 @@ def test_a_broken_handle_is_refused(site, tmp_path, change, error):
         assert subscriber.receive(timeout_s=TIMEOUT_S).version == 1
 
 
-def test_a_publish_waits_for_a_slow_engine(site, tmp_path):
+def test_a_publish_waits_for_a_slow_engine(site, tmp_path, monkeypatch):
     _, planned, owner, publisher = site
     publisher.publish(1, timeout_s=TIMEOUT_S)
     loading, go_on = threading.Event(), threading.Event()
@@ -268,10 +271,85 @@ def test_a_publish_waits_for_a_slow_engine(site, tmp_path):
         thread.start()
         assert loading.wait(TIMEOUT_S)
         publisher.publish(2, timeout_s=TIMEOUT_S)
-        threading.Timer(0.2, go_on.set).start()
-        assert publisher.publish(3, timeout_s=TIMEOUT_S).seconds > 0.1
+        looks = []
+
+        def look(waited):
+            looks.append(owner.markers())
+            if len(looks) == 5:
+                go_on.set()
+            return threading.Event.wait(waited, 0.001)
+
+        # It looks again and again, and what is loaded stays until then.
+        event = SimpleNamespace(Event=lambda: SimpleNamespace(wait=lambda _: look(never)))
+        never = threading.Event()
+        monkeypatch.setattr(ipc, "threading", event)
+        publisher.publish(3, timeout_s=TIMEOUT_S)
         thread.join()
+    assert len(looks) >= 5
+    assert {tuple(marker.version for marker in seen) for seen in looks} == {(1, 2)}
     assert [marker.version for marker in owner.markers()] == [2, 3]
+
+
+@contextmanager
+def child_that_stays():
+    """A process forked now, which lives to the end of the block and runs nothing."""
+    until, ends = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(ends)
+        os.read(until, 1)
+        os._exit(0)
+    os.close(until)
+    try:
+        yield
+    finally:
+        os.close(ends)
+        os.waitpid(pid, 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_process_forked_during_a_load_holds_up_nobody(site, tmp_path):
+    _, planned, owner, publisher = site
+    publisher.publish(1, timeout_s=TIMEOUT_S)
+    with ExitStack() as children, IpcTransport("policy", root=str(tmp_path)) as reader:
+
+        def load(tensors):
+            children.enter_context(child_that_stays())
+            list(tensors)
+
+        Subscriber(planned, load, reader).receive(timeout_s=TIMEOUT_S)
+        children.enter_context(child_that_stays())  # It has what the owner has open.
+        for version in (2, 3, 4):
+            publisher.publish(version, timeout_s=0.5)
+        owner.close()
+        IpcTransport("policy", owner=True, root=str(tmp_path)).close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_lock_ends_with_its_process_although_a_child_of_it_lives(tmp_path):
+    path = tmp_path / "lock"
+    path.touch()
+    said, says = os.pipe()
+    until, ends = os.pipe()
+    if (pid := os.fork()) == 0:
+        Hold(os.open(path, os.O_RDWR), fcntl.LOCK_SH).close()
+        held = Hold(os.open(path, os.O_RDWR), fcntl.LOCK_SH)
+        if os.fork() == 0:
+            held.close()  # Its parent's lock it is, and stays.
+            with open(path) as other, suppress(BlockingIOError):
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.write(says, b"lost")
+            os.write(says, b"here")
+            os.close(ends)
+            os.read(until, 1)
+        else:
+            os.write(says, b"held" if os.read(said, 4) == b"here" else b"lost")
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert os.read(said, 4) == b"held"
+    Hold(os.open(path, os.O_RDWR), fcntl.LOCK_EX).close()  # While the child lives.
+    for end in (said, says, until, ends):
+        os.close(end)
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "/dev/shm"])

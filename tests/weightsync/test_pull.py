@@ -2,6 +2,7 @@
 
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -14,16 +15,21 @@ from primeblocks.errors import (
     UnsupportedError,
     UsageError,
 )
+from primeblocks.testing.faults import ManualClock
 from primeblocks.weightsync import Publisher, Subscriber, Transport, describe, plan_sync
 from primeblocks.weightsync.marker import Marker
+from primeblocks.weightsync.transports import store_commits
 from primeblocks.weightsync.transports.board import Board
 from primeblocks.weightsync.transports.pull import PullTransport
 from primeblocks.weightsync.transports.store_commits import StoreCommits
+from tests.weightsync import process_wire
 from tests.weightsync.contents import Engine
 from tests.weightsync.packed_site import parameters
 from tests.weightsync.process_wire import ProcessWire
+from tests.weightsync.test_board import GRACE_S, Patience, Store
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 60.0
+LEASE_S = 30.0
 
 
 def soon(seconds=TIMEOUT_S):
@@ -48,9 +54,19 @@ def board(store):
 
 
 @pytest.fixture
+def clock(monkeypatch):
+    """Moves only where leases are waited for."""
+    clock = ManualClock(time.monotonic())
+    event = SimpleNamespace(wait=clock.advance)
+    monkeypatch.setattr(store_commits, "time", SimpleNamespace(monotonic=clock.now))
+    monkeypatch.setattr(store_commits, "threading", SimpleNamespace(Event=lambda: event))
+    return clock
+
+
+@pytest.fixture
 def commits(board):
     owner = StoreCommits(board)
-    owner.take_over(lease_s=0.5, deadline=soon())
+    owner.take_over(lease_s=LEASE_S, deadline=soon())
     return owner
 
 
@@ -67,7 +83,7 @@ def test_what_is_committed_is_read_elsewhere(board, commits):
 def test_a_new_owner_takes_over_and_the_old_one_is_refused(board, commits):
     made(commits, 1)
     second = StoreCommits(board)
-    second.take_over(lease_s=0.5, deadline=soon())
+    second.take_over(lease_s=LEASE_S, deadline=soon())
     assert second.read(deadline=soon()).markers == ()
     with pytest.raises(TransferError, match="another owner took over"):
         made(commits, 2)
@@ -78,25 +94,55 @@ def test_a_new_owner_takes_over_and_the_old_one_is_refused(board, commits):
     assert commits.read(deadline=soon()).markers == (marker,)
 
 
-def test_a_version_that_is_held_is_waited_for(commits):
+@pytest.mark.parametrize("call", ["commit", "retire", "leave"])
+def test_an_owner_that_is_deposed_between_its_look_and_its_write_writes_nothing(call):
+    store = Store()
+    first, second = (StoreCommits(Board(store, "test")) for _ in range(2))
+    first.take_over(lease_s=LEASE_S, deadline=soon())
+    marker = made(first, 1)
+    get, theirs = store.get, []
+
+    def get_and_lose(key):
+        text = get(key)
+        store.get = get
+        second.take_over(lease_s=LEASE_S, deadline=soon())
+        theirs.append(made(second, 7))
+        return text
+
+    later = Marker.make(run=marker.run, version=2, plan="", sizes=(), buckets=())
+    calls = {
+        "commit": lambda: first.commit(later, deadline=soon()),
+        "retire": lambda: first.retire([], deadline=soon()),
+        "leave": lambda: first.leave(deadline=soon()),
+    }
+    store.get = get_and_lose
+    if call == "leave":  # Best effort.
+        calls[call]()
+    else:
+        with pytest.raises(TransferError, match="another owner took over"):
+            calls[call]()
+    assert second.read(deadline=soon()).markers == tuple(theirs)
+
+
+def test_a_version_that_is_held_is_waited_for(commits, clock):
     marker = made(commits, 1)
     commits.hold(marker, deadline=soon())
-    start = time.monotonic()
-    with pytest.raises(CapacityError, match=r"leases end in 0\.\d s"):
-        commits.retire([], deadline=soon(0.05))
+    with pytest.raises(CapacityError, match=rf"leases end in {LEASE_S - 5:.1f} s"):
+        commits.retire([], deadline=clock.now() + 5)
     with pytest.raises(TransferError, match="version 1 was retired"):
         commits.hold(marker, deadline=soon())  # And lets go of what it counted.
     commits.release(marker, deadline=soon())
+    now = clock.now()
     commits.retire([], deadline=soon())
-    assert time.monotonic() - start < 0.4
+    assert clock.now() == now
 
 
-def test_a_dead_reader_is_waited_for_as_long_as_its_lease(commits):
+def test_a_dead_reader_is_waited_for_as_long_as_its_lease(commits, clock):
     marker = made(commits, 1)
     until = commits.hold(marker, deadline=soon())
-    assert 0.4 < until - time.monotonic() <= 0.5
-    commits.retire([], deadline=soon())
-    assert time.monotonic() >= until
+    assert until == clock.now() + LEASE_S
+    commits.retire([], deadline=clock.now() + 2 * LEASE_S)
+    assert until <= clock.now() <= until + store_commits._LOOK_S
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"run": 1, "lease_s": 1, "markers": ["{}"]}'])
@@ -114,7 +160,7 @@ def site(store):
     weights = parameters(1)
     source = describe(weights)
     plan = plan_sync([source], source.whole(), bucket_bytes=1000)
-    with PullTransport(store, ProcessWire(), owner=True, lease_s=0.5) as owner:
+    with PullTransport(store, ProcessWire(), owner=True, lease_s=LEASE_S) as owner:
         yield plan, owner, Publisher(plan, weights, owner)
 
 
@@ -183,16 +229,19 @@ def test_buffers_are_registered_once(site, store):
     assert not reader._wire.shared
 
 
-def test_a_lease_that_is_over_ends_the_read(site, store):
+def test_a_lease_that_is_over_ends_the_read(site, store, monkeypatch):
     plan, _, publisher = site
     publisher.publish(1, timeout_s=TIMEOUT_S)
-    slow = ProcessWire(before_read=lambda read: time.sleep(0.3))
+    clock = ManualClock(time.monotonic())
+    monkeypatch.setattr(process_wire, "time", SimpleNamespace(monotonic=clock.now))
+    slow = ProcessWire(before_read=lambda read: clock.advance(0.6 * LEASE_S))
     engine = Engine()
     with PullTransport(store, slow) as reader:
         subscriber = Subscriber(plan, engine, reader)
         with pytest.raises(TimeoutError, match="reads in time"):
             subscriber.receive(timeout_s=TIMEOUT_S)
         slow.before_read = lambda read: None
+        monkeypatch.setattr(process_wire, "time", time)
         assert subscriber.receive(timeout_s=TIMEOUT_S).version == 1
     assert engine.loads == 1
 
@@ -222,7 +271,47 @@ def test_a_store_that_is_gone_is_a_typed_error_in_time():
     reader = PullTransport(store, ProcessWire())
     assert reader.markers() == ()
     del host
-    start = time.monotonic()
     with pytest.raises(TransferError, match="store does not answer"):
         reader.markers()
-    assert time.monotonic() - start < TIMEOUT_S
+
+
+# --- stores that stall -------------------------------------------------------------------------
+
+
+class Slow:
+    """A trainer with version 1 in a store, and a reader of it."""
+
+    def __init__(self):
+        self.store, weights = Store(), parameters(1)
+        self.plan = plan_sync([describe(weights)], describe(weights).whole(), bucket_bytes=1000)
+        self.owner = PullTransport(self.store, ProcessWire(), owner=True)
+        Publisher(self.plan, weights, self.owner).publish(1, timeout_s=TIMEOUT_S)
+        self.engine = Engine()
+        reader = PullTransport(self.store, ProcessWire(), keep=True)
+        self.subscriber = Subscriber(self.plan, self.engine, reader)
+        self.store.asked.clear()
+
+
+@pytest.mark.parametrize("method", ["check", "get", "add"])
+def test_a_store_that_stalls_is_waited_for_until_the_deadline(method, monkeypatch):
+    slow = Slow()
+    patience = Patience(slow.store, monkeypatch, then=slow.store.let_go.set)
+    slow.store.hangs = {method}
+    assert slow.subscriber.receive(timeout_s=20.0).version == 1
+    assert patience.waited_s[0] >= 20
+
+
+@pytest.mark.parametrize("method", ["check", "get", "add"])
+def test_a_store_that_hangs_ends_one_receive_by_its_deadline_and_not_the_next(method, monkeypatch):
+    slow = Slow()
+    with monkeypatch.context() as patch:
+        patience = Patience(slow.store, patch)
+        slow.store.hangs = {method}
+        with pytest.raises(TransferError, match="does not answer in time"):
+            slow.subscriber.receive(timeout_s=0.2)
+        # Nothing else is waited for, whatever is tried on the way out.
+        assert patience.waited_s[0] >= GRACE_S
+        assert not any(patience.waited_s[1:])
+    slow.store.let_go.set()
+    assert slow.subscriber.receive(timeout_s=TIMEOUT_S).version == 1
+    assert slow.engine.loads == 1

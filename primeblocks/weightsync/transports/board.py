@@ -14,13 +14,17 @@ from ...errors import TransferError
 __all__ = ["Board"]
 
 _LOOK_S = 0.005
+# A call made late, to abort for example, still has so long; nothing else goes on after a deadline.
+_GRACE_S = 1.0
 
 
 class Board:
     """Keys of one store under a prefix. Every call ends by its deadline (time.monotonic).
 
     Each call runs in a thread of its own: a store that hangs would keep its caller for ever, for
-    its calls have no deadline that it always meets. It is not asked again then.
+    its calls have no deadline that it always meets. One that is late, at the deadline or beyond,
+    waits a second for the store to answer. While a call hangs none is made beside it: the next one
+    waits for it, until its own deadline and no second longer.
 
     Raises:
         TransferError: every method does, where the store is gone or does not answer in time.
@@ -28,7 +32,7 @@ class Board:
 
     def __init__(self, store: dist.Store, prefix: str) -> None:
         self._store, self._prefix = store, prefix
-        self._hangs = False
+        self._hanging: threading.Thread | None = None
 
     def add(self, key: str, amount: int, *, deadline: float) -> int:
         """Add to a number and return it."""
@@ -58,10 +62,27 @@ class Board:
                     return None
                 threading.Event().wait(_LOOK_S)
 
-        # A little later than the loop's own end, which a store that answers reaches.
-        found = self._call(look, deadline + 1.0)
+        found = self._call(look, deadline)
         assert found is None or isinstance(found, tuple)
         return found
+
+    def look(self, key: str, *, deadline: float) -> str | None:
+        """Read a note that is there now; None where there is none."""
+
+        def there() -> str | None:
+            if not self._store.check([self._key(key)]):
+                return None
+            return self._store.get(self._key(key)).decode()
+
+        found = self._call(there, deadline)
+        assert found is None or isinstance(found, str)
+        return found
+
+    def replace(self, key: str, old: str, new: str, *, deadline: float) -> bool:
+        """Write over a note if it is still the old one; whether it was, or is the new one."""
+        said = self._call(lambda: self._store.compare_set(self._key(key), old, new), deadline)
+        assert isinstance(said, bytes)
+        return said.decode() == new
 
     def read(self, key: str, *, deadline: float) -> str | None:
         """Wait for a note; None at the deadline."""
@@ -72,8 +93,12 @@ class Board:
         return f"{self._prefix}/{key}"
 
     def _call(self, work: Callable[[], Any], deadline: float) -> Any:
-        if self._hangs:
-            raise TransferError("the store does not answer in time")
+        late = TransferError("the store does not answer in time")
+        if self._hanging is not None:
+            self._hanging.join(max(0.0, deadline - time.monotonic()))
+            if self._hanging.is_alive():
+                raise late
+            self._hanging = None
         answers: list[Any] = []
         errors: list[RuntimeError] = []
 
@@ -85,12 +110,11 @@ class Board:
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        # One look more than the deadline allows: a caller may come late to abort.
-        thread.join(max(1.0, deadline - time.monotonic()))
+        thread.join(max(0.0, deadline - time.monotonic()) + _GRACE_S)
         if errors:
             text = str(errors[0]).splitlines()[0][:200]
             raise TransferError(f"the store does not answer: {text}") from errors[0]
         if not answers:
-            self._hangs = True
-            raise TransferError("the store does not answer in time")
+            self._hanging = thread
+            raise late
         return answers[0]

@@ -75,6 +75,7 @@ class PullTransport:
         self._commits = StoreCommits(self._board)
         self._wire, self._device, self._keep = wire, torch.device(device), keep
         self._owner, self._closed = owner, False
+        self._receive_until = 0.0
         self._full = Pool(self._share, self._unshare, spares=1)
         self._deltas = Pool(self._share, self._unshare, spares=1)
         self._puller = Puller(self._board, self._commits, wire, self._share)
@@ -143,12 +144,14 @@ class PullTransport:
     def markers(self) -> tuple[Marker, ...]:
         """The committed versions, oldest first."""
         self._check()
-        found = self._commits.read(deadline=time.monotonic())
+        # In a `receive` a store that stalls has until its end to answer.
+        found = self._commits.read(deadline=max(self._receive_until, time.monotonic()))
         return () if found is None else found.markers
 
     def receive(self, request: Request) -> Sequence[Incoming]:
         """Reader: wait for a version; look every 20 ms."""
         self._check()
+        self._receive_until = request.deadline
         chain = await_versions(self.markers, request, every_s=_LOOK_S)
         return [PullVersion(self._puller, request, marker, keep=self._keep) for marker in chain]
 

@@ -87,7 +87,7 @@ class Puller:
     ) -> Iterator[Read]:
         plan = request.plan
         for rank in sorted({plan.buckets[index].rank for index in buckets}):
-            said = self._board.read(f"{marker.run}/rank/{rank}", deadline=time.monotonic())
+            said = self._board.look(f"{marker.run}/rank/{rank}", deadline=request.deadline)
             note = None if said is None else json.loads(said).get(str(marker.version))
             if note is None:
                 raise TransferError(

@@ -32,7 +32,7 @@ class StoreCommits:
     """One note with the markers, which the owner writes over; counters of readers by version.
 
     Every call ends by its deadline. A new owner takes over from one that died; if that one lives,
-    its next commit is refused.
+    its next commit is refused: it writes over its own note only, in one step of the store.
     """
 
     def __init__(self, board: Board) -> None:
@@ -43,7 +43,8 @@ class StoreCommits:
     def take_over(self, *, lease_s: float, deadline: float) -> None:
         """Owner: start anew, with no version."""
         self._run = secrets.token_hex(8)
-        self._write(Commits(self._run, lease_s, ()), deadline)
+        text = _text(Commits(self._run, lease_s, ()))
+        self._board.post(_COMMITS, text, deadline=deadline)
 
     def read(self, *, deadline: float) -> Commits | None:
         """What stands there now; None before the first owner.
@@ -51,25 +52,18 @@ class StoreCommits:
         Raises:
             CorruptionError: it cannot be read.
         """
-        text = self._board.read(_COMMITS, deadline=time.monotonic())
-        if text is None:
-            return None
-        try:
-            head = json.loads(text)
-            run, lease_s, rows = head["run"], head["lease_s"], head["markers"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise CorruptionError(f"the note of commits cannot be read: {error}") from error
-        return Commits(run, lease_s, tuple(Marker.from_json(row) for row in rows))
+        text = self._board.look(_COMMITS, deadline=deadline)
+        return None if text is None else _parsed(text)
 
     def commit(self, marker: Marker, *, deadline: float) -> None:
         """Owner: add a marker."""
         mine = self._owned(deadline)
-        self._write(mine._replace(markers=(*mine.markers, marker)), deadline)
+        self._replace(mine, (*mine.markers, marker), deadline)
 
     def leave(self, *, deadline: float) -> None:
         """Owner: hide all versions, unless another one took over. Best effort."""
         with suppress(TransferError):
-            self._write(self._owned(deadline)._replace(markers=()), deadline)
+            self._replace(self._owned(deadline), (), deadline)
 
     def retire(self, keep: Sequence[Marker], *, deadline: float) -> None:
         """Owner: hide all versions but these, and wait until nobody reads the others.
@@ -82,7 +76,7 @@ class StoreCommits:
         mine = self._owned(deadline)
         gone = [marker for marker in mine.markers if marker not in keep]
         if gone:
-            self._write(mine._replace(markers=tuple(keep)), deadline)
+            self._replace(mine, tuple(keep), deadline)
             self._hidden.update((marker.version, time.monotonic()) for marker in gone)
         for version, hidden_at in list(self._hidden.items()):
             self._await_readers(mine, version, hidden_at + mine.lease_s, deadline)
@@ -124,15 +118,34 @@ class StoreCommits:
     def _owned(self, deadline: float) -> Commits:
         now = self.read(deadline=deadline)
         if now is None or now.run != self._run:
-            raise TransferError(
-                "another owner took over. One trainer may publish under one name; choose another."
-            )
+            raise _deposed()
         return now
 
-    def _write(self, new: Commits, deadline: float) -> None:
-        head: dict[str, Any] = {"run": new.run, "lease_s": new.lease_s}
-        text = json.dumps({**head, "markers": [marker.to_json() for marker in new.markers]})
-        self._board.post(_COMMITS, text, deadline=deadline)
+    def _replace(self, mine: Commits, markers: tuple[Marker, ...], deadline: float) -> None:
+        new = _text(mine._replace(markers=markers))
+        if not self._board.replace(_COMMITS, _text(mine), new, deadline=deadline):
+            raise _deposed()
 
     def _count(self, run: str, version: int, what: str, amount: int, deadline: float) -> int:
         return self._board.add(f"{run}/{version}/{what}", amount, deadline=deadline)
+
+
+def _parsed(text: str) -> Commits:
+    try:
+        head = json.loads(text)
+        run, lease_s, rows = head["run"], head["lease_s"], head["markers"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptionError(f"the note of commits cannot be read: {error}") from error
+    return Commits(run, lease_s, tuple(Marker.from_json(row) for row in rows))
+
+
+def _text(commits: Commits) -> str:
+    """The note as it is written: the same commits are the same text."""
+    head: dict[str, Any] = {"run": commits.run, "lease_s": commits.lease_s}
+    return json.dumps({**head, "markers": [marker.to_json() for marker in commits.markers]})
+
+
+def _deposed() -> TransferError:
+    return TransferError(
+        "another owner took over. One trainer may publish under one name; choose another."
+    )
