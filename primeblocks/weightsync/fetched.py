@@ -98,8 +98,10 @@ def bring(
 
     try:
         if deltas and isinstance(held, Lent):
-            held = copied(plan, reader, held, stays=held.stays)
+            held = copied(plan, reader, held, stays=held.stays, deadline=deadline)
         _for_each(plan, mine, bring_bucket, threads=threads)
+        if time.monotonic() > deadline:
+            raise DeadlineError(f"checked all {len(mine)} buckets, and not in time")
     except BaseException:
         held.close()
         raise

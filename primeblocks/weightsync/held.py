@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
@@ -12,7 +13,7 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from ..errors import CorruptionError, PlanError, TransferError
+from ..errors import CorruptionError, DeadlineError, PlanError, TransferError
 from ..layout import Shard
 from .digest import as_buffer
 from .plan import Copy, Plan
@@ -225,10 +226,17 @@ def chunks_of(
             into[place].copy_(room)
 
 
-def copied(plan: Plan, reader: int, lent: Lent, *, stays: bool) -> Boxes:
-    """What a reader wants of what is lent, in its own memory and unchecked; `lent` is closed."""
+def copied(plan: Plan, reader: int, lent: Lent, *, stays: bool, deadline: float) -> Boxes:
+    """What a reader wants of what is lent, in its own memory and unchecked; `lent` is closed.
+
+    Raises:
+        DeadlineError: it was not copied in time.
+    """
     boxes = Boxes(plan, reader, stays=stays, device=lent.device)
-    for index in plan.of_reader(reader):
+    mine = plan.of_reader(reader)
+    for done, index in enumerate(mine):
+        if time.monotonic() > deadline:
+            raise DeadlineError(f"copied {done} of {len(mine)} buckets in time")
         for _ in chunks_of(plan, index, lent, boxes.views(index)):
             pass  # It stays in the boxes.
     lent.close()

@@ -21,6 +21,7 @@ from ..errors import (
 )
 from .conversion.conversion import Wiring
 from .fetched import Feed, Version, bring, check, feeding, undone
+from .held import Lent
 from .manifest import NamedTensors, named_tensors
 from .marker import Marker, Receipt
 from .plan import Plan
@@ -28,6 +29,8 @@ from .proof import differing, digest_tensors
 from .transports.transport import Incoming, Request, Transport
 
 __all__ = ["Load", "Subscriber"]
+
+_BACK_S = 60.0
 
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 
@@ -86,6 +89,7 @@ class Subscriber:
         self._served: Marker | None = None
         self._held: Version | None = None
         self._ready: Version | None = None
+        self._verified: Marker | None = None
         self._closed = False
 
     @property
@@ -97,10 +101,14 @@ class Subscriber:
         """Wait for a version and check every byte of it, and load nothing. Local.
 
         A `receive` of the same version then only loads it. Arguments, cost and errors are those of
-        `receive`.
+        `receive`. Memory of a trainer that needs it again is not held on to: a trainer that goes
+        on by two versions meanwhile ends that `receive` with a TransferError.
         """
         start = time.monotonic()
-        ready = self._get_ready(version, deadline=start + timeout_s)
+        ready = self._get_ready(version, start + timeout_s)
+        if isinstance(ready.held, Lent) and not ready.held.stays:
+            self._verified = ready.marker
+            self._drop_ready()
         return _receipt(ready, start)
 
     def receive(self, version: int | None = None, *, timeout_s: float) -> Receipt:
@@ -110,6 +118,10 @@ class Subscriber:
         a file or in the trainer's memory, one copy and one more XXH3-128 in a thread beside `load`;
         about a bucket of each trainer rank is there at a time. Deltas are applied to the bytes
         held, one copy each way for each bucket.
+
+        It begins to load before the deadline, or not at all; what is under way at the deadline, a
+        bucket for each of its threads, is checked to its end. A load that has begun takes its time,
+        and so does going back after it.
 
         Args:
             version: this one, be it older than the one held; the held one is not loaded again.
@@ -126,10 +138,12 @@ class Subscriber:
             ClosedError: after close().
         """
         start = time.monotonic()
-        ready = self._get_ready(version, deadline=start + timeout_s, ahead=self._ahead)
+        verified, self._verified = self._verified, None
+        deadline = start + timeout_s
+        ready = self._get_ready(version, deadline, ahead=self._ahead, verified=verified)
         self._ready = None
         if ready.marker != self._served:
-            self._load_or_go_back(ready, deadline=start + timeout_s)
+            self._load_or_go_back(ready)
         return _receipt(ready, start)
 
     def forget(self) -> None:
@@ -159,14 +173,23 @@ class Subscriber:
     ) -> None:
         self.close()
 
-    def _get_ready(self, version: int | None, *, deadline: float, ahead: bool = False) -> Version:
+    def _get_ready(
+        self,
+        version: int | None,
+        deadline: float,
+        *,
+        ahead: bool = False,
+        verified: Marker | None = None,
+    ) -> Version:
         if self._closed:
             raise ClosedError("this Subscriber was closed")
         if version is not None:
             version = check_version(version)
         if self._ready is None or version not in (None, self._ready.marker.version):
             self._drop_ready()
-            self._ready = self._fetch(version, deadline, served=self._served, ahead=ahead)
+            self._ready = self._fetch(
+                version, deadline, served=self._served, ahead=ahead, verified=verified
+            )
         return self._ready
 
     def _drop_ready(self) -> None:
@@ -181,10 +204,12 @@ class Subscriber:
         *,
         served: Marker | None,
         ahead: bool = False,
+        verified: Marker | None = None,
     ) -> Version:
         """A version's bytes, all checked; and what other readers of it agreed to.
 
         `ahead`: unchecked, where there is one to go back to and nobody waits for this reader.
+        `verified`: the same for this version, which was checked before.
         """
         held = None if self._held is None else self._held.marker
         request = Request(self._plan, self._reader, version, held, served, deadline)
@@ -192,8 +217,14 @@ class Subscriber:
         last = found[-1]
         if last.marker == held and self._held is not None:
             return self._held
-        can_go_back = self._held is not None and last.marker in self._transport.markers()
-        if ahead and can_go_back and len(found) == 1 and last.marker.base is None:
+        if (
+            len(found) == 1
+            and last.marker.base is None
+            and (
+                last.marker == verified
+                or (ahead and self._held is not None and last.marker in self._transport.markers())
+            )
+        ):
             self._check_plan(last.marker)
             size = self._plan.read_bytes(self._reader)
             return Version(last.marker, last.whole(), size, {}, is_checked=False)
@@ -243,14 +274,14 @@ class Subscriber:
                 f"{self._plan.fingerprint()}. Build both from the same manifests."
             )
 
-    def _load_or_go_back(self, new: Version, *, deadline: float) -> None:
+    def _load_or_go_back(self, new: Version) -> None:
         served, self._served = self._served, None  # Torn, until it has one of them.
         if new == self._held:
             self._held = None
         try:
             self._feed(new)
         except Exception as error:  # Whatever load raises, the model must not stay torn.
-            self._go_back(new, served, error, deadline=deadline)
+            self._go_back(new, served, error)
         if self._held is not None:
             self._held.held.close()
         self._serve(new.marker, new)
@@ -262,9 +293,7 @@ class Subscriber:
             version.held.close()
             self._held = None
 
-    def _go_back(
-        self, failed: Version, served: Marker | None, error: Exception, *, deadline: float
-    ) -> NoReturn:
+    def _go_back(self, failed: Version, served: Marker | None, error: Exception) -> NoReturn:
         """Load the version before again, and raise."""
         met = f"{type(error).__name__}: {error}".rstrip(".")
         text = f"loading version {failed.marker.version} failed: {met}"
@@ -274,7 +303,8 @@ class Subscriber:
                 f"{text}. There is no version to go back to; restart the engine."
             ) from error
         try:
-            old = self._before(failed, served, deadline)
+            # The failed load may have used up the caller's time; a torn model is worse than a wait.
+            old = self._before(failed, served, time.monotonic() + _BACK_S)
             self._feed(old)
         except Exception as second:
             raise EngineError(

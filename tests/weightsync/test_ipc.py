@@ -307,6 +307,24 @@ def child_that_stays():
         os.waitpid(pid, 0)
 
 
+def test_a_version_that_is_checked_and_never_loaded_holds_up_nobody(site, tmp_path):
+    _, planned, _, publisher = site
+    engine = Engine()
+    publisher.publish(1, timeout_s=TIMEOUT_S)
+    with IpcTransport("policy", root=str(tmp_path)) as reader:
+        subscriber = Subscriber(planned, engine, reader)
+        subscriber.verify(1, timeout_s=TIMEOUT_S)
+        publisher.publish(2, timeout_s=TIMEOUT_S)
+        assert subscriber.receive(1, timeout_s=TIMEOUT_S).version == 1  # Of its two buffers.
+        subscriber.verify(2, timeout_s=TIMEOUT_S)
+        for version in (3, 4):
+            publisher.publish(version, timeout_s=0.5)
+        with pytest.raises(TransferError, match="version 2 was retired"):
+            subscriber.receive(2, timeout_s=TIMEOUT_S)
+        assert (subscriber.version, engine.loads) == (1, 1)
+        assert subscriber.receive(timeout_s=TIMEOUT_S).version == 4
+
+
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_process_forked_during_a_load_holds_up_nobody(site, tmp_path):
     _, planned, owner, publisher = site
@@ -326,7 +344,8 @@ def test_a_process_forked_during_a_load_holds_up_nobody(site, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_lock_ends_with_its_process_although_a_child_of_it_lives(tmp_path):
+@pytest.mark.parametrize("child_closes", [False, True])
+def test_a_lock_ends_with_its_process_although_a_child_of_it_lives(child_closes, tmp_path):
     path = tmp_path / "lock"
     path.touch()
     said, says = os.pipe()
@@ -335,7 +354,8 @@ def test_a_lock_ends_with_its_process_although_a_child_of_it_lives(tmp_path):
         Hold(os.open(path, os.O_RDWR), fcntl.LOCK_SH).close()
         held = Hold(os.open(path, os.O_RDWR), fcntl.LOCK_SH)
         if os.fork() == 0:
-            held.close()  # Its parent's lock it is, and stays.
+            if child_closes:
+                held.close()  # Its parent's lock it is, and stays.
             with open(path) as other, suppress(BlockingIOError):
                 fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.write(says, b"lost")

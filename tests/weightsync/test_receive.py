@@ -1,6 +1,8 @@
 """One trainer rank and one engine in this process; every fault of a receiver."""
 
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,14 +15,17 @@ from primeblocks.errors import (
     PlanError,
     TransferError,
 )
-from primeblocks.testing.faults import FaultyTransport, flip_byte, truncate
+from primeblocks.testing.faults import FaultyTransport, ManualClock, flip_byte, truncate
 from primeblocks.weightsync import (
     FileTransport,
     Publisher,
     SharedMemoryTransport,
     Subscriber,
     describe,
+    fetched,
+    held,
     plan_sync,
+    receive,
 )
 
 TIMEOUT_S = 10
@@ -253,6 +258,48 @@ def test_a_check_that_takes_too_long_is_given_up(setup):
     with pytest.raises(DeadlineError, match="checked 0 of 9 buckets in time"):
         setup.receive(timeout_s=0)
     assert setup.engine.loads == 0
+
+
+@pytest.mark.parametrize("last", [0, 4, 8])
+def test_nothing_is_loaded_after_the_deadline(last, setup, monkeypatch):
+    clock, digest, taken = ManualClock(time.monotonic()), fetched.bucket_digest, []
+
+    def slow(pieces):
+        taken.append(None)
+        if len(taken) == last + 1:
+            clock.advance(TIMEOUT_S + 1)
+        return digest(pieces)
+
+    setup.publish(1)
+    with monkeypatch.context() as patch:
+        for module in (fetched, receive, held):
+            patch.setattr(module, "time", SimpleNamespace(monotonic=clock.now))
+        patch.setattr(fetched, "bucket_digest", slow)
+        with pytest.raises(DeadlineError, match="checked (. of 9 buckets|all 9 buckets, and not)"):
+            setup.receive()
+    assert len(taken) == last + 1  # What was under way, and no more.
+    assert (setup.engine.loads, setup.subscriber.version) == (0, None)
+    assert setup.receive().version == 1
+
+
+def test_going_back_takes_the_time_it_needs(setup, monkeypatch):
+    clock, load = ManualClock(time.monotonic()), setup.subscriber._load
+    setup.publish(1)
+    setup.receive()
+    setup.publish(2)
+    for module in (fetched, receive, held):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock.now))
+
+    def slow_and_bad(tensors):
+        setup.subscriber._load = load
+        clock.advance(TIMEOUT_S + 1)
+        raise RuntimeError("no room")
+
+    setup.subscriber._load = slow_and_bad
+    setup.subscriber._held = None  # It has to be fetched.
+    with pytest.raises(TransferError, match="Version 1 was loaded again"):
+        setup.receive()
+    assert setup.served() == 1
 
 
 def test_an_engine_that_lost_its_weights_gets_the_version_again(setup):

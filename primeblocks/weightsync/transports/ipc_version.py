@@ -109,7 +109,7 @@ class IpcVersion:
     ) -> None:
         self.marker = marker
         self._opened, self._plan, self._reader = buffers, request.plan, request.reader
-        self._copies, self._keep = copies, keep
+        self._copies, self._keep, self._deadline = copies, keep, request.deadline
 
     def whole(self) -> Held | Lent:
         with ExitStack() as unless:
@@ -121,7 +121,7 @@ class IpcVersion:
         if not self._copies:
             return lent
         try:
-            return copied(self._plan, self._reader, lent, stays=self._keep)
+            return copied(self._plan, self._reader, lent, stays=self._keep, deadline=self._deadline)
         finally:
             lent.close()
 
