@@ -1,9 +1,23 @@
 """A fake of an engine with several workers: takes its calls in order, and fails by script."""
 
 import asyncio
+import selectors
 from dataclasses import asdict, replace
 
 from primeblocks.weightsync.engines.remote import STATE, VERIFY, WorkerState
+
+
+def hurried_loop():
+    """A loop in which time passes only while everything waits, and then at once."""
+    selector = selectors.DefaultSelector()
+    loop, select, now = asyncio.SelectorEventLoop(selector), selector.select, [0.0]
+
+    def pass_time(timeout=None):
+        now[0] += timeout or 0.0
+        return select(None if timeout is None else 0)
+
+    selector.select, loop.time = pass_time, lambda: now[0]
+    return loop
 
 
 class FakeEngine:

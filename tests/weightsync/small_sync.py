@@ -12,8 +12,8 @@ from tests.weightsync.contents import Side, contents, oracle, same_bytes, transp
 from tests.weightsync.link_layouts import manifest
 
 TRAINERS, RANKS = 2, 4
-# Stores look at their files or sockets at intervals, and peers are waited for a little longer.
-SLACK_S = 2.5
+# For a loaded machine. What does not keep to its deadline waits for ever.
+SLACK_S = 30.0
 # Readers of these come and go as they like.
 PULL = ("shared_memory", "file", "ipc")
 
@@ -107,8 +107,7 @@ class Small:
         return same_bytes(self.engine.tensors, wanted)
 
     def is_refused(self):
-        """Whether the group is declared broken, at once."""
-        start = time.monotonic()
-        with pytest.raises(TransferError, match=r"[Mm]ake a new group"):
+        """Whether the group is declared broken, before anything is tried."""
+        with pytest.raises(TransferError, match=r"[Mm]ake a new group") as met:
             self.sync(99)
-        return time.monotonic() - start < 0.5
+        return "failed earlier" in str(met.value)

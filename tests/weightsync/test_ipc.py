@@ -318,7 +318,7 @@ def test_a_version_that_is_checked_and_never_loaded_holds_up_nobody(site, tmp_pa
         assert subscriber.receive(1, timeout_s=TIMEOUT_S).version == 1  # Of its two buffers.
         subscriber.verify(2, timeout_s=TIMEOUT_S)
         for version in (3, 4):
-            publisher.publish(version, timeout_s=0.5)
+            publisher.publish(version, timeout_s=TIMEOUT_S)
         with pytest.raises(TransferError, match="version 2 was retired"):
             subscriber.receive(2, timeout_s=TIMEOUT_S)
         assert (subscriber.version, engine.loads) == (1, 1)
@@ -338,7 +338,7 @@ def test_a_process_forked_during_a_load_holds_up_nobody(site, tmp_path):
         Subscriber(planned, load, reader).receive(timeout_s=TIMEOUT_S)
         children.enter_context(child_that_stays())  # It has what the owner has open.
         for version in (2, 3, 4):
-            publisher.publish(version, timeout_s=0.5)
+            publisher.publish(version, timeout_s=TIMEOUT_S)
         owner.close()
         IpcTransport("policy", owner=True, root=str(tmp_path)).close()
 

@@ -145,7 +145,6 @@ def test_a_process_that_dies_in_the_middle_of_a_read(ends):
             finish(*args)
 
         engine._finish = kill_and_finish
-        start = time.monotonic()
         # Over shared memory each read is done on the spot, and there is no middle.
         with suppress(TransferError):
             engine.read(reads, deadline=soon())
@@ -154,7 +153,6 @@ def test_a_process_that_dies_in_the_middle_of_a_read(ends):
         server.wait(10)
         with pytest.raises((TransferError, DeadlineError)):
             engine.read(reads, deadline=soon(5))
-        assert time.monotonic() - start < 15
     finally:
         server.kill()
         server.communicate()

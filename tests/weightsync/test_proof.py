@@ -69,7 +69,7 @@ def test_an_engine_that_serves_what_it_is_sent_passes(tmp_path, before):
     served = Served(tmp_path)
     proof = served.prove()
     assert proof.versions == (4, 5, 6)
-    assert 0 < proof.seconds < 30
+    assert proof.seconds > 0
     assert_restored(served.model, before)
     assert digest_tensors(served.model) == digest_tensors(served.observe())
     assert proof.tensors == 4  # The integers have to come back, and no more.
