@@ -223,8 +223,12 @@ def test_a_users_own_files_are_left_alone(tmp_path):
         plan = published(owner, *range(7))
         assert received(plan, FileTransport(tmp_path)) == 6.0
         assert {path.parent.parent for path in owner.to_remove()} == {tmp_path}
+        inside = [next(tmp_path.glob("run-*")) / name for name in ("x.delta", "model.safetensors")]
+        for path in inside:
+            path.write_text("mine")
     FileTransport(tmp_path, owner=True).close()
     assert [(tmp_path / name).read_text() for name in names] == [f"mine: {n}" for n in names]
+    assert [path.read_text() for path in inside] == ["mine", "mine"]
 
 
 def test_a_note_that_is_not_ours_is_refused_and_left_alone(tmp_path):

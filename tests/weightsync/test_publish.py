@@ -1,7 +1,6 @@
 """Several trainer ranks: bytes against the reference, then everything that can go wrong."""
 
 import re
-import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -348,37 +347,28 @@ def test_a_dead_rank_is_noticed_and_the_old_version_stays(victim, tmp_path):
 def _one_rank_hangs(path):
     plan, transport, publisher = join("shared_memory", path, _weights(1))
     publisher.publish(1, timeout_s=TIMEOUT_S)
-    took_s = 0.0
     if dist.get_rank() == 0:
-        start = time.monotonic()
         with pytest.raises(TransferError, match="deadline passed"):
             publisher.publish(2, timeout_s=0.5)
-        took_s = time.monotonic() - start
         assert received(plan, transport)[0].version == 1
         ranks.tell("done")
     else:
         # Never comes; the parent kills it.
         torch.distributed.recv(torch.zeros(1), src=0)
-    return took_s
 
 
 def test_a_hanging_rank_costs_no_more_than_the_deadline(tmp_path):
     with ranks.gang(_one_rank_hangs, str(tmp_path), world_size=2) as gang:
         assert gang.hear(0) == "done"
         gang.kill(1)
-        took_s = gang.wait()[0]
-    assert took_s >= 0.5  # And it ended, while the other hangs for ever.
+        gang.wait()
 
 
 def _wrong_backend_config():
-    class Nccl:
-        def __str__(self):
-            return "cuda:nccl"
-
     plan = plan_sync([describe({"w": torch.zeros(16)})] * 2, describe({"w": torch.zeros(16)}),
                      bucket_bytes=64)  # fmt: skip
     original = dist.get_backend_config
-    dist.get_backend_config = lambda group=None: Nccl()
+    dist.get_backend_config = lambda group=None: "cuda:nccl"
     try:
         with pytest.raises(UnsupportedError, match="new_group"):
             Publisher(plan, {}, SharedMemoryTransport("never"))

@@ -275,18 +275,6 @@ def test_pages_of_a_retired_version_are_used_again(tmp_path):
         lease.close()
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "x.delta", "version-final.safetensors"])
-def test_other_files_in_the_directory_are_left_alone(name, tmp_path):
-    (tmp_path / "versions").mkdir()
-    (tmp_path / "versions" / name).write_text("mine")
-    with closing(slots_at(tmp_path, durable=True)) as owner:
-        put(owner, 1, 1)
-        put_delta(owner, 2, b"a")
-        (owner.directory / name).write_text("mine")
-        put(owner, 3, 1)
-    assert files(tmp_path) == sorted([name, name, "commits.json", "version-3.safetensors"])
-
-
 def test_the_owner_cleans_up_when_it_is_forgotten(tmp_path):
     owner = slots_at(tmp_path)
     put(owner, 1, 1)
