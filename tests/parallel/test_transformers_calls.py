@@ -154,9 +154,10 @@ def _losses_of_one_rank():
         for error, said, arguments in refused:
             with pytest.raises(error, match=said):
                 model(**inputs, **arguments)
+        in_order = inputs["input_ids"], None, inputs.get("position_ids"), None, None, ids
+        rest = {name: inputs[name] for name in inputs.keys() - {"input_ids", "position_ids"}}
         with pytest.raises(PlanError, match="num_items_in_batch|Shift before"):
-            rest = {name: inputs[name] for name in inputs.keys() - {"input_ids", "position_ids"}}
-            model(inputs["input_ids"], None, inputs.get("position_ids"), None, None, ids, **rest)
+            model(*in_order, **rest)
         model(**inputs)
         model.config.output_router_logits = True
         with pytest.raises(UnsupportedError, match="also in the configuration"):

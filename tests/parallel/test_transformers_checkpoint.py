@@ -68,11 +68,8 @@ def _resume(family, degrees, path):
     model, optimizer = _start(family, degrees, device="meta")
     assert all(p.to_local().isnan().all() for p in model.parameters())  # Nothing to mistake.
     weights, moments = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": moments}
-    dcp.load(state, checkpoint_id=path)
-    set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
+    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
     loaded = _wholes(model)
     _step(model, optimizer)
     return loaded, _wholes(model)
