@@ -6,19 +6,34 @@ ranks are normal, and gradients flow. A wait is bounded by the timeout of the pr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from .errors import PlanError, RankError, ShapeError, UsageError
 
-__all__ = ["agree", "all_gather_rows", "all_to_all_rows"]
+__all__ = [
+    "agree",
+    "all_to_all_rows",
+    "check_group",
+    "check_tensors",
+    "facts_of",
+    "outside_graphs",
+    "settle",
+]
 
-# What ranks tell each other before an exchange is of one size, whatever they have to say.
-_MOST_FACTS, _REASON_BYTES = 16, 400
+# What ranks tell each other when they differ is of one size, whatever they have to say.
+_TEXT_BYTES, _REASON_BYTES = 2048, 400
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def all_to_all_rows(
@@ -40,7 +55,10 @@ def all_to_all_rows(
 
     Raises:
         ShapeError: the counts do not fit the group or `x`. Raised before anything is sent.
+        PlanError: no process group, or one without this rank.
     """
+    check_group(group)
+    check_tensors(x=x)
     send, receive = list(send_counts), list(receive_counts)
     size = group.size()
     if len(send) != size or len(receive) != size:
@@ -53,71 +71,169 @@ def all_to_all_rows(
     return _AllToAllRows.apply(x, send, receive, group)
 
 
-def all_gather_rows(x: Tensor, *, group: dist.ProcessGroup) -> list[Tensor]:
-    """Return the rows of every rank, by rank. Ranks may hold different numbers of rows, or none.
+def check_group(group: object) -> None:
+    """Refuse what is no process group, and one without this rank. Local.
 
-    Any dtype. Not differentiable. Two collectives; each rank receives the longest rank's rows
-    once per rank.
+    Raises:
+        PlanError: with what to pass.
+    """
+    if isinstance(group, dist.ProcessGroup) and group.rank() >= 0:
+        return
+    if group is dist.GroupMember.NON_GROUP_MEMBER or isinstance(group, dist.ProcessGroup):
+        raise PlanError("this rank is not in the group. Pass meshes.context.get_group().")
+    remedy = "meshes.context.get_group(), or torch.distributed.group.WORLD for all ranks"
+    if isinstance(group, DeviceMesh):
+        remedy = "its get_group()"
+    elif not dist.is_initialized():
+        remedy = "one after torch.distributed.init_process_group"
+    raise PlanError(f"group must be a process group; got {_shown(group)}. Pass {remedy}.")
+
+
+def check_tensors(**operands: object) -> None:
+    """Refuse what is no tensor. Local.
+
+    Raises:
+        ShapeError: by name.
+    """
+    for name, x in operands.items():
+        if not isinstance(x, Tensor):
+            raise ShapeError(f"{name} must be a tensor; got {_shown(x)}.")
+
+
+def facts_of(name: str, x: Tensor) -> dict[str, object]:
+    """What ranks must share of a tensor whose rows may differ in number: facts for `agree`. Local.
+
+    Whether it wants a gradient is one: a backward that one rank does not run would leave the
+    others waiting.
+    """
+    wanted = int(torch.is_grad_enabled() and x.requires_grad)
+    sizes = {f"{name} dim {dim}": size for dim, size in enumerate(x.shape) if dim}
+    return {
+        **sizes,
+        f"{name} dims": x.ndim,
+        f"{name} dtype": x.dtype,
+        f"{name} requires_grad": wanted,
+    }
+
+
+def _shown(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def settle(
+    call: str,
+    look: Callable[[], Mapping[str, object]],
+    *operands: object,
+    group: dist.ProcessGroup,
+    check: bool,
+) -> None:
+    """Look at this rank's arguments, then agree with the others. Collective if `check`, or local.
 
     Args:
-        x: `[rows, ...]`; dtype and trailing dims are equal on all ranks.
+        look: raises a UsageError at what is wrong here, and returns what must be equal on all
+            ranks.
+        operands: the first tensor tells where the backend takes tensors.
+
+    Raises:
+        UsageError: what `look` raised.
+        RankError, PlanError: as `agree`.
     """
-    lengths = [torch.zeros(1, dtype=torch.int64, device=x.device) for _ in range(group.size())]
-    dist.all_gather(lengths, lengths[0].new_tensor([x.shape[0]]), group=group)
-    rows = [int(length) for length in lengths]
-    # Equal shapes on all ranks: not every backend gathers ragged lists.
-    padded = x.new_zeros((max(rows), *x.shape[1:]))
-    padded[: x.shape[0]] = x.detach()
-    gathered = [torch.empty_like(padded) for _ in rows]
-    dist.all_gather([_bytes(part) for part in gathered], _bytes(padded), group=group)
-    return [part[:length] for part, length in zip(gathered, rows, strict=True)]
+    check_group(group)
+    facts: Mapping[str, object] = {}
+    problem = None
+    try:
+        facts = look()
+    except UsageError as error:
+        problem = error
+    if check:
+        device = next((x.device for x in operands if isinstance(x, Tensor)), "cpu")
+        agree(call, facts, problem=problem, group=group, device=device)
+    elif problem is not None:
+        raise problem
 
 
 def agree(
-    facts: Mapping[str, int],
+    call: str,
+    facts: Mapping[str, object],
     *,
     problem: UsageError | None = None,
     group: dist.ProcessGroup,
     device: torch.device | str = "cpu",
 ) -> None:
-    """Raise on every rank if one of them has a problem, or if the facts differ between ranks.
+    """Raise on every rank if one of them has a problem, or if calls or facts differ between ranks.
 
     Called before a larger exchange, it makes one rank's mistake an error on all of them, where
-    the others would wait for what never comes. Collective: one gather of half a kilobyte a rank,
-    which the host waits for.
+    the others would wait for what never comes. Collective: one gather of 16 bytes a rank, which
+    the host waits for; one more, of two kilobytes, before something is raised.
 
     Args:
-        facts: up to 16 numbers by name that must be equal on all ranks, such as sizes.
+        call: what is about to be done; two functions that start alike must not meet.
+        facts: by name, what must be equal on all ranks, such as sizes and dtypes. Compared, and
+            shown, as text.
         problem: what this rank would have raised.
         device: where the backend of `group` takes tensors.
 
     Raises:
         UsageError: `problem` itself, on the rank that has it.
-        RankError: another rank has a problem; the message repeats the first one.
-        PlanError: a fact differs.
+        RankError: another rank has a problem, and the message repeats the first one; or not all
+            ranks came before the timeout of the group.
+        PlanError: the call or a fact differs.
     """
-    assert len(facts) <= _MOST_FACTS
-    text = "" if problem is None else f"{type(problem).__name__}: {problem}"
-    reason = text.encode()[:_REASON_BYTES].ljust(_REASON_BYTES)
-    numbers = torch.zeros(1 + _MOST_FACTS, dtype=torch.int64)
-    numbers[: 1 + len(facts)] = torch.tensor([problem is not None, *facts.values()])
-    mine = torch.cat((numbers.view(torch.uint8), torch.tensor(list(reason), dtype=torch.uint8)))
-    mine = mine.to(device)
-    everyone = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(everyone, mine, group=group)
-    told = [x.cpu() for x in everyone]
+    check_group(group)
+    told = {"the call": call} | {name: str(fact) for name, fact in facts.items()}
+    text = json.dumps(told) if problem is None else f"{type(problem).__name__}: {problem}"
+    assert problem is not None or len(text.encode()) <= _TEXT_BYTES, text
+    digest = xxhash.xxh3_64_intdigest(text.encode()) >> 1
+    mine = torch.tensor([problem is not None, digest], dtype=torch.int64, device=device)
+    heads = [head.tolist() for head in _gather(mine, call, group)]
+    if problem is None and all(head == heads[0] for head in heads):
+        return
+    raw = text.encode()[: _TEXT_BYTES if problem is None else _REASON_BYTES].ljust(_TEXT_BYTES)
+    letters = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(device)
+    texts = [
+        bytes(x.tolist()).decode(errors="replace").strip() for x in _gather(letters, call, group)
+    ]
     if problem is not None:
         raise problem
-    cut = numbers.numel() * 8
-    by_rank = [x[:cut].view(torch.int64).tolist() for x in told]
-    for rank, (refused, *_) in enumerate(by_rank):
+    for rank, (refused, _) in enumerate(heads):
         if refused:
-            words = bytes(told[rank][cut:].tolist()).decode(errors="replace").strip()
-            raise RankError(f"rank {rank} of the group refused its arguments: {words}")
-    for index, name in enumerate(facts, start=1):
-        values = [told_numbers[index] for told_numbers in by_rank]
+            raise RankError(f"rank {rank} of the group refused its arguments: {texts[rank]}")
+    by_rank: list[dict[str, str]] = [json.loads(said) for said in texts]
+    for name in dict.fromkeys(name for said in by_rank for name in said):
+        values = [said.get(name, "nothing") for said in by_rank]
         if len(set(values)) > 1:
-            raise PlanError(f"{name} must be equal on all ranks; by rank it is {values}.")
+            raise PlanError(
+                f"{name} must be equal on all ranks; by rank it is [{', '.join(values)}]."
+            )
+
+
+def _gather(x: Tensor, call: str, group: dist.ProcessGroup) -> list[Tensor]:
+    everyone = [torch.empty_like(x) for _ in range(group.size())]
+    try:
+        dist.all_gather(everyone, x, group=group)
+    except RuntimeError as error:  # What gloo and NCCL raise at a timeout, or when a rank died.
+        raise RankError(
+            f"{call}: the {group.size()} ranks of the group did not all come to it, or one died. "
+            f"Each must make the same calls, over the same group. {error}"
+        ) from error
+    return everyone
+
+
+def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """Run a function as it is where torch.compile traces its caller: the graph ends before it.
+
+    What goes by plans, and by counts that other ranks tell, has no one graph. torch refuses
+    `fullgraph=True`, and says where.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.compiler.is_compiling():  # Before anything is imported for it.
+            return function(*args, **kwargs)
+        reason = f"{function.__qualname__} goes by plans and counts; compile without fullgraph"
+        return torch.compiler.disable(function, reason=reason)(*args, **kwargs)
+
+    return call
 
 
 class _AllToAllRows(torch.autograd.Function):

@@ -3,7 +3,7 @@ import torch
 import torch.distributed as dist
 
 from primeblocks.errors import PlanError, RankError, ShapeError
-from primeblocks.groups import agree, all_gather_rows, all_to_all_rows
+from primeblocks.groups import agree, all_to_all_rows
 from primeblocks.testing import ranks
 
 DTYPES = [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8]
@@ -54,24 +54,6 @@ def test_gradients_return_the_way_the_rows_came():
         assert grad[:, 0].tolist() == receiver
 
 
-def _gather(dtype):
-    rank = dist.get_rank()
-    return [part.double() for part in all_gather_rows(_own(rank, dtype), group=dist.group.WORLD)]
-
-
-def _own(rank, dtype):
-    n = (0, 3, 1)[rank]
-    return (10 * rank + torch.arange(2 * n, dtype=torch.float64).view(n, 2)).to(dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_rank_gets_all_rows(dtype):
-    for got in ranks.run(_gather, dtype, world_size=3):
-        assert len(got) == 3
-        for rank, part in enumerate(got):
-            assert torch.equal(part, _own(rank, dtype).double())
-
-
 def _refusals():
     said = []
     for counts in ([1, 2], [3], [1, 1, 1], [4, -1]):
@@ -100,7 +82,7 @@ def _agreement(case):
     facts, problem = CASES[case](dist.get_rank())
     said, raised = "agreed", None
     try:
-        agree(facts, problem=problem, group=dist.group.WORLD)
+        agree("a call", facts, problem=problem, group=dist.group.WORLD)
     except (PlanError, RankError, ShapeError) as error:
         said, raised = f"{type(error).__name__}: {error}", error
     assert problem is None or raised is problem

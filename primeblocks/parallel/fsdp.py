@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from math import prod
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from ..errors import PlanError
-from .mesh import Meshes
+from ..errors import PlanError, ShapeError
+from ..groups import check_tensors, settle
+from .experts.dispatcher import LocalDispatcher
+from .mesh import Meshes, check_meshes
 
 __all__ = ["clip_grad_norm_", "fully_shard_moe", "global_token_count"]
 
@@ -44,25 +47,33 @@ def fully_shard_moe(
     Args:
         layers: modules to gather one at a time, as a rule the decoder layers, in their order.
         experts: modules whose every parameter has the experts as dim 0, and whose forward takes
-            the local part of it and dispatches over `meshes.expert`.
+            the local part of it and dispatches over `meshes.expert`. Its first floating-point
+            argument, the tokens, is cast as `precision` says; scores are left in float32.
         routers: modules that compute, and reduce their gradients, in float32 where `precision`
-            would have less: a small error of a score is another expert.
+            would have less: a small error of a score is another expert. What they return is not
+            cast.
         precision: dtypes of compute and reduction; default: as the parameters are.
 
     Raises:
-        PlanError: the expert degree does not divide the experts, or there are none.
+        PlanError: the expert degree does not divide the experts, or there are none; what is
+            named is no module of `model`; a dispatcher of experts lies over other ranks.
     """
-    layers, experts = list(layers), list(experts)
+    check_meshes(meshes)
+    layers, experts, routers = (
+        _modules(name, given, model)
+        for name, given in (("layers", layers), ("experts", experts), ("routers", routers))
+    )
     if meshes.plan.expert > 1 and not experts:
         raise PlanError(f"expert={meshes.plan.expert}, but no experts were given. Use expert=1.")
     policy = MixedPrecisionPolicy() if precision is None else precision
     for module in experts:
         _check_shared(module, meshes.plan.expert)
+        _check_dispatcher(module, meshes)
     for module in experts:
         _deal_experts(module, meshes)
         _fully_shard_experts(module, meshes, policy)
     if policy.param_dtype in (torch.bfloat16, torch.float16):
-        exact = replace(policy, param_dtype=torch.float32, reduce_dtype=torch.float32)
+        exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
         for module in routers:
             fully_shard(module, mesh=meshes.fsdp, mp_policy=exact)
     for layer in layers:
@@ -78,29 +89,47 @@ def fully_shard_moe(
         _prefetch(layers)
 
 
-def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, *, meshes: Meshes) -> Tensor:
+def clip_grad_norm_(
+    parameters: Iterable[Tensor], max_norm: float, *, meshes: Meshes, check: bool = True
+) -> Tensor:
     """Scale gradients in place so that their total 2-norm is at most `max_norm`.
 
     As `torch.nn.utils.clip_grad_norm_`, for any mix of meshes inside `meshes.loss`. A gradient
-    that is no DTensor must be equal on all ranks. One collective of one number.
+    that is no DTensor must be equal on all ranks. One collective of one number, and a small one
+    if `check`.
+
+    Args:
+        check: agree on `max_norm` first, so that a mistake on one rank is an error on all and not
+            a wait. A GPU has to wait for it.
 
     Returns:
         The total norm before scaling, in float64, equal on all ranks. Not finite if a gradient is
         not; the gradients are spoilt then: check before the optimizer step.
 
     Raises:
-        PlanError: a gradient holds partial sums.
+        PlanError: a gradient holds partial sums, or ranks pass different norms.
+        RankError: another rank refused its arguments.
     """
-    grads = [p.grad for p in parameters if p.grad is not None]
+    check_meshes(meshes)
     by_copies: dict[int, list[Tensor]] = defaultdict(list)
-    for grad in grads:
-        by_copies[_copies(grad, meshes.plan.world_size)].append(_local(grad))
-    device = meshes.loss.device_type
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    total = torch.zeros((), dtype=torch.float64, device=meshes.loss.device_type)
+
+    def look() -> dict[str, object]:
+        if not isinstance(max_norm, Real) or not max_norm >= 0:
+            raise PlanError(f"max_norm must be a number from 0 up; got {max_norm!r}.")
+        for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:
+            check_tensors(parameter=parameter)
+            grad = parameter.grad
+            if grad is not None:
+                by_copies[_copies(grad, meshes.plan.world_size)].append(_local(grad))
+        return {"max_norm": float(max_norm)}
+
+    group = meshes.loss.get_group()
+    settle("clip_grad_norm_", look, total, group=group, check=check)
     for copies, locals_ in by_copies.items():
         norms = [torch.linalg.vector_norm(x, dtype=torch.float64) for x in locals_]
-        total += torch.stack(norms).square().sum().to(device) / copies
-    dist.all_reduce(total, group=meshes.loss.get_group())
+        total += torch.stack(norms).square().sum().to(total.device) / copies
+    dist.all_reduce(total, group=group)
     norm = total.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for locals_ in by_copies.values():
@@ -110,15 +139,60 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, *, meshes: Me
 
 
 def global_token_count(local: int | Tensor, meshes: Meshes) -> int:
-    """Sum a count over all ranks: what a loss is divided by. Collective.
+    """Sum a count over all ranks: what a loss is divided by. Two small collectives.
 
     Args:
         local: the tokens of this rank that count in the loss; may be 0.
+
+    Raises:
+        ShapeError: no count.
+        RankError: another rank refused its arguments.
     """
-    device = meshes.loss.device_type
-    count = torch.as_tensor(local, dtype=torch.int64, device=device).clone()
+    check_meshes(meshes)
+    count = torch.zeros((), dtype=torch.int64, device=meshes.loss.device_type)
+
+    def look() -> dict[str, object]:
+        whole = isinstance(local, Integral) or (
+            isinstance(local, Tensor) and local.numel() == 1 and not local.is_floating_point()
+        )
+        if not whole or local < 0:
+            shown = f"{local.dtype} {tuple(local.shape)}" if isinstance(local, Tensor) else local
+            raise ShapeError(f"a count is one whole number from 0 up; got {shown}. Sum a mask.")
+        count.fill_(int(local))
+        return {}
+
+    settle("global_token_count", look, count, group=meshes.loss.get_group(), check=True)
     dist.all_reduce(count, group=meshes.loss.get_group())
     return int(count)
+
+
+def _modules(name: str, given: object, model: nn.Module) -> list[nn.Module]:
+    if isinstance(given, nn.Module) and not isinstance(given, Iterable):
+        raise PlanError(f"{name} must be a list of modules; got one {type(given).__name__}.")
+    found, inside = list(given), set(model.modules())  # type: ignore[call-overload]
+    odd = [x for x in found if not isinstance(x, nn.Module) or x not in inside]
+    if odd:
+        raise PlanError(
+            f"{len(odd)} of {len(found)} {name} are no modules of this {type(model).__name__}; "
+            f"the first is a {type(odd[0]).__name__}. Pass modules, not names or copies."
+        )
+    return found
+
+
+def _check_dispatcher(module: nn.Module, meshes: Meshes) -> None:
+    dispatcher = getattr(module, "dispatcher", None)
+    group = getattr(dispatcher, "group", None)
+    shared = dist.get_process_group_ranks(meshes.expert.get_group())
+    over = shared
+    if isinstance(group, dist.ProcessGroup):
+        over = dist.get_process_group_ranks(group)
+    elif isinstance(dispatcher, LocalDispatcher):
+        over = [dist.get_rank()]
+    if over != shared:
+        raise PlanError(
+            f"the {type(dispatcher).__name__} of {type(module).__name__} lies over ranks {over}; "
+            f"the experts are shared over {shared}. Pass meshes.expert.get_group()."
+        )
 
 
 def _check_shared(module: nn.Module, degree: int) -> None:
@@ -142,6 +216,10 @@ def _deal_experts(module: nn.Module, meshes: Meshes) -> None:
 
 def _fully_shard_experts(module: nn.Module, meshes: Meshes, policy: MixedPrecisionPolicy) -> None:
     ranks = meshes.plan.expert_fsdp
+    if policy.cast_forward_inputs and policy.param_dtype is not None:
+        # FSDP2 would cast the scores as well: rounded gates, and rounded gradients of routers.
+        module.register_forward_pre_hook(_cast_tokens(policy.param_dtype), with_kwargs=True)
+        policy = replace(policy, cast_forward_inputs=False)
 
     def placement(parameter: nn.Parameter) -> Shard:
         local = _local(parameter)
@@ -150,6 +228,19 @@ def _fully_shard_experts(module: nn.Module, meshes: Meshes, policy: MixedPrecisi
         return Shard(1) if uneven and local.ndim > 1 and local.shape[1] % ranks == 0 else Shard(0)
 
     fully_shard(module, mesh=meshes.expert_fsdp, mp_policy=policy, shard_placement_fn=placement)
+
+
+def _cast_tokens(dtype: torch.dtype) -> Callable[..., tuple[Any, Any]]:
+    """A hook that casts the first floating-point argument."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        given = dict(enumerate(args)) | kwargs
+        floating = (k for k, x in given.items() if isinstance(x, Tensor) and x.is_floating_point())
+        for name in islice(floating, 1):
+            given[name] = given[name].to(dtype)
+        return tuple(given[place] for place in range(len(args))), {k: given[k] for k in kwargs}
+
+    return hook
 
 
 def _prefetch(layers: list[nn.Module]) -> None:

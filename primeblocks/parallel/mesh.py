@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
+from numbers import Integral
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import PlanError
+from ..groups import settle
 
-__all__ = ["MeshPlan", "Meshes", "plan_mesh"]
+__all__ = ["MeshPlan", "Meshes", "check_meshes", "on_device", "plan_mesh"]
 
 
 @dataclass(frozen=True)
@@ -80,15 +84,23 @@ class MeshPlan:
             device: "cpu" or "cuda".
 
         Raises:
-            PlanError: torch.distributed is not initialised, or has another number of ranks.
+            PlanError: torch.distributed is not initialised, has another number of ranks or not
+                this device, or ranks build different plans.
+            RankError: another rank refused its plan.
         """
         if not dist.is_initialized():
             raise PlanError("no process group. Call torch.distributed.init_process_group first.")
-        if dist.get_world_size() != self.world_size:
-            raise PlanError(
-                f"planned for {self.world_size} ranks; {dist.get_world_size()} are running. "
-                f"Plan with world_size={dist.get_world_size()}."
-            )
+
+        def look() -> dict[str, object]:
+            if dist.get_world_size() != self.world_size:
+                raise PlanError(
+                    f"planned for {self.world_size} ranks; {dist.get_world_size()} are running. "
+                    f"Plan with world_size={dist.get_world_size()}."
+                )
+            return {**asdict(self), "device": device}
+
+        everyone: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
+        settle("MeshPlan.build", look, on_device(device), group=everyone, check=True)
 
         def mesh(**axes: int) -> DeviceMesh:
             return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
@@ -136,12 +148,38 @@ def plan_mesh(
     """
     plan = MeshPlan(world_size=world_size, replicate=replicate, context=context, expert=expert)
     for degree in fields(plan):
-        if getattr(plan, degree.name) < 1:
-            raise PlanError(f"{degree.name} must be at least 1; got {getattr(plan, degree.name)}.")
+        value = getattr(plan, degree.name)
+        if not isinstance(value, Integral) or value < 1:
+            raise PlanError(f"{degree.name} must be at least 1; got {value!r}.")
     _check_divides("replicate", replicate, "world_size", world_size)
     _check_divides("context", context, "world_size / replicate", plan.fsdp)
     _check_divides("expert", expert, "world_size / replicate", plan.fsdp)
     return plan
+
+
+def check_meshes(meshes: object) -> None:
+    """Refuse what was not built. Local.
+
+    Raises:
+        PlanError: a plan, or something else.
+    """
+    if not isinstance(meshes, Meshes):
+        raise PlanError(
+            f"meshes must be Meshes; got a {type(meshes).__name__}. Pass "
+            "plan_mesh(world_size=...).build(device), on every rank."
+        )
+
+
+def on_device(device: str) -> Tensor:
+    """An empty tensor there, which says where a backend takes tensors. Local.
+
+    Raises:
+        PlanError: there is no such device.
+    """
+    try:
+        return torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise PlanError(f"device={device!r} cannot be used here: {error}") from error
 
 
 def _check_divides(name: str, degree: int, whole_name: str, whole: int) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
+from numbers import Integral
 from typing import NamedTuple
 
 import numpy as np
@@ -16,9 +17,9 @@ import xxhash
 from torch import Tensor
 
 from ..errors import PlanError, ShapeError
-from ..groups import all_to_all_rows
+from ..groups import all_to_all_rows, check_group, check_tensors, facts_of, outside_graphs, settle
 
-__all__ = ["Run", "SequencePlan", "plan_sequence"]
+__all__ = ["Run", "SequencePlan", "check_plan", "plan_sequence"]
 
 ORDERS = ("balanced", "contiguous", "zigzag")
 
@@ -127,6 +128,7 @@ class SequencePlan:
         Raises:
             ShapeError: `tokens` does not hold the whole sequence along `dim`.
         """
+        check_tensors(tokens=tokens)
         self._check(tokens, dim, self.tokens, "the whole sequence")
         shifted = tokens.roll(-1, dim)
         lengths = torch.tensor(self.document_lengths, dtype=torch.int64)
@@ -147,22 +149,37 @@ class SequencePlan:
             PlanError: the group does not have as many ranks as the plan.
         """
         self.check_group(group)
+        check_tensors(x=x)
         self._check(x, dim, self.tokens, "the whole sequence")
         return x.index_select(dim, self.indices(group.rank()).to(x.device))
 
-    def join(self, local: Tensor, *, group: dist.ProcessGroup, dim: int = 0) -> Tensor:
+    @outside_graphs
+    def join(
+        self, local: Tensor, *, group: dist.ProcessGroup, dim: int = 0, check: bool = True
+    ) -> Tensor:
         """The whole sequence, on every rank. Collective; differentiable.
 
         Each rank's gradient of the whole flows back to the rank that holds the token, and is
         added up there. Each rank receives the parts of all others once.
 
+        Args:
+            check: as in `ring_attention`.
+
         Raises:
             ShapeError: `local` does not hold this rank's tokens.
-            PlanError: the group does not have as many ranks as the plan.
+            PlanError: the group does not have as many ranks as the plan, or ranks differ in the
+                plan, in sizes or in whether gradients are asked for.
+            RankError: another rank refused its arguments.
         """
-        self.check_group(group)
+
+        def look() -> dict[str, object]:
+            self.check_group(group)
+            check_tensors(local=local)
+            self._check(local, dim, self.counts[group.rank()], f"the part of rank {group.rank()}")
+            return {"plan": self.fingerprint, **facts_of("local", local.movedim(dim, 0))}
+
+        settle("SequencePlan.join", look, local, group=group, check=check)
         own = self.counts[group.rank()]
-        self._check(local, dim, own, f"the part of rank {group.rank()}")
         rows = local.movedim(dim, 0)
         gathered = all_to_all_rows(
             rows.repeat(self.ranks, *[1] * (rows.ndim - 1)),
@@ -192,10 +209,9 @@ class SequencePlan:
         """Refuse a group that this plan was not made for. Local.
 
         Raises:
-            PlanError: another number of ranks, or this rank is no member.
+            PlanError: another number of ranks, this rank is no member, or no process group.
         """
-        if group is dist.GroupMember.NON_GROUP_MEMBER or group.rank() < 0:
-            raise PlanError("this rank is not in the group. Pass meshes.context.get_group().")
+        check_group(group)
         if group.size() != self.ranks:
             raise PlanError(
                 f"the sequence is planned for {self.ranks} ranks; the group has {group.size()}. "
@@ -222,11 +238,27 @@ class SequencePlan:
         return tuple(found)
 
     def _check(self, x: Tensor, dim: int, size: int, what: str) -> None:
+        if not isinstance(dim, Integral):
+            raise ShapeError(f"dim must be one number; got {dim!r}.")
         if not -x.ndim <= dim < x.ndim or x.shape[dim] != size:
             raise ShapeError(
                 f"needs {what}, {size} tokens along dim {dim}; got {tuple(x.shape)}. "
                 f"The plan holds {self.tokens} tokens, {list(self.counts)} by rank."
             )
+
+
+def check_plan(sequence: object, group: dist.ProcessGroup) -> None:
+    """Refuse what is no plan for this group. Local.
+
+    Raises:
+        PlanError: no plan, or as `SequencePlan.check_group`.
+    """
+    if not isinstance(sequence, SequencePlan):
+        raise PlanError(
+            f"sequence must be a SequencePlan; got a {type(sequence).__name__}. Make it with "
+            f"plan_sequence(document_lengths, ranks={group.size()})."
+        )
+    sequence.check_group(group)
 
 
 def plan_sequence(
@@ -257,6 +289,13 @@ def plan_sequence(
 
     Source: arXiv:2407.21783 (zigzag); Graham 1969 (longest processing time first).
     """
+    if isinstance(document_lengths, int) or not all(
+        isinstance(n, Integral) for n in (ranks, block_tokens)
+    ):
+        raise PlanError(
+            "needs a list of document lengths, and whole numbers of ranks and block_tokens; got "
+            f"{document_lengths!r}, ranks={ranks!r}, block_tokens={block_tokens!r}."
+        )
     lengths = tuple(int(length) for length in document_lengths)
     if ranks < 1 or block_tokens < 1 or min(lengths, default=0) < 0:
         raise PlanError(

@@ -68,7 +68,7 @@ EQUAL = r"PlanError: {} must be equal on all ranks; by rank it is \[{}\]"
 # What differs is told alike on both ranks; what is wrong by itself is a RankError on rank 0.
 SAID = {
     "fewer tokens": "ShapeError: the plan gives this rank 4 tokens",
-    "other dtype": EQUAL.format("q bytes an element", "8, 4"),
+    "other dtype": EQUAL.format("q dtype", "torch.float64, torch.float32"),
     "two dtypes": "ShapeError: q, k and v need one floating dtype; got torch.float32",
     "integers": "ShapeError: q, k and v need one floating dtype; got torch.int64",
     "more heads": EQUAL.format("q dim 1", "4, 8"),

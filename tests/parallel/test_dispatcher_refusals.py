@@ -36,17 +36,17 @@ BAD_INPUTS = {
 BAD_LAYERS = {
     "PlanError: 7 experts cannot be shared equally by 2 ranks": {"num_experts": 7},
     r"PlanError: num_experts must be equal .* it is \[12, 14\]": {"num_experts": 14},
-    r"PlanError: hidden must be equal .* it is \[5, 6\]": {"x": torch.zeros(1, 6)},
-    r"PlanError: bytes an element must be equal .* it is \[4, 8\]": {
+    r"PlanError: x dim 1 must be equal .* it is \[5, 6\]": {"x": torch.zeros(1, 6)},
+    r"PlanError: x dtype must be equal .* it is \[torch.float32, torch.float64\]": {
         "x": torch.zeros(1, HIDDEN).double()
     },
-    r"PlanError: requires_grad must be equal .* it is \[0, 1\]": {
+    r"PlanError: x requires_grad must be equal .* it is \[0, 1\]": {
         "x": torch.zeros(1, HIDDEN).requires_grad_()
     },
-    r"PlanError: scores' requires_grad must be equal .* it is \[0, 1\]": {
+    r"PlanError: scores requires_grad must be equal .* it is \[0, 1\]": {
         "scores": torch.ones(1, 2).requires_grad_()
     },
-    r"PlanError: bytes a score must be equal .* it is \[4, 8\]": {
+    r"PlanError: scores dtype must be equal .* it is \[torch.float32, torch.float64\]": {
         "scores": torch.ones(1, 2).double()
     },
     r"PlanError: top_k must be equal .* it is \[2, 3\]": {

@@ -159,6 +159,57 @@ def test_gradients_of_routers_are_reduced_in_float32(dtype):
     assert ranks.run(_low_precision_sums, dtype) == [[1 + 2.0**-12, 1.0]] * 2
 
 
+class Gated(nn.Module):
+    """A router and experts; remembers what the experts are called with."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(16, 8, bias=False)
+        self.experts = GroupedExperts(8, 16, 32, dispatcher=LocalDispatcher())
+
+    def forward(self, x):
+        scores, ids = self.gate(x.to(self.gate.weight.dtype)).float().softmax(-1).topk(2, dim=-1)
+        self.seen = scores.dtype
+        return self.experts(x, ids, scores)
+
+
+def _router_gradient(dtype, output_dtype):
+    """The router's gradient sharded and on one rank, where nothing but the experts is rounded."""
+    torch.manual_seed(0)
+    alone = Gated()
+    model = copy.deepcopy(alone)
+    x = torch.randn(64, 16).to(dtype)
+    meshes = plan_mesh(world_size=2, expert=2).build("cpu")
+    model.experts.dispatcher = AllToAllDispatcher(meshes.expert.get_group())
+    arrived = []
+    dispatch = model.experts.dispatcher.dispatch
+    model.experts.dispatcher.dispatch = lambda x, scores, ids, **rest: (
+        arrived.append((x.dtype, scores.dtype)) or dispatch(x, scores, ids, **rest)
+    )
+    precision = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=output_dtype
+    )
+    fully_shard_moe(
+        model, meshes, layers=[], experts=[model.experts], routers=[model.gate],
+        precision=precision,
+    )  # fmt: skip
+    alone.experts.to(dtype)
+    for module in (model, alone):
+        module(x).float().square().sum().backward()
+    want = 2 * alone.gate.weight.grad  # Both ranks hold the same tokens.
+    got = model.gate.weight.grad.full_tensor()
+    return arrived, float((got - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cast_outputs", [False, True])
+def test_routers_stay_in_float32_to_the_experts(dtype, cast_outputs):
+    for arrived, error in ranks.run(_router_gradient, dtype, dtype if cast_outputs else None):
+        assert arrived == [(dtype, torch.float32)]
+        # Sums of 64 tokens in float32, in another order.
+        assert error < 64 * torch.finfo(torch.float32).eps
+
+
 def _frozen():
     """What does not train stays so, and each layer is gathered by itself."""
     torch.manual_seed(0)

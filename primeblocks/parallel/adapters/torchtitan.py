@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...errors import MissingPackageError, PlanError, UnsupportedError, UsageError
-from ...groups import agree
+from ...errors import MissingPackageError, PlanError, UnsupportedError
+from ...groups import facts_of, settle
 from ..experts.all_to_all import AllToAllDispatcher
 from ..experts.dispatcher import (
     Dispatched,
@@ -25,6 +25,7 @@ from ..experts.dispatcher import (
     TokenDispatcher,
     check_outputs,
     check_slots,
+    settle_outputs,
 )
 from ..mesh import Meshes, plan_mesh
 
@@ -148,15 +149,21 @@ class FromTorchtitan:
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
         """As `TokenDispatcher.combine`."""
-        check_outputs(y, dispatched)
+        if self._mesh is None:
+            check_outputs(y, dispatched)
+        else:
+            group = self._mesh.get_group()
+            call = "FromTorchtitan.combine"
+            settle_outputs(call, y, dispatched, group=group, check=self.check)
         metadata, x = dispatched.handle
         return self.theirs.combine(y, metadata, x)
 
     def _admit(self, x: Tensor, scores: Tensor, expert_ids: Tensor, num_experts: int) -> None:
-        mesh = getattr(self.theirs, "ep_mesh", None)
-        ranks, problem = 1 if mesh is None else mesh.size(), None
+        mesh = self._mesh
+        ranks = 1 if mesh is None else mesh.size()
         expected = (self.theirs.num_experts, self.theirs.top_k)
-        try:
+
+        def look() -> dict[str, object]:
             check_slots(x, scores, expert_ids, num_experts=num_experts, values=self.check)
             if (num_experts, expert_ids.shape[1]) != expected or num_experts % ranks:
                 raise PlanError(
@@ -164,13 +171,17 @@ class FromTorchtitan:
                     f" torchtitan's dispatcher was configured for {expected[0]} and {expected[1]},"
                     " and ranks take equal shares."
                 )
-        except UsageError as error:
-            problem = error
-        if mesh is not None and self.check:
-            facts = {"num_experts": num_experts, "hidden": x.shape[-1]}
-            agree(facts, problem=problem, group=mesh.get_group(), device=x.device)
-        elif problem is not None:
-            raise problem
+            return {"num_experts": num_experts} | facts_of("x", x) | facts_of("scores", scores)
+
+        if mesh is None:
+            look()
+        else:
+            call = "FromTorchtitan.dispatch"
+            settle(call, look, x, scores, group=mesh.get_group(), check=self.check)
+
+    @property
+    def _mesh(self) -> DeviceMesh | None:
+        return getattr(self.theirs, "ep_mesh", None)
 
 
 def use_dispatcher(target: Any, make: Make = dispatcher_for) -> tuple[str, ...]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from numbers import Integral, Real
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import PlanError, ShapeError, UsageError
-from ...groups import agree
-from ..sequence import SequencePlan
+from ...errors import PlanError, ShapeError
+from ...groups import check_tensors, facts_of, settle
+from ..sequence import SequencePlan, check_plan
 
-__all__ = ["checked"]
+__all__ = ["autocast", "checked"]
 
 
 def checked(
+    call: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -25,35 +28,47 @@ def checked(
     scale: float | None,
     window: int | None,
     check: bool,
-) -> float:
-    """Return the scale of the scores. Collective if `check`, local otherwise.
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Return q, k and v, cast where autocast is on, and the scale. Collective if `check`.
 
     Raises:
         ShapeError, PlanError, RankError: as `ring_attention` says.
     """
-    problem: UsageError | None = None
-    try:
-        sequence.check_group(group)
-        _check(q, k, v, sinks, sequence.counts[group.rank()], causal=causal, window=window)
-    except (PlanError, ShapeError) as error:
-        problem = error
-    if problem is not None and (not check or group is dist.GroupMember.NON_GROUP_MEMBER):
-        raise problem
-    if check:
-        facts = {"plan": sequence.fingerprint, "window": window or 0, "causal": int(causal)}
-        # A backward that one rank does not run would leave the others waiting.
-        facts["sinks"] = 0 if sinks is None else 1 + _wants_gradient(sinks)
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            facts |= {f"{name} dim {dim}": size for dim, size in enumerate(x.shape) if dim}
-            facts[f"{name} bytes an element"] = x.element_size()
-            facts[f"{name} requires_grad"] = _wants_gradient(x)
-        # Of a rank that has a problem the others want no facts; there may be too many.
-        agree({} if problem else facts, problem=problem, group=group, device=q.device)
-    return q.shape[2] ** -0.5 if scale is None else scale
+
+    def look() -> dict[str, object]:
+        check_plan(sequence, group)
+        check_tensors(q=q, k=k, v=v, **({} if sinks is None else {"sinks": sinks}))
+        cast_q, cast_k, cast_v = map(autocast, (q, k, v))
+        tokens = sequence.counts[group.rank()]
+        _check(cast_q, cast_k, cast_v, sinks, tokens, causal=causal, scale=scale, window=window)
+        facts: dict[str, object] = {
+            "plan": sequence.fingerprint,
+            "window": window or 0,
+            "causal": int(bool(causal)),
+            "scale": scale,
+            # 1 without gradient, 2 with one.
+            "sinks": 0 if sinks is None else 1 + (torch.is_grad_enabled() and sinks.requires_grad),
+        }
+        if sinks is not None:
+            facts["sinks dtype"] = sinks.dtype
+        for name, x in (("q", cast_q), ("k", cast_k), ("v", cast_v)):
+            facts |= facts_of(name, x)
+        return facts
+
+    settle(call, look, q, k, v, group=group, check=check)
+    q, k, v = map(autocast, (q, k, v))
+    return q, k, v, q.shape[2] ** -0.5 if scale is None else scale
 
 
-def _wants_gradient(x: Tensor) -> int:
-    return int(torch.is_grad_enabled() and x.requires_grad)
+def autocast(x: Tensor) -> Tensor:
+    """Cast as autocast would, where it is on: it leaves float64 and integers alone. Local."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype not in _CAST:
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
+
+
+_CAST = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _check(
@@ -64,6 +79,7 @@ def _check(
     tokens: int,
     *,
     causal: bool,
+    scale: float | None,
     window: int | None,
 ) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
@@ -81,11 +97,21 @@ def _check(
             f"of q; got {shapes}."
         )
     if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
-        raise ShapeError(f"q, k and v need one floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
-    if sinks is not None and sinks.shape != q.shape[1:2]:
-        raise ShapeError(f"needs one sink a head, [{q.shape[1]}]; got {tuple(sinks.shape)}.")
-    if window is not None and (window < 1 or not causal):
+        raise ShapeError(
+            f"q, k and v need one floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}. Cast them."
+        )
+    if not q.device == k.device == v.device:
+        raise ShapeError(f"q, k and v lie on {q.device}, {k.device}, {v.device}. Move them.")
+    if sinks is not None and (sinks.shape != q.shape[1:2] or not sinks.is_floating_point()):
+        raise ShapeError(
+            f"needs one sink a head, [{q.shape[1]}]; got {tuple(sinks.shape)} of {sinks.dtype}."
+        )
+    if not isinstance(scale, Real | None):
+        raise PlanError(f"scale must be a number; got {scale!r}.")
+    if not isinstance(window, Integral | None) or (
+        window is not None and (window < 1 or not causal)
+    ):
         raise PlanError(
-            f"a window needs causal=True and at least 1 token; got window={window}, "
+            f"a window needs causal=True and at least 1 token; got window={window!r}, "
             f"causal={causal}."
         )

@@ -42,7 +42,8 @@ class Kernel:
                 q_, *_repeated(k_, v_, groups), 0.0, self.causal, False, scale=self.scale
             )[:2]
         else:
-            out, lse = self._plain(q_, k_, v_)
+            with torch.autocast(q.device.type, enabled=False):
+                out, lse = self._plain(q_, k_, v_)
         lse = lse[0].transpose(0, 1)
         if self.mask is not None:
             # Kernels disagree about the row of a query that sees nothing.
@@ -67,7 +68,8 @@ class Kernel:
         elif self._fits_flash(q):
             found = self._flash_backward(grad_, q_, k_, v_, out_, lse_)
         else:
-            found = self._plain_backward(grad_, q_, k_, v_, out_, lse_)
+            with torch.autocast(q.device.type, enabled=False):
+                found = self._plain_backward(grad_, q_, k_, v_, out_, lse_)
         widths = (q.shape[2], k.shape[2], v.shape[2])
         dq, dk, dv = (
             x[0].transpose(0, 1)[..., :width] for x, width in zip(found, widths, strict=True)

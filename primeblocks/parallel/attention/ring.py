@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ...groups import outside_graphs
 from ..sequence import SequencePlan
 from .inputs import checked
 from .kernel import accumulator_dtype
@@ -18,6 +19,7 @@ from .merge import Gradients, Merge, Rules
 __all__ = ["ring_attention"]
 
 
+@outside_graphs
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -61,9 +63,9 @@ def ring_attention(
 
     Source: arXiv:2310.01889.
     """
-    scale = checked(
-        q, k, v, sinks, sequence=sequence, group=group, causal=causal, scale=scale, window=window,
-        check=check,
+    q, k, v, scale = checked(
+        "ring_attention", q, k, v, sinks, sequence=sequence, group=group, causal=causal,
+        scale=scale, window=window, check=check,
     )  # fmt: skip
     rules = Rules(sequence, causal=causal, scale=scale, window=window)
     return _Ring.apply(q, k, v, sinks, rules, group)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...groups import all_to_all_rows
+from ...groups import all_to_all_rows, outside_graphs
 from ..sequence import SequencePlan
 from .inputs import checked
 from .merge import Rules, packed_attention
@@ -14,6 +14,7 @@ from .merge import Rules, packed_attention
 __all__ = ["ulysses_attention"]
 
 
+@outside_graphs
 def ulysses_attention(
     q: Tensor,
     k: Tensor,
@@ -39,9 +40,9 @@ def ulysses_attention(
 
     Source: arXiv:2309.14509.
     """
-    scale = checked(
-        q, k, v, sinks, sequence=sequence, group=group, causal=causal, scale=scale, window=window,
-        check=check,
+    q, k, v, scale = checked(
+        "ulysses_attention", q, k, v, sinks, sequence=sequence, group=group, causal=causal,
+        scale=scale, window=window, check=check,
     )  # fmt: skip
     ranks, rank, heads = group.size(), group.rank(), q.shape[1]
     per_key = heads // k.shape[1]

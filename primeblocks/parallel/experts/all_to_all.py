@@ -8,15 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import PlanError, UsageError
-from ...groups import agree, all_to_all_rows
+from ...errors import PlanError
+from ...groups import all_to_all_rows, check_group, facts_of, outside_graphs, settle
 from .dispatcher import (
     Dispatched,
     align,
-    check_outputs,
     check_slots,
     checked_alignment,
     group_slots,
+    settle_outputs,
     unalign,
 )
 from .spread import Copies, collect, copies_of, spread
@@ -28,40 +28,38 @@ class _Shared:
     """What the dispatchers over a group have in common."""
 
     def __init__(self, group: dist.ProcessGroup, *, alignment: int = 1, check: bool = True) -> None:
-        if group is dist.GroupMember.NON_GROUP_MEMBER or group.rank() < 0:
-            raise PlanError("this rank is not in the group. Pass meshes.expert.get_group().")
+        check_group(group)
         self.group, self.check = group, check
         self.alignment = checked_alignment(alignment)
 
     def _admit(self, x: Tensor, scores: Tensor, expert_ids: Tensor, num_experts: int) -> int:
         """Return the experts of one rank. Collective if `check`."""
-        ranks, problem = self.group.size(), None
-        try:
+        ranks = self.group.size()
+
+        def look() -> dict[str, object]:
             check_slots(x, scores, expert_ids, num_experts=num_experts, values=self.check)
             if num_experts % ranks:
                 raise PlanError(
                     f"{num_experts} experts cannot be shared equally by {ranks} ranks. "
                     f"Plan with an expert degree that divides {num_experts}."
                 )
-        except UsageError as error:
-            problem = error
-        if problem is not None and not self.check:
-            raise problem
-        if self.check:
-            facts = {}
-            if problem is None:  # Otherwise there may be no such sizes.
-                facts = {
-                    "num_experts": num_experts,
-                    "hidden": x.shape[1],
-                    "bytes an element": x.element_size(),
-                    "top_k": expert_ids.shape[1],
-                    "bytes a score": scores.element_size(),
-                    # A backward that one rank does not run would leave the others waiting.
-                    "requires_grad": int(torch.is_grad_enabled() and x.requires_grad),
-                    "scores' requires_grad": int(torch.is_grad_enabled() and scores.requires_grad),
-                }
-            agree(facts, problem=problem, group=self.group, device=x.device)
+            facts = {"num_experts": num_experts, "top_k": expert_ids.shape[1]}
+            return facts | facts_of("x", x) | facts_of("scores", scores)
+
+        settle(
+            f"{type(self).__name__}.dispatch",
+            look,
+            x,
+            scores,
+            expert_ids,
+            group=self.group,
+            check=self.check,
+        )
         return num_experts // ranks
+
+    def _admit_back(self, y: Tensor, dispatched: Dispatched) -> None:
+        call = f"{type(self).__name__}.combine"
+        settle_outputs(call, y, dispatched, group=self.group, check=self.check)
 
     def _exchange(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
         return all_to_all_rows(rows, send_counts=send, receive_counts=receive, group=self.group)
@@ -87,6 +85,7 @@ class AllToAllDispatcher(_Shared):
     Source: arXiv:2006.16668 (GShard).
     """
 
+    @outside_graphs
     def dispatch(
         self, x: Tensor, scores: Tensor, expert_ids: Tensor, *, num_experts: int
     ) -> Dispatched:
@@ -107,8 +106,9 @@ class AllToAllDispatcher(_Shared):
         weights = scores.flatten()[groups.slots[copies.rows]]
         return Dispatched(tokens, counts, _Sent(weights, copies, again, places, send, receive))
 
+    @outside_graphs
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
-        check_outputs(y, dispatched)
+        self._admit_back(y, dispatched)
         weights, copies, again, places, send, receive = dispatched.handle
         rows = self._exchange(collect(unalign(y, places), again), receive, send)
         return collect(rows, copies, weights)
@@ -125,6 +125,7 @@ class OncePerRankDispatcher(_Shared):
     Source: arXiv:2412.19437, section 3.2 (DeepSeek-V3 sends a token once to each node).
     """
 
+    @outside_graphs
     def dispatch(
         self, x: Tensor, scores: Tensor, expert_ids: Tensor, *, num_experts: int
     ) -> Dispatched:
@@ -151,8 +152,9 @@ class OncePerRankDispatcher(_Shared):
         weights = gates[row, choice][groups.slots[again.rows]]
         return Dispatched(arrived, counts, _Sent(weights, copies, again, places, send, receive))
 
+    @outside_graphs
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
-        check_outputs(y, dispatched)
+        self._admit_back(y, dispatched)
         weights, copies, again, places, send, receive = dispatched.handle
         partial = collect(unalign(y, places), again, weights)
         return collect(self._exchange(partial, receive, send), copies)

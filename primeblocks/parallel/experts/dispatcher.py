@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float, Int64
 from torch import Tensor
 
 from ...errors import PlanError, ShapeError
+from ...groups import check_tensors, facts_of, settle
 from .spread import collect, copies_of, spread
 
 __all__ = [
@@ -22,6 +25,7 @@ __all__ = [
     "check_slots",
     "checked_alignment",
     "group_slots",
+    "settle_outputs",
     "unalign",
 ]
 
@@ -73,6 +77,8 @@ class TokenDispatcher(Protocol):
 
         Raises:
             ShapeError: `y` does not have one row for each dispatched row.
+            PlanError: ranks disagree about width, dtype or whether gradients are asked for.
+            RankError: another rank refused its arguments.
         """
         ...
 
@@ -148,8 +154,11 @@ def check_slots(
     """Refuse what no dispatcher can send. Local.
 
     Raises:
-        ShapeError: as `TokenDispatcher.dispatch` says.
+        ShapeError, PlanError: as `TokenDispatcher.dispatch` says.
     """
+    check_tensors(x=x, scores=scores, expert_ids=expert_ids)
+    if not isinstance(num_experts, Integral) or num_experts < 1:
+        raise PlanError(f"num_experts must be a positive number; got {num_experts!r}.")
     if x.ndim != 2 or expert_ids.ndim != 2 or expert_ids.shape[0] != x.shape[0]:
         raise ShapeError(
             f"needs x [tokens, hidden] and expert_ids [tokens, top_k]; "
@@ -161,6 +170,8 @@ def check_slots(
         )
     if expert_ids.is_floating_point() or expert_ids.dtype == torch.bool:
         raise ShapeError(f"expert_ids must be integers; got {expert_ids.dtype}.")
+    if not x.is_floating_point() or not scores.is_floating_point():
+        raise ShapeError(f"x and scores must be floating; got {x.dtype} and {scores.dtype}.")
     if not values or expert_ids.numel() == 0:
         return
     low, high = (int(end) for end in expert_ids.aminmax())
@@ -175,12 +186,35 @@ def check_slots(
         )
 
 
+def settle_outputs(
+    call: str, y: Tensor, dispatched: Dispatched, *, group: dist.ProcessGroup, check: bool
+) -> None:
+    """Refuse outputs that do not fit; on all ranks if `check`. Collective if `check`, else local.
+
+    Raises:
+        ShapeError, PlanError, RankError: as `TokenDispatcher.combine` says.
+    """
+
+    def look() -> dict[str, object]:
+        check_outputs(y, dispatched)
+        return facts_of("y", y)
+
+    settle(call, look, y, group=group, check=check)
+
+
 def check_outputs(y: Tensor, dispatched: Dispatched) -> None:
     """Refuse outputs that do not fit the rows. Local.
 
     Raises:
         ShapeError: as `TokenDispatcher.combine` says.
     """
+    check_tensors(y=y)
+    if not isinstance(dispatched, Dispatched):
+        raise ShapeError(
+            f"combine takes what dispatch returned; got a {type(dispatched).__name__}."
+        )
+    if not y.is_floating_point():
+        raise ShapeError(f"y must be floating; got {y.dtype}.")
     if y.ndim != 2 or y.shape[0] != dispatched.tokens.shape[0]:
         raise ShapeError(
             f"combine needs one row for each of {dispatched.tokens.shape[0]} slots; "
@@ -190,6 +224,6 @@ def check_outputs(y: Tensor, dispatched: Dispatched) -> None:
 
 def checked_alignment(alignment: int) -> int:
     """Raises: PlanError: not a positive number."""
-    if alignment < 1:
-        raise PlanError(f"alignment must be at least 1 row; got {alignment}.")
+    if not isinstance(alignment, Integral) or alignment < 1:
+        raise PlanError(f"alignment must be at least 1 row; got {alignment!r}.")
     return alignment

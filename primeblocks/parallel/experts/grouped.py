@@ -12,11 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...errors import ShapeError
+from ...groups import outside_graphs
+from ..attention.inputs import autocast
 from .dispatcher import TokenDispatcher
 
 __all__ = ["GroupedExperts", "expert_linear", "grouped_linear", "grouped_swiglu", "local_experts"]
 
 
+@outside_graphs
 def grouped_linear(
     tokens: Float[Tensor, "slots in_features"],
     counts: Int64[Tensor, " experts"],
@@ -26,19 +29,26 @@ def grouped_linear(
     """Multiply each expert's run of rows by its own matrix. Local; differentiable.
 
     bfloat16, and float32 on a CPU, go to torch's grouped kernel where rows are multiples of 16
-    bytes, others to a loop. An expert without rows gets a zero gradient, not None: FSDP reduces
-    it like the others.
+    bytes, others to a loop. Under autocast both work in its dtype. An expert without rows gets a
+    zero gradient, not None: FSDP reduces it like the others.
 
     Args:
         tokens: grouped by expert, as `Dispatched.tokens`.
         counts: rows of each expert, on the host, adding up to `slots`.
 
     Raises:
-        ShapeError: the counts do not add up to the rows.
+        ShapeError: not one count an expert, or the counts do not add up to the rows.
     """
     rows = counts.tolist()
+    if len(rows) != len(weight):
+        raise ShapeError(
+            f"{len(rows)} counts for {len(weight)} experts. A dispatcher must lie over the ranks "
+            "that share the experts: AllToAllDispatcher(meshes.expert.get_group())."
+        )
     if sum(rows) != tokens.shape[0]:
         raise ShapeError(f"counts add up to {sum(rows)}; tokens has {tokens.shape[0]} rows.")
+    # torch's kernel ignores autocast and the loop does not: a rank without rows would differ.
+    tokens, weight = autocast(tokens), autocast(weight)
     if _fits_kernel(tokens, weight):
         ends = counts.cumsum(0).to(tokens.device, torch.int32)
         out = F.grouped_mm(tokens.contiguous(), weight.transpose(1, 2), offs=ends)

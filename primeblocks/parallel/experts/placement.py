@@ -23,7 +23,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from ...errors import PlanError, ShapeError
-from ...groups import all_to_all_rows
+from ...groups import all_to_all_rows, check_tensors, facts_of, outside_graphs, settle
 from .packing import packed
 
 __all__ = ["Placement", "plan_placement"]
@@ -128,7 +128,8 @@ class Placement:
         which = _starts(copies)[flat] + (nth + rank) % copies[flat]
         return physical[which].view(expert_ids.shape)
 
-    def copies(self, own: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+    @outside_graphs
+    def copies(self, own: Tensor, *, group: dist.ProcessGroup, check: bool = True) -> Tensor:
         """Return the weights of this rank's physical experts, fetching what it does not own.
 
         Differentiable: an expert's gradients from all of its copies are summed on its owner, on a
@@ -138,22 +139,22 @@ class Placement:
         Args:
             own: `[own_experts, ...]`, this rank's consecutive share of the experts.
             group: the ranks that share the experts.
+            check: as in `AllToAllDispatcher`.
 
         Raises:
-            PlanError: the group has another size. Raised before anything is sent.
-            ShapeError: `own` has another number of experts; only this rank may notice.
+            PlanError: the group has another size, or ranks differ in the plan, in sizes or in
+                whether gradients are asked for.
+            ShapeError: `own` has another number of experts.
+            RankError: another rank refused its arguments.
         """
-        if group.size() != self.ranks:
-            raise PlanError(
-                f"planned for {self.ranks} ranks; the group has {group.size()}. "
-                f"Plan with ranks={group.size()}."
-            )
+
+        def look() -> dict[str, object]:
+            self._check_own(own, group)
+            plan = {"ranks": self.ranks, "logical_of_physical": hash(self.logical_of_physical)}
+            return plan | facts_of("own", own)
+
+        settle("Placement.copies", look, own, group=group, check=check)
         share, me = self.num_experts // self.ranks, group.rank()
-        if own.shape[0] != share:
-            raise ShapeError(
-                f"rank {me} owns {share} of {self.num_experts} experts; got {own.shape[0]}. "
-                "Pass its consecutive share, without copies."
-            )
         to = [self._sent(me, other) for other in range(self.ranks)]
         rows = torch.tensor([e - me * share for run in to for e in run], device=own.device)
         # What comes is ordered by owner, as the physical experts are: nothing to rearrange.
@@ -184,6 +185,21 @@ class Placement:
         """The experts of `owner` that `rank` holds, ascending."""
         share = self.num_experts // self.ranks
         return [e for e in self._held(rank) if e // share == owner]
+
+    def _check_own(self, own: Tensor, group: dist.ProcessGroup) -> None:
+        if group.size() != self.ranks:
+            raise PlanError(
+                f"planned for {self.ranks} ranks; the group has {group.size()}. "
+                f"Plan with ranks={group.size()}."
+            )
+        check_tensors(own=own)
+        share = self.num_experts // self.ranks
+        if not own.ndim or len(own) != share:
+            raise ShapeError(
+                f"rank {group.rank()} owns {share} of {self.num_experts} experts; got "
+                f"{len(own) if own.ndim else 'one number'}. Pass its consecutive share, without "
+                "copies."
+            )
 
     def _check_ids(self, expert_ids: Tensor) -> None:
         if expert_ids.ndim != 2 or expert_ids.is_floating_point() or expert_ids.dtype == torch.bool:

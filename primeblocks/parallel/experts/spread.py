@@ -40,7 +40,8 @@ def spread(x: Tensor, copies: Copies) -> Tensor:
 def collect(rows: Tensor, copies: Copies, weights: Tensor | None = None) -> Tensor:
     """`[rows, hidden]` to `[tokens, hidden]`: each token's rows, weighted and added up. Local.
 
-    Sums are made in float32 for low precision, in one fixed order. Its backward is `spread`.
+    Sums are made in float32 for low precision, in one fixed order, with weights of 16 bits at
+    least where those are float32. Its backward is `spread`.
 
     Args:
         weights: one for each entry of `copies.rows`.
@@ -87,9 +88,7 @@ class _Collect(torch.autograd.Function):
         by_row = torch.empty_like(weights)
         by_row[order] = weights
         # A bag of one row is a gather that multiplies in passing.
-        of_rows = F.embedding_bag(
-            source[:, None], grad, mode="sum", per_sample_weights=by_row.to(grad.dtype)[:, None]
-        )
+        of_rows = _bags(grad, source, torch.arange(len(source), device=grad.device), by_row)
         if rows is None:
             return of_rows, None, None
         return of_rows, None, _dots(rows, grad, source)[order].to(weights.dtype)
@@ -98,13 +97,21 @@ class _Collect(torch.autograd.Function):
 def _sum(rows: Tensor, copies: Copies, weights: Tensor | None) -> Tensor:
     if not len(rows):  # An empty table has no row to look up, not even for an empty bag.
         return rows.new_zeros(len(copies.starts), rows.shape[1])
-    return F.embedding_bag(
-        copies.rows,
-        rows.contiguous(),
-        copies.starts,
-        mode="sum",
-        per_sample_weights=None if weights is None else weights.to(rows.dtype),
-    )
+    return _bags(rows.contiguous(), copies.rows, copies.starts, weights)
+
+
+def _bags(rows: Tensor, chosen: Tensor, starts: Tensor, weights: Tensor | None) -> Tensor:
+    """The sum of chosen rows from each start to the next one."""
+    if weights is not None and weights.dtype != rows.dtype:
+        high = weights.to(rows.dtype)
+        if weights.dtype.itemsize > high.dtype.itemsize == 2:
+            # torch wants weights in the dtype of rows: each row comes twice, the second time for
+            # what rounding took from its weight. Products are summed in float32.
+            low = (weights - high).to(rows.dtype)
+            high = torch.stack((high, low), dim=1).flatten()
+            chosen, starts = chosen[:, None].expand(-1, 2).flatten(), 2 * starts
+        weights = high
+    return F.embedding_bag(chosen, rows, starts, mode="sum", per_sample_weights=weights)
 
 
 def _dots(rows: Tensor, grad: Tensor, source: Tensor) -> Tensor:

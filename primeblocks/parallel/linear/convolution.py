@@ -10,13 +10,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...groups import all_to_all_rows
+from ...groups import all_to_all_rows, outside_graphs
 from ..sequence import SequencePlan
-from .inputs import check_conv, settle
+from .inputs import as_they_are, check_conv, settle_runs
 
 __all__ = ["causal_conv1d"]
 
 
+@outside_graphs
+@as_they_are
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
@@ -50,10 +52,12 @@ def causal_conv1d(
             whether gradients are asked for.
         RankError: another rank refused its arguments.
     """
-    sequence.check_group(group)
+    settle_runs(
+        "causal_conv1d", lambda: check_conv(x, weight, bias, sequence.counts[group.rank()]),
+        sequence=sequence, group=group, check=check, x=x, weight=weight,
+        **({} if bias is None else {"bias": bias}),
+    )  # fmt: skip
     rank = group.rank()
-    problem = check_conv(x, weight, bias, sequence.counts[rank])
-    settle(problem, sequence=sequence, group=group, check=check, x=x, weight=weight, bias=bias)
     table = _table(sequence, rank, weight.shape[1] - 1)
     parts = [x, x.new_zeros(1, x.shape[1])]
     if table.busy:

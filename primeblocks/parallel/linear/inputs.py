@@ -2,41 +2,73 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import ShapeError, UsageError
-from ...groups import agree
-from ..sequence import SequencePlan
+from ...errors import ShapeError
+from ...groups import check_tensors, facts_of, settle
+from ..sequence import SequencePlan, check_plan
 
-__all__ = ["check_conv", "check_delta", "check_scan", "check_state_space", "settle"]
+__all__ = [
+    "as_they_are",
+    "check_conv",
+    "check_delta",
+    "check_scan",
+    "check_state_space",
+    "settle_runs",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def settle(
-    problem: UsageError | None,
+def settle_runs(
+    call: str,
+    look: Callable[[], ShapeError | None],
     *,
     sequence: SequencePlan,
     group: dist.ProcessGroup,
     check: bool,
-    **operands: Tensor | None,
+    **operands: Tensor,
 ) -> None:
     """Raise this rank's problem; on all ranks if `check`, which also must agree on everything
     but the number of tokens. Collective if `check`, local otherwise.
+
+    Args:
+        look: finds the problem, once operands are tensors and the plan fits the group.
+        operands: all but those that may be left out, and were.
     """
-    if check:
-        given = {name: x for name, x in operands.items() if x is not None}
-        first = next(iter(given.values()))
-        facts = {"plan": sequence.fingerprint, "bytes an element": first.element_size()}
-        # A backward that one rank does not run would leave the others waiting.
-        wanted = torch.is_grad_enabled() and any(x.requires_grad for x in given.values())
-        facts["requires_grad of any operand"] = int(wanted)
-        if problem is None:
-            for name, x in given.items():
-                facts |= {f"{name} dim {dim}": size for dim, size in enumerate(x.shape) if dim}
-        agree(facts, problem=problem, group=group, device=first.device)
-    elif problem is not None:
-        raise problem
+
+    def facts() -> dict[str, object]:
+        check_plan(sequence, group)
+        check_tensors(**operands)
+        odd = {name: x.dtype for name, x in operands.items() if not x.is_floating_point()}
+        problem = ShapeError(f"needs floating-point numbers; got {odd}.") if odd else look()
+        if problem is not None:
+            raise problem
+        found: dict[str, object] = {"plan": sequence.fingerprint, "operands": " ".join(operands)}
+        for name, x in operands.items():
+            found |= facts_of(name, x)
+        return found
+
+    settle(call, facts, *operands.values(), group=group, check=check)
+
+
+def as_they_are(function: Callable[P, R]) -> Callable[P, R]:
+    """Run a function without autocast, which would narrow what is promised in float32."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        given = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        with torch.autocast(next((x.device.type for x in given), "cpu"), enabled=False):
+            return function(*args, **kwargs)
+
+    return call
 
 
 def check_conv(x: Tensor, weight: Tensor, bias: Tensor | None, tokens: int) -> ShapeError | None:

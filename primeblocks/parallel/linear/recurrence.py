@@ -10,8 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...groups import outside_graphs
 from ..sequence import SequencePlan
-from .inputs import check_delta, check_state_space, settle
+from .inputs import as_they_are, check_delta, check_state_space, settle_runs
 from .kernels import chunk_gated_delta_rule, chunk_state_space
 from .run_batches import RunBatches, run_batches
 from .scan import scan_states
@@ -19,6 +20,8 @@ from .scan import scan_states
 __all__ = ["gated_delta_rule", "state_space"]
 
 
+@outside_graphs
+@as_they_are
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -65,10 +68,11 @@ def gated_delta_rule(
 
     Source: arXiv:2412.06464 (gated delta networks).
     """
-    sequence.check_group(group)
-    problem = check_delta(q, k, v, g, beta, sequence.counts[group.rank()])
-    operands = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-    settle(problem, sequence=sequence, group=group, check=check, **operands)
+    settle_runs(
+        "gated_delta_rule",
+        lambda: check_delta(q, k, v, g, beta, sequence.counts[group.rank()]),
+        sequence=sequence, group=group, check=check, q=q, k=k, v=v, g=g, beta=beta,
+    )  # fmt: skip
     batches = run_batches(sequence, group.rank())
     outs, probes = [], []
     for index, (q_, k_, v_, g_, beta_) in enumerate(batches.split((q, k, v, g, beta))):
@@ -80,6 +84,8 @@ def gated_delta_rule(
     return batches.join(outs).to(v.dtype)
 
 
+@outside_graphs
+@as_they_are
 def state_space(
     x: Tensor,
     dt: Tensor,
@@ -125,10 +131,12 @@ def state_space(
 
     Source: arXiv:2405.21060 (state space duality).
     """
-    sequence.check_group(group)
-    problem = check_state_space(x, dt, A, B, C, D, sequence.counts[group.rank()])
-    operands = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D}
-    settle(problem, sequence=sequence, group=group, check=check, **operands)
+    settle_runs(
+        "state_space",
+        lambda: check_state_space(x, dt, A, B, C, D, sequence.counts[group.rank()]),
+        sequence=sequence, group=group, check=check, x=x, dt=dt, A=A, B=B, C=C,
+        **({} if D is None else {"D": D}),
+    )  # fmt: skip
     batches = run_batches(sequence, group.rank())
     outs, probes = [], []
     for index, (x_, dt_, B_, C_) in enumerate(batches.split((x, dt, B, C))):

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...groups import all_to_all_rows
+from ...groups import all_to_all_rows, outside_graphs
 from ..sequence import Run, SequencePlan
-from .inputs import check_scan, settle
+from .inputs import as_they_are, check_scan, settle_runs
 
 __all__ = ["cut_runs", "scan_states"]
 
@@ -22,6 +22,8 @@ def cut_runs(sequence: SequencePlan, rank: int) -> tuple[Run, ...]:
     return tuple(runs[index] for index in _chains(sequence).links[rank])
 
 
+@outside_graphs
+@as_they_are
 def scan_states(
     updates: Tensor,
     transitions: Tensor,
@@ -58,12 +60,12 @@ def scan_states(
 
     Source: Blelloch 1990 (scans of affine maps); arXiv:2405.21060, section 8 (SSD over devices).
     """
-    sequence.check_group(group)
-    chains = _chains(sequence)
-    rank = group.rank()
-    problem = check_scan(updates, transitions, len(chains.links[rank]))
-    operands = {"updates": updates, "transitions": transitions}
-    settle(problem, sequence=sequence, group=group, check=check, **operands)
+    settle_runs(
+        "scan_states",
+        lambda: check_scan(updates, transitions, len(cut_runs(sequence, group.rank()))),
+        sequence=sequence, group=group, check=check, updates=updates, transitions=transitions,
+    )  # fmt: skip
+    chains, rank = _chains(sequence), group.rank()
     if not chains.receivers_by_step:
         return torch.zeros_like(updates)
     heads = _shares(updates.shape[1], sequence.ranks)

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ....errors import ClosedError, PlanError, ShapeError, UnsupportedError, UsageError
-from ....groups import agree
+from ....errors import ClosedError, PlanError, ShapeError, UnsupportedError
+from ....groups import check_group, check_tensors, facts_of, settle
 from ...experts.dispatcher import (
     Dispatched,
     align,
@@ -96,6 +96,7 @@ class Exchange:
         alignment: int,
         check: bool,
     ) -> None:
+        check_group(group)
         self.group, self.check = group, check
         self.hidden, self.top_k, self.max_tokens = hidden, top_k, max_tokens
         self.alignment = checked_alignment(alignment)
@@ -137,8 +138,14 @@ class Exchange:
             ClosedError: after `close`.
         """
         wire = self._open()
-        check_outputs(y, dispatched)
-        _check_rows("y", y, self.hidden)
+
+        def look() -> dict[str, object]:
+            check_outputs(y, dispatched)
+            _check_rows("y", y, self.hidden)
+            return facts_of("y", y)
+
+        call = f"{type(self).__name__}.combine"
+        settle(call, look, y, group=self.group, check=self.check)
         handle, copies, weights, places, tokens = dispatched.handle
         rows = collect(unalign(y, places), copies, weights)
         out = _SumBack.apply(rows, wire, handle)
@@ -168,8 +175,9 @@ class Exchange:
 
     def _admit(self, x: Tensor, scores: Tensor, expert_ids: Tensor, num_experts: int) -> None:
         """Collective if `check`."""
-        problem = None
-        try:
+
+        def look() -> dict[str, object]:
+            check_tensors(x=x)
             _check_rows("x", x, self.hidden)
             check_slots(x, scores, expert_ids, num_experts=num_experts, values=self.check)
             self._check_room(x.shape[0], expert_ids.shape[1])
@@ -180,18 +188,12 @@ class Exchange:
                 )
             if self.check:
                 _check_distinct(expert_ids)
-        except UsageError as error:
-            problem = error
-        if self.check:
-            facts = {
-                "num_experts": num_experts,
-                "top_k": expert_ids.shape[-1],
-                "hidden": self.hidden,
-                "max_tokens": self.max_tokens or 0,
-            }
-            agree(facts, problem=problem, group=self.group, device=x.device)
-        elif problem is not None:
-            raise problem
+            facts = {"num_experts": num_experts, "top_k": expert_ids.shape[1]}
+            facts |= {"hidden": self.hidden, "max_tokens": self.max_tokens or 0}
+            return facts | facts_of("x", x) | facts_of("scores", scores)
+
+        call = f"{type(self).__name__}.dispatch"
+        settle(call, look, x, scores, group=self.group, check=self.check)
 
     def _check_room(self, tokens: int, top_k: int) -> None:
         if self.max_tokens is not None and tokens > self.max_tokens:

@@ -1,0 +1,203 @@
+"""One rank calls otherwise than the others: every collective call of parallel, every operand."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from primeblocks.parallel import (
+    AllToAllDispatcher,
+    MeshPlan,
+    OncePerRankDispatcher,
+    SequencePlan,
+    causal_conv1d,
+    clip_grad_norm_,
+    cut_runs,
+    gated_delta_rule,
+    global_token_count,
+    plan_mesh,
+    plan_placement,
+    plan_sequence,
+    ring_attention,
+    scan_states,
+    state_space,
+    ulysses_attention,
+)
+from primeblocks.testing import ranks
+
+# One document lies on both ranks: every call has something to exchange.
+PLAN = plan_sequence([7, 3], ranks=2, order="contiguous")
+TYPED = ("PlanError: ", "RankError: ", "ShapeError: ")
+CALLS = [
+    "ring",
+    "ulysses",
+    "delta",
+    "space",
+    "conv",
+    "scan",
+    "join",
+    "copies",
+    "clip",
+    "count",
+    "build",
+    "all-to-all dispatch",
+    "all-to-all combine",
+    "once dispatch",
+    "once combine",
+]
+# What is no mistake, or is made before our code runs.
+FINE = {
+    ("count", "local", "no tensor"),
+    ("count", "local", "a dim more"),
+    ("join", "sequence", "lengths"),
+    ("join", "sequence", "None"),
+}
+
+
+def _drawn(*shape: int, grad: bool = False) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator).requires_grad_(grad)
+
+
+def _calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
+    """By name: a collective call and what this rank passes to it. Tensors lead."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    tokens, runs = PLAN.counts[rank], len(cut_runs(PLAN, rank))
+    meshes = plan_mesh(world_size=2).build("cpu")
+    where = {"sequence": PLAN, "group": group}
+    heads = {"q": _drawn(tokens, 4, 8, grad=True), "k": _drawn(tokens, 2, 8, grad=True)}
+    heads |= {"v": _drawn(tokens, 2, 8, grad=True), "sinks": _drawn(4)}
+    rules = {"scale": 0.5, "window": 2, "causal": True}
+    delta = {name: _drawn(tokens, 2, 3, grad=True) for name in "qkv"}
+    delta |= {"g": -_drawn(tokens, 2).abs(), "beta": _drawn(tokens, 2).sigmoid()}
+    space = {"x": _drawn(tokens, 2, 3, grad=True), "dt": _drawn(tokens, 2).abs()}
+    space |= {"A": -_drawn(2).abs(), "B": _drawn(tokens, 2, 3), "C": _drawn(tokens, 2, 3)}
+    conv = {"x": _drawn(tokens, 3), "weight": _drawn(3, 4, grad=True), "bias": _drawn(3)}
+    slots = {"x": _drawn(3, 8, grad=True), "scores": _drawn(3, 2).abs()}
+    slots |= {"expert_ids": torch.arange(6).view(3, 2) % 4, "num_experts": 4}
+    placement = plan_placement([5.0, 1.0, 1.0, 1.0], ranks=2, redundant=2)
+    found = {
+        "ring": (ring_attention, {**heads, **where, **rules}),
+        "ulysses": (ulysses_attention, {**heads, **where, **rules}),
+        "delta": (gated_delta_rule, {**delta, **where}),
+        "space": (state_space, {**space, "D": _drawn(2), **where}),
+        "conv": (causal_conv1d, {**conv, **where}),
+        "scan": (
+            scan_states,
+            {"updates": _drawn(runs, 2, 3), "transitions": _drawn(runs, 2), **where},
+        ),
+        "join": (_join, {"local": _drawn(tokens, 3, grad=True), "dim": 0, **where}),
+        "copies": (_copies, {"own": _drawn(2, 3, 5), "placement": placement, "group": group}),
+        "clip": (_clip, {"max_norm": 1.0, "meshes": meshes}),
+        "count": (global_token_count, {"local": torch.tensor(3), "meshes": meshes}),
+        "build": (_build, {"plan": plan_mesh(world_size=2)}),
+    }
+    for kind, by in (("all-to-all", AllToAllDispatcher), ("once", OncePerRankDispatcher)):
+        dispatcher = by(group)
+        sent = dispatcher.dispatch(**slots)
+        found[f"{kind} dispatch"] = (_dispatch, {"by": dispatcher, **slots})
+        y = _drawn(len(sent.tokens), 8, grad=True)
+        found[f"{kind} combine"] = (_combine, {"by": dispatcher, "y": y, "sent": sent})
+    return found
+
+
+def _join(local, *, sequence, **where):
+    return sequence.join(local, **where)
+
+
+def _copies(own, placement, group):
+    return placement.copies(own, group=group)
+
+
+def _dispatch(by, **slots):
+    sent = by.dispatch(**slots)
+    return sent.tokens, sent.counts
+
+
+def _combine(by, y, sent):
+    return by.combine(y, sent)
+
+
+def _clip(max_norm, meshes):
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.ones(3)
+    return clip_grad_norm_([parameter], max_norm, meshes=meshes)
+
+
+def _build(plan):
+    return str(plan.build("cpu").plan)
+
+
+def _mistakes(value: Any) -> Iterator[tuple[str, Any]]:
+    """What a caller may pass for `value` by mistake."""
+    if isinstance(value, Tensor):
+        grad = value.requires_grad
+        yield from (
+            (str(dtype), value.detach().to(dtype).requires_grad_(grad))
+            for dtype in (torch.bfloat16, torch.float16, torch.float64)
+            if value.is_floating_point()
+        )
+        yield "no tensor", value.tolist()
+        yield "numpy", value.detach().numpy()
+        yield "None", None
+        yield "no dims" if value.ndim else "a dim", value.new_zeros(() if value.ndim else (2,))
+        yield "a dim more", value.unsqueeze(0)
+        if value.is_floating_point():
+            yield "integers", value.long()
+            yield "gradient", value.detach().requires_grad_(not grad)
+        for dim, size in enumerate(value.shape):
+            yield f"less in dim {dim}", value.narrow(dim, 0, size - 1).detach().requires_grad_(grad)
+            more = value.narrow(dim, 0, 1)
+            yield f"more in dim {dim}", torch.cat([value, more], dim).detach().requires_grad_(grad)
+    elif isinstance(value, SequencePlan):
+        yield "other lengths", plan_sequence([6, 4], ranks=2, order="contiguous")
+        yield "other order", plan_sequence([7, 3], ranks=2, order="zigzag")
+        yield "of three ranks", plan_sequence([7, 3], ranks=3)
+        yield "lengths", [7, 3]
+        yield "None", None
+    elif isinstance(value, MeshPlan):
+        yield "other degrees", plan_mesh(world_size=2, expert=2)
+        yield "of three ranks", plan_mesh(world_size=3)
+    elif isinstance(value, bool):
+        yield "other", not value
+    elif isinstance(value, int | float):
+        yield "other", value + 1
+        yield "text", str(value)
+        yield "None", None
+
+
+def _said(call: Callable[..., Any], arguments: dict[str, Any]) -> str:
+    try:
+        call(**arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def _every_mistake(call: str) -> list[tuple[str, str, str]]:
+    """What each rank is told; rank 1 alone makes the mistakes, one after the other."""
+    calls, wrongly = _calls(), dist.get_rank() == 1
+    function, right = calls[call]
+    made = [(other, *calls[other]) for other in calls if other != call]
+    for name, value in right.items():
+        for mistake, wrong in _mistakes(value):
+            if (call, name, mistake) not in FINE:
+                made.append((f"{name}: {mistake}", function, right | {name: wrong}))
+    found = []
+    for what, other, wrong in made:
+        said = _said(other, wrong) if wrongly else _said(function, right)
+        found.append((what, said, _said(function, right)))
+    return found
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_one_ranks_mistake_is_an_error_on_all(call):
+    there, here = ranks.run(_every_mistake, call)
+    for (what, *told), (_, *telling) in zip(there, here, strict=True):
+        for said, afterwards in (told, telling):
+            assert said.startswith(TYPED), (what, said)
+            assert afterwards == "nothing", (what, afterwards)
+    assert len(there) >= len(CALLS)
