@@ -66,6 +66,20 @@ def attempt(model: str, **kwargs: Any) -> tuple[str, str] | None:
     return None
 
 
+def checked_again(model: str) -> str:
+    """The complaint of an engine's process, which checks the configuration that came to it."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    args = EngineArgs(model=model, max_model_len=128, dtype="float32", enforce_eager=True)
+    config = args.create_engine_config()
+    config.aux_output_config.enable_return_routed_experts = True
+    try:
+        config.__post_init__()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def refused(model: str) -> dict[str, tuple[str, str] | None]:
     speculative = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
     found = {
@@ -118,6 +132,7 @@ def main(folder: Path) -> None:
     }
     model = save_model(folder / "model")
     phase("capture")
+    facts["checked_again"] = checked_again(model)  # first: nothing is applied yet
     facts["refused"] = refused(model)
     facts["capture"] = applied(plugin)
 

@@ -128,6 +128,7 @@ class TestInAProcess:
 
     def test_capture_in_the_configuration_applies_its_patch_and_says_so_once(self, facts):
         assert facts["capture"] == ["routed_experts_on_cpu"]
+        assert facts["checked_again"] == ""
         assert facts["refused"]["nothing"] is None
         assert facts["refused"]["no_capture"] is None
         (line,) = facts["log of capture"]

@@ -30,6 +30,7 @@ PATCHES = (
     missing_routes.PATCH,
     routes_with_pages.PATCH,
 )
+_CONFIG = "vllm.config.vllm:VllmConfig.__post_init__"
 _FRONT = "vllm.engine.arg_utils:EngineArgs.create_engine_config"
 _WORKER = "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device"
 
@@ -68,16 +69,17 @@ def _warn_once(message: str) -> None:
     logging.getLogger(LOGGER).warning(message)
 
 
-def _announce(patches: Iterable[Patch]) -> None:
-    for patch in patches:
+def _apply(patch: Patch) -> None:
+    if not patch.applied():
+        patch.apply()
         logging.getLogger(LOGGER).info(
             "primeblocks patches vLLM in this process: %s. %s", patch.name, patch.reason
         )
 
 
-def _apply_asked(patches: Iterable[Patch], config: Any) -> list[Patch]:
-    """Apply what a configuration asks for and return what is new; warn of what it cannot have."""
-    here, new = _here(), []
+def _apply_asked(patches: Iterable[Patch], config: Any) -> None:
+    """Apply what a configuration asks for; warn of what it asks for and cannot have."""
+    here = _here()
     refused = refusals(**here)
     for patch in patches:
         if (patch.cpu_only and not here["is_cpu"]) or not patch.asked(config):
@@ -86,21 +88,26 @@ def _apply_asked(patches: Iterable[Patch], config: Any) -> list[Patch]:
             _warn_once(f"this engine needs the patch {patch.name}: {refused[patch.name]}.")
             continue
         try:
-            if not patch.applied():
-                patch.apply()
-                new.append(patch)
+            _apply(patch)
         except UnsupportedError as error:
             _warn_once(f"primeblocks leaves out a patch of vLLM: {error}")
-    return new
+
+
+def _looking_config(stock_post_init: Callable[..., None]) -> Callable[..., None]:
+    """Check a configuration, in the front end and in the engine, with the patch of that check."""
+
+    def post_init(config: Any, *more: Any, **kwargs: Any) -> None:
+        _apply_asked([routed_experts.PATCH], config)
+        stock_post_init(config, *more, **kwargs)
+
+    return post_init
 
 
 def _looking_front(stock_create: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a configuration, after applying what vLLM's own check of it needs."""
+    """Make a configuration, and refuse what captures wrong rows on CPU."""
 
     def create_engine_config(args: Any, *more: Any, **kwargs: Any) -> Any:
-        new = _apply_asked([routed_experts.PATCH], args)
         config = stock_create(args, *more, **kwargs)
-        _announce(new)  # only now has vLLM set up its log
         # Not inside VllmConfig: pydantic would turn our error into its own.
         if _here()["is_cpu"]:
             routed_experts.check_capture(config)
@@ -113,7 +120,7 @@ def _looking_worker(stock_init: Callable[[Any], None]) -> Callable[[Any], None]:
     """Start a worker's device, the first step of a worker that is there, with its patches."""
 
     def init_device(wrapper: Any) -> None:
-        _announce(_apply_asked(PATCHES, wrapper.vllm_config))
+        _apply_asked(PATCHES, wrapper.vllm_config)
         stock_init(wrapper)
 
     return init_device
@@ -122,9 +129,9 @@ def _looking_worker(stock_init: Callable[[Any], None]) -> Callable[[Any], None]:
 def register() -> None:
     """Register adapters with vLLM, and look at configurations to apply what they ask for.
 
-    vLLM calls this in the front end, the engine and every worker. It wraps two functions of vLLM,
-    which do what they did unless a configuration asks for a patch. Idempotent; local. Warns once
-    instead of raising.
+    vLLM calls this in the front end, the engine and every worker. It wraps three functions of
+    vLLM, which do what they did unless a configuration asks for a patch. Idempotent; local.
+    Warns once instead of raising.
     """
     here = _here()
     names = [patch.name for patch in PATCHES]
@@ -136,7 +143,11 @@ def register() -> None:
         return
     if unknown := {name.strip() for name in here["off"].split(",")} - {"", *names}:
         _warn_once(f"{OFF} names no patch: {sorted(unknown)}. There are: {', '.join(names)}.")
-    looking: dict[str, Callable[[Any], Any]] = {_FRONT: _looking_front, _WORKER: _looking_worker}
+    looking: dict[str, Callable[[Any], Any]] = {
+        _CONFIG: _looking_config,
+        _FRONT: _looking_front,
+        _WORKER: _looking_worker,
+    }
     try:
         replace(looking, name="primeblocks_looks", tested=f"vllm=={TESTED}.*")
     except UnsupportedError as error:
@@ -162,6 +173,4 @@ def require(name: str) -> None:
         raise UsageError(f"no patch is named {name!r}; there are: {', '.join(patches)}.")
     if (refusal := refusals(**_here()).get(name)) is not None:
         raise UnsupportedError(f"{name} is not applied: {refusal}.")
-    if not patches[name].applied():
-        patches[name].apply()
-        _announce([patches[name]])
+    _apply(patches[name])
