@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -202,6 +203,14 @@ def test_a_mount_that_shows_another_user_is_named(tmp_path):
         with pytest.raises(UsageError, match=f"belongs to user {STRANGER}"):
             received(plan, FileTransport(tmp_path))
         assert received(plan, FileTransport(tmp_path, user=STRANGER)) == 5.0
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "/etc/passwd/x", "/proc/none", "a\0b"])
+def test_what_is_no_directory_is_refused(path):
+    with pytest.raises(UsageError, match="cannot be used|is no path"):
+        FileTransport(path, owner=True)
+    with suppress(UsageError):  # Or there is nothing yet.
+        assert FileTransport(path).markers() == ()
 
 
 def test_a_root_in_which_others_rename_things_is_refused(tmp_path):

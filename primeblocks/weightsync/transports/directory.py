@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import torch
 
+from ...errors import UsageError
 from ..held import Blob, BlobFile, Lent
 from ..marker import Marker
 from ..plan import Plan
@@ -171,6 +172,8 @@ class FileTransport(DirectoryTransport):
     """
 
     def __init__(self, path: str | Path, *, owner: bool = False, user: int | None = None) -> None:
+        if "\0" in str(path):
+            raise UsageError(f"{str(path)!r} is no path")
         spec = {"kind": "file", "path": str(Path(path).absolute()), "user": user}
         place = DiskPlace(Path(path).absolute(), user=user)
         super().__init__(spec, place, owner=owner, durable=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import os
 import re
 import secrets
@@ -41,6 +42,7 @@ _TOKEN = f"[0-9a-f]{{{2 * _TOKEN_BYTES}}}"
 _OURS = re.compile(
     rf"version-\d+\.(safetensors|\d+\.delta)|commits\.json(\.tmp)?|note\.tmp|{re.escape(_LOCK)}"
 )
+_REFUSED = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EISDIR, errno.ENOTDIR)
 # Another process that clears up has a dead one's lock so long at most.
 _LOOKS, _LOOK_S = 10, 0.01
 
@@ -144,7 +146,10 @@ class PrivatePlace:
         owned.lock.close()
 
     def others(self) -> str:
-        users = {path.lstat().st_uid for path in self._named() if not _is_own(path)}
+        users = set()
+        for path in self._named():
+            with suppress(FileNotFoundError):
+                users |= {path.lstat().st_uid} - {os.geteuid()}
         if not users:
             return ""
         return (
@@ -182,15 +187,18 @@ class DiskPlace:
     def take(self) -> Owned:
         try:
             self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock = _lock(self._path / _LOCK)
-        except (BlockingIOError, FileNotFoundError) as error:
-            raise _second(self._path) from error
         except OSError as error:
             raise UsageError(f"{self._path} cannot be used: {error}") from error
         try:
+            lock = _lock(self._path / _LOCK, user=self.user)
+        except (BlockingIOError, FileNotFoundError) as error:
+            raise _second(self._path) from error
+        try:
             last = self._note()
             if last is not None and not last["closed"]:
-                remove(self._path / f"run-{last['run']}")  # Its owner died.
+                dead = self._path / f"run-{last['run']}"
+                _logger().info("removing %s, whose owner died", dead)
+                remove(dead)
             run = secrets.token_hex(_TOKEN_BYTES)
             directory = self._path / f"run-{run}"
             directory.mkdir(mode=0o700)
@@ -280,7 +288,7 @@ def open_own(path: Path, flags: int, *, user: int | None = None) -> int:
     try:
         fd = os.open(path, flags | kept, 0o600)
     except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EISDIR):
+        if error.errno not in _REFUSED:
             raise
         raise UsageError(f"{path} is not opened: {error.strerror}.") from error
     found = os.fstat(fd)
@@ -322,20 +330,25 @@ def sweep(root: Path) -> list[Path]:
             continue
         except (BlockingIOError, UsageError):
             continue
+        _logger().info("removing %s, whose owner died", path)
         remove(path)
         lock.close()
         swept.append(path)
     return swept
 
 
-def _lock(path: Path) -> Hold:
+def _logger() -> logging.Logger:
+    return logging.getLogger(__name__)
+
+
+def _lock(path: Path, *, user: int | None = None) -> Hold:
     """The lock of an owner, on a file that has this name.
 
     Raises:
         BlockingIOError: another one has it.
         FileNotFoundError: it was removed meanwhile.
     """
-    fd = open_own(path, os.O_RDWR | os.O_CREAT)
+    fd = open_own(path, os.O_RDWR | os.O_CREAT, user=user)
     inode = os.fstat(fd).st_ino
     lock = Hold(fd, fcntl.LOCK_EX)
     with suppress(FileNotFoundError):
