@@ -61,7 +61,7 @@ def kill_body(kind, where, version, victim, point):
         ranks.tell("ready")
     last = lines.count + point if point < 0 else max(1, int(lines.count * point))
     with Lines(last=last if small.rank == victim else None):
-        text = small.attempt(version + 2, timeout_s=0.5)
+        text = small.attempt(version + 2, timeout_s=1.0)
     if kind in PULL:
         stay(f"{where}/ends{version}", small.rank, victim)
     assert small.holds(version + 1 if text else version + 2)
