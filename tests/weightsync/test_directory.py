@@ -1,5 +1,6 @@
 """What is special to a place: its name, what it needs, whose it is."""
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ from primeblocks.weightsync import (
     plan_sync,
 )
 from primeblocks.weightsync.transports.ipc import IpcTransport
+from primeblocks.weightsync.transports.lease import Hold
 from tests.weightsync.contents import Engine
 
 ranks.preload(__name__)
@@ -317,3 +319,32 @@ def test_a_root_of_somebody_else_is_a_typed_error(made, mode, below):
                 made(place)
         finally:
             os.seteuid(0)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("child_closes", [False, True])
+def test_a_lock_ends_with_its_process_although_a_child_of_it_lives(child_closes, tmp_path):
+    path = tmp_path / "lock"
+    path.touch()
+    said, says = os.pipe()
+    until, ends = os.pipe()
+    if (pid := os.fork()) == 0:
+        Hold(os.open(path, os.O_RDWR), fcntl.LOCK_SH).close()
+        held = Hold(os.open(path, os.O_RDWR), fcntl.LOCK_SH)
+        if os.fork() == 0:
+            if child_closes:
+                held.close()  # Its parent's lock it is, and stays.
+            with open(path) as other, suppress(BlockingIOError):
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.write(says, b"lost")
+            os.write(says, b"here")
+            os.close(ends)
+            os.read(until, 1)
+        else:
+            os.write(says, b"held" if os.read(said, 4) == b"here" else b"lost")
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert os.read(said, 4) == b"held"
+    Hold(os.open(path, os.O_RDWR), fcntl.LOCK_EX).close()  # While the child lives.
+    for end in (said, says, until, ends):
+        os.close(end)

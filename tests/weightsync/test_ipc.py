@@ -7,7 +7,7 @@ import pickle
 import sys
 import threading
 import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -33,7 +33,6 @@ from primeblocks.weightsync.held import Boxes
 from primeblocks.weightsync.transports import ipc, ipc_handle, ipc_version
 from primeblocks.weightsync.transports.ipc import IpcTransport
 from primeblocks.weightsync.transports.ipc_handle import Exported, open_exported
-from primeblocks.weightsync.transports.lease import Hold
 from primeblocks.weightsync.transports.transport import Request
 from tests.weightsync.contents import Engine, same_bytes
 
@@ -341,35 +340,6 @@ def test_a_process_forked_during_a_load_holds_up_nobody(site, tmp_path):
             publisher.publish(version, timeout_s=TIMEOUT_S)
         owner.close()
         IpcTransport("policy", owner=True, root=str(tmp_path)).close()
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("child_closes", [False, True])
-def test_a_lock_ends_with_its_process_although_a_child_of_it_lives(child_closes, tmp_path):
-    path = tmp_path / "lock"
-    path.touch()
-    said, says = os.pipe()
-    until, ends = os.pipe()
-    if (pid := os.fork()) == 0:
-        Hold(os.open(path, os.O_RDWR), fcntl.LOCK_SH).close()
-        held = Hold(os.open(path, os.O_RDWR), fcntl.LOCK_SH)
-        if os.fork() == 0:
-            if child_closes:
-                held.close()  # Its parent's lock it is, and stays.
-            with open(path) as other, suppress(BlockingIOError):
-                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.write(says, b"lost")
-            os.write(says, b"here")
-            os.close(ends)
-            os.read(until, 1)
-        else:
-            os.write(says, b"held" if os.read(said, 4) == b"here" else b"lost")
-        os._exit(0)
-    os.waitpid(pid, 0)
-    assert os.read(said, 4) == b"held"
-    Hold(os.open(path, os.O_RDWR), fcntl.LOCK_EX).close()  # While the child lives.
-    for end in (said, says, until, ends):
-        os.close(end)
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "/dev/shm"])
