@@ -74,7 +74,7 @@ def load_pretrained(model: PreTrainedModel, path: str | Path) -> None:
         except PlanError as error:
             problem = error
     device = next(model.parameters()).device
-    agree({}, problem=problem, group=everyone, device=device)
+    agree("load_pretrained", {}, problem=problem, group=everyone, device=device)
     for module in model.modules():
         if isinstance(module, FSDPModule):  # After a forward without a backward some are whole.
             module.reshard()
