@@ -128,6 +128,14 @@ class PageArena:
                 if key in self._slots:
                     self._idle[key] = None
 
+    def drop(self, keys: Iterable[Hashable]) -> None:
+        """Forget pages, and that they ever came: what comes under their keys next is new."""
+        with self._lock:
+            for key in keys:
+                self._seen.pop(key, None)
+                if key in self._slots:
+                    self._forget(key)
+
     def __contains__(self, key: Hashable) -> bool:
         return key in self._slots
 

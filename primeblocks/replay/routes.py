@@ -106,6 +106,11 @@ class Routes:
         return self.experts.shape[0]
 
     @property
+    def known(self) -> int:
+        """Tokens that have a row: neither missing nor padding."""
+        return self.tokens - int((self.missing | self.padding).sum())
+
+    @property
     def top_k(self) -> int:
         return self.experts.shape[2]
 

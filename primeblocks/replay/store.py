@@ -28,7 +28,10 @@ class RouteStore:
     Even so a request that runs through a weight update can compute again what is cached already,
     and choose otherwise. Which of the two a later hit finds cannot be known, so the store remembers
     a digest of every page it saw, also of those it evicted: two different pages under one key make
-    that key missing from then on. Retain the keys of each request from its start to its end.
+    that key missing from then on. In bfloat16 that happens to every page that is computed again, so
+    `drop` a key when the last KV under it goes, or better: let keys name the place where a page
+    lies, and drop one when the place gets another page. Then the row that is there is that of the
+    KV that is there. Retain the keys of each request from its start to its end.
 
     Everything is local, thread-safe and O(1) a page.
 
@@ -103,6 +106,10 @@ class RouteStore:
             UsageError: a key is not retained.
         """
         self._pages.release(keys)
+
+    def drop(self, keys: Iterable[Hashable]) -> None:
+        """Forget pages of which no KV is left in any tier; computed again, they are new pages."""
+        self._pages.drop(keys)
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._pages

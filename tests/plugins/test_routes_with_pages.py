@@ -1,139 +1,225 @@
-"""The patch `routes_with_pages`: rows of captured routes in and out of vLLM's connector."""
+"""The patch `routes_with_pages`: rows of captured routes lie beside the pages they belong to."""
 
 import warnings
 from threading import Lock
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from primeblocks.plugins.vllm.routes_with_pages import CONNECTOR, PATCH
+from primeblocks.plugins.vllm.routes_with_pages import CONNECTOR, PATCH, Assigned
 from primeblocks.replay.adapters.vllm import CapturedPages
 
 pytestmark = pytest.mark.vllm
 
-PAGES, ROWS = 3, 4  # pages that fit, bytes of a page's rows
+PAGE = 4  # tokens of a page, and bytes of its rows
+GONE = 255
 
 
-@pytest.fixture(params=["stock", "ours"])
-def connector(request):
-    """A connector without a model, over vLLM's store and over ours."""
+def made(*, kind="ours", block_tokens=PAGE, alone=True):
+    """A connector without a model, over vLLM's store or ours."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # vLLM's own imports are deprecated in places
         from vllm.distributed.aux_output_connector import routed_experts, store, worker
 
-    kind = store.BlockObjectStore if request.param == "stock" else CapturedPages
+    store_type = store.BlockObjectStore if kind == "stock" else CapturedPages
     stock = getattr(
         worker.AuxOutputWorkerConnector, "primeblocks_stock", worker.AuxOutputWorkerConnector
     )
-    made = object.__new__(PATCH.replacements[CONNECTOR](stock))
-    made._store = store.BackgroundBlockObjectStore(
-        kind(max_bytes=PAGES * ROWS, object_nbytes=ROWS), max_pending_batches=2
+    it = object.__new__(PATCH.replacements[CONNECTOR](stock))
+    it._store = store.BackgroundBlockObjectStore(
+        store_type(max_bytes=8 * PAGE, object_nbytes=PAGE), max_pending_batches=2
     )
-    sizes = {"block_size": ROWS, "max_num_seqs": 2, "max_num_batched_tokens": 8}
-    made._buffer = routed_experts.RoutedExpertsBuffer(
-        np.dtype(np.uint8), (1, 1), max_concurrent_batches=1, **sizes
+    sizes = {"block_size": PAGE, "max_num_seqs": 2, "max_num_batched_tokens": 16}
+    it._buffer = routed_experts.RoutedExpertsBuffer(
+        np.dtype(np.uint8), (1, 1), max_concurrent_batches=2, **sizes
     )
-    made._requests, made._pending_outputs, made._generation = {}, [], 0
-    made._lock = Lock()
-    made._hold_offers(PAGES)
-    yield made
-    made.close()
+    it._requests, it._pending_outputs, it._generation = {}, [], 0
+    it._lock, it._max_concurrent_batches = Lock(), 2
+    it._capturer = SimpleNamespace(snapshot_routing_data=lambda count: None)
+    it._lay_table(0, 16, block_tokens, alone=alone)
+    return it
 
 
-def step(connector, *pages, name="r", generation=0, finished=()):
+@pytest.fixture
+def connector():
+    it = made()
+    yield it
+    it.close()
+
+
+def begin(connector, started=(), grown=(), *, pages=(), generation=0, finished=(), copied=()):
+    """Begin a step. `started`: (name, blocks, tokens they hold); `grown`: (name, blocks)."""
     from vllm.distributed.aux_output_connector import connector as control
 
-    hashes = {name: control.PackedBlockHashes(b"".join(pages), 1)} if pages else {}
-    requests = {name: 0} if pages else {}
-    connector.begin_step(control.AuxOutputConnectorMetadata(generation, requests, hashes, finished))
-
-
-def rows(connector, *pages):
-    return [connector.rows(page) for page in pages]
-
-
-def test_offered_rows_are_there_once_a_request_has_the_page(connector):
-    connector.offer({b"a": b"aaaa", b"b": b"bbbb"})
-    assert rows(connector, b"a") == [None]
-    step(connector, b"a", b"c")
-    assert rows(connector, b"a", b"b", b"c") == [b"aaaa", None, None]
-    assert connector.page_nbytes() == ROWS
-
-
-def test_rows_of_a_request_are_not_evicted_by_later_offers(connector):
-    connector.offer({b"a": b"aaaa"})
-    step(connector, b"a")
-    for page in (b"b", b"c", b"d", b"e"):
-        connector.offer({page: page * ROWS})
-        step(connector, page, name=page.decode())
-        step(connector, finished=(page.decode(),))
-    assert rows(connector, b"a", b"e") == [b"aaaa", b"eeee"]
-    assert rows(connector, b"b") == [None]
-
-
-def test_no_more_offers_are_held_than_the_engine_has_pages(connector):
-    connector.offer({page: page * ROWS for page in (b"a", b"b", b"c")})
-    connector.offer({b"a": b"aaaa", b"d": b"dddd"})
-    step(connector, b"b", b"c", b"a")
-    assert rows(connector, b"a", b"b", b"c") == [b"aaaa", None, b"cccc"]
-
-
-def test_offers_do_not_outlive_a_reset_of_the_prefix_cache(connector):
-    connector.offer({b"a": b"aaaa", b"b": b"bbbb"})
-    step(connector, b"a")
-    step(connector, finished=("r",))
-    step(connector, b"a", b"b", name="s", generation=1)
-    assert rows(connector, b"a", b"b") == [None, None]
-    connector.offer({b"a": b"AAAA"})
-    step(connector, finished=("s",), generation=1)
-    step(connector, b"a", name="t", generation=1)
-    assert rows(connector, b"a") == [b"AAAA"]
-
-
-def test_steps_without_metadata_are_those_of_vllm(connector):
-    connector.offer({b"a": b"aaaa"})
-    connector.begin_step(None)
-    step(connector, b"a")
-    assert rows(connector, b"a") == [b"aaaa"]
-
-
-def forward(connector, start, experts, name="r"):
-    """What the engine does after computing tokens from `start` on; one sampled."""
-    from vllm.distributed.aux_output_connector import worker
-
-    connector._requests[name].pending_outputs += 1
-    pending = worker.PendingAuxOutput(
-        connector=connector,
-        request_ids=[name],
-        token_starts=np.array([start]),
-        query_start_loc=np.array([0, len(experts)]),
-        routed_experts_gpu=None,
-        routed_experts=np.array(experts, np.uint8).reshape(-1, 1, 1),
-        num_sampled=np.array([1]),
-        num_rejected=np.array([0]),
+    names = [name for name, *_ in (*started, *grown)]
+    hashes = {names[0]: control.PackedBlockHashes(b"".join(pages), 1)} if pages else {}
+    metadata = control.AuxOutputConnectorMetadata(
+        generation, dict.fromkeys(names, 0), hashes, tuple(finished)
     )
-    connector._pending_outputs.append(pending)
-    return connector.process_output(pending)[name].rows.ravel().tolist()
+    metadata.primeblocks_blocks = Assigned(
+        {name: ([blocks], held) for name, blocks, held in started},
+        {name: [blocks] for name, blocks in grown},
+        list(copied),
+    )
+    connector.begin_step(metadata)
 
 
-def test_a_prompt_of_loaded_pages_starts_inside_the_last(connector):
-    connector.offer({b"a": b"\1\2\3\4", b"b": b"\5\6\7\10"})
-    step(connector, b"a", b"b")
-    assert forward(connector, 7, [8]) == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert forward(connector, 8, [9, 10]) == [9, 10]
-    assert rows(connector, b"b") == [b"\5\6\7\10"]
+def compute(connector, *parts):
+    """The forward of a step. Each part: (name, first token, experts)."""
+    bounds = np.cumsum([0, *(len(experts) for _, _, experts in parts)])
+    view = SimpleNamespace(
+        req_ids=[name for name, *_ in parts],
+        query_start_loc_np=bounds,
+        num_computed_tokens_np=np.array([start for _, start, _ in parts]),
+    )
+    pending = connector.prepare_output(view)
+    rows = [each for *_, experts in parts for each in experts]
+    pending.routed_experts = np.array(rows, np.uint8).reshape(-1, 1, 1)
+    pending.num_sampled, pending.num_rejected = np.ones((2, len(parts)), int) * [[1], [0]]
+    return pending
 
 
-def test_without_its_rows_only_the_computed_token_is_known(connector):
-    connector.offer({b"a": b"\1\2\3\4"})
-    step(connector, b"a", b"b")
-    assert forward(connector, 7, [8]) == [1, 2, 3, 4, 255, 255, 255, 8]
+def handed(pending):
+    """What arrives with the rows of a step."""
+    return {name: out.rows.ravel().tolist() for name, out in pending.process_output().items()}
 
 
-def test_a_request_that_starts_at_a_page_is_vllms(connector):
-    connector.offer({b"a": b"\1\2\3\4"})
-    step(connector, b"a", b"b")
-    assert forward(connector, 4, [5, 6, 7, 8]) == [1, 2, 3, 4, 5, 6, 7, 8]
+def run(connector, name, blocks, start, experts, **more):
+    """One request's step: begun, computed, arrived."""
+    begin(connector, [(name, blocks, start)], **more)
+    return handed(compute(connector, (name, start, experts)))[name]
+
+
+def test_a_page_brings_the_rows_of_the_block_it_lies_in(connector):
+    assert run(connector, "a", [1, 2], 0, [1, 2, 3, 4, 5]) == [1, 2, 3, 4, 5]
+    assert run(connector, "b", [3, 4], 0, [9, 8, 7, 6, 5]) == [9, 8, 7, 6, 5]  # the same tokens
+    assert run(connector, "c", [1, 5], 4, [0]) == [1, 2, 3, 4, 0]
+    assert run(connector, "d", [3, 6], 4, [0]) == [9, 8, 7, 6, 0]
+
+
+def test_a_request_may_use_a_page_that_another_computes_in_the_same_step(connector):
+    begin(connector, [("a", [1, 2], 0), ("b", [1, 3], 4)])
+    rows = handed(compute(connector, ("b", 4, [7]), ("a", 0, [1, 2, 3, 4, 5])))
+    assert rows == {"a": [1, 2, 3, 4, 5], "b": [1, 2, 3, 4, 7]}
+
+
+def test_rows_go_on_over_chunks_and_new_blocks(connector):
+    begin(connector, [("a", [1], 0)])
+    pending = compute(connector, ("a", 0, [1, 2, 3]))
+    pending.num_sampled = np.array([0])  # the prompt is not over
+    assert handed(pending) == {}
+    begin(connector, grown=[("a", [7])])
+    assert handed(compute(connector, ("a", 3, [4, 5])))["a"] == [1, 2, 3, 4, 5]
+    begin(connector, grown=[("a", [])])
+    assert handed(compute(connector, ("a", 5, [6])))["a"] == [6]
+    assert run(connector, "b", [1, 7, 8], 6, [9]) == [1, 2, 3, 4, 5, 6, 9]
+
+
+def test_what_was_loaded_brings_its_rows(connector):
+    run(connector, "x", [1, 2], 0, [1] * 8)  # had these blocks before
+    connector.offer({1: b"\1\2\3\4", 2: b"\5\6\7\10"})
+    assert run(connector, "a", [1, 2], 7, [9]) == [1, 2, 3, 4, 5, 6, 7, 9]
+    assert run(connector, "b", [1, 2, 3], 8, [0]) == [1, 2, 3, 4, 5, 6, 7, 9, 0]
+
+
+def test_what_was_loaded_without_rows_is_missing(connector):
+    run(connector, "x", [1, 2], 0, [1] * 8)
+    connector.offer({1: None, 2: b"\5\377\7\10"})
+    assert run(connector, "a", [1, 2], 7, [9]) == [GONE] * 4 + [5, GONE, 7, 9]
+
+
+def test_another_may_use_a_loaded_page_before_the_one_that_asked_for_it(connector):
+    connector.offer({1: b"\1\2\3\4"})
+    assert run(connector, "b", [1, 2], 4, [9]) == [1, 2, 3, 4, 9]
+    assert run(connector, "a", [1, 3], 4, [8]) == [1, 2, 3, 4, 8]
+
+
+def test_a_load_that_nobody_used_does_not_come_up_in_its_block_later(connector):
+    connector.offer({1: b"\1\2\3\4"})
+    run(connector, "a", [1, 2], 0, [5, 6, 7, 8, 9])
+    assert run(connector, "b", [1, 3], 4, [0]) == [5, 6, 7, 8, 0]
+
+
+def test_late_rows_of_an_owner_before_do_not_reach_the_new_one(connector):
+    """As on a GPU: the next step begins before the rows of the last one are there."""
+    begin(connector, [("a", [1], 0)])
+    first = compute(connector, ("a", 0, [1, 2, 3, 4]))
+    connector.offer({1: b"\5\6\7\10"})  # "a" was aborted, its block was loaded into
+    begin(connector, [("b", [1, 2], 4)], finished=["a"])
+    second = compute(connector, ("b", 4, [9]))
+    handed(first)
+    assert handed(second)["b"] == [5, 6, 7, 8, 9]
+
+
+def test_rows_of_a_store_are_those_of_the_steps_before_it(connector):
+    begin(connector, [("a", [1], 0)])
+    first = compute(connector, ("a", 0, [1, 2, 3, 4]))
+    later = connector.rows_of([1, 2])
+    assert later.rows is None
+    begin(connector, [("b", [1], 0)], finished=["a"])  # takes the block while it is stored
+    second = compute(connector, ("b", 0, [5, 6, 7, 8]))
+    handed(first)
+    assert later.rows == {1: b"\1\2\3\4", 2: None}
+    handed(second)
+    assert later.rows == {1: b"\1\2\3\4", 2: None}
+    assert connector.rows_of([1]).rows == {1: b"\5\6\7\10"}
+    assert connector.page_nbytes() == PAGE
+
+
+def test_blocks_that_the_engine_copies_take_their_rows_along(connector):
+    run(connector, "a", [1], 0, [1, 2, 3, 4])
+    begin(connector, [("b", [2], 2)], copied=[(1, 2)])
+    assert handed(compute(connector, ("b", 2, [9])))["b"] == [1, 2, 9]
+
+
+def test_rejected_tokens_of_speculation_are_written_over(connector):
+    begin(connector, [("a", [1, 2], 0)])
+    first = compute(connector, ("a", 0, [1, 2, 3, 4]))
+    first.num_rejected = np.array([2])
+    begin(connector, grown=[("a", [])])
+    second = compute(connector, ("a", 4, [7, 8]))  # scheduled as if none had been
+    assert handed(first)["a"] == [1, 2]
+    assert handed(second)["a"] == [7, 8]
+    begin(connector, grown=[("a", [])])
+    handed(compute(connector, ("a", 4, [9])))
+    assert connector.rows_of([1]).rows == {1: b"\1\2\7\10"}
+
+
+def test_a_block_of_several_hashed_pages_has_a_place_for_each():
+    connector = made(block_tokens=2 * PAGE)
+    run(connector, "a", [1, 2], 0, list(range(1, 10)))
+    assert run(connector, "b", [1, 3], 8, [0]) == [*range(1, 9), 0]
+    connector.close()
+
+
+def test_a_reset_of_the_prefix_cache_starts_anew(connector):
+    run(connector, "a", [1, 2], 0, [1, 2, 3, 4, 5])
+    assert run(connector, "a", [1, 2], 0, [5, 6, 7, 8, 9], generation=1) == [5, 6, 7, 8, 9]
+    connector.begin_step(None)
+    assert connector._lives.keys() == {"a"}
+
+
+@pytest.mark.parametrize("kind", ["stock", "ours"])
+def test_pages_of_a_tier_without_rows_are_found_by_hash(kind):
+    connector = made(kind=kind, alone=False)
+    run(connector, "a", [1, 2], 0, [1, 2, 3, 4, 5, 6, 7, 8], pages=[b"p", b"q"])
+    run(connector, "x", [1, 2], 0, [9] * 8, pages=[b"x", b"y"])  # takes the blocks
+    found = run(connector, "b", [1, 2], 7, [0], pages=[b"p", b"q"])  # loaded from somewhere
+    assert found == [1, 2, 3, 4, 5, 6, 7, 0]
+    assert run(connector, "c", [1, 2, 3], 8, [0], pages=[b"p", b"q"]) == [1, 2, 3, 4, 5, 6, 7, 0, 0]
+    assert run(connector, "d", [4, 5], 4, [8], pages=[b"?"]) == [GONE] * 4 + [8]
+    connector.close()
+
+
+def test_a_page_that_was_computed_twice_is_missing_from_a_tier_without_rows_alone():
+    connector = made(alone=False)
+    run(connector, "a", [1, 2], 0, [1, 2, 3, 4, 5], pages=[b"p"])
+    run(connector, "b", [3, 4], 0, [9, 8, 7, 6, 5], pages=[b"p"])
+    assert run(connector, "c", [1, 5], 4, [0], pages=[b"p"]) == [1, 2, 3, 4, 0]
+    assert run(connector, "d", [3, 6], 4, [0], pages=[b"p"]) == [9, 8, 7, 6, 0]
+    assert run(connector, "e", [7, 8], 4, [0], pages=[b"p"]) == [GONE] * 4 + [0]
+    connector.close()
 
 
 def test_its_own_test_sees_the_fault_and_the_repair():

@@ -134,7 +134,10 @@ def test_parts_of_different_models_do_not_join():
 
 def test_missing_tokens_are_added_on_either_side():
     routes = random_routes()
-    assert rows(routes.with_missing(before=2, after=1)) == [None, None, *rows(routes), None]
+    longer = routes.with_missing(before=2, after=1)
+    assert rows(longer) == [None, None, *rows(routes), None]
+    assert longer.known == routes.known == routes.tokens - routes.missing.sum()
+    assert longer.pad(longer.tokens + 5).known == longer.known
     with pytest.raises(ShapeError, match="-1"):
         routes.with_missing(after=-1)
 

@@ -106,6 +106,22 @@ def test_a_dispute_with_an_evicted_page_is_seen():
     assert store.put("a", page(3))
 
 
+def test_a_page_whose_kv_is_gone_everywhere_is_new_when_it_comes_again():
+    store = make_store(2)
+    store.put("a", page(1))
+    store.retain(["a"])
+    store.drop(["a", "never seen"])
+    assert store.get(["a"]).missing.all()
+    assert store.put("a", page(2))
+    assert store.get(["a"]) == page(2)
+    assert not store.put("a", page(3))  # this one was not dropped
+    store.drop(["a"])
+    assert store.put("a", page(3))
+    store.release(["a"])
+    assert [store.put(key, page(4)) for key in "bc"] == [True, True]
+    assert "a" not in store
+
+
 def test_missing_tokens_of_a_page_stay_missing():
     part = page(1)[:3].with_missing(after=1)
     store = make_store(1)

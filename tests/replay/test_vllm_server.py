@@ -40,6 +40,7 @@ from tests.engine_job import ENVIRONMENT
 SHAPE = RouterShape(num_layers=4, moe_layers=(1, 2, 3), num_experts=8, top_k=2)
 START_S = 90.0
 ROWS = np.arange(24, dtype=np.uint8).reshape(3, 4, 2)
+ROWS[1] = 255  # missing
 
 
 def npy(rows: np.ndarray) -> str:
@@ -104,7 +105,9 @@ def test_a_client_that_asks_gets_bytes():
     assert headers[b"content-length"] == b"%d" % len(body["body"])
     assert headers[b"x-request-id"] == b"7"
     answer = read_answer(body["body"])
-    assert answer.json == {"id": "x", "choices": [{"index": 0}, {"index": 1}]}
+    counted = {"known": len(ROWS) - 1, "missing": 1}
+    choices = [{"index": 0, "routed_experts_coverage": counted}, {"index": 1}]
+    assert answer.json == {"id": "x", "choices": choices}
     np.testing.assert_array_equal(answer.rows[0], ROWS)
     assert np.shares_memory(answer.rows[0], np.frombuffer(body["body"], np.uint8))
     assert answer.rows[1] is None

@@ -33,6 +33,7 @@ PATCHES = (
 _CONFIG = "vllm.config.vllm:VllmConfig.__post_init__"
 _FRONT = "vllm.engine.arg_utils:EngineArgs.create_engine_config"
 _WORKER = "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device"
+_ENGINE = "vllm.v1.core.sched.scheduler:Scheduler.__init__"
 
 
 def _is_tested(version: str) -> bool:
@@ -126,10 +127,20 @@ def _looking_worker(stock_init: Callable[[Any], None]) -> Callable[[Any], None]:
     return init_device
 
 
+def _looking_engine(stock_init: Callable[..., None]) -> Callable[..., None]:
+    """Make a scheduler, whose process need not be a worker's, with the half that is its own."""
+
+    def init(scheduler: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        _apply_asked([routes_with_pages.PATCH], vllm_config)
+        stock_init(scheduler, vllm_config, *args, **kwargs)
+
+    return init
+
+
 def register() -> None:
     """Register adapters with vLLM, and look at configurations to apply what they ask for.
 
-    vLLM calls this in the front end, the engine and every worker. It wraps three functions of
+    vLLM calls this in the front end, the engine and every worker. It wraps four functions of
     vLLM, which do what they did unless a configuration asks for a patch. Idempotent; local.
     Warns once instead of raising.
     """
@@ -146,6 +157,7 @@ def register() -> None:
     looking: dict[str, Callable[[Any], Any]] = {
         _CONFIG: _looking_config,
         _FRONT: _looking_front,
+        _ENGINE: _looking_engine,
         _WORKER: _looking_worker,
     }
     try:

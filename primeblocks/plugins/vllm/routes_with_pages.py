@@ -1,14 +1,24 @@
-"""Captured routes that leave and come back with the KV pages they belong to.
+"""Captured routes that lie beside the KV pages they belong to.
 
-vLLM 0.32 keeps captured rows by page hash in its output worker and has no hook for a page that an
-offloading tier brings back. The patched connector can be found by engine, gives the rows of a page
-away, takes rows for pages that are about to be used, and survives a prompt of which every page came
-back.
+vLLM 0.32 keeps captured rows by page hash. One hash can be computed twice, and in bfloat16 the
+second computation picks other experts, so the hash does not say whose rows a page that hits has.
+The patched connector keeps rows by *block*, the place in the engine's memory where the keys and
+values lie: whoever computes a position writes its row, whoever finds the block finds the rows that
+computed it. An offloading tier takes the rows of a block along and hands them in again with the
+block that it loaded into.
+
+Rows arrive a step or two after their keys and values, in the order of the steps. So everything that
+happens to a block (it gets an owner, it was loaded, it was computed) is noted when a step begins
+and done when that step's rows arrive.
 """
 
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from threading import Lock
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
@@ -16,132 +26,355 @@ import numpy as np
 
 from ..patch import Patch, SelfTest, ours, stock
 
-__all__ = ["CONNECTOR", "PATCH"]
+__all__ = ["CONNECTOR", "PATCH", "Assigned", "RowsLater"]
 
 CONNECTOR = "vllm.distributed.aux_output_connector.worker:AuxOutputWorkerConnector"
+_BUILD = (
+    "vllm.distributed.aux_output_connector.connector:"
+    "AuxOutputSchedulerConnector.build_connector_meta"
+)
+# Their blocks stay with a request from its start to its end.
+_WHOLE = ("FullAttentionSpec", "MLAAttentionSpec", "SinkFullAttentionSpec")
 
 
-def _reachable(base: type) -> type:
-    """Give the connector of captured rows a way in and out, page by page."""
+@dataclass
+class Assigned:
+    """Blocks that a step gives to requests, by group of layers.
 
-    class ReachableConnector(base):
+    Args:
+        started: requests that begin or resume: all their blocks, and how many tokens these hold.
+        grown: blocks that running requests get.
+        copied: (from, to) in the engine's memory, before the step computes.
+    """
+
+    started: dict[str, tuple[Sequence[list[int]], int]] = field(default_factory=dict)
+    grown: dict[str, Sequence[list[int]]] = field(default_factory=dict)
+    copied: list[tuple[int, int]] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, step: Any) -> Assigned:
+        """Read vLLM's SchedulerOutput. The lists are shared with it, so that they travel once."""
+        assigned = cls(copied=[tuple(pair) for pair in step.kv_cache_block_copies or ()])
+        for new in step.scheduled_new_reqs:
+            assigned.started[new.req_id] = new.block_ids, new.num_computed_tokens
+        known = step.scheduled_cached_reqs
+        for request_id, blocks, tokens in zip(
+            known.req_ids, known.new_block_ids, known.num_computed_tokens, strict=True
+        ):
+            if request_id in known.resumed_req_ids:
+                assigned.started[request_id] = blocks, tokens
+            elif blocks is not None:
+                assigned.grown[request_id] = blocks
+        return assigned
+
+
+@dataclass
+class RowsLater:
+    """Rows of blocks as some step leaves them: None until that step's rows have arrived."""
+
+    blocks: Sequence[int]
+    step: int
+    rows: dict[int, bytes | None] | None = None
+
+
+@dataclass
+class _Life:
+    """A request from its start, or from a resumption, on."""
+
+    places: list[int]  # of its pages, in order
+    cursor: int | None = None  # tokens whose rows arrived
+
+
+@dataclass
+class _Notes:
+    """What happened to blocks since the step before."""
+
+    copied: list[tuple[int, int]] = field(default_factory=list)
+    emptied: list[int] = field(default_factory=list)
+    loaded: dict[int, bytes | None] = field(default_factory=dict)
+    hits: list[tuple[str, list[int]]] = field(default_factory=list)  # pages that requests found
+
+
+def _build_connector_meta(stock_build: Any) -> Any:
+    def build_connector_meta(control: Any, scheduler_output: Any, requests: Any) -> Any:
+        metadata = stock_build(control, scheduler_output, requests)
+        metadata.primeblocks_blocks = Assigned.read(scheduler_output)
+        return metadata
+
+    return build_connector_meta
+
+
+def _beside_pages(base: type) -> type:
+    """Give the connector of captured rows a table of rows by block, and a way in and out."""
+
+    class RowsBesidePages(base):
         primeblocks_live: ClassVar[WeakValueDictionary[str, Any]] = WeakValueDictionary()
+        _table: Any = None
 
         def __init__(self, *, vllm_config: Any, model: Any, kv_cache_config: Any) -> None:
             super().__init__(vllm_config=vllm_config, model=model, kv_cache_config=kv_cache_config)
-            self._hold_offers(kv_cache_config.num_blocks)
+            group = _whole_group(kv_cache_config)
+            if self._store is None or group is None:
+                return  # of other layers the blocks leave before the rows are read: as vLLM does
             transfer = vllm_config.kv_transfer_config
-            if transfer is not None and self._store is not None:
+            tokens = kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size
+            self._lay_table(group, kv_cache_config.num_blocks, tokens, alone=transfer is None)
+            if transfer is not None:
                 self.primeblocks_live[transfer.engine_id] = self
+
+        def _lay_table(self, group: int, blocks: int, block_tokens: int, *, alone: bool) -> None:
+            from ...replay.adapters.vllm.pages import RowTable
+
+            buffer = self._buffer
+            self.group = group
+            self._per_block = block_tokens // buffer.block_size
+            places = blocks * self._per_block
+            self._table = RowTable(places, buffer.block_size, buffer.shape_per_token, buffer.dtype)
+            self._lives: dict[str, _Life] = {}
+            self._notes = _Notes()
+            self._offered: dict[int, bytes | None] = {}
+            self._wanted: list[RowsLater] = []
+            self._begun = self._arrived = 0
+            # Tiers that do not carry rows load pages of which only the hash is known. For them
+            # vLLM's store is kept, and of each place whose page its rows are: keys and an index.
+            self._by_hash = not alone
+            self._pages: dict[int, tuple[list[str], int]] = {}
 
         def page_nbytes(self) -> int:
             """Bytes of one page's rows."""
-            return int(self._buffer._rows[0].nbytes)
+            return int(self._table.page_nbytes)
 
-        def rows(self, page_hash: bytes) -> bytes | None:
-            """The rows of a page, if the engine still has them."""
-            return self._rows_under(*self._keys([page_hash]))
+        def carry(self) -> None:
+            """Say that whoever loads pages into this engine offers their rows. Idempotent."""
+            self._by_hash = False
 
-        def _rows_under(self, key: str) -> bytes | None:
-            from vllm.distributed.aux_output_connector.store import BlockObjectStoreError
+        def rows_of(self, blocks: Sequence[int]) -> RowsLater:
+            """The rows of blocks as the steps so far leave them, as soon as they are there."""
+            with self._lock:
+                later = RowsLater(blocks, self._begun)
+                self._wanted.append(later)
+                self._hand_out()
+            return later
 
-            try:
-                found = self._store.get_concatenated([key])
-            except BlockObjectStoreError:
-                return None
-            return None if (np.frombuffer(found, np.uint8) == 0xFF).all() else found
-
-        def offer(self, rows: Mapping[bytes, bytes]) -> None:
-            """Hand in rows of pages that were loaded, before a request is scheduled with them."""
-            for page_hash, each in rows.items():
-                self._offered[page_hash] = each
-                self._offered.move_to_end(page_hash)
-            # A loaded page sits in a block of the engine, so more can never be waiting.
-            while len(self._offered) > self._most_offered:
-                self._offered.popitem(last=False)
+        def offer(self, rows: Mapping[int, bytes | None]) -> None:
+            """Hand in the rows of blocks that were loaded; None where they did not come along."""
+            with self._lock:
+                self._offered |= rows
 
         def begin_step(self, metadata: Any) -> None:
             generation = self._generation
             super().begin_step(metadata)
-            if self._buffer is None or metadata is None:
+            if self._table is None or metadata is None:
                 return
-            if self._generation != generation:
-                self._offered.clear()
-            # Only now: the keys of these requests are retained, so the rows cannot be evicted.
-            for hashes in metadata.block_hashes.values():
-                self._take_offers(hashes)
-
-        def process_output(self, pending: Any) -> Any:
-            """Stock, after making up for requests that start inside a page.
-
-            A prompt whose pages all came from a tier has its last token computed again, alone. The
-            stock connector takes it for a gap and ends the engine.
-            """
             with self._lock:
-                for request_id, start in zip(
-                    pending.request_ids, pending.token_starts, strict=True
-                ):
+                if self._generation != generation:
+                    self._lives.clear()
+                for request_id in metadata.finished_requests:
+                    self._lives.pop(request_id, None)
+                self._assign(metadata.primeblocks_blocks)
+
+        def _assign(self, assigned: Assigned) -> None:
+            notes, tokens = self._notes, self._buffer.block_size
+            notes.copied += assigned.copied
+            for request_id, (blocks, computed) in assigned.started.items():
+                places = self._places_in(blocks)
+                self._lives[request_id] = _Life(places)
+                here = -(-computed // tokens)
+                notes.loaded |= {
+                    p: self._offered.pop(p) for p in places[:here] if p in self._offered
+                }
+                notes.hits.append((request_id, places[:here]))
+                self._empty(places[here:])
+            for request_id, blocks in assigned.grown.items():
+                places = self._places_in(blocks)
+                self._lives[request_id].places += places
+                self._empty(places)
+
+        def _places_in(self, blocks: Sequence[list[int]]) -> list[int]:
+            each = range(self._per_block)
+            return [block * self._per_block + i for block in blocks[self.group] for i in each]
+
+        def _empty(self, places: list[int]) -> None:
+            self._notes.emptied += places
+            for place in places:
+                self._offered.pop(place, None)
+
+        def prepare_output(self, input_batch: Any) -> Any:
+            pending = super().prepare_output(input_batch)
+            if pending is not None and self._table is not None:
+                with self._lock:
+                    self._begun += 1
+                    pending.primeblocks_lives = [self._lives[each] for each in pending.request_ids]
+                    pending.primeblocks_notes, self._notes = self._notes, _Notes()
+            return pending
+
+        def _commit_output(self, pending: Any) -> Any:
+            if self._table is None:
+                return super()._commit_output(pending)
+            strange = self._settle(pending)
+            written = self._write_all(pending)
+            for place, key in strange:
+                self._find_by_hash(place, key)
+            outputs = self._read_all(pending, written)
+            self._arrived += 1
+            self._hand_out()
+            return outputs
+
+        def _settle(self, pending: Any) -> list[tuple[int, str | None]]:
+            """Do what happened to blocks before the step computed; return those that a tier without
+            rows loaded, and their keys.
+            """
+            notes, each = pending.primeblocks_notes, self._per_block
+            for source, target in notes.copied:
+                for i in range(each):
+                    self._table.copy(source * each + i, target * each + i)
+            self._table.empty(notes.emptied)
+            for place, found in notes.loaded.items():
+                self._table.put(place, found)
+            if not self._by_hash:
+                return []
+            strange = []
+            for request_id, places in notes.hits:
+                keys = self._requests[request_id].aux_output_keys
+                for page, place in enumerate(places):
+                    key = keys[page] if page < len(keys) else None
+                    if not self._is_page(place, key):
+                        self._table.empty([place])
+                        strange.append((place, key))
+            return strange
+
+        def _write_all(self, pending: Any) -> list[tuple[int, np.ndarray]]:
+            """Put the rows of a step where its keys and values went: (first token, rows) each."""
+            written, completed = [], []
+            bounds = zip(pending.query_start_loc, pending.query_start_loc[1:], strict=False)
+            for request_id, life, token_start, (begin, end), rejected in zip(
+                pending.request_ids, pending.primeblocks_lives, pending.token_starts, bounds,
+                pending.num_rejected, strict=True,
+            ):  # fmt: skip
+                rows = pending.routed_experts[begin : end - rejected]
+                # Behind the cursor where it was scheduled before a suffix was rejected.
+                start = min(
+                    int(token_start), int(token_start) if life.cursor is None else life.cursor
+                )
+                life.cursor = start + len(rows)
+                self._table.write(life.places, start, rows)
+                written.append((start, rows))
+                if self._by_hash:
                     state = self._requests[request_id]
-                    if state.capture_cursor is None and start % self._buffer.block_size:
-                        self._start_inside_a_page(request_id, state, int(start))
-            return super().process_output(pending)
+                    completed.append((state, self._complete(state, life, start)))
+            if self._by_hash:
+                self._publish_blocks(completed)
+            return written
 
-        def _start_inside_a_page(self, request_id: str, state: Any, start: int) -> None:
-            buffer = self._buffer
-            page, inside = divmod(start, buffer.block_size)
-            shape = (buffer.block_size, *buffer.shape_per_token)
-            rows = np.full(shape, np.iinfo(buffer.dtype).max, buffer.dtype)  # missing
-            if page < len(state.aux_output_keys):
-                found = self._rows_under(state.aux_output_keys[page])
-                if found is not None:
-                    rows = np.frombuffer(found, buffer.dtype).reshape(shape)
-            buffer.capture(request_id, start - inside, rows[:inside])
-            state.capture_cursor = start
+        def _complete(self, state: Any, life: _Life, start: int) -> list[Any]:
+            """Note whose pages were written, and return those that are whole."""
+            places, tokens = life.places, self._buffer.block_size
+            stop = life.cursor or 0
+            for page in range(start // tokens, -(-stop // tokens)):
+                self._pages[places[page]] = state.aux_output_keys, page
+            return [
+                (page * tokens, self._table.read(places, page * tokens, (page + 1) * tokens))
+                for page in range(start // tokens, stop // tokens)
+                if self._table.is_whole(places[page])
+            ]
 
-        def _take_offers(self, hashes: Iterable[bytes]) -> None:
-            from vllm.distributed.aux_output_connector.store import BlockObject
+        def _find_by_hash(self, place: int, key: str | None) -> None:
+            """Fill in the rows of a loaded page that this step did not compute."""
+            if key is not None and not self._table.is_whole(place):
+                self._table.fill(place, self._under(key))
+                self._pages[place] = [key], 0
 
-            taken = {each: self._offered.pop(each) for each in hashes if each in self._offered}
-            keys = self._keys(taken)
-            rows = zip(keys, taken.values(), strict=True)
-            self._store.put([BlockObject(key=key, payload=each) for key, each in rows])
+        def _is_page(self, place: int, key: str | None) -> bool:
+            keys, page = self._pages.get(place, ((), 0))
+            return page < len(keys) and keys[page] == key
 
-        def _keys(self, hashes: Iterable[bytes]) -> list[str]:
-            from vllm.distributed.aux_output_connector.routed_experts import routed_experts_keys
+        def _under(self, key: str) -> bytes | None:
+            from vllm.distributed.aux_output_connector.store import BlockObjectStoreError
 
-            return routed_experts_keys(hashes, str(self._generation))
+            with suppress(BlockObjectStoreError):
+                return bytes(self._store.get_concatenated([key]))
+            return None
 
-        def _hold_offers(self, most: int) -> None:
-            self._offered: OrderedDict[bytes, bytes] = OrderedDict()
-            self._most_offered = most
+        def _read_all(self, pending: Any, written: list[tuple[int, np.ndarray]]) -> dict[str, Any]:
+            """What requests are handed. After all writes: one may use what another computed."""
+            from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
 
-    return ReachableConnector
+            outputs = {}
+            for request_id, life, (start, rows), sampled in zip(
+                pending.request_ids, pending.primeblocks_lives, written, pending.num_sampled,
+                strict=True,
+            ):  # fmt: skip
+                state, stop = self._requests[request_id], start + len(rows)
+                first = state.emit_cursor
+                if sampled <= 0 or first > stop:
+                    continue
+                found = rows[first - start :]
+                if first < start:
+                    found = self._table.read(life.places, first, stop)
+                outputs[request_id] = AuxRequestOutput(first, found)
+                state.emit_cursor = stop
+            return outputs
+
+        def _hand_out(self) -> None:
+            for later in self._wanted:
+                if later.step <= self._arrived:
+                    later.rows = {block: self._table.page(block) for block in later.blocks}
+            self._wanted = [later for later in self._wanted if later.rows is None]
+
+    return RowsBesidePages
 
 
-def _finds_offered_rows(connector_type: Any) -> bool:
-    """Offer the rows of a page to a connector without a model, then schedule a request with it."""
+def _whole_group(kv_cache_config: Any) -> int | None:
+    """The first group of layers whose blocks stay with a request to its end."""
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        specs = getattr(group.kv_cache_spec, "kv_cache_specs", {"": group.kv_cache_spec})
+        if all(type(each).__name__ in _WHOLE for each in specs.values()):
+            return index
+    return None
+
+
+def _survives_another_computation(connector_type: Any) -> bool:
+    """Compute the tokens of a page, then compute them again elsewhere with other choices, on a
+    connector without a model: the page that hits must bring the rows of its block.
+    """
     from vllm.distributed.aux_output_connector import connector as control
     from vllm.distributed.aux_output_connector import routed_experts, store
 
     connector = object.__new__(connector_type)
     connector._store = store.BackgroundBlockObjectStore(
-        store.BlockObjectStore(max_bytes=8, object_nbytes=4), max_pending_batches=2
+        store.BlockObjectStore(max_bytes=8, object_nbytes=2), max_pending_batches=2
     )
     connector._buffer = routed_experts.RoutedExpertsBuffer(
-        np.dtype(np.uint8), (1, 1), block_size=4, max_num_seqs=1, max_num_batched_tokens=4,
+        np.dtype(np.uint8), (1, 1), block_size=2, max_num_seqs=3, max_num_batched_tokens=4,
         max_concurrent_batches=1,
     )  # fmt: skip
     connector._requests, connector._pending_outputs = {}, []
-    connector._generation, connector._lock = 0, Lock()
-    if hasattr(connector, "offer"):
-        connector._hold_offers(1)
-        connector.offer({b"page": b"rows"})
-    hashes = control.PackedBlockHashes(b"page", 4)
-    connector.begin_step(control.AuxOutputConnectorMetadata(0, {"r": 0}, {"r": hashes}, ()))
+    connector._generation, connector._lock, connector._max_concurrent_batches = 0, Lock(), 1
+    connector._capturer = SimpleNamespace(snapshot_routing_data=lambda count: None)
+    if hasattr(connector, "_lay_table"):
+        connector._lay_table(0, 4, 2, alone=True)
+
+    def step(name: str, blocks: list[int], start: int, experts: list[int]) -> list[int]:
+        hashes = {name: control.PackedBlockHashes(b"page", 4)}
+        metadata = control.AuxOutputConnectorMetadata(0, {name: 0}, hashes, ())
+        vars(metadata)["primeblocks_blocks"] = Assigned({name: ([blocks], start)})
+        connector.begin_step(metadata)
+        batch = SimpleNamespace(
+            req_ids=[name],
+            query_start_loc_np=np.array([0, len(experts)]),
+            num_computed_tokens_np=np.array([start]),
+        )
+        pending = connector.prepare_output(batch)
+        pending.routed_experts = np.array(experts, np.uint8).reshape(-1, 1, 1)
+        pending.num_sampled, pending.num_rejected = np.array([1]), np.array([0])
+        rows: list[int] = connector.process_output(pending)[name].rows.ravel().tolist()
+        return rows
+
     try:
-        keys = routed_experts.routed_experts_keys([b"page"], "0")
-        return bool(connector._store.get_concatenated(keys) == b"rows")
-    except store.BlockObjectStoreError:
+        step("first", [1, 2], 0, [1, 2, 3])
+        step("again", [3, 0], 0, [4, 5, 6])
+        return step("hits", [3, 0], 2, [7]) == [4, 5, 7]
+    except (store.BlockObjectStoreError, AssertionError):
         return False
     finally:
         connector.close()
@@ -149,18 +382,19 @@ def _finds_offered_rows(connector_type: Any) -> bool:
 
 def _test() -> SelfTest:
     return SelfTest(
-        needed=not _finds_offered_rows(stock(CONNECTOR)),
-        effective=_finds_offered_rows(ours(CONNECTOR)),
+        needed=not _survives_another_computation(stock(CONNECTOR)),
+        effective=_survives_another_computation(ours(CONNECTOR))
+        and hasattr(ours(_BUILD), "primeblocks_stock"),
     )
 
 
 PATCH = Patch(
     name="routes_with_pages",
-    reason="Captured routes are kept apart from the KV pages they belong to: a page that comes "
-    "back from an offloading tier after its routes were evicted has none.",
+    reason="Captured routes are kept by the hash of a page, and a hash can be computed twice, with "
+    "other choices; nor do they leave and come back with a page that an offloading tier moves.",
     tested="vllm==0.32.*",
-    replacements={CONNECTOR: _reachable},
+    replacements={CONNECTOR: _beside_pages, _BUILD: _build_connector_meta},
     self_test=_test,
-    asked=lambda config: config.aux_output_config.enabled and config.kv_transfer_config is not None,
+    asked=lambda config: config.aux_output_config.enabled,
     cpu_only=False,
 )

@@ -324,14 +324,23 @@ def test_one_request_cannot_make_every_page_stale(pool, monkeypatch, caplog, lea
 class Capture:
     """A fake of the engine's capture: rows that arrive when the test says so."""
 
+    group = 0
+
     def __init__(self):
-        self.known, self.offered = {}, {}
+        self.known, self.offered, self.asked = {}, {}, []
 
     def page_nbytes(self):
         return ROWS
 
-    def rows(self, page_hash):
-        return self.known.get(page_hash)
+    def carry(self): ...
+
+    def rows_of(self, blocks):
+        self.asked.append(SimpleNamespace(blocks=blocks, rows=None))
+        return self.asked[-1]
+
+    def arrive(self, index):
+        later = self.asked[index]
+        later.rows = {block: self.known.get(block) for block in later.blocks}
 
     def offer(self, rows):
         self.offered |= rows
@@ -378,41 +387,54 @@ def chunks(adapter, ids, numbers):
     return adapter.routes.NamedChunks(CPULoadStoreSpec(ids), _keys(numbers))
 
 
-def blocks():
+def blocks(*ids):
     from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
-    return GPULoadStoreSpec([0], (1,), (0,))
+    return GPULoadStoreSpec(list(ids), (len(ids),), (0,))
 
 
 def finished(worker):
     return [result.job_id for result in worker.it.get_finished()]
 
 
-def test_a_store_waits_for_routes_that_are_late(adapter, worker):
-    worker.capture.known[_hash(1)] = _routes(1)
-    worker.it.submit_store(0, blocks(), chunks(adapter, [3], [1]))
-    worker.it.submit_store(1, blocks(), chunks(adapter, [5, 6], [1, 2]))
-    assert finished(worker) == [0]
-    worker.capture.known[_hash(2)] = _routes(2)
+def test_a_store_waits_for_the_rows_of_its_step(adapter, worker):
+    worker.capture.known = {20: _routes(1), 21: _routes(2)}
+    worker.it.submit_store(0, blocks(20), chunks(adapter, [3], [1]))
+    worker.it.submit_store(1, blocks(20, 21), chunks(adapter, [5, 6], [1, 2]))
+    assert finished(worker) == []
+    worker.capture.arrive(1)
     assert finished(worker) == [1]
+    worker.capture.arrive(0)
+    assert finished(worker) == [0]
     found = [worker.tail.read(worker.pool[c], _hash(n)) for c, n in ((3, 1), (5, 1), (6, 2))]
     assert found == [_routes(1), _routes(1), _routes(2)]
 
 
-def test_a_store_does_not_wait_for_ever(adapter, worker):
-    worker.it.submit_store(0, blocks(), chunks(adapter, [3], [1]))
-    polls = [finished(worker) for _ in range(6)]
-    assert polls.count([0]) == 1
+def test_rows_of_an_earlier_computation_do_not_stay_in_the_pool(adapter, worker):
+    worker.tail.write(worker.pool[3], _hash(1), _routes(1))
+    worker.it.submit_store(0, blocks(20), chunks(adapter, [3], [1]))
+    worker.capture.arrive(0)  # the page was computed again, and its rows are not known
+    assert finished(worker) == [0]
     assert worker.tail.read(worker.pool[3], _hash(1)) is None
 
 
-def test_loaded_routes_are_offered_and_missing_ones_are_not(adapter, worker):
+def test_what_was_loaded_is_offered_by_block_known_or_not(adapter, worker):
     worker.tail.write(worker.pool[3], _hash(1), _routes(1))
     worker.tail.write(worker.pool[4], _hash(9), _routes(9))  # of the chunk's last page
-    worker.it.submit_load(0, chunks(adapter, [3, 4], [1, 2]), blocks())
+    worker.it.submit_load(0, chunks(adapter, [3, 4], [1, 2]), blocks(20, 21))
     assert worker.capture.offered == {}
     assert finished(worker) == [0]
-    assert worker.capture.offered == {_hash(1): _routes(1)}
+    assert worker.capture.offered == {20: _routes(1), 21: None}
+
+
+def test_routes_go_with_the_group_of_layers_that_the_capture_follows(adapter, worker):
+    worker.capture.group = 1  # the keys of these pages are of group 0
+    worker.it.submit_store(0, blocks(20), chunks(adapter, [3], [1]))
+    worker.it.submit_load(1, chunks(adapter, [4], [2]), blocks(21))
+    assert worker.capture.asked[0].blocks == []
+    worker.capture.arrive(0)
+    assert finished(worker) == [1, 0]
+    assert worker.capture.offered == {}
 
 
 def test_a_worker_without_the_patch_is_refused(adapter, monkeypatch, worker):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -23,6 +23,7 @@ from vllm.v1.kv_offload.base import (
     OffloadKey,
     TransferResult,
     get_offload_block_hash,
+    get_offload_group_idx,
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
@@ -31,8 +32,6 @@ from ....errors import PlanError, UnsupportedError
 __all__ = ["NamedChunks", "RoutesWorker", "Tail"]
 
 _SEAL_BYTES = 16
-# With asynchronous scheduling a step's rows arrive one or two steps after its keys and values.
-_PATIENCE = 4
 
 
 @dataclass(frozen=True)
@@ -78,15 +77,24 @@ class NamedChunks(CPULoadStoreSpec):
     def __init__(self, chunks: LoadStoreSpec, keys: Sequence[OffloadKey]) -> None:
         assert isinstance(chunks, CPULoadStoreSpec)
         super().__init__(list(chunks.chunk_ids))
-        self.hashes = [get_offload_block_hash(key) for key in keys]
-        assert len(self.hashes) == len(self.chunk_ids)
+        self._keys = list(keys)
+        assert len(self._keys) == len(self.chunk_ids)
+
+    def pages(self, blocks: GPULoadStoreSpec, *, group: int) -> list[_Page]:
+        """The pages of one group of layers: hash, row of the pool, block of the engine."""
+        every = zip(self._keys, self.chunk_ids, blocks.block_ids, strict=True)
+        return [
+            _Page(get_offload_block_hash(key), int(chunk), int(block))
+            for key, chunk, block in every
+            if get_offload_group_idx(key) == group
+        ]
 
 
 class RoutesWorker(OffloadingWorker):
     """A copy worker that moves routes with the pages.
 
-    A page's routes may be captured a little later than its keys and values: its store counts as
-    finished once they are there, or after a few steps without them; then they are missing.
+    The rows of a step arrive later than its keys and values: the store of a page counts as finished
+    once they are there.
 
     Args:
         inner: the worker that copies keys and values.
@@ -101,7 +109,7 @@ class RoutesWorker(OffloadingWorker):
         self._tail = tail
         self._engine_id = engine_id
         self._stores: dict[int, _Store] = {}
-        self._loads: dict[int, NamedChunks] = {}
+        self._loads: dict[int, list[_Page]] = {}
         # Looked up now: the plug-in replaces the class after this module may have been imported.
         self._connectors: Any = getattr(capture.AuxOutputWorkerConnector, "primeblocks_live", None)
         if self._connectors is None:
@@ -115,31 +123,35 @@ class RoutesWorker(OffloadingWorker):
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
     ) -> bool:
         assert isinstance(dst_spec, NamedChunks)
-        store = _Store(dict(zip(dst_spec.chunk_ids, dst_spec.hashes, strict=True)))
-        self._fill(store)
-        self._stores[job_id] = store
+        for chunk in dst_spec.chunk_ids:
+            # It may have held an earlier computation of the same page.
+            self._tail.restore(self._pool[chunk], None)
+        pages, later = [], None
+        if (connector := self._connector()) is not None:
+            pages = dst_spec.pages(src_spec, group=connector.group)
+            later = connector.rows_of([page.block for page in pages])
+        self._stores[job_id] = _Store(pages, later)
         return self._inner.submit_store(job_id, src_spec, dst_spec)
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
         assert isinstance(src_spec, NamedChunks)
-        self._loads[job_id] = src_spec
+        connector = self._connector()
+        self._loads[job_id] = (
+            [] if connector is None else src_spec.pages(dst_spec, group=connector.group)
+        )
         return self._inner.submit_load(job_id, src_spec, dst_spec)
 
     def get_finished(self) -> list[TransferResult]:
         finished = []
         for result in self._inner.get_finished():
-            chunks = self._loads.pop(result.job_id, None)
-            if chunks is None:
-                self._stores[result.job_id].result = result
-            else:
-                self._offer(chunks)
+            if result.job_id in self._loads:
+                self._offer(self._loads.pop(result.job_id))
                 finished.append(result)
+            else:
+                self._stores[result.job_id].result = result
         for job_id, store in list(self._stores.items()):
-            if store.result is None:
-                continue
-            self._fill(store)
-            store.polls += 1
-            if not store.missing or store.polls >= _PATIENCE:
+            if store.result is not None and store.is_ready():
+                self._write(store)
                 finished.append(store.result)
                 del self._stores[job_id]
         return finished
@@ -151,23 +163,17 @@ class RoutesWorker(OffloadingWorker):
         self._pool = self._pool[:0].copy()  # the pool cannot be closed while somebody looks in
         self._inner.shutdown()
 
-    def _fill(self, store: _Store) -> None:
-        """Write the rows that have been captured by now."""
-        connector = self._connector()
-        if connector is None:
-            store.missing.clear()
-            return
-        for chunk, page_hash in list(store.missing.items()):
-            if (rows := connector.rows(page_hash)) is not None:
-                self._tail.write(self._pool[chunk], page_hash, rows)
-                del store.missing[chunk]
+    def _write(self, store: _Store) -> None:
+        for page in store.pages:
+            if (rows := store.later.rows[page.block]) is not None:
+                self._tail.write(self._pool[page.chunk], page.hash, rows)
 
-    def _offer(self, chunks: NamedChunks) -> None:
-        connector = self._connector()
-        if connector is not None:
-            pages = zip(chunks.hashes, chunks.chunk_ids, strict=True)
-            found = {each: self._tail.read(self._pool[chunk], each) for each, chunk in pages}
-            connector.offer({each: rows for each, rows in found.items() if rows is not None})
+    def _offer(self, pages: list[_Page]) -> None:
+        if (connector := self._connector()) is not None:
+            found = {
+                each.block: self._tail.read(self._pool[each.chunk], each.hash) for each in pages
+            }
+            connector.offer(found)
 
     def _connector(self) -> Any:
         """The engine's capture; None on ranks that have none, and without capture."""
@@ -178,16 +184,27 @@ class RoutesWorker(OffloadingWorker):
                 f"{self._tail.rows_bytes}: routes_bytes_per_token is layers x top_k x item size, "
                 "RouterShape.bytes_per_token of primeblocks.replay"
             )
+        if connector is not None:
+            connector.carry()
         return connector
+
+
+class _Page(NamedTuple):
+    hash: bytes
+    chunk: int
+    block: int
 
 
 @dataclass
 class _Store:
-    """A store on its way: chunks without routes yet, by the hash of their page."""
+    """A store on its way, and the rows of its pages when they come."""
 
-    missing: dict[Any, bytes]
+    pages: list[_Page]
+    later: Any
     result: TransferResult | None = None
-    polls: int = 0
+
+    def is_ready(self) -> bool:
+        return self.later is None or self.later.rows is not None
 
 
 def _seal(page_hash: bytes, rows: bytes) -> bytes:

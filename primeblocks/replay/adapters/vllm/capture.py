@@ -20,12 +20,12 @@ def plan_capture_bytes(
 ) -> int:
     """Return how many bytes of rows the engine must keep so that no cache hit outlives its rows.
 
-    vLLM keeps rows by page hash in one store of its own. A page that hits after its rows were
-    evicted comes back without them: with the plug-in's patch `missing_routes_survive` they are
-    missing, without it the *engine dies*. vLLM's default covers the device pages, which leave in
-    the same order; offload tiers evict in another order, hence `slack` on their part. With
-    `offload_prompt_only=True` generated pages take rows but never a tier's room: let `slack` be at
-    least 1 + generated/prompt tokens. Pure.
+    Rows of the engine's own pages lie beside them, and rows of `kvoffload`'s tiers travel with the
+    pages: neither needs `offloaded_pages`. Pages of other tiers are looked up by hash in a store of
+    so many bytes; one that it forgot is missing with the plug-in's patch `missing_routes_survive`,
+    without it the *engine dies*. Such tiers evict in another order than the store, hence `slack`
+    on their part. With `offload_prompt_only=True` generated pages take rows but never a tier's
+    room: let `slack` be at least 1 + generated/prompt tokens. Pure.
 
     Args:
         page_tokens: tokens in a KV page (vLLM's block size).

@@ -4,7 +4,8 @@ The server is started with `--middleware primeblocks.replay.adapters.vllm.Routes
 is vLLM's documented way to extend it. A client that accepts `MEDIA_TYPE` then gets a sealed body:
 
     sizes    length of the JSON, number of arrays, length of each (uint64)
-    JSON     the answer, without `choices[i].routed_experts`
+    JSON     the answer, without `choices[i].routed_experts`, and in its place how many rows are
+             known and how many missing: `choices[i].routed_experts_coverage`
     arrays   a .npy file for each choice, empty where it had no routes
 
 Every other client gets what vLLM sends.
@@ -23,7 +24,7 @@ import numpy as np
 from ....errors import CorruptionError, UsageError
 from ...envelope import Bytes, seal, unseal
 from ...routes import Routes
-from .rows import RouterShape, read_npy, routes_from_rows
+from .rows import RouterShape, missing_rows, read_npy, routes_from_rows
 
 __all__ = ["MEDIA_TYPE", "Answer", "RoutesMiddleware", "read_answer"]
 
@@ -31,6 +32,7 @@ MEDIA_TYPE = "application/x-primeblocks-routes"
 
 _KIND, _VERSION = b"PBHT", 1
 _FIELD = "routed_experts"
+_COVERAGE = "routed_experts_coverage"
 _Message = MutableMapping[str, Any]
 _Send = Callable[[_Message], Awaitable[None]]
 
@@ -142,6 +144,11 @@ def _rewritten(answer: dict[str, Any]) -> memoryview:
     choices = answer.get("choices") or []
     encoded = [choice.pop(_FIELD, None) for choice in choices]
     files = [base64.b64decode(text) if text else b"" for text in encoded]
+    for choice, file in zip(choices, files, strict=True):
+        if file:
+            missing = missing_rows(read_npy(file))
+            counts = {"known": int((~missing).sum()), "missing": int(missing.sum())}
+            choice[_COVERAGE] = counts
     text = json.dumps(answer).encode()
     sizes = [len(text), len(files), *map(len, files)]
     return seal(_KIND, _VERSION, [np.array(sizes, dtype="<u8"), text, *files])

@@ -1,13 +1,13 @@
-"""The store that vLLM's capture gets instead of its own: what it forgot is missing, not fatal."""
+"""Where vLLM's capture keeps rows: by the place of a KV page, or by its hash."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ...pages import PageArena, StoreStatistics
 
-__all__ = ["CapturedPages"]
+__all__ = ["CapturedPages", "RowTable"]
 
 
 class CapturedPages:
@@ -55,3 +55,78 @@ class CapturedPages:
 
     def close(self) -> None:
         self._pages.close()
+
+
+class RowTable:
+    """Rows by place: one page of rows for each KV page in the engine's memory.
+
+    Not thread-safe. The memory is claimed from the system as it fills.
+
+    Args:
+        places: pages in the engine's memory.
+        page_tokens: tokens of a page.
+        row_shape: of one token, layers and top_k.
+    """
+
+    def __init__(
+        self, places: int, page_tokens: int, row_shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> None:
+        self.page_tokens = page_tokens
+        self._rows = np.empty((places, page_tokens, *row_shape), dtype)
+        self._known = np.zeros((places, page_tokens), np.bool_)
+        self._missing = np.iinfo(dtype).max  # in every slot, as in `CapturedPages`
+
+    @property
+    def page_nbytes(self) -> int:
+        """Bytes of one page's rows."""
+        return int(self._rows[0].nbytes)
+
+    def write(self, places: Sequence[int], start: int, rows: np.ndarray) -> None:
+        """Keep the rows of tokens from `start` on; `places` are those of all pages in order."""
+        at = self._at(places, start, start + len(rows))
+        self._rows[at], self._known[at] = rows, True
+
+    def read(self, places: Sequence[int], start: int, stop: int) -> np.ndarray:
+        """A copy of the rows of tokens; those that are not known hold the largest number."""
+        at = self._at(places, start, stop)
+        rows = np.array(self._rows[at])
+        rows[~self._known[at]] = self._missing
+        return rows
+
+    def page(self, place: int) -> bytes | None:
+        """The rows of a page, None if not one is known."""
+        is_empty = not self._known[place].any()
+        return None if is_empty else self.read([place], 0, self.page_tokens).tobytes()
+
+    def put(self, place: int, page: bytes | None) -> None:
+        """Take over what `page` gave; None empties the place."""
+        self.empty([place])
+        if page is not None:
+            rows = np.frombuffer(page, self._rows.dtype).reshape(self._rows[place].shape)
+            missing = (rows == self._missing).reshape(self.page_tokens, -1).all(axis=1)
+            self._rows[place], self._known[place] = rows, ~missing
+
+    def fill(self, place: int, page: bytes | None) -> None:
+        """As `put`, for rows that are not known only."""
+        rows, known = self._rows[place].copy(), self._known[place].copy()
+        self.put(place, page)
+        self._rows[place, known], self._known[place, known] = rows[known], True
+
+    def copy(self, source: int, target: int) -> None:
+        """Make one place what another is."""
+        self._rows[target], self._known[target] = self._rows[source], self._known[source]
+
+    def empty(self, places: Sequence[int]) -> None:
+        """Make all rows of pages missing."""
+        self._known[list(places)] = False
+
+    def is_whole(self, place: int) -> bool:
+        return bool(self._known[place].all())
+
+    def _at(self, places: Sequence[int], start: int, stop: int) -> tuple[Any, Any]:
+        tokens = self.page_tokens
+        if stop - start == 1:
+            return places[start // tokens], slice(start % tokens, start % tokens + 1)
+        page, inside = np.divmod(np.arange(start, stop), tokens)
+        first = start // tokens
+        return np.array(places[first : -(-stop // tokens)], np.int64)[page - first], inside

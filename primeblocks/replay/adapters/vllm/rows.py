@@ -15,6 +15,7 @@ from ...routes import Routes
 __all__ = [
     "Completion",
     "RouterShape",
+    "missing_rows",
     "read_npy",
     "routes_from_base64",
     "routes_from_output",
@@ -146,6 +147,12 @@ def read_npy(file: Bytes) -> np.ndarray:
         ) from error
 
 
+def missing_rows(rows: np.ndarray) -> np.ndarray:
+    """Bool `[tokens]`: where the engine had no row, and put the largest number in every slot."""
+    forgotten: np.ndarray = (rows == np.iinfo(rows.dtype).max).all(axis=(1, 2))
+    return forgotten
+
+
 def routes_from_rows(
     rows: np.ndarray, shape: RouterShape, *, tokens: int, prompt_start: int
 ) -> Routes:
@@ -157,7 +164,7 @@ def routes_from_rows(
             f"{list(expected)}; got {rows.dtype} {list(rows.shape)}. Is the RouterShape this "
             "model's, and prompt_start the request's?"
         )
-    forgotten = (rows == np.iinfo(rows.dtype).max).all(axis=(1, 2))
+    forgotten = missing_rows(rows)
     dense = np.delete(rows, shape.moe_layers, axis=1)[~forgotten]
     if dense.any():
         layers = sorted(set(range(shape.num_layers)) - set(shape.moe_layers))
