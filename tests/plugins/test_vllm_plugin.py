@@ -72,7 +72,7 @@ OUR_TIER = SimpleNamespace(
         ({"dtype": "float16", "backend": "nccl", "transfer": THEIR_TIER}, set()),
         ({"backend": "primeblocks"}, {"moe_reload_on_cpu"}),
         ({"transfer": OUR_TIER}, {"moe_reload_on_cpu"}),
-        ({"capture": True}, NAMES - {"amx_on_cpu", "routes_with_pages"}),
+        ({"capture": True}, NAMES - {"amx_on_cpu"}),
         ({"capture": True, "transfer": THEIR_TIER}, NAMES - {"amx_on_cpu"}),
         ({"dtype": "bfloat16"}, {"amx_on_cpu"}),
     ],

@@ -362,6 +362,8 @@ def main(mode: str, model: str, count: int) -> None:
     from primeblocks.plugins import vllm as plugin
 
     plugin.register()
+    for name in ("missing_routes_survive", "routes_with_pages"):
+        plugin.require(name)
     # The connector without a model: it asks for the shape of a row, and for its rank.
     shape = SimpleNamespace(shape_per_token=(LAYERS, TOP_K), output_dtype_name="uint8")
     worker.RoutedExpertsCapturer = lambda **_: shape
