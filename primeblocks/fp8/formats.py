@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 
 from ..errors import UsageError
 
-__all__ = ["E4M3_MAX", "Tile"]
+__all__ = ["E4M3_MAX", "Tile", "check_tile"]
 
 E4M3_MAX = 448.0
 """The largest float8_e4m3fn. Four exponent and three mantissa bits, no infinity."""
@@ -24,8 +25,9 @@ class Tile:
     columns: int
 
     def __post_init__(self) -> None:
-        if self.rows < 1 or self.columns < 1:
-            raise UsageError(f"a tile has positive sides; got {self.rows} x {self.columns}")
+        for side in (self.rows, self.columns):
+            if not isinstance(side, Integral) or side < 1:
+                raise UsageError(f"a tile has positive sides; got {self.rows!r} x {self.columns!r}")
 
     @property
     def transposed(self) -> Tile:
@@ -34,3 +36,13 @@ class Tile:
     def grid(self, rows: int, columns: int) -> tuple[int, int]:
         """How many tiles cover a matrix, by dim. Pure."""
         return -(-rows // self.rows), -(-columns // self.columns)
+
+
+def check_tile(name: str, tile: object) -> None:
+    """Refuse what is no tile, such as a pair of numbers. Local.
+
+    Raises:
+        UsageError: by name.
+    """
+    if not isinstance(tile, Tile):
+        raise UsageError(f"{name} must be a Tile, such as Tile(1, 128); got {tile!r:.60}")

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ..errors import ShapeError
+from ..groups import check_tensors
 from .quantize import Quantized, quantize
-from .recipe import Recipe
+from .recipe import Recipe, check_recipe
 
 __all__ = ["grouped_matmul", "grouped_mm_fn", "matmul"]
 
@@ -30,9 +31,11 @@ def matmul(x: Tensor, weight: Tensor, *, recipe: Recipe) -> Tensor:
 
     Raises:
         ShapeError: the inner dims differ.
-        UsageError: a value, or in backward a gradient, is not finite.
+        UsageError: no recipe; a value, or in backward a gradient, is not finite.
     """
-    if weight.ndim != 2 or x.shape[-1] != weight.shape[1]:
+    check_recipe(recipe)
+    check_tensors(x=x, weight=weight)
+    if weight.ndim != 2 or not x.ndim or x.shape[-1] != weight.shape[1]:
         raise ShapeError(f"x {list(x.shape)} and weight {list(weight.shape)} do not multiply")
     flat = _Matmul.apply(x.reshape(-1, x.shape[-1]), weight, recipe)
     return flat.reshape(*x.shape[:-1], weight.shape[0])
@@ -51,6 +54,13 @@ def grouped_matmul(x: Tensor, experts: Tensor, offsets: Tensor, *, recipe: Recip
     Raises:
         ShapeError: shapes do not fit, or the offsets do not rise to the number of tokens.
     """
+    check_recipe(recipe)
+    check_tensors(x=x, experts=experts, offsets=offsets)
+    if offsets.ndim != 1 or offsets.is_floating_point() or not len(experts):
+        raise ShapeError(
+            f"needs an expert, and one whole number each to end its rows; got {len(experts)} and "
+            f"offsets {offsets.dtype} {list(offsets.shape)}"
+        )
     if experts.ndim != 3 or x.ndim != 2 or x.shape[1] != experts.shape[2]:
         raise ShapeError(f"x {list(x.shape)} and experts {list(experts.shape)} do not multiply")
     ends = offsets.tolist()

@@ -13,7 +13,7 @@ from ..layout import Layout
 from .formats import Tile
 from .matmul import matmul
 from .quantize import round_trip
-from .recipe import Recipe
+from .recipe import Recipe, check_recipe
 
 __all__ = ["Fp8Linear", "convert", "encode_weights"]
 
@@ -46,9 +46,12 @@ def convert(model: nn.Module, recipe: Recipe, *, only: str | re.Pattern[str]) ->
         The names of the converted layers.
 
     Raises:
-        UsageError: the rule matches no linear layer.
+        UsageError: the rule matches no linear layer, or is no regular expression.
     """
-    pattern = re.compile(only)
+    check_recipe(recipe)
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model must be an nn.Module; got a {type(model).__name__}")
+    pattern = _pattern(only)
     found = [
         (name, module)
         for name, module in model.named_modules()
@@ -88,9 +91,11 @@ def encode_weights(
             through a tile is refused; otherwise it is not noticed.
 
     Raises:
+        UsageError: `only` is no regular expression.
         PlanError: a shard of a matching weight is cut through a tile.
     """
-    pattern = re.compile(only)
+    check_recipe(recipe)
+    pattern = _pattern(only)
     for name, layout in ({} if layouts is None else layouts).items():
         if pattern.search(name) and len(layout.shape) == 2:
             _check_cut(name, layout, recipe.weights)
@@ -101,6 +106,15 @@ def encode_weights(
         return {name: round_trip(tensor, recipe.weights)}
 
     return encode
+
+
+def _pattern(only: str | re.Pattern[str]) -> re.Pattern[str]:
+    if isinstance(only, str | re.Pattern):
+        try:
+            return re.compile(only)
+        except re.error as error:
+            raise UsageError(f"only={only!r} is no regular expression: {error}") from error
+    raise UsageError(f"only must be one regular expression; got {only!r}. Join names with |.")
 
 
 def _check_cut(name: str, layout: Layout, tile: Tile) -> None:

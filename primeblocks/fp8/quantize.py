@@ -9,7 +9,8 @@ from jaxtyping import Float32
 from torch import Tensor
 
 from ..errors import ShapeError, UsageError
-from .formats import E4M3_MAX, Tile
+from ..groups import check_tensors
+from .formats import E4M3_MAX, Tile, check_tile
 
 __all__ = ["Quantized", "measure_error", "quantize", "round_trip"]
 
@@ -51,10 +52,12 @@ def quantize(x: Tensor, tile: Tile) -> Quantized:
 
     Raises:
         ShapeError: not a matrix of floating-point numbers.
-        UsageError: a value is not finite in float32.
+        UsageError: a value is not finite in float32, or `tile` is no `Tile`.
 
     Source: DeepSeek-V3, arXiv:2412.19437, section 3.3; the quotient as DeepGEMM takes it.
     """
+    check_tile("tile", tile)
+    check_tensors(x=x)
     if x.ndim != 2 or not x.is_floating_point():
         raise ShapeError(f"quantize takes a floating-point matrix; got {x.dtype} {list(x.shape)}")
     rows, columns = x.shape
@@ -80,6 +83,10 @@ def round_trip(x: Tensor, tile: Tile) -> Tensor:
 
 def measure_error(x: Tensor, quantized: Quantized) -> float:
     """The relative error in the Frobenius norm, in float64; 0 for zeros. Local."""
+    check_tensors(x=x)
+    if not isinstance(quantized, Quantized) or x.shape != quantized.shape:
+        shape = getattr(quantized, "shape", None)
+        raise ShapeError(f"needs x and what quantize made of it; got {list(x.shape)} and {shape}")
     exact = x.detach().double()
     norm = exact.norm()
     if norm == 0:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..errors import PlanError, UnsupportedError
-from .formats import Tile
+from ..errors import PlanError, UnsupportedError, UsageError
+from .formats import Tile, check_tile
 from .gemm import Gemm
 from .reference import ReferenceGemm
 
-__all__ = ["Recipe"]
+__all__ = ["Recipe", "check_recipe"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Recipe:
             alter anyone's numbers.
 
     Raises:
+        UsageError: a tile that is no `Tile`, or an engine that cannot be called.
         PlanError: the tiles do not share their inner side, in both directions.
         UnsupportedError: another scale or wgrad than those above.
     """
@@ -40,6 +41,10 @@ class Recipe:
     gemm: Gemm = field(default_factory=ReferenceGemm)
 
     def __post_init__(self) -> None:
+        check_tile("activations", self.activations)
+        check_tile("weights", self.weights)
+        if not callable(self.gemm) or isinstance(self.gemm, type):
+            raise UsageError(f"gemm must be an engine, such as ReferenceGemm(); got {self.gemm!r}")
         if self.activations.columns != self.weights.columns:
             raise PlanError(
                 f"activations {self.activations} and weights {self.weights} need the same number "
@@ -63,3 +68,13 @@ class Recipe:
         """Sixteen hex digits of everything that decides codes and scales; not the engine. Pure."""
         text = f"e4m3 {self.activations} {self.weights} {self.scale} x*(1/scale)"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def check_recipe(recipe: object) -> None:
+    """Refuse what is no recipe. Local.
+
+    Raises:
+        UsageError: it says what came.
+    """
+    if not isinstance(recipe, Recipe):
+        raise UsageError(f"recipe must be a Recipe, such as Recipe(); got {recipe!r:.60}")

@@ -8,7 +8,7 @@ from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from numbers import Integral
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -289,14 +289,18 @@ def plan_sequence(
 
     Source: arXiv:2407.21783 (zigzag); Graham 1969 (longest processing time first).
     """
-    if isinstance(document_lengths, int) or not all(
-        isinstance(n, Integral) for n in (ranks, block_tokens)
-    ):
+    given: Any = document_lengths
+    given = given.tolist() if isinstance(given, Tensor | np.ndarray) else given
+    whole = isinstance(given, Sequence) and all(
+        isinstance(n, Integral) for n in (*given, ranks, block_tokens)
+    )
+    if not whole or not (cost is None or callable(cost)):
         raise PlanError(
-            "needs a list of document lengths, and whole numbers of ranks and block_tokens; got "
-            f"{document_lengths!r}, ranks={ranks!r}, block_tokens={block_tokens!r}."
+            "needs a list of document lengths, ranks and block_tokens, all whole numbers, and a "
+            f"cost to call; got {given!r:.80}, ranks={ranks!r}, block_tokens={block_tokens!r}, "
+            f"cost={cost!r}."
         )
-    lengths = tuple(int(length) for length in document_lengths)
+    lengths = tuple(int(length) for length in given)
     if ranks < 1 or block_tokens < 1 or min(lengths, default=0) < 0:
         raise PlanError(
             f"needs ranks >= 1, block_tokens >= 1 and lengths >= 0; "

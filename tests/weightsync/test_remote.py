@@ -119,6 +119,10 @@ class Slow:
         threading.Timer(0.05, lambda: setattr(self, "errored", True)).start()
         await self.never()
 
+    async def dies_with_a_remedy(self):
+        self.errored = True
+        raise EngineError("POST /load: connection refused. Restart it.")
+
     async def dies_and_says_so(self):
         self.errored = True
         raise RuntimeError("gone")
@@ -132,6 +136,7 @@ class Slow:
         ("is_late", DeadlineError, "no answer to POST"),
         ("dies", EngineError, "died before it did try. Restart"),
         ("dies_and_says_so", EngineError, "died before it did try: gone Restart"),
+        ("dies_with_a_remedy", EngineError, r"connection refused\. Restart it\.$"),
     ],
 )
 def test_a_call_ends_with_a_type_before_its_deadline(method, kind, message):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...errors import ShapeError
-from ...groups import outside_graphs
+from ...groups import check_tensors, outside_graphs
 from ..attention.inputs import autocast
 from .dispatcher import TokenDispatcher
 
@@ -37,8 +37,15 @@ def grouped_linear(
         counts: rows of each expert, on the host, adding up to `slots`.
 
     Raises:
-        ShapeError: not one count an expert, or the counts do not add up to the rows.
+        ShapeError: shapes do not fit, there is not one count an expert, or the counts do not add
+            up to the rows.
     """
+    check_tensors(tokens=tokens, counts=counts, weight=weight)
+    if counts.ndim != 1 or weight.ndim != 3 or tokens.shape[1:] != weight.shape[2:]:
+        raise ShapeError(
+            "needs tokens [slots, in], counts [experts] and weight [experts, out, in]; got "
+            f"{tuple(tokens.shape)}, {tuple(counts.shape)}, {tuple(weight.shape)}."
+        )
     rows = counts.tolist()
     if len(rows) != len(weight):
         raise ShapeError(

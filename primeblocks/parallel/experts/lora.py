@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from math import sqrt
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -57,8 +58,8 @@ def add_expert_lora(
         PlanError: no such parameter, a rank below 1, or experts that have an adapter.
         UnsupportedError: the experts are sharded already.
     """
-    if rank < 1:
-        raise PlanError(f"rank must be at least 1; got {rank}.")
+    if not isinstance(rank, Integral) or rank < 1 or not isinstance(alpha, Real):
+        raise PlanError(f"rank must be at least 1, alpha a number; got {rank!r} and {alpha!r}.")
     wanted = _WEIGHTS if names is None else tuple(names)
     found = [
         (path, module, name)

@@ -12,9 +12,10 @@ plan is made from counts, on the host. Used in a layer, between router and exper
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -202,6 +203,7 @@ class Placement:
             )
 
     def _check_ids(self, expert_ids: Tensor) -> None:
+        check_tensors(expert_ids=expert_ids)
         if expert_ids.ndim != 2 or expert_ids.is_floating_point() or expert_ids.dtype == torch.bool:
             raise ShapeError(
                 f"expert_ids must be integers [tokens, top_k]; "
@@ -255,6 +257,13 @@ def _checked(
 ) -> tuple[float, ...]:
     if isinstance(loads, Tensor) and loads.ndim != 1:
         raise PlanError(f"loads must be one number an expert; got shape {tuple(loads.shape)}.")
+    if not isinstance(loads, Iterable) or not all(
+        isinstance(n, Integral) for n in (ranks, redundant)
+    ):
+        raise PlanError(
+            "needs loads, one number an expert, and whole ranks and redundant; got a "
+            f"{type(loads).__name__}, ranks={ranks!r}, redundant={redundant!r}."
+        )
     tokens = tuple(map(float, loads.tolist() if isinstance(loads, Tensor) else loads))
     experts = len(tokens)
     bad = [e for e, load in enumerate(tokens) if not 0 <= load <= _MOST]

@@ -198,9 +198,11 @@ class Sglang:
         if refusal is None:
             self._held, self._torn = replace(new, checksum=self._checksum(deadline)), False
             return self._held.checksum
-        text = f"{self._server.url} did not load version {folder.version}: {refusal.rstrip('.')}"
+        refusal = _cause(refusal)
+        text = f"{self._server.url} did not load version {folder.version}: {refusal}"
         again = self._try(before, deadline)
         if again is not None:
+            again = _cause(again)
             raise EngineError(f"{text}. Going back to {before.path} failed too: {again}. Restart.")
         if self._checksum(deadline) != before.checksum:
             raise EngineError(f"{text}. After going back, weights differ from before. Restart it.")
@@ -282,3 +284,8 @@ class Sglang:
                 + (f"; {needs!r} was expected." if status == 200 else ".")
             )
         return answer
+
+
+def _cause(text: str) -> str:
+    """Without the remedy that another error brought: this one ends in its own."""
+    return text.removesuffix(" Restart it.").rstrip(".")

@@ -227,5 +227,6 @@ async def call(engine: Any, answer: Awaitable[Any], what: str, deadline: float) 
     if isinstance(error, DeadlineError):
         raise error
     if engine.errored:
-        raise EngineError(f"the engine died before it did {what}: {error} Restart it.") from error
+        said = str(error).removesuffix(" Restart it.")  # A server's own error may end so.
+        raise EngineError(f"the engine died before it did {what}: {said} Restart it.") from error
     raise EngineError(f"the engine refused to {what}: {type(error).__name__}: {error}") from error

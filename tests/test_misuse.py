@@ -1,0 +1,113 @@
+"""What a caller may pass by mistake at the top level: a typed error, and none of Python's own."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from primeblocks import fp8, parallel
+from primeblocks.errors import UsageError
+from primeblocks.testing import ranks
+
+WEIGHT, ROWS, ENDS = torch.zeros(8, 128), torch.zeros(4, 128), torch.tensor([2, 4])
+X = torch.zeros(7, 2, 4)
+RECIPE, PLAN = fp8.Recipe(), parallel.plan_sequence([7], ranks=1)
+SLOTS = {"x": torch.zeros(2, 4), "scores": torch.ones(2, 1), "expert_ids": torch.zeros(2, 1).long()}
+
+FP8 = {
+    "a pair for a tile": lambda: fp8.Recipe(activations=(1, 128)),
+    "another pair": lambda: fp8.Recipe(weights=(128, 128)),
+    "a pair to quantize by": lambda: fp8.quantize(WEIGHT, (1, 128)),
+    "a recipe to quantize by": lambda: fp8.quantize(WEIGHT, RECIPE),
+    "a list to quantize": lambda: fp8.quantize([[1.0]], fp8.Tile(1, 1)),
+    "half a tile": lambda: fp8.Tile(1.5, 128),
+    "text in a tile": lambda: fp8.Tile("1", 128),
+    "an engine by name": lambda: fp8.Recipe(gemm="cublas"),
+    "an engine's class": lambda: fp8.Recipe(gemm=fp8.ReferenceGemm),
+    "no recipe": lambda: fp8.matmul(ROWS, WEIGHT, recipe=None),
+    "a tile for a recipe": lambda: fp8.matmul(ROWS, WEIGHT, recipe=fp8.Tile(1, 128)),
+    "no dims": lambda: fp8.matmul(torch.tensor(1.0), WEIGHT, recipe=RECIPE),
+    "a quantized weight": lambda: fp8.matmul(
+        ROWS, fp8.quantize(WEIGHT, RECIPE.weights), recipe=RECIPE
+    ),
+    "offsets in a list": lambda: fp8.grouped_matmul(
+        ROWS, WEIGHT.expand(2, 8, 128), [2, 4], recipe=RECIPE
+    ),
+    "offsets with two dims": lambda: fp8.grouped_matmul(
+        ROWS, WEIGHT.expand(2, 8, 128), ENDS[None], recipe=RECIPE
+    ),
+    "no experts": lambda: fp8.grouped_matmul(
+        ROWS[:0], WEIGHT.expand(0, 8, 128), ENDS[:0], recipe=RECIPE
+    ),
+    "no expression": lambda: fp8.convert(torch.nn.Linear(1, 1), RECIPE, only="["),
+    "names in a list": lambda: fp8.convert(torch.nn.Linear(1, 1), RECIPE, only=["w"]),
+    "names to encode": lambda: fp8.encode_weights(RECIPE, only=["w"]),
+    "nothing quantized": lambda: fp8.measure_error(WEIGHT, WEIGHT),
+    "a product of tensors": lambda: fp8.exact_product(WEIGHT, WEIGHT),
+}
+PARALLEL = {
+    "text for ranks": lambda: parallel.plan_mesh(world_size="8"),
+    "one length": lambda: parallel.plan_sequence(7, ranks=2),
+    "no lengths": lambda: parallel.plan_sequence(None, ranks=2),
+    "half a token": lambda: parallel.plan_sequence([1.5], ranks=2),
+    "rows of lengths": lambda: parallel.plan_sequence(torch.ones(2, 2).long(), ranks=2),
+    "no ranks": lambda: parallel.plan_sequence([7], ranks=None),
+    "a cost that is a number": lambda: parallel.plan_sequence([7], ranks=2, cost=3.0),
+    "split over no group": lambda: PLAN.split(X, group=None),
+    "join over no group": lambda: PLAN.join(X, group=None),
+    "labels of a list": lambda: PLAN.labels([1] * 7),
+    "dispatch over no group": lambda: parallel.AllToAllDispatcher(None),
+    "dispatch over a number": lambda: parallel.OncePerRankDispatcher(8),
+    "dispatch over a mesh": lambda: parallel.AllToAllDispatcher(_meshes().expert),
+    "no experts to dispatch to": lambda: parallel.LocalDispatcher().dispatch(
+        **SLOTS, num_experts=None
+    ),
+    "combine nothing": lambda: parallel.LocalDispatcher().combine(X[0], None),
+    "no alignment": lambda: parallel.LocalDispatcher(alignment=None),
+    "ring over no group": lambda: parallel.ring_attention(X, X, X, sequence=PLAN, group=None),
+    "lengths for a plan": lambda: parallel.ulysses_attention(
+        X, X, X, sequence=[7], group=dist.group.WORLD
+    ),
+    "no loads": lambda: parallel.plan_placement(None, ranks=2, redundant=0),
+    "text for redundant": lambda: parallel.plan_placement([1.0, 1.0], ranks=2, redundant="0"),
+    "counts in a list": lambda: parallel.grouped_linear(X[0], [2], torch.zeros(1, 4, 4)),
+    "counts of other experts": lambda: parallel.grouped_linear(
+        X[0], torch.tensor([1, 1]), torch.zeros(1, 4, 4)
+    ),
+    "rows of another width": lambda: parallel.grouped_linear(
+        X[0], torch.tensor([2]), torch.zeros(1, 4, 3)
+    ),
+    "no meshes to clip over": lambda: parallel.clip_grad_norm_([], 1.0, meshes=None),
+    "a plan to count over": lambda: parallel.global_token_count(
+        3, parallel.plan_mesh(world_size=1)
+    ),
+    "a plan to shard over": lambda: parallel.fully_shard_moe(
+        torch.nn.Linear(1, 1), parallel.plan_mesh(world_size=1), layers=[], experts=[]
+    ),
+    "names of layers": lambda: parallel.fully_shard_moe(
+        torch.nn.Linear(1, 1), _meshes(), layers=["layers.0"], experts=[]
+    ),
+    "no such device": lambda: parallel.plan_mesh(world_size=1).build("abacus"),
+}
+
+
+def _meshes():
+    return parallel.plan_mesh(world_size=1).build("cpu")
+
+
+def _met(cases):
+    """In a rank nothing checks annotations, as where users are."""
+    found = {}
+    for name, mistake in {"fp8": FP8, "parallel": PARALLEL}[cases].items():
+        try:
+            mistake()
+            found[name] = "nothing"
+        except UsageError:
+            continue
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+@pytest.mark.parametrize("cases", ["fp8", "parallel"])
+def test_a_mistake_is_a_typed_error(cases):
+    assert ranks.run(_met, cases, world_size=1) == [{}]
