@@ -58,8 +58,10 @@ def add_expert_lora(
         PlanError: no such parameter, a rank below 1, or experts that have an adapter.
         UnsupportedError: the experts are sharded already.
     """
-    if not isinstance(rank, Integral) or rank < 1 or not isinstance(alpha, Real):
-        raise PlanError(f"rank must be at least 1, alpha a number; got {rank!r} and {alpha!r}.")
+    if not isinstance(rank, Integral) or rank < 1:
+        raise PlanError(f"rank must be at least 1; got {rank!r}.")
+    if not isinstance(alpha, Real):
+        raise PlanError(f"alpha must be a number; got {alpha!r}.")
     wanted = _WEIGHTS if names is None else tuple(names)
     found = [
         (path, module, name)
