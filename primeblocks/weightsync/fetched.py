@@ -29,7 +29,7 @@ __all__ = ["Feed", "Version", "bring", "check", "feeding", "undone"]
 
 # Less than this is done before a thread has started.
 _BYTES_A_THREAD = 8 << 20
-# So many buckets are checked ahead of the load.
+# So many buckets are checked before a load asks for them.
 _AHEAD = 2
 
 
@@ -135,15 +135,20 @@ def check(plan: Plan, reader: int, version: Version) -> None:
 class Feed:
     """Tensors of a version for one load, each of bytes that were found to be right.
 
-    What a reader has checked in its own memory is given as it lies there. The rest is checked in a
-    thread, some buckets ahead of what was asked for; of what is lent, that is a copy.
+    What a reader has checked in its own memory is given as it lies there. The rest is checked in
+    threads, some buckets ahead of what was asked for; of what is lent, that is a copy.
 
     Args:
         uses: how often each tensor will be asked for; a copy goes with the last.
     """
 
     def __init__(
-        self, plan: Plan, reader: int, version: Version, uses: Mapping[str, int], pool: Executor
+        self,
+        plan: Plan,
+        reader: int,
+        version: Version,
+        uses: Mapping[str, int],
+        pool: Executor,
     ) -> None:
         self._plan, self._version, self._pool = plan, version, pool
         self._uses, self._copies = dict(uses), None
@@ -192,23 +197,32 @@ class Feed:
 
 
 @contextmanager
-def feeding(plan: Plan, reader: int, version: Version, uses: Mapping[str, int]) -> Iterator[Feed]:
-    """A `Feed`, for as long as the load goes on. One thread: more take from the load what memory
-    gives."""
-    with ThreadPoolExecutor(1) as pool:
+def feeding(
+    plan: Plan, reader: int, version: Version, uses: Mapping[str, int], *, threads: int
+) -> Iterator[Feed]:
+    """A `Feed`, for as long as the load goes on."""
+    # Two for copies; more take from the load what memory gives, and hold more of it.
+    most = 2 if isinstance(version.held, Lent) else 1
+    threads = min(most, _as_many(plan, plan.of_reader(reader), threads))
+    with ThreadPoolExecutor(threads) as pool:
         try:
             yield Feed(plan, reader, version, uses, pool)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
+def _as_many(plan: Plan, indices: Sequence[int], threads: int) -> int:
+    """The threads that are worth their start."""
+    size = sum(plan.buckets[index].bytes for index in indices)
+    return max(1, min(threads, len(indices), 1 + size // _BYTES_A_THREAD))
+
+
 def _for_each(
     plan: Plan, indices: Sequence[int], work: Callable[[int], None], *, threads: int
 ) -> None:
     """Work on each bucket; the first error ends it, once those under way are done."""
-    size = sum(plan.buckets[index].bytes for index in indices)
-    threads = min(threads, len(indices), 1 + size // _BYTES_A_THREAD)
-    if threads <= 1:
+    threads = _as_many(plan, indices, threads)
+    if threads == 1:
         for index in indices:
             work(index)
         return

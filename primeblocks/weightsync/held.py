@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import UInt8
 from torch import Tensor
@@ -33,6 +36,8 @@ __all__ = [
 
 # Read, digested and copied on while in the cache.
 _CHUNK_BYTES, _LONG_ROW_BYTES = 1 << 20, 1 << 16
+# References to an array that only a list has: the list, and the question.
+_UNUSED = 2
 
 
 class Held(Protocol):
@@ -175,7 +180,8 @@ class Boxes:
     def __init__(
         self, plan: Plan, reader: int, *, stays: bool, device: torch.device | str = "cpu"
     ) -> None:
-        self._plan, self.stays, self._device = plan, stays, device
+        self._plan, self.stays, self._device = plan, stays, torch.device(device)
+        self._pages = Pages()
         self._wants = plan.wants[reader]
         self._boxes: dict[str, list[tuple[Shard, Tensor]]] = {}
 
@@ -199,13 +205,33 @@ class Boxes:
 
     def _of(self, name: str) -> list[tuple[Shard, Tensor]]:
         if name not in self._boxes:
-            dtype = self._plan.target[name].dtype
-            made = [
-                (box, torch.empty(box.sizes, dtype=dtype, device=self._device))
-                for box in self._wants.get(name, ())
-            ]
+            made = [(box, self._make(name, box)) for box in self._wants.get(name, ())]
             self._boxes.setdefault(name, made)  # Of two threads the first wins.
         return self._boxes[name]
+
+    def _make(self, name: str, box: Shard) -> Tensor:
+        dtype = self._plan.target[name].dtype
+        if self._device.type != "cpu" or self.stays or box.numel == 0:
+            return torch.empty(box.sizes, dtype=dtype, device=self._device)
+        return self._pages.take(box.numel * dtype.itemsize).view(dtype).view(box.sizes)
+
+
+class Pages:
+    """Memory that is used again once no tensor is in it: fresh pages cost several copies."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[int, list[np.ndarray]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, size_bytes: int) -> UInt8[Tensor, " bytes"]:
+        """So many bytes that nobody else has, whatever is in them."""
+        with self._lock:
+            arrays = self._arrays.setdefault(size_bytes, [])
+            # Each tensor of an array, and each view of that, holds it.
+            free = [i for i in range(len(arrays)) if sys.getrefcount(arrays[i]) == _UNUSED]
+            if not free:
+                arrays.append(np.empty(size_bytes, dtype=np.uint8))
+            return torch.from_numpy(arrays[free[0] if free else -1])
 
 
 def chunks_of(

@@ -115,7 +115,7 @@ class Subscriber:
         """Load a version. Local.
 
         Cost: one XXH3-128 of what this reader wants, then what `load` costs. Where the bytes lie in
-        a file or in the trainer's memory, one copy and one more XXH3-128 in a thread beside `load`;
+        a file or in the trainer's memory, one copy and one more XXH3-128 in threads beside `load`;
         about a bucket of each trainer rank is there at a time. Deltas are applied to the bytes
         held, one copy each way for each bucket.
 
@@ -343,7 +343,8 @@ class Subscriber:
                 yield name, tensor
                 feed.used(self._made_of(name))
 
-        with feeding(self._plan, self._reader, version, uses) as feed:
+        threads = self._threads
+        with feeding(self._plan, self._reader, version, uses, threads=threads) as feed:
             self._load(tensors(feed))
         if taken < len(wanted):
             raise TransferError(f"load took {taken} of {len(wanted)} tensors")

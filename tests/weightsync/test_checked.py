@@ -22,7 +22,7 @@ from primeblocks.weightsync import (
     plan_sync,
 )
 from primeblocks.weightsync import held as held_module
-from primeblocks.weightsync.held import BlobFile, Boxes, chunks_of
+from primeblocks.weightsync.held import BlobFile, Boxes, Pages, chunks_of
 from primeblocks.weightsync.manifest import Manifest, TensorSpec
 from primeblocks.weightsync.transports.lease import Hold, Lease
 from primeblocks.weightsync.transports.packed import places_of_version
@@ -236,6 +236,34 @@ def test_a_load_has_a_few_buckets_of_copies_at_a_time(kind, tmp_path, monkeypatc
     assert site.served() == 1
     assert len(held) >= 40
     assert max(held) <= 3  # What is loaded, and two ahead.
+    site.subscriber.close()
+    site.transport.close()
+
+
+def test_memory_is_used_again_once_nobody_has_it():
+    pages = Pages()
+    first, second = pages.take(64), pages.take(64)
+    place, part = first.data_ptr(), first.view(torch.float32)[2:]
+    assert second.data_ptr() != place
+    del first
+    third = pages.take(64)
+    assert third.data_ptr() not in (place, second.data_ptr())  # A view of it lives.
+    del part
+    assert pages.take(32).data_ptr() != place
+    assert pages.take(64).data_ptr() == place
+
+
+def test_tensors_that_a_load_holds_until_its_end_are_not_written_to(tmp_path):
+    weights = {f"t{i}": torch.full((16,), float(i)) for i in range(40)}
+    site = Site("shared_memory", tmp_path, weights=weights)
+    site.publisher.publish(1, timeout_s=TIMEOUT_S)
+
+    def load(tensors):
+        for place, (_, tensor) in enumerate(list(tensors)):
+            assert tensor.eq(place).all()
+
+    site.subscriber._load = load
+    assert site.receive().version == 1
     site.subscriber.close()
     site.transport.close()
 
