@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import CapacityError, PlanError, UnsupportedError
+from ..errors import CapacityError, PlanError, UnsupportedError, UsageError
 from .page import frame_bytes
 
 __all__ = ["HostTier"]
@@ -57,8 +57,19 @@ class HostTier:
         if pinned and not torch.cuda.is_available():
             raise UnsupportedError("pinned=True needs a CUDA device; leave it out on the CPU")
         self._slab = _reserve(self.capacity_pages * self.frame_bytes)
+        self._claimed = False
         if pinned:
             _cuda("cudaHostRegister", self._slab.ctypes.data, self._slab.nbytes, 0)
+
+    def claim(self) -> None:
+        """Take the pool for one store; each would put its pages into the frames of the other.
+
+        Raises:
+            UsageError: a store has it, or had it.
+        """
+        if self._claimed:
+            raise UsageError("this HostTier belongs to another store. Give each store its own.")
+        self._claimed = True
 
     def frame(self, number: int) -> np.ndarray:
         """The bytes of a frame: a view, aligned to 4096 bytes."""

@@ -49,8 +49,9 @@ class PageKey:
         if self.version is not None and not -(1 << 63) <= self.version < 1 << 63:
             raise PlanError(f"a version fits in 64 bits; got {self.version}")
         try:
+            hash(self)
             self.encode()
-        except (UnicodeEncodeError, TypeError, struct.error) as error:
+        except (UnicodeEncodeError, AttributeError, TypeError, struct.error) as error:
             raise PlanError(f"{self} cannot be written as bytes: {error}") from error
 
     def encode(self) -> bytes:

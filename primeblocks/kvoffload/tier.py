@@ -135,6 +135,7 @@ class TierStatistics:
         evictions: pages that left for want of room.
         checksum_failures: pages found torn, changed or gone, and dropped.
         failures: reads and writes that the tier refused, a full disk included.
+        skipped: pages that were not written, because the tier refused others or did not keep up.
         bytes_written: page and attachment bytes of `stores`.
         bytes_read: page and attachment bytes of `hits`.
         pages: pages held now.
@@ -147,6 +148,7 @@ class TierStatistics:
     evictions: int
     checksum_failures: int
     failures: int
+    skipped: int
     bytes_written: int
     bytes_read: int
     pages: int

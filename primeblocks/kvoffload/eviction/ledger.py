@@ -6,6 +6,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 
+from ...errors import UsageError
 from ..page import PageKey
 from .arc import Ghosts
 from .evict import Candidate, Evict, Live, Snapshot, lru
@@ -141,6 +142,8 @@ class Ledger:
         snapshot = self.snapshot(version=version)
         try:
             choice = evict(snapshot)
+            if self._pages.get(choice.page.key) is not choice.page:
+                raise UsageError(f"{choice} is none of the pages of the snapshot")
         except Exception:  # a caller's code must not end the store's threads
             logger.exception("%r failed; the least recently used page leaves", evict)
             choice = lru(snapshot)

@@ -6,14 +6,14 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
+from ...errors import CapacityError
 from ..eviction.evict import Evict
 from ..eviction.ledger import Ledger
 from ..page import PageKey
 from ..tier import Saved, TierStatistics
-from .level import Level, statistics_of
+from .level import Level, Levels, statistics_of
 from .moves import (
     Ask,
-    Clear,
     Copy,
     CopyIn,
     CopyOut,
@@ -61,6 +61,7 @@ class Catalogue:
     ) -> None:
         self.moves: list[Move] = []
         self.levels = levels
+        self._below = Levels(levels, evict)
         self.version = 0
         self._evict = evict
         self._max_pending = max_pending
@@ -104,17 +105,13 @@ class Catalogue:
         if (page := self._pages.get(key)) is not None:
             self._detach(page)
             self._settle()
-        for depth, level in enumerate(self.levels):
-            if level.forget(key):
-                self.moves.append(Drop(depth, key))
+        self.moves += self._below.forget(key)
 
     def clear(self) -> None:
         self._clears += 1
         for page in list(self._pages.values()):
             self._detach(page)
-        for depth, level in enumerate(self.levels):
-            level.clear()
-            self.moves.append(Clear(depth))
+        self.moves += self._below.clear()
         self._settle()
 
     def pause(self, rollout: Hashable, what: Hashable) -> None:
@@ -127,11 +124,18 @@ class Catalogue:
         for page in (*self._coming, *self._leaving.values()):
             page.ended.add(rollout)
 
-    def write_down(self) -> None:
-        """Start writing every page that no lower tier has."""
-        for page in list(self._pages.values()):
-            if page.state is not State.COMING:
-                self._write(page)
+    def write_down(self) -> CapacityError | None:
+        """Start writing every page that no lower tier has; says so if some find no room."""
+        pages = {key: page for key, page in self._pages.items() if page.state is not State.COMING}
+        waiting = deque(pages.values())
+        while waiting:  # and who had to leave for another is written again
+            left = self._write(waiting.popleft(), always=True)
+            waiting += [pages[key] for key in left if key in pages]
+        return self._below.missing(list(pages.values()))
+
+    def tick(self) -> None:
+        """Time has passed: pages wait no longer for a tier that is late."""
+        self._settle()
 
     def knows(self, key: PageKey) -> bool:
         """Whether a load may hit, shared tiers aside. From any thread."""
@@ -177,8 +181,10 @@ class Catalogue:
         self._underway -= 1
         page, level = move.page, self.levels[move.depth]
         page.writes -= 1
+        level.heard(error, write=True)
         if error is not None:
-            self._failed(move, error)
+            if level.refused(page.key, move.copy, error):
+                self.moves.append(Drop(move.depth, page.key))
         else:
             level.written(page.key, move.copy, length=page.length, users=self._users(page))
             if level.found(page.key):
@@ -191,9 +197,11 @@ class Catalogue:
         """The frame holds a page of `length` bytes; 0 is a miss, or an error."""
         self._underway -= 1
         page, level = move.page, self.levels[move.depth]
+        level.heard(error, write=False)
         if length == 0:
             level.counts["misses"] += 1
-            self._failed(move, error)
+            if level.failed(page.key, move.copy, error):
+                self.moves.append(Drop(move.depth, page.key))
             self._lose(page, move.depth + 1)
             return
         level.served(length)
@@ -208,6 +216,7 @@ class Catalogue:
 
     def asked(self, move: Ask, *, held: bool) -> None:
         self._underway -= 1
+        self.levels[move.depth].heard(None, write=False)
         request = move.request
         if (page := self._pages.get(request.key)) is not None:
             self._join(page, request)
@@ -243,10 +252,10 @@ class Catalogue:
     def _look_below(self, request: LoadRequest, start: int) -> None:
         for depth in range(start, len(self.levels)):
             level = self.levels[depth]
-            if level.shared:
+            if level.shared and not level.hung():
                 self._do(Ask(depth, request, self._clears))
                 return
-            if (copy := level.found(request.key)) is not None:
+            if not level.hung() and (copy := level.found(request.key)) is not None:
                 level.ledger.touch(request.key, rollouts=request.users)
                 self._promote(request, depth, copy)
                 return
@@ -334,10 +343,11 @@ class Catalogue:
                 page = self._waiting.popleft()
                 page.frame = frame
                 self._start(page)
-            ready = len(self._free) + len(self._leaving)
+            ready = len(self._free) + max(0, len(self._leaving) - self._below.late())
             if len(self._waiting) + self._reserve <= ready or self._here == 0:
-                return
+                break
             self._let_one_go()
+        self.moves += self._below.blocking() if self._waiting else []
 
     def _take_frame(self) -> int | None:
         if self._free:
@@ -362,20 +372,13 @@ class Catalogue:
 
     # Lower tiers.
 
-    def _write(self, page: HostPage) -> None:
-        """To every lower tier, unless one has it or will."""
-        if page.writes or page.shared or any(page.key in level.copies for level in self.levels):
-            return
-        for depth, level in enumerate(self.levels):
-            copy, victims = level.admit(page.key, self._evict, version=self.version)
-            self.moves += [Drop(depth, victim) for victim in victims]
-            if copy is not None:
-                page.writes += 1
-                self._do(Write(depth, page, copy))
-
-    def _failed(self, move: Read | Write, error: Exception | None) -> None:
-        if self.levels[move.depth].failed(move.page.key, move.copy, error):
-            self.moves.append(Drop(move.depth, move.page.key))
+    def _write(self, page: HostPage, *, always: bool = False) -> list[PageKey]:
+        """Write a page down; returns who leaves for it."""
+        feed = None if always else max(1, self._reserve)
+        moves = self._below.write(page, version=self.version, feed=feed)
+        for move in moves:
+            self._do(move)
+        return [move.key for move in moves if isinstance(move, Drop)]
 
     def _end_again(self, ledger: Ledger, page: HostPage) -> None:
         """What ended while no ledger had the page is not to come back with it."""
@@ -390,5 +393,7 @@ class Catalogue:
         return self._ledger.rollouts(page.key) if here else page.users
 
     def _do(self, move: Move) -> None:
-        self._underway += 1
+        self._underway += not isinstance(move, Drop)
+        if isinstance(move, Write | Read | Ask):
+            self.levels[move.depth].given(write=isinstance(move, Write))
         self.moves.append(move)

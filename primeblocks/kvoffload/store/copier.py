@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Thread
 
 import numpy as np
@@ -21,6 +21,7 @@ __all__ = ["Copied", "Copiers", "Source", "Target"]
 Copied = CopyIn | CopyOut
 
 _TOGETHER = 8
+_TICK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +64,22 @@ class Copiers:
     """A few threads that take copies in the order of their coming.
 
     Args:
-        report: called with moves that are over, and whether a page was copied.
+        report: called with moves that are over, and whether a page was copied; with none, ten
+            times a second, while there is nothing to do.
+        broke: called with an error that ended a thread.
     """
 
     def __init__(
-        self, host: HostTier, *, threads: int, report: Callable[[list[tuple[Copied, bool]]], None]
+        self,
+        host: HostTier,
+        *,
+        threads: int,
+        report: Callable[[list[tuple[Copied, bool]]], None],
+        broke: Callable[[BaseException], None],
     ) -> None:
         self._host = host
         self._report = report
+        self._broke = broke
         self._queue: SimpleQueue[Copied | None] = SimpleQueue()
         self._threads = [
             Thread(target=self._run, name=f"primeblocks-kvoffload-copy-{number}", daemon=True)
@@ -89,10 +98,23 @@ class Copiers:
         return self._threads
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            self._broke(error)
+
+    def _next(self) -> Copied | None:
+        while True:
+            try:
+                return self._queue.get(timeout=_TICK_S)
+            except Empty:
+                self._report([])
+
+    def _serve(self) -> None:
         # Several are reported together: after a page has gone through the processor's caches, the
         # store's bookkeeping is slow the first time.
         done: list[tuple[Copied, bool]] = []
-        while (move := self._queue.get()) is not None:
+        while (move := self._next()) is not None:
             frame = self._host.frame(move.page.frame)
             if isinstance(move, CopyIn):
                 done.append((move, self._take(move.request.source, frame)))

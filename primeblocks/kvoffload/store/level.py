@@ -1,32 +1,47 @@
-"""What the store knows about one tier."""
+"""What the store knows about one tier: its pages, how it does, whether it keeps up."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from time import monotonic
 
 from ...errors import CapacityError, CorruptionError
 from ..eviction.evict import Evict
 from ..eviction.ledger import Ledger
 from ..page import PageKey
-from ..tier import TierStatistics
-from .moves import Copy
+from ..tier import Tier, TierStatistics
+from .moves import Clear, Copy, Drop, HostPage, Recall, Recalled, Write
 
-__all__ = ["Level", "statistics_of"]
+__all__ = ["Level", "Levels", "levels_of", "statistics_of"]
 
-_TRY_AGAIN = 64  # pages after which a full tier is tried with one more
-_COUNTS = ("hits", "misses", "stores", "evictions", "checksum_failures", "failures")
+_REST_S = 1.0  # until a tier that refused is tried again, twice as long each time
+_LONGEST_REST_S = 30.0
+_COUNTS = ("hits", "misses", "stores", "evictions", "checksum_failures", "failures", "skipped")
 
 
 class Level:
     """A lower tier: its copies, its ledger, its counts. A shared tier has counts alone.
 
+    Where a page did not fit, the tier is taken for full, and pages take the place of others. Where
+    that fails too, none leaves for another. Either way one page is tried after a while: if it
+    fits, all is as before.
+
     Args:
         keys: what the tier holds already, oldest first.
+        patience_s: how long pages wait for this tier before it counts as late, or as hung.
+        clock: seconds.
     """
 
     def __init__(
-        self, name: str, keys: Iterable[PageKey], *, capacity_pages: int, shared: bool
+        self,
+        name: str,
+        keys: Iterable[PageKey],
+        *,
+        capacity_pages: int,
+        shared: bool,
+        patience_s: float = 1.0,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         self.name = name
         self.shared = shared
@@ -34,8 +49,19 @@ class Level:
         self.copies = {key: Copy(here=True) for key in keys}
         self.ledger = Ledger(self.copies, capacity_pages=max(1, self.capacity_pages))
         self.counts: Counter[str] = Counter()
+        self.refusal: Exception | None = None  # the last of a write
+        self.refusals = 0
         self._coming: set[PageKey] = set()  # not in the ledger yet
+        self._patience_s, self._clock = patience_s, clock
         self._room = self.capacity_pages  # less while the tier is fuller than its quota says
+        self._closed = False  # to pages for which others would have to leave
+        self._again_s, self._rest_s = 0.0, _REST_S
+        self._trial: Copy | None = None
+        self.writing = self._moving = 0
+        self._heard_s = 0.0
+        self._blocked_s: float | None = None  # since when a page waits
+        self._late_s: float | None = None  # when a page was skipped last
+        self._recalled = self._silent = False
 
     def found(self, key: PageKey) -> Copy | None:
         """The copy that a read would find. A shared tier has to be asked instead."""
@@ -48,18 +74,24 @@ class Level:
         """Make room for a page: its copy, None if there is no room, and who leaves for it."""
         if self.shared:
             return Copy(here=False), []
+        trial = self._trial_is_due()
+        room = min(self._room + trial, self.capacity_pages)
+        if self._closed and not trial and len(self.copies) >= room:
+            self.counts["skipped"] += 1
+            return None, []
         self.ledger.arrive(key)
         victims: list[PageKey] = []
-        while len(self.copies) >= self._room and len(self.copies) > len(self._coming):
+        while len(self.copies) >= room and len(self.copies) > len(self._coming):
             victim, _ = self.ledger.victim(evict, version=version)
             self.ledger.evicted(victim)
             del self.copies[victim]
             self.counts["evictions"] += 1
             victims.append(victim)
-        if len(self.copies) >= self._room:
+        if len(self.copies) >= room:
             self.counts["failures"] += 1
             return None, victims
-        copy = self.copies[key] = Copy(here=False)
+        copy = self.copies[key] = Copy(here=False, instead=bool(victims))
+        self._trial = copy if trial else self._trial
         self._coming.add(key)
         return copy, victims
 
@@ -67,13 +99,29 @@ class Level:
         """The page is there, unless it was dropped since."""
         self.counts["stores"] += 1
         self.counts["bytes_written"] += length
-        if self.counts["stores"] % _TRY_AGAIN == 0:
-            self._room = min(self._room + 1, self.capacity_pages)
+        if copy is self._trial:
+            self._trial, self._room, self._rest_s = None, self.capacity_pages, _REST_S
+            self._closed = False
+        elif not self._troubled():
+            self._rest_s = _REST_S
         if self.copies.get(key) is copy:
             copy.here = True
             self._coming.discard(key)
             # It comes before the pages behind it, which left host memory earlier.
             self.ledger.touch(key, rollouts=users, front=True)
+
+    def refused(self, key: PageKey, copy: Copy, error: Exception) -> bool:
+        """The page was not written; returns whether to drop what may be there."""
+        self.refusal = error
+        self.refusals += 1
+        dropped = self.failed(key, copy, error)
+        if isinstance(error, CapacityError) and not self.shared:
+            self._room = max(1, len(self.copies))
+        self._closed |= copy.instead
+        if copy is self._trial:
+            self._trial = None
+        self._rest()
+        return dropped
 
     def failed(self, key: PageKey, copy: Copy, error: Exception | None) -> bool:
         """The page is not there, or not as it was; returns whether to drop what is."""
@@ -84,10 +132,7 @@ class Level:
             self.counts["failures"] += 1
         if self.shared:
             return damaged
-        dropped = self.copies.get(key) is copy and self.forget(key)
-        if isinstance(error, CapacityError):
-            self._room = max(1, len(self.copies))
-        return dropped
+        return self.copies.get(key) is copy and self.forget(key)
 
     def forget(self, key: PageKey) -> bool:
         """The page is to be dropped; returns whether there is one."""
@@ -108,9 +153,147 @@ class Level:
         """The rollouts that use the page here."""
         return self.ledger.rollouts(key) if self.found(key) else ()
 
+    # Whether it keeps up.
+
+    def given(self, *, write: bool) -> None:
+        """The tier has something to answer."""
+        if not self._moving:
+            self._heard_s = self._clock()
+        self._moving += 1
+        self.writing += write
+        self._recalled = False
+
+    def heard(self, error: Exception | None, *, write: bool) -> None:
+        """It answered, or did not begin."""
+        self._moving -= 1
+        self.writing -= write
+        self._silent = isinstance(error, Recalled)
+        if self._silent:
+            self._rest()
+        else:
+            self._heard_s = self._clock()
+            self._recalled = False
+        if not self.writing:
+            self._blocked_s = None
+
+    def blocks(self) -> bool:
+        """A page waits for room; whether to recall what the tier has not begun."""
+        if self.writing and self._blocked_s is None:
+            self._blocked_s = self._clock()
+        recall = not self._recalled and self.hung()
+        self._recalled |= recall
+        return recall
+
+    def late(self) -> bool:
+        """Whether pages had to wait too long for its writes, or have been skipped since."""
+        now_s, since_s = self._clock(), self._blocked_s
+        if self._late_s is None and since_s is not None and now_s - since_s > self._patience_s:
+            self._late_s = now_s
+        if self._late_s is not None and not self.writing:
+            self._late_s = self._late_s if now_s - self._late_s <= self._patience_s else None
+        return self._late_s is not None
+
+    def skips(self, *, feed: int | None) -> bool:
+        """Whether a page is better not written. A late tier has `feed` to write; None: always."""
+        if feed is None or not (self.hung() or (self.late() and self.writing >= feed)):
+            return False
+        self.counts["skipped"] += 1
+        self._late_s = self._clock()
+        return True
+
+    def hung(self) -> bool:
+        """Whether the tier has answered nothing for too long, and is left alone for a while."""
+        if self._moving and self._clock() - self._heard_s > self._patience_s:
+            return True
+        return self._silent and self._clock() < self._again_s
+
     def statistics(self) -> TierStatistics:
         pages = len(self.copies)
         return statistics_of(self.counts, pages=pages, capacity_pages=self.capacity_pages)
+
+    def _rest(self) -> None:
+        if self._clock() >= self._again_s:  # of pages that were refused together, the first counts
+            self._again_s = self._clock() + self._rest_s
+            self._rest_s = min(2 * self._rest_s, _LONGEST_REST_S)
+
+    def _troubled(self) -> bool:
+        return self._closed or self._room < self.capacity_pages
+
+    def _trial_is_due(self) -> bool:
+        return self._troubled() and self._trial is None and self._clock() >= self._again_s
+
+
+def levels_of(
+    tiers: Sequence[Tier], *, patience_s: float, clock: Callable[[], float]
+) -> list[Level]:
+    """One for each tier, with what it holds."""
+    return [
+        Level(
+            tier.name,
+            tier.keys(),
+            capacity_pages=tier.capacity_pages,
+            shared=tier.shared,
+            patience_s=patience_s,
+            clock=clock,
+        )
+        for tier in tiers
+    ]
+
+
+class Levels:
+    """The lower tiers together, as a page in host memory sees them."""
+
+    def __init__(self, each: Sequence[Level], evict: Evict) -> None:
+        self._each = each
+        self._evict = evict
+
+    def have(self, page: HostPage) -> bool:
+        """Whether one has the page or will."""
+        if page.writes or page.shared:
+            return True
+        return any(page.key in level.copies for level in self._each)
+
+    def write(self, page: HostPage, *, version: int, feed: int | None) -> list[Write | Drop]:
+        """Write a page to each, unless one has it or will; `feed` as in `Level.skips`."""
+        moves: list[Write | Drop] = []
+        for depth, level in enumerate(() if self.have(page) else self._each):
+            if level.skips(feed=feed):
+                continue
+            copy, victims = level.admit(page.key, self._evict, version=version)
+            moves += [Drop(depth, victim) for victim in victims]
+            if copy is not None:
+                page.writes += 1
+                moves.append(Write(depth, page, copy))
+        return moves
+
+    def missing(self, pages: Sequence[HostPage]) -> CapacityError | None:
+        """What to say of pages that none has or will have."""
+        missing = sum(not self.have(page) for page in pages)
+        if not missing or not self._each:
+            return None
+        names = ", ".join(level.name for level in self._each)
+        return CapacityError(
+            f"{missing} of {len(pages)} pages in host memory find no room in {names}. Make that "
+            "larger, or wait until a tier that refused pages is tried again."
+        )
+
+    def forget(self, key: PageKey) -> list[Drop]:
+        """The key names nothing any more."""
+        return [Drop(depth, key) for depth, level in enumerate(self._each) if level.forget(key)]
+
+    def clear(self) -> list[Clear]:
+        """Nothing is there any more."""
+        for level in self._each:
+            level.clear()
+        return [Clear(depth) for depth in range(len(self._each))]
+
+    def late(self) -> int:
+        """Pages whose writes are not waited for."""
+        return max((level.writing for level in self._each if level.late()), default=0)
+
+    def blocking(self) -> list[Recall]:
+        """A page waits for a frame: what is to be taken back for it."""
+        return [Recall(depth) for depth, level in enumerate(self._each) if level.blocks()]
 
 
 def statistics_of(counts: Counter[str], *, pages: int, capacity_pages: int) -> TierStatistics:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
+from ...errors import DeadlineError
 from ..page import PageKey
 
 __all__ = [
@@ -20,6 +21,8 @@ __all__ = [
     "LoadRequest",
     "Move",
     "Read",
+    "Recall",
+    "Recalled",
     "SaveRequest",
     "State",
     "Write",
@@ -28,9 +31,10 @@ __all__ = [
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """A page in a lower tier; `here` once it has been written."""
+    """A page in a lower tier; `here` once it has been written. `instead`: others left for it."""
 
     here: bool
+    instead: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -157,4 +161,15 @@ class Clear:
     depth: int
 
 
-Move = CopyIn | CopyOut | Write | Read | Ask | Drop | Clear
+class Recalled(DeadlineError):
+    """What became of a move that a lower tier, which hangs, had not begun."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """A lower tier hangs: every `Write` and `Read` that it has not begun comes back, refused."""
+
+    depth: int
+
+
+Move = CopyIn | CopyOut | Write | Read | Ask | Drop | Clear | Recall

@@ -22,7 +22,6 @@ class Until:
 
     done: Callable[[BaseException | None], None]
     flush: bool = False
-    refused: int = 0  # puts that were refused before it was asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +66,17 @@ class Order:
                 self._clears += isinstance(move, Clear)
                 self._in_turn.append(move)
             self.changed.notify()
+
+    def recall(self) -> list[Write | Read]:
+        """Take back the writes and reads that `next` has not handed out."""
+        with self.changed:
+            queues = (self._first, self._in_turn)
+            taken = [move for queue in queues for move in queue if isinstance(move, Write | Read)]
+            for queue in queues:
+                kept = [move for move in queue if not isinstance(move, Write | Read)]
+                queue.clear()
+                queue.extend(kept)  # type: ignore[arg-type]
+            return taken
 
     def stop(self) -> None:
         with self.changed:

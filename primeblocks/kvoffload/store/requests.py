@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from ...errors import ShapeError
+from ...errors import PlanError, ShapeError, UnsupportedError, UsageError
 from ..attachments import pack_attachments
+from ..host import HostTier
 from ..page import PageKey
-from ..tier import Loaded, Saved
+from ..tier import Loaded, Saved, Tier
 from .batch import Batch
 from .buffers import page_pieces
 from .copier import Source, Target
 from .moves import LoadRequest, SaveRequest
 
-__all__ = ["load_requests", "same_length", "save_requests"]
+__all__ = ["in_order", "load_requests", "same_length", "save_requests", "users_of"]
 
 
 def save_requests(
@@ -32,8 +33,9 @@ def save_requests(
     Raises:
         ShapeError: a page or its packed attachments have the wrong size.
         UnsupportedError: a page is not in host memory.
+        UsageError: a key or the rollout's name is none.
     """
-    users = () if rollout is None else (rollout,)
+    users = users_of(rollout)
     requests = []
     for index, (key, page, named) in enumerate(zip(keys, pages, attachments, strict=True)):
         pieces = page_pieces(page, page_bytes=page_bytes, writable=False)
@@ -44,6 +46,7 @@ def save_requests(
                 f"{attachment_bytes}. Make them with attachment_bytes={len(extra)} or more."
             )
         source = Source(batch, index, pieces, extra)
+        _check(key)
         requests.append(SaveRequest(key, page_bytes + len(extra), users, source))
     return requests
 
@@ -61,13 +64,33 @@ def load_requests(
     Raises:
         ShapeError: a buffer has the wrong size or is read-only.
         UnsupportedError: a buffer is not in host memory.
+        UsageError: a key or the rollout's name is none.
     """
-    users = () if rollout is None else (rollout,)
+    users = users_of(rollout)
     requests = []
     for index, (key, page) in enumerate(zip(keys, into, strict=True)):
         pieces = page_pieces(page, page_bytes=page_bytes, writable=True)
+        _check(key)
         requests.append(LoadRequest(key, users, Target(batch, index, pieces)))
     return requests
+
+
+def users_of(*names: Hashable) -> tuple[Hashable, ...]:
+    """Names that are not None; raises `UsageError` for one that is not hashable."""
+    for name in names:
+        try:
+            hash(name)
+        except TypeError as error:
+            raise UsageError(
+                f"rollouts, and what they wait for, have names that can be hashed, such as text; "
+                f"got {name!r}"
+            ) from error
+    return tuple(name for name in names if name is not None)
+
+
+def _check(key: PageKey) -> None:
+    if not isinstance(key, PageKey):
+        raise UsageError(f"a page is named by a PageKey; got {key!r}")
 
 
 def same_length(**sequences: Sequence[Any]) -> None:
@@ -75,3 +98,27 @@ def same_length(**sequences: Sequence[Any]) -> None:
     lengths = {name: len(each) for name, each in sequences.items()}
     if len(set(lengths.values())) != 1:
         raise ShapeError(f"a batch has one of each for every page; got {lengths}")
+
+
+def in_order(tiers: Sequence[HostTier | Tier]) -> tuple[HostTier, list[Tier]]:
+    """Host memory, and what is below it.
+
+    Raises:
+        UnsupportedError: no host tier in front, or a tier below one that others write to.
+        PlanError: the tiers differ in their page or attachment size.
+    """
+    names = [tier.name for tier in tiers]
+    if not tiers or not isinstance(tiers[0], HostTier):
+        raise UnsupportedError(
+            f"the first tier must be a HostTier; got {names}. Put HostTier(...) in front."
+        )
+    host = tiers[0]
+    below = [tier for tier in tiers[1:] if not isinstance(tier, HostTier)]
+    if len(below) != len(tiers) - 1 or len(set(names)) != len(names):
+        raise UnsupportedError(f"tiers need different names and one host tier; got {names}")
+    if any(tier.shared for tier in below[:-1]):
+        raise UnsupportedError(f"a tier that others write to must be the last; got {names}")
+    sizes = {(tier.page_bytes, tier.attachment_bytes) for tier in tiers}
+    if len(sizes) != 1:
+        raise PlanError(f"tiers with different (page, attachment) bytes: {sorted(sizes)}")
+    return host, below

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from threading import Condition
 from time import monotonic
 from typing import Any, Literal, Self, TypeVar
+from weakref import WeakSet
 
-from ...errors import (
-    ClosedError,
-    DeadlineError,
-    PlanError,
-    UnsupportedError,
-    UsageError,
-    check_version,
-)
+from ...errors import ClosedError, DeadlineError, PlanError, UsageError, check_version
 from ..eviction.evict import Evict, lru
 from ..host import HostTier
 from ..page import PageKey
@@ -23,16 +19,17 @@ from ..tier import Loaded, Saved, Tier, TierStatistics
 from .batch import Batch
 from .catalogue import Catalogue
 from .copier import Copied, Copiers
-from .level import Level
-from .moves import Ask, CopyIn, CopyOut, LoadRequest, Read, SaveRequest, Write
+from .level import levels_of
+from .moves import Ask, CopyIn, CopyOut, LoadRequest, Read, Recall, SaveRequest, Write
 from .order import Holds, Until
 from .pending import Pending
-from .requests import load_requests, same_length, save_requests
+from .requests import in_order, load_requests, same_length, save_requests, users_of
 from .worker import Outcome, TierWorker
 
 __all__ = ["TieredStore"]
 
-T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
 R = TypeVar("R", SaveRequest, LoadRequest)
 
 _PART = 16
@@ -53,10 +50,14 @@ class TieredStore:
         write: "back" saves writes to the tiers below, "through" loses less in a crash and shares
             pages sooner.
         copy_threads: threads that copy between the caller's buffers and host memory.
+        patience_s: how long saves wait for a tier below that does not keep up. Then pages leave
+            host memory without being written there; one that answers nothing is not read either.
+        clock: seconds.
 
     Raises:
         UnsupportedError: no host tier in front, or a tier below one that others write to.
         PlanError: the tiers differ in their page or attachment size.
+        UsageError: the host tier belongs to another store.
     """
 
     def __init__(
@@ -67,25 +68,24 @@ class TieredStore:
         max_pending: int = 1024,
         write: Literal["back", "through"] = "back",
         copy_threads: int = 2,
+        patience_s: float = 1.0,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
-        host, below = _in_order(tiers)
-        if max_pending < 1 or copy_threads < 1:
+        host, below = in_order(tiers)
+        if min(max_pending, copy_threads) < 1 or patience_s <= 0:
             raise PlanError(
-                f"max_pending={max_pending} and copy_threads={copy_threads} must be at least 1"
+                f"max_pending={max_pending} and copy_threads={copy_threads} must be at least 1, "
+                f"patience_s={patience_s} above 0"
             )
         if write not in ("back", "through"):
             raise PlanError(f'write is "back" or "through"; got {write!r}')
         self.page_bytes, self.attachment_bytes = host.page_bytes, host.attachment_bytes
         self._host = host
+        host.claim()
         self._answers: list[tuple[SaveRequest | LoadRequest, Saved | None]] = []
         self._catalogue = Catalogue(
             frames=host.capacity_pages,
-            levels=[
-                Level(
-                    tier.name, tier.keys(), capacity_pages=tier.capacity_pages, shared=tier.shared
-                )
-                for tier in below
-            ],
+            levels=levels_of(below, patience_s=patience_s, clock=clock),
             evict=evict,
             max_pending=max_pending,
             through=write == "through",
@@ -93,8 +93,11 @@ class TieredStore:
         )
         self._changed = Condition()
         self._closed = False
-        self._copiers = Copiers(host, threads=copy_threads, report=self._copied)
-        self._workers = [TierWorker(tier, host, report=self._report) for tier in below]
+        self._error: ClosedError | None = None  # the store broke
+        self._pending: WeakSet[Pending[Any]] = WeakSet()
+        threads = {"broke": self._break}
+        self._copiers = Copiers(host, threads=copy_threads, report=self._copied, **threads)
+        self._workers = [TierWorker(tier, host, report=self._report, **threads) for tier in below]
 
     def save(
         self,
@@ -107,8 +110,7 @@ class TieredStore:
         """Keep a page. Local.
 
         The page is read until the result is there, and must not change before. Replaces what `key`
-        named, except in a tier that others write to. A page that finds no room is not an error: the
-        result says that it was not stored.
+        named, except in a tier that others write to. Without room, the result says: not stored.
 
         Args:
             page: `page_bytes` bytes: a contiguous tensor, array or buffer, or a list of them.
@@ -119,7 +121,7 @@ class TieredStore:
             UnsupportedError: the page is not in host memory.
             ClosedError: the store is closed.
         """
-        batch = Batch[Saved](1, _first)
+        batch = Batch[Saved](1, itemgetter(0))
         return self._save(batch, [key], [page], [attachments], rollout)
 
     def save_batch(
@@ -131,8 +133,7 @@ class TieredStore:
         rollout: Hashable = None,
     ) -> Pending[list[Saved]]:
         """`save` for several pages, with one result for each. Nothing is saved if it raises."""
-        if attachments is None:
-            attachments = [None] * len(keys)
+        attachments = [None] * len(keys) if attachments is None else attachments
         same_length(keys=keys, pages=pages, attachments=attachments)
         return self._save(Batch[Saved](len(keys)), keys, pages, attachments, rollout)
 
@@ -152,7 +153,7 @@ class TieredStore:
             UnsupportedError: `into` is not in host memory.
             ClosedError: the store is closed.
         """
-        return self._load(Batch[Loaded](1, _first), [key], [into], rollout)
+        return self._load(Batch[Loaded](1, itemgetter(0)), [key], [into], rollout)
 
     def load_batch(
         self, keys: Sequence[PageKey], *, into: Sequence[Any], rollout: Hashable = None
@@ -171,8 +172,8 @@ class TieredStore:
         Raises:
             ClosedError: the store is closed.
         """
-        self._ask(lambda: None)
         pending = Pending[list[bool]]()
+        self._ask(lambda: None, pending)
         known = [key in self for key in keys]
         if all(known) or not self._workers or not self._catalogue.levels[-1].shared:
             pending.finish(known)
@@ -183,7 +184,7 @@ class TieredStore:
             more = iter(held)
             pending.finish([here or next(more) for here in known])
 
-        self._ask(lambda: self._workers[-1].give(Holds(asked, answer)))
+        self._ask(lambda: self._workers[-1].give(Holds(asked, answer)), pending)
         return pending
 
     def advance(self, *, version: int) -> None:
@@ -209,10 +210,12 @@ class TieredStore:
         Args:
             what: one of a few names: of tools ("pytest"), or of the engine's queue.
         """
+        users_of(rollout, what)
         self._ask(lambda: self._catalogue.pause(rollout, what))
 
     def end(self, rollout: Hashable) -> None:
         """Pages that only this rollout used go next; whoever names rollouts ends them. Local."""
+        users_of(rollout)
         self._ask(lambda: self._catalogue.end(rollout))
 
     def clear(self) -> Pending[None]:
@@ -226,7 +229,8 @@ class TieredStore:
     def flush(self) -> Pending[None]:
         """Write to the tiers below what host memory alone has, and make it durable. Local.
 
-        Pages whose save is not over are not among them. An error means that a tier refused a page.
+        Pages whose save is not over are not among them. An error means that a page found no room
+        below or was refused there, and a later call tries it again.
         """
         return self._after(self._catalogue.write_down, flush=True)
 
@@ -247,7 +251,8 @@ class TieredStore:
         late = DeadlineError(f"the page store did not finish its work within {timeout_s} s")
         with self._changed:
             self._closed = True
-            if not self._changed.wait_for(self._catalogue.idle, timeout_s):
+            idle = self._catalogue.idle
+            if not self._changed.wait_for(lambda: self._error or idle(), timeout_s):
                 raise late
         threads = [*self._copiers.stop(), *(worker.stop() for worker in self._workers)]
         for thread in threads:
@@ -272,14 +277,14 @@ class TieredStore:
     ) -> Pending[Any]:
         sizes = {"page_bytes": self.page_bytes, "attachment_bytes": self.attachment_bytes}
         requests = save_requests(batch, keys, pages, attachments, rollout=rollout, **sizes)
-        self._ask(lambda: self._in_parts(self._catalogue.save, requests))
+        self._ask(lambda: self._in_parts(self._catalogue.save, requests), batch.pending)
         return batch.pending
 
     def _load(
         self, batch: Batch[Loaded], keys: Sequence[PageKey], into: Sequence[Any], rollout: Hashable
     ) -> Pending[Any]:
         requests = load_requests(batch, keys, into, page_bytes=self.page_bytes, rollout=rollout)
-        self._ask(lambda: self._in_parts(self._catalogue.load, requests))
+        self._ask(lambda: self._in_parts(self._catalogue.load, requests), batch.pending)
         return batch.pending
 
     def _in_parts(self, ask: Callable[[list[R]], None], requests: list[R]) -> None:
@@ -288,37 +293,58 @@ class TieredStore:
             ask(requests[start : start + _PART])
             self._hand_out()
 
-    def _after(self, what: Callable[[], None], *, flush: bool = False) -> Pending[None]:
+    def _after(self, what: Callable[[], Exception | None], *, flush: bool = False) -> Pending[None]:
         """Do it, and finish when every lower tier has done what it was given so far."""
         batch = Batch[None](len(self._workers), lambda results: None)
-
-        def done(index: int, error: BaseException | None) -> None:
-            if error is not None:
-                batch.pending.fail(error)
-            batch.finish(index, None)
+        levels = self._catalogue.levels
 
         def give() -> None:
-            before = [worker.refused for worker in self._workers]
-            what()
+            before = [level.refusals for level in levels]
+            missing = what()
             self._hand_out()
-            for index, (worker, refused) in enumerate(zip(self._workers, before, strict=True)):
-                worker.give(Until(partial(done, index), flush=flush, refused=refused))
 
-        self._ask(give)
+            def done(index: int, error: BaseException | None) -> None:
+                with self._changed:
+                    if flush and levels[index].refusals > before[index]:
+                        error = levels[index].refusal
+                    if error is not None and not levels[index].shared:
+                        self._look_for_lost(index)
+                if (error := error or missing) is not None:
+                    batch.pending.fail(error)
+                batch.finish(index, None)
+
+            for index, worker in enumerate(self._workers):
+                worker.give(Until(partial(done, index), flush=flush))
+
+        self._ask(give, batch.pending)
         return batch.pending
 
-    def _ask(self, what: Callable[[], None]) -> None:
+    def _look_for_lost(self, depth: int) -> None:
+        """A tier that failed may have lost pages, which another flush is to write again."""
+        here = [key for key, copy in self._catalogue.levels[depth].copies.items() if copy.here]
+        for key in self._workers[depth].lacks(here):
+            self._catalogue.levels[depth].forget(key)
+
+    def _ask(self, what: Callable[[], None], pending: Pending[Any] | None = None) -> None:
         with self._changed:
             if self._closed:
                 raise ClosedError("the page store is closed")
+            if pending is not None:
+                self._pending.add(pending)
             self._change(what)
+            if self._error is not None:
+                raise self._error
 
     # Whatever changes the catalogue goes through here; moves are handed out in its order.
 
-    def _change(self, what: Callable[[], None]) -> None:
+    def _change(self, what: Callable[[], object]) -> None:
         with self._changed:
-            what()
-            self._hand_out()
+            if self._error is None:
+                try:
+                    what()
+                    self._hand_out()
+                except BaseException as error:
+                    self._break(error)
             answers, self._answers = self._answers, []
             if self._closed:
                 self._changed.notify_all()
@@ -328,13 +354,26 @@ class TieredStore:
                 else:
                     request.target.finish(None, {})
 
+    def _break(self, error: BaseException) -> None:
+        """The catalogue may be half changed: nothing is asked of it now, and who waits hears."""
+        logger.critical("the page store broke", exc_info=error)
+        with self._changed:
+            self._error = ClosedError(f"the page store broke: {error!r}. Close it, make a new one.")
+            self._error.__cause__ = error
+            self._changed.notify_all()
+            for pending in list(self._pending):
+                pending.fail(self._error)
+
     def _hand_out(self) -> None:
-        moves, self._catalogue.moves = self._catalogue.moves, []
-        for move in moves:
-            if isinstance(move, CopyIn | CopyOut):
-                self._copiers.give(move)
-            else:
-                self._workers[move.depth].give(move)
+        while moves := self._catalogue.moves:
+            self._catalogue.moves = []
+            for move in moves:
+                if isinstance(move, CopyIn | CopyOut):
+                    self._copiers.give(move)
+                elif isinstance(move, Recall):
+                    self._tell(self._workers[move.depth].recall())
+                else:
+                    self._workers[move.depth].give(move)
 
     def _copied(self, done: list[tuple[Copied, bool]]) -> None:
         def tell() -> None:
@@ -343,43 +382,20 @@ class TieredStore:
                     self._catalogue.copied_in(move, copied=copied)
                 else:
                     self._catalogue.copied_out(move)
+            if not done:
+                self._catalogue.tick()
 
         self._change(tell)
 
     def _report(self, outcomes: list[Outcome]) -> None:
-        def tell() -> None:
-            for outcome in outcomes:
-                match outcome.move:
-                    case Write():
-                        self._catalogue.written(outcome.move, outcome.error)
-                    case Read():
-                        self._catalogue.read(
-                            outcome.move, length=outcome.length, error=outcome.error
-                        )
-                    case Ask():
-                        self._catalogue.asked(outcome.move, held=outcome.held)
+        self._change(lambda: self._tell(outcomes))
 
-        self._change(tell)
-
-
-def _in_order(tiers: Sequence[HostTier | Tier]) -> tuple[HostTier, list[Tier]]:
-    """Host memory, and what is below it."""
-    names = [tier.name for tier in tiers]
-    if not tiers or not isinstance(tiers[0], HostTier):
-        raise UnsupportedError(
-            f"the first tier must be a HostTier; got {names}. Put HostTier(...) in front."
-        )
-    host = tiers[0]
-    below = [tier for tier in tiers[1:] if not isinstance(tier, HostTier)]
-    if len(below) != len(tiers) - 1 or len(set(names)) != len(names):
-        raise UnsupportedError(f"tiers need different names and one host tier; got {names}")
-    if any(tier.shared for tier in below[:-1]):
-        raise UnsupportedError(f"a tier that others write to must be the last; got {names}")
-    sizes = {(tier.page_bytes, tier.attachment_bytes) for tier in tiers}
-    if len(sizes) != 1:
-        raise PlanError(f"tiers with different (page, attachment) bytes: {sorted(sizes)}")
-    return host, below
-
-
-def _first(results: list[T]) -> T:
-    return results[0]
+    def _tell(self, outcomes: list[Outcome]) -> None:
+        for outcome in outcomes:
+            match outcome.move:
+                case Write():
+                    self._catalogue.written(outcome.move, outcome.error)
+                case Read():
+                    self._catalogue.read(outcome.move, length=outcome.length, error=outcome.error)
+                case Ask():
+                    self._catalogue.asked(outcome.move, held=outcome.held)

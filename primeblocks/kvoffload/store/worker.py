@@ -14,7 +14,7 @@ from ...errors import CorruptionError
 from ..host import HostTier
 from ..page import PageKey, checksum
 from ..tier import Found, Record, Tier
-from .moves import Ask, Clear, Drop, Read, Write
+from .moves import Ask, Clear, Drop, Read, Recalled, Write
 from .order import Given, Holds, Order, Until
 
 __all__ = ["Outcome", "TierWorker"]
@@ -36,19 +36,30 @@ class Outcome:
 
 
 class TierWorker:
-    """Does to a tier what it is given. `report` is called with the outcomes of a batch."""
+    """Does to a tier what it is given.
+
+    Args:
+        report: called with the outcomes of a batch.
+        broke: called with an error that ended the thread.
+    """
 
     def __init__(
-        self, tier: Tier, host: HostTier, *, report: Callable[[list[Outcome]], None]
+        self,
+        tier: Tier,
+        host: HostTier,
+        *,
+        report: Callable[[list[Outcome]], None],
+        broke: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         self._tier = tier
         self._host = host
         self._report = report
-        pages = max(1, min(_BATCH_PAGES, _BATCH_BYTES // host.frame_bytes))
+        self._broke = broke
+        # Should the tier hang, the frames of one batch are all that it keeps.
+        pages = min(_BATCH_PAGES, _BATCH_BYTES // host.frame_bytes, host.capacity_pages // 4)
+        pages = max(1, pages)
         self._order = Order(batch_pages=pages)
         self._error: BaseException | None = None
-        self.refused = 0
-        self._refusal: Exception | None = None
         name = f"primeblocks-kvoffload-{tier.name}"
         self._thread = Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -56,14 +67,27 @@ class TierWorker:
     def give(self, move: Given) -> None:
         self._order.give(move)
 
+    def recall(self) -> list[Outcome]:
+        """Take back the reads and writes that are not begun: the tier refused them."""
+        error = Recalled(f"{self._tier.name} answers nothing; the page was not moved")
+        return [Outcome(move, error=error) for move in self._order.recall()]
+
+    def lacks(self, keys: Sequence[PageKey]) -> list[PageKey]:
+        """Those of these pages that the tier says it does not have."""
+        answers = self._each(len(keys), lambda: self._tier.holds(keys))
+        return [key for key, held in zip(keys, answers, strict=True) if held is False]
+
     def stop(self) -> Thread:
         """Close the tier after what was given; returns the thread to be joined."""
         self._order.stop()
         return self._thread
 
     def _run(self) -> None:
-        while moves := self._order.next():
-            self._DO[type(moves[0])](self, moves)
+        try:
+            while moves := self._order.next():
+                self._DO[type(moves[0])](self, moves)
+        except BaseException as error:
+            self._broke(error)
         self._try(self._tier.close)
 
     def _change(self, moves: Sequence[Write | Drop]) -> None:
@@ -81,9 +105,9 @@ class TierWorker:
             digest = checksum(move.page.key, content)
             records.append(Record(move.page.key, content, digest, frame))
         answers = self._each(len(moves), lambda: self._tier.put(records))
-        for refusal in filter(None, answers):
-            self._refusal = refusal
-            self.refused += 1
+        for at, answer in enumerate(answers):
+            if answer is not None and not isinstance(answer, Exception):
+                answers[at] = RuntimeError(f"{self._tier.name} answered a put with {answer!r}")
         self._report(
             [Outcome(move, error=error) for move, error in zip(moves, answers, strict=True)]
         )
@@ -97,10 +121,11 @@ class TierWorker:
 
     def _checked(self, move: Read, frame: np.ndarray, found: Found | Exception | None) -> Outcome:
         if not isinstance(found, Found):
-            return Outcome(move, error=found)
+            return Outcome(move, error=found if isinstance(found, Exception) else None)
         key, room = move.page.key, self._host.page_bytes + self._host.attachment_bytes
-        fits = self._host.page_bytes <= found.length <= room
-        if fits and checksum(key, frame[: found.length]) == found.digest:
+        length = found.length if isinstance(found.length, int) else 0
+        fits = self._host.page_bytes <= length <= room
+        if fits and checksum(key, frame[:length]) == found.digest:
             return Outcome(move, length=found.length)
         return Outcome(move, error=CorruptionError(f"{key} does not match its checksum"))
 
@@ -125,8 +150,6 @@ class TierWorker:
             if move.flush:
                 self._try(self._tier.flush)
             error, self._error = self._error, None
-            if move.flush and self.refused > move.refused:
-                error = self._refusal
             move.done(error)
 
     def _held(self, keys: Sequence[PageKey]) -> list[bool]:

@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from primeblocks.errors import CorruptionError
+from primeblocks.errors import CapacityError, CorruptionError
 from primeblocks.kvoffload.store.catalogue import Catalogue
 from primeblocks.kvoffload.store.level import Level
 from primeblocks.kvoffload.store.moves import (
@@ -13,20 +13,31 @@ from primeblocks.kvoffload.store.moves import (
     Drop,
     LoadRequest,
     Read,
+    Recall,
+    Recalled,
     SaveRequest,
+    State,
     Write,
 )
+from primeblocks.testing.faults import ManualClock
 
 UNKNOWN = object()
 
 
 class Disk:
-    """A lower tier: a dictionary, with moves that wait for it."""
+    """A lower tier: a dictionary, with moves that wait for it.
 
-    def __init__(self, pages, *, shared=False):
+    Args:
+        pages: its quota.
+        really: pages that fit; changed while it runs.
+    """
+
+    def __init__(self, pages, *, shared=False, really=None):
         self.pages = {}
         self.room = pages
+        self.really = really
         self.shared = shared
+        self.hangs = False
 
     def keys(self):
         return [] if self.shared else list(self.pages)
@@ -38,10 +49,18 @@ class Simulation:
     def __init__(self, random, *, frames, disks, evict, through=False, max_pending=8):
         self.random = random
         self.disks = disks
+        self.clock = ManualClock()
         self.levels = [
-            Level(f"disk {n}", disk.keys(), capacity_pages=disk.room, shared=disk.shared)
+            Level(
+                f"disk {n}",
+                disk.keys(),
+                capacity_pages=disk.room,
+                shared=disk.shared,
+                clock=self.clock.now,
+            )
             for n, disk in enumerate(disks)
         ]
+        self.flushes = []
         self.catalogue = Catalogue(
             frames=frames,
             levels=self.levels,
@@ -103,6 +122,8 @@ class Simulation:
         self.take()
         steps = [(self.copy, self.copies, n) for n in range(len(self.copies))]
         for depth, reads in enumerate(self.reads):
+            if self.disks[depth].hangs:
+                continue
             steps += [(self.read, reads, n) for n in range(len(reads))]
             if self.ordered[depth]:
                 steps.append((self.do, self.ordered[depth], depth))
@@ -117,14 +138,74 @@ class Simulation:
         return bool(steps)
 
     def take(self):
-        for move in self.catalogue.moves:
-            if isinstance(move, CopyIn | CopyOut):
-                self.copies.append(move)
-            elif isinstance(move, Read | Ask):
-                self.reads[move.depth].append(move)
-            else:
-                self.ordered[move.depth].append(move)
-        self.catalogue.moves = []
+        while moves := self.catalogue.moves:
+            self.catalogue.moves = []
+            for move in moves:
+                if isinstance(move, CopyIn | CopyOut):
+                    self.copies.append(move)
+                elif isinstance(move, Recall):
+                    self.recall(move.depth)
+                elif isinstance(move, Read | Ask):
+                    self.reads[move.depth].append(move)
+                else:
+                    self.ordered[move.depth].append(move)
+
+    def recall(self, depth):
+        for queue in (self.reads[depth], self.ordered[depth]):
+            for move in [each for each in queue if isinstance(each, Read | Write)]:
+                queue.remove(move)
+                if isinstance(move, Write):
+                    self.catalogue.written(move, Recalled("hangs"))
+                else:
+                    self.catalogue.read(move, length=0, error=Recalled("hangs"))
+
+    def hang(self):
+        """A tier answers nothing for longer than the store's patience: saves go on."""
+        disk = self.random.choice(self.disks)
+        disk.hangs = True
+        while self.step():
+            self.clock.advance(self.random.choice([0, 0, 0.5]))
+        self.clock.advance(1.5)
+        self.catalogue.tick()
+        while self.step():
+            pass
+        assert not self.catalogue._waiting, "a page waits for a tier that hangs"
+        disk.hangs = False
+
+    def fill(self):
+        """A tier has room for more pages than before, or for fewer."""
+        self.random.choice(self.disks).really = self.random.choice([None, 0, 1, 2, 3])
+
+    def rest(self):
+        self.clock.advance(self.random.choice([0.3, 1.5, 40.0]))
+        self.catalogue.tick()
+
+    def flush(self):
+        """Every page that host memory has is below, or the caller hears that one is not."""
+        pages = self.catalogue._pages.items()
+        here = {key: page for key, page in pages if page.state is not State.COMING}
+        before = [level.refusals for level in self.levels]
+        error = self.catalogue.write_down()
+        self.take()
+        # A tier that others write to may lose pages at any time.
+        if self.disks and error is None and not any(disk.shared for disk in self.disks):
+            frames = {key: self.frames[page.frame] for key, page in here.items()}
+            flush = {"pages": frames, "before": before, "left": len(self.disks), "below": {}}
+            for queue in self.ordered:
+                queue.append(flush)
+
+    def flushed(self, flush, depth):
+        for key, value in self.disks[depth].pages.items():
+            flush["below"].setdefault(key, set()).add(value)
+        flush["refused"] = flush.get("refused", False) or (
+            self.levels[depth].refusals > flush["before"][depth]
+        )
+        flush["left"] -= 1
+        if flush["left"] == 0 and not flush["refused"]:
+            self.flushes.append(flush)
+            for key, value in flush["pages"].items():
+                below = flush["below"].get(key, set())
+                assert value in below or UNKNOWN in below, f"{key} was flushed and is not there"
 
     def copy(self, queue, n):
         move = queue.pop(n)
@@ -157,12 +238,16 @@ class Simulation:
     def do(self, queue, depth):
         move, disk = queue.popleft(), self.disks[depth]
         match move:
+            case dict():
+                self.flushed(move, depth)
             case Write():
-                refused = self.random.random() < 0.05
-                if not refused:
+                error = OSError("refused") if self.random.random() < 0.05 else None
+                if disk.really is not None and len(disk.pages) >= disk.really:
+                    error = CapacityError("full")
+                if error is None:
                     disk.pages[move.page.key] = self.frames[move.page.frame]
                     assert disk.shared or len(disk.pages) <= disk.room
-                self.catalogue.written(move, OSError("refused") if refused else None)
+                self.catalogue.written(move, error)
             case Drop():
                 disk.pages.pop(move.key, None)
             case Clear():

@@ -44,12 +44,15 @@ def drive(simulation, chance, *, calls, content_addressed):
             case 13 if not content_addressed and chance.random() < 0.3:
                 simulation.clear()
             case 14:
-                simulation.catalogue.write_down()
+                simulation.flush()
+            case 15 if simulation.disks:
+                chance.choice([simulation.hang, simulation.fill, simulation.rest])()
 
 
 @pytest.mark.parametrize("evict", [lru, arc, VersionAware(1)], ids=["lru", "arc", "version aware"])
 @pytest.mark.parametrize("through", [False, True], ids=["back", "through"])
 def test_no_schedule_gives_a_wrong_page(evict, through, full):
+    flushed = 0
     for seed in range(10_000 // 6 if full else SCHEDULES // 6):
         chance = random.Random(seed)
         disks = [Disk(chance.randrange(1, 8)) for _ in range(chance.randrange(3))]
@@ -60,6 +63,8 @@ def test_no_schedule_gives_a_wrong_page(evict, through, full):
             simulation.damage = lambda: None
         drive(simulation, chance, calls=40, content_addressed=False)
         simulation.finish()
+        flushed += len(simulation.flushes)
+    assert flushed
 
 
 def test_stores_that_share_a_tier_give_each_other_right_pages(full):
