@@ -69,13 +69,18 @@ class Level:
         return copy if copy is not None and copy.here else None
 
     def admit(
-        self, key: PageKey, evict: Evict, *, version: int
+        self, key: PageKey, evict: Evict, *, version: int, flush: bool = False
     ) -> tuple[Copy | None, list[PageKey]]:
-        """Make room for a page: its copy, None if there is no room, and who leaves for it."""
+        """Make room for a page: its copy, None if there is no room, and who leaves for it.
+
+        Of a flush all pages are tried where otherwise one is.
+        """
         if self.shared:
             return Copy(here=False), []
         trial = self._trial_is_due()
         room = min(self._room + trial, self.capacity_pages)
+        if flush and self._clock() >= self._again_s:
+            room = self.capacity_pages
         if self._closed and not trial and len(self.copies) >= room:
             self.counts["skipped"] += 1
             return None, []
@@ -259,7 +264,8 @@ class Levels:
         for depth, level in enumerate(() if self.have(page) else self._each):
             if level.skips(feed=feed):
                 continue
-            copy, victims = level.admit(page.key, self._evict, version=version)
+            flush = feed is None
+            copy, victims = level.admit(page.key, self._evict, version=version, flush=flush)
             moves += [Drop(depth, victim) for victim in victims]
             if copy is not None:
                 page.writes += 1

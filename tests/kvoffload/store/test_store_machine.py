@@ -23,6 +23,7 @@ from primeblocks.kvoffload import (
     lru,
 )
 from primeblocks.kvoffload.disk import System
+from primeblocks.testing.faults import ManualClock
 from tests.kvoffload.conftest import FRAME, PAGE, SIZES
 from tests.kvoffload.memory_tier import SOON
 
@@ -52,6 +53,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.path = Path(tempfile.mkdtemp())
         self.reference = ReferenceStore()
         self.version = 0
+        self.clock = ManualClock()
         self.system = FullDisk()
         self.was_full = False
         self.faultless = True
@@ -67,8 +69,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.write = write
         host = HostTier(capacity_bytes=self.HOST * FRAME, **SIZES)
         room = self.DISK * FRAME
-        disk = DiskTier(self.path, capacity_bytes=room, system=self.system, **SIZES)
-        self.store = TieredStore([host, disk], evict=evict, write=write)
+        self.disk = DiskTier(self.path, capacity_bytes=room, system=self.system, **SIZES)
+        self.store = TieredStore([host, self.disk], evict=evict, write=write, clock=self.clock.now)
         self.store.advance(version=self.version)
 
     keys_ = st.builds(
@@ -100,7 +102,9 @@ class StoreMachine(RuleBasedStateMachine):
     def flush(self):
         """Says what could not be written or dropped since the last one."""
         with contextlib.suppress(CapacityError) if self.was_full else contextlib.nullcontext():
+            here = list(self.store._catalogue._pages)
             self.store.flush().wait(timeout_s=SOON)
+            assert all(self.disk.holds(here)), "flushed, and not on disk"
         self.was_full = self.system.full
 
     @rule(key=keys_, rollout=rollouts)
@@ -146,6 +150,7 @@ class StoreMachine(RuleBasedStateMachine):
     def fill_disk(self, full):
         self.system.full = full
         self.was_full |= full
+        self.clock.advance(0 if full else 60)  # long enough to be tried again
         self.faultless &= not full
 
     @rule(
