@@ -27,6 +27,14 @@ def clock():
     return ManualClock()
 
 
+def test_a_host_tier_has_one_store(host, memory):
+    slab = host(1)
+    with TieredStore([slab]), pytest.raises(UsageError, match="another store"):
+        TieredStore([slab, memory(1)])
+    with pytest.raises(UsageError, match="another store"):
+        TieredStore([slab])  # which was released
+
+
 def test_flush_says_how_many_pages_find_no_room(host, disk):
     with TieredStore([host(8), disk(4)]) as store:
         for number in range(8):
@@ -164,6 +172,32 @@ def test_a_tier_that_refuses_keeps_its_pages(host, memory, clock):
         below.refuse = None
         clock.advance(30.0)
         for number in range(70, 80):
+            save(store, number)
+        assert len(below) == 8
+
+
+def test_a_tier_fuller_than_its_quota_still_takes_pages(host, memory):
+    below = memory(8)
+    below.room, clock = 2, ManualClock()
+    with TieredStore([host(1), below], clock=clock.now) as store:
+        for number in range(6):
+            assert save(store, number).stored
+        count = store.statistics()["memory"]
+        assert (count.stores, count.failures) == (4, 1)  # 0, 1, not 2, then 3 and 4 in their places
+        assert [load(store, n) for n in (5, 4)] == ["host", "memory"]
+        for seconds in (1, 2, 4, 8, 16, 30, 30):  # between the trials
+            clock.advance(seconds - 0.01)
+            for number in range(20):
+                save(store, number)
+            assert len(below) == 2
+            clock.advance(0.01)
+            before = store.statistics()["memory"].failures
+            for number in range(20):
+                save(store, number)
+            assert (len(below), store.statistics()["memory"].failures) == (2, before + 1)
+        below.room = None
+        clock.advance(30)
+        for number in range(20):
             save(store, number)
         assert len(below) == 8
 

@@ -17,7 +17,6 @@ from primeblocks.errors import (
     UsageError,
 )
 from primeblocks.kvoffload import HostTier, PageKey, TieredStore, VersionAware
-from primeblocks.testing.faults import ManualClock
 from tests.kvoffload.conftest import EXTRA, FRAME, PAGE
 from tests.kvoffload.memory_tier import SOON
 
@@ -235,32 +234,6 @@ def test_a_tier_that_refuses_costs_pages_not_service(host, memory, error):
         assert [load(store, n) for n in (2, 3)] == ["memory", "memory"]
 
 
-def test_a_tier_fuller_than_its_quota_still_takes_pages(host, memory):
-    below = memory(8)
-    below.room, clock = 2, ManualClock()
-    with TieredStore([host(1), below], clock=clock.now) as store:
-        for number in range(6):
-            assert save(store, number).stored
-        count = store.statistics()["memory"]
-        assert (count.stores, count.failures) == (4, 1)  # 0, 1, not 2, then 3 and 4 in their places
-        assert [load(store, n) for n in (5, 4)] == ["host", "memory"]
-        for seconds in (1, 2, 4, 8, 16, 30, 30):  # between the trials
-            clock.advance(seconds - 0.01)
-            for number in range(20):
-                save(store, number)
-            assert len(below) == 2
-            clock.advance(0.01)
-            before = store.statistics()["memory"].failures
-            for number in range(20):
-                save(store, number)
-            assert (len(below), store.statistics()["memory"].failures) == (2, before + 1)
-        below.room = None
-        clock.advance(30)
-        for number in range(20):
-            save(store, number)
-        assert len(below) == 8
-
-
 def test_an_unreadable_page_is_a_miss(host, memory):
     below = memory(4)
     with TieredStore([host(1), below]) as store:
@@ -377,11 +350,6 @@ def test_a_store_needs_host_memory_in_front(host, memory):
         TieredStore([host(1)], max_pending=0)
     with pytest.raises(UnsupportedError, match=r"\['host', 'host'\]"):
         TieredStore([host(1), host(1)])
-    slab = host(1)
-    with TieredStore([slab]), pytest.raises(UsageError, match="another store"):
-        TieredStore([slab, memory(1)])
-    with pytest.raises(UsageError, match="another store"):
-        TieredStore([slab])  # which was released
     with pytest.raises(UnsupportedError, match="must be the last"):
         TieredStore([host(1), memory(0, common={}), memory(1, name="own")])
     with pytest.raises(PlanError, match='"back" or "through"; got \'around\''):
