@@ -195,10 +195,8 @@ class TieredStore:
         """
         version = check_version(version)
         with self._changed:
-            if version < self._catalogue.version:
-                raise UsageError(
-                    f"the store is at version {self._catalogue.version}; got {version}"
-                )
+            if version < (now := self._catalogue.version):
+                raise UsageError(f"the store is at version {now}; got {version}")
             self._catalogue.version = version
 
     def pause(self, rollout: Hashable, what: Hashable) -> None:
