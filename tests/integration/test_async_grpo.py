@@ -13,7 +13,7 @@ import pytest
 from primeblocks.errors import how_it_ended
 from tests.engine_job import ENVIRONMENT
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.vllm
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "async_grpo_moe.py"
 KEYS = {

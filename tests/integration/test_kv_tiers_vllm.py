@@ -12,10 +12,9 @@ PAGE, AGENTS, TURNS, PROMPT, TOOL, GENERATED = 32, 5, 4, 512, 96, 8
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(300)
 def test_turns_find_their_pages_and_versions_do_not_share_them():
     # As people start it: in one process the engine holds the interpreter that our threads need.
-    printed = run_job(EXAMPLE, timeout_s=240, environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    printed = run_job(EXAMPLE, environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
     table = re.findall(r"^ +(\d) +([\d,]+) +([\d,]+) +([\d,]+) .* (\d+) +(\d+)$", printed, re.M)
     rows = [[int(number.replace(",", "")) for number in row] for row in table]
     assert [row[0] for row in rows] == [1, 2, 3]

@@ -97,7 +97,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("plugin")
     job = Path(__file__).with_name("plugin_job.py")
     off = {plugin.OFF: "moe_reload_on_cpu,no_such_patch", "VLLM_LOGGING_LEVEL": "INFO"}
-    printed = run_job(job, str(folder), timeout_s=100, environment=off)
+    printed = run_job(job, str(folder), environment=off)
     facts = json.loads((folder / "facts.json").read_text())
     for each in f"\n{printed}".split("\n== ")[1:]:
         phase, _, log = each.partition("\n")

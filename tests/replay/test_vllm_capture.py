@@ -244,7 +244,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(models: Path) -> Mapping[str, np.ndarray]:
     """Requests served by a real engine, in its own process: vLLM alters a process for good."""
-    run_job(JOB, str(models), timeout_s=110)
+    run_job(JOB, str(models))
     return dict(np.load(models / "results.npz"))
 
 

@@ -40,13 +40,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def flight(folder: Path) -> Mapping[str, np.ndarray]:
-    run_job(JOB, "flight", str(folder), timeout_s=110)
+    run_job(JOB, "flight", str(folder))
     return dict(np.load(folder / "flight.npz"))
 
 
 @pytest.fixture(scope="module")
 def pages(folder: Path) -> Mapping[str, np.ndarray]:
-    run_job(JOB, "pages", str(folder), timeout_s=110)
+    run_job(JOB, "pages", str(folder))
     return dict(np.load(folder / "pages.npz"))
 
 
@@ -137,7 +137,7 @@ def test_the_engine_is_alive_after_all_that(pages, models):
 
 def test_prefill_and_decode_engines_make_one_whole(folder, models):
     """The decoding engine got the KV of three pages through a shared folder, and no rows."""
-    run_job(JOB, "hand_over", str(folder), timeout_s=110)
+    run_job(JOB, "hand_over", str(folder))
     results = dict(np.load(folder / "hand_over.npz"))
     pairs = zip(requests(results, "prefill"), requests(results, "decode"), strict=True)
     for (_, _, first), (tokens, cached, second) in pairs:

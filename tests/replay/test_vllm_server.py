@@ -38,7 +38,7 @@ from primeblocks.weightsync.adapters import vllm as into_vllm
 from tests.engine_job import ENVIRONMENT
 
 SHAPE = RouterShape(num_layers=4, moe_layers=(1, 2, 3), num_experts=8, top_k=2)
-START_S = 90.0
+START_S = 300.0
 ROWS = np.arange(24, dtype=np.uint8).reshape(3, 4, 2)
 ROWS[1] = 255  # missing
 

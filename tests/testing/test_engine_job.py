@@ -13,14 +13,14 @@ def test_a_job_that_dies_by_a_signal_says_which(tmp_path, number):
     job = tmp_path / "job.py"
     job.write_text(f"import os; os.kill(os.getpid(), {int(number)})")
     with pytest.raises(AssertionError, match=rf"job\.py was ended by {number.name}"):
-        run_job(job, timeout_s=60)
+        run_job(job)
 
 
 def test_a_job_that_raises_shows_its_traceback(tmp_path):
     job = tmp_path / "job.py"
     job.write_text("raise SystemExit('no luck')")
     with pytest.raises(AssertionError, match=r"(?s)job\.py exited with code 1.*no luck"):
-        run_job(job, timeout_s=60)
+        run_job(job)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def saw(tmp_path_factory):
     for seed in (0, 1):
         path = folder / f"base-{seed}"
         tiny_models.save("qwen3", path, seed=seed, dtype="float32", num_layers=2, hidden=64)
-    run_job(JOB, str(folder), timeout_s=100, environment={"PYTHONPATH": ROOT})
+    run_job(JOB, str(folder), environment={"PYTHONPATH": ROOT})
     return json.loads((folder / "base.json").read_text())
 
 

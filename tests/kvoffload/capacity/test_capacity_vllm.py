@@ -65,12 +65,11 @@ def engines(tmp_path_factory, request):
                 "requests": dataclasses.asdict(ASKED[family]),
             }
     (folder / "cases.json").write_text(json.dumps([*cases.values()]))
-    run_job(JOB, str(folder / "cases.json"), str(folder / "results.json"), timeout_s=170)
+    run_job(JOB, str(folder / "cases.json"), str(folder / "results.json"))
     return dict(zip(cases, json.loads((folder / "results.json").read_text()), strict=True))
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(200)  # with --full: six engines
 @pytest.mark.parametrize("family", PAGE_TOKENS)
 def test_a_page_has_the_bytes_that_vllm_says(engines, family, full):
     need(family, full)
@@ -85,7 +84,6 @@ def test_a_page_has_the_bytes_that_vllm_says(engines, family, full):
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(200)  # with --full: six engines
 @pytest.mark.parametrize("family", PAGE_TOKENS)
 def test_vllm_evicts_nothing_with_the_planned_pages_and_something_with_one_less(
     engines, family, full

@@ -75,7 +75,7 @@ def adapter():
 def facts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("configs")
     tiny_models.save("qwen3_moe", folder / "model", seed=0, dtype="float32")
-    run_job(JOB, str(folder), timeout_s=60)
+    run_job(JOB, str(folder))
     return json.loads((folder / "facts.json").read_text())
 
 

@@ -22,7 +22,7 @@ def results(tmp_path_factory):
     for version in range(VERSIONS):
         path = folder / f"model-{version}"
         tiny_models.save("qwen3_moe", path, seed=version, dtype="float32", init_std=0.06)
-    run_job(Path(job.__file__), str(folder), str(VERSIONS), timeout_s=110)
+    run_job(Path(job.__file__), str(folder), str(VERSIONS))
     return json.loads((folder / "results.json").read_text())
 
 
