@@ -28,6 +28,7 @@ __all__ = [
     "Boxes",
     "Held",
     "Lent",
+    "Pages",
     "chunks_of",
     "copied",
     "pack",
