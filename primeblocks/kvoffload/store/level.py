@@ -1,9 +1,9 @@
-"""What the store knows about one tier: its pages, how it does, whether it keeps up."""
+"""One tier as the store knows it: its pages, how it does, whether it keeps up."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from time import monotonic
 
 from ...errors import CapacityError, CorruptionError
@@ -137,6 +137,8 @@ class Level:
             self.counts["failures"] += 1
         if self.shared:
             return damaged
+        if isinstance(error, Recalled) and copy.here:  # nobody looked: it is as it was
+            return False
         return self.copies.get(key) is copy and self.forget(key)
 
     def forget(self, key: PageKey) -> bool:
@@ -144,6 +146,16 @@ class Level:
         self.ledger.remove(key)
         self._coming.discard(key)
         return self.copies.pop(key, None) is not None
+
+    def here(self) -> dict[PageKey, Copy]:
+        """The copies that were written."""
+        return {key: copy for key, copy in self.copies.items() if copy.here}
+
+    def lose(self, copies: Mapping[PageKey, Copy]) -> None:
+        """The tier has lost these, if no newer ones took their place."""
+        for key, copy in copies.items():
+            if self.copies.get(key) is copy:
+                self.forget(key)
 
     def clear(self) -> None:
         for key in list(self.copies):
@@ -273,7 +285,7 @@ class Levels:
         return moves
 
     def missing(self, pages: Sequence[HostPage]) -> CapacityError | None:
-        """What to say of pages that none has or will have."""
+        """An error that counts the pages that none has or will have."""
         missing = sum(not self.have(page) for page in pages)
         if not missing or not self._each:
             return None
@@ -288,7 +300,7 @@ class Levels:
         return [Drop(depth, key) for depth, level in enumerate(self._each) if level.forget(key)]
 
     def clear(self) -> list[Clear]:
-        """Nothing is there any more."""
+        """Forget all pages."""
         for level in self._each:
             level.clear()
         return [Clear(depth) for depth in range(len(self._each))]

@@ -162,7 +162,7 @@ class Clear:
 
 
 class Recalled(DeadlineError):
-    """What became of a move that a lower tier, which hangs, had not begun."""
+    """A move was taken back from a lower tier that hangs, and had not begun it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from ..tier import Loaded, Saved, Tier, TierStatistics
 from .batch import Batch
 from .catalogue import Catalogue
 from .copier import Copied, Copiers
-from .level import levels_of
+from .level import Level, levels_of
 from .moves import Ask, CopyIn, CopyOut, LoadRequest, Read, Recall, SaveRequest, Write
 from .order import Holds, Until
 from .pending import Pending
@@ -302,11 +302,10 @@ class TieredStore:
             self._hand_out()
 
             def done(index: int, error: BaseException | None) -> None:
-                with self._changed:
-                    if flush and levels[index].refusals > before[index]:
-                        error = levels[index].refusal
-                    if error is not None and not levels[index].shared:
-                        self._look_for_lost(index)
+                if flush and levels[index].refusals > before[index]:
+                    error = levels[index].refusal
+                if error is not None and not levels[index].shared:
+                    self._look_for_lost(levels[index], self._workers[index])
                 if (error := error or missing) is not None:
                     batch.pending.fail(error)
                 batch.finish(index, None)
@@ -317,11 +316,13 @@ class TieredStore:
         self._ask(give, batch.pending)
         return batch.pending
 
-    def _look_for_lost(self, depth: int) -> None:
+    def _look_for_lost(self, level: Level, worker: TierWorker) -> None:
         """A tier that failed may have lost pages, which another flush is to write again."""
-        here = [key for key, copy in self._catalogue.levels[depth].copies.items() if copy.here]
-        for key in self._workers[depth].lacks(here):
-            self._catalogue.levels[depth].forget(key)
+        with self._changed:
+            here = level.here()
+        lost = worker.lacks(list(here))  # without the lock: a tier may hang
+        with self._changed:
+            level.lose({key: here[key] for key in lost})
 
     def _ask(self, what: Callable[[], None], pending: Pending[Any] | None = None) -> None:
         with self._changed:

@@ -8,8 +8,10 @@ from primeblocks.kvoffload.store.moves import (
     Ask,
     CopyIn,
     CopyOut,
+    Drop,
     LoadRequest,
     Read,
+    Recalled,
     SaveRequest,
     Write,
 )
@@ -135,6 +137,16 @@ def test_damage_in_every_tier_is_a_miss_in_each():
         count = steps.count(name)
         assert (count.misses, count.checksum_failures) == (1, 1), name
     assert steps.count("disk").pages == 0
+
+
+def test_a_read_that_was_taken_back_leaves_the_page_where_it_is():
+    steps = Steps(4, disk(1))
+    request, (read,) = steps.load(1, hold=Read)
+    steps.catalogue.read(read, length=0, error=Recalled("hangs"))
+    steps.settle()
+    assert steps.answers[request] is None
+    assert not any(isinstance(move, Drop) for move in steps.done)
+    assert steps.catalogue.levels[0].found(key_of(1))
 
 
 def test_each_tier_counts_what_it_did():

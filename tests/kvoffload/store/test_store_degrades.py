@@ -95,6 +95,30 @@ def test_what_was_flushed_after_a_failed_sync_survives_a_power_cut(host):
         assert [load(store, number) for number in range(4)] == ["disk"] * 4
 
 
+def test_a_tier_that_hangs_when_asked_what_it_lost_stops_nobody(host, memory):
+    below, asked, release = memory(8), threading.Event(), threading.Event()
+
+    def fail():
+        raise OSError(5, "input/output error")
+
+    with TieredStore([host(4), below]) as store:
+        save(store, 0)
+        store.flush().wait(timeout_s=SOON)
+        below.flush = fail
+        below.holds = lambda keys: (asked.set(), release.wait(60), [False] * len(keys))[-1]
+        flushed = store.flush()
+        assert asked.wait(SOON)
+        saving = threading.Thread(target=save, args=(store, 1))
+        saving.start()
+        saving.join(SOON)
+        goes_on = not saving.is_alive()
+        release.set()
+        assert goes_on
+        with pytest.raises(OSError, match="input/output"):
+            flushed.wait(timeout_s=SOON)
+        assert store.statistics()["memory"].pages == 0
+
+
 def test_a_hung_tier_costs_a_batch_of_frames_and_no_save(host, memory, clock):
     below = memory(1000)
     with TieredStore([host(16), below], clock=clock.now) as store:
