@@ -101,7 +101,7 @@ def check_tensors(**operands: object) -> None:
 
 
 def facts_of(name: str, x: Tensor) -> dict[str, object]:
-    """What ranks must share of a tensor whose rows may differ in number: facts for `agree`. Local.
+    """Facts for `agree` about a tensor whose rows may differ in number between ranks. Local.
 
     Whether it wants a gradient is one: a backward that one rank does not run would leave the
     others waiting.
@@ -164,7 +164,8 @@ def agree(
 
     Called before a larger exchange, it makes one rank's mistake an error on all of them, where
     the others would wait for what never comes. Collective: one gather of 16 bytes a rank, which
-    the host waits for; one more, of two kilobytes, before something is raised.
+    the host waits for; one more, of two kilobytes, before something is raised. A rank alone asks
+    nobody.
 
     Args:
         call: what is about to be done; two functions that start alike must not meet.
@@ -180,6 +181,10 @@ def agree(
         PlanError: the call or a fact differs.
     """
     check_group(group)
+    if group.size() == 1:
+        if problem is not None:
+            raise problem
+        return
     told = {"the call": call} | {name: str(fact) for name, fact in facts.items()}
     text = json.dumps(told) if problem is None else f"{type(problem).__name__}: {problem}"
     assert problem is not None or len(text.encode()) <= _TEXT_BYTES, text

@@ -158,3 +158,16 @@ def test_a_problem_is_an_error_on_all(case, said):
 
 def test_everyone_has_a_problem():
     assert _told("all have one") == [f"ShapeError: mine, {rank}" for rank in range(3)]
+
+
+def _alone():
+    gathers = []
+    dist.all_gather = lambda *args, **kwargs: gathers.append(args)
+    agree("a call", {"heads": 4}, group=dist.group.WORLD)
+    with pytest.raises(ShapeError, match="mine"):
+        agree("a call", {}, problem=ShapeError("mine"), group=dist.group.WORLD)
+    return len(gathers)
+
+
+def test_a_rank_alone_waits_for_no_device():
+    assert ranks.run(_alone, world_size=1) == [0]

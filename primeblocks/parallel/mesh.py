@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, fields
 from numbers import Integral
 
@@ -173,10 +174,17 @@ def check_meshes(meshes: object) -> None:
 def on_device(device: str) -> Tensor:
     """An empty tensor there, which says where a backend takes tensors. Local.
 
+    Where the caller has chosen no device for this rank, it is the one that torch's DeviceMesh
+    would choose: once a tensor lies on another, it does not.
+
     Raises:
         PlanError: there is no such device.
     """
     try:
+        accelerator = torch.get_device_module(device)
+        if accelerator.is_available() and not accelerator.is_initialized():
+            own = os.environ.get("LOCAL_RANK") or dist.get_rank() % accelerator.device_count()
+            accelerator.set_device(int(own))
         return torch.empty(0, device=device)
     except (RuntimeError, AssertionError, TypeError) as error:
         raise PlanError(f"device={device!r} cannot be used here: {error}") from error

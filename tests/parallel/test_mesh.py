@@ -1,12 +1,14 @@
 import dataclasses
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from primeblocks.errors import PlanError
 from primeblocks.parallel import plan_mesh
+from primeblocks.parallel.mesh import on_device
 from primeblocks.testing import ranks
 
 
@@ -100,3 +102,20 @@ def test_another_number_of_ranks_is_refused():
 def test_no_process_group_is_refused():
     with pytest.raises(PlanError, match="init_process_group"):
         plan_mesh(world_size=1).build("cpu")
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_a_rank_takes_its_own_device_before_it_asks_others(launched, monkeypatch):
+    """Two ranks whose first tensor lies on the same device are refused by NCCL."""
+    chosen, tensor = [], torch.zeros(0)
+    if launched:
+        monkeypatch.setenv("LOCAL_RANK", "3")
+    else:
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(dist, "get_rank", lambda: 11)
+    for name, found in (("is_available", True), ("is_initialized", False), ("device_count", 8)):
+        monkeypatch.setattr(torch.cuda, name, lambda found=found: found)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch, "empty", lambda *sizes, device: chosen.append(device) or tensor)
+    on_device("cuda")
+    assert chosen == [3, "cuda"]
