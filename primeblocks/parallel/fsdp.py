@@ -21,7 +21,7 @@ from ..groups import check_tensors, settle
 from .experts.dispatcher import LocalDispatcher
 from .mesh import Meshes, check_meshes
 
-__all__ = ["clip_grad_norm_", "fully_shard_moe", "global_token_count"]
+__all__ = ["check_dispatcher", "clip_grad_norm_", "fully_shard_moe", "global_token_count"]
 
 
 def fully_shard_moe(
@@ -68,12 +68,14 @@ def fully_shard_moe(
     policy = MixedPrecisionPolicy() if precision is None else precision
     for module in experts:
         _check_shared(module, meshes.plan.expert)
-        _check_dispatcher(module, meshes)
+        check_dispatcher(getattr(module, "dispatcher", None), meshes)
     for module in experts:
         _deal_experts(module, meshes)
         _fully_shard_experts(module, meshes, policy)
-    if policy.param_dtype in (torch.bfloat16, torch.float16):
-        exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    low = torch.bfloat16, torch.float16
+    if policy.param_dtype in low or policy.reduce_dtype in low:
+        compute = torch.float32 if policy.param_dtype in low else policy.param_dtype
+        exact = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
         for module in routers:
             fully_shard(module, mesh=meshes.fsdp, mp_policy=exact)
     for layer in layers:
@@ -179,8 +181,12 @@ def _modules(name: str, given: object, model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _check_dispatcher(module: nn.Module, meshes: Meshes) -> None:
-    dispatcher = getattr(module, "dispatcher", None)
+def check_dispatcher(dispatcher: object, meshes: Meshes) -> None:
+    """Refuse one that is known to lie over other ranks than those that share the experts. Local.
+
+    Raises:
+        PlanError: with both lists of ranks.
+    """
     group = getattr(dispatcher, "group", None)
     shared = dist.get_process_group_ranks(meshes.expert.get_group())
     over = shared
@@ -190,8 +196,8 @@ def _check_dispatcher(module: nn.Module, meshes: Meshes) -> None:
         over = [dist.get_rank()]
     if over != shared:
         raise PlanError(
-            f"the {type(dispatcher).__name__} of {type(module).__name__} lies over ranks {over}; "
-            f"the experts are shared over {shared}. Pass meshes.expert.get_group()."
+            f"the {type(dispatcher).__name__} of experts lies over ranks {over}; they are shared "
+            f"over {shared}. Pass meshes.expert.get_group()."
         )
 
 

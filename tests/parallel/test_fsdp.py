@@ -138,12 +138,12 @@ def test_more_ranks_than_experts_split_inside_the_experts():
     assert placements == ["(Shard(dim=1), Shard(dim=0))"] * 2
 
 
-def _low_precision_sums(dtype):
+def _low_precision_sums(dtype, reduce_dtype):
     """Gradients of a router and of another layer: 1 on rank 0, 2^-12 on rank 1."""
     router, other = layers = [nn.Linear(1, 1, bias=False) for _ in range(2)]
     model = nn.Sequential(*layers)
     meshes = plan_mesh(world_size=2).build("cpu")
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
     fully_shard_moe(
         model, meshes, layers=[other], experts=[], routers=[router], precision=precision
     )
@@ -154,9 +154,17 @@ def _low_precision_sums(dtype):
     return [float(layer.weight.grad.full_tensor()) for layer in layers]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gradients_of_routers_are_reduced_in_float32(dtype):
-    assert ranks.run(_low_precision_sums, dtype) == [[1 + 2.0**-12, 1.0]] * 2
+@pytest.mark.parametrize(
+    ("dtype", "reduce_dtype"),
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16),
+        (torch.float32, torch.bfloat16),
+        (None, torch.bfloat16),
+    ],
+)
+def test_gradients_of_routers_are_reduced_in_float32(dtype, reduce_dtype):
+    assert ranks.run(_low_precision_sums, dtype, reduce_dtype) == [[1 + 2.0**-12, 1.0]] * 2
 
 
 class Gated(nn.Module):

@@ -12,6 +12,7 @@ from primeblocks.parallel import (
     AllToAllDispatcher,
     GroupedExperts,
     OncePerRankDispatcher,
+    grouped_linear,
     plan_sequence,
 )
 from primeblocks.testing import ranks
@@ -131,6 +132,14 @@ def test_a_rank_without_rows_casts_as_the_others(kind):
     for out, grad in ranks.run(_experts, kind, "autocast"):
         assert out.dtype == torch.bfloat16
         assert grad.isfinite().all()
+
+
+def test_a_bias_is_cast_as_torchs_own():
+    rows, weight, bias = torch.randn(4, 8), torch.randn(2, 8, 8), torch.randn(2, 8)
+    with _autocast():
+        out = grouped_linear(rows, torch.tensor([4, 0]), weight, bias)
+        assert torch.nn.functional.linear(rows, weight[0], bias[0]).dtype == torch.bfloat16
+    assert out.dtype == torch.bfloat16
 
 
 PLANS = [

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from primeblocks.errors import PlanError, UnsupportedError
 from primeblocks.parallel import (
+    AllToAllDispatcher,
     global_token_count,
     plan_mesh,
     plan_sequence,
@@ -163,10 +164,29 @@ def _losses_of_one_rank():
         with pytest.raises(UnsupportedError, match="also in the configuration"):
             model(**inputs)
         model(**inputs, output_router_logits=False)
+    images = _model("qwen3_vl_moe")
+    parallelize(images, plan_mesh(world_size=2).build("cpu"))
+    images.config.text_config.output_router_logits = True  # Its own configuration has none.
+    with pytest.raises(UnsupportedError, match="also in the configuration"):
+        images(input_ids=ids)
 
 
 def test_losses_of_one_rank_are_refused():
     ranks.run(_losses_of_one_rank)
+
+
+def _other_ranks():
+    from primeblocks.parallel.adapters.transformers import parallelize
+
+    meshes = plan_mesh(world_size=4, expert=2).build("cpu")
+    groups = [dist.new_group(pair) for pair in ([0, 2], [1, 3])]
+    across = AllToAllDispatcher(groups[dist.get_rank() % 2])
+    with pytest.raises(PlanError, match="lies over ranks .* Pass meshes.expert.get_group"):
+        parallelize(_model("qwen3_moe"), meshes, dispatcher=across)
+
+
+def test_a_dispatcher_over_as_many_other_ranks_is_refused():
+    ranks.run(_other_ranks, world_size=4)
 
 
 def _alone():

@@ -148,8 +148,15 @@ def _refusals(path):
     first, meshes = dist.get_rank() == 0, _meshes({})
     if first:
         _model("llama").save_pretrained(path / "llama")
+        _model("qwen3_moe").save_pretrained(path / "cut")
+        weights = path / "cut" / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1])
     model, _ = _start("qwen3_moe", {})
-    for wrong, said in [("nowhere", "cannot be read as a Qwen3MoeFor"), ("llama", "is missing")]:
+    for wrong, said in [
+        ("nowhere", "cannot be read as a Qwen3MoeFor"),
+        ("cut", "cannot be read as a Qwen3MoeFor"),
+        ("llama", "is missing"),
+    ]:
         with pytest.raises(PlanError if first else RankError, match=said):
             load_pretrained(model, path / wrong)
     adapted = _model("qwen3_moe")

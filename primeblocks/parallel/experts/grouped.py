@@ -65,7 +65,9 @@ def grouped_linear(
         pairs = zip(tokens.split(rows), weight.unbind(), strict=True)
         out = torch.cat([F.linear(x, w) for x, w in pairs])
     if bias is not None:
-        out = out + bias.repeat_interleave(counts.to(bias.device), 0, output_size=sum(rows))
+        out = out + autocast(bias).repeat_interleave(
+            counts.to(bias.device), 0, output_size=sum(rows)
+        )
     return out
 
 

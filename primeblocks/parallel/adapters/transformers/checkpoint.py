@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -86,7 +87,7 @@ def _read(model: PreTrainedModel, path: str | Path) -> dict[str, Tensor]:
     kind = _kind(model)
     try:
         whole, told = kind.from_pretrained(path, dtype=model.dtype, output_loading_info=True)
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, SafetensorError, ValueError) as error:
         raise PlanError(f"{path} cannot be read as a {kind.__name__}: {error}") from error
     state = whole.state_dict()
     wanted = {name: tuple(x.shape) for name, x in model.state_dict().items()}

@@ -17,7 +17,7 @@ from ....errors import PlanError, UnsupportedError
 from ...attention.ulysses import ulysses_attention
 from ...experts.all_to_all import AllToAllDispatcher
 from ...experts.dispatcher import LocalDispatcher, TokenDispatcher
-from ...fsdp import fully_shard_moe
+from ...fsdp import check_dispatcher, fully_shard_moe
 from ...mesh import Meshes
 from ...sequence import SequencePlan
 from .attention import Context, install_attention
@@ -57,7 +57,8 @@ def parallelize(
     Raises:
         UnsupportedError: a model that no test covers, or one that cannot be split so; from the
             model itself: a plan that it cannot follow, a loss that would be one rank's own.
-        PlanError: the expert degree does not divide the experts.
+        PlanError: the expert degree does not divide the experts, or the dispatcher lies over other
+            ranks than those that share them.
     """
     plan, kind = meshes.plan, model.config.model_type
     if kind not in FAMILIES:
@@ -73,6 +74,7 @@ def parallelize(
         )
     if plan.expert > 1 and not family.experts:
         raise UnsupportedError(f"{kind} has no experts to share. Use expert=1.")
+    check_dispatcher(dispatcher, meshes)
     _own_configs(model)
     experts = experts_of(model)
     fully_shard_moe(
@@ -165,10 +167,11 @@ def _admit_sequence(
 
 
 def _admit_loss(module: PreTrainedModel, args: Any, arguments: dict[str, Any]) -> None:
-    """What is made from this rank's tokens alone must not pass for the loss of all."""
+    """Refuse a loss of this rank's tokens alone, which would pass for that of all."""
     arguments = _by_name(module, args) | arguments
     asked = arguments.get("output_router_logits")
-    if getattr(module.config, "output_router_logits", False) if asked is None else asked:
+    config = module.config.get_text_config()
+    if getattr(config, "output_router_logits", False) if asked is None else asked:
         raise UnsupportedError(
             "output_router_logits makes an auxiliary loss of this rank's tokens alone; no sum over "
             "ranks turns these into that of all. Switch it off, also in the configuration; read "
