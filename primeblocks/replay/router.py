@@ -78,7 +78,7 @@ def check_routers(routers: Sequence[Router]) -> tuple[Router, ...]:
 
 
 def chosen_ids(router: Router, output: Any) -> torch.Tensor:
-    """What `router.experts` reads, `[tokens, top_k]`.
+    """Read and check `router.experts`, `[tokens, top_k]`. Local.
 
     Raises:
         ShapeError: it reads something else.

@@ -87,7 +87,7 @@ class _Life:
 
 @dataclass
 class _Notes:
-    """What happened to blocks since the step before."""
+    """Changes of blocks since the step before."""
 
     copied: list[tuple[int, int]] = field(default_factory=list)
     emptied: list[int] = field(default_factory=list)
@@ -296,7 +296,7 @@ def _beside_pages(base: type) -> type:
             return None
 
         def _read_all(self, pending: Any, written: list[tuple[int, np.ndarray]]) -> dict[str, Any]:
-            """What requests are handed. After all writes: one may use what another computed."""
+            """Rows to hand to requests. After all writes: one may use what another computed."""
             from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
 
             outputs = {}

@@ -159,7 +159,7 @@ def routers(model: nn.Module) -> tuple[TransformersRouter, ...]:
 
 
 def _trained_apart(module: nn.Module) -> nn.Module:
-    """What PEFT's ModulesToSaveWrapper keeps beside the copy that it trains; else the module."""
+    """The original in PEFT's ModulesToSaveWrapper, beside the copy it trains; else the module."""
     inside = dict(module.named_children())
     return inside.get("original_module", module) if "modules_to_save" in inside else module
 
