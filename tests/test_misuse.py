@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from primeblocks import fp8, parallel
+from primeblocks import async_loop, fp8, parallel
 from primeblocks.errors import UsageError
 from primeblocks.testing import ranks
 
@@ -38,11 +38,27 @@ FP8 = {
     "no experts": lambda: fp8.grouped_matmul(
         ROWS[:0], WEIGHT.expand(0, 8, 128), ENDS[:0], recipe=RECIPE
     ),
+    "one number for experts": lambda: fp8.grouped_matmul(
+        ROWS, torch.tensor(1.0), ENDS, recipe=RECIPE
+    ),
     "no expression": lambda: fp8.convert(torch.nn.Linear(1, 1), RECIPE, only="["),
     "names in a list": lambda: fp8.convert(torch.nn.Linear(1, 1), RECIPE, only=["w"]),
     "names to encode": lambda: fp8.encode_weights(RECIPE, only=["w"]),
     "nothing quantized": lambda: fp8.measure_error(WEIGHT, WEIGHT),
     "a product of tensors": lambda: fp8.exact_product(WEIGHT, WEIGHT),
+}
+LOGPROBS = -torch.ones(2, 3)
+ASYNC_LOOP = {
+    "rewards in a list": lambda: async_loop.group_advantages([[1.0, 0.0]]),
+    "rewards in an array": lambda: async_loop.group_advantages(torch.ones(2, 2).numpy()),
+    "one group's rewards": lambda: async_loop.group_advantages(torch.ones(2)),
+    "no mask": lambda: async_loop.grpo_loss(LOGPROBS, LOGPROBS, LOGPROBS, mask=None),
+    "no mask either": lambda: async_loop.aipo_loss(LOGPROBS, LOGPROBS, LOGPROBS, mask=None),
+    "a list of masks": lambda: async_loop.grpo_loss(LOGPROBS, LOGPROBS, LOGPROBS, mask=[True]),
+    "advantages in a list": lambda: async_loop.grpo_loss(
+        LOGPROBS, LOGPROBS, [1.0, 0.0], mask=LOGPROBS < 0
+    ),
+    "log-probabilities in lists": lambda: async_loop.importance_weights([0.0], [0.0]),
 }
 PARALLEL = {
     "text for ranks": lambda: parallel.plan_mesh(world_size="8"),
@@ -90,6 +106,9 @@ PARALLEL = {
 }
 
 
+CASES = {"async_loop": ASYNC_LOOP, "fp8": FP8, "parallel": PARALLEL}
+
+
 def _meshes():
     return parallel.plan_mesh(world_size=1).build("cpu")
 
@@ -97,7 +116,7 @@ def _meshes():
 def _met(cases):
     """In a rank nothing checks annotations, as where users are."""
     found = {}
-    for name, mistake in {"fp8": FP8, "parallel": PARALLEL}[cases].items():
+    for name, mistake in CASES[cases].items():
         try:
             mistake()
             found[name] = "nothing"
@@ -108,6 +127,6 @@ def _met(cases):
     return found
 
 
-@pytest.mark.parametrize("cases", ["fp8", "parallel"])
+@pytest.mark.parametrize("cases", CASES)
 def test_a_mistake_is_a_typed_error(cases):
     assert ranks.run(_met, cases, world_size=1) == [{}]

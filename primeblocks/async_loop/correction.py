@@ -14,18 +14,18 @@ from ..errors import ShapeError, UsageError
 __all__ = ["check_tokens", "group_advantages", "importance_weights"]
 
 
-def check_tokens(mask: Any = None, **operands: Any) -> None:
+def check_tokens(*masks: Any, **operands: Any) -> None:
     """Refuse operands that are not one value a token: broadcasting would pair other tokens. Pure.
 
     Args:
-        mask: bool, where the operands have one.
+        masks: bool, at most one, where the operands have one.
         operands: floating, by their name in messages.
 
     Raises:
         ShapeError: they differ in shape or device, or one has another dtype.
     """
     first, like = next(iter(operands.items()))
-    for name, x in operands.items() if mask is None else [*operands.items(), ("mask", mask)]:
+    for name, x in [*operands.items(), *(("mask", mask) for mask in masks)]:
         if not isinstance(x, Tensor):
             raise ShapeError(f"{name} must be a torch.Tensor; got {type(x).__name__}")
         if x.shape != like.shape:
@@ -87,6 +87,8 @@ def group_advantages(
 
     Source: arXiv:2402.03300 (GRPO), arXiv:2503.20783 (Dr. GRPO).
     """
+    if not isinstance(rewards, Tensor):
+        raise ShapeError(f"rewards must be a torch.Tensor; got {type(rewards).__name__}")
     if rewards.ndim != 2 or not rewards.is_floating_point() or not rewards.shape[1]:
         raise ShapeError(
             f"rewards must be floating [groups, members]; got {rewards.dtype}"

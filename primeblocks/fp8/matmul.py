@@ -56,13 +56,13 @@ def grouped_matmul(x: Tensor, experts: Tensor, offsets: Tensor, *, recipe: Recip
     """
     check_recipe(recipe)
     check_tensors(x=x, experts=experts, offsets=offsets)
+    if experts.ndim != 3 or x.ndim != 2 or x.shape[1] != experts.shape[2]:
+        raise ShapeError(f"x {list(x.shape)} and experts {list(experts.shape)} do not multiply")
     if offsets.ndim != 1 or offsets.is_floating_point() or not len(experts):
         raise ShapeError(
             f"needs an expert, and one whole number each to end its rows; got {len(experts)} and "
             f"offsets {offsets.dtype} {list(offsets.shape)}"
         )
-    if experts.ndim != 3 or x.ndim != 2 or x.shape[1] != experts.shape[2]:
-        raise ShapeError(f"x {list(x.shape)} and experts {list(experts.shape)} do not multiply")
     ends = offsets.tolist()
     starts = [0, *ends[:-1]]
     rising = all(start <= end for start, end in zip(starts, ends, strict=True))
