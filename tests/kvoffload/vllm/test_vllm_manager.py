@@ -231,14 +231,21 @@ def test_a_pool_without_a_page_is_refused(adapter):
 
 
 def test_chunks_carry_the_hashes_of_their_pages(adapter):
+    from vllm.v1.kv_offload.base import GPULoadStoreSpec
+
+    def pages(chunks, *blocks):
+        where = GPULoadStoreSpec(list(blocks), (len(blocks),), (0,))
+        return [tuple(page) for page in chunks.pages(where, group=0)]
+
     it = Scheduler(make_spec(adapter, pool_pages=10, routes=8))
     request = it.request("a")
     stored = it.manager.prepare_store(keys([1, 2]), request)
-    assert stored.store_spec.hashes == [bytes([1]) * 32, bytes([2]) * 32]
+    first, second = stored.store_spec.chunk_ids.tolist()
+    one, two = bytes([1]) * 32, bytes([2]) * 32
+    assert pages(stored.store_spec, 7, 4) == [(one, first, 7), (two, second, 4)]
     it.manager.complete_store(keys([1, 2]), request)
     loaded = it.manager.prepare_load(keys([2]), request)
-    assert loaded.hashes == [bytes([2]) * 32]
-    assert loaded.chunk_ids.tolist() == [stored.store_spec.chunk_ids.tolist()[1]]
+    assert pages(loaded, 9) == [(two, second, 9)]
     it.manager.complete_load(keys([2]), request)
     it.settle()
     it.rows = None
