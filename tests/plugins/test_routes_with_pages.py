@@ -48,6 +48,25 @@ def connector():
     it.close()
 
 
+class Stock:
+    def __init__(self, **given):
+        self._store = object()
+        self._buffer = SimpleNamespace(block_size=16, shape_per_token=(1, 1), dtype=np.dtype("u1"))
+
+
+@pytest.mark.parametrize(("block_tokens", "by_place"), [(8, False), (24, False), (32, True)])
+def test_blocks_that_hold_no_whole_pages_are_left_to_vllm(block_tokens, by_place):
+    """Beside layers of state vLLM may hash more tokens at a time than a block holds."""
+    spec = type("FullAttentionSpec", (), {"block_size": block_tokens})()
+    groups = [SimpleNamespace(kv_cache_spec=spec)]
+    it = PATCH.replacements[CONNECTOR](Stock)(
+        vllm_config=SimpleNamespace(kv_transfer_config=None),
+        model=None,
+        kv_cache_config=SimpleNamespace(num_blocks=4, kv_cache_groups=groups),
+    )
+    assert (it._table is not None) is by_place
+
+
 def begin(connector, started=(), grown=(), *, pages=(), generation=0, finished=(), copied=()):
     """Begin a step. `started`: (name, blocks, tokens they hold); `grown`: (name, blocks)."""
     from vllm.distributed.aux_output_connector import connector as control

@@ -113,8 +113,8 @@ def _beside_pages(base: type) -> type:
 
         def __init__(self, *, vllm_config: Any, model: Any, kv_cache_config: Any) -> None:
             super().__init__(vllm_config=vllm_config, model=model, kv_cache_config=kv_cache_config)
-            group = _whole_group(kv_cache_config)
-            if self._store is None or group is None:
+            group = _whole_group(kv_cache_config, self._buffer)
+            if group is None:
                 return  # of other layers the blocks leave before the rows are read: as vLLM does
             transfer = vllm_config.kv_transfer_config
             tokens = kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size
@@ -248,14 +248,12 @@ def _beside_pages(base: type) -> type:
             written, completed = [], []
             bounds = zip(pending.query_start_loc, pending.query_start_loc[1:], strict=False)
             for request_id, life, token_start, (begin, end), rejected in zip(
-                pending.request_ids, pending.primeblocks_lives, pending.token_starts, bounds,
-                pending.num_rejected, strict=True,
+                pending.request_ids, pending.primeblocks_lives, map(int, pending.token_starts),
+                bounds, pending.num_rejected, strict=True,
             ):  # fmt: skip
                 rows = pending.routed_experts[begin : end - rejected]
                 # Behind the cursor where it was scheduled before a suffix was rejected.
-                start = min(
-                    int(token_start), int(token_start) if life.cursor is None else life.cursor
-                )
+                start = min(token_start, token_start if life.cursor is None else life.cursor)
                 life.cursor = start + len(rows)
                 self._table.write(life.places, start, rows)
                 written.append((start, rows))
@@ -324,11 +322,12 @@ def _beside_pages(base: type) -> type:
     return RowsBesidePages
 
 
-def _whole_group(kv_cache_config: Any) -> int | None:
-    """The first group of layers whose blocks stay with a request to its end."""
-    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+def _whole_group(kv_cache_config: Any, buffer: Any) -> int | None:
+    """The first group of layers whose blocks hold whole pages and stay with a request."""
+    for index, group in enumerate(kv_cache_config.kv_cache_groups if buffer is not None else ()):
         specs = getattr(group.kv_cache_spec, "kv_cache_specs", {"": group.kv_cache_spec})
-        if all(type(each).__name__ in _WHOLE for each in specs.values()):
+        stay = all(type(each).__name__ in _WHOLE for each in specs.values())
+        if stay and group.kv_cache_spec.block_size % buffer.block_size == 0:
             return index
     return None
 
