@@ -254,7 +254,7 @@ def chunks_of(
 
 
 def copied(plan: Plan, reader: int, lent: Lent, *, stays: bool, deadline: float) -> Boxes:
-    """What a reader wants of what is lent, in its own memory and unchecked; `lent` is closed.
+    """Copy what a reader wants of what is lent, unchecked, into its own memory; close `lent`.
 
     Raises:
         DeadlineError: it was not copied in time.
@@ -266,6 +266,8 @@ def copied(plan: Plan, reader: int, lent: Lent, *, stays: bool, deadline: float)
             raise DeadlineError(f"copied {done} of {len(mine)} buckets in time")
         for _ in chunks_of(plan, index, lent, boxes.views(index)):
             pass  # It stays in the boxes.
+    if time.monotonic() > deadline:
+        raise DeadlineError(f"copied all {len(mine)} buckets, and not in time")
     lent.close()
     return boxes
 

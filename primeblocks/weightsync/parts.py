@@ -198,7 +198,7 @@ class Parts:
 
 
 def _place(tensor: Tensor) -> object:
-    """What its layout depends on; cheap to compare."""
+    """All that its layout depends on; cheap to compare."""
     if isinstance(tensor, DTensor):
         return tensor.shape, tensor.placements, tensor.device_mesh
     return tensor.shape

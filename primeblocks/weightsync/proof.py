@@ -138,7 +138,7 @@ def differing(some: Mapping[str, Iterable[str]], other: Mapping[str, Iterable[st
 
 
 def _digests(held: object) -> dict[str, tuple[str, ...]]:
-    """What `observe` gave, as digests."""
+    """Digests of what `observe` gave."""
     if isinstance(held, torch.nn.Module):
         return digest_tensors(held)
     if isinstance(held, Mapping):

@@ -100,16 +100,17 @@ class Publisher:
             raise ClosedError("this Publisher was closed")
         start = time.monotonic()
         deadline = start + timeout_s
+        checked: int | None = None
         try:
             told = self._step(self._check, version, deadline, then=_same_version)
-            version = told[self._rank]["version"]
+            version = checked = told[self._rank]["version"]
             opened = self._step(self._open, version, deadline)[0]
             sent = self._step(self._send, version, opened, deadline)
             done = self._step(self._commit, version, opened, sent, deadline)[0]
         except BaseException:
             self._forget()
-            if self._rank == 0:
-                self._transport.abort(version)
+            if self._rank == 0 and checked is not None:
+                self._transport.abort(checked)
             raise
         self._remember(opened, done["bytes"])
         return Receipt(version, done["bytes"], time.monotonic() - start, done["digest"])
@@ -167,10 +168,9 @@ class Publisher:
         if self._rank > 0:
             return {}
         last = self._transport.markers()[-1:]
-        if version < 0 or (last and version < last[0].version):
+        if last and version < last[0].version:
             raise UsageError(
-                f"version {version} after {last[0].version if last else 'none'}; "
-                "versions are not negative and strictly increase."
+                f"version {version} after {last[0].version}; versions strictly increase."
             )
         if last and version == last[0].version:
             return {"sends": False, "run": last[0].run, "base": None}

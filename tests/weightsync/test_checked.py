@@ -4,14 +4,16 @@ import itertools
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primeblocks.errors import EngineError, PrimeblocksError, TransferError
+from primeblocks.errors import DeadlineError, EngineError, PrimeblocksError, TransferError
 from primeblocks.layout import Layout, Shard
+from primeblocks.testing.faults import ManualClock
 from primeblocks.weightsync import (
     FileTransport,
     IpcTransport,
@@ -22,7 +24,7 @@ from primeblocks.weightsync import (
     plan_sync,
 )
 from primeblocks.weightsync import held as held_module
-from primeblocks.weightsync.held import BlobFile, Boxes, Pages, chunks_of
+from primeblocks.weightsync.held import BlobFile, Boxes, Pages, chunks_of, copied
 from primeblocks.weightsync.manifest import Manifest, TensorSpec
 from primeblocks.weightsync.transports.lease import Hold, Lease
 from primeblocks.weightsync.transports.packed import places_of_version
@@ -238,6 +240,23 @@ def test_a_load_has_a_few_buckets_of_copies_at_a_time(kind, tmp_path, monkeypatc
     assert max(held) <= 3  # What is loaded, and two ahead.
     site.subscriber.close()
     site.transport.close()
+
+
+def test_a_copy_that_ends_after_the_deadline_is_not_loaded(monkeypatch):
+    manifest, clock, until = describe({"a": torch.zeros(4)}), ManualClock(), []
+    plan = plan_sync([manifest], manifest.whole(), bucket_bytes=64)
+    monkeypatch.setattr(held_module, "time", SimpleNamespace(monotonic=clock.now))
+
+    def chunks(index, copy, into):
+        clock.advance(1.0)
+        yield into
+
+    end = {"close": lambda: until.append(clock.now())}
+    lent = SimpleNamespace(stays=True, device=torch.device("cpu"), chunks=chunks, **end)
+    with pytest.raises(DeadlineError, match="copied all 1 buckets, and not in time"):
+        copied(plan, 0, lent, stays=True, deadline=clock.now() + 0.5)
+    copied(plan, 0, lent, stays=True, deadline=clock.now() + 1.5)
+    assert until == [clock.now()]
 
 
 def test_memory_is_used_again_once_nobody_has_it():

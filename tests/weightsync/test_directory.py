@@ -1,5 +1,6 @@
 """What is special to a place: its name, what it needs, whose it is."""
 
+import errno
 import fcntl
 import os
 import shutil
@@ -12,7 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from primeblocks.errors import CorruptionError, DeadlineError, UnsupportedError, UsageError
+from primeblocks.errors import (
+    CorruptionError,
+    DeadlineError,
+    TransferError,
+    UnsupportedError,
+    UsageError,
+)
 from primeblocks.testing import ranks
 from primeblocks.weightsync import (
     FileTransport,
@@ -237,6 +244,7 @@ def test_a_users_own_files_are_left_alone(tmp_path):
         inside = [next(tmp_path.glob("run-*")) / name for name in ("x.delta", "model.safetensors")]
         for path in inside:
             path.write_text("mine")
+        assert not {*inside} & {*owner.to_remove()}
     FileTransport(tmp_path, owner=True).close()
     assert [(tmp_path / name).read_text() for name in names] == [f"mine: {n}" for n in names]
     assert [path.read_text() for path in inside] == ["mine", "mine"]
@@ -262,6 +270,32 @@ def test_the_final_weights_stay_on_a_disk(full_every, tmp_path):
         assert owner.markers() == ()
         published(owner, 9.0)
     assert {path for path in after if path.suffix == ".safetensors"} < {*tmp_path.rglob("*")}
+
+
+def test_a_disk_that_is_full_at_the_end_keeps_the_version_and_no_lock(tmp_path, monkeypatch):
+    def full(fd):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    owner = FileTransport(tmp_path, owner=True)
+    published(owner, 1.0, 2.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(TransferError, match=r"No space left.* Move .*run-"):
+            owner.close()
+    assert [path.name for path in tmp_path.rglob("*.safetensors")] == ["version-2.safetensors"]
+    FileTransport(tmp_path, owner=True).close()
+
+
+def test_a_file_system_without_locks_is_read_and_not_owned(tmp_path, monkeypatch):
+    def none(fd, how):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    with FileTransport(tmp_path, owner=True) as owner, monkeypatch.context() as patch:
+        plan = published(owner, 1.0)
+        patch.setattr(fcntl, "flock", none)
+        assert received(plan, FileTransport(tmp_path)) == 1.0
+        with pytest.raises(UnsupportedError, match=r"flock.*not implemented"):
+            FileTransport(tmp_path / "other", owner=True)
 
 
 def _owner_dies(kind, where):

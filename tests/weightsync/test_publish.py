@@ -174,11 +174,13 @@ def test_versions_strictly_increase(alone):
 
 
 @pytest.mark.parametrize("wrong", [1 << 63, True])
-def test_what_is_no_version_is_refused_on_both_sides(alone, wrong):
-    weights, plan, transport = alone
+def test_what_is_no_version_is_refused_on_both_sides(alone, wrong, monkeypatch):
+    (weights, plan, transport), aborted = alone, []
     with Publisher(plan, weights, transport) as publisher:
+        monkeypatch.setattr(transport, "abort", aborted.append)
         with pytest.raises(UsageError, match=f"got {re.escape(repr(wrong))}"):
             publisher.publish(wrong, timeout_s=TIMEOUT_S)
+        assert aborted == []  # It was not begun, and may not even be hashable.
         assert publisher.publish(3, timeout_s=TIMEOUT_S).version == 3
     with (
         Subscriber(plan, list, transport) as subscriber,

@@ -5,12 +5,14 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from primeblocks.errors import (
     CapacityError,
     ClosedError,
     CorruptionError,
+    DeadlineError,
     TransferError,
     UnsupportedError,
     UsageError,
@@ -18,10 +20,12 @@ from primeblocks.errors import (
 from primeblocks.testing.faults import ManualClock
 from primeblocks.weightsync import Publisher, Subscriber, Transport, describe, plan_sync
 from primeblocks.weightsync.marker import Marker
-from primeblocks.weightsync.transports import store_commits
+from primeblocks.weightsync.transports import pull_version, store_commits
 from primeblocks.weightsync.transports.board import Board
 from primeblocks.weightsync.transports.pull import PullTransport
+from primeblocks.weightsync.transports.pull_version import Puller
 from primeblocks.weightsync.transports.store_commits import StoreCommits
+from primeblocks.weightsync.transports.transport import Request
 from tests.weightsync import process_wire
 from tests.weightsync.contents import Engine
 from tests.weightsync.packed_site import parameters
@@ -263,6 +267,32 @@ def test_a_rank_without_the_version_is_a_typed_error(site, store):
                 subscriber.receive(timeout_s=TIMEOUT_S)
         board.post(f"{run}/rank/0", json.dumps(notes), deadline=soon())
         assert subscriber.receive(timeout_s=TIMEOUT_S).version == 1
+
+
+def test_ranks_are_not_asked_after_the_deadline(monkeypatch):
+    ranks = [{name: torch.zeros(4)} for name in "abc"]
+    sources = [describe(rank) for rank in ranks]
+    plan = plan_sync(sources, describe({**ranks[0], **ranks[1], **ranks[2]}), bucket_bytes=100)
+    marker = Marker.make(
+        run="r", version=1, plan="", sizes=(16,) * len(plan.buckets), buckets=("",) * 3
+    )
+    clock, asked = ManualClock(), []
+    monkeypatch.setattr(pull_version, "time", SimpleNamespace(monotonic=clock.now))
+
+    def look(key, *, deadline):
+        asked.append(key)
+        clock.advance(1.0)
+        return json.dumps({"1": {"bytes": 1 << 20, "wire": ""}})
+
+    puller = Puller(
+        SimpleNamespace(look=look),
+        SimpleNamespace(hold=lambda *_, **__: 60.0, release=lambda *_, **__: None),
+        SimpleNamespace(read=lambda reads, deadline: None, unshare=lambda buffer: None),
+        lambda size: (torch.zeros(size, dtype=torch.uint8), {}),
+    )
+    with pytest.raises(DeadlineError, match="1 of 3 ranks"):
+        puller.fetch(Request(plan, 0, 1, None, None, clock.now() + 0.5), marker)
+    assert asked == ["r/rank/0"]
 
 
 def test_a_store_that_is_gone_is_a_typed_error_in_time():

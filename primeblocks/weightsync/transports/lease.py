@@ -7,6 +7,8 @@ import os
 import weakref
 from functools import cache
 
+from ...errors import UnsupportedError
+
 __all__ = ["Hold", "Lease"]
 
 
@@ -19,25 +21,32 @@ class Hold:
     Args:
         how: fcntl.LOCK_SH or fcntl.LOCK_EX. None takes no lock.
 
-    Raises:
-        BlockingIOError: another one has it. `fd` is closed.
+    Raises, with `fd` closed:
+        BlockingIOError: another one has it.
+        UnsupportedError: the file system has no locks.
     """
 
     def __init__(self, fd: int, how: int | None) -> None:
-        self.fd = fd
+        self.fd, self._is_locked = fd, how is not None
+        _holds().add(self)  # Before: another thread may fork.
         try:
             if how is not None:
                 fcntl.flock(fd, how | fcntl.LOCK_NB)
-        except OSError:
-            self.close()
+        except BlockingIOError:
+            self._drop()
             raise
-        _holds().add(self)
+        except OSError as error:
+            self._drop()
+            raise UnsupportedError(
+                f"the file system refuses flock: {error}. Mount it with locks (Lustre: -o flock), "
+                "or use a directory elsewhere."
+            ) from error
 
     def close(self) -> None:
         """Let go, also where a child of a fork that ran no Python has a copy. Twice is fine."""
-        if self.fd >= 0:
+        if self.fd >= 0 and self._is_locked:
             fcntl.flock(self.fd, fcntl.LOCK_UN)
-            self._drop()
+        self._drop()
 
     def _drop(self) -> None:
         fd, self.fd = self.fd, -1

@@ -31,6 +31,7 @@ __all__ = [
     "PrivatePlace",
     "open_own",
     "private_place",
+    "removable",
     "remove",
     "sweep",
 ]
@@ -86,7 +87,7 @@ class Place(Protocol):
         ...
 
     def others(self) -> str:
-        """What to tell somebody who waits in vain; "" is nothing."""
+        """Say whose there is besides, for somebody who waits in vain; "" is nothing."""
         ...
 
 
@@ -120,7 +121,7 @@ class PrivatePlace:
             try:
                 directory.mkdir(mode=0o700)
             except OSError as error:
-                raise UsageError(f"{self._root} cannot be used: {error}") from error
+                raise _unusable(self._root, error) from error
             try:
                 lock = _lock(directory / _LOCK)
             except (BlockingIOError, FileNotFoundError):
@@ -142,8 +143,10 @@ class PrivatePlace:
         return _checked(self._found)
 
     def leave(self, owned: Owned) -> None:
-        remove(owned.directory)
-        owned.lock.close()
+        try:
+            remove(owned.directory)
+        finally:
+            owned.lock.close()
 
     def others(self) -> str:
         users = set()
@@ -162,7 +165,7 @@ class PrivatePlace:
         try:
             return [path for path in self._root.iterdir() if name.fullmatch(path.name)]
         except PermissionError as error:
-            raise UsageError(f"{self._root} cannot be used: {error}") from error
+            raise _unusable(self._root, error) from error
 
     def _refuse_a_second(self, mine: Path | None) -> None:
         never = threading.Event()
@@ -188,7 +191,7 @@ class DiskPlace:
         try:
             self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"{self._path} cannot be used: {error}") from error
+            raise _unusable(self._path, error) from error
         try:
             lock = _lock(self._path / _LOCK, user=self.user)
         except (BlockingIOError, FileNotFoundError) as error:
@@ -207,7 +210,7 @@ class DiskPlace:
             (self._path / _LOCK).unlink(missing_ok=True)
             lock.close()
             if isinstance(error, OSError):
-                raise UsageError(f"{self._path} cannot be used: {error}") from error
+                raise _unusable(self._path, error) from error
             raise
         return Owned(directory, run, lock)
 
@@ -220,12 +223,14 @@ class DiskPlace:
     def leave(self, owned: Owned) -> None:
         with suppress(OSError):
             owned.directory.rmdir()  # Where nothing was to stay.
-        if owned.directory.is_dir():
-            self._write_note(owned.run, closed=True)
-        else:
-            (self._path / _RUN).unlink(missing_ok=True)
-        (self._path / _LOCK).unlink(missing_ok=True)
-        owned.lock.close()
+        try:
+            if owned.directory.is_dir():
+                self._write_note(owned.run, closed=True)
+            else:
+                (self._path / _RUN).unlink(missing_ok=True)
+            (self._path / _LOCK).unlink(missing_ok=True)
+        finally:
+            owned.lock.close()
 
     def others(self) -> str:
         return ""
@@ -243,8 +248,8 @@ class DiskPlace:
             if re.fullmatch(_TOKEN, note["run"]):
                 return {"run": note["run"], "closed": bool(note["closed"])}
         except (ValueError, TypeError, KeyError) as error:
-            raise CorruptionError(f"{path} cannot be read: {error}") from error
-        raise CorruptionError(f"{path} cannot be read: {note['run']!r} names no run")
+            raise _unreadable(path, error) from error
+        raise _unreadable(path, f"{note['run']!r} names no run")
 
     def _write_note(self, run: str, *, closed: bool) -> None:
         scratch = self._path / f"run-{run}" / "note.tmp"
@@ -290,7 +295,7 @@ def open_own(path: Path, flags: int, *, user: int | None = None) -> int:
     except OSError as error:
         if error.errno not in _REFUSED:
             raise
-        raise UsageError(f"{path} is not opened: {error.strerror}.") from error
+        raise UsageError(f"{path} is not opened: {error.strerror}. Remove it.") from error
     found = os.fstat(fd)
     wanted = os.geteuid() if user is None else user
     open_to_others = user is None and found.st_mode & 0o022
@@ -305,13 +310,18 @@ def open_own(path: Path, flags: int, *, user: int | None = None) -> int:
 
 def remove(directory: Path, *, keep: Collection[str] = ()) -> None:
     """Remove what owners make in a directory of theirs, and it if it is empty then."""
-    # The lock goes last: without it nobody knows that the rest is of no use.
     with suppress(FileNotFoundError):
-        for path in sorted(directory.iterdir(), key=lambda path: path.name == _LOCK):
-            if _OURS.fullmatch(path.name) and path.name not in keep:
-                path.unlink(missing_ok=True)
+        for path in removable(directory, keep=keep):
+            path.unlink(missing_ok=True)
         with suppress(OSError):
             directory.rmdir()
+
+
+def removable(directory: Path, *, keep: Collection[str] = ()) -> list[Path]:
+    """The files that owners make in a directory of theirs, but for some; the lock is the last."""
+    # Without it nobody knows that the rest is of no use.
+    ours = (p for p in directory.iterdir() if _OURS.fullmatch(p.name) and p.name not in keep)
+    return sorted(ours, key=lambda path: (path.name == _LOCK, path))
 
 
 def sweep(root: Path) -> list[Path]:
@@ -356,6 +366,14 @@ def _lock(path: Path, *, user: int | None = None) -> Hold:
             return lock
     lock.close()
     raise FileNotFoundError(f"{path} was removed")
+
+
+def _unusable(directory: Path, error: OSError) -> UsageError:
+    return UsageError(f"{directory} cannot be used: {error}. Choose another one.")
+
+
+def _unreadable(path: Path, error: object) -> CorruptionError:
+    return CorruptionError(f"{path} cannot be read: {error}. Remove it, and start anew.")
 
 
 def _second(directory: Path) -> UsageError:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...errors import CorruptionError, TransferError
+from ...errors import CorruptionError, DeadlineError, TransferError
 from ..held import Held
 from ..marker import Marker
 from .board import Board
@@ -86,7 +86,10 @@ class Puller:
         self, request: Request, marker: Marker, buckets: Mapping[int, Tensor]
     ) -> Iterator[Read]:
         plan = request.plan
-        for rank in sorted({plan.buckets[index].rank for index in buckets}):
+        ranks = sorted({plan.buckets[index].rank for index in buckets})
+        for done, rank in enumerate(ranks):
+            if time.monotonic() > request.deadline:
+                raise DeadlineError(f"found the buffers of {done} of {len(ranks)} ranks in time")
             said = self._board.look(f"{marker.run}/rank/{rank}", deadline=request.deadline)
             note = None if said is None else json.loads(said).get(str(marker.version))
             if note is None:

@@ -18,7 +18,7 @@ from ...errors import CapacityError, ClosedError, CorruptionError, TransferError
 from ..marker import Marker
 from .lease import Hold, Lease
 from .mappings import Mappings, file_id, map_file
-from .place import Owned, Place, open_own, remove
+from .place import Owned, Place, open_own, removable, remove
 
 __all__ = ["Slots"]
 
@@ -69,7 +69,7 @@ class Slots:
         """Owner: the files that `close` removes; on a disk, all but the last version."""
         self._check(owner=True)
         stays = _names_that_stay(self.directory, self._committed, self._durable)
-        return tuple(path for path in sorted(self.directory.iterdir()) if path.name not in stays)
+        return tuple(removable(self.directory, keep=stays))
 
     def allocate(self, version: int, *, size_bytes: int, delta: bool = False) -> None:
         """Owner: make room for a version. A delta has no blob: its parts make their own files."""
@@ -303,14 +303,22 @@ def _chain(committed: list[Marker]) -> list[Marker]:
 
 
 def _leave(place: Place, owned: Owned, committed: list[Marker], pid: int, durable: bool) -> None:
-    # A forked child inherits the finalizer, not the ownership.
-    if os.getpid() == pid:
-        with suppress(FileNotFoundError):
-            stays = _names_that_stay(owned.directory, committed, durable)
-            if stays:
-                _write_markers(owned.directory, _chain(committed), durable=durable)
-            remove(owned.directory, keep=stays)
-        place.leave(owned)
+    if os.getpid() != pid:
+        return  # A forked child inherits the finalizer, not the ownership.
+    try:
+        try:
+            with suppress(FileNotFoundError):
+                stays = _names_that_stay(owned.directory, committed, durable)
+                remove(owned.directory, keep=stays)
+                if stays and _chain(committed) != committed:
+                    _write_markers(owned.directory, _chain(committed), durable=durable)
+        finally:
+            place.leave(owned)
+    except OSError as error:
+        raise TransferError(
+            f"cannot clear up: {error}. Move {owned.directory} if you need what is in it: the next "
+            "owner removes it."
+        ) from error
 
 
 def _names_that_stay(directory: Path, committed: list[Marker], durable: bool) -> set[str]:
