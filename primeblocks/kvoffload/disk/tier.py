@@ -187,6 +187,8 @@ class DiskTier:
             self._refused, self._unsynced = False, 0
             self._leave(lost)
             self._system.sync_folder(self.path)
+            if not self._journal.begun:
+                self._ready()
             self._journal.flush()
         if lost:
             raise CorruptionError(f"{len(lost)} pages of {self.path} were lost by a failed sync")
@@ -248,10 +250,12 @@ class DiskTier:
                 self._frames.take(place.frame)
             else:
                 del self._journal.places[key]  # and from the file once its frame is used again
-        self._data.shrink(self.capacity_pages)
+        if self._journal.begun:  # else pages of another size are there until the first change
+            self._data.shrink(self.capacity_pages)
 
     def _ready(self) -> None:
         """Repair the journal; on a full disk, with room that is taken from the last pages."""
+        begun = self._journal.begun
         try:
             self._journal.ready()
         except OSError as error:
@@ -261,6 +265,8 @@ class DiskTier:
             self._give_back()
             self._journal.ready()
         self._gave_back = False
+        if not begun:
+            self._data.shrink(self.capacity_pages)
 
     def _give_back(self) -> None:
         """Free what the journal takes: frames behind the last page, then those of the last pages.

@@ -154,10 +154,10 @@ def test_another_quota_keeps_what_lies_within_it(tmp_path, pages):
 @pytest.mark.parametrize("sizes", [(PAGE + 1, EXTRA), (PAGE, EXTRA - 1), (5000, 0)])
 def test_pages_of_another_size_are_dropped_once_there_are_others(tmp_path, sizes, caplog):
     with closing(open_tier(tmp_path)) as tier:
-        tier.put([record(0)])
+        tier.put([record(number) for number in range(8)])
         before = state(tier)
     page, extra = sizes
-    how = {"capacity_bytes": 8 * FRAME, "page_bytes": page, "attachment_bytes": extra}
+    how = {"capacity_bytes": 2 * FRAME, "page_bytes": page, "attachment_bytes": extra}
     with closing(DiskTier(tmp_path, **how)) as tier:
         assert f"48 bytes with 64 of attachments, and now takes {page} with {extra}" in caplog.text
         assert len(tier) == 0
@@ -166,6 +166,7 @@ def test_pages_of_another_size_are_dropped_once_there_are_others(tmp_path, sizes
     other = np.full(page, 7, np.uint8)
     with closing(DiskTier(tmp_path, **how)) as tier:
         assert tier.put([Record(key_of(1), other, bytes(16))]) == [None]
+        assert os.path.getsize(tmp_path / "pages") <= 2 * FRAME
     with closing(DiskTier(tmp_path, **how)) as tier:
         into = aligned(2 * FRAME)
         assert tier.get([key_of(1), key_of(0)], into=[into, into])[1] is None
