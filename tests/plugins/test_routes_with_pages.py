@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from primeblocks.plugins.vllm.routes_with_pages import CONNECTOR, PATCH, Assigned
+from primeblocks.plugins.vllm.routes_with_pages import CONNECTOR, PATCH
+from primeblocks.plugins.vllm.scheduled_blocks import Assigned, build_with_blocks, watch_loads
 from primeblocks.replay.adapters.vllm import CapturedPages
 
 pytestmark = pytest.mark.vllm
@@ -67,7 +68,17 @@ def test_blocks_that_hold_no_whole_pages_are_left_to_vllm(block_tokens, by_place
     assert (it._table is not None) is by_place
 
 
-def begin(connector, started=(), grown=(), *, pages=(), generation=0, finished=(), copied=()):
+def begin(
+    connector,
+    started=(),
+    grown=(),
+    *,
+    pages=(),
+    generation=0,
+    finished=(),
+    copied=(),
+    loading=(),
+):
     """Begin a step. `started`: (name, blocks, tokens they hold); `grown`: (name, blocks)."""
     from vllm.distributed.aux_output_connector import connector as control
 
@@ -80,6 +91,7 @@ def begin(connector, started=(), grown=(), *, pages=(), generation=0, finished=(
         {name: ([blocks], held) for name, blocks, held in started},
         {name: [blocks] for name, blocks in grown},
         list(copied),
+        [[blocks] for blocks in loading],
     )
     connector.begin_step(metadata)
 
@@ -239,6 +251,46 @@ def test_a_page_that_was_computed_twice_is_missing_from_a_tier_without_rows_alon
     assert run(connector, "d", [3, 6], 4, [0], pages=[b"p"]) == [9, 8, 7, 6, 0]
     assert run(connector, "e", [7, 8], 4, [0], pages=[b"p"]) == [GONE] * 4 + [0]
     connector.close()
+
+
+def test_a_page_that_was_loaded_over_another_computation_of_it_has_not_its_rows():
+    connector = made(alone=False)
+    run(connector, "a", [1, 2], 0, [1, 2, 3, 4, 5], pages=[b"p"])
+    run(connector, "b", [3, 4], 0, [9, 8, 7, 6, 5], pages=[b"p"])
+    # A tier loads a's page to where b's was: which computation it is nobody can tell.
+    begin(connector, [("c", [3, 6], 4)], pages=[b"p"], loading=[[3]])
+    assert handed(compute(connector, ("c", 4, [0])))["c"] == [GONE] * 4 + [0]
+    assert run(connector, "d", [1, 5], 4, [0], pages=[b"p"]) == [1, 2, 3, 4, 0]
+    connector.close()
+
+
+def test_the_scheduler_tells_which_blocks_a_tier_loads_into():
+    """Two groups, of blocks of 4 and 8 tokens; 8 tokens are there, and 5 more come."""
+    calls = []
+    connector = SimpleNamespace(
+        get_num_new_matched_tokens=lambda request, found: (5, True),
+        update_state_after_alloc=lambda *arguments: calls.append(arguments),
+    )
+    groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=n)) for n in (4, 8)]
+    scheduler = SimpleNamespace(
+        connector=connector,
+        aux_output_connector=SimpleNamespace(),
+        kv_cache_config=SimpleNamespace(kv_cache_groups=groups),
+    )
+    watch_loads(scheduler)
+    request = SimpleNamespace(request_id="a")
+    blocks = SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4, 5], [6, 7, 8]))
+    assert connector.get_num_new_matched_tokens(request, 8) == (5, True)
+    connector.update_state_after_alloc(request, blocks, 5)
+    connector.update_state_after_alloc(request, blocks, 0)  # once they are there
+    assert [external for *_, external in calls] == [5, 0]
+    empty = SimpleNamespace(
+        kv_cache_block_copies=(), scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[]),
+    )  # fmt: skip
+    build = build_with_blocks(lambda *_: SimpleNamespace())
+    metadata = [build(scheduler.aux_output_connector, empty, {}) for _ in range(2)]
+    assert [each.primeblocks_blocks.loading for each in metadata] == [[[[3, 4], [7]]], []]
 
 
 def test_its_own_test_sees_the_fault_and_the_repair():

@@ -11,6 +11,7 @@ The file runs itself as a job, because vLLM changes a process for good: `MODE MO
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import Counter, deque
 from pathlib import Path
@@ -107,7 +108,7 @@ class Engine:
         )
         self.offload = None
         if config.kv_transfer_config is not None:
-            config.kv_transfer_config.engine_id = f"schedule-{mode}-{seed}"
+            config.kv_transfer_config.engine_id = f"schedule-{os.getpid()}-{mode}-{seed}"
             self.offload = KVConnectorFactory.create_connector(
                 config, KVConnectorRole.WORKER, layout
             )

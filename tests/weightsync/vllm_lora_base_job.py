@@ -4,6 +4,7 @@ New base weights into an engine that has LoRA on. FOLDER/base-0 and -1 are check
 FOLDER/base.json.
 """
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -83,6 +84,7 @@ def updated(folder: Path, base: Base, policy: Trainer) -> dict[str, Any]:
     result["partial"], result["after_partial"] = update(second), both()
     model.load_weights = whole
     result["error_back"], result["back"] = update(second), both()
+    llm.llm_engine.engine_core.shutdown()
     return result
 
 
@@ -102,7 +104,10 @@ def main(folder: Path) -> None:
     (folder / "model").symlink_to(folder / "base-0")  # where Trainer looks
     transport = SharedMemoryTransport("lora", owner=True, root=str(root))
     base, policy = Base(folder), Trainer("policy", "float32", transport, root)
-    result = updated(folder, base, policy) | fresh(folder, policy)
+    result = updated(folder, base, policy)
+    # Now: collected while the next engine starts, this one would end the groups of that one.
+    gc.collect()
+    result |= fresh(folder, policy)
     (folder / "base.json").write_text(json.dumps(result))
     transport.close()
     base.transport.close()

@@ -17,6 +17,7 @@ from typing import Any
 from ...errors import MissingPackageError, UnsupportedError, UsageError
 from ..patch import Patch, replace
 from . import amx, missing_routes, moe_reload, routed_experts, routes_with_pages
+from .scheduled_blocks import watch_loads
 
 __all__ = ["LOGGER", "OFF", "PATCHES", "TESTED", "refusals", "register", "require"]
 
@@ -133,6 +134,8 @@ def _looking_engine(stock_init: Callable[..., None]) -> Callable[..., None]:
     def init(scheduler: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         _apply_asked([routes_with_pages.PATCH], vllm_config)
         stock_init(scheduler, vllm_config, *args, **kwargs)
+        if routes_with_pages.PATCH.applied():
+            watch_loads(scheduler)
 
     return init
 

@@ -25,8 +25,9 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from ..patch import Patch, SelfTest, ours, stock
+from .scheduled_blocks import Assigned, build_with_blocks
 
-__all__ = ["CONNECTOR", "PATCH", "Assigned", "RowsLater"]
+__all__ = ["CONNECTOR", "PATCH", "RowsLater"]
 
 CONNECTOR = "vllm.distributed.aux_output_connector.worker:AuxOutputWorkerConnector"
 _BUILD = (
@@ -35,37 +36,6 @@ _BUILD = (
 )
 # Their blocks stay with a request from its start to its end.
 _WHOLE = ("FullAttentionSpec", "MLAAttentionSpec", "SinkFullAttentionSpec")
-
-
-@dataclass
-class Assigned:
-    """Blocks that a step gives to requests, by group of layers.
-
-    Args:
-        started: requests that begin or resume: all their blocks, and how many tokens these hold.
-        grown: blocks that running requests get.
-        copied: (from, to) in the engine's memory, before the step computes.
-    """
-
-    started: dict[str, tuple[Sequence[list[int]], int]] = field(default_factory=dict)
-    grown: dict[str, Sequence[list[int]]] = field(default_factory=dict)
-    copied: list[tuple[int, int]] = field(default_factory=list)
-
-    @classmethod
-    def read(cls, step: Any) -> Assigned:
-        """Read vLLM's SchedulerOutput. The lists are shared with it, so that they travel once."""
-        assigned = cls(copied=[tuple(pair) for pair in step.kv_cache_block_copies or ()])
-        for new in step.scheduled_new_reqs:
-            assigned.started[new.req_id] = new.block_ids, new.num_computed_tokens
-        known = step.scheduled_cached_reqs
-        for request_id, blocks, tokens in zip(
-            known.req_ids, known.new_block_ids, known.num_computed_tokens, strict=True
-        ):
-            if request_id in known.resumed_req_ids:
-                assigned.started[request_id] = blocks, tokens
-            elif blocks is not None:
-                assigned.grown[request_id] = blocks
-        return assigned
 
 
 @dataclass
@@ -92,16 +62,8 @@ class _Notes:
     copied: list[tuple[int, int]] = field(default_factory=list)
     emptied: list[int] = field(default_factory=list)
     loaded: dict[int, bytes | None] = field(default_factory=dict)
+    overwritten: list[int] = field(default_factory=list)  # by a tier that may not carry rows
     hits: list[tuple[str, list[int]]] = field(default_factory=list)  # pages that requests found
-
-
-def _build_connector_meta(stock_build: Any) -> Any:
-    def build_connector_meta(control: Any, scheduler_output: Any, requests: Any) -> Any:
-        metadata = stock_build(control, scheduler_output, requests)
-        metadata.primeblocks_blocks = Assigned.read(scheduler_output)
-        return metadata
-
-    return build_connector_meta
 
 
 def _beside_pages(base: type) -> type:
@@ -176,6 +138,8 @@ def _beside_pages(base: type) -> type:
         def _assign(self, assigned: Assigned) -> None:
             notes, tokens = self._notes, self._buffer.block_size
             notes.copied += assigned.copied
+            for blocks in assigned.loading:
+                notes.overwritten += self._places_in(blocks)
             for request_id, (blocks, computed) in assigned.started.items():
                 places = self._places_in(blocks)
                 self._lives[request_id] = _Life(places)
@@ -233,6 +197,8 @@ def _beside_pages(base: type) -> type:
                 self._table.put(place, found)
             if not self._by_hash:
                 return []
+            for place in notes.overwritten:
+                self._pages.pop(place, None)
             strange = []
             for request_id, places in notes.hits:
                 keys = self._requests[request_id].aux_output_keys
@@ -392,7 +358,7 @@ PATCH = Patch(
     reason="Captured routes are kept by the hash of a page, and a hash can be computed twice, with "
     "other choices; nor do they leave and come back with a page that an offloading tier moves.",
     tested="vllm==0.32.*",
-    replacements={CONNECTOR: _beside_pages, _BUILD: _build_connector_meta},
+    replacements={CONNECTOR: _beside_pages, _BUILD: build_with_blocks},
     self_test=_test,
     asked=lambda config: config.aux_output_config.enabled,
     cpu_only=False,

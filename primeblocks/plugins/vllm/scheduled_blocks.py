@@ -1,0 +1,87 @@
+"""Blocks of the engine's memory as the scheduler assigns them, told to its workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Assigned", "build_with_blocks", "watch_loads"]
+
+
+@dataclass
+class Assigned:
+    """Blocks that a step gives to requests, by group of layers.
+
+    Args:
+        started: requests that begin or resume: all their blocks, and how many tokens these hold.
+        grown: blocks that running requests get.
+        copied: (from, to) in the engine's memory, before the step computes.
+        loading: blocks that a tier overwrites from this step on, by group of layers.
+    """
+
+    started: dict[str, tuple[Sequence[list[int]], int]] = field(default_factory=dict)
+    grown: dict[str, Sequence[list[int]]] = field(default_factory=dict)
+    copied: list[tuple[int, int]] = field(default_factory=list)
+    loading: list[Sequence[list[int]]] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, step: Any) -> Assigned:
+        """Read vLLM's SchedulerOutput. The lists are shared with it, so that they travel once."""
+        assigned = cls(copied=[tuple(pair) for pair in step.kv_cache_block_copies or ()])
+        for new in step.scheduled_new_reqs:
+            assigned.started[new.req_id] = new.block_ids, new.num_computed_tokens
+        known = step.scheduled_cached_reqs
+        for request_id, blocks, tokens in zip(
+            known.req_ids, known.new_block_ids, known.num_computed_tokens, strict=True
+        ):
+            if request_id in known.resumed_req_ids:
+                assigned.started[request_id] = blocks, tokens
+            elif blocks is not None:
+                assigned.grown[request_id] = blocks
+        return assigned
+
+
+def build_with_blocks(stock_build: Any) -> Any:
+    """Send along what each step does to blocks."""
+
+    def build_connector_meta(control: Any, scheduler_output: Any, requests: Any) -> Any:
+        metadata = stock_build(control, scheduler_output, requests)
+        metadata.primeblocks_blocks = assigned = Assigned.read(scheduler_output)
+        assigned.loading += getattr(control, "primeblocks_loading", ())
+        control.primeblocks_loading = []
+        return metadata
+
+    return build_connector_meta
+
+
+def watch_loads(scheduler: Any) -> None:
+    """Have a scheduler tell its workers into which blocks tiers load. Local.
+
+    A block may last have held the same page, of another computation: its hash does not say that
+    it was loaded anew.
+    """
+    control, connector = scheduler.aux_output_connector, scheduler.connector
+    if control is None or connector is None:
+        return
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    tokens = [group.kv_cache_spec.block_size for group in groups]
+    find, allocated = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
+    asked = ("", 0)  # the request that asks tiers, and the tokens that the engine itself has
+
+    def get_num_new_matched_tokens(request: Any, num_computed_tokens: int) -> Any:
+        nonlocal asked
+        asked = request.request_id, num_computed_tokens
+        return find(request, num_computed_tokens)
+
+    def update_state_after_alloc(request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens > 0:
+            begin = asked[1] if asked[0] == request.request_id else 0
+            end = begin + num_external_tokens
+            each = zip(blocks.get_block_ids(), tokens, strict=True)
+            loading = [ids[begin // size : -(-end // size)] for ids, size in each]
+            control.primeblocks_loading = [*getattr(control, "primeblocks_loading", ()), loading]
+        allocated(request, blocks, num_external_tokens)
+
+    connector.get_num_new_matched_tokens = get_num_new_matched_tokens
+    connector.update_state_after_alloc = update_state_after_alloc
