@@ -264,6 +264,17 @@ def test_a_page_that_was_loaded_over_another_computation_of_it_has_not_its_rows(
     connector.close()
 
 
+def test_a_loaded_page_whose_last_token_is_computed_again_is_another_page():
+    connector = made(alone=False)
+    run(connector, "a", [1, 2], 0, [1, 2, 3, 4, 5], pages=[b"p"])
+    begin(connector, [("b", [3], 3)], pages=[b"p"], loading=[[3]])
+    assert handed(compute(connector, ("b", 3, [9])))["b"] == [1, 2, 3, 9]
+    # A tier brings one of the two.
+    begin(connector, [("c", [6, 7], 4)], pages=[b"p"], loading=[[6]])
+    assert handed(compute(connector, ("c", 4, [0])))["c"] == [GONE] * 4 + [0]
+    connector.close()
+
+
 def test_the_scheduler_tells_which_blocks_a_tier_loads_into():
     """Two groups, of blocks of 4 and 8 tokens; 8 tokens are there, and 5 more come."""
     calls = []

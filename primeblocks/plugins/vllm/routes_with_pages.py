@@ -177,16 +177,17 @@ def _beside_pages(base: type) -> type:
                 return super()._commit_output(pending)
             strange = self._settle(pending)
             written = self._write_all(pending)
-            for place, key in strange:
-                self._find_by_hash(place, key)
+            mixed = [found for each in strange if (found := self._find_by_hash(*each))]
+            if mixed:
+                self._publish_blocks(mixed)
             outputs = self._read_all(pending, written)
             self._arrived += 1
             self._hand_out()
             return outputs
 
-        def _settle(self, pending: Any) -> list[tuple[int, str | None]]:
-            """Do what happened to blocks before the step computed; return those that a tier without
-            rows loaded, and their keys.
+        def _settle(self, pending: Any) -> list[tuple[Any, int, int]]:
+            """Do what happened to blocks before the step computed; return what a tier without rows
+            loaded: state of the request, page, place.
             """
             notes, each = pending.primeblocks_notes, self._per_block
             for source, target in notes.copied:
@@ -201,12 +202,12 @@ def _beside_pages(base: type) -> type:
                 self._pages.pop(place, None)
             strange = []
             for request_id, places in notes.hits:
-                keys = self._requests[request_id].aux_output_keys
+                state = self._requests[request_id]
+                keys = state.aux_output_keys
                 for page, place in enumerate(places):
-                    key = keys[page] if page < len(keys) else None
-                    if not self._is_page(place, key):
+                    if not self._is_page(place, keys[page] if page < len(keys) else None):
                         self._table.empty([place])
-                        strange.append((place, key))
+                        strange.append((state, page, place))
             return strange
 
         def _write_all(self, pending: Any) -> list[tuple[int, np.ndarray]]:
@@ -242,11 +243,20 @@ def _beside_pages(base: type) -> type:
                 if self._table.is_whole(places[page])
             ]
 
-        def _find_by_hash(self, place: int, key: str | None) -> None:
-            """Fill in the rows of a loaded page that this step did not compute."""
-            if key is not None and not self._table.is_whole(place):
-                self._table.fill(place, self._under(key))
-                self._pages[place] = [key], 0
+        def _find_by_hash(self, state: Any, page: int, place: int) -> tuple[Any, list[Any]] | None:
+            """Fill in the rows of a loaded page that this step did not compute. If it computed
+            some, the page is another than the hash had: return it, for the store to know of both.
+            """
+            keys, table = state.aux_output_keys, self._table
+            if page >= len(keys) or table.is_whole(place):
+                return None
+            is_mixed = table.page(place) is not None
+            table.fill(place, self._under(keys[page]))
+            self._pages[place] = [keys[page]], 0
+            if not is_mixed or not table.is_whole(place):
+                return None
+            start, tokens = page * self._buffer.block_size, self._buffer.block_size
+            return state, [(start, table.read([place], 0, tokens))]
 
         def _is_page(self, place: int, key: str | None) -> bool:
             keys, page = self._pages.get(place, ((), 0))
