@@ -291,7 +291,7 @@ def pack(plan: Plan, index: int, pieces: Sequence[Tensor]) -> UInt8[Tensor, " by
 def _spans(
     shape: tuple[int, ...], box: Shard, itemsize: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Where a box lies in a whole tensor, in bytes: the first, rows, their stride, their size."""
+    """Rows of a box in a whole tensor, in bytes: the first, how many, their stride, their size."""
     if box.numel == 0:
         return
     strides = [prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]

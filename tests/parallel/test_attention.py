@@ -131,7 +131,7 @@ def test_long_documents_and_windows():
 
 
 def _torch_has_no_bfloat16_attention():
-    """What torch says where its vector width was forced below what the processor's AMX needs."""
+    """Words of torch where its vector width was forced below what the processor's AMX needs."""
     x = torch.zeros(1, 1, 256, 16, dtype=torch.bfloat16)
     try:
         torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
@@ -142,11 +142,10 @@ def _torch_has_no_bfloat16_attention():
 
 @pytest.mark.parametrize("name", ATTENTIONS)
 @pytest.mark.parametrize(("rules", "with_sinks"), [({}, False), ({"window": 60}, True)], ids=str)
-@pytest.mark.skipif(
-    _torch_has_no_bfloat16_attention() != "", reason=_torch_has_no_bfloat16_attention()
-)
 def test_bfloat16_is_as_precise_as_plain_attention(name, rules, with_sinks):
     """Many runs a rank, so that what is added up in bfloat16 by mistake is added up often."""
+    if name == "ulysses" and (reason := _torch_has_no_bfloat16_attention()):
+        pytest.skip(reason)  # The ring's rectangles are small enough.
     lengths, heads = [150, 33, 73], (4, 2, 16, 16)
     arguments = (lengths, "balanced", heads, rules, with_sinks, torch.bfloat16)
     found = ranks.run(_split_attention, [name], *arguments, world_size=3)

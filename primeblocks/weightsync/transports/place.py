@@ -1,4 +1,4 @@
-"""Where versions lie: a directory that one living owner has made, and how others find it.
+"""Directories of versions, each made by one living owner, and how others find them.
 
 Each owner makes a directory of its own, of a name that nobody can foresee, and removes nothing
 else. What it opens belongs to its user, and to nobody else.
@@ -57,7 +57,7 @@ class Owned(NamedTuple):
 
 
 class Place(Protocol):
-    """Where one owner at a time puts versions.
+    """A place where one owner at a time puts versions.
 
     Attributes:
         user: whose files are opened; None is the user of this process, alone.

@@ -58,7 +58,7 @@ class Slots:
 
     @property
     def directory(self) -> Path:
-        """Where the files are now.
+        """The directory of the files as it is now.
 
         Raises:
             FileNotFoundError: there was no owner yet, or it removed everything.

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from primeblocks.errors import UnsupportedError
+from tests.kvoffload.vllm.named_pages import ROWS, hash_of, keys_of, routes_of
 
 pytestmark = pytest.mark.vllm
 
-PAGE, ROWS, ROW = 8000, 24, 12288  # bytes of keys and values, of routes, of a row of the pool
+PAGE, ROW = 8000, 12288  # bytes of keys and values, of a row of the pool
 CHUNKS = 8
 
 
@@ -20,20 +21,6 @@ def adapter():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # vLLM's own imports are deprecated in places
         return importlib.import_module("primeblocks.kvoffload.adapters.vllm")
-
-
-def _hash(number):
-    return bytes([number]) * 32
-
-
-def _routes(number):
-    return bytes([number + 100]) * ROWS
-
-
-def _keys(numbers):
-    from vllm.v1.kv_offload.base import make_offload_key
-
-    return [make_offload_key(_hash(number), 0) for number in numbers]
 
 
 class Capture:
@@ -99,7 +86,7 @@ def worker(adapter, monkeypatch):
 def chunks(adapter, ids, numbers):
     from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-    return adapter.routes.NamedChunks(CPULoadStoreSpec(ids), _keys(numbers))
+    return adapter.routes.NamedChunks(CPULoadStoreSpec(ids), keys_of(numbers))
 
 
 def blocks(*ids):
@@ -113,7 +100,7 @@ def finished(worker):
 
 
 def test_a_store_waits_for_the_rows_of_its_step(adapter, worker):
-    worker.capture.known = {20: _routes(1), 21: _routes(2)}
+    worker.capture.known = {20: routes_of(1), 21: routes_of(2)}
     worker.it.submit_store(0, blocks(20), chunks(adapter, [3], [1]))
     worker.it.submit_store(1, blocks(20, 21), chunks(adapter, [5, 6], [1, 2]))
     assert finished(worker) == []
@@ -121,25 +108,25 @@ def test_a_store_waits_for_the_rows_of_its_step(adapter, worker):
     assert finished(worker) == [1]
     worker.capture.arrive(0)
     assert finished(worker) == [0]
-    found = [worker.tail.read(worker.pool[c], _hash(n)) for c, n in ((3, 1), (5, 1), (6, 2))]
-    assert found == [_routes(1), _routes(1), _routes(2)]
+    found = [worker.tail.read(worker.pool[c], hash_of(n)) for c, n in ((3, 1), (5, 1), (6, 2))]
+    assert found == [routes_of(1), routes_of(1), routes_of(2)]
 
 
 def test_rows_of_an_earlier_computation_do_not_stay_in_the_pool(adapter, worker):
-    worker.tail.write(worker.pool[3], _hash(1), _routes(1))
+    worker.tail.write(worker.pool[3], hash_of(1), routes_of(1))
     worker.it.submit_store(0, blocks(20), chunks(adapter, [3], [1]))
     worker.capture.arrive(0)  # the page was computed again, and its rows are not known
     assert finished(worker) == [0]
-    assert worker.tail.read(worker.pool[3], _hash(1)) is None
+    assert worker.tail.read(worker.pool[3], hash_of(1)) is None
 
 
 def test_what_was_loaded_is_offered_by_block_known_or_not(adapter, worker):
-    worker.tail.write(worker.pool[3], _hash(1), _routes(1))
-    worker.tail.write(worker.pool[4], _hash(9), _routes(9))  # of the chunk's last page
+    worker.tail.write(worker.pool[3], hash_of(1), routes_of(1))
+    worker.tail.write(worker.pool[4], hash_of(9), routes_of(9))  # of the chunk's last page
     worker.it.submit_load(0, chunks(adapter, [3, 4], [1, 2]), blocks(20, 21))
     assert worker.capture.offered == {}
     assert finished(worker) == [0]
-    assert worker.capture.offered == {20: _routes(1), 21: None}
+    assert worker.capture.offered == {20: routes_of(1), 21: None}
 
 
 def test_routes_go_with_the_group_of_layers_that_the_capture_follows(adapter, worker):

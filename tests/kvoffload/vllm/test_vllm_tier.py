@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from primeblocks.errors import UsageError
+from tests.kvoffload.vllm.named_pages import ROWS, hash_of, keys_of, routes_of
 
 pytestmark = pytest.mark.vllm
 
-PAGE, ROWS, ROW = 8000, 24, 12288  # bytes of keys and values, of routes, of a row of the pool
+PAGE, ROW = 8000, 12288  # bytes of keys and values, of a row of the pool
 FRAME, CHUNKS = 8192, 8  # a page and its routes in our store, chunks of the pool
 
 
@@ -78,14 +79,14 @@ class Pool:
             self.rows[chunk] = -1
             self.rows[chunk, :PAGE] = number
             if routes:
-                self.tail.write(self.rows[chunk], _hash(number), _routes(number))
+                self.tail.write(self.rows[chunk], hash_of(number), routes_of(number))
         chunks = range(len(numbers))
-        return self.job(self.tier.submit_store, _keys(numbers), chunks, context)
+        return self.job(self.tier.submit_store, keys_of(numbers), chunks, context)
 
     def load(self, numbers, context):
         self.rows[:] = 99
         chunks = range(CHUNKS - len(numbers), CHUNKS)
-        found = self.job(self.tier.submit_load, _keys(numbers), chunks, context)
+        found = self.job(self.tier.submit_load, keys_of(numbers), chunks, context)
         for chunk, number, hit in zip(chunks, numbers, found, strict=True):
             assert (self.rows[chunk, :PAGE] == (number if hit else 99)).all()
         return found
@@ -93,12 +94,12 @@ class Pool:
     def routes(self, numbers):
         chunks = range(CHUNKS - len(numbers), CHUNKS)
         return [
-            self.tail.read(self.rows[chunk], _hash(number))
+            self.tail.read(self.rows[chunk], hash_of(number))
             for chunk, number in zip(chunks, numbers, strict=True)
         ]
 
     def holds(self, number, context):
-        return self.tier.lookup(_keys([number])[0], context).name == "HIT"
+        return self.tier.lookup(keys_of([number])[0], context).name == "HIT"
 
 
 def _fake_spec():
@@ -110,20 +111,6 @@ def _fake_spec():
         def get_worker(self, kv_caches): ...
 
     return FakeSpec()
-
-
-def _hash(number):
-    return bytes([number]) * 32
-
-
-def _routes(number):
-    return bytes([number + 100]) * ROWS
-
-
-def _keys(numbers):
-    from vllm.v1.kv_offload.base import make_offload_key
-
-    return [make_offload_key(_hash(number), 0) for number in numbers]
 
 
 @pytest.fixture
@@ -139,7 +126,7 @@ def test_pages_come_back_with_their_routes(pool):
     assert pool.holds(1, request)
     assert not pool.holds(5, request)
     assert pool.load([2, 5, 1], request) == [True, False, True]
-    assert pool.routes([2, 5, 1]) == [_routes(2), None, _routes(1)]
+    assert pool.routes([2, 5, 1]) == [routes_of(2), None, routes_of(1)]
 
 
 def test_a_page_stored_without_its_routes_comes_back_without(pool):
@@ -147,14 +134,14 @@ def test_a_page_stored_without_its_routes_comes_back_without(pool):
     pool.store([1], request)
     pool.store([2], request, routes=False)
     assert pool.load([1, 2], request) == [True, True]
-    assert pool.routes([1, 2]) == [_routes(1), None]
+    assert pool.routes([1, 2]) == [routes_of(1), None]
 
 
 def test_routes_of_another_page_in_the_same_place_are_not_taken(pool):
     request = pool.request()
-    pool.tail.write(pool.rows[0], _hash(7), _routes(7))
+    pool.tail.write(pool.rows[0], hash_of(7), routes_of(7))
     pool.rows[0, :PAGE] = 1
-    pool.job(pool.tier.submit_store, _keys([1]), [0], request)
+    pool.job(pool.tier.submit_store, keys_of([1]), [0], request)
     pool.load([1], request)
     assert pool.routes([1]) == [None]
 
@@ -225,7 +212,7 @@ def restarted(adapter, tmp_path, persist, **how):
     second = Pool(adapter, tmp_path, persist=persist, **how)
     try:
         (found,) = second.load([1], second.request(version=3))
-        return found, second.routes([1]) == [_routes(1)]
+        return found, second.routes([1]) == [routes_of(1)]
     finally:
         second.tier.shutdown()
 
@@ -260,9 +247,9 @@ def test_without_routes_rows_are_pages(adapter):
     pool = Pool(adapter, routes=False)
     request = pool.request()
     pool.rows[0] = 5
-    assert pool.job(pool.tier.submit_store, _keys([5]), [0], request) == [True]
+    assert pool.job(pool.tier.submit_store, keys_of([5]), [0], request) == [True]
     pool.rows[:] = 0
-    assert pool.job(pool.tier.submit_load, _keys([5]), [3], request) == [True]
+    assert pool.job(pool.tier.submit_load, keys_of([5]), [3], request) == [True]
     assert (pool.rows[3] == 5).all()
     pool.tier.shutdown()
 

@@ -1,4 +1,4 @@
-"""Where vLLM's capture keeps rows: by the place of a KV page, or by its hash."""
+"""Rows that vLLM captures, kept by the place of a KV page or by its hash."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
