@@ -1,7 +1,8 @@
 """The bytes of a version from what arrived: whole, or deltas on the version before. All checked.
 
-What is lent lies where others may write to it: it is checked before a load begins, and what a load
-gets are copies, checked again. So what is loaded is what was checked, whatever happens between.
+What is loaded is what was checked, whatever happens between: it lies in memory of this process, or
+its writers have sealed it. What is lent lies where others may write to it: it is checked before a
+load begins, and what a load gets are copies, checked again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..errors import CorruptionError, DeadlineError
 from ..layout import Shard
 from .delta.bucket import apply_payload, encode_payload
 from .digest import bucket_digest
-from .held import Boxes, Held, Lent, chunks_of, copied, pack, packed_views
+from .held import Boxes, Held, Lent, Sealed, chunks_of, copied, pack, packed_views
 from .marker import Marker
 from .plan import Plan
 from .transports.transport import Incoming
@@ -97,7 +98,7 @@ def bring(
         next(done)
 
     try:
-        if deltas and isinstance(held, Lent):
+        if deltas and (isinstance(held, Lent) or not held.is_own):
             held = copied(plan, reader, held, stays=held.stays, deadline=deadline)
         _for_each(plan, mine, bring_bucket, threads=threads)
         if time.monotonic() > deadline:
@@ -135,7 +136,7 @@ def check(plan: Plan, reader: int, version: Version) -> None:
 class Feed:
     """Tensors of a version for one load, each of bytes that were found to be right.
 
-    What a reader has checked in its own memory is given as it lies there. The rest is checked in
+    What a reader has checked where nobody writes is given as it lies there. The rest is checked in
     threads, some buckets ahead of what was asked for; of what is lent, that is a copy.
 
     Args:
@@ -152,8 +153,10 @@ class Feed:
     ) -> None:
         self._plan, self._version, self._pool = plan, version, pool
         self._uses, self._copies = dict(uses), None
-        if isinstance(version.held, Lent):
-            self._copies = Boxes(plan, reader, stays=False, device=version.held.device)
+        held = version.held
+        if isinstance(held, Lent):
+            held = self._copies = Boxes(plan, reader, stays=False, device=held.device)
+        self._held: Held = held
         self._order: list[int] = []
         if self._copies is not None or not version.is_checked:
             turn = {name: place for place, name in enumerate(plan.wants[reader])}
@@ -174,21 +177,20 @@ class Feed:
         Raises:
             CorruptionError: its bytes are not what was sent.
         """
-        places = self._places.get(name, [])
-        wanted = self._order[len(self._checks) : max(places, default=-1) + 1 + _AHEAD]
-        if len(self._checks) <= max(places, default=-1):
-            self._checks += [self._pool.submit(self._check, index) for index in wanted]
+        places = self._places.get(name, ())
+        for index in self._order[len(self._checks) : max(places, default=-1) + 1 + _AHEAD]:
+            self._checks.append(self._pool.submit(self._check, index))
         for place in places:
             self._checks[place].result()
-        held = self._version.held if self._copies is None else self._copies
-        assert not isinstance(held, Lent)
-        return held.box(name, box)
+        return self._held.box(name, box)
 
     def used(self, names: Iterable[str]) -> None:
         """Say that what was asked for of each is done with."""
+        if self._copies is None:
+            return
         for name in names:
             self._uses[name] -= 1
-            if self._copies is not None and self._uses[name] == 0:
+            if self._uses[name] == 0:
                 self._copies.drop(name)
 
     def _check(self, index: int) -> None:
@@ -209,6 +211,8 @@ def feeding(
             yield Feed(plan, reader, version, uses, pool)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+            if isinstance(version.held, Sealed):
+                version.held.rest()
 
 
 def _as_many(plan: Plan, indices: Sequence[int], threads: int) -> int:
@@ -244,12 +248,18 @@ def _check_bucket(
     into: Sequence[Tensor] | None = None,
 ) -> None:
     """`into`: where copies of what is lent stay."""
-    bucket = plan.buckets[index]
-    if isinstance(held, Lent):
-        pieces: Iterable[Tensor] = chunks_of(plan, index, held, into)
-    else:
-        pieces = held.views(index)
-    if bucket_digest(pieces) != marker.buckets[index]:
+    bucket, wanted = plan.buckets[index], marker.buckets[index]
+
+    def digest() -> str:
+        if isinstance(held, Lent):
+            return bucket_digest(chunks_of(plan, index, held, into))
+        return bucket_digest(held.views(index))
+
+    is_right = digest() == wanted
+    if not is_right and isinstance(held, Sealed):
+        held.rest(is_right=False)  # A load before may have written to its pages in this process.
+        is_right = digest() == wanted
+    if not is_right:
         names = sorted({copy.name for copy in bucket.copies})
         raise CorruptionError(
             f"bucket {index} of version {marker.version} fails its digest: "

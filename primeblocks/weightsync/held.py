@@ -21,6 +21,7 @@ from ..layout import Shard
 from .digest import as_buffer
 from .plan import Copy, Plan
 from .transports.lease import Lease
+from .transports.sealed import SealedLease
 
 __all__ = [
     "Blob",
@@ -29,6 +30,7 @@ __all__ = [
     "Held",
     "Lent",
     "Pages",
+    "Sealed",
     "chunks_of",
     "copied",
     "pack",
@@ -46,9 +48,11 @@ class Held(Protocol):
 
     Attributes:
         stays: whether a reader keeps it after its load: to go back to, and as the base of deltas.
+        is_own: whether deltas may be applied to it.
     """
 
     stays: bool
+    is_own: bool
 
     def views(self, index: int) -> list[Tensor]:
         """The copies of a bucket, each shaped as its box."""
@@ -96,7 +100,7 @@ class Lent(Protocol):
 
 
 class Blob:
-    """All whole tensors in one buffer, at `plan.offsets`: what writers fill."""
+    """All whole tensors in one buffer, at `plan.offsets`."""
 
     def __init__(self, plan: Plan, buffer: UInt8[Tensor, " bytes"]) -> None:
         self._plan, self._buffer = plan, buffer
@@ -104,16 +108,54 @@ class Blob:
 
     def views(self, index: int) -> list[Tensor]:
         """The copies of a bucket, each shaped as its box."""
-        return [self._tensor(c.name)[c.box.slices] for c in self._plan.buckets[index].copies]
+        return [self.box(copy.name, copy.box) for copy in self._plan.buckets[index].copies]
 
-    def _tensor(self, name: str) -> Tensor:
+    def box(self, name: str, box: Shard) -> Tensor:
+        """A box of a tensor. A view."""
         if name not in self._tensors:
             spec, start = self._plan.target[name], self._plan.offsets[name]
             size = prod(spec.shape) * spec.dtype.itemsize
             self._tensors[name] = (
                 self._buffer[start : start + size].view(spec.dtype).view(spec.shape)
             )
-        return self._tensors[name]
+        tensor = self._tensors[name]
+        return tensor if box.sizes == tensor.shape else tensor[box.slices]
+
+
+class Sealed:
+    """The same as a `Held`, in memory that its writers have sealed, from its byte `start` on.
+
+    It is mapped as often as it is used: what a load writes into its tensors is gone then.
+    """
+
+    stays, is_own = True, False
+
+    def __init__(self, plan: Plan, lease: SealedLease, *, start: int) -> None:
+        self._plan, self._lease, self._start = plan, lease, start
+        self._blob: Blob | None = None
+        self._lock = threading.Lock()
+
+    def views(self, index: int) -> list[Tensor]:
+        return self._used().views(index)
+
+    def box(self, name: str, box: Shard) -> Tensor:
+        return self._used().box(name, box)
+
+    def rest(self, *, is_right: bool = True) -> None:
+        """Say that a use is over; and whether its bytes were found to be wrong."""
+        with self._lock:
+            self._blob = None
+            self._lease.unmap(is_right=is_right)
+
+    def close(self) -> None:
+        self.rest()
+        self._lease.close()
+
+    def _used(self) -> Blob:
+        with self._lock:
+            if self._blob is None:
+                self._blob = Blob(self._plan, self._lease.map()[self._start :])
+            return self._blob
 
 
 class BlobFile:
@@ -182,6 +224,7 @@ class Boxes:
         self, plan: Plan, reader: int, *, stays: bool, device: torch.device | str = "cpu"
     ) -> None:
         self._plan, self.stays, self._device = plan, stays, torch.device(device)
+        self.is_own = True
         self._pages = Pages()
         self._wants = plan.wants[reader]
         self._boxes: dict[str, list[tuple[Shard, Tensor]]] = {}
@@ -253,22 +296,28 @@ def chunks_of(
             into[place].copy_(room)
 
 
-def copied(plan: Plan, reader: int, lent: Lent, *, stays: bool, deadline: float) -> Boxes:
-    """Copy what a reader wants of what is lent, unchecked, into its own memory; close `lent`.
+def copied(plan: Plan, reader: int, held: Held | Lent, *, stays: bool, deadline: float) -> Boxes:
+    """Copy what a reader wants, unchecked, into its own memory; close what it was copied from.
 
     Raises:
         DeadlineError: it was not copied in time.
     """
-    boxes = Boxes(plan, reader, stays=stays, device=lent.device)
+    device = held.device if isinstance(held, Lent) else "cpu"
+    boxes = Boxes(plan, reader, stays=stays, device=device)
     mine = plan.of_reader(reader)
     for done, index in enumerate(mine):
         if time.monotonic() > deadline:
             raise DeadlineError(f"copied {done} of {len(mine)} buckets in time")
-        for _ in chunks_of(plan, index, lent, boxes.views(index)):
-            pass  # It stays in the boxes.
+        into = boxes.views(index)
+        if isinstance(held, Lent):
+            for _ in chunks_of(plan, index, held, into):
+                pass  # It stays in the boxes.
+        else:
+            for room, piece in zip(into, held.views(index), strict=True):
+                room.copy_(piece)
     if time.monotonic() > deadline:
         raise DeadlineError(f"copied all {len(mine)} buckets, and not in time")
-    lent.close()
+    held.close()
     return boxes
 
 

@@ -1,9 +1,12 @@
 """What ranks hold in a test, what an engine should then have, and both sides of a sync."""
 
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 
 from primeblocks.layout import Layout
+from primeblocks.testing.faults import flip_byte
 from primeblocks.weightsync import (
     FileTransport,
     GroupTransport,
@@ -41,6 +44,20 @@ def same_bytes(have, want):
         .equal(want[name].contiguous().view(-1).view(torch.uint8))
         for name in want
     )
+
+
+def flip_sent(transport, root, version, at):
+    """Change a byte of a full version; `at` counts from the end where it is negative."""
+    path = next(Path(root).rglob(f"version-{version}.safetensors"))
+    if path.is_symlink():  # Sealed memory: whoever wrote it still can.
+        as_written(transport, path, version)[at] ^= 0xFF
+    else:
+        flip_byte(path, at)
+
+
+def as_written(transport, path, version):
+    """The bytes of a version in shared memory as the process that wrote them has them."""
+    return transport._slots.writable(version, size_bytes=path.stat().st_size)
 
 
 def random_tensor(dtype, shape, generator):

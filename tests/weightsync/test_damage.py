@@ -11,7 +11,7 @@ import torch.distributed as dist
 from primeblocks.testing import ranks
 from primeblocks.weightsync.held import Blob, pack, packed_views
 from primeblocks.weightsync.transports import group_wire
-from tests.weightsync.contents import KINDS
+from tests.weightsync.contents import KINDS, as_written
 from tests.weightsync.small_sync import PULL, RANKS, Small
 
 ranks.preload(__name__)  # With all that it imports.
@@ -37,9 +37,12 @@ def damaged(fault, first, second):
     return changed, second
 
 
-def damage_file(path, plan, fault, *, sizes):
-    """What is on the disk: a whole version, or rank 1's part of a delta, of buckets of `sizes`."""
-    content = torch.from_numpy(np.fromfile(path, dtype=np.uint8))
+def damage_file(path, transport, plan, fault, *, sizes):
+    """A whole version where it lies, or rank 1's part of a delta, of buckets of `sizes`."""
+    if path.is_symlink():
+        content = as_written(transport, path, 2)
+    else:
+        content = torch.from_numpy(np.fromfile(path, dtype=np.uint8))
     if fault == "truncated":
         content = content[:-1]
     elif path.suffix == ".delta":
@@ -56,7 +59,8 @@ def damage_file(path, plan, fault, *, sizes):
             views = zip(blob.views(index), packed_views(plan, index, message), strict=True)
             for view, piece in views:
                 view.copy_(piece)
-    content.numpy().tofile(path)
+    if not path.is_symlink():
+        content.numpy().tofile(path)
 
 
 @contextmanager
@@ -109,7 +113,7 @@ def pull_damaged(small, where, fault):
         name = "version-2.safetensors" if marker.base is None else f"version-2.{CULPRIT}.delta"
         (path,) = Path(where).rglob(name)
         sizes = [marker.sizes[index] for index in small.plan.of_rank(CULPRIT)]
-        damage_file(path, small.plan, fault, sizes=sizes)
+        damage_file(path, small.transport, small.plan, fault, sizes=sizes)
     dist.barrier()
     if small.is_engine:
         said = small.attempt(None, timeout_s=2.0)
@@ -131,5 +135,7 @@ def pull_damaged(small, where, fault):
 @pytest.mark.parametrize("full_every", [1, 4], ids=["full", "delta"])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "ipc"])  # No files of weights.
 def test_damage_is_refused_and_the_old_version_is_served(kind, full_every, fault, tmp_path):
+    if (kind, full_every, fault) == ("shared_memory", 1, "truncated"):
+        pytest.skip("sealed memory keeps its size")
     args = (kind, str(tmp_path), fault, full_every)
     ranks.run(damage_body, *args, world_size=RANKS, timeout_s=60)

@@ -1,7 +1,5 @@
 """Deltas that are lost, damaged, interrupted or not loaded: never wrong bytes, and a way on."""
 
-import os
-
 import pytest
 import torch
 
@@ -15,7 +13,7 @@ from primeblocks.errors import (
 from primeblocks.testing.faults import FaultyTransport, flip_byte, truncate
 from primeblocks.weightsync import Publisher, Subscriber, describe, plan_sync
 from primeblocks.weightsync.delta.bucket import apply_payload, encode_payload
-from tests.weightsync.contents import Engine, directory, same_bytes
+from tests.weightsync.contents import Engine, directory, flip_sent, same_bytes
 
 TIMEOUT_S = 10
 
@@ -257,10 +255,7 @@ def test_what_is_gone_back_to_is_checked_first(setup):
         setup.publish(version, publisher)
         if version == 0:
             setup.receive()
-    lease = setup.subscriber._held.held._lease
-    with open(f"/proc/self/fd/{lease.fd}", "r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        file.write(b"\xff")
+    flip_sent(setup.transport, setup.path, 0, -1)
     setup.fail_at[2] = True
     with pytest.raises(EngineError, match="Going back to version 0 failed too: CorruptionError"):
         setup.receive()

@@ -28,6 +28,7 @@ from primeblocks.weightsync import (
     plan_sync,
 )
 from primeblocks.weightsync.engines.model_folder import ModelFolders
+from tests.weightsync.contents import flip_sent
 
 TIMEOUT_S = 10
 KINDS = ["file", "shared_memory"]
@@ -182,10 +183,7 @@ def test_a_delta_makes_a_whole_folder(trainer):
 
 def test_corrupt_bytes_make_no_folder(trainer):
     trainer.publish(1)
-    data = bytearray(trainer.blob(1).read_bytes())
-    data[-2] ^= 4
-    with trainer.blob(1).open("r+b") as file:
-        file.write(data)
+    flip_sent(trainer.transport, trainer.path, 1, -2)
     with pytest.raises(CorruptionError):
         trainer.folders().make(1, timeout_s=TIMEOUT_S)
     assert not (trainer.path / "folders").exists()

@@ -22,6 +22,7 @@ from primeblocks.errors import (
 from primeblocks.weightsync import Publisher, SharedMemoryTransport, describe, plan_sync
 from primeblocks.weightsync.adapters.sglang import Sglang
 from primeblocks.weightsync.engines.model_folder import ModelFolders
+from tests.weightsync.contents import flip_sent
 from tests.weightsync.sglang_fake import FakeSglang
 
 TIMEOUT_S = 10
@@ -282,11 +283,7 @@ def test_corrupt_bytes_never_reach_the_server(trainer, fake, engine):
     engine.update(trainer.folder(1), timeout_s=TIMEOUT_S)
     asked = len(fake.asked)
     trainer.publisher.publish(2, timeout_s=TIMEOUT_S)
-    with next(trainer.path.glob("primeblocks-*/version-2.safetensors")).open("r+b") as file:
-        file.seek(-3, 2)
-        byte = file.read(1)
-        file.seek(-3, 2)
-        file.write(bytes([byte[0] ^ 1]))
+    flip_sent(trainer.transport, trainer.path, 2, -3)
     with pytest.raises(CorruptionError):
         trainer.folders.make(2, timeout_s=TIMEOUT_S)
     assert len(fake.asked) == asked

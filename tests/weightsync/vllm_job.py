@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from primeblocks.testing import tiny_models
-from primeblocks.testing.faults import flip_byte
 from primeblocks.weightsync import Publisher, SharedMemoryTransport, describe, plan_sync
+from tests.weightsync.contents import flip_sent
 
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden": 64}
 PROMPTS = [[1, 5, 7, 9, 11], [1, *range(20, 60)], [1, *range(100, 117)]]
@@ -58,7 +58,7 @@ class Trainer:
         return self.publisher.publish(version, timeout_s=TIMEOUT_S)
 
     def flip(self, version: int) -> None:
-        flip_byte(next(self.root.rglob(f"version-{version}.safetensors")), -12345)
+        flip_sent(self.transport, self.root, version, -12345)
 
     def gap(self, prompt: list[int], outcome: list[Any]) -> float:
         """How far an engine's log-probabilities are from those of the trainer's own model."""

@@ -13,10 +13,10 @@ from typing import Any
 from transformers import AutoModelForCausalLM
 
 from primeblocks.plugins.vllm import register
-from primeblocks.testing.faults import flip_byte
 from primeblocks.weightsync import Publisher, SharedMemoryTransport, describe, plan_sync
 from primeblocks.weightsync.adapters import vllm as adapter
 from primeblocks.weightsync.adapters.vllm import lora
+from tests.weightsync.contents import flip_sent
 from tests.weightsync.vllm_lora_job import ENGINE, TIMEOUT_S, Trainer, error_of, greedy
 
 
@@ -40,7 +40,7 @@ class Base:
         return self.publisher.publish(version, timeout_s=TIMEOUT_S)
 
     def flip(self, version: int) -> None:
-        flip_byte(next(self.root.rglob(f"version-{version}.safetensors")), -12345)
+        flip_sent(self.transport, self.root, version, -12345)
 
 
 def updated(folder: Path, base: Base, policy: Trainer) -> dict[str, Any]:

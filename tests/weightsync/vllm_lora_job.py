@@ -14,7 +14,6 @@ import torch
 
 from primeblocks.errors import PrimeblocksError
 from primeblocks.plugins.vllm import register
-from primeblocks.testing.faults import flip_byte
 from primeblocks.weightsync import (
     FileTransport,
     Publisher,
@@ -25,6 +24,7 @@ from primeblocks.weightsync import (
 from primeblocks.weightsync.adapters.vllm import lora as adapter
 from primeblocks.weightsync.adapters.vllm.lora_worker import LoraWorkerExtension, versioned_request
 from primeblocks.weightsync.engines.lora import AdapterSpec, adapter_parameters
+from tests.weightsync.contents import flip_sent
 
 PROMPTS = [[1, 5, 7, 9, 11], [1, *range(20, 60)], [1, *range(100, 117)]]
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -113,8 +113,7 @@ class Trainer:
         return str(self.root.parent / f"adapter-{version}")
 
     def flip(self, version: int) -> None:
-        (blob,) = self.root.rglob(f"version-{version}.safetensors")
-        flip_byte(blob, -1234)
+        flip_sent(self.transport, self.root, version, -1234)
 
 
 def trainers(folder: Path, dtype: str) -> tuple[Trainer, Trainer]:

@@ -11,11 +11,13 @@ from typing import Any, Self
 import torch
 
 from ...errors import UsageError
-from ..held import Blob, BlobFile, Lent
+from ..held import Blob, BlobFile, Held, Lent, Sealed
 from ..marker import Marker
 from ..plan import Plan
+from .blobs import DiskBlobs, MemoryBlobs
 from .place import DiskPlace, Place, private_place, sweep
 from .safetensors_header import header
+from .sealed import SealedLease
 from .slots import Slots
 from .transport import Begun, Incoming, Outgoing, Request
 from .waiting import await_versions
@@ -33,9 +35,8 @@ class DirectoryTransport:
     it until the next is begun.
     """
 
-    def __init__(self, spec: dict[str, Any], place: Place, *, owner: bool, durable: bool) -> None:
-        self._spec, self._place = spec, place
-        self._slots = Slots(place, owner=owner, durable=durable)
+    def __init__(self, spec: dict[str, Any], place: Place, slots: Slots) -> None:
+        self._spec, self._place, self._slots = spec, place, slots
         self._head: tuple[Plan, bytes] | None = None
 
     def spec(self) -> dict[str, Any]:
@@ -117,20 +118,27 @@ class DirectoryTransport:
 
 
 class SharedMemoryTransport(DirectoryTransport):
-    """Versions in /dev/shm, which every rank writes in place: one host, one user, no disk.
+    """Versions in shared memory, which every rank writes in place: one host, one user, no disk.
 
-    Two files take turns, in a directory of mode 700 whose name ends in a random word. Others find
-    it by `name` and by whose it is; what another user has put there is not looked into. The owner
-    removes it at close or at the end of its process. A process that is killed cannot: what it left
+    A version lies in memory of the owner's process (memfd), which is sealed before the commit:
+    nobody can write to it then, save through the mappings that trainer ranks wrote it with. So
+    readers load it where it lies. It ends with the owner's process; a reader that holds it keeps
+    it. Two take turns, a third while a reader lags or has kept a tensor. A trainer rank that joins
+    anew fails one publish.
+
+    Links to them, deltas and commits are in a directory of mode 700 whose name ends in a random
+    word. Others find it by `name` and by whose it is; what another user has put there is not
+    looked into. The owner removes it at close or at the end of its process; what a killed one left
     is removed when the next owner of this user starts, whatever its name, or by `sweep`.
 
     Args:
         name: one word that trainer and engine agree on.
         owner: true on trainer rank 0, and there only.
-        root: where tmpfs is mounted.
+        root: where a tmpfs is mounted. Versions take no room there.
 
     Raises:
-        UnsupportedError: this is not Linux, or `root` does not exist.
+        UnsupportedError: this is not Linux 5.1 or newer, or `root` does not exist. Later: an
+            engine may not look into the trainer's process.
         UsageError: `name` is not one path component, or has a living owner; or others may rename
             what is in `root`.
     """
@@ -138,7 +146,8 @@ class SharedMemoryTransport(DirectoryTransport):
     def __init__(self, name: str, *, owner: bool = False, root: str = "/dev/shm") -> None:
         place = private_place(name, root, prefix="primeblocks")
         spec = {"kind": "shared_memory", "name": name, "root": root}
-        super().__init__(spec, place, owner=owner, durable=False)
+        slots = Slots(place, MemoryBlobs(), owner=owner, durable=False)
+        super().__init__(spec, place, slots)
 
     @staticmethod
     def sweep(root: str = "/dev/shm") -> list[Path]:
@@ -176,7 +185,7 @@ class FileTransport(DirectoryTransport):
             raise UsageError(f"{str(path)!r} is no path")
         spec = {"kind": "file", "path": str(Path(path).absolute()), "user": user}
         place = DiskPlace(Path(path).absolute(), user=user)
-        super().__init__(spec, place, owner=owner, durable=True)
+        super().__init__(spec, place, Slots(place, DiskBlobs(user), owner=owner, durable=True))
 
 
 class _Version:
@@ -186,9 +195,11 @@ class _Version:
         self.marker = marker
         self._slots, self._plan, self._start = slots, plan, start
 
-    def whole(self) -> Lent:
+    def whole(self) -> Held | Lent:
         size_bytes = self._start + self._plan.blob_bytes
         lease = self._slots.lease(self.marker, size_bytes=size_bytes)
+        if isinstance(lease, SealedLease):
+            return Sealed(self._plan, lease, start=self._start)
         return BlobFile(self._plan, lease, start=self._start)
 
     def payload(self, index: int) -> memoryview:

@@ -18,6 +18,7 @@ from torch import Tensor
 from ...errors import CapacityError, UnsupportedError
 from ..marker import Marker
 from ..plan import Plan
+from .blobs import MemoryBlobs
 from .choose import chain_to
 from .ipc_handle import Exported
 from .ipc_version import Buffers, IpcVersion, lock_path, note_part
@@ -76,7 +77,7 @@ class IpcTransport:
         self._spec = {"kind": "ipc", "name": name, "root": root, "keep": keep}
         self._keep = keep
         self._place = private_place(name, root, prefix="primeblocks-ipc")
-        self._slots = Slots(self._place, owner=owner, durable=False)
+        self._slots = Slots(self._place, MemoryBlobs(), owner=owner, durable=False)
         self._pool = Pool(self._export, Exported.close, spares=1)
         self._buffers = Buffers(self._slots)
 

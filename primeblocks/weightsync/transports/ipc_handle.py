@@ -7,13 +7,10 @@ that half has not run on a GPU yet.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import pickle
 import secrets
 import weakref
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +18,8 @@ from jaxtyping import UInt8
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from ...errors import CapacityError, TransferError, UnsupportedError
+from ...errors import CapacityError, UnsupportedError
+from .memory_file import allocate, open_of
 
 __all__ = ["Exported", "open_exported"]
 
@@ -51,7 +49,7 @@ class Exported:
                 handle = pickle.dumps(reduce_tensor(self.buffer)[1])
                 self.note |= {"uuid": _uuid(self.buffer.device), "cuda": handle.hex()}
             else:
-                fd = _anonymous(token, size_bytes)
+                fd = allocate(_name(token), size_bytes)
                 self._end = weakref.finalize(self, os.close, fd)
                 self.buffer = _mapped(fd, size_bytes, shared=True)
                 self.note |= {"pid": os.getpid(), "fd": fd}
@@ -79,20 +77,8 @@ def open_exported(note: dict[str, Any]) -> UInt8[Tensor, " bytes"]:
     """
     if "cuda" in note:
         return _open_cuda(note)
-    path = Path(f"/proc/{note['pid']}/fd/{note['fd']}")
-    gone = TransferError(f"the buffer of process {note['pid']} is gone; its trainer rank has ended")
+    fd = open_of(note["pid"], note["fd"], _name(note["token"]), os.O_RDONLY)
     try:
-        fd = os.open(path, os.O_RDONLY)
-    except (FileNotFoundError, ProcessLookupError) as error:
-        raise gone from error
-    except PermissionError as error:
-        raise UnsupportedError(
-            f"{path} may not be opened: {error}. Trainer and engine must run as one user."
-        ) from error
-    try:
-        # Another process may have got the same number, and the same descriptor.
-        if not os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_name(note['token'])}"):
-            raise gone
         return _mapped(fd, note["bytes"], shared=False)
     finally:
         os.close(fd)
@@ -113,33 +99,9 @@ def _open_cuda(note: dict[str, Any]) -> UInt8[Tensor, " bytes"]:
     return opened
 
 
-def _anonymous(token: str, size_bytes: int) -> int:
-    # Nothing else bounds anonymous memory: reserving too much would end in the kernel's OOM killer.
-    free_bytes = _free_bytes()
-    if size_bytes > free_bytes:
-        raise OSError(errno.ENOMEM, f"{free_bytes:,} bytes are free")
-    fd = os.memfd_create(_name(token), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, size_bytes)
-        # Reserved now: a full tmpfs would end a later write with SIGBUS.
-        if size_bytes > 0:
-            os.posix_fallocate(fd, 0, size_bytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
-
-
 def _mapped(fd: int, size_bytes: int, *, shared: bool) -> UInt8[Tensor, " bytes"]:
     path = f"/proc/self/fd/{fd}"
     return torch.from_file(path, shared=shared, size=size_bytes, dtype=torch.uint8)
-
-
-def _free_bytes() -> int:
-    with open("/proc/meminfo") as file:
-        rows = dict(line.split(":") for line in file)
-    return int(rows["MemAvailable"].split()[0]) * 1024
 
 
 def _name(token: str) -> str:

@@ -71,7 +71,7 @@ class Packed:
         stays: bool,
         close: Callable[[], object],
     ) -> None:
-        self.stays = stays
+        self.stays, self.is_own = stays, True
         self._plan = plan
         self._views = {index: packed_views(plan, index, part) for index, part in buckets.items()}
         self._copies: dict[str, list[tuple[Shard, Tensor]]] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import weakref
@@ -16,29 +15,28 @@ from torch import Tensor
 
 from ...errors import CapacityError, ClosedError, CorruptionError, TransferError, UsageError
 from ..marker import Marker
-from .lease import Hold, Lease
-from .mappings import Mappings, file_id, map_file
+from .blobs import Blobs
+from .lease import Lease
 from .place import Owned, Place, open_own, removable, remove
+from .sealed import SealedLease
 
 __all__ = ["Slots"]
 
-_SECTOR_BYTES = 512  # The unit of st_blocks.
 _COMMITS = "commits.json"
 
 
 class Slots:
-    """The state of a directory transport. `durable`: fsync before a commit, never reuse a file.
+    """The state of a directory transport.
 
-    Without `durable` the file of a retired version becomes the next blob, where no reader holds
-    it: touching fresh pages costs more than copying into known ones. Readers say that they hold
-    one by a shared flock, which ends with their process.
+    Args:
+        blobs: where the full versions lie.
+        durable: fsync before a commit, and leave the last version at the end.
     """
 
-    def __init__(self, place: Place, *, owner: bool, durable: bool) -> None:
-        self._place, self._durable = place, durable
+    def __init__(self, place: Place, blobs: Blobs, *, owner: bool, durable: bool) -> None:
+        self._place, self._blobs, self._durable = place, blobs, durable
         self._committed: list[Marker] = []
-        self._begun: dict[int, int] = {}
-        self._written = Mappings()
+        self._begun: dict[int, bool] = {}  # Whether it has a blob.
         self._seen: tuple[bytes, tuple[Marker, ...]] = (b"", ())
         self._closed = False
         self._owned: Owned | None = None
@@ -80,50 +78,29 @@ class Slots:
         retired = [marker for marker in self._committed if marker not in kept]
         if retired:
             self._write_commits(kept)
-        path = self._path(version)
-        fd = -1
+        path, made = self._path(version), delta
         for marker in retired:
-            fd = self._retire(marker.version, path, reuse=fd < 0 and not delta) or fd
-        if delta:
-            self._begun[version] = os.open(self.directory, os.O_RDONLY)
-            return
+            old = self._path(marker.version)
+            made = made or self._blobs.reuse(old, path, size_bytes)
+            self._remove(marker.version)
         try:
-            if fd < 0:
-                fd = open_own(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, user=self._place.user)
-                self._lock(fd)
-            os.ftruncate(fd, size_bytes)
-            # Reserved now: a full tmpfs would end a later write with SIGBUS. Where all pages are
-            # there, this would look at each.
-            if os.fstat(fd).st_blocks * _SECTOR_BYTES < size_bytes:
-                os.posix_fallocate(fd, 0, size_bytes)
+            if not made:
+                self._blobs.make(path, size_bytes)
         except OSError as error:
-            if fd >= 0:
-                os.close(fd)
-            path.unlink(missing_ok=True)
+            self._blobs.drop(path)
             raise self._no_room(error, size_bytes) from error
-        self._begun[version] = fd
+        self._begun[version] = not delta
 
     def writable(self, version: int, *, size_bytes: int) -> UInt8[Tensor, " bytes"]:
         """Writer: the blob of a begun version, to be written to in place."""
         self._check()
-        fd = -1
         try:
-            path = self._path(version)
-            fd = open_own(path, os.O_RDWR, user=self._place.user)
-            found = file_id(fd)
-            if found.size != size_bytes:
-                raise _other_size(path, found.size, size_bytes)
-            blob = self._written.take(found, path.parent)
-            if blob is None:
-                blob = map_file(fd, size_bytes)
-            if not self._durable:  # There each version is a new file.
-                self._written.give(found, blob)
+            return self._blobs.writable(self._path(version), size_bytes)
         except FileNotFoundError as error:
-            raise _other_size(error.filename, None, size_bytes) from error
-        finally:
-            if fd >= 0:
-                os.close(fd)
-        return blob
+            raise TransferError(
+                f"{error.filename} has None bytes, the plan {size_bytes}. "
+                "Trainer ranks must share the directory and the plan."
+            ) from error
 
     def flush(self, version: int) -> None:
         """Writer: return when the blob is as safe as promised."""
@@ -171,19 +148,19 @@ class Slots:
         self._check(owner=True)
         if marker.version not in self._begun:
             raise UsageError(f"commit of version {marker.version}, which was not begun")
-        # Before anyone can see it, for a reader does not wait for the writer's lock.
-        fcntl.flock(self._begun[marker.version], fcntl.LOCK_UN)
+        if self._begun[marker.version]:
+            self._blobs.finish(self._path(marker.version))
         self._write_commits([*self._committed, marker])
-        os.close(self._begun.pop(marker.version))
+        del self._begun[marker.version]
 
     def abort(self, version: int) -> None:
         """Owner: drop a version that was begun and not committed; else nothing."""
         self._check(owner=True)
         if version in self._begun:
-            # Removed, never reused: a rank that hangs may still write to its pages.
             if all(marker.version != version for marker in self._committed):
+                self._blobs.abort(self._path(version))
                 self._remove(version)
-            os.close(self._begun.pop(version))
+            del self._begun[version]
 
     def markers(self) -> tuple[Marker, ...]:
         """What is committed, oldest first."""
@@ -198,7 +175,7 @@ class Slots:
             self._seen = text, _read_markers(path, text)
         return self._seen[1]
 
-    def lease(self, marker: Marker, *, size_bytes: int) -> Lease:
+    def lease(self, marker: Marker, *, size_bytes: int) -> Lease | SealedLease:
         """Reader: hold the file of a committed version.
 
         Raises:
@@ -206,36 +183,17 @@ class Slots:
             CorruptionError: it has another size.
         """
         self._check()
-        gone = TransferError(f"version {marker.version} was retired while it was being opened")
         try:
-            path = self._path(marker.version)
-            fd = open_own(path, os.O_RDONLY, user=self._place.user)
-        except FileNotFoundError as error:
-            raise gone from error
-        try:
-            hold = Hold(fd, None if self._durable else fcntl.LOCK_SH)
-        except BlockingIOError as error:
-            raise gone from error
-        try:
-            if not self._durable and os.stat(path).st_ino != os.fstat(fd).st_ino:
-                raise gone
-            size = os.fstat(fd).st_size
-            if size != size_bytes:
-                raise CorruptionError(f"{path} has {size} bytes; {size_bytes} were sent")
-        except FileNotFoundError as error:
-            hold.close()
-            raise gone from error
-        except BaseException:
-            hold.close()
-            raise
-        return Lease(hold)
+            return self._blobs.lease(self._path(marker.version), size_bytes)
+        except (FileNotFoundError, BlockingIOError) as error:
+            raise TransferError(
+                f"version {marker.version} was retired while it was being opened"
+            ) from error
 
     def close(self) -> None:
         """Let go; the owner removes everything. Twice is fine."""
         self._closed = True
-        self._written.clear()
-        for version in list(self._begun):
-            os.close(self._begun.pop(version))
+        self._blobs.close()
         if self._removal is not None:
             self._removal()
 
@@ -246,7 +204,7 @@ class Slots:
         return self.directory / f"version-{version}.{rank}.delta"
 
     def _remove(self, version: int) -> None:
-        self._path(version).unlink(missing_ok=True)
+        self._blobs.drop(self._path(version))
         for part in self.directory.glob(f"version-{version}.*.delta"):
             part.unlink(missing_ok=True)
 
@@ -259,24 +217,6 @@ class Slots:
                 "Construct the transport of trainer rank 0 with owner=True."
             )
 
-    def _lock(self, fd: int) -> None:
-        if not self._durable:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    def _retire(self, version: int, new: Path, *, reuse: bool) -> int | None:
-        """Rename the file to `new` where nobody holds it, else remove it; None then."""
-        old = self._path(version)
-        if reuse and not self._durable and old.exists():
-            fd = open_own(old, os.O_RDWR, user=self._place.user)
-            try:
-                self._lock(fd)
-                old.rename(new)
-                return fd
-            except BlockingIOError:
-                os.close(fd)
-        self._remove(version)
-        return None
-
     def _write_commits(self, markers: list[Marker]) -> None:
         _write_markers(self.directory, markers, durable=self._durable)
         self._committed[:] = markers
@@ -284,12 +224,15 @@ class Slots:
             _fsync(self.directory)
 
     def _no_room(self, error: OSError, size_bytes: int) -> Exception:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
             return TransferError(f"{self.directory}: {error}")
         free = os.statvfs(self.directory)
+        room: object = f"{free.f_bavail * free.f_frsize:,} bytes free"
+        if error.errno == errno.ENOMEM:
+            room = error.strerror
         return CapacityError(
-            f"{self.directory} has {free.f_bavail * free.f_frsize:,} bytes free; one more version "
-            f"needs {size_bytes:,}. Plan for two versions, three while a reader lags."
+            f"{self.directory} has {room}; one more version needs {size_bytes:,}. "
+            "Plan for two versions, three while a reader lags."
         )
 
 
@@ -346,13 +289,6 @@ def _read_markers(path: Path, text: bytes) -> tuple[Marker, ...]:
         return tuple(Marker.from_json(row) for row in json.loads(text))
     except (ValueError, TypeError) as error:
         raise CorruptionError(f"{path} cannot be read: {error}") from error
-
-
-def _other_size(path: object, found: int | None, size_bytes: int) -> TransferError:
-    return TransferError(
-        f"{path} has {found} bytes, the plan {size_bytes}. "
-        "Trainer ranks must share the directory and the plan."
-    )
 
 
 def _fsync(path: Path) -> None:
