@@ -103,7 +103,7 @@ class Copiers:
         except BaseException as error:
             self._broke(error)
 
-    def _next(self) -> Copied | None:
+    def _wait(self) -> Copied | None:
         while True:
             try:
                 return self._queue.get(timeout=_TICK_S)
@@ -114,7 +114,13 @@ class Copiers:
         # Several are reported together: after a page has gone through the processor's caches, the
         # store's bookkeeping is slow the first time.
         done: list[tuple[Copied, bool]] = []
-        while (move := self._next()) is not None:
+        while True:
+            try:
+                move = self._queue.get_nowait()  # For that reason without a timeout.
+            except Empty:
+                move = self._wait()
+            if move is None:
+                break
             frame = self._host.frame(move.page.frame)
             if isinstance(move, CopyIn):
                 done.append((move, self._take(move.request.source, frame)))
