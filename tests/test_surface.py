@@ -129,27 +129,36 @@ def test_a_block_can_be_lifted_out(block, tmp_path):
     assert found, f"{block} has no public names"
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_public_names_equal_all(file):
-    declared = _declared(file)
-    if Path(file).parent.name in ("adapters", "plugins") and file.endswith("__init__.py"):
-        assert declared in (None, []), "what an adapter holds is named by its own module"
-        return
-    assert declared is not None, f"{file} has no __all__"
-    kinds = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
-    defined = {node.name for node in _tree(file).body if isinstance(node, kinds)}
-    public = {name for name in defined if not name.startswith("_")}
-    assert public <= set(declared), f"neither private nor in __all__: {public - set(declared)}"
-    order = sorted(declared, key=lambda name: (not name.isupper(), name[0].islower(), name))
-    assert len(declared) == len(set(declared))
-    if file.endswith("__init__.py") and file != "__init__.py":
-        assert declared == order
+def _faults(files, check):
+    """What `check` finds in each file, of those in which it finds anything."""
+    found = {file: check(file) for file in files}
+    return {file: fault for file, fault in found.items() if fault}
 
 
-@pytest.mark.parametrize("file", LOADABLE)
-def test_every_name_in_all_resolves(file):
-    module = importlib.import_module(_module(file))
-    assert [name for name in module.__all__ if not hasattr(module, name)] == []
+def test_public_names_equal_all():
+    def check(file):
+        declared, is_package = _declared(file), file.endswith("__init__.py")
+        if Path(file).parent.name in ("adapters", "plugins") and is_package:
+            return declared and f"what an adapter holds is named by its own module: {declared}"
+        if declared is None:
+            return "no __all__"
+        kinds = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
+        defined = {node.name for node in _tree(file).body if isinstance(node, kinds)}
+        lost = {name for name in defined if not name.startswith("_")} - set(declared)
+        order = sorted(declared, key=lambda name: (not name.isupper(), name[0].islower(), name))
+        if lost or len(declared) > len(set(declared)):
+            return f"neither private nor in __all__, or twice in it: {lost or declared}"
+        return is_package and file != "__init__.py" and declared != order and "unsorted"
+
+    assert _faults(FILES, check) == {}
+
+
+def test_every_name_in_all_resolves():
+    def check(file):
+        module = importlib.import_module(_module(file))
+        return [name for name in module.__all__ if not hasattr(module, name)]
+
+    assert _faults(LOADABLE, check) == {}
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -173,32 +182,46 @@ def test_lazy_packages_show_their_names(package):
         _ = module.nonsense
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_third_party_names_stay_in_the_file_that_bears_them(file):
-    allowed = BASE | {"primeblocks"} | ALSO_IMPORTED_BY.get(file, set())
-    for home in ("adapters/", "plugins/"):
-        if home in file:
-            allowed.add(Path(file.split(home)[1]).parts[0].removesuffix(".py"))
-    tops = {name.partition(".")[0] for name in _imported(file) if not name.startswith(".")}
-    assert tops - allowed - sys.stdlib_module_names == set()
+def test_third_party_names_stay_in_the_file_that_bears_them():
+    def check(file):
+        allowed = BASE | {"primeblocks"} | ALSO_IMPORTED_BY.get(file, set())
+        for home in ("adapters/", "plugins/"):
+            if home in file:
+                allowed.add(Path(file.split(home)[1]).parts[0].removesuffix(".py"))
+        tops = {name.partition(".")[0] for name in _imported(file) if not name.startswith(".")}
+        return tops - allowed - sys.stdlib_module_names
+
+    assert _faults(FILES, check) == {}
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_adapters_are_imported_by_plugins_alone(file):
-    if file.startswith("plugins/") or "/adapters/" in file:
-        return
-    assert [name for name in _imported(file) if "adapters" in name.split(".")] == []
+def test_adapters_are_imported_by_plugins_alone():
+    others = [file for file in FILES if not file.startswith("plugins/") and "adapters/" not in file]
+
+    def check(file):
+        return [name for name in _imported(file) if "adapters" in name.split(".")]
+
+    assert _faults(others, check) == {}
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_imports_point_downwards(file):
-    inside = {name for name in _imported(file) if name.startswith("primeblocks.")}
-    used = {name.split(".")[1] for name in inside} & {*BLOCKS, "testing", "plugins"}
-    home = Path(file).parts[0]
-    if home == "plugins":
-        assert "testing" not in used
-    elif file != "__init__.py":
-        assert used <= ({home} if home in {*BLOCKS, "testing"} else set())
+def test_imports_point_downwards():
+    def check(file):
+        inside = {name for name in _imported(file) if name.startswith("primeblocks.")}
+        used = {name.split(".")[1] for name in inside} & {*BLOCKS, "testing", "plugins"}
+        home = Path(file).parts[0]
+        if home == "plugins":
+            return used & {"testing"}
+        if file == "__init__.py":
+            return set()
+        return used - ({home} if home in {*BLOCKS, "testing"} else set())
+
+    assert _faults(FILES, check) == {}
+
+
+def test_files_are_found():
+    """What the checks above look at, and that they can fail."""
+    assert len(FILES) > 200
+    assert {file.split("/")[0] for file in FILES} >= {*BLOCKS, "plugins", "testing"}
+    assert _faults(FILES[:3], lambda file: file == FILES[1]) == {FILES[1]: True}
 
 
 @pytest.mark.parametrize("name", [*BLOCKS, "errors", "groups", "layout", "testing"])
