@@ -22,6 +22,15 @@ def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="random tests at their stated size")
 
 
+def pytest_collection_modifyitems(config, items):
+    """Share tests among workers by file, and give one of them all that start an engine."""
+    if not config.getoption("numprocesses", default=None):  # Or pytest-xdist is not there.
+        return
+    for item in items:
+        alone = item.get_closest_marker("vllm")  # Two engines at once need the memory of both.
+        item.add_marker(pytest.mark.xdist_group("engine" if alone else str(item.path)))
+
+
 @pytest.fixture
 def full(request):
     """True where a random test is to run as often as the docs say, not as a laptop has time."""
