@@ -36,7 +36,7 @@ def main() -> None:
     plan = parallel.plan_mesh(world_size=dist.get_world_size(), context=CONTEXT, expert=EXPERT)
     meshes = plan.build("cpu")
     group = meshes.context.get_group()
-    parallelize(model, meshes, attention=parallel.ring_attention)
+    parallelize(model, meshes, attention=parallel.attention.ring_attention)
 
     rows = torch.randint(512, (plan.batch, sum(DOCUMENTS)), generator=torch.manual_seed(1))
     sequence = parallel.plan_sequence(DOCUMENTS, ranks=CONTEXT, block_tokens=32)

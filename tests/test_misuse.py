@@ -71,25 +71,29 @@ PARALLEL = {
     "split over no group": lambda: PLAN.split(X, group=None),
     "join over no group": lambda: PLAN.join(X, group=None),
     "labels of a list": lambda: PLAN.labels([1] * 7),
-    "dispatch over no group": lambda: parallel.AllToAllDispatcher(None),
-    "dispatch over a number": lambda: parallel.OncePerRankDispatcher(8),
-    "dispatch over a mesh": lambda: parallel.AllToAllDispatcher(_meshes().expert),
-    "no experts to dispatch to": lambda: parallel.LocalDispatcher().dispatch(
+    "dispatch over no group": lambda: parallel.experts.AllToAllDispatcher(None),
+    "dispatch over a number": lambda: parallel.experts.OncePerRankDispatcher(8),
+    "dispatch over a mesh": lambda: parallel.experts.AllToAllDispatcher(_meshes().expert),
+    "no experts to dispatch to": lambda: parallel.experts.LocalDispatcher().dispatch(
         **SLOTS, num_experts=None
     ),
-    "combine nothing": lambda: parallel.LocalDispatcher().combine(X[0], None),
-    "no alignment": lambda: parallel.LocalDispatcher(alignment=None),
-    "ring over no group": lambda: parallel.ring_attention(X, X, X, sequence=PLAN, group=None),
-    "lengths for a plan": lambda: parallel.ulysses_attention(
+    "combine nothing": lambda: parallel.experts.LocalDispatcher().combine(X[0], None),
+    "no alignment": lambda: parallel.experts.LocalDispatcher(alignment=None),
+    "ring over no group": lambda: parallel.attention.ring_attention(
+        X, X, X, sequence=PLAN, group=None
+    ),
+    "lengths for a plan": lambda: parallel.attention.ulysses_attention(
         X, X, X, sequence=[7], group=dist.group.WORLD
     ),
-    "no loads": lambda: parallel.plan_placement(None, ranks=2, redundant=0),
-    "text for redundant": lambda: parallel.plan_placement([1.0, 1.0], ranks=2, redundant="0"),
-    "counts in a list": lambda: parallel.grouped_linear(X[0], [2], torch.zeros(1, 4, 4)),
-    "counts of other experts": lambda: parallel.grouped_linear(
+    "no loads": lambda: parallel.experts.plan_placement(None, ranks=2, redundant=0),
+    "text for redundant": lambda: parallel.experts.plan_placement(
+        [1.0, 1.0], ranks=2, redundant="0"
+    ),
+    "counts in a list": lambda: parallel.experts.grouped_linear(X[0], [2], torch.zeros(1, 4, 4)),
+    "counts of other experts": lambda: parallel.experts.grouped_linear(
         X[0], torch.tensor([1, 1]), torch.zeros(1, 4, 4)
     ),
-    "rows of another width": lambda: parallel.grouped_linear(
+    "rows of another width": lambda: parallel.experts.grouped_linear(
         X[0], torch.tensor([2]), torch.zeros(1, 4, 3)
     ),
     "no meshes to clip over": lambda: parallel.clip_grad_norm_([], 1.0, meshes=None),

@@ -26,6 +26,7 @@ ALSO_IMPORTED_BY = {
     "testing/tiny_models.py": {"transformers"},
 }
 MAX_LINES = 400
+MAX_NAMES = 15
 MAX_EXAMPLE_LINES = 600  # A script is read from top to bottom and copied whole.
 
 FILES = sorted(file.relative_to(PACKAGE).as_posix() for file in PACKAGE.rglob("*.py"))
@@ -224,11 +225,17 @@ def test_files_are_found():
     assert _faults(FILES[:3], lambda file: file == FILES[1]) == {FILES[1]: True}
 
 
+def _namespaces(package):
+    """The packages and modules that a block names in its `__all__`."""
+    values = [getattr(package, name) for name in package.__all__]
+    return [value for value in values if inspect.ismodule(value)]
+
+
 @pytest.mark.parametrize("name", [*BLOCKS, "errors", "groups", "layout", "testing"])
 def test_every_public_name_has_a_page(name):
     """The page of the API lists `__all__` by itself, of what has a docstring to show."""
     package = importlib.import_module(f"primeblocks.{name}")
-    modules = [package]
+    modules = [package, *_namespaces(package)]
     if name == "testing":
         modules = [importlib.import_module(f"primeblocks.testing.{each}") for each in dir(package)]
     page = (ROOT / "docs" / "api" / f"{name}.md").read_text()
@@ -241,9 +248,74 @@ def test_every_public_name_has_a_page(name):
         bare = {
             each
             for each, value in values.items()
+            if not inspect.ismodule(value)
             if not (inspect.isclass(value) or inspect.isroutine(value)) or not value.__doc__
         }
         assert bare <= words, f"no docstring, and not in docs/{name}.md: {bare - words}"
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_block_shows_fifteen_names_at_most(block):
+    package = importlib.import_module(f"primeblocks.{block}")
+    sizes = {module.__name__: len(module.__all__) for module in (package, *_namespaces(package))}
+    assert {name: size for name, size in sizes.items() if size > MAX_NAMES} == {}
+
+
+def _snippets():
+    """Python in the README and the docs: where it stands, and what it says."""
+    for file in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        found = re.finditer(r"^```python\n(.*?)^```", file.read_text(), re.DOTALL | re.MULTILINE)
+        for number, snippet in enumerate(found):
+            yield f"{file.relative_to(ROOT)}#{number}", snippet[1]
+
+
+def _is_in_a_file(module, name):
+    """Whether a module that is not imported here has a name, or is a package that holds it."""
+    place = ROOT.joinpath(*module.split("."))
+    inside = [place / name, place / f"{name}.py", place / "__init__.py", place.with_suffix(".py")]
+    if inside[0].is_dir() or inside[1].exists():
+        return True
+    return any(
+        file.exists() and name in (_declared(file.relative_to(PACKAGE).as_posix()) or ())
+        for file in inside[2:]
+    )
+
+
+def _unresolved(code):
+    """Names of ours in a snippet that there are not."""
+    known, missing = {"primeblocks": primeblocks}, []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("primeblocks"):
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                if {"adapters", "plugins"} & set(whole.split(".")):  # They need other packages.
+                    missing += [] if _is_in_a_file(node.module, alias.name) else [whole]
+                elif hasattr(module := importlib.import_module(node.module), alias.name):
+                    known[alias.asname or alias.name] = getattr(module, alias.name)
+                else:
+                    missing.append(whole)
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Attribute):
+            names = ast.unparse(node).split(".")
+            value = known.get(names[0])
+            for name in names[1:]:
+                if not (inspect.ismodule(value) and name.isidentifier()):
+                    break
+                value = getattr(value, name, None)
+                if value is None:
+                    missing.append(".".join(names))
+    return missing
+
+
+def test_names_in_snippets_are_there():
+    snippets = dict(_snippets())
+    assert len(snippets) > 20
+    found = {place: _unresolved(code) for place, code in snippets.items()}
+    assert {place: missing for place, missing in found.items() if missing} == {}
+    assert _unresolved("from primeblocks import replay\nreplay.gone.x") == [
+        "replay.gone.x",
+        "replay.gone",
+    ]
 
 
 HEADINGS = [

@@ -21,8 +21,9 @@ import numpy as np
 import torch
 
 from primeblocks.errors import how_it_ended
-from primeblocks.replay import Mismatch, Routes, compare, impose, measure_mismatch, record
+from primeblocks.replay import Routes, compare, impose, measure_mismatch, record
 from primeblocks.replay.adapters.transformers import routers
+from primeblocks.replay.mismatch import Mismatch
 from primeblocks.testing import tiny_models
 
 from ..harness import main

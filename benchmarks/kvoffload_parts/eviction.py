@@ -42,9 +42,9 @@ from functools import partial
 from multiprocessing import get_context
 from statistics import median
 
-from primeblocks.kvoffload import VersionAware, arc, lru
-from primeblocks.kvoffload.eviction.belady import belady, play
-from primeblocks.kvoffload.eviction.fleets import Agents, Spread, Tool, simulate
+from primeblocks.kvoffload.evict import VersionAware, arc, lru
+from primeblocks.kvoffload.evict.belady import belady, play
+from primeblocks.kvoffload.evict.fleets import Agents, Spread, Tool, simulate
 
 from .eviction_bound import bound
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from primeblocks.kvoffload import PageKey
-from primeblocks.kvoffload.eviction.traces import End, Trace, Use, Wait
+from primeblocks.kvoffload.evict.traces import End, Trace, Use, Wait
 
 __all__ = ["bound"]
 

@@ -9,7 +9,7 @@ import torch
 import torch.testing._internal.distributed.fake_pg
 from torch import Tensor
 
-from primeblocks.parallel import LocalDispatcher
+from primeblocks.parallel.experts import LocalDispatcher
 from primeblocks.parallel.experts.spread import copies_of, spread
 from primeblocks.testing.oracles import assert_as_precise, assert_same_bits, max_relative_error
 

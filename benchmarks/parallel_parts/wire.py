@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from primeblocks.parallel import AllToAllDispatcher, OncePerRankDispatcher, TokenDispatcher
+from primeblocks.parallel.experts import AllToAllDispatcher, OncePerRankDispatcher, TokenDispatcher
 from primeblocks.testing import ranks
 from primeblocks.testing.oracles import max_relative_error
 

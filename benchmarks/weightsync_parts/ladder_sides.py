@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from primeblocks.layout import Layout, Shard
-from primeblocks.weightsync import Manifest, TensorSpec, gather_manifests
+from primeblocks.weightsync import Manifest, gather_manifests
+from primeblocks.weightsync.manifest import TensorSpec
 
 from .model import tensors
 from .sides import digest

@@ -18,7 +18,8 @@ from collections.abc import Mapping
 import torch
 
 from primeblocks.layout import Layout, Shard
-from primeblocks.weightsync import Manifest, Plan, TensorSpec, plan_sync
+from primeblocks.weightsync import Manifest, Plan, plan_sync
+from primeblocks.weightsync.manifest import TensorSpec
 
 from .shared_memory import Figures
 

@@ -4,7 +4,6 @@ generates, trains and publishes at the same time, and losses corrected for off-p
 """
 
 from .buffer import RolloutBuffer
-from .clock import Clock, MonotonicClock
 from .correction import group_advantages, importance_weights
 from .loop import AsyncLoop, Step
 from .losses import TokenLoss, aipo_loss, grpo_loss
@@ -15,9 +14,7 @@ from .staleness import StalenessPolicy, cache_salt, staleness
 __all__ = [
     "Admission",
     "AsyncLoop",
-    "Clock",
     "Group",
-    "MonotonicClock",
     "Rollout",
     "RolloutBuffer",
     "StalenessPolicy",

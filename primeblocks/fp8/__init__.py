@@ -2,7 +2,7 @@
 with gradients over an engine that is passed in, and a reference that says what each result is.
 """
 
-from .formats import E4M3_MAX, Tile
+from .formats import Tile
 from .gemm import Gemm
 from .matmul import grouped_matmul, grouped_mm_fn, matmul
 from .modules import Fp8Linear, convert, encode_weights
@@ -11,7 +11,6 @@ from .recipe import Recipe
 from .reference import ReferenceGemm, exact_product
 
 __all__ = [
-    "E4M3_MAX",
     "Fp8Linear",
     "Gemm",
     "Quantized",

@@ -4,42 +4,30 @@ for the wire), `RouteStore` keeps them by KV page, and `impose` makes another mo
 them while the gate weights and their gradients stay live. `KeptTokens` does the same for top-k and
 top-p. `measure_mismatch` and `compare` say how far the two sides are apart, `attribute` why."""
 
-from .agreement import Agreement, compare
-from .attribution import Attribution, Cause, attribute
-from .gates import chosen_softmax_gates, sigmoid_gates, softmax_gates
+from . import gates, mismatch, sampling
+from .attribution import attribute
 from .impose import Imposed, allow_compile, impose
-from .kept import KeptTokens
-from .mismatch import Mismatch, TokenMismatch, exact_kl, measure_mismatch
-from .pages import StoreStatistics
+from .mismatch import compare, measure_mismatch
 from .record import Tape, record
 from .router import Router
 from .routes import Routes
-from .sampling import kept_logprobs, kept_tokens
+from .sampling import KeptTokens
 from .store import RouteStore
 
 __all__ = [
-    "Agreement",
-    "Attribution",
-    "Cause",
     "Imposed",
     "KeptTokens",
-    "Mismatch",
     "RouteStore",
     "Router",
     "Routes",
-    "StoreStatistics",
     "Tape",
-    "TokenMismatch",
     "allow_compile",
     "attribute",
-    "chosen_softmax_gates",
     "compare",
-    "exact_kl",
+    "gates",
     "impose",
-    "kept_logprobs",
-    "kept_tokens",
     "measure_mismatch",
+    "mismatch",
     "record",
-    "sigmoid_gates",
-    "softmax_gates",
+    "sampling",
 ]

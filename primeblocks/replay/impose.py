@@ -154,7 +154,7 @@ def _plan(
     if set(layer_ids) != set(routes.layer_ids):
         raise PlanError(
             f"the model routes in layers {layer_ids}, the routes in {routes.layer_ids}."
-            " A part of a model takes routes.only(layer_ids)."
+            " A part of a model takes routes.select_layers(layer_ids)."
         )
     ours = routers[0].num_experts, routers[0].top_k
     if ours != (routes.num_experts, routes.top_k):

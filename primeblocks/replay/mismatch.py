@@ -1,4 +1,4 @@
-"""How far the trainer's probabilities are from the engine's."""
+"""How far the trainer is from the engine: in probabilities, and in its choice of experts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,17 @@ import numpy as np
 import torch
 
 from ..errors import ShapeError, UsageError
+from .routes import Routes
+from .sets import same_sets
 
-__all__ = ["Mismatch", "TokenMismatch", "exact_kl", "measure_mismatch"]
+__all__ = [
+    "Agreement",
+    "Mismatch",
+    "TokenMismatch",
+    "compare",
+    "exact_kl",
+    "measure_mismatch",
+]
 
 _TAILS = (0.1, 0.2, 0.5, 1.0)
 _CHUNK = 1 << 22  # elements of float64 at a time
@@ -266,3 +275,57 @@ def _check_not_positive(name: str, values: torch.Tensor, positions: torch.Tensor
             f" {values[tuple(place)].item():.4g}: a log-probability is not above 0. Pass"
             " log-softmax, neither logits nor probabilities."
         )
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How often two sides chose the same set of experts, in any order."""
+
+    overall: float
+    """Fraction of (token, layer) pairs."""
+    by_layer: dict[int, float]
+    """The same for each layer id."""
+    same_order: float
+    """Fraction of pairs with the same experts in the same slots."""
+    whole_tokens: float
+    """Fraction of tokens that agree in every layer."""
+    first_difference: dict[int, float]
+    """By layer id, the fraction of tokens that differ there and nowhere before."""
+    tokens: int
+    """Tokens compared: those missing, or padding, on neither side."""
+
+
+def compare(a: Routes, b: Routes, *, mask: np.ndarray | None = None) -> Agreement:
+    """Compare two recordings of the same tokens. Local.
+
+    Args:
+        mask: bool `[tokens]`, True where a token counts. What `pad` added never does.
+
+    Raises:
+        ShapeError: they differ in tokens, layers, experts or top_k, or share no known token.
+    """
+    if a.experts.shape != b.experts.shape or (a.num_experts, a.layer_ids) != (
+        b.num_experts,
+        b.layer_ids,
+    ):
+        raise ShapeError(f"{a} and {b} are not recordings of the same tokens and layers")
+    known = ~(a.missing | b.missing | a.padding | b.padding)
+    if mask is not None:
+        if mask.shape != known.shape:
+            raise ShapeError(f"mask {list(mask.shape)} for {a.tokens} tokens")
+        known &= mask.astype(np.bool_)
+    if not known.any():
+        raise ShapeError(f"no token that counts is known to both {a} and {b}")
+    tokens = int(known.sum())
+    rows = [routes.experts[known].reshape(-1, a.top_k) for routes in (a, b)]
+    same = same_sets(*rows).reshape(tokens, -1)
+    before = np.logical_and.accumulate(same, axis=1)
+    first = np.diff(np.pad(~before, ((0, 0), (1, 0))).astype(np.int8), axis=1)
+    return Agreement(
+        overall=float(same.mean()),
+        by_layer=dict(zip(a.layer_ids, same.mean(axis=0).tolist(), strict=True)),
+        same_order=float((rows[0] == rows[1]).all(axis=-1).mean()),
+        whole_tokens=float(before[:, -1].mean()),
+        first_difference=dict(zip(a.layer_ids, first.mean(axis=0).tolist(), strict=True)),
+        tokens=tokens,
+    )

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import ShapeError, UsageError
 from . import codec
-from .envelope import Bytes
+from .codec import Bytes
 from .sets import rows_with_duplicates
 
 __all__ = ["Routes"]
@@ -274,7 +274,7 @@ class Routes:
         index = index.astype(np.int64)
         return self._with(self.experts[index], self.missing[index], self.padding[index])
 
-    def only(self, layer_ids: Sequence[int]) -> Routes:
+    def select_layers(self, layer_ids: Sequence[int]) -> Routes:
         """These layers, in this order: what one pipeline stage needs.
 
         Raises:

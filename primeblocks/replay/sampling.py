@@ -1,19 +1,221 @@
-"""Log-probabilities under the distribution that was sampled from.
+"""What sampling could choose from, as a value, and log-probabilities under that distribution.
 
 Temperature, top-k and top-p change what a policy is. A trainer that compares its plain log-softmax
-with an engine's processed log-probabilities measures that change as mismatch, and clips good tokens
+with an engine"s processed log-probabilities measures that change as mismatch, and clips good tokens
 for it; so the trainer renormalises over the very ids that the engine kept.
 """
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
-from ..errors import ShapeError, UsageError
-from .kept import KeptTokens
+from ..errors import CorruptionError, ShapeError, UsageError
+from .codec import Bytes, seal, unseal
 
-__all__ = ["kept_logprobs", "kept_tokens"]
+__all__ = ["KeptTokens", "kept_logprobs", "kept_tokens"]
+
+_KIND, _VERSION = b"PBKT", 1
+_SIZES = struct.Struct("<IBB2xQQ")
+
+
+@dataclass(frozen=True, eq=False)
+class KeptTokens:
+    """For each token the vocabulary ids that top-k, top-p and their like left to sample from.
+
+    Host-side and read-only, in compressed rows: token `t` has `ids[offsets[t]:offsets[t + 1]]`, in
+    rising order. A token without ids has no mask: it was sampled from the whole vocabulary, is part
+    of a prompt, or is not known, and partial coverage is safe, token by token.
+
+    Args:
+        ids: int32 `[kept]`.
+        offsets: int64 `[tokens + 1]`, from 0 to `kept`.
+        vocab_size: all ids are below.
+
+    Raises:
+        ShapeError: shapes or dtypes do not fit together. Values are not read: use `from_lists` or
+            `from_arrays` for data from outside.
+    """
+
+    ids: np.ndarray
+    offsets: np.ndarray
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        if self.ids.ndim != 1 or self.ids.dtype != np.int32:
+            raise ShapeError(f"ids must be int32 [kept]; got {_kind(self.ids)}")
+        if self.offsets.ndim != 1 or self.offsets.dtype != np.int64 or not len(self.offsets):
+            raise ShapeError(f"offsets must be int64 [tokens + 1]; got {_kind(self.offsets)}")
+        object.__setattr__(self, "ids", _read_only(self.ids))
+        object.__setattr__(self, "offsets", _read_only(self.offsets))
+
+    @classmethod
+    def from_lists(cls, sets: Iterable[Sequence[int]], *, vocab_size: int) -> KeptTokens:
+        """One list a token, in any order: vLLM's `output.sampling_mask.token_ids`.
+
+        Raises:
+            UsageError: as `from_arrays`.
+        """
+        rows = [np.asarray(row, dtype=np.int64) for row in sets]
+        offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+        ids = np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)
+        return cls.from_arrays(ids, offsets, vocab_size=vocab_size)
+
+    @classmethod
+    def from_arrays(cls, ids: np.ndarray, offsets: np.ndarray, *, vocab_size: int) -> KeptTokens:
+        """Compressed rows from outside, checked and put in rising order.
+
+        Raises:
+            ShapeError: they are not one-dimensional integers.
+            UsageError: offsets do not rise from 0 to the number of ids; an id is out of range, or
+                twice in one row.
+        """
+        ids, offsets = np.asarray(ids), np.asarray(offsets)
+        for name, array in (("ids", ids), ("offsets", offsets)):
+            if array.ndim != 1 or array.dtype.kind not in "iu":
+                raise ShapeError(f"{name} must be one-dimensional integers; got {_kind(array)}")
+        lengths = np.diff(offsets.astype(np.int64))
+        if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(ids) or (lengths < 0).any():
+            raise UsageError(f"offsets must rise from 0 to {len(ids)}, the number of ids")
+        if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+            raise UsageError(
+                f"ids reach from {ids.min()} to {ids.max()}, outside 0..{vocab_size - 1}"
+            )
+        rows = np.repeat(np.arange(len(lengths)), lengths)
+        order = np.lexsort((ids, rows))
+        ids = ids[order].astype(np.int32)
+        twice = (ids[1:] == ids[:-1]) & (rows[1:] == rows[:-1])
+        if twice.any():
+            at = int(twice.argmax())
+            raise UsageError(f"token {rows[at]} keeps the id {ids[at]} twice")
+        return cls(ids, offsets.astype(np.int64), vocab_size)
+
+    @property
+    def tokens(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def counts(self) -> np.ndarray:
+        """int64 `[tokens]`: how many ids each token keeps; 0 for no mask."""
+        return np.diff(self.offsets)
+
+    @property
+    def nbytes(self) -> int:
+        return self.ids.nbytes + self.offsets.nbytes
+
+    def __len__(self) -> int:
+        return self.tokens
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, KeptTokens):
+            return NotImplemented
+        return (
+            self.vocab_size == other.vocab_size
+            and np.array_equal(self.ids, other.ids)
+            and np.array_equal(self.counts, other.counts)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        masked = int((self.counts > 0).sum())
+        return (
+            f"KeptTokens(tokens={self.tokens}, masked={masked}, kept={len(self.ids)},"
+            f" vocab_size={self.vocab_size})"
+        )
+
+    def __getitem__(self, tokens: slice) -> KeptTokens:
+        """`kept[a:b]`: these tokens; ids are a view.
+
+        Raises:
+            ShapeError: a step other than 1.
+        """
+        first, last, step = tokens.indices(self.tokens)
+        if step != 1:
+            raise ShapeError(f"kept tokens are sliced with step 1; got {step}")
+        offsets = self.offsets[first : max(first, last) + 1]
+        return KeptTokens(self.ids[offsets[0] : offsets[-1]], offsets - offsets[0], self.vocab_size)
+
+    @staticmethod
+    def join(parts: Iterable[KeptTokens]) -> KeptTokens:
+        """One after the other along the tokens.
+
+        Raises:
+            ShapeError: vocabularies differ; or there is no part at all.
+        """
+        parts = list(parts)
+        if len({part.vocab_size for part in parts}) != 1:
+            raise ShapeError(f"{len(parts)} parts do not share one vocabulary; pass at least one")
+        counts = np.concatenate([part.counts for part in parts])
+        offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        return KeptTokens(
+            np.concatenate([part.ids for part in parts]), offsets, parts[0].vocab_size
+        )
+
+    def with_unmasked(self, *, before: int = 0, after: int = 0) -> KeptTokens:
+        """Add tokens without a mask: a prompt, padding.
+
+        Raises:
+            ShapeError: a count is negative.
+        """
+        if before < 0 or after < 0:
+            raise ShapeError(f"cannot add {before} and {after} tokens")
+        offsets = np.pad(self.offsets, (before, after), mode="edge")
+        return KeptTokens(self.ids, offsets, self.vocab_size)
+
+    def pack(self) -> memoryview:
+        """One checksummed buffer: a count of one, two or four bytes for each token, and two, three
+        or four bytes for each id. Local.
+        """
+        counts = self.counts
+        count_bytes = _bytes_for(int(counts.max(initial=0)) + 1, (1, 2, 4))
+        id_bytes = _bytes_for(self.vocab_size, (2, 3, 4))
+        sizes = _SIZES.pack(self.vocab_size, count_bytes, id_bytes, self.tokens, len(self.ids))
+        ids = self.ids.astype("<u4").view(np.uint8).reshape(-1, 4)[:, :id_bytes]
+        return seal(_KIND, _VERSION, (sizes, counts.astype(f"<u{count_bytes}"), ids))
+
+    @classmethod
+    def unpack(cls, payload: Bytes) -> KeptTokens:
+        """The value that was packed.
+
+        Raises:
+            CorruptionError: a byte was changed, added or lost.
+            UnsupportedError: another version of the format.
+        """
+        body = unseal(payload, kind=_KIND, version=_VERSION)
+        if len(body) < _SIZES.size:
+            raise CorruptionError(f"a body of {len(body)} bytes cannot hold the sizes")
+        vocab_size, count_bytes, id_bytes, tokens, kept = _SIZES.unpack_from(body)
+        ids_begin = _SIZES.size + tokens * count_bytes
+        if (
+            count_bytes not in (1, 2, 4)
+            or id_bytes not in (2, 3, 4)
+            or len(body) != ids_begin + kept * id_bytes
+        ):
+            raise CorruptionError(f"{len(body)} bytes do not hold {tokens} tokens, {kept} ids")
+        counts = np.frombuffer(body[_SIZES.size : ids_begin], f"<u{count_bytes}").astype(np.int64)
+        wide = np.zeros((kept, 4), dtype=np.uint8)
+        wide[:, :id_bytes] = np.frombuffer(body[ids_begin:], np.uint8).reshape(kept, id_bytes)
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        return cls.from_arrays(wide.view("<u4")[:, 0], offsets, vocab_size=vocab_size)
+
+
+def _bytes_for(values: int, widths: tuple[int, ...]) -> int:
+    return next(width for width in widths if values <= 1 << (8 * width))
+
+
+def _kind(array: np.ndarray) -> str:
+    return f"{array.dtype} {list(array.shape)}"
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 def kept_logprobs(

@@ -17,7 +17,14 @@ try:
 except ModuleNotFoundError as error:
     raise MissingPackageError("hypothesis", "test") from error
 
-__all__ = ["expert_ids", "float_tensors", "generators", "ragged_lengths", "shapes", "splits"]
+__all__ = [
+    "expert_ids",
+    "float_tensors",
+    "generators",
+    "ragged_lengths",
+    "shapes",
+    "splits",
+]
 
 
 def generators() -> st.SearchStrategy[torch.Generator]:

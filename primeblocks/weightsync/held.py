@@ -19,9 +19,9 @@ from torch import Tensor
 from ..errors import CorruptionError, DeadlineError, PlanError, TransferError
 from ..layout import Shard
 from .digest import as_buffer
+from .lease import Lease
 from .plan import Copy, Plan
-from .transports.lease import Lease
-from .transports.sealed import SealedLease
+from .sealed import SealedLease
 
 __all__ = [
     "Blob",

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import PlanError, UnsupportedError
 from ..layout import Layout, Shard
-from .conversion.conversion import Wiring
-from .conversion.pieces import Piece, whole_piece
+from .convert.conversion import Wiring
+from .convert.pieces import Piece, whole_piece
 from .digest import cast_and_digest
 from .manifest import Manifest, NamedTensors, describe, named_tensors
 from .plan import Plan
@@ -141,7 +141,7 @@ class Parts:
         if not isinstance(self._encode, Encoder) and shapes != {name: tuple(local.shape)}:
             raise UnsupportedError(
                 f"encode made {shapes} of {name!r} with shape {tuple(local.shape)}; it has to keep "
-                "the name and the shape. For codes and scales pass Quantise(...).by(encode)."
+                "the name and the shape. For codes and scales pass Quantize(...).by(encode)."
             )
         return encoded
 

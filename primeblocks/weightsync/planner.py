@@ -9,7 +9,7 @@ import torch
 
 from ..errors import PlanError
 from ..layout import Layout, Shard
-from .conversion.conversion import Wiring
+from .convert.conversion import Wiring
 from .cover import cut, owned_boxes
 from .manifest import Manifest, TensorSpec
 from .plan import Boxes, Bucket, Plan, packed

@@ -13,7 +13,7 @@ import torch
 
 from ..errors import ClosedError, TransferError, UsageError, check_version
 from .agree import Agreement
-from .conversion.conversion import Wiring
+from .convert.conversion import Wiring
 from .manifest import Manifest, NamedTensors
 from .marker import Marker, Receipt
 from .outgoing import History, Shipment
@@ -44,7 +44,7 @@ class Publisher:
         convert: what `plan_sync` was given.
         encode: called with each name and this rank's part of it before the cast to the target's
             dtype, for quantization for example. A function returns the same name with the same
-            shape; `Quantise(...).by(...)` makes codes and scales.
+            shape; `Quantize(...).by(...)` makes codes and scales.
         full_every: one version of so many is sent in full, and so is one when the deltas since the
             last full one have become as many bytes. 1 sends no deltas; more costs each rank a copy
             of what it sends, in host memory.

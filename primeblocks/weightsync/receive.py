@@ -19,7 +19,7 @@ from ..errors import (
     TransferError,
     check_version,
 )
-from .conversion.conversion import Wiring
+from .convert.conversion import Wiring
 from .fetched import Feed, Version, bring, check, feeding, undone
 from .held import Lent
 from .manifest import NamedTensors, named_tensors

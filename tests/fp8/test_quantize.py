@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primeblocks.errors import ShapeError, UsageError
-from primeblocks.fp8 import E4M3_MAX, Tile, measure_error, quantize, round_trip
+from primeblocks.fp8 import Tile, measure_error, quantize, round_trip
+from primeblocks.fp8.formats import E4M3_MAX
 
 SHAPES = st.tuples(st.integers(1, 40), st.integers(1, 40))
 TILES = st.tuples(st.integers(1, 16), st.integers(1, 16)).map(lambda sides: Tile(*sides))

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from primeblocks.parallel import plan_sequence, reference, ring_attention, ulysses_attention
+from primeblocks.parallel import plan_sequence, reference
+from primeblocks.parallel.attention import ring_attention, ulysses_attention
 from primeblocks.parallel.attention.kernel import Kernel
 from primeblocks.parallel.attention.merge import Gradients, Merge
 from primeblocks.testing import ranks, strategies

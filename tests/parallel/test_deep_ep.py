@@ -18,8 +18,9 @@ from primeblocks.errors import (
     UnsupportedError,
     UsageError,
 )
-from primeblocks.parallel import TokenDispatcher, reference
+from primeblocks.parallel import reference
 from primeblocks.parallel.adapters.deep_ep import BufferDispatcher, ElasticDispatcher, exchange
+from primeblocks.parallel.experts import TokenDispatcher
 from primeblocks.testing import ranks
 from primeblocks.testing.oracles import assert_as_precise, assert_close_float64
 from tests.parallel import fake_deep_ep

@@ -7,10 +7,7 @@ import torch
 import torch.distributed as dist
 
 from primeblocks.errors import PlanError, RankError, ShapeError
-from primeblocks.parallel import (
-    AllToAllDispatcher,
-    LocalDispatcher,
-)
+from primeblocks.parallel.experts import AllToAllDispatcher, LocalDispatcher
 from primeblocks.testing import ranks
 from tests.parallel.test_dispatchers import SHARED, _three
 

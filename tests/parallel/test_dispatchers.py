@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from primeblocks.parallel import (
+from primeblocks.parallel import reference
+from primeblocks.parallel.experts import (
     AllToAllDispatcher,
     LocalDispatcher,
     OncePerRankDispatcher,
     TokenDispatcher,
     grouped_swiglu,
-    reference,
 )
 from primeblocks.parallel.experts.spread import collect, copies_of, spread
 from primeblocks.testing import ranks

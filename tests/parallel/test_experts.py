@@ -5,12 +5,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from primeblocks.errors import ShapeError
-from primeblocks.parallel import (
+from primeblocks.parallel import reference
+from primeblocks.parallel.experts import (
     GroupedExperts,
     LocalDispatcher,
     grouped_linear,
     grouped_swiglu,
-    reference,
 )
 from primeblocks.parallel.experts.grouped import expert_linear
 from primeblocks.testing import strategies

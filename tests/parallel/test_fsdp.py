@@ -10,15 +10,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from primeblocks.errors import PlanError
 from primeblocks.layout import layout_of
-from primeblocks.parallel import (
-    AllToAllDispatcher,
-    GroupedExperts,
-    LocalDispatcher,
-    clip_grad_norm_,
-    fully_shard_moe,
-    global_token_count,
-    plan_mesh,
-)
+from primeblocks.parallel import clip_grad_norm_, fully_shard_moe, global_token_count, plan_mesh
+from primeblocks.parallel.experts import AllToAllDispatcher, GroupedExperts, LocalDispatcher
 from primeblocks.testing import ranks
 
 TOKENS = (5, 0, 3, 8)  # By rank: ragged, one without any.

@@ -11,15 +11,12 @@ from torch.func import functional_call
 
 from primeblocks.errors import PlanError, UnsupportedError
 from primeblocks.layout import layout_of
-from primeblocks.parallel import (
+from primeblocks.parallel import clip_grad_norm_, fully_shard_moe, global_token_count, plan_mesh
+from primeblocks.parallel.experts import (
     AllToAllDispatcher,
     GroupedExperts,
     LocalDispatcher,
     OncePerRankDispatcher,
-    clip_grad_norm_,
-    fully_shard_moe,
-    global_token_count,
-    plan_mesh,
 )
 from primeblocks.parallel.experts.lora import (
     add_expert_lora,

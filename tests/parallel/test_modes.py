@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import nn
 
 from primeblocks.errors import PlanError
-from primeblocks.parallel import (
+from primeblocks.parallel import plan_sequence
+from primeblocks.parallel.experts import (
     AllToAllDispatcher,
     GroupedExperts,
     OncePerRankDispatcher,
     grouped_linear,
-    plan_sequence,
 )
 from primeblocks.testing import ranks
 from tests.parallel.linear_cases import CASES, drawn

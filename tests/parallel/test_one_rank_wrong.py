@@ -9,22 +9,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from primeblocks.parallel import (
-    AllToAllDispatcher,
     MeshPlan,
-    OncePerRankDispatcher,
     SequencePlan,
-    causal_conv1d,
     clip_grad_norm_,
-    cut_runs,
-    gated_delta_rule,
     global_token_count,
     plan_mesh,
-    plan_placement,
     plan_sequence,
-    ring_attention,
+)
+from primeblocks.parallel.attention import ring_attention, ulysses_attention
+from primeblocks.parallel.experts import AllToAllDispatcher, OncePerRankDispatcher, plan_placement
+from primeblocks.parallel.linear import (
+    causal_conv1d,
+    cut_runs,
+    gated_delta_rule,
     scan_states,
     state_space,
-    ulysses_attention,
 )
 from primeblocks.testing import ranks
 

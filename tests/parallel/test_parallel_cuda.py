@@ -4,14 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from primeblocks.parallel import (
-    GroupedExperts,
-    LocalDispatcher,
-    plan_sequence,
-    reference,
-    ring_attention,
-    ulysses_attention,
-)
+from primeblocks.parallel import plan_sequence, reference
+from primeblocks.parallel.attention import ring_attention, ulysses_attention
+from primeblocks.parallel.experts import GroupedExperts, LocalDispatcher
 from primeblocks.testing.oracles import assert_as_precise, assert_close_float64
 
 pytestmark = [

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primeblocks.errors import PlanError, ShapeError
-from primeblocks.parallel import AllToAllDispatcher, grouped_swiglu, reference
+from primeblocks.parallel import reference
+from primeblocks.parallel.experts import AllToAllDispatcher, grouped_swiglu
 from primeblocks.parallel.experts.placement import Placement, plan_placement
 from primeblocks.testing import ranks
 from primeblocks.testing.oracles import assert_close_float64, assert_same_bits, gradients_of

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from primeblocks.parallel import plan_sequence, ring_attention
+from primeblocks.parallel import plan_sequence
+from primeblocks.parallel.attention import ring_attention
 from primeblocks.testing import ranks
 from primeblocks.testing.oracles import max_relative_error
 

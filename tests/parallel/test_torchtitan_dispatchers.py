@@ -13,13 +13,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint as recompute
 
-from primeblocks.parallel import (
+from primeblocks.parallel import reference
+from primeblocks.parallel.experts import (
     AllToAllDispatcher,
     GroupedExperts,
     LocalDispatcher,
     OncePerRankDispatcher,
     TokenDispatcher,
-    reference,
 )
 from primeblocks.testing import ranks
 from primeblocks.testing.oracles import gradients_of, max_relative_error

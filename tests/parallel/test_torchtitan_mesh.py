@@ -9,15 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from primeblocks.errors import PlanError, UnsupportedError
-from primeblocks.parallel import (
-    AllToAllDispatcher,
-    GroupedExperts,
-    LocalDispatcher,
-    clip_grad_norm_,
-    fully_shard_moe,
-    global_token_count,
-    plan_mesh,
-)
+from primeblocks.parallel import clip_grad_norm_, fully_shard_moe, global_token_count, plan_mesh
+from primeblocks.parallel.experts import AllToAllDispatcher, GroupedExperts, LocalDispatcher
 from primeblocks.testing import ranks
 
 with warnings.catch_warnings():

@@ -8,15 +8,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from primeblocks.errors import PlanError
-from primeblocks.parallel import (
-    OncePerRankDispatcher,
-    StepSizes,
-    plan_mesh,
-    plan_sequence,
-    plan_traffic,
-    ring_attention,
-    ulysses_attention,
-)
+from primeblocks.parallel import StepSizes, plan_mesh, plan_sequence, plan_traffic
+from primeblocks.parallel.attention import ring_attention, ulysses_attention
+from primeblocks.parallel.experts import OncePerRankDispatcher
 from primeblocks.testing import ranks, tiny_models
 
 ATTENTIONS = {"ring": ring_attention, "ulysses": ulysses_attention}

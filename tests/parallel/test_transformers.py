@@ -16,17 +16,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from primeblocks.errors import MissingPackageError, PlanError, UnsupportedError
 from primeblocks.layout import layout_of
-from primeblocks.parallel import (
-    AllToAllDispatcher,
-    LocalDispatcher,
-    OncePerRankDispatcher,
-    clip_grad_norm_,
-    global_token_count,
-    plan_mesh,
-    plan_sequence,
-    ring_attention,
-    ulysses_attention,
-)
+from primeblocks.parallel import clip_grad_norm_, global_token_count, plan_mesh, plan_sequence
+from primeblocks.parallel.attention import ring_attention, ulysses_attention
+from primeblocks.parallel.experts import AllToAllDispatcher, LocalDispatcher, OncePerRankDispatcher
 from primeblocks.testing import ranks, tiny_models
 from tests.parallel.test_transformers_families import _compare as compare_families
 

@@ -7,13 +7,9 @@ import torch
 import torch.distributed as dist
 
 from primeblocks.errors import PlanError, UnsupportedError
-from primeblocks.parallel import (
-    AllToAllDispatcher,
-    global_token_count,
-    plan_mesh,
-    plan_sequence,
-    ring_attention,
-)
+from primeblocks.parallel import global_token_count, plan_mesh, plan_sequence
+from primeblocks.parallel.attention import ring_attention
+from primeblocks.parallel.experts import AllToAllDispatcher
 from primeblocks.testing import ranks
 from tests.parallel.test_transformers_families import (
     ATTENTIONS,

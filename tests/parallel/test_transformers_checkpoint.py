@@ -11,7 +11,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 
 from primeblocks.errors import PlanError, RankError, UnsupportedError
-from primeblocks.parallel import add_expert_lora, plan_mesh
+from primeblocks.parallel import plan_mesh
+from primeblocks.parallel.experts import add_expert_lora
 from primeblocks.testing import ranks, tiny_models
 
 ROWS, SIZES = 12, {"num_experts": 12, "hidden": 64, "vocab": 32, "num_layers": 2}

@@ -7,14 +7,9 @@ import torch
 import torch.distributed as dist
 
 from primeblocks.errors import PlanError, ShapeError, UnsupportedError
-from primeblocks.parallel import (
-    OncePerRankDispatcher,
-    global_token_count,
-    plan_mesh,
-    plan_sequence,
-    ring_attention,
-    ulysses_attention,
-)
+from primeblocks.parallel import global_token_count, plan_mesh, plan_sequence
+from primeblocks.parallel.attention import ring_attention, ulysses_attention
+from primeblocks.parallel.experts import OncePerRankDispatcher
 from primeblocks.testing import ranks, tiny_models
 from tests.parallel.float64 import Float64
 

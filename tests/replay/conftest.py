@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from primeblocks.replay import Routes, chosen_softmax_gates, sigmoid_gates, softmax_gates
+from primeblocks.replay import Routes
+from primeblocks.replay.gates import chosen_softmax_gates, sigmoid_gates, softmax_gates
 from primeblocks.testing import ranks
 
 ranks.preload("primeblocks.parallel", "transformers.models.gpt_oss.modeling_gpt_oss")

@@ -11,16 +11,9 @@ import torch
 from primeblocks.errors import ShapeError, UsageError
 from primeblocks.fp8 import Tile
 from primeblocks.fp8.quantize import round_trip
-from primeblocks.replay import (
-    KeptTokens,
-    Routes,
-    attribute,
-    impose,
-    kept_logprobs,
-    kept_tokens,
-    record,
-)
+from primeblocks.replay import KeptTokens, Routes, attribute, impose, record
 from primeblocks.replay.adapters.transformers import routers
+from primeblocks.replay.sampling import kept_logprobs, kept_tokens
 from primeblocks.testing import tiny_models
 
 

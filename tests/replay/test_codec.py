@@ -161,8 +161,8 @@ def test_a_buffer_can_be_used_again():
 
 def test_slices_and_single_layers_pack():
     assert Routes.unpack(VALUE[1:].pack()) == VALUE[1:]
-    assert Routes.unpack(VALUE.only([5]).pack()) == VALUE.only([5])
-    assert Routes.unpack(VALUE.only([5]).pack(coding="dense")) == VALUE.only([5])
+    assert Routes.unpack(VALUE.select_layers([5]).pack()) == VALUE.select_layers([5])
+    assert Routes.unpack(VALUE.select_layers([5]).pack(coding="dense")) == VALUE.select_layers([5])
 
 
 def test_the_format_is_as_documented():

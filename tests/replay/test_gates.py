@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primeblocks.replay import sigmoid_gates, softmax_gates
+from primeblocks.replay.gates import sigmoid_gates, softmax_gates
 
 FORMULAS = {
     "sigmoid": partial(sigmoid_gates, renormalise=True, epsilon=0.0),

@@ -338,12 +338,12 @@ def test_routes_of_another_model_are_refused(toy, foreign):
     model = toy()
     with pytest.raises(PlanError, match="only"), impose(model.routers, foreign(layers=2)):
         pass
-    with impose(model.routers[:1], foreign().only([0])):
+    with impose(model.routers[:1], foreign().select_layers([0])):
         model.layers[0](torch.randn(8, 5, dtype=torch.float64))
     model.layers[0].gate.num_experts = 7
     with (
         pytest.raises(PlanError, match="2 of 7 experts, the routes 2 of 6"),
-        impose(model.routers[:1], foreign().only([0])),
+        impose(model.routers[:1], foreign().select_layers([0])),
     ):
         pass
 

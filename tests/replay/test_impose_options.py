@@ -144,5 +144,5 @@ def test_layers_are_found_by_their_ids(toy, inputs, foreign):
     with impose(model.routers, routes, gates=gates):
         wanted = step(model, inputs)
     order = [2, 0, 1]
-    with impose(model.routers[::-1], routes.only(order), gates=gates[:, order]):
+    with impose(model.routers[::-1], routes.select_layers(order), gates=gates[:, order]):
         assert_equal(step(model, inputs), wanted)

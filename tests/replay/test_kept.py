@@ -14,7 +14,8 @@ from primeblocks.errors import (
     UnsupportedError,
     UsageError,
 )
-from primeblocks.replay import KeptTokens, kept_logprobs, kept_tokens, measure_mismatch
+from primeblocks.replay import KeptTokens, measure_mismatch
+from primeblocks.replay.sampling import kept_logprobs, kept_tokens
 from primeblocks.testing import tiny_models
 
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from primeblocks.errors import ShapeError, UsageError
-from primeblocks.replay import Mismatch, Routes, compare, exact_kl, measure_mismatch
+from primeblocks.replay import Routes, compare, measure_mismatch
+from primeblocks.replay.mismatch import Mismatch, exact_kl
 from primeblocks.replay.reference import agreement
 
 
@@ -238,8 +239,8 @@ def test_masked_tokens_are_not_compared():
 def test_recordings_that_cannot_be_compared_are_refused():
     routes = make([[[0, 1], [2, 3]]])
     with pytest.raises(ShapeError, match="not recordings of the same"):
-        compare(routes, routes.only([5]))
+        compare(routes, routes.select_layers([5]))
     with pytest.raises(ShapeError, match="not recordings of the same"):
-        compare(routes, routes.only([5, 2]))
+        compare(routes, routes.select_layers([5, 2]))
     with pytest.raises(ShapeError, match="no token that counts"):
         compare(routes, make([[[0, 1], [2, 3]]], [True]))

@@ -197,10 +197,10 @@ def _transformers(family):
         layer.compile(backend=counter)
     for seed in range(3):
         tokens = torch.randint(4, 32, (1, 8), generator=torch.Generator().manual_seed(seed))
-        with impose(routers(model), _routes(seed, 8).only(range(2))):
+        with impose(routers(model), _routes(seed, 8).select_layers(range(2))):
             found = model(input_ids=tokens, use_cache=False).logits
             found.square().sum().backward()
-        with impose(routers(eager), _routes(seed, 8).only(range(2))):
+        with impose(routers(eager), _routes(seed, 8).select_layers(range(2))):
             wanted = eager(input_ids=tokens, use_cache=False).logits
             wanted.square().sum().backward()
         assert torch.equal(found, wanted)

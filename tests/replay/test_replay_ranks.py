@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from primeblocks.parallel import AllToAllDispatcher, fully_shard_moe, plan_mesh, plan_sequence
+from primeblocks.parallel import fully_shard_moe, plan_mesh, plan_sequence
+from primeblocks.parallel.experts import AllToAllDispatcher
 from primeblocks.parallel.experts.grouped import local_experts
 from primeblocks.replay import Routes, impose, record
 from primeblocks.replay.adapters.transformers import routers
@@ -162,7 +163,9 @@ def _replay_own(families, degrees):
         model = _parallelize(_model(family, checkpoint), degrees)
         found = routers(model)
         own = list(_own_routes(model, found))
-        foreign = [_foreign(routes.tokens, seed=7).only(routes.layer_ids) for routes in own]
+        foreign = [
+            _foreign(routes.tokens, seed=7).select_layers(routes.layer_ids) for routes in own
+        ]
         for way in _ways(checkpoint):
             plain = _outcome(model, way, [nullcontext() for _ in own])
             same = _outcome(model, way, [_following(found, routes) for routes in own])

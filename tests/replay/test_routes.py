@@ -268,11 +268,11 @@ def test_orders_outside_the_tokens_are_refused(order):
 
 def test_only_keeps_the_named_layers():
     routes = random_routes(layers=4)
-    part = routes.only([4, 2])
+    part = routes.select_layers([4, 2])
     assert part.layer_ids == (4, 2)
     assert np.array_equal(part.experts, routes.experts[:, [3, 1]])
     with pytest.raises(ShapeError, match=r"\[9\]"):
-        routes.only([9])
+        routes.select_layers([9])
 
 
 def test_equality_is_by_value():

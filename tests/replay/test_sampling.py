@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primeblocks.replay import kept_logprobs, kept_tokens
+from primeblocks.replay.sampling import kept_logprobs, kept_tokens
 
 pytestmark = pytest.mark.vllm
 

@@ -135,7 +135,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ShapeError, match="no page of 4 tokens"):
         store.put("a", page(1, tokens=3))
     with pytest.raises(ShapeError, match="no page"):
-        store.put("a", page(1).only([0]))
+        store.put("a", page(1).select_layers([0]))
     with pytest.raises(UsageError, match=f"19 bytes hold no page: one takes {PAGE_BYTES}"):
         RouteStore(
             num_experts=16, layer_ids=(0, 2), top_k=2, page_tokens=4, capacity_bytes=PAGE_BYTES - 1

@@ -210,7 +210,7 @@ def test_foreign_routes_equal_plain_loops_and_are_what_balancing_counts(name, ch
 
 def test_its_own_experts_get_the_imposed_tokens():
     model = Model(SETTINGS["softmax, normalised"])
-    moe, routes, x = model.layers["1"].moe, _foreign().only([1]), _inputs()
+    moe, routes, x = model.layers["1"].moe, _foreign().select_layers([1]), _inputs()
     (router, _) = routers(model)
     with impose([router], routes):
         found = moe(x).reshape(10, HIDDEN)

@@ -11,15 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from primeblocks.replay import (
-    Routes,
-    compare,
-    kept_logprobs,
-    kept_tokens,
-    measure_mismatch,
-    record,
-)
+from primeblocks.replay import Routes, compare, measure_mismatch, record
 from primeblocks.replay.adapters.transformers import routers
+from primeblocks.replay.sampling import kept_logprobs, kept_tokens
 from primeblocks.testing import tiny_models
 from tests.engine_job import run_job
 

@@ -9,14 +9,14 @@ from primeblocks.layout import Layout
 from primeblocks.testing.faults import flip_byte
 from primeblocks.weightsync import (
     FileTransport,
-    GroupTransport,
     Manifest,
     Publisher,
     SharedMemoryTransport,
     Subscriber,
-    TensorSpec,
 )
+from primeblocks.weightsync.manifest import TensorSpec
 from primeblocks.weightsync.reference import gather_whole, slice_again
+from primeblocks.weightsync.transports import GroupTransport
 from primeblocks.weightsync.transports.ipc import IpcTransport
 
 KINDS = ("shared_memory", "file", "ipc", "group")

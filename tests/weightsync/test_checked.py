@@ -16,7 +16,6 @@ from primeblocks.layout import Layout, Shard
 from primeblocks.testing.faults import ManualClock
 from primeblocks.weightsync import (
     FileTransport,
-    IpcTransport,
     Publisher,
     SharedMemoryTransport,
     Subscriber,
@@ -25,8 +24,9 @@ from primeblocks.weightsync import (
 )
 from primeblocks.weightsync import held as held_module
 from primeblocks.weightsync.held import BlobFile, Boxes, Pages, chunks_of, copied
+from primeblocks.weightsync.lease import Hold, Lease
 from primeblocks.weightsync.manifest import Manifest, TensorSpec
-from primeblocks.weightsync.transports.lease import Hold, Lease
+from primeblocks.weightsync.transports import IpcTransport
 from primeblocks.weightsync.transports.packed import places_of_version
 from tests.weightsync.contents import Engine, random_tensor
 

@@ -23,7 +23,8 @@ from primeblocks.errors import (
 )
 from primeblocks.testing import ranks
 from primeblocks.testing.faults import FaultyTransport
-from primeblocks.weightsync import Subscriber, Transport, open_transport, plan_sync
+from primeblocks.weightsync import Subscriber, plan_sync
+from primeblocks.weightsync.transports import Transport, open_transport
 from tests.weightsync.contents import KINDS, Engine, contents, oracle, same_bytes
 from tests.weightsync.small_sync import PULL, RANKS, SLACK_S, Small
 

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from primeblocks.errors import PlanError
 from primeblocks.layout import Layout, Shard
-from primeblocks.weightsync import Manifest, TensorSpec, describe
-from primeblocks.weightsync.conversion.conversion import Conversion
-from primeblocks.weightsync.conversion.rules import (
+from primeblocks.weightsync import Manifest, describe
+from primeblocks.weightsync.convert.conversion import Conversion
+from primeblocks.weightsync.convert.rules import (
     crop,
     drop,
     fuse,
@@ -22,6 +22,7 @@ from primeblocks.weightsync.conversion.rules import (
     transpose,
     unstack,
 )
+from primeblocks.weightsync.manifest import TensorSpec
 
 
 def without(shape, dim):

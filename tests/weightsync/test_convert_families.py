@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from primeblocks.errors import PlanError, UnsupportedError
 from primeblocks.testing import tiny_models
 from primeblocks.weightsync import describe
-from primeblocks.weightsync.conversion.families import (
+from primeblocks.weightsync.convert.families import (
     TRANSFORMERS,
     VLLM,
     checkpoint_to_vllm,

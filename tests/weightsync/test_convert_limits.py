@@ -1,14 +1,14 @@
-"""What conversions refuse, and how quantised weights travel through them."""
+"""What conversions refuse, and how quantized weights travel through them."""
 
 import pytest
 import torch
 
 from primeblocks.errors import PlanError, ShapeError
 from primeblocks.layout import Layout, Shard
-from primeblocks.weightsync import Manifest, TensorSpec, describe
-from primeblocks.weightsync.conversion.conversion import Conversion
-from primeblocks.weightsync.conversion.quantise import Quantise
-from primeblocks.weightsync.conversion.rules import (
+from primeblocks.weightsync import Manifest, describe
+from primeblocks.weightsync.convert.conversion import Conversion
+from primeblocks.weightsync.convert.quantize import Quantize
+from primeblocks.weightsync.convert.rules import (
     crop,
     fuse,
     pad,
@@ -20,6 +20,7 @@ from primeblocks.weightsync.conversion.rules import (
     transpose,
     unstack,
 )
+from primeblocks.weightsync.manifest import TensorSpec
 
 SIX = {"m.0.a": (4, 2), "m.1.a": (4, 2), "m.0.b": (4, 3), "n": (5,)}
 
@@ -97,7 +98,7 @@ def test_other_tensors_than_those_bound_are_refused():
         Conversion(()).bind(wiring.sources, other)
 
 
-FP8 = Quantise("{*m}.weight", "{*m}.weight_scale_inv", tile=(4, 4), codes_dtype=torch.float8_e4m3fn)
+FP8 = Quantize("{*m}.weight", "{*m}.weight_scale_inv", tile=(4, 4), codes_dtype=torch.float8_e4m3fn)
 
 
 def encode(x):
@@ -105,7 +106,7 @@ def encode(x):
     return x.to(torch.float8_e4m3fn), torch.ones(-(-x.shape[0] // 4), -(-x.shape[1] // 4))
 
 
-def test_quantised_weights_travel_as_codes_and_scales():
+def test_quantized_weights_travel_as_codes_and_scales():
     held = describe({"a.weight": torch.zeros(8, 6), "n": torch.zeros(3)})
     after = FP8.describe(held)
     assert {n: (s.dtype, s.shape) for n, s in after.items()} == {
@@ -148,4 +149,4 @@ def test_what_was_not_declared_is_refused():
     ):
         FP8.apply({"a.weight": torch.zeros(4, 4)}, lambda x: (encode(x)[0], torch.ones(1)))
     with pytest.raises(PlanError, match="equal fields and positive tiles"):
-        Quantise("{a}.w", "{b}.s", (4,), torch.float8_e4m3fn)
+        Quantize("{a}.w", "{b}.s", (4,), torch.float8_e4m3fn)

@@ -11,16 +11,13 @@ from primeblocks.testing import ranks, tiny_models
 from primeblocks.weightsync import (
     Manifest,
     Publisher,
-    Quantise,
     SharedMemoryTransport,
     Subscriber,
-    TensorSpec,
-    checkpoint_to_vllm,
     describe,
     plan_sync,
-    transformers_to_checkpoint,
 )
-from primeblocks.weightsync.manifest import named_tensors
+from primeblocks.weightsync.convert import Quantize, checkpoint_to_vllm, transformers_to_checkpoint
+from primeblocks.weightsync.manifest import TensorSpec, named_tensors
 from primeblocks.weightsync.reference import slice_again
 from tests.weightsync.contents import Engine, same_bytes, transport_of
 
@@ -94,8 +91,8 @@ TILE = fp8.Tile(128, 128)
 RECIPE = fp8.Recipe(activations=fp8.Tile(1, 128), weights=TILE)
 
 
-def quantise(recipe):
-    return Quantise(
+def quantize(recipe):
+    return Quantize(
         "{*m}.weight",
         "{*m}.weight_scale_inv",
         tile=(128, 128),
@@ -116,7 +113,7 @@ def fp8_body(where):
         "b.weight": torch.randn(128, 130, generator=generator),
         "norm": torch.randn(7, generator=generator),
     }
-    rule, rank = quantise(RECIPE), dist.get_rank()
+    rule, rank = quantize(RECIPE), dist.get_rank()
     cuts = {"a.weight": [(0, 256), (256, 44)], "b.weight": [(0, 128), (128, 0)]}
     sources = [
         Manifest(
@@ -169,7 +166,7 @@ def test_fp8_travels_as_codes_and_scales_bit_for_bit(tmp_path):
 def test_another_recipe_is_refused_before_a_byte_is_sent():
     held = describe({"a.weight": torch.zeros(128, 128)})
     other = fp8.Recipe(activations=fp8.Tile(1, 128), weights=fp8.Tile(64, 128))
-    trainer, engine = quantise(RECIPE).describe(held), quantise(other).describe(held)
+    trainer, engine = quantize(RECIPE).describe(held), quantize(other).describe(held)
     with pytest.raises(PlanError, match="recipe .* readers expect .* Give both the same recipe"):
         plan_sync([trainer], engine.whole(), bucket_bytes=1 << 14)
     with pytest.raises(PlanError, match="encodes with recipe '', readers expect"):
@@ -183,6 +180,6 @@ def test_codes_and_scales_need_an_encoder(tmp_path):
     both = lambda name, tensor: {name: tensor, f"{name}_scale": tensor[:1]}  # noqa: E731
     with (
         SharedMemoryTransport("policy", owner=True, root=str(tmp_path)) as transport,
-        pytest.raises(UsageError, match="pass Quantise"),
+        pytest.raises(UsageError, match="pass Quantize"),
     ):
         Publisher(plan, weights, transport, encode=both).publish(1, timeout_s=30)

@@ -13,10 +13,10 @@ from primeblocks.weightsync import (
     Publisher,
     SharedMemoryTransport,
     Subscriber,
-    TensorSpec,
     describe,
     plan_sync,
 )
+from primeblocks.weightsync.manifest import TensorSpec
 from primeblocks.weightsync.reference import slice_again
 from tests.weightsync.contents import KINDS, Engine, Side, random_tensor, same_bytes, transport_of
 from tests.weightsync.small_sync import PULL, RANKS

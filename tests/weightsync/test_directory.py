@@ -29,8 +29,8 @@ from primeblocks.weightsync import (
     describe,
     plan_sync,
 )
+from primeblocks.weightsync.lease import Hold
 from primeblocks.weightsync.transports.ipc import IpcTransport
-from primeblocks.weightsync.transports.lease import Hold
 from tests.weightsync.contents import Engine
 
 ranks.preload(__name__)

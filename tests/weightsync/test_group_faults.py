@@ -20,8 +20,9 @@ from primeblocks.errors import (
     UsageError,
 )
 from primeblocks.testing import ranks
-from primeblocks.weightsync import GroupTransport, describe, fetched, gather_manifests, plan_sync
+from primeblocks.weightsync import describe, fetched, gather_manifests, plan_sync
 from primeblocks.weightsync.reference import slice_again
+from primeblocks.weightsync.transports import GroupTransport
 from tests.weightsync.contents import Side, same_bytes
 from tests.weightsync.link_layouts import manifest
 from tests.weightsync.small_sync import RANKS, Small

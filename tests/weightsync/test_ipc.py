@@ -21,16 +21,15 @@ from primeblocks.errors import (
     UnsupportedError,
     UsageError,
 )
-from primeblocks.weightsync import (
-    Publisher,
-    Subscriber,
-    Transport,
-    describe,
-    open_transport,
-    plan_sync,
-)
+from primeblocks.weightsync import Publisher, Subscriber, describe, plan_sync
 from primeblocks.weightsync.held import Boxes
-from primeblocks.weightsync.transports import ipc, ipc_handle, ipc_version
+from primeblocks.weightsync.transports import (
+    Transport,
+    ipc,
+    ipc_handle,
+    ipc_version,
+    open_transport,
+)
 from primeblocks.weightsync.transports.ipc import IpcTransport
 from primeblocks.weightsync.transports.ipc_handle import Exported, open_exported
 from primeblocks.weightsync.transports.transport import Request

@@ -12,12 +12,11 @@ from primeblocks.weightsync import (
     SharedMemoryTransport,
     Subscriber,
     describe,
-    digest_tensors,
     plan_sync,
     prove_round_trip,
 )
 from primeblocks.weightsync.manifest import named_tensors
-from primeblocks.weightsync.proof import _perturb
+from primeblocks.weightsync.proof import _perturb, digest_tensors
 
 ranks.preload(__name__)  # With all that it imports.
 

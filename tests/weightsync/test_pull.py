@@ -18,9 +18,9 @@ from primeblocks.errors import (
     UsageError,
 )
 from primeblocks.testing.faults import ManualClock
-from primeblocks.weightsync import Publisher, Subscriber, Transport, describe, plan_sync
+from primeblocks.weightsync import Publisher, Subscriber, describe, plan_sync
 from primeblocks.weightsync.marker import Marker
-from primeblocks.weightsync.transports import pull_version, store_commits
+from primeblocks.weightsync.transports import Transport, pull_version, store_commits
 from primeblocks.weightsync.transports.board import Board
 from primeblocks.weightsync.transports.pull import PullTransport
 from primeblocks.weightsync.transports.pull_version import Puller

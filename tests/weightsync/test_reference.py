@@ -3,7 +3,8 @@ import torch
 
 from primeblocks.errors import PlanError
 from primeblocks.layout import Layout, Shard
-from primeblocks.weightsync import Manifest, TensorSpec
+from primeblocks.weightsync import Manifest
+from primeblocks.weightsync.manifest import TensorSpec
 from primeblocks.weightsync.reference import gather_whole, slice_again
 
 

@@ -18,10 +18,10 @@ from primeblocks.errors import (
 )
 from primeblocks.testing import ranks
 from primeblocks.weightsync.marker import Marker
+from primeblocks.weightsync.sealed import SealedLease
 from primeblocks.weightsync.transports import blobs, slots
 from primeblocks.weightsync.transports.blobs import DiskBlobs, MemoryBlobs
 from primeblocks.weightsync.transports.place import DiskPlace, PrivatePlace
-from primeblocks.weightsync.transports.sealed import SealedLease
 from primeblocks.weightsync.transports.slots import Slots
 
 SIZE = 1000

@@ -1,3 +1,18 @@
 """How many GPUs hold a batch of rollouts."""
 
-__all__: list[str] = []
+from .footprint import Rollouts
+from .kv_shapes import KvGroup, kv_groups
+from .plan import CapacityPlan, Gpu, KvTier, Recompute, Weights
+from .planner import plan_capacity
+
+__all__ = [
+    "CapacityPlan",
+    "Gpu",
+    "KvGroup",
+    "KvTier",
+    "Recompute",
+    "Rollouts",
+    "Weights",
+    "kv_groups",
+    "plan_capacity",
+]

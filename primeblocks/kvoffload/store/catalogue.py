@@ -7,8 +7,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 from ...errors import CapacityError
-from ..eviction.evict import Evict
-from ..eviction.ledger import Ledger
+from ..evict.evict import Evict
+from ..evict.ledger import Ledger
 from ..page import PageKey
 from ..tier import Saved, TierStatistics
 from .level import Level, Levels, statistics_of

@@ -7,8 +7,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from time import monotonic
 
 from ...errors import CapacityError, CorruptionError
-from ..eviction.evict import Evict
-from ..eviction.ledger import Ledger
+from ..evict.evict import Evict
+from ..evict.ledger import Ledger
 from ..page import PageKey
 from ..tier import Tier, TierStatistics
 from .moves import Clear, Copy, Drop, HostPage, Recall, Recalled, Write

@@ -16,7 +16,13 @@ from ...groups import check_tensors, outside_graphs
 from ..attention.inputs import autocast
 from .dispatcher import TokenDispatcher
 
-__all__ = ["GroupedExperts", "expert_linear", "grouped_linear", "grouped_swiglu", "local_experts"]
+__all__ = [
+    "GroupedExperts",
+    "expert_linear",
+    "grouped_linear",
+    "grouped_swiglu",
+    "local_experts",
+]
 
 
 @outside_graphs

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import torch
 
 from ...errors import MissingPackageError
-from ..agreement import Agreement
 from ..attribution import Attribution
+from ..mismatch import Agreement
 
 try:
     from matplotlib.axes import Axes

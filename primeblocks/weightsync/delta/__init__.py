@@ -1,3 +1,5 @@
 """What changed between two versions, without loss."""
 
-__all__: list[str] = []
+from .tensors import DeltaInfo, apply_delta, encode_delta, inspect_delta, merge_deltas
+
+__all__ = ["DeltaInfo", "apply_delta", "encode_delta", "inspect_delta", "merge_deltas"]

@@ -29,7 +29,15 @@ from .code import (
 )
 from .scan import Entries
 
-__all__ = ["ITEMSIZES", "Bytes", "Opened", "open_delta", "read_segments", "seal_delta", "segments"]
+__all__ = [
+    "ITEMSIZES",
+    "Bytes",
+    "Opened",
+    "open_delta",
+    "read_segments",
+    "seal_delta",
+    "segments",
+]
 
 Bytes = bytes | bytearray | memoryview
 

@@ -1,3 +1,16 @@
 """Running engines: driving several, in turns with a trainer, over HTTP, with adapters."""
 
-__all__: list[str] = []
+from .colocated import Colocated, ColocatedEngine, Memory, Turn
+from .lora import AdapterSpec, adapter_parameters
+from .model_folder import ModelFolder, ModelFolders
+
+__all__ = [
+    "AdapterSpec",
+    "Colocated",
+    "ColocatedEngine",
+    "Memory",
+    "ModelFolder",
+    "ModelFolders",
+    "Turn",
+    "adapter_parameters",
+]

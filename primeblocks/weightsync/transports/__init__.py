@@ -1,3 +1,24 @@
 """Ways on which versions travel from trainer ranks to readers."""
 
-__all__: list[str] = []
+from .directory import FileTransport, SharedMemoryTransport
+from .group import GroupTransport
+from .ipc import IpcTransport
+from .open import open_transport
+from .pull import PullTransport
+from .rounds import Estimate, estimate
+from .transport import Transport
+from .wire import Read, Wire
+
+__all__ = [
+    "Estimate",
+    "FileTransport",
+    "GroupTransport",
+    "IpcTransport",
+    "PullTransport",
+    "Read",
+    "SharedMemoryTransport",
+    "Transport",
+    "Wire",
+    "estimate",
+    "open_transport",
+]

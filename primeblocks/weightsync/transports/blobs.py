@@ -19,11 +19,11 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from ...errors import CorruptionError, TransferError, UsageError
-from .lease import Hold, Lease
+from ..lease import Hold, Lease
+from ..sealed import SealedLease
 from .mappings import FileId, Mappings, file_id
 from .memory_file import allocate, is_sealed, open_of, seal
 from .place import open_own
-from .sealed import SealedLease
 
 __all__ = ["Blobs", "DiskBlobs", "MemoryBlobs"]
 

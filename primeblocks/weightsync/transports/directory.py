@@ -14,10 +14,10 @@ from ...errors import UsageError
 from ..held import Blob, BlobFile, Held, Lent, Sealed
 from ..marker import Marker
 from ..plan import Plan
+from ..sealed import SealedLease
 from .blobs import DiskBlobs, MemoryBlobs
 from .place import DiskPlace, Place, private_place, sweep
 from .safetensors_header import header
-from .sealed import SealedLease
 from .slots import Slots
 from .transport import Begun, Incoming, Outgoing, Request
 from .waiting import await_versions

@@ -16,13 +16,13 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from ...errors import CapacityError, UnsupportedError
+from ..lease import Hold
 from ..marker import Marker
 from ..plan import Plan
 from .blobs import MemoryBlobs
 from .choose import chain_to
 from .ipc_handle import Exported
 from .ipc_version import Buffers, IpcVersion, lock_path, note_part
-from .lease import Hold
 from .packed import Pool, pack_all
 from .place import open_own, private_place
 from .slots import Slots

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ...errors import CorruptionError, TransferError
 from ..held import Held, Lent, copied
+from ..lease import Hold
 from ..marker import Marker
 from ..plan import Copy, Plan
 from .ipc_handle import open_exported
-from .lease import Hold
 from .packed import places_of_version
 from .place import open_own
 from .slots import Slots

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from ...errors import CorruptionError, UnsupportedError, UsageError
-from .lease import Hold
+from ..lease import Hold
 
 __all__ = [
     "DiskPlace",

@@ -14,11 +14,11 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from ...errors import CapacityError, ClosedError, CorruptionError, TransferError, UsageError
+from ..lease import Lease
 from ..marker import Marker
+from ..sealed import SealedLease
 from .blobs import Blobs
-from .lease import Lease
 from .place import Owned, Place, open_own, removable, remove
-from .sealed import SealedLease
 
 __all__ = ["Slots"]
 

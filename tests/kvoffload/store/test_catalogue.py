@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from primeblocks.kvoffload import PageKey, VersionAware, arc, lru
+from primeblocks.kvoffload import PageKey
+from primeblocks.kvoffload.evict import VersionAware, arc, lru
 from tests.kvoffload.store.schedules import Disk, Simulation
 
 SCHEDULES = 600

@@ -1,7 +1,8 @@
 """One step at a time: what each move does to frames, counts and the next tier."""
 
 from primeblocks.errors import CorruptionError
-from primeblocks.kvoffload import PageKey, lru
+from primeblocks.kvoffload import PageKey
+from primeblocks.kvoffload.evict import lru
 from primeblocks.kvoffload.store.catalogue import Catalogue
 from primeblocks.kvoffload.store.level import Level
 from primeblocks.kvoffload.store.moves import (

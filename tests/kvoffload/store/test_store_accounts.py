@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from primeblocks.errors import CorruptionError
-from primeblocks.kvoffload import TieredStore, lru
+from primeblocks.kvoffload import TieredStore
+from primeblocks.kvoffload.evict import lru
 from primeblocks.kvoffload.store.catalogue import Catalogue
 from primeblocks.kvoffload.store.level import Level
 from primeblocks.kvoffload.store.moves import (

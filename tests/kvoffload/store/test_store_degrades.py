@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from primeblocks.errors import CapacityError, ClosedError, DeadlineError, UsageError
-from primeblocks.kvoffload import Choice, DiskTier, TieredStore, lru
+from primeblocks.kvoffload import DiskTier, TieredStore
+from primeblocks.kvoffload.evict import Choice, lru
 from primeblocks.testing.faults import ManualClock
 from tests.kvoffload.conftest import FRAME, PAGE, SIZES
 from tests.kvoffload.disk.memory_system import MemorySystem

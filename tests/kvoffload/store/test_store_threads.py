@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from primeblocks.errors import CancelledError, DeadlineError
-from primeblocks.kvoffload import PageKey, TieredStore, VersionAware, arc, lru
+from primeblocks.kvoffload import PageKey, TieredStore
+from primeblocks.kvoffload.evict import VersionAware, arc, lru
 from tests.kvoffload.conftest import PAGE
 
 KEYS, SOON = 24, 20.0

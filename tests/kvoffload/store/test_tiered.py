@@ -16,7 +16,8 @@ from primeblocks.errors import (
     UnsupportedError,
     UsageError,
 )
-from primeblocks.kvoffload import HostTier, PageKey, TieredStore, VersionAware
+from primeblocks.kvoffload import HostTier, PageKey, TieredStore
+from primeblocks.kvoffload.evict import VersionAware
 from tests.kvoffload.conftest import EXTRA, FRAME, PAGE
 from tests.kvoffload.memory_tier import SOON
 

@@ -31,8 +31,9 @@ from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from ....errors import PrimeblocksError
-from ... import DiskTier, HostTier, PageKey, Tier, TieredStore, VersionAware, lru
+from ... import DiskTier, HostTier, PageKey, Tier, TieredStore
 from ...attachments import pack_attachments
+from ...evict import VersionAware, lru
 from ...jobs import Job, PageJobs
 from .requests import Request, read_request
 from .routes import Tail

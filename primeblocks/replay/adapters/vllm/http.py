@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from ....errors import CorruptionError, UsageError
-from ...envelope import Bytes, seal, unseal
+from ...codec import Bytes, seal, unseal
 from ...routes import Routes
 from .rows import RouterShape, missing_rows, read_npy, routes_from_rows
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from ....errors import CorruptionError, ShapeError, UnsupportedError, UsageError
-from ...envelope import Bytes
+from ...codec import Bytes
 from ...routes import Routes
 
 __all__ = [

@@ -7,7 +7,7 @@ import os
 import weakref
 from functools import cache
 
-from ...errors import UnsupportedError
+from ..errors import UnsupportedError
 
 __all__ = ["Hold", "Lease"]
 

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from primeblocks.kvoffload import PageKey, arc
-from primeblocks.kvoffload.eviction.ledger import Ledger
+from primeblocks.kvoffload import PageKey
+from primeblocks.kvoffload.evict import arc
+from primeblocks.kvoffload.evict.ledger import Ledger
 
 
 class Paper:

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.kvoffload_parts.eviction_bound import bound
-from primeblocks.kvoffload import VersionAware, arc
-from primeblocks.kvoffload.eviction.belady import belady, play
-from primeblocks.kvoffload.eviction.fleets import Agents, Spread, Tool, simulate
+from primeblocks.kvoffload.evict import VersionAware, arc
+from primeblocks.kvoffload.evict.belady import belady, play
+from primeblocks.kvoffload.evict.fleets import Agents, Spread, Tool, simulate
 
 TOOLS = (
     Tool("look", Spread(0.1, 1.0), Spread(400, 1.0), share=3),

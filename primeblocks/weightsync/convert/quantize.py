@@ -1,4 +1,4 @@
-"""Quantising on the way: weights that travel as codes and scales, which a callable computes.
+"""Quantizing on the way: weights that travel as codes and scales, which a callable computes.
 
 Conversions move elements and compute none. This step stands beside them: it says what a rank holds
 after its shards were encoded, so that conversions and plans can go on with codes and scales.
@@ -17,31 +17,31 @@ from ...layout import Layout, Shard
 from ..manifest import Manifest, TensorSpec
 from .names import fields_of, fill, match
 
-__all__ = ["Quantise", "QuantiseBy"]
+__all__ = ["Quantize", "QuantizeBy"]
 
 
 @dataclass(frozen=True)
-class QuantiseBy:
-    """A `Quantise` with the callable that computes: weight -> codes and scales."""
+class QuantizeBy:
+    """A `Quantize` with the callable that computes: weight -> codes and scales."""
 
-    quantise: Quantise
+    quantize: Quantize
     encode: Callable[[Tensor], tuple[Tensor, Tensor]]
 
     def __call__(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """What is made of one rank's part of a parameter. Raises as `Quantise.apply`."""
-        return self.quantise.apply({name: tensor}, self.encode)
+        """What is made of one rank's part of a parameter. Raises as `Quantize.apply`."""
+        return self.quantize.apply({name: tensor}, self.encode)
 
     def describe(self, held: Manifest) -> Manifest:
-        """What a rank holds once it is encoded. Raises as `Quantise.describe`."""
-        return self.quantise.describe(held)
+        """What a rank holds once it is encoded. Raises as `Quantize.describe`."""
+        return self.quantize.describe(held)
 
     def origins(self, held: Manifest) -> dict[str, str]:
         """What is made -> the parameter that it is made of."""
-        return self.quantise.origins(held)
+        return self.quantize.origins(held)
 
 
 @dataclass(frozen=True)
-class Quantise:
+class Quantize:
     """Weights become codes of the same name and shape, and one scale a tile under another name.
 
     There is no inverse: rounding has none.
@@ -86,9 +86,9 @@ class Quantise:
             raise PlanError(f"{self.names} matches none of {len(held)} names. Correct the template")
         return Manifest(tuple(rows), self.recipe)
 
-    def by(self, encode: Callable[[Tensor], tuple[Tensor, Tensor]]) -> QuantiseBy:
+    def by(self, encode: Callable[[Tensor], tuple[Tensor, Tensor]]) -> QuantizeBy:
         """What a Publisher takes as `encode`."""
-        return QuantiseBy(self, encode)
+        return QuantizeBy(self, encode)
 
     def apply(
         self, tensors: Mapping[str, Tensor], encode: Callable[[Tensor], tuple[Tensor, Tensor]]

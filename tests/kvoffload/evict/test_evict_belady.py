@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primeblocks.errors import PlanError
-from primeblocks.kvoffload import PageKey, VersionAware, arc, lru
-from primeblocks.kvoffload.eviction.belady import belady, play
-from primeblocks.kvoffload.eviction.traces import Advance, End, Trace, Use, Wait
+from primeblocks.kvoffload import PageKey
+from primeblocks.kvoffload.evict import VersionAware, arc, lru
+from primeblocks.kvoffload.evict.belady import belady, play
+from primeblocks.kvoffload.evict.traces import Advance, End, Trace, Use, Wait
 
 POLICIES = [lru, arc, VersionAware(0), VersionAware(2)]
 

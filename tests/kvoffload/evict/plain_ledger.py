@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 
 from primeblocks.kvoffload import PageKey
-from primeblocks.kvoffload.eviction.reuse import BACK, Reuse
+from primeblocks.kvoffload.evict.reuse import BACK, Reuse
 
 CAPACITY = 2
 ROLLOUTS = 2  # no more than pages, so that those without pages are remembered

@@ -5,7 +5,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from primeblocks.kvoffload import PageKey, TieredStore, VersionAware, arc, lru
+from primeblocks.kvoffload import PageKey, TieredStore
+from primeblocks.kvoffload.evict import VersionAware, arc, lru
 
 PAGE, SOON = 48, 5.0
 

@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primeblocks.errors import PlanError
-from primeblocks.kvoffload import PageKey, VersionAware, lru
-from primeblocks.kvoffload.eviction.evict import Candidate, Live, Snapshot
-from primeblocks.kvoffload.eviction.ledger import Ledger
-from tests.kvoffload.eviction.plain_ledger import CAPACITY, Plain, histories, long_history, play
+from primeblocks.kvoffload import PageKey
+from primeblocks.kvoffload.evict import VersionAware, lru
+from primeblocks.kvoffload.evict.evict import Candidate, Live, Snapshot
+from primeblocks.kvoffload.evict.ledger import Ledger
+from tests.kvoffload.evict.plain_ledger import CAPACITY, Plain, histories, long_history, play
 
 
 def search_lru(plain):

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primeblocks.errors import PlanError
-from primeblocks.kvoffload.eviction.fleets import Agents, Spread, Tool, simulate
-from primeblocks.kvoffload.eviction.traces import Advance, End, Use, Wait
+from primeblocks.kvoffload.evict.fleets import Agents, Spread, Tool, simulate
+from primeblocks.kvoffload.evict.traces import Advance, End, Use, Wait
 
 SMALL = Agents(
     concurrent=6, samples=3, batch=3, step_s=5.0, max_staleness=1, versions=6,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primeblocks.kvoffload.eviction.reuse import BACK, Reuse, learn
+from primeblocks.kvoffload.evict.reuse import BACK, Reuse, learn
 
 
 def reuse_of(waits, phase="tool"):
