@@ -1,5 +1,7 @@
 """Settings of the documentation. Build it with scripts/docs."""
 
+from sphinx.ext.autodoc.mock import _MockModule
+
 import primeblocks
 
 project = "primeblocks"
@@ -17,6 +19,12 @@ autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
+# Adapters have pages, and their packages need not be installed for them.
+autodoc_mock_imports = ["deep_ep", "mooncake", "nixl", "torchtitan", "vllm"]
+# They look at the version, too.
+_MockModule.__version__ = property(
+    lambda self: {"vllm": "0.32.0", "torchtitan": "0.3.0"}.get(self.__name__, "0")
+)
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 # One backtick is code in our docstrings, as in Markdown.
@@ -35,11 +43,12 @@ nitpicky = True
 # that only shorten a signature. The build needs no network, so no inventories are fetched.
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|numpy|np|jaxtyping|hypothesis|st|multiprocessing|dist|nn|re)\..*"),
+    ("py:.*", r"(transformers|torchtitan|vllm)\..*"),
     ("py:.*", r"(_?asyncio|collections\.abc|enum|os|pathlib|signals?|threading|types|typing)\..*"),
     ("py:class", r"'.*'|[A-Z]|Tensor|Path"),
     (
         "py:class",
-        r"Encode|Fault|Optimizer|ParamsT|Generate|Load|NamedTensors|Publish|Tensors|Train",
+        r"Encode|Fault|Optimizer|ParamsT|Generate|Load|Make|NamedTensors|Publish|Tensors|Train",
     ),
 ]
 

@@ -318,6 +318,17 @@ def test_names_in_snippets_are_there():
     ]
 
 
+def test_every_adapter_has_a_page():
+    page = (ROOT / "docs" / "api" / "adapters.md").read_text()
+    adapters = [
+        _module(path.relative_to(PACKAGE).as_posix())
+        for path in PACKAGE.glob("*/adapters/*")
+        if (path.suffix == ".py" and path.stem != "__init__") or (path / "__init__.py").exists()
+    ]
+    assert len(adapters) > 10
+    assert [name for name in adapters if f".. automodule:: {name}\n" not in page] == []
+
+
 HEADINGS = [
     "What it does",
     "Use it alone",

@@ -92,7 +92,7 @@ async def update_all(
     call on to one of them.
 
     Args:
-        engines: `AsyncLLM`s and `VllmServer`s that were attached.
+        engines: each an `AsyncLLM` or a `VllmServer` that was attached.
         receipt: what `publish` returned.
         in_flight: requests under way keep the KV cache of the old weights ("continue"),
             recompute it with the new ones ("recompute"), or end with finish reason "abort".
