@@ -14,7 +14,7 @@ _COUNT = struct.Struct("<I")
 
 
 def pack_attachments(attachments: Mapping[str, bytes]) -> bytes:
-    """Named bytes as one string of bytes; empty for no attachments.
+    """Pack named bytes into one string of bytes; empty for no attachments.
 
     Raises:
         ShapeError: a name of more than 65535 bytes.
@@ -31,7 +31,7 @@ def pack_attachments(attachments: Mapping[str, bytes]) -> bytes:
 
 
 def unpack_attachments(data: bytes) -> dict[str, bytes]:
-    """The inverse of `pack_attachments`; `data` has passed its checksum."""
+    """Invert `pack_attachments`; `data` has passed its checksum."""
     if not data:
         return {}
     (count,) = _COUNT.unpack_from(data)

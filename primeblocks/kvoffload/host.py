@@ -62,7 +62,7 @@ class HostTier:
             _cuda("cudaHostRegister", self._slab.ctypes.data, self._slab.nbytes, 0)
 
     def claim(self) -> None:
-        """Take the pool for one store; each would put its pages into the frames of the other.
+        """Take the pool for one store: two would overwrite each other's frames.
 
         Raises:
             UsageError: a store has it, or had it.
@@ -72,7 +72,7 @@ class HostTier:
         self._claimed = True
 
     def frame(self, number: int) -> np.ndarray:
-        """The bytes of a frame: a view, aligned to 4096 bytes."""
+        """Return the bytes of a frame: a view, aligned to 4096 bytes."""
         return self._slab[number * self.frame_bytes : (number + 1) * self.frame_bytes]
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ class Job:
     Args:
         id: the caller's number.
         succeeded: for each page, in order, whether it was saved or loaded.
-        attachments: for each page what came with it; empty mappings for a save.
+        attachments: for each page, those loaded with it; empty mappings for a save.
         seconds: time from the start of the batch to its end.
     """
 
@@ -36,10 +36,10 @@ class Job:
 
 
 class PageJobs:
-    """Starts batches and says which are over; for the scheduler of an engine. Not thread-safe.
+    """Batches of pages in flight, for the scheduler of an engine. Not thread-safe.
 
-    No call waits for memory or disks, `drain` aside. The pages of a batch belong to it until it is
-    over, which is no later than its deadline: then its pages count as failed.
+    No call but `drain` waits for memory or disks. The pages of a batch belong to it until it is
+    over, or until its deadline, when all of them count as failed.
 
     Args:
         store: where the pages go.
@@ -68,7 +68,7 @@ class PageJobs:
         attachments: Sequence[Mapping[str, bytes] | None],
         rollout: Hashable = None,
     ) -> None:
-        """Start saving a batch; pages that the store has already count as saved."""
+        """Start saving a batch; pages that the store already has count as saved."""
         new = [index for index, key in enumerate(keys) if key not in self._store]
         pending = self._store.save_batch(
             [keys[index] for index in new],
@@ -86,7 +86,7 @@ class PageJobs:
         self._start(job_id, len(keys), range(len(keys)), pending)
 
     def finished(self) -> list[Job]:
-        """The batches that ended since the last call; answers at once."""
+        """Return the batches that ended since the last call; never waits."""
         now = self._clock()
         over = [
             job_id

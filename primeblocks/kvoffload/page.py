@@ -55,7 +55,7 @@ class PageKey:
             raise PlanError(f"{self} cannot be written as bytes: {error}") from error
 
     def encode(self) -> bytes:
-        """The key as bytes; different keys give different bytes. Local."""
+        """Encode the key as bytes; different keys give different bytes. Local."""
         text = isinstance(self.salt, str)
         salt = self.salt.encode() if isinstance(self.salt, str) else self.salt
         recipe = self.recipe.encode()
@@ -66,7 +66,7 @@ class PageKey:
 
     @classmethod
     def decode(cls, data: bytes) -> PageKey:
-        """The inverse of `encode`.
+        """Invert `encode`.
 
         Raises:
             CorruptionError: these bytes are not an encoded key.
@@ -94,10 +94,10 @@ class PageKey:
 
 
 def checksum(key: PageKey, content: np.ndarray) -> bytes:
-    """A digest of a key and its content: XXH3, 128 bits; local, above 10 GB/s a core.
+    """Return a digest of a key and its content: XXH3, 128 bits; local, above 10 GB/s a core.
 
-    The key takes part, so that intact bytes under another page's name do not pass. It finds
-    accidents; it is no defence against somebody who wants to forge a page.
+    The key is part of the digest, so intact bytes under another page's key do not pass. It detects
+    accidents; it is no defence against forgery.
     """
     digest = xxhash.xxh3_128(key.encode())
     digest.update(content.data)
@@ -105,7 +105,7 @@ def checksum(key: PageKey, content: np.ndarray) -> bytes:
 
 
 def frame_bytes(*, page_bytes: int, attachment_bytes: int) -> int:
-    """Room that a page and its attachments take, in memory and on disk.
+    """Return the bytes that a page and its attachments take, in memory and on disk.
 
     Raises:
         PlanError: sizes that are not positive.

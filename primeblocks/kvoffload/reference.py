@@ -1,4 +1,4 @@
-"""What a store promises, as a dictionary of clones."""
+"""A reference for the promises of a store: a dictionary of clones."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["ReferenceStore"]
 
 
 class ReferenceStore:
-    """Unbounded, never forgets, never fails.
+    """An unbounded store that never forgets and never fails.
 
     A real store may answer "miss" where this one has a page; any page it does return
-    is this one's page.
+    equals this one's.
     """
 
     def __init__(self) -> None:

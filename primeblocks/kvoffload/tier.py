@@ -39,10 +39,10 @@ class Found:
 
 
 class Tier(Protocol):
-    """Where pages are kept below host memory: a disk, a store on the network.
+    """A place for pages below host memory: a disk, a store on the network.
 
-    One thread calls it, except for `holds` and `len`. What concerns one page is answered in its
-    place, not raised, so that a bad page does not cost its batch.
+    One thread calls it, except for `holds` and `len`. An error of one page is returned in its
+    place, not raised, so that a bad page does not fail its batch.
     """
 
     @property
@@ -53,16 +53,16 @@ class Tier(Protocol):
     def attachment_bytes(self) -> int: ...
     @property
     def capacity_pages(self) -> int:
-        """Pages that fit; the store evicts before it puts more. Not looked at if `shared`."""
+        """Pages that fit; the store evicts before it puts more. Ignored if `shared`."""
         ...
 
     @property
     def shared(self) -> bool:
-        """Whether others write to it too: then what it holds is asked, and it evicts by itself."""
+        """Whether others write to it too: then the store asks what it holds and does not evict."""
         ...
 
     def put(self, records: Sequence[Record]) -> list[PrimeblocksError | OSError | None]:
-        """Keep pages, each in place of what its key named before; None, or why not."""
+        """Keep pages, each in place of what its key named before; None, or the error."""
         ...
 
     def get(
@@ -76,7 +76,7 @@ class Tier(Protocol):
         ...
 
     def clear(self) -> None:
-        """Forget every page, likewise."""
+        """Forget every page, also for whoever opens the tier next."""
         ...
 
     def flush(self) -> None:
@@ -84,11 +84,11 @@ class Tier(Protocol):
         ...
 
     def holds(self, keys: Sequence[PageKey]) -> list[bool]:
-        """Which of the pages `get` may find."""
+        """Tell for each page whether `get` may find it."""
         ...
 
     def keys(self) -> list[PageKey]:
-        """All keys, oldest first; none if `shared`."""
+        """Return all keys, oldest first; none if `shared`."""
         ...
 
     def close(self) -> None: ...
@@ -97,11 +97,11 @@ class Tier(Protocol):
 
 @dataclass(frozen=True)
 class Saved:
-    """What became of a save.
+    """The result of a save.
 
     Args:
         stored: whether the store holds the page; a store may always decline.
-        reason: why not.
+        reason: why it does not.
     """
 
     stored: bool
@@ -110,11 +110,11 @@ class Saved:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A page or a miss; true for a page.
+    """The result of a load, a page or a miss; true for a page.
 
     Args:
         tier: name of the tier that had the page; None for a miss, which leaves `into` as it was.
-        attachments: what was saved with the page.
+        attachments: those saved with the page.
     """
 
     tier: str | None

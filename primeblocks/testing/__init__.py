@@ -1,4 +1,4 @@
-"""What tests of distributed reinforcement learning need, for our tests and for yours.
+"""Helpers for tests of distributed reinforcement learning, for our tests and for yours.
 
 `ranks` runs a function on several gloo ranks; `tiny_models` makes random mixture-of-experts
 checkpoints; `oracles` compares with float64; `strategies` draws inputs for hypothesis; `faults`

@@ -1,4 +1,4 @@
-"""Things that fail when, and only when, a test says so."""
+"""Clocks, transports and files that fail when, and only when, a test says so."""
 
 import asyncio
 import threading
@@ -15,19 +15,19 @@ Fault = BaseException | Callable[[Call], Any] | None
 
 
 class FaultyTransport:
-    """An object that passes calls on to another one, save for those that a script names.
+    """An object that passes calls on to another one, except for those that a script names.
 
-    For transports, stores, engines: anything with methods.
+    It serves for transports, stores, engines: anything with methods.
 
         faulty = FaultyTransport(inner, {"send": [None, ConnectionError("cut"), drop]})
 
     passes on the first `send`, raises in the second, loses the third, and passes on the rest.
 
     Args:
-        inner: what really works.
+        inner: the object that really works.
         script: for each method, what happens at its first, second, ... call. None passes it on;
             an exception is raised in its place; a callable gets the call, to make it or not, and
-            what it returns is returned.
+            its result is returned.
 
     Raises:
         UsageError: the script names a method that `inner` does not have.
@@ -59,11 +59,11 @@ class FaultyTransport:
 
 
 def drop(call: Call) -> None:
-    """A fault: the call is not made, and nobody notices."""
+    """Lose the call: a fault that neither makes the call nor raises."""
 
 
 def hold(gate: threading.Event, *, timeout_s: float) -> Callable[[Call], Any]:
-    """A fault: the call is made once `gate` is set.
+    """Return a fault that makes the call once `gate` is set.
 
     Raises:
         DeadlineError: in the held call, `gate` was not set in time.
@@ -85,18 +85,18 @@ class ManualClock:
         self._sleepers: list[tuple[float, asyncio.Future[None]]] = []
 
     def now(self) -> float:
-        """Seconds; never goes back."""
+        """Return the time in seconds, which never goes back."""
         return self._now_s
 
     async def sleep(self, seconds: float) -> None:
-        """Return once `advance` has passed over `seconds`."""
+        """Return once `advance` has moved the clock by `seconds`."""
         if seconds > 0:
             woken = asyncio.get_running_loop().create_future()
             self._sleepers.append((self._now_s + seconds, woken))
             await woken
 
     def advance(self, seconds: float) -> None:
-        """Move on, and wake who slept until then, earliest first. Local."""
+        """Move on, and wake sleepers whose time has come, earliest first. Local."""
         if seconds < 0:
             raise UsageError(f"time does not go back: advance({seconds})")
         self._now_s += seconds

@@ -1,9 +1,9 @@
-"""Comparison with what must be right.
+"""Comparisons with results that are known to be right.
 
 Two questions, two oracles. Is the algorithm right? Run it in float64 and compare with a plain
-reference: `assert_close_float64`, gradients included (`gradients_of`). Is the precision right?
-Err at most twice as much as the naive computation in the same dtype: `assert_as_precise`.
-What was only moved must be the same bits: `assert_same_bits`.
+reference: `assert_close_float64`, gradients included (`gradients_of`). Is the precision right? The
+error is at most twice that of the naive computation in the same dtype: `assert_as_precise`.
+Tensors that were only moved must have the same bits: `assert_same_bits`.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ Tensors = Tensor | Sequence["Tensor | None"] | None
 
 
 class Gradients(NamedTuple):
-    """What `gradients_of` returns: the output, and one gradient for each input."""
+    """The result of `gradients_of`: the output, and one gradient for each input."""
 
     output: Tensor
     gradients: tuple[Tensor | None, ...]
@@ -41,7 +41,7 @@ def gradients_of(
     Args:
         function: returns one tensor.
         inputs: floating-point ones are differentiated, others passed through.
-        cotangent: shaped like the output; None draws one of a fixed seed. A constant one would
+        cotangent: shaped like the output; None draws one from a fixed seed. A constant one would
             hide errors that cancel in a sum.
 
     Returns:
@@ -57,7 +57,7 @@ def gradients_of(
 
 
 def max_relative_error(actual: Tensor, expected: Tensor) -> float:
-    """The largest difference, in units of the largest magnitude of `expected`. Local.
+    """Return the largest difference, in units of the largest magnitude of `expected`. Local.
 
     Computed in float64. A NaN or an infinity on one side alone gives infinity; where `expected`
     is zero throughout, the largest difference itself is returned.

@@ -1,4 +1,4 @@
-"""The life of one rank of `ranks`: what runs in the process that a gang has forked."""
+"""The life of one rank of `ranks`, in the process that a gang has forked."""
 
 import faulthandler
 import os
@@ -28,7 +28,7 @@ _outbox: Connection | None = None
 
 
 class Seat(NamedTuple):
-    """What a rank needs to know about its gang."""
+    """A rank's seat in its gang: the facts that it needs about the others."""
 
     rank: int
     world_size: int
@@ -38,7 +38,7 @@ class Seat(NamedTuple):
 
     @property
     def stack_file(self) -> Path:
-        """Where the rank writes its stack if it still runs at the deadline."""
+        """The file that gets the rank's stack if it still runs at the deadline."""
         return self.folder / f"stack-{self.rank}"
 
 
@@ -47,7 +47,7 @@ def main(seat: Seat, task: bytes, outbox: Connection) -> None:
     global _outbox  # noqa: PLW0603
     _outbox = outbox
     with open(seat.stack_file, "w") as stacks:
-        # The rank's own watchdog: it works inside a C call, and when the parent is gone.
+        # The rank's own watchdog: it works during a C call, and when the parent is gone.
         remaining_s = max(0.01, seat.deadline - time.monotonic())
         faulthandler.dump_traceback_later(remaining_s, exit=True, file=stacks)
         try:
@@ -69,9 +69,9 @@ def main(seat: Seat, task: bytes, outbox: Connection) -> None:
 
 
 def kill(rank: int, signal: signals.Signals = signals.SIGKILL) -> None:
-    """End `rank` by a signal as it comes to this line; nothing on other ranks.
+    """End `rank` by a signal as it comes to this line; do nothing on other ranks.
 
-    Called in a body. The parent knows the death as planned: it yields None, not RankError.
+    Called in a body. The parent knows that the death is planned: it yields None, not RankError.
     Local.
     """
     if dist.get_rank() == rank:

@@ -37,7 +37,7 @@ __all__ = ["Gang", "gang", "kill", "preload", "run", "tell"]
 
 # A failed rank leaves its peers hanging in a collective. They have this long to report too.
 _SETTLE_S = 0.5
-# A rank ends itself at the deadline; one that cannot (stopped, say) is ended so much later.
+# A rank ends itself at the deadline; one that cannot (stopped, say) is ended this much later.
 _GRACE_S = 5.0
 
 _preloaded = [
@@ -110,7 +110,7 @@ def preload(*modules: str) -> None:
 
 
 class Gang:
-    """Running ranks. Owns their processes: leaving the `with` block ends those that still run."""
+    """Running ranks and their processes: leaving the `with` block ends those that still run."""
 
     def __init__(self, task: bytes, *, world_size: int, timeout_s: float) -> None:
         context = _server()
@@ -143,7 +143,7 @@ class Gang:
         """Wait for the next value that `rank` sends with `tell`.
 
         Raises:
-            RankError: a rank failed, or this one ended without another word.
+            RankError: a rank failed, or this one ended without another value.
             DeadlineError: nothing came before the gang's deadline.
         """
         member = self._members[rank]
@@ -206,7 +206,7 @@ class Gang:
         return {m.rank: m.outcome for m in self._members if isinstance(m.outcome, _Failed)}
 
     def _pump(self, until: float) -> bool:
-        """Handle what comes next; False when nothing came until then."""
+        """Handle the next message; return False if none came before `until`."""
         waiting = {member.inbox: member for member in self._members if not member.settled}
         ready = connection.wait(list(waiting), max(0.0, until - time.monotonic()))
         for inbox, member in waiting.items():
@@ -228,7 +228,7 @@ class Gang:
         hung |= {m.rank: "(it could not say where)" for m in self._members if not m.settled}
         size = len(self._members)
         if failures := self._failures():
-            # A death comes first: what its peers raised is what they saw of it.
+            # A death comes first: the errors of its peers only follow from it.
             died = {rank: failure.text for rank, failure in failures.items() if failure.died}
             raised = {rank: failure.text for rank, failure in failures.items() if rank not in died}
             parts = [f"{_names(died)} of {size} died"] if died else []
@@ -241,20 +241,20 @@ class Gang:
 
 
 class _Failed(NamedTuple):
-    """A rank raised, or died without a plan."""
+    """A rank that raised, or died without a plan."""
 
     text: str
     died: bool
 
 
 class _Hung(NamedTuple):
-    """A rank still ran at the deadline."""
+    """A rank that still ran at the deadline."""
 
     stack: str
 
 
 class _Killed(NamedTuple):
-    """A rank died as planned."""
+    """A rank that died as planned."""
 
 
 @dataclass
@@ -299,7 +299,7 @@ class _Member:
 
 @cache
 def _server() -> ForkServerContext:
-    """The server of processes, warm: a gang's clock must not pay for importing torch."""
+    """Return the warm process server: a gang's clock must not pay for importing torch."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_preloaded)
     first = context.Process(target=os.getpid, daemon=True)

@@ -1,7 +1,7 @@
-"""Inputs for hypothesis: what the blocks meet, with the edges that break them.
+"""Inputs for hypothesis: those that the blocks meet, with the edges that break them.
 
 Tensors are drawn by seed and not element by element: shrinking then looks for a smaller shape,
-which is what explains a failure.
+which explains a failure better.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,14 +28,14 @@ __all__ = [
 
 
 def generators() -> st.SearchStrategy[torch.Generator]:
-    """Random generators of torch, by seed."""
+    """Draw random generators of torch, by seed."""
     return st.integers(0, 2**16 - 1).map(lambda seed: torch.Generator().manual_seed(seed))
 
 
 def shapes(
     *, min_dims: int = 1, max_dims: int = 3, min_side: int = 0, max_side: int = 8
 ) -> st.SearchStrategy[tuple[int, ...]]:
-    """Shapes of tensors, empty ones included."""
+    """Draw shapes of tensors, empty ones included."""
     sides = st.integers(min_side, max_side)
     return st.lists(sides, min_size=min_dims, max_size=max_dims).map(tuple)
 
@@ -43,14 +43,14 @@ def shapes(
 def ragged_lengths(
     *, min_items: int = 1, max_items: int = 6, max_length: int = 17
 ) -> st.SearchStrategy[list[int]]:
-    """Lengths of documents, or rows per rank: zeros, ones and odd numbers included."""
+    """Draw lengths of documents, or rows per rank: zeros, ones and odd numbers included."""
     lengths = st.integers(0, max_length)
     return st.lists(lengths, min_size=min_items, max_size=max_items)
 
 
 @st.composite
 def splits(draw: Callable[..., Any], total: int, parts: int) -> list[int]:
-    """Ways to cut `total` into `parts` lengths, some of them zero."""
+    """Draw a cut of `total` into `parts` lengths, some of them zero."""
     cuts = draw(st.lists(st.integers(0, total), min_size=parts - 1, max_size=parts - 1).map(sorted))
     return [end - start for start, end in zip([0, *cuts], [*cuts, total], strict=True)]
 
@@ -64,7 +64,7 @@ def expert_ids(
     tokens: st.SearchStrategy[int] | None = None,
     dtype: torch.dtype = torch.int64,
 ) -> Tensor:
-    """Choices `[tokens, top_k]`, distinct within a token.
+    """Draw choices of experts, `[tokens, top_k]`, distinct within a token.
 
     Even routing, routing that leaves experts without tokens, and all tokens on the same experts.
     """
@@ -85,7 +85,7 @@ def float_tensors(
     min_exponent: int = 0,
     max_exponent: int = 0,
 ) -> Tensor:
-    """Normal numbers times a power of two drawn between the exponents."""
+    """Draw normal numbers times a power of two drawn between the exponents."""
     sides = draw(shape) if isinstance(shape, st.SearchStrategy) else tuple(shape)
     exponent = draw(st.integers(min_exponent, max_exponent))
     normal = torch.randn(sides, generator=draw(generators()), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Which sizes make a family of transformers small: data for `tiny_models`."""
+"""Sizes that make a family of transformers small: data for `tiny_models`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ __all__ = ["CONFIGS", "OTHERS", "composite", "layer_kinds"]
 
 
 def _gqa(hidden: int) -> dict[str, int]:
-    """Two key-value heads where the number of heads allows it."""
+    """Return sizes with two key-value heads where the number of heads allows it."""
     return {"num_key_value_heads": 2 if hidden % 64 == 0 else 1, "head_dim": 32}
 
 
@@ -37,7 +37,7 @@ def _gpt_oss(hidden: int, num_experts: int) -> dict[str, Any]:
 
 
 def _deepseek_router(hidden: int, num_experts: int) -> dict[str, Any]:
-    """Sigmoid scores with a correction bias, a shared expert, and a first layer that is dense."""
+    """Return sizes for biased sigmoid scores, a shared expert, and a dense first layer."""
     return {
         "intermediate_size": 2 * hidden,
         "moe_intermediate_size": hidden,
@@ -135,7 +135,7 @@ def _dense(hidden: int, num_experts: int) -> dict[str, Any]:
 
 
 def _qwen3_vl_moe(hidden: int, num_experts: int) -> dict[str, Any]:
-    """The sizes of the text; the eyes are as small as they get."""
+    """Return the sizes of the text model; the vision model is as small as it gets."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 4, 4]}
     return _qwen3_moe(hidden, num_experts) | {"rope_parameters": rope}
 
@@ -153,7 +153,7 @@ def _vision(hidden: int) -> dict[str, Any]:
 
 
 def composite(class_name: str, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a configuration, where the text's sizes are one part of it."""
+    """Return arguments of a configuration in which the text model's sizes are one part."""
     if class_name != "Qwen3VLMoeConfig":
         return sizes
     return {
@@ -164,7 +164,7 @@ def composite(class_name: str, sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def layer_kinds(family: str, num_layers: int) -> dict[str, Any]:
-    """Which layer is what, for families that mix kinds; the last one always routes."""
+    """Return the kind of each layer, for families that mix kinds; the last layer always routes."""
     if family in ("minimax", "qwen3_5_moe", "qwen3_next"):
         kinds = ["linear_attention", "full_attention"]
         return {"layer_types": [kinds[layer % 2] for layer in range(num_layers)]}
@@ -199,7 +199,7 @@ CONFIGS: dict[str, tuple[str, Callable[[int, int], dict[str, Any]]]] = {
     "solar_open": ("SolarOpenConfig", _glm4_moe),
 }
 
-# Without experts, or with eyes: what replay and vLLM's tests have no use for.
+# Without experts, or with vision: replay and vLLM's tests have no use for these.
 OTHERS: dict[str, tuple[str, Callable[[int, int], dict[str, Any]]]] = {
     "llama": ("LlamaConfig", _dense),
     "qwen3": ("Qwen3Config", _dense),

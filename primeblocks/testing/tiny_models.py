@@ -32,10 +32,10 @@ def config(
     vocab: int = 512,
     init_std: float | None = None,
 ) -> Any:
-    """A transformers configuration of one family, with every size small. Local.
+    """Return a transformers configuration of one family, with every size small. Local.
 
     Args:
-        family: one of `FAMILIES`, or of `OTHER_FAMILIES`, which have no experts or can see.
+        family: one of `FAMILIES`, or of `OTHER_FAMILIES`, which have no experts or have vision.
         hidden: a multiple of 32; attention has heads of 32, experts are as wide as the model.
         vocab: 4 special tokens and the words `w4`, `w5`, ...
         init_std: standard deviation of the weights; None keeps the family's own.
@@ -79,7 +79,7 @@ def build(
     router_std: float | None = None,
     **sizes: Any,
 ) -> torch.nn.Module:
-    """A random model in memory, in eval mode. Leaves torch's random state as it was. Local.
+    """Build a random model in memory, in eval mode. Torch's random state stays as it was. Local.
 
     Args:
         router_std: standard deviation of the router's weights. A larger one makes routing more
@@ -134,7 +134,7 @@ def _model_class(family: str) -> Any:
 
 
 def _router_weights(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The matrices that score experts."""
+    """Return the matrices that score experts."""
     ends = ("mlp.gate.weight", "mlp.router.weight", "mlp.router.gate.weight", "mixer.gate.weight")
     return [parameter for name, parameter in model.named_parameters() if name.endswith(ends)]
 

@@ -1,4 +1,4 @@
-"""How many GPUs hold a batch of rollouts."""
+"""The number of GPUs that hold a batch of rollouts."""
 
 from .footprint import Rollouts
 from .kv_shapes import KvGroup, kv_groups

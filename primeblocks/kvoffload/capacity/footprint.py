@@ -1,4 +1,4 @@
-"""The most pages that rollouts can hold, in closed form, and what computing them again costs."""
+"""The most pages that rollouts can hold, in closed form, and the cost of computing them again."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Rollouts:
     """Rollouts of one shape, all in flight at once.
 
     Attributes:
-        prompts: how many different prompts.
+        prompts: number of different prompts.
         prompt_tokens: length of each.
-        completion_tokens: the most that follow in one rollout, all turns together.
+        completion_tokens: the most that follow the prompt in one rollout, all turns together.
         samples: rollouts of one prompt; they share its whole pages.
 
     Raises:
@@ -41,7 +41,7 @@ class Rollouts:
         return self.prompt_tokens + self.completion_tokens - 1
 
     def shared_pages(self, page_tokens: int) -> int:
-        """Whole pages before the prompt's last token, which every sample computes itself."""
+        """Count whole pages before the prompt's last token, which every sample computes itself."""
         return (self.prompt_tokens - 1) // page_tokens
 
 
@@ -61,7 +61,7 @@ class Footprint:
 def footprint(
     groups: Sequence[KvGroup], rollouts: Rollouts, *, page_tokens: int, tensor: int = 1
 ) -> Footprint:
-    """The peak over every order in which samples can grow, token by token. Pure.
+    """Return the peak over every order in which samples can grow, token by token. Pure.
 
     Samples after the first begin when the prompt is in its pages; each is then at any length up to
     its end. Only lengths in the last page are tried: one page earlier, a rollout never holds more,
@@ -89,7 +89,7 @@ def footprint(
 
 
 def _held(group: KvGroup, tokens: int, page_tokens: int, shared: int) -> int:
-    """Pages of a rollout of this length that are not among the first `shared`."""
+    """Count pages of a rollout of this length that are not among the first `shared`."""
     if not group.head_bytes:
         return 0
     seen = 0 if group.window is None else max(0, tokens - group.window) // page_tokens
@@ -99,7 +99,7 @@ def _held(group: KvGroup, tokens: int, page_tokens: int, shared: int) -> int:
 def prefill_flops(
     groups: Sequence[KvGroup], *, start: int, end: int, active_parameters: int
 ) -> int:
-    """Forward FLOPs of tokens `start` to `end` (exclusive) of one rollout, in closed form. Pure.
+    """Count a rollout's forward FLOPs of tokens `start` to `end` (exclusive), a closed form. Pure.
 
     Two for each active parameter and token, and attention to the keys that each token sees.
     Recurrent states are not counted; a model with them computes from token 0.
@@ -113,6 +113,6 @@ def prefill_flops(
 
 
 def _keys_seen(tokens: int, most: int) -> int:
-    """The sum of min(i, most) for i from 1 to `tokens`."""
+    """Return the sum of min(i, most) for i from 1 to `tokens`."""
     rising = min(tokens, most)
     return rising * (rising + 1) // 2 + (tokens - rising) * most

@@ -1,4 +1,4 @@
-"""What a model keeps for each token: layers with equal caches, read from a configuration."""
+"""Bytes that a model keeps for each token: groups of equal layers, read from a configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["KvGroup", "kv_groups"]
 
 _SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 _DS_MLA = "fp8_ds_mla"
-# Keys that say which layer keeps what, in ways not read here; None where they say nothing.
+# Keys that change what a layer keeps, in ways not read here; None where they change nothing.
 _UNREAD = (
     "compress_ratios",
     "global_head_dim",
@@ -38,14 +38,14 @@ class KvGroup:
     """Layers whose caches are alike.
 
     Attributes:
-        name: what the plan calls it.
-        layers: how many.
+        name: the group's name in a plan.
+        layers: number of layers.
         head_bytes: keys and values of one token, in one head of one layer.
         heads: key-value heads a layer; tensor-parallel ranks share them, or hold copies where
             there are more ranks than heads. Latents and index keys have one.
-        window: a token sees this many, itself included; None sees all. Pages before it are freed.
-        state_head_bytes: what a rollout keeps of any length, in one head of one layer.
-        pair_flops: attention of one query to one key in one layer, all heads.
+        window: tokens that a token sees, itself included; None sees all. Pages before it are freed.
+        state_head_bytes: state of a rollout of any length, in one head of one layer.
+        pair_flops: FLOPs of attention of one query to one key in one layer, all heads.
         max_keys: a query attends to at most this many keys (sparse attention); all are kept.
 
     Raises:
@@ -71,11 +71,11 @@ class KvGroup:
 
     @property
     def token_bytes(self) -> int:
-        """One token in all layers and heads, once."""
+        """Bytes of one token in all layers and heads, each head once."""
         return self.layers * self.heads * self.head_bytes
 
     def rank_heads(self, tensor: int) -> int:
-        """Heads on each of `tensor` ranks.
+        """Count heads on each of `tensor` ranks.
 
         Raises:
             PlanError: neither of the two numbers divides the other.
@@ -89,18 +89,18 @@ class KvGroup:
         return max(1, self.heads // tensor)
 
     def page_bytes(self, page_tokens: int, *, tensor: int = 1) -> int:
-        """A page of all layers, on one of `tensor` ranks."""
+        """Return the bytes of a page in all layers, on one of `tensor` ranks."""
         return self.layers * self.rank_heads(tensor) * self.head_bytes * page_tokens
 
     def state_bytes(self, *, tensor: int = 1) -> int:
-        """A rollout's state of fixed size in all layers, on one of `tensor` ranks."""
+        """Return the bytes of a rollout's fixed state in all layers, on one of `tensor` ranks."""
         return self.layers * self.rank_heads(tensor) * self.state_head_bytes
 
 
 def kv_groups(
     config: Any, *, kv_dtype: str = "bfloat16", state_dtype: str = "float32"
 ) -> tuple[KvGroup, ...]:
-    """The layer groups of a configuration as transformers writes it. Pure.
+    """Read the layer groups of a configuration as transformers writes it. Pure.
 
     Reads multi-head and grouped-query attention, latents (`kv_lora_rank`), index keys of sparse
     attention (`index_head_dim`), sliding windows, gated delta networks and Kimi's delta attention
@@ -115,7 +115,7 @@ def kv_groups(
 
     Raises:
         PlanError: a needed size is absent.
-        UnsupportedError: layers or dtypes that are not known here.
+        UnsupportedError: unknown layers or dtypes.
     """
     config = _text(config)
     _refuse_unknown(config)
@@ -155,7 +155,7 @@ def _attention(config: Any, name: str, layers: int, kv_dtype: str, window: int |
 
 
 def _latents(config: Any, here: list[bool], kv_dtype: str) -> tuple[KvGroup, ...]:
-    """Of the layers that are `here`."""
+    """Return the latent groups of the layers that are `here`."""
     rank, rope = _need(config, "kv_lora_rank"), _need(config, "qk_rope_head_dim")
     heads, top = _need(config, "num_attention_heads"), _get(config, "index_topk")
     if kv_dtype == _DS_MLA:
@@ -227,7 +227,7 @@ def _refuse_unknown(config: Any) -> None:
 
 
 def _text(config: Any) -> Any:
-    """The language model of a model that also sees."""
+    """Return the configuration of the language model within a multimodal one."""
     inner = _get(config, "text_config")
     return config if inner is None else inner
 

@@ -1,4 +1,4 @@
-"""The values of a capacity plan: what a GPU has, what weights take, what came out."""
+"""The values of a capacity plan: memory of a GPU, sizes of weights, the plan itself."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Gpu:
 
     Attributes:
         memory_bytes: all of it.
-        memory_fraction: what the engine may use of it, weights included.
-        reserve_bytes: of that, for activations, graphs and communication.
+        memory_fraction: share that the engine may use, weights included.
+        reserve_bytes: part of that share for activations, graphs and communication.
 
     Raises:
         PlanError: nothing is left.
@@ -36,20 +36,20 @@ class Gpu:
 
     @property
     def usable_bytes(self) -> int:
-        """For weights and pages."""
+        """Bytes for weights and pages."""
         return int(self.memory_bytes * self.memory_fraction) - self.reserve_bytes
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What weights take, and what a token computes with them.
+    """Sizes of the weights, and the parameters that a token is multiplied with.
 
     Attributes:
-        dense_bytes: split over the ranks of a replica, and copied to every replica.
+        dense_bytes: all but routed experts: split over a replica's ranks, copied to every replica.
         expert_bytes: all routed experts together.
-        experts: how many of them a layer has.
-        spread_experts: whole experts are dealt to all GPUs; else a replica splits each of them.
-        active_parameters: those that one token multiplies with, for the cost of computing again.
+        experts: routed experts of a layer.
+        spread_experts: deal whole experts to all GPUs; else a replica splits each of them.
+        active_parameters: those that one token is multiplied with, for the cost of recomputing.
 
     Raises:
         PlanError: a number is negative, or experts and their bytes do not go together.
@@ -67,7 +67,7 @@ class Weights:
             raise PlanError(f"expert_bytes needs experts, and nothing is negative; got {self}")
 
     def rank_bytes(self, *, tensor: int, data: int) -> int:
-        """On each GPU of `data` replicas of `tensor` ranks; the fullest of them."""
+        """Return the bytes on the fullest GPU of `data` replicas of `tensor` ranks."""
         dense = -(-self.dense_bytes // tensor)
         if not self.spread_experts:
             return dense - (-self.expert_bytes // tensor)
@@ -77,7 +77,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class KvTier:
-    """What one tier holds when every rollout is at its largest: whole prompts, all samples."""
+    """The load of one tier when every rollout is at its largest: whole prompts, all samples."""
 
     name: str
     rollouts: int
@@ -87,7 +87,7 @@ class KvTier:
 
 @dataclass(frozen=True)
 class Recompute:
-    """The prefill of rollouts whose pages are gone, once each."""
+    """The cost of prefilling rollouts whose pages are gone, once each."""
 
     rollouts: int
     tokens: int
@@ -104,20 +104,20 @@ class Recompute:
 
 @dataclass(frozen=True)
 class CapacityPlan:
-    """What `plan_capacity` found.
+    """The result of `plan_capacity`.
 
     Attributes:
         groups: layers with equal caches.
-        gpus: all of them.
+        gpus: number of GPUs.
         tensor: ranks of one replica of attention.
         page_tokens: tokens of a page.
-        weight_bytes: on a GPU.
-        kv_bytes: for pages, on a GPU.
+        weight_bytes: weights on a GPU.
+        kv_bytes: room for pages on a GPU.
         peak_bytes: the most that pages need on a GPU of the fullest replica.
-        pages: of each group, then and there.
-        tiers: GPU, host and disk with what they hold.
-        one_eviction: to compute the longest rollout again, its shared prompt still there.
-        left_over: to compute again, once, every rollout that no tier has room for.
+        pages: pages of each group at that peak.
+        tiers: GPU, host and disk with their loads.
+        one_eviction: cost of recomputing the longest rollout, its shared prompt still there.
+        left_over: cost of recomputing, once, every rollout that no tier has room for.
     """
 
     groups: tuple[KvGroup, ...]
@@ -146,11 +146,11 @@ class CapacityPlan:
 
     @property
     def token_bytes(self) -> int:
-        """Of one more token in all layers, once; states do not grow."""
+        """Bytes of one more token in all layers, each head once; states do not grow."""
         return sum(each.token_bytes for each in self.groups)
 
     def table(self) -> str:
-        """Bytes by layer group, by GPU and by tier, then the price of what is evicted."""
+        """Format bytes by layer group, by GPU and by tier, then the cost of evictions."""
         lines = [
             f"{'group':<20}{'layers':>7}{'bytes/token':>13}{'page bytes/GPU':>16}{'pages':>10}"
         ]

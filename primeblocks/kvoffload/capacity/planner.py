@@ -1,4 +1,4 @@
-"""Rollouts and lengths -> the fewest GPUs that hold them, bytes of each tier, what is left over."""
+"""The planner: from rollouts to the fewest GPUs that hold them, and the load of each tier."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def plan_capacity(
     as they are, not padded to one size.
 
     Args:
-        groups: of `kv_groups`, or written by hand.
+        groups: layers with equal caches, from `kv_groups` or written by hand.
         rollouts: one entry for each shape.
         tensor: ranks of one replica.
-        gpus: how many there are; None finds the fewest that hold everything.
+        gpus: number of GPUs; None finds the fewest that hold everything.
         page_tokens: tokens of a page, the engine's block size.
-        host_bytes: of all hosts together, for rollouts that the GPUs do not hold. A page is
+        host_bytes: memory of all hosts together, for rollouts that the GPUs do not hold. A page is
             there once, whatever the number of ranks that hold it.
-        disk_bytes: of all disks together, behind the hosts.
+        disk_bytes: room on all disks together, behind the hosts.
 
     Raises:
         PlanError: numbers that do not fit together.
@@ -80,7 +80,7 @@ def plan_capacity(
 
 @dataclass(frozen=True)
 class _Load:
-    """What the fullest replica must hold, for any number of replicas."""
+    """The load of the fullest replica, for any number of replicas."""
 
     kinds: list[tuple[Rollouts, Footprint]]
     gpu: Gpu
@@ -88,7 +88,7 @@ class _Load:
     tensor: int
 
     def room(self, data: int) -> int:
-        """Bytes for pages on each GPU."""
+        """Return the bytes for pages on each GPU."""
         return self.gpu.usable_bytes - self.weights.rank_bytes(tensor=self.tensor, data=data)
 
     def peak(self, data: int) -> int:
@@ -96,13 +96,13 @@ class _Load:
         return sum(size.total_bytes * count for (_, size), count in dealt)
 
     def pages(self, data: int) -> tuple[int, ...]:
-        """Of each group, when the fullest replica holds the most."""
+        """Return the pages of each group when the fullest replica holds the most."""
         dealt = self.dealt(0, data)
         columns = zip(*(size.pages for _, size in self.kinds), strict=True)
         return tuple(sum(map(int.__mul__, column, dealt)) for column in columns)
 
     def dealt(self, replica: int, data: int) -> list[int]:
-        """Prompts of each kind on one replica; replica 0 has the most."""
+        """Return the prompts of each kind on one replica; replica 0 has the most."""
         counts, end = [], 0
         for kind, _ in self.kinds:
             begin, end = end, end + kind.prompts
@@ -110,7 +110,7 @@ class _Load:
         return counts
 
     def fewest(self) -> int:
-        """Replicas; more of them never hold more each, so halving finds the first that fits."""
+        """Find the fewest replicas by bisection: with more of them, each never holds more."""
         most = max(sum(kind.prompts for kind, _ in self.kinds), self.weights.experts, 1)
         if self.peak(most) > self.room(most):
             raise CapacityError(
@@ -146,7 +146,7 @@ def _place(
     page_tokens: int,
     limits: dict[str, int],
 ) -> tuple[tuple[KvTier, ...], list[tuple[Rollouts, int]]]:
-    """Whole prompts at their largest, each in the first tier with room; and those in none."""
+    """Place whole prompts at their largest in the first tier with room; return those left too."""
     budget = load.room(data)
     used = dict.fromkeys(("gpu", *limits), 0)
     held = dict.fromkeys(used, 0)
@@ -179,7 +179,7 @@ def _prices(
     page_tokens: int,
     active_parameters: int,
 ) -> tuple[Recompute, Recompute]:
-    """Of the longest rollout, and of prompts with all samples that no tier has room for."""
+    """Price the longest rollout, and the prompts with all samples that no tier has room for."""
     # A state after the shared part is not kept: a model with states begins at token 0.
     reused = not any(group.state_head_bytes for group in groups)
 

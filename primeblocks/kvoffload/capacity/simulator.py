@@ -1,4 +1,4 @@
-"""What `plan_capacity` promises, by taking turns: rollouts grow token by token in pages."""
+"""A simulation of what `plan_capacity` promises: rollouts grow in turns, token by token."""
 
 from __future__ import annotations
 
@@ -50,13 +50,15 @@ class Simulator:
         self.began = []
 
     def play(self, turns: Iterable[int]) -> None:
-        """Grow these rollouts in this order; those at their end, or with a prompt that is still
-        being computed by a sibling, pass."""
+        """Grow these rollouts in this order.
+
+        Rollouts at their end, or with a prompt that a sibling still computes, pass.
+        """
         for turn in turns:
             self.grow(turn)
 
     def grow(self, rollout: int) -> None:
-        """One more token, and whatever has to go for it.
+        """Grow a rollout by one token, and evict what has to make room for it.
 
         Raises:
             PlanError: a single rollout is larger than the capacity.
@@ -78,7 +80,7 @@ class Simulator:
         self.peak_bytes = max(self.peak_bytes, self.used_bytes())
 
     def used_bytes(self) -> int:
-        """Of all pages and states that are held now."""
+        """Return the bytes of all pages and states that are held now."""
         pages = {page for rollout in self.began for page in self._pages(rollout)}
         used = sum(
             self.groups[group].page_bytes(self.page_tokens, tensor=self.tensor)

@@ -1,4 +1,4 @@
-"""What a disk tier says about pages that it does not keep."""
+"""Answers of a disk tier about pages that it does not keep."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def misfit(record: Record, *, room: int) -> ShapeError | None:
-    """Why a record cannot be kept on any disk."""
+    """Return why no disk can keep a record; None if one can."""
     if record.content.nbytes <= room and len(record.digest) == DIGEST_BYTES:
         return None
     return ShapeError(
@@ -34,7 +34,7 @@ def full(error: OSError) -> bool:
 
 
 def refusal(error: PrimeblocksError | OSError, path: Path) -> PrimeblocksError | OSError:
-    """An error of the file system in our words: CapacityError where it is full."""
+    """Translate an error of the file system: CapacityError where it is full."""
     if isinstance(error, OSError) and full(error):
         return CapacityError(f"no space for pages in {path}: {error}")
     return error
@@ -42,7 +42,7 @@ def refusal(error: PrimeblocksError | OSError, path: Path) -> PrimeblocksError |
 
 @contextmanager
 def refusing(path: Path) -> Iterator[None]:
-    """Raise what the file system raises, in our words."""
+    """Raise errors of the file system as `refusal` translates them."""
     try:
         yield
     except OSError as error:

@@ -23,10 +23,10 @@ _VECTOR = min(256, os.sysconf("SC_IOV_MAX"))  # buffers of one call
 
 
 class DataFile:
-    """Frames of `stride` bytes; frames that follow each other move in one call.
+    """Frames of `stride` bytes; adjacent frames move in one call.
 
     Args:
-        io: `direct` passes the page cache by, `auto` where the file system lets it.
+        io: `direct` bypasses the page cache, `auto` does so where the file system allows it.
 
     Raises:
         PlanError: another word for `io`.
@@ -50,22 +50,22 @@ class DataFile:
         self._descriptor = system.open(path) if descriptor is None else descriptor
 
     def write(self, frames: Sequence[int], contents: Sequence[np.ndarray]) -> list[Answer]:
-        """Write contents into frames; None where one was written whole.
+        """Write contents into frames; None for each that was written whole.
 
-        Contents of a whole frame are written as they lie, shorter ones are copied first.
+        Contents that fill a frame are written without a copy, shorter ones are copied first.
         """
         return self._each(frames, contents, self._write)
 
     def read(self, frames: Sequence[int], into: Sequence[np.ndarray]) -> list[Answer]:
-        """Fill buffers from frames; None where one was filled."""
+        """Fill buffers from frames; None for each that was filled."""
         return self._each(frames, into, self._read)
 
     def frames(self) -> int:
-        """Frames that the file has whole."""
+        """Count the frames that the file has whole."""
         return self._system.size(self._descriptor) // self._stride
 
     def shrink(self, frames: int) -> None:
-        """Give the room behind so many frames back."""
+        """Cut the file behind its first `frames` frames."""
         if self._system.size(self._descriptor) > frames * self._stride:
             self._system.truncate(self._descriptor, frames * self._stride)
 
@@ -94,7 +94,7 @@ class DataFile:
         buffers: Sequence[np.ndarray],
         move: Callable[[int, Sequence[np.ndarray]], tuple[int, Answer]],
     ) -> list[Answer]:
-        """Move runs at once, and what fails of a run one by one."""
+        """Move runs at once, and the rest of a run that failed frame by frame."""
         answers: list[Answer] = [None] * len(frames)
         whole = [self._whole(buffer) for buffer in buffers]
         for run in _runs(frames, whole):
@@ -106,7 +106,7 @@ class DataFile:
         return answers
 
     def _whole(self, buffer: np.ndarray) -> bool:
-        """Whether the file system can take a frame from where this lies."""
+        """Whether the file system can move a frame directly to or from this buffer."""
         aligned = not self.direct or buffer.ctypes.data % ALIGNMENT == 0
         return aligned and buffer.nbytes >= self._stride
 
@@ -127,7 +127,7 @@ class DataFile:
     def _transfer(
         self, call: Callable[[int, Any, int], int], frame: int, buffers: Sequence[np.ndarray]
     ) -> tuple[int, Answer]:
-        """Frames moved, and why not more."""
+        """Return the number of frames moved, and why not more."""
         views = [buffer.data[: self._stride] for buffer in buffers]
         offset, done = frame * self._stride, 0
         while done < len(buffers) * self._stride:
@@ -146,7 +146,7 @@ class DataFile:
 
 
 def _runs(frames: Sequence[int], whole: Sequence[bool]) -> Iterator[list[int]]:
-    """Indices of frames that follow each other, whole ones together."""
+    """Yield indices of adjacent frames, whole ones together."""
     run: list[int] = []
     for index in sorted(range(len(frames)), key=frames.__getitem__):
         follows = run and frames[index] == frames[run[-1]] + 1 and whole[index] and whole[run[-1]]

@@ -1,4 +1,4 @@
-"""Which frames of the data file are free, and where the next page goes."""
+"""Free frames of the data file, in the order in which new pages take them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class Frames:
     """Equal frames behind a head that sweeps forward and starts again at the front.
 
     Free frames are taken in the order of the sweep, so pages that are written together lie together
-    as long as there is room, and nothing that lives is ever moved.
+    as long as there is room, and no live page is ever moved.
 
     Source: the threaded log of F2FS (FAST 2015).
     """
@@ -21,17 +21,16 @@ class Frames:
         self.free = count
 
     def take(self, frame: int) -> None:
-        """A frame that is in use already; the sweep goes on behind it."""
+        """Take a frame that is in use already; the sweep goes on behind it."""
         assert not self._taken[frame]
         self._taken[frame] = 1
         self.free -= 1
         self._head = frame + 1
 
     def claim(self, count: int) -> list[int]:
-        """The next free frames, in the order of the sweep; fewer where fewer are free.
+        """Claim the next free frames, in the order of the sweep; fewer where fewer are free.
 
-        Those behind a fence come last, and lift it: whether there is room now is seen when they
-        are written.
+        Frames behind a fence come last, and lift it: writing them shows whether there is room now.
         """
         fenced = self._fence < len(self._taken)
         near = self._taken.count(0, 0, self._fence) if fenced else self.free
@@ -42,7 +41,7 @@ class Frames:
         return claimed + self._sweep(more, end=len(self._taken))
 
     def _sweep(self, count: int, *, end: int) -> list[int]:
-        """So many free frames before `end`; there are as many."""
+        """Claim `count` free frames before `end`; at least as many must be free there."""
         claimed: list[int] = []
         while len(claimed) < count:
             start = self._taken.find(0, self._head, end)
@@ -64,12 +63,12 @@ class Frames:
         self.free += 1
 
     def fence(self, frames: int | None = None) -> None:
-        """Sweep from the front, whose first `frames` have room on the disk; None: all may have."""
+        """Sweep from the front; frames behind the first `frames` come last, unless it is None."""
         self._head = 0
         self._fence = len(self._taken) if frames is None else min(frames, len(self._taken))
 
     def end(self) -> int:
-        """The frame behind the last one that is taken."""
+        """Return the number of the frame behind the last taken one."""
         return self._taken.rfind(1) + 1
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""The index of a disk tier: a dictionary whose every change is in a log first."""
+"""The index of a disk tier: a dictionary whose every change is logged first."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Journal:
         path: the file, made if absent.
 
     Raises:
-        UsageError: another file.
+        UsageError: the file is no journal.
         OSError: the file system refused.
     """
 
@@ -55,7 +55,7 @@ class Journal:
         self._sequence = self._end = self._limit = 0
         self._flushed = False
         self._torn = False  # there are bytes behind the end
-        self._wrong = False  # the file says something else than `places`, and must be rewritten
+        self._wrong = False  # the file differs from `places`, and must be rewritten
         self._descriptor = system.open(path)
         try:
             system.remove(self._aside)
@@ -137,7 +137,7 @@ class Journal:
         self.ready()
         try:
             self._system.sync(self._descriptor)
-            # After the sync: whoever reads the mark knows that all before it was on the disk.
+            # After the sync: a reader of the mark knows that all before it was on the disk.
             self._append([Entry(MARK)])
             self._system.sync(self._descriptor)
         except OSError:
@@ -149,7 +149,7 @@ class Journal:
 
     @property
     def begun(self) -> bool:
-        """Whether the file is a journal of ours; what it was before stays until a change."""
+        """Whether the file is a journal of ours; earlier content stays until the first change."""
         return self._generation is not None
 
     @property
@@ -173,7 +173,7 @@ class Journal:
         self._limit = 2 * self._end + _SLACK_BYTES
 
     def _check(self, header: bytes, *, empty: bool) -> int | None:
-        """The generation of an intact journal of pages of our size; None: start a new one."""
+        """Return the generation of an intact journal of our page size; None: start a new one."""
         if len(header) == _START:
             _, generation, *sizes = _HEADER.unpack_from(header)
             (expected,) = _SUM.unpack_from(header, _HEADER.size)
@@ -196,7 +196,7 @@ class Journal:
         return None
 
     def _cut(self) -> None:
-        """Leave the header alone, which needs no room on the disk."""
+        """Cut the file down to its header, which needs no room on the disk."""
         self._system.truncate(self._descriptor, _START)
         self._system.sync(self._descriptor)
         self._end = _START
@@ -254,7 +254,7 @@ class Journal:
 
 
 def _write_all(system: System, descriptor: int, data: bytes, *, offset: int) -> None:
-    """Write bytes, however few of them each call takes.
+    """Write all bytes, however few each call takes.
 
     Raises:
         OSError: the file system refused; some of the bytes may have been written.
@@ -268,7 +268,7 @@ def _write_all(system: System, descriptor: int, data: bytes, *, offset: int) -> 
 
 
 def _read_all(system: System, descriptor: int, into: bytearray) -> int:
-    """Read a file from its start; returns how many bytes there were."""
+    """Read a file from its start; return the number of bytes read."""
     view, count = memoryview(into), 0
     while count < len(into):
         more = system.read(descriptor, [view[count:]], count)

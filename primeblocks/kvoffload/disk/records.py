@@ -1,4 +1,4 @@
-"""Records of the journal, and what is believed of a journal that may be torn or damaged."""
+"""Records of the journal, and the recovery of a journal that may be torn or damaged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SUM = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a page lies in the data file, and what it must be."""
+    """A page's place in the data file, its length and its digest."""
 
     frame: int
     length: int
@@ -32,7 +32,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One change: a page is put or dropped, or (mark) all before is known to be on the disk."""
+    """One change: a put, a drop, or a mark that all before is known to be on the disk."""
 
     kind: int
     key: PageKey | None = None
@@ -40,7 +40,7 @@ class Entry:
 
 
 def encode(entry: Entry, *, sequence: int, generation: int) -> bytes:
-    """A record. `generation` tells this journal from those that were in its place before."""
+    """Encode a record. `generation` tells this journal from those in its place before."""
     name = b"" if entry.key is None else entry.key.encode()
     place = entry.place or Place(0, 0, bytes(16))
     size = _HEAD.size + _BODY.size + len(name) + _SUM.size
@@ -59,10 +59,10 @@ _NOTHING = (Entry(MARK), 0)
 
 @dataclass
 class Replay:
-    """What a journal says.
+    """The content of a journal.
 
     Args:
-        places: every page and where it lies, oldest first.
+        places: the place of every page, oldest first.
         sequence: number of the last record.
         end: offset behind the last record that was believed.
         damaged: something before the end of the file was not a record.
@@ -81,7 +81,7 @@ class Replay:
     def apply(self, entry: Entry, sequence: int) -> None:
         self.sequence = sequence
         if entry.kind == MARK:
-            if self._gap:  # what is missing was on the disk once, drops of older pages included
+            if self._gap:  # the missing records were on the disk, drops of older pages included
                 self._forget(lambda since: since <= self._gap)
             self.flushed = sequence
             return
@@ -95,7 +95,7 @@ class Replay:
             self._owners[entry.place.frame] = entry.key
 
     def gap(self) -> None:
-        """Records are missing here: any page put before may have been dropped in them."""
+        """Note that records are missing here: they may have dropped any page put before."""
         self.damaged = True
         self._gap = self.sequence
         self._forget(lambda since: since > self.flushed)
@@ -114,10 +114,10 @@ def replay(data: bytes, *, start: int, generation: int) -> Replay:
     """Read a journal from `start`; local, one pass.
 
     A record that the end of the file cuts off was being written when the process died, so it was
-    not answered, and all before counts. Anything else that is no record is damage. Pages from
+    not answered, and all before it counts. Anything else that is no record is damage. Pages from
     before it are not believed, as their drops may be what was lost. A page of a flush before the
-    damage, with no later flush behind it, is kept: what is missing was never known to be on the
-    disk, and a power cut may undo drops since the last flush.
+    damage, with no later flush behind it, is kept: the missing records were never known to be on
+    the disk, and a power cut may undo drops since the last flush.
     """
     said = Replay(end=start)
     at, missing = start, False
@@ -143,7 +143,7 @@ def replay(data: bytes, *, start: int, generation: int) -> Replay:
 
 
 def _decode(data: bytes, generation: int) -> tuple[Entry, int]:
-    """A record and its number; 0 for what is none."""
+    """Decode a record and its number; the number is 0 where the bytes are no record."""
     if len(data) < _HEAD.size + _BODY.size + _SUM.size:
         return _NOTHING
     content = data[: -_SUM.size]

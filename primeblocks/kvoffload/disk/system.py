@@ -14,7 +14,7 @@ __all__ = ["System"]
 class System:
     """The file system. Every call may raise OSError.
 
-    A subclass that fails, tears or forgets is how faults are tested; nothing else of a disk tier
+    Tests of faults use a subclass that fails, tears or forgets; no other part of a disk tier
     touches a file.
     """
 
@@ -51,29 +51,29 @@ class System:
         return os.fstat(descriptor).st_size
 
     def write(self, descriptor: int, buffers: Sequence[Any], offset: int) -> int:
-        """Write buffers one after the other; returns how many bytes were taken."""
+        """Write buffers one after the other; return the number of bytes taken."""
         return os.pwritev(descriptor, buffers, offset)
 
     def read(self, descriptor: int, buffers: Sequence[Any], offset: int) -> int:
-        """Fill buffers one after the other; returns how many bytes came, 0 at the end."""
+        """Fill buffers one after the other; return the number of bytes read, 0 at the end."""
         return os.preadv(descriptor, buffers, offset)
 
     def truncate(self, descriptor: int, size: int) -> None:
         os.ftruncate(descriptor, size)
 
     def sync(self, descriptor: int) -> None:
-        """What was written survives a power cut."""
+        """Make what was written survive a power cut."""
         os.fdatasync(descriptor)
 
     def replace(self, source: Path, target: Path) -> None:
-        """Rename, in place of what had the name."""
+        """Rename a file, in place of the one that had the name."""
         source.replace(target)
 
     def remove(self, path: Path) -> None:
         path.unlink(missing_ok=True)
 
     def sync_folder(self, folder: Path) -> None:
-        """Names of files survive a power cut."""
+        """Make the names of files survive a power cut."""
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)

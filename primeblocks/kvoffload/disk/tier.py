@@ -35,36 +35,36 @@ __all__ = ["DiskTier"]
 class DiskTier:
     """A folder of pages that survives a crash.
 
-    `pages` is cut into equal frames, and new pages go to the next free ones: what is written at
-    once lies together, each page is written once, and the file never outgrows `capacity_bytes`.
+    `pages` is cut into equal frames, and new pages go to the next free ones: pages written
+    together lie together, each page is written once, and the file never outgrows `capacity_bytes`.
     `journal` says which page lies where. A page counts once its record is there; its frame is used
     again once its drop is there too. So after a crash, whoever opens the folder finds the state
     after the last change that was answered, or a later one; after damage to the journal, fewer
     pages. Damage to `pages` shows in the digest, which the caller compares.
 
     A power cut may undo the newest changes, drops too, back to the last `flush` or `clear`, and
-    lose pages overwritten since. It cannot make a wrong page. After `close`, and in a forked child,
-    everything but `holds`, `keys` and `len` raises ClosedError.
+    lose pages overwritten since. It cannot produce a wrong page. After `close`, and in a forked
+    child, everything but `holds`, `keys` and `len` raises ClosedError.
 
-    On a disk that is full it goes on with the frames that it has, and gives up the last of them
+    On a full disk the tier goes on with the frames that it has, and gives up the last of them
     where the journal needs room.
 
     Args:
         path: folder, made if absent; one owner at a time. Pages in it are adopted, those of
             another size dropped. It is free again after `close`, or when the tier is collected.
         capacity_bytes: bound of `pages`; a frame takes the page and its attachments, rounded up to
-            4096 bytes. On top comes the journal: for each frame 61 bytes and the encoded key, at
+            4096 bytes. The journal comes on top: for each frame 61 bytes and the encoded key, at
             most three times that while it is rewritten, and 64 KiB.
         page_bytes: bytes of a page.
         attachment_bytes: room beside each page for its packed attachments.
-        io: "direct" passes the page cache by, "buffered" does not, "auto" does where it can.
+        io: "direct" bypasses the page cache, "buffered" does not, "auto" does where it can.
         system: the operating system; tests pass one that fails.
 
     Raises:
         PlanError: not even one page fits.
         UnsupportedError: `io="direct"` on a file system without it.
-        UsageError: the folder cannot be made, read or locked, has another owner, or files of
-            something else.
+        UsageError: the folder cannot be made, read or locked, has another owner, or has files
+            that are not a tier's.
     """
 
     name = "disk"
@@ -95,13 +95,13 @@ class DiskTier:
         self._frames = Frames(self.capacity_pages)
         self._closed = False
         self._open(io)
-        self._unsynced = len(self)  # of the newest pages, at most so many are not on the disk yet
+        self._unsynced = len(self)  # at most this many of the newest pages are not on the disk yet
         self._refused = False  # the last sync
         self._gave_back = False  # since the journal had room
 
     @property
     def direct(self) -> bool:
-        """Whether pages pass the page cache by."""
+        """Whether pages bypass the page cache."""
         return self._data.direct
 
     def put(self, records: Sequence[Record]) -> list[Answer]:
@@ -109,8 +109,8 @@ class DiskTier:
 
         A page in place of another takes a new frame; where there is none, the old page goes first.
         Of several records with one key the last counts. A page that is not kept leaves what was
-        there as it was; its answer is a `CapacityError` where quota or disk are full, a
-        `ShapeError` for a content that does not fit, or the `OSError` of all else.
+        there as it was; its answer is a `CapacityError` where quota or disk is full, a
+        `ShapeError` for content that does not fit, or else the `OSError`.
         """
         self._check_open()
         room = self.page_bytes + self.attachment_bytes
@@ -160,7 +160,7 @@ class DiskTier:
             self._leave(there)
 
     def clear(self) -> None:
-        """Forget every page and give the room back; also a power cut does not bring them back.
+        """Forget every page and give the room back; not even a power cut brings them back.
 
         Raises:
             CapacityError, OSError: as `drop`.
@@ -194,11 +194,11 @@ class DiskTier:
             raise CorruptionError(f"{len(lost)} pages of {self.path} were lost by a failed sync")
 
     def holds(self, keys: Sequence[PageKey]) -> list[bool]:
-        """Which pages are here. Any thread."""
+        """Tell for each page whether it is here. From any thread."""
         return [key in self._journal.places for key in keys]
 
     def keys(self) -> list[PageKey]:
-        """All keys, in the order in which they were put."""
+        """Return all keys, in the order in which they were put."""
         return list(self._journal.places)
 
     def close(self) -> None:
@@ -243,14 +243,14 @@ class DiskTier:
             raise UsageError(f"cannot keep pages in {self.path}: {error}") from error
 
     def _adopt(self) -> None:
-        """Take over what the journal says and the data file has room for."""
+        """Adopt the pages that the journal names and the data file has."""
         room = min(self.capacity_pages, self._data.frames())
         for key, place in list(self._journal.places.items()):
             if place.frame < room and place.length <= self.frame_bytes:
                 self._frames.take(place.frame)
             else:
                 del self._journal.places[key]  # and from the file once its frame is used again
-        if self._journal.begun:  # else pages of another size are there until the first change
+        if self._journal.begun:  # otherwise pages of another size stay until the first change
             self._data.shrink(self.capacity_pages)
 
     def _ready(self) -> None:
@@ -284,9 +284,9 @@ class DiskTier:
             self._journal.forget(gone)
 
     def _write_again(self) -> list[PageKey]:
-        """Write what a failed sync may have lost; returns the pages that are not as they were.
+        """Write again what a failed sync may have lost; return the keys of pages that changed.
 
-        The kernel takes pages whose write failed for written, and the next sync says so.
+        The kernel counts pages whose write failed as written, and the next sync succeeds.
         """
         lost, frame = [], np.frombuffer(mmap.mmap(-1, self.frame_bytes), dtype=np.uint8)
         for key, place in islice(reversed(self._journal.places.items()), self._unsynced):
@@ -300,7 +300,7 @@ class DiskTier:
         return lost
 
     def _make_room(self, records: Sequence[Record]) -> list[Record]:
-        """Those that fit; where frames do not suffice, pages that they replace are given up."""
+        """Return the records that fit; where frames are short, give up pages that they replace."""
         here, free = self._journal.places, self._frames.free
         refused = [each.key for each in records if each.key not in here][free:]
         fitting = [each for each in records if each.key not in refused]
@@ -356,7 +356,7 @@ class DiskTier:
 
 
 def _disown(tier: weakref.ref[DiskTier]) -> None:
-    """In a forked child: the folder is the parent's alone, also when the child outlives it."""
+    """Leave the folder to the parent, in a forked child, even if the child outlives it."""
     if (inherited := tier()) is not None:
         inherited._closed = True
         inherited._give_up()

@@ -1,4 +1,4 @@
-"""Who leaves a full tier, what a tier knows of its pages, and traces to judge it by."""
+"""Choices of the page that leaves a full tier, the ledger behind them, and traces to judge by."""
 
 from .arc import arc
 from .evict import Candidate, Choice, Evict, Live, Snapshot, VersionAware, lru

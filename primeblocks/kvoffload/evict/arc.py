@@ -11,7 +11,7 @@ __all__ = ["Ghosts", "arc"]
 
 
 def arc(snapshot: Snapshot) -> Choice:
-    """ARC's REPLACE: from the pages used once if they exceed their target, else from the others.
+    """Choose as ARC's REPLACE: a page used once if those exceed their target, else another.
 
     Pure: the target is part of the snapshot. `Ghosts` moves it.
 
@@ -28,10 +28,10 @@ def arc(snapshot: Snapshot) -> Choice:
 
 
 class Ghosts:
-    """Names of pages that left lately, and ARC's target, which moves when one of them returns.
+    """Keys of pages that left lately, and ARC's target, which moves when one of them returns.
 
     Attributes:
-        target: how many pages used once to keep, `p` of the paper.
+        target: number of pages used once to keep, `p` of the paper.
         from_often: whether the page that came last had left as one used often.
     """
 
@@ -47,7 +47,7 @@ class Ghosts:
         return key in self._once or key in self._often
 
     def arrive(self, key: PageKey, *, once_pages: int, often_pages: int) -> None:
-        """A page that is not in the tier asks for room; comes before the victim is chosen."""
+        """Note a page that asks for room in the tier; call before the victim is chosen."""
         once, often = len(self._once), len(self._often)
         self._returns, self.from_often = key in self, key in self._often
         if key in self._once:
@@ -61,15 +61,15 @@ class Ghosts:
             self._often.popitem(last=False)
 
     def leave(self, key: PageKey, *, often: bool, once_pages: int) -> None:
-        """A page was evicted; `once_pages` counts it still."""
+        """Note an evicted page; `once_pages` still counts it."""
         if often:
             self._often[key] = None
         elif self._returns or once_pages < self._capacity:
-            # A tier full of new pages, which another new one pushes out, says nothing.
+            # A new page pushed out of a tier full of new pages tells nothing.
             self._once[key] = None
 
     def forget(self, key: PageKey) -> bool:
-        """The page is back, or void; returns whether it was remembered."""
+        """Forget a page that is back, or void; return whether it was remembered."""
         found = key in self
         self._once.pop(key, None)
         self._often.pop(key, None)

@@ -1,4 +1,4 @@
-"""What any policy could have had: traces played against a tier, and against the future."""
+"""Bounds for any policy: traces played against a tier, and with knowledge of the future."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Outcome", "belady", "play"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a tier did for a trace.
+    """Hits of a tier in a trace.
 
     Args:
         asked: pages that rollouts asked for and that had been saved before.
@@ -38,27 +38,27 @@ class Outcome:
 def play(trace: Trace, *, evict: Evict, capacity_pages: int) -> Outcome:
     """Play a trace against a tier of equal pages. Pure.
 
-    Of each request, the pages that are there are used, the last page first; then those missing
+    For each request, the pages that are there are used, the last page first; then the missing ones
     are computed and saved, the first page first. Only rollouts that the trainer still admits ask:
     the trace ends the others.
 
     Raises:
-        PlanError: no page fits.
+        PlanError: not even one page fits.
     """
     return _run(trace, _Ledgered(evict, capacity_pages))
 
 
 def belady(trace: Trace, *, capacity_pages: int) -> Outcome:
-    """The same with knowledge of the future: the page whose next use is farthest leaves. Pure.
+    """Play a trace knowing the future: the page whose next use is farthest leaves. Pure.
 
     No policy has more hits where pages have one size, every page is saved when it is computed, and
-    requests are of one page. An oracle for traces, not for stores. For requests of many pages it
-    is the same rule, which counts pages alone, not prefixes.
+    requests are of one page. An oracle for traces, not for stores. For requests of many pages the
+    rule is the same: it counts pages, not prefixes.
 
     Source: Belady, A study of replacement algorithms for a virtual-storage computer, 1966; MIN.
 
     Raises:
-        PlanError: no page fits.
+        PlanError: not even one page fits.
     """
     return _run(trace, _Foreseen(trace, capacity_pages))
 
@@ -90,7 +90,7 @@ def _run(trace: Trace, cache: _Cache) -> Outcome:
 
 
 class _Ledgered:
-    """A tier of names, with a store's ledger."""
+    """A tier of keys without pages, with a store's ledger."""
 
     def __init__(self, evict: Evict, capacity_pages: int) -> None:
         self._capacity = _checked(capacity_pages)
@@ -127,7 +127,7 @@ class _Foreseen:
     def __init__(self, trace: Trace, capacity_pages: int) -> None:
         self._capacity = _checked(capacity_pages)
         self._next: dict[PageKey, float] = {}
-        # Farthest first, of one rollout the last page; entries of pages used since are passed over.
+        # Farthest first, the last page of a rollout first; entries of pages used since are skipped.
         self._heap: list[tuple[float, int, int, PageKey]] = []
         self._coming = _coming(trace.events)
         self._later: dict[PageKey, tuple[float, int]] = {}
@@ -152,7 +152,7 @@ class _Foreseen:
 
 
 def _coming(events: Sequence[Event]) -> Iterator[list[float]]:
-    """For each use, when its pages are used next."""
+    """Yield for each use when its pages are used next."""
     following: dict[PageKey, float] = {}
     answers = []
     for at in range(len(events) - 1, -1, -1):

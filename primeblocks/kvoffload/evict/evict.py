@@ -1,4 +1,4 @@
-"""Which page leaves a full tier: pure choices over a snapshot."""
+"""Choices of the page that leaves a full tier: pure functions of a snapshot."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["Candidate", "Choice", "Evict", "Live", "Snapshot", "VersionAware", "
 
 @dataclass(slots=True, eq=False)
 class Candidate:
-    """What a tier knows of one page. The ledger's own entry: read it, and keep no reference.
+    """The facts about one page of a tier. The ledger's own entry: read it, keep no reference.
 
     Args:
         last_used: tick of the last save or load. Each of them is one tick.
         uses: saves and loads since it came; at least 2 if it had left not long before.
-        rollouts: who uses it and has not ended; empty if all have ended, None if nobody said.
+        rollouts: its users that have not ended; empty if all have ended, None if none was named.
     """
 
     key: PageKey
@@ -30,11 +30,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """A page that may be used again, for all those like it.
+    """A page that may be used again, on behalf of all pages like it.
 
     Args:
         worth: expected uses per tick that it is kept from now on.
-        since: tick at which its rollouts began to do what they do, or of its last use.
+        since: tick at which its rollouts' phase began, or of its last use.
     """
 
     page: Candidate
@@ -50,14 +50,14 @@ class Snapshot:
         version: the policy's.
         once: the least recently used of the pages used once; None if there is none.
         often: the same for the pages used more often.
-        once_pages: how many pages were used once.
-        once_target: how many of them ARC would keep; its `p`.
+        once_pages: number of pages used once.
+        once_target: number of them that ARC would keep; its `p`.
         from_often: whether the page that needs room left the tier as one used often.
         versions: the least recently used page of each version.
         ended: the page whose last rollout ended first.
-        live: of the rollouts that write, and of those that wait for each kind of thing, the last
-            own pages of the first and of the last that began; and the least recently used of the
-            pages of several rollouts, and of none.
+        live: for each phase (writing, or a kind of wait), the last own pages of the rollouts that
+            began it first and last; and the least recently used page of several rollouts, and of
+            none.
     """
 
     version: int
@@ -91,23 +91,23 @@ class Evict(Protocol):
 
 
 def lru(snapshot: Snapshot) -> Choice:
-    """The least recently used page of all; always worth the next tier. Pure."""
+    """Choose the least recently used page of all; always worth the next tier. Pure."""
     found = [page for page in (snapshot.once, snapshot.often) if page is not None]
     return Choice(min(found, key=lambda page: page.last_used))
 
 
 @dataclass(frozen=True)
 class VersionAware:
-    """Pages that no rollout will use go first; then those that are worth their place least.
+    """A policy that evicts pages that no rollout will use, then those least worth their place.
 
     1. Pages of versions below `version - max_staleness`, the oldest version first: the trainer
        refuses their rollouts. Not demoted.
     2. Pages whose rollouts have all ended, in the order of the ends. Not demoted.
-    3. The page with the fewest expected uses per tick. Of one rollout the last page goes first: a
-       page is of no use without those before it.
+    3. The page with the fewest expected uses per tick. A rollout's last page goes first: a page
+       is of no use without those before it.
 
-    Rule 2 needs callers that name rollouts and end them. Rule 3 knows as much as it is told: who
-    uses which page, and what each rollout waits for. Without, it is least recently used.
+    Rule 2 needs callers that name rollouts and end them. Rule 3 knows as much as it is told:
+    which rollout uses which page, and what it waits for. Untold, it is least recently used.
 
     Raises:
         PlanError: `max_staleness` is negative.

@@ -35,13 +35,13 @@ class Spread:
 
 @dataclass(frozen=True)
 class Tool:
-    """What a rollout may call after a turn.
+    """A tool that a rollout may call after a turn.
 
     Args:
         what: the name that a tier is told.
-        seconds: that it takes.
-        tokens: that it answers.
-        share: of all calls, in parts of the sum over all tools.
+        seconds: time that a call takes.
+        tokens: length of its answer.
+        share: weight among all calls, relative to the sum over all tools.
     """
 
     what: str
@@ -55,25 +55,25 @@ class Agents:
     """Rollouts with tools: multi-turn, growing, in groups of one prompt, under a moving policy.
 
     The defaults are coding agents on an engine that has room for all of them. A group keeps the
-    salt of the version that it began with, and is dropped and asked again when it becomes too old.
+    salt of the version that it began with, and is dropped and started again when it is too old.
 
     Args:
         concurrent: rollouts in flight; one that ends makes room for the next.
-        running: of those, how many the engine has room for at once; the others queue for it, first
-            come, first served, turn by turn. None is all.
+        running: rollouts that the engine has room for at once; the others queue for it, first come,
+            first served, turn by turn. None means all.
         samples: rollouts of one prompt; they share its pages.
         batch: rollouts that the trainer waits for before it makes the next version.
-        step_s: seconds that it takes at least.
+        step_s: least seconds between two versions.
         max_staleness: versions that a group may be behind.
-        versions: how many to play.
-        system_tokens: in front of every prompt.
-        prompt_tokens: after them, by prompt.
-        turns: of one rollout.
-        answer_tokens: that the model writes in one turn.
+        versions: number of versions to play.
+        system_tokens: tokens in front of every prompt.
+        prompt_tokens: tokens after them, by prompt.
+        turns: turns of one rollout.
+        answer_tokens: tokens that the model writes in one turn.
         tools: one is called after each turn but the last.
         token_s: seconds to write one token.
-        max_tokens: of a rollout, which ends there.
-        page_tokens: of one page.
+        max_tokens: length at which a rollout ends.
+        page_tokens: tokens of one page.
 
     Raises:
         PlanError: a count that is not positive, or no tools.
@@ -171,7 +171,7 @@ class _Play:
         return Trace(tuple(self.events), working, self.begun, self.dropped)
 
     def begin(self) -> None:
-        """The next sample of the current group, or the first of the next."""
+        """Begin the next sample of the current group, or the first of the next."""
         if self.group is None or self.group.begun == self.agents.samples:
             self.group = self.next_group()
         group = self.group
@@ -189,11 +189,11 @@ class _Play:
         return _Group(self.prompts, self.version, int(drawn))
 
     def later(self, rollout: _Rollout, seconds: float) -> None:
-        self.scheduled += 1  # equal times stay in order, and rollouts are never compared
+        self.scheduled += 1  # keeps equal times in order; rollouts are never compared
         heapq.heappush(self.schedule, (self.now + seconds, self.scheduled, rollout))
 
     def ask(self, rollout: _Rollout) -> None:
-        """A turn begins: all pages so far are read or computed, then the model writes."""
+        """Begin a turn: all pages so far are read or computed, then the model writes."""
         self.grow(rollout)
         asked = sum(page in self.known for page in rollout.pages)
         self.events.append(Use(rollout.number, tuple(rollout.pages), asked))
@@ -206,7 +206,7 @@ class _Play:
         self.later(rollout, tokens * self.agents.token_s)
 
     def answer(self, rollout: _Rollout) -> None:
-        """A turn ends: its pages are saved, then a tool runs, or the rollout is done."""
+        """End a turn: its pages are saved, then a tool runs, or the rollout is done."""
         before = len(rollout.pages)
         self.grow(rollout)
         if len(rollout.pages) > before:
@@ -232,7 +232,7 @@ class _Play:
         return self.random.choices(tools, [tool.share for tool in tools])[0]
 
     def serve(self) -> None:
-        """Who came first goes on, as far as there is room."""
+        """Let queued rollouts go on in order of arrival, as far as there is room."""
         while self.queue and self.room:
             rollout = self.queue.popleft()
             if not rollout.over:
@@ -249,7 +249,7 @@ class _Play:
                 del self.users[page]
 
     def advance(self) -> None:
-        """With a full batch and a free trainer: the next version, and the end of groups too old."""
+        """Make the next version if batch and trainer are ready; end groups that are too old."""
         agents = self.agents
         if self.finished < agents.batch or self.now < self.stepped + agents.step_s:
             return

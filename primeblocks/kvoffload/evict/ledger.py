@@ -1,4 +1,4 @@
-"""What a tier knows of its pages: recency, use, versions, rollouts."""
+"""The ledger of a tier: recency, use, versions and rollouts of its pages."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ _Pages = OrderedDict[PageKey, Candidate]
 class Ledger:
     """The facts behind a `Snapshot`, kept as pages come, are used and go.
 
-    A use costs O(1); a choice O(versions + kinds of waits), of which there are at most 33; the end
-    of a rollout O(its pages). Beyond the tier's pages it remembers the names of five times as many
-    that left, at least `remembers`.
+    A use costs O(1); a choice O(versions + kinds of waits), with at most 33 kinds; the end of a
+    rollout O(its pages). Beyond the tier's pages it remembers the keys of five times as many that
+    left, at least `remembers`.
 
     Args:
-        remembers: names of pages that left, and of rollouts without pages, however small the tier.
+        remembers: least number of keys of pages that left, and of rollouts without pages, kept
+            however small the tier.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Ledger:
         return len(self._pages)
 
     def arrive(self, key: PageKey) -> None:
-        """A page that is not there will be; comes before its victims are chosen."""
+        """Announce a page that will be there; call before its victims are chosen."""
         self._ghosts.arrive(key, once_pages=len(self._once), often_pages=len(self._often))
 
     def touch(
@@ -67,11 +68,11 @@ class Ledger:
         by: Iterable[Hashable] | None = None,
         front: bool = False,
     ) -> None:
-        """The page is there and was just used, by these rollouts.
+        """Note that the page is there and was just used, by these rollouts.
 
         Args:
             by: those of them that used it now; None if all did.
-            front: nobody used it: it was demoted, after the pages behind it.
+            front: the page was not used but demoted, after the pages behind it.
         """
         users = tuple(rollouts)
         self._tick += 1
@@ -90,20 +91,20 @@ class Ledger:
             self._rollouts.turn(name, tick=self._tick, again=again, alone=alone)
 
     def wait(self, rollout: Hashable, what: Hashable) -> None:
-        """A rollout has stopped writing, and waits for `what` until it uses its pages again.
+        """Note that a rollout stopped writing: it waits for `what` until it uses its pages again.
 
         Args:
-            what: one of a few names, of tools, or of the engine's queue; those beyond 32 count as
+            what: one of a few names, of tools or of the engine's queue; those beyond 32 count as
                 one.
         """
         self._rollouts.wait(rollout, what, tick=self._tick)
 
     def rollouts(self, key: PageKey) -> tuple[Hashable, ...]:
-        """Who uses the page and has not ended."""
+        """Return the rollouts that use the page and have not ended."""
         return tuple(self._pages[key].rollouts or ())
 
     def end(self, rollout: Hashable) -> None:
-        """A rollout asks for nothing any more; unknown ones are ignored."""
+        """End a rollout, which asks for no more pages; unknown ones are ignored."""
         for page in self._rollouts.end(rollout, tick=self._tick):
             assert page.rollouts is not None
             page.rollouts.discard(rollout)
@@ -111,7 +112,7 @@ class Ledger:
             self._shelve(page, front=True)
 
     def remove(self, key: PageKey) -> None:
-        """The page is gone; unknown keys are ignored."""
+        """Remove a page that is gone; unknown keys are ignored."""
         page = self._pages.pop(key, None)
         if page is None:
             return
@@ -126,7 +127,7 @@ class Ledger:
             self._rollouts.leave(name, page)
 
     def evicted(self, key: PageKey) -> None:
-        """The page left for want of room and may come back."""
+        """Note that the page left for want of room and may come back."""
         page = self._pages[key]
         self._ghosts.leave(key, often=page.uses > 1, once_pages=len(self._once))
         if (sort := _sort(page)) != _ENDED:
@@ -138,7 +139,7 @@ class Ledger:
         self.remove(key)
 
     def victim(self, evict: Evict, *, version: int) -> tuple[PageKey, bool]:
-        """The page that `evict` chooses, and whether to demote it."""
+        """Return the page that `evict` chooses, and whether to demote it."""
         snapshot = self.snapshot(version=version)
         try:
             choice = evict(snapshot)
@@ -150,7 +151,7 @@ class Ledger:
         return choice.page.key, choice.demote
 
     def snapshot(self, *, version: int) -> Snapshot:
-        """The facts as of now."""
+        """Return the facts as of now."""
         live = self._rollouts.live(tick=self._tick)
         for sort, pages in ((_SEVERAL, self._several), (_UNNAMED, self._unnamed)):
             if (page := _first(pages)) is not None:
@@ -169,9 +170,9 @@ class Ledger:
         )
 
     def _seen(self, key: PageKey) -> tuple[Candidate, frozenset[Hashable] | None, str, int | None]:
-        """The page, its users, what sort it was and when it was used before now.
+        """Return the page, its users, its former sort and the tick of its last use before now.
 
-        Of a page that had left, the users are None; of a new one, the last use as well.
+        For a page that had left, the users are None; for a new one, the last use as well.
         """
         page = self._pages.get(key)
         if page is not None:
@@ -187,7 +188,7 @@ class Ledger:
         return page, None, sort, last_used
 
     def _file(self, page: Candidate) -> None:
-        """Last of those used as often, and of its version."""
+        """Put the page last among those used as often, and in its version."""
         if page.uses == 1:
             self._once[page.key] = page
         else:
@@ -200,7 +201,7 @@ class Ledger:
             pages.move_to_end(page.key)
 
     def _shelve(self, page: Candidate, *, front: bool) -> None:
-        """Among the pages of its sort: last; those of one rollout stay in the order of coming."""
+        """Put the page last in its sort; pages of one rollout stay in order of arrival."""
         sort, owner = _sort(page), None
         if sort == _OWN:
             owner = next(iter(page.rollouts or ()))

@@ -1,4 +1,4 @@
-"""How soon pages are wanted again, learned from how long rollouts wait, and for what."""
+"""Estimates of how soon pages are used again, learned from the waits of rollouts."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from itertools import accumulate
 
 __all__ = ["BACK", "Phase", "Reuse", "Waits", "learn"]
 
-BACK = "back"  # what follows a phase that ends with the use of its pages
+BACK = "back"  # follows a phase that ends with the use of its pages
 
 _BUCKETS = 256
-# Fewer waits than this say nothing; more than that are halved, so that old ones fade.
+# Fewer waits than _FEW tell nothing; more than _MANY are halved, so that old ones fade.
 _FEW, _MANY = 8, 1 << 12
 _PRICES = [1e-9 * 1.5**step for step in range(52)]  # of a place for one tick, up to about 1
-_ROUNDS = 4  # phases between two uses that are looked through: answer, tool, queue, one more
+_ROUNDS = 4  # phases considered between two uses: answer, tool, queue, one more
 _ALL = "all"  # every wait, for phases of which little is known
 
 
@@ -25,9 +25,9 @@ class Waits:
     """Ends of one phase, by how long it took, in buckets of a quarter octave.
 
     Args:
-        ended: those after which another phase or a use came.
-        gone: those after which nothing came.
-        then: what came.
+        ended: those followed by another phase or a use.
+        gone: those followed by nothing.
+        then: what followed.
     """
 
     ended: list[int] = field(default_factory=lambda: [0] * _BUCKETS)
@@ -51,13 +51,13 @@ class Waits:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What a place in a tier brings, as a function of how long the phase has lasted.
+    """The worth of a place in a tier as a function of how long the phase has lasted.
 
     Args:
-        ages: ascending.
-        rates: at each age, ends per tick held, if one gives up at the best moment.
+        ages: ticks since the phase began, ascending.
+        rates: at each age, ends per tick held, given up at the best moment.
         ends: rates, ascending, 0 first.
-        worths: for each of `ends`, uses per tick held, if one also gives up in later phases.
+        worths: for each of `ends`, uses per tick held, if later phases may be given up too.
     """
 
     ages: Sequence[float]
@@ -81,10 +81,10 @@ class Phase:
 
 
 class Reuse:
-    """Waits by phase, and what a place is worth to who is in it. Learned while it is used.
+    """Waits by phase, and the worth of a place in each phase. Learned while it is used.
 
-    Cost: O(1) a wait; what is known is worked out again when there are an eighth more of them, in
-    a few milliseconds.
+    Cost: O(1) a wait; worths are computed again once there are an eighth more waits, in a few
+    milliseconds.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class Reuse:
         self._new = 0
 
     def add(self, phase: Hashable, ticks: int, *, then: Hashable | None) -> None:
-        """A phase took so long; `then` is the next one, `BACK`, or None if nothing came."""
+        """Add a phase of `ticks`; `then` is the next phase, `BACK`, or None if nothing followed."""
         for name in (phase, _ALL):
             waits = self._waits[name]
             waits.add(ticks, then)
@@ -105,9 +105,9 @@ class Reuse:
         self._new += 1
 
     def worth(self, phase: Hashable, age: int) -> float:
-        """Expected uses per tick that a page is kept from now on, with the best moment to give up.
+        """Return expected uses per tick that a page is kept from now to the best moment to give up.
 
-        The less a page was used lately, the less while nothing is known.
+        While nothing is known, the worth falls with the age.
         """
         if self._new > _FEW + self._count[_ALL] // 8:
             self._new = 0
@@ -117,7 +117,7 @@ class Reuse:
 
 
 def learn(waits: Mapping[Hashable, Waits]) -> dict[Hashable, Phase]:
-    """What the waits say of each phase that has enough of them. Pure.
+    """Learn the worths of each phase that has enough waits. Pure.
 
     A page is worth a place while it brings more uses per tick than others, so its worth is the
     highest price per tick at which keeping it, up to the best moment to give up, still pays: the
@@ -150,7 +150,7 @@ _Curve = list[tuple[float, float, float]]
 
 
 def _curve(waits: Waits) -> _Curve:
-    """Points (age, share that ended by then, ticks held until then); both for one wait."""
+    """Return points (age, share that ended by then, ticks held until then), both for one wait."""
     total = waits.total
     points = [(0.0, 0.0, 0.0)]
     age = ended = held = 0.0
@@ -170,7 +170,7 @@ def _curve(waits: Waits) -> _Curve:
 
 
 def _rates(curve: _Curve) -> list[float]:
-    """The steepest way from each point to a later one; 0 from the last."""
+    """Return the steepest slope from each point to a later one; 0 from the last."""
     hull: list[tuple[float, float]] = []
     answer = []
     for _, ended, held in reversed(curve):
@@ -182,7 +182,7 @@ def _rates(curve: _Curve) -> list[float]:
 
 
 def _hull(curve: _Curve, rates: list[float]) -> list[tuple[float, float]]:
-    """(ended, held) where giving up can be best, at some price; first at once."""
+    """Return (ended, held) where giving up can be best, at some price; first: at once."""
     kept: list[tuple[float, float, float]] = []
     for (_, ended, held), rate in zip(curve, rates, strict=True):
         if not kept or rate < kept[-1][2]:
@@ -195,7 +195,7 @@ def _slope(ended: float, held: float, later: tuple[float, float]) -> float:
 
 
 def _after(then: Counter[Hashable], values: dict[Hashable, list[float]]) -> list[float]:
-    """What the end of a phase is worth at each price: a use is worth 1."""
+    """Return the worth of the end of a phase at each price; a use is worth 1."""
     worths = {BACK: [1.0] * len(_PRICES)} | values
     total = max(then.total(), 1)
     shares = [(count / total, worths.get(name, worths[_ALL])) for name, count in then.items()]
@@ -210,7 +210,7 @@ def _phase(curve: _Curve, rates: list[float], after: list[float]) -> Phase:
 
 
 def _between(axis: Sequence[float], values: Sequence[float], at: float) -> float:
-    """Interpolated from the first, beyond the last its value."""
+    """Interpolate from the first point; beyond the last, return its value."""
     right = bisect_right(axis, at)
     if right == len(axis):
         return values[-1]

@@ -1,4 +1,4 @@
-"""What the rollouts of a tier do: write, or wait for something."""
+"""Phases of the rollouts of a tier: writing, or waiting for something."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class _Rollout:
 
 
 class Rollouts:
-    """Rollouts by phase, in the order in which the phases began, and how long phases take.
+    """Rollouts by phase, in the order in which the phases began, and the lengths of phases.
 
     Args:
-        remember: rollouts without pages whose phase is known.
+        remember: number of rollouts without pages whose phase is kept.
     """
 
     def __init__(self, *, remember: int) -> None:
@@ -44,11 +44,11 @@ class Rollouts:
         self._kinds: set[Hashable] = set()
 
     def own(self, name: Hashable) -> Pages:
-        """The pages that it alone uses, first page first. After a change, `settle`."""
+        """Return the pages that it alone uses, first page first. Call `settle` after a change."""
         return self._all[name].own
 
     def settle(self, name: Hashable) -> None:
-        """Its own pages may have come or gone; one that has ended has none."""
+        """Take account of own pages that came or went; a rollout that has ended has none."""
         rollout = self._all.get(name)
         if rollout is None:
             return
@@ -61,23 +61,23 @@ class Rollouts:
                 del self._lanes[rollout.phase]
 
     def join(self, name: Hashable, page: Candidate, *, tick: int) -> None:
-        """It uses the page."""
+        """Note that the rollout uses the page."""
         self._found(name, tick).pages[page.key] = page
         self._bare.pop(name, None)
 
     def leave(self, name: Hashable, page: Candidate) -> None:
-        """The page is gone."""
+        """Note that a page of the rollout is gone."""
         rollout = self._all[name]
         del rollout.pages[page.key]
         if not rollout.pages:
             self._keep_bare(name)
 
     def turn(self, name: Hashable, *, tick: int, again: bool, alone: int | None) -> None:
-        """It used a page now, which begins a turn if it had done so in the last one.
+        """Note that the rollout used a page, which begins a turn if it had done so in the last one.
 
         Args:
-            again: it had used the page before.
-            alone: when, if nobody else uses the page.
+            again: the rollout had used the page before.
+            alone: tick of that use, if no other rollout uses the page.
         """
         rollout = self._all[name]
         writes = rollout.phase == _WRITING
@@ -85,7 +85,7 @@ class Rollouts:
             self._begin(name, rollout, _WRITING, tick=tick, then=BACK)
 
     def wait(self, name: Hashable, what: Hashable, *, tick: int) -> None:
-        """It waits for `what`."""
+        """Note that the rollout waits for `what`."""
         if what not in self._kinds and len(self._kinds) >= _KINDS:
             what = None
         self._kinds.add(what)
@@ -96,7 +96,7 @@ class Rollouts:
         self._begin(name, rollout, phase, tick=tick, then=phase)
 
     def end(self, name: Hashable, *, tick: int) -> list[Candidate]:
-        """It asks for nothing any more; the pages that it used. Own pages are to be moved."""
+        """End the rollout and return the pages that it used. Its own pages are to be moved."""
         rollout = self._all.pop(name, None)
         if rollout is None:
             return []
@@ -106,7 +106,7 @@ class Rollouts:
         return list(rollout.pages.values())
 
     def live(self, *, tick: int) -> list[Live]:
-        """Of each phase, the last own pages of the rollouts that began it first and last."""
+        """Return for each phase the last own pages of the rollouts that began it first and last."""
         found = []
         for phase, lane in self._lanes.items():
             for name in dict.fromkeys((next(iter(lane)), next(reversed(lane)))):

@@ -1,4 +1,4 @@
-"""Agentic rollouts in time: who asks for which pages, when, and what they wait for."""
+"""Agentic rollouts in time: the pages that they ask for, when, and what they wait for."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["Advance", "End", "Event", "Trace", "Use", "Wait"]
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A rollout goes through its pages, those of its prompt first.
+    """The use of a rollout's pages, those of its prompt first.
 
     Args:
-        asked: how many of them were saved before, by it or by another; a miss is computed again.
-            The rest is new. Zero at the end of a turn, when the turn's own pages are saved.
+        asked: number of them saved before, by it or by another; a miss is computed again. The rest
+            is new. Zero at the end of a turn, when the turn's own pages are saved.
     """
 
     rollout: Hashable
@@ -26,7 +26,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A rollout does not write, and will not before `what` is over: a tool, or the queue."""
+    """The start of a wait: no writing until `what`, a tool or the queue, is over."""
 
     rollout: Hashable
     what: Hashable
@@ -34,14 +34,14 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """A rollout is done, or dropped because it became too old."""
+    """The end of a rollout: done, or dropped because it became too old."""
 
     rollout: Hashable
 
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """The policy is now at `version`."""
+    """The policy's step to `version`."""
 
     version: int
 
@@ -51,7 +51,7 @@ Event = Use | Wait | End | Advance
 
 @dataclass(frozen=True)
 class Trace:
-    """What happened, in order.
+    """Events of a run, in order.
 
     Args:
         working_pages: pages of the rollouts in flight; the median over all requests.
@@ -64,5 +64,5 @@ class Trace:
     dropped: int = 0
 
     def without_waits(self) -> Trace:
-        """The same for a tier that is not told what rollouts wait for."""
+        """Return the same trace for a tier that is not told what rollouts wait for."""
         return replace(self, events=tuple(e for e in self.events if not isinstance(e, Wait)))

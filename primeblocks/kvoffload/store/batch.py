@@ -30,7 +30,7 @@ class Batch(Generic[T]):
             self.pending.finish(result([]))
 
     def finish(self, index: int, result: T) -> None:
-        """Page `index` is over; called once for each."""
+        """Set the result of page `index`; call once for each."""
         with self._lock:
             self._results[index] = result
             self._missing -= 1

@@ -1,4 +1,4 @@
-"""What a caller hands over as a page: one buffer, or several in a row."""
+"""Buffers that a caller hands over as a page: one, or several in a row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Pieces", "page_pieces"]
 class Pieces:
     """The bytes of a page where they lie: in host memory or on CUDA devices.
 
-    A copy waits for what the caller's current streams were given before this object was made.
+    A copy waits for work given to the caller's current streams before this object was made.
     """
 
     def __init__(self, parts: Sequence[np.ndarray | torch.Tensor]) -> None:
@@ -36,7 +36,7 @@ class Pieces:
         self._copy(frame, out=False)
 
     def scatter(self, frame: np.ndarray) -> None:
-        """The inverse of `gather`."""
+        """Copy the frame into the pieces, the inverse of `gather`."""
         self._copy(frame, out=True)
 
     def _copy(self, frame: np.ndarray, *, out: bool) -> None:
@@ -55,7 +55,7 @@ class Pieces:
             room = frame[at : at + part.nbytes]
             at += part.nbytes
             if isinstance(part, np.ndarray):
-                # A copy as np.copyto's, and faster: vector instructions in place of `rep movsb`.
+                # Copies as np.copyto does, but faster: vector instructions in place of `rep movsb`.
                 np.positive(*((room, part) if out else (part, room)))
                 continue
             stream = streams[part.device]
@@ -67,15 +67,15 @@ class Pieces:
 
 
 def page_pieces(page: Any, *, page_bytes: int, writable: bool) -> Pieces:
-    """The bytes of a page, without a copy.
+    """Refer to the bytes of a page, without a copy.
 
     Args:
         page: a contiguous tensor, array or buffer, or a list or tuple of them: the pieces of a page
-            that lie apart, such as one for each layer.
+            that is not contiguous, such as one for each layer.
         writable: whether they are to be written to.
 
     Raises:
-        ShapeError: wrong number of bytes, not contiguous, or read-only where written.
+        ShapeError: wrong number of bytes, not contiguous, or read-only where `writable`.
         UnsupportedError: a tensor that is neither in host memory nor on a CUDA device.
     """
     parts = page if isinstance(page, list | tuple) else [page]

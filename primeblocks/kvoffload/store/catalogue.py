@@ -1,4 +1,4 @@
-"""Where each page is and what moves next: the store without threads, memory or I/O."""
+"""The place of each page and the next moves: the store without threads, memory or I/O."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ _RESERVE = 16  # one page in so many is chosen, and written down, before its fra
 
 
 class Catalogue:
-    """Decides, and is told what became of it.
+    """A catalogue of pages that decides on moves and is told their results.
 
     Calls add to `moves` what is to be done. Within a lower tier `Write`, `Drop` and `Clear` keep
-    their order, and a `Read` or `Ask` may overtake them. Whoever did it says so: `copied_in`,
-    `copied_out`, `written`, `read`, `asked`. Not thread-safe.
+    their order, and a `Read` or `Ask` may overtake them. Results are reported by `copied_in`,
+    `copied_out`, `written`, `read` and `asked`. Not thread-safe.
 
     Args:
         frames: pages that fit in host memory.
         levels: lower tiers, fastest first.
-        evict: who leaves a full tier.
+        evict: chooses the page that leaves a full tier.
         max_pending: pages that may wait for a frame; further saves are declined.
-        through: write a page to the lower tiers when it has come, not when it leaves.
-        answer: called with a save and what became of it, or with a load that is a miss and None.
+        through: write a page to the lower tiers when it arrives, not when it leaves.
+        answer: called with a save and its result, or with a load that is a miss and None.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class Catalogue:
         self._underway = 0
         self._clears = 0
 
-    # What callers ask for.
+    # Requests of callers.
 
     def save(self, requests: Iterable[SaveRequest]) -> None:
-        """Each key names the page of its last request from now on."""
+        """Save pages: from now on each key names the page of its last request."""
         for request in requests:
             self.forget(request.key)
             if len(self._waiting) >= self._max_pending:
@@ -101,7 +101,7 @@ class Catalogue:
                 self._look_below(request, 0)
 
     def forget(self, key: PageKey) -> None:
-        """The key names nothing any more; loads that came before are still served."""
+        """Forget the page of a key; loads that came before are still served."""
         if (page := self._pages.get(key)) is not None:
             self._detach(page)
             self._settle()
@@ -125,16 +125,16 @@ class Catalogue:
             page.ended.add(rollout)
 
     def write_down(self) -> CapacityError | None:
-        """Start writing every page that no lower tier has; says so if some find no room."""
+        """Start writing every page that no lower tier has; return an error if some find no room."""
         pages = {key: page for key, page in self._pages.items() if page.state is not State.COMING}
         waiting = deque(pages.values())
-        while waiting:  # and who had to leave for another is written again
+        while waiting:  # a page that had to leave for another is written again
             left = self._write(waiting.popleft(), always=True)
             waiting += [pages[key] for key in left if key in pages]
         return self._below.missing(list(pages.values()))
 
     def tick(self) -> None:
-        """Time has passed: pages wait no longer for a tier that is late."""
+        """Look at the clock: pages wait no longer for a tier that is late."""
         self._settle()
 
     def knows(self, key: PageKey) -> bool:
@@ -146,16 +146,16 @@ class Catalogue:
         return self._underway == 0 and not self._waiting
 
     def statistics(self) -> dict[str, TierStatistics]:
-        """Of every tier, by its name."""
+        """Return the counts of every tier, by its name."""
         host = statistics_of(
             self._counts, pages=self._here + len(self._leaving), capacity_pages=self._frames
         )
         return {"host": host} | {level.name: level.statistics() for level in self.levels}
 
-    # What became of the moves.
+    # Results of moves.
 
     def copied_in(self, move: CopyIn, *, copied: bool) -> None:
-        """The frame holds the page, or its caller gave up."""
+        """Take note that the frame holds the page, or that its caller gave up."""
         self._underway -= 1
         page = move.page
         if not copied:
@@ -194,7 +194,7 @@ class Catalogue:
         self._settle()
 
     def read(self, move: Read, *, length: int, error: Exception | None = None) -> None:
-        """The frame holds a page of `length` bytes; 0 is a miss, or an error."""
+        """Take note that the frame holds a page of `length` bytes; 0 is a miss, or an error."""
         self._underway -= 1
         page, level = move.page, self.levels[move.depth]
         level.heard(error, write=False)
@@ -316,7 +316,7 @@ class Catalogue:
         self._release(page)
 
     def _lose(self, page: HostPage, depth: int) -> None:
-        """The page does not come; whoever waits for it looks elsewhere."""
+        """Give up a page that does not come; loads waiting for it look elsewhere."""
         if not page.gone:
             del self._pages[page.key]
             page.gone = True
@@ -337,7 +337,7 @@ class Catalogue:
             page.frame = -1
 
     def _settle(self) -> None:
-        """Give frames to who waits, and make room ahead of need."""
+        """Give frames to waiting pages, and make room ahead of need."""
         while True:
             while self._waiting and (frame := self._take_frame()) is not None:
                 page = self._waiting.popleft()
@@ -373,7 +373,7 @@ class Catalogue:
     # Lower tiers.
 
     def _write(self, page: HostPage, *, always: bool = False) -> list[PageKey]:
-        """Write a page down; returns who leaves for it."""
+        """Write a page down; return the keys of pages that leave for it."""
         feed = None if always else max(1, self._reserve)
         moves = self._below.write(page, version=self.version, feed=feed)
         for move in moves:
@@ -381,7 +381,7 @@ class Catalogue:
         return [move.key for move in moves if isinstance(move, Drop)]
 
     def _end_again(self, ledger: Ledger, page: HostPage) -> None:
-        """What ended while no ledger had the page is not to come back with it."""
+        """End, in a ledger that has the page now, the rollouts that ended while none had it."""
         for rollout in page.ended:
             ledger.end(rollout)
 

@@ -26,7 +26,7 @@ _TICK_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a page comes from, and the packed attachments that follow it in its frame."""
+    """The origin of a page, and the packed attachments that follow it in its frame."""
 
     batch: Batch[Saved]
     index: int
@@ -34,7 +34,7 @@ class Source:
     extra: bytes
 
     def copy(self, frame: np.ndarray) -> bool:
-        """Fill the frame; false if the caller gave up."""
+        """Fill the frame; return false if the caller gave up."""
         with self.batch.pending.buffers() as held:
             if held:
                 self.pieces.gather(frame)
@@ -45,7 +45,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a page goes."""
+    """The destination of a page."""
 
     batch: Batch[Loaded]
     index: int
@@ -61,11 +61,11 @@ class Target:
 
 
 class Copiers:
-    """A few threads that take copies in the order of their coming.
+    """A few threads that make copies in order of arrival.
 
     Args:
-        report: called with moves that are over, and whether a page was copied; with none, ten
-            times a second, while there is nothing to do.
+        report: called with finished moves, and whether a page was copied; while idle, with none,
+            ten times a second.
         broke: called with an error that ended a thread.
     """
 
@@ -92,7 +92,7 @@ class Copiers:
         self._queue.put(move)
 
     def stop(self) -> list[Thread]:
-        """End after what was given; returns the threads to be joined."""
+        """End after the copies given so far; return the threads to be joined."""
         for _ in self._threads:
             self._queue.put(None)
         return self._threads
@@ -136,7 +136,7 @@ class Copiers:
     def _take(self, source: Source, frame: np.ndarray) -> bool:
         try:
             return source.copy(frame)
-        except Exception as error:  # handed to whoever waits
+        except Exception as error:  # handed to the waiting caller
             source.batch.pending.fail(error)
             return False
 
@@ -146,5 +146,5 @@ class Copiers:
             target.copy(frame)
             packed = frame[self._host.page_bytes : move.page.length].tobytes()
             target.finish(move.request.tier, unpack_attachments(packed))
-        except Exception as error:  # handed to whoever waits
+        except Exception as error:  # handed to the waiting caller
             target.batch.pending.fail(error)

@@ -1,4 +1,4 @@
-"""One tier as the store knows it: its pages, how it does, whether it keeps up."""
+"""One tier as the store knows it: its pages, its counts, and whether it keeps up."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _COUNTS = ("hits", "misses", "stores", "evictions", "checksum_failures", "failur
 class Level:
     """A lower tier: its copies, its ledger, its counts. A shared tier has counts alone.
 
-    Where a page did not fit, the tier is taken for full, and pages take the place of others. Where
-    that fails too, none leaves for another. Either way one page is tried after a while: if it
+    Where a page did not fit, the tier counts as full, and pages take the place of others. Where
+    that fails too, no page leaves for another. Either way one page is tried after a while: if it
     fits, all is as before.
 
     Args:
-        keys: what the tier holds already, oldest first.
-        patience_s: how long pages wait for this tier before it counts as late, or as hung.
+        keys: pages that the tier holds already, oldest first.
+        patience_s: seconds that pages wait for this tier before it counts as late, or as hung.
         clock: seconds.
     """
 
@@ -64,16 +64,16 @@ class Level:
         self._recalled = self._silent = False
 
     def found(self, key: PageKey) -> Copy | None:
-        """The copy that a read would find. A shared tier has to be asked instead."""
+        """Return the copy that a read would find. A shared tier has to be asked instead."""
         copy = self.copies.get(key)
         return copy if copy is not None and copy.here else None
 
     def admit(
         self, key: PageKey, evict: Evict, *, version: int, flush: bool = False
     ) -> tuple[Copy | None, list[PageKey]]:
-        """Make room for a page: its copy, None if there is no room, and who leaves for it.
+        """Make room for a page; return its copy, or None, and the keys of pages that leave for it.
 
-        Of a flush all pages are tried where otherwise one is.
+        A flush tries all its pages where otherwise one is tried.
         """
         if self.shared:
             return Copy(here=False), []
@@ -101,7 +101,7 @@ class Level:
         return copy, victims
 
     def written(self, key: PageKey, copy: Copy, *, length: int, users: Iterable[Hashable]) -> None:
-        """The page is there, unless it was dropped since."""
+        """Take note that a page was written; it may have been dropped since."""
         self.counts["stores"] += 1
         self.counts["bytes_written"] += length
         if copy is self._trial:
@@ -116,7 +116,7 @@ class Level:
             self.ledger.touch(key, rollouts=users, front=True)
 
     def refused(self, key: PageKey, copy: Copy, error: Exception) -> bool:
-        """The page was not written; returns whether to drop what may be there."""
+        """Take note that a page was not written; return whether to drop what may be there."""
         self.refusal = error
         self.refusals += 1
         dropped = self.failed(key, copy, error)
@@ -129,7 +129,7 @@ class Level:
         return dropped
 
     def failed(self, key: PageKey, copy: Copy, error: Exception | None) -> bool:
-        """The page is not there, or not as it was; returns whether to drop what is."""
+        """Take note that a page is gone or was changed; return whether to drop what is there."""
         damaged = isinstance(error, CorruptionError)
         if damaged:
             self.counts["checksum_failures"] += 1
@@ -137,22 +137,22 @@ class Level:
             self.counts["failures"] += 1
         if self.shared:
             return damaged
-        if isinstance(error, Recalled) and copy.here:  # nobody looked: it is as it was
+        if isinstance(error, Recalled) and copy.here:  # not read yet: the page is as it was
             return False
         return self.copies.get(key) is copy and self.forget(key)
 
     def forget(self, key: PageKey) -> bool:
-        """The page is to be dropped; returns whether there is one."""
+        """Forget a page that is to be dropped; return whether there is one."""
         self.ledger.remove(key)
         self._coming.discard(key)
         return self.copies.pop(key, None) is not None
 
     def here(self) -> dict[PageKey, Copy]:
-        """The copies that were written."""
+        """Return the copies that were written."""
         return {key: copy for key, copy in self.copies.items() if copy.here}
 
     def lose(self, copies: Mapping[PageKey, Copy]) -> None:
-        """The tier has lost these, if no newer ones took their place."""
+        """Forget these, which the tier lost, if no newer ones took their place."""
         for key, copy in copies.items():
             if self.copies.get(key) is copy:
                 self.forget(key)
@@ -162,18 +162,18 @@ class Level:
             self.forget(key)
 
     def served(self, length: int) -> None:
-        """A read found its page."""
+        """Count a read that found its page."""
         self.counts["hits"] += 1
         self.counts["bytes_read"] += length
 
     def users(self, key: PageKey) -> tuple[Hashable, ...]:
-        """The rollouts that use the page here."""
+        """Return the rollouts that use the page here."""
         return self.ledger.rollouts(key) if self.found(key) else ()
 
     # Whether it keeps up.
 
     def given(self, *, write: bool) -> None:
-        """The tier has something to answer."""
+        """Take note that the tier has a move to answer."""
         if not self._moving:
             self._heard_s = self._clock()
         self._moving += 1
@@ -181,7 +181,7 @@ class Level:
         self._recalled = False
 
     def heard(self, error: Exception | None, *, write: bool) -> None:
-        """It answered, or did not begin."""
+        """Take note that the tier answered a move, or did not begin it."""
         self._moving -= 1
         self.writing -= write
         self._silent = isinstance(error, Recalled)
@@ -194,7 +194,7 @@ class Level:
             self._blocked_s = None
 
     def blocks(self) -> bool:
-        """A page waits for room; whether to recall what the tier has not begun."""
+        """Take note that a page waits for room; return whether to recall moves not begun."""
         if self.writing and self._blocked_s is None:
             self._blocked_s = self._clock()
         recall = not self._recalled and self.hung()
@@ -211,7 +211,7 @@ class Level:
         return self._late_s is not None
 
     def skips(self, *, feed: int | None) -> bool:
-        """Whether a page is better not written. A late tier has `feed` to write; None: always."""
+        """Tell whether to skip a page. A late tier is kept at `feed` writes; None skips none."""
         if feed is None or not (self.hung() or (self.late() and self.writing >= feed)):
             return False
         self.counts["skipped"] += 1
@@ -219,7 +219,7 @@ class Level:
         return True
 
     def hung(self) -> bool:
-        """Whether the tier has answered nothing for too long, and is left alone for a while."""
+        """Whether the tier has not answered for too long, and is left alone for a while."""
         if self._moving and self._clock() - self._heard_s > self._patience_s:
             return True
         return self._silent and self._clock() < self._again_s
@@ -229,7 +229,7 @@ class Level:
         return statistics_of(self.counts, pages=pages, capacity_pages=self.capacity_pages)
 
     def _rest(self) -> None:
-        if self._clock() >= self._again_s:  # of pages that were refused together, the first counts
+        if self._clock() >= self._again_s:  # only the first of pages refused together counts
             self._again_s = self._clock() + self._rest_s
             self._rest_s = min(2 * self._rest_s, _LONGEST_REST_S)
 
@@ -243,7 +243,7 @@ class Level:
 def levels_of(
     tiers: Sequence[Tier], *, patience_s: float, clock: Callable[[], float]
 ) -> list[Level]:
-    """One for each tier, with what it holds."""
+    """Return a level for each tier, with the pages that it holds."""
     return [
         Level(
             tier.name,
@@ -265,13 +265,13 @@ class Levels:
         self._evict = evict
 
     def have(self, page: HostPage) -> bool:
-        """Whether one has the page or will."""
+        """Whether a lower tier has the page or will have it."""
         if page.writes or page.shared:
             return True
         return any(page.key in level.copies for level in self._each)
 
     def write(self, page: HostPage, *, version: int, feed: int | None) -> list[Write | Drop]:
-        """Write a page to each, unless one has it or will; `feed` as in `Level.skips`."""
+        """Write a page to each tier, unless one has it or will; `feed` as in `Level.skips`."""
         moves: list[Write | Drop] = []
         for depth, level in enumerate(() if self.have(page) else self._each):
             if level.skips(feed=feed):
@@ -285,7 +285,7 @@ class Levels:
         return moves
 
     def missing(self, pages: Sequence[HostPage]) -> CapacityError | None:
-        """An error that counts the pages that none has or will have."""
+        """Return an error that counts the pages that no tier has or will have."""
         missing = sum(not self.have(page) for page in pages)
         if not missing or not self._each:
             return None
@@ -296,7 +296,7 @@ class Levels:
         )
 
     def forget(self, key: PageKey) -> list[Drop]:
-        """The key names nothing any more."""
+        """Forget the page of a key."""
         return [Drop(depth, key) for depth, level in enumerate(self._each) if level.forget(key)]
 
     def clear(self) -> list[Clear]:
@@ -306,15 +306,15 @@ class Levels:
         return [Clear(depth) for depth in range(len(self._each))]
 
     def late(self) -> int:
-        """Pages whose writes are not waited for."""
+        """Count the pages whose writes are not waited for."""
         return max((level.writing for level in self._each if level.late()), default=0)
 
     def blocking(self) -> list[Recall]:
-        """A page waits for a frame: what is to be taken back for it."""
+        """Return the recalls that a page waiting for a frame makes necessary."""
         return [Recall(depth) for depth, level in enumerate(self._each) if level.blocks()]
 
 
 def statistics_of(counts: Counter[str], *, pages: int, capacity_pages: int) -> TierStatistics:
-    """Counts in the words of `TierStatistics`."""
+    """Return counts as `TierStatistics`."""
     named = {name: counts[name] for name in (*_COUNTS, "bytes_written", "bytes_read")}
     return TierStatistics(**named, pages=pages, capacity_pages=capacity_pages)

@@ -1,4 +1,4 @@
-"""What moves between the tiers: requests, the pages in host memory, and one step of each."""
+"""Moves between the tiers: requests, the pages in host memory, and one step of each."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """A page in a lower tier; `here` once it has been written. `instead`: others left for it."""
+    """A page in a lower tier; `here` once it was written, `instead` if others left for it."""
 
     here: bool
     instead: bool = False
@@ -39,7 +39,7 @@ class Copy:
 
 @dataclass(slots=True, eq=False)
 class SaveRequest:
-    """A page that a caller wants kept. `source` is whatever the copier understands."""
+    """A page that a caller saves. `source` is whatever the copier understands."""
 
     key: PageKey
     length: int
@@ -58,7 +58,7 @@ class LoadRequest:
 
 
 class State(Enum):
-    """Of a page in host memory."""
+    """State of a page in host memory."""
 
     COMING = auto()  # waits for a frame, or is being copied or read into it
     HERE = auto()
@@ -70,15 +70,15 @@ class HostPage:
     """A page in host memory, or on its way into it.
 
     Args:
-        frame: where it lies; -1 while it waits for one and after it gave it back.
+        frame: number of its frame; -1 while it waits for one and after it gave it back.
         length: bytes of the page and its attachments.
         pins: copies out of the frame that are under way.
         writes: writes to lower tiers that are under way.
         shared: a shared tier has it.
-        gone: its key names it no more; the frame is free once nothing is under way.
+        gone: its key no longer names it; the frame is free once nothing is under way.
         users: rollouts that used it when it was chosen to leave.
         ended: rollouts that ended while no ledger had the page.
-        request: the save that it comes from, or
+        request: the save that it comes from; otherwise
         origin: the depth of the tier that it is read from, and its copy there.
         waiters: loads that asked before it was here.
     """
@@ -105,7 +105,7 @@ class HostPage:
 
 @dataclass(frozen=True, slots=True)
 class CopyIn:
-    """From a caller's buffers into a frame."""
+    """A copy from a caller's buffers into a frame."""
 
     page: HostPage
     request: SaveRequest
@@ -113,7 +113,7 @@ class CopyIn:
 
 @dataclass(frozen=True, slots=True)
 class CopyOut:
-    """From a frame into a caller's buffers."""
+    """A copy from a frame into a caller's buffers."""
 
     page: HostPage
     request: LoadRequest
@@ -121,7 +121,7 @@ class CopyOut:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """From a frame into a lower tier. `copy` stands for the page there."""
+    """A write from a frame into a lower tier. `copy` stands for the page there."""
 
     depth: int
     page: HostPage
@@ -130,7 +130,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """From a lower tier into a frame."""
+    """A read from a lower tier into a frame."""
 
     depth: int
     page: HostPage
@@ -139,7 +139,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Whether a shared tier has a page; `clears` came before."""
+    """A question to a shared tier about one page; `clears` clears came before."""
 
     depth: int
     request: LoadRequest
@@ -148,7 +148,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """A lower tier forgets a page."""
+    """An order to a lower tier to forget a page."""
 
     depth: int
     key: PageKey
@@ -156,18 +156,18 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Clear:
-    """A lower tier forgets every page."""
+    """An order to a lower tier to forget every page."""
 
     depth: int
 
 
 class Recalled(DeadlineError):
-    """A move was taken back from a lower tier that hangs, and had not begun it."""
+    """The error of a move taken back from a lower tier that hangs and had not begun it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """A lower tier hangs: every `Write` and `Read` that it has not begun comes back, refused."""
+    """An order to a lower tier that hangs: return each `Write` and `Read` not begun, refused."""
 
     depth: int
 

@@ -1,4 +1,4 @@
-"""The order in which a tier does what it is given: reads first, changes in turn, in batches."""
+"""The order of a tier's moves: reads first, changes in turn, in batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _IN_A_ROW = 8  # batches of reads while a change waits
 
 @dataclass(frozen=True, slots=True)
 class Until:
-    """Say when everything before it is done, and durable if `flush`; or what failed."""
+    """A marker that reports when all before it is done, and durable if `flush`, or an error."""
 
     done: Callable[[BaseException | None], None]
     flush: bool = False
@@ -26,7 +26,7 @@ class Until:
 
 @dataclass(frozen=True, slots=True)
 class Holds:
-    """Which of these pages a shared tier has."""
+    """A question to a shared tier: which of these pages it has."""
 
     keys: Sequence[PageKey]
     done: Callable[[list[bool]], None]
@@ -42,11 +42,11 @@ _KINDS: dict[type, Any] = {Write: Write | Drop, Drop: Write | Drop}
 class Order:
     """A queue of moves. `Write`, `Drop`, `Clear` and `Until` keep their order.
 
-    Reads and questions overtake them, but for a `Clear`: what comes after it must not find what it
-    will drop. Nor do they for ever: frames wait for writes.
+    Reads and questions overtake them, except for a `Clear`: after it they must not find what it
+    will drop. They do not overtake for ever, because frames wait for writes.
 
     Args:
-        batch_pages: pages that are moved together.
+        batch_pages: most pages that are moved together.
     """
 
     def __init__(self, *, batch_pages: int) -> None:
@@ -68,7 +68,7 @@ class Order:
             self.changed.notify()
 
     def recall(self) -> list[Write | Read]:
-        """Take back the writes and reads that `next` has not handed out."""
+        """Take back the writes and reads that `next` has not handed out yet."""
         with self.changed:
             queues = (self._first, self._in_turn)
             taken = [move for queue in queues for move in queue if isinstance(move, Write | Read)]
@@ -84,9 +84,9 @@ class Order:
             self.changed.notify()
 
     def next(self) -> list[Any]:
-        """Waits for moves of one kind, `Write` and `Drop` being one; none after `stop`.
+        """Wait for moves of one kind, `Write` and `Drop` being one; return none after `stop`.
 
-        A page is not dropped in a batch after it was written there, and not written twice.
+        A batch does not drop a page after writing it, and does not write it twice.
         """
         with self.changed:
             self.changed.wait_for(lambda: self._first or self._in_turn or self._stopping)

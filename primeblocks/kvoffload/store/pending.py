@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Pending(Generic[T]):
-    """What `save` and `load` return: ask `done()`, `wait`, or `cancel`.
+    """The result of a `save` or `load` in progress: ask `done()`, `wait`, or `cancel`.
 
     A wait that ends at its deadline gives the operation up, as `cancel` does: when either has
     returned, the caller's buffers are neither read nor written any more.
@@ -34,7 +34,7 @@ class Pending(Generic[T]):
         return self._finished
 
     def wait(self, *, timeout_s: float) -> T:
-        """The result.
+        """Wait for the result and return it.
 
         Raises:
             DeadlineError: not ready within `timeout_s`; the operation is given up.
@@ -48,7 +48,7 @@ class Pending(Generic[T]):
         return self._result  # type: ignore[return-value]
 
     def cancel(self) -> bool:
-        """Give the operation up; false if it was over already. Pages that moved stay moved."""
+        """Give the operation up; return false if it was over. Pages that moved stay moved."""
         with self._changed:
             if self._finished:
                 return False
@@ -57,7 +57,7 @@ class Pending(Generic[T]):
 
     @contextmanager
     def buffers(self) -> Iterator[bool]:
-        """Hold the caller's buffers for a copy; false if the operation was given up."""
+        """Hold the caller's buffers for a copy; yield false if the operation was given up."""
         with self._changed:
             held = not self._given_up
             self._busy += held
@@ -70,7 +70,7 @@ class Pending(Generic[T]):
                     self._changed.notify_all()
 
     def finish(self, result: T) -> None:
-        """Hand the result over; nothing happens if nobody waits any more."""
+        """Hand the result over; do nothing if the operation was given up."""
         with self._changed:
             if not self._finished:
                 self._result = result
@@ -78,12 +78,12 @@ class Pending(Generic[T]):
                 self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Make `wait` raise `error`, once the other pages of a batch are not copied any more."""
+        """Make `wait` raise `error`, once no other page of the batch is being copied."""
         with self._changed:
             self._give_up(error)
 
     def _give_up(self, error: BaseException) -> None:
-        """Once no copy is under way; each lasts as long as one page takes in memory."""
+        """Give up once no copy is under way; each lasts as long as copying one page in memory."""
         self._given_up = True
         self._changed.wait_for(lambda: self._busy == 0)
         if not self._finished:

@@ -1,4 +1,4 @@
-"""What callers ask of a store, checked and ready for its catalogue."""
+"""Requests of a store's callers, checked and ready for its catalogue."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def save_requests(
     attachment_bytes: int,
     rollout: Hashable,
 ) -> list[SaveRequest]:
-    """One request a page.
+    """Make one save request for each page.
 
     Raises:
         ShapeError: a page or its packed attachments have the wrong size.
         UnsupportedError: a page is not in host memory.
-        UsageError: a key or the rollout's name is none.
+        UsageError: a key is no `PageKey`, or the rollout's name is not hashable.
     """
     users = users_of(rollout)
     requests = []
@@ -59,12 +59,12 @@ def load_requests(
     page_bytes: int,
     rollout: Hashable,
 ) -> list[LoadRequest]:
-    """One request a page.
+    """Make one load request for each page.
 
     Raises:
         ShapeError: a buffer has the wrong size or is read-only.
         UnsupportedError: a buffer is not in host memory.
-        UsageError: a key or the rollout's name is none.
+        UsageError: a key is no `PageKey`, or the rollout's name is not hashable.
     """
     users = users_of(rollout)
     requests = []
@@ -76,7 +76,7 @@ def load_requests(
 
 
 def users_of(*names: Hashable) -> tuple[Hashable, ...]:
-    """Names that are not None; raises `UsageError` for one that is not hashable."""
+    """Return the names that are not None; raise `UsageError` for one that is not hashable."""
     for name in names:
         try:
             hash(name)
@@ -94,14 +94,14 @@ def _check(key: PageKey) -> None:
 
 
 def same_length(**sequences: Sequence[Any]) -> None:
-    """Raises `ShapeError` unless a batch has one of each for every page."""
+    """Raise `ShapeError` unless a batch has one of each for every page."""
     lengths = {name: len(each) for name, each in sequences.items()}
     if len(set(lengths.values())) != 1:
         raise ShapeError(f"a batch has one of each for every page; got {lengths}")
 
 
 def in_order(tiers: Sequence[HostTier | Tier]) -> tuple[HostTier, list[Tier]]:
-    """Host memory, and what is below it.
+    """Split tiers into host memory and those below it.
 
     Raises:
         UnsupportedError: no host tier in front, or a tier below one that others write to.

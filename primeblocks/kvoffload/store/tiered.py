@@ -40,18 +40,18 @@ class TieredStore:
 
     A page is saved into host memory and written to the tiers below, either when it leaves ("back")
     or at once ("through"); a page found below is copied back to host memory. Calls return at once;
-    threads of the store copy and do I/O. A load sees every save that was called before it. Memory
-    is the host tier alone: pages on their way up or down lie in its frames.
+    threads of the store copy and do I/O. A load sees every save that was called before it. The
+    store's only page memory is the host tier: pages on their way up or down lie in its frames.
 
     Args:
         tiers: fastest first; the first must be a `HostTier`. The store closes them.
-        evict: who leaves a full tier: `lru`, `arc` or `VersionAware(...)`.
+        evict: policy that chooses the page to leave: `lru`, `arc` or `VersionAware(...)`.
         max_pending: pages that may wait for room in host memory; further saves are declined.
         write: "back" saves writes to the tiers below, "through" loses less in a crash and shares
             pages sooner.
         copy_threads: threads that copy between the caller's buffers and host memory.
-        patience_s: how long saves wait for a tier below that does not keep up. Then pages leave
-            host memory without being written there; one that answers nothing is not read either.
+        patience_s: seconds that saves wait for a tier below that does not keep up. Then pages leave
+            host memory without being written there; a tier that does not answer is not read either.
         clock: seconds.
 
     Raises:
@@ -109,12 +109,14 @@ class TieredStore:
     ) -> Pending[Saved]:
         """Keep a page. Local.
 
-        The page is read until the result is there, and must not change before. Replaces what `key`
-        named, except in a tier that others write to. Without room, the result says: not stored.
+        The page is read until the result is there, and must not change before. It replaces the page
+        that `key` named, except in a tier that others write to. Without room it is not stored, and
+        the result says so.
 
         Args:
             page: `page_bytes` bytes: a contiguous tensor, array or buffer, or a list of them.
-            rollout: who will ask for the page again, any name, until `end`; first page first.
+            rollout: any name of the rollout that will ask for the page again, until `end`; save its
+                first page first.
 
         Raises:
             ShapeError: the page or its packed attachments have the wrong size.
@@ -132,7 +134,7 @@ class TieredStore:
         attachments: Sequence[Mapping[str, bytes] | None] | None = None,
         rollout: Hashable = None,
     ) -> Pending[list[Saved]]:
-        """`save` for several pages, with one result for each. Nothing is saved if it raises."""
+        """Save several pages as `save` does, with one result for each; none if it raises."""
         attachments = [None] * len(keys) if attachments is None else attachments
         same_length(keys=keys, pages=pages, attachments=attachments)
         return self._save(Batch[Saved](len(keys)), keys, pages, attachments, rollout)
@@ -146,7 +148,7 @@ class TieredStore:
 
         Args:
             into: writable, otherwise as the page in `save`.
-            rollout: who asks, as in `save`.
+            rollout: name of the rollout that asks, as in `save`.
 
         Raises:
             ShapeError: `into` has the wrong size or is read-only.
@@ -158,7 +160,7 @@ class TieredStore:
     def load_batch(
         self, keys: Sequence[PageKey], *, into: Sequence[Any], rollout: Hashable = None
     ) -> Pending[list[Loaded]]:
-        """`load` for several pages, with one result for each."""
+        """Load several pages as `load` does, with one result for each."""
         same_length(keys=keys, into=into)
         return self._load(Batch[Loaded](len(keys)), keys, into, rollout)
 
@@ -167,7 +169,7 @@ class TieredStore:
         return self._catalogue.knows(key)
 
     def holds(self, keys: Sequence[PageKey]) -> Pending[list[bool]]:
-        """For which pages a load may hit, shared tiers included. May ask over the network.
+        """Tell for which pages a load may hit, shared tiers included. May ask over the network.
 
         Raises:
             ClosedError: the store is closed.
@@ -188,10 +190,10 @@ class TieredStore:
         return pending
 
     def advance(self, *, version: int) -> None:
-        """The policy is now at `version`; older pages may have become useless. Local.
+        """Move to the policy at `version`; older pages may have become useless. Local.
 
         Raises:
-            UsageError: the version went backwards, or is none.
+            UsageError: the version went backwards, or is no version.
         """
         version = check_version(version)
         with self._changed:
@@ -200,40 +202,40 @@ class TieredStore:
             self._catalogue.version = version
 
     def pause(self, rollout: Hashable, what: Hashable) -> None:
-        """A rollout stopped writing: it waits for something, and then uses its pages again. Local.
+        """Note that a rollout stopped writing, and waits before it uses its pages again. Local.
 
         The store learns how long each kind of wait takes, and `VersionAware` keeps the pages that
         are worth it. The next save or load that names the rollout ends the pause.
 
         Args:
-            what: one of a few names: of tools ("pytest"), or of the engine's queue.
+            what: one of a few names, of tools ("pytest") or of the engine's queue.
         """
         users_of(rollout, what)
         self._ask(lambda: self._catalogue.pause(rollout, what))
 
     def end(self, rollout: Hashable) -> None:
-        """Pages that only this rollout used go next; whoever names rollouts ends them. Local."""
+        """End a rollout: its own pages go next. A caller that names rollouts ends them. Local."""
         users_of(rollout)
         self._ask(lambda: self._catalogue.end(rollout))
 
     def clear(self) -> Pending[None]:
-        """Drop every page of every tier. No load that comes later finds any. Local.
+        """Drop every page of every tier. No later load finds any. Local.
 
         The result is there when the tiers below have done so too; an error means that one of them
-        did not, and may have pages again when it is opened next.
+        did not, and may have pages again when it is next opened.
         """
         return self._after(self._catalogue.clear)
 
     def flush(self) -> Pending[None]:
-        """Write to the tiers below what host memory alone has, and make it durable. Local.
+        """Write pages that only host memory has to the tiers below, and make them durable. Local.
 
-        Pages whose save is not over are not among them. An error means that a page found no room
+        Pages whose save is not over are not included. An error means that a page found no room
         below or was refused there, and a later call tries it again.
         """
         return self._after(self._catalogue.write_down, flush=True)
 
     def statistics(self) -> dict[str, TierStatistics]:
-        """Counts for each tier, by its name; from any thread."""
+        """Return counts for each tier, by its name; from any thread."""
         with self._changed:
             return self._catalogue.statistics()
 
@@ -286,13 +288,13 @@ class TieredStore:
         return batch.pending
 
     def _in_parts(self, ask: Callable[[list[R]], None], requests: list[R]) -> None:
-        """The first pages are copied while the catalogue looks at the others."""
+        """Ask in parts: the first pages are copied while the catalogue looks at the others."""
         for start in range(0, len(requests), _PART):
             ask(requests[start : start + _PART])
             self._hand_out()
 
     def _after(self, what: Callable[[], Exception | None], *, flush: bool = False) -> Pending[None]:
-        """Do it, and finish when every lower tier has done what it was given so far."""
+        """Do `what`, and finish when every lower tier has done what it was given so far."""
         batch = Batch[None](len(self._workers), lambda results: None)
         levels = self._catalogue.levels
 
@@ -317,7 +319,7 @@ class TieredStore:
         return batch.pending
 
     def _look_for_lost(self, level: Level, worker: TierWorker) -> None:
-        """A tier that failed may have lost pages, which another flush is to write again."""
+        """Forget pages that a failed tier lost, so that another flush writes them again."""
         with self._changed:
             here = level.here()
         lost = worker.lacks(list(here))  # without the lock: a tier may hang
@@ -334,7 +336,7 @@ class TieredStore:
             if self._error is not None:
                 raise self._error
 
-    # Whatever changes the catalogue goes through here; moves are handed out in its order.
+    # Every change of the catalogue goes through here; moves are handed out in its order.
 
     def _change(self, what: Callable[[], object]) -> None:
         with self._changed:
@@ -354,7 +356,7 @@ class TieredStore:
                     request.target.finish(None, {})
 
     def _break(self, error: BaseException) -> None:
-        """The catalogue may be half changed: nothing is asked of it now, and who waits hears."""
+        """Stop using the catalogue, which may be half changed, and tell waiting callers."""
         logger.critical("the page store broke", exc_info=error)
         with self._changed:
             self._error = ClosedError(f"the page store broke: {error!r}. Close it, make a new one.")

@@ -1,4 +1,4 @@
-"""The thread of one lower tier, and its way with tiers that break their contract."""
+"""The thread of one lower tier, proof against tiers that break their contract."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BATCH_PAGES = 256
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a move: the length that was read, whether the page is there, or an error."""
+    """The result of a move: the length that was read, whether the page is there, or an error."""
 
     move: Read | Write | Ask
     length: int = 0
@@ -36,7 +36,7 @@ class Outcome:
 
 
 class TierWorker:
-    """Does to a tier what it is given.
+    """A thread that makes the moves of one tier.
 
     Args:
         report: called with the outcomes of a batch.
@@ -55,7 +55,7 @@ class TierWorker:
         self._host = host
         self._report = report
         self._broke = broke
-        # Should the tier hang, the frames of one batch are all that it keeps.
+        # A tier that hangs keeps the frames of one batch at most.
         pages = min(_BATCH_PAGES, _BATCH_BYTES // host.frame_bytes, host.capacity_pages // 4)
         pages = max(1, pages)
         self._order = Order(batch_pages=pages)
@@ -68,17 +68,17 @@ class TierWorker:
         self._order.give(move)
 
     def recall(self) -> list[Outcome]:
-        """Take back the reads and writes that are not begun: the tier refused them."""
+        """Take back the reads and writes that are not begun, as refused by the tier."""
         error = Recalled(f"{self._tier.name} answers nothing; the page was not moved")
         return [Outcome(move, error=error) for move in self._order.recall()]
 
     def lacks(self, keys: Sequence[PageKey]) -> list[PageKey]:
-        """Those of these pages that the tier says it does not have."""
+        """Return those of these pages that the tier says it does not have."""
         answers = self._each(len(keys), lambda: self._tier.holds(keys))
         return [key for key, held in zip(keys, answers, strict=True) if held is False]
 
     def stop(self) -> Thread:
-        """Close the tier after what was given; returns the thread to be joined."""
+        """Close the tier after the moves given so far; return the thread to be joined."""
         self._order.stop()
         return self._thread
 
@@ -91,7 +91,7 @@ class TierWorker:
         self._try(self._tier.close)
 
     def _change(self, moves: Sequence[Write | Drop]) -> None:
-        """Drops first: they make room. A page that is written here is not dropped after."""
+        """Drop first, to make room, then write. A page written here is not dropped afterwards."""
         if drops := [move for move in moves if isinstance(move, Drop)]:
             self._drop(drops)
         if writes := [move for move in moves if isinstance(move, Write)]:
@@ -159,7 +159,7 @@ class TierWorker:
     # A tier that breaks its contract must not end the thread.
 
     def _each(self, pages: int, do: Callable[[], Sequence[Any]]) -> list[Any]:
-        """An answer for each page, also where the tier raised."""
+        """Return an answer for each page, also where the tier raised."""
         try:
             answers = list(do())
             if len(answers) != pages:
@@ -170,7 +170,7 @@ class TierWorker:
             return [error] * pages
 
     def _try(self, do: Callable[[], None]) -> None:
-        """What fails is said at the next `Until`."""
+        """Do it, and keep its error for the next `Until`."""
         try:
             do()
         except Exception as error:

@@ -1,4 +1,4 @@
-"""What Mooncake's numbers mean for a tier.
+"""Meanings of Mooncake's error codes for a tier.
 
 Source: ErrorCode in mooncake-store/include/types.h, 0.3.13.
 """
@@ -29,12 +29,12 @@ _ERRORS: dict[int, tuple[_Kind, str]] = {
     -801: (CorruptionError, "Mooncake read other bytes than it wrote"),  # CHECKSUM_MISMATCH
 }
 
-# After these, the next call is likely to wait as long.
+# After these, the next call is likely to wait just as long.
 LOST = frozenset(code for code, is_ in _ERRORS.items() if is_ in (_NO_CONNECTION, _NO_ANSWER))
 
 
 def error_of(code: int) -> PrimeblocksError | OSError | None:
-    """The error that a code stands for; None if it is not negative."""
+    """Return the error that a code stands for; None if it is not negative."""
     if code >= 0:
         return None
     kind, what = _ERRORS.get(code, (OSError, "Mooncake refused"))

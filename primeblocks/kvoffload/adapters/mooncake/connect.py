@@ -25,14 +25,14 @@ def connect(
 
     Args:
         master: host and port of the master's RPC server.
-        hostname: under which other clients reach this machine.
+        hostname: name under which other clients reach this machine.
         segment_bytes: memory of this process that holds pages for everybody: 0, or 16 MiB and more.
         buffer_bytes: Mooncake's own buffer, for values that it reads from a disk.
         protocol: "tcp" or "rdma".
         devices: RDMA devices, separated by commas.
         metadata: Mooncake's metadata server; the default needs none.
-        timeout_s: to reach the master. Where there is none, Mooncake's own setup would hold the
-            whole interpreter for 90 s (measured, 0.3.13).
+        timeout_s: limit for reaching the master. Without a master, Mooncake's own setup would
+            block the whole interpreter for 90 s (measured, 0.3.13).
 
     Raises:
         MissingPackageError: Mooncake, or a library that it links, is not installed.

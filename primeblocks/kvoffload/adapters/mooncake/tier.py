@@ -38,8 +38,8 @@ Wrong = PrimeblocksError | OSError
 class MooncakeTier:
     """Pages that all engines of a Mooncake Store share.
 
-    A value is a header, the page, its attachments and zeros up to the size of a frame, because who
-    reads has to know the size. The first value of a key stays until Mooncake evicts it or somebody
+    A value is a header, the page, its attachments and zeros up to the size of a frame, because a
+    reader has to know the size. The first value of a key stays until Mooncake evicts it or somebody
     drops it.
 
     A call ends when Mooncake ends it: after 30 s if the master hangs, 60 s if the owner of the
@@ -49,12 +49,12 @@ class MooncakeTier:
     Args:
         client: what `connect` returned. The tier closes it.
         host: the tier above, whose slab is registered with Mooncake.
-        namespace: what names in the store begin with; letters, digits and `_.-`.
+        namespace: prefix of all names in the store; letters, digits and `_.-`.
         rest_s: seconds without calls after one that lost its connection or came too late.
         clock: seconds that never go back.
 
     Raises:
-        PlanError: no such namespace.
+        PlanError: `namespace` has other characters.
         EngineError: Mooncake refuses to register the slab.
     """
 
@@ -109,7 +109,7 @@ class MooncakeTier:
     ) -> list[Found | Wrong | None]:
         """Read pages: one request for 64 pages, and the transfers.
 
-        What is not the page of its key is removed from the store.
+        A value that is not the page of its key is removed from the store.
         """
         answers: list[Found | Wrong | None] = []
         for batch in _batches(keys):
@@ -138,10 +138,10 @@ class MooncakeTier:
             self._expect([client.remove_by_regex(pattern, True)])
 
     def flush(self) -> None:
-        """Nothing: what Mooncake keeps is its own affair."""
+        """Do nothing: durability is left to Mooncake."""
 
     def holds(self, keys: Sequence[PageKey]) -> list[bool]:
-        """Which pages are there: one request; none while the tier rests. From any thread.
+        """Tell which pages are there: one request; none while the tier rests. From any thread.
 
         Raises:
             OSError, DeadlineError: the store did not say.
@@ -154,13 +154,13 @@ class MooncakeTier:
         return [code == 1 for code in codes]
 
     def keys(self) -> list[PageKey]:
-        """None: what a shared store holds is asked."""
+        """Return no keys: a shared store is asked for each page."""
         return []
 
     def close(self) -> None:
-        """Leave the store, and take along the memory that this process gave to it.
+        """Leave the store, and withdraw the memory that this process gave to it.
 
-        A second call does nothing. Mooncake holds the whole interpreter meanwhile, for 2 s, or for
+        A second call does nothing. Mooncake blocks the whole interpreter meanwhile, for 2 s, or for
         8 s if its master is gone (measured, 0.3.13).
 
         Raises:
@@ -182,7 +182,7 @@ class MooncakeTier:
         self._client.close()
 
     def __len__(self) -> int:
-        """0: nobody counts the pages of a namespace."""
+        """Return 0: the pages of a namespace are not counted."""
         return 0
 
     def _put(self, records: Sequence[Record]) -> list[Wrong | None]:
@@ -233,7 +233,7 @@ class MooncakeTier:
         return self._error(code) or unpack_header(header.tobytes(), name)
 
     def _forget_wrong(self, names: Sequence[bytes], answers: Sequence[object]) -> None:
-        """A put would leave such values as they are, and every read would find them."""
+        """Remove wrong values: a put would leave them, and every read would find them."""
         pairs = zip(names, answers, strict=True)
         wrong = [self._path(name) for name, each in pairs if isinstance(each, CorruptionError)]
         if wrong:
@@ -253,7 +253,7 @@ class MooncakeTier:
 
     @contextmanager
     def _call(self) -> Iterator[Any]:
-        """The client, which is not closed meanwhile."""
+        """Lend the client, which is not closed meanwhile."""
         with self._changed:
             if self._closed:
                 raise ClosedError(f"the tier {self.name} is closed")
@@ -283,7 +283,7 @@ class MooncakeTier:
 
 
 def _batches(keys: Sequence[PageKey]) -> Iterator[slice]:
-    """Requests of 64 pages, each of them once: of two, Mooncake 0.3.13 fills one and says both."""
+    """Cut into requests of 64 pages, none twice: Mooncake 0.3.13 fills one of two, reports both."""
     start, seen = 0, set[PageKey]()
     for at, key in enumerate(keys):
         if key in seen or len(seen) == _BATCH:

@@ -1,4 +1,4 @@
-"""What stands before a page in the store: which page it is, its digest, its length."""
+"""The header of a page in the store: its fingerprint, its digest, its length."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ HEADER_BYTES = _HEADER.size
 
 
 def fingerprint(key: PageKey, *, page_bytes: int, attachment_bytes: int) -> bytes:
-    """32 bytes that name a page; pages of stores with other sizes have other names."""
+    """Return 32 bytes that name a page; stores with other sizes have other names for it."""
     sizes = struct.pack("<QQ", page_bytes, attachment_bytes)
     return hashlib.sha256(sizes + key.encode()).digest()
 
 
 def pack_header(name: bytes, *, digest: bytes, length: int) -> bytes:
-    """The header of a value; `length` counts page and attachments."""
+    """Pack the header of a value; `length` counts page and attachments."""
     return _HEADER.pack(_MAGIC, name, digest, length)
 
 
 def unpack_header(data: bytes, name: bytes) -> Found | CorruptionError:
-    """The inverse, if it is the header of this page."""
+    """Invert `pack_header` if `data` is the header of this page, else return an error."""
     magic, named, digest, length = _HEADER.unpack(data)
     if magic != _MAGIC or named != name:
         return CorruptionError(f"Mooncake holds something else under the name {name.hex()}")

@@ -16,17 +16,17 @@ __all__ = ["command_line", "multi", "server_args"]
 
 
 def multi(*parts: Mapping[str, Any], on_load_failure: str = "recompute") -> dict[str, Any]:
-    """Several of them in one engine: `multi(nixl("prefill"), native(cpu_bytes=...))`. Pure.
+    """Combine connectors in one engine: `multi(nixl("prefill"), native(cpu_bytes=...))`. Pure.
 
     Saves go to all. A request loads from the first part that has *any* of its tokens and computes
     the rest, so NIXL comes first: a short prefix in a cache would keep a whole prompt from it.
 
     Args:
         parts: what `native`, `nixl`, `mooncake` and `engine_args` return.
-        on_load_failure: for all parts; their own does not count.
+        on_load_failure: policy of all parts; replaces their own.
 
     Raises:
-        PlanError: fewer than two parts, something else than the builders return, or parts that
+        PlanError: fewer than two parts, a part that no builder returned, or parts that
             want different values of one argument.
         UnsupportedError: parts that vLLM cannot have together, or not in this order.
     """
@@ -54,7 +54,7 @@ def multi(*parts: Mapping[str, Any], on_load_failure: str = "recompute") -> dict
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:
-    """The same engine arguments for `python -m vllm.entrypoints.openai.api_server`. Pure.
+    """Return engine arguments as words for `python -m vllm.entrypoints.openai.api_server`. Pure.
 
     Raises:
         PlanError: a value that has no form on a command line.
@@ -76,7 +76,7 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def server_args(**settings: Any) -> list[str]:
-    """`engine_args` as words of a server's command line; its arguments and errors. Pure."""
+    """Return `engine_args` as words of a server's command line; same arguments and errors. Pure."""
     return command_line(engine_args(**settings))
 
 
@@ -102,7 +102,7 @@ def _split(part: Mapping[str, Any]) -> tuple[KVTransferConfig, dict[str, Any]]:
 
 
 def _settings(config: KVTransferConfig) -> dict[str, Any]:
-    """What differs from vLLM's defaults. Not the engine's identity: each engine has its own."""
+    """Return the settings that differ from vLLM's defaults, without the engine's own identity."""
     default = KVTransferConfig()
     settings = {each.name: getattr(config, each.name) for each in fields(config)}
     return {

@@ -33,7 +33,7 @@ def native(
     offload_prompt_only: bool = False,
     capture: bool = False,
 ) -> dict[str, Any]:
-    """vLLM's offloading to host memory, with its file tier behind it if a path is given. Pure.
+    """Configure vLLM's offloading to host memory, and to files if a path is given. Pure.
 
     Its files have no checksum, no quota and no policy version, and stay when the engine ends: use
     a new directory or new `cache_salt`s for each run. `engine_args` has none of these limits. It
@@ -43,10 +43,10 @@ def native(
         cpu_bytes: vLLM's pool in host memory, of all workers together.
         disk_path: directory of vLLM's file tier.
         disk_threads: threads that read, and as many that write.
-        eviction_policy: of the pool, "lru" or "arc".
-        store_threshold: offload a page once it was computed this often; below 2 at once.
+        eviction_policy: that of the pool, "lru" or "arc".
+        store_threshold: offload a page once it was computed this often; at once if below 2.
         blocks_per_chunk: engine pages that are moved as one.
-        offload_prompt_only: leave generated tokens out; of several turns they are the prompt.
+        offload_prompt_only: leave generated tokens out; they are part of the next turn's prompt.
         capture: the engine returns routed experts.
 
     Raises:
@@ -105,7 +105,7 @@ def nixl(
     on_load_failure: str = "recompute",
     capture: bool = False,
 ) -> dict[str, Any]:
-    """Pages from engines that prefill to engines that decode, through NIXL. Pure.
+    """Configure transfers from engines that prefill to engines that decode, by NIXL. Pure.
 
     Across machines each engine needs its own `VLLM_NIXL_SIDE_CHANNEL_HOST` in its environment.
 
@@ -113,9 +113,9 @@ def nixl(
         role: what this engine does.
         push: prefill writes to decode, instead of decode reading from prefill.
         backends: NIXL's plug-ins.
-        num_threads: of UCX; each takes doorbell pages of the network card, which others need too.
-        lease_s: how long prefill keeps pages that nobody asked for.
-        bidirectional: prefill of a further turn reads from decode what that generated.
+        num_threads: threads of UCX; each takes scarce doorbell pages of the network card.
+        lease_s: seconds that prefill keeps pages that nobody asked for.
+        bidirectional: prefill of a later turn reads the pages that decode generated.
         on_load_failure: compute a page again that did not come, or fail the request.
         capture: the engine returns routed experts.
 
@@ -166,7 +166,7 @@ def mooncake(
     on_load_failure: str = "recompute",
     capture: bool = False,
 ) -> dict[str, Any]:
-    """A pool of pages that several engines share, in Mooncake's store. Pure.
+    """Configure a pool of pages that several engines share, in Mooncake's store. Pure.
 
     The engine finds the store by the file that `MOONCAKE_CONFIG_PATH` names (`mooncake_settings`).
 
@@ -174,8 +174,8 @@ def mooncake(
         run: put in front of every key. The store outlives engines and knows a model by the last
             part of its path; two runs with one name would use each other's pages.
         role: "decode" reads and saves what it generates, "prefill" and "both" save all.
-        save_generated: save generated tokens; of several turns they are the prompt.
-        lookup_async: ask the store beside the engine's steps.
+        save_generated: save generated tokens; they are part of the next turn's prompt.
+        lookup_async: query the store without holding up the engine's steps.
         preferred_segment: the store's node that takes new pages.
         on_load_failure: compute a page again that did not come, or fail the request.
         capture: the engine returns routed experts.
@@ -216,14 +216,14 @@ def mooncake_settings(
     device: str = "",
     disk: bool = False,
 ) -> str:
-    """The JSON file that `MOONCAKE_CONFIG_PATH` names in the environment of an engine. Pure.
+    """Return the JSON text of the file that an engine's `MOONCAKE_CONFIG_PATH` names. Pure.
 
     Args:
         master: `host:port` of the store's master.
-        segment_bytes: what each worker adds to the pool; 0 where a client of Mooncake owns it.
+        segment_bytes: memory that each worker adds to the pool; 0 where a Mooncake client owns it.
         buffer_bytes: a worker's buffer for transfers.
         metadata: the metadata server; the default needs none.
-        protocol: of the transfers.
+        protocol: that of the transfers.
         device: RDMA devices, separated by commas; empty lets Mooncake choose.
         disk: the pool's owner has a disk behind its memory.
 

@@ -34,13 +34,13 @@ def engine_args(
     routes_bytes_per_token: int = 0,
     persist: str | None = None,
 ) -> dict[str, Any]:
-    """Engine arguments that put our store behind vLLM: `LLM(model, **engine_args(...))`. Pure.
+    """Return arguments that put our store behind vLLM: `LLM(model, **engine_args(...))`. Pure.
 
     Requests must carry one `cache_salt` for each policy version: vLLM's page hashes contain it, so
     pages of different weights never meet. vLLM's prefix cache must stay on.
 
     Args:
-        primary_bytes: vLLM's transit pool in shared memory. The more it holds the less it asks us.
+        primary_bytes: vLLM's transit pool in shared memory. The more it holds, the less it asks us.
         host_bytes: our pages in host memory.
         disk_path: directory of our pages on disk; emptied when the engine starts and stops, unless
             `persist` is given.
@@ -49,14 +49,14 @@ def engine_args(
             means least recently used.
         eviction_policy: vLLM's policy for the transit pool, "lru" or "arc".
         offload_prompt_only: leave generated tokens out.
-        routes_bytes_per_token: with routed-expert capture, what the engine captures of a token
+        routes_bytes_per_token: with routed-expert capture, bytes captured for each token
             (`RouterShape.bytes_per_token` of primeblocks.replay): routes then travel with their
             pages. 0 leaves them where vLLM keeps them.
-        persist: keep the pages on disk for the next engine that says the same. The name must
-            change with whatever the pages depend on and a `cache_salt` does not name: the weights
-            that the engine starts with, above all. Pages are found again by engines with equal
-            model, layout, parallel sizes and vLLM; after a reset of the connector none is kept.
-            None starts empty and leaves nothing.
+        persist: keep the pages on disk for the next engine with the same name here. The name must
+            change with everything that the pages depend on and a `cache_salt` does not name: above
+            all, the weights that the engine starts with. Pages are found again by engines with
+            equal model, layout, parallel sizes and vLLM version; after a reset of the connector
+            none is kept. None starts empty and leaves no pages.
 
     Raises:
         PlanError: sizes that do not fit together.
@@ -106,7 +106,7 @@ def engine_args(
 
 @dataclass(frozen=True)
 class EngineStatistics:
-    """What our tier has done for the engines of this process.
+    """Counts of what our tier has done for the engines of this process.
 
     Args:
         hits: pages handed to the engine.

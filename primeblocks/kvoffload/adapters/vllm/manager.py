@@ -1,4 +1,4 @@
-"""vLLM's tiering manager, with what it does not do for a store behind it."""
+"""vLLM's tiering manager, completed for a store behind it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _PATIENCE_S = 1.0
 
 
 class StoreManager(TieringOffloadingManager):
-    """Stock, except for three things.
+    """The stock manager, except for three things.
 
     - A reset reaches our tier. Stock vLLM leaves secondary tiers alone when the connector is reset
       after a weight update, and then serves pages of the old weights.
     - A request waits, up to a second, for room in the pool on behalf of a page that a tier has.
-      Stock vLLM takes a full pool for a miss and computes the rest of the prompt, and requests push
-      each other's pages out before any has them all.
+      Stock vLLM takes a full pool for a miss and computes the rest of the prompt, and requests
+      evict each other's pages before any has all of its own.
     - Workers learn the hashes of the pages they move, if routes travel with them.
     """
 

@@ -1,4 +1,4 @@
-"""What a request says about itself, from the front end to the scheduler."""
+"""Policy version and rollout of a request, carried from the front end to the scheduler."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ logger = logging.getLogger(__name__)
 
 
 def request_args(version: Any = None, *, rollout: Any = None, ends: Any = ()) -> dict[str, Any]:
-    """What a request tells our tier: `SamplingParams(extra_args=request_args(7, rollout="a/3"))`.
+    """Name a request for our tier: `SamplingParams(extra_args=request_args(7, rollout="a/3"))`.
 
-    The same dictionary goes into the JSON of a request to vLLM's server. It comes beside the
-    request's `cache_salt`, not instead of it. Pure.
+    The same dictionary goes into the JSON of a request to vLLM's server. It complements the
+    request's `cache_salt` and does not replace it. Pure.
 
     Args:
         version: the policy's, a count of updates; the tier advances with the largest that it has
-            seen, and keys of different versions differ. One that is 2**20 ahead of all before does
+            seen, and keys of different versions differ. A version 2**20 ahead of all before does
             not advance it: a mistake in one request would make everybody's pages stale.
-        rollout: name of who will need the pages again, in its next turn. With several samples of
-            one prompt in a request (`n`) it is theirs together.
-        ends: names of rollouts that need their pages no more once this request is over: its own in
-            its last turn, or some that ended without one.
+        rollout: name of the rollout that will need the pages again, in its next turn. Several
+            samples of one prompt in a request (`n`) share it.
+        ends: names of rollouts that need their pages no longer once this request is over: its own
+            in its last turn, or others that ended without one.
 
     Raises:
         UsageError: names that are not text, or a version that is no integer below 2**63.
@@ -49,7 +49,7 @@ def request_args(version: Any = None, *, rollout: Any = None, ends: Any = ()) ->
 
 @dataclass(frozen=True)
 class Request:
-    """What a request said; nothing where it said nothing."""
+    """The version and rollouts that a request named; empty where it named none."""
 
     version: int | None = None
     rollout: str | None = None
@@ -57,8 +57,10 @@ class Request:
 
 
 def read_request(parameters: Mapping[str, Any] | None) -> Request:
-    """Read `kv_transfer_params`. What is malformed is left out with a warning, not raised: it came
-    over the network, and an error here would end the engine.
+    """Read `kv_transfer_params`.
+
+    Malformed values are left out with a warning, not raised: they came over the network, and an
+    error here would end the engine.
     """
     if not parameters:
         return Request()

@@ -2,9 +2,9 @@
 
 A row of the pool ends with the routes of its page: a seal of 16 bytes, then the rows. The seal is a
 digest of the page's hash and the rows, so that rows of another page, of an earlier one in the same
-place, or half of each are never taken for this page's: they are missing. The worker fills the end
-of a row when it stores a page and hands it to the engine's capture when it loads one; our tier
-carries it, seal included, as an attachment of the page.
+place, or half of each are never taken for this page's: its rows then count as missing. The worker
+fills the end of a row when it stores a page and hands it to the engine's capture when it loads one;
+our tier carries it, seal included, as an attachment of the page.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SEAL_BYTES = 16
 
 @dataclass(frozen=True)
 class Tail:
-    """Where a row of the pool keeps routes.
+    """The part of a row of the pool that keeps routes.
 
     Args:
         offset: first byte after the keys and values of all workers.
@@ -51,21 +51,21 @@ class Tail:
         return self.offset + _SEAL_BYTES + self.rows_bytes
 
     def write(self, row: np.ndarray, page_hash: bytes, rows: bytes) -> None:
-        """Seal the rows of a page and put them at the end of its row."""
+        """Seal the routes of a page and put them at the end of its row."""
         row[self.offset : self.end] = np.frombuffer(_seal(page_hash, rows) + rows, row.dtype)
 
     def read(self, row: np.ndarray, page_hash: bytes) -> bytes | None:
-        """The rows at the end of a row; None unless they are this page's."""
+        """Return the routes at the end of a row; None unless they are this page's."""
         rows = self.sealed(row)[_SEAL_BYTES:]
         intact = row[self.offset : self.offset + _SEAL_BYTES].tobytes() == _seal(page_hash, rows)
         return rows if intact else None
 
     def sealed(self, row: np.ndarray) -> bytes:
-        """The end of a row as it is."""
+        """Return the end of a row as it is."""
         return row[self.offset : self.end].tobytes()
 
     def restore(self, row: np.ndarray, sealed: bytes | None) -> None:
-        """Put back what `sealed` gave, or make the rows missing."""
+        """Put back what `sealed` returned; None marks the routes as missing."""
         row[self.offset : self.end] = 0
         if sealed is not None and len(sealed) == self.end - self.offset:
             row[self.offset : self.end] = np.frombuffer(sealed, row.dtype)
@@ -81,7 +81,7 @@ class NamedChunks(CPULoadStoreSpec):
         assert len(self._keys) == len(self.chunk_ids)
 
     def pages(self, blocks: GPULoadStoreSpec, *, group: int) -> list[_Page]:
-        """The pages of one group of layers: hash, row of the pool, block of the engine."""
+        """Return the pages of one group of layers: hash, row of the pool, block of the engine."""
         every = zip(self._keys, self.chunk_ids, blocks.block_ids, strict=True)
         return [
             _Page(get_offload_block_hash(key), int(chunk), int(block))
@@ -124,7 +124,7 @@ class RoutesWorker(OffloadingWorker):
     ) -> bool:
         assert isinstance(dst_spec, NamedChunks)
         for chunk in dst_spec.chunk_ids:
-            # It may have held an earlier computation of the same page.
+            # The row may have held an earlier computation of the same page.
             self._tail.restore(self._pool[chunk], None)
         pages, later = [], None
         if (connector := self._connector()) is not None:
@@ -176,7 +176,7 @@ class RoutesWorker(OffloadingWorker):
             connector.offer(found)
 
     def _connector(self) -> Any:
-        """The engine's capture; None on ranks that have none, and without capture."""
+        """Return the engine's capture; None on ranks without one."""
         connector = self._connectors.get(self._engine_id)
         if connector is not None and connector.page_nbytes() != self._tail.rows_bytes:
             raise PlanError(
@@ -197,7 +197,7 @@ class _Page(NamedTuple):
 
 @dataclass
 class _Store:
-    """A store on its way, and the rows of its pages when they come."""
+    """A store in flight, and the routes of its pages as they arrive."""
 
     pages: list[_Page]
     later: Any

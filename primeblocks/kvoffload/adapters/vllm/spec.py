@@ -37,7 +37,7 @@ class StoreOffloadingSpec(TieringOffloadingSpec):
     """vLLM's tiering with our manager, room for routes, and a worker for the CPU platform.
 
     Attributes:
-        tail: where a row of the pool keeps the routes of its page; None without them.
+        tail: part of a row of the pool that keeps the routes of its page; None without routes.
     """
 
     def __init__(self, config: OffloadingConfig) -> None:
@@ -115,7 +115,7 @@ class UnlinkedRegion(SharedOffloadRegion):
 
 
 class HostCopyWorker(OffloadingWorker):
-    """Copies pages between the engine's cache and the shared pool where both are host memory."""
+    """A worker that copies pages between the engine's cache and the pool, both in host memory."""
 
     def __init__(
         self, kv_caches: CanonicalKVCaches, *, blocks_per_chunk: int, region: SharedOffloadRegion
@@ -145,7 +145,7 @@ class HostCopyWorker(OffloadingWorker):
         return finished
 
     def wait(self, job_ids: set[int]) -> None:
-        """Nothing to wait for: a copy is over when `submit_*` returns."""
+        """Do nothing: a copy is over when `submit_*` returns."""
 
     def shutdown(self) -> None:
         self._device.clear()

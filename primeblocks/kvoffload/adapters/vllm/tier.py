@@ -51,12 +51,11 @@ logger = logging.getLogger(__name__)
 
 
 class StoreTier(SecondaryTierManager):
-    """Our store behind vLLM's primary tier. Lives in the scheduler's process and never blocks it.
+    """Our store behind vLLM's primary tier. It runs in the scheduler's process and never blocks it.
 
     A page that is missing, torn or changed is reported as failed, and vLLM computes it again.
     Unless `persist` names what they depend on, the pages are those of one engine run: the store
-    starts empty and is emptied at the end, because nothing says that the next run has the same
-    weights.
+    starts empty and is emptied at the end, because the next run may have other weights.
     """
 
     def __init__(
@@ -154,7 +153,7 @@ class StoreTier(SecondaryTierManager):
 
     def forget(self) -> None:
         """Make every page unreachable at once, and drop them in the background."""
-        # Random: what is stored from now on is found neither before nor by another engine.
+        # Random: earlier pages and those of another engine have other salts.
         self._salt = os.urandom(16)
         self._store.clear()
 
@@ -164,7 +163,7 @@ class StoreTier(SecondaryTierManager):
         with suppress(PrimeblocksError, OSError):  # a slow or full disk then has fewer pages
             last.wait(timeout_s=_TIMEOUT_S)
         self._store.close(timeout_s=_TIMEOUT_S)
-        # vLLM releases its memory view next, which fails while an array looks into it.
+        # vLLM releases its memory view next, which fails while an array refers to it.
         self._rows = np.empty((0, 0), dtype=np.int8)
 
     @classmethod
@@ -217,14 +216,14 @@ class StoreTier(SecondaryTierManager):
         return [self._rows[chunk] for chunk in job.chunk_ids], keys, request.rollout
 
     def _routes_of(self, row: np.ndarray, key: PageKey) -> Mapping[str, bytes] | None:
-        """The attachment of a page: its routes, if they were captured in time."""
+        """Return the attachment of a page: its routes, if they were captured in time."""
         if self._tail is None or self._tail.read(row, key.hash) is None:
             return None
         return {_ROUTES: self._tail.sealed(row)}
 
 
 def recipe(spec: OffloadingSpec) -> str:
-    """A fingerprint of what the bytes of a page mean: model, dtype, layout, parallel sizes."""
+    """Fingerprint what gives the bytes of a page their meaning: model, dtype, layout, sizes."""
     config = spec.config
     facts = (
         vllm.__version__,

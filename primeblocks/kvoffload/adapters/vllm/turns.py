@@ -1,4 +1,4 @@
-"""Whose pages come next into a pool that does not hold everybody's."""
+"""Turns of requests to bring pages into a pool that cannot hold the pages of all."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class _Turn:
 
 
 class Turns:
-    """First come, first served, so that requests do not push each other's pages out for ever.
+    """A first-come, first-served queue: requests do not evict each other's pages for ever.
 
     The first request may bring all of its pages. Those behind it may bring theirs while all fit
-    together, and wait otherwise. Nobody waits longer than the patience, nor for more pages than
-    the pool has: from there on the request is told to go on without.
+    together, and wait otherwise. A request that has waited longer than the patience, or needs more
+    pages than the pool has, is told to go on without.
 
     Args:
         capacity: pages of the pool.
-        patience_s: how long a request may wait in all; computing pages is seldom slower.
+        patience_s: seconds that a request may wait in all; computing pages is seldom slower.
         clock: seconds.
     """
 
@@ -43,13 +43,13 @@ class Turns:
         return next(iter(self._turns), None) == request
 
     def hold(self, request: str, page: Hashable) -> None:
-        """The pool has this page, and the request will use it."""
+        """Record that the pool has this page and the request will use it."""
         turn = self._turns.setdefault(request, _Turn())
         self._pages += page not in turn.pages
         turn.pages.add(page)
 
     def ask(self, request: str, page: Hashable) -> Literal["come", "wait", "go on"]:
-        """Whether the request may bring this page into the pool now."""
+        """Tell whether the request may bring this page into the pool now."""
         turn = self._turns.setdefault(request, _Turn())
         is_new = page not in turn.pages
         if len(turn.pages) + is_new > self._capacity:
@@ -60,7 +60,7 @@ class Turns:
         return "come"
 
     def wait(self, request: str) -> Literal["wait", "go on"]:
-        """There is no room now, because of transfers under way: may the request wait for it?"""
+        """Tell whether the request may wait for room that transfers under way still take."""
         turn = self._turns.setdefault(request, _Turn())
         now = self._clock()
         if turn.waiting_since_s is None:
@@ -68,7 +68,7 @@ class Turns:
         return "wait" if now - turn.waiting_since_s < self._patience_s else "go on"
 
     def leave(self, request: str) -> None:
-        """The request has its pages, or needs them no more."""
+        """Remove a request that has its pages or no longer needs them."""
         turn = self._turns.pop(request, None)
         if turn is not None:
             self._pages -= len(turn.pages)
