@@ -16,8 +16,9 @@ __all__ = ["Agreement"]
 
 
 class Agreement:
-    """All-gather of JSON objects. After a failed exchange the group's state is unknown, so every
-    later one is refused.
+    """All-gather of JSON objects between trainer ranks.
+
+    After a failed exchange the group's state is unknown, so every later one is refused.
 
     Args:
         world_size: how many ranks must take part.
@@ -49,7 +50,7 @@ class Agreement:
     def exchange(
         self, message: dict[str, Any], *, size_bytes: int, deadline: float
     ) -> list[dict[str, Any]]:
-        """Every rank's message, by rank. Collective; `size_bytes` is the same on all ranks.
+        """Return every rank's message, by rank. Collective; `size_bytes` is equal on all ranks.
 
         Raises:
             TransferError: a peer died, or did not come before `deadline` (time.monotonic).

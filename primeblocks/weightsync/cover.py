@@ -1,4 +1,4 @@
-"""Boxes: who owns which part of a tensor, and how to cut it small. Pure."""
+"""Boxes: the ranks that own each part of a tensor, and small cuts of one. Pure."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def owned_boxes(
     """Split a tensor along every border of a held box.
 
     Returns the boxes with the ranks that hold each, then the boxes that nobody holds. Together
-    they tile `shape`. Where the held boxes are equal or disjoint, as sharding makes them, the
-    boxes are just those.
+    they tile `shape`. Where the held boxes are equal or disjoint, as sharding makes them, they are
+    returned as they are.
     """
     ranks_of: dict[Shard, list[int]] = defaultdict(list)
     for rank, shard in held:

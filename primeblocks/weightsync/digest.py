@@ -20,7 +20,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 def bucket_digest(pieces: Iterable[Tensor]) -> str:
-    """The digest of a bucket's pieces: their bytes in C order. Local; one pass over them."""
+    """Return the digest of a bucket's pieces: their bytes in C order. Local; one pass over them."""
     digest = xxhash.xxh3_128()
     for piece in pieces:
         digest.update(as_buffer(piece.cpu().contiguous()))
@@ -34,10 +34,10 @@ def cast_and_digest(
     *,
     helper: Executor | None = None,
 ) -> str:
-    """Copy tensors, each cast to its dtype, and digest what was copied. Local; one pass.
+    """Copy tensors, each cast to its dtype, and return the digest of the copies. Local; one pass.
 
     Args:
-        into: where to, of the same shapes; None digests alone.
+        into: the targets, of the same shapes; None digests alone.
         helper: one thread that digests while this one copies, where bytes are copied as they are.
     """
     digest = xxhash.xxh3_128()
@@ -75,8 +75,8 @@ def _are_plain_bytes(source: Tensor, target: Tensor) -> bool:
 
 
 def as_buffer(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU. No copy."""
-    # Not .numpy(): it forbids ever after to resize the storage, as offloading does.
+    """Return the bytes of a contiguous tensor on the CPU. No copy."""
+    # Not .numpy(): it forbids resizing the storage ever after, as offloading does.
     plain = tensor.detach() if tensor.requires_grad else tensor
     return np.from_dlpack(plain.view(-1).view(torch.uint8)).data
 
@@ -84,7 +84,7 @@ def as_buffer(tensor: Tensor) -> memoryview:
 def _chunks(
     source: Tensor, target: Tensor | None, itemsize: int
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Parts of both that follow each other in C order."""
+    """Yield parts of both that follow each other in C order."""
     if source.is_contiguous() and (target is None or target.is_contiguous()):
         source = source.view(-1)
         target = None if target is None else target.view(-1)

@@ -1,8 +1,8 @@
-"""The bytes of a version from what arrived: whole, or deltas on the version before. All checked.
+"""The checked bytes of a version from what arrived: whole, or deltas on the version before.
 
-What is loaded is what was checked, whatever happens between: it lies in memory of this process, or
-its writers have sealed it. What is lent lies where others may write to it: it is checked before a
-load begins, and what a load gets are copies, checked again.
+Bytes that are loaded are bytes that were checked, whatever happens between: they lie in memory of
+this process, or their writers have sealed them. Lent bytes lie where others may write to them: they
+are checked before a load begins, and a load gets copies of them, checked again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["Feed", "Version", "bring", "check", "feeding", "undone"]
 
 # Less than this is done before a thread has started.
 _BYTES_A_THREAD = 8 << 20
-# So many buckets are checked before a load asks for them.
+# Buckets that are checked before a load asks for them.
 _AHEAD = 2
 
 
@@ -38,8 +38,8 @@ class Version(NamedTuple):
     """A version that this reader has.
 
     Attributes:
-        bytes: what was read for it.
-        undo: by bucket, what makes of it the version that it was made of.
+        bytes: the number of bytes read for it.
+        undo: by bucket, the delta back to the version that it was made of.
         is_checked: whether its bytes were found to be right.
     """
 
@@ -50,7 +50,7 @@ class Version(NamedTuple):
     is_checked: bool = True
 
     def loaded(self) -> Version:
-        """The same, with nothing to go back to, and checked."""
+        """Return the same version, checked, and with nothing to go back to."""
         return self._replace(undo={}, is_checked=True)
 
 
@@ -64,17 +64,17 @@ def bring(
     undoable: bool,
     threads: int,
 ) -> Version:
-    """The bytes of the last of `found`, each a delta to the one before.
+    """Return the bytes of the last of `found`, each a delta to the one before.
 
     Args:
-        base: what the first of them is a delta to; it becomes the new version in place.
-        undoable: whether to find out what leads back to `base`; one more pass over both.
-        threads: how many buckets are worked on at a time, where there is enough to do.
+        base: the version that the first of them is a delta to; it becomes the new one in place.
+        undoable: whether to keep the deltas that lead back to `base`; one more pass over both.
+        threads: the number of buckets worked on at a time, where there is enough to do.
 
     Raises:
-        CorruptionError: it is not what was sent.
-        DeadlineError: it was not checked in time.
-        TransferError: it was retired meanwhile.
+        CorruptionError: the bytes are not those that were sent.
+        DeadlineError: they were not checked in time.
+        TransferError: the version was retired meanwhile.
     """
     deltas = [one for one in found if one.marker.base is not None]
     held: Held | Lent
@@ -111,10 +111,10 @@ def bring(
 
 
 def undone(plan: Plan, reader: int, version: Version, marker: Marker) -> Version:
-    """What `version` was made of, in its place, checked.
+    """Return the version that `version` was made of, in its place, checked.
 
     Raises:
-        CorruptionError: it is not what it was.
+        CorruptionError: its bytes are not those that it had.
     """
     for index, payload in version.undo.items():
         _overwrite(plan, index, version.held, [payload], undoable=False)
@@ -127,7 +127,7 @@ def check(plan: Plan, reader: int, version: Version) -> None:
     """Check every byte that this reader wants.
 
     Raises:
-        CorruptionError: one is not what was sent.
+        CorruptionError: a byte is not the one that was sent.
     """
     for index in plan.of_reader(reader):
         _check_bucket(plan, index, version.held, version.marker)
@@ -136,11 +136,11 @@ def check(plan: Plan, reader: int, version: Version) -> None:
 class Feed:
     """Tensors of a version for one load, each of bytes that were found to be right.
 
-    What a reader has checked where nobody writes is given as it lies there. The rest is checked in
-    threads, some buckets ahead of what was asked for; of what is lent, that is a copy.
+    Bytes that a reader has checked where nobody writes are given as they lie there. The rest is
+    checked in threads, some buckets ahead of what was asked for; of lent bytes, copies are given.
 
     Args:
-        uses: how often each tensor will be asked for; a copy goes with the last.
+        uses: the number of times that each tensor will be asked for; a copy is freed with the last.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Feed:
         self._checks: list[Future[None]] = []
 
     def box(self, name: str, box: Shard) -> Tensor:
-        """A wanted box, or a part of one.
+        """Return a wanted box, or a part of one.
 
         Raises:
             CorruptionError: its bytes are not what was sent.
@@ -185,7 +185,7 @@ class Feed:
         return self._held.box(name, box)
 
     def used(self, names: Iterable[str]) -> None:
-        """Say that what was asked for of each is done with."""
+        """Say that the boxes asked for of these tensors are done with."""
         if self._copies is None:
             return
         for name in names:
@@ -202,7 +202,7 @@ class Feed:
 def feeding(
     plan: Plan, reader: int, version: Version, uses: Mapping[str, int], *, threads: int
 ) -> Iterator[Feed]:
-    """A `Feed`, for as long as the load goes on."""
+    """Open a `Feed`, for as long as the load goes on."""
     # Two for copies; more take from the load what memory gives, and hold more of it.
     most = 2 if isinstance(version.held, Lent) else 1
     threads = min(most, _as_many(plan, plan.of_reader(reader), threads))
@@ -216,7 +216,7 @@ def feeding(
 
 
 def _as_many(plan: Plan, indices: Sequence[int], threads: int) -> int:
-    """The threads that are worth their start."""
+    """Return the number of threads that are worth their start."""
     size = sum(plan.buckets[index].bytes for index in indices)
     return max(1, min(threads, len(indices), 1 + size // _BYTES_A_THREAD))
 
@@ -224,7 +224,7 @@ def _as_many(plan: Plan, indices: Sequence[int], threads: int) -> int:
 def _for_each(
     plan: Plan, indices: Sequence[int], work: Callable[[int], None], *, threads: int
 ) -> None:
-    """Work on each bucket; the first error ends it, once those under way are done."""
+    """Work on each bucket; the first error ends the work, once buckets under way are done."""
     threads = _as_many(plan, indices, threads)
     if threads == 1:
         for index in indices:
@@ -247,7 +247,7 @@ def _check_bucket(
     *,
     into: Sequence[Tensor] | None = None,
 ) -> None:
-    """`into`: where copies of what is lent stay."""
+    """Check one bucket. `into`: tensors that keep the copies of a lent one."""
     bucket, wanted = plan.buckets[index], marker.buckets[index]
 
     def digest() -> str:
@@ -271,7 +271,7 @@ def _check_bucket(
 def _overwrite(
     plan: Plan, index: int, held: Held | Lent, payloads: Sequence[memoryview], *, undoable: bool
 ) -> memoryview | None:
-    """Apply deltas to a bucket, oldest first; what undoes them, if that is asked for."""
+    """Apply deltas to a bucket, oldest first; return what undoes them, if that is asked for."""
     assert not isinstance(held, Lent), "what is lent is copied before it is written to"
     pieces = held.views(index)
     packed = pack(plan, index, pieces)

@@ -1,4 +1,4 @@
-"""The bytes of one version as a reader or writer has them: whole tensors in a blob, or boxes."""
+"""The bytes of one version as a reader or writer holds them: whole tensors in a blob, or boxes."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class Held(Protocol):
     is_own: bool
 
     def views(self, index: int) -> list[Tensor]:
-        """The copies of a bucket, each shaped as its box."""
+        """Return the copies of a bucket, each shaped as its box."""
         ...
 
     def box(self, name: str, box: Shard) -> Tensor:
-        """A box, or a part of one, that the reader wants. A view."""
+        """Return a view of a box, or of a part of one, that the reader wants."""
         ...
 
     def close(self) -> None:
@@ -69,13 +69,13 @@ class Held(Protocol):
 
 @runtime_checkable
 class Lent(Protocol):
-    """The bytes of one version where others may write: a file, or memory of another process.
+    """The bytes of one version in a place where others may write: a file, or another process.
 
-    Nobody uses them as they lie there. They are copied, and the copies are checked.
+    They are never used in that place: they are copied, and the copies are checked.
 
     Attributes:
-        stays: as of `Held`.
-        device: where copies belong.
+        stays: as in `Held`.
+        device: the device that copies belong on.
     """
 
     stays: bool
@@ -84,9 +84,9 @@ class Lent(Protocol):
     def chunks(
         self, index: int, copy: Copy, into: UInt8[Tensor, " bytes"] | None
     ) -> Iterator[UInt8[Tensor, " chunk"]]:
-        """The bytes of one copy of a bucket, in C order, each chunk good until the next.
+        """Yield the bytes of one copy of a bucket, in C order; each chunk is good until the next.
 
-        They are in `into`, one behind the other; without it in memory of their own.
+        The chunks lie in `into`, one behind the other; without it, in memory of their own.
 
         Raises:
             CorruptionError: there are fewer.
@@ -100,18 +100,18 @@ class Lent(Protocol):
 
 
 class Blob:
-    """All whole tensors in one buffer, at `plan.offsets`."""
+    """Whole tensors in one buffer, at `plan.offsets`."""
 
     def __init__(self, plan: Plan, buffer: UInt8[Tensor, " bytes"]) -> None:
         self._plan, self._buffer = plan, buffer
         self._tensors: dict[str, Tensor] = {}
 
     def views(self, index: int) -> list[Tensor]:
-        """The copies of a bucket, each shaped as its box."""
+        """Return the copies of a bucket, each shaped as its box."""
         return [self.box(copy.name, copy.box) for copy in self._plan.buckets[index].copies]
 
     def box(self, name: str, box: Shard) -> Tensor:
-        """A box of a tensor. A view."""
+        """Return a view of a box of a tensor."""
         if name not in self._tensors:
             spec, start = self._plan.target[name], self._plan.offsets[name]
             size = prod(spec.shape) * spec.dtype.itemsize
@@ -123,9 +123,9 @@ class Blob:
 
 
 class Sealed:
-    """The same as a `Held`, in memory that its writers have sealed, from its byte `start` on.
+    """A `Held` over a blob in memory that its writers have sealed, from its byte `start` on.
 
-    It is mapped as often as it is used: what a load writes into its tensors is gone then.
+    It is mapped anew for each use: what a load writes into its tensors is gone afterwards.
     """
 
     stays, is_own = True, False
@@ -142,7 +142,7 @@ class Sealed:
         return self._used().box(name, box)
 
     def rest(self, *, is_right: bool = True) -> None:
-        """Say that a use is over; and whether its bytes were found to be wrong."""
+        """Say that a use is over, and whether its bytes were found to be right."""
         with self._lock:
             self._blob = None
             self._lease.unmap(is_right=is_right)
@@ -159,9 +159,9 @@ class Sealed:
 
 
 class BlobFile:
-    """The same in a file, from its byte `start` on.
+    """A `Lent` over a blob in a file, from its byte `start` on.
 
-    It is read, not mapped: a file that was cut short is an error then, and no SIGBUS.
+    It is read, not mapped, so that a file that was cut short is an error and no SIGBUS.
     """
 
     stays, device = True, torch.device("cpu")
@@ -191,7 +191,7 @@ class BlobFile:
     def _rows(
         self, at: int, count: int, stride: int, size: int, into: UInt8[Tensor, " bytes"] | None
     ) -> UInt8[Tensor, " bytes"]:
-        """`count` rows of `size` bytes, `stride` bytes apart."""
+        """Read `count` rows of `size` bytes, `stride` bytes apart."""
         if into is None:
             into = torch.empty(count * size, dtype=torch.uint8)
         if count == 1:
@@ -245,7 +245,7 @@ class Boxes:
         self._boxes.pop(name, None)
 
     def close(self) -> None:
-        """Nothing: the tensors go with their last user."""
+        """Do nothing: the tensors go with their last user."""
 
     def _of(self, name: str) -> list[tuple[Shard, Tensor]]:
         if name not in self._boxes:
@@ -268,7 +268,7 @@ class Pages:
         self._lock = threading.Lock()
 
     def take(self, size_bytes: int) -> UInt8[Tensor, " bytes"]:
-        """So many bytes that nobody else has, whatever is in them."""
+        """Return memory that nobody else has, with undefined contents."""
         with self._lock:
             arrays = self._arrays.setdefault(size_bytes, [])
             # Each tensor of an array, and each view of that, holds it.
@@ -281,10 +281,10 @@ class Pages:
 def chunks_of(
     plan: Plan, index: int, lent: Lent, into: Sequence[Tensor] | None
 ) -> Iterator[UInt8[Tensor, " chunk"]]:
-    """The bytes of a bucket that is lent, in the order of its digest: copies, good until the next.
+    """Yield a lent bucket's bytes in the order of its digest: copies, each good until the next.
 
     Args:
-        into: where they stay, a tensor for each copy of the bucket; filled once all were asked for.
+        into: a tensor for each copy of the bucket, to keep them; filled once all were asked for.
     """
     for place, copy in enumerate(plan.buckets[index].copies):
         if into is None:
@@ -297,10 +297,10 @@ def chunks_of(
 
 
 def copied(plan: Plan, reader: int, held: Held | Lent, *, stays: bool, deadline: float) -> Boxes:
-    """Copy what a reader wants, unchecked, into its own memory; close what it was copied from.
+    """Copy a reader's boxes, unchecked, into its own memory; close their source.
 
     Raises:
-        DeadlineError: it was not copied in time.
+        DeadlineError: they were not copied in time.
     """
     device = held.device if isinstance(held, Lent) else "cpu"
     boxes = Boxes(plan, reader, stays=stays, device=device)
@@ -322,7 +322,7 @@ def copied(plan: Plan, reader: int, held: Held | Lent, *, stays: bool, deadline:
 
 
 def packed_views(plan: Plan, index: int, buffer: UInt8[Tensor, " bytes"]) -> list[Tensor]:
-    """The copies of a packed bucket, each shaped as its box."""
+    """Return the copies of a packed bucket, each shaped as its box."""
     return [
         buffer[c.offset : c.offset + c.bytes].view(plan.target[c.name].dtype).view(c.box.sizes)
         for c in plan.buckets[index].copies
@@ -330,7 +330,7 @@ def packed_views(plan: Plan, index: int, buffer: UInt8[Tensor, " bytes"]) -> lis
 
 
 def pack(plan: Plan, index: int, pieces: Sequence[Tensor]) -> UInt8[Tensor, " bytes"]:
-    """A bucket's pieces in a new buffer on the CPU."""
+    """Pack a bucket's pieces into a new buffer on the CPU."""
     buffer = torch.empty(plan.buckets[index].bytes, dtype=torch.uint8)
     for view, piece in zip(packed_views(plan, index, buffer), pieces, strict=True):
         view.copy_(piece)
@@ -340,7 +340,7 @@ def pack(plan: Plan, index: int, pieces: Sequence[Tensor]) -> UInt8[Tensor, " by
 def _spans(
     shape: tuple[int, ...], box: Shard, itemsize: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Rows of a box in a whole tensor, in bytes: the first, how many, their stride, their size."""
+    """Yield rows of a box in a whole tensor, in bytes: the first, their number, stride and size."""
     if box.numel == 0:
         return
     strides = [prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]

@@ -15,11 +15,11 @@ __all__ = ["Hold", "Lease"]
 class Hold:
     """A lock on an open file, which it closes at its end. It ends with this process.
 
-    A forked child has the same lock, and would keep it as long as it lives: it lets go of it at
-    once, and what it does with its copy of this object does nothing to the lock.
+    A forked child shares the lock, and would keep it as long as it lives: it lets go of it at
+    once, and its copy of this object does nothing to the lock.
 
     Args:
-        how: fcntl.LOCK_SH or fcntl.LOCK_EX. None takes no lock.
+        how: fcntl.LOCK_SH or fcntl.LOCK_EX; None takes no lock.
 
     Raises, with `fd` closed:
         BlockingIOError: another one has it.
@@ -43,7 +43,7 @@ class Hold:
             ) from error
 
     def close(self) -> None:
-        """Let go, also where a child of a fork that ran no Python has a copy. Twice is fine."""
+        """Let go, even where a forked child that ran no Python has a copy. Twice is fine."""
         if self.fd >= 0 and self._is_locked:
             fcntl.flock(self.fd, fcntl.LOCK_UN)
         self._drop()
@@ -63,13 +63,13 @@ class Lease:
 
     @property
     def fd(self) -> int:
-        """To read from; -1 once it is closed, and in a forked child."""
+        """The descriptor to read from; -1 once it is closed, and in a forked child."""
         return self._hold.fd
 
 
 @cache
 def _holds() -> weakref.WeakSet[Hold]:
-    """Those of this process; asked for the first time, a forked child drops them from then on."""
+    """Return the locks of this process; after the first call every forked child drops them."""
     holds: weakref.WeakSet[Hold] = weakref.WeakSet()
 
     def drop_all() -> None:

@@ -1,4 +1,4 @@
-"""What a rank holds: name -> dtype, global shape and this rank's box of it."""
+"""The tensors that a rank holds: name -> dtype, global shape and this rank's box of it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NamedTensors = nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torc
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor: its dtype and where the local part sits in the global one."""
+    """One tensor: its dtype, and the place of the local part in the global one."""
 
     dtype: torch.dtype
     layout: Layout
@@ -45,8 +45,8 @@ class Manifest(Mapping[str, TensorSpec]):
     """The tensors of one rank by name, in order. A mapping and a value.
 
     Attributes:
-        recipe: the fingerprint of what encoded them, where something did; both sides must have
-            the same.
+        recipe: the fingerprint of the recipe that encoded them, if any; both sides must have the
+            same.
     """
 
     tensors: tuple[tuple[str, TensorSpec], ...]
@@ -68,7 +68,7 @@ class Manifest(Mapping[str, TensorSpec]):
         return len(self.tensors)
 
     def whole(self, *, dtype: torch.dtype | None = None) -> Manifest:
-        """The same tensors held in full: what an engine wants. Floats become `dtype`."""
+        """Return the same tensors held in full, as an engine wants them. Floats become `dtype`."""
         return Manifest(
             tuple(
                 (name, TensorSpec(_cast(spec.dtype, dtype), Layout.whole(spec.shape)))
@@ -78,7 +78,7 @@ class Manifest(Mapping[str, TensorSpec]):
         )
 
     def to_json(self) -> str:
-        """A text that `from_json` turns into an equal manifest."""
+        """Return a text that `from_json` turns into an equal manifest."""
         rows = [
             [
                 name,
@@ -93,7 +93,7 @@ class Manifest(Mapping[str, TensorSpec]):
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """The manifest that `to_json` wrote.
+        """Return the manifest that `to_json` wrote.
 
         Raises:
             PlanError: it is another text.
@@ -107,13 +107,13 @@ class Manifest(Mapping[str, TensorSpec]):
             return cls(tuple(tensors), str(recipe))
 
     def fingerprint(self) -> str:
-        """32 hex digits; equal exactly where the manifests are."""
+        """Return 32 hex digits, equal exactly where the manifests are."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:32]
 
 
 @contextmanager
 def as_plan_error(what: str) -> Iterator[None]:
-    """Text that is not what `to_json` wrote is a PlanError."""
+    """Raise PlanError for a text that `to_json` did not write."""
     try:
         yield
     except PrimeblocksError:
@@ -125,10 +125,10 @@ def as_plan_error(what: str) -> Iterator[None]:
 
 
 def named_tensors(source: NamedTensors) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by name; a mapping or pairs are taken as they are. Local.
+    """Return parameters and persistent buffers by name; mappings and pairs as they are. Local.
 
     Raises:
-        PlanError: a name occurs twice, or something is no tensor, or none with strides.
+        PlanError: a name occurs twice, or a value is no tensor, or a tensor without strides.
     """
     if isinstance(source, nn.Module):
         return dict(_of_module(source))
@@ -144,17 +144,17 @@ def named_tensors(source: NamedTensors) -> dict[str, torch.Tensor]:
 
 
 def describe(source: NamedTensors, *, dtype: torch.dtype | None = None) -> Manifest:
-    """Write down what this rank holds. Local; moves no data.
+    """Describe the tensors that this rank holds. Local; moves no data.
 
     A tied parameter appears once, under its first name.
 
     Args:
         source: a module (its parameters and persistent buffers), or named tensors. A DTensor
             counts with its global shape and this rank's box, FSDP2 over expert shards included.
-        dtype: what floating tensors shall be described as; integers stay as they are.
+        dtype: the dtype to describe floating tensors with; integers stay as they are.
 
     Raises:
-        PlanError: as `layout_of`, or a name occurs twice, or something is no dense tensor.
+        PlanError: as `layout_of`, or a name occurs twice, or a value is no dense tensor.
     """
     return Manifest(
         tuple(
@@ -167,7 +167,7 @@ def describe(source: NamedTensors, *, dtype: torch.dtype | None = None) -> Manif
 def gather_manifests(
     manifest: Manifest, *, group: torch.distributed.ProcessGroup | None = None
 ) -> list[Manifest]:
-    """Every rank's manifest, by rank. Collective; some 100 bytes a tensor and rank."""
+    """Return every rank's manifest, by rank. Collective; some 100 bytes a tensor and rank."""
     world_size = torch.distributed.get_world_size(group)
     texts: list[str] = [""] * world_size
     torch.distributed.all_gather_object(texts, manifest.to_json(), group=group)

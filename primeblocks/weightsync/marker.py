@@ -1,4 +1,4 @@
-"""The commit marker: small, self-checking, written last."""
+"""The commit record: small, self-checking, written last."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Marker", "Receipt"]
 
 @dataclass(frozen=True)
 class Receipt:
-    """What one publish or receive did: `bytes` is what it wrote or read of the weights' bytes."""
+    """The result of one publish or receive: `bytes` counts the weights' bytes written or read."""
 
     version: int
     bytes: int
@@ -24,14 +24,14 @@ class Receipt:
 
 @dataclass(frozen=True)
 class Marker:
-    """Says that a version is whole, and how to tell.
+    """The commit record of a version: that it is whole, and the digests that show it.
 
     Attributes:
-        run: names the life of the transport's owner: a trainer that starts over may publish its
-            version 5 again, and it is not the old one.
+        run: names one life of the transport's owner: the version 5 of a trainer that starts over is
+            not the old version 5.
         base: the version that this one is a delta to; None where it is full.
-        sizes: bytes of each bucket of the plan as it travels: a full one has its own size.
-        buckets: the digest of each, whole, however it travels.
+        sizes: bytes of each bucket of the plan as it travels; one sent in full has its own size.
+        buckets: the digest of each whole bucket, however it travels.
         digest: covers every other field.
     """
 
@@ -45,7 +45,7 @@ class Marker:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that travelled for it."""
+        """Bytes that travelled for this version."""
         return sum(self.sizes)
 
     @classmethod
@@ -59,7 +59,7 @@ class Marker:
         buckets: tuple[str, ...],
         base: int | None = None,
     ) -> Marker:
-        """A marker with its digest filled in."""
+        """Return a marker with its digest filled in."""
         fields = [run, version, plan, base, list(sizes), list(buckets)]
         digest = xxhash.xxh3_128_hexdigest(json.dumps(fields).encode())
         return cls(run, version, plan, base, sizes, buckets, digest)
@@ -72,7 +72,7 @@ class Marker:
         """Read a marker.
 
         Raises:
-            CorruptionError: it is not what was written.
+            CorruptionError: the text is not the one that was written.
         """
         try:
             raw = json.loads(text)

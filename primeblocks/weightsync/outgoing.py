@@ -21,20 +21,20 @@ __all__ = ["History", "Shipment"]
 
 
 class History:
-    """The bytes that this rank sent last, packed: what the next deltas are made from."""
+    """The bytes that this rank sent last, packed, from which the next deltas are made."""
 
     def __init__(self) -> None:
         self.version: int | None = None
         self.buffers: dict[int, UInt8[Tensor, " bytes"]] = {}
 
     def forget(self) -> None:
-        """The next version is sent in full."""
+        """Have the next version sent in full."""
         self.version = None
         self.buffers = {}
 
 
 class Shipment:
-    """An `Outgoing`: pieces of the parameters, with what is remembered of them.
+    """An `Outgoing`: pieces of the parameters, with the bytes that were sent of them before.
 
     Attributes:
         digests: of each bucket that was asked for.
@@ -103,7 +103,7 @@ class Shipment:
         self._history.version = self.version
 
     def _packed(self, index: int) -> UInt8[Tensor, " bytes"]:
-        """A bucket in new memory."""
+        """Return a bucket in new memory."""
         buffer = torch.empty(self.plan.buckets[index].bytes, dtype=torch.uint8)
         self._take(index, packed_views(self.plan, index, buffer))
         return buffer

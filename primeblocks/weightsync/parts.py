@@ -1,4 +1,4 @@
-"""What one trainer rank writes: boxes of its local tensors, as they travel."""
+"""The part of a version that one trainer rank writes: boxes of its local tensors."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ Encode = Callable[[str, Tensor], Mapping[str, Tensor]]
 
 @runtime_checkable
 class Encoder(Protocol):
-    """An `Encode` that makes tensors of other names and shapes, and says which."""
+    """An `Encode` that makes tensors of other names and shapes, and describes them."""
 
     def __call__(self, name: str, tensor: Tensor) -> Mapping[str, Tensor]:
-        """This rank's part of a parameter -> its parts of what is made of it."""
+        """Encode this rank's part of a parameter; return its parts of the tensors made of it."""
         ...
 
     def describe(self, held: Manifest) -> Manifest:
-        """What a rank holds once its parameters are encoded."""
+        """Return the manifest of a rank once its parameters are encoded."""
         ...
 
     def origins(self, held: Manifest) -> Mapping[str, str]:
-        """What is made -> the parameter that it is made of."""
+        """Return the parameter that each encoded tensor is made of."""
         ...
 
 
 class _Source(NamedTuple):
-    """A box of a tensor that a rank holds: of what is made of parameter `origin`, if encoded.
+    """A box of a tensor that a rank holds, or, if encoded, of one made of parameter `origin`.
 
-    `is_all`: it is all that the rank holds of it, as it lies there.
+    `is_all`: the box is all that the rank holds of the tensor, in the same order.
     """
 
     origin: str
@@ -54,8 +54,8 @@ class _Source(NamedTuple):
 class Parts:
     """One rank's view of its parameters in the terms of a plan.
 
-    Names and boxes are worked out at the first use, and anew when a tensor lies otherwise than
-    before: has another shape, other placements or another mesh.
+    Names and boxes are worked out at the first use, and again when the layout of a tensor has
+    changed: another shape, other placements or another mesh.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class Parts:
         self._last: tuple[str, Mapping[str, Tensor]] = ("", {})
 
     def refresh(self) -> None:
-        """Read the parameters anew. Local; moves no data.
+        """Read the parameters again. Local; moves no data.
 
         Raises:
-            PlanError: a tensor that this rank shall send is not there, or has another local shape
-                or other parts of the whole than the plan says.
+            PlanError: a tensor that this rank has to send is missing, or has another local shape or
+                other parts of the whole than in the plan.
         """
         self._tensors = named_tensors(self._parameters)
         self._last = ("", {})
@@ -100,12 +100,12 @@ class Parts:
         """Copy a bucket, in the dtypes that travel, and return its digest. Local; one pass.
 
         Args:
-            into: where to, a tensor for each copy of the bucket; None digests alone.
+            into: the targets, a tensor for each copy of the bucket; None digests alone.
             helper: one thread to digest in.
 
         Raises:
             PlanError: a tensor has another local shape than at first.
-            UnsupportedError: `encode` made something else than was described.
+            UnsupportedError: `encode` made other tensors than were described.
         """
         plan = self._plan
         views, dtypes = [], []
@@ -146,7 +146,7 @@ class Parts:
         return encoded
 
     def _map(self) -> dict[int, list[_Source]]:
-        """Where each copy that this rank writes comes from."""
+        """Return the source of each copy that this rank writes."""
         held = self._source or describe(self._tensors)
         origins: Mapping[str, str] = {}
         if isinstance(self._encode, Encoder):
@@ -198,7 +198,7 @@ class Parts:
 
 
 def _place(tensor: Tensor) -> object:
-    """All that its layout depends on; cheap to compare."""
+    """Return all that a tensor's layout depends on; cheap to compare."""
     if isinstance(tensor, DTensor):
         return tensor.shape, tensor.placements, tensor.device_mesh
     return tensor.shape

@@ -1,4 +1,4 @@
-"""Which rank writes which box of which tensor, and who wants it: the plan as a value."""
+"""The plan as a value: the boxes of tensors that each rank writes and each reader wants."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """How the shards of `world_size` trainer ranks reach readers, each of which wants some boxes.
+    """The way from the shards of `world_size` trainer ranks to readers, each of which wants boxes.
 
     A reader is a role: over shared memory or files any number of processes may play it, in a
     process group exactly one does. Every wanted element is in one bucket, whoever wants it.
 
     Attributes:
-        target: the tensors that travel, whole, under the names and dtypes they travel by.
-        wants: for each reader, what it wants.
+        target: the tensors that travel, whole, under the names and dtypes that they travel by.
+        wants: for each reader, the boxes that it wants.
     """
 
     target: Manifest
@@ -88,7 +88,7 @@ class Plan:
 
     @cached_property
     def bytes_total(self) -> int:
-        """Bytes that trainer ranks write for one version: what several readers want, once."""
+        """Bytes that trainer ranks write for one version; a box that several readers want, once."""
         return sum(bucket.bytes for bucket in self.buckets)
 
     @cached_property
@@ -105,23 +105,23 @@ class Plan:
         return total
 
     def of_rank(self, rank: int) -> tuple[int, ...]:
-        """The buckets that a trainer rank writes, by their place in `buckets`."""
+        """Return the buckets that a trainer rank writes, by their place in `buckets`."""
         return self._of_rank.get(rank, ())
 
     def of_reader(self, reader: int) -> tuple[int, ...]:
-        """The buckets that a reader wants, by their place in `buckets`."""
+        """Return the buckets that a reader wants, by their place in `buckets`."""
         return self._of_reader.get(reader, ())
 
     def written_bytes(self, rank: int) -> int:
-        """What a trainer rank writes for one version."""
+        """Return the bytes that a trainer rank writes for one version."""
         return sum(self.buckets[index].bytes for index in self.of_rank(rank))
 
     def read_bytes(self, reader: int) -> int:
-        """What a reader reads of one version."""
+        """Return the bytes that a reader reads of one version."""
         return sum(self.buckets[index].bytes for index in self.of_reader(reader))
 
     def box_bytes(self, reader: int) -> int:
-        """What a reader's boxes hold, counted from what it wants."""
+        """Return the bytes of a reader's boxes, counted from what it wants."""
         return sum(
             box.numel * self.target[name].dtype.itemsize
             for name, boxes in self.wants[reader].items()
@@ -130,7 +130,7 @@ class Plan:
 
     @cached_property
     def bytes_by_link(self) -> dict[tuple[int, int], int]:
-        """(rank, reader) -> bytes of the buckets of that rank that the reader wants."""
+        """Bytes, by (rank, reader), of the buckets of that rank that the reader wants."""
         links: dict[tuple[int, int], int] = {}
         for bucket in self.buckets:
             for reader in bucket.readers:
@@ -139,18 +139,18 @@ class Plan:
         return links
 
     def writer_peak_bytes(self, rank: int) -> int:
-        """Memory that a full sync over a process group takes on a trainer rank: two buckets."""
+        """Return the memory of a full sync over a process group on a trainer rank: two buckets."""
         mine = self.of_rank(rank)
         messages = sum(len(self.buckets[index].readers) for index in mine)
         return min(2, messages) * self._largest(mine)
 
     def reader_peak_bytes(self, reader: int) -> int:
-        """Memory that a full sync over a process group takes on a reader: boxes, two buckets."""
+        """Return the memory of a full sync over a process group on a reader: boxes, two buckets."""
         mine = self.of_reader(reader)
         return self.box_bytes(reader) + min(2, len(mine)) * self._largest(mine)
 
     def table(self) -> str:
-        """What each rank writes and each reader reads, and the total against its lower bound.
+        """Tabulate what each rank writes and each reader reads, and the total and its lower bound.
 
         `peak` is what a full sync over a process group takes beside the weights.
         """
@@ -169,7 +169,7 @@ class Plan:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """A text that `from_json` turns into an equal plan."""
+        """Return a text that `from_json` turns into an equal plan."""
         names = list(self.target)
         place = {name: index for index, name in enumerate(names)}
         wants = [
@@ -191,7 +191,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that `to_json` wrote.
+        """Return the plan that `to_json` wrote.
 
         Raises:
             PlanError: it is another text.
@@ -215,11 +215,11 @@ class Plan:
             return cls(target, int(head["world_size"]), wants, int(head["bucket_bytes"]), buckets)
 
     def fingerprint(self) -> str:
-        """32 hex digits; both sides compare them before a byte is used."""
+        """Return 32 hex digits, which both sides compare before a byte is used."""
         return self._fingerprint
 
     def check_reader(self, reader: int) -> None:
-        """Raises: PlanError: the plan has no such reader."""
+        """Raise PlanError where the plan has no such reader."""
         if not 0 <= reader < len(self.wants):
             raise PlanError(f"the plan has {len(self.wants)} readers, from 0; there is no {reader}")
 
@@ -250,7 +250,7 @@ class Plan:
 
 
 def packed(target: Manifest, boxes: Iterable[tuple[str, Shard]]) -> tuple[Copy, ...]:
-    """Copies one behind the other."""
+    """Lay copies one behind the other."""
     copies, end = [], 0
     for name, box in boxes:
         size = box.numel * target[name].dtype.itemsize

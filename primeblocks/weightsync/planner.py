@@ -1,4 +1,4 @@
-"""Plan the way of every wanted element from one rank that holds it. Pure."""
+"""Plan the route of every wanted element from one rank that holds it. Pure."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ def plan_sync(
     bucket_bytes: int,
     convert: Wiring | None = None,
 ) -> Plan:
-    """Plan the way of every wanted element from one rank that holds it. Pure.
+    """Plan the route of every wanted element from one rank that holds it. Pure.
 
     Nothing is gathered: each rank writes parts of its own shards, and each reader reads its own
     boxes. Where several ranks hold the same box, the one with the least to write gets it. Floats
     are converted to the target's dtype by the sender.
 
     Args:
-        sources: one manifest a trainer rank, by rank. What no reader wants is ignored.
-        targets: what each reader wants: a manifest of its boxes, or the wiring that leads to its
+        sources: one manifest a trainer rank, by rank. Tensors that no reader wants are ignored.
+        targets: for each reader a manifest of the boxes it wants, or the wiring that leads to its
             parameters, of which all are wanted. One alone is one reader.
         bucket_bytes: the most bytes under one digest.
         convert: leads from the trainer's names and shapes to those that `targets` are about.
 
     Raises:
-        PlanError: a name is missing, a shape, dtype or recipe does not fit, or no rank holds some
-            box.
+        PlanError: a name is missing; a shape, dtype or recipe does not fit; or some box is held by
+            no rank.
     """
     if bucket_bytes < _SMALLEST_BUCKET_BYTES:
         raise PlanError(f"bucket_bytes is {bucket_bytes}; give at least {_SMALLEST_BUCKET_BYTES}")
@@ -69,7 +69,7 @@ def plan_sync(
 
 
 def _held(source: Manifest, convert: Wiring | None) -> dict[str, list[Shard]]:
-    """Name -> boxes that a rank holds of it."""
+    """Return the boxes that a rank holds, by name."""
     held: dict[str, list[Shard]] = defaultdict(list)
     if convert is None:
         return {name: [spec.layout.shard] for name, spec in source.items()}
@@ -93,7 +93,7 @@ def _wants(reader: Manifest | Wiring) -> Boxes:
 
 
 def _target(readers: Sequence[Manifest | Wiring], wants: Sequence[Boxes]) -> Manifest:
-    """All that travels, whole."""
+    """Return the manifest of all that travels, whole."""
     specs: dict[str, TensorSpec] = {}
     for reader, boxes in zip(readers, wants, strict=True):
         manifest = reader if isinstance(reader, Manifest) else reader.sources
@@ -116,7 +116,7 @@ def _recipe(readers: Sequence[Manifest | Wiring]) -> str:
 
 
 def _kinds(manifests: Iterable[Manifest]) -> dict[str, dict[TensorSpec, int]]:
-    """Name -> (dtype, shape) -> a rank that has it so."""
+    """Return, by name and by dtype and shape, a rank that has the tensor so."""
     kinds: dict[str, dict[TensorSpec, int]] = defaultdict(dict)
     for rank, manifest in enumerate(manifests):
         for name, spec in manifest.items():
@@ -165,7 +165,7 @@ def _check_pair(name: str, rank: int, have: TensorSpec, want: TensorSpec) -> Non
 
 
 def _cells(held: Sequence[Mapping[str, list[Shard]]], bare: Plan) -> Iterator[tuple[str, _Cell]]:
-    """Every box that travels in one piece."""
+    """Yield every box that travels in one piece."""
     # Layers repeat: equal layouts are intersected once.
     alike: dict[object, list[_Cell]] = {}
     for name, spec in bare.target.items():
@@ -207,7 +207,7 @@ def _intersect(
 def _share_out(
     cells: Iterable[tuple[str, _Cell]], bare: Plan
 ) -> dict[tuple[int, tuple[int, ...]], list[tuple[str, Shard]]]:
-    """(rank, readers) -> what the rank writes for them."""
+    """Return the boxes that a rank writes for readers, by (rank, readers)."""
     loads = [0] * bare.world_size
     chosen: dict[tuple[int, tuple[int, ...]], list[tuple[str, Shard]]] = defaultdict(list)
     shared: list[tuple[int, str, _Cell]] = []

@@ -1,4 +1,4 @@
-"""The round-trip proof: push, perturb, restore, and look each time at what the engine holds."""
+"""The round-trip proof: push, perturb, restore, and each time observe what the engine holds."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ _BLOCKS, _LEAST_BYTES, _MOST_BYTES = 64, 256, 1 << 16
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """A proof that went well: the versions that were pushed, how long it took, and of how many
-    tensors it was."""
+    """A proof that succeeded: the versions pushed, its duration and its number of tensors."""
 
     versions: tuple[int, int, int]
     seconds: float
@@ -60,29 +59,29 @@ def prove_round_trip(
     that the engine holds has to change with the second push, and to be exactly as at first after
     the third: a tensor or a part that never arrives fails, and so does garbage. Every floating
     element is negated and halved, which shows in whatever dtype it travels, and comes back bit for
-    bit, without a copy; tied ones once. Whatever happens, the parameters are as before afterwards;
-    the engine holds them if this returns.
+    bit, without a copy; tied ones once. Whatever happens, the parameters end as they were; the
+    engine holds them if this returns.
 
     Collective. Cost: three pushes and three observations.
 
     Args:
         parameters: of this rank; changed in place and back.
         push: makes the engine load a version of them; for example a publish, then an update.
-        observe: what the engine holds: a module, its tensors by name, or `digest_tensors` of them
-            where they are elsewhere. None on ranks that cannot see it.
-        version: of the first push; the next two are used too.
-        timeout_s: of everything; `push` and `observe` have deadlines of their own.
-        names: what has to be there and change. None is the names of the floating `parameters`; an
-            engine with names of its own has other ones, such as `wiring.targets`. What else is
-            observed, integers and tables for example, only has to come back.
+        observe: returns what the engine holds: a module, its tensors by name, or `digest_tensors`
+            of them where they are elsewhere. None on ranks that cannot see the engine.
+        version: that of the first push; the next two are used too.
+        timeout_s: for everything; `push` and `observe` have deadlines of their own.
+        names: the tensors that have to be there and change. None takes the names of the floating
+            `parameters`; an engine may have names of its own, such as `wiring.targets`. Whatever
+            else is observed, integers and tables for example, only has to come back.
         group: a gloo group of the trainer's ranks; None is the default group, or no group.
 
     Raises:
         TransferError: the engine does not hold what was pushed, on all ranks; or time is up.
         UsageError: `observe` gives no tensors by name, or `names` is empty.
 
-    Source: tokenspeed issue 1373, where an update answers that all is well and loads memory that
-    nobody wrote, which a check that only perturbs does not notice.
+    Source: tokenspeed issue 1373, where an update reports success and loads memory that nobody
+    wrote, which a check that only perturbs does not notice.
     """
     start = time.monotonic()
     deadline = start + timeout_s
@@ -121,7 +120,7 @@ def prove_round_trip(
 
 
 def digest_tensors(tensors: NamedTensors) -> dict[str, tuple[str, ...]]:
-    """By name an XXH3-64 of each block of a tensor: equal where the tensors are. Local.
+    """Return, by name, an XXH3-64 of each block of a tensor: equal where the tensors are. Local.
 
     A tensor has 64 blocks, of 256 bytes at least and 64 KiB at most; dtype and shape count.
     """
@@ -132,13 +131,13 @@ def digest_tensors(tensors: NamedTensors) -> dict[str, tuple[str, ...]]:
 
 
 def differing(some: Mapping[str, Iterable[str]], other: Mapping[str, Iterable[str]]) -> list[str]:
-    """The names of what is not the same in both, or is in one alone."""
+    """Return the names whose digests differ, or that only one of both has."""
     names = dict.fromkeys([*some, *other])
     return [name for name in names if some.get(name) != other.get(name)]
 
 
 def _digests(held: object) -> dict[str, tuple[str, ...]]:
-    """Digests of what `observe` gave."""
+    """Return the digests of what `observe` gave."""
     if isinstance(held, torch.nn.Module):
         return digest_tensors(held)
     if isinstance(held, Mapping):
@@ -166,7 +165,7 @@ def _block_digests(tensor: Tensor) -> Iterator[str]:
 def _is_deaf(
     before: Mapping[str, tuple[str, ...]], changed: Mapping[str, tuple[str, ...]], name: str
 ) -> bool:
-    """Whether some block is as it was."""
+    """Tell whether some block is as it was."""
     return any(a == b for a, b in zip(before.get(name, ()), changed.get(name, ()), strict=False))
 
 
@@ -206,7 +205,7 @@ def _perturbed(parameters: NamedTensors) -> Iterator[None]:
 def _perturb(tensor: Tensor, *, back: bool = False) -> None:
     """Negate and halve each element, or take that back, exactly; integers are left alone.
 
-    Halving alone would leave zeros as they are, and negating alone the scales of what is quantized.
+    Halving alone would leave zeros as they are, and negating alone the scales of quantized tensors.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -227,7 +226,7 @@ def _perturb(tensor: Tensor, *, back: bool = False) -> None:
 def _step(bits: Tensor, one: int, *, by: int) -> None:
     """Flip signs, and turn the exponents of normal numbers by one; `one` is the lowest such bit.
 
-    They go round: the least becomes the largest, so that there is a way back.
+    Exponents wrap around: the least becomes the largest, so that there is a way back.
     """
     sign, most = torch.iinfo(bits.dtype).min, torch.iinfo(bits.dtype).max
     magnitude = bits & most

@@ -27,27 +27,27 @@ _MESSAGE_BYTES = 4096
 _ERROR_CHARS = 600  # A character takes up to six bytes in JSON.
 _WORTH_A_THREAD_BYTES = 8 << 20
 _BUCKET_CHARS = 36 + 16  # A digest and a size.
-# A rank whose work ends at the deadline tells the others a little later. So much is waited for it.
+# A rank whose work ends at the deadline tells the others a little later: they wait this long.
 _GRACE_S = 2.0
 
 
 class Publisher:
-    """Sends a model's weights over a transport, version by version. Every trainer rank has one.
+    """A sender of a model's weights over a transport, version by version; one on each trainer rank.
 
     Args:
         plan: equal on all ranks; its sources are the ranks of `group`, in order.
-        parameters: what `describe` was given. A module is read again at each publish.
+        parameters: the argument of `describe`. A module is read again at each publish.
         transport: the same place on all ranks; rank 0 owns it.
         group: a gloo group; None is the default group, or no group for a plan of one rank.
-        source: what `plan_sync` was given for this rank, where that is not what `describe` says of
-            `parameters`: plain tensors that are parts of larger ones.
-        convert: what `plan_sync` was given.
+        source: the manifest that `plan_sync` was given for this rank, where it is not the one that
+            `describe` makes of `parameters`: plain tensors that are parts of larger ones.
+        convert: the argument of `plan_sync`.
         encode: called with each name and this rank's part of it before the cast to the target's
             dtype, for quantization for example. A function returns the same name with the same
             shape; `Quantize(...).by(...)` makes codes and scales.
-        full_every: one version of so many is sent in full, and so is one when the deltas since the
-            last full one have become as many bytes. 1 sends no deltas; more costs each rank a copy
-            of what it sends, in host memory.
+        full_every: one version in this many is sent in full, and so is one when the deltas since
+            the last full one have reached its bytes. 1 sends no deltas; more costs each rank a
+            copy of what it sends, in host memory.
 
     Raises:
         UsageError: the plan is for another number of ranks, or `full_every` is not positive.
@@ -83,9 +83,9 @@ class Publisher:
         """Send and commit one version. Collective.
 
         Readers see either all of it or nothing. Call it again with the same version after a
-        failure: what was already committed is compared, not sent.
-        Where another rank hangs it ends two seconds after `timeout_s`: so long a rank whose own
-        work ended at the deadline is waited for.
+        failure: a version that was already committed is compared, not sent.
+        Where another rank hangs, it ends two seconds after `timeout_s`: a rank whose own work ended
+        at the deadline has that long to say so.
 
         Cost: one copy and, in a second thread, one XXH3-128 of what this rank sends; four small
         all-gathers. A delta costs one more pass, over what was sent before.
@@ -93,7 +93,7 @@ class Publisher:
         Raises:
             TransferError: some rank failed, died or was late; the committed version did not
                 change, unless rank 0's commit was the last thing that succeeded.
-            UsageError: `version` is none, or not above the committed one, or ranks disagree.
+            UsageError: `version` is no version, or not above the committed one, or ranks disagree.
             ClosedError: after close().
         """
         if self._closed:
@@ -137,7 +137,7 @@ class Publisher:
         *args: Any,
         then: Callable[[list[dict[str, Any]]], None] | None = None,
     ) -> list[dict[str, Any]]:
-        """Do a rank's work, tell the others how it went, and fail together."""
+        """Do a rank's work, tell the others the outcome, and fail together."""
         failure: Exception | None = None
         message: dict[str, Any] = {}
         try:
@@ -160,7 +160,7 @@ class Publisher:
         return replies
 
     def _check(self, version: int, deadline: float) -> dict[str, Any]:
-        """What can be refused before anything was begun."""
+        """Refuse what can be refused before anything is begun."""
         self._parts.refresh()
         return {"version": check_version(version), "plan": self._plan.fingerprint()}
 
@@ -179,7 +179,7 @@ class Publisher:
         return {"sends": True, "run": begun.run, "base": begun.base}
 
     def _base(self) -> int | None:
-        """What the next version may be a delta to. Only rank 0's word counts."""
+        """Return the version that the next may be a delta to. Only rank 0's answer counts."""
         if self._history is None or len(self._since_full) >= self._full_every:
             return None
         enough = sum(self._since_full[1:]) >= self._plan.bytes_total
@@ -230,7 +230,7 @@ class Publisher:
         return {"digest": marker.digest, "bytes": marker.size_bytes}
 
     def _committed(self, marker: Marker) -> Marker:
-        """What was committed under this version, if it is the same weights."""
+        """Return the marker committed under this version, if it is of the same weights."""
         for old in self._transport.markers():
             if (old.version, old.plan, old.buckets) == (
                 marker.version,
@@ -258,7 +258,7 @@ class Publisher:
 
 
 def _helper(size_bytes: int) -> AbstractContextManager[Executor | None]:
-    """A thread that digests, where there is more to do than to start it."""
+    """Open a thread that digests, where there is enough to do to be worth its start."""
     return ThreadPoolExecutor(1) if size_bytes >= _WORTH_A_THREAD_BYTES else nullcontext()
 
 

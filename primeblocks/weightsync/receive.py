@@ -36,29 +36,29 @@ Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 
 
 class Subscriber:
-    """Loads committed versions, all or nothing. One per engine process.
+    """A reader that loads committed versions, all or nothing. One per engine process.
 
-    It keeps the bytes that it loaded last, where the transport lets it: to apply deltas to them,
+    It keeps the bytes that it loaded last, where the transport lets it, to apply deltas to them
     and to go back to them when a later load fails.
 
     Args:
         plan: the publisher's; `Plan.from_json` carries it between processes.
-        load: takes what this reader wants, by name and in the order of its target: whole tensors,
-            or its boxes of them. It copies them, for they change after `receive` returns. It may
-            be called again with the version before, when it raises or leaves tensors untaken.
-        transport: where the publisher sends.
-        reader: which of the plan's readers this is.
+        load: takes the tensors that this reader wants, by name and in the order of its target,
+            whole or its boxes of them. It copies them, for they change after `receive` returns. It
+            may be called again with the version before, when it raises or leaves tensors untaken.
+        transport: the one that the publisher sends over.
+        reader: the number of this reader in the plan.
         convert: the wiring that `plan_sync` was given for this reader; `load` then gets the
             targets of it, put together in new memory, one at a time.
-        threads: how many check bytes at a time, where there are many.
-        check: "before" `load` gets the first tensor, every byte is checked. "ahead" of it, each
+        threads: the number that check bytes at a time, where there are many.
+        check: "before": every byte is checked before `load` gets the first tensor. "ahead": each
             tensor's bytes are checked before `load` gets it, while it copies those before it:
             faster, but damage is found in the middle of a load, and the version before is loaded
-            again. Where there is none, and for deltas, all is checked before. What others may still
-            write to is copied for the load, and the copies are checked, in both.
-        observe: what the engine holds, by the names that `load` gets. Given, each tensor has to be
-            what `load` was given, bit for bit, or the load has failed. Without it a receipt says
-            what `load` was given, and not what it did with it.
+            again. Where there is none, and for deltas, all is checked before. With both, bytes that
+            others may still write to are copied for the load, and the copies are checked.
+        observe: returns what the engine holds, by the names that `load` gets. If given, each tensor
+            has to be the one that `load` was given, bit for bit, or the load has failed. Without
+            it a receipt tells what `load` was given, and not what it did with it.
 
     Raises:
         PlanError: the plan has no such reader, or it was planned with a wiring.
@@ -98,11 +98,11 @@ class Subscriber:
         return None if self._served is None else self._served.version
 
     def verify(self, version: int | None = None, *, timeout_s: float) -> Receipt:
-        """Wait for a version and check every byte of it, and load nothing. Local.
+        """Wait for a version and check every byte of it, but load nothing. Local.
 
         A `receive` of the same version then only loads it. Arguments, cost and errors are those of
-        `receive`. Memory of a trainer that needs it again is not held on to: a trainer that goes
-        on by two versions meanwhile ends that `receive` with a TransferError.
+        `receive`. Memory that a trainer needs again is not held: if the trainer publishes two more
+        versions meanwhile, that `receive` ends with a TransferError.
         """
         start = time.monotonic()
         ready = self._get_ready(version, start + timeout_s)
@@ -114,27 +114,27 @@ class Subscriber:
     def receive(self, version: int | None = None, *, timeout_s: float) -> Receipt:
         """Load a version. Local.
 
-        Cost: one XXH3-128 of what this reader wants, then what `load` costs. Where the bytes lie in
-        a file or in the trainer's memory, one copy and one more XXH3-128 in threads beside `load`;
-        about a bucket of each trainer rank is there at a time. Deltas are applied to the bytes
-        held, one copy each way for each bucket.
+        Cost: one XXH3-128 of the bytes that this reader wants, then the cost of `load`. Where the
+        bytes lie in a file or in the trainer's memory, one copy and one more XXH3-128 in threads
+        beside `load`, with about a bucket of each trainer rank in memory at a time. Deltas are
+        applied to the bytes held, one copy each way for each bucket.
 
-        It begins to load before the deadline, or not at all; what is under way at the deadline, a
-        bucket for each of its threads, is checked to its end. A load that has begun takes its time,
-        and so does going back after it.
+        It begins to load before the deadline, or not at all; buckets under way at the deadline, one
+        for each of its threads, are checked to their end. A load that has begun may pass the
+        deadline, and so may going back after it.
 
         Args:
-            version: this one, be it older than the one held; the held one is not loaded again.
-                None is the newest that is newer than the one held.
+            version: the one to load, even an older one than is held; the held one is not loaded
+                again. None takes the newest, if it is newer than the one held.
 
         Raises:
             DeadlineError: no such version was committed, or it was not checked in time.
-            CorruptionError: bytes or marker are not what was sent. Nothing was loaded.
+            CorruptionError: bytes or marker are not those that were sent. Nothing was loaded.
             PlanError: the publisher's plan is another one. Nothing was loaded.
             TransferError: the version was retired before it could be opened, or `load` failed
                 and the version before was loaded again.
             EngineError: `load` failed and there was nothing to go back to: the model is torn.
-            UsageError: `version` is none.
+            UsageError: `version` is no version.
             ClosedError: after close().
         """
         start = time.monotonic()
@@ -149,13 +149,12 @@ class Subscriber:
     def forget(self) -> None:
         """Say that the engine lost its weights, as in a sleep that discards them. Local.
 
-        The next `receive` loads even the version that is held; before it there is none to go back
-        to.
+        The next `receive` loads even the version that is held, and has none to go back to.
         """
         self._served = None
 
     def close(self) -> None:
-        """Let go of what is held. Twice is fine; the transport stays open."""
+        """Let go of the version that is held. Twice is fine; the transport stays open."""
         self._closed = True
         self._drop_ready()
         if self._held is not None:
@@ -206,7 +205,7 @@ class Subscriber:
         ahead: bool = False,
         verified: Marker | None = None,
     ) -> Version:
-        """A version's bytes, all checked; and what other readers of it agreed to.
+        """Return a version's bytes, all checked, once the other readers of it agree.
 
         `ahead`: unchecked, where there is one to go back to and nobody waits for this reader.
         `verified`: the same for this version, which was checked before.
@@ -232,7 +231,7 @@ class Subscriber:
             try:
                 fetched = self._bring(found, deadline)
             except CorruptionError:
-                # What it was applied to, or what is mapped of it, may be at fault.
+                # The base of its deltas, or a mapping of it, may be at fault.
                 if last.marker not in self._transport.markers():
                     raise
                 again = self._transport.receive(
@@ -253,9 +252,9 @@ class Subscriber:
         self._check_plan(found[-1].marker)
         base = None
         if found[0].marker.base is not None:
-            # From here on it is neither the one nor the other.
+            # From here on it is neither of the two versions.
             base, self._held = self._held, None
-        # Where the transport cannot give it once more.
+        # A way back is needed where the transport cannot give the base again.
         undoable = base is not None and base.marker not in self._transport.markers()
         return bring(
             self._plan,
@@ -287,14 +286,14 @@ class Subscriber:
         self._serve(new.marker, new)
 
     def _serve(self, marker: Marker, version: Version) -> None:
-        """It was loaded; keep it where it stays."""
+        """Note that a version was loaded; keep it where it stays."""
         self._served, self._held = marker, version.loaded()
         if not version.held.stays:
             version.held.close()
             self._held = None
 
     def _go_back(self, failed: Version, served: Marker | None, error: Exception) -> NoReturn:
-        """Load the version before again, and raise."""
+        """Load the version before again, and raise TransferError; EngineError where that fails."""
         met = f"{type(error).__name__}: {error}".rstrip(".")
         text = f"loading version {failed.marker.version} failed: {met}"
         if served is None or not self._can_go_back(failed, served):
@@ -318,7 +317,7 @@ class Subscriber:
         return bool(failed.undo or self._held) or served in self._transport.markers()
 
     def _before(self, failed: Version, served: Marker, deadline: float) -> Version:
-        """The version that was served before, checked."""
+        """Return the version that was served before, checked."""
         if failed.undo:
             return undone(self._plan, self._reader, failed, served)
         failed.held.close()
@@ -328,7 +327,7 @@ class Subscriber:
         return self._held
 
     def _feed(self, version: Version) -> None:
-        """Let `load` have all, each tensor once what it is made of was checked; look at it then."""
+        """Give `load` all tensors, each once its bytes were checked; then observe the engine."""
         taken, given = 0, dict[str, tuple[str, ...]]()
         wanted = self._plan.wants[self._reader] if self._convert is None else self._convert.targets
         uses = Counter(source for name in wanted for source in self._made_of(name))

@@ -1,4 +1,4 @@
-"""The same result the plain way: gather whole tensors, slice again."""
+"""The same result in the plain way: gather whole tensors, slice them again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["gather_whole", "slice_again"]
 def gather_whole(
     sources: Sequence[Manifest], parts: Sequence[Mapping[str, Tensor]], target: Manifest
 ) -> dict[str, Tensor]:
-    """Whole target tensors from every rank's local parts, in the target's dtype. Pure.
+    """Return whole target tensors from every rank's local parts, in the target's dtype. Pure.
 
     Raises:
         PlanError: some element is on no rank.
@@ -37,7 +37,7 @@ def gather_whole(
 
 
 def slice_again(whole: Mapping[str, Tensor], manifest: Manifest) -> dict[str, Tensor]:
-    """The parts of whole tensors that a rank with `manifest` holds. Pure."""
+    """Return the parts of whole tensors that a rank with `manifest` holds. Pure."""
     return {
         name: whole[name][spec.layout.shard.slices].to(spec.dtype, copy=True)
         for name, spec in manifest.items()

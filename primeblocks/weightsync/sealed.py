@@ -18,11 +18,11 @@ __all__ = ["SealedLease"]
 class SealedLease:
     """A committed version in sealed memory, unchanged by its writers until closed.
 
-    Whoever keeps a tensor of a mapping holds the version until that tensor is gone.
+    A tensor of a mapping holds the version for as long as somebody keeps it.
 
     Args:
-        take: a mapping of it, in private pages: what is written to them stays in this process.
-        give: keeps a mapping for the next one that needs it.
+        take: returns a mapping of it, in private pages: writes to them stay in this process.
+        give: keeps a mapping for the next lease that needs it.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class SealedLease:
         self.close = weakref.finalize(self, self._state.close)
 
     def map(self) -> UInt8[Tensor, " bytes"]:
-        """Its bytes, as they were written, until `unmap`."""
+        """Return the version's bytes, as they were written, until `unmap`."""
         if self._mapped is None:
             mapping = self._take()
             whole = mapping[:]  # Ends with the last tensor.
@@ -44,7 +44,7 @@ class SealedLease:
         return self._mapped
 
     def unmap(self, *, is_right: bool = True) -> None:
-        """Forget the mapping. One that is wrong, or was written to, nobody gets again."""
+        """Forget the mapping. One that is wrong, or was written to, is never used again."""
         if self._mapped is not None:
             self._state.is_clean = is_right and self._mapped._version == 0
             self._mapped = None  # Where nobody keeps a tensor, this is its end.
@@ -52,7 +52,7 @@ class SealedLease:
 
 
 class _State:
-    """What outlives a lease while somebody keeps a tensor."""
+    """The state that outlives a lease while somebody keeps a tensor."""
 
     def __init__(self, hold: Hold, give: Callable[[np.ndarray], object]) -> None:
         self._hold, self._give = hold, give

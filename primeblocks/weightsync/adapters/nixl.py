@@ -1,10 +1,10 @@
-"""A `Wire` over NIXL: one-sided reads over UCX: RDMA, NVLink, shared memory or TCP.
+"""A `Wire` over NIXL: one-sided reads through UCX, over RDMA, NVLink, shared memory or TCP.
 
     transport = PullTransport(store, NixlWire(serves=True), owner=rank == 0)   # on trainer ranks
     transport = PullTransport(store, NixlWire(serves=False))                   # in engines
 
-There is nothing to open by name. Which transports UCX takes is its
-own affair (UCX_TLS): `tcp,shm,self,sysv,posix` is all that a machine without RDMA and GPU has.
+It cannot be opened by name. UCX chooses its own transports (UCX_TLS):
+`tcp,shm,self,sysv,posix` is all that a machine without RDMA and GPU has.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _LOOK_S = 0.0002
 class NixlWire:
     """One NIXL agent, with registered buffers of this process.
 
-    A read is posted for each bucket, eight at a time. UCX does some of them on the spot, such as
-    those over shared memory: then a deadline is met a bucket late.
+    A read is posted for each bucket, eight at a time. UCX does some of them at once, such as those
+    over shared memory: a deadline may then be noticed one bucket late.
 
     Args:
         serves: whether others read from this process. NIXL then runs a thread that takes a whole
-            core (measured, NIXL 1.5.1), without which UCX connects to nobody and answers no reads
+            core (measured, NIXL 1.5.1); without it UCX connects to nobody and answers no reads
             that the hardware does not do by itself.
         backend: one that NIXL has here.
 
@@ -52,7 +52,7 @@ class NixlWire:
     """
 
     def __init__(self, *, serves: bool, backend: str = "UCX") -> None:
-        # Never one name twice: an engine tells a restarted rank by it.
+        # Never the same name twice: by it an engine recognizes a restarted rank.
         name = f"primeblocks-{secrets.token_hex(8)}"
         config = nixl_agent_config(enable_prog_thread=serves, backends=[backend])
         with _typed(f"the backend {backend} does not start"):
@@ -65,7 +65,7 @@ class NixlWire:
         self._known: dict[str, dict[str, range]] = {}
 
     def share(self, buffer: Tensor) -> dict[str, Any]:
-        """Register a buffer, and say what others need to read from it."""
+        """Register a buffer, and return what others need to read from it."""
         with _typed(f"{len(buffer):,} bytes on {buffer.device} cannot be registered"):
             registered = self._agent.register_memory([buffer])
             metadata = self._agent.get_agent_metadata()
@@ -81,7 +81,7 @@ class NixlWire:
         }
 
     def unshare(self, buffer: Tensor) -> None:
-        """Take it back."""
+        """Deregister a buffer."""
         _, registered = self._shared.pop(buffer.data_ptr())
         with _typed("a buffer cannot be taken back"):
             self._agent.deregister_memory(registered)
@@ -141,13 +141,13 @@ class NixlWire:
             self._agent.release_xfer_handle(handle)
 
     def _meet(self, read: Read) -> None:
-        """Load what the other agent says of itself, once for each of its buffers."""
+        """Load the other agent's metadata, once for each of its buffers."""
         note = read.note
         known = self._known.setdefault(note["agent"], {})
         if note["token"] in known:
             return
         span = range(note["address"], note["address"] + note["bytes"])
-        # Keys of an earlier buffer at this place are of no use any more.
+        # Keys of an earlier buffer at this place are useless now.
         if any(span.start < old.stop and old.start < span.stop for old in known.values()):
             self._forget(note["agent"])
             known = self._known.setdefault(note["agent"], {})

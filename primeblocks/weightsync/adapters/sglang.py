@@ -1,4 +1,4 @@
-"""Weights into a running SGLang server: the client side of its endpoints, over a shared disk.
+"""Weight updates of a running SGLang server: the client of its endpoints, over a shared disk.
 
 No SGLang was run with this. It is written to the source of sglang 0.5.23 (the wheel on PyPI), and
 tested against a fake of ours that behaves as that source reads: srt/entrypoints/http_server.py,
@@ -46,7 +46,7 @@ _PAUSE: dict[str, tuple[str, bool]] = {
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """What an update cost, and SGLang's checksum over the weights of all its ranks.
+    """Cost of an update, and SGLang's checksum over the weights of all its ranks.
 
     Engines that are sharded alike and hold the same version have equal checksums.
     """
@@ -65,7 +65,7 @@ class _Held:
 
 
 class Sglang:
-    """One SGLang server, addressed itself and not through a router. Methods block.
+    """One SGLang server, addressed directly and not through a router. Methods block.
 
     Call `attach` first, then `update` after each publish; or `pause`, `load`, `resume`, to have
     several engines change together.
@@ -93,13 +93,13 @@ class Sglang:
         return int(label) if label.isdecimal() else None
 
     def attach(self, *, timeout_s: float) -> None:
-        """Learn what the server holds: what a failed update goes back to. No weights change.
+        """Learn what the server holds, for a failed update to go back to. No weights change.
 
         Its weights must be in memory and whole; SGLang hashes them once.
 
         Raises:
-            UnsupportedError: the server is older than 0.5.23. Older ones end themselves where a
-                flush of the cache is refused.
+            UnsupportedError: the server is older than 0.5.23. Older ones exit where a flush of the
+                cache is refused.
             DeadlineError, EngineError: as `load`.
         """
         deadline = time.monotonic() + timeout_s
@@ -150,7 +150,7 @@ class Sglang:
         return UpdateReport(folder.version, end - start, end - paused, checksum)
 
     def pause(self, in_flight: InFlight, *, timeout_s: float) -> None:
-        """Stop generating, until `resume`. See `update` for what becomes of requests.
+        """Stop generating until `resume`. See `update` for what becomes of requests.
 
         Raises:
             DeadlineError, EngineError: as `load`.
@@ -162,8 +162,9 @@ class Sglang:
         self._flush = flush
 
     def resume(self, *, timeout_s: float) -> None:
-        """Go on generating. After a `load` that ended otherwise than by a TransferError, with
-        weights that nobody knows.
+        """Go on generating.
+
+        After a `load` that failed with another error than TransferError, the weights are unknown.
 
         Raises:
             DeadlineError, EngineError: as `load`.
@@ -182,7 +183,7 @@ class Sglang:
         Raises:
             TransferError: the server refused the folder, and has loaded the version before.
             DeadlineError: no answer in time. The server may still do it; load again.
-            EngineError: it died, answered what no SGLang does, or is torn: restart it.
+            EngineError: it died, gave an answer that SGLang never gives, or is torn: restart it.
             UsageError: it was not attached, or not paused.
         """
         before = self._attached()
@@ -212,10 +213,10 @@ class Sglang:
     def release_memory(self, *parts: str, timeout_s: float) -> None:
         """Give device memory back: "kv_cache", "weights" (their contents are lost), or both.
 
-        Needs a server started with --enable-memory-saver. Parts that are released stay so.
+        Needs a server started with --enable-memory-saver. Released parts stay released.
 
         Raises:
-            UsageError: it is not paused by "recompute" or "abort". SGLang would end itself.
+            UsageError: it is not paused by "recompute" or "abort". SGLang would exit.
             DeadlineError, EngineError: as `load`.
         """
         if not self._flush:
@@ -244,7 +245,7 @@ class Sglang:
         return self._held
 
     def _try(self, wanted: _Held, deadline: float) -> str | None:
-        """Load a folder; returns why the server did not."""
+        """Load a folder; return why the server did not, or None."""
         body = {
             "model_path": wanted.path,
             "load_format": "auto",
@@ -287,5 +288,5 @@ class Sglang:
 
 
 def _cause(text: str) -> str:
-    """Without the remedy that another error brought: this one ends in its own."""
+    """Return a text without the remedy that another error brought: this one ends in its own."""
     return text.removesuffix(" Restart it.").rstrip(".")

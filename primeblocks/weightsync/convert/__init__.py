@@ -1,4 +1,4 @@
-"""What trainer, checkpoint and engine call the same weights, and how they lie there."""
+"""Conversion between the names and shapes that trainer, checkpoint and engine give weights."""
 
 from . import rules
 from .conversion import Conversion, Wiring

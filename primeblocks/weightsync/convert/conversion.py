@@ -1,4 +1,4 @@
-"""Conversions: what trainer, checkpoint and engine call the same weights, and how they lie there.
+"""Conversions between the names and shapes that trainer, checkpoint and engine give weights.
 
 Elements are moved, never computed, so every conversion is exact and has a way back. What moves is
 known as boxes before anything moves: a shard goes straight to where it belongs, through changes of
@@ -27,7 +27,7 @@ __all__ = ["Conversion", "Wiring"]
 
 @dataclass(frozen=True)
 class Conversion:
-    """Rules, in order. Add two to do one after the other."""
+    """Rules, in order. The sum of two conversions does one after the other."""
 
     rules: tuple[Rule, ...]
 
@@ -35,7 +35,7 @@ class Conversion:
         return Conversion(self.rules + other.rules)
 
     def inverse(self) -> Conversion:
-        """The rules that undo these: forward, then inverse, gives every element back.
+        """Return the rules that undo these: forward, then inverse, gives every element back.
 
         Dropped tensors do not come back.
         """
@@ -45,7 +45,7 @@ class Conversion:
         """Work out what becomes of these tensors. Local; looks at names and global shapes alone.
 
         Args:
-            manifests: of all ranks, where each has only some of the names.
+            manifests: those of all ranks, where each has only some of the names.
 
         Raises:
             PlanError: a rule finds nothing, names collide, or sizes do not fit.
@@ -77,8 +77,8 @@ class Conversion:
 class Wiring:
     """A conversion bound to tensors: each box of a source, and the box of a target it fills.
 
-    Pieces do not overlap, on either side. Where none lead to a target is padding, zero; on the way
-    back it is what was dropped or cropped, and has to be given (`lossy`).
+    Pieces overlap on neither side. Elements of a target that no piece fills are padding, zero; on
+    the way back they are those that were dropped or cropped, and have to be given (`lossy`).
     """
 
     sources: Manifest
@@ -87,7 +87,7 @@ class Wiring:
     lossy: bool = False
 
     def inverse(self) -> Wiring:
-        """The way back, exact, whatever the rules."""
+        """Return the way back, exact whatever the rules."""
         pieces = tuple(piece.inverse() for piece in self.pieces)
         return Wiring(self.targets, self.sources, pieces, not self.lossy)
 
@@ -118,7 +118,7 @@ class Wiring:
         return holes
 
     def map(self, held: Manifest) -> list[Piece]:
-        """What one rank's shards fill, in global coordinates on both sides. Local.
+        """Return the pieces of one rank's shards, in global coordinates on both sides. Local.
 
         Raises:
             PlanError: a name or a global shape is not what was bound.
@@ -134,7 +134,7 @@ class Wiring:
     def move(
         self, tensors: Mapping[str, Tensor], *, fill: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
-        """Whole targets from whole sources, in new memory. Local; each element copied once.
+        """Return whole targets from whole sources, in new memory. Local; copies each element once.
 
         Args:
             fill: targets to start from, by name, where something is `unfilled`.
@@ -178,7 +178,7 @@ class Wiring:
 
 
 def _union(manifests: Sequence[Manifest]) -> Manifest:
-    """All names with their global shapes."""
+    """Return all names with their global shapes."""
     specs: dict[str, TensorSpec] = {}
     for manifest in manifests:
         for name, spec in manifest.items():

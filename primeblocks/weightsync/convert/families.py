@@ -1,4 +1,4 @@
-"""What families of models call their weights: in transformers' modules, in checkpoints, in vLLM.
+"""Names of weights by family of models: in transformers' modules, in checkpoints, in vLLM.
 
 Checkpoints are where both sides meet: each table leads to or from the names and shapes that
 `save_pretrained` writes. Data; nothing is imported. Names of transformers 5.19 and vLLM 0.32.
@@ -17,7 +17,7 @@ __all__ = ["TRANSFORMERS", "VLLM", "checkpoint_to_vllm", "transformers_to_checkp
 
 
 def transformers_to_checkpoint(family: str) -> Conversion:
-    """From the names of a module of transformers 5 to those of its checkpoint.
+    """Return the conversion from a module of transformers 5 to its checkpoint.
 
     Args:
         family: the `model_type` of the configuration, one of `TRANSFORMERS`.
@@ -37,18 +37,18 @@ def checkpoint_to_vllm(
     kv_copies: int = 1,
     whole_experts: bool = False,
 ) -> Conversion:
-    """From the names of a checkpoint to the parameters of one rank of vLLM.
+    """Return the conversion from a checkpoint to the parameters of one rank of vLLM.
 
-    As its loader leaves them: kernels may pack them afterwards, and what vLLM computes from them,
-    such as latent attention's absorbed matrices, has no table. Bind it to the checkpoint; the way
-    back is `Wiring.inverse()`.
+    The parameters are as vLLM's loader leaves them: kernels may pack them afterwards, and what vLLM
+    computes from them, such as latent attention's absorbed matrices, has no table. Bind the
+    conversion to the checkpoint; the way back is `Wiring.inverse()`.
 
     Args:
         family: the `model_type` of the configuration, one of `VLLM`.
-        rank, ranks: of tensor parallelism.
+        rank, ranks: those of tensor parallelism.
         kv_copies: ranks that hold the same key and value heads, where there are more ranks than
             heads.
-        whole_experts: with vLLM's `enable_expert_parallel`, each rank has some experts in whole.
+        whole_experts: with vLLM's `enable_expert_parallel`, each rank has some experts whole.
 
     Raises:
         UnsupportedError: a family without a table.
@@ -72,7 +72,7 @@ def _check_known(table: Mapping[str, object], family: str, host: str) -> None:
 
 
 def _experts(gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """One module of transformers for all experts -> a matrix for each."""
+    """Return the rules from one module of transformers for all experts to a matrix for each."""
     experts = "{*head}.experts"
     return (
         split(f"{experts}.gate_up_proj", [f"{experts}.{gate}", f"{experts}.{up}"], dim=1),
@@ -146,7 +146,7 @@ TRANSFORMERS: dict[str, Conversion] = {
 
 @dataclass(frozen=True)
 class _Engine:
-    """One rank of vLLM: where it stands among those that share a model."""
+    """One rank of vLLM, and its place among those that share a model."""
 
     rank: int
     ranks: int
@@ -154,14 +154,14 @@ class _Engine:
     whole_experts: bool
 
     def share(self, names: str, dim: int, *, copies: int = 1, optional: bool = False) -> list[Rule]:
-        """This rank's part of a tensor, which `copies` neighbours have too."""
+        """Return rules for this rank's part of a tensor, which `copies` neighbours have too."""
         rank, ranks = self.rank // copies, self.ranks // copies
         if ranks == 1:
             return []
         return [share(names, dim=dim, rank=rank, ranks=ranks, optional=optional)]
 
     def routed(self, gate: str, up: str, down: str) -> list[Rule]:
-        """A matrix for each expert -> vLLM's two."""
+        """Return the rules from a matrix for each expert to vLLM's two."""
         one, every = "{*head}.experts.{expert}", "{*head}.experts.routed_experts"
         names = {f"{every}.{gate}": 1, f"{every}.{up}": 1, f"{every}.w2_weight": 2}
         return [
@@ -186,7 +186,7 @@ class _Engine:
         ]
 
     def latent(self) -> list[Rule]:
-        """Latent attention: every rank has the projections down, and its heads of those up."""
+        """Return rules of latent attention: all projections down, this rank's heads of those up."""
         parts = ["q_a_proj.{kind}", "kv_a_proj_with_mqa.{kind}"]
         names = [f"{{*head}}.self_attn.{part}" for part in parts]
         return [
@@ -197,7 +197,7 @@ class _Engine:
         ]
 
     def dense(self) -> list[Rule]:
-        """Dense layers and shared experts; after the routed ones, whose names look alike."""
+        """Return rules of dense layers and shared experts, to follow `routed`: names look alike."""
         gate, up = "{*head}.gate_proj.{kind}", "{*head}.up_proj.{kind}"
         return [
             *self.share(gate, 0, optional=True),

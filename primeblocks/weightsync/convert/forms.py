@@ -1,4 +1,4 @@
-"""Forms: how one shape falls into parts, and which shape given parts make. Pure."""
+"""Forms: the parts that a shape is cut into, and the shape that given parts make. Pure."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Straight:
 
 @dataclass(frozen=True)
 class Sections:
-    """One part after the other along `dim`, in proportion to `parts`; None: as they come."""
+    """Parts side by side along `dim`, in proportion to `parts`; None takes them as they come."""
 
     dim: int
     parts: tuple[int, ...] | None
@@ -100,7 +100,7 @@ class Sections:
 
 @dataclass(frozen=True)
 class Numbered:
-    """As many parts as `dim` is long, without that dim."""
+    """Parts without `dim`, as many as it is long."""
 
     dim: int
 
@@ -177,7 +177,7 @@ class Gone:
 
 
 def box_of(shape: Shape, dim: int = 0, start: int = 0, size: int | None = None) -> Shard:
-    """All of a shape, or `size` elements of one dim."""
+    """Return the box of a whole shape, or of `size` elements of one dim."""
     offsets = tuple(start if d == dim else 0 for d in range(len(shape)))
     return Shard(offsets, shape if size is None else _with(shape, dim, size))
 

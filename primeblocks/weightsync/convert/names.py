@@ -12,7 +12,7 @@ __all__ = ["fields_of", "fill", "match"]
 
 
 def fields_of(template: str) -> frozenset[str]:
-    """The names of its fields.
+    """Return the names of a template's fields.
 
     Raises:
         PlanError: a field stands in it twice.
@@ -21,7 +21,7 @@ def fields_of(template: str) -> frozenset[str]:
 
 
 def match(templates: Iterable[str], name: str) -> dict[str, str] | None:
-    """What the fields stand for in the first template that fits, or None."""
+    """Return the values of the fields in the first template that fits, or None."""
     for template in templates:
         found = _parsed(template)[0].fullmatch(name)
         if found:
@@ -30,7 +30,7 @@ def match(templates: Iterable[str], name: str) -> dict[str, str] | None:
 
 
 def fill(template: str, fields: Mapping[str, str]) -> str:
-    """The name that a template makes of fields."""
+    """Return the name that a template makes of fields."""
     _, names, text = _parsed(template)
     filled = (fields[name] + after for name, after in zip(names, text[1:], strict=True))
     return text[0] + "".join(filled)
@@ -38,7 +38,7 @@ def fill(template: str, fields: Mapping[str, str]) -> str:
 
 @cache
 def _parsed(template: str) -> tuple[re.Pattern[str], tuple[str, ...], tuple[str, ...]]:
-    """The pattern of a template, its fields in order, and the text around them."""
+    """Return a template's pattern, its fields in order, and the text around them."""
     text = re.split(r"\{(\*?[a-z_]+)\}", template)
     fields = tuple(field.removeprefix("*") for field in text[1::2])
     if len(set(fields)) != len(fields):

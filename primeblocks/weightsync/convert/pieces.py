@@ -31,7 +31,7 @@ class Piece:
     dims: tuple[int, ...]
 
     def inverse(self) -> Piece:
-        """The way back."""
+        """Return the way back."""
         back = [NEW] * len(self.source_box.sizes)
         for dim, origin in enumerate(self.dims):
             if origin != NEW:
@@ -39,7 +39,7 @@ class Piece:
         return Piece(self.target, self.target_box, self.source, self.source_box, tuple(back))
 
     def from_source(self, box: Shard) -> Piece | None:
-        """The part that `box` of the source fills, or None where it fills nothing."""
+        """Return the part that `box` of the source fills, or None where it fills nothing."""
         common = self.source_box.intersect(box)
         if common is None:
             return None
@@ -54,12 +54,12 @@ class Piece:
         return replace(self, source_box=common, target_box=target_box)
 
     def to_target(self, box: Shard) -> Piece | None:
-        """The part that fills `box` of the target, or None where nothing does."""
+        """Return the part that fills `box` of the target, or None where nothing does."""
         part = self.inverse().from_source(box)
         return part and part.inverse()
 
     def then(self, after: Piece) -> Piece | None:
-        """From this source to `after`'s target, through the tensor between them."""
+        """Join this piece to `after`, through the tensor between; None where they do not meet."""
         first, last = self, after
         if self.target_box != after.source_box:
             part, rest = self.to_target(after.source_box), after.from_source(self.target_box)
@@ -74,7 +74,7 @@ class Piece:
         return Piece(first.source, first.source_box, last.target, last.target_box, tuple(dims))
 
     def view(self, local: Tensor, held: Shard) -> Tensor:
-        """What fills the target box, shaped like it: a view of `local`, box `held` of the source.
+        """Return a view of `local`, box `held` of the source, shaped like the target box it fills.
 
         Raises:
             PlanError: the piece is not inside `held`.
@@ -86,7 +86,7 @@ class Piece:
 
 
 def whole_piece(name: str, shape: tuple[int, ...]) -> Piece:
-    """A tensor that fills itself."""
+    """Return the piece of a tensor that fills itself."""
     box = Shard((0,) * len(shape), shape)
     return Piece(name, box, name, box, tuple(range(len(shape))))
 
@@ -123,7 +123,7 @@ def _merge_along(pieces: list[Piece], dim: int) -> list[Piece]:
 
 
 def _line(piece: Piece, dim: int) -> object:
-    """What two pieces share that lie on one line along a dim of the target."""
+    """Return the key of the line along a dim of the target that a piece lies on."""
     source, target, origin = piece.source_box, piece.target_box, piece.dims[dim]
     shift = source.offsets[origin] - target.offsets[dim]
     boxes = _without(source, origin), _without(target, dim)

@@ -1,6 +1,6 @@
 """Quantizing on the way: weights that travel as codes and scales, which a callable computes.
 
-Conversions move elements and compute none. This step stands beside them: it says what a rank holds
+Conversions move elements and compute none. This step stands beside them: it tells what a rank holds
 after its shards were encoded, so that conversions and plans can go on with codes and scales.
 """
 
@@ -28,21 +28,21 @@ class QuantizeBy:
     encode: Callable[[Tensor], tuple[Tensor, Tensor]]
 
     def __call__(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """What is made of one rank's part of a parameter. Raises as `Quantize.apply`."""
+        """Encode one rank's part of a parameter. Raises as `Quantize.apply`."""
         return self.quantize.apply({name: tensor}, self.encode)
 
     def describe(self, held: Manifest) -> Manifest:
-        """What a rank holds once it is encoded. Raises as `Quantize.describe`."""
+        """Return the manifest of a rank's encoded shards. Raises as `Quantize.describe`."""
         return self.quantize.describe(held)
 
     def origins(self, held: Manifest) -> dict[str, str]:
-        """What is made -> the parameter that it is made of."""
+        """Return the parameter that each encoded tensor is made of."""
         return self.quantize.origins(held)
 
 
 @dataclass(frozen=True)
 class Quantize:
-    """Weights become codes of the same name and shape, and one scale a tile under another name.
+    """Weights as codes of the same name and shape, and one scale a tile under another name.
 
     There is no inverse: rounding has none.
 
@@ -69,7 +69,7 @@ class Quantize:
             )
 
     def describe(self, held: Manifest) -> Manifest:
-        """What a rank holds once its shards are encoded. Local.
+        """Return the manifest of a rank once its shards are encoded. Local.
 
         Raises:
             PlanError: nothing matches, or a shard does not hold whole tiles.
@@ -87,7 +87,7 @@ class Quantize:
         return Manifest(tuple(rows), self.recipe)
 
     def by(self, encode: Callable[[Tensor], tuple[Tensor, Tensor]]) -> QuantizeBy:
-        """What a Publisher takes as `encode`."""
+        """Return the `encode` argument of a Publisher."""
         return QuantizeBy(self, encode)
 
     def apply(
@@ -114,7 +114,7 @@ class Quantize:
         return out
 
     def origins(self, held: Manifest) -> dict[str, str]:
-        """Codes and scales -> the weight that they are made of."""
+        """Return, by name of codes and scales, the weight that they are made of."""
         made = {name: name for name in held}
         made.update((scales, name) for name in held if (scales := self._scales_of(name)))
         return made
@@ -124,7 +124,7 @@ class Quantize:
         return None if fields is None else fill(self.scales, fields)
 
     def _steps(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Elements of a tile along each dim."""
+        """Return the elements of a tile along each dim."""
         if len(shape) < len(self.tile):
             raise PlanError(f"shape {shape} has fewer dims than tile {self.tile}")
         return (1,) * (len(shape) - len(self.tile)) + self.tile

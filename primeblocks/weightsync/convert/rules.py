@@ -52,7 +52,7 @@ _B = TypeVar("_B")
 
 @dataclass(frozen=True)
 class Rule:
-    """One step of a conversion: `one` tensor becomes `many`, or backwards. Made by functions.
+    """One step of a conversion: `one` tensor becomes `many`, or the reverse. Made by functions.
 
     A rule that finds no tensor to work on is refused, unless it is `optional`.
     """
@@ -82,13 +82,13 @@ class Rule:
         return (self.one,) if self.backwards else self.many
 
     def inverse(self) -> Rule:
-        """The rule that undoes this one. What was dropped stays away."""
+        """Return the rule that undoes this one. Dropped tensors do not come back."""
         if isinstance(self.form, Gone):
             return replace(self, optional=True)
         return replace(self, backwards=not self.backwards)
 
     def step(self, specs: Mapping[str, TensorSpec]) -> tuple[list[Piece], dict[str, TensorSpec]]:
-        """What becomes of tensors: the pieces that move, and all tensors afterwards.
+        """Apply the rule: return the pieces that move, and all tensors afterwards.
 
         Raises:
             PlanError: no name matches, names collide, or sizes do not fit.
@@ -162,12 +162,12 @@ _Found = Mapping[str, Mapping[str, str]]
 
 
 def rename(source: str, target: str, *, optional: bool = False) -> Rule:
-    """The same tensor under another name."""
+    """Give a tensor another name."""
     return Rule(source, (target,), Straight(), optional=optional)
 
 
 def transpose(names: str, dims: tuple[int, ...], *, optional: bool = False) -> Rule:
-    """Dim `i` of the result is dim `dims[i]` of what was there."""
+    """Reorder dims: dim `i` of the result is dim `dims[i]` of what was there."""
     if sorted(dims) != list(range(len(dims))):
         raise PlanError(f"dims of a transpose are 0 to n-1 in some order; got {dims}")
     return Rule(names, (names,), Straight(dims), optional=optional)
@@ -181,7 +181,7 @@ def split(
     parts: Sequence[int] = (),
     optional: bool = False,
 ) -> Rule:
-    """One tensor becomes several, cut along `dim`.
+    """Cut one tensor into several along `dim`.
 
     Args:
         parts: lengths or proportions, such as the numbers of query, key and value heads; equal
@@ -201,11 +201,11 @@ def fuse(
     parts: Sequence[int] | None = (),
     optional: bool = False,
 ) -> Rule:
-    """Several tensors become one, side by side along `dim`; the inverse of `split`.
+    """Join several tensors into one, side by side along `dim`; the inverse of `split`.
 
     Args:
-        parts: as for `split`, and checked; or None, as long as they come. Then this rule cannot
-            be bound backwards, and the way back is `Wiring.inverse()`.
+        parts: as for `split`, and checked; None takes the lengths as they come, and then this rule
+            cannot be bound backwards: the way back is `Wiring.inverse()`.
     """
     if parts is None:
         form = Sections(dim, None)
@@ -214,19 +214,19 @@ def fuse(
 
 
 def unstack(source: str, target: str, *, index: str, dim: int = 0, optional: bool = False) -> Rule:
-    """One tensor becomes as many as `dim` is long, numbered from 0 by the field `index`."""
+    """Cut one tensor into as many as `dim` is long, numbered from 0 by the field `index`."""
     return Rule(source, (target,), Numbered(dim), index=index, optional=optional)
 
 
 def stack(source: str, target: str, *, index: str, dim: int = 0, optional: bool = False) -> Rule:
-    """Tensors numbered by the field `index` become one; the inverse of `unstack`."""
+    """Join tensors numbered by the field `index` into one; the inverse of `unstack`."""
     return unstack(target, source, index=index, dim=dim, optional=optional).inverse()
 
 
 def crop(
     names: str, *, dim: int, size: int, padded: int, at: int = 0, optional: bool = False
 ) -> Rule:
-    """Of `padded` elements along `dim`, keep the `size` that begin at `at`."""
+    """Keep the `size` elements that begin at `at`, of `padded` along `dim`."""
     if not 0 <= at <= at + size <= padded:
         raise PlanError(f"{size} elements from {at} on do not fit into {padded}")
     return Rule(names, (names,), Window(dim, size, padded, at), optional=optional)

@@ -1,4 +1,4 @@
-"""What changed between two versions, without loss."""
+"""Lossless deltas between two versions."""
 
 from .tensors import DeltaInfo, apply_delta, encode_delta, inspect_delta, merge_deltas
 

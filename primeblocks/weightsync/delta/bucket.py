@@ -1,4 +1,4 @@
-"""A packed bucket as a delta: for each run of elements of one size, what changed or all of it."""
+"""A packed bucket as a delta: for each run of elements of one size, its changes or all of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: to
 def encode_payload(
     plan: Plan, index: int, new: UInt8[Tensor, " bytes"], old: UInt8[Tensor, " bytes"]
 ) -> bytes | None:
-    """What turns `old` into `new`, or None where that is no fewer bytes. Local."""
+    """Return the delta from `old` to `new`, or None where that is no fewer bytes. Local."""
     parts = []
     for span, dtype in _runs(plan, plan.buckets[index]):
         after, before = new[span].view(dtype), old[span].view(dtype)
@@ -38,7 +38,7 @@ def encode_payload(
 def apply_payload(
     plan: Plan, index: int, buffer: UInt8[Tensor, " bytes"], payload: memoryview
 ) -> None:
-    """Overwrite a packed bucket with what changed. Local; twice is as good as once.
+    """Overwrite a packed bucket with what changed. Local; idempotent.
 
     Raises:
         CorruptionError: the payload is not what was written.
@@ -67,7 +67,7 @@ def apply_payload(
 
 
 def _runs(plan: Plan, bucket: Bucket) -> Iterator[tuple[slice, torch.dtype]]:
-    """Bytes that hold elements of one size; 8 bytes count as twice 4, and 16 as four times."""
+    """Yield runs of elements of one size; 8 bytes count as twice 4, and 16 as four times."""
     start, end, width = 0, 0, 0
     for copy in bucket.copies:
         wide = plan.target[copy.name].dtype.itemsize

@@ -2,7 +2,7 @@
 
 Positions are Elias-Fano coded: the low bits as they are, the high parts as a bit vector in which
 each position sets one bit. That takes 0.5 bits a position more than the entropy of a random set
-(8.6 for 8.1 at 1 %). Where more than about a quarter of all positions is in the set, a plain
+(8.6 for 8.1 at 1 %). Where more than about a quarter of all positions are in the set, a plain
 bitmap is smaller and is used instead.
 
 Sources: Elias 1974, doi:10.1145/321812.321820; Fano 1971, MIT Project MAC Memo 61.
@@ -26,13 +26,13 @@ __all__ = [
 
 
 def bits_bytes(count: int, width: int) -> int:
-    """What `pack_bits` needs for `count` numbers below 2**width."""
+    """Return the bytes that `pack_bits` needs for `count` numbers below 2**width."""
     whole, rest = divmod(width, 8)
     return count * whole + -(-count // 8) * rest
 
 
 def pack_bits(values: np.ndarray, width: int) -> bytes:
-    """The low `width` bits of each number: its whole bytes in planes, then the bits left over.
+    """Pack the low `width` bits of each number: its whole bytes in planes, then the bits left over.
 
     Eight numbers of r < 8 bits make r bytes.
     """
@@ -51,7 +51,7 @@ def pack_bits(values: np.ndarray, width: int) -> bytes:
 
 
 def unpack_bits(buffer: memoryview, count: int, width: int, dtype: DTypeLike) -> np.ndarray:
-    """The numbers that `pack_bits` wrote; `buffer` is exactly theirs."""
+    """Return the numbers that `pack_bits` wrote; `buffer` is exactly theirs."""
     whole, rest = divmod(width, 8)
     data = np.frombuffer(buffer, dtype=np.uint8)
     values = np.zeros(count, dtype=dtype)
@@ -70,7 +70,7 @@ def unpack_bits(buffer: memoryview, count: int, width: int, dtype: DTypeLike) ->
 
 
 def positions_bytes(count: int, universe: int) -> int:
-    """What `pack_positions` needs for `count` positions below `universe`."""
+    """Return the bytes that `pack_positions` needs for `count` positions below `universe`."""
     if not count:
         return 0
     low = _low_bits(count, universe)
@@ -78,7 +78,7 @@ def positions_bytes(count: int, universe: int) -> int:
 
 
 def pack_positions(positions: np.ndarray, universe: int) -> bytes:
-    """Ascending distinct positions (int64) below `universe`."""
+    """Pack ascending distinct positions (int64) below `universe`."""
     count = len(positions)
     if not count:
         return b""
@@ -89,7 +89,7 @@ def pack_positions(positions: np.ndarray, universe: int) -> bytes:
 
 
 def unpack_positions(buffer: memoryview, count: int, universe: int) -> np.ndarray:
-    """The positions that `pack_positions` wrote, as int64; `buffer` is exactly theirs.
+    """Return the positions that `pack_positions` wrote, as int64; `buffer` is exactly theirs.
 
     Raises:
         CorruptionError: these are not `count` positions below `universe`.
@@ -115,7 +115,7 @@ def unpack_positions(buffer: memoryview, count: int, universe: int) -> np.ndarra
 
 
 def _low_bits(count: int, universe: int) -> int:
-    """How many low bits are stored as they are; 0 means a bitmap."""
+    """Return the number of low bits that are stored as they are; 0 means a bitmap."""
     low = (universe // count).bit_length() - 1
     return low if low > 1 else 0
 

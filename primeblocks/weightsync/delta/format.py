@@ -66,12 +66,12 @@ class Opened(NamedTuple):
 
 
 def segments(numel: int) -> list[slice]:
-    """What is coded at a time."""
+    """Return the slices that are coded one at a time."""
     return [slice(at, min(at + _SEGMENT, numel)) for at in range(0, numel, _SEGMENT)]
 
 
 def seal_delta(itemsize: int, numel: int, parts: Iterable[Entries]) -> bytes | None:
-    """The entries of each segment as bytes, or None where the tensor itself is no more bytes."""
+    """Return the entries of each segment as bytes, or None where the tensor is no more bytes."""
     layers, spans = _LAYERS[itemsize], segments(numel)
     counts = np.zeros((len(spans), len(layers)), dtype="<u4")
     left = numel * itemsize - _HEADER.size - counts.nbytes - _DIGEST_BYTES
@@ -127,11 +127,11 @@ def open_delta(delta: Bytes) -> Opened:
 
 
 def read_segments(opened: Opened) -> Iterator[Entries]:
-    """What each segment writes.
+    """Yield the entries of each segment.
 
     Raises:
-        CorruptionError: the positions are not as many as announced, or lie outside. No accident
-            does that: the digest was right.
+        CorruptionError: there are more or fewer positions than announced, or some lie outside. No
+            accident does that: the digest was right.
     """
     at = 0
     for (universe, lengths), counts in zip(_lengths(opened), opened.counts.tolist(), strict=True):
@@ -143,7 +143,7 @@ def read_segments(opened: Opened) -> Iterator[Entries]:
 
 
 def _lengths(opened: Opened) -> Iterator[tuple[int, list[int]]]:
-    """Of each segment: its elements, and the bytes of its streams."""
+    """Yield the elements of each segment, and the bytes of its streams."""
     for span, counts in zip(segments(opened.numel), opened.counts.tolist(), strict=True):
         universe, done = span.stop - span.start, 0
         lengths = []
@@ -154,7 +154,7 @@ def _lengths(opened: Opened) -> Iterator[tuple[int, list[int]]]:
 
 
 def _code(entries: Entries, universe: int, layers: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-    """How many entries each layer of a segment has, and its two streams."""
+    """Yield the number of entries of each layer of a segment, and its two streams."""
     where, bits, mask = entries
     done = 0
     for upto in layers:

@@ -1,4 +1,4 @@
-"""Where two tensors differ in their bits, and how to write bits into a tensor.
+"""Scan for bits in which two tensors differ, and writes of bits into a tensor.
 
 On the host in numpy, whose scan is 3 times as fast as torch's `nonzero`; on a device in torch, so
 that only what changed crosses the bus.
@@ -33,16 +33,16 @@ class Entries(NamedTuple):
 
 
 def flat_bits(tensor: Tensor) -> Bits:
-    """A view of a contiguous tensor."""
+    """Return a view of a contiguous tensor's bits."""
     flat = tensor.detach().view(-1).view(_TORCH[tensor.itemsize])
     if tensor.device.type != "cpu":
         return flat
-    # Not .numpy(): it forbids ever after to resize the storage, as offloading does.
+    # Not .numpy(): it forbids resizing the storage ever after, as offloading does.
     return np.from_dlpack(flat).view(f"u{tensor.itemsize}")
 
 
 def read_changes(new: Bits, old: Bits) -> Entries:
-    """What of `new` differs from `old`; the mask is their exclusive or."""
+    """Return the elements of `new` that differ from `old`; the mask is their exclusive or."""
     if isinstance(new, Tensor):
         assert isinstance(old, Tensor)
         at = (new != old).nonzero().view(-1)
@@ -58,7 +58,7 @@ def read_changes(new: Bits, old: Bits) -> Entries:
 
 
 def write_entries(target: Bits, entries: Entries) -> None:
-    """Write in place. Harmless twice."""
+    """Write entries in place. Idempotent."""
     positions, bits, mask = entries
     if isinstance(target, Tensor):
         dtype = str(target.dtype).removeprefix("torch.")

@@ -27,7 +27,7 @@ __all__ = ["DeltaInfo", "apply_delta", "encode_delta", "inspect_delta", "merge_d
 
 @dataclass(frozen=True)
 class DeltaInfo:
-    """What a delta says of itself.
+    """The facts of a delta, from its header and counts.
 
     Args:
         itemsize: bytes an element.
@@ -43,7 +43,7 @@ class DeltaInfo:
 
 
 def encode_delta(new: Tensor, old: Tensor) -> bytes | None:
-    """What turns `old` into `new`, bit for bit, or None where sending `new` is no more bytes.
+    """Return the delta from `old` to `new`, bit for bit, or None where `new` is no more bytes.
 
     Bit patterns are compared: NaN and -0.0 are values like others. Local; reads both tensors
     once; on a device only what changed comes to the host. To keep `old` for the next call, apply
@@ -72,8 +72,8 @@ def encode_delta(new: Tensor, old: Tensor) -> bytes | None:
 def apply_delta(target: Tensor, delta: Bytes) -> None:
     """Overwrite what changed, in place. Local; costs what changed, not what there is.
 
-    Twice is as good as once. On another base than the delta's it writes the same bits, which is
-    not the new version: check versions first, and a digest after.
+    Idempotent. On another base than the delta's it writes the same bits, and the result is not the
+    new version: check versions first, and a digest after.
 
     Raises:
         CorruptionError: a byte of the delta was changed, added or lost; nothing was written.
@@ -92,10 +92,10 @@ def apply_delta(target: Tensor, delta: Bytes) -> None:
 
 
 def merge_deltas(deltas: Sequence[Bytes]) -> bytes | None:
-    """One delta that does what `deltas` do one after another, oldest first.
+    """Return one delta that does what `deltas` do one after another, oldest first.
 
-    None where sending the tensor in full is no more bytes. A merged delta may write bits that
-    went forth and back, so it can be larger than a delta made from the two ends. Local.
+    Returns None where sending the tensor in full is no more bytes. A merged delta may write bits
+    that changed and changed back, so it can be larger than a delta between the two ends. Local.
 
     Raises:
         CorruptionError: a byte of a delta was changed, added or lost.
@@ -116,7 +116,7 @@ def merge_deltas(deltas: Sequence[Bytes]) -> bytes | None:
 
 
 def inspect_delta(delta: Bytes) -> DeltaInfo:
-    """The facts of a delta, after its digest was checked. Local; reads every byte once.
+    """Return the facts of a delta, after checking its digest. Local; reads every byte once.
 
     Raises:
         CorruptionError: a byte was changed, added or lost.

@@ -25,7 +25,7 @@ __all__ = ["Colocated", "ColocatedEngine", "Memory", "Turn"]
 
 
 class Memory(Protocol):
-    """What leaves the device and comes back, bit for bit: `parallel.memory.HostMemory`.
+    """Memory that leaves the device and comes back, bit for bit: `parallel.memory.HostMemory`.
 
     A call that raises has changed nothing.
     """
@@ -41,7 +41,7 @@ class Memory(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ColocatedEngine:
-    """How to drive an engine. The last argument of each call is the `timeout_s` it has to keep.
+    """Calls that drive an engine. The last argument of each is the `timeout_s` it has to keep.
 
     Args:
         sleep: give all device memory back; weights may be lost. Does nothing if asleep.
@@ -56,14 +56,14 @@ class ColocatedEngine:
 
 @dataclass(frozen=True)
 class Turn:
-    """What a turn cost on this rank. `version` is what the engine serves, or served."""
+    """Cost of a turn on this rank. `version` is the one that the engine serves, or served."""
 
     version: int
     bytes_before: int
     stages: tuple[Stage, ...]
 
     def table(self) -> str:
-        """One line a stage: seconds, bytes in use after it, and the change."""
+        """Return one line a stage: seconds, bytes in use after it, and the change."""
         before = self.bytes_before
         lines = [f"{'stage':<14}{'seconds':>10}{'bytes in use':>18}{'change':>18}"]
         lines.append(f"{'before':<14}{'':>10}{before:>18,}")
@@ -75,7 +75,7 @@ class Turn:
 
 
 class Colocated:
-    """Takes the turns. It begins with the trainer's: put the engine to sleep first.
+    """Turns of trainer and engine. The first is the trainer's: put the engine to sleep before it.
 
     Args:
         trainer: the trainer's memory on this rank.
@@ -110,20 +110,19 @@ class Colocated:
 
     @property
     def turn(self) -> str:
-        """Whose it is: "trainer", "engine", or "torn" after a failure that was not undone."""
+        """The side whose turn it is: "trainer", "engine", or "torn" after a failure not undone."""
         return self._turn
 
     def to_engine(self, version: int, *, timeout_s: float) -> Turn:
         """Publish, make room, load, serve. Collective.
 
         Args:
-            timeout_s: half is for the way there; no stage begins after it. The rest is for going
-                back.
+            timeout_s: half is for the way there; no stage begins after it. The rest is for undoing.
 
         Raises:
-            DeadlineError: half the time was over. It is the trainer's turn again.
-            TransferError: a stage failed on another rank, or a rank died. Likewise; after a death
-                make a new group and a new Colocated.
+            DeadlineError: half of the time was used up. It is the trainer's turn again.
+            TransferError: a stage failed on another rank, or a rank died. It is the trainer's turn
+                again; after a death make a new group and a new Colocated.
             EngineError: going back failed too, and the turn is "torn": restart the engine.
             UsageError: it is not the trainer's turn.
             Exception: whatever a stage raised on this rank. It is the trainer's turn again.
@@ -140,7 +139,7 @@ class Colocated:
         return Turn(version, run.bytes_before, tuple(run.stages))
 
     def to_trainer(self, *, timeout_s: float) -> Turn:
-        """Put the engine to sleep, bring the trainer back. Collective.
+        """Put the engine to sleep and bring the trainer back. Collective.
 
         Where a stage fails, the engine wakes and loads again what it served.
 

@@ -15,11 +15,11 @@ __all__ = ["Engine", "UpdateReport", "update_fleet"]
 
 
 class Engine(Protocol):
-    """What an update asks of an engine, in vLLM's words: its `AsyncLLM` is one."""
+    """Calls that an update makes of an engine, in vLLM's words: its `AsyncLLM` is one."""
 
     @property
     def errored(self) -> bool:
-        """Whether it is dead."""
+        """Whether the engine is dead."""
         ...
 
     async def is_paused(self) -> bool: ...
@@ -36,7 +36,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """What an update cost: in all, and from the first pause to the last resume."""
+    """Cost of an update: in all, and from the first pause to the last resume."""
 
     version: int
     seconds: float
@@ -90,7 +90,7 @@ class _Fleet:
         return [member for member in self.members if member.error is not None]
 
     async def each(self, act: Callable[[_Member], Awaitable[None]]) -> bool:
-        """Act on all at once; whether none has failed so far."""
+        """Act on all at once; return whether none has failed so far."""
 
         async def guarded(member: _Member) -> None:
             try:
@@ -104,7 +104,7 @@ class _Fleet:
         return not self.failed
 
     def raise_first(self) -> None:
-        """The error to act on first, with the positions of all engines that met one."""
+        """Raise the error to act on first, with the positions of all engines that met one."""
         failed = self.failed
         if not failed:
             return
@@ -139,7 +139,7 @@ async def update_fleet(
         timeout_s: for everything; the last two fifths are for going back and for resuming.
 
     Raises:
-        PrimeblocksError: what an engine met, `EngineError` before others; `.engines` are the
+        PrimeblocksError: the error of an engine, `EngineError` before others; `.engines` holds the
             positions of all that failed. Drop or restart the dead ones and call again.
     """
     start = time.monotonic()

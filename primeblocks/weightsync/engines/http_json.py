@@ -38,14 +38,14 @@ class JsonServer:
     def exchange(
         self, method: str, path: str, body: Any = None, *, deadline: float
     ) -> tuple[int, dict[str, Any]]:
-        """The status and the answer, whatever the status is.
+        """Make a request; return the status and the answer, whatever the status is.
 
         Args:
             body: JSON-able; None sends none.
             deadline: as time.monotonic() counts.
 
         Returns:
-            What is no JSON object comes as {"answer": it}.
+            An answer that is no JSON object comes as {"answer": it}.
 
         Raises:
             DeadlineError: the answer was not whole in time. The server may still act on it.

@@ -1,4 +1,4 @@
-"""LoRA adapters as named tensors: what they are called, what fits together, which version it is.
+"""LoRA adapters as named tensors: their names, the shapes that fit together, their versions.
 
 An adapter is published like any other weights: `adapter_parameters` names its tensors as PEFT's
 files do, and an ordinary plan and `Publisher` send them over any transport.
@@ -69,7 +69,7 @@ class AdapterSpec:
 
     @classmethod
     def from_peft(cls, name: str, config: Mapping[str, Any]) -> AdapterSpec:
-        """Read PEFT's settings: `LoraConfig.to_dict()`, or what is in adapter_config.json. Local.
+        """Read PEFT's settings: `LoraConfig.to_dict()`, or a parsed adapter_config.json. Local.
 
         Raises:
             UnsupportedError: they say more than rank, alpha and targets, such as DoRA.
@@ -90,7 +90,7 @@ class AdapterSpec:
         return cls(name, config["r"], config["lora_alpha"], bool(config.get("use_rslora")))
 
     def modules(self, manifest: Manifest) -> dict[str, tuple[int, int]]:
-        """The modules that a manifest adapts, with their input and output sizes. Local.
+        """Return the modules that a manifest adapts, with their input and output sizes. Local.
 
         Raises:
             PlanError: a name is not PEFT's, an A is without its B, or there is none.
@@ -122,12 +122,12 @@ class AdapterSpec:
         return {module: (sizes["A"], sizes["B"]) for module, sizes in parts.items()}
 
     def to_json(self) -> str:
-        """A text that `from_json` turns into an equal value."""
+        """Return a text that `from_json` turns into an equal value."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> AdapterSpec:
-        """The value that `to_json` wrote.
+        """Return the value that `to_json` wrote.
 
         Raises:
             PlanError: it is another text.
@@ -137,16 +137,16 @@ class AdapterSpec:
 
 
 def adapter_parameters(model: nn.Module, *, adapter: str = "default") -> dict[str, Tensor]:
-    """The LoRA parameters of a PEFT model under the names of PEFT's files. Local; no copies.
+    """Return the LoRA parameters of a PEFT model under the names of PEFT's files. Local; no copies.
 
     DTensors stay sharded. `Publisher` reads the same parameters again at each version.
 
     Args:
-        adapter: PEFT's name of it in the model.
+        adapter: PEFT's name of the adapter in the model.
 
     Raises:
         PlanError: the model has no such adapter.
-        UnsupportedError: it is more than A and B, such as DoRA's magnitudes.
+        UnsupportedError: it has more than A and B, such as DoRA's magnitudes.
     """
     parts = re.compile(rf"(?P<stem>.+\.lora_[AB])\.{re.escape(adapter)}\.weight")
     others = re.compile(rf".+\.(lora_\w+|modules_to_save)\.{re.escape(adapter)}(\..+)?")

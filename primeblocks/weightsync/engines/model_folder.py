@@ -38,7 +38,7 @@ _OURS = re.compile(r"\d+-[0-9a-f]{8}")
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A version whose bytes passed their digests, where engines load it by its path."""
+    """A version whose bytes passed their digests, in a folder that engines load by its path."""
 
     version: int
     path: Path
@@ -46,7 +46,7 @@ class ModelFolder:
 
 
 class ModelFolders:
-    """Makes one folder a version, for engines that load by path and check nothing themselves.
+    """Folders, one a version, for engines that load by path and check nothing themselves.
 
     A full version of a `FileTransport` is linked: it takes no room of its own and stays readable
     after the transport has dropped it. A delta, or a version in shared memory, is written. The
@@ -57,8 +57,9 @@ class ModelFolders:
         plan: the publisher's; its reader 0 wants whole tensors.
         transport: a `FileTransport` or `SharedMemoryTransport`, read along.
         like: the checkpoint that the engines started from.
-        root: where the folders go; made if missing. With a `FileTransport`: on its file system.
-        keep: so many folders stay, newest first; engines go back to the one before.
+        root: the directory of the folders, made if missing. A `FileTransport` needs it on its file
+            system.
+        keep: the number of folders that stay, newest first; engines go back to the one before.
 
     Raises:
         PlanError: versions would lack tensors of `like`, or have them in other shapes, or reader 0
@@ -83,7 +84,7 @@ class ModelFolders:
         _check_covers(plan, self._like)
 
     def make(self, version: int, *, timeout_s: float) -> ModelFolder:
-        """Wait for a version, check every byte, lay out its folder. Local.
+        """Wait for a version, check every byte and lay out its folder. Local.
 
         Cost: one digest of the bytes; where they cannot be linked, one write of them, which goes on
         after the deadline.
@@ -101,7 +102,7 @@ class ModelFolders:
             try:
                 if not path.is_dir():
                     self._root.mkdir(parents=True, exist_ok=True)
-                    # Of a name that no one looks for, until it is whole.
+                    # Under a name that nobody looks for until it is whole.
                     with tempfile.TemporaryDirectory(prefix=".making-", dir=self._root) as scratch:
                         made = Path(scratch) / path.name
                         made.mkdir()
@@ -121,7 +122,7 @@ class ModelFolders:
         return ModelFolder(version, path, receipt.digest)
 
     def _linked(self, to: Path, receipt: Receipt) -> bool:
-        """Whether the weights are a file that could be linked."""
+        """Link the weights, if they are a file; return whether that could be done."""
         spec = self._transport.spec()
         if spec["kind"] != "file" or self._marker(receipt).base is not None:
             return False

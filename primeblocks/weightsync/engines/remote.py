@@ -1,9 +1,9 @@
-"""What to ask of an engine, in which order; deadlines, and death.
+"""Steps to ask of an engine, in order; their deadlines, and its death.
 
 The order is a generator of steps, so that synchronous and asynchronous engines share it. No step
 fails in a worker: an executor that reads the answers of several workers stops at the first
-failure and takes what the others said for answers to the next call. Workers say how it went when
-they are asked.
+failure and takes what the others said for answers to the next call. Workers report the outcome
+when they are asked.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _ASK = Step("collective_rpc", (STATE,))
 
 @dataclass(frozen=True)
 class WorkerState:
-    """What a worker says about itself. `error` and `message` are of its last attach or update."""
+    """The state that a worker reports. `error` and `message` are of its last attach or update."""
 
     version: int | None = None
     active: bool = False
@@ -59,7 +59,7 @@ class WorkerState:
     message: str = ""
 
     def typed(self) -> PrimeblocksError:
-        """The error that the worker met, as the type it had there."""
+        """Return the error that the worker met, as the type it had there."""
         kind: type[PrimeblocksError] = getattr(errors, self.error, EngineError)
         return kind(self.message)
 
@@ -68,7 +68,7 @@ def attach_steps(request: Any) -> Steps:
     """Open the transport in every worker.
 
     Raises:
-        PrimeblocksError: what the first worker met that could not.
+        PrimeblocksError: the error of the first worker that could not.
     """
     yield Step("init_weight_transfer_engine", (request,))
     _raise_first(_states((yield _ASK)))
@@ -78,11 +78,11 @@ def attach_steps(request: Any) -> Steps:
 class Update:
     """One attempt to bring all workers of an engine to a version.
 
-    `prepare`, `load`, then `commit` or `go_back`. What a worker met is raised with its type.
+    `prepare`, `load`, then `commit` or `go_back`. A worker's error is raised with its type.
 
     Args:
-        transaction: differs from that of any other attempt. A worker ignores what arrives late
-            from an attempt that was given up.
+        transaction: differs from that of any other attempt. A worker ignores late calls of an
+            attempt that was given up.
         wrap: makes the argument of the engine's `update_weights` from a dictionary.
     """
 
@@ -91,7 +91,7 @@ class Update:
     wrap: Callable[[dict[str, Any]], Any]
 
     def prepare(self, deadline: float) -> Generator[Step, Any, tuple[int | None, ...]]:
-        """Check every byte while the engine generates; returns the version of each worker."""
+        """Check every byte while the engine generates; return the version of each worker."""
         if any(state.active for state in _states((yield _ASK))):
             # Left over from an update whose caller ran into its deadline.
             yield Step("finish_weight_update")
@@ -121,7 +121,7 @@ class Update:
     def go_back(
         self, before: tuple[int | None, ...], deadline: float
     ) -> Generator[Step, Any, bool]:
-        """Bring workers that loaded back to the version before; says whether that was possible."""
+        """Bring workers that loaded back to the version before; return whether they could be."""
         states = _states((yield _ASK))
         torn = [state for state in states if state.error == EngineError.__name__]
         _raise_first(torn)
@@ -159,7 +159,7 @@ def update_sync(engine: Any, update: Update, *, deadline: float) -> None:
     """Make a whole update on an engine whose methods block.
 
     Raises:
-        PrimeblocksError: what the first worker met that failed; all serve the version before.
+        PrimeblocksError: the error of the first worker that failed; all serve the version before.
         EngineError: the workers could not be brought back to one version.
     """
     before = drive_sync(engine, update.prepare(deadline))
@@ -187,7 +187,7 @@ def drive_sync(engine: Any, steps: Steps) -> Any:
 
 
 async def drive(engine: Any, steps: Steps, what: str, deadline: float) -> Any:
-    """Make the steps on an asynchronous engine. Raises as `call`; else as `drive_sync`."""
+    """Make the steps on an asynchronous engine. Raises as `call`, and otherwise as `drive_sync`."""
     answer = None
     while True:
         try:

@@ -52,7 +52,7 @@ class Stages:
         self.undo: list[Do | None] = []
 
     def stage(self, name: str, do: Do, *, undo: Do | None = None) -> Any:
-        """Do it here, then hear how it went elsewhere. `undo` is for when it has been done."""
+        """Do it here, then hear the outcome elsewhere. `undo` is called only if it was done."""
         start = time.monotonic()
         error: BaseException | None = None
         result = None
@@ -110,7 +110,7 @@ class Stages:
         return left_s
 
     def _tell(self, error: BaseException | None, *, at: float) -> str:
-        """Who else failed, and how; nothing once the ranks are out of step."""
+        """Return the failures of other ranks; nothing once the ranks are out of step."""
         if not self._in_step:
             return ""
         message = {"error": "" if error is None else _text(error)}

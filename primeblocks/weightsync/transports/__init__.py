@@ -1,4 +1,4 @@
-"""Ways on which versions travel from trainer ranks to readers."""
+"""Ways for versions to travel from trainer ranks to readers."""
 
 from .directory import FileTransport, SharedMemoryTransport
 from .group import GroupTransport

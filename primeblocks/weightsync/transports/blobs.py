@@ -1,4 +1,4 @@
-"""Where full versions lie: each a file on a disk, or memory of the owner that a link names."""
+"""Full versions as buffers: each a file on a disk, or memory of the owner that a link names."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Blobs(Protocol):
         ...
 
     def reuse(self, old: Path, new: Path, size_bytes: int) -> bool:
-        """Owner: make one of another that nobody holds; whether that could be done."""
+        """Owner: make one of another that nobody holds; return whether that could be done."""
         ...
 
     def writable(self, path: Path, size_bytes: int) -> UInt8[Tensor, " bytes"]:
-        """Writer: one that was not finished, to be written to in place.
+        """Writer: return one that was not finished, to be written to in place.
 
         Raises:
             TransferError: there is none of this size, or this process may not write to it.
@@ -54,11 +54,11 @@ class Blobs(Protocol):
         ...
 
     def finish(self, path: Path) -> None:
-        """Owner: say that it is written."""
+        """Owner: finish one that is written."""
         ...
 
     def drop(self, path: Path) -> None:
-        """Owner: remove one, if it is there. Who holds it keeps it."""
+        """Owner: remove one, if it is there. Readers that hold it keep it."""
         ...
 
     def abort(self, path: Path) -> None:
@@ -81,7 +81,7 @@ class Blobs(Protocol):
 
 
 class DiskBlobs:
-    """Files. Each version is a new one.
+    """Buffers as files, a new one for each version.
 
     Args:
         user: as in `Place`.
@@ -112,7 +112,7 @@ class DiskBlobs:
             os.close(fd)
 
     def finish(self, path: Path) -> None:
-        """Nothing: it was synced when it was written."""
+        """Do nothing: the file was synced when it was written."""
 
     def drop(self, path: Path) -> None:
         path.unlink(missing_ok=True)
@@ -128,15 +128,15 @@ class DiskBlobs:
         return lease
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
 
 class MemoryBlobs:
     """Memory of the owner, sealed once it is written; `path` is a link to its descriptor in /proc.
 
     A retired one becomes the next where no reader holds it: touching fresh pages costs more than
-    copying into known ones. Readers say that they hold one by a shared flock, which ends with
-    their process. Writers and readers keep what they have mapped.
+    copying into known ones. Readers hold one by a shared flock, which ends with their process.
+    Writers and readers keep their mappings.
     """
 
     def __init__(self) -> None:
@@ -234,12 +234,12 @@ def _close_all(owned: dict[str, int], *mappings: Mappings[Any]) -> None:
 
 
 def _name(path: Path) -> str:
-    """What memory is called whose link lies in this directory: the end of its name is random."""
+    """Return the name of memory whose link lies in this directory, whose name ends at random."""
     return f"primeblocks-{path.parent.name[-16:]}"
 
 
 def _target(path: Path) -> tuple[int, int]:
-    """The process and its descriptor that a link of this user names."""
+    """Return the process, and its descriptor, that a link of this user names."""
     found = path.lstat()
     link = _LINK.fullmatch(os.readlink(path)) if stat.S_ISLNK(found.st_mode) else None
     if link is None or found.st_uid != os.geteuid():
@@ -275,7 +275,7 @@ def _other_bytes(path: Path, found: int, sent: int) -> CorruptionError:
 
 
 def _map(fd: int, size: int, *, shared: bool = True) -> UInt8[Tensor, " bytes"]:
-    """An open file as a tensor, to be written to."""
+    """Map an open file as a tensor, to be written to."""
     # mmap.mmap keeps a duplicate of the descriptor, and with it a lock.
     with torch.inference_mode(False):
         if sys.platform.startswith("linux"):

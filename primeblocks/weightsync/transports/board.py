@@ -1,4 +1,4 @@
-"""A torch Store with deadlines: where ranks of a process group leave each other notes."""
+"""A torch Store with deadlines, in which ranks of a process group leave each other notes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...errors import TransferError
 __all__ = ["Board"]
 
 _LOOK_S = 0.005
-# A call made late, to abort for example, still has so long; nothing else goes on after a deadline.
+# A late call, to abort for example, still has this long; nothing else goes on after a deadline.
 _GRACE_S = 1.0
 
 
@@ -22,8 +22,8 @@ class Board:
     """Keys of one store under a prefix. Every call ends by its deadline (time.monotonic).
 
     Each call runs in a thread of its own: a store that hangs would keep its caller for ever, for
-    its calls have no deadline that it always meets. One that is late, at the deadline or beyond,
-    waits a second for the store to answer. While a call hangs none is made beside it: the next one
+    its calls have no deadline that it always meets. A call made at the deadline or later waits a
+    second for the store to answer. While a call hangs, no other is made beside it: the next one
     waits for it, until its own deadline and no second longer.
 
     Raises:
@@ -45,13 +45,13 @@ class Board:
         self._call(lambda: self._store.set(self._key(key), text), deadline)
 
     def post_first(self, key: str, text: str, *, deadline: float) -> str:
-        """Write a note unless there is one; what stands there then: the first."""
+        """Write a note unless there is one; return the one that stands: the first."""
         said = self._call(lambda: self._store.compare_set(self._key(key), "", text), deadline)
         assert isinstance(said, bytes)
         return said.decode()
 
     def read_any(self, keys: Sequence[str], *, deadline: float) -> tuple[str, str] | None:
-        """Wait for the first of some notes: its key and text, or None at the deadline."""
+        """Wait for the first of some notes; return its key and text, or None at the deadline."""
 
         def look() -> tuple[str, str] | None:
             while True:
@@ -79,7 +79,7 @@ class Board:
         return found
 
     def replace(self, key: str, old: str, new: str, *, deadline: float) -> bool:
-        """Write over a note if it is still the old one; whether it was, or is the new one."""
+        """Write over a note if it is still the old one; return whether it is the new one now."""
         said = self._call(lambda: self._store.compare_set(self._key(key), old, new), deadline)
         assert isinstance(said, bytes)
         return said.decode() == new

@@ -1,4 +1,4 @@
-"""Which committed version a reader takes, and what it needs for it. Pure."""
+"""Choice of the committed version that a reader takes, and of the versions it needs. Pure."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["chain_to", "choose"]
 def choose(
     markers: Sequence[Marker], version: int | None, *, served: Marker | None
 ) -> Marker | None:
-    """The version asked for, or the newest if it is newer than the one served; None: wait.
+    """Return the version asked for, or the newest if newer than the one served; None: wait.
 
     Raises:
         TransferError: it was retired.
     """
     newest = markers[-1] if markers else None
     if version is None:
-        # Another run of the trainer counts from anew.
+        # Another run of the trainer starts counting again.
         old = newest is None or (
             served is not None and served.run == newest.run and served.version >= newest.version
         )
@@ -39,7 +39,7 @@ def choose(
 def chain_to(
     wanted: Marker, markers: Sequence[Marker], *, held: Marker | None
 ) -> tuple[Marker, ...]:
-    """What leads to `wanted`: deltas after what is held, or a full version and deltas to it.
+    """Return the way to `wanted`: deltas after the held one, or a full version and its deltas.
 
     Raises:
         TransferError: a part of it was retired.

@@ -28,11 +28,11 @@ _LOOK_S = 0.002
 
 
 class DirectoryTransport:
-    """What the two transports below share. Any number of processes may play a reader.
+    """The base of the two transports below. Any number of processes may play a reader.
 
     A full version is one safetensors file with all tensors, which every rank writes its boxes
-    into; a delta is one file a rank. The versions that the last one needs stay, and the one before
-    it until the next is begun.
+    into; a delta is one file a rank. The versions that the last one needs stay, and so does the
+    one before it until the next is begun.
     """
 
     def __init__(self, spec: dict[str, Any], place: Place, slots: Slots) -> None:
@@ -40,7 +40,7 @@ class DirectoryTransport:
         self._head: tuple[Plan, bytes] | None = None
 
     def spec(self) -> dict[str, Any]:
-        """What `open_transport` needs in another process."""
+        """Return what `open_transport` needs in another process."""
         return dict(self._spec)
 
     def begin(self, version: int, *, plan: Plan, base: int | None, deadline: float) -> Begun:
@@ -75,29 +75,29 @@ class DirectoryTransport:
         self._slots.commit(marker)
 
     def abort(self, version: int) -> None:
-        """Owner: drop a version that was begun and not committed; else nothing."""
+        """Owner: drop a version that was begun and not committed, if there is one."""
         self._slots.abort(version)
 
     def markers(self) -> tuple[Marker, ...]:
-        """The committed versions, oldest first."""
+        """Return the committed versions, oldest first."""
         return self._slots.markers()
 
     def receive(self, request: Request) -> Sequence[Incoming]:
         """Reader: wait for a version; look every 2 ms.
 
         Raises:
-            UsageError: a file there is not of this user alone.
+            UsageError: a file there belongs to another user, or others may write to it.
         """
         chain = await_versions(self.markers, request, every_s=_LOOK_S, hint=self._place.others)
         start = len(self._header(request.plan))
         return [_Version(self._slots, request.plan, marker, start) for marker in chain]
 
     def to_remove(self) -> tuple[Path, ...]:
-        """Owner: the files that `close` removes. It made all of them; nothing else is touched."""
+        """Owner: return the files that `close` removes; it made them all. No others are touched."""
         return self._slots.to_remove()
 
     def close(self) -> None:
-        """Let go. The owner removes what `to_remove` says; twice is fine."""
+        """Let go. The owner removes the files of `to_remove`; twice is fine."""
         self._slots.close()
 
     def _header(self, plan: Plan) -> bytes:
@@ -121,24 +121,24 @@ class SharedMemoryTransport(DirectoryTransport):
     """Versions in shared memory, which every rank writes in place: one host, one user, no disk.
 
     A version lies in memory of the owner's process (memfd), which is sealed before the commit:
-    nobody can write to it then, save through the mappings that trainer ranks wrote it with. So
-    readers load it where it lies. It ends with the owner's process; a reader that holds it keeps
-    it. Two take turns, a third while a reader lags or has kept a tensor. A trainer rank that joins
-    anew fails one publish.
+    nobody can write to it then, save through the mappings that trainer ranks wrote it with, so
+    readers load it in place. It ends with the owner's process; a reader that holds it keeps
+    it. Two buffers take turns, with a third while a reader lags or has kept a tensor. A trainer
+    rank that joins again fails one publish.
 
-    Links to them, deltas and commits are in a directory of mode 700 whose name ends in a random
-    word. Others find it by `name` and by whose it is; what another user has put there is not
-    looked into. The owner removes it at close or at the end of its process; what a killed one left
-    is removed when the next owner of this user starts, whatever its name, or by `sweep`.
+    Links to the memory, deltas and commits are in a directory of mode 700 whose name ends in a
+    random word. Others find it by `name` and by its owner; directories of other users are ignored.
+    The owner removes it at close or at the end of its process; those of killed owners are removed
+    when the next owner of this user starts, whatever its name, or by `sweep`.
 
     Args:
         name: one word that trainer and engine agree on.
         owner: true on trainer rank 0, and there only.
-        root: where a tmpfs is mounted. Versions take no room there.
+        root: the mount point of a tmpfs. Versions take no room there.
 
     Raises:
-        UnsupportedError: this is not Linux 5.1 or newer, or `root` does not exist. Later: an
-            engine may not look into the trainer's process.
+        UnsupportedError: this is not Linux 5.1 or newer, or `root` does not exist; or, at
+            the first read, an engine may not look into the trainer's process.
         UsageError: `name` is not one path component, or has a living owner; or others may rename
             what is in `root`.
     """
@@ -151,9 +151,9 @@ class SharedMemoryTransport(DirectoryTransport):
 
     @staticmethod
     def sweep(root: str = "/dev/shm") -> list[Path]:
-        """Remove what killed owners of this user left in shared memory, `IpcTransport`'s too.
+        """Remove what killed owners of this user left in shared memory, also by `IpcTransport`.
 
-        Local. Living owners keep theirs. Returns the directories that are gone.
+        Living owners keep theirs. Returns the removed directories. Local.
         """
         return sweep(Path(root))
 
@@ -162,22 +162,22 @@ class FileTransport(DirectoryTransport):
     """Versions in a directory on a disk that trainer and engine share; synced before a commit.
 
     Writers on several hosts need a file system with coherent writes (Lustre, GPFS; not NFS):
-    where it has none, the digests refuse the version. A full version is the safetensors file
+    on another one the digests refuse the version. A full version is the safetensors file
     `run-<run>/version-<n>.safetensors` in it, which other programs can read.
 
     An owner touches only what it made: a directory `run-<run>`, `primeblocks-run.json` and
-    `primeblocks.lock`. Its close leaves the last version, with what that is a delta to, for ever;
-    the versions of an owner that was killed are removed by the next one.
+    `primeblocks.lock`. Its close leaves the last version, with those that it is a delta to, for
+    good; the versions of an owner that was killed are removed by the next one.
 
     Args:
         path: the directory; made if missing. Other files in it are left alone.
         owner: true on trainer rank 0, and there only.
-        user: whose files are read, by number, where a mount shows all files as another user's.
-            None is the user of this process; then others may not be able to write to them.
+        user: the number of the user whose files are read, where a mount shows all files as another
+            user's. None is the user of this process, and then nobody else may have write access.
 
     Raises:
-        UsageError: the directory has a living owner, or cannot be written to, or a file there is
-            of another user.
+        UsageError: the directory has a living owner, or cannot be written to, or a file there
+            belongs to another user.
     """
 
     def __init__(self, path: str | Path, *, owner: bool = False, user: int | None = None) -> None:
@@ -208,11 +208,11 @@ class _Version:
         return self._slots.read_part(self.marker.version, rank, self._places[index], size)
 
     def settle(self, error: str, *, deadline: float) -> None:
-        """Nothing: what is committed stands, whoever reads it."""
+        """Do nothing: what is committed stands, whoever reads it."""
 
     @cached_property
     def _places(self) -> dict[int, int]:
-        """Where each bucket starts in its rank's file."""
+        """The start of each bucket in its rank's file."""
         places = {}
         for rank in range(self._plan.world_size):
             end = 0

@@ -1,4 +1,4 @@
-"""Over a process group of trainer ranks and readers: shard to shard, and all commit, or none."""
+"""Transport over a process group of trainer ranks and readers, which all commit, or none."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ __all__ = ["GroupTransport"]
 _MESSAGE_BYTES = 2048
 _ERROR_CHARS = 250  # A character takes up to six bytes in JSON.
 _REASON_CHARS = 600
-# Others hear so much later that rank 0 did not reach the store in time.
+# The others hear this much later that rank 0 did not reach the store in time.
 _GRACE_S = 1.0
 
 
 class GroupTransport:
-    """Sends buckets from rank to rank: gloo or NCCL, point to point. Every rank has one.
+    """A transport from rank to rank, point to point over gloo or NCCL. Every rank has one.
 
     A publish waits for every reader to ask, and no reader returns a version that not all have:
-    whether they do is written into the store once. The last reader to have checked its bytes writes
+    the decision is written into the store once. The last reader to have checked its bytes writes
     "commit"; a rank that fails or whose time is up writes "abort"; the first word stands and all
-    follow it, whoever dies when, as long as the store outlives the ranks.
+    follow it, whichever ranks die and whenever, as long as the store outlives the ranks.
 
-    After a TransferError that says so the group is of no use: make a new group of living ranks (a
-    restarted one may join), and new transports with the same store; then publish the same version
-    again. It is sent in full.
+    After a TransferError that says so the group cannot be used again: make a new group of living
+    ranks (a restarted one may join), and new transports with the same store; then publish the same
+    version again. It is sent in full.
 
     Constructing it is collective.
 
@@ -51,10 +51,10 @@ class GroupTransport:
             the plan's readers, in order, one process each.
         group: a group with gloo for CPU tensors, such as "gloo" or "cpu:gloo,cuda:nccl"; None is
             the default group.
-        device: where messages live, and so which backend carries them.
+        device: the device of messages, which decides the backend that carries them.
         keep: on a reader, keep what was received, so that deltas can be sent and a load that fails
             can be undone. It costs the reader's boxes once more.
-        timeout_s: of the construction.
+        timeout_s: for the construction.
 
     Raises:
         UsageError: there is no trainer or no reader.
@@ -102,7 +102,7 @@ class GroupTransport:
         self._rounds: tuple[Plan, Rounds] | None = None
 
     def spec(self) -> dict[str, Any]:
-        """Refuses: a process group cannot be opened by name.
+        """Refuse: a process group cannot be opened by name.
 
         Raises:
             UnsupportedError: always.
@@ -115,7 +115,7 @@ class GroupTransport:
         """Rank 0: wait until every reader asks.
 
         Raises:
-            TransferError: a reader did not come, or refused. The group is as good as before.
+            TransferError: a reader did not come, or refused. The group can still be used.
         """
         self._check(plan, trainer=True)
         self._now = now = self._numbered(self._now.number + 1)
@@ -158,7 +158,7 @@ class GroupTransport:
             )
 
     def commit(self, marker: Marker, *, deadline: float) -> None:
-        """Rank 0: tell the digests, and wait until every reader has found its bytes to be right.
+        """Rank 0: send the digests, and wait until every reader has found its bytes to be right.
 
         Raises:
             TransferError: one has not. Make a new group.
@@ -170,7 +170,7 @@ class GroupTransport:
         self._markers = (*self._markers[-1:], marker)
 
     def abort(self, version: int) -> None:
-        """Rank 0: give up what was begun, and tell the readers; else nothing."""
+        """Rank 0: give up the version that was begun, if there is one, and tell the readers."""
         if not self._open or self._rank > 0:
             return
         self._open = False
@@ -183,9 +183,9 @@ class GroupTransport:
                 self._now.abort(why, deadline=deadline)
 
     def markers(self) -> tuple[Marker, ...]:
-        """Rank 0: what it committed: the last version, and the one before it.
+        """Rank 0: return the versions that it committed: the last, and the one before it.
 
-        Others have none: what went by in a group cannot be read again.
+        Other ranks have none: a version sent over a group cannot be read again.
         """
         return self._markers
 
@@ -193,7 +193,7 @@ class GroupTransport:
         """Reader: ask, and receive what is published.
 
         Raises:
-            DeadlineError: nothing was published in time. The group is as good as before.
+            DeadlineError: nothing was published in time. The group can still be used.
             TransferError: a rank failed.
             PlanError: the publisher's plan is another one.
         """
@@ -212,7 +212,7 @@ class GroupTransport:
             return [self._arrived(request, go.base, deadline)]
 
     def _begun(self, deadline: float) -> dict[str, Any]:
-        """The next transaction of the trainer, but none that was called off meanwhile."""
+        """Return the trainer's next transaction that was not called off meanwhile."""
         while True:
             now = self._numbered(self._now.number + 1)
             note = now.read_begun(deadline=deadline)
@@ -223,7 +223,7 @@ class GroupTransport:
                 return note
 
     def _asked(self, request: Request, note: dict[str, Any], deadline: float) -> Go:
-        """Say that this reader is here, and hear whether it begins."""
+        """Say that this reader is here; return whether the transaction begins."""
         now, refused = self._now, ""
         if note["plan"] != request.plan.fingerprint():
             refused = f"its plan is {request.plan.fingerprint()}, the trainer's {note['plan']}"
@@ -299,7 +299,7 @@ class GroupTransport:
 
     @contextmanager
     def _aborting(self, deadline: float) -> Iterator[None]:
-        """Whatever ends the block ends the transaction, and the use of the group."""
+        """End the transaction, and the use of the group, with whatever error ends the block."""
         try:
             yield
         except BaseException as error:

@@ -23,7 +23,7 @@ _IN_FLIGHT = 2
 
 
 class Arrived:
-    """A version in this reader's memory, of which other readers may not have all."""
+    """A version in this reader's memory; other readers may not have all of it yet."""
 
     marker: Marker
 
@@ -73,7 +73,7 @@ def send_buckets(
     """Send each bucket to each reader. Two buffers, each the size of the largest message.
 
     Raises:
-        RuntimeError: what the backend raises when a reader died or the deadline passed.
+        RuntimeError: the backend's error when a reader died or the deadline passed.
         DeadlineError: the deadline passed.
     """
     buckets = outgoing.plan.buckets
@@ -134,7 +134,7 @@ def _fill(outgoing: Outgoing, index: int, buffer: Tensor) -> Tensor:
 
 
 def _wait(work: dist.Work | None, deadline: float) -> None:
-    """Until the buffer of an earlier message is done with."""
+    """Wait until the buffer of an earlier message is done with."""
     if work is None:
         return
     remaining_s = deadline - time.monotonic()

@@ -1,4 +1,4 @@
-"""From packed buffers of trainer ranks to engines on the same host: CUDA IPC, or shared memory."""
+"""Packed buffers of trainer ranks, read by engines on the same host: CUDA IPC or shared memory."""
 
 from __future__ import annotations
 
@@ -35,31 +35,31 @@ _LOOK_S = 0.002
 
 
 class IpcTransport:
-    """Engines read the weights where the trainer packed them: one host, no file of weights.
+    """A transport whose engines read weights in the trainer's buffers: one host, no weight files.
 
     Each trainer rank packs its part of a version into one buffer on its device; two take turns. An
     engine opens each buffer once and keeps it open. It holds the version that it loads, and the
     buffer is not written to until it lets go: a publish waits for that until its deadline. An
-    engine that dies lets go. Deltas, markers and handles are small files in a directory that only
-    this user can read. A publish may follow a failed one, and a restarted rank or engine joins by
-    constructing its end anew.
+    engine's death ends its hold. Deltas, markers and handles are small files in a directory that
+    only this user can read. A publish may follow a failed one, and a restarted rank or engine joins
+    by constructing its end again.
 
-    On a GPU, close engines' ends before the trainer's: their memory is the trainer's. That it works
-    on a GPU has not been tried yet; with CPU tensors everything but the handles is the same.
+    On a GPU, close engines' ends before the trainer's: their memory is the trainer's. This has
+    not run on a GPU yet; with CPU tensors everything but the handles is the same.
 
-    Peak memory: on each trainer rank, twice the bytes that it sends; on an engine, what about three
-    buckets of each trainer rank hold tensors of, or with `keep` everything that it wants.
+    Peak memory: on each trainer rank, twice the bytes that it sends; on an engine, the tensors in
+    about three buckets of each trainer rank, or with `keep` everything that it wants.
 
     Args:
         name: one word that trainer and engines agree on.
         owner: true on trainer rank 0, and there only.
-        device: where this trainer rank packs. Engines follow.
+        device: the device on which this trainer rank packs. Engines follow.
         keep: engines copy what they receive and keep it, so that deltas are applied to it and a
             load that fails can be undone after the trainer's end.
-        root: where the directory is made; a tmpfs.
+        root: the parent of the directory, on a tmpfs.
 
     Raises:
-        UnsupportedError: this is not Linux, `root` does not exist, or the device is of no use.
+        UnsupportedError: this is not Linux, `root` does not exist, or the device cannot be used.
         UsageError: `name` is not one path component, or has a living owner; or others may rename
             what is in `root`.
     """
@@ -82,7 +82,7 @@ class IpcTransport:
         self._buffers = Buffers(self._slots)
 
     def spec(self) -> dict[str, Any]:
-        """What `open_transport` needs in another process."""
+        """Return what `open_transport` needs in another process."""
         return dict(self._spec)
 
     def begin(self, version: int, *, plan: Plan, base: int | None, deadline: float) -> Begun:
@@ -99,7 +99,7 @@ class IpcTransport:
             for marker in markers:
                 if marker not in stay and marker.base is None:
                     held.callback(self._lock(marker, deadline).close)
-            # Not visible any more from here on, and its files are gone.
+            # No longer visible from here on, and its files are gone.
             self._slots.allocate(version, size_bytes=0, delta=True)
         return Begun(self._slots.run, base)
 
@@ -128,11 +128,11 @@ class IpcTransport:
         self._slots.commit(marker)
 
     def abort(self, version: int) -> None:
-        """Owner: drop a version that was begun and not committed; else nothing."""
+        """Owner: drop a version that was begun and not committed, if there is one."""
         self._slots.abort(version)
 
     def markers(self) -> tuple[Marker, ...]:
-        """The committed versions, oldest first."""
+        """Return the committed versions, oldest first."""
         return self._slots.markers()
 
     def receive(self, request: Request) -> Sequence[Incoming]:
@@ -170,7 +170,7 @@ class IpcTransport:
         return Exported(size_bytes, device=self._device)
 
     def _lock(self, marker: Marker, deadline: float) -> Hold:
-        """The lock of a version that no engine holds, so that none gets hold of it."""
+        """Take the lock of a version that no engine holds, so that none can take hold of it."""
         never = threading.Event()
         while True:
             fd = open_own(lock_path(self._slots.directory, marker), os.O_RDONLY)

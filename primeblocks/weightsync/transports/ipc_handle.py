@@ -1,8 +1,8 @@
 """A buffer of this process that others on the same host can open: on the CPU, or on a GPU.
 
 On the CPU it is anonymous shared memory, found through /proc; torch's own handles of CPU tensors
-count on one reader for each, which opens it once. On a GPU it is CUDA IPC through torch's handles:
-that half has not run on a GPU yet.
+are each for one reader, which opens it once. On a GPU it is CUDA IPC through torch's handles: that
+half has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Exported:
     """A new buffer. It ends with this process, or when it is closed.
 
     Attributes:
-        note: what `open_exported` needs. JSON-able; `token` names the buffer.
+        note: the argument of `open_exported`. JSON-able; its `token` names the buffer.
 
     Raises:
         CapacityError: there is no memory for it.
@@ -61,15 +61,15 @@ class Exported:
             ) from error
 
     def close(self) -> None:
-        """Let nobody open it any more. On the CPU, readers that did keep its memory."""
+        """Let nobody else open the buffer. On the CPU, readers that did keep its memory."""
         if self._end is not None:
             self._end()
 
 
 def open_exported(note: dict[str, Any]) -> UInt8[Tensor, " bytes"]:
-    """The buffer of another process, shared. On the CPU, writing to it harms the writer only.
+    """Open the buffer of another process, shared. On the CPU, writing to it harms the writer only.
 
-    Unpickles what CUDA needs: take notes from where only this user can write.
+    Unpickles what CUDA needs: read notes only from places where nobody but this user can write.
 
     Raises:
         TransferError: its process is gone, or closed it.

@@ -1,4 +1,4 @@
-"""The engine's side of `IpcTransport`: trainer ranks' buffers, opened once, and what is in them."""
+"""The engine's side of `IpcTransport`: trainer ranks' buffers, opened once, and their versions."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _SIZE = struct.Struct("<I")
 
 
 def note_part(note: Mapping[str, Any]) -> memoryview:
-    """How a trainer rank writes down what its buffer is opened with."""
+    """Return the bytes of a note, with which a trainer rank's buffer is opened."""
     text = json.dumps(note).encode()
     return memoryview(_SIZE.pack(len(text)) + text)
 
 
 def lock_path(directory: Path, marker: Marker) -> Path:
-    """What readers of a version lock: the part of rank 0, as `Slots` names it."""
+    """Return the file that readers of a version lock: rank 0's part, as `Slots` names it."""
     return directory / f"version-{marker.version}.0.delta"
 
 
@@ -74,7 +74,7 @@ class Buffers:
         return hold
 
     def opened(self, marker: Marker, rank: int) -> UInt8[Tensor, " bytes"]:
-        """The buffer of a rank that has a version's bytes. Each is opened once."""
+        """Return the buffer of a rank that has a version's bytes. Each is opened once."""
         (size,) = _SIZE.unpack(self._slots.read_part(marker.version, rank, 0, _SIZE.size))
         text = bytes(self._slots.read_part(marker.version, rank, _SIZE.size, size))
         try:
@@ -84,20 +84,20 @@ class Buffers:
             raise CorruptionError(f"the handle of rank {rank} cannot be read: {error}") from error
         buffers = self._opened.setdefault(rank, {})
         if token not in buffers:
-            # A rank has two; others are of a life before.
+            # A rank has two; others are from an earlier life.
             while len(buffers) >= _TURNS:
                 del buffers[next(iter(buffers))]
             buffers[token] = open_exported(note)
         return buffers[token]
 
     def payload(self, plan: Plan, marker: Marker, index: int) -> memoryview:
-        """A bucket as it travelled in a delta."""
+        """Return a bucket as it travelled in a delta."""
         rank = plan.buckets[index].rank
         starts, _ = places_of_version(plan, marker, rank)
         return self._slots.read_part(marker.version, rank, starts[index], marker.sizes[index])
 
     def close(self) -> None:
-        """Forget them: each is opened anew when it is needed."""
+        """Forget the buffers: each is opened again when it is needed."""
         self._opened.clear()
 
 
@@ -129,7 +129,7 @@ class IpcVersion:
         return self._opened.payload(self._plan, self.marker, index)
 
     def settle(self, error: str, *, deadline: float) -> None:
-        """Nothing: what is committed stands, whoever reads it."""
+        """Do nothing: what is committed stands, whoever reads it."""
 
     def _buckets(self) -> dict[int, Tensor]:
         mine, buckets = set(self._plan.of_reader(self._reader)), {}

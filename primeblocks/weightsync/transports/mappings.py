@@ -1,4 +1,4 @@
-"""Mapped memory, kept: to map a gigabyte anew costs as much as several copies of it."""
+"""Mapped memory, kept: mapping a gigabyte again costs as much as several copies of it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ T = TypeVar("T")
 
 
 class FileId(NamedTuple):
-    """What a mapping is of. Nothing else has this inode while it is mapped."""
+    """Identity of a mapped file. No other file has this inode while it is mapped."""
 
     inode: int
     size: int
 
 
 class Mappings(Generic[T]):
-    """Mappings by what they are of. Those of what has no path any more are dropped."""
+    """Mappings by their files. Those of files that no longer have a path are dropped."""
 
     def __init__(self) -> None:
         self._kept: dict[FileId, T] = {}
 
     def take(self, file: FileId, paths: Iterable[Path]) -> T | None:
-        """One that nobody else will get, until it is given back; None where there is none."""
+        """Return one that nobody else gets until it is given back; None where there is none."""
         inodes = set()
         for path in paths:
             with suppress(OSError):
@@ -46,6 +46,6 @@ class Mappings(Generic[T]):
 
 
 def file_id(fd: int) -> FileId:
-    """Of an open file."""
+    """Return the identity of an open file."""
     status = os.fstat(fd)
     return FileId(status.st_ino, status.st_size)

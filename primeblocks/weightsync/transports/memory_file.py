@@ -1,6 +1,6 @@
 """Memory with a descriptor and no name: other processes of this user open it through /proc.
 
-Its size never changes. What its maker seals nobody can write to any more, save through mappings
+Its size never changes. Once its maker has sealed it, nobody can write to it, save through mappings
 that were made before.
 """
 
@@ -18,7 +18,7 @@ _FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE of Linux 5.1, which fcntl does not n
 
 
 def allocate(name: str, size_bytes: int) -> int:
-    """The descriptor of new memory, all of it reserved. Only this user may open it.
+    """Return the descriptor of new memory, all of it reserved. Only this user may open it.
 
     Raises:
         OSError: there is no room.
@@ -42,7 +42,7 @@ def allocate(name: str, size_bytes: int) -> int:
 
 
 def seal(fd: int) -> None:
-    """Let nobody write to it, save through the mappings that there are.
+    """Seal memory: nobody can write to it any more, save through existing mappings.
 
     Raises:
         UnsupportedError: the kernel is older than Linux 5.1.
@@ -56,7 +56,7 @@ def seal(fd: int) -> None:
 
 
 def is_sealed(fd: int) -> bool:
-    """Whether its maker has sealed it."""
+    """Tell whether memory was sealed by its maker."""
     return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _FUTURE_WRITE)
 
 
@@ -65,7 +65,7 @@ def open_of(pid: int, fd: int, name: str, flags: int) -> int:
 
     Raises:
         TransferError: that process is gone, or closed it, or cannot be seen from here.
-        UnsupportedError: it may not be opened.
+        UnsupportedError: this process may not open it.
     """
     path = f"/proc/{pid}/fd/{fd}"
     gone = TransferError(

@@ -1,4 +1,4 @@
-"""From what a transport says of itself to its reading end in another process."""
+"""The reading end of a transport, opened in another process from its `spec()`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["open_transport"]
 
 
 def open_transport(spec: Mapping[str, Any]) -> Transport:
-    """The reading end of the transport whose `spec()` this is.
+    """Open the reading end of the transport whose `spec()` this is.
 
     Raises:
         UnsupportedError: the kind is unknown here.

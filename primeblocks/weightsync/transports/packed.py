@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def places(sizes: Mapping[int, int], *, align_bytes: int) -> tuple[dict[int, int], int]:
-    """Where each bucket starts in a buffer, and the bytes of the buffer. Pure."""
+    """Return the start of each bucket in a buffer, and the bytes of the buffer. Pure."""
     starts, end = {}, 0
     for index, size in sizes.items():
         starts[index] = end
@@ -34,12 +34,12 @@ def places(sizes: Mapping[int, int], *, align_bytes: int) -> tuple[dict[int, int
 
 
 def places_of_version(plan: Plan, marker: Marker, rank: int) -> tuple[dict[int, int], int]:
-    """The places of a rank's buckets in a version: aligned where it is full. Pure."""
+    """Return the places of a rank's buckets in a version: aligned where it is full. Pure."""
     return _places_of(marker, plan.of_rank(rank))
 
 
 def places_of_reader(plan: Plan, marker: Marker, reader: int) -> tuple[dict[int, int], int]:
-    """The same for all buckets that a reader wants, in a buffer of its own. Pure."""
+    """Return the places of all buckets that a reader wants, in a buffer of its own. Pure."""
     return _places_of(marker, plan.of_reader(reader))
 
 
@@ -55,7 +55,7 @@ def pack_all(outgoing: Outgoing, make: Callable[[int], UInt8[Tensor, " bytes"]])
 
 
 class Packed:
-    """What one reader wants, in packed buckets: a `Held` without a copy.
+    """The boxes that one reader wants, in packed buckets: a `Held` without a copy.
 
     A box that lies in one copy is a view; another is put together in new memory.
 
@@ -105,12 +105,12 @@ class Packed:
 
 
 class Pool(Generic[T]):
-    """Buffers of one trainer rank by version. One that nobody reads any more is used again.
+    """Buffers of one trainer rank by version. One that is no longer read is used again.
 
     Args:
-        make: a buffer of so many bytes.
-        drop: what ends one.
-        spares: how many unused ones wait for a version of the same size.
+        make: makes a buffer of that many bytes.
+        drop: ends one.
+        spares: the number of unused ones that wait for a version of the same size.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Pool(Generic[T]):
             self._drop(self._free.pop(0)[1])
 
     def take(self, version: int, size_bytes: int) -> T:
-        """A buffer for a version. Spares of another size are dropped first, for their room."""
+        """Return a buffer for a version. Drops spares of another size first, for their room."""
         fits = [one for one in self._free if one[0] == size_bytes]
         for one in self._free:
             if one not in fits[:1]:
@@ -139,7 +139,7 @@ class Pool(Generic[T]):
         return one[1]
 
     def by_version(self) -> dict[int, T]:
-        """The buffers in use."""
+        """Return the buffers in use, by version."""
         return {version: buffer for version, (_, buffer) in self._used.items()}
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Directories of versions, each made by one living owner, and how others find them.
+"""Directories of versions, each made by one living owner, and the way that others find them.
 
-Each owner makes a directory of its own, of a name that nobody can foresee, and removes nothing
-else. What it opens belongs to its user, and to nobody else.
+Each owner makes a directory of its own, with a name that nobody can foresee, and removes nothing
+else. The files that it opens belong to its user, and to nobody else.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _OURS = re.compile(
     rf"version-\d+\.(safetensors|\d+\.delta)|commits\.json(\.tmp)?|note\.tmp|{re.escape(_LOCK)}"
 )
 _REFUSED = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EISDIR, errno.ENOTDIR)
-# Another process that clears up has a dead one's lock so long at most.
+# Another process that clears up has a dead one's lock for at most this long.
 _LOOKS, _LOOK_S = 10, 0.01
 
 
@@ -57,16 +57,16 @@ class Owned(NamedTuple):
 
 
 class Place(Protocol):
-    """A place where one owner at a time puts versions.
+    """A place in which one owner at a time puts versions.
 
     Attributes:
-        user: whose files are opened; None is the user of this process, alone.
+        user: the owner of the files that are opened; None is the user of this process, alone.
     """
 
     user: int | None
 
     def take(self) -> Owned:
-        """Own it: clear what a dead owner left, and make a directory.
+        """Own the place: remove what a dead owner left, and make a directory.
 
         Raises:
             UsageError: it has a living owner, or may not be written to.
@@ -74,27 +74,27 @@ class Place(Protocol):
         ...
 
     def here(self) -> Path:
-        """The directory of the owner, or of the last one.
+        """Return the directory of the owner, or of the last one.
 
         Raises:
             FileNotFoundError: there was none.
-            UsageError: it is not of this user alone.
+            UsageError: it belongs to another user, or others may write to it.
         """
         ...
 
     def leave(self, owned: Owned) -> None:
-        """Let go, after what shall not stay was removed from the directory."""
+        """Let go, after the files that must not stay were removed from the directory."""
         ...
 
     def others(self) -> str:
-        """Say whose there is besides, for somebody who waits in vain; "" is nothing."""
+        """Name other users' directories there, for somebody who waits in vain; "" without any."""
         ...
 
 
 class PrivatePlace:
     """A directory in `root` that only this user can look into, found by its name and its owner.
 
-    Another user may make directories of the same name there, and changes nothing by it.
+    Directories of the same name that another user makes there change nothing.
 
     Raises:
         UsageError: others may rename what is in `root`.
@@ -178,7 +178,7 @@ class PrivatePlace:
 
 
 class DiskPlace:
-    """A directory of the user's own choice. Each owner makes one in it, and a note which it is.
+    """A directory of the user's choice. Each owner makes one in it, and a note that names it.
 
     Args:
         user: as in `Place`.
@@ -262,7 +262,7 @@ class DiskPlace:
 
 
 def private_place(name: str, root: str, *, prefix: str) -> PrivatePlace:
-    """The place of a name in shared memory.
+    """Return the place of a name in shared memory.
 
     Raises:
         UnsupportedError: this is not Linux, or `root` does not exist.
@@ -283,11 +283,11 @@ def open_own(path: Path, flags: int, *, user: int | None = None) -> int:
     """Open a file that belongs to this user, and that nobody else can write to.
 
     Args:
-        user: whose it has to be instead, where a mount shows other users and modes than it keeps.
+        user: the owner that it has to have instead, where a mount shows other users and modes.
 
     Raises:
         FileNotFoundError, FileExistsError: as os.open.
-        UsageError: it is a link, or no file, or of another user, or may not be opened.
+        UsageError: it is a link, or no file, or another user's, or may not be opened.
     """
     kept = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # A pipe would be waited for.
     try:
@@ -309,7 +309,7 @@ def open_own(path: Path, flags: int, *, user: int | None = None) -> int:
 
 
 def remove(directory: Path, *, keep: Collection[str] = ()) -> None:
-    """Remove what owners make in a directory of theirs, and it if it is empty then."""
+    """Remove the files that owners make in a directory of theirs, and the directory if empty."""
     with suppress(FileNotFoundError):
         for path in removable(directory, keep=keep):
             path.unlink(missing_ok=True)
@@ -318,8 +318,8 @@ def remove(directory: Path, *, keep: Collection[str] = ()) -> None:
 
 
 def removable(directory: Path, *, keep: Collection[str] = ()) -> list[Path]:
-    """The files that owners make in a directory of theirs, but for some; the lock is the last."""
-    # Without it nobody knows that the rest is of no use.
+    """Return the files that owners make in their directory, save those of `keep`; the lock last."""
+    # Without it nobody knows that the rest is useless.
     ours = (p for p in directory.iterdir() if _OURS.fullmatch(p.name) and p.name not in keep)
     return sorted(ours, key=lambda path: (path.name == _LOCK, path))
 
@@ -352,7 +352,7 @@ def _logger() -> logging.Logger:
 
 
 def _lock(path: Path, *, user: int | None = None) -> Hold:
-    """The lock of an owner, on a file that has this name.
+    """Take the lock of an owner, on a file that has this name.
 
     Raises:
         BlockingIOError: another one has it.

@@ -1,4 +1,4 @@
-"""Engines fetch packed buckets out of the memory of trainer ranks, on any host, one-sided."""
+"""Transport by one-sided reads: engines on any host fetch packed buckets from trainer ranks."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ _CLOSE_S = 1.0
 
 
 class PullTransport:
-    """Trainer ranks pack; engines read what they want from each rank, when they want it.
+    """A transport whose trainer ranks pack, and whose engines read from each rank when they want.
 
     A full version is one buffer on each trainer rank, and two take turns; a delta has a buffer of
-    its own. They are registered once. An engine says in the store that it reads a version, and
-    buffers of it are not written to until it is done, or its lease is over: a publish waits for
-    that until its deadline. What it has read is its own. A version ends with any of its trainer
-    ranks: an engine that has not read it then keeps the one before. A restarted rank or engine
-    joins by constructing its end anew; a restarted trainer starts with no version.
+    its own. They are registered once. An engine says in the store that it reads a version, and its
+    buffers are not written to until the engine is done, or its lease is over: a publish waits for
+    that until its deadline. An engine owns the bytes that it has read. A version ends with any of
+    its trainer ranks: an engine that has not read it keeps the one before. A restarted rank or
+    engine joins by constructing its end again; a restarted trainer starts with no version.
 
-    Peak memory: on each trainer rank, twice the bytes that it sends, and what deltas take; on an
-    engine, what it wants, packed, twice with `keep`.
+    Peak memory: on each trainer rank, twice the bytes that it sends, and its deltas; on an engine,
+    the buckets that it wants, twice with `keep`.
 
     Args:
         store: the same for all; one that outlives the ranks.
         wire: this process's. It is closed with the transport.
-        name: of this policy, where several share the store.
+        name: names this policy, where several share the store.
         owner: true on trainer rank 0, and there only.
-        device: where this process's buffers live.
-        keep: on an engine, keep what it received, so that deltas are applied to it and a load that
-            fails can be undone.
-        lease_s: the owner's word counts: how long an engine has for the reads of one version.
-        timeout_s: of the construction.
+        device: the device of this process's buffers.
+        keep: on an engine, keep the bytes it received, so that deltas are applied to them and a
+            load that fails can be undone.
+        lease_s: the time that an engine has to read one version; the owner's value counts.
+        timeout_s: for the construction.
 
     Raises:
         TransferError: the store does not answer.
@@ -84,7 +84,7 @@ class PullTransport:
             self._commits.take_over(lease_s=lease_s, deadline=deadline)
 
     def spec(self) -> dict[str, Any]:
-        """Refuses: a store and a wire cannot be opened by name.
+        """Refuse: a store and a wire cannot be opened by name.
 
         Raises:
             UnsupportedError: always.
@@ -110,7 +110,7 @@ class PullTransport:
         return Begun("" if found is None else found.run, base)
 
     def send(self, outgoing: Outgoing, *, deadline: float) -> None:
-        """Trainer rank: pack its buckets, and say where they are."""
+        """Trainer rank: pack its buckets, and post their places."""
         self._check()
         found = self._commits.read(deadline=deadline)
         if found is None:
@@ -138,13 +138,13 @@ class PullTransport:
         self._commits.commit(marker, deadline=deadline)
 
     def abort(self, version: int) -> None:
-        """Nothing: what is not committed is not seen, and its buffers are used again."""
+        """Do nothing: what is not committed is not seen, and its buffers are used again."""
         self._check(owner=True)
 
     def markers(self) -> tuple[Marker, ...]:
-        """The committed versions, oldest first."""
+        """Return the committed versions, oldest first."""
         self._check()
-        # In a `receive` a store that stalls has until its end to answer.
+        # In a `receive`, a store that stalls has until the deadline to answer.
         found = self._commits.read(deadline=max(self._receive_until, time.monotonic()))
         return () if found is None else found.markers
 
@@ -156,7 +156,7 @@ class PullTransport:
         return [PullVersion(self._puller, request, marker, keep=self._keep) for marker in chain]
 
     def close(self) -> None:
-        """Let go. The owner's versions are gone; twice is fine."""
+        """Let go. The owner's versions end; twice is fine."""
         if self._closed:
             return
         self._closed = True

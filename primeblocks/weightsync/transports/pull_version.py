@@ -1,4 +1,4 @@
-"""The engine's side of `PullTransport`: it reads what it wants from the memory of trainer ranks."""
+"""The engine's side of `PullTransport`, which reads buckets from the memory of trainer ranks."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _CLOSE_S = 1.0
 
 
 class Puller:
-    """Fetches versions into registered buffers of this process.
+    """Fetcher of versions into registered buffers of this process.
 
     Args:
-        share: makes a registered buffer of so many bytes, and what is said of it.
+        share: makes a registered buffer of that many bytes, with what others need to read it.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Puller:
         self._closed = False
 
     def fetch(self, request: Request, marker: Marker) -> tuple[Tensor, dict[int, Tensor]]:
-        """A reader's buckets of a version, and the buffer that they are in: give it back.
+        """Read a version's buckets; return their buffer, to be given back, and the buckets.
 
         Raises:
             TransferError: it was retired, or a trainer rank is gone.
@@ -70,7 +70,7 @@ class Puller:
         return buffer, buckets
 
     def give_back(self, buffer: Tensor | None, *, again: bool) -> None:
-        """`again`: keep it for the next version. Not where a read into it may still go on."""
+        """Take a buffer back. `again`: keep it for the next version; not if a read may go on."""
         if buffer is None or self._closed:
             return
         if again and self._spare is None:
@@ -79,7 +79,7 @@ class Puller:
             self._wire.unshare(buffer)
 
     def close(self) -> None:
-        """Forget buffers; the wire takes them back."""
+        """Forget the buffers; the wire deregisters them."""
         self._closed, self._spare = True, None
 
     def _reads(
@@ -129,7 +129,7 @@ class PullVersion:
         return self._payloads[index]
 
     def settle(self, error: str, *, deadline: float) -> None:
-        """Nothing: what is committed stands, whoever reads it."""
+        """Do nothing: what is committed stands, whoever reads it."""
 
     def _fetch_payloads(self) -> None:
         if not self._payloads:

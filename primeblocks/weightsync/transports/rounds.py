@@ -1,4 +1,4 @@
-"""In which order buckets go from rank to rank, and what that costs on paper. Pure."""
+"""The order in which buckets go from rank to rank, and its cost on paper. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Rounds:
-    """Each bucket to each of its readers; in a round a rank sends or receives one at most.
+    """Messages, one a bucket and reader; in a round a rank sends or receives one at most.
 
     Ranks that go through their messages by round never deadlock: both ends of the earliest
     unfinished message are done with all before.
@@ -65,7 +65,7 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a sync from rank to rank costs on paper."""
+    """Cost of a sync from rank to rank, on paper."""
 
     bytes_total: int
     busiest_bytes: int
@@ -73,13 +73,13 @@ class Estimate:
 
 
 def estimate(plan: Plan, *, gbit_per_s: float, sent_fraction: float = 1.0) -> Estimate:
-    """Bytes, and the seconds that the busiest rank needs at full line rate. Pure.
+    """Estimate the bytes, and the seconds of the busiest rank at full line rate. Pure.
 
-    Every reader is sent its own. A lower bound: no latency, no contention in the fabric, no
-    packing, no digests.
+    Every reader is sent its own buckets. A lower bound: no latency, no contention in the fabric,
+    no packing, no digests.
 
     Args:
-        gbit_per_s: what one rank sends or receives in 10^9 bits a second.
+        gbit_per_s: the rate at which one rank sends or receives, in 10^9 bits a second.
         sent_fraction: bytes sent over bytes of weights: 1 in full, less with deltas.
     """
     sent = [0] * plan.world_size

@@ -1,4 +1,4 @@
-"""The head of a safetensors file, so that a committed version is a file that others can read.
+"""The head of a safetensors file, so that other programs can read a committed version.
 
 Format: 8 bytes of length, little-endian, then JSON: name -> dtype, shape, first and last byte.
 Source: the safetensors format description, huggingface.co/docs/safetensors.
@@ -41,7 +41,7 @@ _DTYPES = {
 
 
 def header(plan: Plan) -> bytes:
-    """What stands before the blob of a plan's whole tensors. Pure.
+    """Return the header that precedes the blob of a plan's whole tensors. Pure.
 
     Raises:
         UnsupportedError: the format has no name for a dtype.

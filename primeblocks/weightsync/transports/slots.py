@@ -29,7 +29,7 @@ class Slots:
     """The state of a directory transport.
 
     Args:
-        blobs: where the full versions lie.
+        blobs: the buffers of full versions.
         durable: fsync before a commit, and leave the last version at the end.
     """
 
@@ -50,13 +50,13 @@ class Slots:
 
     @property
     def run(self) -> str:
-        """Names the life of this owner."""
+        """Name of this owner's life."""
         assert self._owned is not None, "others do not begin"
         return self._owned.run
 
     @property
     def directory(self) -> Path:
-        """The directory of the files as it is now.
+        """The directory that holds the files now.
 
         Raises:
             FileNotFoundError: there was no owner yet, or it removed everything.
@@ -64,7 +64,7 @@ class Slots:
         return self._place.here() if self._owned is None else self._owned.directory
 
     def to_remove(self) -> tuple[Path, ...]:
-        """Owner: the files that `close` removes; on a disk, all but the last version."""
+        """Owner: return the files that `close` removes; on a disk, all but the last version."""
         self._check(owner=True)
         stays = _names_that_stay(self.directory, self._committed, self._durable)
         return tuple(removable(self.directory, keep=stays))
@@ -92,7 +92,7 @@ class Slots:
         self._begun[version] = not delta
 
     def writable(self, version: int, *, size_bytes: int) -> UInt8[Tensor, " bytes"]:
-        """Writer: the blob of a begun version, to be written to in place."""
+        """Writer: return the blob of a begun version, to be written to in place."""
         self._check()
         try:
             return self._blobs.writable(self._path(version), size_bytes)
@@ -109,7 +109,7 @@ class Slots:
             _fsync(self._path(version))
 
     def write_part(self, version: int, rank: int, payloads: Iterable[memoryview]) -> None:
-        """Writer: one rank's part of a delta, safe when it returns."""
+        """Writer: write one rank's part of a delta; it is safe on return."""
         self._check()
         try:
             path = self._part(version, rank)
@@ -125,7 +125,7 @@ class Slots:
             raise self._no_room(error, 0) from error
 
     def read_part(self, version: int, rank: int, at: int, size: int) -> memoryview:
-        """Reader: some bytes of a part.
+        """Reader: return some bytes of a part.
 
         Raises:
             TransferError: it was retired.
@@ -154,7 +154,7 @@ class Slots:
         del self._begun[marker.version]
 
     def abort(self, version: int) -> None:
-        """Owner: drop a version that was begun and not committed; else nothing."""
+        """Owner: drop a version that was begun and not committed, if there is one."""
         self._check(owner=True)
         if version in self._begun:
             if all(marker.version != version for marker in self._committed):
@@ -163,7 +163,7 @@ class Slots:
             del self._begun[version]
 
     def markers(self) -> tuple[Marker, ...]:
-        """What is committed, oldest first."""
+        """Return the committed versions, oldest first."""
         self._check()
         try:
             path = self.directory / _COMMITS
@@ -237,7 +237,7 @@ class Slots:
 
 
 def _chain(committed: list[Marker]) -> list[Marker]:
-    """The last version, and those that it is a delta to."""
+    """Return the last version, and those that it is a delta to."""
     chain: list[Marker] = []
     for marker in reversed(committed):
         if not chain or marker.version == chain[-1].base:
@@ -265,7 +265,7 @@ def _leave(place: Place, owned: Owned, committed: list[Marker], pid: int, durabl
 
 
 def _names_that_stay(directory: Path, committed: list[Marker], durable: bool) -> set[str]:
-    """On a disk, what a reader needs of the last version: those weights may be the final ones."""
+    """Return, on a disk, the files that the last version needs: it may be the final one."""
     chain = _chain(committed) if durable else []
     versions = tuple(f"version-{marker.version}." for marker in chain)
     files = {path.name for path in directory.iterdir() if path.name.startswith(versions)}

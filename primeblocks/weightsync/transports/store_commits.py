@@ -1,4 +1,4 @@
-"""Which versions are committed and who reads them, as notes in a torch Store."""
+"""Commit records of versions and counts of their readers, as notes in a torch Store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LOOK_S = 0.005
 
 
 class Commits(NamedTuple):
-    """What the owner wrote last. `lease_s`: how long a reader may read after it said so."""
+    """The owner's last note. `lease_s`: the time that a reader may read after it said so."""
 
     run: str
     lease_s: float
@@ -29,10 +29,10 @@ class Commits(NamedTuple):
 
 
 class StoreCommits:
-    """One note with the markers, which the owner writes over; counters of readers by version.
+    """A note of all markers, which the owner writes over, and counters of readers by version.
 
-    Every call ends by its deadline. A new owner takes over from one that died; if that one lives,
-    its next commit is refused: it writes over its own note only, in one step of the store.
+    Every call ends by its deadline. A new owner takes over from one that died; if the old one still
+    lives, its next commit is refused: it writes over its own note only, in one step of the store.
     """
 
     def __init__(self, board: Board) -> None:
@@ -41,13 +41,13 @@ class StoreCommits:
         self._hidden: dict[int, float] = {}
 
     def take_over(self, *, lease_s: float, deadline: float) -> None:
-        """Owner: start anew, with no version."""
+        """Owner: start again, with no version."""
         self._run = secrets.token_hex(8)
         text = _text(Commits(self._run, lease_s, ()))
         self._board.post(_COMMITS, text, deadline=deadline)
 
     def read(self, *, deadline: float) -> Commits | None:
-        """What stands there now; None before the first owner.
+        """Return the note that stands now; None before the first owner.
 
         Raises:
             CorruptionError: it cannot be read.
@@ -68,7 +68,7 @@ class StoreCommits:
     def retire(self, keep: Sequence[Marker], *, deadline: float) -> None:
         """Owner: hide all versions but these, and wait until nobody reads the others.
 
-        A reader that died is waited for until its lease is over. After a failure call it again.
+        It waits for a reader that died until its lease is over. After a failure call it again.
 
         Raises:
             CapacityError: a reader was not done in time.
@@ -83,14 +83,14 @@ class StoreCommits:
             del self._hidden[version]
 
     def hold(self, marker: Marker, *, deadline: float) -> float:
-        """Reader: say that it reads a version; until when it may.
+        """Reader: say that it reads a version; return the time until which it may.
 
         Raises:
             TransferError: it was retired.
         """
         start = time.monotonic()
         self._count(marker.run, marker.version, "held", 1, deadline)
-        # The owner hides a version before it counts: one of both sees the other.
+        # The owner hides a version before it counts, so one of the two sees the other.
         now = self.read(deadline=deadline)
         if now is None or marker not in now.markers:
             self.release(marker, deadline=deadline)
@@ -140,7 +140,7 @@ def _parsed(text: str) -> Commits:
 
 
 def _text(commits: Commits) -> str:
-    """The note as it is written: the same commits are the same text."""
+    """Return the note as it is written: equal commits give equal text."""
     head: dict[str, Any] = {"run": commits.run, "lease_s": commits.lease_s}
     return json.dumps({**head, "markers": [marker.to_json() for marker in commits.markers]})
 

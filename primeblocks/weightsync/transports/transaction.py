@@ -1,4 +1,4 @@
-"""One sync's notes on the board: who came, what is sent, and the word that all follow."""
+"""One sync's notes on the board: who came, what is sent, and the decision that all follow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COMMIT, _ABORT = "commit", "abort"
 
 
 class Go(NamedTuple):
-    """What rank 0 says once all have come: a delta to `base`, or that nothing is sent, and why."""
+    """Rank 0's word once all have come: a delta to `base`, or that nothing is sent, and why."""
 
     base: int | None
     error: str
@@ -32,7 +32,7 @@ class Transaction:
         self._board.post(self._key(key), json.dumps(value), deadline=deadline)
 
     def read_begun(self, *, deadline: float) -> dict[str, Any] | None:
-        """Reader: what will be sent; {} if that was called off already, None at the deadline."""
+        """Reader: return what will be sent; {} if it was called off, None at the deadline."""
         found = self._first_of("go", "begun", deadline=deadline)
         if found is None:
             return None
@@ -40,10 +40,10 @@ class Transaction:
         return begun
 
     def read_join(self, reader: int, *, deadline: float) -> int | None:
-        """Rank 0: wait for a reader; the version that it holds.
+        """Rank 0: wait for a reader; return the version that it holds.
 
         Raises:
-            TransferError: it did not come, or one called it off.
+            TransferError: it did not come, or a rank called the transaction off.
         """
         found = self._first_of("go", f"join/{reader}", deadline=deadline)
         if found is None:
@@ -54,11 +54,11 @@ class Transaction:
         return holds
 
     def go(self, base: int | None, *, deadline: float) -> Go:
-        """Rank 0: let it begin, if nobody called it off. What stands then."""
+        """Rank 0: begin, if nobody called it off. Returns the word that stands."""
         return self._first_go(Go(base, ""), deadline)
 
     def call_off(self, error: str, *, deadline: float) -> Go:
-        """End it if it did not begin: the group is as good as before. What stands then."""
+        """End it if it did not begin; the group can still be used. Returns the word that stands."""
         return self._first_go(Go(None, error), deadline)
 
     def read_go(self, *, deadline: float) -> Go | None:
@@ -67,11 +67,11 @@ class Transaction:
         return None if found is None else Go(*json.loads(found[1]))
 
     def read_or_abort(self, key: str, *, deadline: float) -> Any:
-        """Wait for a note, unless it is aborted.
+        """Wait for a note, unless the transaction is aborted.
 
         Raises:
             DeadlineError: there was none in time.
-            TransferError: it was aborted.
+            TransferError: the transaction was aborted.
         """
         found = self._first_of("decision", key, deadline=deadline)
         if found is None:
@@ -81,7 +81,7 @@ class Transaction:
         return json.loads(found[1])
 
     def abort(self, why: str, *, deadline: float) -> str:
-        """Decide that nobody loads it, and return the decision that stands: the first."""
+        """Decide that no rank loads it, and return the decision that stands: the first."""
         return self._decide(f"{_ABORT}: {why}", deadline)
 
     def vote(self, voters: int, *, deadline: float) -> None:
@@ -92,10 +92,10 @@ class Transaction:
             self._decide(_COMMIT, deadline)
 
     def follow(self, last: Callable[[], None], *, deadline: float) -> None:
-        """Do the last thing that this rank does before the decision, and wait for it.
+        """Do this rank's last step before the decision, and wait for the decision.
 
         Raises:
-            TransferError: it is not to commit.
+            TransferError: the decision is not to commit.
         """
         said, why = None, "waited for the others in vain"
         try:

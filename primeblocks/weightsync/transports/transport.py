@@ -1,4 +1,4 @@
-"""What a transport is, and what passes between it and the two sides."""
+"""The protocol of transports, and the values that pass between one and its two sides."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Begun", "Incoming", "Outgoing", "Request", "Transport"]
 
 
 class Outgoing(Protocol):
-    """What one trainer rank has to send of one version. A transport asks for it, in any order."""
+    """Buckets of one version that a trainer rank sends. A transport asks for them in any order."""
 
     plan: Plan
     rank: int
@@ -28,7 +28,7 @@ class Outgoing(Protocol):
         ...
 
     def payload(self, index: int) -> memoryview:
-        """The same as it travels: a delta where `base` is given and it is smaller, else packed."""
+        """Return a bucket as it travels: a delta if `base` is given and smaller, else packed."""
         ...
 
 
@@ -41,10 +41,10 @@ class Begun(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """What a reader asks for.
+    """The request of a reader.
 
     Attributes:
-        version: this one; None is the newest that is newer than `held`.
+        version: the one asked for; None is the newest that is newer than `served`.
         held: the version whose bytes the reader has, to which deltas may be applied.
         served: the version that was loaded last.
         deadline: by time.monotonic.
@@ -64,37 +64,37 @@ class Incoming(Protocol):
     marker: Marker
 
     def whole(self) -> Held | Lent:
-        """Its bytes, which its writers leave alone until closed. Only where `marker.base` is None.
+        """Return its bytes, which writers leave alone until closed. Only if `marker.base` is None.
 
         Raises:
-            CorruptionError: not what was sent.
-            TransferError: retired meanwhile.
+            CorruptionError: they are not those that were sent.
+            TransferError: the version was retired meanwhile.
         """
         ...
 
     def payload(self, index: int) -> memoryview:
-        """A bucket as it travelled. Only where `marker.base` is given. Raises as `whole`."""
+        """Return a bucket as it travelled. Only if `marker.base` is given. Raises as `whole`."""
         ...
 
     def settle(self, error: str, *, deadline: float) -> None:
-        """Say whether this reader has it all, or why not, and hear whether it stands.
+        """Say whether this reader has it all, or why not, and wait until the version stands.
 
         Raises:
-            TransferError: somebody did not have it all: nobody loads it.
+            TransferError: some reader did not have it all: nobody loads it.
         """
         ...
 
 
 @runtime_checkable
 class Transport(Protocol):
-    """Carries versions from trainer ranks to readers.
+    """A carrier of versions from trainer ranks to readers.
 
     Trainer rank 0 owns it: it begins, commits and aborts. Every trainer rank sends its buckets.
     Readers see committed versions only.
     """
 
     def spec(self) -> dict[str, Any]:
-        """What `open_transport` needs to read along in another process. JSON-able.
+        """Return what `open_transport` needs to read along in another process. JSON-able.
 
         Raises:
             UnsupportedError: it has to be constructed there.
@@ -102,7 +102,7 @@ class Transport(Protocol):
         ...
 
     def begin(self, version: int, *, plan: Plan, base: int | None, deadline: float) -> Begun:
-        """Owner: make room for a version that nobody sees yet, a delta to `base` if it can be.
+        """Owner: make room for a version that nobody sees yet, a delta to `base` if possible.
 
         Raises:
             CapacityError: there is no room.
@@ -110,10 +110,10 @@ class Transport(Protocol):
         ...
 
     def send(self, outgoing: Outgoing, *, deadline: float) -> None:
-        """Trainer rank: send its buckets; back when they are as safe as the transport promises.
+        """Trainer rank: send its buckets; return once they are as safe as the transport promises.
 
         Raises:
-            DeadlineError: not in time.
+            DeadlineError: they were not sent in time.
             TransferError: a reader is gone.
             CapacityError: there is no room.
         """
@@ -128,20 +128,20 @@ class Transport(Protocol):
         ...
 
     def abort(self, version: int) -> None:
-        """Owner: drop a version that was begun and not committed; else nothing."""
+        """Owner: drop a version that was begun and not committed, if there is one."""
         ...
 
     def markers(self) -> tuple[Marker, ...]:
-        """The committed versions that can be read, oldest first."""
+        """Return the committed versions that can be read, oldest first."""
         ...
 
     def receive(self, request: Request) -> Sequence[Incoming]:
-        """Reader: wait for a version; it, after those that it is a delta to and one has not.
+        """Reader: wait for a version; return it, after missing versions that it is a delta to.
 
         Raises:
             DeadlineError: no such version was committed in time.
             TransferError: it was retired.
-            CorruptionError: what says that it is there cannot be read.
+            CorruptionError: its marker cannot be read.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""A reader waits until the version that it asks for is committed."""
+"""A reader's wait until the version that it asks for is committed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def await_versions(
     every_s: float,
     hint: Callable[[], str] = str,
 ) -> tuple[Marker, ...]:
-    """The version asked for, after those that it is a delta to and the reader has not.
+    """Wait for the version asked for; return it, after missing versions that it is a delta to.
 
     `hint` ends the message of a wait in vain.
 

@@ -1,4 +1,4 @@
-"""What reads the memory of other processes, and what passes between it and a transport."""
+"""The protocol of reads of other processes' memory, and the value of one read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Read", "Wire"]
 
 
 class Read(NamedTuple):
-    """Some bytes of a buffer of another process, and where they go: into a buffer shared here."""
+    """Bytes of a buffer of another process, and their destination: a buffer shared here."""
 
     note: Mapping[str, Any]
     start: int
@@ -19,14 +19,14 @@ class Read(NamedTuple):
 
 
 class Wire(Protocol):
-    """Reads memory of other processes. Each process has its own; `adapters.nixl` has one."""
+    """A reader of other processes' memory. Each process has its own; `adapters.nixl` has one."""
 
     def share(self, buffer: Tensor) -> dict[str, Any]:
-        """Register a buffer, and say what others need to read from it. JSON-able."""
+        """Register a buffer, and return what others need to read from it. JSON-able."""
         ...
 
     def unshare(self, buffer: Tensor) -> None:
-        """Take it back. Nobody reads it any more, or what they read is refused."""
+        """Deregister a buffer. Nobody reads it any more, or their reads are refused."""
         ...
 
     def read(self, reads: Sequence[Read], *, deadline: float) -> None:
@@ -34,7 +34,7 @@ class Wire(Protocol):
 
         Raises:
             TransferError: the other process is gone.
-            DeadlineError: not in time.
+            DeadlineError: they were not done in time.
         """
         ...
 

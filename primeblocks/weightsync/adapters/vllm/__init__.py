@@ -1,4 +1,4 @@
-"""Weights into running vLLM engines, offline, `AsyncLLM` and the HTTP server.
+"""Weight updates of running vLLM engines: offline, `AsyncLLM` and the HTTP server.
 
 `primeblocks.plugins.vllm` calls `register` in every process of vLLM. An engine is built with
 `engine_args()`, a server with `server_args()`; `attach` is called once for each, `update` or, for

@@ -1,4 +1,4 @@
-"""In the front end of vLLM: attach engines once, update them after each publish."""
+"""Calls for the front end of vLLM: attach engines once, update them after each publish."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PAUSE: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class _Request:
-    """What vLLM's calls take: of its own request classes they read these fields only."""
+    """Arguments of vLLM's calls, which read only these fields of its own request classes."""
 
     init_info: dict[str, Any] = field(default_factory=dict)
     update_info: dict[str, Any] = field(default_factory=dict)
@@ -64,7 +64,7 @@ async def update(
 ) -> UpdateReport:
     """Load a published version into an engine that may be generating.
 
-    `update_all` of one. Calling it again after a failure is safe.
+    The same as `update_all` with one engine. Calling it again after a failure is safe.
 
     Raises:
         CorruptionError: bytes are not what was sent. The old weights are served.
@@ -110,7 +110,7 @@ async def update_all(
 
 
 def attach_llm(llm: Any, plan: Plan, transport: Transport) -> None:
-    """`attach` for an offline `LLM`. Blocks until the engine answers.
+    """Attach an offline `LLM`, as `attach` does. Blocks until the engine answers.
 
     Raises:
         UnsupportedError: the workers cannot take updates safely.
@@ -119,7 +119,7 @@ def attach_llm(llm: Any, plan: Plan, transport: Transport) -> None:
 
 
 def update_llm(llm: Any, receipt: Receipt, *, timeout_s: float) -> UpdateReport:
-    """`update` for an offline `LLM`, between two calls of `generate`; clears its prefix cache.
+    """Update an offline `LLM`, between two calls of `generate`; clears its prefix cache.
 
     `timeout_s` bounds each worker's wait and check; the call returns when the engine answers.
 

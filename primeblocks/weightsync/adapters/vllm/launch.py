@@ -1,4 +1,4 @@
-"""How vLLM's processes learn of us: a registry entry, and arguments for engines and servers."""
+"""Registration with vLLM's processes: a registry entry, arguments for engines and servers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def register() -> None:
 
 
 def engine_args() -> dict[str, Any]:
-    """Keyword arguments for `AsyncEngineArgs` or `LLM`. Local.
+    """Return keyword arguments for `AsyncEngineArgs` or `LLM`. Local.
 
     Raises:
         MissingPackageError: vLLM is not installed.
@@ -44,7 +44,7 @@ def engine_args() -> dict[str, Any]:
 
 
 def server_args() -> list[str]:
-    """`engine_args` as words of a server's command line. Pure.
+    """Return `engine_args` as words of a server's command line. Pure.
 
     The server also needs VLLM_SERVER_DEV_MODE=1 in its environment.
 

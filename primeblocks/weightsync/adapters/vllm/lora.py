@@ -1,4 +1,4 @@
-"""LoRA adapters into a running vLLM: versions side by side, each under its own name, no pause.
+"""LoRA adapters in a running vLLM: versions side by side, each under its own name, no pause.
 
 The front end builds its engine with `lora_engine_args()`, calls `attach_lora` once, and
 `update_lora` after each publish. Requests made with the LoRARequest that it returns use exactly
@@ -38,16 +38,16 @@ __all__ = [
 
 
 def lora_engine_args() -> dict[str, Any]:
-    """Keyword arguments for `AsyncEngineArgs` or `LLM`; add max_lora_rank and max_loras. Local.
+    """Return keyword arguments for `AsyncEngineArgs` or `LLM`; add max_lora_rank and max_loras.
 
-    They bring what `engine_args()` brings, for updates of the base weights.
+    They include those of `engine_args()`, for updates of the base weights. Local.
     """
     extension = f"{LoraWorkerExtension.__module__}.{LoraWorkerExtension.__name__}"
     return {**engine_args(), "enable_lora": True, "worker_extension_cls": extension}
 
 
 class _Gate:
-    """Refuses requests on versions that an engine does not hold: in a worker they would end it.
+    """A gate that refuses requests on versions an engine lacks: in a worker they would end it.
 
     It stands before `add_request` of vLLM's output processor, which every request of this front
     end passes, in one step with becoming one of `request_states`.
@@ -60,7 +60,7 @@ class _Gate:
 
     @classmethod
     def of(cls, processor: Any) -> _Gate:
-        """The one that stands there, or a new one."""
+        """Return the gate that stands there, or a new one."""
         found = processor.add_request
         return found if isinstance(found, cls) else cls(processor)
 
@@ -109,7 +109,7 @@ async def attach_lora(
 
     Raises:
         UnsupportedError: the engine has no LoRA, or a lower max_lora_rank, or there are replicas.
-        PlanError: a module is adapted that this engine does not adapt, or names are not PEFT's.
+        PlanError: this engine does not adapt one of the modules, or names are not PEFT's.
         ShapeError: a tensor does not fit its module.
         DeadlineError: the workers did not answer in time.
         EngineError: the engine is dead, or was built without `lora_engine_args()`.
@@ -130,7 +130,7 @@ async def update_lora(engine: Any, name: str, receipt: Receipt, *, timeout_s: fl
         receipt: what `publish` returned.
 
     Returns:
-        What requests on this version pass to vLLM; its lora_name is "name@version".
+        The request to pass to vLLM for this version; its lora_name is "name@version".
 
     Raises:
         CorruptionError: bytes are not what was sent. Nothing changed.
@@ -150,8 +150,8 @@ async def update_lora(engine: Any, name: str, receipt: Receipt, *, timeout_s: fl
 async def remove_lora(engine: Any, request: LoRARequest, *, timeout_s: float) -> None:
     """Forget a version. New requests on it are refused (vLLM's VLLMValidationError).
 
-    Only this front end's requests are seen, only its new ones refused: where several share an
-    engine, one that a worker meets with a version it does not hold ends the engine.
+    Only this front end's requests are seen, and only its new ones refused: where several front
+    ends share an engine, a request on a version that a worker does not hold ends the engine.
 
     Raises:
         UsageError: requests of this front end still use it, or it is not held.
@@ -166,14 +166,14 @@ async def remove_lora(engine: Any, request: LoRARequest, *, timeout_s: float) ->
 def attach_lora_llm(
     llm: Any, spec: AdapterSpec, plan: Plan, transport: Transport, *, keep: int = 4
 ) -> None:
-    """`attach_lora` for an offline `LLM`. Blocks until the engine answers. Raises as it does."""
+    """Attach an adapter to an offline `LLM`. Blocks until it answers; raises as `attach_lora`."""
     _check_engine(llm.llm_engine.vllm_config)
     _Gate.of(llm.llm_engine.output_processor)
     drive_sync(llm, _attach_steps(spec, plan, transport, keep))
 
 
 def update_lora_llm(llm: Any, name: str, receipt: Receipt, *, timeout_s: float) -> LoRARequest:
-    """`update_lora` for an offline `LLM`. Raises as it does.
+    """Load a version of an adapter into an offline `LLM`. Raises as `update_lora`.
 
     `timeout_s` bounds each worker's wait and check; the call returns when the engine answers.
     """
@@ -184,7 +184,7 @@ def update_lora_llm(llm: Any, name: str, receipt: Receipt, *, timeout_s: float) 
 
 
 def remove_lora_llm(llm: Any, request: LoRARequest) -> None:
-    """`remove_lora` for an offline `LLM`. Raises as it does."""
+    """Forget a version in an offline `LLM`. Raises as `remove_lora`."""
     _Gate.of(llm.llm_engine.output_processor).close(request)
     drive_sync(llm, _remove_steps(request))
 

@@ -48,7 +48,7 @@ _FIRST_ID = 1 << 30  # Above the ids that people number by hand.
 
 
 def versioned_request(name: str, receipt: Receipt) -> LoRARequest:
-    """What names a version to vLLM. Its path is never opened; it keeps prefix caches apart."""
+    """Return a version's request. Its path is never opened; it keeps prefix caches apart."""
     path = f"{_SCHEME}{name}@{receipt.version}:{receipt.digest}"
     # Equal in every process without asking, and another one for other bytes.
     number = int.from_bytes(hashlib.sha256(path.encode()).digest()[:4], "big") % _FIRST_ID
@@ -56,12 +56,12 @@ def versioned_request(name: str, receipt: Receipt) -> LoRARequest:
 
 
 def is_versioned(request: LoRARequest) -> bool:
-    """Whether `versioned_request` made it."""
+    """Tell whether `versioned_request` made a request."""
     return request.lora_path.startswith(_SCHEME)
 
 
 class LoraWorkerExtension(WorkerExtension):
-    """Mixed into vLLM's worker by `lora_engine_args`. Its calls report errors, they raise none."""
+    """Mixin of vLLM's worker, named by `lora_engine_args`. Its calls report errors, raise none."""
 
     model_runner: Any
     _primeblocks_adapters: _Adapters | None = None
@@ -111,7 +111,7 @@ def _told(work: Callable[[], None]) -> dict[str, Any]:
 
 
 class _Source:
-    """Where the versions of one adapter come from, and the tensors of the last one received."""
+    """The source of one adapter's versions, and the tensors of the last one received."""
 
     def __init__(self, spec: AdapterSpec, plan: Plan, transport: dict[str, Any], keep: int) -> None:
         self.spec, self.keep = spec, keep
@@ -259,7 +259,7 @@ def _check_fits(manager: Any, spec: AdapterSpec, plan: Plan) -> None:
 
 
 def _adapted(manager: Any) -> dict[str, tuple[int, int]]:
-    """Modules that vLLM can adapt by their names in checkpoints: inputs and outputs of each."""
+    """Return the sizes, in and out, of modules that vLLM can adapt, by their checkpoint names."""
     from vllm.model_executor.layers.linear import LinearBase
 
     sizes: dict[str, tuple[int, int]] = {}

@@ -33,7 +33,7 @@ class VllmServer:
         self._server = JsonServer(url, headers=headers)
 
     def until(self, deadline: float) -> ServerCalls:
-        """Its calls, each of which ends by `deadline` (time.monotonic)."""
+        """Return the server's calls, each of which ends by `deadline` (time.monotonic)."""
         return ServerCalls(self._server, deadline)
 
 
@@ -53,11 +53,11 @@ class ServerCalls:
 
     @property
     def errored(self) -> bool:
-        """Whether nobody was there at the last call."""
+        """Whether no server was there at the last call."""
         return self._lost
 
     async def is_paused(self) -> bool:
-        """Whether generation is paused."""
+        """Ask whether generation is paused."""
         return bool((await self._get("/is_paused"))["is_paused"])
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
@@ -78,7 +78,7 @@ class ServerCalls:
         await self._post("/start_weight_update")
 
     async def update_weights(self, request: Any) -> None:
-        """Load."""
+        """Load a version in every worker."""
         await self._post("/update_weights", {"update_info": request.update_info})
 
     async def finish_weight_update(self, weight_version: str | None = None) -> None:
@@ -94,11 +94,11 @@ class ServerCalls:
         return list((await self._post("/collective_rpc", body))["results"])
 
     async def get_weight_version(self) -> str:
-        """The label of tokens."""
+        """Return the label of tokens."""
         return str((await self._get("/weight_info"))["weight_version"])
 
     async def replicas(self) -> int:
-        """How many data-parallel replicas are behind the address."""
+        """Return the number of data-parallel replicas behind the address."""
         every = (await self._get("/get_world_size?include_dp=true"))["world_size"]
         one = (await self._get("/get_world_size?include_dp=false"))["world_size"]
         return int(every) // int(one)

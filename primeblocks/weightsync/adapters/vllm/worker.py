@@ -1,4 +1,4 @@
-"""In a worker of vLLM: an engine that receives weights, and the calls that the front end makes."""
+"""Worker side of vLLM: an engine that receives weights, and the calls of the front end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["InitInfo", "PrimeblocksEngine", "UpdateInfo", "WorkerExtension"]
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """What a worker needs to read along: `Transport.spec()` and `Plan.to_json()`."""
+    """Arguments of a worker that reads along: `Transport.spec()` and `Plan.to_json()`."""
 
     transport: dict[str, Any]
     plan: str
@@ -38,7 +38,7 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Which version, in which attempt."""
+    """The version to load, and the attempt that loads it."""
 
     version: int
     transaction: str
@@ -63,7 +63,7 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @property
     def state(self) -> WorkerState:
-        """How the last call went; `busy` while `verify` goes on."""
+        """The outcome of the last call; `busy` while `verify` goes on."""
         busy = self._checking is not None and not self._checking.done()
         return replace(self._state, busy=busy)
 
@@ -88,7 +88,7 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
 
     def start_weight_update(self) -> None:
-        """Nothing: parameters stay where they are until a version has passed its digests."""
+        """Do nothing: parameters stay where they are until a version has passed its digests."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load what was verified, or leave the old weights in place."""
@@ -102,7 +102,7 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._report(lambda: subscriber.receive(version, timeout_s=update_info.timeout_s))
 
     def finish_weight_update(self) -> None:
-        """Nothing: `receive_weights` has finished."""
+        """Do nothing: `receive_weights` has finished."""
 
     def shutdown(self) -> None:
         """Let go of the transport; the loaded weights stay."""
@@ -157,13 +157,13 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker by `engine_args`. Subclass it to add calls of your own."""
+    """Mixin of vLLM's worker, named by `engine_args`. Subclass it to add calls of your own."""
 
     weight_transfer_engine: Any
     _weight_update_active: bool
 
     def primeblocks_state(self) -> dict[str, Any]:
-        """How the last attach or update went, for the front end."""
+        """Return the outcome of the last attach or update, for the front end."""
         state = self.weight_transfer_engine.state
         return asdict(replace(state, active=self._weight_update_active))
 
