@@ -1,4 +1,4 @@
-"""Every exception of the library:
+"""Exceptions of the library, by what went wrong.
 
     PrimeblocksError
     ├── UsageError (ValueError)           the caller can fix the arguments
@@ -42,7 +42,7 @@ __all__ = [
 
 
 class PrimeblocksError(Exception):
-    """Base of every error raised on purpose. `engines` are the positions of those that met it."""
+    """Base of every error raised on purpose. `engines` lists by position those that met it."""
 
     engines: tuple[int, ...] = ()
 
@@ -89,7 +89,7 @@ class CorruptionError(PrimeblocksError):
 
 
 class CapacityError(PrimeblocksError):
-    """There is no room left, in a pool, on a disk or in a buffer."""
+    """A pool, a disk or a buffer has no room left."""
 
 
 class TransferError(PrimeblocksError):

@@ -1,6 +1,6 @@
 """Collectives that behave alike on gloo and NCCL.
 
-What the backends disagree about is settled here once: float8 travels as bytes, ragged and empty
+Differences between the backends are settled here once: float8 travels as bytes, ragged and empty
 ranks are normal, and gradients flow. A wait is bounded by the timeout of the process group.
 """
 
@@ -29,7 +29,7 @@ __all__ = [
     "settle",
 ]
 
-# What ranks tell each other when they differ is of one size, whatever they have to say.
+# Messages between ranks that differ have one size, whatever they say.
 _TEXT_BYTES, _REASON_BYTES = 2048, 400
 
 P = ParamSpec("P")
@@ -163,9 +163,8 @@ def agree(
     """Raise on every rank if one of them has a problem, or if calls or facts differ between ranks.
 
     Called before a larger exchange, it makes one rank's mistake an error on all of them, where
-    the others would wait for what never comes. Collective: one gather of 16 bytes a rank, which
-    the host waits for; one more, of two kilobytes, before something is raised. A rank alone asks
-    nobody.
+    the others would wait in vain. Collective: one gather of 16 bytes a rank, which the host waits
+    for; one more, of two kilobytes, before something is raised. A rank alone sends nothing.
 
     Args:
         call: what is about to be done; two functions that start alike must not meet.
@@ -216,7 +215,7 @@ def _gather(x: Tensor, call: str, group: dist.ProcessGroup) -> list[Tensor]:
     everyone = [torch.empty_like(x) for _ in range(group.size())]
     try:
         dist.all_gather(everyone, x, group=group)
-    except RuntimeError as error:  # What gloo and NCCL raise at a timeout, or when a rank died.
+    except RuntimeError as error:  # gloo and NCCL raise it at a timeout, or when a rank died.
         raise RankError(
             f"{call}: the {group.size()} ranks of the group did not all come to it, or one died. "
             f"Each must make the same calls, over the same group. {error}"
@@ -227,7 +226,7 @@ def _gather(x: Tensor, call: str, group: dist.ProcessGroup) -> list[Tensor]:
 def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
     """Run a function as it is where torch.compile traces its caller: the graph ends before it.
 
-    What goes by plans, and by counts that other ranks tell, has no one graph. torch refuses
+    Code that follows plans, and counts that other ranks send, has no single graph. torch refuses
     `fullgraph=True`, and says where.
     """
 

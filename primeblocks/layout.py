@@ -1,4 +1,4 @@
-"""Where a local tensor sits in a global one."""
+"""The place of a local tensor in a global one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Shard:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Index the global tensor with this to get the box."""
+        """The slices that cut the box out of the global tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
 
     def intersect(self, other: Shard) -> Shard | None:
@@ -129,7 +129,7 @@ def layout_of(tensor: torch.Tensor) -> Layout:
 
 
 def _refuse_gaps(tensor: DTensor) -> None:
-    """Placements are dealt from left to right, each to the rows that those before it left over."""
+    """Refuse a local part with gaps: a placement deals the rows that those before it left over."""
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "of a rank on the mesh"
     strided = {getattr(p, "dim", 0) for p in tensor.placements if hasattr(p, "split_factor")}

@@ -1,6 +1,8 @@
-"""Reinforcement learning in which generation never waits for training: rollouts that know the
-policy version of every token, a buffer with bounded capacity and bounded staleness, a loop that
-generates, trains and publishes at the same time, and losses corrected for off-policy tokens.
+"""Reinforcement learning in which generation never waits for training.
+
+Made of rollouts that know the policy version of every token, a buffer with bounded capacity and
+bounded staleness, a loop that generates, trains and publishes at the same time, and losses
+corrected for off-policy tokens.
 """
 
 from .buffer import RolloutBuffer

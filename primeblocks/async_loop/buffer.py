@@ -71,7 +71,7 @@ class RolloutBuffer:
             unless: a future whose result is an error; it ends the wait.
 
         Raises:
-            DeadlineError: there were not enough in time; nothing was removed but the stale.
+            DeadlineError: there were not enough in time; only stale groups were removed.
             UsageError: more groups are asked for than can be held.
         """
         if not 1 <= count <= self.capacity:

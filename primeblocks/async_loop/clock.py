@@ -16,7 +16,7 @@ _CLEANUP_S = 1.0
 
 
 class Clock(Protocol):
-    """What the loop knows about time."""
+    """The clock of the loop."""
 
     def now(self) -> float:
         """Seconds from an arbitrary origin; never goes back."""
@@ -45,7 +45,7 @@ async def within(
 ) -> T:
     """Wait for `awaitable`, but not past a deadline, and not once `unless` is done.
 
-    What loses is cancelled and given a moment to clean up. If several are done
+    The loser is cancelled and given a moment to clean up. If several are done
     at the same time, the result of `awaitable` wins.
 
     Args:

@@ -18,7 +18,7 @@ def check_tokens(*masks: Any, **operands: Any) -> None:
     """Refuse operands that are not one value a token: broadcasting would pair other tokens. Pure.
 
     Args:
-        masks: bool, at most one, where the operands have one.
+        masks: bool, at most one, of the same shape.
         operands: floating, by their name in messages.
 
     Raises:
@@ -76,7 +76,7 @@ def importance_weights(
 def group_advantages(
     rewards: Float[Tensor, "groups members"], *, normalise: bool = True, epsilon: float = 1e-4
 ) -> Float[Tensor, "groups members"]:
-    """How much better than its group's mean each rollout is. Pure; local.
+    """Return how much better each rollout is than the mean of its group. Pure; local.
 
     Args:
         normalise: divide by the group's standard deviation, as GRPO does. Without it groups with

@@ -70,7 +70,8 @@ class AsyncLoop:
         step_timeout_s: the longest wait for a batch, a training step or a publish.
 
     Raises:
-        UsageError: a batch does not fit the buffer, a limit is not positive, or `version` is none.
+        UsageError: a batch does not fit the buffer, a limit is not positive, or `version` is not a
+            policy version.
     """
 
     def __init__(

@@ -53,7 +53,7 @@ def grpo_loss(
         mask: True for completion tokens.
 
     Raises:
-        ShapeError: shapes differ, nothing is broadcast; the mask is not bool or another operand
+        ShapeError: shapes differ (nothing is broadcast); the mask is not bool or another operand
             not floating.
         UsageError: a clip is negative, or `clip_low` is above 1.
 

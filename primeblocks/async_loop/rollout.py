@@ -126,7 +126,7 @@ def versions_from_spans(spans: Iterable[tuple[int, int, int]], *, length: int) -
 
     Raises:
         ShapeError: the spans do not cover `[0, length)` in order, each token once.
-        UsageError: what they name is no version.
+        UsageError: a span's version is not a policy version.
     """
     versions = np.empty(length, np.int64)
     position = 0

@@ -1,4 +1,4 @@
-"""How many groups to start now."""
+"""Admission of new groups to the engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Admission:
             )
 
     def room(self, *, in_flight: int, finished: int) -> int:
-        """How many more groups to start. Pure.
+        """Return how many more groups to start. Pure.
 
         Args:
             in_flight: groups being generated.

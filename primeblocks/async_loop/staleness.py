@@ -1,4 +1,4 @@
-"""How old a rollout may be when it is trained on."""
+"""The bound on a rollout's age when it is trained on."""
 
 from __future__ import annotations
 
@@ -52,6 +52,6 @@ def cache_salt(version: int) -> str:
     """The salt that keeps the KV pages of one policy version apart from all others. Pure.
 
     Raises:
-        UsageError: `version` is none.
+        UsageError: `version` is not a policy version.
     """
     return f"policy-{check_version(version)}"

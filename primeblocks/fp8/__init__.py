@@ -1,5 +1,7 @@
-"""Block-scaled FP8 (E4M3): one quantizer for training and for weight transfer, matrix products
-with gradients over an engine that is passed in, and a reference that says what each result is.
+"""Block-scaled FP8 (E4M3) for training and for weight transfer.
+
+Holds one quantizer for both, matrix products with gradients over an engine that is passed in, and
+a reference that says what each result is.
 """
 
 from .formats import Tile

@@ -34,7 +34,7 @@ class Tile:
         return Tile(self.columns, self.rows)
 
     def grid(self, rows: int, columns: int) -> tuple[int, int]:
-        """How many tiles cover a matrix, by dim. Pure."""
+        """Return the numbers of tiles that cover a matrix, by dim. Pure."""
         return -(-rows // self.rows), -(-columns // self.columns)
 
 

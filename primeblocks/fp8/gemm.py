@@ -1,4 +1,4 @@
-"""What an engine of matrix products has to be."""
+"""The contract of an engine of matrix products."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Gemm"]
 
 
 class Gemm(Protocol):
-    """An engine: `a @ b.T` of two quantized matrices, float32. Hashable, for it is in a Recipe."""
+    """An engine: `a @ b.T` of two quantized matrices, float32. Hashable, as part of a Recipe."""
 
     def __call__(self, a: Quantized, b: Quantized) -> Tensor: ...
 

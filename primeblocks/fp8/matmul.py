@@ -77,7 +77,7 @@ def grouped_matmul(x: Tensor, experts: Tensor, offsets: Tensor, *, recipe: Recip
 
 
 def grouped_mm_fn(recipe: Recipe) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """`grouped_matmul` under one recipe, as `f(x, experts, offsets)`. Pure."""
+    """Return `grouped_matmul` under one recipe, as `f(x, experts, offsets)`. Pure."""
 
     def grouped_mm(x: Tensor, experts: Tensor, offsets: Tensor) -> Tensor:
         return grouped_matmul(x, experts, offsets, recipe=recipe)

@@ -1,4 +1,4 @@
-"""Float8 in existing models, and in what is sent to an engine."""
+"""Float8 in existing models, and in the weights that are sent to an engine."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def encode_weights(
     only: str | re.Pattern[str],
     layouts: Mapping[str, Layout] | None = None,
 ) -> Callable[[str, Tensor], Mapping[str, Tensor]]:
-    """What weight transfer calls before it sends a tensor: weights rounded as training rounds them.
+    """Return the function that rounds a tensor as training does before weight transfer sends it.
 
     The engine gets ordinary numbers that lie on the float8 grid, so one without float8 kernels
     serves what a float8 trainer computes with, up to the rounding of the transfer dtype. This is

@@ -46,7 +46,7 @@ class Quantized:
 def quantize(x: Tensor, tile: Tile) -> Quantized:
     """Round a matrix to E4M3 with one scale a tile, so that its largest value becomes 448.
 
-    No floor on the scale but float32's own: it is a normal number, so a tile of gradients keeps its
+    The scale has no floor but float32's own, a normal number, so a tile of gradients keeps its
     relative precision down to a largest value of 5e-36. A tile of zeros has scale 1. Codes are
     `x * (1 / scale)` rounded to nearest even, in float32. Local; the host waits for the device.
 
@@ -103,6 +103,6 @@ def _tiled(x: Tensor, tile: Tile) -> Tensor:
 
 
 def _spread(scales: Tensor, tile: Tile, shape: tuple[int, int]) -> Tensor:
-    """One scale an element."""
+    """Repeat scales, one for each element."""
     by_row = scales.repeat_interleave(tile.rows, dim=0)[: shape[0]]
     return by_row.repeat_interleave(tile.columns, dim=1)[:, : shape[1]]

@@ -1,4 +1,4 @@
-"""What is rounded, how, and by which engine."""
+"""The recipe of float8 products: what is rounded, how, and which engine multiplies."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def check_recipe(recipe: object) -> None:
     """Refuse what is no recipe. Local.
 
     Raises:
-        UsageError: it says what came.
+        UsageError: with what was passed.
     """
     if not isinstance(recipe, Recipe):
         raise UsageError(f"recipe must be a Recipe, such as Recipe(); got {recipe!r:.60}")

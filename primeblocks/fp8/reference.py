@@ -1,4 +1,4 @@
-"""What a block-scaled matrix product is, to the bit, and how far that is from exact."""
+"""A block-scaled matrix product to the bit, and the exact product to compare it with."""
 
 from __future__ import annotations
 

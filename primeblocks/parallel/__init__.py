@@ -1,5 +1,6 @@
-"""Train mixture-of-experts models over many ranks with torch's own FSDP2 and process groups:
-degrees are planned and checked as numbers, experts are shared by token dispatch, sequences are
+"""Train mixture-of-experts models over many ranks with torch's own FSDP2 and process groups.
+
+Degrees are planned and checked as numbers, experts are shared by token dispatch, sequences are
 split by a plan, gradients are plain sums that do not depend on how the run is parallelised, and
 norms clip across any mix of meshes. Models come in through `adapters`.
 """

@@ -50,13 +50,13 @@ def fully_shard_moe(
             the local part of it and dispatches over `meshes.expert`. Its first floating-point
             argument, the tokens, is cast as `precision` says; scores are left in float32.
         routers: modules that compute, and reduce their gradients, in float32 where `precision`
-            would have less: a small error of a score is another expert. What they return is not
+            would have less: a small error of a score picks another expert. Their outputs are not
             cast.
         precision: dtypes of compute and reduction; default: as the parameters are.
 
     Raises:
-        PlanError: the expert degree does not divide the experts, or there are none; what is
-            named is no module of `model`; a dispatcher of experts lies over other ranks.
+        PlanError: the expert degree does not divide the experts, or there are none; a named
+            module is not in `model`; a dispatcher of experts lies over other ranks.
     """
     check_meshes(meshes)
     layers, experts, routers = (
@@ -141,13 +141,13 @@ def clip_grad_norm_(
 
 
 def global_token_count(local: int | Tensor, meshes: Meshes) -> int:
-    """Sum a count over all ranks: what a loss is divided by. Two small collectives.
+    """Sum a count over all ranks, for a loss to be divided by. Two small collectives.
 
     Args:
         local: the tokens of this rank that count in the loss; may be 0.
 
     Raises:
-        ShapeError: no count.
+        ShapeError: `local` is no count.
         RankError: another rank refused its arguments.
     """
     check_meshes(meshes)
@@ -182,7 +182,7 @@ def _modules(name: str, given: object, model: nn.Module) -> list[nn.Module]:
 
 
 def check_dispatcher(dispatcher: object, meshes: Meshes) -> None:
-    """Refuse one that is known to lie over other ranks than those that share the experts. Local.
+    """Refuse a dispatcher known to lie over other ranks than those that share the experts. Local.
 
     Raises:
         PlanError: with both lists of ranks.
@@ -264,7 +264,7 @@ def _prefetch(layers: list[nn.Module]) -> None:
 
 
 def _copies(grad: Tensor, world_size: int) -> int:
-    """How many ranks hold the same elements."""
+    """Count the ranks that hold the same elements."""
     if not isinstance(grad, DTensor):
         return world_size
     if any(isinstance(placement, Partial) for placement in grad.placements):

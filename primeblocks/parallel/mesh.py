@@ -1,4 +1,4 @@
-"""Degrees of parallelism -> which ranks work together."""
+"""Degrees of parallelism, and the groups of ranks that they make."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Meshes:
     """The process groups of one plan. Every mesh exists; an unused axis has size 1.
 
     Attributes:
-        plan: what they were built from.
+        plan: the plan that they were built from.
         fsdp: dense parameters are sharded over it; two axes (replicate, fsdp) if replicated.
         expert_fsdp: an expert's parameters are sharded over it; two axes if replicated.
         expert: each rank of it owns an equal share of the experts.
@@ -42,7 +42,7 @@ class Meshes:
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """Checked degrees. `plan_mesh` makes it.
+    """Checked degrees of parallelism, as `plan_mesh` makes them.
 
     Ranks are laid out twice over the same numbers, last axis fastest:
     (replicate, expert_fsdp, expert) for parameters and (batch, context) for data. So the ranks
@@ -70,7 +70,7 @@ class MeshPlan:
         return self.world_size // self.context
 
     def table(self) -> str:
-        """One line an axis: its size, the ranks of rank 0's group, and what it carries."""
+        """Return one line an axis: its size, the ranks of rank 0's group, and what it carries."""
         lines = [f"{'axis':<12}{'size':>6}  {'ranks with 0':<22}carries"]
         for name, (size, step, carries) in self._axes().items():
             group = [step * i for i in range(size)]
@@ -145,7 +145,7 @@ def plan_mesh(
         expert: ranks that share the experts. Takes its ranks from inside one copy.
 
     Raises:
-        PlanError: a degree is below 1, or does not divide what it divides.
+        PlanError: a degree is below 1, or does not divide the number of ranks that it splits.
     """
     plan = MeshPlan(world_size=world_size, replicate=replicate, context=context, expert=expert)
     for degree in fields(plan):
@@ -159,7 +159,7 @@ def plan_mesh(
 
 
 def check_meshes(meshes: object) -> None:
-    """Refuse what was not built. Local.
+    """Refuse anything but built meshes. Local.
 
     Raises:
         PlanError: a plan, or something else.
@@ -172,10 +172,10 @@ def check_meshes(meshes: object) -> None:
 
 
 def on_device(device: str) -> Tensor:
-    """An empty tensor there, which says where a backend takes tensors. Local.
+    """Return an empty tensor on `device`, which says where a backend takes tensors. Local.
 
-    Where the caller has chosen no device for this rank, it is the one that torch's DeviceMesh
-    would choose: once a tensor lies on another, it does not.
+    Where the caller has chosen no device for this rank, this chooses as torch's DeviceMesh would:
+    once a tensor lies on a device, DeviceMesh chooses no more.
 
     Raises:
         PlanError: there is no such device.

@@ -1,4 +1,4 @@
-"""What the block computes, on one rank in float64, as plainly as it can be said."""
+"""The computations of the block on one rank in float64, as plain as they can be."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def experts(
     gate_up: Float[Tensor, "experts gate_and_up hidden"],
     down: Float[Tensor, "experts hidden intermediate"],
 ) -> Float[Tensor, "tokens hidden"]:
-    """What `GroupedExperts` computes, one token and one choice after the other. Local.
+    """Compute what `GroupedExperts` does, one token and one choice after the other. Local.
 
     Differentiable; returns float64.
     """
@@ -48,7 +48,7 @@ def attention(
     window: int | None = None,
     sinks: Float[Tensor, " heads"] | None = None,
 ) -> Float[Tensor, "tokens heads value_dim"]:
-    """What `ring_attention` and `ulysses_attention` compute: all scores, masked. Local.
+    """Compute what `ring_attention` and `ulysses_attention` do: all scores, masked. Local.
 
     Differentiable; returns float64.
     """
@@ -74,7 +74,7 @@ def attention(
 def causal_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None, document_lengths: Sequence[int]
 ) -> Tensor:
-    """What `causal_conv1d` computes, for the whole sequence. Local."""
+    """Compute what `causal_conv1d` does, for the whole sequence. Local."""
     rows = []
     for document in x.split(list(document_lengths)):
         for t in range(document.shape[0]):
@@ -90,7 +90,7 @@ def causal_conv1d(
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, document_lengths: Sequence[int]
 ) -> Tensor:
-    """What `gated_delta_rule` computes, for the whole sequence. Local."""
+    """Compute what `gated_delta_rule` does, for the whole sequence. Local."""
     rows = []
     for start, stop in _documents(document_lengths):
         state = v.new_zeros(v.shape[1], k.shape[2], v.shape[2])
@@ -111,7 +111,7 @@ def state_space(
     D: Tensor | None,
     document_lengths: Sequence[int],
 ) -> Tensor:
-    """What `state_space` computes, for the whole sequence. Local."""
+    """Compute what `state_space` does, for the whole sequence. Local."""
     per_group = x.shape[1] // B.shape[1]
     rows = []
     for start, stop in _documents(document_lengths):

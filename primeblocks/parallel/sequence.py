@@ -1,4 +1,4 @@
-"""Which rank holds which tokens of a packed sequence."""
+"""Plans of which rank holds which tokens of a packed sequence."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class SequencePlan:
         return digest >> 1
 
     def table(self) -> str:
-        """One line a rank: tokens, runs, cost over the mean."""
+        """Return one line a rank: tokens, runs, cost over the mean."""
         mean = sum(self.costs) / self.ranks or 1.0
         lines = [f"{'rank':<6}{'tokens':>10}{'runs':>7}{'cost/mean':>11}"]
         for rank, (own, count, cost) in enumerate(
@@ -109,7 +109,7 @@ class SequencePlan:
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 
     def document_starts(self, rank: int) -> Tensor:
-        """`[local_tokens]`, int64: where the document of each token begins, as a whole place."""
+        """`[local_tokens]`, int64: the place of the first token of each token's document."""
         runs = self.runs(rank)
         lengths = torch.tensor([run.stop - run.start for run in runs], dtype=torch.int64)
         starts = torch.tensor([run.document for run in runs], dtype=torch.int64)
@@ -122,7 +122,7 @@ class SequencePlan:
     def labels(self, tokens: Tensor, *, dim: int = -1, ignore_index: int = -100) -> Tensor:
         """The token after each one, `ignore_index` at the end of each document. Local.
 
-        For the whole sequence: shift first, split then. A shift of the parts would lose the
+        For the whole sequence: shift first, then split. A shift of the parts would lose the
         token that the next rank holds.
 
         Raises:
@@ -197,7 +197,7 @@ class SequencePlan:
 
     @cached_property
     def token_of_row(self) -> Tensor:
-        """`[tokens]`: the ranks' tokens one rank after the other, as whole places."""
+        """`[tokens]`: places in the whole sequence, one rank's tokens after another's."""
         return torch.cat([self.indices(rank) for rank in range(self.ranks)])
 
     @cached_property
@@ -357,7 +357,7 @@ def _balanced(
 
 
 def _merged(pieces: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Ascending, without empty pieces, neighbours made one."""
+    """Sort pieces, drop empty ones and merge neighbours."""
     merged: list[tuple[int, int]] = []
     for start, stop in sorted(pieces):
         if start == stop:

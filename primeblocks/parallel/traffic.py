@@ -1,4 +1,4 @@
-"""What a training step sends, before anything is started."""
+"""The bytes that a training step sends, computed before anything is started."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class StepSizes:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one rank receives from others in one micro-batch. `plan_traffic` makes it.
+    """Bytes that one rank receives from others in one micro-batch, as `plan_traffic` counts them.
 
     Attributes:
         rows: (axis, what, bytes).
@@ -69,7 +69,7 @@ class Traffic:
         return sum(size for name, _, size in self.rows if name == axis)
 
     def table(self) -> str:
-        """One line an axis and purpose, in MiB."""
+        """Return one line an axis and purpose, in MiB."""
         lines = [f"{'axis':<12}{'MiB received':>14}  for"]
         lines += [f"{axis:<12}{size / 2**20:>14,.1f}  {what}" for axis, what, size in self.rows]
         lines.append(f"{'all':<12}{self.total_bytes / 2**20:>14,.1f}")

@@ -12,7 +12,7 @@ __all__ = ["Patch", "SelfTest", "ours", "replace", "stock"]
 
 @dataclass(frozen=True)
 class SelfTest:
-    """What a patch's self-test found.
+    """The findings of a patch's self-test.
 
     Args:
         needed: the stock host still has the fault.

@@ -1,8 +1,10 @@
-"""Replay the expert choices of the engine that sampled the tokens in the trainer that learns
-from them. `record` writes a router's choices down, `Routes` carries them (sliced, joined, packed
-for the wire), `RouteStore` keeps them by KV page, and `impose` makes another model's routers follow
-them while the gate weights and their gradients stay live. `KeptTokens` does the same for top-k and
-top-p. `measure_mismatch` and `compare` say how far the two sides are apart, `attribute` why."""
+"""Replay an engine's expert choices in the trainer that learns from its tokens.
+
+`record` writes a router's choices down, `Routes` carries them (sliced, joined, packed for the
+wire), `RouteStore` keeps them by KV page, and `impose` makes another model's routers follow them
+while the gate weights and their gradients stay live. `KeptTokens` does the same for top-k and
+top-p. `measure_mismatch` and `compare` say how far the two sides are apart, `attribute` why.
+"""
 
 from . import gates, mismatch, sampling
 from .attribution import attribute

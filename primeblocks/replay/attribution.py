@@ -1,4 +1,4 @@
-"""What explains the mismatch: counterfactuals, and a split that adds up."""
+"""Causes of the mismatch: counterfactuals, and a split that adds up."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Cause:
     standard_error: float
     """Of the share, over tokens."""
     alone: float
-    """What removing it takes away while everything else stays."""
+    """The part that removing it takes away while everything else stays."""
     last: float
-    """What removing it takes away once everything else is removed."""
+    """The part that removing it takes away once everything else is removed."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Attribution:
 
     total: float
     residual: float
-    """What is left with every cause removed: nothing that was toggled explains it."""
+    """The part left with every cause removed: nothing that was toggled explains it."""
     causes: tuple[Cause, ...]
     """The largest share first."""
     tokens: int
@@ -50,8 +50,9 @@ class Attribution:
 
     @property
     def dominant(self) -> str | None:
-        """The cause with the largest share; None where that is within two standard errors of
-        nothing, or smaller than the residual.
+        """The cause with the largest share, or None where none stands out.
+
+        A cause stands out if its share exceeds two standard errors, and the residual.
         """
         first = self.causes[0]
         is_clear = first.share > 2 * first.standard_error and first.share > self.residual
@@ -90,7 +91,7 @@ def attribute(
     A cause is a way in which the trainer does not do what the engine did: its own routes, its
     dtype, another weight version, no fp8, a fresh prefix, a plain softmax. `evaluate` computes the
     trainer's log-probabilities of the sampled tokens with some of them *removed*, that is with the
-    trainer made to do as the engine in these respects; `evaluate(frozenset())` is the trainer as it
+    trainer made to do as the engine did in these; `evaluate(frozenset())` is the trainer as it
     is. Names are the caller's; nothing is known about them here.
 
     The cost is evaluations, each a forward of the trainer: `2 ** n` for n causes, or with
@@ -190,7 +191,7 @@ class _Measured:
 
 
 def _exact_shapley(k3: _Measured, name: str, names: tuple[str, ...]) -> torch.Tensor:
-    """What removing `name` takes away from each token, averaged over all sets of the others."""
+    """The k3 that removing `name` takes from each token, averaged over all sets of the others."""
     others = [other for other in names if other != name]
     total = torch.zeros_like(k3(frozenset()))
     for size in range(len(names)):

@@ -12,12 +12,12 @@ Source: https://xxhash.com (XXH3). The body of routes is
 
     sizes      coding, top_k, padding or none, experts, layers, tokens, start (32 bytes)
     layer ids  uint32 each
-    experts    raw: uint8 or uint16, in the router"s order
+    experts    raw: uint8 or uint16, in the router's order
                dense: the numbers of sets, see `sets`; rows come back in rising order
     missing    one bit a token
     padding    one bit a token, where there is padding
 
-Raw unpacks without a copy and keeps the order of the slots, which bitwise replay of the gates"
+Raw unpacks without a copy and keeps the order of the slots, which bitwise replay of the gates'
 arithmetic needs; dense is a quarter smaller. Nothing else compresses: ids are nearly uniform.
 """
 
@@ -62,7 +62,7 @@ def seal(
     Args:
         kind: four bytes.
         parts: bytes or arrays; arrays are written in C order.
-        into: a writable buffer to use instead of a new one; its begin is returned.
+        into: a writable buffer to use instead of a new one; its beginning is returned.
 
     Raises:
         ShapeError: `into` is too small.

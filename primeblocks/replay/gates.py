@@ -6,7 +6,7 @@ All are local and differentiable; gradients reach the logits of every expert (so
 the named ones (sigmoid, chosen softmax). Rows may name any number of experts, not `top_k` alone.
 
 An engine may choose experts to which a saturated router gives no mass at all. Where the host would
-divide by that nothing, 0 / 0 in one row would poison the whole batch; such a row gets the limit of
+divide by that zero, 0 / 0 in one row would poison the whole batch; such a row gets the limit of
 its formula instead, which is the softmax over the named logits.
 """
 

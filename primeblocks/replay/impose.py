@@ -1,4 +1,4 @@
-"""Force choices on a model, keep the gradients of its gate."""
+"""Impose choices on a model, and keep the gradients of its gate."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def allow_compile(routers: Sequence[Router]) -> None:
 
 
 class Imposed:
-    """What became of the routes; readable once the model has run, also after the context."""
+    """The outcome of an `impose`, readable once the model has run, also after the context."""
 
     def __init__(self, tallies: dict[int, Tally], known_slots: int) -> None:
         self._tallies = tallies
@@ -104,8 +104,9 @@ class Imposed:
 
     @property
     def replacement_rates(self) -> dict[int, float]:
-        """By layer id, the fraction of known slots that `min_score_ratio` replaced. Waits for
-        the device.
+        """Fraction of known slots that `min_score_ratio` replaced, by layer id.
+
+        Waits for the device.
 
         Raises:
             UsageError: a layer has not run.
@@ -118,7 +119,7 @@ class Imposed:
 
     @property
     def replacement_rate(self) -> float:
-        """The same over all layers."""
+        """The same fraction over all layers."""
         rates = self.replacement_rates
         return sum(rates.values()) / len(rates)
 
@@ -177,7 +178,7 @@ def _plan(
 
 
 def _device_of(module: nn.Module) -> torch.device:
-    """Where to put a router's rows. A wrong guess (offloaded weights) costs a copy at each run."""
+    """Guess the device of a router's rows: a wrong one (offloaded weights) costs a copy a run."""
     tensors = [*module.parameters(), *module.buffers()]
     device = tensors[0].device if tensors else torch.device("cpu")
     return torch.device("cpu") if device.type == "meta" else device
@@ -201,7 +202,7 @@ def _upload(
 def _upload_mask(
     mask: np.ndarray, devices: Sequence[torch.device]
 ) -> list[torch.Tensor] | list[None]:
-    """Each router's copy; none where the mask is all False."""
+    """Each router's copy of the mask; None where the mask is all False."""
     if not mask.any():
         return [None] * len(devices)
     copies = {device: _copy(mask, device) for device in set(devices)}
@@ -217,7 +218,7 @@ def _copy(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def _nothing(module: nn.Module, args: Any, output: Any) -> None:
-    """See `allow_compile`."""
+    """Do nothing; see `allow_compile`."""
 
 
 def _is_imposed(module: nn.Module) -> bool:

@@ -125,7 +125,7 @@ class ImposedLayer:
 
 
 def _check_alike(layer_id: int, own: Any, replaced: Any) -> None:
-    """Refuse an output that the host would compute otherwise with: in float32 for bfloat16, say."""
+    """Refuse an output that would change the host's arithmetic: float32 for bfloat16, say."""
     if isinstance(own, tuple | list) and isinstance(replaced, tuple | list):
         if len(own) != len(replaced):
             raise ShapeError(

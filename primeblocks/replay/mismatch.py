@@ -1,4 +1,4 @@
-"""How far the trainer is from the engine: in probabilities, and in its choice of experts."""
+"""Distance of the trainer from the engine: in probabilities, and in its choice of experts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Mismatch:
 
     @staticmethod
     def pool(parts: Iterable[Mismatch]) -> Mismatch:
-        """What one measurement of all parts' tokens would have found; gather the parts first.
+        """Return what one measurement of all parts' tokens would find; gather the parts first.
 
         Positions of the worst tokens begin with the index of their part. Local.
 
@@ -127,8 +127,8 @@ def measure_mismatch(
 
     Raises:
         ShapeError: shapes differ, or a dtype is another.
-        UsageError: no token is left, `worst` is negative, one that counts is not finite, or above
-            0 by more than rounding: then it is no log-probability.
+        UsageError: no token is left, `worst` is negative, or a log-probability that counts is not
+            finite, or above 0 by more than rounding.
 
     Source: J. Schulman, "Approximating KL divergence" (2020).
     """
@@ -164,8 +164,8 @@ def exact_kl(
 ) -> float:
     """KL(rollout || trainer) over the whole vocabulary, mean over positions, in nats per token.
 
-    No estimate: every token's probability on both sides is needed, so this is for studies. What
-    the engine's top-k or top-p excludes is -inf there and counts for nothing. Local, on the
+    No estimate: every token's probability on both sides is needed, so this is for studies.
+    Tokens that the engine's top-k or top-p excludes are -inf there and do not count. Local, on the
     trainer's device; float64, in pieces.
 
     Args:
@@ -279,7 +279,7 @@ def _check_not_positive(name: str, values: torch.Tensor, positions: torch.Tensor
 
 @dataclass(frozen=True)
 class Agreement:
-    """How often two sides chose the same set of experts, in any order."""
+    """Rates at which two sides chose the same set of experts, in any order."""
 
     overall: float
     """Fraction of (token, layer) pairs."""
@@ -299,7 +299,7 @@ def compare(a: Routes, b: Routes, *, mask: np.ndarray | None = None) -> Agreemen
     """Compare two recordings of the same tokens. Local.
 
     Args:
-        mask: bool `[tokens]`, True where a token counts. What `pad` added never does.
+        mask: bool `[tokens]`, True where a token counts. Tokens that `pad` added never do.
 
     Raises:
         ShapeError: they differ in tokens, layers, experts or top_k, or share no known token.

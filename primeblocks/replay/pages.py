@@ -17,7 +17,7 @@ __all__ = ["PageArena", "StoreStatistics"]
 
 @dataclass(frozen=True)
 class StoreStatistics:
-    """Pages since the store was made."""
+    """Counts of pages since the store was made."""
 
     stored: int = 0
     hits: int = 0
@@ -30,7 +30,7 @@ class StoreStatistics:
 
 
 class PageArena:
-    """Pages of equal size by key: least recently used out first, retained ones never.
+    """Pages of equal size by key; the least recently used leaves first, a retained one never.
 
     Thread-safe, O(1) a page. The arena is claimed from the system as it fills; about 200 bytes
     more for each remembered page.
@@ -70,7 +70,7 @@ class PageArena:
         self._lock = Lock()
 
     def put(self, key: Hashable, page: np.ndarray) -> bool:
-        """Copy one page in. Returns whether `get` will find it."""
+        """Copy one page in; return whether `get` will find it."""
         digest = xxhash.xxh3_64_intdigest(page.data)
         with self._lock:
             if not self._is_the_same(key, digest):
@@ -90,8 +90,9 @@ class PageArena:
             return True
 
     def get(self, keys: Sequence[Hashable], into: np.ndarray) -> None:
-        """Copy pages into the rows of uint8 `[len(keys), page_bytes]`; a row whose page is not
-        here is left as it is.
+        """Copy pages into the rows of uint8 `[len(keys), page_bytes]`.
+
+        A row whose page is not here is left as it is.
         """
         with self._lock:
             hits = 0
@@ -104,7 +105,7 @@ class PageArena:
             self._count(hits=hits, misses=len(keys) - hits)
 
     def retain(self, keys: Iterable[Hashable]) -> None:
-        """Evict these no more, here or to come, until each is released as often."""
+        """Keep pages, here or to come, from eviction until each is released as often."""
         with self._lock:
             for key in keys:
                 self._retained[key] = self._retained.get(key, 0) + 1
@@ -129,7 +130,7 @@ class PageArena:
                     self._idle[key] = None
 
     def drop(self, keys: Iterable[Hashable]) -> None:
-        """Forget pages, and that they ever came: what comes under their keys next is new."""
+        """Forget pages and their digests: the next page under such a key is a new one."""
         with self._lock:
             for key in keys:
                 self._seen.pop(key, None)

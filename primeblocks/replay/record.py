@@ -25,21 +25,21 @@ def record(routers: Sequence[Router], *, gates: bool = False) -> Iterator[Tape]:
 
     One context, one forward: recomputation under activation checkpointing runs the routers
     again, from within backward, and has to choose the same; a second forward is refused, even if
-    it chooses the same, as steps of `generate` may. Opened
-    inside `impose` the tape holds the imposed choices, opened around it the model's own.
-    Local; keeps narrow ids on the device, waits for nothing until `tape.routes` is read, except
-    on leaving when a layer ran twice. A compiled model needs `allow_compile` first.
+    it chooses the same, as steps of `generate` may. Opened inside `impose` the tape holds the
+    imposed choices, opened around it the model's own.
+    Local; keeps narrow ids on the device, and does not wait for it until `tape.routes` is read,
+    except on leaving when a layer ran twice. A compiled model needs `allow_compile` first.
 
     Args:
         gates: keep the weights of the choices too, as the router weighs them from its scores:
             four bytes more a slot.
 
     Raises:
-        UsageError: a layer ran a second time, not within backward, or there on another number of
-            tokens (from within the forward); or chose otherwise when it was recomputed (on
+        UsageError: a layer ran a second time outside backward, or within it on another number of
+            tokens (from within the forward); or it chose otherwise when it was recomputed (on
             leaving, or from `tape.routes`).
-        ShapeError: what a router reads from its output is not `[tokens, top_k]` integers (from
-            within the forward).
+        ShapeError: the ids that a router reads from its output are not `[tokens, top_k]` integers
+            (from within the forward).
     """
     layers = [_RecordedLayer(router, gates) for router in check_routers(routers)]
     handles = [layer.router.module.register_forward_hook(layer) for layer in layers]
@@ -60,7 +60,7 @@ class Tape:
 
     @cached_property
     def routes(self) -> Routes:
-        """What was recorded. Copies to the host.
+        """The recorded choices. Copies to the host.
 
         Raises:
             UsageError: a layer has not run, or chose otherwise when it ran again.
@@ -75,8 +75,9 @@ class Tape:
 
     @cached_property
     def gates(self) -> np.ndarray:
-        """The weights of these choices, float32 `[tokens, layers, top_k]`, for
-        `impose(..., gates=)`. Copies to the host.
+        """The weights of these choices, float32 `[tokens, layers, top_k]`. Copies to the host.
+
+        `impose(..., gates=)` takes them.
 
         Raises:
             UsageError: the record was opened without `gates=True`; otherwise as `routes`.
@@ -88,7 +89,7 @@ class Tape:
         return _gather([layer.gates for layer in self._layers], np.dtype(np.float32))
 
     def check_repeats(self) -> None:
-        """See `record`."""
+        """Refuse choices that changed when a layer was recomputed; see `record`."""
         for layer in self._layers:
             if layer.changed is not None and bool(layer.changed):
                 raise UsageError(

@@ -53,11 +53,11 @@ def sigmoid_router(
     softcap: float = 0.0,
     imposed: list[list[int] | None] | None = None,
 ) -> tuple[Tensor, Choices]:
-    """As `softmax_router`, with sigmoids and a bias that only takes part in choosing.
+    """Gate weights `[tokens, top_k]` and choices of a sigmoid router with a bias for choosing only.
 
     Args:
-        groups: neighbouring experts form a group, whose two best scores make its own; experts of
-            the `groups_kept` best groups alone are chosen from.
+        groups: neighbouring experts form a group, whose two best scores make its own; only experts
+            of the `groups_kept` best groups are chosen.
         softcap: bounds the logits, by a hyperbolic tangent; 0 leaves them as they are.
     """
     gates, choices = [], []

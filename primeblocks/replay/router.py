@@ -1,4 +1,4 @@
-"""What a host's router must tell us."""
+"""The contract of a host's router."""
 
 from __future__ import annotations
 
@@ -41,16 +41,15 @@ class Router(Protocol):
         """The chosen ids in the module's output, integers `[tokens, top_k]`."""
 
     def gates(self, output: Any, experts: torch.Tensor) -> torch.Tensor:
-        """Gate weights of other choices, int64 `[tokens, columns]`, from the live scores in the
-        output: as this router would weigh them itself, so that gradients reach it. Columns may
+        """Gate weights of other choices, int64 `[tokens, columns]`, as this router weighs its own.
+
+        They come from the live scores in the output, so gradients reach the router. Columns may
         be more than `top_k` and name an expert twice: `impose(min_score_ratio=)` compares a
         row's own choices with the replayed ones in one call.
         """
 
     def replace(self, output: Any, experts: torch.Tensor, gates: torch.Tensor) -> Any:
-        """The same output with these choices and weights in it, in the shapes and dtypes that the
-        module itself returns.
-        """
+        """The same output with these choices and weights, in the module's own shapes and dtypes."""
 
 
 def check_routers(routers: Sequence[Router]) -> tuple[Router, ...]:

@@ -18,7 +18,7 @@ __all__ = ["Routes"]
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """Which experts each token visited in each mixture-of-experts layer.
+    """The experts that each token visited in each mixture-of-experts layer.
 
     A host-side value: numpy arrays that are read-only here and never copied without need, so a
     slice or an unpacked payload costs nothing. `torch.uint16` lacks most operations; `impose`
@@ -147,10 +147,10 @@ class Routes:
 
     @staticmethod
     def join(parts: Iterable[Routes]) -> Routes:
-        """One after the other along the tokens, in one copy.
+        """Join parts along the tokens, in one copy.
 
-        The padding of all parts together visits the experts in turn, going on from the first row
-        of it: whatever was padded apart, a batch loads them alike.
+        The padding of all parts together visits the experts in turn, starting from its first row,
+        so that a batch loads them alike however its parts were padded.
 
         Raises:
             ShapeError: the parts come from different models; or there is no part at all.
@@ -186,7 +186,7 @@ class Routes:
         return [self[end - n : end] for n, end in zip(lengths, ends, strict=True)]
 
     def extend(self, newer: Routes, *, start: int) -> Routes:
-        """Our tokens before `start`, then all of `newer`: the next turn of a conversation.
+        """Join our tokens before `start` and all of `newer`: the next turn of a conversation.
 
         An engine that is asked for the rows of new tokens only sends those from
         `start = previous.tokens - 1` on: the last sampled token of a turn gets its row when the
@@ -203,7 +203,7 @@ class Routes:
         return Routes.join([self[:start], newer])
 
     def fill(self, other: Routes) -> Routes:
-        """Our rows, and where we have none, those of `other`: two halves of the same tokens.
+        """Take our rows and, where we have none, those of `other`: two halves of the same tokens.
 
         With prefill and decode on different engines each knows what it computed. Where both know
         a row ours is kept, so begin with the engine whose KV the decoding used. One copy.
@@ -235,7 +235,7 @@ class Routes:
         """Fill up to `tokens` with rows that visit all experts in turn.
 
         Padding tokens are alike, so left to choose they would all choose the same few experts.
-        Neighbours in turn are far apart among the experts, so that few rows, too, load all ranks
+        Experts that follow in turn are far apart in number, so that even a few rows load all ranks
         of an expert-parallel group.
 
         Raises:
@@ -288,15 +288,15 @@ class Routes:
         return Routes(experts, self.num_experts, tuple(layer_ids), self.missing, self.padding)
 
     def pack(self, *, coding: str = "raw", start: int = 0, into: Bytes | None = None) -> memoryview:
-        """One self-describing, checksummed buffer; see `codec`. Local; raw is one copy.
+        """Return one self-describing, checksummed buffer; see `codec`. Local; raw is one copy.
 
-        A view of memory: `bytes(payload)` where something is to pickle it.
+        The result is a view of memory: pass `bytes(payload)` to code that pickles.
 
         Args:
             coding: "raw" keeps the order of the slots and unpacks without a copy; "dense" is a
                 quarter smaller (49 bits for 8 of 256), and rows come back in rising order.
             start: send the rows from this token on; `unpack(onto=)` joins them again.
-            into: a writable buffer to use instead of a new one; its begin is returned.
+            into: a writable buffer to use instead of a new one; its beginning is returned.
 
         Raises:
             ShapeError: `start` is outside the tokens, or `into` is too small.

@@ -1,7 +1,7 @@
-"""What sampling could choose from, as a value, and log-probabilities under that distribution.
+"""Tokens that sampling could choose from, as a value, and log-probabilities among them.
 
 Temperature, top-k and top-p change what a policy is. A trainer that compares its plain log-softmax
-with an engine"s processed log-probabilities measures that change as mismatch, and clips good tokens
+with an engine's processed log-probabilities measures that change as mismatch, and clips good tokens
 for it; so the trainer renormalises over the very ids that the engine kept.
 """
 
@@ -25,7 +25,7 @@ _SIZES = struct.Struct("<IBB2xQQ")
 
 @dataclass(frozen=True, eq=False)
 class KeptTokens:
-    """For each token the vocabulary ids that top-k, top-p and their like left to sample from.
+    """The vocabulary ids that top-k, top-p and their like left to sample each token from.
 
     Host-side and read-only, in compressed rows: token `t` has `ids[offsets[t]:offsets[t + 1]]`, in
     rising order. A token without ids has no mask: it was sampled from the whole vocabulary, is part
@@ -34,7 +34,7 @@ class KeptTokens:
     Args:
         ids: int32 `[kept]`.
         offsets: int64 `[tokens + 1]`, from 0 to `kept`.
-        vocab_size: all ids are below.
+        vocab_size: all ids are below it.
 
     Raises:
         ShapeError: shapes or dtypes do not fit together. Values are not read: use `from_lists` or
@@ -55,7 +55,7 @@ class KeptTokens:
 
     @classmethod
     def from_lists(cls, sets: Iterable[Sequence[int]], *, vocab_size: int) -> KeptTokens:
-        """One list a token, in any order: vLLM's `output.sampling_mask.token_ids`.
+        """Take one list a token, in any order: vLLM's `output.sampling_mask.token_ids`.
 
         Raises:
             UsageError: as `from_arrays`.
@@ -142,7 +142,7 @@ class KeptTokens:
 
     @staticmethod
     def join(parts: Iterable[KeptTokens]) -> KeptTokens:
-        """One after the other along the tokens.
+        """Join parts along the tokens.
 
         Raises:
             ShapeError: vocabularies differ; or there is no part at all.
@@ -168,8 +168,9 @@ class KeptTokens:
         return KeptTokens(self.ids, offsets, self.vocab_size)
 
     def pack(self) -> memoryview:
-        """One checksummed buffer: a count of one, two or four bytes for each token, and two, three
-        or four bytes for each id. Local.
+        """Return one checksummed buffer. Local.
+
+        The count of a token takes one, two or four bytes, an id two, three or four.
         """
         counts = self.counts
         count_bytes = _bytes_for(int(counts.max(initial=0)) + 1, (1, 2, 4))
@@ -271,7 +272,7 @@ def kept_logprobs(
 def kept_tokens(
     logits: torch.Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
 ) -> KeptTokens:
-    """The ids that temperature, then top-k, then top-p leave, for an engine that does not say.
+    """The ids that temperature, then top-k, then top-p leave, for an engine that names none.
 
     An id as likely as the last one of top-k is kept too, and the most likely one always (as in
     vLLM 0.32). A trainer's own logits round differently: near the edge they keep other ids than
@@ -326,7 +327,7 @@ def _check_targets(hits: torch.Tensor, lengths: torch.Tensor, at: torch.Tensor) 
 
 
 def _logsumexp(scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """By segments; none is empty."""
+    """Compute logsumexp by segments, none of them empty."""
     largest = torch.segment_reduce(scores.detach(), "max", lengths=lengths, unsafe=True)
     powers = (scores - torch.repeat_interleave(largest, lengths)).exp()
     return largest + torch.segment_reduce(powers, "sum", lengths=lengths, unsafe=True).log()

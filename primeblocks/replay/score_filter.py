@@ -1,4 +1,4 @@
-"""Which replayed experts the trainer still finds plausible."""
+"""A filter that keeps the replayed experts that the trainer still finds plausible."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def keep_scored(
 ) -> tuple[Int64[Tensor, "tokens top_k"], Int64[Tensor, ""]]:
     """Replace replayed experts that the trainer scores far below its own choices.
 
-    One stays where its score is at least `ratio` times the weakest score among the row's own
+    An expert stays where its score is at least `ratio` times the weakest score among the row's own
     choices. The others' slots, from left to right, get the row's own choices that are not kept
     already, from the best down; no row names an expert twice. Local; waits for nothing.
 

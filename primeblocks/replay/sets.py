@@ -52,7 +52,7 @@ class SetCode:
     """The code of `top_k` different ids out of `num_experts`.
 
     Raises:
-        UnsupportedError: more than 1024 experts, the tables would not stay in a cache; or top_k
+        UnsupportedError: more than 1024 experts, whose tables would not stay in a cache; or top_k
             above 64 or above the number of experts.
     """
 
@@ -76,7 +76,7 @@ class SetCode:
         """Bits of one row."""
 
     def nbytes(self, rows: int) -> int:
-        """Bytes of the code of so many rows."""
+        """Bytes of the code of `rows` rows."""
         return sum(group.nbytes(rows) for group in self._groups)
 
     def encode(self, rows: np.ndarray, *, skip: np.ndarray) -> np.ndarray:

@@ -25,13 +25,13 @@ class RouteStore:
 
     A key must name the page's salt and its hash, as KV caches do (vLLM's page hash contains the
     salt; `(salt, hash)` or `kvoffload.PageKey` do as well), with a salt for each policy version.
-    Even so a request that runs through a weight update can compute again what is cached already,
-    and choose otherwise. Which of the two a later hit finds cannot be known, so the store remembers
-    a digest of every page it saw, also of those it evicted: two different pages under one key make
-    that key missing from then on. In bfloat16 that happens to every page that is computed again, so
-    `drop` a key when the last KV under it goes, or better: let keys name the place where a page
-    lies, and drop one when the place gets another page. Then the row that is there is that of the
-    KV that is there. Retain the keys of each request from its start to its end.
+    Even so a request that runs through a weight update can compute a cached page again, and choose
+    otherwise. It is not known which of the two a later hit finds, so the store remembers a digest
+    of every page it saw, also of those it evicted: two different pages under one key make that key
+    missing from then on. In bfloat16 that happens to every page that is computed again, so `drop` a
+    key when the last KV under it goes, or better: let keys name the place where a page lies, and
+    drop one when the place gets another page. Then rows always belong to the KV that is there.
+    Retain the keys of each request from its start to its end.
 
     Everything is local, thread-safe and O(1) a page.
 
@@ -70,7 +70,7 @@ class RouteStore:
         )
 
     def put(self, key: Hashable, routes: Routes) -> bool:
-        """Keep the rows of one page; copies them. Returns whether `get` will find them.
+        """Keep a copy of the rows of one page; return whether `get` will find them.
 
         Raises:
             ShapeError: the routes are not one page of this model.
@@ -96,7 +96,7 @@ class RouteStore:
         return Routes(experts, num_experts, layer_ids, missing.reshape(-1))
 
     def retain(self, keys: Iterable[Hashable]) -> None:
-        """Evict these pages no more, here or to come, until each is released as often."""
+        """Keep pages, here or to come, from eviction until each is released as often."""
         self._pages.retain(keys)
 
     def release(self, keys: Iterable[Hashable]) -> None:

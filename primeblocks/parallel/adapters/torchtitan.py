@@ -65,7 +65,7 @@ Make = Callable[[dist.ProcessGroup | None], TokenDispatcher]
 
 
 def dispatcher_for(group: dist.ProcessGroup | None) -> TokenDispatcher:
-    """`AllToAllDispatcher` over the ranks of `group`; without one, `LocalDispatcher`. Local."""
+    """Return an `AllToAllDispatcher` over `group`, or a `LocalDispatcher` without one. Local."""
     return LocalDispatcher() if group is None else AllToAllDispatcher(group)
 
 
@@ -78,7 +78,7 @@ class ForTorchtitan(LocalTokenDispatcher):
 
     @dataclass(kw_only=True, slots=True)
     class Config(LocalTokenDispatcher.Config):
-        """What torchtitan builds it from.
+        """The configuration that torchtitan builds it from.
 
         Attributes:
             make: our dispatcher for the ranks that share the experts; None stands for this rank
@@ -133,7 +133,7 @@ class FromTorchtitan:
     def dispatch(
         self, x: Tensor, scores: Tensor, expert_ids: Tensor, *, num_experts: int
     ) -> Dispatched:
-        """As `TokenDispatcher.dispatch`.
+        """Send tokens to their experts, as `TokenDispatcher.dispatch`.
 
         Raises:
             ShapeError, PlanError, RankError: as there, or torchtitan's dispatcher was configured
@@ -148,7 +148,7 @@ class FromTorchtitan:
         return Dispatched(tokens, counts.cpu(), (metadata, x.detach()))
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
-        """As `TokenDispatcher.combine`."""
+        """Bring results back, as `TokenDispatcher.combine`."""
         if self._mesh is None:
             check_outputs(y, dispatched)
         else:
@@ -281,12 +281,12 @@ def meshes_from(parallel_dims: ParallelDims) -> Meshes:
 
 
 def join_weights(w1: Tensor, w2: Tensor, w3: Tensor) -> tuple[Tensor, Tensor]:
-    """torchtitan's `w1_EFD`, `w2_EDF`, `w3_EFD` as our (`gate_up_proj`, `down_proj`). Local."""
+    """Join torchtitan's `w1_EFD`, `w2_EDF`, `w3_EFD` to our `gate_up_proj`, `down_proj`. Local."""
     return torch.cat((w1, w3), dim=1), w2
 
 
 def split_weights(gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Our weights as torchtitan's (`w1_EFD`, `w2_EDF`, `w3_EFD`): views. Local."""
+    """Split our weights into torchtitan's (`w1_EFD`, `w2_EDF`, `w3_EFD`): views. Local."""
     gate, up = gate_up.chunk(2, dim=1)
     return gate, down, up
 

@@ -1,4 +1,4 @@
-"""What attention over a split sequence demands of its arguments, on all ranks alike."""
+"""Checks of the arguments of attention over a split sequence, the same on all ranks."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ __all__ = ["Kernel", "accumulator_dtype"]
 
 
 def accumulator_dtype(x: Tensor) -> torch.dtype:
-    """In what to sum numbers like those of `x`."""
+    """Return the dtype in which to sum numbers like those of `x`."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -126,7 +126,7 @@ class Kernel:
 
 
 def _same_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Padded with zeros to one head_dim, a multiple of 8 on a GPU, as fused kernels want it."""
+    """Pad with zeros to one head_dim, a multiple of 8 on a GPU, as fused kernels want it."""
     width = max(q.shape[2], v.shape[2])
     if q.device.type != "cpu":
         width = -(-width // 8) * 8
@@ -136,7 +136,7 @@ def _same_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def _repeated(k: Tensor, v: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """One key head for each query head."""
+    """Repeat key heads, so that each query head has its own."""
     if groups == 1:
         return k, v
     return k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)

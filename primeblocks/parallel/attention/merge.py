@@ -1,4 +1,4 @@
-"""Softmax attention piece by piece: keys arrive in parts, the results are made one."""
+"""Softmax attention piece by piece: keys arrive in parts, and the results are merged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Gradients", "Merge", "Rules", "packed_attention"]
 
 
 class Rules:
-    """What a query may see, and how scores are scaled: equal for a whole attention call."""
+    """Rules of what a query may see and how scores are scaled, equal for a whole attention call."""
 
     def __init__(
         self, plan: SequencePlan, *, causal: bool, scale: float, window: int | None
@@ -27,8 +27,8 @@ class Rules:
     def rectangles(
         self, query_rank: int, key_rank: int, q: Tensor
     ) -> Iterator[tuple[slice, slice, Kernel]]:
-        """Each rectangle's rows of queries, its rows of keys, and the kernel for it."""
-        if not q.shape[1]:  # More ranks than heads, and kernels do not care for none.
+        """Yield each rectangle's rows of queries, its rows of keys, and the kernel for it."""
+        if not q.shape[1]:  # More ranks than heads, and kernels do not expect none.
             return
         ranks = {"query_rank": query_rank, "key_rank": key_rank}
         for found in rectangles(self.plan, **ranks, causal=self.causal, window=self.window):

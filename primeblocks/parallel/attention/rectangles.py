@@ -1,4 +1,4 @@
-"""Which queries meet which keys, when both lie scattered over ranks."""
+"""Rectangles in which queries meet keys, when both lie scattered over ranks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def rectangles(
     starts = np.cumsum([0, *plan.document_lengths])
 
     def rectangle(start: int, stop: int, offset: int, low: int, high: int, kind: str) -> Rectangle:
-        """From places in the sequence to rows."""
+        """Turn places in the sequence into rows."""
         first, last = np.searchsorted(places, [low, high])
         return Rectangle(offset, offset + stop - start, int(first), int(last), kind)
 

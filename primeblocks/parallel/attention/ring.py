@@ -36,8 +36,8 @@ def ring_attention(
     """Attention inside each document of a sequence that is split over `group`.
 
     Each rank keeps its queries; keys and values travel from neighbour to neighbour while the
-    attention to those at hand is computed. Any order of tokens, any mix of documents, ragged and
-    empty ranks. Differentiable. Collective: (ranks - 1) x (k, v) bytes are sent and received by
+    attention to those at hand is computed. Takes any order of tokens, any mix of documents, ragged
+    and empty ranks. Differentiable. Collective: (ranks - 1) x (k, v) bytes are sent and received by
     each rank; the backward sends these again, and their gradients in the dtype of sums, once
     around.
 
@@ -45,7 +45,7 @@ def ring_attention(
         q: `[local_tokens, heads, head_dim]`, rotary embedding applied.
         k: `[local_tokens, key_heads, head_dim]`; key_heads divides heads.
         v: `[local_tokens, key_heads, value_dim]`.
-        sequence: who holds which tokens; equal on all ranks.
+        sequence: the plan of which rank holds which tokens; equal on all ranks.
         causal: a token sees itself and those before it; otherwise its whole document.
         scale: of the scores; default: head_dim ** -0.5.
         window: a token sees itself and the `window - 1` before it; None for all.
@@ -123,7 +123,7 @@ class _Ring(torch.autograd.Function):
 def _around(
     k: Tensor, v: Tensor, plan: SequencePlan, group: dist.ProcessGroup
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Keys and values of every rank, own ones first; the next ones arrive during the work."""
+    """Yield keys and values of every rank, own ones first; the next arrive during the work."""
     ranks = group.size()
     held: tuple[Tensor, ...] = (k.contiguous(), v.contiguous())
     for step in range(ranks):

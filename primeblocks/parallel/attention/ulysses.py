@@ -63,7 +63,7 @@ def ulysses_attention(
 
 
 class _Heads:
-    """Trades tokens for heads, and back."""
+    """The exchange of tokens for heads, and back."""
 
     def __init__(self, sequence: SequencePlan, group: dist.ProcessGroup) -> None:
         self.sequence, self.group = sequence, group
@@ -71,7 +71,7 @@ class _Heads:
         self.own = self.counts[group.rank()]
 
     def gather(self, x: Tensor, parts: list[range]) -> Tensor:
-        """From `[local_tokens, heads, dim]` to `[tokens, own heads, dim]`."""
+        """Turn `[local_tokens, heads, dim]` into `[tokens, own heads, dim]`."""
         mine, dim = len(parts[self.group.rank()]), x.shape[2]
         rows = [x[:, part.start : part.stop].reshape(-1, dim) for part in parts]
         arrived = all_to_all_rows(
@@ -85,7 +85,7 @@ class _Heads:
         return arrived.view(self.sequence.tokens, mine, dim).index_select(0, order)
 
     def scatter(self, x: Tensor, parts: list[range]) -> Tensor:
-        """The way back."""
+        """Turn `[tokens, own heads, dim]` into `[local_tokens, heads, dim]`."""
         mine, dim = x.shape[1:]
         rows = x.index_select(0, self.sequence.token_of_row.to(x.device))
         arrived = all_to_all_rows(

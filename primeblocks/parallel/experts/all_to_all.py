@@ -25,7 +25,7 @@ __all__ = ["AllToAllDispatcher", "OncePerRankDispatcher"]
 
 
 class _Shared:
-    """What the dispatchers over a group have in common."""
+    """The part that the dispatchers over a group share."""
 
     def __init__(self, group: dist.ProcessGroup, *, alignment: int = 1, check: bool = True) -> None:
         check_group(group)
@@ -66,7 +66,7 @@ class _Shared:
 
 
 class AllToAllDispatcher(_Shared):
-    """Every slot is one row on the wire: a token travels once for each expert it chose.
+    """A dispatcher that sends one row for each slot: a token travels once for each expert it chose.
 
     Works on gloo and NCCL, with ragged and empty ranks. Collective: in dispatch the counts and
     the rows, in combine the rows; their backwards the rows once each. The host waits for the
@@ -115,7 +115,7 @@ class AllToAllDispatcher(_Shared):
 
 
 class OncePerRankDispatcher(_Shared):
-    """Every token is one row on the wire to each rank that owns experts it chose.
+    """A dispatcher that sends a token once to each rank that owns experts it chose.
 
     The owner copies it for its experts and adds up their weighted outputs before they return, so
     at top-8 over two ranks a quarter of the bytes travel; ids and scores travel besides, 4 + 4 or 8
@@ -161,7 +161,7 @@ class OncePerRankDispatcher(_Shared):
 
 
 class _Sent(NamedTuple):
-    """`copies` are those of tokens on the wire, `again` those of arrived rows for the experts."""
+    """Layout of a send: `copies` of tokens on the wire, `again` of arrived rows for the experts."""
 
     weights: Tensor
     copies: Copies

@@ -1,4 +1,4 @@
-"""What brings tokens to experts and results back: the contract, and one rank alone."""
+"""Dispatchers bring tokens to experts and results back: the contract, and one rank alone."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Dispatched:
-    """What arrived for the local experts.
+    """The rows that arrived for the local experts.
 
     Attributes:
         tokens: one row a slot, grouped by local expert. Inside an expert the order is that of the
             one-rank batch: by source rank, then token, then choice. With an alignment each
             expert's rows end in rows of zeros.
         counts: rows of each local expert, on the host; they add up to the rows.
-        handle: what the dispatcher needs to combine. Its own business.
+        handle: what the dispatcher needs to combine; private to it.
     """
 
     tokens: Float[Tensor, "slots hidden"]
@@ -49,7 +49,7 @@ class Dispatched:
 
 @runtime_checkable
 class TokenDispatcher(Protocol):
-    """Brings tokens to experts and results back. Each call is the other's backward."""
+    """A contract to bring tokens to experts and results back. Each call is the other's backward."""
 
     def dispatch(
         self, x: Tensor, scores: Tensor, expert_ids: Tensor, *, num_experts: int
@@ -84,7 +84,7 @@ class TokenDispatcher(Protocol):
 
 
 class LocalDispatcher:
-    """Every rank owns all experts: rows are sorted, nothing is sent. Local.
+    """A dispatcher where every rank owns all experts: rows are sorted, nothing is sent. Local.
 
     Args:
         alignment: rows of each expert are padded with zeros to a multiple of this (fp8: 128).
@@ -144,7 +144,7 @@ def align(tokens: Tensor, counts: Tensor, alignment: int) -> tuple[Tensor, Tenso
 
 
 def unalign(y: Tensor, places: Tensor | None) -> Tensor:
-    """The rows that are no padding."""
+    """The rows that are not padding."""
     return y if places is None else y.index_select(0, places)
 
 
@@ -223,7 +223,7 @@ def check_outputs(y: Tensor, dispatched: Dispatched) -> None:
 
 
 def checked_alignment(alignment: int) -> int:
-    """Raises: PlanError: not a positive number."""
+    """Return `alignment`; raise a PlanError where it is not a positive number. Local."""
     if not isinstance(alignment, Integral) or alignment < 1:
         raise PlanError(f"alignment must be at least 1 row; got {alignment!r}.")
     return alignment

@@ -43,7 +43,7 @@ def grouped_linear(
         counts: rows of each expert, on the host, adding up to `slots`.
 
     Raises:
-        ShapeError: shapes do not fit, there is not one count an expert, or the counts do not add
+        ShapeError: shapes do not fit, counts and experts differ in number, or the counts do not add
             up to the rows.
     """
     check_tensors(tokens=tokens, counts=counts, weight=weight)

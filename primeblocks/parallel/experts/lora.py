@@ -46,10 +46,10 @@ def add_expert_lora(
         rank: a multiple of 8 lets bfloat16 rows go through torch's grouped kernel.
         alpha: the product of the factors is scaled by `alpha / rank`.
         names: parameters to adapt, each `[experts, ...]` with two more dims. Default: those of
-            `gate_up_proj`, `up_proj` and `down_proj` that there are.
+            `gate_up_proj`, `up_proj` and `down_proj` that exist.
         dtype: of the factors; default: the weight's. float32 beside bfloat16 weights learns from
             small steps; rows still multiply in their own dtype.
-        generator: its state must be equal on all ranks, as that of the default one.
+        generator: its state must be equal on all ranks, as must that of the default one.
 
     Returns:
         The names of the adapted weights.
@@ -155,7 +155,7 @@ def _check_bare(module: nn.Module, name: str, path: str) -> None:
 
 
 def _refuse_unless_applied(module: nn.Module, args: object) -> None:
-    """A forward that knows no adapters would leave them out in silence."""
+    """Refuse a forward that knows no adapters: it would leave them out in silence."""
     if not hasattr(module, "dispatcher"):
         raise UnsupportedError(
             f"{type(module).__name__} has no dispatcher yet, and its own forward knows no "
@@ -164,7 +164,7 @@ def _refuse_unless_applied(module: nn.Module, args: object) -> None:
 
 
 def _adapted(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
-    """The prefix of each adapted weight's name, its module, and the rest of its name."""
+    """Yield the prefix of each adapted weight's name, its module, and the rest of its name."""
     for path, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         for name in own:
@@ -173,7 +173,7 @@ def _adapted(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
 
 
 def _gathered(x: Tensor) -> Tensor:
-    """Whole for the experts of this rank: FSDP2 keeps the mesh that dealt them last."""
+    """Gather a parameter, but for the split of its experts, whose mesh FSDP2 puts last."""
     if not isinstance(x, DTensor):
         return x
     return x.redistribute(placements=[Replicate()] * (x.device_mesh.ndim - 1) + [x.placements[-1]])

@@ -28,7 +28,7 @@ def packed(tokens: Sequence[float], ranks: int, redundant: int, slack: float) ->
 
 
 def _copies(tokens: Sequence[float], ranks: int, redundant: int) -> list[int]:
-    """How many copies each expert gets: one, and each redundant one where a copy has most to do."""
+    """Count each expert's copies: one, and each redundant one where a copy has most to do."""
     copies = [1] * len(tokens)
     # Experts without tokens share evenly what is left over: fewest copies first.
     queue = [(-load, 1, expert) for expert, load in enumerate(tokens)]

@@ -35,10 +35,10 @@ _MOST = 1e100
 
 @dataclass(frozen=True)
 class Placement:
-    """Which logical expert each physical one holds. `plan_placement` makes it.
+    """A plan of which logical expert each physical one holds, made by `plan_placement`.
 
     Attributes:
-        loads: tokens of each expert, as planned for.
+        loads: the tokens of each expert that the plan was made for.
         ranks: rank r has the r-th `physical_per_rank` physical experts, and is the owner of the
             r-th `num_experts / ranks` logical ones.
         logical_of_physical: ascending on each rank, and never twice on one rank.
@@ -77,7 +77,7 @@ class Placement:
 
     @property
     def max_over_mean_before(self) -> float:
-        """The same with each expert on its owner alone."""
+        """The same ratio with each expert on its owner alone."""
         return _max_over_mean(_sums(self.loads, self.ranks))
 
     def bytes_sent(self, expert_bytes: int) -> int:
@@ -91,7 +91,7 @@ class Placement:
         return len(moved) * expert_bytes
 
     def table(self) -> str:
-        """One line a rank: its load before and after, and its experts; a star where one is sent."""
+        """Return one line a rank: its load before and after, its experts, a star if sent."""
         lines = [
             f"{self.num_experts} experts, {self.num_physical} physical, on {self.ranks} ranks; "
             f"max/mean {self.max_over_mean_before:.3f} -> {self.max_over_mean:.3f}; "
@@ -134,7 +134,7 @@ class Placement:
         """Return the weights of this rank's physical experts, fetching what it does not own.
 
         Differentiable: an expert's gradients from all of its copies are summed on its owner, on a
-        GPU in no fixed order. Collective, and so is its backward: either all ranks run it or none.
+        GPU in no fixed order. Collective, and so is its backward: all ranks run it, or none does.
         An expert is sent once to each other rank that holds it; `bytes_sent` says how much.
 
         Args:
@@ -224,7 +224,7 @@ def plan_placement(
 ) -> Placement:
     """Give hot experts copies, and ranks equal work in equally many physical experts. Pure.
 
-    Each further copy is of the expert with most tokens a copy. Copies are dealt to ranks, largest
+    Each further copy goes to the expert with most tokens a copy. Copies are dealt to ranks, largest
     first; the busiest rank then exchanges some as long as that helps, after which it exceeds the
     mean by less than the hottest copy. Within `slack` experts go back to their owners, for what
     an owner holds need not be sent. A rank never holds an expert twice.

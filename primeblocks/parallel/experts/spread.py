@@ -13,7 +13,7 @@ __all__ = ["Copies", "collect", "copies_of", "spread"]
 
 
 class Copies(NamedTuple):
-    """Which token each row is a copy of, said both ways, so that nothing has to scatter.
+    """The token of each row and the rows of each token, so that nothing has to scatter.
 
     Attributes:
         source: `[rows]`, the token of each row.
@@ -27,21 +27,21 @@ class Copies(NamedTuple):
 
 
 def copies_of(source: Tensor, *, tokens: int) -> Copies:
-    """Rows of a token keep their order. A token may have no row. Local."""
+    """Return both directions of `source`, in the order of rows; a token may have no row. Local."""
     counts = torch.bincount(source, minlength=tokens)
     return Copies(source, source.argsort(stable=True), counts.cumsum(0) - counts)
 
 
 def spread(x: Tensor, copies: Copies) -> Tensor:
-    """`[tokens, hidden]` to `[rows, hidden]`. Local; its backward is `collect`."""
+    """Copy tokens: `[tokens, hidden]` to `[rows, hidden]`. Local; its backward is `collect`."""
     return _Spread.apply(x, copies)
 
 
 def collect(rows: Tensor, copies: Copies, weights: Tensor | None = None) -> Tensor:
-    """`[rows, hidden]` to `[tokens, hidden]`: each token's rows, weighted and added up. Local.
+    """Add up each token's rows, weighted: `[rows, hidden]` to `[tokens, hidden]`. Local.
 
-    Sums are made in float32 for low precision, in one fixed order, with weights of 16 bits at
-    least where those are float32. Its backward is `spread`.
+    Sums are made in float32 for low precision, in one fixed order; of float32 weights at least 16
+    bits count. Its backward is `spread`.
 
     Args:
         weights: one for each entry of `copies.rows`.
@@ -50,7 +50,7 @@ def collect(rows: Tensor, copies: Copies, weights: Tensor | None = None) -> Tens
 
 
 class _Spread(torch.autograd.Function):
-    """torch's own backward of a gather scatters: slower, and on a GPU in no fixed order."""
+    """A gather whose backward gathers: torch's scatters, slower and on a GPU in no fixed order."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, copies: Copies) -> Tensor:
@@ -124,7 +124,7 @@ def _dots(rows: Tensor, grad: Tensor, source: Tensor) -> Tensor:
     for start in range(0, len(rows), step):
         part, tokens = rows[start : start + step].to(wide), source[start : start + step]
         each = torch.arange(len(part), device=rows.device)
-        # What autograd calls for the weights of an embedding bag: a dot product each, no copy.
+        # Autograd's own function for the weights of an embedding bag: a dot product each, no copy.
         found[start : start + step] = torch.ops.aten._embedding_bag_per_sample_weights_backward(
             grad, part, each, each, tokens, 0
         )

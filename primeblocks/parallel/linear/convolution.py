@@ -30,14 +30,14 @@ def causal_conv1d(
 ) -> Tensor:
     """Convolve each channel with its own kernel, over whole documents, zeros before their start.
 
-    What `nn.Conv1d(groups=channels)` with a left padding of `kernel - 1` computes on each
+    The result is that of `nn.Conv1d(groups=channels)` with a left padding of `kernel - 1` on each
     document by itself. A run of tokens whose document began elsewhere gets the `kernel - 1`
     tokens before it from the ranks that hold them. Computed in the dtype of `weight`, returned in
     that of `x`. Differentiable.
 
     Collective, and so is its backward: one exchange each, in which a rank receives at most
-    `(kernel - 1) x channels` elements of `x` for each of its runs. None where no document is cut
-    or the kernel has one tap: the plan says so to all ranks alike.
+    `(kernel - 1) x channels` elements of `x` for each of its runs. Nothing is sent where no
+    document is cut or the kernel has one tap: the plan says so to all ranks alike.
 
     Args:
         x: `[tokens, channels]`, this rank's part.
@@ -76,7 +76,7 @@ def causal_conv1d(
 
 @dataclass(frozen=True)
 class _Table:
-    """Who sends what to whom.
+    """One rank's part of the exchange, and of the convolution after it.
 
     Attributes:
         busy: some rank receives something.

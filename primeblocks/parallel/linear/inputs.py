@@ -1,4 +1,4 @@
-"""What convolutions and recurrences over a split sequence demand of their operands."""
+"""Checks of the operands of convolutions and recurrences over a split sequence."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ def settle_runs(
     check: bool,
     **operands: Tensor,
 ) -> None:
-    """Raise this rank's problem; on all ranks if `check`, which also must agree on everything
-    but the number of tokens. Collective if `check`, local otherwise.
+    """Raise this rank's problem, on all ranks if `check`. Collective if `check`, else local.
+
+    With `check`, ranks must also agree on everything but the number of tokens.
 
     Args:
         look: finds the problem, once operands are tensors and the plan fits the group.
-        operands: all but those that may be left out, and were.
+        operands: all of them but optional ones that were left out.
     """
 
     def facts() -> dict[str, object]:

@@ -150,7 +150,7 @@ def state_space(
 
 
 class _Probe(NamedTuple):
-    """What runs did to zero, and would do to a first state.
+    """Results of runs that started from zero, and what they would do to a first state.
 
     Attributes:
         out: outputs from zero, `[runs, tokens, heads, value_dim]`.
@@ -221,7 +221,7 @@ def _carry(
     if not batches.carried:
         return [probe.out for probe in probes]
     places = batches.cut_places.to(probes[0].update.device)
-    # One dtype on all ranks, whatever the kernel or, without runs, no kernel made.
+    # One dtype on all ranks, whatever the kernel returned, and where there was no run for it.
     update = torch.cat([probe.update for probe in probes]).to(dtype).index_select(0, places)
     fade = torch.cat([probe.transition for probe in probes]).to(dtype).index_select(0, places)
     states = scan_states(update, fade, sequence=sequence, group=group, check=False)

@@ -20,9 +20,9 @@ class RunBatches:
     """A rank's runs by length, documents that are whole before those that are cut.
 
     Attributes:
-        carried: a document is cut, here or elsewhere: all ranks exchange.
+        carried: a document is cut, here or elsewhere, so all ranks exchange.
         whole: how many batches hold whole documents.
-        shapes: of each batch, runs and tokens of each.
+        shapes: of each batch, its runs and the tokens of a run.
         order: local tokens, batch by batch.
         inverse: of `order`.
         cut_places: of each of `cut_runs`, its place among the runs of the cut batches.
@@ -36,7 +36,7 @@ class RunBatches:
     cut_places: Tensor
 
     def split(self, operands: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """By batch, the operands as `[runs, tokens, ...]`. Local."""
+        """Return the operands of each batch as `[runs, tokens, ...]`. Local."""
         sizes = [runs * tokens for runs, tokens in self.shapes]
         parts = [x.index_select(0, self.order.to(x.device)).split(sizes) for x in operands]
         return [

@@ -17,7 +17,7 @@ __all__ = ["cut_runs", "scan_states"]
 
 
 def cut_runs(sequence: SequencePlan, rank: int) -> tuple[Run, ...]:
-    """The runs of `rank` that hold a part of a document only, in their order. Local."""
+    """The runs of `rank` that hold only a part of a document, in their order. Local."""
     runs = sequence.runs(rank)
     return tuple(runs[index] for index in _chains(sequence).links[rank])
 
@@ -81,7 +81,7 @@ class _Chains:
     """Runs of one document, in its order, are a chain; the runs of chains are links.
 
     Attributes:
-        links: by rank, which of its runs.
+        links: by rank, which of its runs they are.
         senders: by rank, which of its links have a successor.
         middles: by rank, which of its links have both neighbours: their transitions are needed.
         receivers: by rank, which of its links have a predecessor.

@@ -24,7 +24,7 @@ _LEAST_PART = 1 / 8
 
 @dataclass
 class OffloadedBytes:
-    """What was copied to the host so far, as measured by the sizes of storages."""
+    """Bytes copied to the host so far, as measured by the sizes of storages."""
 
     bytes_offloaded: int = 0
     storages: int = 0
@@ -41,10 +41,10 @@ def offload_activations(
             loss = loss_of(model(tokens))
         loss.backward()  # Inside or outside of the `with`.
 
-    Unlike `torch.autograd.graph.save_on_cpu`, it leaves parameters and buffers where they are
+    Unlike `torch.autograd.graph.save_on_cpu`, this leaves parameters and buffers where they are
     (FSDP2's gathered ones too, which are freed and gathered again anyway), leaves small tensors,
     copies a storage once however many operations saved it or a view of it, copies on a CUDA stream
-    of its own, and starts the way back before the tensor is needed. Inside a checkpointed region
+    of its own, and starts to copy back before the tensor is needed. Inside a checkpointed region
     torch's hooks come first: there the region's inputs are moved. DTensors stay on the device.
     Local. On other devices than CUDA the copies are made at once; on a CPU they save nothing.
 
@@ -54,7 +54,7 @@ def offload_activations(
     Args:
         model: whose parameters and buffers stay; the hooks on its modules leave with the `with`.
         min_bytes: smaller storages stay.
-        prefetch: so many storages are on their way back ahead of use; they take memory.
+        prefetch: this many storages are copied back ahead of use; they take memory.
 
     Raises:
         UsageError: `min_bytes` or `prefetch` is negative.
@@ -77,7 +77,7 @@ def offload_activations(
 
 
 class _View(NamedTuple):
-    """How a saved tensor looks at its storage."""
+    """A saved tensor's view of its storage."""
 
     moved: _Moved
     dtype: torch.dtype
@@ -166,7 +166,7 @@ class _Moved:
         self._taken: ref[UntypedStorage] | None = None
 
     def chain(self) -> Iterator[_Moved]:
-        """What was moved before it, last first: the order in which backward needs it."""
+        """Yield the storages moved before, last first: the order in which backward needs them."""
         earlier = self._earlier
         while earlier is not None and (moved := earlier()) is not None:
             yield moved

@@ -34,7 +34,7 @@ class CpuAdamW(AdamW):
     the shards on the host too, and sends them to the device in every forward and backward.
 
     `state_dict` is that of AdamW, with a "master" where parameters are not float32 or float64;
-    both load into each other.
+    each class loads the other's.
 
     Args:
         params, lr, betas, eps, weight_decay: as AdamW's, groups included.

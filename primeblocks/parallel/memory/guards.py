@@ -1,4 +1,4 @@
-"""Refuse to use a model whose memory is elsewhere: torch itself reads on, and crashes."""
+"""Refuse to use a model whose memory is elsewhere: torch itself would read on, and crash."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["Handle", "guard"]
 
 @runtime_checkable
 class Handle(Protocol):
-    """What torch returns for a hook."""
+    """The handle that torch returns for a hook."""
 
     def remove(self) -> None: ...
 
 
 def guard(model: nn.Module, optimizer: Optimizer | None, away: Container[str]) -> list[Handle]:
-    """Hooks that raise UsageError where a kind in `away` would be touched. Local.
+    """Place hooks that raise UsageError where a kind in `away` would be touched. Local.
 
     They stand before `forward`, `state_dict` and `load_state_dict` of every module, and before
     `step`, `state_dict` and `load_state_dict` of the optimizer.
@@ -33,7 +33,7 @@ def guard(model: nn.Module, optimizer: Optimizer | None, away: Container[str]) -
 
     def refuse(what: str, *kinds: str) -> Callable[..., None]:
         def hook(*_: object) -> None:
-            # A forward pass without gradients leaves those that are away alone.
+            # A forward pass without gradients does not touch those that are away.
             skip = "gradients" if what == "forward" and not torch.is_grad_enabled() else None
             if out := [kind for kind in kinds if kind in away and kind != skip]:
                 raise UsageError(

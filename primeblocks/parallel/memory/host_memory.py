@@ -30,7 +30,7 @@ _ALIGN_BYTES = 512
 
 @dataclass(frozen=True)
 class MovedBytes:
-    """What one call moved, as measured: the sizes of storages before less their sizes after."""
+    """Bytes that one call moved: the measured sizes of storages before less those after."""
 
     num_bytes: dict[str, int]
     num_storages: dict[str, int]
@@ -40,7 +40,7 @@ class MovedBytes:
         return sum(self.num_bytes.values())
 
     def table(self) -> str:
-        """One line a kind: its storages and their bytes."""
+        """Return one line a kind: its storages and their bytes."""
         lines = [f"{'kind':<12}{'storages':>10}{'bytes':>18}"]
         for kind, size in self.num_bytes.items():
             lines.append(f"{kind:<12}{self.num_storages[kind]:>10}{size:>18,}")
@@ -49,7 +49,7 @@ class MovedBytes:
 
 
 class _Held(NamedTuple):
-    """A plain tensor, as far as it must be the same when its bytes come back."""
+    """The facts of a plain tensor that must be the same when its bytes come back."""
 
     storage: UntypedStorage
     dtype: torch.dtype
@@ -57,7 +57,7 @@ class _Held(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where on the host a storage went."""
+    """The place on the host that a storage went to."""
 
     storage: UntypedStorage
     start: int
@@ -79,7 +79,7 @@ class HostMemory:
             print(moved.table())
             rollout()
 
-    What is moved are storages: each once, whatever shares it, and with FSDP2 the padded shard.
+    Storages are moved, each once, whatever shares it; with FSDP2 the padded shard is moved.
     Kinds are "weights" (parameters and buffers), "gradients" and "optimizer" (its state), and move
     one by one as well: `restore("weights")` is enough to publish them. Host memory is allocated at
     the first release and used again by later ones. Local.
@@ -92,10 +92,10 @@ class HostMemory:
     accumulates unsharded (`set_requires_gradient_sync(False)`) survive, but stay on the device.
 
     Args:
-        model: what lies on the device of its first parameter moves, DTensors included; a CPU's too.
+        model: all tensors on the device of its first parameter move, DTensors too, also on a CPU.
         optimizer: None leaves it out.
         pin_memory: page-lock the host memory; default: where the device is CUDA.
-        chunk_bytes: host memory grows by so much a kind; torch pins powers of two.
+        chunk_bytes: the step by which host memory of a kind grows; torch pins powers of two.
 
     Raises:
         UsageError: the model has no parameters, or `chunk_bytes` is no power of two.
@@ -196,7 +196,7 @@ class HostMemory:
 
     @contextmanager
     def released(self, *kinds: str) -> Iterator[MovedBytes]:
-        """`release` for the length of a `with`; what it did not restore itself is restored."""
+        """Release for the length of a `with`; restore at its end what is still away."""
         before = set(self._away)
         moved = self.release(*kinds)
         try:
@@ -280,7 +280,7 @@ class HostMemory:
 
 
 def _allocate(places: list[_Place]) -> None:
-    """All, or none."""
+    """Allocate all storages, or none."""
     try:
         for storage, _, size in places:
             storage.resize_(size)

@@ -1,7 +1,7 @@
 """vLLM's entry point (`vllm.general_plugins`), loaded by vLLM in every process that it starts.
 
 It registers the blocks' adapters with vLLM's factories and looks at each engine's configuration.
-What has no hook is patched, once a configuration asks for it: an engine that uses nothing of ours
+Code without a hook is patched once a configuration asks for it: an engine that uses nothing of ours
 stays as it is. Each patch names its reason and symbols, has a self-test, says so when it is applied
 and is applied to the tested versions only; any other vLLM is left alone with one warning, so that
 installing primeblocks never breaks an engine. `PRIMEBLOCKS_VLLM_PATCHES_OFF="name,name"` switches
@@ -80,7 +80,7 @@ def _apply(patch: Patch) -> None:
 
 
 def _apply_asked(patches: Iterable[Patch], config: Any) -> None:
-    """Apply what a configuration asks for; warn of what it asks for and cannot have."""
+    """Apply the patches that a configuration asks for; warn of those that it cannot have."""
     here = _here()
     refused = refusals(**here)
     for patch in patches:
@@ -96,7 +96,7 @@ def _apply_asked(patches: Iterable[Patch], config: Any) -> None:
 
 
 def _looking_config(stock_post_init: Callable[..., None]) -> Callable[..., None]:
-    """Check a configuration, in the front end and in the engine, with the patch of that check."""
+    """Apply the patch of a configuration's check before it runs, in front end and engine."""
 
     def post_init(config: Any, *more: Any, **kwargs: Any) -> None:
         _apply_asked([routed_experts.PATCH], config)
@@ -119,7 +119,7 @@ def _looking_front(stock_create: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _looking_worker(stock_init: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Start a worker's device, the first step of a worker that is there, with its patches."""
+    """Apply a worker's patches before it starts its device, the first step of a worker."""
 
     def init_device(wrapper: Any) -> None:
         _apply_asked(PATCHES, wrapper.vllm_config)
@@ -129,7 +129,7 @@ def _looking_worker(stock_init: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _looking_engine(stock_init: Callable[..., None]) -> Callable[..., None]:
-    """Make a scheduler, whose process need not be a worker's, with the half that is its own."""
+    """Apply the scheduler's part of a patch: its process need not be a worker's."""
 
     def init(scheduler: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         _apply_asked([routes_with_pages.PATCH], vllm_config)

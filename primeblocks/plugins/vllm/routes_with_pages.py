@@ -1,11 +1,11 @@
 """Captured routes that lie beside the KV pages they belong to.
 
 vLLM 0.32 keeps captured rows by page hash. One hash can be computed twice, and in bfloat16 the
-second computation picks other experts, so the hash does not say whose rows a page that hits has.
-The patched connector keeps rows by *block*, the place in the engine's memory where the keys and
-values lie: whoever computes a position writes its row, whoever finds the block finds the rows that
-computed it. An offloading tier takes the rows of a block along and hands them in again with the
-block that it loaded into.
+second computation picks other experts, so the hash does not say which rows belong to a page that
+hits. The patched connector keeps rows by *block*, the place in the engine's memory where the keys
+and values lie: a request that computes a position writes its row, and one that finds the block
+finds the rows of that computation. An offloading tier takes the rows of a block along and hands
+them in again with the block that it loaded into.
 
 Rows arrive a step or two after their keys and values, in the order of the steps. So everything that
 happens to a block (it gets an owner, it was loaded, it was computed) is noted when a step begins
@@ -40,7 +40,7 @@ _WHOLE = ("FullAttentionSpec", "MLAAttentionSpec", "SinkFullAttentionSpec")
 
 @dataclass
 class RowsLater:
-    """Rows of blocks as some step leaves them: None until that step's rows have arrived."""
+    """Rows of blocks as a step leaves them: None until that step's rows have arrived."""
 
     blocks: Sequence[int]
     step: int
@@ -77,7 +77,7 @@ def _beside_pages(base: type) -> type:
             super().__init__(vllm_config=vllm_config, model=model, kv_cache_config=kv_cache_config)
             group = _whole_group(kv_cache_config, self._buffer)
             if group is None:
-                return  # of other layers the blocks leave before the rows are read: as vLLM does
+                return  # blocks of other layers leave before rows are read: vLLM's own way stays
             transfer = vllm_config.kv_transfer_config
             tokens = kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size
             self._lay_table(group, kv_cache_config.num_blocks, tokens, alone=transfer is None)
@@ -98,7 +98,7 @@ def _beside_pages(base: type) -> type:
             self._wanted: list[RowsLater] = []
             self._begun = self._arrived = 0
             # Tiers that do not carry rows load pages of which only the hash is known. For them
-            # vLLM's store is kept, and of each place whose page its rows are: keys and an index.
+            # vLLM's store is kept, and for each place the page of its rows: keys and an index.
             self._by_hash = not alone
             self._pages: dict[int, tuple[list[str], int]] = {}
 
@@ -107,7 +107,7 @@ def _beside_pages(base: type) -> type:
             return int(self._table.page_nbytes)
 
         def carry(self) -> None:
-            """Say that whoever loads pages into this engine offers their rows. Idempotent."""
+            """Declare that a tier that loads pages here offers their rows. Idempotent."""
             self._by_hash = False
 
         def rows_of(self, blocks: Sequence[int]) -> RowsLater:
@@ -186,8 +186,9 @@ def _beside_pages(base: type) -> type:
             return outputs
 
         def _settle(self, pending: Any) -> list[tuple[Any, int, int]]:
-            """Do what happened to blocks before the step computed; return what a tier without rows
-            loaded: state of the request, page, place.
+            """Apply what happened to blocks before the step computed.
+
+            Return the pages that a tier without rows loaded: state of the request, page, place.
             """
             notes, each = pending.primeblocks_notes, self._per_block
             for source, target in notes.copied:
@@ -219,7 +220,7 @@ def _beside_pages(base: type) -> type:
                 bounds, pending.num_rejected, strict=True,
             ):  # fmt: skip
                 rows = pending.routed_experts[begin : end - rejected]
-                # Behind the cursor where it was scheduled before a suffix was rejected.
+                # Scheduled before a suffix was rejected, a step starts at the cursor, not past it.
                 start = min(token_start, token_start if life.cursor is None else life.cursor)
                 life.cursor = start + len(rows)
                 self._table.write(life.places, start, rows)
@@ -244,8 +245,9 @@ def _beside_pages(base: type) -> type:
             ]
 
         def _find_by_hash(self, state: Any, page: int, place: int) -> tuple[Any, list[Any]] | None:
-            """Fill in the rows of a loaded page that this step did not compute. If it computed
-            some, the page is another than the hash had: return it, for the store to know of both.
+            """Fill in the rows of a loaded page that this step did not compute.
+
+            If it computed some, the hash stood for another page: return this one for the store too.
             """
             keys, table = state.aux_output_keys, self._table
             if page >= len(keys) or table.is_whole(place):
@@ -270,7 +272,7 @@ def _beside_pages(base: type) -> type:
             return None
 
         def _read_all(self, pending: Any, written: list[tuple[int, np.ndarray]]) -> dict[str, Any]:
-            """Rows to hand to requests. After all writes: one may use what another computed."""
+            """Rows to hand to requests, after all writes: one may use what another computed."""
             from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
 
             outputs = {}
@@ -309,8 +311,9 @@ def _whole_group(kv_cache_config: Any, buffer: Any) -> int | None:
 
 
 def _survives_another_computation(connector_type: Any) -> bool:
-    """Compute the tokens of a page, then compute them again elsewhere with other choices, on a
-    connector without a model: the page that hits must bring the rows of its block.
+    """Look whether a page that is computed twice, with other choices, brings the rows of its block.
+
+    Runs on a connector without a model.
     """
     from vllm.distributed.aux_output_connector import connector as control
     from vllm.distributed.aux_output_connector import routed_experts, store

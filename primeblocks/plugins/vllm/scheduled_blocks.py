@@ -58,8 +58,8 @@ def build_with_blocks(stock_build: Any) -> Any:
 def watch_loads(scheduler: Any) -> None:
     """Have a scheduler tell its workers into which blocks tiers load. Local.
 
-    A block may last have held the same page, of another computation: its hash does not say that
-    it was loaded anew.
+    A block may last have held the same page of another computation: its hash does not tell that
+    it was loaded again.
     """
     control, connector = scheduler.aux_output_connector, scheduler.connector
     if control is None or connector is None:

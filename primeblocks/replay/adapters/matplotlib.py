@@ -1,5 +1,7 @@
-"""Pictures of the mismatch. Each function draws into an Axes, made if none is given, returns it,
-and neither shows nor saves anything nor touches global settings.
+"""Pictures of the mismatch, one function each.
+
+A function draws into an Axes, made if none is given, and returns it. None of them shows or saves
+anything, or touches global settings.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ __all__ = ["plot_agreement", "plot_attribution", "plot_ratios", "plot_tokens"]
 
 
 def plot_tokens(log_ratios: Mapping[str, torch.Tensor], *, axes: Axes | None = None) -> Axes:
-    """k3 of each token, the worst first, on a logarithmic scale: few tokens carry most of it.
+    """Plot k3 of each token, the worst first, on a logarithmic scale: few tokens carry most of it.
 
     Args:
         log_ratios: by label, trainer minus rollout log-probabilities of the tokens that count.
@@ -38,7 +40,7 @@ def plot_tokens(log_ratios: Mapping[str, torch.Tensor], *, axes: Axes | None = N
 
 
 def plot_ratios(log_ratios: Mapping[str, torch.Tensor], *, axes: Axes | None = None) -> Axes:
-    """Histogram of log p_trainer / p_rollout, counts on a logarithmic scale to show its tails.
+    """Plot a histogram of log p_trainer / p_rollout, with logarithmic counts to show its tails.
 
     Args:
         log_ratios: as for `plot_tokens`.
@@ -53,7 +55,7 @@ def plot_ratios(log_ratios: Mapping[str, torch.Tensor], *, axes: Axes | None = N
 
 
 def plot_agreement(agreement: Agreement, *, axes: Axes | None = None) -> Axes:
-    """By layer, how often the same experts were chosen."""
+    """Plot by layer how often the same experts were chosen."""
     axes = _made(axes)
     axes.bar(list(agreement.by_layer), list(agreement.by_layer.values()))
     axes.set(title="Routes that agree", xlabel="layer", ylabel="fraction", ylim=(0, 1))
@@ -61,7 +63,7 @@ def plot_agreement(agreement: Agreement, *, axes: Axes | None = None) -> Axes:
 
 
 def plot_attribution(attribution: Attribution, *, axes: Axes | None = None) -> Axes:
-    """Each cause's share of the mismatch with two standard errors, then the residual."""
+    """Plot each cause's share of the mismatch with two standard errors, then the residual."""
     axes = _made(axes)
     names = [cause.name for cause in attribution.causes] + ["residual"]
     shares = [cause.share for cause in attribution.causes] + [attribution.residual]

@@ -1,4 +1,4 @@
-"""What the engine answers."""
+"""The engine's answers."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass

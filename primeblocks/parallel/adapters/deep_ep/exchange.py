@@ -1,4 +1,4 @@
-"""What the dispatchers on both buffers have in common: everything but the calls of DeepEP."""
+"""The part that the dispatchers on both buffers share: everything but the calls of DeepEP."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from ...experts.spread import Copies, collect, copies_of, spread
 
 __all__ = ["MAX_TOP_K", "ROWS", "SCORES", "Exchange", "Received", "Wire", "check_hidden"]
 
-# What DeepEP sums, and the weights that it carries.
+# The dtypes of rows that DeepEP sums, and of the weights that it carries.
 ROWS, SCORES = torch.bfloat16, torch.float32
 # A warp holds one choice a lane, in both versions.
 MAX_TOP_K = 32
-# Rows are copied in units of so many bytes.
+# Rows are copied in units of this many bytes.
 _UNIT_BYTES = 16
 
 
 class Received(NamedTuple):
-    """What a send brings: one row for each token that chose an expert of this rank.
+    """The rows that a send brings: one for each token that chose an expert of this rank.
 
     Attributes:
         scores: `[rows, top_k]`, as sent; undefined where the expert lives elsewhere.
         expert_ids: `[rows, top_k]`, local; -1 where the expert lives elsewhere.
-        handle: remembers the layout.
+        handle: DeepEP's own, which remembers the layout.
     """
 
     rows: Tensor
@@ -50,7 +50,7 @@ class Received(NamedTuple):
 
 
 class Wire(Protocol):
-    """One of DeepEP's buffers. Moves rows, knows no gradients; collective, each call."""
+    """One of DeepEP's buffers: it moves rows and knows no gradients. Each call is collective."""
 
     def send(self, x: Tensor, scores: Tensor, expert_ids: Tensor, num_experts: int) -> Received:
         """Send each token once to every rank that owns one of its experts."""
@@ -63,7 +63,7 @@ class Wire(Protocol):
     def sum_back(
         self, rows: Tensor, scores: Tensor | None, handle: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Add up, for each token, the rows that it became; return each choice's score to it."""
+        """Add up the rows that each token became; return each choice's score to its token."""
         ...
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ class _Sent(NamedTuple):
 
 
 class Exchange:
-    """A `TokenDispatcher` over `self._wire`, which those that bear DeepEP's names set.
+    """A `TokenDispatcher` over `self._wire`, which the dispatcher of each buffer sets.
 
     The backward of a send is a sum, the backward of a sum is the same send again, over the layout
     that DeepEP's handle remembers; autograd keeps the handle until then.
@@ -105,7 +105,7 @@ class Exchange:
     def dispatch(
         self, x: Tensor, scores: Tensor, expert_ids: Tensor, *, num_experts: int
     ) -> Dispatched:
-        """As `TokenDispatcher.dispatch`. Collective.
+        """Send tokens to their experts, as `TokenDispatcher.dispatch`. Collective.
 
         Raises:
             ShapeError, PlanError, RankError: as in the protocol; more tokens or choices than the
@@ -130,7 +130,7 @@ class Exchange:
         return Dispatched(arrived, counts, _Sent(handle, copies, weights, places, tokens))
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
-        """As `TokenDispatcher.combine`. Collective.
+        """Bring results back, as `TokenDispatcher.combine`. Collective.
 
         Raises:
             ShapeError: `y` does not have one row for each dispatched row.
@@ -174,7 +174,7 @@ class Exchange:
         return self._wire
 
     def _admit(self, x: Tensor, scores: Tensor, expert_ids: Tensor, num_experts: int) -> None:
-        """Collective if `check`."""
+        """Refuse arguments that DeepEP cannot take. Collective if `check`, else local."""
 
         def look() -> dict[str, object]:
             check_tensors(x=x)
@@ -231,7 +231,7 @@ class _SumBack(torch.autograd.Function):
 
 
 def check_hidden(hidden: int) -> None:
-    """Raises: ShapeError: DeepEP cannot copy rows of this width."""
+    """Refuse a width of rows that DeepEP cannot copy, by a ShapeError. Local."""
     if hidden < 1 or hidden * ROWS.itemsize % _UNIT_BYTES:
         raise ShapeError(
             f"DeepEP copies {_UNIT_BYTES} bytes at a time: hidden must be a multiple of "

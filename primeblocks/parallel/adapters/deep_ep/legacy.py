@@ -34,7 +34,7 @@ _NEEDED = {
 class BufferDispatcher(Exchange):
     """Experts shared over a process group by DeepEP 1.2; a `TokenDispatcher` for bfloat16.
 
-    Its high-throughput kernels, with the settings that DeepEP recommends for the size of the
+    Runs DeepEP's high-throughput kernels with the settings that it recommends for the size of the
     group; a batch of any length fits. One serves any number of layers, one call at a time, and
     owns device memory: `close()` it. Building, `dispatch`, `combine`, their backwards and `close`
     are collective. A rank that never comes is noticed at DeepEP's own deadline, 100 s. The rows

@@ -21,7 +21,7 @@ _IMPLEMENTATION = "primeblocks"
 
 @dataclass(frozen=True)
 class Context:
-    """How a model's sequences are split.
+    """The way in which a model's sequences are split.
 
     Attributes:
         group: the ranks that share a sequence.
@@ -81,7 +81,7 @@ def sequence_of(module: Any, arguments: dict[str, Any], batch: int) -> SequenceP
 
 
 def _no_mask(*sizes: Any, attention_mask: Tensor | None = None, **arguments: Any) -> None:
-    """Without a function of ours transformers would drop a mask in silence."""
+    """Refuse a mask: without a function of ours transformers would drop it in silence."""
     if attention_mask is not None:
         raise PlanError(
             "attention over split sequences knows documents and no masks. Leave padding out of "
@@ -102,7 +102,7 @@ def _forward(
     dropout: float = 0.0,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers calls it: `[batch, heads, tokens, head_dim]`."""
+    """Run attention as transformers calls it, on `[batch, heads, tokens, head_dim]`."""
     sequence = sequence_of(module, arguments, query.shape[0])
     if dropout:
         raise PlanError(f"attention over split sequences has no dropout; got {dropout}. Use 0.")

@@ -1,4 +1,4 @@
-"""Checkpoints of transformers, from and for a model that lies in parts."""
+"""Checkpoints of transformers, written from and read into a model that lies in parts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def load_pretrained(model: PreTrainedModel, path: str | Path) -> None:
     Raises:
         UnsupportedError: it has adapters, whose names no such checkpoint holds.
         PlanError: rank 0 cannot read it, or it holds other names or shapes.
-        RankError: so say the other ranks.
+        RankError: raised on the other ranks where rank 0 raises PlanError.
     """
     _refuse_adapters(model)
     state: dict[str, Any] = {}
@@ -105,7 +105,7 @@ def _read(model: PreTrainedModel, path: str | Path) -> dict[str, Tensor]:
 def materialize(model: PreTrainedModel, device: str) -> None:
     """Give a model from the meta device memory for its parts, and nothing else. Local.
 
-    Parameters hold NaN until they are loaded: what is forgotten shall not look like a model.
+    Parameters hold NaN until they are loaded, so that a forgotten one does not pass for a weight.
     Buffers that no checkpoint holds, such as frequencies, are computed as at construction.
 
     Raises:

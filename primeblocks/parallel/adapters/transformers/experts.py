@@ -33,14 +33,14 @@ def experts_of(model: nn.Module) -> list[Any]:
 
 
 def routers_of(model: nn.Module) -> list[nn.Module]:
-    """The modules beside them that score experts."""
+    """The modules that score experts, each beside its experts."""
     beside = [m for m in model.modules() if hasattr(getattr(m, "experts", None), "_apply_gate")]
     found = [getattr(module, "gate", getattr(module, "router", None)) for module in beside]
     return [router for router in found if isinstance(router, nn.Module)]
 
 
 def install_experts(experts: list[Any], dispatcher: TokenDispatcher) -> None:
-    """Send their tokens through `dispatcher` from now on. Local."""
+    """Send the tokens of `experts` through `dispatcher` from now on. Local."""
     ExpertsInterface.register(_IMPLEMENTATION, _forward)
     for module in experts:
         module.config._experts_implementation = _IMPLEMENTATION

@@ -1,4 +1,4 @@
-"""Which models can be split how: every row is a test."""
+"""Families of models that can be split, and in which ways: every row is a test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LIGHTNING = "its lightning attention has a decay of its own that is not built"
 
 @dataclass(frozen=True)
 class Family:
-    """What was compared with one rank.
+    """A family of models, and the splits of it that were compared with one rank.
 
     Attributes:
         experts: has experts that can be shared.

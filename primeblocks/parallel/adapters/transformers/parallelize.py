@@ -107,7 +107,7 @@ def parallelize(
 def local_inputs(
     tokens: Tensor, *, sequence: SequencePlan, group: dist.ProcessGroup
 ) -> dict[str, Any]:
-    """What to call a model with for this rank's part of packed documents. Local.
+    """Return a model's arguments for this rank's part of packed documents. Local.
 
     Args:
         tokens: `[tokens]`, the whole sequence, equal on every rank of `group`.
@@ -135,7 +135,7 @@ def local_inputs(
 
 
 def _own_configs(model: PreTrainedModel) -> None:
-    """Another model may hold the same configuration, and implementations are chosen there."""
+    """Copy configurations, which choose implementations: another model may hold the same ones."""
     memo: dict[int, Any] = {}  # A part that two modules share, or two configurations, stays one.
     for module in model.modules():
         config = getattr(module, "config", None)

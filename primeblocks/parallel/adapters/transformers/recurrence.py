@@ -1,7 +1,7 @@
 """Recurrent layers of transformers over split sequences.
 
-transformers has no registry for them, so the forward of each such module is replaced. What a layer
-computes is said here again, from its parameters, with the recurrences of `parallel.linear`.
+transformers has no registry for them, so the forward of each such module is replaced. The new one
+computes the same from the layer's parameters, with the recurrences of `parallel.linear`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _forward(
     attention_mask: Tensor | None = None,
     **arguments: Any,
 ) -> Tensor:
-    """As transformers calls it; without a cache, and a mask is refused where attention is made.
+    """Run `layer` as transformers calls it, without a cache; attention refuses a mask.
 
     `own` runs where a rank holds whole sequences and there is no plan.
     """
@@ -95,7 +95,7 @@ _LAYERS: dict[str, Callable[..., Tensor]] = {
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Of length 1, with the epsilon of transformers and flash-linear-attention."""
+    """Scale to length 1, with the epsilon of transformers and flash-linear-attention."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 

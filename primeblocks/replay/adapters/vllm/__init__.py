@@ -1,4 +1,4 @@
-"""vLLM: which arguments make an engine return its routes, and its rows as `Routes`.
+"""vLLM: the arguments that make an engine return its routes, and its rows as `Routes`.
 
 Tested with vllm 0.32. Nothing here imports vLLM, so a trainer reads an engine's answers without
 it. On the CPU platform the engine needs our patch `routed_experts_on_cpu` (primeblocks.plugins).

@@ -1,4 +1,4 @@
-"""Which arguments make a vLLM engine return its routes, and how much room they take."""
+"""Arguments that make a vLLM engine return its routes, and the room that routes take."""
 
 import json
 import math
@@ -22,10 +22,10 @@ def plan_capture_bytes(
 
     Rows of the engine's own pages lie beside them, and rows of `kvoffload`'s tiers travel with the
     pages: neither needs `offloaded_pages`. Pages of other tiers are looked up by hash in a store of
-    so many bytes; one that it forgot is missing with the plug-in's patch `missing_routes_survive`,
-    without it the *engine dies*. Such tiers evict in another order than the store, hence `slack`
-    on their part. With `offload_prompt_only=True` generated pages take rows but never a tier's
-    room: let `slack` be at least 1 + generated/prompt tokens. Pure.
+    this many bytes. A page that it forgot is missing with the plug-in's patch
+    `missing_routes_survive`; without the patch the *engine dies*. Such tiers evict in another order
+    than the store, hence `slack` for their pages. With `offload_prompt_only=True` generated pages
+    take rows but never a tier's room: let `slack` be at least 1 + generated/prompt tokens. Pure.
 
     Args:
         page_tokens: tokens in a KV page (vLLM's block size).

@@ -39,7 +39,7 @@ _Send = Callable[[_Message], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Answer:
-    """What the server said, the routes apart."""
+    """The server's answer, the routes apart."""
 
     json: dict[str, Any]
     rows: tuple[np.ndarray | None, ...]

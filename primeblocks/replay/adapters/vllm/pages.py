@@ -37,7 +37,7 @@ class CapturedPages:
         retain_keys: Iterable[str] = (),
         release_keys: Iterable[str] = (),
     ) -> None:
-        """Keep pages; without room they are missing later."""
+        """Keep pages; those without room are missing later."""
         self._pages.retain(retain_keys)
         self._pages.release(release_keys)
         for each in objects:
@@ -99,7 +99,7 @@ class RowTable:
         return None if is_empty else self.read([place], 0, self.page_tokens).tobytes()
 
     def put(self, place: int, page: bytes | None) -> None:
-        """Take over what `page` gave; None empties the place."""
+        """Set the rows that `page` returned; None empties the place."""
         self.empty([place])
         if page is not None:
             rows = np.frombuffer(page, self._rows.dtype).reshape(self._rows[place].shape)
@@ -107,13 +107,13 @@ class RowTable:
             self._rows[place], self._known[place] = rows, ~missing
 
     def fill(self, place: int, page: bytes | None) -> None:
-        """As `put`, for rows that are not known only."""
+        """Set only the rows that are not known, as `put` does."""
         rows, known = self._rows[place].copy(), self._known[place].copy()
         self.put(place, page)
         self._rows[place, known], self._known[place, known] = rows[known], True
 
     def copy(self, source: int, target: int) -> None:
-        """Make one place what another is."""
+        """Copy the rows of one place to another."""
         self._rows[target], self._known[target] = self._rows[source], self._known[source]
 
     def empty(self, places: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""What vLLM returns, as `Routes`."""
+"""Rows that vLLM returns, as `Routes`."""
 
 import base64
 import binascii
@@ -32,7 +32,7 @@ _NPY = re.compile(
 
 @dataclass(frozen=True)
 class RouterShape:
-    """What a model's captured rows look like.
+    """The shape of a model's captured rows.
 
     Args:
         num_layers: all hidden layers; vLLM returns a row for each, zeros for dense ones.
@@ -61,7 +61,7 @@ class RouterShape:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """vLLM's choice, and ours: it follows the number of experts, never the ids."""
+        """The dtype of vLLM's rows and of ours: it follows the number of experts, never the ids."""
         return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
 
     @property
@@ -116,7 +116,7 @@ def routes_from_base64(
         tokens: prompt and generated tokens together.
 
     Raises:
-        CorruptionError: the text is not that; otherwise as `routes_from_output`.
+        CorruptionError: the text is no such file; otherwise as `routes_from_output`.
     """
     try:
         file = base64.b64decode(text, validate=True)
