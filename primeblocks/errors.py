@@ -12,6 +12,7 @@
     ├── TransferError                     a weight transfer was rolled back
     ├── EngineError                       the inference engine died or refused
     ├── RankError                         a rank of a process group failed
+    ├── CancelledError                    the caller gave the operation up
     └── ClosedError                       used after close()
 
 Messages carry numbers and a remedy.

@@ -63,7 +63,7 @@ def test_the_tree_of_errors_is_drawn_as_it_is():
     drawn, branch = {}, []
     for line in (errors.__doc__ or "").splitlines():
         if found := re.match(r"([\s│├└─]*)(\w+Error)\b", line):
-            depth = len(found[1]) // 4
+            depth = len(found[1]) // 4 - 1
             branch = [*branch[:depth], found[2]]
             drawn[found[2]] = branch[-2] if len(branch) > 1 else None
     classes = {name: getattr(errors, name) for name in errors.__all__ if name.endswith("Error")}

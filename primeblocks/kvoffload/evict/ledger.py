@@ -11,7 +11,7 @@ from ..page import PageKey
 from .arc import Ghosts
 from .evict import Candidate, Evict, Live, Snapshot, lru
 from .reuse import BACK, Reuse
-from .rollouts import Rollouts
+from .rollouts import Phases
 
 __all__ = ["Ledger"]
 
@@ -44,7 +44,7 @@ class Ledger:
         self._several: _Pages = OrderedDict()
         self._unnamed: _Pages = OrderedDict()
         self._shelves: dict[PageKey, tuple[_Pages, Hashable]] = {}
-        self._rollouts = Rollouts(remember=max(remembers, capacity_pages))
+        self._rollouts = Phases(remember=max(remembers, capacity_pages))
         self._reuse = Reuse()
         self._left: OrderedDict[PageKey, tuple[str, int]] = OrderedDict()
         self._memory = max(remembers, 4 * capacity_pages)

@@ -10,7 +10,7 @@ from ..page import PageKey
 from .evict import Candidate, Live
 from .reuse import BACK, Reuse
 
-__all__ = ["Rollouts"]
+__all__ = ["Phases"]
 
 _WRITES, _WAITS = "writes", "waits"
 _KINDS = 32
@@ -28,7 +28,7 @@ class _Rollout:
     own: Pages = field(default_factory=OrderedDict)
 
 
-class Rollouts:
+class Phases:
     """Rollouts by phase, in the order in which the phases began, and the lengths of phases.
 
     Args:

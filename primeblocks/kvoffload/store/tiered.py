@@ -110,13 +110,11 @@ class TieredStore:
         """Keep a page. Local.
 
         The page is read until the result is there, and must not change before. It replaces the page
-        that `key` named, except in a tier that others write to. Without room it is not stored, and
-        the result says so.
+        that `key` named, except in a tier that others write to. Without room: `stored` is False.
 
         Args:
             page: `page_bytes` bytes: a contiguous tensor, array or buffer, or a list of them.
-            rollout: any name of the rollout that will ask for the page again, until `end`; save its
-                first page first.
+            rollout: name of the one that will ask for the page again, until `end`; first page first.
 
         Raises:
             ShapeError: the page or its packed attachments have the wrong size.

@@ -31,7 +31,7 @@ from ...errors import (
 from ..engines.http_json import JsonServer
 from ..engines.model_folder import ModelFolder
 
-__all__ = ["InFlight", "Sglang", "UpdateReport"]
+__all__ = ["InFlight", "Sglang", "SglangReport"]
 
 _OLDEST = (0, 5, 23)
 
@@ -45,7 +45,7 @@ _PAUSE: dict[str, tuple[str, bool]] = {
 
 
 @dataclass(frozen=True)
-class UpdateReport:
+class SglangReport:
     """Cost of an update, and SGLang's checksum over the weights of all its ranks.
 
     Engines that are sharded alike and hold the same version have equal checksums.
@@ -112,7 +112,7 @@ class Sglang:
 
     def update(
         self, folder: ModelFolder, *, in_flight: InFlight = "continue", timeout_s: float
-    ) -> UpdateReport:
+    ) -> SglangReport:
         """Pause, load, check, resume. Calling it again after a failure is safe.
 
         Responses say in `meta_info["weight_versions"]` which tokens came from which version, as
@@ -147,7 +147,7 @@ class Sglang:
             raise
         self.resume(timeout_s=0.1 * left_s)
         end = time.monotonic()
-        return UpdateReport(folder.version, end - start, end - paused, checksum)
+        return SglangReport(folder.version, end - start, end - paused, checksum)
 
     def pause(self, in_flight: InFlight, *, timeout_s: float) -> None:
         """Stop generating until `resume`. See `update` for what becomes of requests.
