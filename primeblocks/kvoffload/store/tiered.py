@@ -114,7 +114,7 @@ class TieredStore:
 
         Args:
             page: `page_bytes` bytes: a contiguous tensor, array or buffer, or a list of them.
-            rollout: name of the one that will ask for the page again, until `end`; first page first.
+            rollout: any name, of who will ask for the page again until `end`; first page first.
 
         Raises:
             ShapeError: the page or its packed attachments have the wrong size.
