@@ -1,5 +1,6 @@
 """The patch `routes_with_pages`: rows of captured routes lie beside the pages they belong to."""
 
+import inspect
 import warnings
 from threading import Lock
 from types import SimpleNamespace
@@ -47,6 +48,20 @@ def connector():
     it = made()
     yield it
     it.close()
+
+
+def test_the_connector_has_what_our_tier_asks_of_it(connector):
+    """Neither of the two imports the other: the tier declares what it calls."""
+    from primeblocks.kvoffload.adapters.vllm.routes import CapturedRows, RowsLater
+
+    calls = {name for name in vars(CapturedRows) if not name.startswith("_")}
+    assert calls == {"page_nbytes", "carry", "rows_of", "offer"}
+    for name in calls:
+        declared, there = getattr(CapturedRows, name), getattr(type(connector), name)
+        assert inspect.signature(declared).parameters == inspect.signature(there).parameters
+    assert {*CapturedRows.__annotations__} <= {*vars(connector)}
+    assert {*RowsLater.__annotations__} <= {*vars(connector.rows_of([1]))}
+    assert "primeblocks_live" in vars(type(connector))
 
 
 class Stock:

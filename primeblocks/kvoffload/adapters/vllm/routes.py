@@ -9,9 +9,9 @@ our tier carries it, seal included, as an attachment of the page.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import xxhash
@@ -29,9 +29,44 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from ....errors import PlanError, UnsupportedError
 
-__all__ = ["NamedChunks", "RoutesWorker", "Tail"]
+__all__ = ["CapturedRows", "NamedChunks", "RoutesWorker", "RowsLater", "Tail"]
 
 _SEAL_BYTES = 16
+
+
+class RowsLater(Protocol):
+    """Rows of blocks that a step will leave: None until they have arrived."""
+
+    rows: dict[int, bytes | None] | None
+
+
+class CapturedRows(Protocol):
+    """An engine's capture, with rows by block: the connector that `routes_with_pages` makes.
+
+    The plug-in owns it. Connectors of living engines are in its class's `primeblocks_live`, by the
+    engine's id.
+
+    Attributes:
+        group: the KV cache group whose blocks have rows.
+    """
+
+    group: int
+
+    def page_nbytes(self) -> int:
+        """Return the bytes of one page's rows."""
+        ...
+
+    def carry(self) -> None:
+        """Declare that a tier that loads pages offers their rows. Idempotent."""
+        ...
+
+    def rows_of(self, blocks: Sequence[int]) -> RowsLater:
+        """Ask for the rows of blocks as the steps so far leave them."""
+        ...
+
+    def offer(self, rows: Mapping[int, bytes | None]) -> None:
+        """Hand in the rows of blocks that were loaded; None where they did not come along."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -111,13 +146,16 @@ class RoutesWorker(OffloadingWorker):
         self._stores: dict[int, _Store] = {}
         self._loads: dict[int, list[_Page]] = {}
         # Looked up now: the plug-in replaces the class after this module may have been imported.
-        self._connectors: Any = getattr(capture.AuxOutputWorkerConnector, "primeblocks_live", None)
-        if self._connectors is None:
+        live: Mapping[str, CapturedRows] | None = getattr(
+            capture.AuxOutputWorkerConnector, "primeblocks_live", None
+        )
+        if live is None:
             raise UnsupportedError(
                 "routes travel with the pages by the plug-in's patch routes_with_pages, which is "
                 "not applied here: take it out of PRIMEBLOCKS_VLLM_PATCHES_OFF, or leave out "
                 "routes_bytes_per_token"
             )
+        self._connectors = live
 
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
@@ -164,8 +202,9 @@ class RoutesWorker(OffloadingWorker):
         self._inner.shutdown()
 
     def _write(self, store: _Store) -> None:
+        found = (store.later and store.later.rows) or {}
         for page in store.pages:
-            if (rows := store.later.rows[page.block]) is not None:
+            if (rows := found[page.block]) is not None:
                 self._tail.write(self._pool[page.chunk], page.hash, rows)
 
     def _offer(self, pages: list[_Page]) -> None:
@@ -175,7 +214,7 @@ class RoutesWorker(OffloadingWorker):
             }
             connector.offer(found)
 
-    def _connector(self) -> Any:
+    def _connector(self) -> CapturedRows | None:
         """Return the engine's capture; None on ranks without one."""
         connector = self._connectors.get(self._engine_id)
         if connector is not None and connector.page_nbytes() != self._tail.rows_bytes:
@@ -200,7 +239,7 @@ class _Store:
     """A store in flight, and the routes of its pages as they arrive."""
 
     pages: list[_Page]
-    later: Any
+    later: RowsLater | None
     result: TransferResult | None = None
 
     def is_ready(self) -> bool:
