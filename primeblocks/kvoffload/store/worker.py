@@ -56,7 +56,7 @@ class TierWorker:
         self._report = report
         self._broke = broke
         # A tier that hangs keeps the frames of one batch at most.
-        pages = min(_BATCH_PAGES, _BATCH_BYTES // host.frame_bytes, host.capacity_pages // 4)
+        pages = min(_BATCH_PAGES, _BATCH_BYTES // host.frame_bytes, host.capacity_pages // 2)
         pages = max(1, pages)
         self._order = Order(batch_pages=pages)
         self._error: BaseException | None = None
