@@ -22,6 +22,7 @@ def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="random tests at their stated size")
 
 
+@pytest.hookimpl(tryfirst=True)  # Before pytest-xdist reads the marks.
 def pytest_collection_modifyitems(config, items):
     """Share tests among workers by file, and give one of them all that start an engine."""
     if not config.getoption("numprocesses", default=None):  # Or pytest-xdist is not there.
