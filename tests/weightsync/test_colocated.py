@@ -68,6 +68,8 @@ def _stages(tmp_path):
     site = Site(tmp_path, shape=shape, cache_bytes=cache)
     weights = 4 * prod(shape)
     trainer, engine = 4 * weights, weights // 2
+    # What it keeps of smaller ones is its own affair. The smallest part that moves is the engine's.
+    noise = engine // 2
     with site.host.released():
         pass  # The copies on the host are allocated here, once.
     site.memory = _anonymous_bytes
@@ -81,9 +83,9 @@ def _stages(tmp_path):
         changes = [after - before for before, after in pairwise(sizes)]
         expected = [0, -trainer, engine, 0, cache, 0, -engine - cache, trainer]
         for change, want in zip(changes, expected, strict=True):
-            assert abs(change - want) < 4 * MIB, (changes, expected)
+            assert abs(change - want) < noise, (changes, expected)
         base = there.bytes_before - trainer
-        assert max(sizes) - base < max(trainer, engine + cache) + 4 * MIB
+        assert max(sizes) - base < max(trainer, engine + cache) + noise
     site.close()
 
 

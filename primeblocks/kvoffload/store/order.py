@@ -46,12 +46,13 @@ class Order:
     will drop. They do not overtake for ever, because frames wait for writes.
 
     Args:
-        batch_pages: most pages that are moved together.
+        reads: most pages that are read together.
+        writes: most pages that are written together.
     """
 
-    def __init__(self, *, batch_pages: int) -> None:
+    def __init__(self, *, reads: int, writes: int) -> None:
         self.changed = Condition()
-        self._batch_pages = batch_pages
+        self._reads, self._writes = reads, writes
         self._first: deque[_Question] = deque()
         self._in_turn: deque[Given] = deque()
         self._clears = 0  # that wait
@@ -95,7 +96,8 @@ class Order:
             kind = _KINDS.get(type(queue[0]), type(queue[0])) if queue else ()
             written: set[PageKey] = set()
             drops = 0
-            while queue and isinstance(queue[0], kind) and len(moves) - drops < self._batch_pages:
+            most = self._reads if queue is self._first else self._writes
+            while queue and isinstance(queue[0], kind) and len(moves) - drops < most:
                 move = queue[0]
                 if isinstance(move, Write | Drop):
                     key = move.key if isinstance(move, Drop) else move.page.key

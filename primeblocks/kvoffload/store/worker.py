@@ -55,10 +55,10 @@ class TierWorker:
         self._host = host
         self._report = report
         self._broke = broke
-        # A tier that hangs keeps the frames of one batch at most.
-        pages = min(_BATCH_PAGES, _BATCH_BYTES // host.frame_bytes, host.capacity_pages // 2)
-        pages = max(1, pages)
-        self._order = Order(batch_pages=pages)
+        # A tier that hangs keeps the frames of one batch at most. A request waits for reads.
+        pages = min(_BATCH_PAGES, _BATCH_BYTES // host.frame_bytes)
+        reads, writes = (max(1, min(pages, host.capacity_pages // share)) for share in (2, 4))
+        self._order = Order(reads=reads, writes=writes)
         self._error: BaseException | None = None
         name = f"primeblocks-kvoffload-{tier.name}"
         self._thread = Thread(target=self._run, name=name, daemon=True)

@@ -149,6 +149,35 @@ def test_a_hung_tier_costs_a_batch_of_frames_and_no_save(host, memory, clock):
         assert load(store, 100) == "memory"
 
 
+def test_a_hung_read_costs_half_of_the_frames_and_no_save(host, memory, clock):
+    below = memory(1000)
+    with TieredStore([host(16), below], clock=clock.now) as store:
+        for number in range(32):
+            save(store, number)
+            store.flush().wait(timeout_s=SOON)
+        entered, release, get, asked = threading.Event(), threading.Event(), below.get, []
+
+        def hung(keys, into):
+            asked.append(len(keys))
+            entered.set()
+            release.wait(60)
+            return get(keys, into=into)
+
+        below.get = hung
+        reading = [store.load(key_of(n), into=np.empty(PAGE, np.uint8)) for n in range(16)]
+        assert entered.wait(SOON)
+        clock.advance(2.0)
+        for number in range(100, 150):
+            assert save(store, number).stored
+        # Those that are not begun are given up for the saves; one of 16 leaves ahead of need.
+        here = [load(store, number) for number in range(143, 150)]
+        release.set()
+        found = [each.wait(timeout_s=SOON).tier for each in reading]
+        assert here == ["host"] * 7
+        assert max(asked) <= 8
+        assert found.count("memory") <= 8
+
+
 def test_a_tier_that_does_not_keep_up_gets_what_it_can_take(host, memory, clock):
     """One page written for each that is allowed; saves wait for none once the tier is late."""
     below, allowed, waits = memory(1000), threading.Semaphore(0), threading.Semaphore(0)
