@@ -26,7 +26,7 @@ from .marker import Marker
 from .plan import Plan
 from .transports.transport import Incoming
 
-__all__ = ["Feed", "Version", "bring", "check", "feeding", "undone"]
+__all__ = ["Feed", "Fetched", "bring", "check", "feeding", "undone"]
 
 # Less than this is done before a thread has started.
 _BYTES_A_THREAD = 8 << 20
@@ -34,8 +34,8 @@ _BYTES_A_THREAD = 8 << 20
 _AHEAD = 2
 
 
-class Version(NamedTuple):
-    """A version that this reader has.
+class Fetched(NamedTuple):
+    """The weights of one version, as this reader has them.
 
     Attributes:
         bytes: the number of bytes read for it.
@@ -49,8 +49,8 @@ class Version(NamedTuple):
     undo: Mapping[int, memoryview]
     is_checked: bool = True
 
-    def loaded(self) -> Version:
-        """Return the same version, checked, and with nothing to go back to."""
+    def loaded(self) -> Fetched:
+        """Return the same weights, checked, and with nothing to go back to."""
         return self._replace(undo={}, is_checked=True)
 
 
@@ -58,12 +58,12 @@ def bring(
     plan: Plan,
     reader: int,
     found: Sequence[Incoming],
-    base: Version | None,
+    base: Fetched | None,
     *,
     deadline: float,
     undoable: bool,
     threads: int,
-) -> Version:
+) -> Fetched:
     """Return the bytes of the last of `found`, each a delta to the one before.
 
     Args:
@@ -107,30 +107,30 @@ def bring(
         held.close()
         raise
     size = sum(one.marker.sizes[index] for one in found for index in mine)
-    return Version(marker, held, size, undo)
+    return Fetched(marker, held, size, undo)
 
 
-def undone(plan: Plan, reader: int, version: Version, marker: Marker) -> Version:
-    """Return the version that `version` was made of, in its place, checked.
+def undone(plan: Plan, reader: int, fetched: Fetched, marker: Marker) -> Fetched:
+    """Return the version that `fetched` was made of, in its place, checked.
 
     Raises:
         CorruptionError: its bytes are not those that it had.
     """
-    for index, payload in version.undo.items():
-        _overwrite(plan, index, version.held, [payload], undoable=False)
-    old = Version(marker, version.held, version.bytes, {})
+    for index, payload in fetched.undo.items():
+        _overwrite(plan, index, fetched.held, [payload], undoable=False)
+    old = Fetched(marker, fetched.held, fetched.bytes, {})
     check(plan, reader, old)
     return old
 
 
-def check(plan: Plan, reader: int, version: Version) -> None:
+def check(plan: Plan, reader: int, fetched: Fetched) -> None:
     """Check every byte that this reader wants.
 
     Raises:
         CorruptionError: a byte is not the one that was sent.
     """
     for index in plan.of_reader(reader):
-        _check_bucket(plan, index, version.held, version.marker)
+        _check_bucket(plan, index, fetched.held, fetched.marker)
 
 
 class Feed:
@@ -147,18 +147,18 @@ class Feed:
         self,
         plan: Plan,
         reader: int,
-        version: Version,
+        fetched: Fetched,
         uses: Mapping[str, int],
         pool: Executor,
     ) -> None:
-        self._plan, self._version, self._pool = plan, version, pool
+        self._plan, self._fetched, self._pool = plan, fetched, pool
         self._uses, self._copies = dict(uses), None
-        held = version.held
+        held = fetched.held
         if isinstance(held, Lent):
             held = self._copies = Boxes(plan, reader, stays=False, device=held.device)
         self._held: Held = held
         self._order: list[int] = []
-        if self._copies is not None or not version.is_checked:
+        if self._copies is not None or not fetched.is_checked:
             turn = {name: place for place, name in enumerate(plan.wants[reader])}
             first = {
                 index: min(turn[copy.name] for copy in plan.buckets[index].copies)
@@ -195,24 +195,24 @@ class Feed:
 
     def _check(self, index: int) -> None:
         into = None if self._copies is None else self._copies.views(index)
-        _check_bucket(self._plan, index, self._version.held, self._version.marker, into=into)
+        _check_bucket(self._plan, index, self._fetched.held, self._fetched.marker, into=into)
 
 
 @contextmanager
 def feeding(
-    plan: Plan, reader: int, version: Version, uses: Mapping[str, int], *, threads: int
+    plan: Plan, reader: int, fetched: Fetched, uses: Mapping[str, int], *, threads: int
 ) -> Iterator[Feed]:
     """Open a `Feed`, for as long as the load goes on."""
     # Two for copies; more take from the load what memory gives, and hold more of it.
-    most = 2 if isinstance(version.held, Lent) else 1
+    most = 2 if isinstance(fetched.held, Lent) else 1
     threads = min(most, _as_many(plan, plan.of_reader(reader), threads))
     with ThreadPoolExecutor(threads) as pool:
         try:
-            yield Feed(plan, reader, version, uses, pool)
+            yield Feed(plan, reader, fetched, uses, pool)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-            if isinstance(version.held, Sealed):
-                version.held.rest()
+            if isinstance(fetched.held, Sealed):
+                fetched.held.rest()
 
 
 def _as_many(plan: Plan, indices: Sequence[int], threads: int) -> int:

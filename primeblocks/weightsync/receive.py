@@ -20,7 +20,7 @@ from ..errors import (
     check_version,
 )
 from .convert.conversion import Wiring
-from .fetched import Feed, Version, bring, check, feeding, undone
+from .fetched import Feed, Fetched, bring, check, feeding, undone
 from .held import Lent
 from .manifest import NamedTensors, named_tensors
 from .marker import Marker, Receipt
@@ -87,8 +87,8 @@ class Subscriber:
         self._reader, self._convert, self._threads = reader, convert, threads
         self._ahead, self._observe = check == "ahead", observe
         self._served: Marker | None = None
-        self._held: Version | None = None
-        self._ready: Version | None = None
+        self._held: Fetched | None = None
+        self._ready: Fetched | None = None
         self._verified: Marker | None = None
         self._closed = False
 
@@ -179,7 +179,7 @@ class Subscriber:
         *,
         ahead: bool = False,
         verified: Marker | None = None,
-    ) -> Version:
+    ) -> Fetched:
         if self._closed:
             raise ClosedError("this Subscriber was closed")
         if version is not None:
@@ -204,7 +204,7 @@ class Subscriber:
         served: Marker | None,
         ahead: bool = False,
         verified: Marker | None = None,
-    ) -> Version:
+    ) -> Fetched:
         """Return a version's bytes, all checked, once the other readers of it agree.
 
         `ahead`: unchecked, where there is one to go back to and nobody waits for this reader.
@@ -226,7 +226,7 @@ class Subscriber:
         ):
             self._check_plan(last.marker)
             size = self._plan.read_bytes(self._reader)
-            return Version(last.marker, last.whole(), size, {}, is_checked=False)
+            return Fetched(last.marker, last.whole(), size, {}, is_checked=False)
         try:
             try:
                 fetched = self._bring(found, deadline)
@@ -248,7 +248,7 @@ class Subscriber:
             raise
         return fetched
 
-    def _bring(self, found: Sequence[Incoming], deadline: float) -> Version:
+    def _bring(self, found: Sequence[Incoming], deadline: float) -> Fetched:
         self._check_plan(found[-1].marker)
         base = None
         if found[0].marker.base is not None:
@@ -273,7 +273,7 @@ class Subscriber:
                 f"{self._plan.fingerprint()}. Build both from the same manifests."
             )
 
-    def _load_or_go_back(self, new: Version) -> None:
+    def _load_or_go_back(self, new: Fetched) -> None:
         served, self._served = self._served, None  # Torn, until it has one of them.
         if new == self._held:
             self._held = None
@@ -285,14 +285,14 @@ class Subscriber:
             self._held.held.close()
         self._serve(new.marker, new)
 
-    def _serve(self, marker: Marker, version: Version) -> None:
+    def _serve(self, marker: Marker, fetched: Fetched) -> None:
         """Note that a version was loaded; keep it where it stays."""
-        self._served, self._held = marker, version.loaded()
-        if not version.held.stays:
-            version.held.close()
+        self._served, self._held = marker, fetched.loaded()
+        if not fetched.held.stays:
+            fetched.held.close()
             self._held = None
 
-    def _go_back(self, failed: Version, served: Marker | None, error: Exception) -> NoReturn:
+    def _go_back(self, failed: Fetched, served: Marker | None, error: Exception) -> NoReturn:
         """Load the version before again, and raise TransferError; EngineError where that fails."""
         met = f"{type(error).__name__}: {error}".rstrip(".")
         text = f"loading version {failed.marker.version} failed: {met}"
@@ -313,10 +313,10 @@ class Subscriber:
         self._serve(served, old)
         raise TransferError(f"{text}. Version {old.marker.version} was loaded again.") from error
 
-    def _can_go_back(self, failed: Version, served: Marker) -> bool:
+    def _can_go_back(self, failed: Fetched, served: Marker) -> bool:
         return bool(failed.undo or self._held) or served in self._transport.markers()
 
-    def _before(self, failed: Version, served: Marker, deadline: float) -> Version:
+    def _before(self, failed: Fetched, served: Marker, deadline: float) -> Fetched:
         """Return the version that was served before, checked."""
         if failed.undo:
             return undone(self._plan, self._reader, failed, served)
@@ -326,7 +326,7 @@ class Subscriber:
         check(self._plan, self._reader, self._held)
         return self._held
 
-    def _feed(self, version: Version) -> None:
+    def _feed(self, fetched: Fetched) -> None:
         """Give `load` all tensors, each once its bytes were checked; then observe the engine."""
         taken, given = 0, dict[str, tuple[str, ...]]()
         wanted = self._plan.wants[self._reader] if self._convert is None else self._convert.targets
@@ -343,7 +343,7 @@ class Subscriber:
                 feed.used(self._made_of(name))
 
         threads = self._threads
-        with feeding(self._plan, self._reader, version, uses, threads=threads) as feed:
+        with feeding(self._plan, self._reader, fetched, uses, threads=threads) as feed:
             self._load(tensors(feed))
         if taken < len(wanted):
             raise TransferError(f"load took {taken} of {len(wanted)} tensors")
@@ -373,6 +373,6 @@ class Subscriber:
         return made
 
 
-def _receipt(version: Version, start: float) -> Receipt:
+def _receipt(fetched: Fetched, start: float) -> Receipt:
     seconds = time.monotonic() - start
-    return Receipt(version.marker.version, version.bytes, seconds, version.marker.digest)
+    return Receipt(fetched.marker.version, fetched.bytes, seconds, fetched.marker.digest)

@@ -16,9 +16,9 @@ from ..marker import Marker
 from ..plan import Plan
 from ..sealed import SealedLease
 from .blobs import DiskBlobs, MemoryBlobs
+from .directory_commits import DirectoryCommits
 from .place import DiskPlace, Place, private_place, sweep
 from .safetensors_header import header
-from .slots import Slots
 from .transport import Begun, Incoming, Outgoing, Request
 from .waiting import await_versions
 
@@ -35,8 +35,8 @@ class DirectoryTransport:
     one before it until the next is begun.
     """
 
-    def __init__(self, spec: dict[str, Any], place: Place, slots: Slots) -> None:
-        self._spec, self._place, self._slots = spec, place, slots
+    def __init__(self, spec: dict[str, Any], place: Place, commits: DirectoryCommits) -> None:
+        self._spec, self._place, self._commits = spec, place, commits
         self._head: tuple[Plan, bytes] | None = None
 
     def spec(self) -> dict[str, Any]:
@@ -49,11 +49,11 @@ class DirectoryTransport:
         size_bytes = len(head) + plan.blob_bytes
         if base not in [marker.version for marker in self.markers()[-1:]]:
             base = None  # Another publisher came between, or it is not kept.
-        self._slots.allocate(version, size_bytes=size_bytes, delta=base is not None)
+        self._commits.allocate(version, size_bytes=size_bytes, delta=base is not None)
         if base is None:
-            blob = self._slots.writable(version, size_bytes=size_bytes)
+            blob = self._commits.writable(version, size_bytes=size_bytes)
             blob[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        return Begun(self._slots.run, base)
+        return Begun(self._commits.run, base)
 
     def send(self, outgoing: Outgoing, *, deadline: float) -> None:
         """Trainer rank: write its boxes, or its file of deltas."""
@@ -61,26 +61,26 @@ class DirectoryTransport:
         mine = plan.of_rank(outgoing.rank)
         if outgoing.base is not None:
             payloads = (outgoing.payload(index) for index in mine)
-            self._slots.write_part(version, outgoing.rank, payloads)
+            self._commits.write_part(version, outgoing.rank, payloads)
             return
         start = len(self._header(plan))
-        blob = self._slots.writable(version, size_bytes=start + plan.blob_bytes)
+        blob = self._commits.writable(version, size_bytes=start + plan.blob_bytes)
         held = Blob(plan, blob[start:])
         for index in mine:
             outgoing.fill(index, held.views(index))
-        self._slots.flush(version)
+        self._commits.flush(version)
 
     def commit(self, marker: Marker, *, deadline: float) -> None:
         """Owner: make a version visible, atomically."""
-        self._slots.commit(marker)
+        self._commits.commit(marker)
 
     def abort(self, version: int) -> None:
         """Owner: drop a version that was begun and not committed, if there is one."""
-        self._slots.abort(version)
+        self._commits.abort(version)
 
     def markers(self) -> tuple[Marker, ...]:
         """Return the committed versions, oldest first."""
-        return self._slots.markers()
+        return self._commits.markers()
 
     def receive(self, request: Request) -> Sequence[Incoming]:
         """Reader: wait for a version; look every 2 ms.
@@ -90,15 +90,15 @@ class DirectoryTransport:
         """
         chain = await_versions(self.markers, request, every_s=_LOOK_S, hint=self._place.others)
         start = len(self._header(request.plan))
-        return [_Version(self._slots, request.plan, marker, start) for marker in chain]
+        return [_DirectoryIncoming(self._commits, request.plan, marker, start) for marker in chain]
 
     def to_remove(self) -> tuple[Path, ...]:
         """Owner: return the files that `close` removes; it made them all. No others are touched."""
-        return self._slots.to_remove()
+        return self._commits.to_remove()
 
     def close(self) -> None:
         """Let go. The owner removes the files of `to_remove`; twice is fine."""
-        self._slots.close()
+        self._commits.close()
 
     def _header(self, plan: Plan) -> bytes:
         if self._head is None or self._head[0] is not plan:
@@ -146,8 +146,8 @@ class SharedMemoryTransport(DirectoryTransport):
     def __init__(self, name: str, *, owner: bool = False, root: str = "/dev/shm") -> None:
         place = private_place(name, root, prefix="primeblocks")
         spec = {"kind": "shared_memory", "name": name, "root": root}
-        slots = Slots(place, MemoryBlobs(), owner=owner, durable=False)
-        super().__init__(spec, place, slots)
+        commits = DirectoryCommits(place, MemoryBlobs(), owner=owner, durable=False)
+        super().__init__(spec, place, commits)
 
     @staticmethod
     def sweep(root: str = "/dev/shm") -> list[Path]:
@@ -185,19 +185,21 @@ class FileTransport(DirectoryTransport):
             raise UsageError(f"{str(path)!r} is no path")
         spec = {"kind": "file", "path": str(Path(path).absolute()), "user": user}
         place = DiskPlace(Path(path).absolute(), user=user)
-        super().__init__(spec, place, Slots(place, DiskBlobs(user), owner=owner, durable=True))
+        super().__init__(
+            spec, place, DirectoryCommits(place, DiskBlobs(user), owner=owner, durable=True)
+        )
 
 
-class _Version:
+class _DirectoryIncoming:
     """A committed version in a directory. Its tensors start at byte `start` of its file."""
 
-    def __init__(self, slots: Slots, plan: Plan, marker: Marker, start: int) -> None:
+    def __init__(self, commits: DirectoryCommits, plan: Plan, marker: Marker, start: int) -> None:
         self.marker = marker
-        self._slots, self._plan, self._start = slots, plan, start
+        self._commits, self._plan, self._start = commits, plan, start
 
     def whole(self) -> Held | Lent:
         size_bytes = self._start + self._plan.blob_bytes
-        lease = self._slots.lease(self.marker, size_bytes=size_bytes)
+        lease = self._commits.lease(self.marker, size_bytes=size_bytes)
         if isinstance(lease, SealedLease):
             return Sealed(self._plan, lease, start=self._start)
         return BlobFile(self._plan, lease, start=self._start)
@@ -205,7 +207,7 @@ class _Version:
     def payload(self, index: int) -> memoryview:
         rank = self._plan.buckets[index].rank
         size = self.marker.sizes[index]
-        return self._slots.read_part(self.marker.version, rank, self._places[index], size)
+        return self._commits.read_part(self.marker.version, rank, self._places[index], size)
 
     def settle(self, error: str, *, deadline: float) -> None:
         """Do nothing: what is committed stands, whoever reads it."""

@@ -81,10 +81,10 @@ def send_buckets(
     buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in messages[:_IN_FLIGHT]]
     works: list[dist.Work | None] = [None] * _IN_FLIGHT
     for place, message in enumerate(messages):
-        slot = place % _IN_FLIGHT
-        _wait(works[slot], deadline)
-        filled = _fill(outgoing, message.bucket, buffers[slot])
-        works[slot] = dist.isend(filled, group_dst=to(message.reader), group=group)
+        turn = place % _IN_FLIGHT
+        _wait(works[turn], deadline)
+        filled = _fill(outgoing, message.bucket, buffers[turn])
+        works[turn] = dist.isend(filled, group_dst=to(message.reader), group=group)
     for work in works:
         _wait(work, deadline)
 

@@ -21,11 +21,11 @@ from ..marker import Marker
 from ..plan import Plan
 from .blobs import MemoryBlobs
 from .choose import chain_to
+from .directory_commits import DirectoryCommits
 from .ipc_handle import Exported
-from .ipc_version import Buffers, IpcVersion, lock_path, note_part
+from .ipc_version import Buffers, IpcIncoming, lock_path, note_part
 from .packed import Pool, pack_all
 from .place import open_own, private_place
-from .slots import Slots
 from .transport import Begun, Incoming, Outgoing, Request
 from .waiting import await_versions
 
@@ -77,9 +77,9 @@ class IpcTransport:
         self._spec = {"kind": "ipc", "name": name, "root": root, "keep": keep}
         self._keep = keep
         self._place = private_place(name, root, prefix="primeblocks-ipc")
-        self._slots = Slots(self._place, MemoryBlobs(), owner=owner, durable=False)
+        self._commits = DirectoryCommits(self._place, MemoryBlobs(), owner=owner, durable=False)
         self._pool = Pool(self._export, Exported.close, spares=1)
-        self._buffers = Buffers(self._slots)
+        self._buffers = Buffers(self._commits)
 
     def spec(self) -> dict[str, Any]:
         """Return what `open_transport` needs in another process."""
@@ -91,7 +91,7 @@ class IpcTransport:
         Raises:
             CapacityError: an engine holds it.
         """
-        markers = self._slots.markers()
+        markers = self._commits.markers()
         stay = chain_to(markers[-1], markers, held=None) if markers else ()
         if base not in [marker.version for marker in markers[-1:]]:
             base = None  # Another publisher came between, or it is not kept.
@@ -100,16 +100,16 @@ class IpcTransport:
                 if marker not in stay and marker.base is None:
                     held.callback(self._lock(marker, deadline).close)
             # No longer visible from here on, and its files are gone.
-            self._slots.allocate(version, size_bytes=0, delta=True)
-        return Begun(self._slots.run, base)
+            self._commits.allocate(version, size_bytes=0, delta=True)
+        return Begun(self._commits.run, base)
 
     def send(self, outgoing: Outgoing, *, deadline: float) -> None:
         """Trainer rank: pack its buckets, or write its file of deltas."""
         version, mine = outgoing.version, outgoing.plan.of_rank(outgoing.rank)
-        self._pool.keep([marker.version for marker in self._slots.markers()])
+        self._pool.keep([marker.version for marker in self._commits.markers()])
         if outgoing.base is not None:
             payloads = (outgoing.payload(index) for index in mine)
-            self._slots.write_part(version, outgoing.rank, payloads)
+            self._commits.write_part(version, outgoing.rank, payloads)
             return
         note: dict[str, Any] = {}
 
@@ -121,19 +121,19 @@ class IpcTransport:
         pack_all(outgoing, make)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # Other processes do not wait for this stream.
-        self._slots.write_part(version, outgoing.rank, [note_part(note)])
+        self._commits.write_part(version, outgoing.rank, [note_part(note)])
 
     def commit(self, marker: Marker, *, deadline: float) -> None:
         """Owner: make a version visible, atomically."""
-        self._slots.commit(marker)
+        self._commits.commit(marker)
 
     def abort(self, version: int) -> None:
         """Owner: drop a version that was begun and not committed, if there is one."""
-        self._slots.abort(version)
+        self._commits.abort(version)
 
     def markers(self) -> tuple[Marker, ...]:
         """Return the committed versions, oldest first."""
-        return self._slots.markers()
+        return self._commits.markers()
 
     def receive(self, request: Request) -> Sequence[Incoming]:
         """Reader: wait for a version; look every 2 ms.
@@ -145,7 +145,7 @@ class IpcTransport:
         # Deltas are applied to bytes that are the reader's own.
         copies = self._keep or len(chain) > 1
         return [
-            IpcVersion(self._buffers, request, marker, copies=copies, keep=self._keep)
+            IpcIncoming(self._buffers, request, marker, copies=copies, keep=self._keep)
             for marker in chain
         ]
 
@@ -153,7 +153,7 @@ class IpcTransport:
         """Let go. The owner removes everything; twice is fine."""
         self._pool.close()
         self._buffers.close()
-        self._slots.close()
+        self._commits.close()
 
     def __enter__(self) -> Self:
         return self
@@ -173,7 +173,7 @@ class IpcTransport:
         """Take the lock of a version that no engine holds, so that none can take hold of it."""
         never = threading.Event()
         while True:
-            fd = open_own(lock_path(self._slots.directory, marker), os.O_RDONLY)
+            fd = open_own(lock_path(self._commits.directory, marker), os.O_RDONLY)
             try:
                 return Hold(fd, fcntl.LOCK_EX)
             except BlockingIOError as error:

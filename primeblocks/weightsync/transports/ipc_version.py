@@ -21,13 +21,13 @@ from ..held import Held, Lent, copied
 from ..lease import Hold
 from ..marker import Marker
 from ..plan import Copy, Plan
+from .directory_commits import DirectoryCommits
 from .ipc_handle import open_exported
 from .packed import places_of_version
 from .place import open_own
-from .slots import Slots
 from .transport import Request
 
-__all__ = ["Buffers", "IpcVersion", "lock_path", "note_part"]
+__all__ = ["Buffers", "IpcIncoming", "lock_path", "note_part"]
 
 _TURNS = 2
 _CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
@@ -41,7 +41,7 @@ def note_part(note: Mapping[str, Any]) -> memoryview:
 
 
 def lock_path(directory: Path, marker: Marker) -> Path:
-    """Return the file that readers of a version lock: rank 0's part, as `Slots` names it."""
+    """Return the file that readers of a version lock: rank 0's part, in `DirectoryCommits`."""
     return directory / f"version-{marker.version}.0.delta"
 
 
@@ -52,21 +52,21 @@ class Buffers:
         TransferError: the version was retired, or a trainer rank is gone.
     """
 
-    def __init__(self, slots: Slots) -> None:
-        self._slots = slots
+    def __init__(self, commits: DirectoryCommits) -> None:
+        self._commits = commits
         self._opened: dict[int, dict[str, Tensor]] = {}
 
     def hold(self, marker: Marker) -> Hold:
         """Keep a version's buffers from being written to."""
         gone = TransferError(f"version {marker.version} was retired while it was being opened")
         try:
-            fd = open_own(lock_path(self._slots.directory, marker), os.O_RDONLY)
+            fd = open_own(lock_path(self._commits.directory, marker), os.O_RDONLY)
             hold = Hold(fd, fcntl.LOCK_SH)
         except (FileNotFoundError, BlockingIOError) as error:
             raise gone from error
         try:
             # The owner hides a version before it lets go of the lock.
-            if marker not in self._slots.markers():
+            if marker not in self._commits.markers():
                 raise gone
         except BaseException:
             hold.close()
@@ -75,8 +75,8 @@ class Buffers:
 
     def opened(self, marker: Marker, rank: int) -> UInt8[Tensor, " bytes"]:
         """Return the buffer of a rank that has a version's bytes. Each is opened once."""
-        (size,) = _SIZE.unpack(self._slots.read_part(marker.version, rank, 0, _SIZE.size))
-        text = bytes(self._slots.read_part(marker.version, rank, _SIZE.size, size))
+        (size,) = _SIZE.unpack(self._commits.read_part(marker.version, rank, 0, _SIZE.size))
+        text = bytes(self._commits.read_part(marker.version, rank, _SIZE.size, size))
         try:
             note = json.loads(text)
             token = note["token"]
@@ -94,14 +94,14 @@ class Buffers:
         """Return a bucket as it travelled in a delta."""
         rank = plan.buckets[index].rank
         starts, _ = places_of_version(plan, marker, rank)
-        return self._slots.read_part(marker.version, rank, starts[index], marker.sizes[index])
+        return self._commits.read_part(marker.version, rank, starts[index], marker.sizes[index])
 
     def close(self) -> None:
         """Forget the buffers: each is opened again when it is needed."""
         self._opened.clear()
 
 
-class IpcVersion:
+class IpcIncoming:
     """A committed version in the buffers of trainer ranks; a delta in files."""
 
     def __init__(

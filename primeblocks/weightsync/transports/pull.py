@@ -19,7 +19,7 @@ from ..plan import Plan
 from .board import Board
 from .choose import chain_to
 from .packed import Pool, pack_all, places
-from .pull_version import Puller, PullVersion
+from .pull_version import Puller, PullIncoming
 from .store_commits import StoreCommits
 from .transport import Begun, Incoming, Outgoing, Request
 from .waiting import await_versions
@@ -153,7 +153,7 @@ class PullTransport:
         self._check()
         self._receive_until = request.deadline
         chain = await_versions(self.markers, request, every_s=_LOOK_S)
-        return [PullVersion(self._puller, request, marker, keep=self._keep) for marker in chain]
+        return [PullIncoming(self._puller, request, marker, keep=self._keep) for marker in chain]
 
     def close(self) -> None:
         """Let go. The owner's versions end; twice is fine."""

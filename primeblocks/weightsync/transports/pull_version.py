@@ -20,7 +20,7 @@ from .store_commits import StoreCommits
 from .transport import Request
 from .wire import Read, Wire
 
-__all__ = ["PullVersion", "Puller"]
+__all__ = ["PullIncoming", "Puller"]
 
 _CLOSE_S = 1.0
 
@@ -105,7 +105,7 @@ class Puller:
                 yield Read(note["wire"], starts[index], buckets[index])
 
 
-class PullVersion:
+class PullIncoming:
     """A committed version in the memory of trainer ranks."""
 
     def __init__(self, puller: Puller, request: Request, marker: Marker, *, keep: bool) -> None:

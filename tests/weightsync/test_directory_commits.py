@@ -19,21 +19,21 @@ from primeblocks.errors import (
 from primeblocks.testing import ranks
 from primeblocks.weightsync.marker import Marker
 from primeblocks.weightsync.sealed import SealedLease
-from primeblocks.weightsync.transports import blobs, slots
+from primeblocks.weightsync.transports import blobs, directory_commits
 from primeblocks.weightsync.transports.blobs import DiskBlobs, MemoryBlobs
+from primeblocks.weightsync.transports.directory_commits import DirectoryCommits
 from primeblocks.weightsync.transports.place import DiskPlace, PrivatePlace
-from primeblocks.weightsync.transports.slots import Slots
 
 SIZE = 1000
 
 
 @pytest.fixture(params=[False, True], ids=["reused", "durable"])
 def make(request, tmp_path):
-    """Slots of one kind that all mean the same place; closed at the end."""
+    """Views of one directory of commits, of one kind; closed at the end."""
     made = []
 
     def build(*, owner):
-        made.append(slots_at(tmp_path, owner=owner, durable=request.param))
+        made.append(commits_at(tmp_path, owner=owner, durable=request.param))
         return made[-1]
 
     build.durable = request.param
@@ -42,10 +42,10 @@ def make(request, tmp_path):
         one.close()
 
 
-def slots_at(path, *, owner=True, durable=False):
+def commits_at(path, *, owner=True, durable=False):
     place = DiskPlace(path / "versions") if durable else PrivatePlace(path, "primeblocks-versions")
     kind = DiskBlobs(None) if durable else MemoryBlobs()
-    return Slots(place, kind, owner=owner, durable=durable)
+    return DirectoryCommits(place, kind, owner=owner, durable=durable)
 
 
 def files(tmp_path):
@@ -228,7 +228,7 @@ def test_close_leaves_nothing_in_memory_and_one_version_on_a_disk(make, tmp_path
 
 
 def _die(path, durable):
-    owner = slots_at(path, durable=durable)
+    owner = commits_at(path, durable=durable)
     put(owner, 8, 1)
     owner.allocate(9, size_bytes=SIZE)
     ranks.kill(0)
@@ -262,13 +262,13 @@ def test_a_full_disk_is_a_typed_error_and_changes_nothing(make, monkeypatch, tmp
 
 
 def test_more_than_there_is_room_for_is_refused():
-    owner = slots_at(Path("/dev/shm"))
+    owner = commits_at(Path("/dev/shm"))
     with closing(owner), pytest.raises(CapacityError, match="bytes free"):
         owner.allocate(0, size_bytes=1 << 50)
 
 
 def test_pages_of_a_retired_version_are_used_again(tmp_path):
-    with closing(slots_at(tmp_path)) as owner:
+    with closing(commits_at(tmp_path)) as owner:
         inodes = []
         for version in range(6):
             marker = put(owner, version, version)
@@ -281,7 +281,7 @@ def test_pages_of_a_retired_version_are_used_again(tmp_path):
 
 
 def test_the_owner_cleans_up_when_it_is_forgotten(tmp_path):
-    owner = slots_at(tmp_path)
+    owner = commits_at(tmp_path)
     put(owner, 1, 1)
     assert owner.directory.is_dir()
     del owner
@@ -341,10 +341,12 @@ def test_a_full_disk_under_a_delta_is_a_typed_error(make):
 
 
 def test_a_commit_that_is_seen_stays_though_it_was_reported_to_fail(tmp_path, monkeypatch):
-    with closing(slots_at(tmp_path, durable=True)) as owner:
+    with closing(commits_at(tmp_path, durable=True)) as owner:
         owner.allocate(1, size_bytes=SIZE)
         with monkeypatch.context() as patch:
-            patch.setattr(slots, "_fsync", Mock(side_effect=OSError(errno.EIO, "I/O error")))
+            patch.setattr(
+                directory_commits, "_fsync", Mock(side_effect=OSError(errno.EIO, "I/O error"))
+            )
             with pytest.raises(OSError, match="I/O error"):
                 owner.commit(marker_of(1))
         owner.abort(1)

@@ -20,12 +20,12 @@ from ..sealed import SealedLease
 from .blobs import Blobs
 from .place import Owned, Place, open_own, removable, remove
 
-__all__ = ["Slots"]
+__all__ = ["DirectoryCommits"]
 
 _COMMITS = "commits.json"
 
 
-class Slots:
+class DirectoryCommits:
     """The state of a directory transport.
 
     Args:
@@ -40,7 +40,7 @@ class Slots:
         self._seen: tuple[bytes, tuple[Marker, ...]] = (b"", ())
         self._closed = False
         self._owned: Owned | None = None
-        self._removal: weakref.finalize[..., Slots] | None = None
+        self._removal: weakref.finalize[..., DirectoryCommits] | None = None
         if owner:
             self._owned = place.take()
             # Runs at the end of the process too.
