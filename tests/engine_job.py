@@ -1,14 +1,22 @@
-"""Run a test's job in a process of its own.
+"""Run a test's body or script in a process of its own.
 
 vLLM changes torch, the environment and the default process group for good, so an engine never
-starts inside pytest.
+starts inside pytest. Its import costs more than the start of a tiny engine: `call` and `fork_job`
+fork a server that has done it; `run_job` starts an interpreter.
 """
 
+import json
 import os
+import pickle
+import runpy
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from primeblocks.errors import how_it_ended
 
@@ -28,13 +36,27 @@ ENVIRONMENT = {
 HANG_S = 540.0
 
 
+def call(body: Callable[..., Any], *args: object, timeout_s: float = HANG_S) -> Any:
+    """Return `body(*args)` from a fork that has imported vLLM; its errors where it fails.
+
+    Args:
+        body: a function at the top level of an importable module.
+    """
+    return _fork(body, args, timeout_s, body.__name__)[0]
+
+
+def fork_job(script: Path, *arguments: str, timeout_s: float = HANG_S) -> str:
+    """Run a script in a fork that has imported vLLM and return what it printed."""
+    return _fork(_script, (str(script), arguments), timeout_s, script.name)[1]
+
+
 def run_job(
     script: Path,
     *arguments: str,
     timeout_s: float = HANG_S,
     environment: Mapping[str, str] | None = None,
 ) -> str:
-    """Run a script to its end and return what it printed; its errors where it fails."""
+    """Run a script in an interpreter of its own, in an environment of its own; as `fork_job`."""
     done = subprocess.run(
         [sys.executable, str(script), *arguments],
         env={**os.environ, **ENVIRONMENT, **(environment or {})},
@@ -46,3 +68,43 @@ def run_job(
     how = f"{script.name} {how_it_ended(done.returncode)}"
     assert done.returncode == 0, f"{how}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
     return done.stdout
+
+
+def _script(path: str, arguments: tuple[str, ...]) -> None:
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, str(Path(path).parent))
+    runpy.run_path(path, run_name="__main__")
+
+
+@cache
+def _server() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.engine_server"],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, **ENVIRONMENT},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _fork(
+    body: Callable[..., Any], args: tuple[object, ...], timeout_s: float, name: str
+) -> tuple[Any, str]:
+    server = _server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    folder = Path(tempfile.mkdtemp(prefix="primeblocks-job-"))
+    try:
+        paths = {each: str(folder / each) for each in ("task", "result", "stdout", "stderr")}
+        (folder / "task").write_bytes(pickle.dumps((body, args)))
+        print(json.dumps({**paths, "timeout_s": timeout_s}), file=server.stdin, flush=True)
+        server.stdout.readline()  # its pid, for whoever debugs
+        ended = server.stdout.readline()
+        assert ended, f"the server of engines {how_it_ended(server.wait())}"
+        texts = [(folder / each).read_text(errors="replace") for each in ("stdout", "stderr")]
+        how = f"{name} {how_it_ended(int(ended))}"
+        assert int(ended) == 0, f"{how}\n{texts[0][-4000:]}\n{texts[1][-8000:]}"
+        return pickle.loads((folder / "result").read_bytes()), texts[0]
+    finally:
+        shutil.rmtree(folder)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine_job import run_job
+from tests.engine_job import fork_job
 
 pytestmark = pytest.mark.vllm
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.vllm
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory) -> dict:
     job = Path(__file__).with_name("engine_faults_job.py")
-    printed = run_job(job, str(tmp_path_factory.mktemp("engine")))
+    printed = fork_job(job, str(tmp_path_factory.mktemp("engine")))
     return json.loads(printed.strip().splitlines()[-1])
 
 

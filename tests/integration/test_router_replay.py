@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine_job import run_job
+from tests.engine_job import fork_job
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "router_replay.py"
 
 
 @pytest.mark.vllm
 def test_replay_lowers_the_printed_mismatch():
-    printed = run_job(EXAMPLE)
+    printed = fork_job(EXAMPLE)
     without, with_replay = map(float, re.findall(r"^k3 with\w* replay +(\S+)", printed, re.M))
     # Routing dominates with weights this wide; the exact factor is in docs/replay_factor.md.
     assert 1e-3 < without < 1e-1

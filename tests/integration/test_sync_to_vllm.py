@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine_job import run_job
+from tests.engine_job import fork_job
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sync_to_vllm.py"
 
 
 @pytest.mark.vllm
 def test_answers_run_through_eight_versions():
-    printed = run_job(EXAMPLE)
+    printed = fork_job(EXAMPLE)
     rows = re.findall(r"^ +(\d+) +[\d,]+ +([\d.]+)%", printed, re.M)
     assert [int(version) for version, _ in rows] == list(range(1, 9))
     full = [float(share) for _, share in rows]

@@ -26,7 +26,7 @@ from primeblocks.replay.adapters.vllm import (
 )
 from primeblocks.replay.adapters.vllm.rows import read_npy
 from primeblocks.testing import tiny_models
-from tests.engine_job import run_job
+from tests.engine_job import fork_job
 
 SHAPE = RouterShape(num_layers=3, moe_layers=(1, 2), num_experts=8, top_k=2)
 EXACT_K3 = 1e-11
@@ -244,7 +244,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(models: Path) -> Mapping[str, np.ndarray]:
     """Requests served by a real engine, in its own process: vLLM alters a process for good."""
-    run_job(JOB, str(models))
+    fork_job(JOB, str(models))
     return dict(np.load(models / "results.npz"))
 
 

@@ -15,7 +15,7 @@ from primeblocks.replay import Routes, compare, measure_mismatch, record
 from primeblocks.replay.adapters.transformers import routers
 from primeblocks.replay.sampling import kept_logprobs, kept_tokens
 from primeblocks.testing import tiny_models
-from tests.engine_job import run_job
+from tests.engine_job import fork_job
 
 JOB = Path(__file__).with_name("vllm_follow_job.py")
 PAGE_TOKENS = 32
@@ -34,13 +34,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def flight(folder: Path) -> Mapping[str, np.ndarray]:
-    run_job(JOB, "flight", str(folder))
+    fork_job(JOB, "flight", str(folder))
     return dict(np.load(folder / "flight.npz"))
 
 
 @pytest.fixture(scope="module")
 def pages(folder: Path) -> Mapping[str, np.ndarray]:
-    run_job(JOB, "pages", str(folder))
+    fork_job(JOB, "pages", str(folder))
     return dict(np.load(folder / "pages.npz"))
 
 
@@ -131,7 +131,7 @@ def test_the_engine_is_alive_after_all_that(pages, models):
 
 def test_prefill_and_decode_engines_make_one_whole(folder, models):
     """The decoding engine got the KV of three pages through a shared folder, and no rows."""
-    run_job(JOB, "hand_over", str(folder))
+    fork_job(JOB, "hand_over", str(folder))
     results = dict(np.load(folder / "hand_over.npz"))
     pairs = zip(requests(results, "prefill"), requests(results, "decode"), strict=True)
     for (_, _, first), (tokens, cached, second) in pairs:

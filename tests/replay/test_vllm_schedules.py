@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from primeblocks.testing import tiny_models
-from tests.engine_job import HANG_S, run_job
+from tests.engine_job import HANG_S, fork_job
 
 PAGE, LAYERS, TOP_K = 4, 2, 2
 TOKEN_BYTES = 8
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.vllm
 def schedules(folder: Path, mode: str, count: int) -> Counter[str]:
     if not (folder / "model").exists():
         tiny_models.save("qwen3_moe", folder / "model", num_layers=LAYERS)
-    printed = run_job(
+    printed = fork_job(
         Path(__file__), mode, str(folder / "model"), str(count), timeout_s=HANG_S + count
     )
     return Counter(json.loads(printed.splitlines()[-1]))

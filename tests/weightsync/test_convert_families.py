@@ -15,7 +15,7 @@ from primeblocks.weightsync.convert.families import (
     transformers_to_checkpoint,
 )
 from primeblocks.weightsync.manifest import named_tensors
-from tests.engine_job import run_job
+from tests.engine_job import fork_job
 
 pytest.importorskip("transformers")
 
@@ -127,7 +127,7 @@ def run_engines(folder, ranks, what):
         tiny_models.save(family, folder / family, **sizes)
     job = Path(__file__).with_name("convert_job.py")
     pairs = [f"{family}:{kind}" for family, kind in what.items()]
-    run_job(job, str(folder), str(ranks), *pairs)
+    fork_job(job, str(folder), str(ranks), *pairs)
     for family, kind in what.items():
         for rank in range(ranks):
             assert_like_engine(folder, family, kind, rank, ranks)

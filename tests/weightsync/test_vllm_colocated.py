@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine_job import run_job
+from tests.engine_job import fork_job
 
 pytestmark = [
     pytest.mark.vllm,
@@ -15,7 +15,7 @@ pytestmark = [
 
 
 def test_vllm_takes_turns_with_a_trainer(tmp_path):
-    run_job(Path(__file__).with_name("vllm_colocated_job.py"), str(tmp_path))
+    fork_job(Path(__file__).with_name("vllm_colocated_job.py"), str(tmp_path))
     seen = json.loads((tmp_path / "seen.json").read_text())
     start, first, second = seen["tokens"]
     assert len(start) == len(first) == len(second) == 12

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from primeblocks.testing import tiny_models
-from tests.engine_job import run_job
+from tests.engine_job import fork_job
 
 JOB = Path(__file__).with_name("vllm_lora_job.py")
 MISSING = [name for name in ("vllm", "peft") if importlib.util.find_spec(name) is None]
@@ -25,7 +25,7 @@ def folder(request, tmp_path_factory):
     family, dtype = request.param
     tiny_models.save(family, folder / "model", seed=0, dtype=dtype, num_layers=2, hidden=64)
     cases = ["offline", "running"] if dtype == "float32" else ["offline"]
-    run_job(JOB, dtype, str(folder), *cases)
+    fork_job(JOB, dtype, str(folder), *cases)
     return folder
 
 
@@ -142,7 +142,7 @@ def test_workers_hold_a_version_all_or_none(full, tmp_path):
     config = tiny_models.config("qwen3", num_layers=2, hidden=64)
     config.num_key_value_heads = 1  # Of which each worker has a copy.
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    run_job(JOB, "float32", str(tmp_path), "workers")
+    fork_job(JOB, "float32", str(tmp_path), "workers")
     saw = json.loads((tmp_path / "workers.json").read_text())
     assert saw["broken"] == ["EngineError", "RuntimeError: no memory"]
     assert saw["rolled_back"] == [0, 0]

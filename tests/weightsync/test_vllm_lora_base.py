@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from primeblocks.testing import tiny_models
-from tests.engine_job import run_job
+from tests.engine_job import fork_job
 
 JOB = Path(__file__).with_name("vllm_lora_base_job.py")
-ROOT = str(Path(__file__).parents[2])
 MISSING = [name for name in ("vllm", "peft") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.vllm,
@@ -24,7 +23,7 @@ def saw(tmp_path_factory):
     for seed in (0, 1):
         path = folder / f"base-{seed}"
         tiny_models.save("qwen3", path, seed=seed, dtype="float32", num_layers=2, hidden=64)
-    run_job(JOB, str(folder), environment={"PYTHONPATH": ROOT})
+    fork_job(JOB, str(folder))
     return json.loads((folder / "base.json").read_text())
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from primeblocks.testing import tiny_models
-from tests.engine_job import run_job
+from tests.engine_job import fork_job
 
 JOB = Path(__file__).with_name("vllm_update_job.py")
-ROOT = str(Path(__file__).parents[2])
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
@@ -25,7 +24,7 @@ def offline(request, tmp_path_factory):
     for seed in (0, 1):
         path = folder / f"{dtype}-{seed}"
         tiny_models.save("qwen3_moe", path, seed=seed, dtype=dtype, num_layers=2, hidden=64)
-    run_job(JOB, dtype, str(folder), environment={"PYTHONPATH": ROOT})
+    fork_job(JOB, dtype, str(folder))
     return json.loads((folder / f"{dtype}.json").read_text())
 
 

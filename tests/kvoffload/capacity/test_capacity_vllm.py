@@ -11,7 +11,7 @@ from primeblocks.kvoffload.capacity.kv_shapes import kv_groups
 from primeblocks.kvoffload.capacity.plan import Gpu, Weights
 from primeblocks.kvoffload.capacity.planner import plan_capacity
 from primeblocks.testing import tiny_models
-from tests.engine_job import run_job
+from tests.engine_job import fork_job
 
 JOB = Path(__file__).with_name("vllm_capacity_job.py")
 QUICK = "exaone_moe"  # the others with --full
@@ -65,7 +65,7 @@ def engines(tmp_path_factory, request):
                 "requests": dataclasses.asdict(ASKED[family]),
             }
     (folder / "cases.json").write_text(json.dumps([*cases.values()]))
-    run_job(JOB, str(folder / "cases.json"), str(folder / "results.json"))
+    fork_job(JOB, str(folder / "cases.json"), str(folder / "results.json"))
     return dict(zip(cases, json.loads((folder / "results.json").read_text()), strict=True))
 
 

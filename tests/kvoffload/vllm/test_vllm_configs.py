@@ -11,7 +11,7 @@ import pytest
 
 from primeblocks.errors import PlanError, UnsupportedError
 from primeblocks.testing import tiny_models
-from tests.engine_job import run_job
+from tests.engine_job import fork_job
 
 pytestmark = pytest.mark.vllm
 JOB = Path(__file__).with_name("vllm_configs_job.py")
@@ -75,7 +75,7 @@ def adapter():
 def facts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("configs")
     tiny_models.save("qwen3_moe", folder / "model", seed=0, dtype="float32")
-    run_job(JOB, str(folder))
+    fork_job(JOB, str(folder))
     return json.loads((folder / "facts.json").read_text())
 
 

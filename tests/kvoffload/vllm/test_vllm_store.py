@@ -12,7 +12,7 @@ import torch
 
 from primeblocks.errors import PlanError, UnsupportedError
 from primeblocks.testing import tiny_models
-from tests.engine_job import run_job
+from tests.engine_job import fork_job
 
 JOB = Path(__file__).with_name("vllm_store_job.py")
 WHOLE = 96  # prompt tokens in whole pages
@@ -23,7 +23,7 @@ CLOSE = 1e-5  # float32 log-probabilities, prefill in other batches
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kvoffload")
     tiny_models.save("qwen3_moe", folder / "model", seed=0, dtype="float32", init_std=0.06)
-    run_job(JOB, str(folder))
+    fork_job(JOB, str(folder))
     return json.loads((folder / "results.json").read_text())
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from primeblocks.testing import tiny_models
-from tests.engine_job import run_job
+from tests.engine_job import fork_job
 from tests.kvoffload.vllm import vllm_versions_job as job
 
 VERSIONS = 10
@@ -22,7 +22,7 @@ def results(tmp_path_factory):
     for version in range(VERSIONS):
         path = folder / f"model-{version}"
         tiny_models.save("qwen3_moe", path, seed=version, dtype="float32", init_std=0.06)
-    run_job(Path(job.__file__), str(folder), str(VERSIONS))
+    fork_job(Path(job.__file__), str(folder), str(VERSIONS))
     return json.loads((folder / "results.json").read_text())
 
 
