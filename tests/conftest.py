@@ -6,9 +6,13 @@ import torch
 
 from primeblocks.testing import ranks
 
-# Before the first gang of a run: most bodies live in modules that import these.
-ranks.preload("pytest", "hypothesis", "numpy", "safetensors.torch", "jaxtyping")
-
+# Before the first gang of a run: what bodies import, which costs a rank more than its work.
+ranks.preload(
+    *("pytest", "hypothesis", "numpy", "safetensors.torch", "jaxtyping"),
+    *("primeblocks.fp8", "primeblocks.parallel", "primeblocks.replay", "primeblocks.weightsync"),
+    *("primeblocks.testing.oracles", "primeblocks.testing.tiny_models"),
+    *("transformers.modeling_utils", "transformers.models.qwen3_moe.modeling_qwen3_moe"),
+)
 
 # Tensors here are small: more threads only wait for each other, and for whatever else runs.
 torch.set_num_threads(1)
