@@ -1,15 +1,19 @@
-"""Weights into an offline LLM: bit for bit what a fresh engine computes, and every fault."""
+"""Weights into an offline LLM, and turns with it: bit for bit what a fresh engine computes."""
 
+import gc
 import importlib.util
-import json
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from primeblocks.plugins.vllm import register
 from primeblocks.testing import tiny_models
-from tests.engine_job import fork_job
+from primeblocks.weightsync.adapters import vllm as adapter
+from primeblocks.weightsync.engines.colocated import Colocated, ColocatedEngine
+from tests.engine_job import call
+from tests.weightsync.vllm_job import ENGINE, TIMEOUT_S, Trainer, error_of, greedy
 
-JOB = Path(__file__).with_name("vllm_update_job.py")
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
@@ -19,43 +23,157 @@ pytestmark = [
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def offline(request, tmp_path_factory):
     if request.param == "bfloat16" and not request.config.getoption("--full"):
-        pytest.skip("an engine more: --full")
+        pytest.skip("two engines more: --full")
     folder, dtype = tmp_path_factory.mktemp("offline"), request.param
     for seed in (0, 1):
         path = folder / f"{dtype}-{seed}"
         tiny_models.save("qwen3_moe", path, seed=seed, dtype=dtype, num_layers=2, hidden=64)
-    fork_job(JOB, dtype, str(folder))
-    return json.loads((folder / f"{dtype}.json").read_text())
+    return call(_offline, folder, dtype)
+
+
+def _offline(folder, dtype):
+    """An engine that starts with seed 0 and is updated; one that starts with seed 1: turns."""
+    import vllm
+
+    def start(seed):
+        path = str(folder / f"{dtype}-{seed}")
+        return vllm.LLM(path, dtype=dtype, **ENGINE, **adapter.engine_args())
+
+    register()
+    trainer = Trainer(dtype, folder)
+    saw = _updated(start(0), trainer)
+    # Now: collected while the next engine starts, this one would end the groups of that one.
+    gc.collect()
+    second = start(1)
+    saw["fresh"] = greedy(second)
+    saw["turns"] = _turns(second, trainer)
+    trainer.transport.close()
+    return saw
+
+
+def _updated(llm, trainer):
+    def update(receipt, timeout_s=TIMEOUT_S):
+        adapter.update_llm(llm, receipt, timeout_s=timeout_s)
+
+    def now():
+        return greedy(llm), llm.get_weight_version()
+
+    saw = {"start": greedy(llm)}
+    first = trainer.publish(1, seed=1)
+    saw["unattached"] = error_of(update, first)
+    adapter.attach_llm(llm, trainer.plan, trainer.transport)
+    trainer.flip(1)
+    saw["corrupt"], saw["after_corrupt"] = error_of(update, first), now()
+    trainer.flip(1)
+    update(first)
+    saw["updated"] = now()
+
+    second = trainer.publish(2, seed=0)
+    model = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.get_model()
+    whole = model.load_weights
+    for case, damaged in (("broken", _cut_short), ("partial", _without_last)):
+        left = [damaged]
+        model.load_weights = lambda tensors, left=left: whole(
+            left.pop()(tensors) if left else tensors
+        )
+        saw[case], saw[f"after_{case}"] = error_of(update, second), now()
+    model.load_weights = whole
+    update(second)
+    saw["back"] = now()
+
+    late = first.__class__(9, first.bytes, 0.0, first.digest)
+    saw["never_committed"] = error_of(update, late, 0.2)
+    return saw
+
+
+def _cut_short(tensors):
+    for index, item in enumerate(tensors):
+        if index == 9:
+            raise RuntimeError("out of memory")
+        yield item
+
+
+def _without_last(tensors):
+    yield from list(tensors)[:-1]
+
+
+def _turns(llm, trainer):
+    """Two turns of an engine with other weights: what it says in each, and the calls."""
+    calls, said = [], []
+
+    def call(name, act):
+        calls.append((name, act, llm.llm_engine.is_sleeping()))
+
+    def update(receipt, timeout_s):
+        # Attached anew, because a worker that holds the version would not load it again.
+        adapter.attach_llm(llm, trainer.plan, trainer.transport)
+        adapter.update_llm(llm, receipt, timeout_s=timeout_s)
+        call("update", None)
+
+    engine = ColocatedEngine(
+        sleep=lambda s: call("sleep", llm.sleep(level=2)),
+        wake=lambda part, s: call(part, llm.wake_up(tags=[part])),
+        update=update,
+    )
+    colocated = Colocated(
+        trainer=SimpleNamespace(release=lambda: None, restore=lambda: None),
+        engine=engine,
+        publish=lambda version, s: trainer.publisher.publish(version, timeout_s=s),
+        memory=int,
+    )
+    engine.sleep(TIMEOUT_S)
+    for version in (3, 4):
+        colocated.to_engine(version, timeout_s=TIMEOUT_S)
+        said.append(greedy(llm))
+        colocated.to_trainer(timeout_s=TIMEOUT_S)
+        with torch.no_grad():
+            for mine in trainer.model.parameters():
+                mine.mul_(1.5)
+    return {"said": said, "calls": calls}
 
 
 def test_an_updated_engine_equals_a_fresh_one_bit_for_bit(offline):
     assert offline["start"] != offline["fresh"]
-    assert offline["updated"] == [offline["fresh"], "1"]
-    assert offline["back"] == [offline["start"], "2"]
+    assert offline["updated"] == (offline["fresh"], "1")
+    assert offline["back"] == (offline["start"], "2")
 
 
 def test_a_flipped_byte_leaves_the_old_weights_served(offline):
     kind, message = offline["corrupt"]
     assert kind == "CorruptionError"
     assert "of version 1 fails its digest" in message
-    assert offline["after_corrupt"] == [offline["start"], "default"]
+    assert offline["after_corrupt"] == (offline["start"], "default")
 
 
 def test_a_load_that_breaks_goes_back(offline):
     kind, message = offline["broken"]
     assert kind == "TransferError"
     assert "out of memory. Version 1 was loaded again" in message
-    assert offline["after_broken"] == [offline["fresh"], "1"]
+    assert offline["after_broken"] == (offline["fresh"], "1")
 
 
 def test_a_parameter_without_new_values_is_noticed(offline):
     kind, message = offline["partial"]
     assert kind == "TransferError"
     assert "would keep their old values" in message
-    assert offline["after_partial"] == [offline["fresh"], "1"]
+    assert offline["after_partial"] == (offline["fresh"], "1")
 
 
 def test_refusals_have_types(offline):
     assert offline["unattached"][0] == "TransferError"
     assert "call attach() first" in offline["unattached"][1]
     assert offline["never_committed"][0] == "DeadlineError"
+
+
+def test_vllm_takes_turns_with_a_trainer(offline):
+    """On a CPU it goes through the motions of sleeping and keeps its memory: calls and order."""
+    first, second = offline["turns"]["said"]
+    assert offline["fresh"] != first == offline["start"]
+    assert [tokens for tokens, _ in second] != [tokens for tokens, _ in first]
+    turn = [
+        ("weights", False, True),  # Not wholly awake yet: vLLM schedules nothing.
+        ("update", None, True),
+        ("kv_cache", True, False),
+        ("sleep", None, True),
+    ]
+    assert offline["turns"]["calls"] == [("sleep", None, True), *turn, *turn]

@@ -1,11 +1,13 @@
-"""What the jobs with a real vLLM share: a trainer of one rank, engines' settings, what is seen."""
+"""What bodies with a real vLLM share: a trainer of one rank, engines' settings, what is seen."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from primeblocks.errors import PrimeblocksError
 from primeblocks.testing import tiny_models
 from primeblocks.weightsync import Publisher, SharedMemoryTransport, describe, plan_sync
 from tests.weightsync.contents import flip_sent
@@ -35,6 +37,22 @@ def seen(output: Any) -> list[Any]:
     row = output.outputs[0]
     logprobs = zip(row.logprobs, row.token_ids, strict=True)
     return [list(row.token_ids), [float.hex(lp[token].logprob) for lp, token in logprobs]]
+
+
+def greedy(llm: Any, tokens: int = 24, request: Any = None) -> list[Any]:
+    """What an LLM says; of one LoRA adapter, or of a list of them, one for each prompt."""
+    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    outputs = llm.generate(prompts, sampling(tokens), use_tqdm=False, lora_request=request)
+    return [seen(output) for output in outputs]
+
+
+def error_of(call: Callable[..., object], *args: object) -> tuple[str, str]:
+    """The kind and the message of our error, empty without one."""
+    try:
+        call(*args)
+    except PrimeblocksError as error:
+        return type(error).__name__, str(error)
+    return "", ""
 
 
 class Trainer:
