@@ -39,7 +39,7 @@ def main() -> None:
     parallelize(model, meshes, attention=parallel.attention.ring_attention)
 
     rows = torch.randint(512, (plan.batch, sum(DOCUMENTS)), generator=torch.manual_seed(1))
-    sequence = parallel.plan_sequence(DOCUMENTS, ranks=CONTEXT, block_tokens=32)
+    sequence = parallel.plan_sequence(DOCUMENTS, ranks=CONTEXT, chunk_tokens=32)
     tokens = rows[meshes.batch.get_local_rank()]
     labels = sequence.split(sequence.labels(tokens), group=group)
     count = parallel.global_token_count((labels != -100).sum(), meshes)

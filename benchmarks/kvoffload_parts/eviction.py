@@ -72,7 +72,7 @@ def tools(*, shell: str | None = None) -> tuple[Tool, ...]:
 
 ALL_RUN = Agents(
     step_s=60,
-    versions=8,
+    num_versions=8,
     system_tokens=12_288,
     prompt_tokens=Spread(1500, 0.8, 8000),
     turns=Spread(30, 0.5, 100),
@@ -93,7 +93,7 @@ FAMILIES: dict[str, dict[str, Agents]] = {
         "search": replace(
             CODING,
             batch=64,
-            versions=6,
+            num_versions=6,
             turns=Spread(8, 0.5, 30),
             tools=(Tool("tool", Spread(1, 0.5), Spread(1500, 0.7, 8000)),),
         ),

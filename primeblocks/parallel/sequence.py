@@ -267,14 +267,14 @@ def plan_sequence(
     ranks: int,
     order: str = "balanced",
     cost: Callable[[np.ndarray], np.ndarray] | None = None,
-    block_tokens: int = 128,
+    chunk_tokens: int = 128,
 ) -> SequencePlan:
     """Deal the tokens of packed documents to the ranks that share the sequence. Pure.
 
     `contiguous` gives each rank one run, which recurrences like best. `zigzag` gives each rank
     one early and one late run, which balances causal attention in one long document, and nothing
-    else. `balanced` deals blocks, the most expensive first, each to the rank that has least to do
-    among those that have not had their share of blocks: memory and work are both balanced,
+    else. `balanced` deals chunks, the most expensive first, each to the rank that has least to do
+    among those that have not had their share of chunks: memory and work are both balanced,
     whatever the documents. No divisibility is asked for; ranks may hold different numbers of
     tokens, or none.
 
@@ -282,7 +282,7 @@ def plan_sequence(
         document_lengths: tokens of each document, in the order in which they are packed.
         cost: from the positions of tokens inside their documents to the cost of each of them;
             default: position + 1, the keys that causal attention reads.
-        block_tokens: size of the blocks of `balanced`.
+        chunk_tokens: size of the chunks of `balanced`.
 
     Raises:
         PlanError: an unknown order, no ranks, a negative length, or a cost that is no number.
@@ -292,24 +292,24 @@ def plan_sequence(
     given: Any = document_lengths
     given = given.tolist() if isinstance(given, Tensor | np.ndarray) else given
     whole = isinstance(given, Sequence) and all(
-        isinstance(n, Integral) for n in (*given, ranks, block_tokens)
+        isinstance(n, Integral) for n in (*given, ranks, chunk_tokens)
     )
     if not whole or not (cost is None or callable(cost)):
         raise PlanError(
-            "needs a list of document lengths, ranks and block_tokens, all whole numbers, and a "
-            f"cost to call; got {given!r:.80}, ranks={ranks!r}, block_tokens={block_tokens!r}, "
+            "needs a list of document lengths, ranks and chunk_tokens, all whole numbers, and a "
+            f"cost to call; got {given!r:.80}, ranks={ranks!r}, chunk_tokens={chunk_tokens!r}, "
             f"cost={cost!r}."
         )
     lengths = tuple(int(length) for length in given)
-    if ranks < 1 or block_tokens < 1 or min(lengths, default=0) < 0:
+    if ranks < 1 or chunk_tokens < 1 or min(lengths, default=0) < 0:
         raise PlanError(
-            f"needs ranks >= 1, block_tokens >= 1 and lengths >= 0; "
-            f"got ranks={ranks}, block_tokens={block_tokens}, lengths={list(lengths)}."
+            f"needs ranks >= 1, chunk_tokens >= 1 and lengths >= 0; "
+            f"got ranks={ranks}, chunk_tokens={chunk_tokens}, lengths={list(lengths)}."
         )
     tokens = sum(lengths)
     paid = _costs(lengths, cost)
     if order == "balanced":
-        pieces = _balanced(paid, tokens, ranks, block_tokens)
+        pieces = _balanced(paid, tokens, ranks, chunk_tokens)
     elif order == "zigzag":
         cuts = [tokens * i // (2 * ranks) for i in range(2 * ranks + 1)]
         early = [(cuts[r], cuts[r + 1]) for r in range(ranks)]
@@ -340,11 +340,11 @@ def _costs(lengths: tuple[int, ...], cost: Callable[[np.ndarray], np.ndarray] | 
 
 
 def _balanced(
-    paid: np.ndarray, tokens: int, ranks: int, block_tokens: int
+    paid: np.ndarray, tokens: int, ranks: int, chunk_tokens: int
 ) -> list[list[tuple[int, int]]]:
-    blocks = [(a, min(a + block_tokens, tokens)) for a in range(0, tokens, block_tokens)]
-    share = -(-len(blocks) // ranks)
-    dearest_first = sorted(blocks, key=lambda block: (paid[block[0]] - paid[block[1]], block))
+    chunks = [(a, min(a + chunk_tokens, tokens)) for a in range(0, tokens, chunk_tokens)]
+    share = -(-len(chunks) // ranks)
+    dearest_first = sorted(chunks, key=lambda chunk: (paid[chunk[0]] - paid[chunk[1]], chunk))
     idle = [(0.0, rank) for rank in range(ranks)]
     heapify(idle)
     dealt: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]

@@ -55,7 +55,7 @@ OVERHEAD = _HEADER.size + _DIGEST
 
 
 def seal(
-    kind: bytes, version: int, parts: Sequence[Any], *, into: Bytes | None = None
+    kind: bytes, format_version: int, parts: Sequence[Any], *, into: Bytes | None = None
 ) -> memoryview:
     """Copy `parts` into one buffer between header and digest. Local; one copy.
 
@@ -72,7 +72,7 @@ def seal(
     out = _room(length + OVERHEAD, into)
     digest = xxhash.xxh3_128()
     position = 0
-    for array in (_bytes_of(_HEADER.pack(kind, version, 0, length)), *arrays):
+    for array in (_bytes_of(_HEADER.pack(kind, format_version, 0, length)), *arrays):
         # In pieces that are still in the cache when they are read again.
         for begin in range(0, len(array), _CHUNK):
             piece = array[begin : begin + _CHUNK]
@@ -84,7 +84,7 @@ def seal(
     return out.data
 
 
-def unseal(payload: Bytes, *, kind: bytes, version: int) -> memoryview:
+def unseal(payload: Bytes, *, kind: bytes, format_version: int) -> memoryview:
     """The body: a view. Local; reads every byte once.
 
     Raises:
@@ -99,13 +99,13 @@ def unseal(payload: Bytes, *, kind: bytes, version: int) -> memoryview:
             f"the digest of {len(buffer)} bytes does not match: bytes were changed, added or"
             " lost. Fetch them again."
         )
-    found, found_version, _, length = _HEADER.unpack_from(buffer)
+    found, found_format, _, length = _HEADER.unpack_from(buffer)
     if found != kind:
         raise CorruptionError(f"these bytes are {found!r}, not {kind!r}")
-    if found_version != version:
+    if found_format != format_version:
         raise UnsupportedError(
-            f"{kind!r} of format version {found_version}; this primeblocks reads version"
-            f" {version}. Pack and unpack with the same release."
+            f"{kind!r} of format version {found_format}; this primeblocks reads version"
+            f" {format_version}. Pack and unpack with the same release."
         )
     if length != len(buffer) - OVERHEAD:
         raise CorruptionError(f"{len(buffer)} bytes do not hold a body of {length}")
@@ -131,7 +131,7 @@ def _room(length: int, into: Bytes | None) -> np.ndarray:
     return room[:length]
 
 
-_KIND, _VERSION = b"PBRT", 2
+_KIND, _FORMAT = b"PBRT", 2
 _CODINGS = ("raw", "dense")
 _SIZES = struct.Struct("<B3xHHIIQQ")
 
@@ -200,7 +200,7 @@ def encode(
         np.packbits(missing),
         np.packbits(padding if padded else padding[:0]),
     )
-    return seal(_KIND, _VERSION, parts, into=into)
+    return seal(_KIND, _FORMAT, parts, into=into)
 
 
 def decode(payload: Bytes) -> Decoded:
@@ -210,7 +210,7 @@ def decode(payload: Bytes) -> Decoded:
         CorruptionError: a byte was changed, added or lost.
         UnsupportedError: another version of the format.
     """
-    body = unseal(payload, kind=_KIND, version=_VERSION)
+    body = unseal(payload, kind=_KIND, format_version=_FORMAT)
     if len(body) < _SIZES.size:
         raise CorruptionError(f"a body of {len(body)} bytes cannot hold the sizes of routes")
     code, top_k, padded, num_experts, layers, tokens, start = _SIZES.unpack_from(body)

@@ -62,7 +62,7 @@ class PageArena:
         self._remembered = remembered_pages
         self._arena = np.empty((self.capacity_pages, page_bytes), dtype=np.uint8)
         self._free = list(range(self.capacity_pages - 1, -1, -1))
-        self._slots: dict[Hashable, int] = {}
+        self._frames: dict[Hashable, int] = {}
         self._idle: OrderedDict[Hashable, None] = OrderedDict()  # stored and not retained
         self._retained: dict[Hashable, int] = {}
         self._seen: OrderedDict[Hashable, int | None] = OrderedDict()  # None: disputed
@@ -75,15 +75,15 @@ class PageArena:
         with self._lock:
             if not self._is_the_same(key, digest):
                 return False
-            if key in self._slots:
+            if key in self._frames:
                 self._touch(key)
                 return True
             if not self._free and not self._evict_one():
                 self._count(refused=1)
                 return False
-            slot = self._free.pop()
-            self._arena[slot] = page
-            self._slots[key] = slot
+            frame = self._free.pop()
+            self._arena[frame] = page
+            self._frames[key] = frame
             if key not in self._retained:
                 self._idle[key] = None
             self._count(stored=1)
@@ -97,11 +97,11 @@ class PageArena:
         with self._lock:
             hits = 0
             for row, key in zip(into, keys, strict=True):
-                slot = self._slots.get(key)
-                if slot is not None:
+                frame = self._frames.get(key)
+                if frame is not None:
                     hits += 1
                     self._touch(key)
-                    row[:] = self._arena[slot]
+                    row[:] = self._arena[frame]
             self._count(hits=hits, misses=len(keys) - hits)
 
     def retain(self, keys: Iterable[Hashable]) -> None:
@@ -126,7 +126,7 @@ class PageArena:
                     self._retained[key] = count
                     continue
                 del self._retained[key]
-                if key in self._slots:
+                if key in self._frames:
                     self._idle[key] = None
 
     def drop(self, keys: Iterable[Hashable]) -> None:
@@ -134,14 +134,14 @@ class PageArena:
         with self._lock:
             for key in keys:
                 self._seen.pop(key, None)
-                if key in self._slots:
+                if key in self._frames:
                     self._forget(key)
 
     def __contains__(self, key: Hashable) -> bool:
-        return key in self._slots
+        return key in self._frames
 
     def __len__(self) -> int:
-        return len(self._slots)
+        return len(self._frames)
 
     @property
     def statistics(self) -> StoreStatistics:
@@ -150,7 +150,7 @@ class PageArena:
     def close(self) -> None:
         """Forget everything and give the memory back; later pages are refused."""
         with self._lock:
-            for each in (self._slots, self._idle, self._retained, self._seen, self._free):
+            for each in (self._frames, self._idle, self._retained, self._seen, self._free):
                 each.clear()
             self._arena = self._arena[:0].copy()
 
@@ -165,7 +165,7 @@ class PageArena:
         if known is not None and known != digest:
             # Which of the two belongs to the KV that a later hit finds cannot be known here.
             self._seen[key] = None
-            if key in self._slots:
+            if key in self._frames:
                 self._forget(key)
             self._count(disputed=1)
         return known == digest
@@ -182,7 +182,7 @@ class PageArena:
             self._idle.move_to_end(key)
 
     def _forget(self, key: Hashable) -> None:
-        self._free.append(self._slots.pop(key))
+        self._free.append(self._frames.pop(key))
         self._idle.pop(key, None)
 
     def _count(self, **more: int) -> None:

@@ -19,7 +19,7 @@ from .codec import Bytes, seal, unseal
 
 __all__ = ["KeptTokens", "kept_logprobs", "kept_tokens"]
 
-_KIND, _VERSION = b"PBKT", 1
+_KIND, _FORMAT = b"PBKT", 1
 _SIZES = struct.Struct("<IBB2xQQ")
 
 
@@ -177,7 +177,7 @@ class KeptTokens:
         id_bytes = _bytes_for(self.vocab_size, (2, 3, 4))
         sizes = _SIZES.pack(self.vocab_size, count_bytes, id_bytes, self.tokens, len(self.ids))
         ids = self.ids.astype("<u4").view(np.uint8).reshape(-1, 4)[:, :id_bytes]
-        return seal(_KIND, _VERSION, (sizes, counts.astype(f"<u{count_bytes}"), ids))
+        return seal(_KIND, _FORMAT, (sizes, counts.astype(f"<u{count_bytes}"), ids))
 
     @classmethod
     def unpack(cls, payload: Bytes) -> KeptTokens:
@@ -187,7 +187,7 @@ class KeptTokens:
             CorruptionError: a byte was changed, added or lost.
             UnsupportedError: another version of the format.
         """
-        body = unseal(payload, kind=_KIND, version=_VERSION)
+        body = unseal(payload, kind=_KIND, format_version=_FORMAT)
         if len(body) < _SIZES.size:
             raise CorruptionError(f"a body of {len(body)} bytes cannot hold the sizes")
         vocab_size, count_bytes, id_bytes, tokens, kept = _SIZES.unpack_from(body)

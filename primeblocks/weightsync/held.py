@@ -27,9 +27,9 @@ __all__ = [
     "Blob",
     "BlobFile",
     "Boxes",
+    "CachingAllocator",
     "Held",
     "Lent",
-    "Pages",
     "Sealed",
     "chunks_of",
     "copied",
@@ -225,7 +225,7 @@ class Boxes:
     ) -> None:
         self._plan, self.stays, self._device = plan, stays, torch.device(device)
         self.is_own = True
-        self._pages = Pages()
+        self._allocator = CachingAllocator()
         self._wants = plan.wants[reader]
         self._boxes: dict[str, list[tuple[Shard, Tensor]]] = {}
 
@@ -257,10 +257,10 @@ class Boxes:
         dtype = self._plan.target[name].dtype
         if self._device.type != "cpu" or self.stays or box.numel == 0:
             return torch.empty(box.sizes, dtype=dtype, device=self._device)
-        return self._pages.take(box.numel * dtype.itemsize).view(dtype).view(box.sizes)
+        return self._allocator.take(box.numel * dtype.itemsize).view(dtype).view(box.sizes)
 
 
-class Pages:
+class CachingAllocator:
     """Memory that is used again once no tensor is in it: fresh pages cost several copies."""
 
     def __init__(self) -> None:

@@ -30,8 +30,8 @@ _HALVED = {
     torch.float16: (torch.int16, 10),
 }
 _CHUNK = 1 << 20
-# A part that is missing from a fused tensor shows where it is longer than two blocks.
-_BLOCKS, _LEAST_BYTES, _MOST_BYTES = 64, 256, 1 << 16
+# A part that is missing from a fused tensor shows where it is longer than two pieces.
+_PIECES, _LEAST_BYTES, _MOST_BYTES = 64, 256, 1 << 16
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def prove_round_trip(
 ) -> RoundTrip:
     """Show that what the trainer has is what the engine holds, before a run relies on it.
 
-    Pushes the parameters, then perturbed ones, then the first again. Every block of every tensor
+    Pushes the parameters, then perturbed ones, then the first again. Every piece of every tensor
     that the engine holds has to change with the second push, and to be exactly as at first after
     the third: a tensor or a part that never arrives fails, and so does garbage. Every floating
     element is negated and halved, which shows in whatever dtype it travels, and comes back bit for
@@ -120,12 +120,12 @@ def prove_round_trip(
 
 
 def digest_tensors(tensors: NamedTensors) -> dict[str, tuple[str, ...]]:
-    """Return, by name, an XXH3-64 of each block of a tensor: equal where the tensors are. Local.
+    """Return, by name, an XXH3-64 of each piece of a tensor: equal where the tensors are. Local.
 
-    A tensor has 64 blocks, of 256 bytes at least and 64 KiB at most; dtype and shape count.
+    A tensor has 64 pieces, of 256 bytes at least and 64 KiB at most; dtype and shape count.
     """
     return {
-        name: tuple(_block_digests(_local(tensor)))
+        name: tuple(_piece_digests(_local(tensor)))
         for name, tensor in named_tensors(tensors).items()
     }
 
@@ -152,10 +152,10 @@ def _digests(held: object) -> dict[str, tuple[str, ...]]:
     )
 
 
-def _block_digests(tensor: Tensor) -> Iterator[str]:
+def _piece_digests(tensor: Tensor) -> Iterator[str]:
     head = f"{tensor.dtype} {tuple(tensor.shape)};".encode()
     room = as_buffer(tensor.cpu().contiguous())
-    size = max(_LEAST_BYTES, min(_MOST_BYTES, -(-len(room) // _BLOCKS)))
+    size = max(_LEAST_BYTES, min(_MOST_BYTES, -(-len(room) // _PIECES)))
     for start in range(0, max(1, len(room)), size):
         digest = xxhash.xxh3_64(head)
         digest.update(room[start : start + size])
@@ -165,7 +165,7 @@ def _block_digests(tensor: Tensor) -> Iterator[str]:
 def _is_deaf(
     before: Mapping[str, tuple[str, ...]], changed: Mapping[str, tuple[str, ...]], name: str
 ) -> bool:
-    """Tell whether some block is as it was."""
+    """Tell whether some piece is as it was."""
     return any(a == b for a, b in zip(before.get(name, ()), changed.get(name, ()), strict=False))
 
 

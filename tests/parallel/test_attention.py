@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from primeblocks.parallel import plan_sequence, reference
 from primeblocks.parallel.attention import ring_attention, ulysses_attention
 from primeblocks.parallel.attention.kernel import Kernel
-from primeblocks.parallel.attention.merge import Gradients, Merge
+from primeblocks.parallel.attention.merge import AttentionBackward, OnlineSoftmax
 from primeblocks.testing import ranks, strategies
 from primeblocks.testing.oracles import assert_as_precise, assert_close_float64
 
@@ -44,7 +44,7 @@ def _split_in(
 ):
     """By name: this rank's output and gradients; sinks last, where there are any."""
     lie = _columns if strided else torch.Tensor.contiguous
-    plan = plan_sequence(lengths, ranks=group.size(), order=order, block_tokens=3)
+    plan = plan_sequence(lengths, ranks=group.size(), order=order, chunk_tokens=3)
     own = plan.indices(group.rank())
     results = {}
     for name in names:
@@ -84,7 +84,7 @@ def _assert_equal_one_rank(world_size, lengths, order, heads, rules, with_sinks)
 
 def _assert_equal_whole(found, lengths, order, heads, rules, with_sinks):
     expected = _whole(lengths, heads, rules, with_sinks)
-    plan = plan_sequence(lengths, ranks=len(found), order=order, block_tokens=3)
+    plan = plan_sequence(lengths, ranks=len(found), order=order, chunk_tokens=3)
     for rank, by_name in enumerate(found):
         own = plan.indices(rank)
         for results in by_name.values():
@@ -150,7 +150,7 @@ def test_bfloat16_is_as_precise_as_plain_attention(name, rules, with_sinks):
     lengths, heads = [150, 33, 73], (4, 2, 16, 16)
     arguments = (lengths, "balanced", heads, rules, with_sinks, torch.bfloat16)
     found = ranks.run(_split_attention, [name], *arguments, world_size=3)
-    plan = plan_sequence(lengths, ranks=3, block_tokens=3)
+    plan = plan_sequence(lengths, ranks=3, chunk_tokens=3)
     parts = zip(*(by_name[name][:4] for by_name in found), strict=True)
     ours = [torch.cat(part)[plan.row_of_token] for part in parts] + found[0][name][4:]
     naive = _step(_naive, lengths, heads, rules, with_sinks, torch.bfloat16)
@@ -195,10 +195,10 @@ def test_keys_one_by_one_make_one_attention(dtype):
     rows = slice(0, tokens)
     parts = [slice(key, key + 1) for key in reversed(range(tokens))]
     kernels = [Kernel(False, torch.arange(tokens)[:, None] >= part.start, 0.25) for part in parts]
-    merge = Merge(q, v)
+    merge = OnlineSoftmax(q, v)
     for part, kernel in zip(parts, kernels, strict=True):
         merge.add(rows, *kernel.forward(q, k[part], v[part]))
-    gradients = Gradients(grad, q, merge.result(), merge.lse)
+    gradients = AttentionBackward(grad, q, merge.result(), merge.lse)
     by_part = [
         gradients.add(rows, kernel, k[part], v[part])
         for part, kernel in zip(parts, kernels, strict=True)
@@ -325,7 +325,7 @@ def _block(x, attend):
 def _in_one_graph():
     """Two such blocks, plain and recomputed; then the same graph once more."""
     group = dist.group.WORLD
-    plan = plan_sequence(PACKINGS[1], ranks=group.size(), order="balanced", block_tokens=2)
+    plan = plan_sequence(PACKINGS[1], ranks=group.size(), order="balanced", chunk_tokens=2)
     own = plan.indices(group.rank())
 
     def attend(name, q, k, v):
@@ -357,7 +357,7 @@ def test_several_attentions_in_one_graph():
     x = _inputs(sum(PACKINGS[1]), HEADS[0])[0].requires_grad_()
     y = _block(_block(x, attend), attend)
     y.backward(_cotangent(len(x), HEADS[0]))
-    plan = plan_sequence(PACKINGS[1], ranks=3, order="balanced", block_tokens=2)
+    plan = plan_sequence(PACKINGS[1], ranks=3, order="balanced", chunk_tokens=2)
     for rank, found in enumerate(ranks.run(_in_one_graph, world_size=3)):
         own = plan.indices(rank)
         for results in found:

@@ -29,7 +29,7 @@ def _split(jobs):
     group = dist.group.WORLD
     results = []
     for name, lengths, order in jobs:
-        plan = plan_sequence(lengths, ranks=group.size(), order=order, block_tokens=4)
+        plan = plan_sequence(lengths, ranks=group.size(), order=order, chunk_tokens=4)
         own = plan.indices(group.rank())
         inputs, by_token = drawn(name, plan.tokens)
         leaves = [x[own] if i < by_token else x for i, x in enumerate(inputs)]
@@ -58,7 +58,7 @@ def _assert_equal_one_rank(jobs, world_size):
     for index, (name, lengths, order) in enumerate(jobs):
         expected = _whole(name, tuple(lengths))
         by_token = 1 + drawn(name, 0)[1]
-        plan = plan_sequence(lengths, ranks=world_size, order=order, block_tokens=4)
+        plan = plan_sequence(lengths, ranks=world_size, order=order, chunk_tokens=4)
         for rank, results in enumerate(found):
             own = plan.indices(rank)
             assert_close_float64(results[index][:by_token], [x[own] for x in expected[:by_token]])
@@ -113,7 +113,7 @@ def test_chunks_equal_single_tokens(tokens, chunk_size, generator, data):
     order=st.sampled_from(ORDERS),
 )
 def test_batches_hold_each_token_once(lengths, ranks_, order):
-    plan = plan_sequence(lengths, ranks=ranks_, order=order, block_tokens=4)
+    plan = plan_sequence(lengths, ranks=ranks_, order=order, chunk_tokens=4)
     for rank in range(ranks_):
         tokens = plan.indices(rank)
         batches = run_batches(plan, rank)
@@ -129,7 +129,7 @@ def test_batches_hold_each_token_once(lengths, ranks_, order):
 def _scan(lengths, order, scalar):
     """States that this rank's runs start from, and what one backward leaves in the summaries."""
     group = dist.group.WORLD
-    plan = plan_sequence(lengths, ranks=group.size(), order=order, block_tokens=2)
+    plan = plan_sequence(lengths, ranks=group.size(), order=order, chunk_tokens=2)
     generator = torch.Generator().manual_seed(group.rank())
     runs, heads = len(cut_runs(plan, group.rank())), 2
     shapes = [(runs, heads, 3, 2, 2), (runs, heads) if scalar else (runs, heads, 3, 3)]
@@ -168,7 +168,7 @@ def _numbered(plan, rank):
 @pytest.mark.parametrize("order", ["balanced", "zigzag"])
 def test_states_are_those_of_a_chain(order, scalar):
     lengths = [11, 3, 6]
-    plan = plan_sequence(lengths, ranks=3, order=order, block_tokens=2)
+    plan = plan_sequence(lengths, ranks=3, order=order, chunk_tokens=2)
     found = ranks.run(_scan, lengths, order, scalar, world_size=3)
     leaves = [[x.clone().requires_grad_() for x in one] for one, *_ in found]
     states = _chain(plan, *zip(*leaves, strict=True))

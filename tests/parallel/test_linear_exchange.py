@@ -25,7 +25,7 @@ def _elements_sent(lengths, order):
         return original(out, x, receive, send, group=group)
 
     dist.all_to_all_single = counted
-    plan = plan_sequence(lengths, ranks=group.size(), order=order, block_tokens=4)
+    plan = plan_sequence(lengths, ranks=group.size(), order=order, chunk_tokens=4)
     own = plan.indices(group.rank())
     by_case = {}
     for name in CASES:
@@ -51,7 +51,7 @@ def _runs_by_document(plan):
 @pytest.mark.parametrize("order", ["balanced", "contiguous"])
 def test_only_what_is_used_is_sent(order):
     lengths, world_size = [5, 14, 1, 12], 3
-    plan = plan_sequence(lengths, ranks=world_size, order=order, block_tokens=4)
+    plan = plan_sequence(lengths, ranks=world_size, order=order, chunk_tokens=4)
     found = ranks.run(_elements_sent, lengths, order, world_size=world_size)
     for name, heads, transition in (("delta", DELTA_HEADS, KEY**2), ("space", SPACE_HEADS, 1)):
         cuts = [heads * r // world_size for r in range(world_size + 1)]

@@ -127,7 +127,7 @@ def _drawn():
 def _split_layer(name, order):
     """By kernel: this rank's output, its gradient, and all ranks' gradients of parameters."""
     group = dist.group.WORLD
-    plan = plan_sequence(LENGTHS, ranks=group.size(), order=order, block_tokens=4)
+    plan = plan_sequence(LENGTHS, ranks=group.size(), order=order, chunk_tokens=4)
     forward, kernels = _kernels(name)
     results = {}
     for who, kernel in kernels.items():
@@ -160,7 +160,7 @@ def _whole_layer(name):
 @pytest.mark.parametrize(("world_size", "order"), [(1, "contiguous"), (3, "zigzag")])
 def test_layer_equals_that_of_transformers(name, world_size, order):
     found = ranks.run(_split_layer, name, order, world_size=world_size)
-    plan = plan_sequence(LENGTHS, ranks=world_size, order=order, block_tokens=4)
+    plan = plan_sequence(LENGTHS, ranks=world_size, order=order, chunk_tokens=4)
     out, grad, grads = _whole_layer(name)
     for rank, by_kernel in enumerate(found):
         own = plan.indices(rank)

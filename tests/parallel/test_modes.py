@@ -161,7 +161,7 @@ def _compiled(name, check):
 
     compiled = torch.compile(layer, backend="aot_eager")
     for lengths, order, window in PLANS:
-        plan = plan_sequence(lengths, ranks=2, order=order, block_tokens=4)
+        plan = plan_sequence(lengths, ranks=2, order=order, chunk_tokens=4)
         qkv = _qkv(plan, [torch.float32] * 3)
         want = _with_grads(lambda *x: layer(*x, plan, window), qkv)  # noqa: B023
         got = _with_grads(lambda *x: compiled(*x, plan, window), qkv)  # noqa: B023

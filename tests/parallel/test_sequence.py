@@ -15,7 +15,7 @@ plans = st.builds(
     strategies.ragged_lengths(min_items=0, max_items=7),
     ranks=st.integers(1, 5),
     order=st.sampled_from(ORDERS),
-    block_tokens=st.integers(1, 9),
+    chunk_tokens=st.integers(1, 9),
 )
 
 
@@ -74,7 +74,7 @@ def test_labels_are_the_next_tokens_of_the_document(plan, seed):
 
 def test_orders_of_one_document():
     def pieces(order):
-        return plan_sequence([8], ranks=2, order=order, block_tokens=2).pieces
+        return plan_sequence([8], ranks=2, order=order, chunk_tokens=2).pieces
 
     assert pieces("contiguous") == (((0, 4),), ((4, 8),))
     assert pieces("zigzag") == (((0, 2), (6, 8)), ((2, 6),))
@@ -87,7 +87,7 @@ def test_orders_of_one_document():
 )
 def test_balanced_is_no_worse_than_one_block_off(lengths, ranks):
     """Dearest first, with equal shares of blocks: no rank is a whole block dearer than another."""
-    plan = plan_sequence(lengths, ranks=ranks, block_tokens=16)
+    plan = plan_sequence(lengths, ranks=ranks, chunk_tokens=16)
     assert max(plan.counts) <= 16 * -(-plan.tokens // (16 * ranks))
     dearest = 16 * max(lengths)
     assert max(plan.costs) - sum(plan.costs) / ranks <= dearest
@@ -97,7 +97,7 @@ def test_the_given_cost_is_what_is_balanced():
     def only_late(positions):
         return (positions >= 96).astype(float)
 
-    late = plan_sequence([128], ranks=4, cost=only_late, block_tokens=8)
+    late = plan_sequence([128], ranks=4, cost=only_late, chunk_tokens=8)
     assert late.costs == (8.0, 8.0, 8.0, 8.0)
     early = plan_sequence([128], ranks=4, order="contiguous", cost=only_late)
     assert early.costs == (0.0, 0.0, 0.0, 32.0)
@@ -105,7 +105,7 @@ def test_the_given_cost_is_what_is_balanced():
 
 
 def test_equal_arguments_make_equal_plans():
-    one, same = (plan_sequence([300, 5, 77], ranks=3, block_tokens=16) for _ in range(2))
+    one, same = (plan_sequence([300, 5, 77], ranks=3, chunk_tokens=16) for _ in range(2))
     assert one == same
     assert one.fingerprint == same.fingerprint
     assert 0 <= one.fingerprint < 2**63
@@ -135,7 +135,7 @@ def test_a_plan_without_tokens_is_balanced():
 
 
 def test_a_long_plan_shows_itself_in_one_line():
-    plan = plan_sequence([256] * 1000, ranks=8, block_tokens=1)
+    plan = plan_sequence([256] * 1000, ranks=8, chunk_tokens=1)
     assert (
         repr(plan) == "<SequencePlan of 1000 documents, 256000 tokens, 8 ranks, order='balanced'>"
     )
@@ -156,7 +156,7 @@ def test_the_table_names_every_rank():
         ({"order": "spiral"}, "one of .*balanced.*; got 'spiral'"),
         ({"ranks": 0}, "got ranks=0"),
         ({"document_lengths": [3, -1]}, r"lengths=\[3, -1\]"),
-        ({"block_tokens": 0}, "block_tokens=0"),
+        ({"chunk_tokens": 0}, "chunk_tokens=0"),
         ({"cost": lambda p: np.full(p.shape, np.nan)}, "one finite number"),
         ({"cost": lambda p: -1.0 * p}, r"from -3.0 to 0.0\."),
         ({"cost": lambda p: p[:2]}, r"each of 4 positions; got shape \(2,\)"),
@@ -173,7 +173,7 @@ def test_bad_plans_are_refused(arguments, said):
 def _split_and_join(lengths, order):
     group = dist.group.WORLD
     rank = group.rank()
-    plan = plan_sequence(lengths, ranks=group.size(), order=order, block_tokens=2)
+    plan = plan_sequence(lengths, ranks=group.size(), order=order, chunk_tokens=2)
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(3, plan.tokens, 2, generator=generator, dtype=torch.float64)
     leaf = whole.clone().requires_grad_()

@@ -67,7 +67,7 @@ def _packed(model, meshes, order, count):
     from primeblocks.parallel.adapters.transformers import local_inputs
 
     group = meshes.context.get_group()
-    plan = plan_sequence(DOCUMENTS, ranks=group.size(), order=order, block_tokens=3)
+    plan = plan_sequence(DOCUMENTS, ranks=group.size(), order=order, chunk_tokens=3)
     tokens = _tokens(meshes.batch.get_local_rank())
     labels = plan.split(plan.labels(tokens), group=group)
     logits = model(**local_inputs(tokens, sequence=plan, group=group)).logits[0]

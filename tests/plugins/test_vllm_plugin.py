@@ -14,7 +14,7 @@ import torch
 from primeblocks.plugins import vllm as plugin
 from tests.engine_job import run_job
 
-CPU = {"version": "0.32.0", "is_cpu": True, "off": ""}
+CPU = {"release": "0.32.0", "is_cpu": True, "off": ""}
 CPU_ONLY = {"amx_on_cpu", "routed_experts_on_cpu", "moe_reload_on_cpu"}
 NAMES = CPU_ONLY | {"missing_routes_survive", "routes_with_pages"}
 EXACT_K3 = 1e-11  # float32 rounding; a fault costs 0.1 and more
@@ -28,15 +28,15 @@ def test_vllm_finds_register_by_its_entry_point():
 
 def test_tested_versions_on_cpu_get_every_patch():
     assert {patch.name for patch in plugin.PATCHES} == NAMES
-    for version in ("0.32.0", "0.32.1+cpu", "0.32.0rc1"):
-        assert plugin.refusals(**CPU | {"version": version}) == {}
+    for release in ("0.32.0", "0.32.1+cpu", "0.32.0rc1"):
+        assert plugin.refusals(**CPU | {"release": release}) == {}
 
 
-@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.32.0", "0.320.0", "dev"])
-def test_other_versions_get_none(version):
-    refused = plugin.refusals(**CPU | {"version": version})
+@pytest.mark.parametrize("release", ["0.31.2", "0.33.0", "1.32.0", "0.320.0", "dev"])
+def test_other_versions_get_none(release):
+    refused = plugin.refusals(**CPU | {"release": release})
     assert set(refused) == NAMES
-    assert all(version in why and "vllm==0.32.*" in why for why in refused.values())
+    assert all(release in why and "vllm==0.32.*" in why for why in refused.values())
 
 
 def test_other_platforms_get_what_is_not_about_cpus():

@@ -143,7 +143,7 @@ def _compare(family, degrees):
         if checkpoint is not None:
             _checkpointed(model, checkpoint)
         parallelize(model, meshes, attention=ATTENTIONS[attention])
-        plan = plan_sequence(DOCUMENTS, ranks=meshes.plan.context, order=order, block_tokens=3)
+        plan = plan_sequence(DOCUMENTS, ranks=meshes.plan.context, order=order, chunk_tokens=3)
         with Float64():
             found = _split(model, meshes, plan, routes)
         errors[whose, order, attention, checkpoint] = _error(model, whole, found, wanted)

@@ -255,9 +255,9 @@ class Blocks(nn.Module):
         return x
 
 
-def _planned(order, block_tokens, tokens, rank, size):
+def _planned(order, chunk_tokens, tokens, rank, size):
     documents = [11, 1, 0, tokens - 12]
-    plan = plan_sequence(documents, ranks=size, order=order, block_tokens=block_tokens)
+    plan = plan_sequence(documents, ranks=size, order=order, chunk_tokens=chunk_tokens)
     return plan.indices(rank).numpy()
 
 

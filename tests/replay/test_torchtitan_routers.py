@@ -339,7 +339,7 @@ def test_other_routers_are_refused():
 
 
 def test_other_versions_are_refused(monkeypatch):
-    monkeypatch.setattr(adapter, "_VERSION", "0.3.1")
+    monkeypatch.setattr(adapter, "_RELEASE", "0.3.1")
     with pytest.raises(UnsupportedError, match=re.escape("pip install torchtitan==0.3.0")):
         routers(Model(SETTINGS["softmax"]))
 

@@ -307,7 +307,7 @@ def test_a_changed_subclass_of_a_known_router_is_refused():
 
 @pytest.mark.parametrize("version", ["5.16.4", "4.57.0", "6.0.0"])
 def test_other_versions_are_refused(monkeypatch, version):
-    monkeypatch.setattr(adapter, "_VERSION", version)
+    monkeypatch.setattr(adapter, "_RELEASE", version)
     with pytest.raises(UnsupportedError, match=version):
         adapter.routers(nn.Linear(2, 2))
 

@@ -23,7 +23,7 @@ from primeblocks.weightsync import (
     plan_sync,
 )
 from primeblocks.weightsync import held as held_module
-from primeblocks.weightsync.held import BlobFile, Boxes, Pages, chunks_of, copied
+from primeblocks.weightsync.held import BlobFile, Boxes, CachingAllocator, chunks_of, copied
 from primeblocks.weightsync.lease import Hold, Lease
 from primeblocks.weightsync.manifest import Manifest, TensorSpec
 from primeblocks.weightsync.transports import IpcTransport
@@ -268,16 +268,16 @@ def test_a_copy_that_ends_after_the_deadline_is_not_loaded(monkeypatch):
 
 
 def test_memory_is_used_again_once_nobody_has_it():
-    pages = Pages()
-    first, second = pages.take(64), pages.take(64)
+    allocator = CachingAllocator()
+    first, second = allocator.take(64), allocator.take(64)
     place, part = first.data_ptr(), first.view(torch.float32)[2:]
     assert second.data_ptr() != place
     del first
-    third = pages.take(64)
+    third = allocator.take(64)
     assert third.data_ptr() not in (place, second.data_ptr())  # A view of it lives.
     del part
-    assert pages.take(32).data_ptr() != place
-    assert pages.take(64).data_ptr() == place
+    assert allocator.take(32).data_ptr() != place
+    assert allocator.take(64).data_ptr() == place
 
 
 def test_tensors_that_a_load_holds_until_its_end_are_not_written_to(tmp_path):

@@ -53,7 +53,7 @@ class Snapshot:
         once_pages: number of pages used once.
         once_target: number of them that ARC would keep; its `p`.
         from_often: whether the page that needs room left the tier as one used often.
-        versions: the least recently used page of each version.
+        by_version: the least recently used page of each version.
         ended: the page whose last rollout ended first.
         live: for each phase (writing, or a kind of wait), the last own pages of the rollouts that
             began it first and last; and the least recently used page of several rollouts, and of
@@ -66,7 +66,7 @@ class Snapshot:
     once_pages: int
     once_target: float
     from_often: bool
-    versions: Sequence[Candidate]
+    by_version: Sequence[Candidate]
     ended: Candidate | None
     live: Sequence[Live]
 
@@ -120,7 +120,7 @@ class VersionAware:
             raise PlanError(f"max_staleness counts versions; got {self.max_staleness}")
 
     def __call__(self, snapshot: Snapshot) -> Choice:
-        dead = [page for page in snapshot.versions if self._dead(page, snapshot.version)]
+        dead = [page for page in snapshot.by_version if self._dead(page, snapshot.version)]
         if dead:
             return Choice(min(dead, key=lambda page: page.key.version or 0), demote=False)
         if snapshot.ended is not None:

@@ -65,7 +65,7 @@ class Agents:
         batch: rollouts that the trainer waits for before it makes the next version.
         step_s: least seconds between two versions.
         max_staleness: versions that a group may be behind.
-        versions: number of versions to play.
+        num_versions: number of versions to play.
         system_tokens: tokens in front of every prompt.
         prompt_tokens: tokens after them, by prompt.
         turns: turns of one rollout.
@@ -85,7 +85,7 @@ class Agents:
     batch: int = 16
     step_s: float = 30.0
     max_staleness: int = 8
-    versions: int = 16
+    num_versions: int = 16
     system_tokens: int = 2048
     prompt_tokens: Spread = field(default=Spread(2000, 0.8, 16000))
     turns: Spread = field(default=Spread(15, 0.6, 60))
@@ -96,7 +96,7 @@ class Agents:
     page_tokens: int = 512
 
     def __post_init__(self) -> None:
-        for name in ("concurrent", "samples", "batch", "versions", "max_tokens", "page_tokens"):
+        for name in ("concurrent", "samples", "batch", "num_versions", "max_tokens", "page_tokens"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} must be at least 1; got {getattr(self, name)}")
         if self.running is not None and self.running < 1:
@@ -154,7 +154,7 @@ class _Play:
     def run(self) -> Trace:
         for _ in range(self.agents.concurrent):
             self.begin()
-        while self.version < self.agents.versions:
+        while self.version < self.agents.num_versions:
             self.now, _, rollout = heapq.heappop(self.schedule)
             if rollout.over:
                 continue

@@ -164,7 +164,7 @@ class Ledger:
             once_pages=len(self._once),
             once_target=self._ghosts.target,
             from_often=self._ghosts.from_often,
-            versions=[pages[next(iter(pages))] for pages in self._versions.values()],
+            by_version=[pages[next(iter(pages))] for pages in self._versions.values()],
             ended=_first(self._ended),
             live=live,
         )

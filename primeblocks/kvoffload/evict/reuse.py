@@ -12,7 +12,7 @@ __all__ = ["BACK", "Phase", "Reuse", "Waits", "learn"]
 
 BACK = "back"  # follows a phase that ends with the use of its pages
 
-_BUCKETS = 256
+_BINS = 256
 # Fewer waits than _FEW tell nothing; more than _MANY are halved, so that old ones fade.
 _FEW, _MANY = 8, 1 << 12
 _PRICES = [1e-9 * 1.5**step for step in range(52)]  # of a place for one tick, up to about 1
@@ -22,7 +22,7 @@ _ALL = "all"  # every wait, for phases of which little is known
 
 @dataclass(slots=True)
 class Waits:
-    """Ends of one phase, by how long it took, in buckets of a quarter octave.
+    """Ends of one phase, by how long it took, in bins of a quarter octave.
 
     Args:
         ended: those followed by another phase or a use.
@@ -30,8 +30,8 @@ class Waits:
         then: what followed.
     """
 
-    ended: list[int] = field(default_factory=lambda: [0] * _BUCKETS)
-    gone: list[int] = field(default_factory=lambda: [0] * _BUCKETS)
+    ended: list[int] = field(default_factory=lambda: [0] * _BINS)
+    gone: list[int] = field(default_factory=lambda: [0] * _BINS)
     then: Counter[Hashable] = field(default_factory=Counter)
 
     @property
@@ -39,7 +39,7 @@ class Waits:
         return sum(self.ended) + sum(self.gone)
 
     def add(self, ticks: int, then: Hashable | None) -> None:
-        (self.ended if then is not None else self.gone)[_bucket(ticks)] += 1
+        (self.ended if then is not None else self.gone)[_bin(ticks)] += 1
         if then is not None:
             self.then[then] += 1
 
@@ -155,14 +155,14 @@ def _curve(waits: Waits) -> _Curve:
     points = [(0.0, 0.0, 0.0)]
     age = ended = held = 0.0
     here = 1.0
-    for bucket, (end, gone) in enumerate(zip(waits.ended, waits.gone, strict=True)):
+    for index, (end, gone) in enumerate(zip(waits.ended, waits.gone, strict=True)):
         if not end and not gone:
             continue
-        start, stop, leave = _start(bucket), _start(bucket + 1), (end + gone) / total
+        start, stop, leave = _start(index), _start(index + 1), (end + gone) / total
         if start > age:
             held += (start - age) * here
             points.append((start, ended, held))
-        # Within a bucket, waits are spread evenly.
+        # Within a bin, waits are spread evenly.
         held += (stop - start) * (here - leave / 2)
         ended, here, age = ended + end / total, here - leave, stop
         points.append((age, ended, held))
@@ -209,20 +209,20 @@ def _phase(curve: _Curve, rates: list[float], after: list[float]) -> Phase:
     return Phase([age for age, _, _ in curve], rates, list(accumulate(ends, max)), worths)
 
 
-def _between(axis: Sequence[float], values: Sequence[float], at: float) -> float:
+def _between(points: Sequence[float], values: Sequence[float], at: float) -> float:
     """Interpolate from the first point; beyond the last, return its value."""
-    right = bisect_right(axis, at)
-    if right == len(axis):
+    right = bisect_right(points, at)
+    if right == len(points):
         return values[-1]
-    share = (at - axis[right - 1]) / (axis[right] - axis[right - 1])
+    share = (at - points[right - 1]) / (points[right] - points[right - 1])
     return values[right - 1] + share * (values[right] - values[right - 1])
 
 
-def _bucket(ticks: int) -> int:
+def _bin(ticks: int) -> int:
     bits = max(ticks, 1).bit_length()
-    return min(4 * bits + (((ticks << 2) >> (bits - 1)) & 3), _BUCKETS - 1)
+    return min(4 * bits + (((ticks << 2) >> (bits - 1)) & 3), _BINS - 1)
 
 
-def _start(bucket: int) -> float:
-    bits, quarter = divmod(bucket, 4)
+def _start(index: int) -> float:
+    bits, quarter = divmod(index, 4)
     return (4 + quarter) * 2.0 ** (bits - 3)

@@ -193,7 +193,7 @@ class Level:
         if not self.writing:
             self._blocked_s = None
 
-    def blocks(self) -> bool:
+    def page_waits(self) -> bool:
         """Take note that a page waits for room; return whether to recall moves not begun."""
         if self.writing and self._blocked_s is None:
             self._blocked_s = self._clock()
@@ -311,7 +311,7 @@ class Levels:
 
     def blocking(self) -> list[Recall]:
         """Return the recalls that a page waiting for a frame makes necessary."""
-        return [Recall(depth) for depth, level in enumerate(self._each) if level.blocks()]
+        return [Recall(depth) for depth, level in enumerate(self._each) if level.page_waits()]
 
 
 def statistics_of(counts: Counter[str], *, pages: int, capacity_pages: int) -> TierStatistics:

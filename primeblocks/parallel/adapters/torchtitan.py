@@ -30,14 +30,14 @@ from ..experts.dispatcher import (
 from ..mesh import Meshes, plan_mesh
 
 try:
-    from torchtitan import __version__ as _VERSION
+    from torchtitan import __version__ as _RELEASE
 except ImportError as error:
     raise MissingPackageError("torchtitan", "torchtitan") from error
 
 _TESTED = "0.3.0"
-if _VERSION != _TESTED:
+if _RELEASE != _TESTED:
     raise UnsupportedError(
-        f"torchtitan {_VERSION}: its dispatchers and meshes were read in {_TESTED}, and they change"
+        f"torchtitan {_RELEASE}: its dispatchers and meshes were read in {_TESTED}, and they change"
         f" often. Run: pip install torchtitan=={_TESTED}"
     )
 

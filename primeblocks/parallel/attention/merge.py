@@ -13,11 +13,11 @@ from ..sequence import SequencePlan
 from .kernel import Kernel, accumulator_dtype
 from .rectangles import mask_of, rectangles
 
-__all__ = ["Gradients", "Merge", "Rules", "packed_attention"]
+__all__ = ["AttentionBackward", "AttentionSpec", "OnlineSoftmax", "packed_attention"]
 
 
-class Rules:
-    """Rules of what a query may see and how scores are scaled, equal for a whole attention call."""
+class AttentionSpec:
+    """Rules of one attention call: the keys that a query sees, and the scale of scores."""
 
     def __init__(
         self, plan: SequencePlan, *, causal: bool, scale: float, window: int | None
@@ -40,7 +40,7 @@ class Rules:
             yield found.queries, found.keys, Kernel(found.kind == "causal", mask, self.scale)
 
 
-class Merge:
+class OnlineSoftmax:
     """The attention of some queries, keys arriving in parts.
 
     Sums are held in float32, or float64 for float64: `out` is normalised by what has been seen,
@@ -75,7 +75,7 @@ class Merge:
         return self.out.to(self.dtype)
 
 
-class Gradients:
+class AttentionBackward:
     """The backward of attention, keys arriving in parts again.
 
     With `out` and `lse` of all keys together, a rectangle's share of the gradients follows from the
@@ -101,37 +101,37 @@ class Gradients:
 
 
 def packed_attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, rules: Rules
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, spec: AttentionSpec
 ) -> Tensor:
     """Attention inside each document of a sequence that one rank holds whole. Local.
 
     Differentiable.
     """
-    return _Packed.apply(q, k, v, sinks, rules)
+    return _Packed.apply(q, k, v, sinks, spec)
 
 
 class _Packed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, rules: Rules
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, spec: AttentionSpec
     ) -> Tensor:
-        merge = Merge(q, v)
-        for rows, keys, kernel in rules.rectangles(0, 0, q):
+        merge = OnlineSoftmax(q, v)
+        for rows, keys, kernel in spec.rectangles(0, 0, q):
             merge.add(rows, *kernel.forward(q[rows], k[keys], v[keys]))
         if sinks is not None:
             merge.add_sinks(sinks)
         out = merge.result()
         ctx.save_for_backward(q, k, v, sinks, out, merge.lse)
-        ctx.rules = rules
+        ctx.spec = spec
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        gradients = Gradients(grads[0].contiguous(), q, out, lse)
+        gradients = AttentionBackward(grads[0].contiguous(), q, out, lse)
         dk, dv = (torch.zeros(x.shape, dtype=accumulator_dtype(x), device=x.device) for x in (k, v))
-        for rows, keys, kernel in ctx.rules.rectangles(0, 0, q):
+        for rows, keys, kernel in ctx.spec.rectangles(0, 0, q):
             more_k, more_v = gradients.add(rows, kernel, k[keys], v[keys])
             dk[keys] += more_k
             dv[keys] += more_v

@@ -14,7 +14,7 @@ from ...groups import outside_graphs
 from ..sequence import SequencePlan
 from .inputs import checked
 from .kernel import accumulator_dtype
-from .merge import Gradients, Merge, Rules
+from .merge import AttentionBackward, AttentionSpec, OnlineSoftmax
 
 __all__ = ["ring_attention"]
 
@@ -67,8 +67,8 @@ def ring_attention(
         "ring_attention", q, k, v, sinks, sequence=sequence, group=group, causal=causal,
         scale=scale, window=window, check=check,
     )  # fmt: skip
-    rules = Rules(sequence, causal=causal, scale=scale, window=window)
-    return _Ring.apply(q, k, v, sinks, rules, group)
+    spec = AttentionSpec(sequence, causal=causal, scale=scale, window=window)
+    return _Ring.apply(q, k, v, sinks, spec, group)
 
 
 class _Ring(torch.autograd.Function):
@@ -79,40 +79,40 @@ class _Ring(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
-        rules: Rules,
+        spec: AttentionSpec,
         group: dist.ProcessGroup,
     ) -> Tensor:
         # Fused kernels take the numbers of a head to lie side by side, and do not look.
         q = q if q.stride(2) == 1 else q.contiguous()
-        merge = Merge(q, v)
-        for source, far_k, far_v in _around(k, v, rules.plan, group):
-            for rows, keys, kernel in rules.rectangles(group.rank(), source, q):
+        merge = OnlineSoftmax(q, v)
+        for source, far_k, far_v in _around(k, v, spec.plan, group):
+            for rows, keys, kernel in spec.rectangles(group.rank(), source, q):
                 merge.add(rows, *kernel.forward(q[rows], far_k[keys], far_v[keys]))
         if sinks is not None:
             merge.add_sinks(sinks)
         out = merge.result()
         ctx.save_for_backward(q, k, v, sinks, out, merge.lse)
-        ctx.rules, ctx.group = rules, group
+        ctx.spec, ctx.group = spec, group
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        rules, group = ctx.rules, ctx.group
-        gradients = Gradients(grads[0].contiguous(), q, out, lse)
+        spec, group = ctx.spec, ctx.group
+        gradients = AttentionBackward(grads[0].contiguous(), q, out, lse)
         travelling: _Hop | None = None
-        for source, far_k, far_v in _around(k, v, rules.plan, group):
+        for source, far_k, far_v in _around(k, v, spec.plan, group):
             own = [torch.zeros(x.shape, dtype=accumulator_dtype(x), device=x.device)
                    for x in (far_k, far_v)]  # fmt: skip
-            for rows, keys, kernel in rules.rectangles(group.rank(), source, q):
+            for rows, keys, kernel in spec.rectangles(group.rank(), source, q):
                 more_k, more_v = gradients.add(rows, kernel, far_k[keys], far_v[keys])
                 own[0][keys] += more_k
                 own[1][keys] += more_v
             # What the ranks before this one found for the same keys arrives meanwhile.
             if travelling is not None:
                 own = [a + b for a, b in zip(travelling.wait(), own, strict=True)]
-            next_rows = rules.plan.counts[(source - 1) % group.size()]
+            next_rows = spec.plan.counts[(source - 1) % group.size()]
             travelling = _Hop(tuple(own), next_rows, group)
         assert travelling is not None
         dk, dv = travelling.wait()

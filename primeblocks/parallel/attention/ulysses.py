@@ -9,7 +9,7 @@ from torch import Tensor
 from ...groups import all_to_all_rows, outside_graphs
 from ..sequence import SequencePlan
 from .inputs import checked
-from .merge import Rules, packed_attention
+from .merge import AttentionSpec, packed_attention
 
 __all__ = ["ulysses_attention"]
 
@@ -57,9 +57,9 @@ def ulysses_attention(
     if k_.shape[1] and (len(own) % k_.shape[1] or _uneven(own, of_keys[rank], per_key)):
         index = torch.tensor([h // per_key - of_keys[rank].start for h in own], device=q.device)
         k_, v_ = k_.index_select(1, index), v_.index_select(1, index)
-    rules = Rules(sequence.whole, causal=causal, scale=scale, window=window)
+    spec = AttentionSpec(sequence.whole, causal=causal, scale=scale, window=window)
     mine = None if sinks is None else sinks[own.start : own.stop]
-    return far.scatter(packed_attention(q_, k_, v_, mine, rules=rules), of_queries)
+    return far.scatter(packed_attention(q_, k_, v_, mine, spec=spec), of_queries)
 
 
 class _Heads:

@@ -149,9 +149,9 @@ class CpuAdamW(AdamW):
         if parameter.grad is not None and parameter.grad.is_sparse:
             raise UnsupportedError(f"{name}: sparse gradients have no fused AdamW.")
         host = self._hosts.get(parameter)
-        if host is not None and host.version != parameter._version:
+        if host is not None and host.tensor_version != parameter._version:
             raise UsageError(
-                f"{name} was written since the last step (version {host.version}, now "
+                f"{name} was written since the last step (version {host.tensor_version}, now "
                 f"{parameter._version}); its master would undo that. Call refresh() after writing."
             )
 
@@ -163,7 +163,7 @@ class _Host:
     master: Tensor
     outgoing: Tensor  # As the parameter, page-locked.
     incoming: Tensor | None  # As the gradient; `outgoing` itself where the dtypes agree.
-    version: int  # Of the parameter, when it last agreed with the master.
+    tensor_version: int  # Of the parameter, when it last agreed with the master.
     pin: bool
     arrived: torch.cuda.Event | None = None
 
@@ -182,7 +182,7 @@ class _Host:
 
     def refresh(self, parameter: Tensor) -> None:
         _local(self.master).copy_(_local(parameter))
-        self.version = parameter._version
+        self.tensor_version = parameter._version
 
     def receive(self, gradient: Tensor) -> None:
         """Start to copy the gradient to the host."""
@@ -210,7 +210,7 @@ class _Host:
         """Round the master to the parameter, and start to copy it to the device."""
         self.outgoing.copy_(_local(self.master))
         _local(parameter).copy_(self.outgoing, non_blocking=True)
-        self.version = parameter._version
+        self.tensor_version = parameter._version
 
 
 def _update(group: dict[str, Any], master: Tensor, gradient: Tensor, state: dict[str, Any]) -> None:

@@ -37,17 +37,17 @@ _WORKER = "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device"
 _ENGINE = "vllm.v1.core.sched.scheduler:Scheduler.__init__"
 
 
-def _is_tested(version: str) -> bool:
-    return version.split(".")[:2] == TESTED.split(".")
+def _is_tested(release: str) -> bool:
+    return release.split(".")[:2] == TESTED.split(".")
 
 
-def refusals(*, version: str, is_cpu: bool, off: str) -> dict[str, str]:
+def refusals(*, release: str, is_cpu: bool, off: str) -> dict[str, str]:
     """Say, for each patch that is not to be applied, why and what to do. Local; pure."""
     switched_off = {name.strip() for name in off.split(",")}
     refused = {}
     for patch in PATCHES:
-        if not _is_tested(version):
-            refused[patch.name] = f"vLLM {version} was not tested; install {patch.tested}"
+        if not _is_tested(release):
+            refused[patch.name] = f"vLLM {release} was not tested; install {patch.tested}"
         elif patch.cpu_only and not is_cpu:
             refused[patch.name] = "it is for vLLM's CPU platform; other platforms need no patch"
         elif patch.name in switched_off:
@@ -63,7 +63,7 @@ def _here() -> dict[str, Any]:
     except ModuleNotFoundError as error:
         raise MissingPackageError("vllm", "vllm") from error
     off = os.environ.get(OFF, "")
-    return {"version": vllm.__version__, "is_cpu": current_platform.is_cpu(), "off": off}
+    return {"release": vllm.__version__, "is_cpu": current_platform.is_cpu(), "off": off}
 
 
 @cache
@@ -149,9 +149,9 @@ def register() -> None:
     """
     here = _here()
     names = [patch.name for patch in PATCHES]
-    if not _is_tested(here["version"]):
+    if not _is_tested(here["release"]):
         _warn_once(
-            f"primeblocks does nothing in vLLM {here['version']}: it was tested with {TESTED}.*. "
+            f"primeblocks does nothing in vLLM {here['release']}: it was tested with {TESTED}.*. "
             f"Left out: {', '.join(names)} and the weight-transfer engines."
         )
         return

@@ -20,7 +20,7 @@ from ...errors import MissingPackageError, UnsupportedError
 
 try:
     # Its MoE module is not imported: that takes seconds, and the model has it loaded already.
-    from torchtitan import __version__ as _VERSION
+    from torchtitan import __version__ as _RELEASE
 except ImportError as error:
     raise MissingPackageError("torchtitan", "torchtitan") from error
 
@@ -53,7 +53,7 @@ class TorchtitanRouter:
             )
         if not isinstance(output, tuple) or [part.ndim for part in output] != [3, 3, 3]:
             raise UnsupportedError(
-                f"layer {self.layer_id}: the router of torchtitan {_VERSION} does not return"
+                f"layer {self.layer_id}: the router of torchtitan {_RELEASE} does not return"
                 " (gates, ids, scores) of [batch, sequence, ...];"
                 f" this adapter was tested with {_TESTED}"
             )
@@ -81,9 +81,9 @@ def routers(model: nn.Module) -> tuple[TorchtitanRouter, ...]:
         UnsupportedError: no router, one whose class computes otherwise than the tested one, or a
             version of torchtitan other than 0.3.0.
     """
-    if _VERSION != _TESTED:
+    if _RELEASE != _TESTED:
         raise UnsupportedError(
-            f"torchtitan {_VERSION}: its router was read in {_TESTED}, and it changes often."
+            f"torchtitan {_RELEASE}: its router was read in {_TESTED}, and it changes often."
             f" Run: pip install torchtitan=={_TESTED}"
         )
     found = []

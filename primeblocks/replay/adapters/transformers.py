@@ -19,7 +19,7 @@ from ...errors import MissingPackageError, UnsupportedError
 from ..gates import chosen_softmax_gates, sigmoid_gates, softmax_gates
 
 try:
-    from transformers import __version__ as _VERSION
+    from transformers import __version__ as _RELEASE
 except ImportError as error:
     raise MissingPackageError("transformers", "transformers") from error
 
@@ -98,7 +98,7 @@ class TransformersRouter:
         """
         if not isinstance(output, tuple) or len(output) != 3:
             raise UnsupportedError(
-                f"{type(self.module).__name__} of transformers {_VERSION} does not return"
+                f"{type(self.module).__name__} of transformers {_RELEASE} does not return"
                 " (logits, weights, indices); this adapter was tested with 5.17 to 5.19"
             )
         return output[2]
@@ -123,10 +123,10 @@ def routers(model: nn.Module) -> tuple[TransformersRouter, ...]:
         UnsupportedError: no router of a supported family, a router of another family, several in
             one layer, or a version of transformers outside 5.17 <= version < 6.
     """
-    release = tuple(int(part) for part in _VERSION.split(".")[:2])
+    release = tuple(int(part) for part in _RELEASE.split(".")[:2])
     if not (5, 17) <= release < (6, 0):
         raise UnsupportedError(
-            f"transformers {_VERSION}: its routers were read in 5.17 to 5.19."
+            f"transformers {_RELEASE}: its routers were read in 5.17 to 5.19."
             " Run in your clone of primeblocks: pip install '.[transformers]'"
         )
     found: dict[int, TransformersRouter] = {}

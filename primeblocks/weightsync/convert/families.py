@@ -90,7 +90,7 @@ def _unstacked(experts: str, now: str, later: str) -> Rule:
 _PLAIN = Conversion(())
 _EXPERTS = Conversion(_experts("gate_proj", "up_proj", "down_proj"))
 # Every layer has experts, so no other `mlp` takes part.
-_SPARSE_BLOCK = Conversion(
+_SPARSE_MOE = Conversion(
     (
         *_experts("w1", "w3", "w2"),
         rename("{*head}.mlp.{*tail}", "{*head}.block_sparse_moe.{*tail}"),
@@ -123,9 +123,9 @@ TRANSFORMERS: dict[str, Conversion] = {
         )
     ),
     "llama": _PLAIN,
-    "minimax": _SPARSE_BLOCK,
-    "minimax_m2": _SPARSE_BLOCK,
-    "mixtral": _SPARSE_BLOCK,
+    "minimax": _SPARSE_MOE,
+    "minimax_m2": _SPARSE_MOE,
+    "mixtral": _SPARSE_MOE,
     "nemotron_h": Conversion(
         (
             _unstacked("{*head}.experts", "up_proj", "up_proj"),

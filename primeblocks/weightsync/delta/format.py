@@ -42,7 +42,7 @@ __all__ = [
 Bytes = bytes | bytearray | memoryview
 
 _HEADER = struct.Struct("<4sBBHQ")
-_KIND, _VERSION, _DIGEST_BYTES = b"PBWD", 1, 16
+_KIND, _FORMAT, _DIGEST_BYTES = b"PBWD", 1, 16
 _SEGMENT = 1 << 22
 # Up to which bit each layer writes: one step in the last place carries out of the low 4 bits in one
 # case of 16.
@@ -85,7 +85,7 @@ def seal_delta(itemsize: int, numel: int, parts: Iterable[Entries]) -> bytes | N
             return None
     if left <= 0:
         return None
-    head = _HEADER.pack(_KIND, _VERSION, itemsize, 0, numel)
+    head = _HEADER.pack(_KIND, _FORMAT, itemsize, 0, numel)
     body = b"".join([head, counts.tobytes(), *streams])
     return body + xxhash.xxh3_128_digest(body)
 
@@ -104,12 +104,12 @@ def open_delta(delta: Bytes) -> Opened:
             f"the digest of a delta of {len(view)} bytes does not match: bytes were changed, added"
             " or lost. Fetch it again, or the tensor in full."
         )
-    kind, version, itemsize, _, numel = _HEADER.unpack_from(body)
+    kind, found, itemsize, _, numel = _HEADER.unpack_from(body)
     if kind != _KIND:
         raise CorruptionError(f"these bytes are {kind!r}, not a delta")
-    if version != _VERSION:
+    if found != _FORMAT:
         raise UnsupportedError(
-            f"a delta of format version {version}; this primeblocks reads version {_VERSION}."
+            f"a delta of format version {found}; this primeblocks reads version {_FORMAT}."
             " Encode and apply with the same release."
         )
     layers = _LAYERS.get(itemsize, ())

@@ -66,8 +66,8 @@ def page(number, version=None, *, rollouts=None):
     return Candidate(key, last_used=number, rollouts=rollouts)
 
 
-def snapshot(*live, versions=(), ended=None):
-    return Snapshot(5, live[0].page, None, 0, 0.0, False, versions, ended, live)
+def snapshot(*live, by_version=(), ended=None):
+    return Snapshot(5, live[0].page, None, 0, 0.0, False, by_version, ended, live)
 
 
 DEAD, DEADER = page(0, 2), page(1, 1)
@@ -80,9 +80,9 @@ EQUAL = Live(page(6, 3, rollouts={4}), 0.1, since=3)
 @pytest.mark.parametrize(
     ("seen", "victim", "demote"),
     [
-        (snapshot(OLD, versions=[DEAD, OLD.page, DEADER], ended=ENDED), DEADER, False),
-        (snapshot(OLD, versions=[DEAD, OLD.page], ended=ENDED), DEAD, False),
-        (snapshot(OLD, versions=[OLD.page, EQUAL.page, page(7)], ended=ENDED), ENDED, False),
+        (snapshot(OLD, by_version=[DEAD, OLD.page, DEADER], ended=ENDED), DEADER, False),
+        (snapshot(OLD, by_version=[DEAD, OLD.page], ended=ENDED), DEAD, False),
+        (snapshot(OLD, by_version=[OLD.page, EQUAL.page, page(7)], ended=ENDED), ENDED, False),
         (snapshot(OLD, NEW), NEW.page, True),
         (snapshot(OLD, NEW, EQUAL), EQUAL.page, True),
         (snapshot(OLD), OLD.page, True),
@@ -194,7 +194,7 @@ def test_a_choice_looks_at_lanes_not_at_pages():
     for name in range(500):
         ledger.wait(name, f"tool {name}")
     seen = ledger.snapshot(version=5)
-    assert len(seen.versions) == 5
+    assert len(seen.by_version) == 5
     assert len(seen.live) == 32 + 2
 
 

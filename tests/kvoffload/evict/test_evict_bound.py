@@ -13,7 +13,7 @@ TOOLS = (
     Tool("look", Spread(0.1, 1.0), Spread(400, 1.0), share=3),
     Tool("test", Spread(30, 0.5), Spread(900, 1.0)),
 )
-SMALL = Agents(concurrent=12, samples=1, batch=6, versions=3, system_tokens=0)
+SMALL = Agents(concurrent=12, samples=1, batch=6, num_versions=3, system_tokens=0)
 FLEETS = {"one tool": SMALL, "two tools": replace(SMALL, tools=TOOLS)}
 
 

@@ -13,7 +13,7 @@ from primeblocks.kvoffload.evict.fleets import Agents, Spread, Tool, simulate
 from primeblocks.kvoffload.evict.traces import Advance, End, Use, Wait
 
 SMALL = Agents(
-    concurrent=6, samples=3, batch=3, step_s=5.0, max_staleness=1, versions=6,
+    concurrent=6, samples=3, batch=3, step_s=5.0, max_staleness=1, num_versions=6,
     system_tokens=600, prompt_tokens=Spread(700, 0.5), turns=Spread(4, 0.5), max_tokens=6000,
 )  # fmt: skip
 
@@ -76,7 +76,7 @@ def test_every_trace_obeys_the_rules(agents, seed):
             seen.update(pages)
             live.add(rollout)
             assert len(live) <= agents.concurrent
-    assert version == agents.versions
+    assert version == agents.num_versions
 
 
 def test_siblings_share_their_prompt_and_all_share_the_system_prompt():
@@ -97,7 +97,7 @@ def test_rollouts_that_become_too_old_are_dropped_and_asked_again():
     slow = replace(SMALL, max_staleness=0, tools=(Tool("tool", Spread(5, 2.0), Spread(400, 1.0)),))
     trace = simulate(slow, seed=3)
     assert 0 < trace.dropped < trace.rollouts
-    never = simulate(replace(slow, max_staleness=slow.versions), seed=3)
+    never = simulate(replace(slow, max_staleness=slow.num_versions), seed=3)
     assert never.dropped == 0
 
 
@@ -132,7 +132,7 @@ def test_the_queue_is_served_in_its_order():
 
 
 def test_tools_are_called_by_their_shares():
-    trace = simulate(replace(SMALL, tools=TOOLS, versions=20), seed=0)
+    trace = simulate(replace(SMALL, tools=TOOLS, num_versions=20), seed=0)
     looks, tests = len(waits_of(trace, "look")), len(waits_of(trace, "test"))
     assert 2 < looks / tests < 4
 

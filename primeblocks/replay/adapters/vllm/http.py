@@ -30,7 +30,7 @@ __all__ = ["MEDIA_TYPE", "Answer", "RoutesMiddleware", "read_answer"]
 
 MEDIA_TYPE = "application/x-primeblocks-routes"
 
-_KIND, _VERSION = b"PBHT", 1
+_KIND, _FORMAT = b"PBHT", 1
 _FIELD = "routed_experts"
 _COVERAGE = "routed_experts_coverage"
 _Message = MutableMapping[str, Any]
@@ -69,7 +69,7 @@ def read_answer(body: Bytes) -> Answer:
         CorruptionError: a byte was changed, added or lost, or this is something else.
         UnsupportedError: another version of the format.
     """
-    inner = unseal(body, kind=_KIND, version=_VERSION)
+    inner = unseal(body, kind=_KIND, format_version=_FORMAT)
     count = int.from_bytes(inner[8:16], "little")
     head = 8 * (2 + count)
     if len(inner) < head:
@@ -151,7 +151,7 @@ def _rewritten(answer: dict[str, Any]) -> memoryview:
             choice[_COVERAGE] = counts
     text = json.dumps(answer).encode()
     sizes = [len(text), len(files), *map(len, files)]
-    return seal(_KIND, _VERSION, [np.array(sizes, dtype="<u8"), text, *files])
+    return seal(_KIND, _FORMAT, [np.array(sizes, dtype="<u8"), text, *files])
 
 
 def _accepts(scope: _Message) -> bool:

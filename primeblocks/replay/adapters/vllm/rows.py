@@ -13,7 +13,7 @@ from ...codec import Bytes
 from ...routes import Routes
 
 __all__ = [
-    "Completion",
+    "CompletionOutput",
     "RouterShape",
     "missing_rows",
     "read_npy",
@@ -70,7 +70,7 @@ class RouterShape:
 
 
 @runtime_checkable
-class Completion(Protocol):
+class CompletionOutput(Protocol):
     """The part of vLLM's `CompletionOutput` that is read."""
 
     token_ids: Any
@@ -78,7 +78,7 @@ class Completion(Protocol):
 
 
 def routes_from_output(
-    output: Completion, shape: RouterShape, *, prompt_tokens: int, prompt_start: int = 0
+    output: CompletionOutput, shape: RouterShape, *, prompt_tokens: int, prompt_start: int = 0
 ) -> Routes:
     """Read the routes of prompt and generated tokens from a finished `CompletionOutput`.
 
