@@ -113,20 +113,20 @@ class ClosedError(PrimeblocksError):
     """The object was used after close()."""
 
 
-def check_version(version: Any) -> int:
+def check_version(value: Any) -> int:
     """Return a policy version as an int: a count of updates, from 0 to 2**63 - 1. Local.
 
     Raises:
         UsageError: it is something else.
     """
     try:
-        count = -1 if isinstance(version, bool) else operator.index(version)
+        count = -1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         count = -1
     if not 0 <= count < 1 << 63:
         raise UsageError(
             "a policy version counts updates: an integer, not negative and below 2**63; got "
-            f"{version!r}."
+            f"{value!r}."
         )
     return count
 

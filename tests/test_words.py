@@ -4,10 +4,13 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 import primeblocks
 from primeblocks import errors
 
 PACKAGE = Path(primeblocks.__file__).parent
+GLOSSARY = PACKAGE.parent / "docs" / "glossary.md"
 # A docstring begins with a verb or a noun; these begin a clause.
 OPENERS = {
     *("What", "How", "Which", "Nothing", "Where", "Who", "Whose", "Why"),
@@ -15,6 +18,9 @@ OPENERS = {
 }
 # Of these there is one each, as the glossary has it.
 ONCE = ("Rollout", "Rollouts", "Routes", "UpdateReport", "Receipt", "PageKey", "KeptTokens")
+# What a host calls its own, or a name that is keyed by a word, or counts it.
+HOSTS = {"adapters", "plugins"}
+OTHERWISE = {"by", "of", "num"}
 DEFINITIONS = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -39,6 +45,97 @@ def test_docstrings_begin_with_a_verb_or_a_noun():
     assert len(found) > 200
     assert {file: faults for file, faults in found.items() if faults} == {}
     assert [*_opening_clauses(ast.parse('def f():\n    """What it does."""'))] != []
+
+
+def _table():
+    """Return the glossary's table of names: a word, its types, and where it may stand."""
+    for row in GLOSSARY.read_text().splitlines():
+        if found := re.fullmatch(r"\| `(\w+)` \|(.*)\|(.*)\|", row):
+            types, where = (re.findall(r"`([^`]+)`", cell) for cell in found.groups()[1:])
+            yield found[1], types, None if "everywhere" in found[3] else where
+
+
+def _names(tree):
+    """Yield the names that a file gives, each with its annotation or None."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.arg(arg=name, annotation=kind):
+                yield name, kind
+            case ast.AnnAssign(target=ast.Name(id=name) | ast.Attribute(attr=name)):
+                yield name, node.annotation
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield name, None
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                is_read = any("property" in ast.unparse(each) for each in node.decorator_list)
+                yield name, node.returns if is_read else None
+            case ast.ClassDef(name=name):
+                yield name, None
+
+
+def _misused(file, tree, table):
+    """Yield the names in a file whose words stand elsewhere, or have another type."""
+    home = file.removesuffix(".py").partition("/")[0]
+    for name, kind in _names(tree):
+        parts = [part.lower() for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
+        for word, types, where in table:
+            if where is not None and home not in where and {word, f"{word}s"} & {*parts}:
+                yield f"{name}: {word} is a word of {where}"
+            if kind is None or not types or parts[-1:] != [word] or parts[0] in OTHERWISE:
+                continue
+            if ast.unparse(kind).removesuffix(" | None") not in types:
+                yield f"{name}: {ast.unparse(kind)} is none of {types}"
+
+
+def test_names_mean_what_the_glossary_says():
+    table = [*_table()]
+    defined = re.findall(r"^(\w[\w ]*)\n  \S", GLOSSARY.read_text(), re.MULTILINE)
+    assert defined == sorted(set(defined))
+    assert {word for word, _, where in table if where != []} <= {*defined, "versions"}
+    assert {home for *_, where in table for home in where or ()} <= {
+        path.stem for path in PACKAGE.iterdir()
+    }
+    found = {
+        file: [*_misused(file, tree, table)]
+        for file, tree in _trees()
+        if not HOSTS & {*file.split("/")}
+    }
+    assert {file: faults for file, faults in found.items() if faults} == {}
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "def f(version: str): ...",
+        "def f(*, base_version: Version | None): ...",
+        "class A:\n    version: Version",
+        "class A:\n    @property\n    def version(self) -> str: ...",
+        "self.block_size = 1",
+        "for slot in row: ...",
+        "class Slots: ...",
+        "lambda axis: axis",
+        "def f(dim: str): ...",
+    ],
+)
+def test_a_name_that_means_something_else_is_found(broken):
+    assert len([*_misused("async_loop/x.py", ast.parse(broken), [*_table()])]) == 1
+
+
+def test_a_block_exports_no_class_whose_name_another_has():
+    homes, exports = {}, {}
+    for file, tree in _trees():
+        block = file.partition("/")[0]
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault((block, node.name), []).append(file)
+            elif isinstance(node, ast.ImportFrom) and node.level and file.endswith("__init__.py"):
+                for each in node.names:
+                    exports.setdefault(each.name, set()).add(block)
+    found = {
+        name: [f for b in blocks for f in homes.get((b, name), ())]
+        for name, blocks in exports.items()
+    }
+    assert sum(map(bool, found.values())) > 50
+    assert {name: files for name, files in found.items() if len(files) > 1} == {}
 
 
 def test_a_word_names_one_class():

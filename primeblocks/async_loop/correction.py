@@ -15,7 +15,7 @@ __all__ = ["check_tokens", "group_advantages", "importance_weights"]
 
 
 def check_tokens(*masks: Any, **operands: Any) -> None:
-    """Refuse operands that are not one value a token: broadcasting would pair other tokens. Pure.
+    """Refuse operands that are not one value a token: broadcasting would pair the wrong ones. Pure.
 
     Args:
         masks: bool, at most one, of the same shape.

@@ -26,7 +26,7 @@ class WorkerThread:
         self._thread.start()
 
     async def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Await `function(*args, **kwargs)`; a cancelled call that has begun runs on, unheard."""
+        """Await `function(*args, **kwargs)`; a cancelled call that has begun goes on, unseen."""
         future: Future[T] = Future()
         self._calls.put((future, lambda: function(*args, **kwargs)))
         return await asyncio.wrap_future(future)

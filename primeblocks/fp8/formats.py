@@ -38,11 +38,11 @@ class Tile:
         return -(-rows // self.rows), -(-columns // self.columns)
 
 
-def check_tile(name: str, tile: object) -> None:
+def check_tile(name: str, value: object) -> None:
     """Refuse what is no tile, such as a pair of numbers. Local.
 
     Raises:
         UsageError: by name.
     """
-    if not isinstance(tile, Tile):
-        raise UsageError(f"{name} must be a Tile, such as Tile(1, 128); got {tile!r:.60}")
+    if not isinstance(value, Tile):
+        raise UsageError(f"{name} must be a Tile, such as Tile(1, 128); got {value!r:.60}")

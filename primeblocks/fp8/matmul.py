@@ -19,8 +19,8 @@ __all__ = ["grouped_matmul", "grouped_mm_fn", "matmul"]
 def matmul(x: Tensor, weight: Tensor, *, recipe: Recipe) -> Tensor:
     """`x @ weight.T`, both rounded to float8; differentiable in both.
 
-    The gradient of `x` is a float8 product too, with the very codes of `weight` transposed; that
-    of `weight` is computed in `recipe.wgrad` from what was not rounded. Local.
+    The gradient of `x` is a float8 product too, with the same codes of `weight`, transposed; that
+    of `weight` is computed in `recipe.wgrad` from values that were not rounded. Local.
 
     Args:
         x: `[..., in]`.

@@ -77,7 +77,7 @@ def quantize(x: Tensor, tile: Tile) -> Quantized:
 
 
 def round_trip(x: Tensor, tile: Tile) -> Tensor:
-    """The nearest matrix that float8 codes can say, in the dtype of `x`. Local."""
+    """The nearest matrix that float8 codes can express, in the dtype of `x`. Local."""
     return quantize(x, tile).dequantize().to(x.dtype)
 
 

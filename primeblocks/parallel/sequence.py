@@ -271,7 +271,7 @@ def plan_sequence(
 ) -> SequencePlan:
     """Deal the tokens of packed documents to the ranks that share the sequence. Pure.
 
-    `contiguous` gives each rank one run, which recurrences like best. `zigzag` gives each rank
+    `contiguous` gives each rank one run, which suits recurrences best. `zigzag` gives each rank
     one early and one late run, which balances causal attention in one long document, and nothing
     else. `balanced` deals chunks, the most expensive first, each to the rank that has least to do
     among those that have not had their share of chunks: memory and work are both balanced,

@@ -28,7 +28,7 @@ class Routes:
         experts: `[tokens, layers, top_k]`, uint8 for up to 256 experts, else uint16. The dtype
             follows `num_experts`, never the data, so that parts of one sequence always join.
         num_experts: experts in each layer.
-        layer_ids: for each row of the layer axis, its index among all hidden layers.
+        layer_ids: of each layer in `experts`, its index among all hidden layers.
         missing: bool `[tokens]`; True where the choice is unknown. Such rows hold zeros, and
             whoever imposes the routes lets these tokens choose for themselves.
         padding: bool `[tokens]`; True for tokens that `pad` added, by default none. Their rows

@@ -38,7 +38,7 @@ class Ledger:
         self._pages: dict[PageKey, Candidate] = {}
         self._once: _Pages = OrderedDict()
         self._often: _Pages = OrderedDict()
-        self._versions: dict[int, _Pages] = {}
+        self._by_version: dict[int, _Pages] = {}
         # Each page is in one of these, or is its only rollout's own.
         self._ended: _Pages = OrderedDict()
         self._several: _Pages = OrderedDict()
@@ -119,9 +119,9 @@ class Ledger:
         self._once.pop(key, None)
         self._often.pop(key, None)
         if key.version is not None:
-            del self._versions[key.version][key]
-            if not self._versions[key.version]:
-                del self._versions[key.version]
+            del self._by_version[key.version][key]
+            if not self._by_version[key.version]:
+                del self._by_version[key.version]
         self._unshelve(page)
         for name in page.rollouts or ():
             self._rollouts.leave(name, page)
@@ -164,7 +164,7 @@ class Ledger:
             once_pages=len(self._once),
             once_target=self._ghosts.target,
             from_often=self._ghosts.from_often,
-            by_version=[pages[next(iter(pages))] for pages in self._versions.values()],
+            by_version=[pages[next(iter(pages))] for pages in self._by_version.values()],
             ended=_first(self._ended),
             live=live,
         )
@@ -196,7 +196,7 @@ class Ledger:
             self._often[page.key] = page
             self._often.move_to_end(page.key)
         if page.key.version is not None:
-            pages = self._versions.setdefault(page.key.version, OrderedDict())
+            pages = self._by_version.setdefault(page.key.version, OrderedDict())
             pages[page.key] = page
             pages.move_to_end(page.key)
 

@@ -230,7 +230,7 @@ def meshes_from(parallel_dims: ParallelDims) -> Meshes:
     Its names on the left: dp_replicate is `replicate`, dp_shard x cp `fsdp`, efsdp `expert_fsdp`,
     ep `expert`, cp `context`; batch and loss are the same. Its meshes of axes that it considers
     unused cannot communicate, whatever their size; here every mesh can. Axes over the same ranks
-    share a group. A group is made anew only for one rank alone, and for fsdp if torchtitan has
+    share a group. A new group is made only for one rank alone, and for fsdp if torchtitan has
     none (cp > 1 and dp_replicate > 1, other than in its backend "partial_dtensor").
 
     Collective if `build_mesh` has not run yet, or a group is made; else local.

@@ -43,7 +43,7 @@ def gated_delta_rule(
 
     Collective, and so is its backward: two exchanges each, none where no document is cut. They
     move at most `heads x (key_dim^2 + 2 key_dim value_dim)` elements for each run of a cut
-    document, so orders of few runs are cheap: "contiguous", or large blocks. In cut documents,
+    document, so orders of few runs are cheap: "contiguous", or large chunks. In cut documents,
     what costs in proportion to `value_dim` costs as if it were `key_dim + value_dim`.
 
     Args:

@@ -28,8 +28,8 @@ class CpuAdamW(AdamW):
     bfloat16 and float16 ones get the master's, rounded once. Local: a DTensor is updated by its
     local part, on any mesh; step all ranks alike.
 
-    The device is spared 8 bytes a parameter in float32; 12 beside a float32 master kept there.
-    It pays for each step with one copy of the gradients out and one of the weights in. Where
+    This saves the device 8 bytes a parameter in float32, and 12 where it would also keep a float32
+    master. Each step costs one copy of the gradients out and one of the weights in. Where
     even the weights do not fit, use FSDP2's `CPUOffloadPolicy` with plain AdamW instead: it keeps
     the shards on the host too, and sends them to the device in every forward and backward.
 

@@ -161,7 +161,7 @@ class VllmEngine:
     ) -> tuple[Completion, ...]:
         """Sample `n` completions of one prompt.
 
-        If it is cancelled or too late, the request is taken out of the engine.
+        A call that is cancelled or misses its deadline takes its request out of the engine.
 
         Args:
             cache_salt: requests share KV pages only with requests of the same salt; use one

@@ -1,4 +1,4 @@
-"""Start an engine so that it can be given up."""
+"""The start of an engine, which can be abandoned."""
 
 import asyncio
 import multiprocessing
@@ -59,7 +59,7 @@ class Launch:
             arguments = AsyncEngineArgs(**self._arguments)
             config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
             if self._abandoned.is_set():
-                raise EngineError("given up before its process was started")
+                raise EngineError("abandoned before its process was started")
             llm = AsyncLLM.from_vllm_config(
                 config,
                 enable_log_requests=arguments.enable_log_requests,

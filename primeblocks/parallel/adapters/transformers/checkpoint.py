@@ -1,4 +1,4 @@
-"""Checkpoints of transformers, written from and read into a model that lies in parts."""
+"""Checkpoints of transformers, written from and read into a sharded model."""
 
 from __future__ import annotations
 

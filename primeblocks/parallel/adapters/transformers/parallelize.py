@@ -124,7 +124,7 @@ def local_inputs(
     if not all(sequence.counts):
         raise PlanError(
             "models of transformers need a token on every rank; the plan deals "
-            f"{list(sequence.counts)}. Plan with fewer chunk_tokens, or order='contiguous'."
+            f"{list(sequence.counts)}. Plan with a smaller chunk_tokens, or order='contiguous'."
         )
     return {
         "input_ids": sequence.split(tokens, group=group)[None],
