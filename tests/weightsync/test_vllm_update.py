@@ -12,7 +12,7 @@ from primeblocks.testing import tiny_models
 from primeblocks.weightsync.adapters import vllm as adapter
 from primeblocks.weightsync.engines.colocated import Colocated, ColocatedEngine
 from tests.engine_job import call
-from tests.weightsync.vllm_job import ENGINE, TIMEOUT_S, Trainer, error_of, greedy
+from tests.weightsync.vllm_site import ENGINE, TIMEOUT_S, Trainer, error_of, greedy
 
 pytestmark = [
     pytest.mark.vllm,

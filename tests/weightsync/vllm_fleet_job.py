@@ -26,7 +26,7 @@ from primeblocks.errors import PrimeblocksError, how_it_ended
 from primeblocks.plugins.vllm import register
 from primeblocks.weightsync.adapters import vllm as adapter
 from tests.weightsync.vllm_flight import flight
-from tests.weightsync.vllm_job import ENGINE, PROMPTS, TIMEOUT_S, Requests, Trainer, cost, spans
+from tests.weightsync.vllm_site import ENGINE, PROMPTS, TIMEOUT_S, Requests, Trainer, cost, spans
 
 
 class InProcess:

@@ -6,7 +6,7 @@ from typing import Any
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
 from primeblocks.weightsync.adapters import vllm as adapter
-from tests.weightsync.vllm_job import (
+from tests.weightsync.vllm_site import (
     PROMPTS,
     TIMEOUT_S,
     Requests,
