@@ -13,7 +13,7 @@ from .errors import PlanError
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Layout", "Shard", "layout_of"]
+__all__ = ["Layout", "Shard", "layout_of", "local_part"]
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,16 @@ def layout_of(tensor: torch.Tensor) -> Layout:
     else:
         _refuse_gaps(tensor)
     return Layout(tuple(tensor.shape), Shard(tuple(offsets), tuple(sizes)))
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a DTensor that this rank holds; a plain tensor as it is. Local.
+
+    An alias: no data moves.
+    """
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _refuse_gaps(tensor: DTensor) -> None:

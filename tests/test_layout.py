@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from primeblocks import Layout, Shard
 from primeblocks.errors import PlanError, RankError
-from primeblocks.layout import layout_of
+from primeblocks.layout import layout_of, local_part
 from primeblocks.testing import ranks
 
 SIDES = st.tuples(st.integers(1, 6), st.integers(1, 6))
@@ -65,7 +65,9 @@ def test_boxes_that_make_no_sense_are_refused():
 
 
 def test_a_plain_tensor_is_whole():
-    layout = layout_of(torch.zeros(2, 3))
+    plain = torch.zeros(2, 3)
+    assert local_part(plain) is plain
+    layout = layout_of(plain)
     assert layout == Layout.whole((2, 3))
     assert layout.is_whole
     assert layout_of(torch.tensor(1.0)).shard.numel == 1
@@ -77,7 +79,7 @@ def _global(shape):
 
 def _pieces(tensor):
     layout = layout_of(tensor)
-    return layout.shape, layout.shard, tensor.to_local()
+    return layout.shape, layout.shard, local_part(tensor)
 
 
 def _distribute(shape, mesh_shape, placements):

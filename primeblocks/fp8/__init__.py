@@ -5,11 +5,10 @@ a reference that says what each result is.
 """
 
 from .formats import Tile
-from .gemm import Gemm
 from .matmul import grouped_matmul, grouped_mm_fn, matmul
 from .modules import Fp8Linear, convert, encode_weights
 from .quantize import Quantized, measure_error, quantize, round_trip
-from .recipe import Recipe
+from .recipe import Gemm, Recipe
 from .reference import ReferenceGemm, exact_product
 
 __all__ = [

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from ..errors import PlanError, UnsupportedError, UsageError
 from .formats import Tile, check_tile
-from .gemm import Gemm
+from .quantize import Quantized
 from .reference import ReferenceGemm
 
-__all__ = ["Recipe", "check_recipe"]
+__all__ = ["Gemm", "Recipe", "check_recipe"]
+
+
+class Gemm(Protocol):
+    """An engine: `a @ b.T` of two quantized matrices, float32. Hashable, as part of a Recipe."""
+
+    def __call__(self, a: Quantized, b: Quantized) -> Tensor: ...
+
+    def __hash__(self) -> int: ...
 
 
 @dataclass(frozen=True)

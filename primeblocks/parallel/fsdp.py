@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from ..errors import PlanError, ShapeError
 from ..groups import check_tensors, settle
+from ..layout import local_part
 from .experts.dispatcher import LocalDispatcher
 from .mesh import Meshes, check_meshes
 
@@ -123,7 +124,7 @@ def clip_grad_norm_(
             check_tensors(parameter=parameter)
             grad = parameter.grad
             if grad is not None:
-                by_copies[_copies(grad, meshes.plan.world_size)].append(_local(grad))
+                by_copies[_copies(grad, meshes.plan.world_size)].append(local_part(grad))
         return {"max_norm": float(max_norm)}
 
     group = meshes.loss.get_group()
@@ -228,7 +229,7 @@ def _fully_shard_experts(module: nn.Module, meshes: Meshes, policy: MixedPrecisi
         policy = replace(policy, cast_forward_inputs=False)
 
     def placement(parameter: nn.Parameter) -> Shard:
-        local = _local(parameter)
+        local = local_part(parameter)
         # More ranks than experts would leave some of them empty; split inside the experts then.
         uneven = local.shape[0] % ranks != 0
         return Shard(1) if uneven and local.ndim > 1 and local.shape[1] % ranks == 0 else Shard(0)
@@ -271,7 +272,3 @@ def _copies(grad: Tensor, world_size: int) -> int:
         raise PlanError(f"a partial gradient {grad.placements} has no norm. Redistribute it.")
     sizes = zip(grad.placements, grad.device_mesh.shape, strict=True)
     return world_size // prod(n for p, n in sizes if not isinstance(p, Replicate))
-
-
-def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from primeblocks.layout import local_part
 from primeblocks.parallel import fully_shard_moe, plan_mesh, plan_sequence
 from primeblocks.parallel.experts import AllToAllDispatcher
-from primeblocks.parallel.experts.grouped import local_experts
 from primeblocks.replay import Routes, impose, record
 from primeblocks.replay.adapters.transformers import routers
 from primeblocks.testing import ranks, tiny_models
@@ -53,7 +53,7 @@ def _gpt_oss_experts(module, dispatcher, hidden_states, router_indices, routing_
         hidden_states, routing_weights, router_indices, num_experts=module.num_experts
     )
     names = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
-    weights = zip(*(local_experts(getattr(module, n)).unbind() for n in names), strict=True)
+    weights = zip(*(local_part(getattr(module, n)).unbind() for n in names), strict=True)
     out = [
         module._apply_gate(rows @ w_in + b_in) @ w_out + b_out
         for rows, (w_in, b_in, w_out, b_out) in zip(

@@ -1,19 +1,23 @@
-"""Softmax attention piece by piece: keys arrive in parts, and the results are merged."""
+"""Softmax attention piece by piece: rectangles of queries and keys, and their results merged."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..sequence import SequencePlan
 from .kernel import Kernel, accumulator_dtype
-from .rectangles import mask_of, rectangles
 
 __all__ = ["AttentionBackward", "AttentionSpec", "OnlineSoftmax", "packed_attention"]
+
+# Long runs are cut for windowed attention: a mask is as wide as its queries and the window.
+_WINDOW_ROWS = 128
 
 
 class AttentionSpec:
@@ -31,11 +35,11 @@ class AttentionSpec:
         if not q.shape[1]:  # More ranks than heads, and kernels do not expect none.
             return
         ranks = {"query_rank": query_rank, "key_rank": key_rank}
-        for found in rectangles(self.plan, **ranks, causal=self.causal, window=self.window):
+        for found in _rectangles(self.plan, **ranks, causal=self.causal, window=self.window):
             mask = None
             if found.kind == "masked":
                 assert self.window is not None
-                mask = mask_of(self.plan, found, **ranks, window=self.window)
+                mask = _mask_of(self.plan, found, **ranks, window=self.window)
                 mask = None if mask.all() else mask.to(q.device)
             yield found.queries, found.keys, Kernel(found.kind == "causal", mask, self.scale)
 
@@ -137,3 +141,76 @@ class _Packed(torch.autograd.Function):
             dv[keys] += more_v
         of_sinks = None if sinks is None else gradients.of_sinks(sinks)
         return gradients.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), of_sinks, None
+
+
+class _Rectangle(NamedTuple):
+    """A rectangle of the attention matrix: rows of the query rank, rows of the key rank.
+
+    `kind` is "full" (every query sees every key), "causal" (a square, query i sees keys up to i)
+    or "masked" (`_mask_of` says).
+    """
+
+    query_start: int
+    query_stop: int
+    key_start: int
+    key_stop: int
+    kind: str
+
+    @property
+    def queries(self) -> slice:
+        return slice(self.query_start, self.query_stop)
+
+    @property
+    def keys(self) -> slice:
+        return slice(self.key_start, self.key_stop)
+
+
+# The layers of one batch ask alike; the next batch has another plan.
+@lru_cache(maxsize=256)
+def _rectangles(
+    plan: SequencePlan, *, query_rank: int, key_rank: int, causal: bool, window: int | None
+) -> tuple[_Rectangle, ...]:
+    """The rectangles in which a rank's queries meet another rank's keys. Pure.
+
+    A document's keys lie side by side on each rank, and a run's past keys are a prefix of them,
+    so a run of queries needs one rectangle, and a second one where it meets itself.
+    """
+    places = _places(plan, key_rank)
+    starts = np.cumsum([0, *plan.document_lengths])
+
+    def rectangle(start: int, stop: int, offset: int, low: int, high: int, kind: str) -> _Rectangle:
+        """Turn places in the sequence into rows."""
+        first, last = np.searchsorted(places, [low, high])
+        return _Rectangle(offset, offset + stop - start, int(first), int(last), kind)
+
+    found = []
+    for start, stop, document, offset in plan.runs(query_rank):
+        if window is not None:
+            step = max(window, _WINDOW_ROWS)
+            for low in range(start, stop, step):
+                high, first = min(low + step, stop), max(document, low - window + 1)
+                # One rectangle may hold keys before, inside and behind the window.
+                found.append(rectangle(low, high, offset + low - start, first, high, "masked"))
+        elif causal:
+            found.append(rectangle(start, stop, offset, document, start, "full"))
+            if key_rank == query_rank:
+                found.append(rectangle(start, stop, offset, start, stop, "causal"))
+        else:
+            end = int(starts[np.searchsorted(starts, document, side="right")])
+            found.append(rectangle(start, stop, offset, document, end, "full"))
+    return tuple(t for t in found if t.key_stop > t.key_start)
+
+
+def _mask_of(
+    plan: SequencePlan, rectangle: _Rectangle, *, query_rank: int, key_rank: int, window: int
+) -> Tensor:
+    """`[queries, keys]`, bool: the keys that each query of a masked rectangle sees. Local."""
+    queries = torch.from_numpy(_places(plan, query_rank)[rectangle.queries])
+    keys = torch.from_numpy(_places(plan, key_rank)[rectangle.keys])
+    distance = queries[:, None] - keys
+    return (distance >= 0) & (distance < window)
+
+
+@lru_cache(maxsize=256)
+def _places(plan: SequencePlan, rank: int) -> np.ndarray:
+    return plan.indices(rank).numpy()

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ...errors import ShapeError
 from ...groups import check_tensors, outside_graphs
+from ...layout import local_part
 from ..attention.inputs import autocast
 from .dispatcher import TokenDispatcher
 
@@ -21,7 +21,6 @@ __all__ = [
     "expert_linear",
     "grouped_linear",
     "grouped_swiglu",
-    "local_experts",
 ]
 
 
@@ -147,9 +146,9 @@ def expert_linear(module: Any, name: str, tokens: Tensor, counts: Tensor) -> Ten
 
     def local(suffix: str) -> Tensor | None:
         found = getattr(module, name + suffix, None)
-        return None if found is None else local_experts(found)
+        return None if found is None else local_part(found)
 
-    weight = local_experts(getattr(module, name))
+    weight = local_part(getattr(module, name))
     if getattr(module, "is_transposed", False):
         weight = weight.transpose(1, 2)
     out = grouped_linear(tokens, counts, weight, local("_bias"))
@@ -158,11 +157,6 @@ def expert_linear(module: Any, name: str, tokens: Tensor, counts: Tensor) -> Ten
         return out
     inner = grouped_linear(tokens, counts, a.to(tokens.dtype)) * module.lora_scaling
     return out + grouped_linear(inner, counts, b.to(tokens.dtype))
-
-
-def local_experts(parameter: Tensor) -> Tensor:
-    """The experts of this rank: the local part of a DTensor, or the whole tensor. Local."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _fits_kernel(tokens: Tensor, weight: Tensor) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from ...errors import PlanError, UnsupportedError
-from ...layout import layout_of
+from ...layout import layout_of, local_part
 
 __all__ = ["add_expert_lora", "expert_lora_state_dict", "merged_expert_weights"]
 
@@ -99,12 +99,12 @@ def merged_expert_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         exact = torch.promote_types(weight.dtype, torch.float32)
         a, b = (_gathered(getattr(module, f"{name}_lora_{factor}")) for factor in "AB")
         first = layout_of(a).shard.offsets[0]
-        a, b = _local(a).to(exact), _local(b).to(exact) * module.lora_scaling
+        a, b = local_part(a).to(exact), local_part(b).to(exact) * module.lora_scaling
         if getattr(module, "is_transposed", False):  # [experts, in, out]
             a, b = b.transpose(1, 2), a.transpose(1, 2)
         experts, rows, columns = layout_of(weight).shard.slices
         own = slice(experts.start - first, experts.stop - first)
-        merged = (_local(weight).to(exact) + b[own, rows] @ a[own, :, columns]).to(weight.dtype)
+        merged = (local_part(weight).to(exact) + b[own, rows] @ a[own, :, columns]).to(weight.dtype)
         yield f"{path}{name}", _laid_out_as(weight, merged)
 
 
@@ -182,10 +182,6 @@ def _gathered(x: Tensor) -> Tensor:
 def _whole(x: Tensor) -> Tensor:
     x = _gathered(x)
     return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _laid_out_as(x: Tensor, local: Tensor) -> Tensor:

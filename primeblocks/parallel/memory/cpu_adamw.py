@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT, StateDict
 
 from ...errors import ShapeError, UnsupportedError, UsageError
+from ...layout import local_part
 from .storages import plain_tensors
 
 __all__ = ["CpuAdamW"]
@@ -171,7 +171,7 @@ class _Host:
     def of(cls, parameter: Tensor, *, pin: bool) -> _Host:
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         master = torch.empty_like(parameter, dtype=dtype, device="cpu", requires_grad=False)
-        outgoing = torch.empty_like(_local(parameter), device="cpu", pin_memory=pin)
+        outgoing = torch.empty_like(local_part(parameter), device="cpu", pin_memory=pin)
         host = cls(master, outgoing, None, 0, pin)
         host.refresh(parameter)
         return host
@@ -181,12 +181,12 @@ class _Host:
         return [self.outgoing] if same else [self.outgoing, self.incoming]  # type: ignore[list-item]
 
     def refresh(self, parameter: Tensor) -> None:
-        _local(self.master).copy_(_local(parameter))
+        local_part(self.master).copy_(local_part(parameter))
         self.tensor_version = parameter._version
 
     def receive(self, gradient: Tensor) -> None:
         """Start to copy the gradient to the host."""
-        local = _local(gradient)
+        local = local_part(gradient)
         if self.incoming is None or self.incoming.dtype != local.dtype:
             same = local.dtype == self.outgoing.dtype
             self.incoming = (
@@ -208,18 +208,18 @@ class _Host:
 
     def send(self, parameter: Tensor) -> None:
         """Round the master to the parameter, and start to copy it to the device."""
-        self.outgoing.copy_(_local(self.master))
-        _local(parameter).copy_(self.outgoing, non_blocking=True)
+        self.outgoing.copy_(local_part(self.master))
+        local_part(parameter).copy_(self.outgoing, non_blocking=True)
         self.tensor_version = parameter._version
 
 
 def _update(group: dict[str, Any], master: Tensor, gradient: Tensor, state: dict[str, Any]) -> None:
     beta1, beta2 = group["betas"]
     adamw(
-        [_local(master)],
+        [local_part(master)],
         [gradient],
-        [_local(state["exp_avg"])],
-        [_local(state["exp_avg_sq"])],
+        [local_part(state["exp_avg"])],
+        [local_part(state["exp_avg_sq"])],
         [],
         [state["step"]],
         fused=True,
@@ -231,10 +231,6 @@ def _update(group: dict[str, Any], master: Tensor, gradient: Tensor, state: dict
         eps=group["eps"],
         maximize=group["maximize"],
     )
-
-
-def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:

@@ -23,11 +23,10 @@ from ....errors import (
     check_version,
     how_it_ended,
 )
-from ...checkpoint_files import check_checkpoint
 from ...clock import Clock, MonotonicClock, within
 from ...worker import WorkerThread
 from .completion import Completion, completion_of
-from .launch import Launch, kill
+from .launch import Launch, check_checkpoint, kill
 
 __all__ = ["VllmEngine", "base_engine_args"]
 

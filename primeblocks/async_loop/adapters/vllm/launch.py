@@ -5,8 +5,10 @@ import multiprocessing
 import threading
 from collections.abc import Mapping, Sequence
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -15,7 +17,7 @@ from ....errors import EngineError
 from ...clock import Clock
 from ...worker import WorkerThread
 
-__all__ = ["Launch", "kill"]
+__all__ = ["Launch", "check_checkpoint", "kill"]
 
 # Seconds between looks for the child process while vLLM's constructor runs in its thread.
 _POLL_S = 0.01
@@ -72,6 +74,29 @@ class Launch:
         if self._abandoned.is_set():
             llm.shutdown(timeout=0)
         return llm
+
+
+def check_checkpoint(path: str | Path) -> None:
+    """Look at a checkpoint's files, headers and sizes only, before an engine spends seconds on it.
+
+    Raises:
+        EngineError: there is no such folder, no configuration, no weights, or a file is cut off.
+    """
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        raise EngineError(f"wrong checkpoint: {folder} has no config.json")
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise EngineError(f"wrong checkpoint: {folder} has no *.safetensors")
+    for file in files:
+        try:
+            with safe_open(file, framework="numpy"):
+                pass
+        except SafetensorError as error:
+            raise EngineError(
+                f"wrong checkpoint: {file.name} has {file.stat().st_size} bytes and is damaged or "
+                f"cut off ({error}). Write it again."
+            ) from error
 
 
 def kill(processes: Sequence[BaseProcess]) -> None:
