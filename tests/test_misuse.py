@@ -1,10 +1,11 @@
 """What a caller may pass by mistake at the top level: a typed error, and none of Python's own."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from primeblocks import async_loop, fp8, parallel
+from primeblocks import async_loop, fp8, parallel, replay
 from primeblocks.errors import UsageError
 from primeblocks.testing import ranks
 
@@ -107,10 +108,24 @@ PARALLEL = {
         torch.nn.Linear(1, 1), _meshes(), layers=["layers.0"], experts=[]
     ),
     "no such device": lambda: parallel.plan_mesh(world_size=1).build("abacus"),
+    "no plan to count bytes of": lambda: parallel.plan_traffic(None, None),
+    "no sizes to count bytes of": lambda: parallel.plan_traffic(
+        parallel.plan_mesh(world_size=1), None
+    ),
+    "no model to move": lambda: parallel.memory.HostMemory(None),
+    "parameters to move": lambda: parallel.memory.HostMemory([torch.zeros(1)]),
+    "a model to optimize": lambda: parallel.memory.CpuAdamW(torch.nn.Linear(1, 1)),
+}
+ROUTES = replay.Routes.from_array(np.zeros((2, 1, 1), int), num_experts=2, layer_ids=[0])
+REPLAY = {
+    "half a token to pad": lambda: ROUTES.pad(3.5),
+    "no tokens to pad": lambda: ROUTES.pad(None),
+    "nothing to compare": lambda: replay.compare(None, ROUTES),
+    "nothing to compare with": lambda: replay.compare(ROUTES, None),
+    "an array to compare with": lambda: replay.compare(ROUTES, ROUTES.experts),
 }
 
-
-CASES = {"async_loop": ASYNC_LOOP, "fp8": FP8, "parallel": PARALLEL}
+CASES = {"async_loop": ASYNC_LOOP, "fp8": FP8, "parallel": PARALLEL, "replay": REPLAY}
 
 
 def _meshes():

@@ -89,8 +89,15 @@ def plan_traffic(
         attention: "ring" or "ulysses".
 
     Raises:
-        PlanError: another word, or experts that the expert degree does not divide.
+        PlanError: no plan or no sizes, another word, or experts that the expert degree does not
+            divide.
     """
+    if not isinstance(plan, MeshPlan):
+        raise PlanError(f"plan must be a MeshPlan, as plan_mesh() returns; got {plan!r:.60}")
+    if not isinstance(sizes, StepSizes):
+        raise PlanError(
+            f"sizes must be a StepSizes, as StepSizes(tokens=...) makes; got {sizes!r:.60}"
+        )
     if dispatch not in DISPATCHERS or attention not in ATTENTIONS:
         raise PlanError(
             f"dispatch must be one of {list(DISPATCHERS)} and attention one of "

@@ -302,8 +302,15 @@ def compare(a: Routes, b: Routes, *, mask: np.ndarray | None = None) -> Agreemen
         mask: bool `[tokens]`, True where a token counts. Tokens that `pad` added never do.
 
     Raises:
+        UsageError: one of them is no Routes.
         ShapeError: they differ in tokens, layers, experts or top_k, or share no known token.
     """
+    for name, given in (("a", a), ("b", b)):
+        if not isinstance(given, Routes):
+            raise UsageError(
+                f"{name} must be Routes, such as tape.routes; got {given!r:.60}. Routes.from_array"
+                " takes ids from elsewhere."
+            )
     if a.experts.shape != b.experts.shape or (a.num_experts, a.layer_ids) != (
         b.num_experts,
         b.layer_ids,

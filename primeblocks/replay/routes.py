@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Integral
 
 import numpy as np
 
@@ -239,11 +240,14 @@ class Routes:
         of an expert-parallel group.
 
         Raises:
-            ShapeError: there are more tokens already.
+            ShapeError: there are more tokens already, or `tokens` is no whole number.
         """
-        extra = tokens - self.tokens
-        if extra < 0:
-            raise ShapeError(f"cannot pad {self.tokens} tokens to {tokens}. Slice instead.")
+        if not isinstance(tokens, Integral) or tokens < self.tokens:
+            raise ShapeError(
+                f"cannot pad {self.tokens} tokens to {tokens!r}. Pass a whole number from"
+                f" {self.tokens} up, or slice instead."
+            )
+        extra = int(tokens) - self.tokens
         turns = self._turns(extra, start=0)[:, None]
         rows = np.broadcast_to(turns, (extra, *self.experts.shape[1:]))
         known, added = np.zeros(extra, dtype=np.bool_), np.ones(extra, dtype=np.bool_)

@@ -19,7 +19,7 @@ from primeblocks.errors import (
     UsageError,
 )
 from primeblocks.parallel import reference
-from primeblocks.parallel.adapters.deep_ep import BufferDispatcher, ElasticDispatcher, exchange
+from primeblocks.parallel.adapters.deep_ep import buffer_dispatcher, elastic_dispatcher, exchange
 from primeblocks.parallel.experts import TokenDispatcher
 from primeblocks.testing import ranks
 from primeblocks.testing.oracles import assert_as_precise, assert_close_float64
@@ -40,8 +40,8 @@ def _build(kind, *, alignment=1, **changed):
     group = dist.group.WORLD
     if kind == "elastic":
         sizes = {"max_tokens": 9, "hidden": HIDDEN, "top_k": TOP_K, "alignment": alignment}
-        return ElasticDispatcher(group, **sizes | changed)
-    return BufferDispatcher(group, hidden=HIDDEN, alignment=alignment)
+        return elastic_dispatcher(group, **sizes | changed)
+    return buffer_dispatcher(group, hidden=HIDDEN, alignment=alignment)
 
 
 def _batch(tokens, *, seed):

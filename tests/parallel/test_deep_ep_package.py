@@ -7,14 +7,14 @@ import pytest
 import torch.distributed as dist
 
 from primeblocks.errors import MissingPackageError, PlanError, ShapeError, UnsupportedError
-from primeblocks.parallel.adapters.deep_ep import BufferDispatcher, ElasticDispatcher
+from primeblocks.parallel.adapters.deep_ep import buffer_dispatcher, elastic_dispatcher
 from tests.parallel import fake_deep_ep
 
 BUILDERS = {
-    "elastic": lambda **changed: ElasticDispatcher(
+    "elastic": lambda **changed: elastic_dispatcher(
         dist.ProcessGroup(0, 2), **{"max_tokens": 9, "hidden": 8, "top_k": 2} | changed
     ),
-    "buffer": lambda **changed: BufferDispatcher(
+    "buffer": lambda **changed: buffer_dispatcher(
         dist.ProcessGroup(0, 2), **{"hidden": 8} | changed
     ),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -24,48 +25,7 @@ from .spread import Copies, collect, copies_of, spread
 __all__ = ["AllToAllDispatcher", "OncePerRankDispatcher"]
 
 
-class _Shared:
-    """The part that the dispatchers over a group share."""
-
-    def __init__(self, group: dist.ProcessGroup, *, alignment: int = 1, check: bool = True) -> None:
-        check_group(group)
-        self.group, self.check = group, check
-        self.alignment = checked_alignment(alignment)
-
-    def _admit(self, x: Tensor, scores: Tensor, expert_ids: Tensor, num_experts: int) -> int:
-        """Return the experts of one rank. Collective if `check`."""
-        ranks = self.group.size()
-
-        def look() -> dict[str, object]:
-            check_slots(x, scores, expert_ids, num_experts=num_experts, values=self.check)
-            if num_experts % ranks:
-                raise PlanError(
-                    f"{num_experts} experts cannot be shared equally by {ranks} ranks. "
-                    f"Plan with an expert degree that divides {num_experts}."
-                )
-            facts = {"num_experts": num_experts, "top_k": expert_ids.shape[1]}
-            return facts | facts_of("x", x) | facts_of("scores", scores)
-
-        settle(
-            f"{type(self).__name__}.dispatch",
-            look,
-            x,
-            scores,
-            expert_ids,
-            group=self.group,
-            check=self.check,
-        )
-        return num_experts // ranks
-
-    def _admit_back(self, y: Tensor, dispatched: Dispatched) -> None:
-        call = f"{type(self).__name__}.combine"
-        settle_outputs(call, y, dispatched, group=self.group, check=self.check)
-
-    def _exchange(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
-        return all_to_all_rows(rows, send_counts=send, receive_counts=receive, group=self.group)
-
-
-class AllToAllDispatcher(_Shared):
+class AllToAllDispatcher:
     """A dispatcher that sends one row for each slot: a token travels once for each expert it chose.
 
     Works on gloo and NCCL, with ragged and empty ranks. Collective: in dispatch the counts and
@@ -85,19 +45,23 @@ class AllToAllDispatcher(_Shared):
     Source: arXiv:2006.16668 (GShard).
     """
 
+    def __init__(self, group: dist.ProcessGroup, *, alignment: int = 1, check: bool = True) -> None:
+        self._owners = _Owners(type(self).__name__, group, check)
+        self.group, self.alignment = group, checked_alignment(alignment)
+
     @outside_graphs
     def dispatch(
         self, x: Tensor, scores: Tensor, expert_ids: Tensor, *, num_experts: int
     ) -> Dispatched:
-        share = self._admit(x, scores, expert_ids, num_experts)
+        share = self._owners.admit(x, scores, expert_ids, num_experts)
         ranks, top_k = self.group.size(), expert_ids.shape[1]
         # Experts are dealt in order, so sorting by expert also sorts by owner.
         groups = group_slots(expert_ids.flatten(), num_experts=num_experts)
         copies = copies_of(groups.slots // top_k, tokens=x.shape[0])
         mine = groups.counts.view(ranks, share).to(x.device)
-        arriving = self._exchange(mine, [1] * ranks, [1] * ranks).cpu()
+        arriving = self._owners.exchange(mine, [1] * ranks, [1] * ranks).cpu()
         send, receive = groups.counts.view(ranks, share).sum(1).tolist(), arriving.sum(1).tolist()
-        rows = self._exchange(spread(x, copies), send, receive)
+        rows = self._owners.exchange(spread(x, copies), send, receive)
         # What arrived is ordered by (source, expert); the experts want (expert, source).
         local = torch.arange(share).repeat(ranks).repeat_interleave(arriving.flatten())
         by_expert = group_slots(local.to(x.device), num_experts=share)
@@ -108,13 +72,13 @@ class AllToAllDispatcher(_Shared):
 
     @outside_graphs
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
-        self._admit_back(y, dispatched)
+        self._owners.admit_back(y, dispatched)
         weights, copies, again, places, send, receive = dispatched.handle
-        rows = self._exchange(collect(unalign(y, places), again), receive, send)
+        rows = self._owners.exchange(collect(unalign(y, places), again), receive, send)
         return collect(rows, copies, weights)
 
 
-class OncePerRankDispatcher(_Shared):
+class OncePerRankDispatcher:
     """A dispatcher that sends a token once to each rank that owns experts it chose.
 
     The owner copies it for its experts and adds up their weighted outputs before they return, so
@@ -125,11 +89,15 @@ class OncePerRankDispatcher(_Shared):
     Source: arXiv:2412.19437, section 3.2 (DeepSeek-V3 sends a token once to each node).
     """
 
+    def __init__(self, group: dist.ProcessGroup, *, alignment: int = 1, check: bool = True) -> None:
+        self._owners = _Owners(type(self).__name__, group, check)
+        self.group, self.alignment = group, checked_alignment(alignment)
+
     @outside_graphs
     def dispatch(
         self, x: Tensor, scores: Tensor, expert_ids: Tensor, *, num_experts: int
     ) -> Dispatched:
-        share = self._admit(x, scores, expert_ids, num_experts)
+        share = self._owners.admit(x, scores, expert_ids, num_experts)
         ranks, tokens = self.group.size(), x.shape[0]
         owner = torch.div(expert_ids, share, rounding_mode="floor").long()
         wanted = torch.zeros(ranks, tokens, dtype=torch.bool, device=x.device)
@@ -137,14 +105,14 @@ class OncePerRankDispatcher(_Shared):
         target, token = wanted.nonzero(as_tuple=True)
         copies = copies_of(token, tokens=tokens)
         sent = wanted.sum(1)[:, None]
-        receive = self._exchange(sent, [1] * ranks, [1] * ranks).flatten().tolist()
+        receive = self._owners.exchange(sent, [1] * ranks, [1] * ranks).flatten().tolist()
         send = sent.flatten().tolist()
         # A choice of another rank's expert travels as -1, and without weight.
         here = owner[token] == target[:, None]
         ids = (expert_ids[token] - target[:, None] * share).masked_fill(~here, -1)
-        ids = self._exchange(ids.to(torch.int32), send, receive)
-        gates = self._exchange(scores[token] * here, send, receive)
-        rows = self._exchange(spread(x, copies), send, receive)
+        ids = self._owners.exchange(ids.to(torch.int32), send, receive)
+        gates = self._owners.exchange(scores[token] * here, send, receive)
+        rows = self._owners.exchange(spread(x, copies), send, receive)
         row, choice = (ids >= 0).nonzero(as_tuple=True)
         groups = group_slots(ids[row, choice].long(), num_experts=share)
         again = copies_of(row[groups.slots], tokens=len(rows))
@@ -154,10 +122,10 @@ class OncePerRankDispatcher(_Shared):
 
     @outside_graphs
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
-        self._admit_back(y, dispatched)
+        self._owners.admit_back(y, dispatched)
         weights, copies, again, places, send, receive = dispatched.handle
         partial = collect(unalign(y, places), again, weights)
-        return collect(self._exchange(partial, receive, send), copies)
+        return collect(self._owners.exchange(partial, receive, send), copies)
 
 
 class _Sent(NamedTuple):
@@ -169,3 +137,40 @@ class _Sent(NamedTuple):
     places: Tensor | None
     send: list[int]
     receive: list[int]
+
+
+@dataclass(frozen=True)
+class _Owners:
+    """The ranks that share the experts, as one dispatcher talks with them."""
+
+    dispatcher: str
+    group: dist.ProcessGroup
+    check: bool
+
+    def __post_init__(self) -> None:
+        check_group(self.group)
+
+    def admit(self, x: Tensor, scores: Tensor, expert_ids: Tensor, num_experts: int) -> int:
+        """Return the experts of one rank. Collective if `check`."""
+        ranks = self.group.size()
+
+        def look() -> dict[str, object]:
+            check_slots(x, scores, expert_ids, num_experts=num_experts, values=self.check)
+            if num_experts % ranks:
+                raise PlanError(
+                    f"{num_experts} experts cannot be shared equally by {ranks} ranks. "
+                    f"Plan with an expert degree that divides {num_experts}."
+                )
+            facts = {"num_experts": num_experts, "top_k": expert_ids.shape[1]}
+            return facts | facts_of("x", x) | facts_of("scores", scores)
+
+        call = f"{self.dispatcher}.dispatch"
+        settle(call, look, x, scores, expert_ids, group=self.group, check=self.check)
+        return num_experts // ranks
+
+    def admit_back(self, y: Tensor, dispatched: Dispatched) -> None:
+        call = f"{self.dispatcher}.combine"
+        settle_outputs(call, y, dispatched, group=self.group, check=self.check)
+
+    def exchange(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        return all_to_all_rows(rows, send_counts=send, receive_counts=receive, group=self.group)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT, StateDict
@@ -40,6 +40,9 @@ class CpuAdamW(AdamW):
         params, lr, betas, eps, weight_decay: as AdamW's, groups included.
         pin_memory: page-lock the copies; default: where a parameter is on CUDA.
 
+    Raises:
+        UsageError: a model was passed instead of its parameters.
+
     Source: arXiv:2101.06840 keeps state and update on the host likewise.
     """
 
@@ -53,6 +56,11 @@ class CpuAdamW(AdamW):
         *,
         pin_memory: bool | None = None,
     ) -> None:
+        if isinstance(params, nn.Module):
+            raise UsageError(
+                f"params must be parameters or groups of them; got a {type(params).__name__}. "
+                "Pass model.parameters()."
+            )
         super().__init__(params, lr, betas, eps, weight_decay, fused=True)
         # A GradScaler must unscale the gradients itself: they are read on the device.
         self._step_supports_amp_scaling = False

@@ -98,7 +98,8 @@ class HostMemory:
         chunk_bytes: the step by which host memory of a kind grows; torch pins powers of two.
 
     Raises:
-        UsageError: the model has no parameters, or `chunk_bytes` is no power of two.
+        UsageError: the model is no module or has no parameters, or `chunk_bytes` is no power of
+            two.
     """
 
     def __init__(
@@ -109,6 +110,10 @@ class HostMemory:
         pin_memory: bool | None = None,
         chunk_bytes: int = 64 << 20,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise UsageError(
+                f"model must be a module; got a {type(model).__name__}. Pass the trained nn.Module."
+            )
         first = next(model.parameters(), None)
         if first is None:
             raise UsageError("the model has 0 parameters: there is nothing to move.")

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ....errors import PlanError
-from .exchange import MAX_TOP_K, Exchange, Received, check_hidden
+from .exchange import MAX_TOP_K, DeepEpDispatcher, Received, check_sizes
 from .package import load_deep_ep
 
-__all__ = ["ElasticDispatcher"]
+__all__ = ["elastic_dispatcher"]
 
 _NEEDED = {
     "topk_idx_t": (),
@@ -28,13 +28,21 @@ _NEEDED = {
 }
 
 
-class ElasticDispatcher(Exchange):
-    """Experts shared over a process group by DeepEP 2; a `TokenDispatcher` for bfloat16.
+def elastic_dispatcher(
+    group: dist.ProcessGroup,
+    *,
+    max_tokens: int,
+    hidden: int,
+    top_k: int,
+    alignment: int = 1,
+    deterministic: bool = True,
+    num_sms: int = 0,
+    check: bool = True,
+) -> DeepEpDispatcher:
+    """Build a dispatcher on DeepEP 2. Collective.
 
-    One serves any number of layers, one call at a time, and owns device memory: `close()` it.
-    Uses DeepEP's compact layout, the one that has a backward. Building, `dispatch`, `combine`,
-    their backwards and `close` are collective. A rank that never comes is noticed at DeepEP's own
-    deadlines, 300 s on the host and 100 s on the device.
+    Uses DeepEP's compact layout, the one that has a backward. A rank that never comes is noticed
+    at DeepEP's own deadlines, 300 s on the host and 100 s on the device.
 
     Args:
         group: the ranks that share the experts, on NCCL; rank r owns the r-th share.
@@ -56,43 +64,30 @@ class ElasticDispatcher(Exchange):
 
     Source: github.com/deepseek-ai/DeepEP, version 2.1.
     """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        *,
-        max_tokens: int,
-        hidden: int,
-        top_k: int,
-        alignment: int = 1,
-        deterministic: bool = True,
-        num_sms: int = 0,
-        check: bool = True,
-    ) -> None:
-        check_hidden(hidden)
-        if max_tokens < 1 or not 1 <= top_k <= MAX_TOP_K:
-            raise PlanError(
-                f"max_tokens must be at least 1 and top_k from 1 to {MAX_TOP_K}; "
-                f"got {max_tokens} and {top_k}."
-            )
-        super().__init__(
-            group,
-            hidden=hidden,
-            top_k=top_k,
-            max_tokens=max_tokens,
-            alignment=alignment,
-            check=check,
+    check_sizes(group, hidden=hidden, alignment=alignment)
+    if max_tokens < 1 or not 1 <= top_k <= MAX_TOP_K:
+        raise PlanError(
+            f"max_tokens must be at least 1 and top_k from 1 to {MAX_TOP_K}; "
+            f"got {max_tokens} and {top_k}."
         )
-        deep_ep = load_deep_ep(_NEEDED, written_for="DeepEP 2.1")
-        buffer = deep_ep.ElasticBuffer(
-            group,
-            num_max_tokens_per_rank=max_tokens,
-            hidden=hidden,
-            num_topk=top_k,
-            deterministic=deterministic,
-            explicitly_destroy=True,
-        )
-        self._wire = _ElasticWire(buffer, deep_ep.topk_idx_t, num_sms)
+    deep_ep = load_deep_ep(_NEEDED, written_for="DeepEP 2.1")
+    buffer = deep_ep.ElasticBuffer(
+        group,
+        num_max_tokens_per_rank=max_tokens,
+        hidden=hidden,
+        num_topk=top_k,
+        deterministic=deterministic,
+        explicitly_destroy=True,
+    )
+    return DeepEpDispatcher(
+        _ElasticWire(buffer, deep_ep.topk_idx_t, num_sms),
+        group,
+        hidden=hidden,
+        top_k=top_k,
+        max_tokens=max_tokens,
+        alignment=alignment,
+        check=check,
+    )
 
 
 class _ElasticWire:

@@ -1,4 +1,4 @@
-"""The part that the dispatchers on both buffers share: everything but the calls of DeepEP."""
+"""The dispatcher over either buffer: everything but the calls of DeepEP."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ...experts.dispatcher import (
 )
 from ...experts.spread import Copies, collect, copies_of, spread
 
-__all__ = ["MAX_TOP_K", "ROWS", "SCORES", "Exchange", "Received", "Wire", "check_hidden"]
+__all__ = ["MAX_TOP_K", "ROWS", "SCORES", "DeepEpDispatcher", "Received", "Wire", "check_sizes"]
 
 # The dtypes of rows that DeepEP sums, and of the weights that it carries.
 ROWS, SCORES = torch.bfloat16, torch.float32
@@ -79,8 +79,12 @@ class _Sent(NamedTuple):
     tokens: int
 
 
-class Exchange:
-    """A `TokenDispatcher` over `self._wire`, which the dispatcher of each buffer sets.
+class DeepEpDispatcher:
+    """Experts shared over a process group by DeepEP; a `TokenDispatcher` for bfloat16.
+
+    `elastic_dispatcher` and `buffer_dispatcher` build it. One serves any number of layers, one call
+    at a time, and owns device memory: `close()` it. `dispatch`, `combine`, their backwards and
+    `close` are collective.
 
     The backward of a send is a sum, the backward of a sum is the same send again, over the layout
     that DeepEP's handle remembers; autograd keeps the handle until then.
@@ -88,6 +92,7 @@ class Exchange:
 
     def __init__(
         self,
+        wire: Wire,
         group: dist.ProcessGroup,
         *,
         hidden: int,
@@ -96,11 +101,9 @@ class Exchange:
         alignment: int,
         check: bool,
     ) -> None:
-        check_group(group)
-        self.group, self.check = group, check
+        self.group, self.check, self.alignment = group, check, alignment
         self.hidden, self.top_k, self.max_tokens = hidden, top_k, max_tokens
-        self.alignment = checked_alignment(alignment)
-        self._wire: Wire | None = None
+        self._wire: Wire | None = wire
 
     def dispatch(
         self, x: Tensor, scores: Tensor, expert_ids: Tensor, *, num_experts: int
@@ -144,8 +147,7 @@ class Exchange:
             _check_rows("y", y, self.hidden)
             return facts_of("y", y)
 
-        call = f"{type(self).__name__}.combine"
-        settle(call, look, y, group=self.group, check=self.check)
+        settle("DeepEpDispatcher.combine", look, y, group=self.group, check=self.check)
         handle, copies, weights, places, tokens = dispatched.handle
         rows = collect(unalign(y, places), copies, weights)
         out = _SumBack.apply(rows, wire, handle)
@@ -170,7 +172,7 @@ class Exchange:
 
     def _open(self) -> Wire:
         if self._wire is None:
-            raise ClosedError(f"this {type(self).__name__} was closed.")
+            raise ClosedError("this DeepEpDispatcher was closed.")
         return self._wire
 
     def _admit(self, x: Tensor, scores: Tensor, expert_ids: Tensor, num_experts: int) -> None:
@@ -192,7 +194,7 @@ class Exchange:
             facts |= {"hidden": self.hidden, "max_tokens": self.max_tokens or 0}
             return facts | facts_of("x", x) | facts_of("scores", scores)
 
-        call = f"{type(self).__name__}.dispatch"
+        call = "DeepEpDispatcher.dispatch"
         settle(call, look, x, scores, group=self.group, check=self.check)
 
     def _check_room(self, tokens: int, top_k: int) -> None:
@@ -230,13 +232,20 @@ class _SumBack(torch.autograd.Function):
         return ctx.wire.send_again(grads[0].contiguous(), ctx.handle), None, None
 
 
-def check_hidden(hidden: int) -> None:
-    """Refuse a width of rows that DeepEP cannot copy, by a ShapeError. Local."""
+def check_sizes(group: dist.ProcessGroup, *, hidden: int, alignment: int) -> None:
+    """Refuse what neither buffer takes, before one is built. Local.
+
+    Raises:
+        ShapeError: DeepEP cannot copy rows of `hidden`.
+        PlanError: this rank is not in the group, or the alignment is below 1.
+    """
     if hidden < 1 or hidden * ROWS.itemsize % _UNIT_BYTES:
         raise ShapeError(
             f"DeepEP copies {_UNIT_BYTES} bytes at a time: hidden must be a multiple of "
             f"{_UNIT_BYTES // ROWS.itemsize}; got {hidden}."
         )
+    check_group(group)
+    checked_alignment(alignment)
 
 
 def _check_rows(name: str, x: Tensor, hidden: int) -> None:

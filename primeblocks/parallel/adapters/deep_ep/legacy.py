@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ....errors import UnsupportedError
 from . import exchange
-from .exchange import MAX_TOP_K, Exchange, Received, check_hidden
+from .exchange import MAX_TOP_K, DeepEpDispatcher, Received, check_sizes
 from .package import load_deep_ep
 
-__all__ = ["BufferDispatcher"]
+__all__ = ["buffer_dispatcher"]
 
 _NEEDED = {
     "Buffer": ("group", "num_nvl_bytes", "num_rdma_bytes", "explicitly_destroy"),
@@ -31,14 +31,14 @@ _NEEDED = {
 }
 
 
-class BufferDispatcher(Exchange):
-    """Experts shared over a process group by DeepEP 1.2; a `TokenDispatcher` for bfloat16.
+def buffer_dispatcher(
+    group: dist.ProcessGroup, *, hidden: int, alignment: int = 1, check: bool = True
+) -> DeepEpDispatcher:
+    """Build a dispatcher on DeepEP 1.2. Collective.
 
     Runs DeepEP's high-throughput kernels with the settings that it recommends for the size of the
-    group; a batch of any length fits. One serves any number of layers, one call at a time, and
-    owns device memory: `close()` it. Building, `dispatch`, `combine`, their backwards and `close`
-    are collective. A rank that never comes is noticed at DeepEP's own deadline, 100 s. The rows
-    of an expert stay in the order in which they arrived.
+    group; a batch of any length fits. A rank that never comes is noticed at DeepEP's own deadline,
+    100 s. The rows of an expert stay in the order in which they arrived.
 
     Args:
         group: the ranks that share the experts; rank r owns the r-th share. 2, 4, 8 or a larger
@@ -56,35 +56,31 @@ class BufferDispatcher(Exchange):
 
     Source: github.com/deepseek-ai/DeepEP, version 1.2.1.
     """
-
-    def __init__(
-        self, group: dist.ProcessGroup, *, hidden: int, alignment: int = 1, check: bool = True
-    ) -> None:
-        check_hidden(hidden)
-        super().__init__(
-            group,
-            hidden=hidden,
-            top_k=MAX_TOP_K,
-            max_tokens=None,
-            alignment=alignment,
-            check=check,
-        )
-        deep_ep = load_deep_ep(_NEEDED, written_for="DeepEP 1.2")
-        ranks, row_bytes = group.size(), hidden * exchange.ROWS.itemsize
-        try:
-            dispatching = deep_ep.Buffer.get_dispatch_config(ranks)
-            combining = deep_ep.Buffer.get_combine_config(ranks)
-        except AssertionError as error:
-            raise UnsupportedError(f"DeepEP has no settings for {ranks} ranks: {error}") from error
-        configs = dispatching, combining
-        buffer = deep_ep.Buffer(
-            group,
-            num_nvl_bytes=max(c.get_nvl_buffer_size_hint(row_bytes, ranks) for c in configs),
-            num_rdma_bytes=max(c.get_rdma_buffer_size_hint(row_bytes, ranks) for c in configs),
-            explicitly_destroy=True,
-        )
-        ids_dtype = getattr(deep_ep, "topk_idx_t", torch.int64)  # DeepEP 2 still ships Buffer.
-        self._wire = _BufferWire(buffer, ids_dtype, dispatching, combining)
+    check_sizes(group, hidden=hidden, alignment=alignment)
+    deep_ep = load_deep_ep(_NEEDED, written_for="DeepEP 1.2")
+    ranks, row_bytes = group.size(), hidden * exchange.ROWS.itemsize
+    try:
+        dispatching = deep_ep.Buffer.get_dispatch_config(ranks)
+        combining = deep_ep.Buffer.get_combine_config(ranks)
+    except AssertionError as error:
+        raise UnsupportedError(f"DeepEP has no settings for {ranks} ranks: {error}") from error
+    configs = dispatching, combining
+    buffer = deep_ep.Buffer(
+        group,
+        num_nvl_bytes=max(c.get_nvl_buffer_size_hint(row_bytes, ranks) for c in configs),
+        num_rdma_bytes=max(c.get_rdma_buffer_size_hint(row_bytes, ranks) for c in configs),
+        explicitly_destroy=True,
+    )
+    ids_dtype = getattr(deep_ep, "topk_idx_t", torch.int64)  # DeepEP 2 still ships Buffer.
+    return DeepEpDispatcher(
+        _BufferWire(buffer, ids_dtype, dispatching, combining),
+        group,
+        hidden=hidden,
+        top_k=MAX_TOP_K,
+        max_tokens=None,
+        alignment=alignment,
+        check=check,
+    )
 
 
 class _BufferWire:
