@@ -261,63 +261,6 @@ def test_a_block_shows_fifteen_names_at_most(block):
     assert {name: size for name, size in sizes.items() if size > MAX_NAMES} == {}
 
 
-def _snippets():
-    """Python in the README and the docs: where it stands, and what it says."""
-    for file in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        found = re.finditer(r"^```python\n(.*?)^```", file.read_text(), re.DOTALL | re.MULTILINE)
-        for number, snippet in enumerate(found):
-            yield f"{file.relative_to(ROOT)}#{number}", snippet[1]
-
-
-def _is_in_a_file(module, name):
-    """Whether a module that is not imported here has a name, or is a package that holds it."""
-    place = ROOT.joinpath(*module.split("."))
-    inside = [place / name, place / f"{name}.py", place / "__init__.py", place.with_suffix(".py")]
-    if inside[0].is_dir() or inside[1].exists():
-        return True
-    return any(
-        file.exists() and name in (_declared(file.relative_to(PACKAGE).as_posix()) or ())
-        for file in inside[2:]
-    )
-
-
-def _unresolved(code):
-    """Names of ours in a snippet that there are not."""
-    known, missing = {"primeblocks": primeblocks}, []
-    for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("primeblocks"):
-            for alias in node.names:
-                whole = f"{node.module}.{alias.name}"
-                if {"adapters", "plugins"} & set(whole.split(".")):  # They need other packages.
-                    missing += [] if _is_in_a_file(node.module, alias.name) else [whole]
-                elif hasattr(module := importlib.import_module(node.module), alias.name):
-                    known[alias.asname or alias.name] = getattr(module, alias.name)
-                else:
-                    missing.append(whole)
-    for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.Attribute):
-            names = ast.unparse(node).split(".")
-            value = known.get(names[0])
-            for name in names[1:]:
-                if not (inspect.ismodule(value) and name.isidentifier()):
-                    break
-                value = getattr(value, name, None)
-                if value is None:
-                    missing.append(".".join(names))
-    return missing
-
-
-def test_names_in_snippets_are_there():
-    snippets = dict(_snippets())
-    assert len(snippets) > 20
-    found = {place: _unresolved(code) for place, code in snippets.items()}
-    assert {place: missing for place, missing in found.items() if missing} == {}
-    assert _unresolved("from primeblocks import replay\nreplay.gone.x") == [
-        "replay.gone.x",
-        "replay.gone",
-    ]
-
-
 def test_every_adapter_has_a_page():
     page = (ROOT / "docs" / "api" / "adapters.md").read_text()
     adapters = [

@@ -1,0 +1,336 @@
+"""Every snippet of Python in the README and the docs runs: a page's in order, in one namespace.
+
+A page has a function here that gives what its snippets presuppose, small and real, and looks at
+what they did. vLLM's configurations, signatures and command lines are its own; engines, servers and
+Mooncake are fakes.
+"""
+
+import ast
+import asyncio
+import importlib.util
+import inspect
+import os
+import re
+import socket
+import subprocess
+import sys
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from primeblocks.async_loop import Rollout
+from primeblocks.replay import impose, record
+from primeblocks.testing import ranks, tiny_models
+from primeblocks.weightsync import SharedMemoryTransport
+from primeblocks.weightsync.engines.remote import WorkerState
+from tests.engine_job import ENVIRONMENT
+from tests.kvoffload.mooncake_fake import FakeClient, FakeMaster
+from tests.weightsync.fake_engine import FakeEngine
+from tests.weightsync.sglang_fake import FakeSglang
+from tests.weightsync.test_vllm_server import FakeServer
+
+ROOT = Path(__file__).parent.parent
+SIZES = {"num_layers": 2, "hidden": 128, "num_experts": 4, "dtype": "float32"}
+TOKENS = torch.arange(10, 26)[None]
+
+
+def snippets(page):
+    """Yield the Python of a page: the line where it begins, and the code."""
+    text = (ROOT / page).read_text()
+    for found in re.finditer(r"^```py\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        yield text[: found.start(1)].count("\n"), found[1]
+
+
+def play(page, folder):
+    """Run a page's snippets as they are written, `await` included, in a folder of their own."""
+    os.chdir(folder)
+    torch.manual_seed(0)
+    with PAGES[page]() as names, asyncio.Runner() as runner:
+        for line, code in snippets(page):
+            flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+            compiled = compile("\n" * line + code, str(ROOT / page), "exec", flags=flags)
+            pending = eval(compiled, names)
+            if inspect.iscoroutine(pending):
+                runner.run(pending)
+
+
+# --- What pages presuppose
+
+
+def loss_of(output):
+    return output.logits.square().sum()
+
+
+@contextmanager
+def readme():
+    from primeblocks.replay.adapters.transformers import routers
+
+    model = tiny_models.build("qwen3_moe", **SIZES)
+    with record(routers(model)) as tape:
+        model(TOKENS)
+    yield {"model": model, "tokens": TOKENS, "routes": tape.routes, "loss_of": loss_of}
+    assert all(router.module.weight.grad is not None for router in routers(model))
+
+
+@contextmanager
+def async_loop():
+    batches, published = [], []
+
+    async def generate(prompt, *, version):
+        ends = {"prompt_length": 2, "finish_reason": "stop"}
+        return [Rollout(tokens=[5, 6, 7], logprobs=[-1.0], versions=[version], **ends)]
+
+    async def complete(prompt, sampling_params, request_id):
+        from vllm import outputs
+        from vllm.logprobs import Logprob
+
+        spans = [outputs.WeightVersionSpan("3", 0, 1)]
+        answers = [
+            outputs.CompletionOutput(i, "", [7], -1.0, [{7: Logprob(-1.0)}], weight_versions=spans)
+            for i in range(sampling_params.n)
+        ]
+        yield outputs.RequestOutput(request_id, None, [5, 6], None, answers, finished=True)
+
+    with vllm_without_engines() as (engine, _):
+        engine.generate.side_effect = complete
+        names = {
+            "prompts": range(5 * 16),
+            "generate": generate,
+            "train": lambda groups, *, version: batches.append(len(groups)),
+            "publish": published.append,
+            "path": tiny_models.save("qwen3_moe", "model", **SIZES),
+            "prompt_ids": [5, 6],
+            "version": 3,
+        }
+        yield names
+    assert (batches, published) == ([16] * 5, [1, 2, 3, 4, 5])
+    assert [answer.token_ids for answer in names["answers"]] == [(7,)] * 8
+
+
+@contextmanager
+def fp8():
+    names = {"model": tiny_models.build("qwen3_moe", **SIZES)}
+    yield names
+    assert len(names["names"]) == 2 * 4
+
+
+@contextmanager
+def kvoffload():
+    master = FakeMaster()
+    package, store = ModuleType("mooncake"), ModuleType("mooncake.store")
+
+    class MooncakeDistributedStore(FakeClient):
+        def __init__(self):
+            super().__init__(master)
+
+        def setup(self, hostname, metadata, segment, buffer, protocol, devices, address):
+            return 0
+
+    store.MooncakeDistributedStore = MooncakeDistributedStore
+    with (
+        mock.patch.dict(sys.modules, {package.__name__: package, store.__name__: store}),
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        found_at({"10.0.0.1:50051": listener.getsockname()[1]}),
+        vllm_without_engines() as (_, offline),
+    ):
+        model = tiny_models.save("qwen3_moe", "model", **SIZES)
+        config = tiny_models.config("qwen3_moe")
+        names = {"config": config, "model": str(model), "page_bytes": 1 << 20, "ids": [5, 6]}
+        yield names
+        with names["store"]:
+            names["store"].save(names["key"], names["page"]).wait(timeout_s=60)
+        assert offline.generate.call_count == 1
+        assert_served(["--model", "model", *names["words"]])
+    assert "put" in master.calls
+
+
+@contextmanager
+def parallel():
+    model = tiny_models.build("qwen3_moe", **SIZES)
+    if dist.get_rank() == 0:
+        model.save_pretrained("checkpoint")
+    dist.barrier()
+    part = 512 // dist.get_world_size()
+    yield {
+        "x": torch.randn(6, 8),
+        "scores": torch.rand(6, 2),
+        "expert_ids": torch.randint(256, (6, 2)),
+        "gate_up": torch.randn(part // 2, 16, 8),
+        "down": torch.randn(part // 2, 8, 8),
+        "document_lengths": [300, 40, 172],
+        "tokens": torch.randint(512, (512,)),
+        "q": torch.randn(part, 4, 8),
+        "k": torch.randn(part, 2, 8),
+        "v": torch.randn(part, 2, 8),
+        "model": model,
+        "checkpoint": "checkpoint",
+    }
+
+
+@contextmanager
+def replay():
+    from primeblocks.replay.adapters.transformers import routers
+
+    engine, trainer = (tiny_models.build("qwen3_moe", seed=seed, **SIZES) for seed in (0, 1))
+    with record(routers(trainer)) as tape:
+        logits = trainer(TOKENS).logits
+    logprobs = torch.rand(2, 1, 16).log()
+    names = {
+        "engine_model": engine,
+        "trainer": trainer,
+        "tokens": TOKENS,
+        "loss_of": loss_of,
+        "trainer_logprobs": logprobs[0],
+        "rollout_logprobs": logprobs[1],
+        "mask": TOKENS > 0,
+        "other_routes": tape.routes,
+    }
+    yield names
+    theirs = [(one.module, one.layer_id, one.num_experts, one.top_k) for one in routers(trainer)]
+    with impose([names["MyRouter"](*one) for one in theirs], tape.routes):
+        assert torch.equal(trainer(TOKENS).logits, logits)
+
+
+@contextmanager
+def weightsync():
+    import peft
+
+    path = str(tiny_models.save("qwen3_moe", "model", **SIZES))
+    tiny_models.save("qwen3", "base", num_layers=2)
+    model = tiny_models.build("qwen3_moe", seed=1, **SIZES)
+    base = tiny_models.build("qwen3", num_layers=2)
+    memory = SharedMemoryTransport.__init__.__kwdefaults__
+    with (
+        mock.patch.dict(memory, root=os.getcwd()),  # Others run beside this test.
+        vllm_without_engines() as (engine, offline),
+        closing(FakeServer()) as server,
+        closing(FakeSglang(path)) as sglang,
+        found_at({"host:8000": server.server.server_port, "host:30000": urlsplit(sglang.url).port}),
+        mock.patch.object(subprocess, "Popen", autospec=True) as popen,
+    ):
+        names = {
+            "model": model,
+            "optimizer": torch.optim.AdamW(model.parameters()),
+            "path": path,
+            "peft_model": peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"])),
+            "base": "base",
+            "rollout": lambda: None,
+        }
+        yield names
+        assert engine.fake.serving == ((8,), "8")
+        assert server.engine.serving == ((8, 8), "8")
+        assert sglang.label == "8"
+        assert offline.fake.label == "9"
+        ((_, _, module, *words),), _ = popen.call_args
+        assert importlib.util.find_spec(module)
+        assert_served(words)
+
+
+# --- Hosts
+
+
+@contextmanager
+def vllm_without_engines():
+    """Give what `AsyncLLM` and `LLM` make: signatures and configurations are vLLM's own."""
+    os.environ |= ENVIRONMENT
+    import vllm
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    engine = mock.create_autospec(AsyncLLM, instance=True, errored=False, output_handler=None)
+    engine.output_processor = mock.Mock(request_states={})
+    offline = mock.create_autospec(vllm.LLM, instance=True)
+    for host, how in ((engine, lambda call: call), (offline, blocking)):
+        host.fake = FakeWithAdapters([1])
+        calls = [name for name in dir(FakeEngine) if hasattr(host, name) and name[0] != "_"]
+        for name in calls:
+            getattr(host, name).side_effect = how(getattr(host.fake, name))
+
+    def start(arguments):
+        engine.vllm_config = arguments.create_engine_config()
+        return engine
+
+    def start_offline(model, **arguments):
+        vllm.EngineArgs(model=model, **arguments).create_engine_config()
+        return offline
+
+    with (
+        mock.patch.object(AsyncLLM, "from_engine_args", start),
+        mock.patch.object(AsyncLLM, "from_vllm_config", autospec=True, return_value=engine),
+        mock.patch.object(vllm, "LLM", start_offline),
+        # Configurations ask for it, and a CPU has none.
+        mock.patch.object(type(current_platform), "is_sleep_mode_available", return_value=True),
+    ):
+        yield engine, offline
+
+
+class FakeWithAdapters(FakeEngine):
+    """Its workers hold any adapter."""
+
+    async def collective_rpc(self, method, timeout=None, args=()):
+        from primeblocks.weightsync.adapters.vllm.lora_worker import LoraWorkerExtension
+
+        if "lora" not in method:
+            return await super().collective_rpc(method, timeout, args)
+        inspect.signature(getattr(LoraWorkerExtension, method)).bind(self, *args)
+        return [asdict(WorkerState())]
+
+
+def blocking(call):
+    """An `LLM`'s call, of an `AsyncLLM`'s."""
+    return lambda *args, **kwargs: asyncio.run(call(*args, **kwargs))
+
+
+@contextmanager
+def found_at(ports):
+    """Lead connections to an address, "host:port", to a port of this machine."""
+    connect = socket.create_connection
+
+    def to(address, *args, **kwargs):
+        port = ports.get("{}:{}".format(*address))
+        return connect(address if port is None else ("127.0.0.1", port), *args, **kwargs)
+
+    with mock.patch.object(socket, "create_connection", to):
+        yield
+
+
+def assert_served(words):
+    """vLLM's server knows the words of a command line."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    assert make_arg_parser(FlexibleArgumentParser()).parse_args(words).model == "model"
+
+
+PAGES = {
+    "README.md": readme,
+    "docs/async_loop.md": async_loop,
+    "docs/fp8.md": fp8,
+    "docs/kvoffload.md": kvoffload,
+    "docs/parallel.md": parallel,
+    "docs/replay.md": replay,
+    "docs/weightsync.md": weightsync,
+}
+VLLM = ("docs/async_loop.md", "docs/kvoffload.md", "docs/weightsync.md")
+
+
+def test_every_page_with_snippets_is_run():
+    files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    counts = {str(file.relative_to(ROOT)): file.read_text().count("```py") for file in files}
+    assert {page: count for page, count in counts.items() if count} == {
+        page: len(list(snippets(page))) for page in PAGES
+    }
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.vllm] * (page in VLLM)) for page in PAGES]
+)
+def test_snippets_run(page, tmp_path):
+    ranks.run(play, page, str(tmp_path), world_size=2 if page == "docs/parallel.md" else 1)
