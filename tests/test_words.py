@@ -120,6 +120,29 @@ def test_a_name_that_means_something_else_is_found(broken):
     assert len([*_misused("async_loop/x.py", ast.parse(broken), [*_table()])]) == 1
 
 
+def _unkept(trees):
+    """Yield the functions named `plan_*` that are not pure by their docstring, or print no plan."""
+    tables = {
+        each.name
+        for tree in trees
+        for each in ast.walk(tree)
+        if isinstance(each, ast.ClassDef)
+        and any(isinstance(part, ast.FunctionDef) and part.name == "table" for part in each.body)
+    }
+    for tree in trees:
+        for each in ast.walk(tree):
+            if isinstance(each, DEFINITIONS) and each.name.startswith("plan_"):
+                is_pure = re.search(r"\bpure\b", ast.get_docstring(each) or "", re.IGNORECASE)
+                if not is_pure or ast.unparse(each.returns) not in tables:
+                    yield each.name
+
+
+def test_a_plan_is_pure_and_prints_itself():
+    trees = [tree for file, tree in _trees() if not HOSTS & {*file.split("/")}]
+    assert [*_unkept(trees)] == []
+    assert [*_unkept([ast.parse('def plan_x() -> int:\n    """Pure."""')])] == ["plan_x"]
+
+
 def test_a_block_exports_no_class_whose_name_another_has():
     homes, exports = {}, {}
     for file, tree in _trees():

@@ -10,7 +10,7 @@ import torch.testing._internal.distributed.fake_pg
 from torch import Tensor
 
 from primeblocks.parallel.experts import LocalDispatcher
-from primeblocks.parallel.experts.spread import copies_of, spread
+from primeblocks.parallel.experts.permute import map_rows, permute
 from primeblocks.testing.oracles import assert_as_precise, assert_same_bits, max_relative_error
 
 from ..harness import Timing, compare
@@ -94,11 +94,11 @@ def _against_copy(dtype: torch.dtype) -> tuple[Timing, ...]:
     batch = draw(TOKENS, dtype, seed=0)
     x = batch.x.detach()
     token = batch.ids.flatten().argsort(stable=True) // TOP_K
-    copies, rows = copies_of(token, tokens=TOKENS), x[token]
+    row_map, rows = map_rows(token, tokens=TOKENS), x[token]
     target = torch.zeros_like(rows)
 
     def agree() -> None:
-        assert_same_bits(spread(x, copies), rows)
+        assert_same_bits(permute(x, row_map), rows)
         assert_same_bits(target.copy_(rows), rows)
 
-    return compare(lambda: spread(x, copies), lambda: target.copy_(rows), agree=agree)
+    return compare(lambda: permute(x, row_map), lambda: target.copy_(rows), agree=agree)

@@ -285,7 +285,7 @@ def _refusals(kind):
             with pytest.raises(error, match=said):
                 dispatcher.combine(bad, sent)
         out = dispatcher.combine(sent.tokens, sent)
-        buffer = dispatcher._wire._buffer
+        buffer = dispatcher._buffer._buffer
     dispatcher.close()
     assert not buffer.alive
     for call in (lambda: dispatch(**good), lambda: dispatcher.combine(sent.tokens, sent)):

@@ -15,7 +15,7 @@ from primeblocks.parallel.experts import (
     TokenDispatcher,
     grouped_swiglu,
 )
-from primeblocks.parallel.experts.spread import collect, copies_of, spread
+from primeblocks.parallel.experts.permute import map_rows, permute, unpermute
 from primeblocks.testing import ranks
 from primeblocks.testing.oracles import assert_as_precise, max_relative_error
 
@@ -311,10 +311,10 @@ def test_rows_are_kept_for_the_gradient_of_scores_alone():
 
 
 def test_copies_are_said_both_ways():
-    copies = copies_of(torch.tensor([1, 0, 1, 3]), tokens=4)
-    assert [x.tolist() for x in copies] == [[1, 0, 1, 3], [1, 0, 2, 3], [0, 1, 3, 3]]
+    row_map = map_rows(torch.tensor([1, 0, 1, 3]), tokens=4)
+    assert [x.tolist() for x in row_map] == [[1, 0, 1, 3], [1, 0, 2, 3], [0, 1, 3, 3]]
     rows = torch.tensor([[1.0], [2.0], [4.0], [8.0]])
-    assert collect(rows, copies).tolist() == [[2.0], [5.0], [0.0], [8.0]]
-    assert spread(rows, copies).tolist() == [[2.0], [1.0], [2.0], [8.0]]
-    nothing = copies_of(torch.zeros(0, dtype=torch.int64), tokens=2)
-    assert collect(torch.zeros(0, 1), nothing).tolist() == [[0.0], [0.0]]
+    assert unpermute(rows, row_map).tolist() == [[2.0], [5.0], [0.0], [8.0]]
+    assert permute(rows, row_map).tolist() == [[2.0], [1.0], [2.0], [8.0]]
+    nothing = map_rows(torch.zeros(0, dtype=torch.int64), tokens=2)
+    assert unpermute(torch.zeros(0, 1), nothing).tolist() == [[0.0], [0.0]]

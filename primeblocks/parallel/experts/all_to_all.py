@@ -16,11 +16,11 @@ from .dispatcher import (
     align,
     check_slots,
     checked_alignment,
-    group_slots,
     settle_outputs,
+    sort_slots,
     unalign,
 )
-from .spread import Copies, collect, copies_of, spread
+from .permute import RowMap, map_rows, permute, unpermute
 
 __all__ = ["AllToAllDispatcher", "OncePerRankDispatcher"]
 
@@ -56,26 +56,26 @@ class AllToAllDispatcher:
         share = self._owners.admit(x, scores, expert_ids, num_experts)
         ranks, top_k = self.group.size(), expert_ids.shape[1]
         # Experts are dealt in order, so sorting by expert also sorts by owner.
-        groups = group_slots(expert_ids.flatten(), num_experts=num_experts)
-        copies = copies_of(groups.slots // top_k, tokens=x.shape[0])
-        mine = groups.counts.view(ranks, share).to(x.device)
+        ordered = sort_slots(expert_ids.flatten(), num_experts=num_experts)
+        row_map = map_rows(ordered.slots // top_k, tokens=x.shape[0])
+        mine = ordered.counts.view(ranks, share).to(x.device)
         arriving = self._owners.exchange(mine, [1] * ranks, [1] * ranks).cpu()
-        send, receive = groups.counts.view(ranks, share).sum(1).tolist(), arriving.sum(1).tolist()
-        rows = self._owners.exchange(spread(x, copies), send, receive)
+        send, receive = ordered.counts.view(ranks, share).sum(1).tolist(), arriving.sum(1).tolist()
+        rows = self._owners.exchange(permute(x, row_map), send, receive)
         # What arrived is ordered by (source, expert); the experts want (expert, source).
         local = torch.arange(share).repeat(ranks).repeat_interleave(arriving.flatten())
-        by_expert = group_slots(local.to(x.device), num_experts=share)
-        again = copies_of(by_expert.slots, tokens=len(rows))
-        tokens, counts, places = align(spread(rows, again), by_expert.counts, self.alignment)
-        weights = scores.flatten()[groups.slots[copies.rows]]
-        return Dispatched(tokens, counts, _Sent(weights, copies, again, places, send, receive))
+        by_expert = sort_slots(local.to(x.device), num_experts=share)
+        again = map_rows(by_expert.slots, tokens=len(rows))
+        tokens, counts, places = align(permute(rows, again), by_expert.counts, self.alignment)
+        weights = scores.flatten()[ordered.slots[row_map.rows]]
+        return Dispatched(tokens, counts, _Sent(weights, row_map, again, places, send, receive))
 
     @outside_graphs
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
         self._owners.admit_back(y, dispatched)
-        weights, copies, again, places, send, receive = dispatched.handle
-        rows = self._owners.exchange(collect(unalign(y, places), again), receive, send)
-        return collect(rows, copies, weights)
+        weights, row_map, again, places, send, receive = dispatched.handle
+        rows = self._owners.exchange(unpermute(unalign(y, places), again), receive, send)
+        return unpermute(rows, row_map, weights)
 
 
 class OncePerRankDispatcher:
@@ -103,7 +103,7 @@ class OncePerRankDispatcher:
         wanted = torch.zeros(ranks, tokens, dtype=torch.bool, device=x.device)
         wanted.t().scatter_(1, owner, True)
         target, token = wanted.nonzero(as_tuple=True)
-        copies = copies_of(token, tokens=tokens)
+        row_map = map_rows(token, tokens=tokens)
         sent = wanted.sum(1)[:, None]
         receive = self._owners.exchange(sent, [1] * ranks, [1] * ranks).flatten().tolist()
         send = sent.flatten().tolist()
@@ -112,28 +112,28 @@ class OncePerRankDispatcher:
         ids = (expert_ids[token] - target[:, None] * share).masked_fill(~here, -1)
         ids = self._owners.exchange(ids.to(torch.int32), send, receive)
         gates = self._owners.exchange(scores[token] * here, send, receive)
-        rows = self._owners.exchange(spread(x, copies), send, receive)
+        rows = self._owners.exchange(permute(x, row_map), send, receive)
         row, choice = (ids >= 0).nonzero(as_tuple=True)
-        groups = group_slots(ids[row, choice].long(), num_experts=share)
-        again = copies_of(row[groups.slots], tokens=len(rows))
-        arrived, counts, places = align(spread(rows, again), groups.counts, self.alignment)
-        weights = gates[row, choice][groups.slots[again.rows]]
-        return Dispatched(arrived, counts, _Sent(weights, copies, again, places, send, receive))
+        ordered = sort_slots(ids[row, choice].long(), num_experts=share)
+        again = map_rows(row[ordered.slots], tokens=len(rows))
+        arrived, counts, places = align(permute(rows, again), ordered.counts, self.alignment)
+        weights = gates[row, choice][ordered.slots[again.rows]]
+        return Dispatched(arrived, counts, _Sent(weights, row_map, again, places, send, receive))
 
     @outside_graphs
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
         self._owners.admit_back(y, dispatched)
-        weights, copies, again, places, send, receive = dispatched.handle
-        partial = collect(unalign(y, places), again, weights)
-        return collect(self._owners.exchange(partial, receive, send), copies)
+        weights, row_map, again, places, send, receive = dispatched.handle
+        partial = unpermute(unalign(y, places), again, weights)
+        return unpermute(self._owners.exchange(partial, receive, send), row_map)
 
 
 class _Sent(NamedTuple):
-    """Layout of a send: `copies` of tokens on the wire, `again` of arrived rows for the experts."""
+    """Layout of a send: `row_map` of rows on the wire, `again` of arrived rows to experts."""
 
     weights: Tensor
-    copies: Copies
-    again: Copies
+    row_map: RowMap
+    again: RowMap
     places: Tensor | None
     send: list[int]
     receive: list[int]

@@ -13,19 +13,19 @@ from torch import Tensor
 
 from ...errors import PlanError, ShapeError
 from ...groups import check_tensors, facts_of, settle
-from .spread import collect, copies_of, spread
+from .permute import map_rows, permute, unpermute
 
 __all__ = [
     "Dispatched",
-    "Groups",
     "LocalDispatcher",
+    "SortedSlots",
     "TokenDispatcher",
     "align",
     "check_outputs",
     "check_slots",
     "checked_alignment",
-    "group_slots",
     "settle_outputs",
+    "sort_slots",
     "unalign",
 ]
 
@@ -99,20 +99,20 @@ class LocalDispatcher:
         self, x: Tensor, scores: Tensor, expert_ids: Tensor, *, num_experts: int
     ) -> Dispatched:
         check_slots(x, scores, expert_ids, num_experts=num_experts, values=self.check)
-        groups = group_slots(expert_ids.flatten(), num_experts=num_experts)
-        copies = copies_of(groups.slots // expert_ids.shape[1], tokens=x.shape[0])
-        tokens, counts, places = align(spread(x, copies), groups.counts, self.alignment)
-        return Dispatched(tokens, counts, (scores.flatten(), groups, copies, places))
+        ordered = sort_slots(expert_ids.flatten(), num_experts=num_experts)
+        row_map = map_rows(ordered.slots // expert_ids.shape[1], tokens=x.shape[0])
+        tokens, counts, places = align(permute(x, row_map), ordered.counts, self.alignment)
+        return Dispatched(tokens, counts, (scores.flatten(), ordered, row_map, places))
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
         check_outputs(y, dispatched)
-        scores, groups, copies, places = dispatched.handle
+        scores, ordered, row_map, places = dispatched.handle
         # A token's slots are sorted by expert; its scores are wanted in the same order.
-        weights = scores[groups.slots[copies.rows]]
-        return collect(unalign(y, places), copies, weights)
+        weights = scores[ordered.slots[row_map.rows]]
+        return unpermute(unalign(y, places), row_map, weights)
 
 
-class Groups(NamedTuple):
+class SortedSlots(NamedTuple):
     """Slots sorted by expert.
 
     Attributes:
@@ -124,11 +124,11 @@ class Groups(NamedTuple):
     counts: Tensor
 
 
-def group_slots(expert_of_slot: Tensor, *, num_experts: int) -> Groups:
+def sort_slots(expert_of_slot: Tensor, *, num_experts: int) -> SortedSlots:
     """Sort slots by expert. Local; the host waits for the counts."""
     small = torch.int16 if num_experts < 2**15 else torch.int64  # Radix sort: fewer passes.
     slots = expert_of_slot.to(small).argsort(stable=True)
-    return Groups(slots, torch.bincount(expert_of_slot, minlength=num_experts).cpu())
+    return SortedSlots(slots, torch.bincount(expert_of_slot, minlength=num_experts).cpu())
 
 
 def align(tokens: Tensor, counts: Tensor, alignment: int) -> tuple[Tensor, Tensor, Tensor | None]:

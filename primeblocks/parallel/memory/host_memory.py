@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from ...errors import CapacityError, ShapeError, UnsupportedError, UsageError
 from .guards import Handle, guard
-from .storages import HostBytes, bytes_of, plain_tensors
+from .storages import HostBuffer, bytes_of, plain_tensors
 
 __all__ = ["HostMemory", "MovedBytes"]
 
@@ -122,7 +122,7 @@ class HostMemory:
         self._model, self._optimizer = model, optimizer
         self._device = first.device
         pin = self._device.type == "cuda" if pin_memory is None else pin_memory
-        self._host = {kind: HostBytes(chunk_bytes, pin=pin) for kind in KINDS}
+        self._host = {kind: HostBuffer(chunk_bytes, pin=pin) for kind in KINDS}
         self._away: dict[str, _Away] = {}
         self._guards: list[Handle] = []
 

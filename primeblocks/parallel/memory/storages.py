@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, UntypedStorage
 
-__all__ = ["HostBytes", "bytes_of", "plain_tensors"]
+__all__ = ["HostBuffer", "bytes_of", "plain_tensors"]
 
 
-class HostBytes:
+class HostBuffer:
     """Host memory that only grows: equal chunks, addressed as one. Local.
 
     Args:

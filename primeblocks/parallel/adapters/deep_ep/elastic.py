@@ -80,7 +80,7 @@ def elastic_dispatcher(
         explicitly_destroy=True,
     )
     return DeepEpDispatcher(
-        _ElasticWire(buffer, deep_ep.topk_idx_t, num_sms),
+        _ElasticBuffer(buffer, deep_ep.topk_idx_t, num_sms),
         group,
         hidden=hidden,
         top_k=top_k,
@@ -90,7 +90,7 @@ def elastic_dispatcher(
     )
 
 
-class _ElasticWire:
+class _ElasticBuffer:
     def __init__(self, buffer: Any, ids_dtype: Any, num_sms: int) -> None:
         self._buffer, self._ids_dtype, self._num_sms = buffer, ids_dtype, num_sms
 

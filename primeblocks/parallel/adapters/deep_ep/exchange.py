@@ -19,12 +19,20 @@ from ...experts.dispatcher import (
     check_outputs,
     check_slots,
     checked_alignment,
-    group_slots,
+    sort_slots,
     unalign,
 )
-from ...experts.spread import Copies, collect, copies_of, spread
+from ...experts.permute import RowMap, map_rows, permute, unpermute
 
-__all__ = ["MAX_TOP_K", "ROWS", "SCORES", "DeepEpDispatcher", "Received", "Wire", "check_sizes"]
+__all__ = [
+    "MAX_TOP_K",
+    "ROWS",
+    "SCORES",
+    "DeepEpBuffer",
+    "DeepEpDispatcher",
+    "Received",
+    "check_sizes",
+]
 
 # The dtypes of rows that DeepEP sums, and of the weights that it carries.
 ROWS, SCORES = torch.bfloat16, torch.float32
@@ -49,7 +57,7 @@ class Received(NamedTuple):
     handle: Any
 
 
-class Wire(Protocol):
+class DeepEpBuffer(Protocol):
     """One of DeepEP's buffers: it moves rows and knows no gradients. Each call is collective."""
 
     def send(self, x: Tensor, scores: Tensor, expert_ids: Tensor, num_experts: int) -> Received:
@@ -73,7 +81,7 @@ class Wire(Protocol):
 
 class _Sent(NamedTuple):
     handle: Any
-    copies: Copies
+    row_map: RowMap
     weights: Tensor
     places: Tensor | None
     tokens: int
@@ -92,7 +100,7 @@ class DeepEpDispatcher:
 
     def __init__(
         self,
-        wire: Wire,
+        buffer: DeepEpBuffer,
         group: dist.ProcessGroup,
         *,
         hidden: int,
@@ -103,7 +111,7 @@ class DeepEpDispatcher:
     ) -> None:
         self.group, self.check, self.alignment = group, check, alignment
         self.hidden, self.top_k, self.max_tokens = hidden, top_k, max_tokens
-        self._wire: Wire | None = wire
+        self._buffer: DeepEpBuffer | None = buffer
 
     def dispatch(
         self, x: Tensor, scores: Tensor, expert_ids: Tensor, *, num_experts: int
@@ -116,7 +124,7 @@ class DeepEpDispatcher:
             UnsupportedError: not bfloat16, or the same expert twice.
             ClosedError: after `close`.
         """
-        wire = self._open()
+        buffer = self._open()
         self._admit(x, scores, expert_ids, num_experts)
         tokens = x.shape[0]
         if tokens == 0:
@@ -124,13 +132,13 @@ class DeepEpDispatcher:
             x, scores = F.pad(x, (0, 0, 0, 1)), F.pad(scores, (0, 0, 0, 1))
             expert_ids = F.pad(expert_ids, (0, 0, 0, 1), value=-1)
         x, scores = x.contiguous(), scores.to(SCORES).contiguous()
-        rows, gates, ids, handle = _Send.apply(x, scores, expert_ids, wire, num_experts)
+        rows, gates, ids, handle = _Send.apply(x, scores, expert_ids, buffer, num_experts)
         row, choice = (ids >= 0).nonzero(as_tuple=True)
-        groups = group_slots(ids[row, choice], num_experts=num_experts // self.group.size())
-        copies = copies_of(row[groups.slots], tokens=len(rows))
-        arrived, counts, places = align(spread(rows, copies), groups.counts, self.alignment)
-        weights = gates[row, choice][groups.slots[copies.rows]]
-        return Dispatched(arrived, counts, _Sent(handle, copies, weights, places, tokens))
+        ordered = sort_slots(ids[row, choice], num_experts=num_experts // self.group.size())
+        row_map = map_rows(row[ordered.slots], tokens=len(rows))
+        arrived, counts, places = align(permute(rows, row_map), ordered.counts, self.alignment)
+        weights = gates[row, choice][ordered.slots[row_map.rows]]
+        return Dispatched(arrived, counts, _Sent(handle, row_map, weights, places, tokens))
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
         """Bring results back, as `TokenDispatcher.combine`. Collective.
@@ -140,7 +148,7 @@ class DeepEpDispatcher:
             UnsupportedError: not bfloat16.
             ClosedError: after `close`.
         """
-        wire = self._open()
+        buffer = self._open()
 
         def look() -> dict[str, object]:
             check_outputs(y, dispatched)
@@ -148,16 +156,16 @@ class DeepEpDispatcher:
             return facts_of("y", y)
 
         settle("DeepEpDispatcher.combine", look, y, group=self.group, check=self.check)
-        handle, copies, weights, places, tokens = dispatched.handle
-        rows = collect(unalign(y, places), copies, weights)
-        out = _SumBack.apply(rows, wire, handle)
+        handle, row_map, weights, places, tokens = dispatched.handle
+        rows = unpermute(unalign(y, places), row_map, weights)
+        out = _SumBack.apply(rows, buffer, handle)
         return out if tokens else out[:0]
 
     def close(self) -> None:
         """Free the buffer; no backward can run any more. Collective, once."""
-        if self._wire is not None:
-            self._wire.close()
-            self._wire = None
+        if self._buffer is not None:
+            self._buffer.close()
+            self._buffer = None
 
     def __enter__(self) -> Self:
         return self
@@ -170,10 +178,10 @@ class DeepEpDispatcher:
     ) -> None:
         self.close()
 
-    def _open(self) -> Wire:
-        if self._wire is None:
+    def _open(self) -> DeepEpBuffer:
+        if self._buffer is None:
             raise ClosedError("this DeepEpDispatcher was closed.")
-        return self._wire
+        return self._buffer
 
     def _admit(self, x: Tensor, scores: Tensor, expert_ids: Tensor, num_experts: int) -> None:
         """Refuse arguments that DeepEP cannot take. Collective if `check`, else local."""
@@ -207,29 +215,34 @@ class DeepEpDispatcher:
 class _Send(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, scores: Tensor, expert_ids: Tensor, wire: Wire, num_experts: int
+        ctx: Any,
+        x: Tensor,
+        scores: Tensor,
+        expert_ids: Tensor,
+        buffer: DeepEpBuffer,
+        num_experts: int,
     ) -> tuple[Any, ...]:
-        received = wire.send(x, scores, expert_ids, num_experts)
-        ctx.wire, ctx.handle = wire, received.handle
+        received = buffer.send(x, scores, expert_ids, num_experts)
+        ctx.buffer, ctx.handle = buffer, received.handle
         ctx.mark_non_differentiable(received.expert_ids)
         return tuple(received)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        return *ctx.wire.sum_back(grads[0], grads[1], ctx.handle), None, None, None
+        return *ctx.buffer.sum_back(grads[0], grads[1], ctx.handle), None, None, None
 
 
 class _SumBack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, wire: Wire, handle: Any) -> Tensor:
-        ctx.wire, ctx.handle = wire, handle
-        return wire.sum_back(rows, None, handle)[0]
+    def forward(ctx: Any, rows: Tensor, buffer: DeepEpBuffer, handle: Any) -> Tensor:
+        ctx.buffer, ctx.handle = buffer, handle
+        return buffer.sum_back(rows, None, handle)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
-        return ctx.wire.send_again(grads[0].contiguous(), ctx.handle), None, None
+        return ctx.buffer.send_again(grads[0].contiguous(), ctx.handle), None, None
 
 
 def check_sizes(group: dist.ProcessGroup, *, hidden: int, alignment: int) -> None:

@@ -73,7 +73,7 @@ def buffer_dispatcher(
     )
     ids_dtype = getattr(deep_ep, "topk_idx_t", torch.int64)  # DeepEP 2 still ships Buffer.
     return DeepEpDispatcher(
-        _BufferWire(buffer, ids_dtype, dispatching, combining),
+        _LegacyBuffer(buffer, ids_dtype, dispatching, combining),
         group,
         hidden=hidden,
         top_k=MAX_TOP_K,
@@ -83,7 +83,7 @@ def buffer_dispatcher(
     )
 
 
-class _BufferWire:
+class _LegacyBuffer:
     def __init__(self, buffer: Any, ids_dtype: Any, dispatching: Any, combining: Any) -> None:
         self._buffer, self._ids_dtype = buffer, ids_dtype
         # Kept: DeepEP's defaults follow a static that anyone may set, and a handle fits only the

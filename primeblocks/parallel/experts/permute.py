@@ -1,4 +1,4 @@
-"""One token to many rows, and many rows back to one token."""
+"""Tokens permuted to rows, one for each choice or rank, and the rows of a token summed up again."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["Copies", "collect", "copies_of", "spread"]
+__all__ = ["RowMap", "map_rows", "permute", "unpermute"]
 
 
-class Copies(NamedTuple):
+class RowMap(NamedTuple):
     """The token of each row and the rows of each token, so that nothing has to scatter.
 
     Attributes:
@@ -26,56 +26,56 @@ class Copies(NamedTuple):
     starts: Tensor
 
 
-def copies_of(source: Tensor, *, tokens: int) -> Copies:
+def map_rows(source: Tensor, *, tokens: int) -> RowMap:
     """Return both directions of `source`, in the order of rows; a token may have no row. Local."""
     counts = torch.bincount(source, minlength=tokens)
-    return Copies(source, source.argsort(stable=True), counts.cumsum(0) - counts)
+    return RowMap(source, source.argsort(stable=True), counts.cumsum(0) - counts)
 
 
-def spread(x: Tensor, copies: Copies) -> Tensor:
-    """Copy tokens: `[tokens, hidden]` to `[rows, hidden]`. Local; its backward is `collect`."""
-    return _Spread.apply(x, copies)
+def permute(x: Tensor, row_map: RowMap) -> Tensor:
+    """Copy tokens: `[tokens, hidden]` to `[rows, hidden]`. Local; its backward is `unpermute`."""
+    return _Permute.apply(x, row_map)
 
 
-def collect(rows: Tensor, copies: Copies, weights: Tensor | None = None) -> Tensor:
+def unpermute(rows: Tensor, row_map: RowMap, weights: Tensor | None = None) -> Tensor:
     """Add up each token's rows, weighted: `[rows, hidden]` to `[tokens, hidden]`. Local.
 
     Sums are made in float32 for low precision, in one fixed order; of float32 weights at least 16
-    bits count. Its backward is `spread`.
+    bits count. Its backward is `permute`.
 
     Args:
-        weights: one for each entry of `copies.rows`.
+        weights: one for each entry of `row_map.rows`.
     """
-    return _Collect.apply(rows, copies, weights)
+    return _Unpermute.apply(rows, row_map, weights)
 
 
-class _Spread(torch.autograd.Function):
+class _Permute(torch.autograd.Function):
     """A gather whose backward gathers: torch's scatters, slower and on a GPU in no fixed order."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, copies: Copies) -> Tensor:
-        ctx.save_for_backward(*copies)
-        return x.index_select(0, copies.source)
+    def forward(ctx: Any, x: Tensor, row_map: RowMap) -> Tensor:
+        ctx.save_for_backward(*row_map)
+        return x.index_select(0, row_map.source)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
-        return _sum(grads[0], Copies(*ctx.saved_tensors), None), None
+        return _sum(grads[0], RowMap(*ctx.saved_tensors), None), None
 
 
-class _Collect(torch.autograd.Function):
+class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, copies: Copies, weights: Tensor | None) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, row_map: RowMap, weights: Tensor | None) -> Tensor:
         if weights is None:
             # No saved tensor: a checkpoint recomputes up to the last of them, and need not bring
             # these rows back from other ranks a second time.
-            ctx.source = copies.source
+            ctx.source = row_map.source
         else:
             ctx.source = None
             # Rows are the largest thing here: kept only for the gradient that needs them.
             kept = rows if ctx.needs_input_grad[2] else None
-            ctx.save_for_backward(copies.source, copies.rows, weights, kept)
-        return _sum(rows, copies, weights)
+            ctx.save_for_backward(row_map.source, row_map.rows, weights, kept)
+        return _sum(rows, row_map, weights)
 
     @staticmethod
     @once_differentiable
@@ -94,10 +94,10 @@ class _Collect(torch.autograd.Function):
         return of_rows, None, _dots(rows, grad, source)[order].to(weights.dtype)
 
 
-def _sum(rows: Tensor, copies: Copies, weights: Tensor | None) -> Tensor:
+def _sum(rows: Tensor, row_map: RowMap, weights: Tensor | None) -> Tensor:
     if not len(rows):  # An empty table has no row to look up, not even for an empty bag.
-        return rows.new_zeros(len(copies.starts), rows.shape[1])
-    return _bags(rows.contiguous(), copies.rows, copies.starts, weights)
+        return rows.new_zeros(len(row_map.starts), rows.shape[1])
+    return _bags(rows.contiguous(), row_map.rows, row_map.starts, weights)
 
 
 def _bags(rows: Tensor, chosen: Tensor, starts: Tensor, weights: Tensor | None) -> Tensor:
