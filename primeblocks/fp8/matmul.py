@@ -60,8 +60,8 @@ def grouped_matmul(x: Tensor, experts: Tensor, offsets: Tensor, *, recipe: Recip
         raise ShapeError(f"x {list(x.shape)} and experts {list(experts.shape)} do not multiply")
     if offsets.ndim != 1 or offsets.is_floating_point() or not len(experts):
         raise ShapeError(
-            f"needs an expert, and one whole number each to end its rows; got {len(experts)} and "
-            f"offsets {offsets.dtype} {list(offsets.shape)}"
+            "needs at least one expert, and for each an integer offset at which its rows end; got "
+            f"{len(experts)} experts and offsets {offsets.dtype} {list(offsets.shape)}"
         )
     ends = offsets.tolist()
     starts = [0, *ends[:-1]]

@@ -115,7 +115,7 @@ def attribute(
     """
     names = tuple(causes)
     if not names or len(set(names)) != len(names):
-        raise UsageError(f"causes must be named once each, and there must be one; got {names}")
+        raise UsageError(f"needs at least one cause, and each named once; got {names}")
     if permutations is None and len(names) > 12:
         raise UsageError(
             f"{len(names)} causes take {2 ** len(names)} evaluations. Pass permutations=4, say."
@@ -162,8 +162,8 @@ class _Measured:
         self._mask = torch.ones_like(rollout, dtype=torch.bool) if mask is None else mask.bool()
         if self._mask.shape != rollout.shape or not self._mask.any():
             raise ShapeError(
-                f"mask {list(self._mask.shape)} for {list(rollout.shape)} tokens must have their"
-                " shape and leave one"
+                f"mask needs the shape of the tokens, {list(rollout.shape)}, and must keep at least"
+                f" one; got {list(self._mask.shape)}, {int(self._mask.sum())} kept"
             )
         self._rollout = rollout[self._mask].double()
         self._known: dict[Removed, torch.Tensor] = {}

@@ -118,7 +118,7 @@ def test_masked_tokens_do_not_count():
 def test_bad_input_is_refused():
     evaluate, rollout = offsets({"a": 0.5})
     for causes in ([], ["a", "a"]):
-        with pytest.raises(UsageError, match="once each"):
+        with pytest.raises(UsageError, match="each named once"):
             attribute(evaluate, rollout, causes=causes)
     with pytest.raises(UsageError, match="8192 evaluations"):
         attribute(evaluate, rollout, causes=[str(i) for i in range(13)])
@@ -126,7 +126,7 @@ def test_bad_input_is_refused():
         attribute(evaluate, rollout, causes=["a"], permutations=0)
     with pytest.raises(ShapeError, match=r"returned \[49\] for \[50\]"):
         attribute(lambda removed: evaluate(removed)[1:], rollout, causes=["a"])
-    with pytest.raises(ShapeError, match="leave one"):
+    with pytest.raises(ShapeError, match="at least one.*0 kept"):
         attribute(evaluate, rollout, causes=["a"], mask=torch.zeros(50))
     with pytest.raises(UsageError, match=r"\['a'\] removed .* not finite"):
         attribute(lambda removed: evaluate(removed) / (0 if removed else 1), rollout, causes=["a"])

@@ -37,8 +37,8 @@ except ImportError as error:
 _TESTED = "0.3.0"
 if _RELEASE != _TESTED:
     raise UnsupportedError(
-        f"torchtitan {_RELEASE}: its dispatchers and meshes were read in {_TESTED}, and they change"
-        f" often. Run: pip install torchtitan=={_TESTED}"
+        f"torchtitan {_RELEASE}: this adapter was written for {_TESTED}, and dispatchers and meshes"
+        f" change often. Run: pip install torchtitan=={_TESTED}"
     )
 
 try:

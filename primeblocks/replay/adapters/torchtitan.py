@@ -83,8 +83,8 @@ def routers(model: nn.Module) -> tuple[TorchtitanRouter, ...]:
     """
     if _RELEASE != _TESTED:
         raise UnsupportedError(
-            f"torchtitan {_RELEASE}: its router was read in {_TESTED}, and it changes often."
-            f" Run: pip install torchtitan=={_TESTED}"
+            f"torchtitan {_RELEASE}: this adapter was written for {_TESTED}, and the router changes"
+            f" often. Run: pip install torchtitan=={_TESTED}"
         )
     found = []
     for name, module in model.named_modules():

@@ -126,7 +126,7 @@ def routers(model: nn.Module) -> tuple[TransformersRouter, ...]:
     release = tuple(int(part) for part in _RELEASE.split(".")[:2])
     if not (5, 17) <= release < (6, 0):
         raise UnsupportedError(
-            f"transformers {_RELEASE}: its routers were read in 5.17 to 5.19."
+            f"transformers {_RELEASE}: this adapter was tested with 5.17 to 5.19."
             " Run in your clone of primeblocks: pip install '.[transformers]'"
         )
     found: dict[int, TransformersRouter] = {}
