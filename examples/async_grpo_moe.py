@@ -234,7 +234,7 @@ def tensors_of(samples: list[Sample], device: torch.device) -> tuple[Tensor, Ten
 def routes_of(samples: list[Sample], tokens: Tensor) -> replay.Routes:
     """One row for each token of the padded batch; padding visits all experts in turn."""
     rows = [replay.Routes.unpack(sample.routes) for sample in samples]
-    return replay.Routes.join([row.pad(tokens.shape[1]) for row in rows])
+    return replay.Routes.join(rows, pad_to=tokens.shape[1])
 
 
 # --- rank 0: the loop ----------------------------------------------------------------------------

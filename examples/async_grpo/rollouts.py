@@ -3,7 +3,6 @@
 import asyncio
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +109,8 @@ class Rollouts:
         routes = replay_vllm.routes_from_output(
             answer, self.shape, prompt_tokens=len(answer.prompt)
         )
-        return replace(
-            answer.to_rollout(prompt_id=text),
+        return answer.to_rollout(
+            prompt_id=text,
             reward=reward_of(text, answer.token_ids),
             attachments={"routes": routes},
         )

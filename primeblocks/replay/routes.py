@@ -147,16 +147,22 @@ class Routes:
         return self._with(self.experts[tokens], self.missing[tokens], self.padding[tokens])
 
     @staticmethod
-    def join(parts: Iterable[Routes]) -> Routes:
+    def join(parts: Iterable[Routes], *, pad_to: int | None = None) -> Routes:
         """Join parts along the tokens, in one copy.
 
         The padding of all parts together visits the experts in turn, starting from its first row,
         so that a batch loads them alike however its parts were padded.
 
+        Args:
+            pad_to: `pad` each part to so many tokens, for a batch that is a rectangle.
+
         Raises:
-            ShapeError: the parts come from different models; or there is no part at all.
+            ShapeError: the parts come from different models; there is no part at all; or `pad`
+                refuses `pad_to`.
         """
         parts = list(parts)
+        if pad_to is not None:
+            parts = [piece for part in parts for piece in part._filled_up(pad_to)]
         if not parts:
             raise ShapeError("nothing to join: an empty list has no layers. Pass routes[0:0].")
         first = parts[0]
@@ -242,16 +248,7 @@ class Routes:
         Raises:
             ShapeError: there are more tokens already, or `tokens` is no whole number.
         """
-        if not isinstance(tokens, Integral) or tokens < self.tokens:
-            raise ShapeError(
-                f"cannot pad {self.tokens} tokens to {tokens!r}. Pass a whole number from"
-                f" {self.tokens} up, or slice instead."
-            )
-        extra = int(tokens) - self.tokens
-        turns = self._turns(extra, start=0)[:, None]
-        rows = np.broadcast_to(turns, (extra, *self.experts.shape[1:]))
-        known, added = np.zeros(extra, dtype=np.bool_), np.ones(extra, dtype=np.bool_)
-        return Routes.join([self, self._with(rows, known, added)])
+        return Routes.join(self._filled_up(tokens))
 
     def take(self, order: np.ndarray | Sequence[int]) -> Routes:
         """The tokens at `order`, for example one rank's part of a context-parallel sequence.
@@ -351,6 +348,20 @@ class Routes:
 
     def _with(self, experts: np.ndarray, missing: np.ndarray, padding: np.ndarray) -> Routes:
         return Routes(experts, self.num_experts, self.layer_ids, missing, padding)
+
+    def _filled_up(self, tokens: int) -> list[Routes]:
+        """This value, and the padding up to `tokens`, whose experts `join` deals."""
+        if not isinstance(tokens, Integral) or tokens < self.tokens:
+            raise ShapeError(
+                f"cannot pad {self.tokens} tokens to {tokens!r}. Pass a whole number from"
+                f" {self.tokens} up, or slice instead."
+            )
+        extra = int(tokens) - self.tokens
+        if extra == 0:
+            return [self]
+        rows = np.broadcast_to(self.experts.dtype.type(0), (extra, *self.experts.shape[1:]))
+        known, added = np.zeros(extra, dtype=np.bool_), np.ones(extra, dtype=np.bool_)
+        return [self, self._with(rows, known, added)]
 
     def _turns(self, rows: int, *, start: int) -> np.ndarray:
         """`[rows, top_k]`: every expert once before any comes again, from `start` on."""

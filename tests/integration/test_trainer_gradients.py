@@ -41,7 +41,7 @@ def contribution(model, mine):
         rollout[i, PROMPT - 1 : len(row) - 1] = torch.from_numpy(logprobs)
         mask[i, PROMPT - 1 : len(row) - 1] = True
         advantages[i] = advantage
-    routes = replay.Routes.join([routes.pad(width) for _, _, routes, _ in mine])
+    routes = replay.Routes.join([routes for _, _, routes, _ in mine], pad_to=width)
     with replay.impose(routers(model), routes):
         logits = model(input_ids=tokens, use_cache=False).logits
         logprobs = logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]

@@ -158,6 +158,8 @@ def test_padding_loads_all_experts_alike(num_experts, top_k, extra):
     assert np.array_equal(again.experts, padded.experts)  # no row names an expert twice
     with pytest.raises(ShapeError, match="cannot pad 1 tokens to 0"):
         routes.pad(0)
+    with pytest.raises(ShapeError, match="cannot pad 1 tokens to 0"):
+        Routes.join([routes], pad_to=0)
 
 
 def loads(routes):
@@ -178,6 +180,7 @@ def random_rectangle(lengths, width, *, layers=2, num_experts=256, top_k=8):
 def test_padding_of_a_rectangle_loads_all_experts_alike(pads):
     rows = random_rectangle([8] * 64, 8 + pads)
     whole = Routes.join(rows)
+    assert Routes.join([row[:8] for row in rows], pad_to=8 + pads) == whole
     halves = Routes.join([Routes.join(rows[:31]), Routes.join(rows[31:])])
     sent = [
         Routes.unpack(row.pack(coding=c))
@@ -204,6 +207,8 @@ def test_padding_is_even_however_a_batch_is_made(lengths, extra, model, cut):
         lengths, max(lengths) + extra, layers=1, num_experts=num_experts, top_k=top_k
     )
     whole = Routes.join(rows)
+    bare = [row[:length] for row, length in zip(rows, lengths, strict=True)]
+    assert Routes.join(bare, pad_to=max(lengths) + extra) == whole
     order = np.random.default_rng(cut).permutation(whole.tokens)
     for routes in (whole, whole[cut:], whole.take(order), Routes.join([whole[cut:], whole[:cut]])):
         (load,) = loads(routes)

@@ -1,6 +1,6 @@
 """The engine's answers."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +30,24 @@ class Completion:
     routed_experts: NDArray | None
     num_cached_tokens: int
 
-    def to_rollout(self, *, prompt_id: Hashable = None) -> Rollout:
-        """The same as a `Rollout`; routes become `attachments["routed_experts"]`."""
-        routes = self.routed_experts
+    def to_rollout(
+        self,
+        *,
+        prompt_id: Hashable = None,
+        reward: float | None = None,
+        attachments: Mapping[str, Any] | None = None,
+    ) -> Rollout:
+        """The same as a `Rollout`. Local; arguments as there.
+
+        Args:
+            attachments: by default the engine's array as "routed_experts", where it returned one.
+
+        Raises:
+            ShapeError, UsageError: as `Rollout`.
+        """
+        if attachments is None:
+            routes = self.routed_experts
+            attachments = {} if routes is None else {"routed_experts": routes}
         return Rollout(
             tokens=np.array(self.prompt + self.token_ids),
             prompt_length=len(self.prompt),
@@ -40,7 +55,8 @@ class Completion:
             versions=self.versions,
             finish_reason=self.finish_reason,
             prompt_id=prompt_id,
-            attachments={} if routes is None else {"routed_experts": routes},
+            reward=reward,
+            attachments=attachments,
         )
 
 

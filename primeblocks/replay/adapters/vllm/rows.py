@@ -85,7 +85,7 @@ def routes_from_output(
     The last sampled token was never fed to the model: it is missing, and so is the prompt before
     `prompt_start` (vLLM's `routed_experts_prompt_start`), and every page that the engine had
     forgotten (see `CapturedPages`). A request aborted before its first token has no rows: all of
-    it is missing. Local; keeps a view where no layer is dense and nothing is missing.
+    it is missing. Local; copies the rows.
 
     Raises:
         UnsupportedError: the engine returned no rows for tokens that it generated.
