@@ -1,0 +1,393 @@
+"""Draw docs/walks.md: three values on their way through the files, followed in code that runs.
+
+    python scripts/walks.py            # draw all; the first part starts a vLLM engine on the CPU
+    python scripts/walks.py --check    # compare the page with the parts that need no engine
+    python scripts/walks.py page       # print one part, with the functions between which it goes
+
+A value is known by its bytes. Where a call of a function in our files has them in its arguments, or
+brings them back as its result, the value goes from function to function; other packages may lie
+between. Two functions count once, however often the one calls the other, and reads of properties
+do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import io
+import os
+import re
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType, MappingProxyType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "walks.md"
+OURS = ("primeblocks/", "examples/")
+WIDTH = 76
+TEXT = "some words"  # of the prompt
+VERSION = 1
+TIMEOUT_S = 300.0
+
+# Of the engine: as in the examples, but one process, in which the calls can be seen.
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TORCH_COMPILE_DISABLE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+Function = tuple[str, str]
+"""A file below the root, and the name of a function; the file is "" for other code."""
+
+
+class Walk:
+    """The way of one value while the context is open: pairs of functions, in order."""
+
+    def __init__(self, value: bytes) -> None:
+        self.steps: list[tuple[Function, Function]] = []
+        self._value = value
+        self._looking = threading.local()
+
+    def __enter__(self) -> Walk:
+        threading.setprofile(self._on_event)
+        sys.setprofile(self._on_event)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+    @property
+    def changes(self) -> list[tuple[Function, Function]]:
+        """The steps that lead from one file into another."""
+        return [(here, there) for here, there in self.steps if here[0] != there[0]]
+
+    def _on_event(self, frame: FrameType, event: str, result: Any) -> None:
+        if event not in ("call", "return") or not _file_of(frame.f_code):
+            return
+        if getattr(self._looking, "now", False):  # Looking for the value calls code, too.
+            return
+        self._looking.now = True
+        try:
+            self._look(frame, result, returns=event == "return")
+        finally:
+            self._looking.now = False
+
+    def _look(self, frame: FrameType, result: Any, *, returns: bool) -> None:
+        code, before = frame.f_code, frame.f_back
+        while before is not None and not _file_of(before.f_code):
+            before = before.f_back
+        caller = ("", "") if before is None else _function(before.f_code)
+        called = _function(code)
+        if caller == called or {(caller, called), (called, caller)} & {*self.steps}:
+            return
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        arguments = {name: frame.f_locals[name] for name in names if name in frame.f_locals}
+        if isinstance(getattr(type(arguments.get("self")), code.co_name, None), property):
+            return
+        if not returns and _holds(arguments, self._value):
+            self.steps.append((caller, called))
+        # Brought back: as the result, or in a buffer that the caller gave.
+        elif returns and caller[0] and _holds((result, arguments), self._value):
+            self.steps.append((called, caller))
+
+
+@cache
+def _file_of(code: CodeType) -> str:
+    path = Path(code.co_filename)
+    name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else ""
+    return name if name.startswith(OURS) else ""
+
+
+def _function(code: CodeType) -> Function:
+    name = re.sub(r"\.<locals>\.<\w+>", "", code.co_qualname)  # What stands within it is it.
+    return _file_of(code), name.rpartition("<locals>.")[2]
+
+
+def _holds(thing: Any, value: bytes, depth: int = 8) -> bool:
+    """Look into containers and values of ours; not into what has a `close`, which owns much."""
+    if depth == 0 or isinstance(thing, nn.Module) or hasattr(type(thing), "close"):
+        return False
+    if isinstance(thing, np.ndarray | torch.Tensor | bytes | bytearray | memoryview):
+        return value in _bytes_of(thing)
+    if isinstance(thing, dict | MappingProxyType):
+        inside = [*thing.values()]
+    elif isinstance(thing, list | tuple | set | deque):
+        inside = [*thing]
+    elif type(thing).__module__.split(".")[0] in ("primeblocks", "async_grpo", "vllm", "types"):
+        slots = [name for kind in type(thing).__mro__ for name in vars(kind).get("__slots__", ())]
+        inside = [getattr(thing, name, None) for name in slots]
+        inside += getattr(thing, "__dict__", {}).values()
+    else:
+        return False
+    return any(_holds(each, value, depth - 1) for each in inside)
+
+
+def _bytes_of(data: Any) -> bytes:
+    """Return the bytes of floats, and of integers as if they took one byte each."""
+    if isinstance(data, torch.Tensor):
+        if type(data) not in (torch.Tensor, nn.Parameter) or data.device.type != "cpu":
+            return b""
+        # Cloned: an array would keep FSDP from freeing the tensor.
+        data = data.detach().clone().contiguous().reshape(-1)
+        data = data.view(torch.uint8).numpy() if data.is_floating_point() else data.numpy()
+    if isinstance(data, np.ndarray) and data.dtype.kind in "iub":
+        data = data.astype(np.uint8)
+    try:
+        return bytes(data) if isinstance(data, bytes | bytearray) else data.tobytes()
+    except ValueError:  # A view that was released.
+        return b""
+
+
+# --- the walks -----------------------------------------------------------------------------------
+
+
+def engine() -> Walk:
+    """A request of a real engine, from the captured rows to the answer."""
+    import vllm
+
+    from primeblocks.replay.adapters import vllm as capture
+    from primeblocks.testing import tiny_models
+
+    shape = capture.RouterShape(num_layers=1, moe_layers=(0,), num_experts=8, top_k=2)
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_models.save("qwen3_moe", folder, num_layers=1)
+        llm = vllm.LLM(
+            folder,
+            dtype="float32",
+            max_model_len=64,
+            block_size=32,
+            num_gpu_blocks_override=8,
+            skip_tokenizer_init=True,
+            **capture.engine_args(
+                max_bytes=capture.plan_capture_bytes(shape, page_tokens=32, device_pages=8),
+                device="cpu",
+            ),
+        )
+
+        def rows(first: int) -> np.ndarray:
+            prompt = {"prompt_token_ids": list(range(first, first + 40))}
+            greedy = vllm.SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+            return llm.generate([prompt], greedy, use_tqdm=False)[0].outputs[0].routed_experts
+
+        value = rows(4)[:16].tobytes()
+        for first in range(100, 500, 50):  # Over whatever memory still holds it.
+            rows(first)
+        llm.reset_prefix_cache()
+        with Walk(value) as walk:
+            assert value in rows(4).tobytes()
+        llm.llm_engine.engine_core.shutdown()
+    return walk
+
+
+class _Answering:
+    """The part of `AsyncLLM` that `VllmEngine.generate` calls, with rows instead of a model."""
+
+    def __init__(self, answer: list[int], rows: np.ndarray) -> None:
+        self._output = SimpleNamespace(
+            index=0,
+            token_ids=answer,
+            logprobs=[{token: SimpleNamespace(logprob=-1.0)} for token in answer],
+            weight_versions=[SimpleNamespace(version=str(VERSION), start=0, end=len(answer))],
+            finish_reason="stop",
+            routed_experts=rows,
+        )
+
+    async def generate(self, *_: object) -> Any:
+        yield SimpleNamespace(outputs=[self._output], num_cached_tokens=0)
+
+
+def trainer() -> Walk:
+    """A step of examples/async_grpo_moe.py on one rank, from the engine's answer on."""
+    os.environ |= {"MASTER_PORT": str(os.getpid())}  # In the name of the transport.
+    import async_grpo_moe as example
+    import torch.distributed as dist
+    from async_grpo.rollouts import Rollouts, router_shape
+    from async_grpo.task import answer_of, prompt_of
+
+    from primeblocks.async_loop import AsyncLoop, RolloutBuffer, StalenessPolicy
+    from primeblocks.async_loop.adapters.vllm import VllmEngine
+    from primeblocks.async_loop.clock import MonotonicClock
+    from primeblocks.testing import tiny_models
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        tiny_models.save("qwen3_moe", folder, **example.MODEL | {"num_layers": 1})
+        one_rank = example.Trainer(Path(folder), torch.device("cpu"), use_fp8=False)
+    shape = router_shape(one_rank.model.config)
+    tokens = len(prompt_of(TEXT)) + len(answer_of(TEXT))
+    every = np.tile(np.arange(shape.num_experts, dtype=np.uint8), (tokens - 1, 1, 1))
+    rows = np.random.default_rng(0).permuted(every, axis=2)[:, :, : shape.top_k].copy()
+
+    async def step() -> None:
+        llm: Any = _Answering(answer_of(TEXT), rows)
+        rollouts = Rollouts(VllmEngine(llm, (), MonotonicClock()), shape, group=2)
+        loop = AsyncLoop(
+            prompts=[TEXT],
+            generate=rollouts.group,
+            train=lambda groups, version: one_rank.train(example.samples_of(groups)),
+            publish=lambda version: None,
+            buffer=RolloutBuffer(capacity=1, staleness=StalenessPolicy(max_off_policy_steps=1)),
+            batch_size=1,
+            max_in_flight=1,
+            version=VERSION,
+        )
+        async with loop:
+            async for _ in loop.steps(1):
+                pass
+
+    with Walk(rows[:8].tobytes()) as walk:
+        asyncio.run(step())
+    one_rank.close()
+    dist.destroy_process_group()
+    return walk
+
+
+class _Linear(nn.Module):
+    """A model of one tensor, which loads as models of vLLM do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(16, 8, bias=False)
+
+    def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
+        return {self._load(name, tensor) for name, tensor in tensors}
+
+    def _load(self, name: str, tensor: torch.Tensor) -> str:
+        parameter: Any = self.get_parameter(name)
+        parameter.weight_loader(parameter, tensor)
+        return name
+
+
+def shard() -> Walk:
+    """A trainer's tensor over shared memory into the model of a vLLM worker."""
+    from vllm.model_executor.model_loader import reload
+
+    from primeblocks import weightsync
+    from primeblocks.weightsync.adapters.vllm.worker import InitInfo, PrimeblocksEngine, UpdateInfo
+
+    ours, theirs = _Linear(), _Linear()
+    manifests = [weightsync.describe(ours)], [weightsync.describe(theirs)]
+    plan = weightsync.plan_sync(*manifests, bucket_bytes=1 << 20)
+    reload.record_metadata_for_reloading(theirs)
+    worker = object.__new__(PrimeblocksEngine)  # Without the engine that it would ask for.
+    worker.model = theirs
+    worker.model_config = SimpleNamespace(quantization=None, dtype=torch.float32)
+    info = UpdateInfo(VERSION, "update", TIMEOUT_S)
+    with (
+        weightsync.SharedMemoryTransport(f"walks-{os.getpid()}", owner=True) as transport,
+        weightsync.Publisher(plan, ours, transport) as publisher,
+    ):
+        worker.init_transfer_engine(InitInfo(transport.spec(), plan.to_json()))
+        with Walk(_bytes_of(ours.proj.weight)[:32]) as walk:
+            publisher.publish(VERSION, timeout_s=TIMEOUT_S)
+            worker.verify(info)
+            worker.receive_weights(info)
+        worker.shutdown()
+    assert torch.equal(ours.proj.weight, theirs.proj.weight)
+    return walk
+
+
+def page() -> Walk:
+    """A page that leaves host memory for a disk when another is saved, and is loaded again."""
+    from primeblocks.kvoffload import DiskTier, HostTier, PageKey, TieredStore
+
+    pages = np.random.default_rng(0).integers(0, 256, (2, 256), dtype=np.uint8)
+    keys = [PageKey("walks", bytes([number])) for number in (0, 1)]
+    into = np.zeros_like(pages[0])
+    sizes = {"page_bytes": pages[0].nbytes}
+    with tempfile.TemporaryDirectory() as folder, Walk(pages[0][:32].tobytes()) as walk:
+        tiers = (
+            HostTier(capacity_bytes=4096, **sizes),
+            DiskTier(folder, capacity_bytes=1 << 16, io="buffered", **sizes),
+        )
+        with TieredStore(tiers, copy_threads=1) as store:
+            for key, data in zip(keys, pages, strict=True):
+                assert store.save(key, data).wait(timeout_s=TIMEOUT_S).stored
+            assert store.load(keys[0], into=into).wait(timeout_s=TIMEOUT_S).tier == "disk"
+    assert np.array_equal(into, pages[0])
+    return walk
+
+
+# --- the page ------------------------------------------------------------------------------------
+
+PARTS: dict[str, Callable[[], Walk]] = {
+    "engine": engine,
+    "trainer": trainer,
+    "shard": shard,
+    "page": page,
+}
+
+
+def drawn(walk: Walk) -> str:
+    """Draw a box for each file, with the file changes that lead into it and where from."""
+    boxes: dict[str, list[str]] = {}
+    for number, ((here, _), (there, _)) in enumerate(walk.changes, 1):
+        if here:
+            boxes.setdefault(here, [])
+        boxes.setdefault(there, []).append(f"{number:4}  from {here or 'a host or a thread'}")
+    edge = f"+{'-' * (WIDTH - 2)}+"
+    lines = [edge]
+    for file, entries in boxes.items():
+        lines += [f"| {line:<{WIDTH - 4}} |" for line in (file, *entries)] + [edge]
+    numbers = f"{len(walk.changes)} file changes, {len(boxes)} files."
+    return "\n".join([numbers, "", "```text", *lines, "```"])
+
+
+def _between(text: str, name: str) -> tuple[str, str, str]:
+    """Split a page before and after what is drawn of a part."""
+    begin, end = f"<!-- {name} -->\n\n", f"\n\n<!-- end of {name} -->"
+    head, found, rest = text.partition(begin)
+    middle, also_found, tail = rest.partition(end)
+    if not found or not also_found:
+        sys.exit(f"{PAGE} has no place for {name}: {begin!r}, any text, {end!r}")
+    return head + begin, middle, end + tail
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("part", nargs="?", choices=PARTS)
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    os.environ |= ENVIRONMENT
+    sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+    sys.setswitchinterval(60.0)  # Threads take turns where they wait, or the order would vary.
+    if options.part:
+        walk = PARTS[options.part]()
+        for here, there in walk.steps:
+            print("  " if here[0] == there[0] else "->", *here, "->", *there)
+        print(len(walk.changes), "file changes")
+        return
+    text, stale = PAGE.read_text(), []
+    for name, part in PARTS.items():
+        if options.check and part is engine:
+            continue
+        head, before, tail = _between(text, name)
+        now = drawn(part())
+        text = head + now + tail
+        if now != before:
+            stale.append(f"{name}:\n{now}")
+    if not options.check:
+        PAGE.write_text(text)
+    elif stale:
+        sys.exit("\n".join(["docs/walks.md differs: run python scripts/walks.py. Now", *stale]))
+
+
+if __name__ == "__main__":
+    main()
