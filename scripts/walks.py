@@ -5,9 +5,9 @@
     python scripts/walks.py page       # print one part, with the functions between which it goes
 
 A value is known by its bytes. Where a call of a function in our files has them in its arguments, or
-brings them back as its result, the value goes from function to function; other packages may lie
-between. Two functions count once, however often the one calls the other, and reads of properties
-do not count.
+brings them back (as its result, or in a buffer that it was given), the value goes from function to
+function; other packages may lie between. Two functions count once, however often the one calls the
+other, and reads of properties do not count.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from torch import nn
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "walks.md"
 OURS = ("primeblocks/", "examples/")
+# Packages whose objects are looked into; the last makes namespaces.
+PACKAGES = ("primeblocks", "async_grpo", "async_grpo_moe", "vllm", "types")
 WIDTH = 76
 TEXT = "some words"  # of the prompt
 VERSION = 1
@@ -130,7 +132,7 @@ def _holds(thing: Any, value: bytes, depth: int = 8) -> bool:
         inside = [*thing.values()]
     elif isinstance(thing, list | tuple | set | deque):
         inside = [*thing]
-    elif type(thing).__module__.split(".")[0] in ("primeblocks", "async_grpo", "vllm", "types"):
+    elif type(thing).__module__.split(".")[0] in PACKAGES:
         slots = [name for kind in type(thing).__mro__ for name in vars(kind).get("__slots__", ())]
         inside = [getattr(thing, name, None) for name in slots]
         inside += getattr(thing, "__dict__", {}).values()

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine_job import run_job
+from tests.engine_job import fork_job
 
 
 @pytest.mark.vllm
 def test_the_page_is_as_the_code_is():
     """All but the engine's own part: no engine starts."""
-    run_job(Path(__file__).parents[1] / "scripts" / "walks.py", "--check")
+    fork_job(Path(__file__).parents[1] / "scripts" / "walks.py", "--check")

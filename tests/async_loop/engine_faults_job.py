@@ -34,6 +34,7 @@ async def healthy(engine: VllmEngine) -> dict:
         for _ in range(2)
     ]
     rollout = first[0].to_rollout(prompt_id="p")
+    rewarded = first[0].to_rollout(reward=0.5, attachments={"routes": "r"})
     return {
         "completions": len(first),
         "different": len({completion.token_ids for completion in first}),
@@ -42,6 +43,7 @@ async def healthy(engine: VllmEngine) -> dict:
         "versions": sorted({int(v) for completion in first for v in completion.versions}),
         "greedy_repeats": greedy[0] == greedy[1],
         "rollout": [rollout.prompt_length, len(rollout.completion), rollout.prompt_id],
+        "rewarded": [rewarded.reward, dict(rewarded.attachments)],
         "too_long": await outcome(engine.generate(PROMPT * 40, max_tokens=4, timeout_s=60)),
         "slow": await outcome(engine.generate(PROMPT, max_tokens=200, timeout_s=0.02)),
         "after": await outcome(engine.generate(PROMPT, max_tokens=4, timeout_s=60)),

@@ -25,6 +25,7 @@ def test_it_samples_with_logprobs_and_versions(facts):
     assert healthy["versions"] == [0]
     assert healthy["greedy_repeats"]
     assert healthy["rollout"] == [20, 12, "p"]
+    assert healthy["rewarded"] == [0.5, {"routes": "r"}]
 
 
 def test_a_bad_or_late_request_leaves_the_engine_well(facts):
