@@ -2,15 +2,18 @@
 
 import threading
 import time
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
-from primeblocks.errors import DeadlineError, TransferError
+from primeblocks.errors import CapacityError, DeadlineError, TransferError
 from primeblocks.testing.faults import ManualClock
+from primeblocks.weightsync.marker import Marker
 from primeblocks.weightsync.transports import board as board_module
 from primeblocks.weightsync.transports.board import Board
+from primeblocks.weightsync.transports.store_commits import StoreCommits
 from primeblocks.weightsync.transports.transaction import Go, Transaction
 
 SOON_S = 0.2
@@ -229,3 +232,50 @@ def test_whose_last_answer_is_lost_follows_what_was_decided(ranks_of, store):
 
     reader.follow(lost, deadline=soon())
     trainer.follow(lambda: None, deadline=soon())
+
+
+# --- commits -----------------------------------------------------------------------------------
+
+
+class Between(Store):
+    """A store in which something happens after its first answer to a method."""
+
+    def happens_after(self, method, what):
+        inner = getattr(self, method)
+
+        def answer(*args):
+            setattr(self, method, inner)
+            found = inner(*args)
+            what()
+            return found
+
+        setattr(self, method, answer)
+
+
+@pytest.mark.parametrize("between", ["look and count of a reader", "count and look of the owner"])
+def test_of_an_owner_and_a_reader_at_the_same_time_one_sees_the_other(between):
+    store, outcome = Between(), []
+    owner, reader = (StoreCommits(Board(store, "test")) for _ in range(2))
+    start = time.monotonic()
+    owner.take_over(lease_s=100.0, deadline=start + 100)
+    run = owner.read(deadline=start + 100).run
+    marker = Marker.make(run=run, version=1, plan="", sizes=(), buckets=())
+    owner.commit(marker, deadline=start + 100)
+
+    def retire():
+        with suppress(CapacityError):
+            owner.retire([], deadline=start + 100 * (between == "count and look of the owner"))
+            outcome.append("retired")
+
+    def hold():
+        with suppress(TransferError):
+            reader.hold(marker, deadline=start + 100)
+            outcome.append("held")
+
+    if between == "look and count of a reader":
+        store.happens_after("get", retire)
+        hold()
+    else:
+        store.happens_after("add", hold)
+        retire()
+    assert len(outcome) == 1

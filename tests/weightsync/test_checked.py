@@ -5,6 +5,7 @@ import os
 import random
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from primeblocks.weightsync import held as held_module
 from primeblocks.weightsync.held import BlobFile, Boxes, CachingAllocator, chunks_of, copied
 from primeblocks.weightsync.lease import Hold, Lease
 from primeblocks.weightsync.manifest import Manifest, TensorSpec
-from primeblocks.weightsync.transports import IpcTransport
+from primeblocks.weightsync.transports import IpcTransport, directory
 from primeblocks.weightsync.transports.packed import places_of_version
 from tests.weightsync.contents import Engine, random_tensor
 
@@ -159,6 +160,34 @@ def test_a_version_to_go_back_to_that_changed_is_not_served(site):
     with pytest.raises(EngineError, match="Going back to version 1 failed too: CorruptionError"):
         site.receive()
     assert site.subscriber.version is None
+
+
+@pytest.mark.parametrize("way_out", ["load fails", "others refuse", "closed after verify"])
+def test_no_way_out_leaves_a_version_open(way_out, tmp_path, monkeypatch):
+    site = Site("file", tmp_path)
+    site.publish(1)
+    if way_out == "closed after verify":
+        site.subscriber.verify(timeout_s=TIMEOUT_S)
+        assert opened(tmp_path) == ["version-1.safetensors"]
+        site.subscriber.close()
+    else:
+        if way_out == "load fails":
+            site.spoil = Mock(side_effect=RuntimeError("out of memory"))
+        else:
+            refuse = Mock(side_effect=TransferError("reader 1 died"))
+            monkeypatch.setattr(directory._Version, "settle", refuse)
+        with pytest.raises((EngineError, TransferError)) as caught:
+            site.receive()
+        assert caught.tb  # Which keeps everything that nobody has let go of.
+    assert opened(tmp_path) == []
+    site.transport.close()
+
+
+def opened(path):
+    """The versions that this process has open."""
+    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    names = [link.readlink() for link in links if link.exists()]
+    return [name.name for name in names if path in name.parents and name.suffix == ".safetensors"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,5 +1,8 @@
 """Deltas that are lost, damaged, interrupted or not loaded: never wrong bytes, and a way on."""
 
+import time
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,8 +13,15 @@ from primeblocks.errors import (
     PlanError,
     TransferError,
 )
-from primeblocks.testing.faults import FaultyTransport, flip_byte, truncate
-from primeblocks.weightsync import Publisher, Subscriber, describe, plan_sync
+from primeblocks.testing.faults import FaultyTransport, ManualClock, flip_byte, truncate
+from primeblocks.weightsync import (
+    Publisher,
+    Subscriber,
+    describe,
+    outgoing,
+    plan_sync,
+    publish,
+)
 from primeblocks.weightsync.delta.bucket import apply_payload, encode_payload
 from tests.weightsync.contents import Engine, directory, flip_sent, same_bytes
 
@@ -325,6 +335,32 @@ def test_after_a_failure_a_full_version_is_sent(setup, method):
     assert setup.serves(2)
     setup.publish(3)
     assert setup.bases()[-1] == 2
+
+
+@pytest.mark.parametrize("base", [None, 1])
+def test_a_publish_ends_at_the_first_bucket_after_its_deadline(base, setup, monkeypatch):
+    for version in (0, 1):
+        setup.publish(version)
+        setup.receive()
+    if base is None:
+        setup.publisher = setup.publish_with(full_every=4)
+    clock, parts = ManualClock(time.monotonic()), setup.publisher._parts
+    fill = parts.fill
+
+    def slow(*args, **kwargs):
+        clock.advance(0.4 * TIMEOUT_S)
+        return fill(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parts, "fill", slow)
+        for module in (outgoing, publish):
+            patch.setattr(module, "time", SimpleNamespace(monotonic=clock.now))
+        with pytest.raises(TransferError, match="took 3 of 4 buckets before the deadline"):
+            setup.publish(2)
+    assert (setup.late()[0].version, setup.bases()[-1]) == (1, 0)
+    assert setup.publish(2).version == 2
+    setup.receive()
+    assert setup.serves(2)
 
 
 def test_a_version_of_another_publisher_is_no_base(setup):

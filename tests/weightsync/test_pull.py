@@ -27,7 +27,7 @@ from primeblocks.weightsync.transports.pull_version import Puller
 from primeblocks.weightsync.transports.store_commits import StoreCommits
 from primeblocks.weightsync.transports.transport import Request
 from tests.weightsync import process_wire
-from tests.weightsync.contents import Engine
+from tests.weightsync.contents import Engine, same_bytes
 from tests.weightsync.packed_site import parameters
 from tests.weightsync.process_wire import ProcessWire
 from tests.weightsync.test_board import GRACE_S, Patience, Store
@@ -248,6 +248,29 @@ def test_a_lease_that_is_over_ends_the_read(site, store, monkeypatch):
         monkeypatch.setattr(process_wire, "time", time)
         assert subscriber.receive(timeout_s=TIMEOUT_S).version == 1
     assert engine.loads == 1
+
+
+def test_a_buffer_whose_read_broke_is_not_used_again(site, store):
+    plan, _, publisher = site
+    publisher.publish(1, timeout_s=TIMEOUT_S)
+    targets, engine = [], Engine()
+
+    def breaks(read):
+        targets.append(read.target)
+        if len(targets) == 2:
+            raise TransferError("the link is down")
+
+    with PullTransport(store, ProcessWire(before_read=breaks), keep=True) as reader:
+        subscriber = Subscriber(plan, engine, reader)
+        with pytest.raises(TransferError, match="the link is down"):
+            subscriber.receive(timeout_s=TIMEOUT_S)
+        assert not reader._wire.shared
+        assert subscriber.receive(timeout_s=TIMEOUT_S).version == 1
+        right = {name: tensor.clone() for name, tensor in engine.tensors.items()}
+        targets[0].fill_(0xFF)  # By a network card that was slow to give up.
+        subscriber.forget()
+        subscriber.receive(timeout_s=TIMEOUT_S)
+        assert same_bytes(engine.tensors, right)
 
 
 def test_a_rank_without_the_version_is_a_typed_error(site, store):

@@ -1,5 +1,6 @@
 """One trainer rank and one engine in this process; every fault of a receiver."""
 
+import itertools
 import threading
 import time
 from types import SimpleNamespace
@@ -222,6 +223,21 @@ def test_a_load_that_leaves_tensors_is_undone(setup):
     setup.subscriber._load = lazy
     with pytest.raises(TransferError, match="load took 1 of 2 tensors. Version 1 was loaded again"):
         setup.receive()
+    assert setup.served() == 1
+
+
+def test_a_load_need_not_ask_for_more_than_there_is(setup, monkeypatch):
+    clock = ManualClock(time.monotonic())
+
+    def load(tensors):
+        clock.advance(3)
+        setup.engine.serves = {name: t.clone() for name, t in itertools.islice(tensors, 2)}
+
+    setup.publish(1)
+    setup.subscriber._load = load
+    with monkeypatch.context() as patch:
+        patch.setattr(receive, "time", SimpleNamespace(monotonic=clock.now))
+        assert setup.receive().seconds == pytest.approx(3)
     assert setup.served() == 1
 
 
