@@ -10,7 +10,7 @@ from primeblocks.async_loop.reference import synchronous_steps
 from primeblocks.errors import ClosedError, DeadlineError, EngineError, UsageError
 from primeblocks.testing.faults import ManualClock
 
-from .conftest import make_rollout
+from .conftest import make_group, make_rollout
 
 
 class World:
@@ -136,12 +136,75 @@ def test_stale_groups_are_dropped_and_their_prompts_asked_again():
             return [step async for step in loop.steps(3)]
 
     world, steps = run(body, bound=1)
-    assert steps[1].dropped > 0
+    assert steps[1].dropped > 0 == steps[0].dropped == steps[2].dropped
     asked = [prompt for prompt, _ in world.asked]
     again = {prompt for prompt in asked if asked.count(prompt) == 2}
     assert len(again) == steps[1].dropped
     prompts = [prompt for _, batch in world.trained for prompt in batch]
     assert len(prompts) == len(set(prompts)) == 6
+
+
+def test_prompts_of_dropped_groups_are_asked_again_in_their_order():
+    async def body(world, loop):
+        async with loop:
+            world.hold.clear()  # Later groups keep the one place of the engine.
+            for prompt in ("first", "second", "third"):
+                loop._drop(make_group(prompt))
+            world.hold.set()
+            async for _ in loop.steps(2):
+                pass
+
+    world, _ = run(body, bound=1, max_in_flight=1)
+    asked = [prompt for prompt, _ in world.asked]
+    assert asked[:4] == [0, "first", "second", "third"]
+
+
+def test_a_step_tells_its_times_and_the_engine_has_the_old_version_until_the_publish_ends():
+    clock, versions = ManualClock(), []
+
+    async def body(world, loop):
+        generate = world.generate
+
+        async def slow(prompt, *, version):
+            clock.advance(1)
+            return await generate(prompt, version=version)
+
+        async def train(groups, *, version):
+            clock.advance(4)
+
+        async def publish(version):
+            clock.advance(2)
+            versions.append((version, loop.version))
+
+        loop._generate, loop._train, loop._publish = slow, train, publish
+        return await collect(world, loop, count=3)
+
+    _, steps = run(body, bound=0, clock=clock)
+    assert [(s.trainer_idle_s, s.train_s, s.publish_s) for s in steps] == [(2, 4, 2)] * 3
+    assert versions == [(1, 0), (2, 1), (3, 2)]
+
+
+@pytest.mark.parametrize("what", ["train", "publish"])
+def test_a_group_that_fails_ends_a_step_that_is_under_way(what):
+    async def body(world, loop):
+        begun, never = asyncio.Event(), asyncio.Event()
+
+        async def hangs(*_, **__):
+            begun.set()
+            await never.wait()
+
+        async def generate(prompt, *, version):
+            if prompt >= 2:
+                await begun.wait()
+                raise EngineError("gone")
+            return [make_rollout()]
+
+        setattr(loop, f"_{what}", hangs)
+        loop._generate = generate
+        with pytest.raises(EngineError, match="gone"):
+            await collect(world, loop)
+
+    run(body)
 
 
 @pytest.mark.parametrize("what", ["generate", "train", "publish"])
