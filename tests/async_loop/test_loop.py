@@ -1,6 +1,7 @@
 """The loop with an engine and a trainer of a few lines: order, bounds, failures, shutdown."""
 
 import asyncio
+import gc
 import itertools
 
 import pytest
@@ -121,6 +122,18 @@ def test_it_never_waits_for_a_batch_that_cannot_come(count, max_in_flight):
     assert len(world.asked) == count
 
 
+def test_groups_that_wait_for_room_in_the_buffer_count_once():
+    async def body(world, loop):
+        loop._buffer.capacity = 2
+        async with loop:
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert len(loop._buffer) == 2
+            assert len(world.asked) == 4  # As many as two steps train on.
+
+    run(body, bound=1, max_in_flight=2)
+
+
 def test_stale_groups_are_dropped_and_their_prompts_asked_again():
     async def body(world, loop):
         async with loop:
@@ -142,6 +155,19 @@ def test_stale_groups_are_dropped_and_their_prompts_asked_again():
     assert len(again) == steps[1].dropped
     prompts = [prompt for _, batch in world.trained for prompt in batch]
     assert len(prompts) == len(set(prompts)) == 6
+
+
+def test_a_batch_that_is_dropped_as_a_whole_is_asked_again():
+    async def body(world, loop):
+        async with loop:
+            while len(loop._buffer) < 2:
+                await asyncio.sleep(0)
+            loop.version = 3  # As if other trainers had stepped; nothing is under way by now.
+            return [step async for step in loop.steps(1)]
+
+    world, (step,) = run(body, bound=1, prompts=range(2))
+    assert (step.dropped, step.staleness) == (2, (0, 0))
+    assert world.asked == [(0, 0), (1, 0), (0, 3), (1, 3)]
 
 
 def test_prompts_of_dropped_groups_are_asked_again_in_their_order():
@@ -256,6 +282,34 @@ def test_a_hung_training_step_ends_at_the_deadline():
         asyncio.run(asyncio.wait_for(main(), 30))
     finally:
         release.set()
+
+
+def test_leaving_closes_the_loop_and_hears_what_its_groups_say_of_that():
+    complaints = []
+
+    async def body(world, loop):
+        async def generate(prompt, *, version):
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                if prompt:
+                    raise
+                raise EngineError("gone") from None
+
+        loop._generate = generate
+        handler = lambda _, context: complaints.append(context["message"])  # noqa: E731
+        asyncio.get_running_loop().set_exception_handler(handler)
+        async with loop:
+            await asyncio.sleep(0)
+            thread = loop._worker._thread
+        with pytest.raises(ClosedError):
+            await anext(aiter(loop.steps(1)))
+        thread.join(10)
+        assert not thread.is_alive()
+        gc.collect()  # asyncio complains at the end of a task whose error nobody took.
+
+    run(body)
+    assert complaints == []
 
 
 def test_bad_use_is_refused():
