@@ -94,11 +94,11 @@ class RolloutBuffer:
         self, count: int, version: int, on_drop: Callable[[Group], None] | None
     ) -> tuple[Group, ...]:
         def ready() -> bool:
-            fresh = deque(g for g in self._groups if self.staleness.admits(g, version=version))
-            stale, self._groups = [g for g in self._groups if g not in fresh], fresh
-            if stale:
+            for group in list(self._groups):
+                if self.staleness.admits(group, version=version):
+                    continue
+                self._groups.remove(group)  # one by one: `on_drop` may count what is left
                 self._changed.notify_all()  # there is room now
-            for group in stale:
                 if on_drop is not None:
                     on_drop(group)
             return len(self._groups) >= count

@@ -157,15 +157,16 @@ def test_stale_groups_are_dropped_and_their_prompts_asked_again():
     assert len(prompts) == len(set(prompts)) == 6
 
 
-def test_a_batch_that_is_dropped_as_a_whole_is_asked_again():
+@pytest.mark.parametrize("max_in_flight", [1, 4])
+def test_a_batch_that_is_dropped_as_a_whole_is_asked_again(max_in_flight):
     async def body(world, loop):
         async with loop:
-            while len(loop._buffer) < 2:
+            while len(loop._buffer) < 2 or loop._in_flight:
                 await asyncio.sleep(0)
-            loop.version = 3  # As if other trainers had stepped; nothing is under way by now.
-            return [step async for step in loop.steps(1)]
+            loop.version = 3  # As if other trainers had stepped.
+            return [step async for step in loop.steps(2)]
 
-    world, (step,) = run(body, bound=1, prompts=range(2))
+    world, (step,) = run(body, bound=1, prompts=range(2), max_in_flight=max_in_flight)
     assert (step.dropped, step.staleness) == (2, (0, 0))
     assert world.asked == [(0, 0), (1, 0), (0, 3), (1, 3)]
 
@@ -285,13 +286,14 @@ def test_a_hung_training_step_ends_at_the_deadline():
 
 
 def test_leaving_closes_the_loop_and_hears_what_its_groups_say_of_that():
-    complaints = []
+    complaints, ended = [], []
 
     async def body(world, loop):
         async def generate(prompt, *, version):
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
+                ended.append(prompt)
                 if prompt:
                     raise
                 raise EngineError("gone") from None
@@ -302,6 +304,7 @@ def test_leaving_closes_the_loop_and_hears_what_its_groups_say_of_that():
         async with loop:
             await asyncio.sleep(0)
             thread = loop._worker._thread
+        assert sorted(ended) == [0, 1, 2, 3]
         with pytest.raises(ClosedError):
             await anext(aiter(loop.steps(1)))
         thread.join(10)
