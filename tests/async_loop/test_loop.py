@@ -131,7 +131,7 @@ def test_groups_that_wait_for_room_in_the_buffer_count_once():
             assert len(loop._buffer) == 2
             assert len(world.asked) == 4  # As many as two steps train on.
 
-    run(body, bound=1, max_in_flight=2)
+    run(body, bound=1, max_in_flight=3)
 
 
 def test_stale_groups_are_dropped_and_their_prompts_asked_again():
