@@ -2,7 +2,7 @@
 VENV ?= .venv
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test docs
+.PHONY: setup demo test test-examples test-peers test-all docs
 setup: $(READY)
 
 $(READY): pyproject.toml scripts/setup requirements/cpu-overrides.txt requirements/cpu-constraints.txt
@@ -14,6 +14,18 @@ demo: setup
 
 test: setup
 	scripts/check $(VENV)
+
+test-examples: setup
+	$(VENV)/bin/python -m pytest -m example tests/integration
+
+# Needs a virtual environment of its own.
+test-peers: setup
+	scripts/peers $(VENV)/bin/uv
+
+# All of these, with random tests at their stated size: hours.
+test-all: setup
+	scripts/check --full $(VENV)
+	scripts/peers $(VENV)/bin/uv
 
 docs:
 	scripts/docs

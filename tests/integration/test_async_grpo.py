@@ -95,6 +95,7 @@ def test_it_runs_and_keeps_its_bounds(tmp_path):
     assert shared_memory(tmp_path) == []
 
 
+@pytest.mark.example
 def test_a_killed_engine_ends_the_run_with_its_name(tmp_path):
     process = start(tmp_path, steps=10_000)
     try:

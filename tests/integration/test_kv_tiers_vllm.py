@@ -12,6 +12,7 @@ PAGE, AGENTS, TURNS, PROMPT, TOOL, GENERATED = 32, 5, 4, 512, 96, 8
 
 
 @pytest.mark.vllm
+@pytest.mark.example
 def test_turns_find_their_pages_and_versions_do_not_share_them():
     # As people start it: in one process the engine holds the interpreter that our threads need.
     printed = run_job(EXAMPLE, environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})

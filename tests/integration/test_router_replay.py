@@ -11,6 +11,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "router_replay.py"
 
 
 @pytest.mark.vllm
+@pytest.mark.example
 def test_replay_lowers_the_printed_mismatch():
     printed = fork_job(EXAMPLE)
     without, with_replay = map(float, re.findall(r"^k3 with\w* replay +(\S+)", printed, re.M))

@@ -11,6 +11,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "sync_to_vllm.py"
 
 
 @pytest.mark.vllm
+@pytest.mark.example
 def test_answers_run_through_eight_versions():
     printed = fork_job(EXAMPLE)
     rows = re.findall(r"^ +(\d+) +[\d,]+ +([\d.]+)%", printed, re.M)
