@@ -1,16 +1,35 @@
 """Running vLLM engines, with requests in flight: an AsyncLLM and vLLM's own server as a fleet."""
 
+import asyncio
+import contextlib
 import importlib.util
 import itertools
-import json
+import os
+import signal
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from primeblocks.errors import PrimeblocksError
+from primeblocks.plugins.vllm import register
 from primeblocks.testing import tiny_models
-from tests.engine_job import fork_job
+from primeblocks.weightsync.adapters import vllm as adapter
+from tests.engine_job import call
+from tests.weightsync.vllm_site import (
+    PROMPTS,
+    SIZES,
+    TIMEOUT_S,
+    InProcess,
+    Requests,
+    Served,
+    Trainer,
+    names,
+    seen,
+    spans_of,
+)
 
-JOB = Path(__file__).with_name("vllm_fleet_job.py")
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
@@ -24,10 +43,207 @@ def fleet(request, tmp_path_factory):
         pytest.skip("two engines more: --full")
     folder = tmp_path_factory.mktemp(case)
     for seed in (0, 1):
-        path = folder / f"float32-{seed}"
-        tiny_models.save("qwen3_moe", path, seed=seed, dtype="float32", num_layers=2, hidden=64)
-    fork_job(JOB, case, str(folder))
-    return json.loads((folder / f"{case}.json").read_text())
+        tiny_models.save(
+            "qwen3_moe", folder / f"float32-{seed}", seed=seed, dtype="float32", **SIZES
+        )
+    return call(_see, case, folder)
+
+
+def _see(case: str, folder: Path) -> dict[str, Any]:
+    """An AsyncLLM with vLLM's server ("mixed"), or with another ("pair").
+
+    The second of either starts with seed 1, so it is the freshly loaded reference for that.
+    """
+    register()
+    return asyncio.run(_run(case, folder))
+
+
+async def _run(case: str, folder: Path) -> dict[str, Any]:
+    trainer = Trainer("float32", folder)
+    attach = adapter.attach
+    with contextlib.ExitStack() as stack:
+        stack.callback(trainer.transport.close)
+        if case == "mixed":
+            second: Any = Served(folder / "float32-1", folder / "server.log")
+            stack.callback(second.close)
+        first = InProcess(folder / "float32-0")
+        stack.callback(first.close)
+        if case == "pair":
+            second = InProcess(folder / "float32-1")
+            stack.callback(second.close)
+        result: dict[str, Any] = {"fresh": await first.greedy("fresh")}
+        await attach(first.engine, trainer.plan, trainer.transport, timeout_s=TIMEOUT_S)
+        result |= await _flight(first.requests, trainer)
+        if case == "mixed":
+            second.wait(80)
+        await attach(second.engine, trainer.plan, trainer.transport, timeout_s=TIMEOUT_S)
+        result |= await _updates([first, second], trainer)
+        if case == "mixed":
+            result["lost"] = await _lost(second, trainer)
+    return result
+
+
+async def _flight(requests: Requests, trainer: Trainer) -> dict[str, Any]:
+    """Every mode once, what was aborted sent again, ten updates; leaves version 14 of seed 0."""
+    result: dict[str, Any] = {"reference": await requests.all("reference", 200)}
+    for version, mode in enumerate(("continue", "recompute", "abort"), start=1):
+        result[mode] = await _one_update(requests, trainer, mode, version)
+    result["resumed"] = await _resume(requests, trainer, result["abort"]["outputs"])
+    result["ten"] = await _ten_updates(requests, trainer, 4)
+    return result | await _late_call(requests, trainer, 14)
+
+
+async def _one_update(requests: Requests, trainer: Trainer, mode: Any, version: int) -> Any:
+    """An update under requests in flight. Odd versions are the weights of seed 1."""
+    engine = requests.engine
+    tasks = requests.start(mode, 200)
+    await requests.reach(*names(mode), tokens=20)
+    receipt = trainer.publish(version, seed=version % 2)
+    report = await adapter.update(engine, receipt, in_flight=mode, timeout_s=TIMEOUT_S)
+    outputs = await asyncio.gather(*tasks)
+    told = [seen(output) for output in outputs]
+    return {
+        "outputs": told,
+        "gaps": [
+            trainer.gap(ids + tokens[:switch], [tokens[switch:], logprobs[switch:]])
+            for ids, (tokens, logprobs), output in zip(PROMPTS, told, outputs, strict=True)
+            for _, switch, _ in spans_of(output)[-1:]
+        ],
+        "finish": [output.outputs[0].finish_reason for output in outputs],
+        "spans": [spans_of(output) for output in outputs],
+        "report": report,
+        "paused": await engine.is_paused(),
+        "after": await requests.all(f"after {mode}", 24),
+    }
+
+
+async def _resume(requests: Requests, trainer: Trainer, partial: list[Any]) -> list[Any]:
+    """Go on with what was aborted: tokens, and the gap to the trainer's own model."""
+    result = []
+    for index, (ids, (tokens, _)) in enumerate(zip(PROMPTS, partial, strict=True)):
+        prompt = ids + tokens
+        output = await requests.one(f"resumed{index}", prompt, 60)
+        result.append([seen(output), spans_of(output), trainer.gap(prompt, seen(output))])
+    return result
+
+
+async def _ten_updates(requests: Requests, trainer: Trainer, first: int) -> dict[str, Any]:
+    """Requests that live through ten updates."""
+    tasks = requests.start("ten", 950)
+    for index in range(10):
+        await requests.reach(*names("ten"), tokens=20 * (index + 1))
+        receipt = trainer.publish(first + index, seed=index % 2)
+        await adapter.update(requests.engine, receipt, timeout_s=TIMEOUT_S)
+    outputs = await asyncio.gather(*tasks)
+    return {
+        "lengths": [len(output.outputs[0].token_ids) for output in outputs],
+        "finish": [output.outputs[0].finish_reason for output in outputs],
+        "spans": [spans_of(output) for output in outputs],
+    }
+
+
+async def _late_call(requests: Requests, trainer: Trainer, version: int) -> dict[str, Any]:
+    """What an update leaves behind that was given up: an open session, a call that comes late."""
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+    engine = requests.engine
+    receipt = trainer.publish(version, seed=0)
+    await engine.start_weight_update()
+    late = {"version": version, "transaction": "given up", "timeout_s": TIMEOUT_S}
+    await engine.update_weights(WeightTransferUpdateRequest(late))
+    (state,) = await engine.collective_rpc("primeblocks_state")
+    await adapter.update(engine, receipt, timeout_s=TIMEOUT_S)
+    return {"late": state["version"], "after_late": await engine.get_weight_version()}
+
+
+class StoppedAtLoad:
+    """An engine whose process is stopped at the moment when it is to load."""
+
+    def __init__(self, member: InProcess) -> None:
+        self._member = member
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._member.engine, name)
+
+    async def update_weights(self, request: Any) -> None:
+        os.kill(self._member.pid, signal.SIGSTOP)
+        await self._member.engine.update_weights(request)
+
+
+async def _failing(call: Any) -> dict[str, Any]:
+    start = time.monotonic()
+    try:
+        await call
+    except PrimeblocksError as error:
+        said = {"kind": type(error).__name__, "message": str(error), "engines": error.engines}
+        return said | {"seconds": time.monotonic() - start}
+    return {}
+
+
+def _calls(engine: Any) -> Any:
+    """An engine, or the calls of a server."""
+    if isinstance(engine, adapter.VllmServer):
+        return engine.until(time.monotonic() + TIMEOUT_S)
+    return engine
+
+
+async def _look(members: list[Any], name: str) -> dict[str, Any]:
+    """What each member answers now, and under which label."""
+    return {
+        "greedy": [await member.greedy(name) for member in members],
+        "labels": [await _calls(member.engine).get_weight_version() for member in members],
+    }
+
+
+async def _updates(members: list[Any], trainer: Trainer) -> dict[str, Any]:
+    """Updates of all, then faults of the first."""
+    first, second = members
+    engines = [member.engine for member in members]
+    update, result = adapter.update_all, {"start": await _look(members, "start")}
+
+    tasks = [asyncio.create_task(member.long("long")) for member in members]
+    await first.requests.reach("long", tokens=20)
+    report = await update(engines, trainer.publish(15, seed=1), timeout_s=TIMEOUT_S)
+    result["flight"] = list(await asyncio.gather(*tasks))
+    result["one"] = await _look(members, "one") | {"report": report}
+    await update(engines, trainer.publish(16, seed=0), timeout_s=TIMEOUT_S)
+    result["two"] = await _look(members, "two")
+
+    receipt = trainer.publish(17, seed=1)
+    trainer.flip(17)
+    result["corrupt"] = await _failing(update(engines, receipt, timeout_s=TIMEOUT_S))
+    result["after_corrupt"] = await _look(members, "corrupt")
+    trainer.flip(17)
+
+    stopped = [StoppedAtLoad(first), second.engine]
+    result["hung"] = await _failing(update(stopped, receipt, timeout_s=1.5))
+    result["after_hung"] = await _look([second], "hung")
+    os.kill(first.pid, signal.SIGCONT)
+    result["stays_paused"] = [await _calls(engine).is_paused() for engine in engines]
+    await update(engines, receipt, timeout_s=TIMEOUT_S)
+    result["after_retry"] = await _look(members, "retry")
+
+    receipt = trainer.publish(18, seed=0)
+    os.kill(first.pid, signal.SIGKILL)
+    result["dead"] = await _failing(update(engines, receipt, timeout_s=TIMEOUT_S))
+    result["after_dead"] = await _look([second], "dead")
+    await update([second.engine], receipt, timeout_s=TIMEOUT_S)
+    result["dropped"] = await _look([second], "dropped")
+    return result
+
+
+async def _lost(member: Served, trainer: Trainer) -> dict[str, Any]:
+    """A server that hangs, then is gone."""
+    receipt = trainer.publish(19, seed=1)
+    os.killpg(member.process.pid, signal.SIGSTOP)
+    hung = await _failing(adapter.update(member.engine, receipt, timeout_s=1.0))
+    os.killpg(member.process.pid, signal.SIGCONT)
+    await adapter.update(member.engine, receipt, timeout_s=TIMEOUT_S)
+    after = await _look([member], "lost")
+    receipt = trainer.publish(20, seed=0)
+    member.close()
+    gone = await _failing(adapter.update(member.engine, receipt, timeout_s=TIMEOUT_S))
+    return {"hung": hung, "after": after, "gone": gone}
 
 
 def answers(fleet, *seeds):
@@ -47,7 +263,7 @@ def test_requests_in_flight_over_an_update_finish(fleet, mode, version, before):
     seen = fleet[mode]
     assert seen["finish"] == ["abort" if mode == "abort" else "length"] * 3
     assert not seen["paused"]
-    assert seen["report"][0] == version
+    assert seen["report"].version == version
     for (tokens, _), spans in zip(seen["outputs"], seen["spans"], strict=True):
         old = "default" if before is None else str(before)
         labels = [old] if mode == "abort" else [old, str(version)]
@@ -110,7 +326,7 @@ def test_updated_engines_equal_fresh_ones_bit_for_bit(fleet):
     assert fleet["one"]["greedy"] == [fresh[1], fresh[1]]
     assert fleet["two"]["greedy"] == [fresh[0], fresh[0]]
     assert (fleet["one"]["labels"], fleet["two"]["labels"]) == (["15"] * 2, ["16"] * 2)
-    assert fleet["one"]["report"][0] == 15
+    assert fleet["one"]["report"].version == 15
 
 
 def test_requests_in_flight_on_every_engine_finish_with_their_versions(fleet):
@@ -124,13 +340,13 @@ def test_requests_in_flight_on_every_engine_finish_with_their_versions(fleet):
 def test_a_flipped_byte_is_refused_by_all_and_the_old_weights_are_served(fleet):
     assert fleet["corrupt"]["kind"] == "CorruptionError"
     assert "fails its digest" in fleet["corrupt"]["message"]
-    assert fleet["corrupt"]["engines"] == [0, 1]
+    assert fleet["corrupt"]["engines"] == (0, 1)
     assert fleet["after_corrupt"] == {"greedy": answers(fleet, 0, 0), "labels": ["16", "16"]}
 
 
 def test_an_engine_that_hangs_at_its_load_takes_the_other_back(fleet):
     assert fleet["hung"]["kind"] == "DeadlineError"
-    assert fleet["hung"]["engines"] == [0]
+    assert fleet["hung"]["engines"] == (0,)
     assert fleet["hung"]["seconds"] < 2.5
     assert fleet["after_hung"] == {"greedy": answers(fleet, 0), "labels": ["16"]}
     # It may have loaded when it goes on, so it must not serve yet.
@@ -140,7 +356,7 @@ def test_an_engine_that_hangs_at_its_load_takes_the_other_back(fleet):
 
 def test_a_dead_engine_is_named_and_dropped(fleet):
     assert fleet["dead"]["kind"] == "EngineError"
-    assert fleet["dead"]["engines"] == [0]
+    assert fleet["dead"]["engines"] == (0,)
     assert "Engine 0 of 2: the engine died" in fleet["dead"]["message"]
     assert fleet["dead"]["seconds"] < 15
     assert fleet["after_dead"] == {"greedy": answers(fleet, 1), "labels": ["17"]}

@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,7 +20,7 @@ from typing import Any
 
 import torch
 
-from primeblocks.errors import PrimeblocksError
+from primeblocks.errors import PrimeblocksError, how_it_ended
 from primeblocks.testing import tiny_models
 from primeblocks.weightsync import (
     FileTransport,
@@ -19,6 +29,7 @@ from primeblocks.weightsync import (
     describe,
     plan_sync,
 )
+from primeblocks.weightsync.adapters import vllm as adapter
 from primeblocks.weightsync.engines.lora import AdapterSpec, adapter_parameters
 from tests.weightsync.contents import flip_sent
 
@@ -198,11 +209,106 @@ def names(name: str) -> list[str]:
     return [f"{name}{index}" for index in range(len(PROMPTS))]
 
 
-def spans(output: Any) -> list[list[Any]]:
+def spans_of(output: Any) -> list[list[Any]]:
     """Which tokens are of which version."""
     return [[span.version, span.start, span.end] for span in output.outputs[0].weight_versions]
 
 
-def cost(report: Any) -> list[Any]:
-    """A report as JSON."""
-    return [report.version, report.seconds, report.pause_seconds]
+class InProcess:
+    """An AsyncLLM of the fleet."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        arguments = AsyncEngineArgs(
+            str(checkpoint), dtype="float32", **ENGINE, **adapter.engine_args()
+        )
+        self.engine = AsyncLLM.from_engine_args(arguments)
+        self.requests = Requests(self.engine)
+        (process,) = self.engine.engine_core.resources.engine_manager.processes
+        self.pid = process.pid
+
+    async def greedy(self, name: str) -> list[Any]:
+        return await self.requests.all(name, 24)
+
+    async def long(self, name: str) -> tuple[int, Any]:
+        output = await self.requests.one(name, PROMPTS[0], 600)
+        return len(output.outputs[0].token_ids), spans_of(output)
+
+    def close(self) -> None:
+        self.engine.shutdown()
+
+
+class Served:
+    """A server of the fleet, asked over HTTP."""
+
+    def __init__(self, checkpoint: Path, log: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        arguments = ["--model", str(checkpoint), "--port", str(port), "--host", "127.0.0.1"]
+        arguments += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
+        arguments += ["--max-num-seqs", "8", "--skip-tokenizer-init", "--enable-scale-out"]
+        arguments += ["--logprobs-mode", "processed_logprobs", *adapter.server_args()]
+        self.log = log.open("w")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments],
+            env={**os.environ, "VLLM_SERVER_DEV_MODE": "1"},
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self.url = f"http://127.0.0.1:{port}"
+        self.engine = adapter.VllmServer(self.url)
+
+    def wait(self, timeout_s: float) -> None:
+        """Until it answers."""
+        deadline, never = time.monotonic() + timeout_s, threading.Event()
+        while time.monotonic() < deadline:
+            ended = self.process.poll()
+            log = Path(self.log.name).read_text()[-4000:]
+            assert ended is None, f"the server {how_it_ended(ended)}\n{log}"
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health"):
+                return
+            never.wait(0.1)
+        raise AssertionError("the server did not start")
+
+    async def ask(self, ids: list[int], tokens: int, salt: str) -> Any:
+        sampling = {
+            "max_tokens": tokens,
+            "temperature": 0,
+            "logprobs": 0,
+            "ignore_eos": True,
+            "detokenize": False,
+        }
+        body = {"token_ids": ids, "sampling_params": sampling, "cache_salt": salt}
+        request = urllib.request.Request(
+            f"{self.url}/inference/v1/generate",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+
+        def answer() -> Any:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+                return json.load(response)["choices"][0]
+
+        return await asyncio.to_thread(answer)
+
+    async def greedy(self, name: str) -> list[Any]:
+        result = []
+        for index, ids in enumerate(PROMPTS):
+            choice = await self.ask(ids, 24, f"{name}{index}")
+            told = [float.hex(item["logprob"]) for item in choice["logprobs"]["content"]]
+            result.append([choice["token_ids"], told])
+        return result
+
+    async def long(self, name: str) -> tuple[int, Any]:
+        choice = await self.ask(PROMPTS[0], 600, name)
+        spans = [[s["version"], s["start"], s["end"]] for s in choice["weight_versions"]]
+        return len(choice["token_ids"]), spans
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.log.close()
