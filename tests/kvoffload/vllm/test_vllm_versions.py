@@ -1,29 +1,196 @@
 """Ten weight updates of one real engine whose pages and routes lie in our tiers."""
 
-import json
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from primeblocks.replay import record
 from primeblocks.testing import tiny_models
-from tests.engine_job import fork_job
-from tests.kvoffload.vllm import vllm_versions_job as job
+from tests.engine_job import call
 
 VERSIONS = 10
+PAGE_TOKENS, ENGINE_PAGES = 32, 32
+LAYERS, TOP_K = 4, 2
+PROMPT, ANSWER, TOOL, ALIGNED = 100, 16, 24, 128
+ROLLOUTS, CROWD = 6, 20
+PAGE_BYTES = LAYERS * 2 * 2 * 32 * PAGE_TOKENS * 4  # k and v, heads, width, tokens, float32
+ROUTES_BYTES = LAYERS * TOP_K
+FRAME_BYTES = PAGE_BYTES + 4096  # a page, its routes, and what rounding adds
+POOL_PAGES, HOST_PAGES, DISK_PAGES = 40, 16, 160
 WHOLE = 96  # tokens in whole pages, of the prompt and of what the second turn finds
-PAGES = job.ROLLOUTS * WHOLE // job.PAGE_TOKENS
+PAGES = ROLLOUTS * WHOLE // PAGE_TOKENS
 CLOSE = 1e-5  # float32 log-probabilities, prefill in other batches
+
+pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("versions")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("versions")
+
+
+@pytest.fixture(scope="module")
+def results(folder):
     for version in range(VERSIONS):
         path = folder / f"model-{version}"
         tiny_models.save("qwen3_moe", path, seed=version, dtype="float32", init_std=0.06)
-    fork_job(Path(job.__file__), str(folder), str(VERSIONS))
-    return json.loads((folder / "results.json").read_text())
+    return call(_run, folder)
+
+
+def _run(folder: Path) -> dict[str, Any]:
+    """Train, as far as an engine with our tiers can see: checkpoints, one after another."""
+    from primeblocks.kvoffload.adapters.vllm import request_args
+
+    engine = _start(folder)
+    run = Run(folder, engine)
+    results: dict[str, Any] = {"asked": run.asked, "versions": []}
+    for version in range(VERSIONS):
+        _load(engine, folder, version)
+        results["versions"].append(run.version(version, salt=f"run/{version}"))
+    results["whole"] = _whole_pages(run, VERSIONS - 1)
+    _load(engine, folder, 0)
+    # With the new version's salt, and what goes wrong without: the comparisons must notice it.
+    for name, version in (("salted", VERSIONS), ("unsalted", VERSIONS - 1)):
+        said = [request_args(version)] * ROLLOUTS
+        answers = _generate(engine, run.whole, salt=f"run/{version}", said=said)
+        results[name] = [_describe(answer) for answer in answers]
+    engine.llm_engine.engine_core.shutdown()
+    return results
+
+
+def _start(folder: Path) -> Any:
+    """Tiers in host memory and on disk, capture on, and room for the routes of its own pages."""
+    import vllm
+
+    from primeblocks.kvoffload.adapters.vllm import engine_args
+
+    return vllm.LLM(
+        str(folder / "model-0"),
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=8,
+        block_size=PAGE_TOKENS,
+        num_gpu_blocks_override=ENGINE_PAGES,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        disable_log_stats=False,
+        logprobs_mode="processed_logprobs",
+        enable_return_routed_experts=True,
+        aux_output_config={"max_bytes": ENGINE_PAGES * PAGE_TOKENS * ROUTES_BYTES},
+        **engine_args(
+            primary_bytes=POOL_PAGES * FRAME_BYTES,
+            host_bytes=HOST_PAGES * FRAME_BYTES,
+            disk_path=folder / "pages",
+            disk_bytes=DISK_PAGES * FRAME_BYTES,
+            max_staleness=1,
+            routes_bytes_per_token=ROUTES_BYTES,
+        ),
+    )
+
+
+def _load(engine: Any, folder: Path, version: int) -> None:
+    path = str(folder / f"model-{version}")
+    engine.collective_rpc("reload_weights", kwargs={"weights_path": path})
+
+
+def _generate(
+    engine: Any, prompts: list[list[int]], *, salt: str, said: list[dict[str, Any]]
+) -> list[Any]:
+    import vllm
+
+    parameters = [
+        vllm.SamplingParams(
+            max_tokens=ANSWER,
+            temperature=0.0,
+            logprobs=0,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args=each,
+        )
+        for each in said
+    ]
+    salted = [{"prompt_token_ids": ids, "cache_salt": salt} for ids in prompts]
+    return engine.generate(salted, parameters, use_tqdm=False)
+
+
+def _describe(request: Any) -> dict[str, Any]:
+    output = request.outputs[0]
+    chosen = zip(output.logprobs, output.token_ids, strict=True)
+    missing = (output.routed_experts == 0xFF).all(axis=(1, 2))
+    return {
+        "tokens": list(output.token_ids),
+        "logprobs": [at[token].logprob for at, token in chosen],
+        "cached": request.num_cached_tokens,
+        "routes": output.routed_experts,
+        "missing_routes": int(missing.sum()),
+    }
+
+
+def _bytes_on_disk(folder: Path) -> dict[str, int]:
+    files = [each for each in (folder / "pages").rglob("*") if each.is_file()]
+    # Blocks hold what the file system notes of a file in pieces, too; a size counts holes.
+    stats = {each.name: each.stat() for each in files}
+    return {name: min(each.st_size, each.st_blocks * 512) for name, each in stats.items()}
+
+
+class Run:
+    """One engine, and what came of its requests.
+
+    In each version rollouts ask, others flood all caches, the rollouts ask the same again, others
+    flood again, and the rollouts take a second turn, their last.
+    """
+
+    def __init__(self, folder: Path, engine: Any) -> None:
+        generator = np.random.default_rng(0)
+        self.folder, self.engine = folder, engine
+        self.asked = generator.integers(4, 512, (ROLLOUTS, PROMPT)).tolist()
+        self.crowds = generator.integers(4, 512, (2, CROWD, PROMPT)).tolist()
+        self.tool = generator.integers(4, 512, (ROLLOUTS, TOOL)).tolist()
+        self.whole = generator.integers(4, 512, (ROLLOUTS, ALIGNED)).tolist()
+
+    def version(self, version: int, *, salt: str) -> dict[str, Any]:
+        from primeblocks.kvoffload.adapters.vllm import engine_statistics, request_args
+
+        names = [f"{salt}/{index}" for index in range(ROLLOUTS)]
+        first = [request_args(version, rollout=name) for name in names]
+        cold = _generate(self.engine, self.asked, salt=salt, said=first)
+        _generate(self.engine, self.crowds[0], salt=salt, said=[request_args(version)] * CROWD)
+        before = engine_statistics()
+        warm = _generate(self.engine, self.asked, salt=salt, said=first)
+        grown = [
+            prompt + list(request.outputs[0].token_ids) + tool
+            for prompt, request, tool in zip(self.asked, warm, self.tool, strict=True)
+        ]
+        _generate(self.engine, self.crowds[1], salt=salt, said=[request_args(version)] * CROWD)
+        between = engine_statistics()
+        last = [request_args(version, rollout=name, ends=[name]) for name in names]
+        turn = _generate(self.engine, grown, salt=salt, said=last)
+        after = engine_statistics()
+        return {
+            "cold": [_describe(request) for request in cold],
+            "warm": [_describe(request) for request in warm],
+            "turn": [_describe(request) for request in turn],
+            "warm_hits": [between.hits - before.hits, between.tokens - before.tokens],
+            "turn_hits": [after.hits - between.hits, after.tokens - between.tokens],
+            "tiers": dataclasses.asdict(after)["tiers"],
+            "disk_bytes": _bytes_on_disk(self.folder),
+        }
+
+
+def _whole_pages(run: Run, version: int) -> list[list[dict[str, Any]]]:
+    """Prompts of whole pages, first computed, then out of the tiers to the last page."""
+    from primeblocks.kvoffload.adapters.vllm import request_args
+
+    salt, said = f"run/{version}", [request_args(version)] * CROWD
+    found = []
+    for asked in (run.whole, run.crowds[0], run.whole):
+        answers = _generate(run.engine, asked, salt=salt, said=said[: len(asked)])
+        found.append([_describe(answer) for answer in answers])
+    return [found[0], found[2]]
 
 
 def column(requests, name):
@@ -33,56 +200,66 @@ def column(requests, name):
 def are_equal(requests, others):
     return [
         one["tokens"] == other["tokens"]
-        and one["routes"] == other["routes"]
+        and np.array_equal(one["routes"], other["routes"])
         and np.allclose(one["logprobs"], other["logprobs"], rtol=0, atol=CLOSE)
         for one, other in zip(requests, others, strict=True)
     ]
 
 
-@pytest.mark.vllm
 @pytest.mark.parametrize("version", range(VERSIONS))
 def test_pages_and_routes_of_a_version_come_back_and_no_others_do(results, version):
     found = results["versions"][version]
-    assert column(found["cold"], "cached") == [0] * job.ROLLOUTS, "a page of old weights was found"
-    assert column(found["warm"], "cached") == [WHOLE] * job.ROLLOUTS
-    assert column(found["turn"], "cached") == [WHOLE] * job.ROLLOUTS
+    assert column(found["cold"], "cached") == [0] * ROLLOUTS, "a page of old weights was found"
+    assert column(found["warm"], "cached") == [WHOLE] * ROLLOUTS
+    assert column(found["turn"], "cached") == [WHOLE] * ROLLOUTS
     for phase in ("cold", "warm", "turn"):
-        assert column(found[phase], "missing_routes") == [0] * job.ROLLOUTS
+        assert column(found[phase], "missing_routes") == [0] * ROLLOUTS
     assert all(are_equal(found["warm"], found["cold"]))
-    predicted = [PAGES, PAGES * job.PAGE_TOKENS]
+    predicted = [PAGES, PAGES * PAGE_TOKENS]
     assert found["warm_hits"] == found["turn_hits"] == predicted
 
 
-@pytest.mark.vllm
 def test_weights_differ_enough_to_notice(results):
     for before, after in zip(results["versions"], results["versions"][1:], strict=False):
         assert not any(are_equal(before["cold"], after["cold"]))
-    assert column(results["salted"], "cached") == [0] * job.ROLLOUTS
+    assert column(results["salted"], "cached") == [0] * ROLLOUTS
     assert min(column(results["unsalted"], "cached")) >= WHOLE
     assert not any(are_equal(results["unsalted"], results["salted"]))
 
 
-@pytest.mark.vllm
-def test_an_engine_without_tiers_says_the_same(results):
-    assert all(are_equal(results["fresh"], results["versions"][-1]["cold"]))
+@torch.no_grad()
+def test_transformers_says_the_same(results, folder):
+    """The last weights, without an engine: every token, log-probability and choice of experts."""
+    from transformers import AutoModelForCausalLM
+
+    from primeblocks.replay.adapters.transformers import routers
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder / f"model-{VERSIONS - 1}", dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    for prompt, said in zip(results["asked"], results["versions"][-1]["cold"], strict=True):
+        with record(routers(model)) as tape:
+            logits = model(torch.tensor([prompt + said["tokens"]]), use_cache=False).logits
+        best = logits[0, PROMPT - 1 : -1].log_softmax(-1).max(-1)
+        assert best.indices.tolist() == said["tokens"]
+        np.testing.assert_allclose(said["logprobs"], best.values, rtol=0, atol=CLOSE)
+        np.testing.assert_array_equal(said["routes"], tape.routes.experts[:-1])
 
 
-@pytest.mark.vllm
 def test_a_prompt_may_come_back_to_its_last_page(results):
     """Stock vLLM ends the engine here, if it captures routes."""
     first, again = results["whole"]
-    assert column(again, "cached") == [job.WHOLE] * job.ROLLOUTS
-    assert column(again, "missing_routes") == [0] * job.ROLLOUTS
+    assert column(again, "cached") == [ALIGNED] * ROLLOUTS
+    assert column(again, "missing_routes") == [0] * ROLLOUTS
     assert all(are_equal(first, again))
 
 
-@pytest.mark.vllm
 def test_the_disk_is_full_and_bounded(results):
-    quota = job.DISK_PAGES * job.FRAME_BYTES
+    quota = DISK_PAGES * FRAME_BYTES
     used = column(results["versions"], "disk_bytes")
     assert max(each["pages"] for each in used) <= quota
     assert min(each["pages"] for each in used[2:]) > 0.95 * quota
-    journal = 3 * job.DISK_PAGES * (61 + 128) + (64 << 10)  # with keys below 128 bytes
+    journal = 3 * DISK_PAGES * (61 + 128) + (64 << 10)  # with keys below 128 bytes
     assert max(sum(each.values()) for each in used) <= quota + journal
     disk = results["versions"][-1]["tiers"]["disk"]
     assert disk["evictions"] > 0
