@@ -1,10 +1,13 @@
 """The vLLM adapter: refused arguments, then pages that come back to a real engine."""
 
+import dataclasses
+import hashlib
 import importlib
 import json
 import os
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +15,11 @@ import torch
 
 from primeblocks.errors import PlanError, UnsupportedError
 from primeblocks.testing import tiny_models
-from tests.engine_job import fork_job
+from tests.engine_job import call
 
-JOB = Path(__file__).with_name("vllm_store_job.py")
-WHOLE = 96  # prompt tokens in whole pages
+PAGE_TOKENS = 32
+PROMPT, WHOLE = 100, 96  # tokens, and those in whole pages
+PAGE_BYTES = 4 * 2 * 2 * 32 * PAGE_TOKENS * 4  # layers, k and v, heads, width, tokens, float32
 CLOSE = 1e-5  # float32 log-probabilities, prefill in other batches
 
 
@@ -23,8 +27,127 @@ CLOSE = 1e-5  # float32 log-probabilities, prefill in other batches
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kvoffload")
     tiny_models.save("qwen3_moe", folder / "model", seed=0, dtype="float32", init_std=0.06)
-    fork_job(JOB, str(folder))
-    return json.loads((folder / "results.json").read_text())
+    return call(_run, folder)
+
+
+def _run(folder: Path) -> dict[str, Any]:
+    """Caches far smaller than the prompts; what came of each phase, and the store's statistics."""
+    generator = np.random.default_rng(0)
+    asked, flood = (generator.integers(4, 512, (n, PROMPT)).tolist() for n in (6, 20))
+    _plant(folder)
+    planted = _bytes_in(folder)
+    engine = _start(folder)
+    phases = Phases(engine)
+    phases.results |= {"planted": planted, "adopted": _bytes_in(folder)}
+    engine_id = engine.llm_engine.vllm_config.kv_transfer_config.engine_id
+    pools = [each.name for each in Path("/dev/shm").glob(f"vllm_offload_{engine_id}*")]
+    for version in range(3):
+        phases.run(f"cold {version}", asked, version=version)
+        phases.run(f"flood {version}", flood, version=version)
+        phases.run(f"warm {version}", asked, version=version)
+    phases.run("flood again", flood, version=2)
+    phases.results["corrupted"] = _corrupt(folder)
+    phases.run("damaged", asked, version=2)
+    phases.run("flood a last time", flood, version=2)
+    phases.run("repaired", asked, version=2)
+    assert engine.reset_prefix_cache(reset_connector=True)
+    phases.run("reset", asked, version=2)
+    engine.llm_engine.engine_core.shutdown()
+    phases.results["left"] = _bytes_in(folder)
+    phases.results["pools"] = pools
+    return phases.results
+
+
+def _start(folder: Path) -> Any:
+    import vllm
+
+    from primeblocks.kvoffload.adapters.vllm import engine_args
+
+    return vllm.LLM(
+        str(folder / "model"),
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=8,
+        block_size=PAGE_TOKENS,
+        num_gpu_blocks_override=32,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        disable_log_stats=False,
+        logprobs_mode="processed_logprobs",
+        enable_return_routed_experts=True,
+        aux_output_config={"max_bytes": 64 << 20},
+        **engine_args(
+            primary_bytes=24 * PAGE_BYTES,
+            host_bytes=8 * PAGE_BYTES,
+            disk_path=folder / "pages",
+            disk_bytes=1024 * PAGE_BYTES,
+            max_staleness=1,
+        ),
+    )
+
+
+class Phases:
+    """Runs prompts on one engine and writes down what came of them."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.results: dict[str, Any] = {}
+
+    def run(self, name: str, prompts: list[list[int]], *, version: int) -> None:
+        import vllm
+
+        from primeblocks.kvoffload.adapters.vllm import engine_statistics, request_args
+
+        parameters = vllm.SamplingParams(
+            max_tokens=16,
+            temperature=0.0,
+            logprobs=0,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args=request_args(version),
+        )
+        salted = [{"prompt_token_ids": ids, "cache_salt": f"run/{version}"} for ids in prompts]
+        requests = self.engine.generate(salted, parameters, use_tqdm=False)
+        self.results[name] = {
+            "requests": [self.describe(request) for request in requests],
+            "statistics": dataclasses.asdict(engine_statistics()),
+        }
+
+    @staticmethod
+    def describe(request: Any) -> dict[str, Any]:
+        output = request.outputs[0]
+        chosen = zip(output.logprobs, output.token_ids, strict=True)
+        return {
+            "tokens": list(output.token_ids),
+            "logprobs": [at[token].logprob for at, token in chosen],
+            "cached": request.num_cached_tokens,
+            "routes": hashlib.sha256(np.ascontiguousarray(output.routed_experts)).hexdigest(),
+        }
+
+
+def _plant(folder: Path) -> None:
+    """Leave a page behind, as an engine that was killed does."""
+    from primeblocks.kvoffload import DiskTier, PageKey, Record
+    from primeblocks.kvoffload.page import checksum
+
+    path = folder / "pages" / "engine-0"
+    disk = DiskTier(path, capacity_bytes=PAGE_BYTES, page_bytes=PAGE_BYTES)
+    key, page = PageKey("0", b"old"), np.zeros(PAGE_BYTES, np.uint8)
+    assert disk.put([Record(key, page, checksum(key, page))]) == [None]
+    disk.close()
+
+
+def _bytes_in(folder: Path) -> int:
+    return (folder / "pages" / "engine-0" / "pages").stat().st_size
+
+
+def _corrupt(folder: Path) -> int:
+    """Change one bit of every page on disk."""
+    file = folder / "pages" / "engine-0" / "pages"
+    content = np.fromfile(file, np.uint8)
+    content[PAGE_BYTES // 2 :: PAGE_BYTES] ^= 1
+    content.tofile(file)
+    return len(content) // PAGE_BYTES
 
 
 def cached(phase):
