@@ -1,4 +1,4 @@
-"""Builders of vLLM configurations: what vLLM reads, accepts and refuses, and what we refuse."""
+"""Builders of vLLM configurations: the names that vLLM reads, and what we refuse."""
 
 import ast
 import importlib
@@ -10,11 +10,8 @@ from pathlib import Path
 import pytest
 
 from primeblocks.errors import PlanError, UnsupportedError
-from primeblocks.testing import tiny_models
-from tests.engine_job import fork_job
 
 pytestmark = pytest.mark.vllm
-JOB = Path(__file__).with_name("vllm_configs_job.py")
 GIB = 1 << 30
 CONNECTORS = "distributed/kv_transfer/kv_connector/v1"
 # For each connector, where vLLM reads its settings, and those that no builder offers.
@@ -69,14 +66,6 @@ def adapter():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # vLLM's own imports are deprecated in places
         return importlib.import_module("primeblocks.kvoffload.adapters.vllm")
-
-
-@pytest.fixture(scope="module")
-def facts(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("configs")
-    tiny_models.save("qwen3_moe", folder / "model", seed=0, dtype="float32")
-    fork_job(JOB, str(folder))
-    return json.loads((folder / "facts.json").read_text())
 
 
 def extra_of(arguments):
@@ -160,83 +149,6 @@ def test_the_file_of_mooncake_is_what_vllm_reads(adapter, tmp_path):
         True,
         "tcp",
     )
-
-
-# --- what vLLM makes of them -----------------------------------------------------------------
-
-POOL = {"chunks": 16, "policy": "LRUCachePolicy", "store_threshold": 1, "blocks_per_chunk": 1}
-OURS = {**POOL, "manager": "StoreManager", "offload_prompt_only": False, "threads": []}
-STOCK = {**POOL, "manager": "TieringOffloadingManager", "threads": [6]}
-SHARED = {"kv_role": "kv_consumer", "save_decode_cache": True, "load_async": True}
-PULL = {"lease_s": 30, "bidirectional": False, "mode": "pull"}
-ACCEPTED = {
-    "cpu": [
-        {
-            "manager": "CPUOffloadingManager",
-            "chunks": 8,
-            "policy": "ARCCachePolicy",
-            "store_threshold": 2,
-            "blocks_per_chunk": 2,
-            "offload_prompt_only": False,
-            "threads": [],
-        }
-    ],
-    "disk": [{**STOCK, "offload_prompt_only": True}],
-    "prefill": [{"lease_s": 60, "bidirectional": True, "mode": "pull"}],
-    "decode": [{"lease_s": 30, "bidirectional": False, "mode": "push"}],
-    "pool": [{**SHARED, "lookup_async": True, "enable_lookup": True}],
-    "multi": [PULL, {**STOCK, "offload_prompt_only": False}],
-    "multi_ours": [PULL, OURS],
-    "three": [PULL, {**SHARED, "lookup_async": False, "enable_lookup": True}, OURS],
-}
-
-
-@pytest.mark.parametrize("case", ACCEPTED)
-def test_vllm_builds_it_with_our_values(facts, case):
-    found = facts["accepted"][case]
-    assert found["saw"] == ACCEPTED[case]
-    assert found["hybrid"]
-    assert found["prefix_caching"]
-    fails = case in ("cpu", "disk", "decode")
-    assert found["policy"] == ("fail" if fails else "recompute")
-    assert found["same_on_command_line"]
-
-
-# What vLLM says, and ours for the same.
-REFUSED = {
-    "no memory": ("cpu_bytes_to_use must be", "native", {"cpu_bytes": 0, "disk_path": "d"}),
-    "policy": ("Unknown cache policy", "native", {"cpu_bytes": GIB, "eviction_policy": "fifo"}),
-    "threshold": (
-        "not supported for Tiering",
-        "native",
-        {"cpu_bytes": GIB, "disk_path": "d", "store_threshold": 2},
-    ),
-    "chunk": ("greater than 0", "native", {"cpu_bytes": GIB, "blocks_per_chunk": 0}),
-    "push": (
-        "not supported for NIXL push",
-        "nixl",
-        {"role": "decode", "push": True, "bidirectional": True},
-    ),
-    "capture": ("PD auxiliary output", "nixl", {"role": "prefill", "capture": True}),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_vllm_refuses_it_late_and_we_at_once(facts, adapter, case):
-    theirs, builder, wrong = REFUSED[case]
-    assert theirs in facts["refused"][case]
-    with pytest.raises((PlanError, UnsupportedError)):
-        getattr(adapter, builder)(**wrong)
-
-
-def test_names_that_vllm_no_longer_knows_or_never_knew(facts):
-    assert "Unknown secondary tier type: 'fs_python'" in facts["refused"]["old name"]
-    assert "unexpected keyword argument 'root'" in facts["refused"]["misspelt"]
-    assert "PD auxiliary output" in facts["refused"]["capture in multi"]
-
-
-def test_what_vllm_lets_pass_is_why_we_check(facts):
-    assert facts["unnoticed"] == {"chunks": 0, "heartbeat_s": 0, "policy": "LRUCachePolicy"}
 
 
 # --- what we refuse --------------------------------------------------------------------------
