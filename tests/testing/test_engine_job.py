@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from primeblocks.errors import how_it_ended
-from tests.engine_job import run_job
+from tests.engine_job import call, run_job
 
 
 @pytest.mark.parametrize("number", [signal.SIGILL, signal.SIGSEGV, signal.SIGKILL])
@@ -35,3 +35,14 @@ def test_a_job_that_raises_shows_its_traceback(tmp_path):
 )
 def test_every_exit_status_has_words(exitcode, said):
     assert how_it_ended(exitcode) == said
+
+
+def _fails():
+    raise ValueError("no luck")
+
+
+@pytest.mark.vllm
+def test_a_body_returns_its_result_or_shows_its_traceback():
+    assert call(divmod, 7, 2) == (3, 1)
+    with pytest.raises(AssertionError, match=r"(?s)_fails exited with code 1.*no luck"):
+        call(_fails)
