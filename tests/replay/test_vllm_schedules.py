@@ -4,13 +4,10 @@ vLLM's scheduler, prefix cache and offloading connector, our tiers and the patch
 an engine; only the forward is ours. It gives every computed token a number of its own, writes it to
 the token's place in the KV cache, and captures it as the token's row. So the row that a request is
 handed says which computation it belongs to, and the KV cache says which one was there.
-
-The file runs itself as a job, because vLLM changes a process for good: `MODE MODEL COUNT`.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections import Counter, deque
@@ -22,7 +19,7 @@ import numpy as np
 import pytest
 
 from primeblocks.testing import tiny_models
-from tests.engine_job import HANG_S, fork_job
+from tests.engine_job import HANG_S, call
 
 PAGE, LAYERS, TOP_K = 4, 2, 2
 TOKEN_BYTES = 8
@@ -35,10 +32,7 @@ pytestmark = pytest.mark.vllm
 def schedules(folder: Path, mode: str, count: int) -> Counter[str]:
     if not (folder / "model").exists():
         tiny_models.save("qwen3_moe", folder / "model", num_layers=LAYERS)
-    printed = fork_job(
-        Path(__file__), mode, str(folder / "model"), str(count), timeout_s=HANG_S + count
-    )
-    return Counter(json.loads(printed.splitlines()[-1]))
+    return call(_schedules, mode, str(folder / "model"), count, timeout_s=HANG_S + count)
 
 
 @pytest.fixture(scope="module")
@@ -306,7 +300,7 @@ class Engine:
             self.offload.shutdown()
 
 
-def run(config: Any, seed: int, mode: str, events: int = 80) -> Counter[str]:
+def _run(config: Any, seed: int, mode: str, events: int = 80) -> Counter[str]:
     engine = Engine(config, seed, mode)
     random = engine.random
     prompts = [random.integers(VOCAB, size=n).tolist() for n in random.integers(1, 30, 3)]
@@ -337,7 +331,7 @@ def run(config: Any, seed: int, mode: str, events: int = 80) -> Counter[str]:
     return engine.counts
 
 
-def configuration(model: str, mode: str) -> Any:
+def _configuration(model: str, mode: str) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     from primeblocks.replay.adapters.vllm import engine_args
@@ -356,7 +350,7 @@ def configuration(model: str, mode: str) -> Any:
     return config
 
 
-def main(mode: str, model: str, count: int) -> None:
+def _schedules(mode: str, model: str, count: int) -> Counter[str]:
     import torch
     from vllm.distributed.aux_output_connector import worker
     from vllm.utils.hashing import sha256
@@ -374,14 +368,10 @@ def main(mode: str, model: str, count: int) -> None:
     worker.get_tp_group = lambda: SimpleNamespace(is_first_rank=True)
     torch.set_num_threads(1)
     init_none_hash(sha256)
-    config, total = configuration(model, mode), Counter[str]()
+    config, total = _configuration(model, mode), Counter[str]()
     for seed in range(count):
-        counts = run(config, seed, mode)
+        counts = _run(config, seed, mode)
         if counts["wrong"] or (counts["missing"] and mode != "hashed"):
             print(f"seed {seed}: {dict(counts)}", file=sys.stderr)
         total += counts
-    print(json.dumps(total))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    return total
