@@ -2,7 +2,8 @@
 update, or find their pages again without rows: every known row equals transformers' choice.
 """
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,24 @@ from transformers import AutoModelForCausalLM
 
 from primeblocks.replay import Routes, compare, measure_mismatch, record
 from primeblocks.replay.adapters.transformers import routers
+from primeblocks.replay.adapters.vllm import engine_args, plan_capture_bytes
 from primeblocks.replay.sampling import kept_logprobs, kept_tokens
 from primeblocks.testing import tiny_models
-from tests.engine_job import fork_job
+from tests.engine_job import call
+from tests.replay.vllm_served import EXACT, PAGE_TOKENS, prompts, sampling, served, tokens_of
 
-JOB = Path(__file__).with_name("vllm_follow_job.py")
-PAGE_TOKENS = 32
+ENGINE: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 512,
+    "max_num_seqs": 8,
+    "block_size": PAGE_TOKENS,
+    "skip_tokenizer_init": True,
+    "logprobs_mode": "processed_logprobs",
+    "disable_log_stats": False,
+}
+PAGES = 20  # 640 tokens, fewer than the requests in flight need
+TIMEOUT_S = 60.0
+NUCLEUS = {"temperature": 0.7, "top_k": 40, "top_p": 0.9}
 
 pytestmark = pytest.mark.vllm
 
@@ -33,15 +46,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def flight(folder: Path) -> Mapping[str, np.ndarray]:
-    fork_job(JOB, "flight", str(folder))
-    return dict(np.load(folder / "flight.npz"))
+def flight(folder: Path) -> dict[str, Any]:
+    return call(_run_flight, folder)
 
 
 @pytest.fixture(scope="module")
-def pages(folder: Path) -> Mapping[str, np.ndarray]:
-    fork_job(JOB, "pages", str(folder))
-    return dict(np.load(folder / "pages.npz"))
+def pages(folder: Path) -> dict[str, Any]:
+    return call(_follow, folder)
 
 
 @pytest.fixture(scope="module")
@@ -54,17 +65,172 @@ def models(folder: Path) -> list[Any]:
     ]
 
 
-def requests(results: Mapping[str, np.ndarray], case: str) -> list[tuple[Any, int, Routes]]:
-    count = sum(key.startswith(f"{case}/") for key in results) // 4
-    assert count
-    return [
-        (
-            results[f"{case}/{i}/tokens"],
-            int(results[f"{case}/{i}/cached"]),
-            Routes.unpack(results[f"{case}/{i}/routes"].tobytes()),
+def _run_flight(folder: Path) -> dict[str, Any]:
+    return asyncio.run(_fly(folder))
+
+
+class Flight:
+    """An engine whose requests are disturbed while they run."""
+
+    def __init__(self, folder: Path) -> None:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        max_bytes = plan_capture_bytes(EXACT, page_tokens=PAGE_TOKENS, device_pages=PAGES)
+        capture = engine_args(max_bytes=max_bytes, device="cpu")
+        arguments = AsyncEngineArgs(
+            str(folder / "exact"), num_gpu_blocks_override=PAGES, **ENGINE, **capture
         )
-        for i in range(count)
-    ]
+        self.engine = AsyncLLM.from_engine_args(arguments)
+        self.progress: dict[str, int] = {}
+        self.moved = asyncio.Condition()
+
+    async def one(self, name: str, ids: list[int], tokens: int, salt: str) -> Any:
+        output = None
+        prompt = {"prompt_token_ids": ids, "cache_salt": salt}
+        async for output in self.engine.generate(prompt, sampling(tokens), request_id=name):
+            async with self.moved:
+                self.progress[name] = len(output.outputs[0].token_ids)
+                self.moved.notify_all()
+        return output
+
+    async def disturb(
+        self,
+        case: str,
+        texts: list[list[int]],
+        tokens: int,
+        then: Callable[[list[str]], Awaitable[None]],
+    ) -> list[Any]:
+        """Run requests; once each has ten tokens, do `then`."""
+        names = [f"{case}{i}" for i in range(len(texts))]
+        tasks = [
+            asyncio.create_task(self.one(name, ids, tokens, "0"))
+            for name, ids in zip(names, texts, strict=True)
+        ]
+        async with self.moved:
+            enough = self.moved.wait_for(
+                lambda: all(self.progress.get(name, 0) >= 10 for name in names)
+            )
+            await asyncio.wait_for(enough, TIMEOUT_S)
+        await then(names)
+        return await asyncio.wait_for(asyncio.gather(*tasks), TIMEOUT_S)
+
+
+async def _fly(folder: Path) -> dict[str, Any]:
+    from vllm.v1.metrics.reader import get_metrics_snapshot
+
+    generator = np.random.default_rng(1)
+    flight = Flight(folder)
+    engine = flight.engine
+    results: dict[str, Any] = {}
+
+    asked = prompts(generator, 8, 60)
+    crowd = [flight.one(f"crowd{i}", ids, 60, "0") for i, ids in enumerate(asked)]
+    preempted = await asyncio.wait_for(asyncio.gather(*crowd), TIMEOUT_S)
+    results["preempted"] = served(preempted)
+    counts = {metric.name: getattr(metric, "value", 0) for metric in get_metrics_snapshot()}
+    results["preemptions"] = counts["vllm:num_preemptions"]
+
+    async def abort(names: list[str]) -> None:
+        for name in names:
+            await engine.abort(name)
+
+    aborted = await flight.disturb("aborted", prompts(generator, 3, 40), 150, abort)
+    results["aborted"] = served(aborted)
+    results["reasons"] = [request.outputs[0].finish_reason for request in aborted]
+    again = [flight.one(f"on{i}", tokens_of(r), 20, "0") for i, r in enumerate(aborted)]
+    continued = await asyncio.wait_for(asyncio.gather(*again), TIMEOUT_S)
+    results["continued"] = served(continued)
+
+    async def update(names: list[str]) -> None:
+        await engine.pause_generation(mode="keep", clear_cache=False)
+        weights = {"weights_path": str(folder / "exact-1")}
+        await engine.collective_rpc("reload_weights", kwargs=weights)
+        await engine.update_weight_version("1")
+        await engine.resume_generation()
+
+    mixed = await flight.disturb("mixed", prompts(generator, 3, 40), 60, update)
+    results["mixed"] = served(mixed)
+    spans = [request.outputs[0].weight_versions for request in mixed]
+    results["switches"] = [span[-1].start for span in spans]
+    results["spans"] = [len(span) for span in spans]
+    engine.shutdown()
+    return results
+
+
+def _follow(folder: Path) -> dict[str, Any]:
+    """Pages that come back from tiers, and rows that do not."""
+    import vllm
+
+    from primeblocks.kvoffload.adapters.vllm import engine_args as offload_args
+    from primeblocks.kvoffload.adapters.vllm import request_args
+
+    page_bytes = EXACT.num_layers * 2 * 2 * 32 * PAGE_TOKENS * 4
+    rows_of_a_page = PAGE_TOKENS * EXACT.bytes_per_token
+    engine = vllm.LLM(
+        str(folder / "exact"),
+        num_gpu_blocks_override=32,
+        **ENGINE,
+        # Rows of thirty pages: those in use, and few of the tiers'.
+        **engine_args(max_bytes=30 * rows_of_a_page, device="cpu"),
+        **offload_args(
+            primary_bytes=16 * page_bytes,
+            host_bytes=64 * page_bytes,
+            disk_path=folder / "pages",
+            disk_bytes=1024 * page_bytes,
+            max_staleness=1,
+        ),
+    )
+    generator = np.random.default_rng(2)
+    asked, flood = prompts(generator, 4, 100), prompts(generator, 24, 100)
+    results: dict[str, Any] = {}
+
+    def run(case: str, texts: list[list[int]], **settings: Any) -> None:
+        parameters = sampling(8, **settings)
+        parameters.extra_args = request_args(0)
+        salted = [{"prompt_token_ids": ids, "cache_salt": "0"} for ids in texts]
+        results[case] = served(engine.generate(salted, parameters, use_tqdm=False))
+
+    run("cold", asked)
+    run("warm", asked)
+    run("flood", flood)
+    run("forgotten", asked)  # KV from the tiers, rows evicted
+    run("known again", [ids[:70] + [9] * 30 for ids in asked])  # own rows of new tokens
+    assert engine.reset_prefix_cache()  # the tiers keep their pages
+    run("reset", flood[:4])
+    run("alive", prompts(generator, 2, 50))
+    run("nucleus", prompts(generator, 4, 50), **NUCLEUS)
+    engine.llm_engine.engine_core.shutdown()
+    return results
+
+
+def _hand_over(folder: Path) -> dict[str, Any]:
+    """One engine prefills, another decodes with its KV, which comes through a shared folder."""
+    import vllm
+
+    shared = {"shared_storage_path": str(folder / "shared")}
+    connector = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": shared,
+    }
+    max_bytes = plan_capture_bytes(EXACT, page_tokens=PAGE_TOKENS, device_pages=32)
+    texts = prompts(np.random.default_rng(3), 3, 100)
+    results: dict[str, Any] = {}
+    for case, tokens in (("prefill", 1), ("decode", 24)):
+        engine = vllm.LLM(
+            str(folder / "exact"),
+            num_gpu_blocks_override=32,
+            kv_transfer_config=connector,
+            **ENGINE,
+            **engine_args(max_bytes=max_bytes, device="cpu"),
+        )
+        asked = [{"prompt_token_ids": ids} for ids in texts]
+        answers = engine.generate(asked, sampling(tokens, temperature=0.0), use_tqdm=False)
+        results[case] = served(answers)
+        engine.llm_engine.engine_core.shutdown()
+        del engine
+    return results
 
 
 @torch.no_grad()
@@ -86,19 +252,17 @@ def test_disturbed_requests_have_all_their_rows(flight, models, case):
         assert flight["preemptions"] >= 3
     elif case == "aborted":
         assert set(flight["reasons"]) == {"abort"}
-    for tokens, cached, routes in requests(flight, case):
+    for tokens, _, cached, routes in flight[case]:
         assert (cached > 0) == (case == "continued")
         assert routes.missing.nonzero()[0].tolist() == [len(tokens) - 1]
         assert compare(routes, recomputed(models, tokens)).overall == 1.0
 
 
 def test_each_row_belongs_to_the_version_that_computed_it(flight, models):
-    assert flight["spans"].tolist() == [2, 2, 2]
-    for (tokens, _, routes), switch in zip(
-        requests(flight, "mixed"), flight["switches"], strict=True
-    ):
+    assert flight["spans"] == [2, 2, 2]
+    for (tokens, _, _, routes), switch in zip(flight["mixed"], flight["switches"], strict=True):
         # The first new token was sampled from the position before it.
-        cut = 40 + int(switch) - 1
+        cut = 40 + switch - 1
         assert 40 <= cut < len(tokens) - 10
         assert compare(routes, recomputed(models, tokens, cut)).overall == 1.0
         assert compare(routes, recomputed(models, tokens)).overall < 0.9
@@ -107,7 +271,7 @@ def test_each_row_belongs_to_the_version_that_computed_it(flight, models):
 @pytest.mark.parametrize("case", ["cold", "warm", "flood", "forgotten", "known again", "reset"])
 def test_pages_bring_their_rows_or_none(pages, models, case):
     """The engine that vLLM would have ended at the first page without rows answers on."""
-    for tokens, cached, routes in requests(pages, case):
+    for tokens, _, cached, routes in pages[case]:
         agreement = compare(routes, recomputed(models, tokens))
         assert agreement.overall == 1.0
         missing = routes.missing.nonzero()[0]
@@ -124,17 +288,15 @@ def test_pages_bring_their_rows_or_none(pages, models, case):
 
 
 def test_the_engine_is_alive_after_all_that(pages, models):
-    for tokens, _, routes in requests(pages, "alive"):
+    for tokens, _, _, routes in pages["alive"]:
         assert routes.missing.sum() == 1
         assert compare(routes, recomputed(models, tokens)).overall == 1.0
 
 
 def test_prefill_and_decode_engines_make_one_whole(folder, models):
     """The decoding engine got the KV of three pages through a shared folder, and no rows."""
-    fork_job(JOB, "hand_over", str(folder))
-    results = dict(np.load(folder / "hand_over.npz"))
-    pairs = zip(requests(results, "prefill"), requests(results, "decode"), strict=True)
-    for (_, _, first), (tokens, cached, second) in pairs:
+    saw = call(_hand_over, folder)
+    for (*_, first), (tokens, _, cached, second) in zip(*saw.values(), strict=True):
         assert cached == 96
         assert second.missing.nonzero()[0].tolist() == [*range(96), len(tokens) - 1]
         whole = first.with_missing(after=len(tokens) - first.tokens).fill(second)
@@ -146,14 +308,14 @@ def test_prefill_and_decode_engines_make_one_whole(folder, models):
 def test_the_trainer_reaches_the_distribution_that_was_sampled(pages, models):
     """Temperature 0.7, top-k 40, top-p 0.9: vLLM's processed log-probabilities."""
     ours, plain, theirs = [], [], []
-    for index, (tokens, _, _) in enumerate(requests(pages, "nucleus")):
+    for tokens, logprobs, _, _ in pages["nucleus"]:
         ids = torch.from_numpy(tokens)
         logits = models[0](input_ids=ids[None], use_cache=False).logits[0, -9:-1]
         kept = kept_tokens(logits, temperature=0.7, top_k=40, top_p=0.9)
         assert 0 < kept.counts.min() <= kept.counts.max() <= 40
         ours.append(kept_logprobs(logits, ids[-8:], kept, temperature=0.7))
         plain.append(logits.log_softmax(-1).gather(-1, ids[-8:, None])[:, 0])
-        theirs.append(torch.from_numpy(pages[f"nucleus/{index}/logprobs"]))
+        theirs.append(torch.from_numpy(logprobs))
     theirs = torch.cat(theirs)
     same = measure_mismatch(trainer_logprobs=torch.cat(ours), rollout_logprobs=theirs)
     other = measure_mismatch(trainer_logprobs=torch.cat(plain), rollout_logprobs=theirs)
