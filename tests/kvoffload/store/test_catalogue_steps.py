@@ -217,6 +217,19 @@ def test_a_page_that_is_saved_from_leaving_keeps_its_rollouts():
     assert rollouts(below.ledger, 0) == {"one", "two"}
 
 
+def test_a_rollout_ends_once_for_a_page_that_leaves_again():
+    steps = Steps(1, disk())
+    host = steps.catalogue._ledger
+    steps.save(0, users=("one",))
+    steps.save(1, hold=Write)  # For which page 0 has to leave, again and again.
+    steps.catalogue.end("one")
+    for users, left in ((), set()), (("one",), {"one"}), ((), {"one"}):
+        _, (copy,) = steps.load(0, users, hold=CopyOut)
+        assert rollouts(host, 0) == left
+        steps.catalogue.copied_out(copy)
+        steps.settle(Write)
+
+
 def test_a_page_whose_first_write_is_under_way_is_not_written_twice():
     steps = Steps(1, disk(pages=2), through=True)
     _, (write,) = steps.save(0, hold=Write)
