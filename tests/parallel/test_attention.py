@@ -1,5 +1,7 @@
 """Ring and Ulysses attention against plain masked attention on one rank."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from primeblocks.parallel import plan_sequence, reference
-from primeblocks.parallel.attention import ring_attention, ulysses_attention
+from primeblocks.parallel.attention import ring, ring_attention, ulysses_attention
 from primeblocks.parallel.attention.kernel import Kernel
 from primeblocks.parallel.attention.merge import AttentionBackward, OnlineSoftmax
 from primeblocks.testing import ranks, strategies
@@ -362,3 +364,29 @@ def test_several_attentions_in_one_graph():
         own = plan.indices(rank)
         for results in found:
             assert_close_float64(results, [y.detach()[own], x.grad[own]])
+
+
+def _around():
+    """How many hops are under way or done when each rank's keys are worked on."""
+    group = dist.group.WORLD
+    plan = plan_sequence([7], ranks=group.size(), order="contiguous")
+    k = torch.zeros(plan.counts[group.rank()], 1, 2)
+    with mock.patch.object(ring, "_Hop", side_effect=ring._Hop) as hops:
+        return [(source, hops.call_count) for source, *_ in ring._around(k, k, plan, group)]
+
+
+def test_keys_travel_while_those_at_hand_are_worked_on():
+    assert ranks.run(_around, world_size=3)[1] == [(1, 1), (0, 2), (2, 2)]
+
+
+def _twice():
+    plan = plan_sequence([5], ranks=1)
+    q, k, v, _ = _inputs(5, HEADS[0])
+    out = ring_attention(q.requires_grad_(), k, v, sequence=plan, group=dist.group.WORLD)
+    (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.sum().backward()
+
+
+def test_a_second_derivative_is_refused():
+    ranks.run(_twice, world_size=1)
