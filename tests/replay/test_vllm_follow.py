@@ -1,9 +1,10 @@
-"""Routes of a real vLLM in float32 whose requests are preempted, aborted, run through a weight
-update, or find their pages again without rows: every known row equals transformers' choice.
+"""Routes of a real vLLM in float32, undisturbed, and of requests that are preempted, aborted, run
+through an update of weights, or find their pages again without rows: every known row equals
+transformers' choice.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,19 @@ from transformers import AutoModelForCausalLM
 
 from primeblocks.replay import Routes, compare, measure_mismatch, record
 from primeblocks.replay.adapters.transformers import routers
-from primeblocks.replay.adapters.vllm import engine_args, plan_capture_bytes
+from primeblocks.replay.adapters.vllm import engine_args, plan_capture_bytes, routes_from_base64
 from primeblocks.replay.sampling import kept_logprobs, kept_tokens
 from primeblocks.testing import tiny_models
 from tests.engine_job import call
-from tests.replay.vllm_served import EXACT, PAGE_TOKENS, prompts, sampling, served, tokens_of
+from tests.replay.vllm_served import (
+    EXACT,
+    PAGE_TOKENS,
+    logprobs_of,
+    prompts,
+    sampling,
+    served,
+    tokens_of,
+)
 
 ENGINE: dict[str, Any] = {
     "dtype": "float32",
@@ -29,8 +38,11 @@ ENGINE: dict[str, Any] = {
     "logprobs_mode": "processed_logprobs",
     "disable_log_stats": False,
 }
-PAGES = 20  # 640 tokens, fewer than the requests in flight need
+PAGES = 28  # 896 tokens, fewer than the crowd in flight needs
+CHUNK = 64  # tokens of one step: longer prompts are prefilled in several
+PROMPT_START = 20
 TIMEOUT_S = 60.0
+EXACT_K3 = 1e-11
 NUCLEUS = {"temperature": 0.7, "top_k": 40, "top_p": 0.9}
 
 pytestmark = pytest.mark.vllm
@@ -78,45 +90,45 @@ class Flight:
 
         max_bytes = plan_capture_bytes(EXACT, page_tokens=PAGE_TOKENS, device_pages=PAGES)
         capture = engine_args(max_bytes=max_bytes, device="cpu")
-        arguments = AsyncEngineArgs(
-            str(folder / "exact"), num_gpu_blocks_override=PAGES, **ENGINE, **capture
-        )
+        room = {"num_gpu_blocks_override": PAGES, "max_num_batched_tokens": CHUNK}
+        arguments = AsyncEngineArgs(str(folder / "exact"), **room, **ENGINE, **capture)
         self.engine = AsyncLLM.from_engine_args(arguments)
         self.progress: dict[str, int] = {}
         self.moved = asyncio.Condition()
 
-    async def one(self, name: str, ids: list[int], tokens: int, salt: str) -> Any:
-        output = None
-        prompt = {"prompt_token_ids": ids, "cache_salt": salt}
-        async for output in self.engine.generate(prompt, sampling(tokens), request_id=name):
+    async def one(self, name: str, ids: list[int], tokens: int, **settings: Any) -> Any:
+        output, asked = None, sampling(tokens, **settings)
+        async for output in self.engine.generate({"prompt_token_ids": ids}, asked, name):
             async with self.moved:
                 self.progress[name] = len(output.outputs[0].token_ids)
                 self.moved.notify_all()
         return output
 
+    async def all(
+        self, case: str, texts: list[list[int]], tokens: int = 24, **settings: Any
+    ) -> list[Any]:
+        names = [f"{case}{i}" for i in range(len(texts))]
+        each = zip(names, texts, strict=True)
+        tasks = [self.one(name, ids, tokens, **settings) for name, ids in each]
+        return await asyncio.wait_for(asyncio.gather(*tasks), TIMEOUT_S)
+
     async def disturb(
-        self,
-        case: str,
-        texts: list[list[int]],
-        tokens: int,
-        then: Callable[[list[str]], Awaitable[None]],
+        self, case: str, texts: list[list[int]], tokens: int, then: Callable[[list[str]], Any]
     ) -> list[Any]:
         """Run requests; once each has ten tokens, do `then`."""
         names = [f"{case}{i}" for i in range(len(texts))]
-        tasks = [
-            asyncio.create_task(self.one(name, ids, tokens, "0"))
-            for name, ids in zip(names, texts, strict=True)
-        ]
+        running = asyncio.create_task(self.all(case, texts, tokens))
         async with self.moved:
             enough = self.moved.wait_for(
                 lambda: all(self.progress.get(name, 0) >= 10 for name in names)
             )
             await asyncio.wait_for(enough, TIMEOUT_S)
         await then(names)
-        return await asyncio.wait_for(asyncio.gather(*tasks), TIMEOUT_S)
+        return await running
 
 
 async def _fly(folder: Path) -> dict[str, Any]:
+    from vllm.utils.serial_utils import numpy2base64
     from vllm.v1.metrics.reader import get_metrics_snapshot
 
     generator = np.random.default_rng(1)
@@ -124,10 +136,18 @@ async def _fly(folder: Path) -> dict[str, Any]:
     engine = flight.engine
     results: dict[str, Any] = {}
 
-    asked = prompts(generator, 8, 60)
-    crowd = [flight.one(f"crowd{i}", ids, 60, "0") for i, ids in enumerate(asked)]
-    preempted = await asyncio.wait_for(asyncio.gather(*crowd), TIMEOUT_S)
-    results["preempted"] = served(preempted)
+    short = prompts(generator, 4, 40)
+    plain = await flight.all("plain", short)
+    late = await flight.all("late", short, routed_experts_prompt_start=PROMPT_START)
+    chunked = await flight.all("chunked", prompts(generator, 3, 150))
+    turns = [tokens_of(request) + prompts(generator, 1, 20)[0] for request in chunked]
+    results["plain"], results["chunked"] = served(plain), served(chunked)
+    results["prefix_hit"] = served(await flight.all("turn", turns))
+    results["prompt_start"] = served(late, start=PROMPT_START)
+    sent = numpy2base64(plain[0].outputs[0].routed_experts)
+    results["http"] = routes_from_base64(sent, EXACT, tokens=len(tokens_of(plain[0])))
+
+    results["preempted"] = served(await flight.all("crowd", prompts(generator, 8, 60), 120))
     counts = {metric.name: getattr(metric, "value", 0) for metric in get_metrics_snapshot()}
     results["preemptions"] = counts["vllm:num_preemptions"]
 
@@ -138,9 +158,7 @@ async def _fly(folder: Path) -> dict[str, Any]:
     aborted = await flight.disturb("aborted", prompts(generator, 3, 40), 150, abort)
     results["aborted"] = served(aborted)
     results["reasons"] = [request.outputs[0].finish_reason for request in aborted]
-    again = [flight.one(f"on{i}", tokens_of(r), 20, "0") for i, r in enumerate(aborted)]
-    continued = await asyncio.wait_for(asyncio.gather(*again), TIMEOUT_S)
-    results["continued"] = served(continued)
+    results["continued"] = served(await flight.all("on", [tokens_of(r) for r in aborted], 20))
 
     async def update(names: list[str]) -> None:
         await engine.pause_generation(mode="keep", clear_cache=False)
@@ -244,6 +262,28 @@ def recomputed(models: list[Any], tokens: np.ndarray, cut: int | None = None) ->
     with record(routers(models[1])) as newer:
         models[1](input_ids=ids[:, cut:], past_key_values=cache, use_cache=True)
     return Routes.join([tape.routes, newer.routes])
+
+
+@pytest.mark.parametrize("case", ["plain", "chunked", "prefix_hit", "prompt_start"])
+def test_captured_routes_equal_a_recomputation(flight, models, case):
+    """Every (token, layer) pair, cached positions included."""
+    assert flight[case]
+    k3 = []
+    for tokens, rollout, cached, routes in flight[case]:
+        with record(routers(models[0])) as tape:
+            trainer = logprobs_of(models[0], tokens)[-len(rollout) :]
+        before = PROMPT_START if case == "prompt_start" else 0
+        assert routes.missing.nonzero()[0].tolist() == [*range(before), len(tokens) - 1]
+        agreement = compare(routes, tape.routes)
+        assert agreement.tokens == len(tokens) - 1 - before
+        assert agreement.by_layer == {1: 1.0, 2: 1.0, 3: 1.0}
+        k3.append(measure_mismatch(trainer_logprobs=trainer, rollout_logprobs=rollout).k3)
+        assert (cached > 0) == (case in {"prefix_hit", "prompt_start"})
+    assert max(k3) < EXACT_K3
+
+
+def test_http_encoding_of_vllm_is_read(flight):
+    assert flight["http"] == flight["plain"][0].routes
 
 
 @pytest.mark.parametrize("case", ["preempted", "aborted", "continued"])

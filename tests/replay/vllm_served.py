@@ -1,8 +1,9 @@
-"""What bodies with a real vLLM share: the model that they serve, and what came of requests."""
+"""What tests with a real vLLM share: the model that it serves, and what came of requests."""
 
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from primeblocks.replay import Routes
 from primeblocks.replay.adapters.vllm import RouterShape, routes_from_output
@@ -52,3 +53,11 @@ def sampling(tokens: int, **settings: Any) -> Any:
 
 def prompts(generator: np.random.Generator, count: int, length: int) -> list[list[int]]:
     return generator.integers(4, 512, (count, length)).tolist()
+
+
+@torch.no_grad()
+def logprobs_of(model: torch.nn.Module, tokens: np.ndarray) -> torch.Tensor:
+    """log p(token | tokens before it), for every token but the first."""
+    ids = torch.from_numpy(tokens)
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
