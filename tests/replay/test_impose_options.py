@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from primeblocks.errors import ShapeError, UsageError
+from primeblocks.errors import PlanError, ShapeError, UsageError
 from primeblocks.replay import Routes, compare, impose, record
+from primeblocks.replay.impose import allow_compile
 from tests.replay.test_impose import CHECKPOINTS, assert_equal, step
 
 
@@ -146,3 +147,51 @@ def test_layers_are_found_by_their_ids(toy, inputs, foreign):
     order = [2, 0, 1]
     with impose(model.routers[::-1], routes.select_layers(order), gates=gates[:, order]):
         assert_equal(step(model, inputs), wanted)
+
+
+def test_gates_are_copied_on_entering(toy, inputs, foreign):
+    model, routes = toy("sigmoid"), foreign()
+    gates = drawn_gates(routes.experts.shape)
+    with impose(model.routers, routes, gates=gates):
+        wanted = step(model, inputs)
+    with impose(model.routers, routes, gates=gates):
+        gates[:] = 0
+        assert_equal(step(model, inputs), wanted)
+
+
+def test_the_one_known_slot_counts_in_full(toy, inputs):
+    model = toy(layers=1)
+    (router,) = model.routers
+    router.top_k = 1
+    with record([router]) as own:
+        model(inputs)
+    worst = (own.routes.experts + 1) % router.num_experts
+    routes = Routes.from_array(worst, num_experts=6, layer_ids=[0], missing=np.arange(8) > 0)
+    with impose([router], routes, min_score_ratio=1.0) as imposed:
+        model(inputs)
+    assert imposed.replacement_rates == {0: 1.0}
+
+
+def test_routes_of_more_layers_or_choices_are_refused(toy, foreign):
+    model = toy()
+    with (
+        pytest.raises(PlanError, match=r"in layers \(0, 1\), the routes in \(0, 1, 2\)"),
+        impose(model.routers[:2], foreign()),
+    ):
+        pass
+    for router in model.routers:
+        router.top_k = 3
+    with (
+        pytest.raises(PlanError, match="3 of 6 experts, the routes 2 of 6"),
+        impose(model.routers, foreign()),
+    ):
+        pass
+
+
+def test_a_second_context_is_found_behind_other_hooks(toy, inputs, foreign):
+    model = toy()
+    allow_compile(model.routers)
+    with impose(model.routers, foreign()):
+        with pytest.raises(UsageError, match="imposed already"), impose(model.routers, foreign()):
+            pass
+        model(inputs)
