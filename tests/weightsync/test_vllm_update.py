@@ -68,6 +68,7 @@ def _updated(llm, trainer):
     update(first)
     saw["updated"] = now()
 
+    # A load that breaks half-way, one that leaves a parameter out; going back loads all.
     second = trainer.publish(2, seed=0)
     model = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.get_model()
     whole = model.load_weights

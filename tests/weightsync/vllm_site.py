@@ -1,4 +1,4 @@
-"""What bodies with a real vLLM share: trainers of one rank, engines' settings, what is seen."""
+"""What tests with a real vLLM share: trainers of one rank, engines of a fleet, what they say."""
 
 from __future__ import annotations
 
@@ -43,8 +43,6 @@ ENGINE: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "logprobs_mode": "processed_logprobs",
 }
-
-
 LORA_ENGINE: dict[str, Any] = {
     **ENGINE,
     "block_size": 32,
