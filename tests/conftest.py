@@ -11,6 +11,7 @@ ranks.preload(
     *("pytest", "hypothesis", "numpy", "safetensors.torch", "jaxtyping"),
     *("primeblocks.fp8", "primeblocks.parallel", "primeblocks.replay", "primeblocks.weightsync"),
     *("primeblocks.testing.oracles", "primeblocks.testing.tiny_models"),
+    *("primeblocks.parallel.adapters.transformers", "primeblocks.replay.adapters.transformers"),
     *("transformers.modeling_utils", "transformers.models.qwen3_moe.modeling_qwen3_moe"),
 )
 
