@@ -1,6 +1,7 @@
 import multiprocessing
 import os
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -138,6 +139,8 @@ def _load_on_ranks(folder, ranks, what):
         with multiprocessing.get_context("fork").Pool(ranks) as pool:
             tasks = [(folder, family, kind, rank, ranks) for rank in range(ranks)]
             pool.starmap_async(_load, tasks, chunksize=1).get(TIMEOUT_S)
+        for left in Path("/dev/shm").glob(f"{family}-{os.getpid()}-*"):  # by vLLM
+            left.unlink()
 
 
 def _load(folder, family, kind, rank, ranks):
