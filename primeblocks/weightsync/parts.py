@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import PlanError, UnsupportedError
-from ..layout import Layout, Shard
+from ..layout import Layout, Shard, local_part
 from .convert.conversion import Wiring
 from .convert.pieces import Piece, whole_piece
 from .digest import cast_and_digest
@@ -132,8 +132,7 @@ class Parts:
     def _made(self, name: str) -> Mapping[str, Tensor]:
         if name not in self._tensors:
             raise PlanError(f"this rank shall send {name!r} and has no such tensor; plan again.")
-        tensor = self._tensors[name].detach()
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local_part(self._tensors[name].detach())
         if self._encode is None:
             return {name: local}
         encoded = self._encode(name, local)

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ..errors import TransferError, UsageError
+from ..layout import local_part
 from .agree import Agreement
 from .digest import as_buffer
 from .manifest import NamedTensors, named_tensors
@@ -125,7 +125,7 @@ def digest_tensors(tensors: NamedTensors) -> dict[str, tuple[str, ...]]:
     A tensor has 64 pieces, of 256 bytes at least and 64 KiB at most; dtype and shape count.
     """
     return {
-        name: tuple(_piece_digests(_local(tensor)))
+        name: tuple(_piece_digests(local_part(tensor.detach())))
         for name, tensor in named_tensors(tensors).items()
     }
 
@@ -188,7 +188,8 @@ def _floating(parameters: NamedTensors) -> list[str]:
 def _perturbed(parameters: NamedTensors) -> Iterator[None]:
     # Tied tensors are one: two names, or views of the same elements.
     places = {}
-    for tensor in map(_local, named_tensors(parameters).values()):
+    for parameter in named_tensors(parameters).values():
+        tensor = local_part(parameter.detach())
         place = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
         places[*place, tensor.shape, tensor.stride()] = tensor
     done = []
@@ -235,8 +236,3 @@ def _step(bits: Tensor, one: int, *, by: int) -> None:
     turned = (magnitude - one + by * one).remainder_(infinite - one).add_(one)
     magnitude = torch.where(normal, turned, magnitude)
     bits.copy_(magnitude | (~bits & sign))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    plain = tensor.detach()
-    return plain.to_local() if isinstance(plain, DTensor) else plain
