@@ -18,13 +18,18 @@ ranks.preload(
 # Tensors here are small: more threads only wait for each other, and for whatever else runs.
 torch.set_num_threads(1)
 
-# A slow machine is no failure; pytest's own timeout ends what hangs.
-hypothesis.settings.register_profile("primeblocks", deadline=None)
-hypothesis.settings.load_profile("primeblocks")
+# The budget of every property whose example is cheap. A slow machine is no failure; pytest's own
+# timeout ends what hangs.
+hypothesis.settings.register_profile("primeblocks", deadline=None, max_examples=60)
+hypothesis.settings.register_profile("full", deadline=None, max_examples=1000)
 
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="random tests at their stated size")
+
+
+def pytest_configure(config):
+    hypothesis.settings.load_profile("full" if config.getoption("--full") else "primeblocks")
 
 
 @pytest.hookimpl(tryfirst=True)  # Before pytest-xdist reads the marks.

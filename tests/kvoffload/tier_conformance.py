@@ -213,7 +213,7 @@ def what_it_does_is_what_a_dictionary_does(bench):
     number = st.integers(0, min(bench.room, 6) - 1)
     step = st.tuples(st.sampled_from(["put", "get", "drop", "holds", "clear"]), st.lists(number))
 
-    @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=30, suppress_health_check=list(HealthCheck))
     @given(st.lists(step, max_size=12))
     def run(steps):
         bench.tier.clear()

@@ -107,7 +107,6 @@ def _all_copies(experts, ranks, redundant):
             yield [1 + n for n in extra]
 
 
-@settings(max_examples=60)
 @given(problem=problems(most_ranks=3, most_share=2, loads=st.integers(0, 20)))
 def test_tiny_plans_are_near_the_optimum(problem):
     loads, size, redundant = problem

@@ -2,7 +2,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from primeblocks.replay.sets import SetCode, rows_with_duplicates
@@ -59,7 +59,6 @@ def test_every_set_has_its_number(num_experts, top_k):
 
 
 @given(st.sampled_from([(256, 8), (512, 4), (97, 7)]), st.integers(1, 2**60))
-@settings(max_examples=200)
 def test_the_neighbourhood_of_every_binomial_is_decoded(sizes, draw):
     # Where a guess by leading bits could be off by one.
     from math import comb

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from primeblocks.errors import PlanError
@@ -161,7 +161,6 @@ def assert_same(got, wanted):
         assert torch.equal(got[name], tensor), name
 
 
-@settings(deadline=None, max_examples=120)
 @given(chains())
 def test_chains_do_what_torch_does_and_come_back(chain):
     conversion = Conversion(tuple(chain.rules))
@@ -174,7 +173,6 @@ def test_chains_do_what_torch_does_and_come_back(chain):
         assert conversion.inverse().inverse() == conversion
 
 
-@settings(deadline=None, max_examples=120)
 @given(chains(), st.data())
 def test_shards_land_where_forward_puts_them_each_element_once(chain, data):
     conversion = Conversion(tuple(chain.rules))
@@ -201,7 +199,6 @@ def test_shards_land_where_forward_puts_them_each_element_once(chain, data):
     assert_same(holes, {name: (x == 0).to(x.dtype) for name, x in chain.now.items()})
 
 
-@settings(deadline=None)
 @given(chains(), st.data())
 def test_what_fills_a_box_of_a_target_fills_nothing_else(chain, data):
     wiring = Conversion(tuple(chain.rules)).bind(describe(chain.sources))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -95,7 +95,6 @@ def histories(draw, versions):
     return tensors
 
 
-@settings(max_examples=300)
 @given(histories(versions=2))
 def test_applied_once_or_twice_a_delta_turns_old_into_new(history):
     old, new = history
@@ -112,7 +111,6 @@ def test_applied_once_or_twice_a_delta_turns_old_into_new(history):
     assert inspect_delta(delta) == DeltaInfo(new.itemsize, new.numel(), changed, len(delta))
 
 
-@settings(max_examples=200)
 @given(histories(versions=2), st.randoms(use_true_random=False))
 def test_a_delta_finishes_what_was_applied_in_part(history, rng):
     old, new = history
@@ -126,7 +124,6 @@ def test_a_delta_finishes_what_was_applied_in_part(history, rng):
     assert same(target, new)
 
 
-@settings(max_examples=200)
 @given(histories(versions=5))
 def test_merged_deltas_do_what_they_do_one_by_one(history):
     deltas = [encode_delta(new, old) for old, new in pairwise(history)]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from primeblocks.errors import (
@@ -163,7 +163,6 @@ WORKER = st.dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(faults=CASES, worker_faults=WORKER, start=st.sampled_from([1, None]))
 def test_any_faults_leave_one_version_and_a_retry_repairs_them(faults, worker_faults, start):
     async def body():

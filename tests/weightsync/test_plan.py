@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from primeblocks.errors import PlanError
@@ -56,7 +56,6 @@ def sharded(draw, world_size):
     return [Manifest(tuple(row)) for row in rows]
 
 
-@settings(deadline=None)
 @given(st.data(), st.integers(1, 4), st.sampled_from([64, 100, 1000]))
 def test_every_byte_has_one_writer_that_holds_it(data, world_size, bucket_bytes):
     sources = data.draw(sharded(world_size))
@@ -167,7 +166,6 @@ def test_a_tiny_bucket_is_refused():
         plan_sync([a], a, bucket_bytes=63)
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.tuples(*[st.integers(0, 5)] * 2), st.tuples(*[st.integers(0, 6)] * 2)),
@@ -190,7 +188,6 @@ def test_owned_and_uncovered_boxes_tile_the_tensor(spans):
         assert all(shard.intersect(box) is None for _, shard in held if shard.numel)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 7), max_size=3), st.integers(1, 30))
 def test_cut_tiles_a_box_with_pieces_below_the_limit(sizes, limit):
     box = Shard((2,) * len(sizes), tuple(sizes))
@@ -213,7 +210,6 @@ def test_sixty_four_ranks_each_send_their_own_rows():
     assert {bucket.bytes for bucket in plan.buckets} == {20 * 2 * 64 * 4}
 
 
-@settings(max_examples=150)
 @given(layouts(), st.sampled_from([64, 100, 1000]))
 def test_every_wanted_element_is_in_one_bucket_for_all_who_want_it(pair, bucket_bytes):
     sources, targets = pair
@@ -250,7 +246,6 @@ def test_every_wanted_element_is_in_one_bucket_for_all_who_want_it(pair, bucket_
     assert Plan.from_json(plan.to_json()) == plan
 
 
-@settings(max_examples=150)
 @given(layouts(), st.sampled_from([64, 100]))
 def test_no_rank_has_two_messages_in_a_round(pair, bucket_bytes):
     sources, targets = pair

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from primeblocks.errors import CapacityError, PlanError
@@ -70,7 +70,6 @@ def turns_to(kind, lengths):
     return turns
 
 
-@settings(max_examples=60, deadline=None)
 @given(kind=kinds, **small)
 def test_the_peak_is_the_highest_of_all_lengths(groups, kind, page_tokens):
     found = footprint(groups, kind, page_tokens=page_tokens)
@@ -92,7 +91,6 @@ def test_the_peak_of_every_small_window_prompt_and_length(page_tokens, shapes):
         assert found.total_bytes == highest(groups, kind, page_tokens)[0]
 
 
-@settings(max_examples=60, deadline=None)
 @given(shapes=st.lists(kinds, min_size=1, max_size=2), data=st.data(), **small)
 def test_the_peak_is_exactly_enough(groups, shapes, page_tokens, data):
     plan = plan_capacity(
@@ -121,7 +119,6 @@ def test_the_peak_is_exactly_enough(groups, shapes, page_tokens, data):
             less.play(worst)
 
 
-@settings(max_examples=40, deadline=None)
 @given(kind=kinds, pages=st.integers(1, 40), **small)
 def test_the_fewest_gpus_are_the_fewest(groups, kind, pages, page_tokens):
     """Against dealing prompts one by one and asking for every number of GPUs in turn."""

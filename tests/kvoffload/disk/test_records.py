@@ -1,6 +1,6 @@
 """What is believed of a journal with whole records missing, repeated or of another journal."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from primeblocks.kvoffload.disk.records import DROP, MARK, PUT, Entry, Place, encode, replay
@@ -53,7 +53,6 @@ def test_an_intact_journal_is_its_history(entries, first):
         assert said.sequence == first + len(entries) - 1
 
 
-@settings(max_examples=500)
 @given(entries_.filter(bool), st.data())
 def test_where_records_are_missing_no_page_comes_back(entries, data):
     # The first is there: what came before it was cleared.
