@@ -35,7 +35,7 @@ def pytest_configure(config):
 @pytest.hookimpl(tryfirst=True)  # Before pytest-xdist reads the marks.
 def pytest_collection_modifyitems(config, items):
     """Share tests among workers by file, and give one of them all that start an engine."""
-    if not config.getoption("numprocesses", default=None):  # Or pytest-xdist is not there.
+    if not hasattr(config, "workerinput"):  # Only a worker of pytest-xdist has it.
         return
     for item in items:
         alone = item.get_closest_marker("vllm")  # Two engines at once need the memory of both.
