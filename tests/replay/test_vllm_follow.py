@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from primeblocks.replay import Routes, compare, measure_mismatch, record
+from primeblocks.replay import Routes, impose, measure_mismatch
 from primeblocks.replay.adapters.transformers import routers
 from primeblocks.replay.adapters.vllm import engine_args, plan_capture_bytes, routes_from_base64
 from primeblocks.replay.sampling import kept_logprobs, kept_tokens
@@ -43,6 +43,7 @@ CHUNK = 64  # tokens of one step: longer prompts are prefilled in several
 PROMPT_START = 20
 TIMEOUT_S = 60.0
 EXACT_K3 = 1e-11
+ROUNDING = 1e-5  # of scores: logits differ by the 4e-6 or so that the bound on k3 allows
 NUCLEUS = {"temperature": 0.7, "top_k": 40, "top_p": 0.9}
 
 pytestmark = pytest.mark.vllm
@@ -252,16 +253,19 @@ def _hand_over(folder: Path) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def recomputed(models: list[Any], tokens: np.ndarray, cut: int | None = None) -> Routes:
-    """Choices of transformers; from `cut` on those of the next policy, over the old one's KV."""
-    ids = torch.from_numpy(tokens)[None]
-    with record(routers(models[0])) as tape:
-        cache = models[0](input_ids=ids[:, :cut], use_cache=True).past_key_values
-    if cut is None:
-        return tape.routes
-    with record(routers(models[1])) as newer:
-        models[1](input_ids=ids[:, cut:], past_key_values=cache, use_cache=True)
-    return Routes.join([tape.routes, newer.routes])
+def wrong(routes: Routes, models: list[Any], tokens: np.ndarray, cut: int | None = None) -> float:
+    """The rate of known experts that transformers scores below its own, after the same choices.
+
+    From `cut` on it is the next policy, over the old one's KV. Equal but for rounding is not below.
+    """
+    ids, cache, rates = torch.from_numpy(tokens)[None], None, []
+    parts = [slice(0, cut)] if cut is None else [slice(0, cut), slice(cut, None)]
+    for model, part in zip(models, parts, strict=False):
+        with impose(routers(model), routes[part], min_score_ratio=1 - ROUNDING) as imposed:
+            answer = model(input_ids=ids[:, part], past_key_values=cache, use_cache=True)
+        cache = answer.past_key_values
+        rates.append(imposed.replacement_rate)
+    return max(rates)
 
 
 @pytest.mark.parametrize("case", ["plain", "chunked", "prefix_hit", "prompt_start"])
@@ -270,13 +274,11 @@ def test_captured_routes_equal_a_recomputation(flight, models, case):
     assert flight[case]
     k3 = []
     for tokens, rollout, cached, routes in flight[case]:
-        with record(routers(models[0])) as tape:
-            trainer = logprobs_of(models[0], tokens)[-len(rollout) :]
         before = PROMPT_START if case == "prompt_start" else 0
         assert routes.missing.nonzero()[0].tolist() == [*range(before), len(tokens) - 1]
-        agreement = compare(routes, tape.routes)
-        assert agreement.tokens == len(tokens) - 1 - before
-        assert agreement.by_layer == {1: 1.0, 2: 1.0, 3: 1.0}
+        assert wrong(routes, models, tokens) == 0
+        with torch.no_grad(), impose(routers(models[0]), routes):
+            trainer = logprobs_of(models[0], tokens)[-len(rollout) :]
         k3.append(measure_mismatch(trainer_logprobs=trainer, rollout_logprobs=rollout).k3)
         assert (cached > 0) == (case in {"prefix_hit", "prompt_start"})
     assert max(k3) < EXACT_K3
@@ -295,7 +297,7 @@ def test_disturbed_requests_have_all_their_rows(flight, models, case):
     for tokens, _, cached, routes in flight[case]:
         assert (cached > 0) == (case == "continued")
         assert routes.missing.nonzero()[0].tolist() == [len(tokens) - 1]
-        assert compare(routes, recomputed(models, tokens)).overall == 1.0
+        assert wrong(routes, models, tokens) == 0
 
 
 def test_each_row_belongs_to_the_version_that_computed_it(flight, models):
@@ -304,16 +306,15 @@ def test_each_row_belongs_to_the_version_that_computed_it(flight, models):
         # The first new token was sampled from the position before it.
         cut = 40 + switch - 1
         assert 40 <= cut < len(tokens) - 10
-        assert compare(routes, recomputed(models, tokens, cut)).overall == 1.0
-        assert compare(routes, recomputed(models, tokens)).overall < 0.9
+        assert wrong(routes, models, tokens, cut) == 0
+        assert wrong(routes, models, tokens) > 0.05
 
 
 @pytest.mark.parametrize("case", ["cold", "warm", "flood", "forgotten", "known again", "reset"])
 def test_pages_bring_their_rows_or_none(pages, models, case):
     """The engine that vLLM would have ended at the first page without rows answers on."""
     for tokens, _, cached, routes in pages[case]:
-        agreement = compare(routes, recomputed(models, tokens))
-        assert agreement.overall == 1.0
+        assert wrong(routes, models, tokens) == 0
         missing = routes.missing.nonzero()[0]
         if case in {"forgotten", "reset"}:
             assert cached == 96
@@ -324,13 +325,12 @@ def test_pages_bring_their_rows_or_none(pages, models, case):
         else:
             assert cached == (96 if case == "warm" else 0)
             assert missing.tolist() == [len(tokens) - 1]
-        assert agreement.tokens == len(tokens) - len(missing)
 
 
 def test_the_engine_is_alive_after_all_that(pages, models):
     for tokens, _, _, routes in pages["alive"]:
         assert routes.missing.sum() == 1
-        assert compare(routes, recomputed(models, tokens)).overall == 1.0
+        assert wrong(routes, models, tokens) == 0
 
 
 def test_prefill_and_decode_engines_make_one_whole(folder, models):
@@ -341,7 +341,7 @@ def test_prefill_and_decode_engines_make_one_whole(folder, models):
         assert second.missing.nonzero()[0].tolist() == [*range(96), len(tokens) - 1]
         whole = first.with_missing(after=len(tokens) - first.tokens).fill(second)
         assert whole.missing.nonzero()[0].tolist() == [len(tokens) - 1]
-        assert compare(whole, recomputed(models, tokens)).overall == 1.0
+        assert wrong(whole, models, tokens) == 0
 
 
 @torch.no_grad()

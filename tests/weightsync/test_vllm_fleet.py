@@ -202,7 +202,7 @@ async def _updates(members: list[Any], trainer: Trainer) -> dict[str, Any]:
     update, result = adapter.update_all, {"start": await _look(members, "start")}
 
     tasks = [asyncio.create_task(member.long("long")) for member in members]
-    await first.requests.reach("long", tokens=20)
+    await asyncio.wait_for(asyncio.gather(first.amid("long"), second.amid("long")), TIMEOUT_S)
     report = await update(engines, trainer.publish(15, seed=1), timeout_s=TIMEOUT_S)
     result["flight"] = list(await asyncio.gather(*tasks))
     result["one"] = await _look(members, "one") | {"report": report}
@@ -331,9 +331,9 @@ def test_updated_engines_equal_fresh_ones_bit_for_bit(fleet):
 
 def test_requests_in_flight_on_every_engine_finish_with_their_versions(fleet):
     for (tokens, spans), before in zip(fleet["flight"], ["14", "default"], strict=True):
-        assert tokens == 600
+        assert tokens == 900
         ((old, start, switch), (new, again, end)) = spans
-        assert (old, start, new, end) == (before, 0, "15", 600)
+        assert (old, start, new, end) == (before, 0, "15", 900)
         assert switch == again
 
 

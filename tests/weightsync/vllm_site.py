@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -231,8 +232,12 @@ class InProcess:
         return await self.requests.all(name, 24)
 
     async def long(self, name: str) -> tuple[int, Any]:
-        output = await self.requests.one(name, PROMPTS[0], 600)
+        output = await self.requests.one(name, PROMPTS[0], 900)
         return len(output.outputs[0].token_ids), spans_of(output)
+
+    async def amid(self, name: str) -> None:
+        """Wait until a long request has its first tokens."""
+        await self.requests.reach(name, tokens=20)
 
     def close(self) -> None:
         self.engine.shutdown()
@@ -258,6 +263,7 @@ class Served:
         )
         self.url = f"http://127.0.0.1:{port}"
         self.engine = adapter.VllmServer(self.url)
+        self.before_long = math.inf  # generated tokens
 
     def wait(self, timeout_s: float) -> None:
         """Until it answers."""
@@ -300,8 +306,21 @@ class Served:
             result.append([choice["token_ids"], told])
         return result
 
+    def generated(self) -> float:
+        """How many tokens it has generated since it started."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=TIMEOUT_S) as response:
+            lines = response.read().decode().splitlines()
+        counter = "vllm:generation_tokens_total"
+        return next(float(line.split()[-1]) for line in lines if line.startswith(counter))
+
+    async def amid(self, _: str) -> None:
+        """Wait until a long request has its first tokens."""
+        while await asyncio.to_thread(self.generated) < self.before_long + 20:
+            await asyncio.sleep(0.01)
+
     async def long(self, name: str) -> tuple[int, Any]:
-        choice = await self.ask(PROMPTS[0], 600, name)
+        self.before_long = await asyncio.to_thread(self.generated)
+        choice = await self.ask(PROMPTS[0], 900, name)
         spans = [[s["version"], s["start"], s["end"]] for s in choice["weight_versions"]]
         return len(choice["token_ids"]), spans
 
