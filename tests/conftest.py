@@ -1,10 +1,15 @@
 """Settings of every test: one thread, uninitialised memory that shows, ranks that start fast."""
 
+import gc
+
 import hypothesis
+import jaxtyping
 import pytest
 import torch
 
 from primeblocks.testing import ranks
+
+gc.disable()  # Until all tests are collected: a sixth of the time until then.
 
 # Before the first gang of a run: what bodies import, which costs a rank more than its work.
 ranks.preload(
@@ -42,10 +47,23 @@ def pytest_collection_modifyitems(config, items):
         item.add_marker(pytest.mark.xdist_group("engine" if alone else str(item.path)))
 
 
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
+
+
 @pytest.fixture
 def full(request):
     """True where a random test is to run as often as the docs say, not as a laptop has time."""
     return request.config.getoption("--full")
+
+
+@pytest.fixture(autouse=True)
+def _checks_of_annotations(request):
+    if request.node.get_closest_marker("stress"):
+        jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(autouse=True)

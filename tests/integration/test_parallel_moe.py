@@ -5,11 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from primeblocks.errors import how_it_ended
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "parallel_moe.py"
 
 
+@pytest.mark.example
 def test_four_ranks_print_the_plans_and_equal_one_rank():
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(

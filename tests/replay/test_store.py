@@ -144,6 +144,7 @@ def test_what_does_not_fit_is_refused():
         make_store(2, remembered_pages=1)
 
 
+@pytest.mark.stress
 def test_threads_never_see_half_a_page():
     with make_store(8, remembered_pages=64) as store:
         failures = []
@@ -168,6 +169,7 @@ def test_threads_never_see_half_a_page():
     assert len(store) == 0
 
 
+@pytest.mark.stress
 @pytest.mark.timeout(1500)  # with --full: ten minutes
 def test_random_schedules_hand_out_no_wrong_row(full):
     """Hits in any tier, evictions, preemptions, aborts, turns, updates in flight; see
@@ -185,6 +187,7 @@ def test_random_schedules_hand_out_no_wrong_row(full):
     assert total["known"] > 3 * total["missing"] > 0
 
 
+@pytest.mark.stress
 def test_a_roomy_store_misses_nothing_while_the_weights_stay():
     total = Counter()
     for seed in range(200):
@@ -193,6 +196,7 @@ def test_a_roomy_store_misses_nothing_while_the_weights_stay():
     assert total["missing"] == total["wrong"] == 0
 
 
+@pytest.mark.stress
 def test_prefill_and_decode_engines_make_one_whole():
     total = Counter()
     for seed in range(200):

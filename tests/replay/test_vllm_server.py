@@ -6,7 +6,6 @@ import io
 import json
 import os
 import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -36,6 +35,7 @@ from primeblocks.replay.adapters.vllm import (
 from primeblocks.testing import tiny_models
 from primeblocks.weightsync.adapters import vllm as into_vllm
 from tests.engine_job import ENVIRONMENT
+from tests.ports import free_port
 
 SHAPE = RouterShape(num_layers=4, moe_layers=(1, 2, 3), num_experts=8, top_k=2)
 START_S = 300.0
@@ -163,12 +163,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     options = {
         "--model": str(model),
-        "--port": str(port),
+        "--port": str(free_port()),
         "--host": "127.0.0.1",
         "--dtype": "float32",
         "--max-model-len": "512",
@@ -188,7 +185,7 @@ def server(model: Path) -> Iterator[str]:
         stdout=log,
         stderr=subprocess.STDOUT,
     )
-    url = f"http://127.0.0.1:{port}"
+    url = f"http://127.0.0.1:{options['--port']}"
     try:
         deadline = time.monotonic() + START_S
         while not healthy(url):

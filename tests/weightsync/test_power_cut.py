@@ -8,6 +8,8 @@ import pytest
 from primeblocks.weightsync import FileTransport
 from tests.weightsync.test_directory import published, received
 
+pytestmark = pytest.mark.stress
+
 
 class Disk:
     """The files of a directory after a power cut: what was synced, as it was at that time."""

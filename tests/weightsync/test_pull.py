@@ -141,7 +141,8 @@ def test_a_version_that_is_held_is_waited_for(commits, clock):
     assert clock.now() == now
 
 
-def test_a_dead_reader_is_waited_for_as_long_as_its_lease(commits, clock):
+def test_a_dead_reader_is_waited_for_as_long_as_its_lease(commits, clock, monkeypatch):
+    monkeypatch.setattr(store_commits, "_LOOK_S", LEASE_S / 50)
     marker = made(commits, 1)
     until = commits.hold(marker, deadline=soon())
     assert until == clock.now() + LEASE_S

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -32,6 +31,7 @@ from primeblocks.weightsync import (
 )
 from primeblocks.weightsync.adapters import vllm as adapter
 from primeblocks.weightsync.engines.lora import AdapterSpec, adapter_parameters
+from tests.ports import free_port
 from tests.weightsync.contents import flip_sent
 
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden": 64}
@@ -247,8 +247,7 @@ class Served:
     """A server of the fleet, asked over HTTP."""
 
     def __init__(self, checkpoint: Path, log: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        port = free_port()
         arguments = ["--model", str(checkpoint), "--port", str(port), "--host", "127.0.0.1"]
         arguments += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
         arguments += ["--max-num-seqs", "8", "--skip-tokenizer-init", "--enable-scale-out"]

@@ -27,6 +27,7 @@ def search_version_aware(plain, *, last_live):
     return plain.live()[0][2], True
 
 
+@pytest.mark.stress
 @given(histories)
 def test_lru_takes_the_oldest_use_of_all(history):
     ledger, plain = Ledger(capacity_pages=CAPACITY, remembers=1), Plain()
@@ -51,11 +52,13 @@ def play_version_aware(history, staleness):
     play(history, ledger, plain, victims)
 
 
+@pytest.mark.stress
 @given(histories, st.integers(0, 2))
 def test_version_aware_equals_a_search_through_all_pages(history, staleness):
     play_version_aware(history, staleness)
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_learned_equals_a_search_through_all_pages(seed):
     play_version_aware(long_history(Random(seed)), 0)

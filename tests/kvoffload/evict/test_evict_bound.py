@@ -9,6 +9,8 @@ from primeblocks.kvoffload.evict import VersionAware, arc
 from primeblocks.kvoffload.evict.belady import belady, play
 from primeblocks.kvoffload.evict.fleets import Agents, Spread, Tool, simulate
 
+pytestmark = pytest.mark.stress
+
 TOOLS = (
     Tool("look", Spread(0.1, 1.0), Spread(400, 1.0), share=3),
     Tool("test", Spread(30, 0.5), Spread(900, 1.0)),

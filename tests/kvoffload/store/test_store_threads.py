@@ -11,6 +11,8 @@ from primeblocks.kvoffload import PageKey, TieredStore
 from primeblocks.kvoffload.evict import VersionAware, arc, lru
 from tests.kvoffload.conftest import PAGE
 
+pytestmark = pytest.mark.stress
+
 KEYS, SOON = 24, 20.0
 
 

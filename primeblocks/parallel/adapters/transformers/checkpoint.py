@@ -124,7 +124,7 @@ def materialize(model: PreTrainedModel, device: str) -> None:
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
             # transformers draws no values where it finds this.
-            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+            parameter._is_hf_initialized = True
     for owner in model.modules():
         if isinstance(owner, PreTrainedModel):
             for module in owner.modules():
