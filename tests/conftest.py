@@ -59,11 +59,13 @@ def full(request):
 
 
 @pytest.fixture(autouse=True)
-def _checks_of_annotations(request):
-    if request.node.get_closest_marker("stress"):
+def _unchecked_stress(request):
+    stress = request.node.get_closest_marker("stress")
+    if stress:
         jaxtyping.config.update("jaxtyping_disable", True)
     yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+    if stress:
+        jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(autouse=True)
