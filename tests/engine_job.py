@@ -5,6 +5,7 @@ starts inside pytest. Its import costs more than the start of a tiny engine: `ca
 fork a server that has done it; `run_job` starts an interpreter.
 """
 
+import atexit
 import json
 import os
 import pickle
@@ -78,7 +79,7 @@ def _script(path: str, arguments: tuple[str, ...]) -> None:
 
 @cache
 def _server() -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    server = subprocess.Popen(
         [sys.executable, "-m", "tests.engine_server"],
         cwd=Path(__file__).parents[1],
         env={**os.environ, **ENVIRONMENT},
@@ -86,6 +87,8 @@ def _server() -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         text=True,
     )
+    atexit.register(server.communicate)  # It ends with its input.
+    return server
 
 
 def _fork(

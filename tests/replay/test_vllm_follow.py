@@ -19,6 +19,7 @@ from primeblocks.replay.adapters.vllm import engine_args, plan_capture_bytes, ro
 from primeblocks.replay.sampling import kept_logprobs, kept_tokens
 from primeblocks.testing import tiny_models
 from tests.engine_job import call
+from tests.kvoffload.vllm.patience import be_patient
 from tests.replay.vllm_served import (
     EXACT,
     PAGE_TOKENS,
@@ -184,6 +185,7 @@ def _follow(folder: Path) -> dict[str, Any]:
     from primeblocks.kvoffload.adapters.vllm import engine_args as offload_args
     from primeblocks.kvoffload.adapters.vllm import request_args
 
+    be_patient()
     page_bytes = EXACT.num_layers * 2 * 2 * 32 * PAGE_TOKENS * 4
     rows_of_a_page = PAGE_TOKENS * EXACT.bytes_per_token
     engine = vllm.LLM(

@@ -30,6 +30,8 @@ from tests.weightsync.vllm_site import (
     spans_of,
 )
 
+LONG = 500  # tokens: time enough for an update on a busy machine
+
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
@@ -85,7 +87,7 @@ async def _run(case: str, folder: Path) -> dict[str, Any]:
 
 async def _flight(requests: Requests, trainer: Trainer) -> dict[str, Any]:
     """Every mode once, what was aborted sent again, ten updates; leaves version 14 of seed 0."""
-    result: dict[str, Any] = {"reference": await requests.all("reference", 200)}
+    result: dict[str, Any] = {"reference": await requests.all("reference", LONG)}
     for version, mode in enumerate(("continue", "recompute", "abort"), start=1):
         result[mode] = await _one_update(requests, trainer, mode, version)
     result["resumed"] = await _resume(requests, trainer, result["abort"]["outputs"])
@@ -96,9 +98,9 @@ async def _flight(requests: Requests, trainer: Trainer) -> dict[str, Any]:
 async def _one_update(requests: Requests, trainer: Trainer, mode: Any, version: int) -> Any:
     """An update under requests in flight. Odd versions are the weights of seed 1."""
     engine = requests.engine
-    tasks = requests.start(mode, 200)
-    await requests.reach(*names(mode), tokens=20)
     receipt = trainer.publish(version, seed=version % 2)
+    tasks = requests.start(mode, LONG)
+    await requests.reach(*names(mode), tokens=20)
     report = await adapter.update(engine, receipt, in_flight=mode, timeout_s=TIMEOUT_S)
     outputs = await asyncio.gather(*tasks)
     told = [seen(output) for output in outputs]
@@ -281,7 +283,7 @@ def test_tokens_before_the_switch_are_the_old_policy_and_later_ones_are_not(flee
     ):
         switch = spans[1][1]
         assert output[0][:switch] == old[:switch]
-        assert common_prefix(output[0], old) < 200
+        assert common_prefix(output[0], old) < LONG
 
 
 def test_the_modes_differ_in_what_later_tokens_were_computed_from(fleet):

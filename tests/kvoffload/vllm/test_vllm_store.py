@@ -16,6 +16,7 @@ import torch
 from primeblocks.errors import PlanError, UnsupportedError
 from primeblocks.testing import tiny_models
 from tests.engine_job import call
+from tests.kvoffload.vllm.patience import be_patient
 
 PAGE_TOKENS = 32
 PROMPT, WHOLE = 100, 96  # tokens, and those in whole pages
@@ -36,6 +37,7 @@ def _run(folder: Path) -> dict[str, Any]:
     asked, flood = (generator.integers(4, 512, (n, PROMPT)).tolist() for n in (6, 20))
     _plant(folder)
     planted = _bytes_in(folder)
+    be_patient()
     engine = _start(folder)
     phases = Phases(engine)
     phases.results |= {"planted": planted, "adopted": _bytes_in(folder)}

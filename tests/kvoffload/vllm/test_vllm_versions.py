@@ -11,6 +11,7 @@ import torch
 from primeblocks.replay import record
 from primeblocks.testing import tiny_models
 from tests.engine_job import call
+from tests.kvoffload.vllm.patience import be_patient
 
 VERSIONS = 10
 PAGE_TOKENS, ENGINE_PAGES = 32, 32
@@ -45,6 +46,7 @@ def _run(folder: Path) -> dict[str, Any]:
     """Train, as far as an engine with our tiers can see: checkpoints, one after another."""
     from primeblocks.kvoffload.adapters.vllm import request_args
 
+    be_patient()
     engine = _start(folder)
     run = Run(folder, engine)
     results: dict[str, Any] = {"asked": run.asked, "versions": []}
