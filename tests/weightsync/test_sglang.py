@@ -7,6 +7,7 @@ client keeps its promises if SGLang behaves as that source reads.
 import json
 import threading
 
+import jaxtyping
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -112,6 +113,13 @@ def test_an_update_and_what_becomes_of_requests(
     assert fake.cached == cached
     assert report.checksum == fake.checksum()
     assert 0 < report.pause_seconds <= report.seconds
+
+
+def test_another_way_with_requests_is_refused(trainer, fake, engine, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # As for a caller.
+    with pytest.raises(UsageError, match=r"\['continue', 'recompute', 'abort'\]; got 'wait'"):
+        engine.update(trainer.folder(7), in_flight="wait", timeout_s=TIMEOUT_S)
+    assert_serves(fake, 0)
 
 
 def test_two_engines_of_one_version_have_one_checksum(trainer, fake, engine):

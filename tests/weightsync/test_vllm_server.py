@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 import torch
 
-from primeblocks.errors import DeadlineError, EngineError, UnsupportedError
+from primeblocks.errors import DeadlineError, EngineError, UnsupportedError, UsageError
 from primeblocks.weightsync import FileTransport, Receipt, describe, plan_sync
 from primeblocks.weightsync.adapters.vllm import VllmServer, attach, server_args, update, update_all
 from tests.weightsync.fake_engine import FakeEngine
@@ -132,6 +132,13 @@ def test_an_update_over_http(serve, mode, pause):
     assert update_one(server, in_flight=mode).version == 2
     assert server.engine.serving == ((2, 2), "2")
     assert f"pause {pause}" in server.engine.log
+
+
+def test_another_way_with_requests_is_refused(serve):
+    server = serve()
+    with pytest.raises(UsageError, match=r"\['continue', 'recompute', 'abort'\]; got 'wait'"):
+        update_one(server, in_flight="wait")
+    assert not server.engine.log
 
 
 def test_servers_and_engines_make_one_fleet(serve):

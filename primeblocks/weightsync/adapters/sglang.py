@@ -154,9 +154,11 @@ class Sglang:
 
         Raises:
             DeadlineError, EngineError: as `load`.
-            UsageError: it was not attached.
+            UsageError: it was not attached; another `in_flight`.
         """
         self._attached()
+        if in_flight not in _PAUSE:
+            raise UsageError(f"in_flight must be one of {list(_PAUSE)}; got {in_flight!r}")
         mode, flush = _PAUSE[in_flight]
         self._ask("POST", "/pause_generation", {"mode": mode}, time.monotonic() + timeout_s)
         self._flush = flush

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ....errors import UnsupportedError
+from ....errors import UnsupportedError, UsageError
 from ...engines.fleet import UpdateReport, update_fleet
 from ...engines.remote import Update, attach_steps, call, drive, drive_sync, update_sync
 from ...marker import Receipt
@@ -100,9 +100,12 @@ async def update_all(
         timeout_s: for everything; the last two fifths are for going back and for resuming.
 
     Raises:
+        UsageError: another `in_flight`; nothing was asked of an engine.
         PrimeblocksError: as `update`; `.engines` holds the positions of all engines that failed.
             Drop or restart the dead ones and call again.
     """
+    if in_flight not in _PAUSE:
+        raise UsageError(f"in_flight must be one of {list(_PAUSE)}; got {in_flight!r}")
     deadline = time.monotonic() + timeout_s
     fleet = [one.until(deadline) if isinstance(one, VllmServer) else one for one in engines]
     made = _make(receipt.version)
