@@ -39,13 +39,13 @@ from primeblocks.weightsync.adapters import vllm as into_vllm
 
 MODEL = {"num_layers": 4, "hidden": 256, "num_experts": 16, "top_k": 4, "vocab": 2048}
 VERSIONS, FULL_EVERY = 8, 4
-REQUESTS, PROMPT, GENERATED = 4, 16, 400
+REQUESTS, PROMPT, GENERATED = 4, 16, 1500
 LR = 1e-6
 TIMEOUT_S = 60.0
 ENGINE = {
     "dtype": "bfloat16",
     "enforce_eager": True,
-    "max_model_len": 512,
+    "max_model_len": 2048,
     "skip_tokenizer_init": True,
     "logprobs_mode": "processed_logprobs",
 }

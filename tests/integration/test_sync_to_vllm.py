@@ -23,7 +23,7 @@ def test_answers_run_through_eight_versions():
     assert len(answers) == 4
     for answer in answers:
         spans = re.findall(r"(\w+): (\d+)", answer)
-        assert sum(int(tokens) for _, tokens in spans) == 400
+        assert sum(int(tokens) for _, tokens in spans) == 1500
         versions = [0 if version == "default" else int(version) for version, _ in spans]
         assert versions == sorted(set(versions))
         assert len(versions) >= 3
