@@ -87,7 +87,7 @@ def _server() -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    atexit.register(server.communicate)  # It ends with its input.
+    atexit.register(server.communicate, timeout=10)  # It ends with its input.
     return server
 
 
