@@ -261,6 +261,7 @@ class Served:
             start_new_session=True,
         )
         self.url = f"http://127.0.0.1:{port}"
+        self.before_long = math.inf
         self.engine = adapter.VllmServer(self.url)
         self.before_long = math.inf  # generated tokens
 
