@@ -4,10 +4,11 @@ Holds one quantizer for both, matrix products with gradients over an engine that
 a reference that says what each result is.
 """
 
+from .cache import WeightCache
 from .formats import Tile
-from .matmul import grouped_matmul, grouped_mm_fn, matmul
-from .modules import Fp8Linear, convert, encode_weights
-from .quantize import Quantized, measure_error, quantize, round_trip
+from .matmul import grouped_matmul, matmul
+from .modules import Fp8Linear, convert
+from .quantize import Quantized, TorchQuantizer, measure_error, quantize
 from .recipe import Gemm, Recipe
 from .reference import ReferenceGemm, exact_product
 
@@ -18,13 +19,12 @@ __all__ = [
     "Recipe",
     "ReferenceGemm",
     "Tile",
+    "TorchQuantizer",
+    "WeightCache",
     "convert",
-    "encode_weights",
     "exact_product",
     "grouped_matmul",
-    "grouped_mm_fn",
     "matmul",
     "measure_error",
     "quantize",
-    "round_trip",
 ]

@@ -1,16 +1,39 @@
-"""Number formats and the tiles that share a scale."""
+"""Number formats, and the tiles that share a scale."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from numbers import Integral
+from typing import Literal, get_args
 
-from ..errors import UsageError
+import torch
+from torch import Tensor
 
-__all__ = ["E4M3_MAX", "Tile", "check_tile"]
+from ..errors import UnsupportedError, UsageError
+
+__all__ = [
+    "E4M3_MAX",
+    "Nonfinite",
+    "Quotient",
+    "Scale",
+    "Tile",
+    "check_choice",
+    "check_tile",
+    "scales_of",
+    "tiled",
+]
 
 E4M3_MAX = 448.0
 """The largest float8_e4m3fn. Four exponent and three mantissa bits, no infinity."""
+
+Scale = Literal["float32", "ue8m0"]
+"""The kind of a tile's scale: any float32, or powers of two, rounded up (RCEIL)."""
+
+Quotient = Literal["reciprocal", "division", "amax"]
+"""The form of a scaled value: `x * (1 / scale)`, `x / scale` or `x * (448 / amax)`."""
+
+Nonfinite = Literal["raise", "nan"]
+"""The answer to a value that is not finite: an error, or a tile whose scale and codes are NaN."""
 
 
 @dataclass(frozen=True)
@@ -46,3 +69,49 @@ def check_tile(name: str, value: object) -> None:
     """
     if not isinstance(value, Tile):
         raise UsageError(f"{name} must be a Tile, such as Tile(1, 128); got {value!r:.60}")
+
+
+def check_choice(name: str, value: object, kind: object) -> None:
+    """Refuse what is not one of a Literal's words. Local.
+
+    Raises:
+        UnsupportedError: with the words that are.
+    """
+    words = get_args(kind)
+    if value not in words:
+        raise UnsupportedError(f"{name} is one of {', '.join(map(repr, words))}; got {value!r}")
+
+
+def scales_of(amax: Tensor, scale: Scale, quotient: Quotient) -> tuple[Tensor, Tensor]:
+    """Return the scales of tiles with these largest values, and what the values are scaled by.
+
+    The second is a divisor for `"division"`, a factor otherwise. A scale is at least the smallest
+    normal float32, whose reciprocal is finite; 1 where `amax` is 0, NaN where it is not finite.
+    Local; the host waits for nothing.
+    """
+    scales = (amax / E4M3_MAX).clamp_(min=torch.finfo(torch.float32).tiny)
+    if scale == "ue8m0":
+        # One more in the exponent where a mantissa bit is set: exp2(ceil(log2(s))) goes wrong
+        # beside powers of two.
+        bits = (scales.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF
+        scales = bits.view(torch.float32)
+    scales.masked_fill_(amax == 0, 1.0)
+    scales.masked_fill_(~amax.isfinite(), torch.nan)
+    if quotient == "division":
+        return scales, scales
+    if quotient == "amax" and scale == "float32":
+        largest = 1 / torch.finfo(torch.float32).tiny
+        factor = (E4M3_MAX / amax).clamp_(max=largest).masked_fill_(amax == 0, 1.0)
+        return scales, factor.masked_fill_(scales.isnan(), torch.nan)
+    return scales, scales.reciprocal()
+
+
+def tiled(x: Tensor, tile: Tile) -> Tensor:
+    """View `[..., rows, columns]` as `[..., row tiles, rows, column tiles, columns]`.
+
+    Filled up with zeros, which copies, where the last tiles are ragged. Local.
+    """
+    down, across = tile.grid(*x.shape[-2:])
+    padding = (0, across * tile.columns - x.shape[-1], 0, down * tile.rows - x.shape[-2])
+    whole = torch.nn.functional.pad(x, padding) if any(padding) else x
+    return whole.unflatten(-1, (across, tile.columns)).unflatten(-3, (down, tile.rows))

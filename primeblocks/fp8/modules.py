@@ -1,130 +1,125 @@
-"""Float8 in existing models, and in the weights that are sent to an engine."""
+"""Float8 in existing models: linear layers, and experts over grouped rows."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from typing import cast
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
-from ..errors import PlanError, UsageError
-from ..layout import Layout
-from .formats import Tile
-from .matmul import matmul
-from .quantize import round_trip
+from ..errors import UnsupportedError, UsageError
+from .matmul import grouped_matmul, matmul
 from .recipe import Recipe, check_recipe
+from .rules import choose
 
-__all__ = ["Fp8Linear", "convert", "encode_weights"]
+if TYPE_CHECKING:
+    from .cache import WeightCache
+
+__all__ = ["Fp8GroupedMm", "Fp8Linear", "convert", "converted"]
 
 
 class Fp8Linear(nn.Linear):
     """A linear layer that multiplies in float8; parameters and their names are those of Linear.
 
-    The weight is rounded in every forward, and backward uses those codes. It is not kept from one
-    forward to the next: FSDP2 refills a parameter without a new version number, so nothing tells
-    old weights from new ones.
+    The weight is rounded in every forward, and backward uses those codes, unless a `WeightCache`
+    keeps them from one forward to the next.
     """
 
     recipe: Recipe
+    cache: WeightCache | None
 
     def forward(self, input: Tensor) -> Tensor:
-        y = matmul(input, self.weight, recipe=self.recipe)
+        weight = self.weight
+        codes = None if self.cache is None else self.cache.codes(self, "weight", weight)
+        y = matmul(input, weight, recipe=self.recipe, codes=codes)
         return y if self.bias is None else y + self.bias
 
 
-def convert(model: nn.Module, recipe: Recipe, *, only: str | re.Pattern[str]) -> tuple[str, ...]:
-    """Let some of a model's linear layers multiply in float8, in place.
+class Fp8GroupedMm:
+    """The grouped product of a module of experts, in float8: its `grouped_mm`.
+
+    Called as `grouped_mm(name, tokens, weight, offsets)`, where `name` is the weight's in the
+    module. See `grouped_matmul`.
+    """
+
+    def __init__(self, module: nn.Module, recipe: Recipe) -> None:
+        self._module, self.recipe = [module], recipe  # In a list: no submodule, no second name.
+        self.cache: WeightCache | None = None
+
+    def __call__(self, name: str, tokens: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        (module,) = self._module
+        codes = None if self.cache is None else self.cache.codes(module, name, weight)
+        return grouped_matmul(tokens, weight, offsets, recipe=self.recipe, codes=codes)
+
+
+def convert(
+    model: nn.Module,
+    recipe: Recipe,
+    *,
+    only: str | re.Pattern[str],
+    exclude: str | re.Pattern[str] | None = None,
+) -> tuple[str, ...]:
+    """Let some of a model's linear layers and experts multiply in float8, in place.
 
     The layers become `Fp8Linear` but stay the same objects, with their parameters, names and
-    hooks, so optimizers, FSDP2 (applied afterwards) and weight transfer do not notice. Local.
+    hooks, so optimizers, FSDP2 (applied afterwards) and weight transfer do not notice. A module of
+    experts is converted through the seam that it declares, an attribute `grouped_mm`: those of
+    `primeblocks.parallel` do, those of transformers and torchtitan by
+    `primeblocks.fp8.adapters.transformers.offer` and `...torchtitan.offer`. Local.
 
     Args:
-        only: a regular expression; a layer is converted where it is found in the layer's name.
+        only: a regular expression that names whole parts of dotted names; a layer is converted if
+            it, or what it lies in, is named.
+        exclude: of the same kind: layers that are not.
 
     Returns:
         The names of the converted layers.
 
     Raises:
-        UsageError: the rule matches no linear layer, or is no regular expression.
+        UsageError: a rule matches nothing, or something by accident, or is no regular expression.
+        UnsupportedError: experts without a seam are named.
     """
     check_recipe(recipe)
     if not isinstance(model, nn.Module):
         raise UsageError(f"model must be an nn.Module; got a {type(model).__name__}")
-    pattern = _pattern(only)
-    found = [
-        (name, module)
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and pattern.search(name)
-    ]
-    if not found:
-        linear = [name for name, m in model.named_modules() if type(m) is nn.Linear]
-        raise UsageError(
-            f"{pattern.pattern!r} matches none of {len(linear)} linear layers; "
-            f"they are named like {linear[:3]}"
-        )
-    for _, module in found:
+    layers = {name: module for name, module in model.named_modules() if _multiplies(module)}
+    chosen = choose(layers, only=only, exclude=exclude, among="linear layers and experts")
+    for name in chosen:
+        if not isinstance(layers[name], nn.Linear) and not hasattr(layers[name], "grouped_mm"):
+            raise UnsupportedError(
+                f"{name or 'the model'} is a {type(layers[name]).__name__}, which has no seam for "
+                "grouped products. Call primeblocks.fp8.adapters.transformers.offer(model) first, "
+                f"or exclude={re.escape(name.rpartition('.')[2])!r}."
+            )
+    for name in chosen:
+        _convert(layers[name], recipe)
+    return chosen
+
+
+def converted(model: nn.Module) -> Iterator[tuple[nn.Module, Any, str, nn.Parameter]]:
+    """Yield (module, its float8 product, parameter's name, parameter) of a converted model."""
+    for module in model.modules():
+        if isinstance(module, Fp8Linear):
+            yield module, module, "weight", module.weight
+        elif isinstance(product := getattr(module, "grouped_mm", None), Fp8GroupedMm):
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.ndim == 3:
+                    yield module, product, name, parameter
+
+
+def _multiplies(module: nn.Module) -> bool:
+    """Whether it is a plain linear layer, or one of experts: matrices stacked in one parameter."""
+    if isinstance(module, nn.Linear):
+        return type(module) in (nn.Linear, Fp8Linear)
+    stacked = [p for p in module.parameters(recurse=False) if p.ndim == 3]
+    return hasattr(module, "grouped_mm") or (len(stacked) > 1 and not isinstance(module, nn.Conv1d))
+
+
+def _convert(module: nn.Module, recipe: Recipe) -> None:
+    if isinstance(module, nn.Linear):
         layer = cast(Fp8Linear, module)
         layer.__class__ = Fp8Linear
-        layer.recipe = recipe
-    return tuple(name for name, _ in found)
-
-
-def encode_weights(
-    recipe: Recipe,
-    *,
-    only: str | re.Pattern[str],
-    layouts: Mapping[str, Layout] | None = None,
-) -> Callable[[str, Tensor], Mapping[str, Tensor]]:
-    """Return the function that rounds a tensor as training does before weight transfer sends it.
-
-    The engine gets ordinary numbers that lie on the float8 grid, so one without float8 kernels
-    serves what a float8 trainer computes with, up to the rounding of the transfer dtype. This is
-    simulated quantization: no bytes are saved. Local.
-
-    Each rank rounds its own shard, whose tiles are those of the whole only if the shard is cut
-    along tiles of `recipe.weights`.
-
-    Args:
-        only: found in the names of the weights to round; others, and vectors, pass unchanged.
-        layouts: by name, what this rank holds (`primeblocks.layout.layout_of`). Given, a cut
-            through a tile is refused; otherwise it is not noticed.
-
-    Raises:
-        UsageError: `only` is no regular expression.
-        PlanError: a shard of a matching weight is cut through a tile.
-    """
-    check_recipe(recipe)
-    pattern = _pattern(only)
-    for name, layout in ({} if layouts is None else layouts).items():
-        if pattern.search(name) and len(layout.shape) == 2:
-            _check_cut(name, layout, recipe.weights)
-
-    def encode(name: str, tensor: Tensor) -> Mapping[str, Tensor]:
-        if tensor.ndim != 2 or not pattern.search(name) or not tensor.numel():
-            return {name: tensor}
-        return {name: round_trip(tensor, recipe.weights)}
-
-    return encode
-
-
-def _pattern(only: str | re.Pattern[str]) -> re.Pattern[str]:
-    if isinstance(only, str | re.Pattern):
-        try:
-            return re.compile(only)
-        except re.error as error:
-            raise UsageError(f"only={only!r} is no regular expression: {error}") from error
-    raise UsageError(f"only must be one regular expression; got {only!r}. Join names with |.")
-
-
-def _check_cut(name: str, layout: Layout, tile: Tile) -> None:
-    box = layout.shard
-    if 0 in box.sizes:
-        return
-    sides = zip(box.offsets, box.sizes, layout.shape, (tile.rows, tile.columns), strict=True)
-    for start, size, whole, side in sides:
-        if start % side or (start + size != whole and size % side):
-            raise PlanError(
-                f"{name}: this rank holds {start}:{start + size} of {whole}, which cuts through "
-                f"tiles of {side}. Choose weights=Tile(...) with a side that divides every cut."
-            )
+        layer.recipe, layer.cache = recipe, None
+    else:
+        module.grouped_mm = Fp8GroupedMm(module, recipe)  # type: ignore[assignment]

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..errors import ShapeError
+from .formats import Tile
 from .quantize import Quantized
 
-__all__ = ["ReferenceGemm", "exact_product"]
+__all__ = ["ReferenceGemm", "exact_product", "runs"]
 
 
 @dataclass(frozen=True)
 class ReferenceGemm:
-    """`a @ b.T` of two quantized matrices, on any device.
+    """Products of quantized matrices to the bit, on any device; see `Gemm`.
 
     Products of codes within one tile of the inner dim are summed exactly (they fit float64) and
     rounded to float32; then, tile after tile, `total = fma(a_scale * b_scale, sum, total)` in
@@ -24,37 +26,73 @@ class ReferenceGemm:
     to the bit.
     """
 
+    k_major: ClassVar[bool] = False
+
     def __call__(self, a: Quantized, b: Quantized) -> Tensor:
-        """Float32 `[rows of a, rows of b]`. Local.
+        """Multiply `a @ b.T`, float32 `[rows of a, rows of b]`. Local.
 
         Raises:
             ShapeError: the inner dims or their tiles differ.
         """
-        inner = a.shape[1]
-        if inner != b.shape[1] or a.tile.columns != b.tile.columns:
-            raise ShapeError(
-                f"inner dims {inner} and {b.shape[1]} in tiles of {a.tile.columns} and "
-                f"{b.tile.columns} do not match"
-            )
-        size = a.tile.columns
-        total = torch.zeros(a.shape[0], b.shape[0], device=a.codes.device)
-        a_scales = _by_row(a)
-        b_scales = _by_row(b)
-        for k, start in enumerate(range(0, inner, size)):
-            codes_a = a.codes[:, start : start + size].double()
-            codes_b = b.codes[:, start : start + size].double()
-            partial = (codes_a @ codes_b.t()).float()
-            total = _fma(a_scales[:, k, None] * b_scales[None, :, k], partial, total)
-        return total
+        _check_inner(a, b)
+        return _product(a, b, slice(0, a.shape[-1]))
+
+    def grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
+        """Multiply each expert's rows by its matrix; `offsets` is read on the host. Local.
+
+        Raises:
+            ShapeError: the inner dims or their tiles differ.
+        """
+        _check_inner(a, b)
+        out, by_row = torch.zeros(a.shape[0], b.shape[-2], device=a.codes.device), _by_row(a)
+        for expert, rows in enumerate(runs(offsets)):
+            of_a = Quantized(a.codes[rows], by_row[rows], Tile(1, a.tile.columns))
+            out[rows] = self(of_a, Quantized(b.codes[expert], b.scales[expert], b.tile))
+        return out
+
+    def k_grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
+        """Multiply `a @ b.T` over each expert's part of the inner dim. Local; reads `offsets`.
+
+        Raises:
+            ShapeError: the inner dims or their tiles differ.
+        """
+        _check_inner(a, b)
+        return torch.stack([_product(a, b, part) for part in runs(offsets)])
+
+
+def runs(offsets: Tensor) -> list[slice]:
+    """Return where each expert's rows lie, read on the host. Local."""
+    ends = offsets.tolist()
+    return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def exact_product(a: Quantized, b: Quantized) -> Tensor:
-    """Dequantize and multiply in float64: what any engine approximates. Local."""
+    """Dequantize and multiply in float64, which any engine approximates. Local."""
     if not isinstance(a, Quantized) or not isinstance(b, Quantized):
         raise ShapeError(
             f"needs two quantized matrices; got a {type(a).__name__} and a {type(b).__name__}"
         )
     return a.dequantize(torch.float64) @ b.dequantize(torch.float64).t()
+
+
+def _check_inner(a: Quantized, b: Quantized) -> None:
+    if a.shape[-1] != b.shape[-1] or a.tile.columns != b.tile.columns:
+        raise ShapeError(
+            f"inner dims {a.shape[-1]} and {b.shape[-1]} in tiles of {a.tile.columns} and "
+            f"{b.tile.columns} do not match"
+        )
+
+
+def _product(a: Quantized, b: Quantized, inner: slice) -> Tensor:
+    """`a @ b.T` over a part of the inner dim, whose tiles stay where they are."""
+    size = a.tile.columns
+    total = torch.zeros(a.shape[0], b.shape[0], device=a.codes.device)
+    a_scales, b_scales = _by_row(a), _by_row(b)
+    for k in range(inner.start // size, -(-inner.stop // size)):
+        part = slice(max(k * size, inner.start), min((k + 1) * size, inner.stop))
+        partial = (a.codes[:, part].double() @ b.codes[:, part].double().t()).float()
+        total = _fma(a_scales[:, k, None] * b_scales[None, :, k], partial, total)
+    return total
 
 
 def _by_row(x: Quantized) -> Tensor:
