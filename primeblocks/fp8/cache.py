@@ -39,7 +39,7 @@ class WeightCache:
 
     def __init__(self, model: nn.Module, *optimizers: Optimizer) -> None:
         self._kept: dict[tuple[nn.Module, str], _Entry] = {}
-        self._watched: dict[tuple[nn.Module, str], tuple[Recipe, nn.Parameter]] = {}
+        self._watched: dict[tuple[nn.Module, str], tuple[Recipe, Tensor]] = {}
         self._products: list[Any] = []
         self.roundings = 0
         updated = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
@@ -113,6 +113,6 @@ class _Entry(NamedTuple):
     codes: WeightCodes
 
 
-def _sign(parameter: nn.Parameter) -> tuple[Any, ...]:
+def _sign(parameter: Tensor) -> tuple[Any, ...]:
     local = local_part(parameter)
     return local._version, local.data_ptr(), local.dtype

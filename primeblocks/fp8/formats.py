@@ -101,7 +101,9 @@ def scales_of(amax: Tensor, scale: Scale, quotient: Quotient) -> tuple[Tensor, T
         return scales, scales
     if quotient == "amax" and scale == "float32":
         largest = 1 / torch.finfo(torch.float32).tiny
-        factor = (E4M3_MAX / amax).clamp_(max=largest).masked_fill_(amax == 0, 1.0)
+        # A number over a tensor would be that number times the tensor's reciprocal.
+        factor = torch.full_like(amax, E4M3_MAX) / amax
+        factor = factor.clamp_(max=largest).masked_fill_(amax == 0, 1.0)
         return scales, factor.masked_fill_(scales.isnan(), torch.nan)
     return scales, scales.reciprocal()
 

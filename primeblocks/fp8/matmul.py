@@ -175,14 +175,12 @@ def _weight_gradient(
 ) -> Tensor:
     """Float32 or bfloat16 `dy.T @ x`; `[experts, out, in]` where there are offsets."""
     tile = recipe.activations
+    kept = Quantized(saved[0], saved[1], tile) if len(saved) == 2 else None
     if recipe.wgrad == "float8":
-        if dy_columns is None:
-            dy_columns = recipe.quantize(dy.mT, tile)
-        columns = Quantized(*saved, tile) if len(saved) == 2 else recipe.quantize(saved[0].mT, tile)
-        if offsets is None:
-            return recipe.gemm(dy_columns, columns)
-        return recipe.gemm.k_grouped(dy_columns, columns, offsets)
-    x = saved[0] if len(saved) == 1 else Quantized(*saved, tile).dequantize()
+        a = recipe.quantize(dy.mT, tile) if dy_columns is None else dy_columns
+        b = recipe.quantize(saved[0].mT, tile) if kept is None else kept
+        return recipe.gemm(a, b) if offsets is None else recipe.gemm.k_grouped(a, b, offsets)
+    x = saved[0] if kept is None else kept.dequantize()
     dtype = torch.float32 if recipe.wgrad == "float32" else torch.bfloat16
     dy, x = dy.to(dtype), x.to(dtype)
     if offsets is not None and dy.is_cuda and dtype is torch.bfloat16:

@@ -97,7 +97,7 @@ def convert(
     return chosen
 
 
-def converted(model: nn.Module) -> Iterator[tuple[nn.Module, Any, str, nn.Parameter]]:
+def converted(model: nn.Module) -> Iterator[tuple[nn.Module, Any, str, Tensor]]:
     """Yield (module, its float8 product, parameter's name, parameter) of a converted model."""
     for module in model.modules():
         if isinstance(module, Fp8Linear):

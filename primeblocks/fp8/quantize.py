@@ -174,7 +174,10 @@ def _parts(values: Tensor) -> list[tuple[Any, ...]]:
 
 @functools.cache
 def _compiled() -> Any:
-    return torch.compile(_round_tiles, dynamic=True)
+    # Whole, so that nothing runs uncompiled in silence: each kind of tile, dtype and layout takes a
+    # compilation, and after torch's own limit of eight the rest would.
+    compiled = torch.compile(_round_tiles, dynamic=True, fullgraph=True)
+    return torch._dynamo.config.patch(recompile_limit=64)(compiled)
 
 
 def _quantize_compiled(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
@@ -109,16 +109,16 @@ class Recipe:
         UnsupportedError: another word than those above.
     """
 
-    activations: Tile = Tile(1, 128)
-    weights: Tile = Tile(128, 128)
+    activations: Tile = field(default=Tile(1, 128))
+    weights: Tile = field(default=Tile(128, 128))
     scale: Scale = "float32"
     quotient: Quotient = "reciprocal"
     source: Source = "bfloat16"
     wgrad: Wgrad = "bfloat16"
     saved: Saved = "input"
     nonfinite: Nonfinite = "nan"
-    gemm: Gemm = ReferenceGemm()
-    quantizer: Quantizer = TorchQuantizer()
+    gemm: Gemm = field(default=ReferenceGemm())
+    quantizer: Quantizer = field(default=TorchQuantizer())
 
     def __post_init__(self) -> None:
         check_tile("activations", self.activations)

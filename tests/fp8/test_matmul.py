@@ -1,5 +1,7 @@
 """Products and gradients against exact fractions and the dequantized product in float64."""
 
+import dataclasses
+import itertools
 from fractions import Fraction
 from math import frexp
 
@@ -8,19 +10,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primeblocks.errors import PlanError, ShapeError, UnsupportedError
+from primeblocks.errors import PlanError, ShapeError, UnsupportedError, UsageError
 from primeblocks.fp8 import (
     Recipe,
     ReferenceGemm,
     Tile,
+    TorchQuantizer,
     exact_product,
     grouped_matmul,
-    grouped_mm_fn,
     matmul,
     quantize,
 )
 
-RECIPE = Recipe(activations=Tile(1, 16), weights=Tile(8, 16))
+SMALL = {"activations": Tile(1, 16), "weights": Tile(8, 16), "source": "float32"}
+RECIPE = Recipe(**SMALL, wgrad="float32")
 
 
 def matrix(*shape, seed=0):
@@ -95,61 +98,140 @@ def test_the_reference_engine_does_not_depend_on_the_order_within_a_tile():
     assert torch.equal(ReferenceGemm()(a, b), ReferenceGemm()(permuted(a), permuted(b)))
 
 
-@pytest.mark.parametrize("wgrad", ["float32", "bfloat16"])
-def test_gradients_use_the_same_codes(wgrad):
-    recipe = Recipe(activations=Tile(1, 16), weights=Tile(8, 16), wgrad=wgrad)
-    x = matrix(2, 5, 40).requires_grad_()
-    weight = matrix(24, 40, seed=1).requires_grad_()
+OFFSETS = torch.tensor([3, 3, 9, 10], dtype=torch.int32)
+RUNS = [slice(0, 3), slice(3, 3), slice(3, 9), slice(9, 10)]
+KINDS = [
+    {"wgrad": "float32"},
+    {"wgrad": "bfloat16"},
+    {"wgrad": "bfloat16", "saved": "float8"},
+    {"wgrad": "float8"},
+    {"wgrad": "float8", "saved": "float8"},
+    {"wgrad": "float8", "scale": "ue8m0", "quotient": "division"},
+]
+
+
+def rounded(x, recipe, *, stored):
+    """An operand of the weight's gradient as the recipe rounds it, in float64."""
+    if recipe.wgrad == "float8":
+        return recipe.quantize(x.mT, recipe.activations).dequantize(torch.float64).mT
+    if stored and recipe.saved == "float8":
+        x = recipe.quantize(x, recipe.activations).dequantize()
+    return x.to(getattr(torch, recipe.wgrad)).double()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tiles", [RECIPE, Recipe.mxfp8(source="float32")])
+def test_gradients_are_products_of_what_was_rounded(kind, tiles):
+    recipe = dataclasses.replace(tiles, **kind)
+    x, weight = matrix(2, 5, 40).requires_grad_(), matrix(24, 40, seed=1).requires_grad_()
     dy = matrix(2, 5, 24, seed=2)
     y = matmul(x, weight, recipe=recipe)
     y.backward(dy)
-    xq, wq = (
-        quantize(x.detach().flatten(0, 1), recipe.activations),
-        quantize(weight, recipe.weights),
-    )
-    dyq = quantize(dy.flatten(0, 1), recipe.gradients)
+    rows, dy = x.detach().flatten(0, 1), dy.flatten(0, 1)
+    wq = recipe.quantize_weight(weight)
     assert y.shape == (2, 5, 24)
-    assert relative(y.flatten(0, 1), exact_product(xq, wq)) < 1e-6
-    assert relative(x.grad.flatten(0, 1), exact_product(dyq, wq.transposed)) < 1e-6
-    exact_dw = dy.flatten(0, 1).double().t() @ x.detach().flatten(0, 1).double()
-    assert relative(weight.grad, exact_dw) < (1e-6 if wgrad == "float32" else 1e-2)
+    exact = exact_product(recipe.quantize(rows, recipe.activations), wq)
+    assert relative(y.flatten(0, 1), exact) < 1e-6
+    if recipe.weights.rows == 1:
+        across = recipe.quantize_weight(weight.detach().mT)
+    else:
+        across = wq.transposed
+    exact = exact_product(recipe.quantize(dy, recipe.gradients), across)
+    assert relative(x.grad.flatten(0, 1), exact) < 1e-6
+    exact = rounded(dy, recipe, stored=False).mT @ rounded(rows, recipe, stored=True)
+    assert relative(weight.grad, exact) < 1e-6
 
 
-def test_tiny_gradients_survive():
-    x, weight = matrix(8, 32).requires_grad_(), matrix(16, 32, seed=1).requires_grad_()
-    dy = matrix(8, 16, seed=2) * 1e-9
-    matmul(x, weight, recipe=RECIPE).backward(dy)
-    exact = dy.double() @ weight.detach().double()
-    assert relative(x.grad, exact) < 0.06
-
-
-def test_groups_are_products_of_their_own():
-    x = matrix(10, 32).requires_grad_()
-    experts = matrix(4, 16, 32, seed=1).requires_grad_()
-    offsets = torch.tensor([3, 3, 9, 10], dtype=torch.int32)
-    y = grouped_mm_fn(RECIPE)(x, experts, offsets)
-    parts = [
-        matmul(x[a:b], experts[e], recipe=RECIPE)
-        for e, (a, b) in enumerate([(0, 3), (3, 3), (3, 9), (9, 10)])
-    ]
-    assert torch.equal(y, torch.cat(parts))
-    dy = matrix(10, 16, seed=2)
-    expected = torch.autograd.grad(torch.cat(parts), (x, experts), dy)
-    actual = torch.autograd.grad(y, (x, experts), dy)
-    assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
-    dx, dw = actual
-    dense = torch.zeros(4, 16, 32, dtype=torch.float64)
-    for e, (a, b) in enumerate([(0, 3), (3, 3), (3, 9), (9, 10)]):
-        dense[e] = dy[a:b].double().t() @ x[a:b].detach().double()
-        if b > a:
-            codes = quantize(experts[e], RECIPE.weights).transposed
-            dyq = quantize(dy[a:b], RECIPE.gradients)
-            assert relative(dx[a:b], exact_product(dyq, codes)) < 1e-6
-    assert relative(dw, dense) < 1e-6
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_are_products_of_their_own(kind):
+    recipe = Recipe(**{**SMALL, **kind})
+    x, experts = matrix(12, 32).requires_grad_(), matrix(4, 16, 32, seed=1).requires_grad_()
+    y = grouped_matmul(x, experts, OFFSETS, recipe=recipe)
+    parts = [matmul(x[rows], w, recipe=recipe) for rows, w in zip(RUNS, experts, strict=True)]
+    assert torch.equal(y[:10], torch.cat(parts))
+    assert (y[10:] == 0).all()
+    dy = matrix(12, 16, seed=2)
+    dx, dw = torch.autograd.grad(y, (x, experts), dy)
+    (of_parts,) = torch.autograd.grad(torch.cat(parts), x, dy[:10])
+    assert torch.equal(dx, of_parts)
+    # Tiles along the tokens lie where they lie, whoever's tokens they hold.
+    a, b = rounded(dy, recipe, stored=False), rounded(x.detach(), recipe, stored=True)
+    exact = torch.stack([a[rows].mT @ b[rows] for rows in RUNS])
+    assert relative(dw, exact) < 1e-6
     assert (dw[1] == 0).all()
 
 
-@pytest.mark.parametrize("offsets", [[3, 2, 9, 10], [3, 3, 9, 9], [3, 3, 10]])
+def test_what_forward_keeps_of_its_input_is_as_the_recipe_says():
+    x, weight = matrix(64, 256).requires_grad_(), matrix(128, 256, seed=1).requires_grad_()
+    kept = {}
+    for saved, wgrad in itertools.product(("input", "float8"), ("bfloat16", "float8")):
+        sizes = []
+
+        def size(tensor, sizes=sizes):
+            sizes.append(tensor.nbytes)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(size, lambda tensor: tensor):
+            matmul(x, weight, recipe=Recipe(saved=saved, wgrad=wgrad))
+        kept[saved, wgrad] = sum(sizes) - weight.numel() - 2 * 4
+    rows, columns = 64 * 256 + 64 * 2 * 4, 256 * 64 + 256 * 1 * 4  # a code a value, scales
+    assert kept == {
+        ("input", "bfloat16"): x.nbytes,
+        ("input", "float8"): x.nbytes,
+        ("float8", "bfloat16"): rows,
+        ("float8", "float8"): columns,
+    }
+
+
+def test_a_frozen_weight_keeps_no_input():
+    x, weight = matrix(8, 32).requires_grad_(), matrix(16, 32, seed=1)
+    shapes = []
+    with torch.autograd.graph.saved_tensors_hooks(shapes.append, lambda _: None):
+        matmul(x, weight, recipe=RECIPE)
+    assert [tensor.shape for tensor in shapes] == [(32, 16), (2, 2)]
+
+
+def test_experts_of_one_batch_share_no_tile():
+    experts = matrix(3, 20, 50) * torch.tensor([1e-6, 1.0, 1e6]).reshape(3, 1, 1)
+    whole = RECIPE.quantize_weight(experts)
+    for expert, alone in enumerate(map(RECIPE.quantize_weight, experts)):
+        assert torch.equal(whole.codes[expert].float(), alone.codes.float())
+        assert torch.equal(whole.scales[expert], alone.scales)
+
+
+def test_the_source_of_a_weight_is_kept_or_refused():
+    weight = matrix(16, 32)
+    export, master = Recipe(), Recipe(source="float32")
+    same = [export.quantize_weight(w).dequantize() for w in (weight, weight.bfloat16())]
+    assert torch.equal(*same)
+    assert not torch.equal(same[0], master.quantize_weight(weight).dequantize())
+    with pytest.raises(UsageError, match="quantizes master weights; got one in torch.bfloat16"):
+        matmul(weight, weight.bfloat16(), recipe=master)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_values_that_are_not_finite_pass_as_nan_or_are_refused(bad):
+    x, weight = matrix(4, 32), matrix(16, 32, seed=1)
+    x[2, 5] = bad
+    y = matmul(x, weight, recipe=RECIPE)
+    assert y[2].isnan().all()
+    clean = matmul(x[[0, 1, 3]], weight, recipe=RECIPE)
+    assert torch.equal(y[[0, 1, 3]], clean)
+    with pytest.raises(UsageError, match="1 of 128"):
+        matmul(x, weight, recipe=Recipe(**SMALL, nonfinite="raise"))
+
+
+def test_a_gradient_that_is_expanded_is_taken():
+    x, weight = matrix(8, 32).requires_grad_(), matrix(16, 32, seed=1).requires_grad_()
+    for recipe in (RECIPE, Recipe(**SMALL, wgrad="float8")):
+        found = torch.autograd.grad(matmul(x, weight, recipe=recipe).sum(), (x, weight))
+        expected = torch.autograd.grad(
+            matmul(x, weight, recipe=recipe), (x, weight), torch.ones(8, 16)
+        )
+        assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("offsets", [[3, 2, 9, 10], [-1, 3, 9, 10], [3, 3, 9, 11], [3, 3, 10]])
 def test_offsets_that_do_not_fit_are_refused(offsets):
     with pytest.raises(ShapeError, match="offsets"):
         grouped_matmul(matrix(10, 32), matrix(4, 16, 32), torch.tensor(offsets), recipe=RECIPE)
@@ -165,11 +247,35 @@ def test_shapes_that_do_not_fit_are_refused():
 def test_a_recipe_is_a_value():
     assert Recipe() == Recipe()
     assert hash(Recipe()) == hash(Recipe())
-    assert Recipe().fingerprint() == Recipe(wgrad="bfloat16").fingerprint()
-    assert Recipe().fingerprint() != RECIPE.fingerprint()
     with pytest.raises(PlanError, match="columns"):
         Recipe(activations=Tile(1, 64))
-    with pytest.raises(UnsupportedError, match="ue8m0"):
-        Recipe(scale="ue8m0")
-    with pytest.raises(UnsupportedError, match="float8"):
-        Recipe(wgrad="float8")
+    with pytest.raises(UnsupportedError, match="tiles of one row"):
+        Recipe(activations=Tile(2, 128), wgrad="float8")
+
+
+def test_a_fingerprint_is_of_all_that_decides_codes_and_of_nothing_else():
+    alike = [
+        Recipe(),
+        Recipe(wgrad="float8"),
+        Recipe(saved="float8"),
+        Recipe(nonfinite="raise"),
+        Recipe(quantizer=TorchQuantizer(compiled=True)),
+    ]
+    assert len({recipe.fingerprint() for recipe in alike}) == 1
+    others = [
+        Recipe(),
+        RECIPE,
+        Recipe(source="float32"),
+        Recipe(scale="ue8m0"),
+        Recipe(quotient="division"),
+        Recipe(weights=Tile(64, 128)),
+        Recipe.mxfp8(),
+    ]
+    prints = [
+        recipe.fingerprint(layers) for recipe in others for layers in ((), ("a",), ("a", "b"))
+    ]
+    assert len(set(prints)) == len(prints)
+    assert Recipe().fingerprint(["b", "a"]) == Recipe().fingerprint(("a", "b", "a"))
+    assert Recipe().fingerprint() == "8481b4d195e5e13a"  # the same in every process and release
+    with pytest.raises(UsageError, match="the text"):
+        Recipe().fingerprint("a")
