@@ -89,7 +89,10 @@ def scales_of(amax: Tensor, scale: Scale, quotient: Quotient) -> tuple[Tensor, T
     normal float32, whose reciprocal is finite; 1 where `amax` is 0, NaN where it is not finite.
     Local; the host waits for nothing.
     """
-    scales = (amax / E4M3_MAX).clamp_(min=torch.finfo(torch.float32).tiny)
+    # As tensors, to be divided: over a number CUDA multiplies by its reciprocal, and a number over
+    # a tensor is that number times the tensor's reciprocal everywhere.
+    largest = torch.full_like(amax, E4M3_MAX)
+    scales = (amax / largest).clamp_(min=torch.finfo(torch.float32).tiny)
     if scale == "ue8m0":
         # One more in the exponent where a mantissa bit is set: exp2(ceil(log2(s))) goes wrong
         # beside powers of two.
@@ -100,10 +103,8 @@ def scales_of(amax: Tensor, scale: Scale, quotient: Quotient) -> tuple[Tensor, T
     if quotient == "division":
         return scales, scales
     if quotient == "amax" and scale == "float32":
-        largest = 1 / torch.finfo(torch.float32).tiny
-        # A number over a tensor would be that number times the tensor's reciprocal.
-        factor = torch.full_like(amax, E4M3_MAX) / amax
-        factor = factor.clamp_(max=largest).masked_fill_(amax == 0, 1.0)
+        factor = (largest / amax).clamp_(max=1 / torch.finfo(torch.float32).tiny)
+        factor.masked_fill_(amax == 0, 1.0)
         return scales, factor.masked_fill_(scales.isnan(), torch.nan)
     return scales, scales.reciprocal()
 
