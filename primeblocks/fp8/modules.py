@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ..errors import UnsupportedError, UsageError
 from .matmul import grouped_matmul, matmul
@@ -65,8 +67,8 @@ def convert(
     The layers become `Fp8Linear` but stay the same objects, with their parameters, names and
     hooks, so optimizers, FSDP2 (applied afterwards) and weight transfer do not notice. A module of
     experts is converted through the seam that it declares, an attribute `grouped_mm`: those of
-    `primeblocks.parallel` do, those of transformers and torchtitan by
-    `primeblocks.fp8.adapters.transformers.offer` and `...torchtitan.offer`. Local.
+    `primeblocks.parallel` do; for others call the `convert` of an adapter, such as
+    `primeblocks.fp8.adapters.transformers`. Local.
 
     Args:
         only: a regular expression that names whole parts of dotted names; a layer is converted if
@@ -89,8 +91,8 @@ def convert(
         if not isinstance(layers[name], nn.Linear) and not hasattr(layers[name], "grouped_mm"):
             raise UnsupportedError(
                 f"{name or 'the model'} is a {type(layers[name]).__name__}, which has no seam for "
-                "grouped products. Call primeblocks.fp8.adapters.transformers.offer(model) first, "
-                f"or exclude={re.escape(name.rpartition('.')[2])!r}."
+                "grouped products. Call convert of primeblocks.fp8.adapters.transformers or "
+                f".torchtitan, or exclude={re.escape(name.rpartition('.')[2]) + '$'!r}."
             )
     for name in chosen:
         _convert(layers[name], recipe)
@@ -109,17 +111,29 @@ def converted(model: nn.Module) -> Iterator[tuple[nn.Module, Any, str, Tensor]]:
 
 
 def _multiplies(module: nn.Module) -> bool:
-    """Whether it is a plain linear layer, or one of experts: matrices stacked in one parameter."""
+    """Whether it is a linear layer, or one of experts: matrices stacked in one parameter."""
     if isinstance(module, nn.Linear):
-        return type(module) in (nn.Linear, Fp8Linear)
+        plain = type(module).forward is nn.Linear.forward or isinstance(module, Fp8Linear)
+        # That of nn.MultiheadAttention, which multiplies by its weight itself.
+        return plain and not isinstance(module, NonDynamicallyQuantizableLinear)
     stacked = [p for p in module.parameters(recurse=False) if p.ndim == 3]
-    return hasattr(module, "grouped_mm") or (len(stacked) > 1 and not isinstance(module, nn.Conv1d))
+    return hasattr(module, "grouped_mm") or len(stacked) > 1
 
 
 def _convert(module: nn.Module, recipe: Recipe) -> None:
     if isinstance(module, nn.Linear):
         layer = cast(Fp8Linear, module)
-        layer.__class__ = Fp8Linear
+        layer.__class__ = _float8(type(module))  # type: ignore[arg-type]
         layer.recipe, layer.cache = recipe, None
     else:
-        module.grouped_mm = Fp8GroupedMm(module, recipe)  # type: ignore[assignment]
+        cast(Any, module).grouped_mm = Fp8GroupedMm(module, recipe)
+
+
+@functools.cache
+def _float8(linear: type[nn.Linear]) -> type[Fp8Linear]:
+    """Return the class that a layer gets: its own too, if that is a host's."""
+    if issubclass(linear, Fp8Linear):
+        return linear
+    return (
+        Fp8Linear if linear is nn.Linear else type(f"Fp8{linear.__name__}", (Fp8Linear, linear), {})
+    )

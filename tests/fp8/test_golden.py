@@ -33,9 +33,7 @@ def hexed(x):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_nothing_has_changed(name):
-    recipe = Recipe(
-        activations=Tile(1, 16), weights=Tile(4, 16), source="float32", **RECIPES[name]
-    )
+    recipe = Recipe(activations=Tile(1, 16), weights=Tile(4, 16), source="float32", **RECIPES[name])
     a = recipe.quantize(operand(3, 40, start=145), recipe.activations)
     b = recipe.quantize(operand(5, 40, start=2), recipe.weights)
     product = ReferenceGemm()(a, b)

@@ -36,7 +36,9 @@ def test_whole_words_are_named(rule, chosen):
     assert list(choose(NAMES, only=rule)) == chosen
 
 
-@pytest.mark.parametrize("rule", ["mlp.gate", "mlp.gate.", "gate", r"\w*gate", "_proj", "proj$", "head", "o"])
+@pytest.mark.parametrize(
+    "rule", ["mlp.gate", "mlp.gate.", "gate", r"\w*gate", "_proj", "proj$", "head", "o"]
+)
 def test_what_is_found_by_accident_is_refused(rule):
     with pytest.raises(UsageError, match="is found inside"):
         choose(NAMES, only=rule)

@@ -18,10 +18,14 @@ from .dispatcher import TokenDispatcher
 
 __all__ = [
     "GroupedExperts",
+    "GroupedMm",
     "expert_linear",
     "grouped_linear",
     "grouped_swiglu",
 ]
+
+GroupedMm = Callable[[str, Tensor, Tensor, Tensor], Tensor]
+"""A product of grouped rows: (name of the weight, tokens, weight, offsets on their device)."""
 
 
 @outside_graphs
@@ -70,9 +74,7 @@ def grouped_linear(
         pairs = zip(tokens.split(rows), weight.unbind(), strict=True)
         out = torch.cat([F.linear(x, w) for x, w in pairs])
     if bias is not None:
-        out = out + autocast(bias).repeat_interleave(
-            counts.to(bias.device), 0, output_size=sum(rows)
-        )
+        out = out + _of_rows(bias, counts, sum(rows))
     return out
 
 
@@ -100,6 +102,7 @@ class GroupedExperts(nn.Module):
     """The experts of one layer, with the parameter names of transformers.
 
     Built whole; `fully_shard_moe` leaves each rank its share. Collective if the dispatcher is.
+    Another product, such as one in float8, takes the place of torch's as `grouped_mm`.
 
     Args:
         dispatcher: must share the experts as the parameters are shared.
@@ -120,6 +123,7 @@ class GroupedExperts(nn.Module):
         self.num_experts = num_experts
         self.dispatcher = dispatcher
         self.activation = activation
+        self.grouped_mm: GroupedMm | None = None
         gate_up = torch.empty(num_experts, 2 * intermediate, hidden, dtype=dtype, device=device)
         down = torch.empty(num_experts, hidden, intermediate, dtype=dtype, device=device)
         self.gate_up_proj = nn.Parameter(nn.init.normal_(gate_up, std=hidden**-0.5))
@@ -136,6 +140,8 @@ class GroupedExperts(nn.Module):
 def expert_linear(module: Any, name: str, tokens: Tensor, counts: Tensor) -> Tensor:
     """Run each expert's rows through one weight of `module`, its adapter included. Local.
 
+    With `module.grouped_mm` if it has one: `grouped_mm(name, tokens, weight, offsets)`.
+
     Args:
         name: `[experts, out, in]`, or `[experts, in, out]` if `module.is_transposed`; beside it
             there may be `NAME_bias`, and the factors of `add_expert_lora`.
@@ -151,12 +157,34 @@ def expert_linear(module: Any, name: str, tokens: Tensor, counts: Tensor) -> Ten
     weight = local_part(getattr(module, name))
     if getattr(module, "is_transposed", False):
         weight = weight.transpose(1, 2)
-    out = grouped_linear(tokens, counts, weight, local("_bias"))
+    product = getattr(module, "grouped_mm", None)
+    if product is None:
+        out = grouped_linear(tokens, counts, weight, local("_bias"))
+    else:
+        out = _other_product(product, name, tokens, counts, weight, local("_bias"))
     a, b = local("_lora_A"), local("_lora_B")
     if a is None or b is None:
         return out
     inner = grouped_linear(tokens, counts, a.to(tokens.dtype)) * module.lora_scaling
     return out + grouped_linear(inner, counts, b.to(tokens.dtype))
+
+
+@outside_graphs
+def _other_product(
+    product: GroupedMm,
+    name: str,
+    tokens: Tensor,
+    counts: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> Tensor:
+    offsets = counts.cumsum(0).to(tokens.device, torch.int32)
+    out = product(name, autocast(tokens), weight, offsets)
+    return out if bias is None else out + _of_rows(bias, counts, len(tokens))
+
+
+def _of_rows(bias: Tensor, counts: Tensor, rows: int) -> Tensor:
+    return autocast(bias).repeat_interleave(counts.to(bias.device), 0, output_size=rows)
 
 
 def _fits_kernel(tokens: Tensor, weight: Tensor) -> bool:

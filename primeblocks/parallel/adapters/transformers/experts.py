@@ -45,6 +45,7 @@ def install_experts(experts: list[Any], dispatcher: TokenDispatcher) -> None:
     for module in experts:
         module.config._experts_implementation = _IMPLEMENTATION
         module.dispatcher = dispatcher
+        module.grouped_mm = getattr(module, "grouped_mm", None)
 
 
 def _forward(

@@ -1,0 +1,1 @@
+"""Engines that multiply and quantize, and hosts whose modules are converted."""

@@ -1,0 +1,72 @@
+"""torchtitan 0.3.0's linear layers and experts in float8."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...errors import MissingPackageError, UnsupportedError
+from ...layout import local_part
+from ..modules import convert as convert_modules
+from ..recipe import Recipe
+
+try:
+    from torchtitan import __version__ as _RELEASE
+except ImportError as error:
+    raise MissingPackageError("torchtitan", "torchtitan") from error
+
+_TESTED = "0.3.0"
+if _RELEASE != _TESTED:
+    raise UnsupportedError(
+        f"torchtitan {_RELEASE}: this adapter was written for {_TESTED}, whose experts' forward it "
+        f"replaces. Run: pip install torchtitan=={_TESTED}"
+    )
+
+try:
+    from torchtitan.models.common.moe import GroupedExperts
+except ImportError as error:
+    raise MissingPackageError(error.name or "torchtitan", "torchtitan") from error
+
+__all__ = ["convert"]
+
+
+def convert(
+    model: nn.Module,
+    recipe: Recipe,
+    *,
+    only: str | re.Pattern[str],
+    exclude: str | re.Pattern[str] | None = None,
+) -> tuple[str, ...]:
+    """Let some linear layers and experts of a torchtitan model multiply in float8, in place.
+
+    As `primeblocks.fp8.convert`, for `GroupedExperts` too, which torchtitan multiplies in bfloat16
+    whatever their dtype; here rows keep their own. Local.
+    """
+    stock: list[Any] = [m for m in model.modules() if type(m) is GroupedExperts]
+    for module in stock:
+        module.grouped_mm = None
+    try:
+        return convert_modules(model, recipe, only=only, exclude=exclude)
+    finally:
+        for module in stock:
+            if module.grouped_mm is None:
+                del module.grouped_mm
+            else:
+                module.__class__ = _Fp8GroupedExperts
+
+
+class _Fp8GroupedExperts(GroupedExperts):
+    grouped_mm: Any
+
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        offsets = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
+
+        def linear(name: str, rows: Tensor) -> Tensor:
+            return self.grouped_mm(name, rows, local_part(getattr(self, name)), offsets)
+
+        inner = F.silu(linear("w1_EFD", x_RD)) * linear("w3_EFD", x_RD)
+        return linear("w2_EDF", inner)

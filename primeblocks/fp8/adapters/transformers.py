@@ -1,0 +1,81 @@
+"""transformers' experts in float8, through its registry of experts implementations."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ExpertsInterface
+
+from ...errors import UnsupportedError
+from ..modules import Fp8GroupedMm
+from ..modules import convert as convert_modules
+from ..recipe import Recipe
+
+__all__ = ["convert"]
+
+_IMPLEMENTATION = "primeblocks_fp8"
+
+
+def convert(
+    model: nn.Module,
+    recipe: Recipe,
+    *,
+    only: str | re.Pattern[str],
+    exclude: str | re.Pattern[str] | None = None,
+) -> tuple[str, ...]:
+    """Let some linear layers and experts of a transformers model multiply in float8, in place.
+
+    As `primeblocks.fp8.convert`, for experts too: each that is chosen gets an experts
+    implementation of its own. `primeblocks.parallel`'s `parallelize` may come before or after.
+    Local.
+
+    Raises:
+        UnsupportedError: transformers itself shares the experts among ranks.
+    """
+    experts: list[Any] = [m for m in model.modules() if hasattr(m, "_apply_gate")]
+    stock = [module for module in experts if not hasattr(module, "grouped_mm")]
+    if any(module._is_expert_parallel for module in stock):
+        raise UnsupportedError(
+            "transformers shares these experts among ranks, by masks of its own. Share them by "
+            "primeblocks.parallel.adapters.transformers.parallelize instead."
+        )
+    for module in stock:
+        module.grouped_mm = None
+    try:
+        names = convert_modules(model, recipe, only=only, exclude=exclude)
+    finally:
+        for module in stock:
+            if module.grouped_mm is None:
+                del module.grouped_mm
+    ExpertsInterface.register(_IMPLEMENTATION, _forward)
+    for module in stock:
+        if isinstance(getattr(module, "grouped_mm", None), Fp8GroupedMm):
+            module.config = copy.copy(module.config)  # All layers share one.
+            module.config._experts_implementation = _IMPLEMENTATION
+    return names
+
+
+def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, scores: Tensor) -> Tensor:
+    top_k = top_k_index.shape[-1]
+    experts, order = top_k_index.reshape(-1).sort(stable=True)
+    every = torch.arange(module.num_experts, device=experts.device)
+    offsets = torch.searchsorted(experts, every, right=True).int()
+
+    def linear(name: str, rows: Tensor) -> Tensor:
+        weight, bias = getattr(module, name), getattr(module, f"{name}_bias", None)
+        weight = weight.mT if module.is_transposed else weight
+        out = module.grouped_mm(name, rows, weight, offsets)
+        return out if bias is None else out + bias[experts]
+
+    rows = hidden_states[order // top_k]
+    if module.has_gate:
+        inner = module._apply_gate(linear("gate_up_proj", rows))
+    else:
+        inner = module.act_fn(linear("up_proj", rows))
+    out = linear("down_proj", inner) * scores.reshape(-1)[order, None]
+    slots = torch.empty_like(out).index_copy(0, order, out)
+    return slots.unflatten(0, (-1, top_k)).sum(1).to(hidden_states.dtype)
