@@ -1,31 +1,71 @@
-"""How fast the quantizer is against a copy, and what it costs in precision."""
+"""How fast the quantizer is on a CPU, against the same arithmetic uncompiled and against a copy."""
 
 import torch
 
-from primeblocks.fp8 import Tile, measure_error, quantize
+from primeblocks.fp8 import Quantized, Tile, TorchQuantizer, measure_error, quantize
+from primeblocks.fp8.formats import scales_of, tiled
 
 from .harness import compare, copy_bandwidth, main
+from .peers import restart_where
+
+COMPILED = TorchQuantizer(compiled=True)
+TILES = {"1x128": Tile(1, 128), "128x128": Tile(128, 128), "1x32": Tile(1, 32)}
+SIZES = (2048, 8192)
 
 
-def measure() -> dict[str, tuple[float, str, str]]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+def eager(x: torch.Tensor, tile: Tile) -> Quantized:
+    """The definition over the whole matrix at once, one torch operation after another."""
+    values = tiled(x, tile).float()
+    scales, factor = scales_of(values.abs().amax(dim=(-3, -1)), "float32", "reciprocal")
+    codes = (values * factor[..., None, :, None]).to(torch.float8_e4m3fn)
+    return Quantized(codes.reshape(x.shape), scales, tile)
+
+
+def one(size: int, tile: Tile, bandwidth: float) -> dict[str, tuple[float, str, str]]:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2048, 2048, generator=generator).bfloat16().to(device)
-    tile = Tile(1, 128)
+    x = torch.randn(size, size, generator=generator).bfloat16()
     error = measure_error(x, quantize(x, tile))
 
     def agree() -> None:
         assert error < 0.03, f"the relative error is {error}"
+        expected = eager(x, tile)
+        for other in (quantize(x, tile), COMPILED(x, tile)):
+            same = torch.equal(other.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+            assert same and torch.equal(other.scales, expected.scales)
 
-    (timing,) = compare(lambda: quantize(x, tile), agree=agree)
+    plain, default, fused = compare(
+        lambda: eager(x, tile), lambda: quantize(x, tile), lambda: COMPILED(x, tile), agree=agree
+    )
     moved = x.numel() * (x.element_size() + 1)  # bfloat16 read, a code written
-    fraction = moved / timing.median / copy_bandwidth(device=device)
     return {
-        "fp8.quantize.1x128.copy_bandwidth_fraction": (fraction, "ratio", "torch copy_"),
-        "fp8.quantize.1x128.relative_error": (error, "ratio", ""),
-        "fp8.quantize.1x128.spread": (timing.spread, "ratio", ""),
-    }
+        "speedup_vs_eager": (plain.median / fused.median, "ratio", "eager torch"),
+        "copy_bandwidth_fraction": (moved / fused.median / bandwidth, "ratio", "torch copy_"),
+        "spread": (fused.spread, "ratio", ""),
+        "uncompiled.speedup_vs_eager": (plain.median / default.median, "ratio", "eager torch"),
+        "uncompiled.copy_bandwidth_fraction": (
+            moved / default.median / bandwidth, "ratio", "torch copy_"
+        ),
+        "relative_error": (error, "ratio", ""),
+    }  # fmt: skip
+
+
+def measure() -> dict[str, tuple[float, str, str]]:
+    """Every size, tile and number of threads; the plain names are those of the first of each."""
+    figures: dict[str, tuple[float, str, str]] = {}
+    every = torch.get_num_threads()
+    for threads in sorted({every, 1}, reverse=True):
+        torch.set_num_threads(threads)
+        bandwidth = copy_bandwidth()
+        for size in SIZES:
+            for name, tile in TILES.items():
+                at = f"fp8.quantize.cpu.{threads}_threads.{size}.{name}"
+                found = one(size, tile, bandwidth)
+                figures |= {f"{at}.{key}": figure for key, figure in found.items()}
+                for key in ("speedup_vs_eager", "copy_bandwidth_fraction"):
+                    figures.setdefault(f"fp8.quantize.cpu.{key}", found[key])
+    return figures
 
 
 if __name__ == "__main__":
+    restart_where("torch", module="benchmarks.fp8")
     main(measure)

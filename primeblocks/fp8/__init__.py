@@ -6,7 +6,7 @@ a reference that says what each result is.
 
 from .cache import WeightCache
 from .formats import Tile
-from .matmul import grouped_matmul, matmul
+from .matmul import grouped_matmul, matmul, swiglu_matmul
 from .modules import Fp8Linear, convert
 from .quantize import Quantized, TorchQuantizer, measure_error, quantize
 from .recipe import Gemm, Recipe
@@ -27,4 +27,5 @@ __all__ = [
     "matmul",
     "measure_error",
     "quantize",
+    "swiglu_matmul",
 ]

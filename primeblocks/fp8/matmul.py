@@ -1,7 +1,8 @@
-"""Matrix products in float8 with gradients: dense, and of experts over grouped rows."""
+"""Matrix products in float8 with gradients: dense, of experts over grouped rows, after a SwiGLU."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +13,11 @@ from torch.autograd.function import once_differentiable
 from ..errors import ShapeError, UnsupportedError
 from ..groups import check_tensors
 from ..layout import local_part
-from .quantize import Quantized
+from .quantize import Quantized, swiglu
 from .recipe import Recipe, check_recipe
 from .reference import runs
 
-__all__ = ["WeightCodes", "grouped_matmul", "matmul", "quantize_both_ways"]
+__all__ = ["WeightCodes", "grouped_matmul", "matmul", "quantize_both_ways", "swiglu_matmul"]
 
 
 class WeightCodes(NamedTuple):
@@ -99,17 +100,49 @@ def grouped_matmul(
     check_tensors(x=x, experts=experts, offsets=offsets)
     if experts.ndim != 3 or x.ndim != 2 or x.shape[1] != experts.shape[2]:
         raise ShapeError(f"x {list(x.shape)} and experts {list(experts.shape)} do not multiply")
-    if offsets.ndim != 1 or offsets.is_floating_point() or not len(experts):
-        raise ShapeError(
-            "needs at least one expert, and for each an integer offset at which its rows end; got "
-            f"{len(experts)} experts and offsets {offsets.dtype} {list(offsets.shape)}"
-        )
-    if len(offsets) != len(experts):
-        raise ShapeError(f"{len(experts)} experts need as many offsets; got {len(offsets)}")
-    if offsets.device.type == "cpu":
-        _check_offsets(offsets, len(x))
+    offsets = _checked_offsets(offsets, len(experts), len(x))
     _refuse_shards(experts)
-    return _Matmul.apply(x, experts, offsets.int(), recipe, codes)
+    return _Matmul.apply(x, experts, offsets, recipe, codes)
+
+
+def swiglu_matmul(
+    gate_up: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    *,
+    recipe: Recipe,
+    scores: Tensor | None = None,
+    codes: WeightCodes | None = None,
+) -> Tensor:
+    """Multiply `swiglu(gate_up, scores)`, that is never stored, by a weight.
+
+    The result and gradients of `grouped_matmul`, or of `matmul` without offsets, of the
+    activation; an engine that can computes its codes in one pass over `gate_up`. Of the input only
+    `gate_up` is kept for backward, which computes the activation again. Local.
+
+    Args:
+        gate_up: `[tokens, 2 * in]`, the gate first.
+        weight: `[experts, out, in]`, or `[out, in]` without offsets.
+        offsets: as for `grouped_matmul`.
+        scores: `[tokens]`, by which the activation is multiplied.
+
+    Raises:
+        ShapeError, UnsupportedError: as `grouped_matmul`.
+    """
+    check_recipe(recipe)
+    check_tensors(gate_up=gate_up, weight=weight)
+    grouped = offsets is not None
+    if gate_up.ndim != 2 or weight.ndim != 2 + grouped or gate_up.shape[1] != 2 * weight.shape[-1]:
+        raise ShapeError(
+            f"gate_up {list(gate_up.shape)} is no pair of what the weight {list(weight.shape)} "
+            f"multiplies, {'with' if grouped else 'without'} offsets"
+        )
+    if scores is not None and scores.shape != gate_up.shape[:1]:
+        raise ShapeError(f"needs a score for each of {len(gate_up)} rows; got {list(scores.shape)}")
+    if offsets is not None:
+        offsets = _checked_offsets(offsets, len(weight), len(gate_up))
+    _refuse_shards(weight)
+    return _SwigluMatmul.apply(gate_up, scores, weight, offsets, recipe, codes)
 
 
 class _Matmul(torch.autograd.Function):
@@ -127,26 +160,88 @@ class _Matmul(torch.autograd.Function):
         saved, quantized = _save(x, recipe, wanted=ctx.needs_input_grad[1])
         transposed = codes.backward
         ctx.save_for_backward(transposed.codes, transposed.scales, offsets, *saved)
-        ctx.recipe, ctx.shape, ctx.dtypes = recipe, weight.shape, (x.dtype, weight.dtype)
+        ctx.recipe, ctx.dtypes = recipe, (x.dtype, weight.dtype)
         return _multiply(quantized, codes.forward, offsets, recipe).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         codes, scales, offsets, *saved = ctx.saved_tensors
+        wanted, wanted_dw, *_ = ctx.needs_input_grad
         recipe: Recipe = ctx.recipe
-        dx = dw = dy_columns = None
-        if ctx.needs_input_grad[0]:
-            weight = Quantized(codes, scales, recipe.transposed_weights)
-            if recipe.wgrad == "float8" and ctx.needs_input_grad[1]:
-                rows, dy_columns = recipe.quantize_both(dy, recipe.gradients)
-            else:
-                rows = recipe.quantize(dy, recipe.gradients)
-            dx = _multiply(rows, weight, offsets, recipe).to(ctx.dtypes[0])
-        if ctx.needs_input_grad[1]:
-            dw = _weight_gradient(dy, dy_columns, saved, offsets, recipe)
-            dw = dw.reshape(ctx.shape).to(ctx.dtypes[1])
+        dx = dw = columns = None
+        if wanted:
+            dx, columns = _input_gradient(dy, codes, scales, offsets, recipe, both=wanted_dw)
+            dx = dx.to(ctx.dtypes[0])
+        if wanted_dw:
+            dw = _weight_gradient(dy, columns, saved, offsets, recipe).to(ctx.dtypes[1])
         return dx, dw, None, None, None
+
+
+class _SwigluMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gate_up: Tensor,
+        scores: Tensor | None,
+        weight: Tensor,
+        offsets: Tensor | None,
+        recipe: Recipe,
+        codes: WeightCodes | None,
+    ) -> Tensor:
+        if codes is None:
+            codes = quantize_both_ways(weight, recipe)
+        saved: tuple[Tensor, ...] = ()
+        if recipe.saved == recipe.wgrad == "float8" and ctx.needs_input_grad[2]:
+            quantized, columns = recipe.quantize_swiglu_both(gate_up, scores)
+            saved = columns.codes, columns.scales
+        else:
+            quantized = recipe.quantize_swiglu(gate_up, scores)
+        transposed = codes.backward
+        ctx.save_for_backward(transposed.codes, transposed.scales, offsets, gate_up, scores, *saved)
+        ctx.recipe, ctx.dtype = recipe, weight.dtype
+        return _multiply(quantized, codes.forward, offsets, recipe).to(gate_up.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        codes, scales, offsets, gate_up, scores, *saved = ctx.saved_tensors
+        wanted, wanted_scores, wanted_dw, *_ = ctx.needs_input_grad
+        recipe: Recipe = ctx.recipe
+        with torch.enable_grad():
+            inputs = [gate_up.detach().requires_grad_(wanted)]
+            if scores is not None:
+                inputs.append(scores.detach().requires_grad_(wanted_scores))
+            h = swiglu(*inputs)
+        found: list[Tensor | None] = [None, None]
+        dw = columns = None
+        if wanted or wanted_scores:
+            dh, columns = _input_gradient(dy, codes, scales, offsets, recipe, both=wanted_dw)
+            after = [one for one in inputs if one.requires_grad]
+            gradients = iter(torch.autograd.grad(h, after, dh.to(h.dtype)))
+            found = [next(gradients) if w else None for w in (wanted, wanted_scores)]
+        if wanted_dw:
+            kept = saved or [h.detach()]
+            dw = _weight_gradient(dy, columns, kept, offsets, recipe).to(ctx.dtype)
+        return *found, dw, None, None, None
+
+
+def _input_gradient(
+    dy: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    offsets: Tensor | None,
+    recipe: Recipe,
+    *,
+    both: bool,
+) -> tuple[Tensor, Quantized | None]:
+    """The input's gradient; and `dy.T` quantized, if the weight's gradient is to use it."""
+    weight, columns = Quantized(codes, scales, recipe.transposed_weights), None
+    if both and recipe.wgrad == "float8":
+        rows, columns = recipe.quantize_both(dy, recipe.gradients)
+    else:
+        rows = recipe.quantize(dy, recipe.gradients)
+    return _multiply(rows, weight, offsets, recipe), columns
 
 
 def _multiply(a: Quantized, b: Quantized, offsets: Tensor | None, recipe: Recipe) -> Tensor:
@@ -169,7 +264,7 @@ def _save(x: Tensor, recipe: Recipe, *, wanted: bool) -> tuple[tuple[Tensor, ...
 def _weight_gradient(
     dy: Tensor,
     dy_columns: Quantized | None,
-    saved: list[Tensor],
+    saved: Sequence[Tensor],
     offsets: Tensor | None,
     recipe: Recipe,
 ) -> Tensor:
@@ -192,10 +287,19 @@ def _weight_gradient(
     return torch.stack([dy[rows].mT @ x[rows] for rows in runs(offsets)])
 
 
-def _check_offsets(offsets: Tensor, tokens: int) -> None:
-    ends = offsets.tolist()
-    if any(end < start for start, end in zip([0, *ends], ends, strict=False)) or ends[-1] > tokens:
-        raise ShapeError(f"offsets must rise from 0 to at most the {tokens} tokens; got {ends}")
+def _checked_offsets(offsets: Tensor, experts: int, tokens: int) -> Tensor:
+    """int32 offsets; on a GPU their values are nobody's to look at."""
+    if offsets.shape != (experts,) or offsets.is_floating_point() or not experts:
+        raise ShapeError(
+            "needs at least one expert, and for each an integer offset at which its rows end; got "
+            f"{experts} experts and offsets {offsets.dtype} {list(offsets.shape)}"
+        )
+    if offsets.device.type == "cpu":
+        ends = offsets.tolist()
+        rising = all(start <= end for start, end in zip([0, *ends], ends, strict=False))
+        if not rising or ends[-1] > tokens:
+            raise ShapeError(f"offsets must rise from 0 to at most the {tokens} tokens; got {ends}")
+    return offsets.int()
 
 
 def _refuse_shards(weight: Tensor) -> None:

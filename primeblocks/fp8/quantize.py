@@ -24,7 +24,7 @@ from .formats import (
     tiled,
 )
 
-__all__ = ["Quantized", "TorchQuantizer", "measure_error", "quantize", "round_trip"]
+__all__ = ["Quantized", "TorchQuantizer", "measure_error", "quantize", "round_trip", "swiglu"]
 
 # Values that are scaled at once on a CPU: in float32 and with their codes they fit its cache.
 _AT_ONCE = 1 << 17
@@ -121,6 +121,33 @@ class TorchQuantizer:
     def both(self, x: Tensor, tile: Tile, **how: Any) -> tuple[Quantized, Quantized]:
         """Quantize a matrix and its transpose, each in tiles along its own rows. Local."""
         return self(x, tile, **how), self(x.mT, tile, **how)
+
+    def swiglu(self, gate_up: Tensor, scores: Tensor | None, tile: Tile, **how: Any) -> Quantized:
+        """Quantize `swiglu(gate_up, scores)`. Local."""
+        return self(swiglu(gate_up, scores), tile, **how)
+
+    def swiglu_both(
+        self, gate_up: Tensor, scores: Tensor | None, tile: Tile, **how: Any
+    ) -> tuple[Quantized, Quantized]:
+        """Quantize `swiglu(gate_up, scores)` and its transpose. Local."""
+        return self.both(swiglu(gate_up, scores), tile, **how)
+
+
+def swiglu(gate_up: Tensor, scores: Tensor | None = None) -> Tensor:
+    """`silu(gate) * up * score` in float32, rounded once, to the dtype of `gate_up`. Local.
+
+    Args:
+        gate_up: `[tokens, 2 * inner]`, the gate first.
+        scores: `[tokens]`; absent, 1.
+
+    Returns:
+        `[tokens, inner]`; differentiable.
+    """
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    h = torch.nn.functional.silu(gate) * up
+    if scores is not None:
+        h = h * scores.float()[:, None]
+    return h.to(gate_up.dtype)
 
 
 def round_trip(x: Tensor, tile: Tile, **how: Any) -> Tensor:

@@ -78,6 +78,32 @@ class Quantizer(Protocol):
         """Quantize a matrix and its transpose, each in tiles along its own rows."""
         ...
 
+    def swiglu(
+        self,
+        gate_up: Tensor,
+        scores: Tensor | None,
+        tile: Tile,
+        *,
+        scale: Scale,
+        quotient: Quotient,
+        nonfinite: Nonfinite,
+    ) -> Quantized:
+        """Quantize `primeblocks.fp8.quantize.swiglu(gate_up, scores)`."""
+        ...
+
+    def swiglu_both(
+        self,
+        gate_up: Tensor,
+        scores: Tensor | None,
+        tile: Tile,
+        *,
+        scale: Scale,
+        quotient: Quotient,
+        nonfinite: Nonfinite,
+    ) -> tuple[Quantized, Quantized]:
+        """Quantize it and its transpose."""
+        ...
+
     def __hash__(self) -> int: ...
 
 
@@ -169,6 +195,16 @@ class Recipe:
         if tile == self.activations:
             return self.quantizer.both(x, tile, **self._how)
         return self.quantize(x, tile), self.quantize(x.mT, self.activations)
+
+    def quantize_swiglu(self, gate_up: Tensor, scores: Tensor | None) -> Quantized:
+        """Quantize an activation from what it is computed from. Local."""
+        return self.quantizer.swiglu(gate_up, scores, self.activations, **self._how)
+
+    def quantize_swiglu_both(
+        self, gate_up: Tensor, scores: Tensor | None
+    ) -> tuple[Quantized, Quantized]:
+        """Quantize an activation and its transpose. Local."""
+        return self.quantizer.swiglu_both(gate_up, scores, self.activations, **self._how)
 
     def quantize_weight(self, weight: Tensor) -> Quantized:
         """Quantize a weight, or the weights of experts, from the recipe's `source`. Local.

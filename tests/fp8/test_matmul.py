@@ -20,7 +20,9 @@ from primeblocks.fp8 import (
     grouped_matmul,
     matmul,
     quantize,
+    swiglu_matmul,
 )
+from primeblocks.fp8.quantize import swiglu
 
 SMALL = {"activations": Tile(1, 16), "weights": Tile(8, 16), "source": "float32"}
 RECIPE = Recipe(**SMALL, wgrad="float32")
@@ -279,3 +281,58 @@ def test_a_fingerprint_is_of_all_that_decides_codes_and_of_nothing_else():
     assert Recipe().fingerprint() == "8481b4d195e5e13a"  # the same in every process and release
     with pytest.raises(UsageError, match="the text"):
         Recipe().fingerprint("a")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scored", [False, True])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_swiglu_and_product_are_one_after_the_other(kind, scored, grouped):
+    recipe = Recipe(**{**SMALL, **kind})
+    inputs = [matrix(12, 64), matrix(4, 16, 32, seed=1) if grouped else matrix(16, 32, seed=1)]
+    inputs += [matrix(12, seed=2)] if scored else []
+    dy = matrix(12, 16, seed=3)
+    found = []
+    for fused in (True, False):
+        gate_up, weight, *scores = (one.clone().requires_grad_() for one in inputs)
+        offsets = (OFFSETS,) if grouped else ()
+        if fused:
+            also = {"scores": scores[0]} if scored else {}
+            y = swiglu_matmul(gate_up, weight, *offsets, recipe=recipe, **also)
+        else:
+            product = grouped_matmul if grouped else matmul
+            # Backward computes the activation again, and so rounds no code of it twice.
+            exact = (
+                dataclasses.replace(recipe, saved="input") if kind["wgrad"] != "float8" else recipe
+            )
+            y = product(swiglu(gate_up, *scores), weight, *offsets, recipe=exact)
+        found.append([y, *torch.autograd.grad(y, (gate_up, weight, *scores), dy)])
+    assert all(map(torch.equal, *found))
+
+
+def test_swiglu_is_torchs():
+    gate_up, scores = matrix(7, 20).double(), matrix(7, seed=1).double()
+    gate, up = gate_up.chunk(2, dim=-1)
+    exact = torch.nn.functional.silu(gate) * up * scores[:, None]
+    assert relative(swiglu(gate_up.float(), scores.float()), exact) < 1e-6
+    far = torch.tensor([[-120.0, 1.0]]).requires_grad_()  # its exponential is no float32
+    (gradient,) = torch.autograd.grad(swiglu(far).sum(), far)
+    assert gradient.isfinite().all()
+
+
+def test_of_a_swiglu_only_its_input_is_kept():
+    gate_up, weight = matrix(12, 64).requires_grad_(), matrix(16, 32, seed=1).requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(tuple(t.shape)), lambda t: t
+    ):
+        swiglu_matmul(gate_up, weight, recipe=RECIPE)
+    assert kept == [(32, 16), (2, 2), (12, 64)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "weight", "scores"),
+    [((4, 32), (8, 32), 4), ((4, 64), (2, 8, 32), 4), ((4, 64), (8, 32), 3)],
+)
+def test_swiglus_that_do_not_fit_are_refused(rows, weight, scores):
+    with pytest.raises(ShapeError, match="no pair|a score for each"):
+        swiglu_matmul(matrix(*rows), matrix(*weight), recipe=RECIPE, scores=matrix(scores))
