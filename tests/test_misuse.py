@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from primeblocks import async_loop, fp8, parallel, replay
 from primeblocks.errors import UsageError
+from primeblocks.fp8.reference import ReferenceGemm, exact_product
 from primeblocks.testing import ranks
 
 WEIGHT, ROWS, ENDS = torch.zeros(8, 128), torch.zeros(4, 128), torch.tensor([2, 4])
@@ -28,7 +29,7 @@ FP8 = {
     "half a tile": lambda: fp8.Tile(1.5, 128),
     "text in a tile": lambda: fp8.Tile("1", 128),
     "an engine by name": lambda: fp8.Recipe(gemm="cublas"),
-    "an engine's class": lambda: fp8.Recipe(gemm=fp8.ReferenceGemm),
+    "an engine's class": lambda: fp8.Recipe(gemm=ReferenceGemm),
     "no recipe": lambda: fp8.matmul(ROWS, WEIGHT, recipe=None),
     "a tile for a recipe": lambda: fp8.matmul(ROWS, WEIGHT, recipe=fp8.Tile(1, 128)),
     "no dims": lambda: fp8.matmul(torch.tensor(1.0), WEIGHT, recipe=RECIPE),
@@ -51,7 +52,7 @@ FP8 = {
     "names in a list": lambda: fp8.convert(torch.nn.Linear(1, 1), RECIPE, only=["w"]),
     "names to encode": lambda: fp8.encode_weights(RECIPE, only=["w"]),
     "nothing quantized": lambda: fp8.measure_error(WEIGHT, WEIGHT),
-    "a product of tensors": lambda: fp8.exact_product(WEIGHT, WEIGHT),
+    "a product of tensors": lambda: exact_product(WEIGHT, WEIGHT),
 }
 LOGPROBS = -torch.ones(2, 3)
 ASYNC_LOOP = {

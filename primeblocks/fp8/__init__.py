@@ -10,19 +10,16 @@ from .matmul import grouped_matmul, matmul, swiglu_matmul
 from .modules import Fp8Linear, convert
 from .quantize import Quantized, TorchQuantizer, measure_error, quantize
 from .recipe import Gemm, Recipe
-from .reference import ReferenceGemm, exact_product
 
 __all__ = [
     "Fp8Linear",
     "Gemm",
     "Quantized",
     "Recipe",
-    "ReferenceGemm",
     "Tile",
     "TorchQuantizer",
     "WeightCache",
     "convert",
-    "exact_product",
     "grouped_matmul",
     "matmul",
     "measure_error",

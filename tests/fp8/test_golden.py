@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from primeblocks.fp8 import Recipe, ReferenceGemm, Tile
+from primeblocks.fp8 import Recipe, Tile
+from primeblocks.fp8.reference import ReferenceGemm
 
 # Made by the plain loops of test_quantize and test_matmul, in Python's floats and fractions.
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())

@@ -27,7 +27,7 @@ if _RELEASE != _TESTED:
     )
 
 try:
-    from torchtitan.models.common.moe import GroupedExperts
+    from torchtitan.models.common import moe
 except ImportError as error:
     raise MissingPackageError(error.name or "torchtitan", "torchtitan") from error
 
@@ -46,7 +46,7 @@ def convert(
     As `primeblocks.fp8.convert`, for `GroupedExperts` too, which torchtitan multiplies in bfloat16
     whatever their dtype; here rows keep their own. Local.
     """
-    stock: list[Any] = [m for m in model.modules() if type(m) is GroupedExperts]
+    stock: list[Any] = [m for m in model.modules() if type(m) is moe.GroupedExperts]
     for module in stock:
         module.grouped_mm = None
     try:
@@ -59,7 +59,7 @@ def convert(
                 module.__class__ = _Fp8GroupedExperts
 
 
-class _Fp8GroupedExperts(GroupedExperts):
+class _Fp8GroupedExperts(moe.GroupedExperts):
     grouped_mm: Any
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
