@@ -98,15 +98,23 @@ class Trainer:
             recipe = fp8.Recipe(weights=fp8.Tile(32, 128))
             attention = re.compile(r"self_attn\.[qkvo]_proj")
             fp8.convert(model, recipe, only=attention)
-            transfer_encoding = fp8.encode_weights(recipe, only=attention)
         plan = parallel.plan_mesh(world_size=self.world_size, expert=self.world_size)
         self.meshes = plan.build(device.type)
         parallelize(model.to(device), self.meshes)
+        held = weightsync.describe(model)
+        if use_fp8:
+            # In bfloat16: vLLM has no float8 kernels on a CPU.
+            transfer_encoding = fp8.encode_weights(
+                recipe,
+                only=attention,
+                layouts={name: tensor.layout for name, tensor in held.items()},
+                form="simulated",
+            )
         self.model, self.routers = model.train(), routers(model)
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=WARM_LR, betas=(0.9, 0.95), weight_decay=0.0
         )
-        sources = weightsync.gather_manifests(weightsync.describe(model))
+        sources = weightsync.gather_manifests(held)
         self.sync_plan = weightsync.plan_sync(sources, whole, bucket_bytes=1 << 20)
         self.transport = weightsync.SharedMemoryTransport(
             f"demo-{os.environ.get('TORCHELASTIC_RUN_ID', 'run')}-{os.environ['MASTER_PORT']}",

@@ -50,7 +50,12 @@ FP8 = {
     ),
     "no expression": lambda: fp8.convert(torch.nn.Linear(1, 1), RECIPE, only="["),
     "names in a list": lambda: fp8.convert(torch.nn.Linear(1, 1), RECIPE, only=["w"]),
-    "names to encode": lambda: fp8.encode_weights(RECIPE, only=["w"]),
+    "names to encode": lambda: fp8.encode_weights(RECIPE, only=["w"], layouts=None),
+    "a form by another name": lambda: fp8.encode_weights(
+        RECIPE, only="w", layouts=None, form="fp8"
+    ),
+    "tensors for layouts": lambda: fp8.encode_weights(RECIPE, only="w", layouts={"w": WEIGHT}),
+    "names for layouts": lambda: fp8.encode_weights(RECIPE, only="w", layouts=["w"]),
     "nothing quantized": lambda: fp8.measure_error(WEIGHT, WEIGHT),
     "a product of tensors": lambda: exact_product(WEIGHT, WEIGHT),
 }

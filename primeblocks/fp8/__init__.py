@@ -5,6 +5,7 @@ a reference that says what each result is.
 """
 
 from .cache import WeightCache
+from .checkpoint import encode_weights
 from .formats import Tile
 from .matmul import grouped_matmul, matmul, swiglu_matmul
 from .modules import Fp8Linear, convert
@@ -20,6 +21,7 @@ __all__ = [
     "TorchQuantizer",
     "WeightCache",
     "convert",
+    "encode_weights",
     "grouped_matmul",
     "matmul",
     "measure_error",

@@ -88,7 +88,7 @@ def test_shards_of_a_trainer_fill_the_parameters_of_tensor_parallel_engines(fami
 # --- FP8 -----------------------------------------------------------------------------------------
 
 TILE = fp8.Tile(128, 128)
-RECIPE = fp8.Recipe(activations=fp8.Tile(1, 128), weights=TILE)
+RECIPE = fp8.Recipe(weights=TILE, source="float32")
 
 
 def quantize(recipe):
@@ -106,14 +106,20 @@ def encode(weight):
     return made.codes, made.scales
 
 
-def fp8_body(where):
+ENCODERS = {
+    "templates": lambda: quantize(RECIPE).by(encode),
+    "rules": lambda: fp8.encode_weights(RECIPE, only="[ab]", layouts=None),
+}
+
+
+def fp8_body(where, how):
     generator = torch.Generator().manual_seed(0)
     whole = {
         "a.weight": torch.randn(300, 200, generator=generator),
         "b.weight": torch.randn(128, 130, generator=generator),
         "norm": torch.randn(7, generator=generator),
     }
-    rule, rank = quantize(RECIPE), dist.get_rank()
+    encoder, rank = ENCODERS[how](), dist.get_rank()
     cuts = {"a.weight": [(0, 256), (256, 44)], "b.weight": [(0, 128), (128, 0)]}
     sources = [
         Manifest(
@@ -129,7 +135,8 @@ def fp8_body(where):
         )
         for r in range(TRAINERS)
     ]
-    encoded = [rule.describe(source) for source in sources]
+    encoded = [encoder.describe(source) for source in sources]
+    assert encoded == [quantize(RECIPE).describe(source) for source in sources]
     plan = plan_sync(encoded, encoded[0].whole(), bucket_bytes=1 << 14)
     transport = transport_of("shared_memory", where, plan)
     publisher = Publisher(
@@ -137,7 +144,7 @@ def fp8_body(where):
         slice_again(whole, sources[rank]),
         transport,
         source=encoded[rank],
-        encode=rule.by(encode),
+        encode=encoder,
         full_every=3,
     )
     engine = Engine()
@@ -156,8 +163,9 @@ def fp8_body(where):
     return plan.bytes_total, again.bytes
 
 
-def test_fp8_travels_as_codes_and_scales_bit_for_bit(tmp_path):
-    for size, delta in ranks.run(fp8_body, str(tmp_path), world_size=TRAINERS):
+@pytest.mark.parametrize("how", ENCODERS)
+def test_fp8_travels_as_codes_and_scales_bit_for_bit(how, tmp_path):
+    for size, delta in ranks.run(fp8_body, str(tmp_path), how, world_size=TRAINERS):
         codes, scales = 300 * 200 + 128 * 130, 4 * (3 * 2 + 1 * 2)
         assert size == codes + scales + 7 * 4
         assert delta < 0.02 * size  # Nothing changed.

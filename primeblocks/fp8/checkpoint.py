@@ -1,0 +1,318 @@
+"""Quantized weights as checkpoints hold them, and as weight transfer sends them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import PlanError, ShapeError, UnsupportedError, UsageError
+from ..layout import Layout, Shard, local_part
+from .formats import Tile, check_choice
+from .quantize import Quantized
+from .recipe import Recipe, check_recipe
+from .rules import Rule, choose
+
+__all__ = [
+    "SCALES_SUFFIX",
+    "WeightEncoder",
+    "config",
+    "encode_weights",
+    "pack_weight",
+    "powers_of_two",
+    "unpack_weights",
+]
+
+SCALES_SUFFIX = "_scale_inv"
+"""The end of the name of a weight's scales: `q_proj.weight_scale_inv`, `gate_up_proj_scale_inv`."""
+
+Form = Literal["float8", "simulated"]
+
+
+def pack_weight(name: str, quantized: Quantized) -> dict[str, Tensor]:
+    """Name the codes and the scales of a weight as DeepSeek-V3's checkpoints do.
+
+    Codes get the weight's name, scales that and `_scale_inv`: in spite of it, the factor from a
+    code to its value. Scales are float32, of UE8M0 recipes too, as vLLM and transformers read
+    both. Contiguous, as files need them. Local.
+
+    Raises:
+        UsageError: nothing quantized, or a name of scales.
+        ShapeError: codes or scales of another dtype or shape than tiles give.
+    """
+    if not isinstance(quantized, Quantized):
+        raise UsageError(f"{name}: needs what quantize made; got a {type(quantized).__name__}")
+    if name.endswith(SCALES_SUFFIX):
+        raise UsageError(f"{name} is a name of scales; pass the weight's")
+    _check_pair(name, quantized.codes, quantized.scales, quantized.tile)
+    # Those of a ragged matrix are cut out of whole tiles.
+    codes = quantized.codes.view(torch.uint8).contiguous().view(torch.float8_e4m3fn)
+    return {name: codes, name + SCALES_SUFFIX: quantized.scales.contiguous()}
+
+
+def unpack_weights(state: Mapping[str, Tensor], recipe: Recipe) -> dict[str, Quantized | Tensor]:
+    """Join codes and scales of a checkpoint; other tensors stay as they are. Local.
+
+    Aliases, but for scales in float8_e8m0fnu, which become float32.
+
+    Raises:
+        PlanError: codes without scales, scales without codes, or float32 scales where the recipe's
+            are powers of two.
+        ShapeError: another dtype, or scales that are not one for each of `recipe.weights`.
+    """
+    check_recipe(recipe)
+    weights: dict[str, Quantized | Tensor] = {}
+    for name, tensor in state.items():
+        scales = state.get(name + SCALES_SUFFIX)
+        if name.endswith(SCALES_SUFFIX):
+            if (owner := name.removesuffix(SCALES_SUFFIX)) not in state:
+                raise PlanError(f"{name} holds scales and {owner} is missing")
+        elif scales is not None:
+            if scales.dtype == torch.float8_e8m0fnu:
+                scales = scales.float()
+            _check_pair(name, tensor, scales, recipe.weights)
+            if recipe.scale == "ue8m0" and not (powers_of_two(scales) | scales.isnan()).all():
+                raise PlanError(
+                    f"{name + SCALES_SUFFIX} holds scales that are no powers of two; the recipe's "
+                    'are. Use Recipe(scale="float32"), or quantize the weights anew.'
+                )
+            weights[name] = Quantized(tensor, scales, recipe.weights)
+        elif _is_float8(tensor):
+            raise PlanError(f"{name} holds codes and {name + SCALES_SUFFIX} is missing")
+        else:
+            weights[name] = tensor
+    return weights
+
+
+def config(recipe: Recipe, state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the `quantization_config` that belongs into a checkpoint's config.json. Pure.
+
+    `modules_to_not_convert` lists by full name each module whose matrix `state` holds without
+    scales: vLLM compares whole names, transformers prefixes and ends of names.
+
+    Args:
+        state: all tensors of the checkpoint, as packed; on the meta device they cost nothing.
+
+    Raises:
+        PlanError: nothing is quantized, or the name of a module that is not lies at the beginning
+            or the end of one that is, so that readers would not agree.
+        UnsupportedError: tiles of activations that readers would not use.
+    """
+    check_recipe(recipe)
+    tile = recipe.weights
+    if recipe.activations != Tile(1, tile.rows) or tile.rows != tile.columns:
+        raise UnsupportedError(
+            f"the format knows square tiles of weights, and activations in rows of one side; got "
+            f"weights {tile} and activations {recipe.activations}"
+        )
+    scaled = {name.removesuffix(SCALES_SUFFIX) for name in state if name.endswith(SCALES_SUFFIX)}
+    modules = {_module_of(name) for name in scaled}
+    if not modules:
+        raise PlanError(f"none of {len(state)} tensors is quantized: there is nothing to configure")
+    kept = {
+        _module_of(name)
+        for name, tensor in state.items()
+        if name not in scaled and not name.endswith(SCALES_SUFFIX) and _is_matrix(name, tensor)
+    }
+    for name in sorted(kept):
+        if met := [m for m in sorted(modules) if m.startswith(name) or m.endswith(name)]:
+            raise PlanError(
+                f"{name} is not quantized and {met[0]} is: a reader that compares prefixes or ends "
+                "of names, as transformers does, excludes both. Quantize both, or neither."
+            )
+    made = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [tile.rows, tile.columns],
+        "modules_to_not_convert": sorted(kept),
+    }
+    return made | ({"scale_fmt": "ue8m0"} if recipe.scale == "ue8m0" else {})
+
+
+class WeightEncoder:
+    """The function from a rank's part of a weight to what is sent; see `encode_weights`.
+
+    `weightsync.Publisher` calls `origins` and `describe` before the first tensor, so that there a
+    cut through a tile, and a rule that names nothing, are met without `layouts` too.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        rules: dict[str, str | re.Pattern[str]],
+        form: Form,
+        held: dict[str, Layout] | None,
+    ) -> None:
+        self._recipe, self._rules, self._form, self._held = recipe, rules, form, held
+        self._parsed = {argument: Rule(argument, text) for argument, text in rules.items()}
+        if held is not None:
+            self._choose(held)
+
+    def __call__(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Encode this rank's part of a tensor. Local.
+
+        Raises:
+            UsageError: a rule is found in the name by accident; codes are encoded again; the
+                recipe needs master weights.
+            PlanError: the part is not the one of `layouts`.
+            UnsupportedError: a DTensor.
+        """
+        if tensor.ndim < 2 or not tensor.is_floating_point() or not self._names(name):
+            return {name: tensor}
+        if local_part(tensor) is not tensor:
+            raise UnsupportedError(f"{name} is a DTensor; pass its local part, to_local()")
+        if _is_float8(tensor):
+            raise UsageError(f"{name} holds float8 codes already; a second rounding is another")
+        if self._held is not None:
+            place = self._held.get(name)
+            if place is None or place.shard.sizes != tuple(tensor.shape):
+                raise PlanError(
+                    f"{name}: got {list(tensor.shape)}; layouts have {place}. Make layouts of the "
+                    "tensors that are sent."
+                )
+        quantized = self._recipe.quantize_weight(tensor)
+        if self._form == "float8":
+            return pack_weight(name, quantized)
+        return {name: quantized.dequantize().to(tensor.dtype)}
+
+    def describe(self, held: Any) -> Any:
+        """Return the `weightsync.Manifest` of a rank once its tensors are encoded. Pure.
+
+        Raises:
+            PlanError: a shard is cut through a tile.
+            UsageError: a rule names nothing, or something by accident.
+        """
+        chosen = self._choose({name: spec.layout for name, spec in held.items()})
+        if self._form == "simulated":
+            return held
+        rows = []
+        for name, spec in held.items():
+            if name not in chosen or not spec.dtype.is_floating_point:
+                rows.append((name, spec))
+                continue
+            scales = _layout_of_scales(spec.layout, self._recipe.weights)
+            rows.append((name, replace(spec, dtype=torch.float8_e4m3fn)))
+            rows.append((name + SCALES_SUFFIX, replace(spec, dtype=torch.float32, layout=scales)))
+        return replace(held, tensors=tuple(rows), recipe=self._recipe.fingerprint())
+
+    def origins(self, held: Any) -> dict[str, str]:
+        """Return the parameter that each encoded tensor is made of. Pure. Raises as `describe`."""
+        made = dict.fromkeys(self.describe(held))
+        return {name: name if name in held else name.removesuffix(SCALES_SUFFIX) for name in made}
+
+    def _names(self, name: str) -> bool:
+        exclude = self._parsed.get("exclude")
+        return self._parsed["only"].names(name) and not (exclude and exclude.names(name))
+
+    def _choose(self, held: dict[str, Layout]) -> set[str]:
+        matrices = [name for name, layout in held.items() if len(layout.shape) > 1]
+        chosen = choose(matrices, **self._rules, among="weights")
+        for name in chosen:
+            _check_cut(name, held[name], self._recipe.weights)
+        return set(chosen)
+
+
+def encode_weights(
+    recipe: Recipe,
+    *,
+    only: str | re.Pattern[str],
+    exclude: str | re.Pattern[str] | None = None,
+    layouts: Mapping[str, Layout] | None,
+    form: Form = "float8",
+) -> WeightEncoder:
+    """Return the function that quantizes each tensor as training does, before it is sent.
+
+    It is what `weightsync.Publisher(encode=...)` takes. Matrices, and experts in one parameter of
+    three dims, become codes and scales, half the bytes of bfloat16; or, `form="simulated"`, numbers
+    on the float8 grid in their own dtype, which an engine without float8 kernels can serve: no
+    bytes are saved, and a transfer in bfloat16 rounds code times scale once more. Local.
+
+    Each rank quantizes its own part, whose tiles are those of the whole only if the cuts lie
+    between tiles of `recipe.weights`.
+
+    Args:
+        only: names the weights to quantize, as for `convert`; others and vectors pass unchanged.
+        layouts: by name, what this rank holds (`primeblocks.layout.layout_of`), or None where it
+            holds every tensor whole.
+
+    Raises:
+        UsageError: a rule that is no regular expression, or names none of `layouts`, or something
+            by accident; without `layouts` that is met in the call with the name.
+        PlanError: a shard of a weight that is named is cut through a tile.
+        UnsupportedError: another form.
+    """
+    check_recipe(recipe)
+    check_choice("form", form, Form)
+    if layouts is not None and not isinstance(layouts, Mapping):
+        raise UsageError(f"layouts are by name, or None; got a {type(layouts).__name__}")
+    for name, layout in ({} if layouts is None else layouts).items():
+        if not isinstance(layout, Layout):
+            raise UsageError(
+                f"layouts[{name!r}] is a {type(layout).__name__}, no Layout. Use layout_of(tensor)."
+            )
+    rules = {"only": only} if exclude is None else {"only": only, "exclude": exclude}
+    return WeightEncoder(recipe, rules, form, None if layouts is None else dict(layouts))
+
+
+def powers_of_two(scales: Tensor) -> Tensor:
+    """Say for each float32 scale whether it is a power of two, or infinite. Local."""
+    return (scales.view(torch.int32) & 0x7FFFFF) == 0
+
+
+def _is_float8(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.element_size() == 1
+
+
+def _check_pair(name: str, codes: Tensor, scales: Tensor, tile: Tile) -> None:
+    if codes.dtype != torch.float8_e4m3fn or codes.ndim < 2:
+        raise ShapeError(
+            f"{name} has scales and is {codes.dtype} {list(codes.shape)}; codes are "
+            "float8_e4m3fn matrices"
+        )
+    expected = [*codes.shape[:-2], *tile.grid(*codes.shape[-2:])]
+    if scales.dtype != torch.float32 or list(scales.shape) != expected:
+        raise ShapeError(
+            f"{name + SCALES_SUFFIX} is {scales.dtype} {list(scales.shape)}; "
+            f"{list(codes.shape)} in tiles of {tile.rows} x {tile.columns} needs float32 {expected}"
+        )
+
+
+def _module_of(name: str) -> str:
+    """The module of `module.weight`, and of experts' `module.gate_up_proj`."""
+    return name.rpartition(".")[0]
+
+
+def _is_matrix(name: str, tensor: Tensor) -> bool:
+    # Readers quantize what is called weight, and stacked experts under any name.
+    return tensor.ndim > (1 if name.endswith(".weight") else 2) and tensor.is_floating_point()
+
+
+def _check_cut(name: str, layout: Layout, tile: Tile) -> None:
+    box = layout.shard
+    if 0 in box.sizes:
+        return
+    sides = (tile.rows, tile.columns)
+    cuts = zip(box.offsets[-2:], box.sizes[-2:], layout.shape[-2:], sides, strict=True)
+    for start, size, whole, side in cuts:
+        if start % side or (start + size != whole and size % side):
+            raise PlanError(
+                f"{name}: this rank holds {start}:{start + size} of {whole}, which cuts through "
+                f"tiles of {side}. Choose weights=Tile(...) with a side that divides every cut."
+            )
+
+
+def _layout_of_scales(layout: Layout, tile: Tile) -> Layout:
+    steps = [1] * (len(layout.shape) - 2) + [tile.rows, tile.columns]
+    box = layout.shard
+    shape, starts, sizes = (
+        [-(-n // step) for n, step in zip(row, steps, strict=True)]
+        for row in (layout.shape, box.offsets, box.sizes)
+    )
+    # An empty part may begin anywhere.
+    starts = [min(a, n - size) for a, n, size in zip(starts, shape, sizes, strict=True)]
+    return Layout(tuple(shape), Shard(tuple(starts), tuple(sizes)))
