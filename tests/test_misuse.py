@@ -56,6 +56,12 @@ FP8 = {
     ),
     "tensors for layouts": lambda: fp8.encode_weights(RECIPE, only="w", layouts={"w": WEIGHT}),
     "names for layouts": lambda: fp8.encode_weights(RECIPE, only="w", layouts=["w"]),
+    "no recipe to audit by": lambda: fp8.audit({"w": WEIGHT}, {"w": WEIGHT}, None, only="w"),
+    "a list to audit": lambda: fp8.audit([WEIGHT], {"w": WEIGHT}, RECIPE, only="w"),
+    "numbers to audit": lambda: fp8.audit({"w": WEIGHT}, {"w": 1.0}, RECIPE, only="w"),
+    "one entry of a list": lambda: fp8.audit(
+        {"w": WEIGHT}, {"w": WEIGHT}, RECIPE, only="w", excluded="w"
+    ),
     "nothing quantized": lambda: fp8.measure_error(WEIGHT, WEIGHT),
     "a product of tensors": lambda: exact_product(WEIGHT, WEIGHT),
 }

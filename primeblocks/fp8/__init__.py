@@ -4,6 +4,7 @@ Holds one quantizer for both, matrix products with gradients over an engine that
 a reference that says what each result is.
 """
 
+from .audit import audit
 from .cache import WeightCache
 from .checkpoint import encode_weights
 from .formats import Tile
@@ -20,6 +21,7 @@ __all__ = [
     "Tile",
     "TorchQuantizer",
     "WeightCache",
+    "audit",
     "convert",
     "encode_weights",
     "grouped_matmul",

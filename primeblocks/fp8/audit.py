@@ -1,0 +1,262 @@
+"""A comparison, before step 0, of what a trainer multiplies with and what its engine serves."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CorruptionError, UnsupportedError, UsageError
+from ..layout import local_part
+from .causes import (
+    can_quantize,
+    explain_codes,
+    explain_plain,
+    explain_simulated,
+    is_same,
+)
+from .checkpoint import SCALES_SUFFIX
+from .quantize import Quantized
+from .recipe import Recipe, check_recipe
+from .rules import Rule, choose
+
+__all__ = ["Audit", "Finding", "audit"]
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A tensor that differs, and the reason."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The tensors that differ between a trainer and an engine.
+
+    Neither true nor false: an audit without findings would be the false one.
+
+    Args:
+        compared: the number of the trainer's tensors.
+    """
+
+    findings: tuple[Finding, ...]
+    compared: int
+
+    def __bool__(self) -> bool:
+        raise UsageError("an audit is neither true nor false. Look at findings, or call check().")
+
+    def table(self) -> str:
+        """Tabulate the findings, a line each. Pure."""
+        width = max((len(each.name) for each in self.findings), default=0)
+        lines = [f"tensors {self.compared}, findings {len(self.findings)}"]
+        return "\n".join([*lines, *(f"{f.name:<{width}}  {f.reason}" for f in self.findings)])
+
+    def check(self) -> None:
+        """Refuse an engine that differs. Local.
+
+        Raises:
+            CorruptionError: with the first findings.
+        """
+        if not self.findings:
+            return
+        shown = "\n".join(f"  {each.name}: {each.reason}" for each in self.findings[:_SHOWN])
+        more = len(self.findings) - _SHOWN
+        raise CorruptionError(
+            f"the engine does not serve what the trainer multiplies with: tensors {self.compared}, "
+            f"findings {len(self.findings)}\n{shown}"
+            + (f"\n  and {more} more, see audit.table()" if more > 0 else "")
+        )
+
+
+def audit(
+    trainer: nn.Module | Mapping[str, Tensor],
+    engine: nn.Module | Mapping[str, Tensor],
+    recipe: Recipe,
+    *,
+    only: str | re.Pattern[str],
+    exclude: str | re.Pattern[str] | None = None,
+    excluded: Iterable[str] | None = None,
+) -> Audit:
+    """Compare a trainer's weights, quantized by a recipe, with what an engine holds, bit by bit.
+
+    For each tensor that differs the known causes are tried, alone and then together: another
+    source of the rounding, kind of scales, quotient or tile, codes rounded twice. One is named only
+    if it gives the engine's bits; where several do, all are. Other differences are counted.
+
+    Seen are weights. Unseen is what an engine computes from them: how it quantizes activations,
+    scales of a KV cache, codes that it made anew for its kernels after `engine` was read, which
+    layers run in which kernel. A cause that changes no bit of a tensor is not found in it.
+
+    Local; a tensor at a time, on the trainer's device, and some copies of it in float32.
+
+    Args:
+        trainer: by name, the whole tensors that are quantized: the float32 masters, if there are.
+        engine: by the same names codes with their scales beside them (`NAME_scale_inv`, float32 or
+            float8_e8m0fnu), or plain numbers, those of `encode_weights(form="simulated")` too.
+            Parts that an engine fuses are taken apart before.
+        only: names the weights that the trainer multiplies in float8, as for `convert`.
+        exclude: names those that it does not.
+        excluded: the engine's own list, `modules_to_not_convert` of its `quantization_config`: why
+            it left out a weight is then told by the entry.
+
+    Raises:
+        UsageError: a rule names nothing, or something by accident; the recipe needs master weights
+            and the trainer's have less precision.
+        UnsupportedError: a tensor is a DTensor.
+    """
+    check_recipe(recipe)
+    if isinstance(excluded, str):
+        raise UsageError(f"excluded must be the entries of a list; got the text {excluded!r}")
+    mine, held = _named("trainer", trainer), _named("engine", engine)
+    matrices = [name for name, tensor in mine.items() if tensor.ndim > 1]
+    chosen = frozenset(choose(matrices, only=only, exclude=exclude, among="weights"))
+    rules = Rule("only", only), None if exclude is None else Rule("exclude", exclude)
+    entries = None if excluded is None else tuple(excluded)
+    kept = tuple(name.removesuffix(".weight") for name in matrices if name not in chosen)
+    # A value that is not finite is a finding, or the same on both sides.
+    sides = _Sides(mine, held, replace(recipe, nonfinite="nan"), chosen, *rules, entries, kept)
+    reasons = {name: sides.compare(name) for name in mine}
+    reasons |= {name: sides.extra(name) for name in held if name not in mine}
+    return Audit(tuple(Finding(n, reason) for n, reason in reasons.items() if reason), len(mine))
+
+
+@dataclass(frozen=True)
+class _Sides:
+    trainer: Mapping[str, Tensor]
+    engine: Mapping[str, Tensor]
+    recipe: Recipe
+    chosen: frozenset[str]
+    only: Rule
+    exclude: Rule | None
+    excluded: tuple[str, ...] | None
+    kept: tuple[str, ...]
+
+    def compare(self, name: str) -> str:
+        """The reason why a tensor differs, or nothing."""
+        if name not in self.engine:
+            return "missing in the engine"
+        weight = _checked(name, self.trainer[name])
+        held = _checked(name, self.engine[name]).to(weight.device)
+        scales = self.engine.get(name + SCALES_SUFFIX)
+        if unlike := self._unlike(name, weight, held, scales):
+            return unlike
+        if scales is not None:
+            return self._codes(name, weight, held, scales.detach().to(weight.device))
+        if name in self.chosen and weight.is_floating_point():
+            return self._simulated(name, weight, held)
+        same = is_same(weight.to(held.dtype), held)
+        return "" if same else explain_plain(weight, held, self.recipe)
+
+    def _unlike(self, name: str, weight: Tensor, held: Tensor, scales: Tensor | None) -> str:
+        """Of another kind, whatever the values are."""
+        is_codes = held.is_floating_point() and held.element_size() == 1
+        if held.shape != weight.shape:
+            return f"shape {list(held.shape)} in the engine, {list(weight.shape)} in the trainer"
+        if held.is_floating_point() != weight.is_floating_point():
+            return f"{held.dtype} in the engine, {weight.dtype} in the trainer"
+        if is_codes and scales is None:
+            return f"codes without scales: the engine has no {name + SCALES_SUFFIX}"
+        if scales is not None and not is_codes:
+            return f"scales without codes: the engine holds the weight in {held.dtype}"
+        return ""
+
+    def extra(self, name: str) -> str:
+        owner = name.removesuffix(SCALES_SUFFIX)
+        if owner == name or owner not in self.trainer:
+            return "in the engine alone"
+        # Of a weight that is there, codes or not, `compare` tells.
+        return "" if owner in self.engine else f"scales of {owner}, which the engine has not"
+
+    def _codes(self, name: str, weight: Tensor, codes: Tensor, scales: Tensor) -> str:
+        if scales.dtype == torch.float8_e8m0fnu:
+            scales = scales.float()
+        if (codes.dtype, scales.dtype) != (torch.float8_e4m3fn, torch.float32):
+            return f"codes in {codes.dtype} with scales in {scales.dtype}"
+        drifted = "" if name in self.chosen else self._quantized_by_the_engine(name)
+        if drifted and not can_quantize(weight, self.recipe):
+            return drifted
+        made = self._quantize(name, weight)
+        if is_same(made.codes, codes) and is_same(made.scales, scales):
+            return drifted
+        return "; ".join(filter(None, [drifted, explain_codes(weight, codes, scales, self.recipe)]))
+
+    def _simulated(self, name: str, weight: Tensor, held: Tensor) -> str:
+        expected = self._quantize(name, weight).dequantize()
+        # A trainer in bfloat16 sends bfloat16, whatever the engine keeps it in.
+        if any(
+            is_same(each.to(held.dtype), held) for each in (expected, expected.to(weight.dtype))
+        ):
+            return ""
+        words = self._left_by_the_engine(name)
+        return explain_simulated(weight, held, self.recipe, unquantized=words)
+
+    def _quantize(self, name: str, weight: Tensor) -> Quantized:
+        try:
+            return self.recipe.quantize_weight(weight)
+        except UsageError as error:
+            raise UsageError(f"{name}: {error}") from error
+
+    def _quantized_by_the_engine(self, name: str) -> str:
+        rule = self.exclude if self.exclude and self.exclude.names(name) else self.only
+        verb = "names it" if rule is self.exclude else "does not name it"
+        reason = f"quantized by the engine, though {rule.argument}={rule.text!r} {verb}"
+        if self.excluded is None:
+            return reason
+        if entries := [entry for entry, is_named in self._entries(name) if is_named]:
+            return f"{reason}; {entries[0]!r} of its list of excluded modules was not applied"
+        return f"{reason}: its list of excluded modules has drifted, no entry names it"
+
+    def _left_by_the_engine(self, name: str) -> str:
+        reason = f"not quantized by the engine, though only={self.only.text!r} names it"
+        if self.excluded is not None:
+            entries = list(self._entries(name))
+            if named := [entry for entry, is_named in entries if is_named]:
+                return f"{reason}: its list of excluded modules has drifted, {named[0]!r} names it"
+            if entries:
+                return f"{reason}: {entries[0][0]!r} of its list is found in the name by accident"
+            return f"{reason}, and no entry of its list is found in the name"
+        for module in self.kept:
+            if name.startswith(module) and not name.startswith(f"{module}."):
+                return (
+                    f"{reason}: the name of {module!r}, which stays as it is, is found in this one "
+                    "by accident, if the engine compares parts of words"
+                )
+        return reason
+
+    def _entries(self, name: str) -> Iterator[tuple[str, bool]]:
+        """Entries of the engine's list that are found in a name: by whole words, or by accident."""
+        for entry in self.excluded or ():
+            if entry in name:
+                yield entry, bool(re.search(rf"(^|\.){re.escape(entry)}(\.|$)", name))
+            elif set(entry) & set("*[(^$|\\+"):
+                with contextlib.suppress(re.error):
+                    if re.search(entry.removeprefix("re:"), name):
+                        yield entry, True
+
+
+def _named(side: str, tensors: object) -> Mapping[str, Tensor]:
+    held: Any = tensors
+    if not isinstance(held, Mapping) and callable(getattr(held, "state_dict", None)):
+        held = held.state_dict()
+    if not isinstance(held, Mapping) or any(not isinstance(name, str) for name in held):
+        kind = type(tensors).__name__
+        raise UsageError(f"{side} must be tensors by name, or have a state_dict(); got a {kind}")
+    for name, tensor in held.items():
+        if not isinstance(tensor, Tensor):
+            raise UsageError(f"{name!r} of {side} is a {type(tensor).__name__}, no tensor")
+    return held
+
+
+def _checked(name: str, tensor: Tensor) -> Tensor:
+    if local_part(tensor) is not tensor:
+        raise UnsupportedError(f"{name} is a DTensor; pass whole tensors, full_tensor()")
+    return tensor.detach()
