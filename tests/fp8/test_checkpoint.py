@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from primeblocks.errors import PlanError, ShapeError, UnsupportedError, UsageError
-from primeblocks.fp8 import Quantized, Recipe, Tile, encode_weights
+from primeblocks.fp8 import Quantized, Recipe, Tile, audit, encode_weights
 from primeblocks.fp8.checkpoint import config, pack_weight, unpack_weights
 from primeblocks.layout import Layout, Shard, layout_of
 from primeblocks.testing import ranks
@@ -331,6 +331,8 @@ def sharded_on_this_rank():
             encode("weight", weight.detach())
     with pytest.raises(PlanError, match="cuts through"):
         encode_weights(Recipe(), only="weight", layouts=layouts)
+    with pytest.raises(UnsupportedError, match="weight is a DTensor; pass whole tensors"):
+        audit(net, {"weight": matrix(64, 64), "bias": matrix(64)}, RECIPE, only="weight")
     return parts
 
 
