@@ -1,0 +1,1 @@
+"""What is measured of `primeblocks.fp8`, one question a file."""
