@@ -1,9 +1,8 @@
 """Layers and experts of a mixture-of-experts model in float8: converted, cached, trained.
 
 Prints what rounding costs in precision, how often weights are rounded with and without a cache,
-the loss beside that of a float32 model, whether an engine that loads what was exported has the
-trainer's codes, and the fingerprint that the engine is to show. Ten seconds on a CPU, where
-products are exact and slow.
+the loss beside that of a float32 model, an audit of what an engine is sent, and the fingerprint
+that the engine is to show. Ten seconds on a CPU, where products are exact and slow.
 
     python examples/fp8_layers.py
 """
@@ -56,16 +55,12 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[floa
     return losses
 
 
-def codes_apart(model: torch.nn.Module, names: tuple[str, ...], recipe: fp8.Recipe) -> float:
-    """Return the share of codes that an engine would have otherwise: it loads bfloat16."""
-    apart = total = 0
-    for name in names:
-        for weight in model.get_submodule(name).parameters():
-            ours = recipe.quantize_weight(weight.detach())
-            theirs = RECIPE.quantize_weight(weight.detach().bfloat16())
-            apart += int((ours.codes.float() != theirs.codes.float()).sum())
-            total += weight.numel()
-    return apart / total
+def exported(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return what an engine is sent: bfloat16, or codes and scales of what is quantized."""
+    encode, tensors = fp8.encode_weights(RECIPE, only=ONLY, layouts=None), {}
+    for name, weight in model.state_dict().items():
+        tensors |= encode(name, weight.bfloat16())
+    return tensors
 
 
 def main() -> None:
@@ -92,9 +87,12 @@ def main() -> None:
     for step in (0, STEPS // 2, STEPS - 1):
         print(f"{step:4} {float32[step]:8.4f} {float8[step]:8.4f}")
 
-    master = dataclasses.replace(RECIPE, source="float32")
-    print(f"codes that an engine has otherwise: {codes_apart(model, names, RECIPE):.2%},")
-    print(f"if the trainer rounds its master weights: {codes_apart(model, names, master):.2%}")
+    # What an engine holds is compared with what the trainer multiplies with, before step 0.
+    engine, master = exported(model), dataclasses.replace(RECIPE, source="float32")
+    print(f"audit: {fp8.audit(model, engine, RECIPE, only=ONLY).table()}")
+    apart = fp8.audit(model, engine, master, only=ONLY)
+    print(f"audit, if the trainer rounds its master weights: findings {len(apart.findings)}")
+    print(f"  {apart.findings[0].name}: {apart.findings[0].reason}")
     print(f"fingerprint {RECIPE.fingerprint(names)}")  # The engine's must be the same.
 
 
