@@ -64,6 +64,7 @@ def exported(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
+    torch.set_num_threads(1)  # At these sizes more only wait for each other.
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(CONFIG)
     model = copy.deepcopy(plain)

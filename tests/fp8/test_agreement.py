@@ -15,8 +15,8 @@ import torch
 
 from benchmarks.fp8_parts.moe import QUANTIZED, MixtureModel, Sizes
 from primeblocks import fp8
-from primeblocks.fp8 import Recipe, ReferenceGemm, Tile
-from primeblocks.fp8.reference import runs
+from primeblocks.fp8 import Recipe, Tile
+from primeblocks.fp8.reference import ReferenceGemm, runs
 from primeblocks.replay import measure_mismatch
 
 pytestmark = pytest.mark.stress  # Without checks of annotations, as in test_training.
