@@ -129,11 +129,15 @@ def test_scales_that_lie_right_are_not_copied(fake):
 
 
 def test_scales_off_a_boundary_of_16_bytes_are_copied(fake):
-    a, _ = operands(64, 128, 512)
-    b = quantize(torch.randn(3, 128, 512, generator=torch.Generator().manual_seed(0)), SQUARE)
-    scales = torch.cat([torch.ones(1), b.scales.flatten()])[1:].view_as(b.scales)
-    one = Quantized(b.codes[1], scales[1], SQUARE)
-    assert torch.equal(CublasGemm()(a, one).float(), ReferenceGemm()(a, one).bfloat16().float())
+    a, b = operands(64, 128, 512)
+
+    def moved(x, scales):
+        off = torch.cat([torch.ones(1), scales.flatten()])[1:].view_as(scales)
+        assert off.storage_offset() == 1
+        return Quantized(x.codes, off.t() if x is a else off, x.tile)
+
+    result = CublasGemm()(moved(a, a.scales.t()), moved(b, b.scales))
+    assert torch.equal(result, ReferenceGemm()(a, b).bfloat16())
 
 
 @pytest.mark.parametrize(
@@ -211,6 +215,11 @@ REFUSED = {
     "ragged weights": (operands(8, 192, 128), UnsupportedError, "192 outputs"),
     "ragged inner": (operands(8, 128, 192), UnsupportedError, "inner dim of 192"),
     "inner dims": ((operands(8, 128, 128)[0], operands(8, 128, 256)[1]), ShapeError, "128.*256"),
+    "devices": (
+        (operands(8, 128, 128)[0], shapes_alone(8, 128, 128, SQUARE)[1]),
+        ShapeError,
+        "on cpu.*on meta",
+    ),
     "mx": (tuple(quantize(torch.ones(8, 128), Tile(1, 32)) for _ in "ab"), UnsupportedError, "32"),
     "tall": (
         (quantize(torch.ones(128, 128), SQUARE), operands(8, 128, 128)[1]),

@@ -169,6 +169,14 @@ def test_groups_that_do_not_fit_are_refused(fake, tile, offsets, error, message)
     assert not launches.names
 
 
+def test_experts_whose_codes_are_views_are_refused(fake):
+    a = quantize(matrix(256, 128), ROW)
+    b = quantize(matrix(2, 128, 128, seed=1), SQUARE).transposed
+    with pytest.raises(UnsupportedError, match="k_major"):
+        DeepGemm().grouped(a, b, offsets_of(128, 256))
+    assert not fake.calls
+
+
 def test_the_library_is_found_by_its_functions(monkeypatch, fake):
     """Version 1.0.0 on PyPI has the name, and other functions."""
     old = types.ModuleType("deep_gemm")
