@@ -19,7 +19,7 @@ from torch.nn.functional import ScalingType
 from ...errors import ShapeError, UnsupportedError
 from ..quantize import Quantized
 from ..recipe import Gemm
-from .hopper import SQUARE, check_hopper, check_operands
+from ..hopper import SQUARE, check_hopper, check_operands
 
 __all__ = ["CublasGemm", "check_device"]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...errors import MissingPackageError, ShapeError, UnsupportedError
 from ..quantize import Quantized
 from ..recipe import Gemm
-from .hopper import BLOCK, SQUARE, check_groups, check_hopper, check_operands
+from ..hopper import SIDE, SQUARE, check_groups, check_hopper, check_operands
 
 __all__ = ["DeepGemm", "check_device"]
 
@@ -67,7 +67,7 @@ class DeepGemm:
 
     k_groups: Gemm | None = None
     k_major: ClassVar[bool] = True
-    alignment: ClassVar[int] = BLOCK
+    alignment: ClassVar[int] = SIDE
 
     def __call__(self, a: Quantized, b: Quantized) -> Tensor:
         """Multiply `a @ b.T`. Local.
@@ -85,11 +85,11 @@ class DeepGemm:
         rows, columns = a.shape[0], b.shape[0]
         if b.tile == SQUARE:
             out = a.scales.new_empty(rows, columns, dtype=torch.bfloat16)
-            _library().fp8_gemm_nt(*_pairs(a, b), out, recipe=(1, BLOCK, BLOCK))
+            _library().fp8_gemm_nt(*_pairs(a, b), out, recipe=(1, SIDE, SIDE))
             return out
         # Its kernel of 1 x 128 by 1 x 128 adds to what is there, and has no other form.
         out = a.scales.new_zeros(rows, columns)
-        _library().fp8_gemm_nt(*_pairs(a, b), out, c=out, recipe=(1, 1, BLOCK))
+        _library().fp8_gemm_nt(*_pairs(a, b), out, c=out, recipe=(1, 1, SIDE))
         return out
 
     def grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class DeepGemm:
         if out.numel():
             layout = _layout(offsets, a.shape[0])
             _library().m_grouped_fp8_gemm_nt_contiguous(
-                *_pairs(a, b), out, layout, recipe=(1, BLOCK, BLOCK)
+                *_pairs(a, b), out, layout, recipe=(1, SIDE, SIDE)
             )
         return out
 
@@ -148,8 +148,8 @@ def _pairs(a: Quantized, b: Quantized) -> tuple[tuple[Tensor, Tensor], tuple[Ten
 def _layout(offsets: Tensor, rows: int) -> Tensor:
     """The expert of each row, -1 past the last offset; int32, made on the device."""
     # The kernel asks for the expert of a tile's first row, and takes it for all 128.
-    aligned = (offsets % BLOCK).any().logical_not()
-    torch._assert_async(aligned, f"every offset must be a multiple of {BLOCK}; pad the groups")
+    aligned = (offsets % SIDE).any().logical_not()
+    torch._assert_async(aligned, f"every offset must be a multiple of {SIDE}; pad the groups")
     positions = torch.arange(rows, device=offsets.device, dtype=offsets.dtype)
     expert = torch.searchsorted(offsets, positions, right=True, out_int32=True)
     return expert.masked_fill_(expert == len(offsets), -1)

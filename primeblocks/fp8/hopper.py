@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...errors import ShapeError, UnsupportedError
-from ..formats import Tile
-from ..quantize import Quantized
+from ..errors import ShapeError, UnsupportedError
+from .formats import Tile
+from .quantize import Quantized
 
-__all__ = ["BLOCK", "ROW", "SQUARE", "check_groups", "check_hopper", "check_operands"]
+__all__ = ["SIDE", "ROW", "SQUARE", "check_groups", "check_hopper", "check_operands"]
 
-BLOCK = 128
-ROW, SQUARE = Tile(1, BLOCK), Tile(BLOCK, BLOCK)
+SIDE = 128
+ROW, SQUARE = Tile(1, SIDE), Tile(SIDE, SIDE)
 
 _OTHERS = "Use primeblocks.fp8.adapters.triton.TritonGemm(), or ReferenceGemm()."
 
@@ -56,7 +56,7 @@ def check_operands(a: Quantized, b: Quantized, engine: str) -> None:
             f"{a.tile.rows} x {a.tile.columns} by {b.tile.rows} x {b.tile.columns}. {_OTHERS}"
         )
     inner, out = b.shape[-1], b.shape[-2]
-    if inner % BLOCK or (b.tile == SQUARE and out % BLOCK):
+    if inner % SIDE or (b.tile == SQUARE and out % SIDE):
         raise UnsupportedError(
             f"{engine} needs an inner dim, and sides of weights in 128 x 128 tiles, that are "
             f"multiples of 128; got an inner dim of {inner} and {out} outputs. Exclude the layer, "
