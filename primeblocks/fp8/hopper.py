@@ -9,7 +9,7 @@ from ..errors import ShapeError, UnsupportedError
 from .formats import Tile
 from .quantize import Quantized
 
-__all__ = ["SIDE", "ROW", "SQUARE", "check_groups", "check_hopper", "check_operands"]
+__all__ = ["ROW", "SIDE", "SQUARE", "check_groups", "check_hopper", "check_operands"]
 
 SIDE = 128
 ROW, SQUARE = Tile(1, SIDE), Tile(SIDE, SIDE)

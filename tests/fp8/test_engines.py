@@ -139,6 +139,35 @@ def twice(make, device, function, *args):
     return first
 
 
+def on_tensor_cores(a, b, wrong=1.0):
+    """`a @ b.T` by the arithmetic that STEPS describes; one tile's scales may be wrong."""
+    x, y = a.codes.double(), b.codes.double()
+    total = torch.zeros(a.shape[0], b.shape[0])
+    for tile in range(a.scales.shape[1]):
+        partial = torch.zeros(a.shape[0], b.shape[0], 1, dtype=torch.float64)
+        for step in range(128 * tile, 128 * tile + 128, 32):
+            products = x[:, None, step : step + 32] * y[None, :, step : step + 32]
+            addends = torch.cat([products, partial], -1)
+            unit = 2.0 ** (torch.frexp(addends.abs().amax(-1, keepdim=True)).exponent - 1.0 - 13)
+            partial = ((addends / unit).trunc() * unit).sum(-1, keepdim=True)
+        scales = a.scales[:, tile, None] * b.scales.repeat_interleave(b.tile.rows, 0)[None, :, tile]
+        total += scales * partial[..., 0].float() * (wrong if tile == 1 else 1.0)
+    return total.bfloat16()
+
+
+@pytest.mark.parametrize("tile", [ROW, SQUARE])
+def test_the_tolerance_admits_tensor_cores_and_little_else(tile):
+    a, b = quantize(matrix(32, 512, seed=0), ROW), quantize(matrix(128, 512, seed=1), tile)
+    result = on_tensor_cores(a, b)
+    assert_agrees(result, a, b)
+    off = result.double() / ReferenceGemm()(a, b).double() - 1
+    assert off.abs().max() > 2.0**-8  # More than the rounding to bfloat16.
+    shifted = Quantized(a.codes, a.scales.roll(1, 1), ROW)
+    for wrong in (on_tensor_cores(shifted, b), on_tensor_cores(a, b, 1.1), result.roll(1, 0)):
+        with pytest.raises(AssertionError):
+            assert_agrees(wrong, a, b)
+
+
 @EVERY
 @pytest.mark.parametrize("tile", [ROW, SQUARE])
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 
 from ...errors import ShapeError, UnsupportedError
+from ..hopper import SQUARE, check_hopper, check_operands
 from ..quantize import Quantized
 from ..recipe import Gemm
-from ..hopper import SQUARE, check_hopper, check_operands
 
 __all__ = ["CublasGemm", "check_device"]
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ...errors import MissingPackageError, ShapeError, UnsupportedError
+from ..hopper import SIDE, SQUARE, check_groups, check_hopper, check_operands
 from ..quantize import Quantized
 from ..recipe import Gemm
-from ..hopper import SIDE, SQUARE, check_groups, check_hopper, check_operands
 
 __all__ = ["DeepGemm", "check_device"]
 
