@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from primeblocks.errors import MissingPackageError, UnsupportedError
-from primeblocks.fp8 import Gemm, ReferenceGemm, Tile, TorchQuantizer
+from primeblocks.fp8 import Gemm, Tile, TorchQuantizer
+from primeblocks.fp8.reference import ReferenceGemm
 
 __all__ = [
     "BF16", "FLOAT8_ERROR", "QUANTIZE_ERROR", "ROW", "TORCHAO", "Figures", "Side", "Sizes",

@@ -14,7 +14,10 @@ __all__ = ["ROW", "SIDE", "SQUARE", "check_groups", "check_hopper", "check_opera
 SIDE = 128
 ROW, SQUARE = Tile(1, SIDE), Tile(SIDE, SIDE)
 
-_OTHERS = "Use primeblocks.fp8.adapters.triton.TritonGemm(), or ReferenceGemm()."
+_OTHERS = (
+    "Use primeblocks.fp8.adapters.triton.TritonGemm(), or "
+    "primeblocks.fp8.reference.ReferenceGemm()."
+)
 
 
 def check_hopper(device: torch.device, engine: str) -> None:

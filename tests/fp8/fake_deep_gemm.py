@@ -8,7 +8,8 @@ is not written.
 
 import torch
 
-from primeblocks.fp8 import Quantized, ReferenceGemm, Tile
+from primeblocks.fp8 import Quantized, Tile
+from primeblocks.fp8.reference import ReferenceGemm
 
 BLOCK = 128
 

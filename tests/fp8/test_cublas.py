@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from torch.nn.functional import ScalingType
 
 from primeblocks.errors import ShapeError, UnsupportedError
-from primeblocks.fp8 import Quantized, Recipe, ReferenceGemm, Tile, grouped_matmul, matmul, quantize
+from primeblocks.fp8 import Quantized, Recipe, Tile, grouped_matmul, matmul, quantize
 from primeblocks.fp8.adapters import cublas
 from primeblocks.fp8.adapters.cublas import CublasGemm
+from primeblocks.fp8.reference import ReferenceGemm
 from tests.fp8.launches import Launches
 
 ROW, SQUARE = Tile(1, 128), Tile(128, 128)

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primeblocks.errors import MissingPackageError, ShapeError, UnsupportedError
-from primeblocks.fp8 import Quantized, Recipe, ReferenceGemm, Tile, grouped_matmul, matmul, quantize
+from primeblocks.fp8 import Quantized, Recipe, Tile, grouped_matmul, matmul, quantize
 from primeblocks.fp8.adapters import deep_gemm
 from primeblocks.fp8.adapters.deep_gemm import DeepGemm
+from primeblocks.fp8.reference import ReferenceGemm
 from tests.fp8.fake_deep_gemm import FakeDeepGemm
 from tests.fp8.launches import Launches
 

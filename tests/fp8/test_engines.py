@@ -13,13 +13,12 @@ from primeblocks.errors import MissingPackageError, UnsupportedError
 from primeblocks.fp8 import (
     Quantized,
     Recipe,
-    ReferenceGemm,
     Tile,
-    exact_product,
     grouped_matmul,
     matmul,
     quantize,
 )
+from primeblocks.fp8.reference import ReferenceGemm, exact_product
 from tests.fp8.launches import Launches
 
 ROW, SQUARE = Tile(1, 128), Tile(128, 128)
