@@ -94,9 +94,10 @@ class Trainer:
         if use_fp8:
             from primeblocks import fp8
             from primeblocks.fp8.adapters.transformers import convert
+            from primeblocks.fp8.simulated import SimulatedGemm
 
             # 32 rows: each rank's shard of every projection is a multiple of it.
-            recipe = fp8.Recipe(weights=fp8.Tile(32, 128))
+            recipe = fp8.Recipe(weights=fp8.Tile(32, 128), gemm=SimulatedGemm())
             layers = re.compile(r"self_attn\.[qkvo]_proj|mlp\.experts")
             convert(model, recipe, only=layers)
         plan = parallel.plan_mesh(world_size=self.world_size, expert=self.world_size)

@@ -12,7 +12,7 @@ from ..errors import ShapeError
 from .formats import Tile
 from .quantize import Quantized
 
-__all__ = ["ReferenceGemm", "exact_product", "runs"]
+__all__ = ["ReferenceGemm", "check_inner", "exact_product", "runs"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class ReferenceGemm:
         Raises:
             ShapeError: the inner dims or their tiles differ.
         """
-        _check_inner(a, b)
+        check_inner(a, b)
         return _product(a, b, slice(0, a.shape[-1]))
 
     def grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class ReferenceGemm:
         Raises:
             ShapeError: the inner dims or their tiles differ.
         """
-        _check_inner(a, b)
+        check_inner(a, b)
         out, by_row = torch.zeros(a.shape[0], b.shape[-2], device=a.codes.device), _by_row(a)
         for expert, rows in enumerate(runs(offsets)):
             of_a = Quantized(a.codes[rows], by_row[rows], Tile(1, a.tile.columns))
@@ -56,7 +56,7 @@ class ReferenceGemm:
         Raises:
             ShapeError: the inner dims or their tiles differ.
         """
-        _check_inner(a, b)
+        check_inner(a, b)
         return torch.stack([_product(a, b, part) for part in runs(offsets)])
 
 
@@ -75,7 +75,12 @@ def exact_product(a: Quantized, b: Quantized) -> Tensor:
     return a.dequantize(torch.float64) @ b.dequantize(torch.float64).t()
 
 
-def _check_inner(a: Quantized, b: Quantized) -> None:
+def check_inner(a: Quantized, b: Quantized) -> None:
+    """Refuse operands that do not share their inner dim and its tiles. Local.
+
+    Raises:
+        ShapeError: with both.
+    """
     if a.shape[-1] != b.shape[-1] or a.tile.columns != b.tile.columns:
         raise ShapeError(
             f"inner dims {a.shape[-1]} and {b.shape[-1]} in tiles of {a.tile.columns} and "

@@ -1,6 +1,6 @@
 """One suite for every engine, on the device for which it is: dense, groups, tokens, gradients.
 
-On a machine without a GPU the reference alone runs, which tests the suite.
+On a machine without a GPU the engines for any device run, which tests the suite.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from primeblocks.fp8 import (
     quantize,
 )
 from primeblocks.fp8.reference import ReferenceGemm, exact_product
+from primeblocks.fp8.simulated import SimulatedGemm
 from tests.fp8.launches import Launches
 
 ROW, SQUARE = Tile(1, 128), Tile(128, 128)
@@ -32,6 +33,10 @@ STEPS = 4 * 33 * 2.0**-13
 
 def reference():
     return ReferenceGemm()
+
+
+def simulated():
+    return SimulatedGemm()
 
 
 def cublas():
@@ -62,14 +67,16 @@ def on_gpu(*makers):
     return [pytest.param(make, CUDA, marks=marks, id=f"{make.__name__}-cuda") for make in makers]
 
 
-ON_CPU = [pytest.param(reference, CPU, id="reference-cpu")]
+ON_CPU = [pytest.param(make, CPU, id=f"{make.__name__}-cpu") for make in (reference, simulated)]
 EVERY = pytest.mark.parametrize(
-    ("make", "device"), [*ON_CPU, *on_gpu(reference, cublas, deep_gemm, triton)]
+    ("make", "device"), [*ON_CPU, *on_gpu(reference, simulated, cublas, deep_gemm, triton)]
 )
 OF_GROUPS = pytest.mark.parametrize(
-    ("make", "device"), [*ON_CPU, *on_gpu(reference, deep_gemm, triton)]
+    ("make", "device"), [*ON_CPU, *on_gpu(reference, simulated, deep_gemm, triton)]
 )
-OF_TOKENS = pytest.mark.parametrize(("make", "device"), [*ON_CPU, *on_gpu(reference, triton)])
+OF_TOKENS = pytest.mark.parametrize(
+    ("make", "device"), [*ON_CPU, *on_gpu(reference, simulated, triton)]
+)
 
 
 def engine_of(make):
@@ -116,7 +123,7 @@ def assert_agrees(result, a, b):
 @contextlib.contextmanager
 def no_waits(device, make):
     """Refuse every wait of the host: torch raises at one on a GPU."""
-    if device == CPU or make is reference:
+    if device == CPU or make in (reference, simulated):
         yield
         return
     torch.cuda.synchronize()
