@@ -93,7 +93,9 @@ def _product(a: Quantized, b: Quantized, inner: slice) -> Tensor:
     size = a.tile.columns
     total = torch.zeros(a.shape[0], b.shape[0], device=a.codes.device)
     a_scales, b_scales = _by_row(a), _by_row(b)
-    for k in range(inner.start // size, -(-inner.stop // size)):
+    # An expert without tokens has no tile, not even the one in which it would lie.
+    tiles = range(inner.start // size, -(-inner.stop // size)) if inner.start < inner.stop else ()
+    for k in tiles:
         part = slice(max(k * size, inner.start), min((k + 1) * size, inner.stop))
         partial = (a.codes[:, part].double() @ b.codes[:, part].double().t()).float()
         total = _fma(a_scales[:, k, None] * b_scales[None, :, k], partial, total)
