@@ -93,11 +93,13 @@ class Trainer:
         transfer_encoding = None
         if use_fp8:
             from primeblocks import fp8
+            from primeblocks.fp8.adapters.transformers import convert
+            from primeblocks.fp8.simulated import SimulatedGemm
 
             # 32 rows: each rank's shard of every projection is a multiple of it.
-            recipe = fp8.Recipe(weights=fp8.Tile(32, 128))
-            attention = re.compile(r"self_attn\.[qkvo]_proj")
-            fp8.convert(model, recipe, only=attention)
+            recipe = fp8.Recipe(weights=fp8.Tile(32, 128), gemm=SimulatedGemm())
+            layers = re.compile(r"self_attn\.[qkvo]_proj|mlp\.experts")
+            convert(model, recipe, only=layers)
         plan = parallel.plan_mesh(world_size=self.world_size, expert=self.world_size)
         self.meshes = plan.build(device.type)
         parallelize(model.to(device), self.meshes)
@@ -106,7 +108,7 @@ class Trainer:
             # In bfloat16: vLLM has no float8 kernels on a CPU.
             transfer_encoding = fp8.encode_weights(
                 recipe,
-                only=attention,
+                only=layers,
                 layouts={name: tensor.layout for name, tensor in held.items()},
                 form="simulated",
             )
@@ -114,6 +116,8 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=WARM_LR, betas=(0.9, 0.95), weight_decay=0.0
         )
+        if use_fp8:  # Each weight is rounded once a step, whatever number of passes use it.
+            fp8.WeightCache(model, self.optimizer)
         sources = weightsync.gather_manifests(held)
         self.sync_plan = weightsync.plan_sync(sources, whole, bucket_bytes=1 << 20)
         self.transport = weightsync.SharedMemoryTransport(
@@ -384,8 +388,8 @@ def main() -> None:
     parser.add_argument(
         "--fp8",
         action="store_true",
-        help="FP8 attention projections in the trainer; the engine gets their rounded values in "
-        "bfloat16, for vLLM 0.32 cannot run FP8 weights on a CPU",
+        help="FP8 attention projections and experts in the trainer; the engine gets their rounded "
+        "values in bfloat16, for vLLM 0.32 cannot run FP8 weights on a CPU",
     )
     options = parser.parse_args()
     # torchrun ends the other ranks with SIGTERM: leave as after an error, cleaning up on the way.

@@ -1,1 +1,1 @@
-"""What is measured of `primeblocks.fp8`, one question a file."""
+"""What `benchmarks.fp8` and a GPU measure of float8, one question a file."""

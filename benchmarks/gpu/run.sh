@@ -13,8 +13,9 @@ PYTHONPATH=. "$python" -m pytest tests -m gpu -o addopts="--import-mode=importli
 mkdir -p "$out"
 for benchmark in benchmarks/*.py; do
   name=$(basename "$benchmark" .py)
-  # parallel, weightsync and kvoffload compare with peers that such a machine lacks.
-  case $name in __init__ | harness | peers | parallel | weightsync | kvoffload) continue ;; esac
+  # parallel, weightsync and kvoffload compare with peers that such a machine lacks; fp8 is a CPU's.
+  case $name in __init__ | harness | peers | parallel | weightsync | kvoffload | fp8) continue ;; esac
   "$python" -m "benchmarks.$name" --json "$out/$name.gpu.json"
 done
 "$python" -m benchmarks.kvoffload_parts.device --json "$out/kvoffload.gpu.json"
+"$python" -m benchmarks.fp8_parts.gpu --json "$out/fp8.gpu.json"

@@ -12,7 +12,7 @@ from ..errors import ShapeError
 from .formats import Tile
 from .quantize import Quantized
 
-__all__ = ["ReferenceGemm", "exact_product", "runs"]
+__all__ = ["ReferenceGemm", "check_inner", "exact_product", "runs"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class ReferenceGemm:
         Raises:
             ShapeError: the inner dims or their tiles differ.
         """
-        _check_inner(a, b)
+        check_inner(a, b)
         return _product(a, b, slice(0, a.shape[-1]))
 
     def grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class ReferenceGemm:
         Raises:
             ShapeError: the inner dims or their tiles differ.
         """
-        _check_inner(a, b)
+        check_inner(a, b)
         out, by_row = torch.zeros(a.shape[0], b.shape[-2], device=a.codes.device), _by_row(a)
         for expert, rows in enumerate(runs(offsets)):
             of_a = Quantized(a.codes[rows], by_row[rows], Tile(1, a.tile.columns))
@@ -56,7 +56,7 @@ class ReferenceGemm:
         Raises:
             ShapeError: the inner dims or their tiles differ.
         """
-        _check_inner(a, b)
+        check_inner(a, b)
         return torch.stack([_product(a, b, part) for part in runs(offsets)])
 
 
@@ -75,7 +75,12 @@ def exact_product(a: Quantized, b: Quantized) -> Tensor:
     return a.dequantize(torch.float64) @ b.dequantize(torch.float64).t()
 
 
-def _check_inner(a: Quantized, b: Quantized) -> None:
+def check_inner(a: Quantized, b: Quantized) -> None:
+    """Refuse operands that do not share their inner dim and its tiles. Local.
+
+    Raises:
+        ShapeError: with both.
+    """
     if a.shape[-1] != b.shape[-1] or a.tile.columns != b.tile.columns:
         raise ShapeError(
             f"inner dims {a.shape[-1]} and {b.shape[-1]} in tiles of {a.tile.columns} and "
@@ -88,7 +93,9 @@ def _product(a: Quantized, b: Quantized, inner: slice) -> Tensor:
     size = a.tile.columns
     total = torch.zeros(a.shape[0], b.shape[0], device=a.codes.device)
     a_scales, b_scales = _by_row(a), _by_row(b)
-    for k in range(inner.start // size, -(-inner.stop // size)):
+    # An expert without tokens has no tile, not even the one in which it would lie.
+    tiles = range(inner.start // size, -(-inner.stop // size)) if inner.start < inner.stop else ()
+    for k in tiles:
         part = slice(max(k * size, inner.start), min((k + 1) * size, inner.stop))
         partial = (a.codes[:, part].double() @ b.codes[:, part].double().t()).float()
         total = _fma(a_scales[:, k, None] * b_scales[None, :, k], partial, total)

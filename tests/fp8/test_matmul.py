@@ -22,6 +22,7 @@ from primeblocks.fp8 import (
 )
 from primeblocks.fp8.quantize import swiglu
 from primeblocks.fp8.reference import ReferenceGemm, exact_product
+from primeblocks.fp8.simulated import SimulatedGemm
 
 SMALL = {"activations": Tile(1, 16), "weights": Tile(8, 16), "source": "float32"}
 RECIPE = Recipe(**SMALL, wgrad="float32")
@@ -208,6 +209,17 @@ def test_the_source_of_a_weight_is_kept_or_refused():
     assert not torch.equal(same[0], master.quantize_weight(weight).dequantize())
     with pytest.raises(UsageError, match="quantizes master weights; got one in torch.bfloat16"):
         matmul(weight, weight.bfloat16(), recipe=master)
+
+
+@pytest.mark.parametrize("engine", [ReferenceGemm(), SimulatedGemm()])
+def test_an_expert_without_tokens_meets_no_nan_of_its_neighbours(engine):
+    recipe = Recipe(**SMALL, wgrad="float8", gemm=engine)
+    x, experts = matrix(12, 32), matrix(4, 16, 32, seed=1).requires_grad_()
+    x[5, 3] = torch.nan
+    y = grouped_matmul(x, experts, OFFSETS, recipe=recipe)
+    (dw,) = torch.autograd.grad(y, experts, torch.ones_like(y))
+    assert (dw[1] == 0).all()
+    assert dw[2].isnan().any()
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

@@ -1,0 +1,368 @@
+"""Quantizing in tiles, in one pass over the input; never run on a GPU.
+
+Codes and scales equal those of `primeblocks.fp8.quantize` bit for bit: divisions are rounded
+correctly, a tile's maximum is taken of bits, where a NaN is larger than any number, and nothing
+is flushed to zero.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ....errors import ShapeError, UnsupportedError, UsageError
+from ....groups import check_tensors
+from ...formats import Nonfinite, Quotient, Scale, Tile, check_choice, check_tile
+from ...quantize import Quantized
+
+__all__ = ["TritonQuantizer", "check_device"]
+
+# Decided, as by Triton itself, when this is imported.
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+_SIDE = 128
+
+
+@triton.jit
+@no_type_check  # The compiler reads the source: no check of types can be put around it.
+def _round_to_e4m3(x, INTEGERS: tl.constexpr):
+    """Bytes of the nearest E4M3 numbers, ties to even; beyond 448 is 448, NaN is 0x7f."""
+    if INTEGERS:  # The interpreter's own cast is wrong in 2 % of codes.
+        bits = x.to(tl.int32, bitcast=True)
+        size = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # 448
+        number = (bits & 0x7FFFFFFF) <= 0x7F800000
+        normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+        # Under 2**-6 codes have the step 2**-9, which is that of float32 at 2**14.
+        shifted = size.to(tl.float32, bitcast=True) + 16384.0
+        code = tl.where(size < (121 << 23), shifted.to(tl.int32, bitcast=True) - 0x46800000, normal)
+        code = tl.where(number, code | ((bits >> 24) & 0x80), 0x7F)
+        return code.to(tl.uint8)
+    return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)  # Saturates, on every GPU that has it.
+
+
+@triton.jit
+@no_type_check
+def _round_to(x, DTYPE: tl.constexpr, INTEGERS: tl.constexpr):
+    """Float32 values that DTYPE has too: the nearest, ties to even."""
+    if INTEGERS and tl.bfloat16 == DTYPE:  # The interpreter cuts off.
+        bits = x.to(tl.int32, bitcast=True)
+        near = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16
+        number = (bits & 0x7FFFFFFF) <= 0x7F800000
+        return tl.where(number, near.to(tl.float32, bitcast=True), x)
+    return x.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+@no_type_check
+def _round_tiles(
+    x,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    POWERS: tl.constexpr,
+    QUOTIENT: tl.constexpr,
+    INTEGERS: tl.constexpr,
+):
+    """Codes `[rows, columns]` and scales `[rows / HEIGHT, columns / WIDTH]` of a float32 block."""
+    rows: tl.constexpr = x.shape[0]
+    columns: tl.constexpr = x.shape[1]
+    down: tl.constexpr = rows // HEIGHT
+    across: tl.constexpr = columns // WIDTH
+    values = tl.reshape(x, (down, HEIGHT, across, WIDTH))
+    bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    largest = tl.max(tl.max(bits, 3), 1)
+    amax = largest.to(tl.float32, bitcast=True)
+    # 2**-126: the reciprocal of a subnormal scale would be infinite.
+    scale = tl.maximum(tl.div_rn(amax, 448.0), 1.1754943508222875e-38)
+    scale = tl.where(largest == 0, 1.0, scale)
+    if POWERS:
+        up = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+        scale = up.to(tl.float32, bitcast=True)
+    scale = tl.where(largest < 0x7F800000, scale, float("nan"))
+    spread = tl.reshape(scale, (down, 1, across, 1))
+    if QUOTIENT == "division":
+        values = tl.div_rn(values, tl.broadcast_to(spread, values.shape))
+    elif QUOTIENT == "amax" and not POWERS:
+        # At most 2**126, as of the scale.
+        factor = tl.div_rn(448.0, tl.maximum(amax, 448.0 * 1.1754943508222875e-38))
+        factor = tl.where(largest < 0x7F800000, factor, float("nan"))
+        values = values * tl.reshape(factor, (down, 1, across, 1))
+    else:
+        values = values * tl.div_rn(1.0, spread)
+    codes = _round_to_e4m3(values, INTEGERS)
+    return tl.reshape(codes, (rows, columns)), scale
+
+
+@triton.jit
+@no_type_check
+def _store_tiles(block, scale, codes, scales, batch, top, left, rows, columns):
+    """Store a block that begins at (top, left) of a matrix, and its scales."""
+    row = top.to(tl.int64) + tl.arange(0, block.shape[0])[:, None]
+    column = left + tl.arange(0, block.shape[1])[None, :]
+    place = (batch * rows + row) * columns + column
+    tl.store(codes + place, block, (row < rows) & (column < columns))
+    height: tl.constexpr = block.shape[0] // scale.shape[0]
+    width: tl.constexpr = block.shape[1] // scale.shape[1]
+    down, across = tl.cdiv(rows, height), tl.cdiv(columns, width)
+    row = (top // height).to(tl.int64) + tl.arange(0, scale.shape[0])[:, None]
+    column = (left // width).to(tl.int64) + tl.arange(0, scale.shape[1])[None, :]
+    if height == 1:  # As products read them: the rows of one tile side by side.
+        place = (batch * across + column) * down + row
+    else:
+        place = (batch * down + row) * across + column
+    tl.store(scales + place, scale, (row < down) & (column < across))
+
+
+@triton.jit
+@no_type_check
+def _quantize_blocks(
+    x,
+    scores,
+    codes,
+    scales,
+    flipped_codes,
+    flipped_scales,
+    rows,
+    columns,
+    x_batch,
+    x_row,
+    x_column,
+    GATED: tl.constexpr,
+    SCORED: tl.constexpr,
+    BOTH: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    POWERS: tl.constexpr,
+    QUOTIENT: tl.constexpr,
+    INTEGERS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Quantize a block of x `[batch, rows, columns]` and, with BOTH, of x.mT, in tiles of its own.
+
+    GATED: of SwiGLU of x `[batch, rows, 2 * columns]`; SCORED: times a score a row.
+    """
+    across, down = tl.cdiv(columns, COLUMNS), tl.cdiv(rows, ROWS)
+    program = tl.program_id(0)
+    left = program % across * COLUMNS
+    top = program // across % down * ROWS
+    batch = (program // (across * down)).to(tl.int64)
+    row = top.to(tl.int64) + tl.arange(0, ROWS)[:, None]
+    column = left.to(tl.int64) + tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows) & (column < columns)
+    x += batch * x_batch + row * x_row + column * x_column
+    values = tl.load(x, inside, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.load(x + columns * x_column, inside, other=0.0).to(tl.float32)
+        values = values / (1.0 + tl.exp(-values)) * up
+    if SCORED:
+        values = values * tl.load(scores + row, row < rows, other=0.0).to(tl.float32)
+    values = _round_to(values, x.dtype.element_ty, INTEGERS)
+    block, scale = _round_tiles(values, HEIGHT, WIDTH, POWERS, QUOTIENT, INTEGERS)
+    _store_tiles(block, scale, codes, scales, batch, top, left, rows, columns)
+    if BOTH:
+        if HEIGHT != WIDTH:  # Else the codes are the same.
+            block, scale = _round_tiles(values, WIDTH, HEIGHT, POWERS, QUOTIENT, INTEGERS)
+        block, scale = tl.trans(block), tl.trans(scale)
+        _store_tiles(block, scale, flipped_codes, flipped_scales, batch, left, top, columns, rows)
+
+
+@dataclass(frozen=True)
+class TritonQuantizer:
+    """Codes and scales of `fp8.quantize`, bit for bit; see `Quantizer`. One launch a call.
+
+    Tiles of one row have scales with the rows side by side in memory, as products read them. Sides
+    of tiles are powers of two up to 128.
+    """
+
+    def __call__(
+        self,
+        x: Tensor,
+        tile: Tile,
+        *,
+        scale: Scale = "float32",
+        quotient: Quotient = "reciprocal",
+        nonfinite: Nonfinite = "raise",
+    ) -> Quantized:
+        """Quantize x `[*batch, rows, columns]`, of any strides. Local.
+
+        The host waits for the device if `nonfinite="raise"`.
+
+        Raises:
+            UsageError: a value is not finite.
+            UnsupportedError: x is not where Triton runs, or a tile that the kernel does not have.
+            ShapeError: no matrix of floating-point numbers.
+        """
+        return _quantize(x, tile, scale, quotient, nonfinite)[0]
+
+    def both(
+        self,
+        x: Tensor,
+        tile: Tile,
+        *,
+        scale: Scale = "float32",
+        quotient: Quotient = "reciprocal",
+        nonfinite: Nonfinite = "raise",
+    ) -> tuple[Quantized, Quantized]:
+        """Quantize x and x.mT, each in `tile`, reading x once. Local; errors are those of a call.
+
+        Codes of both are contiguous. Tiles of x.mT lie at multiples of the tile in x.
+        """
+        made, flipped = _quantize(x, tile, scale, quotient, nonfinite, both=True)
+        return made, flipped
+
+    def swiglu(
+        self,
+        gate_up: Tensor,
+        scores: Tensor | None,
+        tile: Tile,
+        *,
+        scale: Scale = "float32",
+        quotient: Quotient = "reciprocal",
+        nonfinite: Nonfinite = "raise",
+    ) -> Quantized:
+        """Quantize the SwiGLU of `gate_up`, without storing it. Local.
+
+        5 bytes move for a bfloat16 value instead of 9. The exponential is the GPU's own, so an
+        activation may differ from the definition's by a part of (5 + |gate|) * 2**-23 before it is
+        rounded to its dtype. In bfloat16 that rounds at most 5 + |gate| of 16,384 to a neighbour;
+        the codes are those of the activation, to the bit.
+
+        Raises:
+            ShapeError: shapes or dtypes do not fit.
+            UnsupportedError, UsageError: as of a call.
+        """
+        _check_gated(gate_up, scores)
+        how = (tile, scale, quotient, nonfinite)
+        return _quantize(gate_up, *how, gated=True, scores=scores)[0]
+
+    def swiglu_both(
+        self,
+        gate_up: Tensor,
+        scores: Tensor | None,
+        tile: Tile,
+        *,
+        scale: Scale = "float32",
+        quotient: Quotient = "reciprocal",
+        nonfinite: Nonfinite = "raise",
+    ) -> tuple[Quantized, Quantized]:
+        """Quantize it and its transpose, 6 bytes for a bfloat16 value instead of 10. Local."""
+        _check_gated(gate_up, scores)
+        how = (tile, scale, quotient, nonfinite)
+        made, flipped = _quantize(gate_up, *how, both=True, gated=True, scores=scores)
+        return made, flipped
+
+
+def _quantize(
+    x: Tensor,
+    tile: Tile,
+    scale: Scale,
+    quotient: Quotient,
+    nonfinite: Nonfinite,
+    *,
+    both: bool = False,
+    gated: bool = False,
+    scores: Tensor | None = None,
+) -> list[Quantized]:
+    """Run the kernel: one result, or with `both` that of the transpose too. Local.
+
+    Args:
+        gated: x is `[..., rows, 2 * columns]`, and its SwiGLU is quantized.
+        scores: `[rows]`, which the rows are multiplied by.
+
+    Raises:
+        UsageError, UnsupportedError, ShapeError: as `TritonQuantizer`.
+    """
+    _check(x, tile)
+    check_choice("scale", scale, Scale)
+    check_choice("quotient", quotient, Quotient)
+    check_choice("nonfinite", nonfinite, Nonfinite)
+    x = x.detach()
+    *batch, rows, columns = x.shape
+    columns //= 2 if gated else 1
+    shapes = [(*batch, rows, columns), (*batch, columns, rows)]
+    made = [_empty(x, shape, tile) for shape in shapes[: 1 + both]]
+    flat = x.flatten(0, -3) if x.ndim > 3 else x
+    # The transpose needs whole tiles in both directions. 64 values a thread: 8 loads on their way.
+    height = _SIDE if both or tile.rows > 64 else 32 if gated else 64
+    blocks = math.prod(batch) * triton.cdiv(rows, height) * triton.cdiv(columns, _SIDE)
+    if blocks:
+        with torch.cuda.device_of(x):
+            _quantize_blocks[(blocks,)](
+                flat,
+                x if scores is None else scores.detach().contiguous(),
+                *(made[0].codes.view(torch.uint8), made[0].scales),
+                *(made[-1].codes.view(torch.uint8), made[-1].scales),
+                *(rows, columns),
+                *(flat.stride(-3) if batch else 0, flat.stride(-2), flat.stride(-1)),
+                GATED=gated,
+                SCORED=scores is not None,
+                BOTH=both,
+                HEIGHT=tile.rows,
+                WIDTH=tile.columns,
+                POWERS=scale == "ue8m0",
+                QUOTIENT=quotient,
+                INTEGERS=INTERPRETED,
+                ROWS=height,
+                COLUMNS=_SIDE,
+                num_warps=8 if height == _SIDE else 4,
+                enable_fp_fusion=False,
+            )
+    if nonfinite == "raise" and not made[0].scales.isfinite().all():
+        bad = int((~x.float().isfinite()).sum())
+        raise UsageError(f"{bad} of {x.numel()} values are not finite; float8 has no infinity")
+    return made
+
+
+def check_device(*tensors: Tensor) -> None:
+    """Refuse tensors that Triton cannot reach. Local.
+
+    Raises:
+        UnsupportedError: on a CPU, outside Triton's interpreter.
+    """
+    for x in tensors:
+        if not (x.is_cuda or INTERPRETED):
+            raise UnsupportedError(
+                f"Triton runs on CUDA tensors; got one on {x.device}. Move it, or use "
+                "TorchQuantizer() and ReferenceGemm(). To test small sizes, set TRITON_INTERPRET=1 "
+                "before the import."
+            )
+
+
+def _check_gated(gate_up: Tensor, scores: Tensor | None) -> None:
+    check_tensors(gate_up=gate_up)
+    fits = scores is None or (scores.shape, scores.device) == (gate_up.shape[:1], gate_up.device)
+    if gate_up.ndim != 2 or gate_up.shape[1] % 2 or not fits:
+        raise ShapeError(
+            "needs gate_up [tokens, 2 * inner] and scores [tokens] on the same device; got "
+            f"{list(gate_up.shape)} and {None if scores is None else list(scores.shape)}"
+        )
+
+
+def _check(x: Tensor, tile: Tile) -> None:
+    check_tile("tile", tile)
+    check_tensors(x=x)
+    if x.ndim < 2 or not x.is_floating_point() or x.itemsize < 2:
+        raise ShapeError(f"quantizing takes a floating-point matrix; got {x.dtype} {list(x.shape)}")
+    for side in (tile.rows, tile.columns):
+        if side & (side - 1) or side > _SIDE:
+            raise UnsupportedError(
+                f"the kernel has tiles with sides of 1, 2, 4 ... {_SIDE}; got {tile}. Use "
+                "TorchQuantizer()."
+            )
+    check_device(x)
+
+
+def _empty(like: Tensor, shape: tuple[int, ...], tile: Tile) -> Quantized:
+    *batch, rows, columns = shape
+    down, across = tile.grid(rows, columns)
+    codes = like.new_empty(shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    if tile.rows > 1:
+        scales = like.new_empty((*batch, down, across), dtype=torch.float32)
+    else:
+        scales = like.new_empty((*batch, across, down), dtype=torch.float32).mT
+    return Quantized(codes, scales, tile)

@@ -1,0 +1,92 @@
+"""Checks that engines of Hopper's block-scaled products share; the device is not asked anything."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import ShapeError, UnsupportedError
+from .formats import Tile
+from .quantize import Quantized
+
+__all__ = ["ROW", "SIDE", "SQUARE", "check_groups", "check_hopper", "check_operands"]
+
+SIDE = 128
+ROW, SQUARE = Tile(1, SIDE), Tile(SIDE, SIDE)
+
+_OTHERS = (
+    "Use primeblocks.fp8.adapters.triton.TritonGemm(), or "
+    "primeblocks.fp8.reference.ReferenceGemm()."
+)
+
+
+def check_hopper(device: torch.device, engine: str) -> None:
+    """Refuse a device without Hopper's block-scaled products. Local; no host wait.
+
+    Later GPUs have float8 products of other tiles, 1 x 32, with UE8M0 scales. A library that casts
+    float32 scales to those alters the numbers.
+
+    Raises:
+        UnsupportedError: with the device.
+    """
+    if device.type != "cuda":
+        raise UnsupportedError(f"{engine} multiplies on a CUDA device; got {device}. {_OTHERS}")
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != 9:
+        raise UnsupportedError(
+            f"{engine} multiplies 1 x 128 tiles with float32 scales on GPUs of compute capability "
+            f"9.0 alone; {device} has {major}.{minor}. {_OTHERS}"
+        )
+
+
+def check_operands(a: Quantized, b: Quantized, engine: str) -> None:
+    """Refuse tiles, layouts and sizes other than `a @ b.T` needs. Local.
+
+    Raises:
+        ShapeError: the inner dims differ, or the devices.
+        UnsupportedError: tiles of `a` are not 1 x 128, those of `b` neither 1 x 128 nor 128 x 128;
+            the inner dim, or a side of 128 x 128 tiles, is not a multiple of 128; codes are not
+            contiguous.
+    """
+    if a.shape[-1] != b.shape[-1] or a.codes.device != b.codes.device:
+        raise ShapeError(
+            f"a {list(a.shape)} on {a.codes.device} and b {list(b.shape)} on {b.codes.device} do "
+            "not multiply: inner dims and devices must be equal"
+        )
+    if a.tile != ROW or b.tile not in (ROW, SQUARE):
+        raise UnsupportedError(
+            f"{engine} multiplies tiles of 1 x 128 by tiles of 1 x 128 or 128 x 128; got "
+            f"{a.tile.rows} x {a.tile.columns} by {b.tile.rows} x {b.tile.columns}. {_OTHERS}"
+        )
+    inner, out = b.shape[-1], b.shape[-2]
+    if inner % SIDE or (b.tile == SQUARE and out % SIDE):
+        raise UnsupportedError(
+            f"{engine} needs an inner dim, and sides of weights in 128 x 128 tiles, that are "
+            f"multiples of 128; got an inner dim of {inner} and {out} outputs. Exclude the layer, "
+            'or pad the tokens to a multiple of 128 if they are the inner dim (wgrad="float8"). '
+            + _OTHERS
+        )
+    for name, x in (("a", a), ("b", b)):
+        if not x.codes.is_contiguous():
+            raise UnsupportedError(
+                f"{engine} needs contiguous codes, as k_major tells; those of {name} have shape "
+                f"{list(x.shape)} and strides {list(x.codes.stride())}. Copy them once a version, "
+                "as quantize_both_ways does."
+            )
+
+
+def check_groups(a: Quantized, b: Quantized, offsets: Tensor, engine: str) -> None:
+    """Refuse what is not rows, experts and an offset for each. Local; offsets are not read.
+
+    Raises:
+        ShapeError: dims or dtypes do not fit, or offsets lie on another device.
+    """
+    if a.codes.ndim != 2 or b.codes.ndim != 3 or offsets.shape != b.shape[:1]:
+        raise ShapeError(
+            f"{engine} groups rows [tokens, in] by experts [experts, out, in] with offsets "
+            f"[experts]; got {list(a.shape)}, {list(b.shape)} and {list(offsets.shape)}"
+        )
+    if offsets.dtype != torch.int32 or offsets.device != a.codes.device:
+        raise ShapeError(
+            f"offsets must be int32 on {a.codes.device}; got {offsets.dtype} on {offsets.device}"
+        )

@@ -1,0 +1,55 @@
+"""The GPU's benchmark of float8: its code at small sizes on a CPU, its arithmetic, its refusal."""
+
+import sys
+import types
+
+import pytest
+import torch
+
+from benchmarks.fp8_parts import gpu, gpu_dense
+from benchmarks.fp8_parts.gpu_sides import Sizes, engines_of
+
+SMALL = Sizes(rows=16, columns=256, side=128, tokens=512, experts=3, hidden=128, out=256, repeats=2)
+
+
+def test_bytes_and_operations_are_counted():
+    x = torch.zeros(256, 384, dtype=torch.bfloat16)
+    way = 256 * 384 + 256 * 3 * 4
+    assert gpu_dense.quantize_bytes(256, 384, ways=1) == x.nbytes + way
+    assert gpu_dense.quantize_bytes(256, 384, ways=2) == x.nbytes + 2 * way
+    assert gpu_dense.step_flops(5, 3, 2) == 3 * (2 * 5 * 3 * 2)
+
+
+def test_every_figure_of_the_issue_is_measured():
+    found = gpu.figures("cpu", SMALL)
+    assert {
+        "fp8.quantize.gpu.copy_bandwidth_fraction",
+        "fp8.dense_128.gpu.speedup_vs_bf16",
+        "fp8.grouped_fwd_bwd.gpu.speedup_vs_bf16",
+        "fp8.wgrad.gpu.tflops",
+    } <= found.keys()
+    assert "fp8.grouped_fwd_bwd.gpu.reference.wgrad_float8.speedup_vs_bf16" in found
+    assert all(value > 0 for name, (value, _, _) in found.items() if "spread" not in name)
+
+
+def test_nothing_is_timed_that_disagrees(monkeypatch):
+    monkeypatch.setattr(gpu_dense, "FLOAT8_ERROR", 1e-4)
+    with pytest.raises(AssertionError, match="relative error"):
+        gpu.figures("cpu", SMALL)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_device_it_says_so():
+    with pytest.raises(SystemExit, match="needs a CUDA device"):
+        gpu.figures()
+
+
+def test_engines_that_are_not_there_are_left_out_with_the_reason(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setitem(sys.modules, "deep_gemm", types.ModuleType("deep_gemm"))
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    names = [name for name, _ in engines_of("cuda")]
+    assert names[0] == "cublas"
+    assert "deep_gemm" not in names
+    assert "left out: deep_gemm: DeepGEMM is not installed" in capsys.readouterr().err

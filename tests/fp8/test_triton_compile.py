@@ -1,0 +1,193 @@
+"""Kernels compiled for GPUs that are not here, and the adapter where it cannot run."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from primeblocks.errors import UnsupportedError
+from primeblocks.fp8 import Tile, quantize
+
+TARGETS = (90, 100)  # Hopper and Blackwell
+QUANTIZE = {
+    "pointers": {
+        **{"scores": "*fp32", "codes": "*u8", "scales": "*fp32"},
+        **{"flipped_codes": "*u8", "flipped_scales": "*fp32"},
+    },
+    # x_column is that of contiguous rows.
+    "constants": {"POWERS": False, "INTEGERS": False, "COLUMNS": 128, "x_column": 1},
+}
+ROWS_ONLY = {"HEIGHT": 1, "WIDTH": 128, "BOTH": False, "ROWS": 64, "warps": 4}
+BOTH = {"HEIGHT": 1, "WIDTH": 128, "BOTH": True, "ROWS": 128, "warps": 8}
+PLAIN = {"GATED": False, "SCORED": False, "QUOTIENT": "reciprocal"}
+QUANTIZERS = {
+    "rows": PLAIN | ROWS_ONLY,
+    "both layouts": PLAIN | BOTH,
+    "weights": PLAIN | BOTH | {"HEIGHT": 128},
+    "mxfp8": PLAIN | ROWS_ONLY | {"WIDTH": 32, "POWERS": True},
+    "division": PLAIN | ROWS_ONLY | {"QUOTIENT": "division"},
+    "amax": PLAIN | ROWS_ONLY | {"QUOTIENT": "amax"},
+}
+GATED = {"GATED": True, "SCORED": True, "QUOTIENT": "reciprocal"}
+SWIGLU = {"rows": GATED | ROWS_ONLY | {"ROWS": 32}, "both layouts": GATED | BOTH}
+# The strides that are 1: of a's scales, which are stored by column, and of b's.
+PRODUCTS = {
+    "dense": {"MODE": "dense", "B_ROWS": 128, "PARTS": 2, "b_scale_tile": 1},
+    "dense, narrow": {"MODE": "dense", "B_ROWS": 128, "PARTS": 1, "b_scale_tile": 1},
+    "dense, 1 x 128": {"MODE": "dense", "B_ROWS": 1, "PARTS": 1, "b_scale_row": 1},
+    "mxfp8": {"MODE": "dense", "B_ROWS": 1, "PARTS": 1, "b_scale_row": 1, "TILE": 32},
+    "grouped": {"MODE": "rows", "B_ROWS": 128, "PARTS": 2, "b_scale_tile": 1},
+    "k_grouped": {"MODE": "tokens", "B_ROWS": 1, "PARTS": 1, "b_scale_row": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    triton = pytest.importorskip("triton", reason="triton is not installed; scripts/peers does")
+    if triton.knobs.runtime.interpret:
+        pytest.skip("TRITON_INTERPRET=1 leaves nothing to compile")
+    from primeblocks.fp8.adapters.triton import gemm
+    from primeblocks.fp8.adapters.triton import quantize as quantizer
+
+    return quantizer._quantize_blocks, gemm
+
+
+def compiled(kernel, pointers, constants, *, target, warps):
+    """Compile as a launch would: sizes, strides and addresses are multiples of 16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    kinds = {name: pointers.get(name, "i32") for name in names}
+    kinds |= dict.fromkeys(constants, "constexpr")
+    multiples = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n not in constants}
+    source = ASTSource(kernel, kinds, constants, multiples)
+    options = {"num_warps": warps, "enable_fp_fusion": False}
+    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+
+
+def spilled_bytes(binary, folder):
+    """Bytes of local memory a thread, as the assembler's own tool says."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    file = folder / "kernel.cubin"
+    file.write_bytes(binary.asm["cubin"])
+    command = [tool, "--dump-resource-usage", file]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return sum(int(n) for n in re.findall(r"(?:STACK|LOCAL):(\d+)", usage))
+
+
+def compiled_quantizer(kernel, variant, dtype, target):
+    constants = {**QUANTIZE["constants"], **variant}
+    warps = constants.pop("warps")
+    pointers = {"x": dtype, **QUANTIZE["pointers"]}
+    return compiled(kernel, pointers, constants, target=target, warps=warps)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_quantizers_divide_exactly_and_read_16_bytes_at_a_time(kernels, name, target, tmp_path):
+    variant = QUANTIZERS[name]
+    binary = compiled_quantizer(kernels[0], variant, "*bf16", target)
+    ptx = binary.asm["ptx"]
+    divisions = len(re.findall(r"\bdiv\.rn\.f32", ptx))
+    assert divisions >= (64 if name == "division" else 2)
+    for inexact in ("div.full", ".approx", "rcp.", ".ftz", "fma.rn.f32", "mad.f32"):
+        assert inexact not in ptx
+    per_thread = variant["ROWS"] * 128 // (32 * variant["warps"])
+    layouts = 2 if name == "both layouts" else 1  # Weights' codes are those of the transpose.
+    assert ptx.count("cvt.rn.satfinite.e4m3x2.f32") == layouts * per_thread // 2
+    assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == per_thread * 2 // 16
+    assert not re.search(r"ld\.global\.b(8|16|32)", ptx)
+    assert not re.search(r"st\.global\.b(8|16)\b", ptx)
+    assert spilled_bytes(binary, tmp_path) == 0
+
+
+@pytest.mark.parametrize("dtype", ["*fp32", "*fp16", "*fp64"])
+def test_other_dtypes_compile(kernels, dtype):
+    for target in TARGETS:
+        ptx = compiled_quantizer(kernels[0], QUANTIZERS["rows"], dtype, target).asm["ptx"]
+        assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", SWIGLU)
+def test_swiglu_is_one_kernel(kernels, name, target, tmp_path):
+    binary = compiled_quantizer(kernels[0], SWIGLU[name], "*bf16", target)
+    ptx = binary.asm["ptx"]
+    assert "ex2.approx.f32" in ptx
+    assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
+    assert re.search(r"cvt\.rn\.bf16(x2)?\.f32", ptx)  # The activation takes its dtype first.
+    assert "fma.rn.f32" not in ptx
+    assert not re.search(r"ld\.global\.b(8|16)\b", ptx)
+    assert spilled_bytes(binary, tmp_path) == 0
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_run_on_tensor_cores_and_are_added_in_float32(kernels, name, target, tmp_path):
+    gemm, variant = kernels[1], PRODUCTS[name]
+    pointers = {
+        **{"a": "*fp8e4nv", "b": "*fp8e4nv", "a_scales": "*fp32", "b_scales": "*fp32"},
+        **{"out": "*fp32" if name == "k_grouped" else "*bf16", "offsets": "*i32"},
+    }
+    constants = {
+        **{"TILE": 128, "GROUPS": 32, "BLOCK": gemm.BLOCK, "TURN": 8, "STAGES": gemm.STAGES},
+        **{"a_scale_row": 1, **variant},
+    }
+    binary = compiled(gemm._multiply_blocks, pointers, constants, target=target, warps=8)
+    ptx = binary.asm["ptx"]
+    if target == 90:
+        # A tile of the inner dim is summed by the tensor cores, and no more: a loop starts anew.
+        sums = re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n128k32\.f32\.e4m3\.e4m3", ptx)
+        loops = 3 if name == "k_grouped" else 1
+        assert len(sums) == loops * variant["PARTS"] * constants["TILE"] // 32
+    else:
+        assert "tcgen05.mma" in ptx
+    per_thread = gemm.BLOCK * gemm.BLOCK // 256
+    assert ptx.count("fma.rn.f32") >= variant["PARTS"] * per_thread
+    copies = re.findall(r"cp\.async\.cg\.shared\.global[^;]*, 0x10", ptx)
+    assert len(copies) >= (1 + variant["PARTS"]) * 4 * (gemm.STAGES - 1) * constants["TILE"] // 128
+    assert binary.metadata.shared <= 227 * 1024
+    # Two parts take all registers that there are, and some of what is left out is read in the loop.
+    assert spilled_bytes(binary, tmp_path) <= (256 if variant["PARTS"] == 2 else 16)
+
+
+def test_a_cpu_is_refused_outside_the_interpreter(kernels):
+    from primeblocks.fp8.adapters.triton import TritonGemm, TritonQuantizer
+
+    x = torch.ones(2, 128)
+    with pytest.raises(UnsupportedError, match="TRITON_INTERPRET=1"):
+        TritonQuantizer()(x, Tile(1, 128))
+    q = quantize(x, Tile(1, 128))
+    with pytest.raises(UnsupportedError, match=r"ReferenceGemm\(\)"):
+        TritonGemm()(q, q)
+
+
+ABSENT = """
+import sys
+import primeblocks.fp8
+assert "triton" not in sys.modules, "importing fp8 loads triton"
+sys.modules["triton"] = None
+from primeblocks.errors import MissingPackageError
+try:
+    import primeblocks.fp8.adapters.triton
+except MissingPackageError as error:
+    print(error)
+"""
+
+
+def test_fp8_does_not_load_triton_and_its_absence_has_a_remedy():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", ABSENT], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("triton is not installed. Run")
+    assert "pip install '.[triton]'" in done.stdout
