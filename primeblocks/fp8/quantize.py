@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from jaxtyping import Float32
 from torch import Tensor
 
-from ..errors import ShapeError, UnsupportedError, UsageError
+from ..errors import ShapeError, UsageError
 from ..groups import check_tensors
 from .formats import (
     Nonfinite,
@@ -24,7 +23,16 @@ from .formats import (
     tiled,
 )
 
-__all__ = ["Quantized", "TorchQuantizer", "measure_error", "quantize", "round_trip", "swiglu"]
+__all__ = [
+    "Quantized",
+    "TorchQuantizer",
+    "check_operands",
+    "measure_error",
+    "quantize",
+    "refuse_nonfinite",
+    "round_trip",
+    "swiglu",
+]
 
 # Values that are scaled at once on a CPU: in float32 and with their codes they fit its cache.
 _AT_ONCE = 1 << 17
@@ -88,35 +96,26 @@ def quantize(
 
     Source: DeepSeek-V3, arXiv:2412.19437, section 3.3; UE8M0: OCP Microscaling Formats 1.0.
     """
-    _check(x, tile, scale, quotient, nonfinite)
+    check_operands(x, tile, scale, quotient, nonfinite)
     values = tiled(x.detach(), tile)
     codes = torch.empty(values.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(*values.shape[:-3], values.shape[-2], device=x.device)
     for part in _parts(values):
         codes[part], scales[part] = _round_tiles(values[part], scale, quotient)
-    return _checked(x, Quantized(_untiled(codes, x.shape), scales, tile), nonfinite)
+    codes = codes.flatten(-2).flatten(-3, -2)[..., : x.shape[-2], : x.shape[-1]]
+    quantized = Quantized(codes, scales, tile)
+    if nonfinite == "raise":
+        refuse_nonfinite(x, quantized)
+    return quantized
 
 
 @dataclass(frozen=True)
 class TorchQuantizer:
-    """`quantize` as a recipe takes it.
-
-    Args:
-        compiled: lets `torch.compile` fuse it, for a CPU: a third of the time, equal bits, seconds
-            to compile once a process and kind of tile; needs a C++ compiler.
-    """
-
-    compiled: bool = False
+    """`quantize` as a recipe takes it, on any device."""
 
     def __call__(self, x: Tensor, tile: Tile, **how: Any) -> Quantized:
-        """Return what `quantize` does. Local.
-
-        Raises:
-            UnsupportedError: compiled, and not on a CPU.
-        """
-        if not self.compiled:
-            return quantize(x, tile, **how)
-        return _quantize_compiled(x, tile, **how)
+        """Return what `quantize` does. Local."""
+        return quantize(x, tile, **how)
 
     def both(self, x: Tensor, tile: Tile, **how: Any) -> tuple[Quantized, Quantized]:
         """Quantize a matrix and its transpose, each in tiles along its own rows. Local."""
@@ -199,37 +198,10 @@ def _parts(values: Tensor) -> list[tuple[Any, ...]]:
     ]
 
 
-@functools.cache
-def _compiled() -> Any:
-    # Whole, so that nothing runs uncompiled in silence: each kind of tile, dtype and layout takes a
-    # compilation, and after torch's own limit of eight the rest would.
-    compiled = torch.compile(_round_tiles, dynamic=True, fullgraph=True)
-    return torch._dynamo.config.patch(recompile_limit=64)(compiled)
-
-
-def _quantize_compiled(
-    x: Tensor,
-    tile: Tile,
-    *,
-    scale: Scale = "float32",
-    quotient: Quotient = "reciprocal",
-    nonfinite: Nonfinite = "raise",
-) -> Quantized:
-    _check(x, tile, scale, quotient, nonfinite)
-    if x.device.type != "cpu":
-        # Its kernels divide approximately there.
-        raise UnsupportedError(
-            f"TorchQuantizer(compiled=True) is for a CPU; x is on {x.device}. Use "
-            "primeblocks.fp8.adapters.triton.TritonQuantizer(), or TorchQuantizer()."
-        )
-    values = tiled(x.detach(), tile)
-    if not values.numel():
-        return quantize(x, tile, scale=scale, quotient=quotient)
-    codes, scales = _compiled()(values, scale, quotient)
-    return _checked(x, Quantized(_untiled(codes, x.shape), scales, tile), nonfinite)
-
-
-def _check(x: Tensor, tile: Tile, scale: Scale, quotient: Quotient, nonfinite: Nonfinite) -> None:
+def check_operands(
+    x: Tensor, tile: Tile, scale: Scale, quotient: Quotient, nonfinite: Nonfinite
+) -> None:
+    """Refuse what no quantizer takes. Local; raises as `quantize`."""
     check_tile("tile", tile)
     check_tensors(x=x)
     check_choice("scale", scale, Scale)
@@ -239,12 +211,12 @@ def _check(x: Tensor, tile: Tile, scale: Scale, quotient: Quotient, nonfinite: N
         raise ShapeError(f"quantize takes a floating-point matrix; got {x.dtype} {list(x.shape)}")
 
 
-def _checked(x: Tensor, quantized: Quantized, nonfinite: Nonfinite) -> Quantized:
-    if nonfinite == "raise" and not quantized.scales.isfinite().all():
+def refuse_nonfinite(x: Tensor, quantized: Quantized) -> None:
+    """Refuse values that are not finite; the host waits. Local.
+
+    Raises:
+        UsageError: with their number.
+    """
+    if not quantized.scales.isfinite().all():
         bad = int((~x.float().isfinite()).sum())
         raise UsageError(f"{bad} of {x.numel()} values are not finite; float8 has no infinity")
-    return quantized
-
-
-def _untiled(codes: Tensor, shape: torch.Size) -> Tensor:
-    return codes.flatten(-2).flatten(-3, -2)[..., : shape[-2], : shape[-1]]
