@@ -11,7 +11,7 @@ from .peers import restart_where
 
 COMPILED = NumbaQuantizer()
 TILES = {"1x128": Tile(1, 128), "128x128": Tile(128, 128), "1x32": Tile(1, 32)}
-SIZES = (2048, 8192)
+SIZES = (8192, 2048)
 
 
 def eager(x: torch.Tensor, tile: Tile) -> Quantized:
