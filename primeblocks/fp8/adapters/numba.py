@@ -172,30 +172,35 @@ def _scale_of(top, ue8m0):
 def _quantize(bits, codes, scales, shape, first, last, sides, ue8m0, quotient):
     """Quantize the row tiles `first ... last - 1`, counted over all matrices.
 
-    Over flat arrays: a slice would count references, which threads would wait for.
+    Row by row, as memory lies. Over flat arrays: a slice would count references, for which threads
+    would wait.
     """
     (down, across), (rows, columns), (tile_rows, tile_columns) = shape, sides[0], sides[1]
+    tops, factors = np.empty(across, _I), np.empty(across, _F)
     for place in range(first, last):
         top_row = place % down * tile_rows
         start = (place // down * rows + top_row) * columns
-        height = min(tile_rows, rows - top_row)
+        stop = start + min(tile_rows, rows - top_row) * columns
+        tops[:] = 0
+        for row in range(start, stop, columns):
+            for tile in range(across):
+                left = tile * tile_columns
+                width = min(tile_columns, columns - left)
+                tops[tile] = max(tops[tile], _largest(bits, row + left, width))
         for tile in range(across):
-            left = tile * tile_columns
-            width = min(tile_columns, columns - left)
-            top = _I(0)
-            for row in range(height):
-                here = start + row * columns + left
-                top = _I(max(top, _largest(bits, here, width)))
+            top = tops[tile]
             scale = _scale_of(top, ue8m0)
             scales[place * across + tile] = scale
-            by = _F(_F(1) / scale)
-            if quotient == 2 and not ue8m0 and top != 0:
-                by = _F(min(_F(_F(448) / _I(top).view(_F)), _F(2.0**126)))
-            for row in range(height):
-                here = start + row * columns + left
-                if np.isnan(scale):
-                    codes[here : here + width] = 0x7F
+            factors[tile] = scale if quotient == 1 else _F(1) / scale
+            if quotient == 2 and not ue8m0 and top > 0 and not np.isnan(scale):
+                factors[tile] = min(_F(_F(448) / _I(top).view(_F)), _F(2.0**126))
+        for row in range(start, stop, columns):
+            for tile in range(across):
+                left, by = row + tile * tile_columns, factors[tile]
+                width = min(tile_columns, columns - tile * tile_columns)
+                if np.isnan(by):
+                    codes[left : left + width] = 0x7F
                 elif quotient == 1:
-                    _encode_divided(bits, here, width, scale, codes)
+                    _encode_divided(bits, left, width, by, codes)
                 else:
-                    _encode_scaled(bits, here, width, by, codes)
+                    _encode_scaled(bits, left, width, by, codes)
