@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 SCALES_SUFFIX = "_scale_inv"
-"""The end of the name of a weight's scales: `q_proj.weight_scale_inv`, `gate_up_proj_scale_inv`."""
+"""End of the name of a weight's scales, as in `q_proj.weight_scale_inv`."""
 
 Form = Literal["float8", "simulated"]
 
