@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -81,7 +82,9 @@ class WeightCache:
         entry = self._kept.get((module, name))
         if entry is None or entry.sign != sign:
             self.roundings += 1
-            entry = _Entry(sign, quantize_both_ways(weight.detach(), recipe))
+            # What is made under inference_mode could not serve the training that follows.
+            with torch.inference_mode(False):
+                entry = _Entry(sign, quantize_both_ways(weight.detach(), recipe))
             self._kept[module, name] = entry
         return entry.codes
 

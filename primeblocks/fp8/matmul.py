@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..errors import ShapeError, UnsupportedError
-from ..groups import check_tensors
+from ..groups import check_tensors, outside_graphs
 from ..layout import local_part
 from .quantize import Quantized, swiglu
 from .recipe import Recipe, check_recipe
@@ -43,6 +43,7 @@ def quantize_both_ways(weight: Tensor, recipe: Recipe) -> WeightCodes:
     return WeightCodes(forward, backward)
 
 
+@outside_graphs
 def matmul(
     x: Tensor, weight: Tensor, *, recipe: Recipe, codes: WeightCodes | None = None
 ) -> Tensor:
@@ -57,7 +58,7 @@ def matmul(
         codes: of `weight`, if they are at hand; see `WeightCache`.
 
     Returns:
-        `[..., out]` in the dtype of `x`.
+        `[..., out]` in the dtype of `x`, or autocast's.
 
     Raises:
         ShapeError: the inner dims differ.
@@ -69,10 +70,11 @@ def matmul(
     if weight.ndim != 2 or not x.ndim or x.shape[-1] != weight.shape[1]:
         raise ShapeError(f"x {list(x.shape)} and weight {list(weight.shape)} do not multiply")
     _refuse_shards(weight)
-    flat = _Matmul.apply(x.reshape(-1, x.shape[-1]), weight, None, recipe, codes)
+    flat = _Matmul.apply(_autocast(x).reshape(-1, x.shape[-1]), weight, None, recipe, codes)
     return flat.reshape(*x.shape[:-1], weight.shape[0])
 
 
+@outside_graphs
 def grouped_matmul(
     x: Tensor,
     experts: Tensor,
@@ -102,9 +104,10 @@ def grouped_matmul(
         raise ShapeError(f"x {list(x.shape)} and experts {list(experts.shape)} do not multiply")
     offsets = _checked_offsets(offsets, len(experts), len(x))
     _refuse_shards(experts)
-    return _Matmul.apply(x, experts, offsets, recipe, codes)
+    return _Matmul.apply(_autocast(x), experts, offsets, recipe, codes)
 
 
+@outside_graphs
 def swiglu_matmul(
     gate_up: Tensor,
     weight: Tensor,
@@ -142,7 +145,7 @@ def swiglu_matmul(
     if offsets is not None:
         offsets = _checked_offsets(offsets, len(weight), len(gate_up))
     _refuse_shards(weight)
-    return _SwigluMatmul.apply(gate_up, scores, weight, offsets, recipe, codes)
+    return _SwigluMatmul.apply(_autocast(gate_up), scores, weight, offsets, recipe, codes)
 
 
 class _Matmul(torch.autograd.Function):
@@ -244,8 +247,15 @@ def _input_gradient(
     return _multiply(rows, weight, offsets, recipe), columns
 
 
+def _autocast(x: Tensor) -> Tensor:
+    """The input as an ordinary product would take it."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
 def _multiply(a: Quantized, b: Quantized, offsets: Tensor | None, recipe: Recipe) -> Tensor:
-    return recipe.gemm(a, b) if offsets is None else recipe.gemm.grouped(a, b, offsets)
+    with torch.autocast(a.codes.device.type, enabled=False):  # Of what an engine does inside.
+        return recipe.gemm(a, b) if offsets is None else recipe.gemm.grouped(a, b, offsets)
 
 
 def _save(x: Tensor, recipe: Recipe, *, wanted: bool) -> tuple[tuple[Tensor, ...], Quantized]:
@@ -271,20 +281,21 @@ def _weight_gradient(
     """Float32 or bfloat16 `dy.T @ x`; `[experts, out, in]` where there are offsets."""
     tile = recipe.activations
     kept = Quantized(saved[0], saved[1], tile) if len(saved) == 2 else None
-    if recipe.wgrad == "float8":
-        a = recipe.quantize(dy.mT, tile) if dy_columns is None else dy_columns
-        b = recipe.quantize(saved[0].mT, tile) if kept is None else kept
-        return recipe.gemm(a, b) if offsets is None else recipe.gemm.k_grouped(a, b, offsets)
-    x = saved[0] if kept is None else kept.dequantize()
-    dtype = torch.float32 if recipe.wgrad == "float32" else torch.bfloat16
-    dy, x = dy.to(dtype), x.to(dtype)
-    if offsets is not None and dy.is_cuda and dtype is torch.bfloat16:
-        return F.grouped_mm(dy.mT, x, offs=offsets)
-    if not dy.is_cuda:
-        dy, x = dy.float(), x.float()  # The same operands; the sum is float32 everywhere.
-    if offsets is None:
-        return dy.mT @ x
-    return torch.stack([dy[rows].mT @ x[rows] for rows in runs(offsets)])
+    with torch.autocast(dy.device.type, enabled=False):
+        if recipe.wgrad == "float8":
+            a = recipe.quantize(dy.mT, tile) if dy_columns is None else dy_columns
+            b = recipe.quantize(saved[0].mT, tile) if kept is None else kept
+            return recipe.gemm(a, b) if offsets is None else recipe.gemm.k_grouped(a, b, offsets)
+        x = saved[0] if kept is None else kept.dequantize()
+        dtype = torch.float32 if recipe.wgrad == "float32" else torch.bfloat16
+        dy, x = dy.to(dtype), x.to(dtype)
+        if offsets is not None and dy.is_cuda and dtype is torch.bfloat16:
+            return F.grouped_mm(dy.mT, x, offs=offsets)
+        if not dy.is_cuda:
+            dy, x = dy.float(), x.float()  # The same operands; the sum is float32 everywhere.
+        if offsets is None:
+            return dy.mT @ x
+        return torch.stack([dy[rows].mT @ x[rows] for rows in runs(offsets)])
 
 
 def _checked_offsets(offsets: Tensor, experts: int, tokens: int) -> Tensor:

@@ -110,6 +110,17 @@ def test_what_nothing_would_tell_of_is_refused():
         net(torch.ones(4, 32))
 
 
+def test_codes_of_an_evaluation_serve_the_training_that_follows():
+    net, x = layers(), torch.ones(4, 32)
+    with WeightCache(net, torch.optim.SGD(net.parameters())) as cache:
+        with torch.inference_mode():
+            expected = net(x)
+        y = net(x.requires_grad_())
+        y.sum().backward()
+        assert cache.roundings == 2
+    assert torch.equal(y, expected)
+
+
 def test_a_copy_of_a_model_has_no_cache():
     net, x = layers(), torch.ones(4, 32)
     cache = WeightCache(net, torch.optim.SGD(net.parameters()))

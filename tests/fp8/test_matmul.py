@@ -14,6 +14,7 @@ from primeblocks.errors import PlanError, ShapeError, UnsupportedError, UsageErr
 from primeblocks.fp8 import (
     Recipe,
     Tile,
+    convert,
     grouped_matmul,
     matmul,
     quantize,
@@ -22,6 +23,7 @@ from primeblocks.fp8 import (
 from primeblocks.fp8.quantize import swiglu
 from primeblocks.fp8.reference import ReferenceGemm, exact_product
 from primeblocks.fp8.simulated import SimulatedGemm
+from primeblocks.testing import ranks
 
 SMALL = {"activations": Tile(1, 16), "weights": Tile(8, 16), "source": "float32"}
 RECIPE = Recipe(**SMALL, wgrad="float32")
@@ -346,3 +348,42 @@ def test_of_a_swiglu_only_its_input_is_kept():
 def test_swiglus_that_do_not_fit_are_refused(rows, weight, scores):
     with pytest.raises(ShapeError, match="no pair|a score for each"):
         swiglu_matmul(matrix(*rows), matrix(*weight), recipe=RECIPE, scores=matrix(scores))
+
+
+@pytest.mark.parametrize("engine", [ReferenceGemm(), SimulatedGemm()])
+def test_autocast_gives_its_dtype_and_changes_no_product(engine):
+    recipe = Recipe(**SMALL, gemm=engine)
+    weight, experts = matrix(16, 32, seed=1), matrix(4, 16, 32, seed=2)
+    gate_up = matrix(12, 64, seed=3)
+    calls = {
+        "dense": lambda x, g: matmul(x, weight.requires_grad_(), recipe=recipe),
+        "grouped": lambda x, g: grouped_matmul(x, experts, OFFSETS, recipe=recipe),
+        "swiglu": lambda x, g: swiglu_matmul(g, weight, recipe=recipe),
+    }
+    for call in calls.values():
+        x, g = matrix(12, 32).requires_grad_(), gate_up.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = call(x, g)
+            found = torch.autograd.grad(y.float().square().sum(), (x, g), allow_unused=True)
+        assert y.dtype == torch.bfloat16
+        x, g = x.detach().requires_grad_(), g.detach().requires_grad_()
+        expected = call(x.bfloat16(), g.bfloat16())
+        assert torch.equal(y, expected)
+        wanted = torch.autograd.grad(expected.float().square().sum(), (x, g), allow_unused=True)
+        pairs = zip(found, wanted, strict=True)
+        assert all(a is b is None or torch.equal(a, b) for a, b in pairs)
+
+
+def _compiled():
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.ReLU(), torch.nn.Linear(48, 16))
+    convert(net, RECIPE, only=".*")
+    x = torch.randn(6, 32)
+    plain = net(x)
+    same = torch.equal(torch.compile(net, backend="aot_eager")(x), plain)
+    loss = torch.compile(net, backend="aot_eager")(x).square().sum()
+    return same, bool(torch.autograd.grad(loss, net[0].weight)[0].norm() > 0)
+
+
+def test_a_compiled_model_goes_around_it():
+    assert ranks.run(_compiled, world_size=1) == [(True, True)]
