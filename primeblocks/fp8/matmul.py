@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..errors import ShapeError, UnsupportedError
 from ..groups import check_tensors, outside_graphs
@@ -69,7 +68,7 @@ def matmul(
     check_tensors(x=x, weight=weight)
     if weight.ndim != 2 or not x.ndim or x.shape[-1] != weight.shape[1]:
         raise ShapeError(f"x {list(x.shape)} and weight {list(weight.shape)} do not multiply")
-    _refuse_shards(weight)
+    _check_operands(x, weight)
     flat = _Matmul.apply(_autocast(x).reshape(-1, x.shape[-1]), weight, None, recipe, codes)
     return flat.reshape(*x.shape[:-1], weight.shape[0])
 
@@ -103,7 +102,7 @@ def grouped_matmul(
     if experts.ndim != 3 or x.ndim != 2 or x.shape[1] != experts.shape[2]:
         raise ShapeError(f"x {list(x.shape)} and experts {list(experts.shape)} do not multiply")
     offsets = _checked_offsets(offsets, len(experts), len(x))
-    _refuse_shards(experts)
+    _check_operands(x, experts)
     return _Matmul.apply(_autocast(x), experts, offsets, recipe, codes)
 
 
@@ -140,11 +139,13 @@ def swiglu_matmul(
             f"gate_up {list(gate_up.shape)} is no pair of what the weight {list(weight.shape)} "
             f"multiplies, {'with' if grouped else 'without'} offsets"
         )
+    if scores is not None:
+        check_tensors(scores=scores)
     if scores is not None and scores.shape != gate_up.shape[:1]:
         raise ShapeError(f"needs a score for each of {len(gate_up)} rows; got {list(scores.shape)}")
     if offsets is not None:
         offsets = _checked_offsets(offsets, len(weight), len(gate_up))
-    _refuse_shards(weight)
+    _check_operands(gate_up, weight)
     return _SwigluMatmul.apply(_autocast(gate_up), scores, weight, offsets, recipe, codes)
 
 
@@ -160,15 +161,15 @@ class _Matmul(torch.autograd.Function):
     ) -> Tensor:
         if codes is None:
             codes = quantize_both_ways(weight, recipe)
-        saved, quantized = _save(x, recipe, wanted=ctx.needs_input_grad[1])
+        saved, quantized = _save(x, offsets, recipe, wanted=ctx.needs_input_grad[1])
         transposed = codes.backward
         ctx.save_for_backward(transposed.codes, transposed.scales, offsets, *saved)
         ctx.recipe, ctx.dtypes = recipe, (x.dtype, weight.dtype)
         return _multiply(quantized, codes.forward, offsets, recipe).to(x.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_create_graph()
         codes, scales, offsets, *saved = ctx.saved_tensors
         wanted, wanted_dw, *_ = ctx.needs_input_grad
         recipe: Recipe = ctx.recipe
@@ -196,7 +197,8 @@ class _SwigluMatmul(torch.autograd.Function):
             codes = quantize_both_ways(weight, recipe)
         saved: tuple[Tensor, ...] = ()
         if recipe.saved == recipe.wgrad == "float8" and ctx.needs_input_grad[2]:
-            quantized, columns = recipe.quantize_swiglu_both(gate_up, scores)
+            own = None if scores is None else _without_tail(scores, offsets)
+            quantized, columns = recipe.quantize_swiglu_both(_without_tail(gate_up, offsets), own)
             saved = columns.codes, columns.scales
         else:
             quantized = recipe.quantize_swiglu(gate_up, scores)
@@ -206,15 +208,15 @@ class _SwigluMatmul(torch.autograd.Function):
         return _multiply(quantized, codes.forward, offsets, recipe).to(gate_up.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_create_graph()
         codes, scales, offsets, gate_up, scores, *saved = ctx.saved_tensors
         wanted, wanted_scores, wanted_dw, *_ = ctx.needs_input_grad
         recipe: Recipe = ctx.recipe
         with torch.enable_grad():
-            inputs = [gate_up.detach().requires_grad_(wanted)]
+            inputs = [_without_tail(gate_up.detach(), offsets).requires_grad_(wanted)]
             if scores is not None:
-                inputs.append(scores.detach().requires_grad_(wanted_scores))
+                inputs.append(_without_tail(scores.detach(), offsets).requires_grad_(wanted_scores))
             h = swiglu(*inputs)
         found: list[Tensor | None] = [None, None]
         dw = columns = None
@@ -241,7 +243,7 @@ def _input_gradient(
     """The input's gradient; and `dy.T` quantized, if the weight's gradient is to use it."""
     weight, columns = Quantized(codes, scales, recipe.transposed_weights), None
     if both and recipe.wgrad == "float8":
-        rows, columns = recipe.quantize_both(dy, recipe.gradients)
+        rows, columns = recipe.quantize_both(_without_tail(dy, offsets), recipe.gradients)
     else:
         rows = recipe.quantize(dy, recipe.gradients)
     return _multiply(rows, weight, offsets, recipe), columns
@@ -250,7 +252,24 @@ def _input_gradient(
 def _autocast(x: Tensor) -> Tensor:
     """The input as an ordinary product would take it."""
     kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+    taken = torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(kind)) if taken else x
+
+
+def _refuse_create_graph() -> None:
+    if torch.is_grad_enabled():
+        raise UnsupportedError(
+            "gradients of gradients (create_graph=True) would leave float8 products out. Compute "
+            "such a penalty with products in bfloat16."
+        )
+
+
+def _without_tail(x: Tensor, offsets: Tensor | None) -> Tensor:
+    """`x`, zero in rows past the last offset, which are nobody's and may hold anything."""
+    if offsets is None or (offsets.device.type == "cpu" and int(offsets[-1]) == len(x)):
+        return x
+    rows = torch.arange(len(x), device=x.device) < offsets[-1]
+    return torch.where(rows.unflatten(0, (-1, *[1] * (x.ndim - 1))), x, 0)
 
 
 def _multiply(a: Quantized, b: Quantized, offsets: Tensor | None, recipe: Recipe) -> Tensor:
@@ -258,14 +277,16 @@ def _multiply(a: Quantized, b: Quantized, offsets: Tensor | None, recipe: Recipe
         return recipe.gemm(a, b) if offsets is None else recipe.gemm.grouped(a, b, offsets)
 
 
-def _save(x: Tensor, recipe: Recipe, *, wanted: bool) -> tuple[tuple[Tensor, ...], Quantized]:
+def _save(
+    x: Tensor, offsets: Tensor | None, recipe: Recipe, *, wanted: bool
+) -> tuple[tuple[Tensor, ...], Quantized]:
     """What backward needs of the input, and the input quantized for forward."""
     if not wanted:
         return (), recipe.quantize(x, recipe.activations)
     if recipe.saved == "input":
         return (x,), recipe.quantize(x, recipe.activations)
     if recipe.wgrad == "float8":  # Then only its columns are needed.
-        quantized, columns = recipe.quantize_both(x, recipe.activations)
+        quantized, columns = recipe.quantize_both(_without_tail(x, offsets), recipe.activations)
         return (columns.codes, columns.scales), quantized
     quantized = recipe.quantize(x, recipe.activations)
     return (quantized.codes, quantized.scales), quantized
@@ -283,8 +304,10 @@ def _weight_gradient(
     kept = Quantized(saved[0], saved[1], tile) if len(saved) == 2 else None
     with torch.autocast(dy.device.type, enabled=False):
         if recipe.wgrad == "float8":
-            a = recipe.quantize(dy.mT, tile) if dy_columns is None else dy_columns
-            b = recipe.quantize(saved[0].mT, tile) if kept is None else kept
+            if (a := dy_columns) is None:
+                a = recipe.quantize(_without_tail(dy, offsets).mT, tile)
+            if (b := kept) is None:
+                b = recipe.quantize(_without_tail(saved[0], offsets).mT, tile)
             return recipe.gemm(a, b) if offsets is None else recipe.gemm.k_grouped(a, b, offsets)
         x = saved[0] if kept is None else kept.dequantize()
         dtype = torch.float32 if recipe.wgrad == "float32" else torch.bfloat16
@@ -313,9 +336,14 @@ def _checked_offsets(offsets: Tensor, experts: int, tokens: int) -> Tensor:
     return offsets.int()
 
 
-def _refuse_shards(weight: Tensor) -> None:
-    if local_part(weight) is not weight:
-        raise UnsupportedError(
-            "the weight is a DTensor, whose shards would cut through tiles. Under FSDP2 multiply "
-            "inside the layer, where it is whole; of a mesh of experts pass weight.to_local()."
-        )
+def _check_operands(x: Tensor, weight: Tensor) -> None:
+    for name, one in (("x", x), ("the weight", weight)):
+        if not one.is_floating_point() or one.element_size() == 1 or not weight.shape[-1]:
+            raise ShapeError(
+                f"{name} must hold numbers to round to float8; got {one.dtype} {list(one.shape)}"
+            )
+        if local_part(one) is not one:
+            raise UnsupportedError(
+                f"{name} is a DTensor, whose shards would cut through tiles. Under FSDP2 multiply "
+                "inside the layer, where weights are whole; otherwise pass its to_local()."
+            )

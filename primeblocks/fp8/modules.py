@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ..errors import UnsupportedError, UsageError
@@ -18,7 +19,7 @@ from .rules import choose
 if TYPE_CHECKING:
     from .cache import WeightCache
 
-__all__ = ["Fp8GroupedMm", "Fp8Linear", "convert", "converted"]
+__all__ = ["Fp8GroupedMm", "Fp8Linear", "convert", "converted", "plain_name"]
 
 
 class Fp8Linear(nn.Linear):
@@ -35,7 +36,7 @@ class Fp8Linear(nn.Linear):
         weight = self.weight
         codes = None if self.cache is None else self.cache.codes(self, "weight", weight)
         y = matmul(input, weight, recipe=self.recipe, codes=codes)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 class Fp8GroupedMm:
@@ -85,7 +86,7 @@ def convert(
     check_recipe(recipe)
     if not isinstance(model, nn.Module):
         raise UsageError(f"model must be an nn.Module; got a {type(model).__name__}")
-    layers = {name: module for name, module in model.named_modules() if _multiplies(module)}
+    layers = {plain_name(name): m for name, m in model.named_modules() if _multiplies(m)}
     chosen = choose(layers, only=only, exclude=exclude, among="linear layers and experts")
     for name in chosen:
         if not isinstance(layers[name], nn.Linear) and not hasattr(layers[name], "grouped_mm"):
@@ -94,9 +95,32 @@ def convert(
                 "grouped products. Call convert of primeblocks.fp8.adapters.transformers or "
                 f".torchtitan, or exclude={re.escape(name.rpartition('.')[2]) + '$'!r}."
             )
+    going_around = {
+        id(layer)
+        for module in model.modules()
+        if isinstance(module, nn.TransformerEncoderLayer)
+        for layer in (module.linear1, module.linear2)
+    }
+    for name in chosen:
+        layer = layers[name]
+        if (
+            "forward" in vars(layer)
+            or isinstance(layer, LazyModuleMixin)
+            or id(layer) in going_around
+        ):
+            raise UnsupportedError(
+                f"{name or 'the model'} may not multiply by its own forward: it was given another "
+                "one, as accelerate's hooks do, has no shape yet, or lies in a "
+                "TransformerEncoderLayer. Convert before hooks, after a first call, or exclude it."
+            )
     for name in chosen:
         _convert(layers[name], recipe)
     return chosen
+
+
+def plain_name(name: str) -> str:
+    """Return a module's name as it is without wrappers for compilation and checkpoints. Pure."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def converted(model: nn.Module) -> Iterator[tuple[nn.Module, Any, str, Tensor]]:

@@ -99,7 +99,8 @@ def quantize(
     check_operands(x, tile, scale, quotient, nonfinite)
     values = tiled(x.detach(), tile)
     codes = torch.empty(values.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(*values.shape[:-3], values.shape[-2], device=x.device)
+    shape = *values.shape[:-3], values.shape[-2]
+    scales = torch.empty(shape, dtype=torch.float32, device=x.device)
     for part in _parts(values):
         codes[part], scales[part] = _round_tiles(values[part], scale, quotient)
     codes = codes.flatten(-2).flatten(-3, -2)[..., : x.shape[-2], : x.shape[-1]]

@@ -149,9 +149,13 @@ class Recipe:
     def __post_init__(self) -> None:
         check_tile("activations", self.activations)
         check_tile("weights", self.weights)
-        for name, example in (("gemm", "ReferenceGemm()"), ("quantizer", "TorchQuantizer()")):
+        for name, example, methods in (
+            ("gemm", "ReferenceGemm()", ("grouped", "k_grouped", "k_major")),
+            ("quantizer", "TorchQuantizer()", ("both", "swiglu", "swiglu_both")),
+        ):
             engine = getattr(self, name)
-            if not callable(engine) or isinstance(engine, type):
+            whole = callable(engine) and all(hasattr(engine, method) for method in methods)
+            if not whole or isinstance(engine, type):
                 raise UsageError(f"{name} must be an engine, such as {example}; got {engine!r}")
         if self.activations.columns != self.weights.columns:
             raise PlanError(
@@ -241,9 +245,10 @@ class Recipe:
         Args:
             layers: as `convert` returned them, if both sides are to exclude the same.
         """
-        if isinstance(layers, str):
-            raise UsageError(f"layers must be names; got the text {layers!r}")
-        facts = [*self.describe().items(), *sorted(set(layers))]
+        names = None if isinstance(layers, str) or not isinstance(layers, Iterable) else set(layers)
+        if names is None or not all(isinstance(name, str) for name in names):
+            raise UsageError(f"layers must be names, as convert returned them; got {layers!r:.60}")
+        facts = [*self.describe().items(), *sorted(names)]
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     @property

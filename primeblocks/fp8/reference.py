@@ -44,7 +44,7 @@ class ReferenceGemm:
             ShapeError: the inner dims or their tiles differ.
         """
         check_inner(a, b)
-        out, by_row = torch.zeros(a.shape[0], b.shape[-2], device=a.codes.device), _by_row(a)
+        out, by_row = a.scales.new_zeros(a.shape[0], b.shape[-2]), _by_row(a)
         for expert, rows in enumerate(runs(offsets)):
             of_a = Quantized(a.codes[rows], by_row[rows], Tile(1, a.tile.columns))
             out[rows] = self(of_a, Quantized(b.codes[expert], b.scales[expert], b.tile))
@@ -91,7 +91,7 @@ def check_inner(a: Quantized, b: Quantized) -> None:
 def _product(a: Quantized, b: Quantized, inner: slice) -> Tensor:
     """`a @ b.T` over a part of the inner dim, whose tiles stay where they are."""
     size = a.tile.columns
-    total = torch.zeros(a.shape[0], b.shape[0], device=a.codes.device)
+    total = a.scales.new_zeros(a.shape[0], b.shape[0])
     a_scales, b_scales = _by_row(a), _by_row(b)
     # An expert without tokens has no tile, not even the one in which it would lie.
     tiles = range(inner.start // size, -(-inner.stop // size)) if inner.start < inner.stop else ()

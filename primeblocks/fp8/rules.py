@@ -21,19 +21,22 @@ class Rule:
     """
 
     def __init__(self, argument: str, expression: str | re.Pattern[str]) -> None:
-        if not isinstance(expression, str | re.Pattern):
+        if not isinstance(getattr(expression, "pattern", expression), str):
             raise UsageError(
                 f"{argument} must be one regular expression; got {expression!r:.60}. "
                 "Join names with |."
             )
         try:
             self._found = re.compile(expression)
-            flags, self.text = self._found.flags, self._found.pattern
-            self._named = re.compile(rf"(?:^|(?<=\.))(?:{self.text})(?=\.|$)", flags)
         except re.error as error:
             raise UsageError(
                 f"{argument}={expression!r} is no regular expression: {error}"
             ) from error
+        self.text = self._found.pattern
+        # Flags at its beginning hold already; a comment at its end would hide what follows.
+        body = re.sub(r"^\(\?[aiLmsux]+\)", "", self.text)
+        end = "\n" if self._found.flags & re.VERBOSE else ""
+        self._named = re.compile(rf"(?:^|(?<=\.))(?:{body}{end})(?=\.|$)", self._found.flags)
         if not self.text:
             raise UsageError(f"{argument} is empty; to name everything use '.*'")
         self.argument = argument

@@ -42,7 +42,7 @@ class SimulatedGemm:
         """
         check_inner(a, b)
         rows, weights = a.dequantize(), b.dequantize().mT
-        out = torch.zeros(len(rows), weights.shape[-1], device=rows.device)
+        out = rows.new_zeros(len(rows), weights.shape[-1])
         for expert, run in enumerate(runs(offsets)):
             torch.mm(rows[run], weights[expert], out=out[run])
         return out

@@ -1,6 +1,7 @@
 """Weights that are rounded once a version: how often, and never an old one."""
 
 import copy
+import itertools
 
 import numpy as np
 import pytest
@@ -94,6 +95,30 @@ def test_a_write_that_leaves_no_sign_needs_a_word():
     assert torch.equal(net(x), after)
 
 
+def test_optimizers_that_come_later_are_heard():
+    net, x = layers().requires_grad_(False), torch.ones(4, 32)
+    with WeightCache(net) as cache:
+        before = net(x)
+        optimizer = torch.optim.AdamW(net.requires_grad_(True).parameters(), lr=0.1, fused=True)
+        net(x).sum().backward()
+        optimizer.step()
+        after = net(x)
+        assert cache.roundings == 4
+    assert not torch.equal(before, after)
+    assert torch.equal(after, net(x))
+
+
+def test_another_recipe_and_memory_that_is_used_again_are_seen():
+    net, x = layers(), torch.ones(4, 32)
+    with WeightCache(net, torch.optim.SGD(net.parameters())), torch.no_grad():
+        net(x)
+        for _ in range(2):
+            net[0].weight.data = net[0].weight.data * 2
+        net[2].recipe = Recipe(activations=Tile(1, 16), weights=Tile(16, 16))
+        after = net(x)
+    assert torch.equal(after, net(x))
+
+
 def test_what_nothing_would_tell_of_is_refused():
     net = layers()
     with pytest.raises(UsageError, match="in none of the 0 optimizers"):
@@ -162,6 +187,45 @@ def _on_ranks(cached):
     net = _model()
     parallelize(net, meshes)
     return _run(net, cached)
+
+
+def _written():
+    """Names of the writes to sharded weights after which old codes were used."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    wrong, x = [], torch.ones(4, 32)
+    triple = {name: value * 3 for name, value in layers().state_dict().items()}
+    whole = StateDictOptions(full_state_dict=True)
+    writes = {
+        "in place": lambda net: net[0].weight.mul_(3.0),
+        "loaded": lambda net: net.load_state_dict(
+            {name: value * 3 for name, value in net.state_dict().items()}
+        ),
+        "assigned": lambda net: net.load_state_dict(
+            {name: value * 3 for name, value in net.state_dict().items()}, assign=True
+        ),
+        "resumed": lambda net: set_model_state_dict(net, dict(triple), options=whole),
+    }
+    for dtype, (name, write) in itertools.product([None, torch.bfloat16], writes.items()):
+        net, mesh = layers(), init_device_mesh("cpu", (2,))
+        for layer in (net[0], net[2], net):
+            fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+        cache = WeightCache(net, torch.optim.SGD(net.parameters()))
+        with torch.no_grad():
+            before = net(x).float()
+            net.reshard()
+            write(net)
+            after = net(x).float()
+            cache.close()
+            if torch.equal(before, after) or not torch.equal(after, net(x).float()):
+                wrong.append(f"{name} {dtype}")
+    return wrong
+
+
+def test_writes_to_sharded_weights_are_seen():
+    assert ranks.run(_written, world_size=2) == [[], []]
 
 
 def _too_early():

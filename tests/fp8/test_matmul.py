@@ -158,7 +158,9 @@ def test_groups_are_products_of_their_own(kind):
     (of_parts,) = torch.autograd.grad(torch.cat(parts), x, dy[:10])
     assert torch.equal(dx, of_parts)
     # Tiles along the tokens lie where they lie, whoever's tokens they hold.
-    a, b = rounded(dy, recipe, stored=False), rounded(x.detach(), recipe, stored=True)
+    owned = (torch.arange(12) < 10)[:, None]  # Rows past the last offset count for nothing.
+    a = rounded(dy * owned, recipe, stored=False)
+    b = rounded(x.detach() * owned, recipe, stored=True)
     exact = torch.stack([a[rows].mT @ b[rows] for rows in RUNS])
     assert relative(dw, exact) < 1e-6
     assert (dw[1] == 0).all()
@@ -291,7 +293,7 @@ def test_a_fingerprint_is_of_all_that_decides_codes_and_of_nothing_else():
     assert len(set(prints)) == len(prints)
     assert Recipe().fingerprint(["b", "a"]) == Recipe().fingerprint(("a", "b", "a"))
     assert Recipe().fingerprint() == "8481b4d195e5e13a"  # the same in every process and release
-    with pytest.raises(UsageError, match="the text"):
+    with pytest.raises(UsageError, match="layers must be names"):
         Recipe().fingerprint("a")
 
 
@@ -387,3 +389,52 @@ def _compiled():
 
 def test_a_compiled_model_goes_around_it():
     assert ranks.run(_compiled, world_size=1) == [(True, True)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("junk", [1e6, torch.nan])
+def test_rows_past_the_last_offset_may_hold_anything(kind, junk):
+    recipe = Recipe(**{**SMALL, **kind})
+    operands = [matrix(12, 64), matrix(12, seed=1), matrix(12, 16, seed=2)]
+    found = []
+    for tail in (0.0, junk):
+        gate_up, scores, dy = (one.clone() for one in operands)
+        gate_up[10:], scores[10:], dy[10:] = tail, tail, tail
+        weights = [matrix(4, 16, 32, seed=3), matrix(4, 16, 64, seed=4)]
+        inputs = [one.requires_grad_() for one in (gate_up, scores, *weights)]
+        gate_up, scores, down, other = inputs
+        y = swiglu_matmul(gate_up, down, OFFSETS, recipe=recipe, scores=scores)
+        y = torch.cat([y, grouped_matmul(gate_up, other, OFFSETS, recipe=recipe)], dim=1)
+        found.append([y, *torch.autograd.grad(y, inputs, torch.cat([dy, dy], dim=1))])
+    assert all(map(torch.equal, *found))
+
+
+def test_gradients_of_gradients_are_refused():
+    x, weight = matrix(4, 32).requires_grad_(), matrix(16, 32, seed=1)
+    with pytest.raises(UnsupportedError, match="create_graph"):
+        torch.autograd.grad(matmul(x, weight, recipe=RECIPE).sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_changes_nothing(dtype):
+    x, experts = matrix(12, 32), matrix(4, 16, 32, seed=1)
+    for engine in (ReferenceGemm(), SimulatedGemm()):
+        recipe = Recipe(**SMALL, gemm=engine, wgrad="float8")
+        found = []
+        for default in (torch.float32, dtype):
+            torch.set_default_dtype(default)
+            try:
+                inputs = [x.clone().requires_grad_(), experts.clone().requires_grad_()]
+                y = grouped_matmul(*inputs, OFFSETS, recipe=recipe)
+                found.append([y, *torch.autograd.grad(y.sum(), inputs)])
+            finally:
+                torch.set_default_dtype(torch.float32)
+        assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int64])
+def test_codes_and_integers_are_no_operands(dtype):
+    with pytest.raises(ShapeError, match="the weight must hold numbers"):
+        matmul(matrix(4, 32), matrix(16, 32).to(dtype), recipe=RECIPE)
+    with pytest.raises(ShapeError, match="x must hold numbers"):
+        matmul(matrix(4, 32).to(dtype), matrix(16, 32), recipe=RECIPE)

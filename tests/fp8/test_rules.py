@@ -30,6 +30,9 @@ NAMES = [
         (r"mlp\.gate\w*|lm_head", [*NAMES[3:5], "lm_head"]),
         (r"\w*gate$", [NAMES[3], NAMES[5]]),
         (".*", NAMES),
+        ("(?i)SELF_ATTN", NAMES[1:3]),
+        (re.compile("self_attn # all of it", re.VERBOSE), NAMES[1:3]),
+        (r"mlp\.gate$|mlp\.gate_up_proj", NAMES[3:5]),
     ],
 )
 def test_whole_words_are_named(rule, chosen):
@@ -52,7 +55,7 @@ def test_what_is_named_can_be_left_out():
     )
 
 
-@pytest.mark.parametrize("rule", ["", "[", "(?i)a|", "no_such_layer"])
+@pytest.mark.parametrize("rule", ["", "[", "(", "no_such_layer"])
 def test_what_is_no_rule_or_names_nothing_is_refused(rule):
     with pytest.raises(UsageError, match="only"):
         choose(NAMES, only=rule)

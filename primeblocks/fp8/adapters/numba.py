@@ -60,10 +60,11 @@ class NumbaQuantizer:
             )
         rows, columns = x.shape[-2:]
         down, across = tile.grid(rows, columns)
-        codes = torch.empty(x.shape, dtype=torch.uint8)
-        scales = torch.empty(*x.shape[:-2], down, across)
+        codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+        grid = *x.shape[:-2], down, across
+        scales = torch.empty(grid, dtype=torch.float32, device=x.device)
         if codes.numel():
-            bits = _bits_of(x.detach())
+            bits = _bits_of(x.detach().resolve_neg())
             sides = (rows, columns), (tile.rows, tile.columns)
             _in_threads(
                 [one.view(-1).numpy() for one in (bits, codes, scales)],
