@@ -50,6 +50,7 @@ FP8 = {
     ),
     "no expression": lambda: fp8.convert(torch.nn.Linear(1, 1), RECIPE, only="["),
     "names in a list": lambda: fp8.convert(torch.nn.Linear(1, 1), RECIPE, only=["w"]),
+    "numbers for names": lambda: fp8.convert(torch.nn.Linear(1, 1), RECIPE, only=(3,)),
     "names to encode": lambda: fp8.encode_weights(RECIPE, only=["w"], layouts=None),
     "a form by another name": lambda: fp8.encode_weights(
         RECIPE, only="w", layouts=None, form="fp8"

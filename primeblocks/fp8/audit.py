@@ -23,7 +23,7 @@ from .causes import (
 from .checkpoint import SCALES_SUFFIX
 from .quantize import Quantized
 from .recipe import Recipe, check_recipe
-from .rules import Rule, choose
+from .rules import Expression, Rule, choose_weights
 
 __all__ = ["Audit", "Finding", "audit"]
 
@@ -82,8 +82,8 @@ def audit(
     engine: nn.Module | Mapping[str, Tensor],
     recipe: Recipe,
     *,
-    only: str | re.Pattern[str],
-    exclude: str | re.Pattern[str] | None = None,
+    only: Expression,
+    exclude: Expression | None = None,
     excluded: Iterable[str] | None = None,
 ) -> Audit:
     """Compare a trainer's weights, quantized by a recipe, with what an engine holds, bit by bit.
@@ -103,7 +103,8 @@ def audit(
         engine: by the same names codes with their scales beside them (`NAME_scale_inv`, float32 or
             float8_e8m0fnu), or plain numbers, those of `encode_weights(form="simulated")` too.
             Parts that an engine fuses are taken apart before.
-        only: names the weights that the trainer multiplies in float8, as for `convert`.
+        only: the names that `convert` returned, or a rule for the weights that the trainer
+            multiplies in float8, or for their modules.
         exclude: names those that it does not.
         excluded: the engine's own list, `modules_to_not_convert` of its `quantization_config`: why
             it left out a weight is then told by the entry.
@@ -118,7 +119,7 @@ def audit(
         raise UsageError(f"excluded must be the entries of a list; got the text {excluded!r}")
     mine, held = _named("trainer", trainer), _named("engine", engine)
     matrices = [name for name, tensor in mine.items() if tensor.ndim > 1]
-    chosen = frozenset(choose(matrices, only=only, exclude=exclude, among="weights"))
+    chosen = frozenset(choose_weights(matrices, only=only, exclude=exclude))
     rules = Rule("only", only), None if exclude is None else Rule("exclude", exclude)
     entries = None if excluded is None else tuple(excluded)
     kept = tuple(name.removesuffix(".weight") for name in matrices if name not in chosen)
@@ -206,7 +207,7 @@ class _Sides:
             raise UsageError(f"{name}: {error}") from error
 
     def _quantized_by_the_engine(self, name: str) -> str:
-        rule = self.exclude if self.exclude and self.exclude.names(name) else self.only
+        rule = self.exclude if self.exclude and self.exclude.names_weight(name) else self.only
         verb = "names it" if rule is self.exclude else "does not name it"
         reason = f"quantized by the engine, though {rule.argument}={rule.text!r} {verb}"
         if self.excluded is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -15,7 +14,7 @@ from ..layout import Layout, Shard, local_part
 from .formats import Tile, check_choice
 from .quantize import Quantized
 from .recipe import Recipe, check_recipe
-from .rules import Rule, choose
+from .rules import Expression, Rule, choose_weights
 
 __all__ = [
     "SCALES_SUFFIX",
@@ -144,7 +143,7 @@ class WeightEncoder:
     def __init__(
         self,
         recipe: Recipe,
-        rules: dict[str, str | re.Pattern[str]],
+        rules: dict[str, Expression],
         form: Form,
         held: dict[str, Layout] | None,
     ) -> None:
@@ -206,12 +205,15 @@ class WeightEncoder:
         return {name: name if name in held else name.removesuffix(SCALES_SUFFIX) for name in made}
 
     def _names(self, name: str) -> bool:
+        if name.endswith("bias"):
+            return False
         exclude = self._parsed.get("exclude")
-        return self._parsed["only"].names(name) and not (exclude and exclude.names(name))
+        named = self._parsed["only"].names_weight(name)
+        return named and not (exclude and exclude.names_weight(name))
 
     def _choose(self, held: dict[str, Layout]) -> set[str]:
         matrices = [name for name, layout in held.items() if len(layout.shape) > 1]
-        chosen = choose(matrices, **self._rules, among="weights")
+        chosen = choose_weights(matrices, **self._rules)
         for name in chosen:
             _check_cut(name, held[name], self._recipe.weights)
         return set(chosen)
@@ -220,8 +222,8 @@ class WeightEncoder:
 def encode_weights(
     recipe: Recipe,
     *,
-    only: str | re.Pattern[str],
-    exclude: str | re.Pattern[str] | None = None,
+    only: Expression,
+    exclude: Expression | None = None,
     layouts: Mapping[str, Layout] | None,
     form: Form = "float8",
 ) -> WeightEncoder:
@@ -236,7 +238,9 @@ def encode_weights(
     between tiles of `recipe.weights`.
 
     Args:
-        only: names the weights to quantize, as for `convert`; others and vectors pass unchanged.
+        only: the names that `convert` returned, or a rule for weights or their modules; others,
+            vectors and biases pass unchanged. A rule may name what `convert` leaves: a router's
+            matrix, an embedding.
         layouts: by name, what this rank holds (`primeblocks.layout.layout_of`), or None where it
             holds every tensor whole.
 

@@ -14,7 +14,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from ..errors import UnsupportedError, UsageError
 from .matmul import grouped_matmul, matmul
 from .recipe import Recipe, check_recipe
-from .rules import choose
+from .rules import Expression, choose
 
 if TYPE_CHECKING:
     from .cache import WeightCache
@@ -60,8 +60,8 @@ def convert(
     model: nn.Module,
     recipe: Recipe,
     *,
-    only: str | re.Pattern[str],
-    exclude: str | re.Pattern[str] | None = None,
+    only: Expression,
+    exclude: Expression | None = None,
 ) -> tuple[str, ...]:
     """Let some of a model's linear layers and experts multiply in float8, in place.
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from ..errors import UsageError
 
-__all__ = ["Rule", "choose"]
+__all__ = ["Expression", "Rule", "choose", "choose_weights"]
+
+
+Expression = str | re.Pattern[str] | tuple[str, ...]
+"""A regular expression, or the names that `convert` returned."""
 
 
 class Rule:
-    r"""A regular expression that names whole parts of dotted names.
+    r"""A regular expression that names whole parts of dotted names, or a tuple of such names.
 
     `self_attn\.[qkvo]_proj` names `layers.0.self_attn.q_proj` and what lies in it; `mlp.gate` is
     found in `mlp.gate_up_proj`, but does not name it, so that asking is refused.
@@ -20,7 +24,13 @@ class Rule:
         UsageError: no regular expression, or an empty one.
     """
 
-    def __init__(self, argument: str, expression: str | re.Pattern[str]) -> None:
+    def __init__(self, argument: str, expression: Expression) -> None:
+        if isinstance(expression, tuple):
+            if not all(isinstance(name, str) for name in expression):
+                raise UsageError(f"{argument} must be names; got {expression!r:.60}")
+            self.argument, self.text = argument, "|".join(map(re.escape, expression))
+            self._found = self._named = re.compile(rf"^(?:{self.text})(?=\.|$)")
+            return
         if not isinstance(getattr(expression, "pattern", expression), str):
             raise UsageError(
                 f"{argument} must be one regular expression; got {expression!r:.60}. "
@@ -40,6 +50,15 @@ class Rule:
         if not self.text:
             raise UsageError(f"{argument} is empty; to name everything use '.*'")
         self.argument = argument
+
+    def names_weight(self, name: str) -> bool:
+        """Say whether a parameter's name, or its module's, is what the rule names. Pure.
+
+        Raises:
+            UsageError: as `names`.
+        """
+        places = dict.fromkeys([name.rpartition(".")[0], name.removesuffix(".weight"), name])
+        return any(self.names(place) for place in places if place)
 
     def names(self, name: str) -> bool:
         """Say whether a part of `name` is what the rule names. Pure.
@@ -63,28 +82,44 @@ class Rule:
 def choose(
     names: Iterable[str],
     *,
-    only: str | re.Pattern[str],
-    exclude: str | re.Pattern[str] | None = None,
+    only: Expression,
+    exclude: Expression | None = None,
     among: str = "linear layers",
 ) -> tuple[str, ...]:
-    """Return the names that `only` names and `exclude` does not. Pure.
+    """Return the names of modules that `only` names and `exclude` does not. Pure.
 
     Raises:
         UsageError: a rule names nothing, or is found in a name by accident.
     """
-    every = list(names)
-    chosen = _named(Rule("only", only), every, among)
-    if exclude is None:
-        return tuple(chosen)
-    without = set(_named(Rule("exclude", exclude), every, among))
-    return tuple(name for name in chosen if name not in without)
+    return _choose(list(names), Rule.names, only, exclude, among)
 
 
-def _named(rule: Rule, names: list[str], among: str) -> list[str]:
-    named = [name for name in names if rule.names(name)]
-    if not named:
-        raise UsageError(
-            f"{rule.argument}={rule.text!r} matches none of {len(names)} {among}; "
-            f"they are named like {names[:3]}"
-        )
-    return named
+def choose_weights(
+    names: Iterable[str], *, only: Expression, exclude: Expression | None = None
+) -> tuple[str, ...]:
+    """Return the names of weights that `only` names, or whose modules it names. Pure.
+
+    Biases are none, whatever dims they have. Raises as `choose`.
+    """
+    weights = [name for name in names if not name.endswith("bias")]
+    return _choose(weights, Rule.names_weight, only, exclude, "weights")
+
+
+def _choose(
+    names: list[str],
+    meets: Callable[[Rule, str], bool],
+    only: Expression,
+    exclude: Expression | None,
+    among: str,
+) -> tuple[str, ...]:
+    found = []
+    for rule in [Rule("only", only)] + ([] if exclude is None else [Rule("exclude", exclude)]):
+        named = {name for name in names if meets(rule, name)}
+        if not named:
+            raise UsageError(
+                f"{rule.argument}={rule.text!r} matches none of {len(names)} {among}; "
+                f"they are named like {names[:3]}"
+            )
+        found.append(named)
+    without = found[1] if exclude is not None else set()
+    return tuple(name for name in names if name in found[0] and name not in without)

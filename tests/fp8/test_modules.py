@@ -1,5 +1,6 @@
 """Conversion of real models, alone, under FSDP2 and with experts dealt out."""
 
+import dataclasses
 import re
 
 import numpy as np
@@ -123,7 +124,11 @@ def test_experts_multiply_in_float8_and_the_others_do_not(family):
     exact, rounded = experts_model(family), experts_model(family)
     modules = {n: m for n, m in rounded.named_modules() if hasattr(m, "_apply_gate")}
     first, *others = modules
-    names = transformers.convert(rounded, RECIPE, only=re.escape(first) + "$")
+    square = dataclasses.replace(RECIPE, weights=Tile(32, 32))
+    if modules[first].is_transposed:
+        with pytest.raises(UnsupportedError, match="Use square tiles"):
+            transformers.convert(experts_model(family), RECIPE, only=r"mlp\.experts")
+    names = transformers.convert(rounded, square, only=re.escape(first) + "$")
     assert names == (first,)
     assert all(not hasattr(modules[name], "grouped_mm") for name in others)
     seen = {}
@@ -148,3 +153,39 @@ def test_experts_without_a_seam_are_refused():
     net = experts_model("qwen3_moe")
     names = convert(net, RECIPE, only=EXPERTS, exclude="experts$")
     assert len(names) == 8
+
+
+class OfAHook(torch.nn.Linear):
+    """As accelerate leaves a layer: its own forward, wrapped."""
+
+    def __init__(self):
+        super().__init__(32, 32)
+        self.forward = super().forward
+
+
+@pytest.mark.parametrize(
+    ("make", "rule"),
+    [
+        (lambda: torch.nn.Sequential(OfAHook()), ".*"),
+        (lambda: torch.nn.TransformerEncoderLayer(32, 2, batch_first=True), "linear1"),
+        (lambda: torch.nn.Sequential(torch.nn.LazyLinear(32)), ".*"),
+    ],
+)
+def test_layers_that_would_not_multiply_by_it_are_refused(make, rule):
+    with pytest.raises(UnsupportedError, match="by its own forward"):
+        convert(make(), RECIPE, only=rule)
+
+
+def test_a_bias_does_not_widen_the_result():
+    net = torch.nn.Sequential(torch.nn.Linear(32, 32))
+    convert(net, RECIPE, only=".*")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert net(torch.randn(4, 32)).dtype == torch.bfloat16
+
+
+def test_names_are_those_without_wrappers():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    inner = torch.nn.Sequential(torch.nn.Linear(32, 32))
+    net = torch.nn.Sequential(checkpoint_wrapper(inner))
+    assert convert(net, RECIPE, only=r"0\.0") == ("0.0",)

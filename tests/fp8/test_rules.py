@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primeblocks.errors import UsageError
-from primeblocks.fp8.rules import Rule, choose
+from primeblocks.fp8.rules import Rule, choose, choose_weights
 
 NAMES = [
     "embed",
@@ -78,3 +78,19 @@ def test_a_rule_names_whole_words_only(rule, name):
     else:
         with pytest.raises(UsageError, match="inside"):
             found.names(name)
+
+
+def test_weights_are_named_by_what_convert_returned_or_by_their_modules():
+    weights = [
+        "layers.0.self_attn.q_proj.weight",
+        "layers.0.mlp.gate.weight",
+        "layers.0.mlp.experts.gate_up_proj",
+        "layers.0.mlp.experts.gate_up_proj_bias",
+        "lm_head.weight",
+    ]
+    names = ("layers.0.self_attn.q_proj", "layers.0.mlp.experts")
+    assert choose_weights(weights, only=names) == (weights[0], weights[2])
+    assert choose_weights(weights, only=r"layers\.0", exclude=r"gate$") == (weights[0], weights[2])
+    assert choose_weights(weights, only=r"lm_head$") == (weights[4],)
+    with pytest.raises(UsageError, match="matches none"):
+        choose_weights(weights, only=("layers.0.self_attn.q",))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from ...errors import MissingPackageError, UnsupportedError
 from ...layout import local_part
 from ..modules import convert as convert_modules
 from ..recipe import Recipe
+from ..rules import Expression
 
 try:
     from torchtitan import __version__ as _RELEASE
@@ -38,8 +38,8 @@ def convert(
     model: nn.Module,
     recipe: Recipe,
     *,
-    only: str | re.Pattern[str],
-    exclude: str | re.Pattern[str] | None = None,
+    only: Expression,
+    exclude: Expression | None = None,
 ) -> tuple[str, ...]:
     """Let some linear layers and experts of a torchtitan model multiply in float8, in place.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from ...errors import UnsupportedError
 from ..modules import Fp8GroupedMm
 from ..modules import convert as convert_modules
 from ..recipe import Recipe
+from ..rules import Expression
 
 __all__ = ["convert"]
 
@@ -24,8 +24,8 @@ def convert(
     model: nn.Module,
     recipe: Recipe,
     *,
-    only: str | re.Pattern[str],
-    exclude: str | re.Pattern[str] | None = None,
+    only: Expression,
+    exclude: Expression | None = None,
 ) -> tuple[str, ...]:
     """Let some linear layers and experts of a transformers model multiply in float8, in place.
 
@@ -51,12 +51,24 @@ def convert(
         for module in stock:
             if module.grouped_mm is None:
                 del module.grouped_mm
+    for module in experts:
+        if getattr(module, "grouped_mm", None) is not None and module.is_transposed:
+            _refuse_oblong(recipe)
     ExpertsInterface.register(_IMPLEMENTATION, _forward)
     for module in stock:
         if isinstance(getattr(module, "grouped_mm", None), Fp8GroupedMm):
             module.config = copy.copy(module.config)  # All layers share one.
             module.config._experts_implementation = _IMPLEMENTATION
     return names
+
+
+def _refuse_oblong(recipe: Recipe) -> None:
+    if recipe.weights.rows != recipe.weights.columns:
+        raise UnsupportedError(
+            f"these experts are stored as [experts, in, out], and tiles of {recipe.weights} would "
+            "lie along another dim in training than in what is sent. Use square tiles, or exclude "
+            "the experts."
+        )
 
 
 def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, scores: Tensor) -> Tensor:
