@@ -17,7 +17,6 @@ import asyncio
 import itertools
 import os
 import random
-import re
 import signal
 import statistics
 import sys
@@ -98,8 +97,7 @@ class Trainer:
 
             # 32 rows: each rank's shard of every projection is a multiple of it.
             recipe = fp8.Recipe(weights=fp8.Tile(32, 128), gemm=SimulatedGemm())
-            layers = re.compile(r"self_attn\.[qkvo]_proj|mlp\.experts")
-            convert(model, recipe, only=layers)
+            layers = convert(model, recipe, only=r"self_attn\.[qkvo]_proj|mlp\.experts")
         plan = parallel.plan_mesh(world_size=self.world_size, expert=self.world_size)
         self.meshes = plan.build(device.type)
         parallelize(model.to(device), self.meshes)
