@@ -7,6 +7,7 @@ are checked before a load begins, and a load gets copies of them, checked again.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -184,6 +185,16 @@ class Feed:
             self._checks[place].result()
         return self._held.box(name, box)
 
+    def check(self) -> None:
+        """Check all that is to be checked, before anything is asked for.
+
+        Raises:
+            CorruptionError: a byte is not the one that was sent.
+        """
+        self._checks = [self._pool.submit(self._check, index) for index in self._order]
+        for check in self._checks:
+            check.result()
+
     def used(self, names: Iterable[str]) -> None:
         """Say that the boxes asked for of these tensors are done with."""
         if self._copies is None:
@@ -203,12 +214,18 @@ def feeding(
     plan: Plan, reader: int, fetched: Fetched, uses: Mapping[str, int], *, threads: int
 ) -> Iterator[Feed]:
     """Open a `Feed`, for as long as the load goes on."""
+    lent, cores = isinstance(fetched.held, Lent), len(os.sched_getaffinity(0))
+    threads = _as_many(plan, plan.of_reader(reader), threads)
+    # A load that has every core of this process is only slowed by checks beside it.
+    before = not lent and torch.get_num_threads() >= cores > 1
     # Two for copies; more take from the load what memory gives, and hold more of it.
-    most = 2 if isinstance(fetched.held, Lent) else 1
-    threads = min(most, _as_many(plan, plan.of_reader(reader), threads))
-    with ThreadPoolExecutor(threads) as pool:
+    most = cores if before else 2 if lent else 1
+    with ThreadPoolExecutor(min(most, threads)) as pool:
+        feed = Feed(plan, reader, fetched, uses, pool)
         try:
-            yield Feed(plan, reader, fetched, uses, pool)
+            if before:
+                feed.check()
+            yield feed
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
             if isinstance(fetched.held, Sealed):
