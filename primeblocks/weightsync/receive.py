@@ -54,8 +54,9 @@ class Subscriber:
         check: "before": every byte is checked before `load` gets the first tensor. "ahead": each
             tensor's bytes are checked before `load` gets it, while it copies those before it:
             faster, but damage is found in the middle of a load, and the version before is loaded
-            again. Where there is none, and for deltas, all is checked before. With both, bytes that
-            others may still write to are copied for the load, and the copies are checked.
+            again. Where there is none, for deltas, and where torch's threads take every core, all is
+            checked before. With both, bytes that others may still write to are copied for the
+            load, and the copies are checked.
         observe: returns what the engine holds, by the names that `load` gets. If given, each tensor
             has to be the one that `load` was given, bit for bit, or the load has failed. Without
             it a receipt tells what `load` was given, and not what it did with it.
