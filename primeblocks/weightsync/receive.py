@@ -54,7 +54,7 @@ class Subscriber:
         check: "before": every byte is checked before `load` gets the first tensor. "ahead": each
             tensor's bytes are checked before `load` gets it, while it copies those before it:
             faster, but damage is found in the middle of a load, and the version before is loaded
-            again. Where there is none, for deltas, and where torch's threads take every core, all is
+            again. Where there is none, for deltas, and where torch's threads take all cores, all is
             checked before. With both, bytes that others may still write to are copied for the
             load, and the copies are checked.
         observe: returns what the engine holds, by the names that `load` gets. If given, each tensor
