@@ -186,7 +186,7 @@ def _sides_of(size: int, usual: int) -> list[int]:
 
 
 def _facts(expected: Quantized, held: Quantized, kind: Scale) -> Iterator[str]:
-    """What can be told of codes that no known cause gives."""
+    """Yield facts about codes that no known cause gives."""
     powers = bool(powers_of_two(held.scales).all())
     if kind == "float32" and powers and not powers_of_two(expected.scales).all():
         yield "scales are all powers of two (UE8M0), the recipe's are float32"

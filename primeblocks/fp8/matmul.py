@@ -280,7 +280,7 @@ def _multiply(a: Quantized, b: Quantized, offsets: Tensor | None, recipe: Recipe
 def _save(
     x: Tensor, offsets: Tensor | None, recipe: Recipe, *, wanted: bool
 ) -> tuple[tuple[Tensor, ...], Quantized]:
-    """What backward needs of the input, and the input quantized for forward."""
+    """Return tensors of the input for backward, and the input quantized for forward."""
     if not wanted:
         return (), recipe.quantize(x, recipe.activations)
     if recipe.saved == "input":

@@ -115,7 +115,7 @@ def _in_threads(arrays: list[Any], grid: tuple[int, int], how: tuple[Any, ...]) 
 @numba.njit(inline="always")
 @no_type_check
 def _shift(bits):
-    """How far left a float32 has such bits; known when a kernel is compiled."""
+    """Return the shift to where a float32 has such bits; known when a kernel is compiled."""
     return _I(16) if bits.itemsize == 2 else _I(0)
 
 
