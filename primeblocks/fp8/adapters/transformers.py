@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 
 from ...errors import UnsupportedError
-from ..modules import Fp8GroupedMm
+from ..modules import Fp8GroupedMm, plain_name
 from ..modules import convert as convert_modules
 from ..recipe import Recipe
-from ..rules import Expression
+from ..rules import Expression, Rule
 
 __all__ = ["convert"]
 
@@ -34,10 +34,23 @@ def convert(
     Local.
 
     Raises:
-        UnsupportedError: transformers itself shares the experts among ranks.
+        UnsupportedError: transformers itself shares the experts among ranks, or they are stored
+            transposed and tiles are not square; nothing was changed.
     """
-    experts: list[Any] = [m for m in model.modules() if hasattr(m, "_apply_gate")]
-    stock = [module for module in experts if not hasattr(module, "grouped_mm")]
+    experts: dict[str, Any] = {
+        plain_name(name): m for name, m in model.named_modules() if hasattr(m, "_apply_gate")
+    }
+    transposed = {name for name, module in experts.items() if module.is_transposed}
+    if transposed and recipe.weights.rows != recipe.weights.columns:
+        rule, without = Rule("only", only), exclude and Rule("exclude", exclude)
+        named = {name for name in transposed if rule.names(name)}
+        if met := {name for name in named if not (without and without.names(name))}:
+            raise UnsupportedError(
+                f"{len(met)} modules of experts, such as {min(met)}, store weights as [experts, "
+                f"in, out], and tiles of {recipe.weights} would lie along another dim in training "
+                "than in what is sent. Use square tiles, or exclude the experts."
+            )
+    stock = [module for module in experts.values() if not hasattr(module, "grouped_mm")]
     if any(module._is_expert_parallel for module in stock):
         raise UnsupportedError(
             "transformers shares these experts among ranks, by masks of its own. Share them by "
@@ -51,24 +64,12 @@ def convert(
         for module in stock:
             if module.grouped_mm is None:
                 del module.grouped_mm
-    for module in experts:
-        if getattr(module, "grouped_mm", None) is not None and module.is_transposed:
-            _refuse_oblong(recipe)
     ExpertsInterface.register(_IMPLEMENTATION, _forward)
     for module in stock:
         if isinstance(getattr(module, "grouped_mm", None), Fp8GroupedMm):
             module.config = copy.copy(module.config)  # All layers share one.
             module.config._experts_implementation = _IMPLEMENTATION
     return names
-
-
-def _refuse_oblong(recipe: Recipe) -> None:
-    if recipe.weights.rows != recipe.weights.columns:
-        raise UnsupportedError(
-            f"these experts are stored as [experts, in, out], and tiles of {recipe.weights} would "
-            "lie along another dim in training than in what is sent. Use square tiles, or exclude "
-            "the experts."
-        )
 
 
 def _forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, scores: Tensor) -> Tensor:
