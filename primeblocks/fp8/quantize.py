@@ -208,7 +208,7 @@ def check_operands(
     check_choice("scale", scale, Scale)
     check_choice("quotient", quotient, Quotient)
     check_choice("nonfinite", nonfinite, Nonfinite)
-    if x.ndim < 2 or not x.is_floating_point():
+    if x.ndim < 2 or not x.is_floating_point() or x.element_size() == 1:
         raise ShapeError(f"quantize takes a floating-point matrix; got {x.dtype} {list(x.shape)}")
 
 

@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....errors import ShapeError, UnsupportedError, UsageError
+from ....errors import ShapeError, UnsupportedError
 from ....groups import check_tensors
-from ...formats import Nonfinite, Quotient, Scale, Tile, check_choice, check_tile
-from ...quantize import Quantized
+from ...formats import Nonfinite, Quotient, Scale, Tile
+from ...quantize import Quantized, check_operands, refuse_nonfinite
 
 __all__ = ["TritonQuantizer", "check_device"]
 
@@ -277,10 +277,8 @@ def _quantize(
     Raises:
         UsageError, UnsupportedError, ShapeError: as `TritonQuantizer`.
     """
+    check_operands(x, tile, scale, quotient, nonfinite)
     _check(x, tile)
-    check_choice("scale", scale, Scale)
-    check_choice("quotient", quotient, Quotient)
-    check_choice("nonfinite", nonfinite, Nonfinite)
     x = x.detach()
     *batch, rows, columns = x.shape
     columns //= 2 if gated else 1
@@ -312,9 +310,8 @@ def _quantize(
                 num_warps=8 if height == _SIDE else 4,
                 enable_fp_fusion=False,
             )
-    if nonfinite == "raise" and not made[0].scales.isfinite().all():
-        bad = int((~x.float().isfinite()).sum())
-        raise UsageError(f"{bad} of {x.numel()} values are not finite; float8 has no infinity")
+    if nonfinite == "raise":
+        refuse_nonfinite(x, made[0])
     return made
 
 
@@ -344,10 +341,6 @@ def _check_gated(gate_up: Tensor, scores: Tensor | None) -> None:
 
 
 def _check(x: Tensor, tile: Tile) -> None:
-    check_tile("tile", tile)
-    check_tensors(x=x)
-    if x.ndim < 2 or not x.is_floating_point() or x.itemsize < 2:
-        raise ShapeError(f"quantizing takes a floating-point matrix; got {x.dtype} {list(x.shape)}")
     for side in (tile.rows, tile.columns):
         if side & (side - 1) or side > _SIDE:
             raise UnsupportedError(
