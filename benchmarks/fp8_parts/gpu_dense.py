@@ -46,12 +46,13 @@ def step_flops(tokens: int, inner: int, out: int) -> int:
 
 def of_quantizing(side: Side) -> Figures:
     device, sizes, quantizer = side.device, side.sizes, side.quantizer
+    quantize_both = Recipe(quantizer=quantizer).quantize_both
     x = draw(sizes.rows, sizes.columns, device=device, seed=0)
     how = {"scale": "float32", "quotient": "reciprocal", "nonfinite": "nan"}
     torchao = find_torchao(device)
 
     def agree() -> None:
-        both = quantizer.both(x, ROW, **how)
+        both = quantize_both(x, ROW)
         for ours, matrix in ((quantizer(x, ROW, **how), x), (both[0], x), (both[1], x.mT)):
             expected = quantize(matrix, ROW, **how)
             assert torch.equal(ours.codes.view(torch.uint8), expected.codes.view(torch.uint8))
@@ -60,7 +61,7 @@ def of_quantizing(side: Side) -> Figures:
             codes, scales = torchao.kernels.triton_fp8_blockwise_act_quant_lhs(x, ROW.columns)
             assert_close(Quantized(codes, scales.contiguous(), ROW).dequantize(), x, QUANTIZE_ERROR)
 
-    steps = [lambda: quantizer(x, ROW, **how), lambda: quantizer.both(x, ROW, **how)]
+    steps = [lambda: quantizer(x, ROW, **how), lambda: quantize_both(x, ROW)]
     if torchao is not None:
         steps.append(lambda: torchao.kernels.triton_fp8_blockwise_act_quant_lhs(x, ROW.columns))
     rows, both, *theirs = compare(*(repeat(step, sizes) for step in steps), agree=agree)

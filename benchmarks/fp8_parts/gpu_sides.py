@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from primeblocks.errors import MissingPackageError, UnsupportedError
-from primeblocks.fp8 import Gemm, Tile, TorchQuantizer
+from primeblocks.fp8 import Gemm, Tile, quantize
 from primeblocks.fp8.reference import ReferenceGemm
 
 __all__ = [
@@ -79,7 +79,7 @@ def engines_of(device: str) -> Iterator[tuple[str, Gemm]]:
 
 def quantizer_of(device: str) -> Any:
     triton = _import("primeblocks.fp8.adapters.triton") if device == "cuda" else None
-    return TorchQuantizer() if triton is None else triton.TritonQuantizer()
+    return quantize if triton is None else triton.TritonQuantizer()
 
 
 @dataclass(frozen=True)

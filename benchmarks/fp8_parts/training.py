@@ -56,9 +56,6 @@ class FlooredQuantizer:
         codes = (x.detach().float() * factors).clamp(-448, 448).to(torch.float8_e4m3fn)
         return Quantized(codes, scales, tile)
 
-    def both(self, x: Tensor, tile: Tile, **how: Any) -> tuple[Quantized, Quantized]:
-        return self(x, tile, **how), self(x.mT, tile, **how)
-
 
 @dataclass(frozen=True)
 class Run:

@@ -10,7 +10,7 @@ from .checkpoint import encode_weights
 from .formats import Tile
 from .matmul import grouped_matmul, matmul, swiglu_matmul
 from .modules import Fp8Linear, convert
-from .quantize import Quantized, TorchQuantizer, measure_error, quantize
+from .quantize import Quantized, measure_error, quantize
 from .recipe import Gemm, Recipe
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "Quantized",
     "Recipe",
     "Tile",
-    "TorchQuantizer",
     "WeightCache",
     "audit",
     "convert",

@@ -25,7 +25,6 @@ from .formats import (
 
 __all__ = [
     "Quantized",
-    "TorchQuantizer",
     "check_operands",
     "measure_error",
     "quantize",
@@ -108,29 +107,6 @@ def quantize(
     if nonfinite == "raise":
         refuse_nonfinite(x, quantized)
     return quantized
-
-
-@dataclass(frozen=True)
-class TorchQuantizer:
-    """`quantize` as a recipe takes it, on any device."""
-
-    def __call__(self, x: Tensor, tile: Tile, **how: Any) -> Quantized:
-        """Return what `quantize` does. Local."""
-        return quantize(x, tile, **how)
-
-    def both(self, x: Tensor, tile: Tile, **how: Any) -> tuple[Quantized, Quantized]:
-        """Quantize a matrix and its transpose, each in tiles along its own rows. Local."""
-        return self(x, tile, **how), self(x.mT, tile, **how)
-
-    def swiglu(self, gate_up: Tensor, scores: Tensor | None, tile: Tile, **how: Any) -> Quantized:
-        """Quantize `swiglu(gate_up, scores)`. Local."""
-        return self(swiglu(gate_up, scores), tile, **how)
-
-    def swiglu_both(
-        self, gate_up: Tensor, scores: Tensor | None, tile: Tile, **how: Any
-    ) -> tuple[Quantized, Quantized]:
-        """Quantize `swiglu(gate_up, scores)` and its transpose. Local."""
-        return self.both(swiglu(gate_up, scores), tile, **how)
 
 
 def swiglu(gate_up: Tensor, scores: Tensor | None = None) -> Tensor:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ..errors import PlanError, UnsupportedError, UsageError
 from .formats import Nonfinite, Quotient, Scale, Tile, check_choice, check_tile
-from .quantize import Quantized, TorchQuantizer
+from .quantize import Quantized, quantize, swiglu
 from .reference import ReferenceGemm
 
-__all__ = ["Gemm", "Quantizer", "Recipe", "check_recipe"]
+__all__ = ["FusedQuantizer", "Gemm", "Quantizer", "Recipe", "check_recipe"]
 
 Source = Literal["bfloat16", "float32"]
 Wgrad = Literal["bfloat16", "float32", "float8"]
@@ -72,39 +72,26 @@ class Quantizer(Protocol):
         self, x: Tensor, tile: Tile, *, scale: Scale, quotient: Quotient, nonfinite: Nonfinite
     ) -> Quantized: ...
 
-    def both(
-        self, x: Tensor, tile: Tile, *, scale: Scale, quotient: Quotient, nonfinite: Nonfinite
-    ) -> tuple[Quantized, Quantized]:
+    def __hash__(self) -> int: ...
+
+
+@runtime_checkable
+class FusedQuantizer(Protocol):
+    """A quantizer that also takes two steps in one pass; the words are those of `Quantizer`."""
+
+    def both(self, x: Tensor, tile: Tile, **how: Any) -> tuple[Quantized, Quantized]:
         """Quantize a matrix and its transpose, each in tiles along its own rows."""
         ...
 
-    def swiglu(
-        self,
-        gate_up: Tensor,
-        scores: Tensor | None,
-        tile: Tile,
-        *,
-        scale: Scale,
-        quotient: Quotient,
-        nonfinite: Nonfinite,
-    ) -> Quantized:
+    def swiglu(self, gate_up: Tensor, scores: Tensor | None, tile: Tile, **how: Any) -> Quantized:
         """Quantize `primeblocks.fp8.quantize.swiglu(gate_up, scores)`."""
         ...
 
     def swiglu_both(
-        self,
-        gate_up: Tensor,
-        scores: Tensor | None,
-        tile: Tile,
-        *,
-        scale: Scale,
-        quotient: Quotient,
-        nonfinite: Nonfinite,
+        self, gate_up: Tensor, scores: Tensor | None, tile: Tile, **how: Any
     ) -> tuple[Quantized, Quantized]:
         """Quantize it and its transpose."""
         ...
-
-    def __hash__(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -127,7 +114,8 @@ class Recipe:
             products do; `"raise"` looks at every operand, for which a GPU waits.
         gemm: multiplies. It is passed in, never found: what happens to be installed does not
             alter anyone's numbers.
-        quantizer: quantizes, to the same bits whoever it is.
+        quantizer: quantizes, to the same bits whoever it is; in fewer passes if it is a
+            `FusedQuantizer`.
 
     Raises:
         UsageError: a tile that is no `Tile`, or an engine that cannot be called.
@@ -144,12 +132,12 @@ class Recipe:
     saved: Saved = "input"
     nonfinite: Nonfinite = "nan"
     gemm: Gemm = field(default=ReferenceGemm())
-    quantizer: Quantizer = field(default=TorchQuantizer())
+    quantizer: Quantizer = field(default=quantize)
 
     def __post_init__(self) -> None:
         check_tile("activations", self.activations)
         check_tile("weights", self.weights)
-        for name, example in (("gemm", "ReferenceGemm()"), ("quantizer", "TorchQuantizer()")):
+        for name, example in (("gemm", "ReferenceGemm()"), ("quantizer", "quantize")):
             engine = getattr(self, name)
             if not callable(engine) or isinstance(engine, type):
                 raise UsageError(f"{name} must be an engine, such as {example}; got {engine!r}")
@@ -192,19 +180,23 @@ class Recipe:
 
         In one pass where the engine can, and the tiles are the same.
         """
-        if tile == self.activations:
+        if tile == self.activations and isinstance(self.quantizer, FusedQuantizer):
             return self.quantizer.both(x, tile, **self._how)
         return self.quantize(x, tile), self.quantize(x.mT, self.activations)
 
     def quantize_swiglu(self, gate_up: Tensor, scores: Tensor | None) -> Quantized:
         """Quantize an activation from what it is computed from. Local."""
-        return self.quantizer.swiglu(gate_up, scores, self.activations, **self._how)
+        if isinstance(self.quantizer, FusedQuantizer):
+            return self.quantizer.swiglu(gate_up, scores, self.activations, **self._how)
+        return self.quantize(swiglu(gate_up, scores), self.activations)
 
     def quantize_swiglu_both(
         self, gate_up: Tensor, scores: Tensor | None
     ) -> tuple[Quantized, Quantized]:
         """Quantize an activation and its transpose. Local."""
-        return self.quantizer.swiglu_both(gate_up, scores, self.activations, **self._how)
+        if isinstance(self.quantizer, FusedQuantizer):
+            return self.quantizer.swiglu_both(gate_up, scores, self.activations, **self._how)
+        return self.quantize_both(swiglu(gate_up, scores), self.activations)
 
     def quantize_weight(self, weight: Tensor) -> Quantized:
         """Quantize a weight, or the weights of experts, from the recipe's `source`. Local.

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primeblocks.errors import UnsupportedError, UsageError
-from primeblocks.fp8 import Recipe, Tile, TorchQuantizer, matmul, quantize
+from primeblocks.fp8 import Recipe, Tile, matmul, quantize
 from tests.fp8.test_quantize import QUOTIENTS, SCALES, SHAPES, TILES, matrix, same
 
 numba = pytest.importorskip("numba", reason="numba is not installed")
@@ -66,17 +66,12 @@ def test_what_is_not_finite_is_refused_or_passes_as_nan(bad):
 
 
 def test_a_recipe_takes_it():
-    gate_up, scores = matrix((12, 64)), matrix((12,), seed=1)
-    for method, operands in (("both", (gate_up,)), ("swiglu", (gate_up, scores))):
-        made, expected = (
-            getattr(quantizer, method)(*operands, Tile(1, 16))
-            for quantizer in (NumbaQuantizer(), TorchQuantizer())
-        )
-        pairs = zip(made, expected, strict=True) if method == "both" else [(made, expected)]
-        assert all(same(*pair) for pair in pairs)
     x, weight = matrix((5, 256)), matrix((128, 256), seed=1)
     y = matmul(x, weight, recipe=Recipe(quantizer=NumbaQuantizer()))
     assert torch.equal(y, matmul(x, weight, recipe=Recipe()))
+    recipe = Recipe(quantizer=NumbaQuantizer())
+    for made, expected in zip(recipe.quantize_both(x, Tile(1, 128)), (x, x.mT), strict=True):
+        assert same(made, quantize(expected, Tile(1, 128)))
     with pytest.raises(UnsupportedError, match="is for a CPU; x is on meta"):
         NumbaQuantizer()(torch.empty(2, 2, device="meta"), Tile(1, 1))
 

@@ -240,7 +240,7 @@ def test_what_the_kernels_do_not_have_is_refused(monkeypatch):
     a, b = QUANTIZER(x, ROW), QUANTIZER(x, SQUARE)
     ends = torch.tensor([130], dtype=torch.int32, device=DEVICE)
     refused = [
-        (UnsupportedError, "TorchQuantizer", lambda: QUANTIZER(x, Tile(3, 128))),
+        (UnsupportedError, "Use quantize", lambda: QUANTIZER(x, Tile(3, 128))),
         (UnsupportedError, "256", lambda: QUANTIZER(x, Tile(1, 256))),
         (UnsupportedError, "float16", lambda: QUANTIZER(x, ROW, scale="float16")),
         (UsageError, "must be a Tile", lambda: QUANTIZER(x, (1, 128))),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...errors import MissingPackageError, UnsupportedError
 from ..formats import Nonfinite, Quotient, Scale, Tile
-from ..quantize import Quantized, check_operands, refuse_nonfinite, swiglu
+from ..quantize import Quantized, check_operands, refuse_nonfinite
 
 try:
     import numba
@@ -75,20 +75,6 @@ class NumbaQuantizer:
         if nonfinite == "raise":
             refuse_nonfinite(x, quantized)
         return quantized
-
-    def both(self, x: Tensor, tile: Tile, **how: Any) -> tuple[Quantized, Quantized]:
-        """Quantize a matrix and its transpose, each in tiles along its own rows. Local."""
-        return self(x, tile, **how), self(x.mT, tile, **how)
-
-    def swiglu(self, gate_up: Tensor, scores: Tensor | None, tile: Tile, **how: Any) -> Quantized:
-        """Quantize `swiglu(gate_up, scores)`, which is stored on the way. Local."""
-        return self(swiglu(gate_up, scores), tile, **how)
-
-    def swiglu_both(
-        self, gate_up: Tensor, scores: Tensor | None, tile: Tile, **how: Any
-    ) -> tuple[Quantized, Quantized]:
-        """Quantize `swiglu(gate_up, scores)` and its transpose. Local."""
-        return self.both(swiglu(gate_up, scores), tile, **how)
 
 
 def _bits_of(x: Tensor) -> Tensor:

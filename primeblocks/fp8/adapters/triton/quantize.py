@@ -173,7 +173,7 @@ def _quantize_blocks(
 
 @dataclass(frozen=True)
 class TritonQuantizer:
-    """Codes and scales of `fp8.quantize`, bit for bit; see `Quantizer`. One launch a call.
+    """Codes and scales of `fp8.quantize`, bit for bit; see `FusedQuantizer`. One launch a call.
 
     Tiles of one row have scales with the rows side by side in memory, as products read them. Sides
     of tiles are powers of two up to 128.
@@ -325,7 +325,7 @@ def check_device(*tensors: Tensor) -> None:
         if not (x.is_cuda or INTERPRETED):
             raise UnsupportedError(
                 f"Triton runs on CUDA tensors; got one on {x.device}. Move it, or use "
-                "TorchQuantizer() and ReferenceGemm(). To test small sizes, set TRITON_INTERPRET=1 "
+                "quantize and ReferenceGemm(). To test small sizes, set TRITON_INTERPRET=1 "
                 "before the import."
             )
 
@@ -344,8 +344,7 @@ def _check(x: Tensor, tile: Tile) -> None:
     for side in (tile.rows, tile.columns):
         if side & (side - 1) or side > _SIDE:
             raise UnsupportedError(
-                f"the kernel has tiles with sides of 1, 2, 4 ... {_SIDE}; got {tile}. Use "
-                "TorchQuantizer()."
+                f"the kernel has tiles with sides of 1, 2, 4 ... {_SIDE}; got {tile}. Use quantize."
             )
     check_device(x)
 
