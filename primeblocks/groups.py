@@ -21,16 +21,22 @@ from .errors import PlanError, RankError, ShapeError, UsageError
 
 __all__ = [
     "agree",
+    "all_gather_rows",
     "all_to_all_rows",
     "check_group",
     "check_tensors",
     "facts_of",
     "outside_graphs",
+    "reduce_scatter_rows",
     "settle",
 ]
 
 # Messages between ranks that differ have one size, whatever they say.
 _TEXT_BYTES, _REASON_BYTES = 2048, 400
+
+# torch 2.13 renamed both.
+_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -69,6 +75,40 @@ def all_to_all_rows(
     if min(*send, *receive) < 0 or sum(send) != x.shape[0]:
         raise ShapeError(f"send_counts {send} must add up to the {x.shape[0]} rows of x.")
     return _AllToAllRows.apply(x, send, receive, group)
+
+
+def all_gather_rows(x: Tensor, *, rows: int, group: dist.ProcessGroup) -> Tensor:
+    """Rows of every rank, one rank's after another's, each padded with zeros to `rows`. Collective.
+
+    Any dtype. No gradient.
+
+    Args:
+        x: `[own_rows, ...]`, at most `rows` of them; `rows` and the trailing dims are equal on all
+            ranks.
+
+    Returns:
+        `[ranks * rows, ...]`.
+    """
+    assert x.shape[0] <= rows, (x.shape, rows)
+    if x.shape[0] < rows:
+        x = torch.cat([x, x.new_zeros(rows - x.shape[0], *x.shape[1:])])
+    out = x.new_empty(group.size() * rows, *x.shape[1:])
+    _gather_single(_bytes(out), _bytes(x.contiguous()), group=group)
+    return out
+
+
+def reduce_scatter_rows(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part of a sum over all ranks. Collective.
+
+    Args:
+        x: `[ranks * rows, ...]`, equal in shape on all ranks.
+
+    Returns:
+        `[rows, ...]`.
+    """
+    out = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
+    _scatter_single(out, x.contiguous(), group=group)
+    return out
 
 
 def check_group(group: object) -> None:

@@ -1,0 +1,286 @@
+"""Sparse attention over a split sequence: rows are gathered once, each query reads its own few."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ....errors import PlanError, ShapeError
+from ....groups import check_tensors, facts_of, outside_graphs, settle
+from ...sequence import SequencePlan, check_plan
+from ..inputs import autocast
+from .gather import gather_tokens, scatter_gradients
+from .indexer import IndexerInputs, IndexScores, Selector, check_indexer, select
+from .kernel import ReferenceKernel, Rows, SparseKernel
+
+__all__ = ["dsa_attention", "sparse_attention"]
+
+
+@outside_graphs
+def dsa_attention(
+    q: Tensor,
+    kv: Tensor,
+    indexer: IndexerInputs,
+    *,
+    sequence: SequencePlan,
+    group: dist.ProcessGroup,
+    rows: Rows,
+    selector: Selector,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    kernel: SparseKernel | None = None,
+    scores: IndexScores | None = None,
+    check: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Attention of each query to the rows that its indexer selects, over a split sequence.
+
+    Each rank keeps its queries. One all-gather brings the rows (latents) and the keys of the
+    indexer of all tokens; the indexer works through this rank's queries in chunks, so that no
+    matrix of all scores exists; the kernel reads the selected rows and nothing else. Takes any
+    order of tokens, any mix of documents, ragged and empty ranks. Differentiable in q, kv and
+    sinks; the indexer learns by `indexer_loss` alone. Collective: forward receives
+    `(ranks - 1) * max(sequence.counts)` rows of kv and of indexer.k; backward receives those of
+    kv again, and reduces as many of their gradients in float32.
+
+    A layer that shares the selection of another one calls `sparse_attention` with its indices.
+
+    Args:
+        q: `[local_tokens, heads, key_dim]`, rotary embedding applied; for latent attention with
+            the key projection absorbed.
+        kv: `[local_tokens, width]` or `[local_tokens, groups, width]`, rotary embedding applied.
+        rows: the columns of kv that are key and value.
+        selector: `TopK(2048)`, or another rule.
+        scale: of the scores of attention; default: key_dim ** -0.5. Latent attention has the
+            scale of its heads before absorption.
+        sinks: `[heads]`, the score of one more key a head, whose value is zero.
+        kernel: an engine; default: `ReferenceKernel()`.
+        scores: an engine of the indexer; default: `index_scores`.
+        check: as in `ring_attention`.
+
+    Returns:
+        The output, `[local_tokens, heads, value_dim]`, and the indices,
+        `[local_tokens, groups, k]`, int32: places in the whole sequence, ascending, -1 behind the
+        last one. Of equal scores the earliest token is selected.
+
+    Raises:
+        ShapeError: shapes, dtypes or heads do not fit each other or the plan.
+        PlanError: the group does not fit the plan, or ranks hold different plans.
+        RankError: another rank refused its arguments.
+
+    Source: arXiv:2512.02556 (DeepSeek-V3.2); docs/dsa.md.
+    """
+
+    def look() -> dict[str, object]:
+        facts = _look(q, kv, sinks, None, sequence, sequence, group, rows, scale)
+        check_indexer(indexer, sequence.counts[group.rank()])
+        return {
+            **facts,
+            "selector": selector,
+            "index_dim": indexer.k.shape[1],
+            "index_dtype": indexer.k.dtype,
+        }
+
+    settle("dsa_attention", look, q, kv, group=group, check=check)
+    q, kv = autocast(q), autocast(kv)
+    whole, keys = gather_tokens(kv, indexer.k, sequence=sequence, group=group)
+    indices = select(
+        indexer, keys, selector=selector, sequence=sequence, rank=group.rank(), scores=scores
+    )
+    out = sparse_attention(
+        q, kv, indices, sequence=sequence, group=group, rows=rows, scale=scale, sinks=sinks,
+        whole=whole, kernel=kernel, check=False,
+    )  # fmt: skip
+    return out, indices
+
+
+@outside_graphs
+def sparse_attention(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    *,
+    sequence: SequencePlan,
+    group: dist.ProcessGroup,
+    rows: Rows,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    entries: SequencePlan | None = None,
+    whole: Tensor | None = None,
+    kernel: SparseKernel | None = None,
+    check: bool = True,
+) -> Tensor:
+    """Attention of each query to the rows that `indices` name, over a split sequence.
+
+    Whoever chose them: another layer, an engine whose selection is replayed, `select`.
+    Differentiable in q, kv and sinks. Collective, as `dsa_attention` without the indexer.
+
+    Args:
+        indices: `[local_tokens, groups, k]`, int32: places in the whole sequence, -1 behind the
+            last one. The values are taken as they are: nothing looks whether a place is in the
+            future, or named twice.
+        entries: the plan of the rows of kv, where these are not the tokens; default: `sequence`.
+        whole: what `gather_tokens(kv, ...)` returned, where it is at hand; it is used in forward
+            alone.
+
+    Args, Returns, Raises: else as `dsa_attention`.
+    """
+
+    plan = sequence if entries is None else entries
+
+    def look() -> dict[str, object]:
+        return _look(q, kv, sinks, indices, sequence, plan, group, rows, scale)
+
+    settle("sparse_attention", look, q, kv, group=group, check=check)
+    q, kv = autocast(q), autocast(kv)
+    if whole is None:
+        (whole,) = gather_tokens(kv, sequence=plan, group=group)
+    call = _Call(
+        plan,
+        group,
+        rows,
+        rows.key_dim**-0.5 if scale is None else scale,
+        ReferenceKernel() if kernel is None else kernel,
+    )
+    return _Sparse.apply(q, kv, sinks, indices, whole, call)
+
+
+class _Call:
+    """Arguments of one call that are no tensors."""
+
+    def __init__(
+        self,
+        entries: SequencePlan,
+        group: dist.ProcessGroup,
+        rows: Rows,
+        scale: float,
+        kernel: SparseKernel,
+    ) -> None:
+        self.entries, self.group = entries, group
+        self.rows, self.scale, self.kernel = rows, scale, kernel
+
+
+class _Sparse(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        kv: Tensor,
+        sinks: Tensor | None,
+        indices: Tensor,
+        whole: Tensor,
+        call: _Call,
+    ) -> Tensor:
+        out, lse = call.kernel.forward(
+            q, _grouped(whole), indices, rows=call.rows, scale=call.scale
+        )
+        if sinks is not None:
+            total = torch.logaddexp(lse, sinks.to(lse.dtype))
+            out, lse = (out * (lse - total).exp().unsqueeze(-1)).to(q.dtype), total
+        # This rank's rows: those of all ranks, kept for every layer, would be gigabytes.
+        ctx.save_for_backward(q, kv, sinks, indices, out, lse)
+        ctx.call = call
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        q, kv, sinks, indices, out, lse = ctx.saved_tensors
+        call, grad = ctx.call, grads[0].contiguous()
+        (whole,) = gather_tokens(kv, sequence=call.entries, group=call.group)
+        dq, dkv = call.kernel.backward(
+            grad, q, _grouped(whole), indices, out, lse, rows=call.rows, scale=call.scale
+        )
+        del whole
+        dkv = scatter_gradients(dkv, sequence=call.entries, group=call.group)
+        of_sinks = None
+        if sinks is not None:
+            weight = (sinks.to(lse.dtype) - lse).exp()
+            delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+            of_sinks = -(weight * delta).sum(0).to(sinks.dtype)
+        return dq, dkv.reshape(kv.shape).to(kv.dtype), of_sinks, None, None, None
+
+
+def _grouped(kv: Tensor) -> Tensor:
+    return kv if kv.ndim == 3 else kv.unsqueeze(1)
+
+
+def _look(
+    q: Tensor,
+    kv: Tensor,
+    sinks: Tensor | None,
+    indices: Tensor | None,
+    sequence: SequencePlan,
+    entries: SequencePlan,
+    group: dist.ProcessGroup,
+    rows: Rows,
+    scale: float | None,
+) -> dict[str, object]:
+    """Facts of a call that must be equal on all ranks, after a look at this rank's. Local."""
+    check_plan(sequence, group)
+    check_plan(entries, group)
+    check_tensors(q=q, kv=kv, **({} if sinks is None else {"sinks": sinks}))
+    tokens = sequence.counts[group.rank()]
+    if kv.ndim and kv.shape[0] != entries.counts[group.rank()]:
+        raise ShapeError(
+            f"the plan gives this rank {entries.counts[group.rank()]} rows; got kv "
+            f"{tuple(kv.shape)}. Split by the same plan."
+        )
+    _check(autocast(q), autocast(kv), sinks, indices, tokens, rows)
+    if not isinstance(scale, float | int | None):
+        raise PlanError(f"scale must be a number; got {scale!r}.")
+    return {
+        "plan": sequence.fingerprint,
+        "entries": entries.fingerprint,
+        "rows": rows,
+        "scale": scale,
+        "sinks": "none" if sinks is None else str(sinks.dtype),
+        **facts_of("q", autocast(q)),
+        **facts_of("kv", autocast(kv)),
+    }
+
+
+def _check(
+    q: Tensor, kv: Tensor, sinks: Tensor | None, indices: Tensor | None, tokens: int, rows: Rows
+) -> None:
+    shapes = f"q {tuple(q.shape)}, kv {tuple(kv.shape)}"
+    if q.ndim != 3 or kv.ndim not in (2, 3) or 0 in (*q.shape[1:], *kv.shape[1:]):
+        raise ShapeError(
+            "needs q [local_tokens, heads, key_dim] and kv [local_tokens, width] or "
+            f"[local_tokens, groups, width]; got {shapes}."
+        )
+    if q.shape[0] != tokens:
+        raise ShapeError(
+            f"the plan gives this rank {tokens} tokens; got {shapes}. Split by the same plan."
+        )
+    groups = kv.shape[1] if kv.ndim == 3 else 1
+    if q.shape[2] != rows.key_dim or kv.shape[-1] < rows.width or q.shape[1] % groups:
+        raise ShapeError(
+            f"{rows} needs q of {rows.key_dim} columns and kv of {rows.width}, and groups that "
+            f"divide the heads; got {shapes}."
+        )
+    if q.dtype != kv.dtype or not q.is_floating_point() or q.device != kv.device:
+        raise ShapeError(
+            f"q and kv need one floating dtype and one device; got {q.dtype} on {q.device}, "
+            f"{kv.dtype} on {kv.device}."
+        )
+    if sinks is not None and (sinks.shape != q.shape[1:2] or not sinks.is_floating_point()):
+        raise ShapeError(
+            f"needs one sink a head, [{q.shape[1]}]; got {tuple(sinks.shape)} of {sinks.dtype}."
+        )
+    if indices is None:
+        return
+    check_tensors(indices=indices)
+    if indices.dtype != torch.int32 or indices.ndim != 3 or indices.shape[:2] != (tokens, groups):
+        raise ShapeError(
+            f"needs indices [{tokens}, {groups}, k] of torch.int32; got {tuple(indices.shape)} of "
+            f"{indices.dtype}."
+        )
+    if not indices.shape[2] or indices.device != q.device:
+        raise ShapeError(
+            f"needs at least one id a query, on {q.device}; got {tuple(indices.shape)} on "
+            f"{indices.device}."
+        )

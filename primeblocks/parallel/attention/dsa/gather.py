@@ -1,0 +1,74 @@
+"""Rows of tokens from every rank, in the order of the sequence, and their gradients back."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ....groups import all_gather_rows, reduce_scatter_rows
+from ...sequence import SequencePlan
+
+__all__ = ["gather_tokens", "scatter_gradients"]
+
+
+def gather_tokens(
+    *tensors: Tensor, sequence: SequencePlan, group: dist.ProcessGroup
+) -> tuple[Tensor, ...]:
+    """Whole tensors from the parts of all ranks, in the order of the sequence; no gradient.
+
+    Collective: one all-gather for all of them together. Each rank receives
+    `(ranks - 1) * max(sequence.counts)` rows of as many bytes as a token has in all tensors.
+
+    Args:
+        tensors: `[local_tokens, ...]`, of any dtypes.
+
+    Returns:
+        `[tokens, ...]` each, equal on every rank.
+    """
+    parts = [x.detach().contiguous() for x in tensors]
+    if sequence.ranks == 1:
+        return tuple(parts)
+    flat = [x.reshape(x.shape[0], -1).view(torch.uint8) for x in parts]
+    most = max(sequence.counts)
+    sent = torch.cat(flat, dim=1)
+    arrived = all_gather_rows(sent, rows=most, group=group)
+    whole = arrived.index_select(0, _row_of_token(sequence).to(sent.device))
+    found = []
+    for x, columns in zip(parts, whole.split([x.shape[1] for x in flat], dim=1), strict=True):
+        # A view of another dtype needs rows that begin where its numbers may.
+        found.append(columns.contiguous().view(x.dtype).view(-1, *x.shape[1:]))
+    return tuple(found)
+
+
+def scatter_gradients(whole: Tensor, *, sequence: SequencePlan, group: dist.ProcessGroup) -> Tensor:
+    """This rank's rows of a sum over all ranks: the backward of `gather_tokens`.
+
+    Collective: one reduce-scatter in the dtype of `whole`, of `max(sequence.counts)` rows a rank.
+
+    Args:
+        whole: `[tokens, ...]`, this rank's share of the gradients of every token.
+
+    Returns:
+        `[local_tokens, ...]`.
+    """
+    if sequence.ranks == 1:
+        return whole
+    most, own = max(sequence.counts), sequence.counts[group.rank()]
+    padded = whole.new_zeros(sequence.ranks * most, *whole.shape[1:])
+    padded.index_copy_(0, _row_of_token(sequence).to(whole.device), whole)
+    return reduce_scatter_rows(padded, group=group)[:own]
+
+
+# Every layer of a step asks for the same; a few plans are in flight at most.
+@lru_cache(maxsize=16)
+def _row_of_token(sequence: SequencePlan) -> Tensor:
+    """`[tokens]`: the row of each token where every rank has room for as many as the fullest."""
+    most = max(sequence.counts)
+    rows = torch.empty(sequence.tokens, dtype=torch.int64)
+    for rank in range(sequence.ranks):
+        places = sequence.indices(rank)
+        rows[places] = rank * most + torch.arange(len(places))
+    return rows

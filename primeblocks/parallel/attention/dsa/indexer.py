@@ -1,0 +1,308 @@
+"""Scores of an indexer, and the tokens with the highest ones, in chunks of queries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from ....errors import PlanError, ShapeError
+from ...sequence import SequencePlan
+from ..kernel import accumulator_dtype
+
+__all__ = [
+    "Candidates",
+    "IndexScores",
+    "IndexerInputs",
+    "Selector",
+    "TopK",
+    "check_indexer",
+    "index_scores",
+    "keep_indices",
+    "select",
+    "top_candidates",
+    "top_ids",
+]
+
+# Scores, those of one head, two masks and counts, by candidate and query.
+_BYTES_OF_A_SCORE = 18
+
+
+class IndexerInputs(NamedTuple):
+    """Queries, keys and weights of an indexer, rotary embedding applied.
+
+    score[t, s] = sum over heads of weights[t, h] * relu(q[t, h] . k[s])
+    """
+
+    q: Tensor
+    """`[local_tokens, index_heads, index_dim]`"""
+    k: Tensor
+    """`[local_tokens, index_dim]`, shared by all heads"""
+    weights: Tensor
+    """`[local_tokens, index_heads]`, with every constant factor"""
+
+
+class IndexScores(Protocol):
+    """An engine that scores some queries against some keys. Local."""
+
+    def __call__(self, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+        """Return `[queries, candidates]` in float32, or float64 for float64.
+
+        Args:
+            q: `[queries, index_heads, index_dim]`.
+            k: `[candidates, index_dim]`.
+            weights: `[queries, index_heads]`.
+        """
+        ...
+
+
+class Selector(Protocol):
+    """A rule by which queries choose rows."""
+
+    def select(
+        self,
+        q: Tensor,
+        weights: Tensor,
+        keys: Tensor,
+        *,
+        sequence: SequencePlan,
+        rank: int,
+        scores: IndexScores,
+    ) -> Tensor:
+        """Return `[local_tokens, groups, k]`, int32, as `select` does."""
+        ...
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The `k` tokens with the highest scores, of those up to the query in its document.
+
+    Equal scores: the earlier token. DeepSeek-V3.2 and GLM-5 choose so.
+
+    Attributes:
+        chunk_bytes: memory for the scores of some queries; no matrix of all of them exists.
+    """
+
+    k: int
+    chunk_bytes: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        if self.k < 1 or self.chunk_bytes < 1:
+            raise PlanError(f"needs k >= 1 and chunk_bytes >= 1; got {self}.")
+
+    def select(
+        self,
+        q: Tensor,
+        weights: Tensor,
+        keys: Tensor,
+        *,
+        sequence: SequencePlan,
+        rank: int,
+        scores: IndexScores,
+    ) -> Tensor:
+        runs = [
+            Candidates(run.offset, run.stop - run.start, run.document, run.start - run.document)
+            for run in sequence.runs(rank)
+        ]
+        found = top_candidates(
+            q, weights, keys, runs, self.k, scores=scores, chunk_bytes=self.chunk_bytes
+        )
+        return found.unsqueeze(1)
+
+
+def select(
+    indexer: IndexerInputs,
+    keys: Tensor,
+    *,
+    selector: Selector,
+    sequence: SequencePlan,
+    rank: int,
+    scores: IndexScores | None = None,
+) -> Tensor:
+    """Choose the rows that each query of this rank attends to. Local; no gradient.
+
+    A checkpointed layer chooses again when it is recomputed; `keep_indices` keeps the first choice.
+
+    Args:
+        keys: `[tokens, index_dim]`, those of all ranks, in the order of the sequence.
+        scores: an engine; default: `index_scores`.
+
+    Returns:
+        `[local_tokens, groups, k]`, int32: places in the whole sequence, ascending, -1 behind
+        the last one. A score that is no number counts as infinite, so that it reaches the output.
+    """
+    score = index_scores if scores is None else scores
+
+    def choose() -> Tensor:
+        with torch.no_grad():
+            return selector.select(
+                indexer.q, indexer.weights, keys, sequence=sequence, rank=rank, scores=score
+            )
+
+    return _choose_once(indexer.q, choose)
+
+
+def keep_indices() -> Any:
+    """Contexts in which `torch.utils.checkpoint` keeps selections and recomputes all else. Local.
+
+    A recomputation may break near ties otherwise than the forward did, by another order of sums,
+    and gradients would be those of other rows. Pass it as
+    `checkpoint(..., use_reentrant=False, context_fn=keep_indices)`. Memory: the indices of each
+    layer that selects.
+    """
+    return create_selective_checkpoint_contexts([torch.ops.primeblocks.select_indices.default])
+
+
+# What checkpointing can keep is the result of an operator, and operators take tensors and numbers:
+# the call waits here, by number, until the operator runs it, or is not run because it is known.
+_WAITING: dict[int, Callable[[], Tensor]] = {}
+
+
+def _choose_once(q: Tensor, choose: Callable[[], Tensor]) -> Tensor:
+    _WAITING[id(choose)] = choose
+    try:
+        return torch.ops.primeblocks.select_indices(q.detach(), id(choose))
+    finally:
+        del _WAITING[id(choose)]
+
+
+@torch.library.custom_op("primeblocks::select_indices", mutates_args=())
+def _select_indices(q: Tensor, call: int) -> Tensor:
+    return _WAITING[call]()
+
+
+class Candidates(NamedTuple):
+    """Neighbouring queries of one document and the candidates that they see.
+
+    Query `i` of `queries` stands at `position + i` of its document, and sees the candidates from
+    `first` to before `first + (position + i + 1) // ratio`.
+    """
+
+    offset: int
+    queries: int
+    first: int
+    position: int
+    ratio: int = 1
+
+
+def top_candidates(
+    q: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    runs: list[Candidates],
+    k: int,
+    *,
+    scores: IndexScores,
+    chunk_bytes: int,
+) -> Tensor:
+    """Choose the `k` best candidates of each query, all of them where there are no more. Local.
+
+    Returns:
+        `[queries, k]`, int32, ascending, -1 behind the last one.
+    """
+    found = torch.full((q.shape[0], k), -1, dtype=torch.int32, device=q.device)
+    for rows, run in _chunks(runs, k, chunk_bytes):
+        seen = torch.arange(run.position + 1, run.position + run.queries + 1, device=q.device)
+        seen = seen.div(run.ratio, rounding_mode="floor")[:, None]
+        most = (run.position + run.queries) // run.ratio
+        if most <= k:
+            ids = torch.arange(min(most, k), device=q.device)
+            found[rows, :most] = (ids + run.first).where(ids < seen, -1).to(torch.int32)
+            continue
+        table = scores(q[rows], keys[run.first : run.first + most], weights[rows])
+        future = torch.arange(most, device=q.device) >= seen
+        ids = top_ids(table.masked_fill_(future, -torch.inf), k)
+        found[rows] = torch.where(ids >= 0, ids + run.first, ids)
+    return found
+
+
+def _chunks(runs: list[Candidates], k: int, chunk_bytes: int) -> Iterator[tuple[slice, Candidates]]:
+    """Cut runs so that scores fit, and where queries begin to have a choice."""
+    for run in runs:
+        start, free = 0, max(0, min(run.queries, k * run.ratio + run.ratio - 1 - run.position))
+        while start < run.queries:
+            if start < free:
+                stop = free
+            else:
+                most = (run.position + run.queries) // run.ratio
+                stop = start + max(1, chunk_bytes // (_BYTES_OF_A_SCORE * most))
+            stop = min(stop, run.queries)
+            rows = slice(run.offset + start, run.offset + stop)
+            yield (
+                rows,
+                run._replace(
+                    offset=run.offset + start, queries=stop - start, position=run.position + start
+                ),
+            )
+            start = stop
+
+
+def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+    """Score queries against keys, head after head: `IndexScores` in plain torch. Local."""
+    dtype = accumulator_dtype(q)
+    keys, weights = k.to(dtype).T, weights.to(dtype)
+    total = torch.zeros(q.shape[0], k.shape[0], dtype=dtype, device=q.device)
+    for head in range(q.shape[1]):
+        of_head = (q[:, head].to(dtype) @ keys).relu_()
+        total.addcmul_(of_head, weights[:, head, None])
+    return total
+
+
+def top_ids(scores: Tensor, k: int) -> Tensor:
+    """Columns of the `k` highest scores of each row, ascending, -1 behind the last one. Local.
+
+    Of equal scores the first column counts; -inf is never chosen, and what is no number counts as
+    infinite. The host waits for nothing. `torch.topk` alone may choose any of equal scores, which
+    in an indexer are common: its ReLU makes exact zeros.
+
+    Args:
+        scores: `[rows, columns]`; overwritten.
+
+    Returns:
+        `[rows, k]`, int32.
+    """
+    rows, columns = scores.shape
+    taken = min(k, columns)
+    scores = scores.nan_to_num_(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    least = scores.topk(taken, dim=1, sorted=False).values.amin(1, keepdim=True)
+    above = scores > least
+    tied = (scores == least) & (scores > -torch.inf)
+    room = taken - above.sum(1, keepdim=True)
+    above |= tied & (tied.cumsum(1, dtype=torch.int32) <= room)
+    # The column where the count of chosen ones reaches 1, 2, ...
+    counts = above.cumsum(1, dtype=torch.int32)
+    wanted = torch.arange(1, k + 1, dtype=torch.int32, device=scores.device).expand(rows, k)
+    found = torch.searchsorted(counts, wanted.contiguous(), out_int32=True)
+    return found.masked_fill_(found >= columns, -1)
+
+
+def check_indexer(indexer: IndexerInputs, tokens: int) -> None:
+    """Refuse what does not fit together, or is not this rank's part. Local.
+
+    Raises:
+        ShapeError: with the shapes.
+    """
+    q, k, weights = indexer
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, weights {tuple(weights.shape)}"
+    if not (q.ndim == 3 and k.ndim == weights.ndim == 2):
+        raise ShapeError(
+            "an indexer needs q [tokens, index_heads, index_dim], k [tokens, index_dim] and "
+            f"weights [tokens, index_heads]; got {shapes}."
+        )
+    fit = q.shape[0] == k.shape[0] == weights.shape[0] == tokens
+    if not fit or q.shape[2] != k.shape[1] or q.shape[1] != weights.shape[1]:
+        raise ShapeError(
+            f"the indexer's {shapes} do not fit each other, or this rank's {tokens} tokens."
+        )
+    for name, x in (("q", q), ("k", k), ("weights", weights)):
+        if not x.is_floating_point():
+            raise ShapeError(f"the indexer's {name} must be floating point; got {x.dtype}.")
+    if q.dtype != k.dtype or not q.device == k.device == weights.device:
+        raise ShapeError(
+            f"the indexer's q and k need one dtype and one device; got {q.dtype} on {q.device}, "
+            f"{k.dtype} on {k.device}, weights on {weights.device}."
+        )
