@@ -9,7 +9,15 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-__all__ = ["attention", "causal_conv1d", "experts", "gated_delta_rule", "state_space"]
+__all__ = [
+    "attention",
+    "causal_conv1d",
+    "experts",
+    "gated_delta_rule",
+    "select",
+    "sparse_attention",
+    "state_space",
+]
 
 
 def experts(
@@ -69,6 +77,58 @@ def attention(
         scores = torch.cat([scores, more], dim=2)
     weights = scores.softmax(-1)[..., : v.shape[1]]
     return (weights @ v).transpose(0, 1)
+
+
+def select(
+    q: Float[Tensor, "tokens heads dim"],
+    k: Float[Tensor, "tokens dim"],
+    weights: Float[Tensor, "tokens heads"],
+    document_lengths: Sequence[int],
+    top_k: int,
+) -> list[list[int]]:
+    """Choose what `dsa.TopK` does: by query, ascending places in the sequence. Local."""
+    chosen = []
+    for start, stop in _documents(document_lengths):
+        for t in range(start, stop):
+            scores = []
+            for s in range(start, t + 1):
+                dots = (q[t].double() @ k[s].double()).relu()
+                scores.append((-float(dots @ weights[t].double()), s))
+            chosen.append(sorted(s for _, s in sorted(scores)[:top_k]))
+    return chosen
+
+
+def sparse_attention(
+    q: Float[Tensor, "tokens heads key_dim"],
+    kv: Float[Tensor, "entries groups width"],
+    chosen: Sequence[Sequence[Sequence[int]]],
+    *,
+    key: slice,
+    value: slice,
+    scale: float,
+    sinks: Float[Tensor, " heads"] | None = None,
+) -> Float[Tensor, "tokens heads value_dim"]:
+    """Compute what `dsa.sparse_attention` does, one query and head after the other. Local.
+
+    Differentiable; returns float64.
+
+    Args:
+        chosen: by query and group, the entries that are read.
+    """
+    q, kv = q.double(), kv.double()
+    per_group = q.shape[1] // kv.shape[1]
+    rows = []
+    for t, by_group in enumerate(chosen):
+        heads = []
+        for head in range(q.shape[1]):
+            group = head // per_group
+            read = kv[list(by_group[group]), group]
+            scores = read[:, key] @ q[t, head] * scale
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[head].double()[None]])
+            heads.append(scores.softmax(0)[: len(read)] @ read[:, value])
+        rows.append(torch.stack(heads))
+    return torch.stack(rows) if rows else q.new_zeros(*q.shape[:2], value.stop - value.start)
 
 
 def causal_conv1d(

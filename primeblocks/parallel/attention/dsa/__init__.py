@@ -4,6 +4,7 @@
 `sparse_attention`. Which rows a query sees is data, a selector; who computes is an engine.
 """
 
+from . import plan
 from .attention import dsa_attention, sparse_attention
 from .gather import gather_tokens
 from .indexer import IndexerInputs, IndexScores, Selector, TopK, index_scores, keep_indices, select
@@ -21,6 +22,7 @@ __all__ = [
     "gather_tokens",
     "index_scores",
     "keep_indices",
+    "plan",
     "select",
     "sparse_attention",
 ]

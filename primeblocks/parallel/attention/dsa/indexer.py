@@ -15,6 +15,7 @@ from ...sequence import SequencePlan
 from ..kernel import accumulator_dtype
 
 __all__ = [
+    "BYTES_OF_A_SCORE",
     "Candidates",
     "IndexScores",
     "IndexerInputs",
@@ -29,7 +30,7 @@ __all__ = [
 ]
 
 # Scores, those of one head, two masks and counts, by candidate and query.
-_BYTES_OF_A_SCORE = 18
+BYTES_OF_A_SCORE = 18
 
 
 class IndexerInputs(NamedTuple):
@@ -170,7 +171,9 @@ def _choose_once(q: Tensor, choose: Callable[[], Tensor]) -> Tensor:
         del _WAITING[id(choose)]
 
 
-@torch.library.custom_op("primeblocks::select_indices", mutates_args=())
+@torch.library.custom_op(
+    "primeblocks::select_indices", mutates_args=(), schema="(Tensor q, int call) -> Tensor"
+)
 def _select_indices(q: Tensor, call: int) -> Tensor:
     return _WAITING[call]()
 
@@ -229,7 +232,7 @@ def _chunks(runs: list[Candidates], k: int, chunk_bytes: int) -> Iterator[tuple[
                 stop = free
             else:
                 most = (run.position + run.queries) // run.ratio
-                stop = start + max(1, chunk_bytes // (_BYTES_OF_A_SCORE * most))
+                stop = start + max(1, chunk_bytes // (BYTES_OF_A_SCORE * most))
             stop = min(stop, run.queries)
             rows = slice(run.offset + start, run.offset + stop)
             yield (
