@@ -1,0 +1,173 @@
+"""Costs of sparse attention over ranks, in closed form, before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ....errors import PlanError
+from ...sequence import SequencePlan
+from .indexer import BYTES_OF_A_SCORE
+
+__all__ = ["DsaPlan", "DsaSizes", "dsa_cost", "plan_dsa"]
+
+
+@dataclass(frozen=True)
+class DsaSizes:
+    """A model with an indexer, in numbers.
+
+    GLM-5.2 is `DsaSizes(heads=64, index_heads=32, layers=78, index_layers=21)`, DeepSeek-V3.2
+    `DsaSizes(heads=128, index_heads=64, layers=61, index_layers=61)`.
+
+    Attributes:
+        heads: of attention.
+        index_heads: of the indexer.
+        layers: with sparse attention.
+        index_layers: those that select; the others reuse a selection.
+        top_k: tokens that a query selects.
+        key_dim: of a row that travels, latent and rotated part.
+        value_dim: columns of it that are the value.
+        index_dim: of a key of the indexer.
+        row_bytes: of one number of a row.
+        index_bytes: of one number of a key of the indexer.
+        index_speed: FLOPs of the indexer that take the time of one of attention; kernels in
+            float8 are faster.
+    """
+
+    heads: int
+    index_heads: int
+    layers: int
+    index_layers: int
+    top_k: int = 2048
+    key_dim: int = 576
+    value_dim: int = 512
+    index_dim: int = 128
+    row_bytes: int = 2
+    index_bytes: int = 2
+    index_speed: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index_layers <= self.layers or min(self.heads, self.top_k) < 1:
+            raise PlanError(
+                "needs 0 <= index_layers <= layers, heads >= 1 and top_k >= 1; got "
+                f"{self.index_layers}, {self.layers}, {self.heads}, {self.top_k}."
+            )
+        if self.index_speed <= 0:
+            raise PlanError(f"index_speed must be positive; got {self.index_speed}.")
+
+
+# Backward computes scores and their gradients, and those of queries, keys and values: five
+# products where forward has two.
+_FORWARD_AND_BACKWARD = 3.5
+
+
+def dsa_cost(sizes: DsaSizes) -> Callable[[np.ndarray], np.ndarray]:
+    """Return the `cost` for `plan_sequence`: what a token costs at each position. Pure.
+
+    FLOPs of forward and backward of all layers, in those of attention. Attention reads
+    `min(position + 1, top_k)` rows; the indexer scores all tokens before, once, where there are
+    more than `top_k`.
+    """
+
+    def cost(positions: np.ndarray) -> np.ndarray:
+        seen = positions + 1.0
+        indexer, attention = _flops(sizes, seen)
+        return (
+            sizes.index_layers * indexer / sizes.index_speed
+            + sizes.layers * _FORWARD_AND_BACKWARD * attention
+        )
+
+    return cost
+
+
+def _flops(sizes: DsaSizes, seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """FLOPs of one layer's indexer and attention, forward, for queries that see so many tokens."""
+    scored = np.where(seen > sizes.top_k, seen, 0.0)
+    indexer = 2.0 * sizes.index_heads * sizes.index_dim * scored
+    read = np.minimum(seen, sizes.top_k)
+    return indexer, 2.0 * sizes.heads * (sizes.key_dim + sizes.value_dim) * read
+
+
+@dataclass(frozen=True)
+class DsaPlan:
+    """What one rank receives, computes and holds, as `plan_dsa` says. Bytes and FLOPs of a layer.
+
+    Attributes:
+        gather_bytes: received in the forward of a layer without indexer.
+        index_gather_bytes: more in a layer with one, in the same collective.
+        scatter_bytes: gradients received in backward, where rows are gathered once more.
+        indexer_flops: of the busiest rank, forward.
+        attention_flops: of the busiest rank, forward.
+        max_over_mean: the busiest rank's cost over the mean, all layers, forward and backward.
+        score_bytes: most that chunks of scores take at once, with what chooses from them.
+        full_score_bytes: the matrix `[local_tokens, tokens]` in float32, which does not exist.
+        indices_bytes: what a selection takes, int32.
+    """
+
+    gather_bytes: int
+    index_gather_bytes: int
+    scatter_bytes: int
+    indexer_flops: float
+    attention_flops: float
+    max_over_mean: float
+    score_bytes: int
+    full_score_bytes: int
+    indices_bytes: int
+
+    @property
+    def score_fraction(self) -> float:
+        """Memory of scores over that of the full matrix."""
+        return self.score_bytes / self.full_score_bytes if self.full_score_bytes else 0.0
+
+    def table(self) -> str:
+        """Return one line a number."""
+        mib = {
+            "received forward, rows": self.gather_bytes,
+            "received forward, index keys": self.index_gather_bytes,
+            "received backward, rows again": self.gather_bytes,
+            "received backward, gradients": self.scatter_bytes,
+            "scores at once": self.score_bytes,
+            "full score matrix (not made)": self.full_score_bytes,
+            "selected indices": self.indices_bytes,
+        }
+        lines = [f"{name:<32}{size / 2**20:>12,.1f} MiB" for name, size in mib.items()]
+        lines.append(f"{'indexer, forward':<32}{self.indexer_flops / 1e12:>12,.2f} TFLOP")
+        lines.append(f"{'attention, forward':<32}{self.attention_flops / 1e12:>12,.2f} TFLOP")
+        lines.append(f"{'busiest rank over mean':<32}{self.max_over_mean:>12.4f}")
+        return "\n".join(lines)
+
+
+def plan_dsa(sequence: SequencePlan, sizes: DsaSizes, *, chunk_bytes: int = 64 << 20) -> DsaPlan:
+    """Compute what sparse attention over this plan sends, computes and holds. Pure.
+
+    Args:
+        chunk_bytes: of `TopK`.
+    """
+    others, most = sequence.ranks - 1, max(sequence.counts)
+    cost = dsa_cost(sizes)
+    indexer, attention, costs, scores, full = [], [], [], [], []
+    for rank in range(sequence.ranks):
+        seen = sequence.positions(rank).numpy() + 1.0
+        of_indexer, of_attention = _flops(sizes, seen)
+        indexer.append(float(of_indexer.sum()))
+        attention.append(float(of_attention.sum()))
+        costs.append(float(cost(seen - 1.0).sum()))
+        longest = int(seen.max(initial=0.0))
+        one = BYTES_OF_A_SCORE * longest
+        all_rows = one * sequence.counts[rank]
+        scores.append(min(all_rows, max(one, chunk_bytes)) if longest > sizes.top_k else 0)
+        full.append(sequence.counts[rank] * sequence.tokens * 4)
+    mean = sum(costs) / len(costs)
+    return DsaPlan(
+        gather_bytes=others * most * sizes.key_dim * sizes.row_bytes,
+        index_gather_bytes=others * most * sizes.index_dim * sizes.index_bytes,
+        scatter_bytes=others * most * sizes.key_dim * 4,
+        indexer_flops=max(indexer),
+        attention_flops=max(attention),
+        max_over_mean=max(costs) / mean if mean else 1.0,
+        score_bytes=max(scores),
+        full_score_bytes=max(full),
+        indices_bytes=most * sizes.top_k * 4,
+    )

@@ -1,0 +1,405 @@
+"""Sparse attention over a split sequence against plain loops on one rank."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from primeblocks.errors import PlanError, ShapeError
+from primeblocks.parallel import plan_sequence, reference
+from primeblocks.parallel.attention import dsa, dsa_attention
+from primeblocks.parallel.attention.dsa.indexer import top_ids
+from primeblocks.parallel.attention.dsa.plan import DsaSizes, dsa_cost, plan_dsa
+from primeblocks.testing import ranks, strategies
+from primeblocks.testing.oracles import assert_close_float64, assert_same_bits
+
+ORDERS = ["balanced", "contiguous", "zigzag"]
+# One token, fewer than k, cut by every order, empty.
+PACKING = [11, 1, 3, 26, 0, 6]
+HEADS, LATENT, ROPE, INDEX_HEADS, INDEX_DIM = 3, 5, 3, 2, 4
+ROWS = dsa.Rows.latent(LATENT, ROPE)
+NAMES = ("q", "kv", "index_q", "index_k", "weights", "sinks", "grad")
+
+
+def _inputs(tokens, *, integers=False, dtype=torch.float64):
+    """By name. Integers from -2 to 2: every score is exact, and many are equal."""
+    generator = torch.Generator().manual_seed(tokens)
+    shapes = {
+        "q": (tokens, HEADS, LATENT + ROPE),
+        "kv": (tokens, LATENT + ROPE),
+        "index_q": (tokens, INDEX_HEADS, INDEX_DIM),
+        "index_k": (tokens, INDEX_DIM),
+        "weights": (tokens, INDEX_HEADS),
+        "sinks": (HEADS,),
+        "grad": (tokens, HEADS, LATENT),
+    }
+    found = {}
+    for name, shape in shapes.items():
+        if integers and name in ("index_q", "index_k", "weights"):
+            x = torch.randint(-2, 3, shape, generator=generator).double()
+        else:
+            x = torch.randn(shape, generator=generator, dtype=torch.float64)
+        found[name] = x.to(dtype)
+    return found
+
+
+def _split(lengths, order, k, options, chunk_bytes=64 << 20, group=None):
+    """This rank's indices, output and gradients."""
+    group = dist.group.WORLD if group is None else group
+    plan = plan_sequence(lengths, ranks=group.size(), order=order, chunk_tokens=3)
+    own, drawn = plan.indices(group.rank()), _inputs(plan.tokens, **options)
+    part = {name: x if name == "sinks" else x[own] for name, x in drawn.items()}
+    q, kv, sinks = (part[name].clone().requires_grad_() for name in ("q", "kv", "sinks"))
+    out, indices = dsa_attention(
+        q,
+        kv,
+        dsa.IndexerInputs(part["index_q"], part["index_k"], part["weights"]),
+        sequence=plan,
+        group=group,
+        rows=ROWS,
+        selector=dsa.TopK(k, chunk_bytes=chunk_bytes),
+        sinks=sinks,
+        kernel=dsa.ReferenceKernel(chunk_bytes=chunk_bytes),
+    )
+    out.backward(part["grad"])
+    of_sinks = sinks.grad.clone()
+    dist.all_reduce(of_sinks, group=group)
+    return indices, [out.detach(), q.grad, kv.grad, of_sinks]
+
+
+def _whole(lengths, k, options):
+    """The sets of all queries, and output and gradients, by plain loops."""
+    drawn = _inputs(sum(lengths), **options)
+    chosen = reference.select(drawn["index_q"], drawn["index_k"], drawn["weights"], lengths, k)
+    leaves = [drawn[name].double().requires_grad_() for name in ("q", "kv", "sinks")]
+    out = reference.sparse_attention(
+        leaves[0],
+        leaves[1][:, None],
+        [[ids] for ids in chosen],
+        key=slice(0, LATENT + ROPE),
+        value=slice(0, LATENT),
+        scale=(LATENT + ROPE) ** -0.5,
+        sinks=leaves[2],
+    )
+    out.backward(drawn["grad"].double())
+    return chosen, [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def _listed(indices):
+    """The ids of each row, which must be compact."""
+    rows = [[i for i in row if i >= 0] for row in indices[:, 0].tolist()]
+    padded = [row + [-1] * (indices.shape[2] - len(row)) for row in rows]
+    assert padded == indices[:, 0].tolist()
+    return rows
+
+
+def _assert_equal_one_rank(found, lengths, order, k, options):
+    chosen, expected = _whole(lengths, k, options)
+    plan = plan_sequence(lengths, ranks=len(found), order=order, chunk_tokens=3)
+    for rank, (indices, results) in enumerate(found):
+        own = plan.indices(rank)
+        assert indices.dtype == torch.int32
+        assert _listed(indices) == [chosen[t] for t in own.tolist()]
+        assert_close_float64(results[:3], [x[own] for x in expected[:3]])
+        assert_close_float64(results[3:], expected[3:])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_equal_to_one_rank(world_size, order):
+    for k, integers, chunk_bytes in ((4, True, 300), (7, False, 64 << 20), (64, True, 300)):
+        options = {"integers": integers}
+        found = ranks.run(_split, PACKING, order, k, options, chunk_bytes, world_size=world_size)
+        _assert_equal_one_rank(found, PACKING, order, k, options)
+
+
+@settings(max_examples=15)
+@given(
+    world_size=st.integers(1, 4),
+    lengths=strategies.ragged_lengths(max_items=6),
+    order=st.sampled_from(ORDERS),
+    k=st.integers(1, 9),
+    integers=st.booleans(),
+    chunk_bytes=st.sampled_from([1, 500, 1 << 20]),
+)
+def test_any_packing_equals_one_rank(world_size, lengths, order, k, integers, chunk_bytes):
+    options = {"integers": integers}
+    found = ranks.run(_split, lengths, order, k, options, chunk_bytes, world_size=world_size)
+    _assert_equal_one_rank(found, lengths, order, k, options)
+
+
+def test_float32_errs_by_rounding_alone():
+    """Scores of integers are exact in float32 too: the sets are those of float64."""
+    options = {"integers": True, "dtype": torch.float32}
+    chosen, expected = _whole(PACKING, 7, options)
+    for world_size in (2, 3):
+        found = ranks.run(_split, PACKING, "balanced", 7, options, world_size=world_size)
+        plan = plan_sequence(PACKING, ranks=world_size, order="balanced", chunk_tokens=3)
+        for rank, (indices, results) in enumerate(found):
+            own = plan.indices(rank)
+            assert _listed(indices) == [chosen[t] for t in own.tolist()]
+            for got, want in zip(
+                results, [x[own] for x in expected[:3]] + expected[3:], strict=True
+            ):
+                assert (got - want).norm() <= 1e-6 * want.norm()
+
+
+def _layouts(lengths, k, options):
+    """Indices, output and gradients in the order of the sequence, by order."""
+    group, found = dist.group.WORLD, []
+    for order in ORDERS:
+        plan = plan_sequence(lengths, ranks=group.size(), order=order, chunk_tokens=5)
+        indices, results = _split(lengths, order, k, options)
+        plan = plan_sequence(lengths, ranks=group.size(), order=order, chunk_tokens=3)
+        found.append([plan.join(x, group=group) for x in (indices, *results[:3])])
+    return found
+
+
+def test_layouts_do_not_change_a_bit_of_integers():
+    """All sums are exact where no softmax is: the indices, and gradients of a value that is 1."""
+    by_order = ranks.run(_layouts, PACKING, 5, {"integers": True}, world_size=3)[0]
+    for other in by_order[1:]:
+        assert torch.equal(other[0], by_order[0][0])
+        assert_close_float64(other[1:], by_order[0][1:])
+
+
+@settings(max_examples=60)
+@given(
+    rows=st.integers(1, 5), columns=st.integers(1, 40), k=st.integers(1, 12), seed=st.integers(0)
+)
+def test_top_ids_are_those_of_a_stable_sort(rows, columns, k, seed):
+    generator = torch.Generator().manual_seed(seed % 2**63)
+    scores = torch.randint(-2, 3, (rows, columns), generator=generator).double()
+    special = torch.rand(rows, columns, generator=generator)
+    scores[special < 0.2], scores[special > 0.9] = -torch.inf, torch.nan
+    scores[(special > 0.85) & (special < 0.9)] = torch.inf
+    ranked = torch.where(scores.isnan(), torch.inf, scores)
+    wanted = []
+    for row in ranked.tolist():
+        best = sorted((-score, i) for i, score in enumerate(row) if score > -math.inf)[:k]
+        ids = sorted(i for _, i in best)
+        wanted.append(ids + [-1] * (k - len(ids)))
+    assert top_ids(scores, k).tolist() == wanted
+
+
+def test_torch_topk_alone_would_choose_others():
+    """The reason for `top_ids`: scores of exactly zero tie, and torch keeps any of them."""
+    scores = torch.zeros(1, 4096)
+    assert top_ids(scores.clone(), 8).tolist() == [list(range(8))]
+    assert scores.topk(8).indices.sort().values.tolist() != [list(range(8))]
+
+
+def _nan():
+    group = dist.group.WORLD
+    plan = plan_sequence([12], ranks=group.size(), order="contiguous")
+    drawn = _inputs(12)
+    drawn["index_k"][3] = torch.nan
+    drawn["kv"][3] = torch.nan
+    part = {name: plan.split(x, group=group) for name, x in drawn.items() if name != "sinks"}
+    out, indices = dsa_attention(
+        part["q"], part["kv"],
+        dsa.IndexerInputs(part["index_q"], part["index_k"], part["weights"]),
+        sequence=plan, group=group, rows=ROWS, selector=dsa.TopK(2),
+    )  # fmt: skip
+    return out.isnan().flatten(1).any(1), (indices == 3).flatten(1).any(1)
+
+
+def test_what_is_no_number_is_chosen_and_reaches_the_output():
+    found = ranks.run(_nan, world_size=2)
+    reached, chosen = (torch.cat([of_rank[i] for of_rank in found]) for i in (0, 1))
+    assert reached.tolist() == chosen.tolist() == [t >= 3 for t in range(12)]
+
+
+class _Wire(TorchDispatchMode):
+    """Bytes that this rank receives from others, by operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.received = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            size = dist.get_world_size()
+            whole = args[0].nbytes if "allgather" in func.name() else args[1].nbytes
+            self.received.append((func.name().split("::")[1], whole // size * (size - 1)))
+        return func(*args, **(kwargs or {}))
+
+
+def _traffic(lengths, dtype, shared):
+    group = dist.group.WORLD
+    plan = plan_sequence(lengths, ranks=group.size(), chunk_tokens=3)
+    drawn = _inputs(plan.tokens, dtype=dtype)
+    part = {name: plan.split(x, group=group) for name, x in drawn.items() if name != "sinks"}
+    indexer = dsa.IndexerInputs(part["index_q"], part["index_k"], part["weights"])
+    rules = {"sequence": plan, "group": group, "rows": ROWS, "check": False}
+    q, kv = (part[name].requires_grad_() for name in ("q", "kv"))
+    with _Wire() as forward:
+        out, indices = dsa_attention(q, kv, indexer, selector=dsa.TopK(4), **rules)
+    if shared:
+        with _Wire() as forward:
+            out = dsa.sparse_attention(q, kv, indices, **rules)
+    with _Wire() as backward:
+        out.backward(part["grad"])
+    return forward.received, backward.received
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["indexer", "shared"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bytes_are_those_of_the_plan(dtype, shared):
+    """One collective forward, two backward, and as many bytes as `plan_dsa` says."""
+    for world_size in (2, 3):
+        plan = plan_sequence(PACKING, ranks=world_size, chunk_tokens=3)
+        sizes = DsaSizes(
+            heads=HEADS, index_heads=INDEX_HEADS, layers=2, index_layers=1, top_k=4,
+            key_dim=LATENT + ROPE, value_dim=LATENT, index_dim=INDEX_DIM,
+            row_bytes=dtype.itemsize, index_bytes=dtype.itemsize,
+        )  # fmt: skip
+        planned = plan_dsa(plan, sizes)
+        forward = planned.gather_bytes + (0 if shared else planned.index_gather_bytes)
+        for there, back in ranks.run(_traffic, PACKING, dtype, shared, world_size=world_size):
+            assert [size for _, size in there] == [forward]
+            assert [size for _, size in back] == [planned.gather_bytes, planned.scatter_bytes]
+
+
+class _Peak(TorchDispatchMode):
+    """The most bytes that results of operators took at once, beside what was there before."""
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.most = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        import weakref
+
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, torch.Tensor):
+                storage = x.untyped_storage()
+                key = storage._cdata
+                if key not in self.live:
+                    self.live[key] = storage.nbytes()
+                    weakref.finalize(storage, self.live.pop, key, None)
+        self.most = max(self.most, sum(self.live.values()))
+        return out
+
+
+def test_scores_take_the_memory_that_is_planned():
+    """16,384 tokens on eight ranks: at most a hundredth of the matrix of scores."""
+    tokens, k = 16_384, 64
+    sizes = DsaSizes(heads=2, index_heads=2, layers=1, index_layers=1, top_k=k, index_dim=8)
+    plan = plan_sequence([tokens], ranks=8, order="contiguous", cost=dsa_cost(sizes))
+    planned = plan_dsa(plan, sizes, chunk_bytes=1 << 20)
+    assert planned.full_score_bytes == 2048 * tokens * 4
+    assert planned.score_fraction <= 0.01
+    generator = torch.Generator().manual_seed(0)
+    q, keys, weights = (
+        torch.randn(*s, generator=generator) for s in ((2048, 2, 8), (tokens, 8), (2048, 2))
+    )
+    inputs = dsa.IndexerInputs(q, keys[:2048], weights)
+    with _Peak() as peak:
+        indices = dsa.select(
+            inputs, keys, selector=dsa.TopK(k, chunk_bytes=1 << 20), sequence=plan, rank=7
+        )
+    most = peak.most - indices.nbytes
+    assert planned.score_bytes // 3 < most <= planned.score_bytes
+
+
+def test_the_planner_at_131k_tokens():
+    sizes = DsaSizes(heads=64, index_heads=32, layers=78, index_layers=21)
+    plan = plan_sequence([131_072], ranks=8, cost=dsa_cost(sizes))
+    planned = plan_dsa(plan, sizes)
+    assert planned.score_fraction <= 0.01
+    assert planned.gather_bytes == 126 << 20  # training-stack's table, received.
+    assert planned.scatter_bytes == 252 << 20
+    assert planned.indexer_flops == pytest.approx(8.8e12, rel=0.01)
+    assert planned.attention_flops == pytest.approx(4.6e12, rel=0.01)
+    assert planned.max_over_mean < 1.01
+    assert "126.0 MiB" in planned.table()
+
+
+def _checkpointed(keep):
+    """Gradients of kv where a recomputation would choose other rows."""
+    group = dist.group.WORLD
+    plan = plan_sequence(PACKING, ranks=group.size(), chunk_tokens=3)
+    drawn = _inputs(plan.tokens)
+    part = {name: plan.split(x, group=group) for name, x in drawn.items() if name != "sinks"}
+    indexer = dsa.IndexerInputs(part["index_q"], part["index_k"], part["weights"])
+    calls = []
+
+    def scores(q, k, weights):
+        found = dsa.index_scores(q, k, weights)
+        return found if fixed or not calls else -found
+
+    def layer(q, kv):
+        out, _ = dsa_attention(
+            q, kv, indexer, sequence=plan, group=group, rows=ROWS, selector=dsa.TopK(3),
+            scores=scores,
+        )  # fmt: skip
+        calls.append(1)
+        return out
+
+    results = []
+    for fixed in (True, False):  # noqa: B007
+        q, kv = (part[name].clone().requires_grad_() for name in ("q", "kv"))
+        calls.clear()
+        options = {"context_fn": dsa.keep_indices} if keep else {}
+        checkpoint(layer, q, kv, use_reentrant=False, **options).backward(part["grad"])
+        assert len(calls) == 2
+        results.append([q.grad, kv.grad])
+    return results
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_checkpointing_keeps_the_first_choice(keep):
+    for steady, other in ranks.run(_checkpointed, keep, world_size=2):
+        if keep:
+            assert_same_bits(other, steady)
+        else:  # Otherwise the test would see nothing.
+            assert not torch.equal(other[0], steady[0])
+
+
+def _refusals():
+    group = dist.group.WORLD
+    plan = plan_sequence([4, 6], ranks=2, order="contiguous")
+    drawn = _inputs(10)
+    part = {name: plan.split(x, group=group) for name, x in drawn.items() if name != "sinks"}
+    part["sinks"] = drawn["sinks"]
+    good = {"q": part["q"], "kv": part["kv"], "indices": torch.zeros(5, 1, 2, dtype=torch.int32)}
+    rules = {"sequence": plan, "group": group, "rows": ROWS}
+    for said, wrong in [
+        (r"needs q \[local_tokens", {"q": part["q"][0]}),
+        ("this rank 5 tokens", {"q": part["q"][:4]}),
+        ("this rank 5 rows", {"kv": part["kv"][:4]}),
+        ("needs q of 8 columns and kv of 8", {"kv": part["kv"][:, :7]}),
+        ("one floating dtype", {"kv": part["kv"].float()}),
+        (r"one sink a head, \[3\]", {"sinks": torch.zeros(2)}),
+        (r"\[5, 1, k\] of torch.int32", {"indices": torch.zeros(5, 1, 2, dtype=torch.int64)}),
+        ("at least one id", {"indices": torch.zeros(5, 1, 0, dtype=torch.int32)}),
+    ]:
+        with pytest.raises(ShapeError, match=said):
+            dsa.sparse_attention(**(good | rules | wrong))
+    with pytest.raises(PlanError, match="scale must be a number"):
+        dsa.sparse_attention(**good, **rules, scale="1")
+    with pytest.raises(PlanError, match="needs columns"):
+        dsa.Rows((0, 0), (0, 3))
+    with pytest.raises(PlanError, match="needs k >= 1"):
+        dsa.TopK(0)
+    for said, wrong in [
+        ("do not fit each other", (part["index_q"], part["index_k"][:3], part["weights"])),
+        ("an indexer needs q", (part["index_q"][0], part["index_k"], part["weights"])),
+        ("one dtype and one device", (part["index_q"].float(), part["index_k"], part["weights"])),
+        ("must be floating point", (part["index_q"], part["index_k"], part["weights"].long())),
+    ]:
+        with pytest.raises(ShapeError, match=said):
+            dsa_attention(
+                part["q"], part["kv"], dsa.IndexerInputs(*wrong), selector=dsa.TopK(2), **rules
+            )
+
+
+def test_what_does_not_fit_is_refused():
+    ranks.run(_refusals, world_size=2)
