@@ -1,6 +1,7 @@
 """Sparse attention over a split sequence against plain loops on one rank."""
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -86,6 +87,8 @@ def _whole(lengths, k, options):
         scale=(LATENT + ROPE) ** -0.5,
         sinks=leaves[2],
     )
+    if not chosen:
+        return chosen, [out, *(torch.zeros_like(leaf) for leaf in leaves)]
     out.backward(drawn["grad"].double())
     return chosen, [out.detach(), *(leaf.grad for leaf in leaves)]
 
@@ -187,13 +190,6 @@ def test_top_ids_are_those_of_a_stable_sort(rows, columns, k, seed):
     assert top_ids(scores, k).tolist() == wanted
 
 
-def test_torch_topk_alone_would_choose_others():
-    """The reason for `top_ids`: scores of exactly zero tie, and torch keeps any of them."""
-    scores = torch.zeros(1, 4096)
-    assert top_ids(scores.clone(), 8).tolist() == [list(range(8))]
-    assert scores.topk(8).indices.sort().values.tolist() != [list(range(8))]
-
-
 def _nan():
     group = dist.group.WORLD
     plan = plan_sequence([12], ranks=group.size(), order="contiguous")
@@ -274,16 +270,14 @@ class _Peak(TorchDispatchMode):
         self.live, self.most = {}, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        import weakref
-
+        before = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
         out = func(*args, **(kwargs or {}))
         for x in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(x, torch.Tensor):
-                storage = x.untyped_storage()
-                key = storage._cdata
-                if key not in self.live:
-                    self.live[key] = storage.nbytes()
-                    weakref.finalize(storage, self.live.pop, key, None)
+            storage = x.untyped_storage()
+            if storage.data_ptr() in self.live.keys() | (before - self.live.keys()):
+                continue  # A view, or written in place.
+            self.live[storage.data_ptr()] = storage.nbytes()
+            weakref.finalize(x, self.live.pop, storage.data_ptr(), None)
         self.most = max(self.most, sum(self.live.values()))
         return out
 
@@ -300,10 +294,10 @@ def test_scores_take_the_memory_that_is_planned():
     q, keys, weights = (
         torch.randn(*s, generator=generator) for s in ((2048, 2, 8), (tokens, 8), (2048, 2))
     )
-    inputs = dsa.IndexerInputs(q, keys[:2048], weights)
-    with _Peak() as peak:
-        indices = dsa.select(
-            inputs, keys, selector=dsa.TopK(k, chunk_bytes=1 << 20), sequence=plan, rank=7
+    # Not by `select`, whose operator shows nothing of its inside.
+    with _Peak() as peak, torch.no_grad():
+        indices = dsa.TopK(k, chunk_bytes=1 << 20).select(
+            q, weights, keys, sequence=plan, rank=7, scores=dsa.index_scores
         )
     most = peak.most - indices.nbytes
     assert planned.score_bytes // 3 < most <= planned.score_bytes
@@ -333,14 +327,14 @@ def _checkpointed(keep):
 
     def scores(q, k, weights):
         found = dsa.index_scores(q, k, weights)
-        return found if fixed or not calls else -found
+        return -found if len(calls) == 2 and not fixed else found
 
     def layer(q, kv):
+        calls.append(1)
         out, _ = dsa_attention(
             q, kv, indexer, sequence=plan, group=group, rows=ROWS, selector=dsa.TopK(3),
             scores=scores,
         )  # fmt: skip
-        calls.append(1)
         return out
 
     results = []
@@ -358,7 +352,8 @@ def _checkpointed(keep):
 def test_checkpointing_keeps_the_first_choice(keep):
     for steady, other in ranks.run(_checkpointed, keep, world_size=2):
         if keep:
-            assert_same_bits(other, steady)
+            for a, b in zip(other, steady, strict=True):
+                assert_same_bits(a, b)
         else:  # Otherwise the test would see nothing.
             assert not torch.equal(other[0], steady[0])
 

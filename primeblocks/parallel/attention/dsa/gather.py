@@ -31,7 +31,7 @@ def gather_tokens(
     parts = [x.detach().contiguous() for x in tensors]
     if sequence.ranks == 1:
         return tuple(parts)
-    flat = [x.reshape(x.shape[0], -1).view(torch.uint8) for x in parts]
+    flat = [x.reshape(x.shape[0], x.shape[1:].numel()).view(torch.uint8) for x in parts]
     most = max(sequence.counts)
     sent = torch.cat(flat, dim=1)
     arrived = all_gather_rows(sent, rows=most, group=group)
@@ -39,7 +39,7 @@ def gather_tokens(
     found = []
     for x, columns in zip(parts, whole.split([x.shape[1] for x in flat], dim=1), strict=True):
         # A view of another dtype needs rows that begin where its numbers may.
-        found.append(columns.contiguous().view(x.dtype).view(-1, *x.shape[1:]))
+        found.append(columns.contiguous().view(x.dtype).view(sequence.tokens, *x.shape[1:]))
     return tuple(found)
 
 
