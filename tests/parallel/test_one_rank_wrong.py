@@ -16,7 +16,7 @@ from primeblocks.parallel import (
     plan_mesh,
     plan_sequence,
 )
-from primeblocks.parallel.attention import ring_attention, ulysses_attention
+from primeblocks.parallel.attention import dsa, ring_attention, ulysses_attention
 from primeblocks.parallel.experts import AllToAllDispatcher, OncePerRankDispatcher, plan_placement
 from primeblocks.parallel.linear import (
     causal_conv1d,
@@ -33,6 +33,8 @@ TYPED = ("PlanError: ", "RankError: ", "ShapeError: ")
 CALLS = [
     "ring",
     "ulysses",
+    "dsa",
+    "sparse",
     "delta",
     "space",
     "conv",
@@ -53,7 +55,13 @@ FINE = {
     ("count", "local", "a dim more"),
     ("join", "sequence", "lengths"),
     ("join", "sequence", "None"),
+    # A rank's own affair: how wide its lists are, and in what its indexer weighs.
+    ("sparse", "indices", "less in dim 2"),
+    ("sparse", "indices", "more in dim 2"),
+    *(("dsa", "weights", f"torch.{dtype}") for dtype in ("bfloat16", "float16", "float64")),
+    *(("dsa", name, "gradient") for name in ("index_q", "index_k", "weights")),
 }
+ROWS = dsa.Rows.latent(4, 4)
 
 
 def _drawn(*shape: int, grad: bool = False) -> Tensor:
@@ -70,6 +78,10 @@ def _calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     heads = {"q": _drawn(tokens, 4, 8, grad=True), "k": _drawn(tokens, 2, 8, grad=True)}
     heads |= {"v": _drawn(tokens, 2, 8, grad=True), "sinks": _drawn(4)}
     rules = {"scale": 0.5, "window": 2, "causal": True}
+    sparse = {"q": heads["q"], "kv": _drawn(tokens, 8, grad=True), "sinks": _drawn(4)}
+    indexer = {"index_q": _drawn(tokens, 2, 4), "index_k": _drawn(tokens, 4)}
+    indexer |= {"weights": _drawn(tokens, 2)}
+    indices = torch.arange(2, dtype=torch.int32).expand(tokens, 1, 2).contiguous()
     delta = {name: _drawn(tokens, 2, 3, grad=True) for name in "qkv"}
     delta |= {"g": -_drawn(tokens, 2).abs(), "beta": _drawn(tokens, 2).sigmoid()}
     space = {"x": _drawn(tokens, 2, 3, grad=True), "dt": _drawn(tokens, 2).abs()}
@@ -81,6 +93,8 @@ def _calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     found = {
         "ring": (ring_attention, {**heads, **where, **rules}),
         "ulysses": (ulysses_attention, {**heads, **where, **rules}),
+        "dsa": (_dsa, {**sparse, **indexer, "scale": 0.5, **where}),
+        "sparse": (_sparse, {**sparse, "indices": indices, "scale": 0.5, **where}),
         "delta": (gated_delta_rule, {**delta, **where}),
         "space": (state_space, {**space, "D": _drawn(2), **where}),
         "conv": (causal_conv1d, {**conv, **where}),
@@ -101,6 +115,15 @@ def _calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         y = _drawn(len(sent.tokens), 8, grad=True)
         found[f"{kind} combine"] = (_combine, {"by": dispatcher, "y": y, "sent": sent})
     return found
+
+
+def _dsa(q, kv, *, index_q, index_k, weights, **rules):
+    indexer = dsa.IndexerInputs(index_q, index_k, weights)
+    return dsa.dsa_attention(q, kv, indexer, rows=ROWS, selector=dsa.TopK(2), **rules)
+
+
+def _sparse(q, kv, *, indices, **rules):
+    return dsa.sparse_attention(q, kv, indices, rows=ROWS, **rules)
 
 
 def _join(local, *, sequence, **where):

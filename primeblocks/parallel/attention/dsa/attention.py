@@ -237,7 +237,7 @@ def _look(
         "entries": entries.fingerprint,
         "rows": rows,
         "scale": scale,
-        "sinks": "none" if sinks is None else str(sinks.dtype),
+        "sinks": "none" if sinks is None else facts_of("sinks", sinks),
         **facts_of("q", autocast(q)),
         **facts_of("kv", autocast(kv)),
     }

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ....errors import PlanError, ShapeError
+from ....groups import check_tensors
 from ...sequence import SequencePlan
 from ..kernel import accumulator_dtype
 
@@ -290,6 +291,7 @@ def check_indexer(indexer: IndexerInputs, tokens: int) -> None:
         ShapeError: with the shapes.
     """
     q, k, weights = indexer
+    check_tensors(index_q=q, index_k=k, index_weights=weights)
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, weights {tuple(weights.shape)}"
     if not (q.ndim == 3 and k.ndim == weights.ndim == 2):
         raise ShapeError(
