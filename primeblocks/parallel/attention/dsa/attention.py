@@ -132,6 +132,7 @@ def sparse_attention(
     plan = sequence if entries is None else entries
 
     def look() -> dict[str, object]:
+        check_tensors(indices=indices)
         return _look(q, kv, sinks, indices, sequence, plan, group, rows, scale)
 
     settle("sparse_attention", look, q, kv, group=group, check=check)
@@ -273,7 +274,6 @@ def _check(
         )
     if indices is None:
         return
-    check_tensors(indices=indices)
     if indices.dtype != torch.int32 or indices.ndim != 3 or indices.shape[:2] != (tokens, groups):
         raise ShapeError(
             f"needs indices [{tokens}, {groups}, k] of torch.int32; got {tuple(indices.shape)} of "
