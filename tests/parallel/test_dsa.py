@@ -52,6 +52,8 @@ def _inputs(tokens, *, integers=False, dtype=torch.float64):
 def _split(lengths, order, k, options, chunk_bytes=64 << 20, group=None):
     """This rank's indices, output and gradients."""
     group = dist.group.WORLD if group is None else group
+    options = dict(options)
+    with_sinks = options.pop("sinks", True)
     plan = plan_sequence(lengths, ranks=group.size(), order=order, chunk_tokens=3)
     own, drawn = plan.indices(group.rank()), _inputs(plan.tokens, **options)
     part = {name: x if name == "sinks" else x[own] for name, x in drawn.items()}
@@ -64,10 +66,12 @@ def _split(lengths, order, k, options, chunk_bytes=64 << 20, group=None):
         group=group,
         rows=ROWS,
         selector=dsa.TopK(k, chunk_bytes=chunk_bytes),
-        sinks=sinks,
+        sinks=sinks if with_sinks else None,
         kernel=dsa.ReferenceKernel(chunk_bytes=chunk_bytes),
     )
     out.backward(part["grad"])
+    if not with_sinks:
+        return indices, [out.detach(), q.grad, kv.grad]
     of_sinks = sinks.grad.clone()
     dist.all_reduce(of_sinks, group=group)
     return indices, [out.detach(), q.grad, kv.grad, of_sinks]
@@ -356,6 +360,39 @@ def test_checkpointing_keeps_the_first_choice(keep):
                 assert_same_bits(a, b)
         else:  # Otherwise the test would see nothing.
             assert not torch.equal(other[0], steady[0])
+
+
+def _modes():
+    """Bits under autocast and compiled, beside the call as it is."""
+    group = dist.group.WORLD
+    plan = plan_sequence([7, 9], ranks=group.size(), chunk_tokens=3)
+    drawn = _inputs(plan.tokens, dtype=torch.float32)
+    part = {name: plan.split(x, group=group) for name, x in drawn.items() if name != "sinks"}
+    indexer = dsa.IndexerInputs(part["index_q"], part["index_k"], part["weights"])
+
+    def call(q, kv):
+        return dsa_attention(
+            q, kv, indexer, sequence=plan, group=group, rows=ROWS, selector=dsa.TopK(4)
+        )[0]
+
+    def run(function, dtype):
+        q, kv = (part[name].to(dtype).requires_grad_() for name in ("q", "kv"))
+        out = function(q, kv)
+        out.sum().backward()
+        return [x.bfloat16() for x in (out.detach(), q.grad, kv.grad)]
+
+    narrow, plain = run(call, torch.bfloat16), run(call, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        wide = run(call, torch.float32)
+    compiled = run(torch.compile(call, backend="eager"), torch.float32)
+    pairs = [*zip(wide, narrow, strict=True), *zip(compiled, plain, strict=True)]
+    return [torch.equal(a, b) for a, b in pairs]
+
+
+def test_autocast_and_compile_change_nothing_else():
+    """As in torch's own attention, autocast casts operands; a graph ends before the call."""
+    for equal in ranks.run(_modes, world_size=2):
+        assert all(equal)
 
 
 def _refusals():
