@@ -376,7 +376,7 @@ def _modes():
         )[0]
 
     def run(function, dtype):
-        q, kv = (part[name].to(dtype).requires_grad_() for name in ("q", "kv"))
+        q, kv = (part[name].clone().to(dtype).requires_grad_() for name in ("q", "kv"))
         out = function(q, kv)
         out.sum().backward()
         return [x.bfloat16() for x in (out.detach(), q.grad, kv.grad)]

@@ -175,9 +175,10 @@ class _Sparse(torch.autograd.Function):
         whole: Tensor,
         call: _Call,
     ) -> Tensor:
-        out, lse = call.kernel.forward(
-            q, _grouped(whole), indices, rows=call.rows, scale=call.scale
-        )
+        with torch.autocast(q.device.type, enabled=False):
+            out, lse = call.kernel.forward(
+                q, _grouped(whole), indices, rows=call.rows, scale=call.scale
+            )
         if sinks is not None:
             total = torch.logaddexp(lse, sinks.to(lse.dtype))
             out, lse = (out * (lse - total).exp().unsqueeze(-1)).to(q.dtype), total
@@ -192,9 +193,10 @@ class _Sparse(torch.autograd.Function):
         q, kv, sinks, indices, out, lse = ctx.saved_tensors
         call, grad = ctx.call, grads[0].contiguous()
         (whole,) = gather_tokens(kv, sequence=call.entries, group=call.group)
-        dq, dkv = call.kernel.backward(
-            grad, q, _grouped(whole), indices, out, lse, rows=call.rows, scale=call.scale
-        )
+        with torch.autocast(q.device.type, enabled=False):
+            dq, dkv = call.kernel.backward(
+                grad, q, _grouped(whole), indices, out, lse, rows=call.rows, scale=call.scale
+            )
         del whole
         dkv = scatter_gradients(dkv, sequence=call.entries, group=call.group)
         of_sinks = None

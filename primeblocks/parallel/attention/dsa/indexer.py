@@ -140,7 +140,8 @@ def select(
     score = index_scores if scores is None else scores
 
     def choose() -> Tensor:
-        with torch.no_grad():
+        # In float32 under autocast too: scores of less would choose others.
+        with torch.no_grad(), torch.autocast(indexer.q.device.type, enabled=False):
             return selector.select(
                 indexer.q, indexer.weights, keys, sequence=sequence, rank=rank, scores=score
             )
