@@ -18,6 +18,7 @@ from primeblocks.parallel.attention.dsa.indexer import top_ids
 from primeblocks.parallel.attention.dsa.plan import DsaSizes, dsa_cost, plan_dsa
 from primeblocks.testing import ranks, strategies
 from primeblocks.testing.oracles import assert_close_float64, assert_same_bits
+from tests.fp8.launches import Launches
 
 ORDERS = ["balanced", "contiguous", "zigzag"]
 # One token, fewer than k, cut by every order, empty.
@@ -318,6 +319,39 @@ def test_the_planner_at_131k_tokens():
     assert planned.attention_flops == pytest.approx(4.6e12, rel=0.01)
     assert planned.max_over_mean < 1.01
     assert "126.0 MiB" in planned.table()
+
+
+def _scored_at_once(q, k, weights):
+    """Stands for an engine: one launch."""
+    return q[:, 0] @ k.T
+
+
+def _meta(*shape):
+    return torch.empty(shape, device="meta")
+
+
+def test_a_device_never_makes_the_host_wait():
+    """On the meta device there is nothing to read; launches are counted by chunk of queries."""
+    plan = plan_sequence([64, 192], ranks=1)
+    n, k, heads = plan.tokens, 16, 4
+    selector = dsa.TopK(k, chunk_bytes=18 * 192 * 32)  # 32 queries at a time.
+    with Launches() as chosen, torch.no_grad():
+        indices = selector.select(
+            _meta(n, heads, 8), _meta(n, heads), _meta(n, 8),
+            sequence=plan, rank=0, scores=_scored_at_once,
+        )  # fmt: skip
+    chunks = 1 + 1 + 1 + 6  # The queries of each document that have no choice, and the others.
+    assert not chosen.waits
+    assert len(chosen.names) <= 25 * chunks
+    kernel, rows = dsa.ReferenceKernel(chunk_bytes=1 << 30), dsa.Rows.latent(8, 4)
+    q, kv = _meta(n, heads, 12), _meta(n, 1, 12)
+    with Launches() as forward:
+        out, lse = kernel.forward(q, kv, indices, rows=rows, scale=0.5)
+    with Launches() as backward:
+        kernel.backward(out, q, kv, indices, out, lse, rows=rows, scale=0.5)
+    assert not forward.waits + backward.waits
+    assert len(forward.names) <= 24
+    assert len(backward.names) <= 45
 
 
 def _checkpointed(keep):

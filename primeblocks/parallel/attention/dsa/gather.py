@@ -35,7 +35,7 @@ def gather_tokens(
     most = max(sequence.counts)
     sent = torch.cat(flat, dim=1)
     arrived = all_gather_rows(sent, rows=most, group=group)
-    whole = arrived.index_select(0, _row_of_token(sequence).to(sent.device))
+    whole = arrived.index_select(0, _row_of_token(sequence, sent.device))
     found = []
     for x, columns in zip(parts, whole.split([x.shape[1] for x in flat], dim=1), strict=True):
         # A view of another dtype needs rows that begin where its numbers may.
@@ -58,17 +58,17 @@ def scatter_gradients(whole: Tensor, *, sequence: SequencePlan, group: dist.Proc
         return whole
     most, own = max(sequence.counts), sequence.counts[group.rank()]
     padded = whole.new_zeros(sequence.ranks * most, *whole.shape[1:])
-    padded.index_copy_(0, _row_of_token(sequence).to(whole.device), whole)
+    padded.index_copy_(0, _row_of_token(sequence, whole.device), whole)
     return reduce_scatter_rows(padded, group=group)[:own]
 
 
 # Every layer of a step asks for the same; a few plans are in flight at most.
 @lru_cache(maxsize=16)
-def _row_of_token(sequence: SequencePlan) -> Tensor:
+def _row_of_token(sequence: SequencePlan, device: torch.device) -> Tensor:
     """`[tokens]`: the row of each token where every rank has room for as many as the fullest."""
     most = max(sequence.counts)
     rows = torch.empty(sequence.tokens, dtype=torch.int64)
     for rank in range(sequence.ranks):
         places = sequence.indices(rank)
         rows[places] = rank * most + torch.arange(len(places))
-    return rows
+    return rows.to(device)
