@@ -10,7 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...groups import all_to_all_rows, outside_graphs
+from ...groups import outside_graphs
+from ..halo import Halo, plan_halo
 from ..sequence import SequencePlan
 from .inputs import as_they_are, check_conv, settle_runs
 
@@ -59,16 +60,7 @@ def causal_conv1d(
     )  # fmt: skip
     rank = group.rank()
     table = _table(sequence, rank, weight.shape[1] - 1)
-    parts = [x, x.new_zeros(1, x.shape[1])]
-    if table.busy:
-        halo = all_to_all_rows(
-            x.index_select(0, table.sent.to(x.device)),
-            send_counts=table.send_counts,
-            receive_counts=table.receive_counts,
-            group=group,
-        )
-        parts.append(halo)
-    rows = torch.cat(parts)
+    rows = table.halo.fetch(x, group=group)
     padded = rows.index_select(0, table.padded.to(x.device)).to(weight.dtype)
     out = F.conv1d(padded.T.unsqueeze(0), weight.unsqueeze(1), bias, groups=x.shape[1])
     return out[0].T.index_select(0, table.kept.to(x.device)).to(x.dtype)
@@ -79,16 +71,11 @@ class _Table:
     """One rank's part of the exchange, and of the convolution after it.
 
     Attributes:
-        busy: some rank receives something.
-        sent: own tokens to send, by receiver.
-        padded: rows of (own tokens, a row of zeros, received tokens): each run behind its context.
+        padded: rows of what the exchange returns: each run behind its context.
         kept: outputs of the convolution of those rows that belong to own tokens.
     """
 
-    busy: bool
-    sent: Tensor
-    send_counts: tuple[int, ...]
-    receive_counts: tuple[int, ...]
+    halo: Halo
     padded: Tensor
     kept: Tensor
 
@@ -96,20 +83,14 @@ class _Table:
 # Every layer of a step asks for the same table; a few plans are in flight at most.
 @lru_cache(maxsize=16)
 def _table(sequence: SequencePlan, rank: int, reach: int) -> _Table:
-    wanted = [_context(sequence, receiver, reach) for receiver in range(sequence.ranks)]
-    # Rows one rank after the other: a rank's rows are neighbours, and arrive in this order.
-    bounds = torch.tensor([0, *sequence.counts]).cumsum(0)
-    first, last = int(bounds[rank]), int(bounds[rank + 1])
-    sent = [rows[(rows >= first) & (rows < last)] - first for rows in wanted]
-    own = wanted[rank]
+    halo = plan_halo(sequence, rank, lambda run: max(run.document, run.start - reach))
     padded, kept, place = [], [], 0
     for run in sequence.runs(rank):
         tokens = run.stop - run.start
         inside = min(reach, run.start - run.document)
-        context = sequence.row_of_token[run.start - inside : run.start]
-        zeros = torch.full((reach - inside,), last - first)
-        received = last - first + 1 + torch.searchsorted(own, context)
-        padded += [zeros, received, torch.arange(run.offset, run.offset + tokens)]
+        context = halo.rows(torch.arange(run.start - inside, run.start))
+        zeros = torch.full((reach - inside,), halo.zeros)
+        padded += [zeros, context, torch.arange(run.offset, run.offset + tokens)]
         kept.append(torch.arange(place, place + tokens))
         place += reach + tokens
     nothing = torch.zeros(0, dtype=torch.int64)
@@ -117,20 +98,4 @@ def _table(sequence: SequencePlan, rank: int, reach: int) -> _Table:
         # One output to throw away: the backward of the exchange needs every rank, and `weight`
         # gets a gradient of zero rather than none.
         padded.append(torch.zeros(reach + 1, dtype=torch.int64))
-    return _Table(
-        busy=any(len(rows) for rows in wanted),
-        sent=torch.cat(sent),
-        send_counts=tuple(len(rows) for rows in sent),
-        receive_counts=tuple(torch.searchsorted(own, bounds).diff().tolist()),
-        padded=torch.cat([nothing, *padded]),
-        kept=torch.cat([nothing, *kept]),
-    )
-
-
-def _context(sequence: SequencePlan, rank: int, reach: int) -> Tensor:
-    """Rows of the tokens before the runs of `rank`, ascending, each once."""
-    before = [
-        sequence.row_of_token[max(run.document, run.start - reach) : run.start]
-        for run in sequence.runs(rank)
-    ]
-    return torch.cat([torch.zeros(0, dtype=torch.int64), *before]).unique()
+    return _Table(halo, torch.cat([nothing, *padded]), torch.cat([nothing, *kept]))
