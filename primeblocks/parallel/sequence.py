@@ -19,7 +19,7 @@ from torch import Tensor
 from ..errors import PlanError, ShapeError
 from ..groups import all_to_all_rows, check_group, check_tensors, facts_of, outside_graphs, settle
 
-__all__ = ["Run", "SequencePlan", "check_plan", "plan_sequence"]
+__all__ = ["Run", "SequencePlan", "check_plan", "merge_pieces", "plan_sequence"]
 
 ORDERS = ("balanced", "contiguous", "zigzag")
 
@@ -192,7 +192,7 @@ class SequencePlan:
     @cached_property
     def whole(self) -> SequencePlan:
         """The same documents on one rank."""
-        pieces = _merged([(0, self.tokens)])
+        pieces = merge_pieces([(0, self.tokens)])
         return SequencePlan(self.document_lengths, "contiguous", (pieces,), (sum(self.costs),))
 
     @cached_property
@@ -320,7 +320,7 @@ def plan_sequence(
         pieces = [[(cuts[r], cuts[r + 1])] for r in range(ranks)]
     else:
         raise PlanError(f"order must be one of {list(ORDERS)}; got {order!r}.")
-    merged = tuple(_merged(own) for own in pieces)
+    merged = tuple(merge_pieces(own) for own in pieces)
     costs = tuple(float(sum(paid[b] - paid[a] for a, b in own)) for own in merged)
     return SequencePlan(lengths, order, merged, costs)
 
@@ -356,8 +356,8 @@ def _balanced(
     return dealt
 
 
-def _merged(pieces: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Sort pieces, drop empty ones and merge neighbours."""
+def merge_pieces(pieces: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Sort pieces, drop empty ones and merge neighbours. Pure."""
     merged: list[tuple[int, int]] = []
     for start, stop in sorted(pieces):
         if start == stop:

@@ -22,6 +22,7 @@ __all__ = [
     "IndexerInputs",
     "Selector",
     "TopK",
+    "best_candidates",
     "check_indexer",
     "index_scores",
     "keep_indices",
@@ -193,6 +194,11 @@ class Candidates(NamedTuple):
     position: int
     ratio: int = 1
 
+    @property
+    def most(self) -> int:
+        """Candidates that the last query sees."""
+        return (self.position + self.queries) // self.ratio
+
 
 def top_candidates(
     q: Tensor,
@@ -209,18 +215,38 @@ def top_candidates(
     Returns:
         `[queries, k]`, int32, ascending, -1 behind the last one.
     """
-    found = torch.full((q.shape[0], k), -1, dtype=torch.int32, device=q.device)
+
+    def table(rows: slice, run: Candidates) -> Tensor:
+        return scores(q[rows], keys[run.first : run.first + run.most], weights[rows])
+
+    return best_candidates(table, runs, k, like=q, chunk_bytes=chunk_bytes)
+
+
+def best_candidates(
+    table: Callable[[slice, Candidates], Tensor],
+    runs: list[Candidates],
+    k: int,
+    *,
+    like: Tensor,
+    chunk_bytes: int,
+) -> Tensor:
+    """Choose as `top_candidates` does, by any scores. Local.
+
+    Args:
+        table: from rows and what is known of them to scores, `[queries, run.most]`; those of
+            candidates that a query does not see may be anything. Overwritten.
+        like: has as many rows as there are queries, on their device.
+    """
+    found = torch.full((like.shape[0], k), -1, dtype=torch.int32, device=like.device)
     for rows, run in _chunks(runs, k, chunk_bytes):
-        seen = torch.arange(run.position + 1, run.position + run.queries + 1, device=q.device)
+        seen = torch.arange(run.position + 1, run.position + run.queries + 1, device=like.device)
         seen = seen.div(run.ratio, rounding_mode="floor")[:, None]
-        most = (run.position + run.queries) // run.ratio
-        if most <= k:
-            ids = torch.arange(min(most, k), device=q.device)
-            found[rows, :most] = (ids + run.first).where(ids < seen, -1).to(torch.int32)
+        if run.most <= k:
+            ids = torch.arange(run.most, device=like.device)
+            found[rows, : run.most] = (ids + run.first).where(ids < seen, -1).to(torch.int32)
             continue
-        table = scores(q[rows], keys[run.first : run.first + most], weights[rows])
-        future = torch.arange(most, device=q.device) >= seen
-        ids = top_ids(table.masked_fill_(future, -torch.inf), k)
+        future = torch.arange(run.most, device=like.device) >= seen
+        ids = top_ids(table(rows, run).masked_fill_(future, -torch.inf), k)
         found[rows] = torch.where(ids >= 0, ids + run.first, ids)
     return found
 
@@ -233,8 +259,7 @@ def _chunks(runs: list[Candidates], k: int, chunk_bytes: int) -> Iterator[tuple[
             if start < free:
                 stop = free
             else:
-                most = (run.position + run.queries) // run.ratio
-                stop = start + max(1, chunk_bytes // (BYTES_OF_A_SCORE * most))
+                stop = start + max(1, chunk_bytes // (BYTES_OF_A_SCORE * run.most))
             stop = min(stop, run.queries)
             rows = slice(run.offset + start, run.offset + stop)
             yield (

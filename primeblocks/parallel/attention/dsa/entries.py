@@ -1,0 +1,216 @@
+"""Entries made of neighbouring tokens, pooled or compressed, over a sequence that ranks share.
+
+A window is `ratio` tokens of one document, counted from its first; each complete one makes an
+entry. Where a window straddles ranks, the rank of its last token owns the entry and fetches what
+it lacks. All of it is plans and plain tensors:
+
+    entries = plan_entries(sequence, 4)
+    tokens, present = windows(torch.cat([k, gate], -1), sequence=sequence, group=group, ratio=4)
+    keys, gates = tokens.chunk(2, -1)
+    pooled = gated_mean(keys, gates + bias, present)
+    (whole,) = gather_tokens(pooled, sequence=entries, group=group)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from numbers import Integral
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ....errors import PlanError, ShapeError
+from ....groups import check_tensors, facts_of, outside_graphs, settle
+from ...halo import Halo, plan_halo
+from ...sequence import Run, SequencePlan, check_plan, merge_pieces
+from ..kernel import accumulator_dtype
+
+__all__ = ["gated_mean", "plan_entries", "tokens_and_entries", "windows"]
+
+
+def plan_entries(sequence: SequencePlan, ratio: int) -> SequencePlan:
+    """Plan the entries of all documents: one for each complete window of `ratio` tokens. Pure.
+
+    A plan as that of the tokens: `positions(rank) * ratio` is the first position of each own
+    window in its document, `gather_tokens` brings the entries of all ranks in the order of the
+    sequence. The tokens that are left at the end of a document make none. The rank that holds the
+    last token of a window owns its entry.
+
+    Raises:
+        PlanError: `ratio` is no whole number, or less than 1.
+    """
+    check_whole(ratio=(ratio, 1))
+    return _entries(sequence, int(ratio))
+
+
+def tokens_and_entries(sequence: SequencePlan, entries: SequencePlan) -> SequencePlan:
+    """Plan rows of a layer that attends to tokens and to entries, each rank's own of both. Pure.
+
+    The id of entry e is `sequence.tokens + e`. A rank has its tokens, and its entries behind them:
+    pass it to `sparse_attention(..., entries=)` with `torch.cat([tokens, entries])`, and one
+    collective each way carries both.
+
+    Raises:
+        PlanError: two numbers of ranks.
+    """
+    if sequence.ranks != entries.ranks:
+        raise PlanError(
+            f"tokens are planned for {sequence.ranks} ranks, entries for {entries.ranks}. Make "
+            "the latter by plan_entries of the former."
+        )
+    behind = sequence.tokens
+    pieces = [
+        [*tokens, *((behind + start, behind + stop) for start, stop in own)]
+        for tokens, own in zip(sequence.pieces, entries.pieces, strict=True)
+    ]
+    lengths = (*sequence.document_lengths, *entries.document_lengths)
+    return _plan(lengths, sequence.order, pieces)
+
+
+@outside_graphs
+def windows(
+    x: Tensor,
+    *,
+    sequence: SequencePlan,
+    group: dist.ProcessGroup,
+    ratio: int,
+    overlap: int = 0,
+    check: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Collect the tokens of each window that this rank owns. Differentiable.
+
+    Collective, and so is its backward: one exchange each, in which a rank receives at most
+    `ratio - 1 + overlap` tokens of `x` for each of its runs: those of a window that began before
+    the run, and the `overlap` before that. Nothing is sent where no window is cut: the plan says
+    so to all ranks alike. Concatenate what is wanted of a token, and there is one exchange.
+
+    Args:
+        x: `[local_tokens, ...]`.
+        overlap: tokens before the window that are taken along: the `ratio` of the window before
+            in DeepSeek-V4's CSA.
+        check: as in `ring_attention`.
+
+    Returns:
+        `[own_entries, overlap + ratio, ...]`, in the order of `plan_entries(sequence, ratio)`, and
+        `[own_entries, overlap + ratio]`, bool: False where the document had not begun yet; there
+        the tokens are zeros.
+
+    Raises:
+        ShapeError: `x` does not hold this rank's tokens.
+        PlanError: the group does not fit the plan, `ratio` or `overlap` is no such number, or
+            ranks differ in them, in sizes or in whether gradients are asked for.
+        RankError: another rank refused its arguments.
+    """
+
+    def look() -> dict[str, object]:
+        check_plan(sequence, group)
+        check_tensors(x=x)
+        check_whole(ratio=(ratio, 1), overlap=(overlap, 0))
+        tokens = sequence.counts[group.rank()]
+        if x.ndim == 0 or x.shape[0] != tokens:
+            raise ShapeError(f"the plan gives this rank {tokens} tokens; got x {tuple(x.shape)}.")
+        sizes = {"plan": sequence.fingerprint, "ratio": ratio, "overlap": overlap}
+        return {**sizes, **facts_of("x", x)}
+
+    settle("windows", look, x, group=group, check=check)
+    table = _table(sequence, group.rank(), ratio, overlap)
+    fetched = table.halo.fetch(x, group=group)
+    found = fetched.index_select(0, table.rows.flatten().to(x.device))
+    return found.view(*table.rows.shape, *x.shape[1:]), table.present.to(x.device)
+
+
+def gated_mean(values: Tensor, gates: Tensor, present: Tensor) -> Tensor:
+    """Average each window's tokens, column by column, with the softmax of their gates. Local.
+
+    Differentiable. The softmax is taken in float32, or float64 for float64, the sum in the dtype
+    of `values`, as models do.
+
+    Args:
+        values: `[entries, window, dim]`.
+        gates: likewise, with what the model adds by place in the window.
+        present: `[entries, window]`, bool: tokens that count; one of each window does.
+
+    Returns:
+        `[entries, dim]`.
+
+    Raises:
+        ShapeError: the shapes do not fit each other.
+    """
+    if values.ndim != 3 or gates.shape != values.shape or present.shape != values.shape[:2]:
+        raise ShapeError(
+            "needs values and gates [entries, window, dim] and present [entries, window]; got "
+            f"{tuple(values.shape)}, {tuple(gates.shape)} and {tuple(present.shape)}."
+        )
+    logits = gates.to(accumulator_dtype(gates)).masked_fill(~present.unsqueeze(-1), -torch.inf)
+    return (values * logits.softmax(1).to(values.dtype)).sum(1)
+
+
+def first_entries(sequence: SequencePlan, ratio: int) -> dict[int, int]:
+    """By the place of a document's first token: its first entry. Pure."""
+    lengths = sequence.document_lengths
+    starts = accumulate(lengths[:-1], initial=0)
+    first = accumulate((length // ratio for length in lengths[:-1]), initial=0)
+    # An empty document begins where the next one does, and has no entry.
+    return dict(zip(starts, first, strict=True))
+
+
+def _owned(run: Run, ratio: int) -> range:
+    """The windows of the document whose last token the run holds."""
+    return range((run.start - run.document) // ratio, (run.stop - run.document) // ratio)
+
+
+# Every layer of a step asks for the same plans and tables; a few are in flight at most.
+@lru_cache(maxsize=16)
+def _entries(sequence: SequencePlan, ratio: int) -> SequencePlan:
+    first = first_entries(sequence, ratio)
+    pieces = []
+    for rank in range(sequence.ranks):
+        owned = ((first[run.document], _owned(run, ratio)) for run in sequence.runs(rank))
+        pieces.append([(one + own.start, one + own.stop) for one, own in owned])
+    lengths = tuple(length // ratio for length in sequence.document_lengths)
+    return _plan(lengths, sequence.order, pieces)
+
+
+def _plan(
+    lengths: tuple[int, ...], order: str, pieces: list[list[tuple[int, int]]]
+) -> SequencePlan:
+    merged = tuple(merge_pieces(own) for own in pieces)
+    costs = tuple(float(sum(stop - start for start, stop in own)) for own in merged)
+    return SequencePlan(lengths, order, merged, costs)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """One rank's part of the exchange, the rows of its windows after it, and those that exist."""
+
+    halo: Halo
+    rows: Tensor
+    present: Tensor
+
+
+@lru_cache(maxsize=16)
+def _table(sequence: SequencePlan, rank: int, ratio: int, overlap: int) -> _Table:
+    def first(run: Run) -> int:
+        own = _owned(run, ratio)
+        return max(run.document, run.document + own.start * ratio - overlap) if own else run.start
+
+    halo = plan_halo(sequence, rank, first)
+    starts, documents = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
+    for run in sequence.runs(rank):
+        own = torch.tensor(_owned(run, ratio), dtype=torch.int64)
+        starts.append(run.document + own * ratio)
+        documents.append(torch.full_like(own, run.document))
+    places = torch.cat(starts)[:, None] + torch.arange(-overlap, ratio)
+    present = places >= torch.cat(documents)[:, None]
+    rows = halo.rows(places.clamp_min(0)).masked_fill(~present, halo.zeros)
+    return _Table(halo, rows, present)
+
+
+def check_whole(**numbers: tuple[object, int]) -> None:
+    """Refuse what is no whole number, or less than the least one. Pure."""
+    for name, (value, least) in numbers.items():
+        if not isinstance(value, Integral) or value < least:
+            raise PlanError(f"{name} must be a whole number from {least} on; got {value!r}.")

@@ -1,0 +1,188 @@
+"""Rules by which queries choose rows: tokens, pools of tokens, tiles of keys, entries.
+
+Each is a value, passed as `select(..., selector=)`. What it returns is canonical: ids ascending,
+without gaps, -1 behind the last one, and of equal scores the earlier candidate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ....errors import PlanError
+from ...sequence import SequencePlan
+from .entries import check_whole, first_entries, plan_entries
+from .ids import Queries, check_operands, join_ids, queries_of, spread, stretch
+from .indexer import Candidates, IndexScores, Selector, TopK, top_candidates
+from .tiles import TopTiles
+
+__all__ = [
+    "IndexScores",
+    "Selector",
+    "TopEntries",
+    "TopK",
+    "TopPools",
+    "TopTiles",
+    "all_entries",
+]
+
+
+@dataclass(frozen=True)
+class TopPools:
+    """All tokens of the pools with the highest scores, and the tokens behind the last pool.
+
+    A pool is `pool` tokens of a document; its key is an entry of `plan_entries(sequence, pool)`.
+    A query sees the pools that are complete with it, and selects `k // pool` of them. GLM-5.3-Flash
+    chooses so.
+
+    `select` takes keys `[entries, index_dim]` and returns places of tokens, `[local_tokens, 1, k]`,
+    `k` rounded down to whole pools, and `pool - 1` wider with the tail.
+
+    Attributes:
+        tail: select the tokens of the query's own incomplete pool too, up to the query.
+        chunk_bytes: as in `TopK`.
+    """
+
+    k: int
+    pool: int
+    tail: bool = True
+    chunk_bytes: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        if self.pool < 1 or self.k < self.pool or self.chunk_bytes < 1:
+            raise PlanError(f"needs pool >= 1, k >= pool and chunk_bytes >= 1; got {self}.")
+
+    def select(
+        self,
+        q: Tensor,
+        weights: Tensor,
+        keys: Tensor,
+        *,
+        sequence: SequencePlan,
+        rank: int,
+        scores: IndexScores,
+    ) -> Tensor:
+        pools = _top_entries(q, weights, keys, self.k // self.pool, self.pool, sequence, rank,
+                             scores, self.chunk_bytes)  # fmt: skip
+        most = pools.shape[1] * self.pool + (self.pool - 1 if self.tail else 0)
+        found = torch.empty(q.shape[0], 1, most, dtype=torch.int32, device=q.device)
+        own = queries_of(sequence, rank, self.pool, q.device)
+        for rows, some in own.chunks(most, self.chunk_bytes):
+            tokens = spread(pools[rows], some.first_entry, some.document, self.pool)
+            if self.tail:
+                tail = stretch(some, some.begun(self.pool), self.pool - 1)
+                tokens = join_ids(tokens, tail)
+            found[rows, 0] = tokens
+        return found
+
+
+@dataclass(frozen=True)
+class TopEntries:
+    """The last tokens, and the `k` entries with the highest scores behind them.
+
+    An entry stands for `ratio` tokens, and is that of `plan_entries(sequence, ratio)`; a query sees
+    those that are complete with it. DeepSeek-V4 (CSA) chooses so.
+
+    `select` takes keys `[entries, index_dim]` and returns rows of `tokens_and_entries`,
+    `[local_tokens, 1, window + k]`: places of tokens, and `sequence.tokens` more than entries.
+
+    Attributes:
+        window: tokens up to the query that are always selected, the query among them.
+        chunk_bytes: as in `TopK`.
+    """
+
+    k: int
+    ratio: int
+    window: int
+    chunk_bytes: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        if min(self.k, self.ratio, self.chunk_bytes) < 1 or self.window < 0:
+            raise PlanError(
+                "needs k, ratio and chunk_bytes of at least 1 and window >= 0; "
+                f"got {self}. A layer that attends to all entries calls all_entries."
+            )
+
+    def select(
+        self,
+        q: Tensor,
+        weights: Tensor,
+        keys: Tensor,
+        *,
+        sequence: SequencePlan,
+        rank: int,
+        scores: IndexScores,
+    ) -> Tensor:
+        chosen = _top_entries(
+            q, weights, keys, self.k, self.ratio, sequence, rank, scores, self.chunk_bytes
+        )
+        found = torch.empty(q.shape[0], 1, self.window + self.k, dtype=torch.int32, device=q.device)
+        own = queries_of(sequence, rank, self.ratio, q.device)
+        for rows, some in own.chunks(found.shape[2], self.chunk_bytes):
+            found[rows, 0] = _behind_window(some, chosen[rows], self.window, sequence.tokens)
+        return found
+
+
+def all_entries(
+    sequence: SequencePlan,
+    rank: int,
+    *,
+    ratio: int,
+    window: int,
+    device: torch.device | str = "cpu",
+    chunk_bytes: int = 64 << 20,
+) -> Tensor:
+    """Return the last tokens of each query and all entries that it sees. Local.
+
+    The rows of a layer that selects nothing, such as DeepSeek-V4's HCA: as `TopEntries` with a `k`
+    that no document exceeds.
+
+    Returns:
+        `[local_tokens, 1, window + entries]`, int32, as wide as the longest document needs.
+
+    Raises:
+        PlanError: `ratio` is less than 1, or `window` less than 0.
+    """
+    check_whole(ratio=(ratio, 1), window=(window, 0), chunk_bytes=(chunk_bytes, 1))
+    # Attention asks for one column at least.
+    most = max([1, *(length // ratio for length in sequence.document_lengths)])
+    own = queries_of(sequence, rank, ratio, torch.device(device))
+    found = torch.empty(len(own.place), 1, window + most, dtype=torch.int32, device=device)
+    entries = torch.arange(most, dtype=torch.int32, device=device)
+    for rows, some in own.chunks(window + most, chunk_bytes):
+        ids = torch.where(entries * ratio < some.begun(ratio), some.first_entry + entries, -1)
+        found[rows, 0] = _behind_window(some, ids, window, sequence.tokens)
+    return found
+
+
+def _top_entries(
+    q: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    k: int,
+    ratio: int,
+    sequence: SequencePlan,
+    rank: int,
+    scores: IndexScores,
+    chunk_bytes: int,
+) -> Tensor:
+    """`[queries, k]`: ids of entries."""
+    check_operands(
+        q, weights, keys,
+        tokens=sequence.counts[rank], candidates=plan_entries(sequence, ratio).tokens,
+        what=f"entries of {ratio} tokens",
+    )  # fmt: skip
+    first = first_entries(sequence, ratio)
+    runs = [
+        Candidates(run.offset, run.stop - run.start, first[run.document],
+                   run.start - run.document, ratio)
+        for run in sequence.runs(rank)
+    ]  # fmt: skip
+    return top_candidates(q, weights, keys, runs, k, scores=scores, chunk_bytes=chunk_bytes)
+
+
+def _behind_window(some: Queries, entries: Tensor, window: int, tokens: int) -> Tensor:
+    last = stretch(some, (some.position - (window - 1)).clamp_min_(0), window)
+    return join_ids(last, torch.where(entries >= 0, entries + tokens, -1))
