@@ -12,7 +12,7 @@ from torch import Tensor
 from ..groups import all_to_all_rows
 from .sequence import Run, SequencePlan
 
-__all__ = ["Halo", "plan_halo"]
+__all__ = ["Halo", "find_halo"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Halo:
 
     Attributes:
         busy: some rank receives something.
-        sent: own tokens to send, by receiver.
+        sent: own tokens to send, by receiver; on the device of those tokens.
         wanted: tokens to receive, by sender; rows as in `SequencePlan.row_of_token`.
     """
 
@@ -41,7 +41,7 @@ class Halo:
         parts = [x, x.new_zeros(1, *x.shape[1:])]
         if self.busy:
             received = all_to_all_rows(
-                x.index_select(0, self.sent.to(x.device)),
+                x.index_select(0, self.sent),
                 send_counts=self.send_counts,
                 receive_counts=self.receive_counts,
                 group=group,
@@ -62,10 +62,13 @@ class Halo:
         return torch.where(own, row - start, received)
 
 
-def plan_halo(sequence: SequencePlan, rank: int, first: Callable[[Run], int]) -> Halo:
-    """Plan the exchange after which each run has the tokens from place `first(run)` on. Pure.
+def find_halo(
+    sequence: SequencePlan, rank: int, first: Callable[[Run], int], *, device: torch.device
+) -> Halo:
+    """Find the exchange after which each run has the tokens from place `first(run)` on. Local.
 
     A token travels once, however many runs of a rank want it, and not at all where it is at home.
+    Keep it: it copies to the device, which makes the host wait.
     """
     # Rows one rank after the other: a rank's rows are neighbours, and arrive in this order.
     bounds = torch.tensor([0, *sequence.counts]).cumsum(0)
@@ -76,7 +79,7 @@ def plan_halo(sequence: SequencePlan, rank: int, first: Callable[[Run], int]) ->
         sequence=sequence,
         rank=rank,
         busy=any(len(rows) for rows in wanted),
-        sent=torch.cat(sent),
+        sent=torch.cat(sent).to(device),
         send_counts=tuple(len(rows) for rows in sent),
         receive_counts=tuple(torch.searchsorted(wanted[rank], bounds).diff().tolist()),
         wanted=wanted[rank],

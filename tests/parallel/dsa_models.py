@@ -73,12 +73,12 @@ class _NoRotation(nn.Module):
 
 
 def _drawn(module, dtype, integers):
-    """Parameters from one seed, small; or whole numbers, and norms and gates that do nothing."""
+    """Parameters from one seed, small; or quarters, and norms and gates that do nothing."""
     generator = torch.Generator().manual_seed(3)
     for name, parameter in module.named_parameters():
         x = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 2
         if integers:
-            x = torch.randint(-1, 2, parameter.shape, generator=generator).double()
+            x = torch.randint(-1, 2, parameter.shape, generator=generator).double() / 4
             if any(word in name for word in ("gate", "position_bias", "ape")):
                 x.zero_()
         parameter.data = x.to(dtype)
@@ -298,8 +298,11 @@ class V4:
             entries=both,
         )
         out = v4.apply_rotary_pos_emb(out, cos, -sin)
-        out = a.o_a_proj(out.unflatten(1, (a.config.o_groups, -1)).flatten(2)).flatten(1)
-        return a.o_b_proj(out), indices, keys
+        # Not by its module, which cannot take no tokens.
+        groups = a.config.o_groups
+        weight = a.o_a_proj.weight.unflatten(0, (groups, -1))
+        out = out.view(len(out), groups, weight.shape[2])
+        return a.o_b_proj(torch.einsum("tgi,goi->tgo", out, weight).flatten(1)), indices, keys
 
     def _compressed(self, hidden, residual, positions, *, sequence, group, chunk_bytes):
         c, i, ratio, rank = self.attention.compressor, self.indexer, self.ratio, group.rank()

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...groups import outside_graphs
-from ..halo import Halo, plan_halo
+from ..halo import Halo, find_halo
 from ..sequence import SequencePlan
 from .inputs import as_they_are, check_conv, settle_runs
 
@@ -59,11 +59,11 @@ def causal_conv1d(
         **({} if bias is None else {"bias": bias}),
     )  # fmt: skip
     rank = group.rank()
-    table = _table(sequence, rank, weight.shape[1] - 1)
+    table = _table(sequence, rank, weight.shape[1] - 1, x.device)
     rows = table.halo.fetch(x, group=group)
-    padded = rows.index_select(0, table.padded.to(x.device)).to(weight.dtype)
+    padded = rows.index_select(0, table.padded).to(weight.dtype)
     out = F.conv1d(padded.T.unsqueeze(0), weight.unsqueeze(1), bias, groups=x.shape[1])
-    return out[0].T.index_select(0, table.kept.to(x.device)).to(x.dtype)
+    return out[0].T.index_select(0, table.kept).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,10 @@ class _Table:
 
 # Every layer of a step asks for the same table; a few plans are in flight at most.
 @lru_cache(maxsize=16)
-def _table(sequence: SequencePlan, rank: int, reach: int) -> _Table:
-    halo = plan_halo(sequence, rank, lambda run: max(run.document, run.start - reach))
+def _table(sequence: SequencePlan, rank: int, reach: int, device: torch.device) -> _Table:
+    halo = find_halo(
+        sequence, rank, lambda run: max(run.document, run.start - reach), device=device
+    )
     padded, kept, place = [], [], 0
     for run in sequence.runs(rank):
         tokens = run.stop - run.start
@@ -98,4 +100,6 @@ def _table(sequence: SequencePlan, rank: int, reach: int) -> _Table:
         # One output to throw away: the backward of the exchange needs every rank, and `weight`
         # gets a gradient of zero rather than none.
         padded.append(torch.zeros(reach + 1, dtype=torch.int64))
-    return _Table(halo, torch.cat([nothing, *padded]), torch.cat([nothing, *kept]))
+    return _Table(
+        halo, torch.cat([nothing, *padded]).to(device), torch.cat([nothing, *kept]).to(device)
+    )

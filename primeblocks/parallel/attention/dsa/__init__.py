@@ -10,6 +10,7 @@ from .attention import dsa_attention, sparse_attention
 from .gather import gather_tokens
 from .indexer import IndexerInputs, TopK, index_scores, keep_indices, select
 from .kernel import ReferenceKernel, Rows, SparseKernel
+from .loss import indexer_loss
 
 __all__ = [
     "IndexerInputs",
@@ -21,6 +22,7 @@ __all__ = [
     "entries",
     "gather_tokens",
     "index_scores",
+    "indexer_loss",
     "keep_indices",
     "plan",
     "select",

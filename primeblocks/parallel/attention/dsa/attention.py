@@ -17,7 +17,7 @@ from .gather import gather_tokens, scatter_gradients
 from .indexer import IndexerInputs, IndexScores, Selector, check_indexer, select
 from .kernel import ReferenceKernel, Rows, SparseKernel
 
-__all__ = ["dsa_attention", "sparse_attention"]
+__all__ = ["dsa_attention", "look_at", "sparse_attention"]
 
 
 @outside_graphs
@@ -75,7 +75,7 @@ def dsa_attention(
     """
 
     def look() -> dict[str, object]:
-        facts = _look(q, kv, sinks, None, sequence, sequence, group, rows, scale)
+        facts = look_at(q, kv, sinks, None, sequence, sequence, group, rows, scale)
         check_indexer(indexer, sequence.counts[group.rank()])
         return {
             **facts,
@@ -133,7 +133,7 @@ def sparse_attention(
 
     def look() -> dict[str, object]:
         check_tensors(indices=indices)
-        return _look(q, kv, sinks, indices, sequence, plan, group, rows, scale)
+        return look_at(q, kv, sinks, indices, sequence, plan, group, rows, scale)
 
     settle("sparse_attention", look, q, kv, group=group, check=check)
     q, kv = autocast(q), autocast(kv)
@@ -211,7 +211,7 @@ def _grouped(kv: Tensor) -> Tensor:
     return kv if kv.ndim == 3 else kv.unsqueeze(1)
 
 
-def _look(
+def look_at(
     q: Tensor,
     kv: Tensor,
     sinks: Tensor | None,

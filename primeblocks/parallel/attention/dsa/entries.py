@@ -15,8 +15,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
-from numbers import Integral
 
 import torch
 import torch.distributed as dist
@@ -24,9 +22,10 @@ from torch import Tensor
 
 from ....errors import PlanError, ShapeError
 from ....groups import check_tensors, facts_of, outside_graphs, settle
-from ...halo import Halo, plan_halo
+from ...halo import Halo, find_halo
 from ...sequence import Run, SequencePlan, check_plan, merge_pieces
 from ..kernel import accumulator_dtype
+from .ids import check_whole, first_entries
 
 __all__ = ["gated_mean", "plan_entries", "tokens_and_entries", "windows"]
 
@@ -61,13 +60,7 @@ def tokens_and_entries(sequence: SequencePlan, entries: SequencePlan) -> Sequenc
             f"tokens are planned for {sequence.ranks} ranks, entries for {entries.ranks}. Make "
             "the latter by plan_entries of the former."
         )
-    behind = sequence.tokens
-    pieces = [
-        [*tokens, *((behind + start, behind + stop) for start, stop in own)]
-        for tokens, own in zip(sequence.pieces, entries.pieces, strict=True)
-    ]
-    lengths = (*sequence.document_lengths, *entries.document_lengths)
-    return _plan(lengths, sequence.order, pieces)
+    return _both(sequence, entries)
 
 
 @outside_graphs
@@ -116,10 +109,10 @@ def windows(
         return {**sizes, **facts_of("x", x)}
 
     settle("windows", look, x, group=group, check=check)
-    table = _table(sequence, group.rank(), ratio, overlap)
+    table = _table(sequence, group.rank(), ratio, overlap, x.device)
     fetched = table.halo.fetch(x, group=group)
-    found = fetched.index_select(0, table.rows.flatten().to(x.device))
-    return found.view(*table.rows.shape, *x.shape[1:]), table.present.to(x.device)
+    found = fetched.index_select(0, table.rows.flatten())
+    return found.view(*table.rows.shape, *x.shape[1:]), table.present.clone()
 
 
 def gated_mean(values: Tensor, gates: Tensor, present: Tensor) -> Tensor:
@@ -148,15 +141,6 @@ def gated_mean(values: Tensor, gates: Tensor, present: Tensor) -> Tensor:
     return (values * logits.softmax(1).to(values.dtype)).sum(1)
 
 
-def first_entries(sequence: SequencePlan, ratio: int) -> dict[int, int]:
-    """By the place of a document's first token: its first entry. Pure."""
-    lengths = sequence.document_lengths
-    starts = accumulate(lengths[:-1], initial=0)
-    first = accumulate((length // ratio for length in lengths[:-1]), initial=0)
-    # An empty document begins where the next one does, and has no entry.
-    return dict(zip(starts, first, strict=True))
-
-
 def _owned(run: Run, ratio: int) -> range:
     """The windows of the document whose last token the run holds."""
     return range((run.start - run.document) // ratio, (run.stop - run.document) // ratio)
@@ -171,6 +155,17 @@ def _entries(sequence: SequencePlan, ratio: int) -> SequencePlan:
         owned = ((first[run.document], _owned(run, ratio)) for run in sequence.runs(rank))
         pieces.append([(one + own.start, one + own.stop) for one, own in owned])
     lengths = tuple(length // ratio for length in sequence.document_lengths)
+    return _plan(lengths, sequence.order, pieces)
+
+
+@lru_cache(maxsize=16)
+def _both(sequence: SequencePlan, entries: SequencePlan) -> SequencePlan:
+    behind = sequence.tokens
+    pieces = [
+        [*tokens, *((behind + start, behind + stop) for start, stop in own)]
+        for tokens, own in zip(sequence.pieces, entries.pieces, strict=True)
+    ]
+    lengths = (*sequence.document_lengths, *entries.document_lengths)
     return _plan(lengths, sequence.order, pieces)
 
 
@@ -192,12 +187,14 @@ class _Table:
 
 
 @lru_cache(maxsize=16)
-def _table(sequence: SequencePlan, rank: int, ratio: int, overlap: int) -> _Table:
+def _table(
+    sequence: SequencePlan, rank: int, ratio: int, overlap: int, device: torch.device
+) -> _Table:
     def first(run: Run) -> int:
         own = _owned(run, ratio)
         return max(run.document, run.document + own.start * ratio - overlap) if own else run.start
 
-    halo = plan_halo(sequence, rank, first)
+    halo = find_halo(sequence, rank, first, device=device)
     starts, documents = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
     for run in sequence.runs(rank):
         own = torch.tensor(_owned(run, ratio), dtype=torch.int64)
@@ -206,11 +203,4 @@ def _table(sequence: SequencePlan, rank: int, ratio: int, overlap: int) -> _Tabl
     places = torch.cat(starts)[:, None] + torch.arange(-overlap, ratio)
     present = places >= torch.cat(documents)[:, None]
     rows = halo.rows(places.clamp_min(0)).masked_fill(~present, halo.zeros)
-    return _Table(halo, rows, present)
-
-
-def check_whole(**numbers: tuple[object, int]) -> None:
-    """Refuse what is no whole number, or less than the least one. Pure."""
-    for name, (value, least) in numbers.items():
-        if not isinstance(value, Integral) or value < least:
-            raise PlanError(f"{name} must be a whole number from {least} on; got {value!r}.")
+    return _Table(halo, rows.to(device), present.to(device))

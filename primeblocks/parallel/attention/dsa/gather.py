@@ -38,8 +38,10 @@ def gather_tokens(
     whole = arrived.index_select(0, _row_of_token(sequence, sent.device))
     found = []
     for x, columns in zip(parts, whole.split([x.shape[1] for x in flat], dim=1), strict=True):
-        # A view of another dtype needs rows that begin where its numbers may.
-        found.append(columns.contiguous().view(x.dtype).view(sequence.tokens, *x.shape[1:]))
+        # A view of another dtype needs rows that begin where its numbers may; to `contiguous`, a
+        # single one begins well anywhere.
+        rows = columns.clone(memory_format=torch.contiguous_format)
+        found.append(rows.view(x.dtype).view(sequence.tokens, *x.shape[1:]))
     return tuple(found)
 
 

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import accumulate
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....errors import ShapeError
+from ....errors import PlanError, ShapeError
 from ...sequence import SequencePlan
-from .entries import first_entries
 
-__all__ = ["Queries", "check_operands", "join_ids", "queries_of", "spread", "stretch"]
+__all__ = [
+    "Queries",
+    "check_operands",
+    "check_whole",
+    "first_entries",
+    "join_ids",
+    "queries_of",
+    "spread",
+    "stretch",
+]
 
 
 # Two lists in int32, a place in int64, and another while it is made.
@@ -63,6 +73,15 @@ def queries_of(sequence: SequencePlan, rank: int, ratio: int, device: torch.devi
     return Queries(*(x.to(torch.int32).to(device).unsqueeze(1) for x in found))
 
 
+def first_entries(sequence: SequencePlan, ratio: int) -> dict[int, int]:
+    """By the place of a document's first token: its first entry. Pure."""
+    lengths = sequence.document_lengths
+    starts = accumulate(lengths[:-1], initial=0)
+    first = accumulate((length // ratio for length in lengths[:-1]), initial=0)
+    # An empty document begins where the next one does, and has no entry.
+    return dict(zip(starts, first, strict=True))
+
+
 def spread(ids: Tensor, first: Tensor, document: Tensor, size: int) -> Tensor:
     """`[queries, ids * size]`: the tokens of pieces; `first` is that of the document's start."""
     within = torch.arange(size, dtype=torch.int32, device=ids.device)
@@ -102,3 +121,10 @@ def check_operands(
             f"{tuple(q.shape)}, {tuple(weights.shape)} and {tuple(keys.shape)}. Gather keys by the "
             "plan of what they are keys of."
         )
+
+
+def check_whole(**numbers: tuple[object, int]) -> None:
+    """Refuse what is no whole number, or less than the least one. Pure."""
+    for name, (value, least) in numbers.items():
+        if not isinstance(value, Integral) or value < least:
+            raise PlanError(f"{name} must be a whole number from {least} on; got {value!r}.")

@@ -12,7 +12,7 @@ from torch import Tensor
 from ....errors import PlanError
 from ..kernel import accumulator_dtype
 
-__all__ = ["ReferenceKernel", "Rows", "SparseKernel"]
+__all__ = ["ReferenceKernel", "Rows", "SparseKernel", "row_scores", "selected_rows"]
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ class ReferenceKernel:
         out = q.new_empty(*q.shape[:2], rows.value_dim)
         lse = torch.empty(q.shape[:2], dtype=dtype, device=q.device)
         for some, ids in self._chunks(q, kv, indices):
-            chosen = _selected(kv, ids, dtype)
-            scores = _scores(q[some], chosen, ids, rows, scale)
+            chosen = selected_rows(kv, ids, dtype)
+            scores = row_scores(q[some], chosen, ids, rows, scale)
             total = scores.logsumexp(-1)
             weights = (scores - total.masked_fill(total == -torch.inf, 0.0).unsqueeze(-1)).exp()
             values = chosen[..., slice(*rows.value)]
@@ -149,8 +149,8 @@ class ReferenceKernel:
         dq = torch.empty_like(q)
         dkv = torch.zeros(kv.shape, dtype=dtype, device=kv.device)
         for some, ids in self._chunks(q, kv, indices):
-            chosen = _selected(kv, ids, dtype)
-            scores = _scores(q[some], chosen, ids, rows, scale)
+            chosen = selected_rows(kv, ids, dtype)
+            scores = row_scores(q[some], chosen, ids, rows, scale)
             total = lse[some].unflatten(1, (groups, -1)).unsqueeze(-1)
             weights = (scores - total.masked_fill(total == -torch.inf, 0.0)).exp()
             slope, result = (x[some].to(dtype).unflatten(1, (groups, -1)) for x in (grad, out))
@@ -184,13 +184,13 @@ def _flat(ids: Tensor) -> Tensor:
     return ids.clamp_min(0).long() * groups + torch.arange(groups, device=ids.device)[:, None]
 
 
-def _selected(kv: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
+def selected_rows(kv: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
     """`[queries, groups, k, width]`; zeros where there is no id."""
     chosen = kv.reshape(-1, kv.shape[2])[_flat(ids)].to(dtype)
     return chosen.masked_fill_((ids < 0).unsqueeze(-1), 0.0)
 
 
-def _scores(q: Tensor, chosen: Tensor, ids: Tensor, rows: Rows, scale: float) -> Tensor:
+def row_scores(q: Tensor, chosen: Tensor, ids: Tensor, rows: Rows, scale: float) -> Tensor:
     """`[queries, groups, heads of a group, k]`, -inf where there is no id."""
     queries = q.to(chosen.dtype).unflatten(1, (ids.shape[1], -1))
     scores = queries @ chosen[..., slice(*rows.key)].transpose(2, 3) * scale

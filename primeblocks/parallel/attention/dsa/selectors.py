@@ -13,8 +13,17 @@ from torch import Tensor
 
 from ....errors import PlanError
 from ...sequence import SequencePlan
-from .entries import check_whole, first_entries, plan_entries
-from .ids import Queries, check_operands, join_ids, queries_of, spread, stretch
+from .entries import plan_entries
+from .ids import (
+    Queries,
+    check_operands,
+    check_whole,
+    first_entries,
+    join_ids,
+    queries_of,
+    spread,
+    stretch,
+)
 from .indexer import Candidates, IndexScores, Selector, TopK, top_candidates
 from .tiles import TopTiles
 

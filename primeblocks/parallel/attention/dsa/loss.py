@@ -1,0 +1,222 @@
+"""The loss by which an indexer learns to choose what attention attends to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ....errors import ShapeError, UnsupportedError
+from ....groups import check_tensors, facts_of, outside_graphs, settle
+from ...sequence import SequencePlan
+from ..inputs import autocast
+from ..kernel import accumulator_dtype
+from .attention import look_at
+from .gather import gather_tokens, scatter_gradients
+from .indexer import IndexerInputs, check_indexer
+from .kernel import Rows, row_scores, selected_rows
+
+__all__ = ["indexer_loss"]
+
+
+@outside_graphs
+def indexer_loss(
+    q: Tensor,
+    kv: Tensor,
+    indexer: IndexerInputs,
+    indices: Tensor,
+    *,
+    sequence: SequencePlan,
+    group: dist.ProcessGroup,
+    rows: Rows,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    whole: tuple[Tensor, Tensor] | None = None,
+    chunk_bytes: int = 64 << 20,
+    check: bool = True,
+) -> Tensor:
+    """Divergence of the indexer's choice from attention's, summed over this rank's queries.
+
+    For each query, KL(p || softmax of its index scores), both over the tokens in `indices`; p is
+    the probability that attention gives them, summed over heads and normalised. Differentiable in
+    q, k and weights of the indexer; q, kv and sinks are taken as they are, and get no gradient.
+    Divide it by the number of queries of all ranks: gradients that are summed over ranks are then
+    those of the mean.
+
+    Collective: forward gathers kv and indexer.k, as `dsa_attention`; backward gathers
+    indexer.k again, and reduces as many rows of gradients in float32. Memory from forward to
+    backward: `[local_tokens, k]` in float32. For selectors of tokens, with one list a query.
+
+    Args:
+        q, kv, rows, scale, sinks, check: as in `dsa_attention`.
+        indices: `[local_tokens, 1, k]`, what it returned.
+        whole: what `gather_tokens(kv, indexer.k, ...)` returned, where it is at hand.
+        chunk_bytes: about as much memory is used meanwhile, but for one query at least.
+
+    Returns:
+        A scalar in float32, or float64 for float64.
+
+    Raises:
+        ShapeError, PlanError, RankError: as `dsa_attention`.
+        UnsupportedError: key heads choose by themselves.
+
+    Source: arXiv:2512.02556, sparse training stage.
+    """
+
+    def look() -> dict[str, object]:
+        check_tensors(indices=indices)
+        if kv.ndim == 3 and kv.shape[1] != 1:
+            raise UnsupportedError(
+                f"the loss is that of one list a query; got {kv.shape[1]} groups of kv. Call it "
+                "for each group by itself."
+            )
+        facts = look_at(q, kv, sinks, indices, sequence, sequence, group, rows, scale)
+        check_indexer(indexer, sequence.counts[group.rank()])
+        for name, x in zip(IndexerInputs._fields, indexer, strict=True):
+            facts = {**facts, **facts_of(f"index_{name}", x)}
+        _check_whole(whole, kv, indexer.k, sequence.tokens)
+        return {**facts, "whole": whole is not None}
+
+    settle("indexer_loss", look, q, kv, group=group, check=check)
+    q, kv = (autocast(x).detach() for x in (q, kv))
+    if whole is None:
+        attended, keys = gather_tokens(kv, indexer.k, sequence=sequence, group=group)
+    else:
+        attended, keys = whole
+    target = _Target(
+        q, attended.view(sequence.tokens, 1, kv.shape[-1]), sinks, rows,
+        rows.key_dim**-0.5 if scale is None else scale,
+    )  # fmt: skip
+    return _Loss.apply(*indexer, keys, target, _Call(sequence, group, indices, chunk_bytes))
+
+
+class _Call:
+    """Arguments of one call that are no operands."""
+
+    def __init__(
+        self, sequence: SequencePlan, group: dist.ProcessGroup, indices: Tensor, chunk_bytes: int
+    ) -> None:
+        self.sequence, self.group, self.indices = sequence, group, indices[:, 0]
+        self.chunk_bytes = chunk_bytes
+
+    def chunks(self, numbers: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        """Cut queries where each selected row takes so many numbers."""
+        a_query = numbers * self.indices.shape[1] * dtype.itemsize
+        step = max(1, self.chunk_bytes // a_query)
+        for start in range(0, len(self.indices), step):
+            some = slice(start, start + step)
+            yield some, self.indices[some]
+
+
+class _Target(NamedTuple):
+    """What attention gives to selected rows, in all heads together."""
+
+    q: Tensor
+    kv: Tensor
+    sinks: Tensor | None
+    rows: Rows
+    scale: float
+
+    @property
+    def numbers(self) -> int:
+        """Numbers that a selected row takes meanwhile: itself, and scores, sums and those less."""
+        return self.kv.shape[2] + 3 * self.q.shape[1]
+
+    def log_probabilities(self, some: slice, ids: Tensor) -> Tensor:
+        """`[queries, k]`; -inf where there is no id."""
+        dtype, ids = accumulator_dtype(self.q), ids.unsqueeze(1)
+        chosen = selected_rows(self.kv, ids, dtype)
+        scores = row_scores(self.q[some], chosen, ids, self.rows, self.scale)[:, 0]
+        total = scores.logsumexp(-1)
+        if self.sinks is not None:
+            total = torch.logaddexp(total, self.sinks.to(dtype))
+        # In logarithms to the end: what a sink leaves of a head may be very little.
+        return _log_softmax((scores - _finite(total).unsqueeze(-1)).logsumexp(1))
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        weights: Tensor,
+        keys: Tensor,
+        target: _Target,
+        call: _Call,
+    ) -> Tensor:
+        dtype = accumulator_dtype(q)
+        learns = any(ctx.needs_input_grad)
+        slopes = torch.empty(call.indices.shape if learns else (0,), dtype=dtype, device=q.device)
+        loss = torch.zeros((), dtype=dtype, device=q.device)
+        with torch.autocast(q.device.type, enabled=False):
+            for some, ids in call.chunks(target.numbers + _numbers(q), dtype):
+                wanted = target.log_probabilities(some, ids)
+                _, products = _products(q[some], keys, ids, dtype)
+                scores = (products.relu_() * weights[some].to(dtype).unsqueeze(2)).sum(1)
+                found = _log_softmax(scores.masked_fill(ids < 0, -torch.inf))
+                p = wanted.exp()
+                loss += (p * (_finite(wanted) - _finite(found))).sum()
+                if learns:
+                    slopes[some] = found.exp() - p
+        ctx.save_for_backward(q, k, weights, slopes)
+        ctx.call = call
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        q, k, weights, slopes = ctx.saved_tensors
+        call, dtype = ctx.call, slopes.dtype
+        (keys,) = gather_tokens(k, sequence=call.sequence, group=call.group)
+        dq, dweights = torch.empty_like(q), torch.empty_like(weights)
+        dkeys = torch.zeros(keys.shape, dtype=dtype, device=q.device)
+        with torch.autocast(q.device.type, enabled=False):
+            for some, ids in call.chunks(2 * _numbers(q), dtype):
+                chosen, products = _products(q[some], keys, ids, dtype)
+                slope = (slopes[some] * grads[0]).unsqueeze(1)
+                dweights[some] = (products.relu() * slope).sum(2).to(weights.dtype)
+                slope = slope * weights[some].to(dtype).unsqueeze(2) * (products > 0)
+                dq[some] = (slope @ chosen).to(q.dtype)
+                of_rows = slope.transpose(1, 2) @ q[some].to(dtype)
+                dkeys.index_add_(0, ids.clamp_min(0).flatten(), of_rows.flatten(0, 1))
+        dk = None
+        if ctx.needs_input_grad[1]:
+            dk = scatter_gradients(dkeys, sequence=call.sequence, group=call.group).to(k.dtype)
+        return dq, dk, dweights, None, None, None
+
+
+def _numbers(q: Tensor) -> int:
+    """Numbers that a selected key takes: itself, a copy, and products and their gradients."""
+    return 2 * q.shape[2] + 3 * q.shape[1]
+
+
+def _products(q: Tensor, keys: Tensor, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Selected keys, `[queries, k, dim]`, and theirs with q, `[queries, heads, k]`."""
+    chosen = keys[ids.clamp_min(0)].to(dtype)
+    return chosen, q.to(dtype) @ chosen.transpose(1, 2)
+
+
+def _log_softmax(scores: Tensor) -> Tensor:
+    """Logarithm of the softmax of rows, -inf throughout in one that is empty."""
+    return scores - _finite(scores.logsumexp(-1, keepdim=True))
+
+
+def _finite(x: Tensor) -> Tensor:
+    return x.masked_fill(x == -torch.inf, 0.0)
+
+
+def _check_whole(
+    whole: tuple[Tensor, Tensor] | None, kv: Tensor, keys: Tensor, tokens: int
+) -> None:
+    """Refuse what is not the rows and keys of all ranks. Local."""
+    if whole is None:
+        return
+    wanted = [(tokens, *x.shape[1:]) for x in (kv, keys)]
+    found = [tuple(x.shape) for x in whole]
+    if found != wanted:
+        raise ShapeError(f"whole needs kv and index keys of all ranks, {wanted}; got {found}.")

@@ -1,0 +1,234 @@
+"""Entries of neighbouring tokens over a split sequence, and what they send."""
+
+from itertools import accumulate
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from primeblocks.errors import PlanError, ShapeError
+from primeblocks.parallel import plan_sequence
+from primeblocks.parallel.attention.dsa import gather_tokens
+from primeblocks.parallel.attention.dsa.entries import (
+    gated_mean,
+    plan_entries,
+    tokens_and_entries,
+    windows,
+)
+from primeblocks.testing import ranks, strategies
+from primeblocks.testing.oracles import assert_close_float64, assert_same_bits
+
+ORDERS = ["balanced", "contiguous", "zigzag"]
+# Of one token, shorter than a window, empty, a window exactly, cut by every order.
+PACKING = [11, 1, 3, 26, 0, 4, 9]
+
+
+def _windows(lengths, ratio):
+    """Places of the tokens of each window, and of its document's first token."""
+    found = []
+    for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False):
+        for first in range(start, start + length - length % ratio, ratio):
+            found.append((start, list(range(first, first + ratio))))
+    return found
+
+
+@given(
+    lengths=strategies.ragged_lengths(max_length=30),
+    ratio=st.integers(1, 7),
+    world_size=st.integers(1, 5),
+    order=st.sampled_from(ORDERS),
+    chunk_tokens=st.integers(1, 9),
+)
+def test_each_window_has_one_owner(lengths, ratio, world_size, order, chunk_tokens):
+    """The rank of its last token; ids of tokens and entries share one plan."""
+    plan = plan_sequence(lengths, ranks=world_size, order=order, chunk_tokens=chunk_tokens)
+    entries = plan_entries(plan, ratio)
+    wanted = _windows(lengths, ratio)
+    assert entries.tokens == len(wanted)
+    both = tokens_and_entries(plan, entries)
+    for rank in range(world_size):
+        own = set(plan.indices(rank).tolist())
+        owned = [e for e, (_, tokens) in enumerate(wanted) if tokens[-1] in own]
+        assert entries.indices(rank).tolist() == owned
+        first = [wanted[e][1][0] - wanted[e][0] for e in owned]
+        assert (entries.positions(rank) * ratio).tolist() == first
+        rows = [*plan.indices(rank).tolist(), *(plan.tokens + e for e in owned)]
+        assert both.indices(rank).tolist() == rows
+
+
+def _hidden(tokens):
+    generator = torch.Generator().manual_seed(tokens)
+    return torch.randn(tokens, 2, 3, generator=generator, dtype=torch.float64)
+
+
+def _split(lengths, order, ratio, overlap, chunk_tokens):
+    """The windows of all ranks, those that are present, and the gradient of all tokens."""
+    group = dist.group.WORLD
+    plan = plan_sequence(lengths, ranks=group.size(), order=order, chunk_tokens=chunk_tokens)
+    entries = plan_entries(plan, ratio)
+    x = _hidden(plan.tokens)[plan.indices(group.rank())].requires_grad_()
+    found, present = windows(x, sequence=plan, group=group, ratio=ratio, overlap=overlap)
+    slope = _slope(plan.tokens, entries.tokens, overlap + ratio)
+    found.backward(slope[entries.indices(group.rank())])
+    whole = gather_tokens(found, present, sequence=entries, group=group)
+    return [*whole, *gather_tokens(x.grad, sequence=plan, group=group)]
+
+
+def _slope(tokens, entries, width):
+    """Whole numbers, whose sums are exact; other ones where a token stands twice."""
+    generator = torch.Generator().manual_seed(tokens + 1)
+    return torch.randint(-9, 10, (entries, width, 2, 3), generator=generator).double()
+
+
+def _assert_equal_loops(found, lengths, ratio, overlap):
+    x = _hidden(sum(lengths))
+    wanted = _windows(lengths, ratio)
+    slope = _slope(len(x), len(wanted), overlap + ratio)
+    rows = torch.zeros(len(wanted), overlap + ratio, 2, 3, dtype=torch.float64)
+    present = torch.zeros(rows.shape[:2], dtype=torch.bool)
+    grad = torch.zeros_like(x)
+    for e, (document, tokens) in enumerate(wanted):
+        for column, place in enumerate(range(tokens[0] - overlap, tokens[-1] + 1)):
+            if place >= document:
+                rows[e, column], present[e, column] = x[place], True
+                grad[place] += slope[e, column]
+    for of_rank in found:
+        for a, b in zip(of_rank, (rows, present, grad), strict=True):
+            assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_windows_equal_loops(world_size, order):
+    for ratio, overlap in ((4, 0), (4, 4), (13, 3)):  # The last over three ranks and more.
+        found = ranks.run(_split, PACKING, order, ratio, overlap, 3, world_size=world_size)
+        _assert_equal_loops(found, PACKING, ratio, overlap)
+
+
+@settings(max_examples=15)
+@given(
+    world_size=st.integers(1, 4),
+    lengths=strategies.ragged_lengths(max_items=5),
+    order=st.sampled_from(ORDERS),
+    ratio=st.integers(1, 7),
+    overlap=st.integers(0, 9),
+    chunk_tokens=st.integers(1, 5),
+)
+def test_windows_of_any_packing_equal_loops(
+    world_size, lengths, order, ratio, overlap, chunk_tokens
+):
+    found = ranks.run(_split, lengths, order, ratio, overlap, chunk_tokens, world_size=world_size)
+    _assert_equal_loops(found, lengths, ratio, overlap)
+
+
+def _gathered(tokens):
+    group = dist.group.WORLD
+    plan = plan_sequence([tokens], ranks=group.size(), chunk_tokens=1)
+    parts = torch.arange(3 * tokens).view(tokens, 3).bfloat16(), torch.ones(tokens, 2).double()
+    own = plan.indices(group.rank())
+    found = gather_tokens(*(x[own] for x in parts), sequence=plan, group=group)
+    for a, b in zip(found, parts, strict=True):
+        assert_same_bits(a, b)
+
+
+def test_one_row_of_several_dtypes_is_gathered():
+    """And none: such a row is contiguous wherever it begins."""
+    for tokens in (0, 1, 2):
+        ranks.run(_gathered, tokens, world_size=2)
+
+
+def _received(lengths, order, ratio, overlap):
+    """By direction: tokens that this rank receives from others, in each exchange."""
+    group, received = dist.group.WORLD, []
+    original = dist.all_to_all_single
+
+    def counted(out, x, receive, send, group):
+        received.append(sum(receive) - receive[group.rank()])
+        return original(out, x, receive, send, group=group)
+
+    dist.all_to_all_single = counted
+    plan = plan_sequence(lengths, ranks=group.size(), order=order, chunk_tokens=3)
+    x = _hidden(plan.tokens)[plan.indices(group.rank())].requires_grad_()
+    found, _ = windows(x, sequence=plan, group=group, ratio=ratio, overlap=overlap)
+    forward = list(received)
+    found.sum().backward()
+    return forward, received[len(forward) :]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_only_the_tokens_that_a_rank_lacks_are_sent(order):
+    world_size, ratio = 3, 4
+    plan = plan_sequence(PACKING, ranks=world_size, order=order, chunk_tokens=3)
+    entries = plan_entries(plan, ratio)
+    for overlap in (0, ratio):
+        wanted, bounds = [], []
+        for rank in range(world_size):
+            needed = set()
+            for e in entries.indices(rank).tolist():
+                document, tokens = _windows(PACKING, ratio)[e]
+                needed |= set(range(max(document, tokens[0] - overlap), tokens[-1] + 1))
+            wanted.append(len(needed - set(plan.indices(rank).tolist())))
+            bounds.append((ratio - 1 + overlap) * len(plan.runs(rank)))
+        assert any(wanted)
+        assert all(some <= most for some, most in zip(wanted, bounds, strict=True))
+        found = ranks.run(_received, PACKING, order, ratio, overlap, world_size=world_size)
+        assert [forward for forward, _ in found] == [[some] for some in wanted]
+        assert sum(sum(backward) for _, backward in found) == sum(wanted)
+
+
+def test_windows_that_are_whole_send_nothing():
+    found = ranks.run(_received, [8, 8, 8], "contiguous", 4, 4, world_size=3)
+    assert found == [([], [])] * 3
+    # Not even the end of a document that makes no window.
+    found = ranks.run(_received, [8, 9, 7, 6, 6], "contiguous", 12, 2, world_size=3)
+    assert found == [([], [])] * 3
+
+
+def test_gated_means_equal_loops():
+    generator = torch.Generator().manual_seed(0)
+    values, gates, slope = (
+        torch.randn(5, 6, 3, generator=generator, dtype=torch.float64) for _ in range(3)
+    )
+    present = torch.ones(5, 6, dtype=torch.bool)
+    present[0, :3], present[3, :4] = False, False
+    leaves = [values.clone().requires_grad_(), gates.clone().requires_grad_()]
+    found = gated_mean(*leaves, present)
+    found.backward(slope[:, 0])
+    for e in range(5):
+        x, g = (part[e][present[e]].requires_grad_() for part in (values, gates))
+        mean = ((g.exp() / g.exp().sum(0)) * x).sum(0)
+        mean.backward(slope[e, 0])
+        assert_close_float64(found[e], mean)
+        for leaf, part in zip(leaves, (x, g), strict=True):
+            assert_close_float64(leaf.grad[e][present[e]], part.grad)
+            assert not leaf.grad[e][~present[e]].any()
+
+
+def _refusals():
+    group = dist.group.WORLD
+    plan = plan_sequence([4, 6], ranks=2, order="contiguous")
+    good = {"x": torch.zeros(5, 2), "sequence": plan, "group": group, "ratio": 3}
+    for error, said, wrong in [
+        (ShapeError, "this rank 5 tokens", {"x": torch.zeros(4, 2)}),
+        (ShapeError, "x must be a tensor", {"x": None}),
+        (PlanError, "ratio must be a whole number from 1 on; got 0", {"ratio": 0}),
+        (PlanError, "overlap must be a whole number from 0 on", {"overlap": -1}),
+        (PlanError, "sequence must be a SequencePlan", {"sequence": [4, 6]}),
+        (PlanError, "overlap must be equal on all ranks", {"overlap": group.rank()}),
+    ]:
+        with pytest.raises(error, match=said):
+            windows(**(good | wrong))
+
+
+def test_what_does_not_fit_is_refused():
+    ranks.run(_refusals, world_size=2)
+    plan = plan_sequence([7, 2], ranks=2)
+    for ratio in (0, -1):
+        with pytest.raises(PlanError, match="ratio must be a whole number from 1 on"):
+            plan_entries(plan, ratio)
+    with pytest.raises(PlanError, match="tokens are planned for 2 ranks, entries for 3"):
+        tokens_and_entries(plan, plan_entries(plan_sequence([7, 2], ranks=3), 2))
+    with pytest.raises(ShapeError, match=r"present \[entries, window\]; got"):
+        gated_mean(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4), torch.ones(2, 4, dtype=torch.bool))

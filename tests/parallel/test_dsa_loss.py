@@ -1,0 +1,242 @@
+"""The loss of an indexer over a split sequence against plain loops and autograd on one rank."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from primeblocks.errors import PlanError, ShapeError, UnsupportedError
+from primeblocks.parallel import plan_sequence, reference
+from primeblocks.parallel.attention import dsa
+from primeblocks.testing import ranks, strategies
+from primeblocks.testing.oracles import assert_close_float64, assert_same_bits
+from tests.parallel.test_dsa import ORDERS, PACKING, _inputs, _Peak, _Wire
+
+HEADS, LATENT, ROPE = 3, 5, 3
+ROWS = dsa.Rows.latent(LATENT, ROPE)
+SCALE = 0.4
+LEARNS = ("index_q", "index_k", "weights")
+
+
+def _indexer(part):
+    return dsa.IndexerInputs(part["index_q"], part["index_k"], part["weights"])
+
+
+def _split(lengths, order, k, with_sinks, options, chunk_bytes):
+    """This rank's loss, and gradients of what learns, the loss of rank r taken r + 1 times."""
+    group = dist.group.WORLD
+    plan = plan_sequence(lengths, ranks=group.size(), order=order, chunk_tokens=3)
+    drawn = _inputs(plan.tokens, **options)
+    own = plan.indices(group.rank())
+    part = {name: x if name == "sinks" else x[own].requires_grad_() for name, x in drawn.items()}
+    rules = {"sequence": plan, "group": group, "rows": ROWS, "scale": SCALE}
+    rules["sinks"] = part["sinks"] if with_sinks else None
+    whole = dsa.gather_tokens(part["kv"], part["index_k"], sequence=plan, group=group)
+    indices = dsa.select(
+        _indexer(part), whole[1], selector=dsa.TopK(k), sequence=plan, rank=group.rank()
+    )
+    losses, grads = [], []
+    for at_hand in (None, whole):
+        for x in part.values():
+            x.grad = None
+        loss = dsa.indexer_loss(
+            part["q"], part["kv"], _indexer(part), indices, whole=at_hand,
+            chunk_bytes=chunk_bytes, **rules,
+        )  # fmt: skip
+        (loss * (group.rank() + 1)).backward()
+        losses.append(loss.detach())
+        grads.append([part[name].grad for name in LEARNS])
+        assert part["q"].grad is part["kv"].grad is part["sinks"].grad is None
+    for a, b in zip([losses[0], *grads[0]], [losses[1], *grads[1]], strict=True):
+        assert_same_bits(a, b)
+    return losses[0], grads[0]
+
+
+def _whole(plan, k, with_sinks, options):
+    """By rank, the loss of its queries; the gradients of all tokens."""
+    drawn = {name: x.double() for name, x in _inputs(plan.tokens, **options).items()}
+    chosen = reference.select(
+        drawn["index_q"], drawn["index_k"], drawn["weights"], plan.document_lengths, k
+    )
+    index_q, index_k, weights = (drawn[name].requires_grad_() for name in LEARNS)
+    losses = []
+    for rank in range(plan.ranks):
+        of_rank = [torch.zeros((), dtype=torch.float64)]
+        for t in plan.indices(rank).tolist():
+            rows = drawn["kv"][chosen[t]]
+            scores = SCALE * drawn["q"][t] @ rows[:, : LATENT + ROPE].T
+            if with_sinks:
+                scores = torch.cat([scores, drawn["sinks"][:, None]], dim=1)
+            p = scores.softmax(1)[:, : len(rows)].sum(0)
+            p /= p.sum()
+            found = weights[t] @ (index_q[t] @ index_k[chosen[t]].T).relu()
+            of_rank.append((p * (p.log() - found.log_softmax(0))).sum())
+        losses.append(torch.stack(of_rank).sum())
+    total = sum(loss * (rank + 1) for rank, loss in enumerate(losses))
+    # Nothing depends on what learns where no query has a choice.
+    total = total + 0.0 * (index_q.sum() + index_k.sum() + weights.sum())
+    total.backward()
+    return [loss.detach() for loss in losses], [x.grad for x in (index_q, index_k, weights)]
+
+
+def _assert_equal_one_rank(found, lengths, order, k, with_sinks, options):
+    plan = plan_sequence(lengths, ranks=len(found), order=order, chunk_tokens=3)
+    losses, grads = _whole(plan, k, with_sinks, options)
+    scale = max(1.0, *(x.abs().max().item() for x in losses))
+    for rank, (loss, ours) in enumerate(found):
+        assert abs(loss - losses[rank]) <= 1e-12 * scale
+        assert_close_float64(ours, [x[plan.indices(rank)] for x in grads], tolerance=1e-11)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_equal_to_one_rank(world_size, order):
+    for k, with_sinks, chunk_bytes in ((4, True, 300), (7, False, 64 << 20), (64, True, 2000)):
+        arguments = (PACKING, order, k, with_sinks, {})
+        found = ranks.run(_split, *arguments, chunk_bytes, world_size=world_size)
+        _assert_equal_one_rank(found, *arguments)
+
+
+@settings(max_examples=12)
+@given(
+    world_size=st.integers(1, 4),
+    lengths=strategies.ragged_lengths(max_items=5),
+    order=st.sampled_from(ORDERS),
+    k=st.integers(1, 9),
+    integers=st.booleans(),
+)
+def test_any_packing_equals_one_rank(world_size, lengths, order, k, integers):
+    arguments = (lengths, order, k, True, {"integers": integers})
+    found = ranks.run(_split, *arguments, 500, world_size=world_size)
+    _assert_equal_one_rank(found, *arguments)
+
+
+def test_float32_errs_by_rounding_alone():
+    options = {"integers": True, "dtype": torch.float32}
+    found = ranks.run(_split, PACKING, "balanced", 7, True, options, 300, world_size=3)
+    plan = plan_sequence(PACKING, ranks=3, order="balanced", chunk_tokens=3)
+    losses, grads = _whole(plan, 7, True, options)
+    for rank, (loss, ours) in enumerate(found):
+        assert abs(loss - losses[rank]) <= 1e-5 * losses[rank]
+        for a, b in zip(ours, grads, strict=True):
+            assert a.dtype == torch.float32
+            assert (a - b[plan.indices(rank)]).norm() <= 1e-5 * b.norm()
+
+
+def _alone():
+    """A call on one rank, and a sink that leaves nothing to tokens."""
+    plan = plan_sequence([6], ranks=1)
+    drawn = _inputs(6)
+    part = drawn | {name: drawn[name].requires_grad_() for name in LEARNS}
+    indices = torch.arange(3, dtype=torch.int32).expand(6, 1, 3).contiguous()
+    indices[:2] = -1
+    found = [
+        dsa.indexer_loss(
+            part["q"], part["kv"], _indexer(part), ids, sequence=plan, group=dist.group.WORLD,
+            rows=ROWS, sinks=sinks,
+        )
+        for sinks in (None, torch.full((HEADS,), 800.0).double())
+        for ids in (indices, indices[:, :, :0].new_full((6, 1, 1), -1))
+    ]  # fmt: skip
+    (found[0] + found[2]).backward()
+    return [x.detach() for x in found], [part[name].grad for name in LEARNS]
+
+
+def test_queries_without_ids_count_nothing_and_sinks_may_take_all():
+    (((one, nothing, sunk, still_nothing), grads),) = ranks.run(_alone, world_size=1)
+    assert nothing == still_nothing == 0
+    assert one > 0
+    assert sunk > 0
+    assert all(x.isfinite().all() for x in (sunk, *grads))
+    assert not grads[0][:2].any()
+    assert grads[0][2:].any()
+
+
+def _traffic():
+    group = dist.group.WORLD
+    plan = plan_sequence(PACKING, ranks=group.size(), chunk_tokens=3)
+    drawn = _inputs(plan.tokens, dtype=torch.float32)
+    part = {name: plan.split(x, group=group) for name, x in drawn.items() if name != "sinks"}
+    for name in LEARNS:
+        part[name].requires_grad_()
+    indices = torch.zeros(len(part["q"]), 1, 2, dtype=torch.int32)
+    with _Wire() as forward:
+        loss = dsa.indexer_loss(
+            part["q"], part["kv"], _indexer(part), indices, sequence=plan, group=group, rows=ROWS,
+            check=False,
+        )  # fmt: skip
+    with _Wire() as backward:
+        loss.backward()
+    return forward.received, backward.received
+
+
+def test_bytes_are_those_of_the_docstring():
+    """One collective forward; backward those of the index keys alone, there and back."""
+    for world_size in (2, 3):
+        plan = plan_sequence(PACKING, ranks=world_size, chunk_tokens=3)
+        index_dim = _inputs(1)["index_k"].shape[1]
+        rows = (world_size - 1) * max(plan.counts)
+        for there, back in ranks.run(_traffic, world_size=world_size):
+            assert [size for _, size in there] == [rows * (LATENT + ROPE + index_dim) * 4]
+            assert [size for _, size in back] == [rows * index_dim * 4] * 2
+
+
+def _memory(chunk_bytes):
+    group, tokens, k = dist.group.WORLD, 2048, 64
+    plan = plan_sequence([tokens], ranks=1)
+    part = _inputs(tokens, dtype=torch.float32)
+    for name in LEARNS:
+        part[name].requires_grad_()
+    indices = torch.arange(k, dtype=torch.int32).expand(tokens, 1, k).contiguous()
+    with _Peak() as forward:
+        loss = dsa.indexer_loss(
+            part["q"], part["kv"], _indexer(part), indices, sequence=plan, group=group, rows=ROWS,
+            chunk_bytes=chunk_bytes,
+        )  # fmt: skip
+    with _Peak() as backward:
+        loss.backward()
+    slopes = tokens * k * 4
+    return forward.most - slopes, backward.most - sum(part[name].nbytes for name in LEARNS)
+
+
+def test_memory_is_that_of_a_chunk():
+    """Products of all queries would take 2048 x 64 x 2 x 4 bytes, a megabyte, for each head."""
+    for chunk_bytes in (1 << 16, 1 << 18):
+        ((forward, backward),) = ranks.run(_memory, chunk_bytes, world_size=1)
+        assert chunk_bytes // 4 < forward <= chunk_bytes
+        assert chunk_bytes // 4 < backward <= chunk_bytes
+
+
+def _refusals():
+    group = dist.group.WORLD
+    plan = plan_sequence([4, 6], ranks=2, order="contiguous")
+    drawn = _inputs(10)
+    part = {name: plan.split(x, group=group) for name, x in drawn.items() if name != "sinks"}
+    good = {"q": part["q"], "kv": part["kv"], "indexer": _indexer(part)}
+    good["indices"] = torch.zeros(5, 1, 2, dtype=torch.int32)
+    good |= {"sequence": plan, "group": group, "rows": ROWS}
+    grouped = part["kv"][:, None].expand(-1, 3, -1)
+    for error, said, wrong in [
+        (UnsupportedError, "one list a query; got 3 groups", {"kv": grouped}),
+        (ShapeError, "this rank 5 tokens", {"q": part["q"][:4]}),
+        (
+            ShapeError,
+            "do not fit each other",
+            {"indexer": _indexer(part | {"weights": part["q"][0]})},
+        ),
+        (ShapeError, "of torch.int32", {"indices": good["indices"].long()}),
+        (ShapeError, "whole needs kv and index keys", {"whole": (part["kv"], part["index_k"])}),
+        (PlanError, "scale must be a number", {"scale": "1"}),
+        (PlanError, "index_k requires_grad must be equal", {"indexer": _asks(part, group.rank())}),
+    ]:
+        with pytest.raises(error, match=said):
+            dsa.indexer_loss(**(good | wrong))
+
+
+def _asks(part, rank):
+    return _indexer(part | {"index_k": part["index_k"].clone().requires_grad_(rank == 1)})
+
+
+def test_what_does_not_fit_is_refused():
+    ranks.run(_refusals, world_size=2)
