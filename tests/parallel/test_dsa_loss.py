@@ -216,9 +216,10 @@ def _refusals():
     good = {"q": part["q"], "kv": part["kv"], "indexer": _indexer(part)}
     good["indices"] = torch.zeros(5, 1, 2, dtype=torch.int32)
     good |= {"sequence": plan, "group": group, "rows": ROWS}
-    grouped = part["kv"][:, None].expand(-1, 3, -1)
+    grouped = {"kv": part["kv"][:, None].expand(-1, 3, -1)}
+    grouped["indices"] = good["indices"].expand(-1, 3, -1)
     for error, said, wrong in [
-        (UnsupportedError, "one list a query; got 3 groups", {"kv": grouped}),
+        (UnsupportedError, "one list a query; got 3, one a key head", grouped),
         (ShapeError, "this rank 5 tokens", {"q": part["q"][:4]}),
         (
             ShapeError,

@@ -35,6 +35,8 @@ CALLS = [
     "ulysses",
     "dsa",
     "sparse",
+    "loss",
+    "windows",
     "delta",
     "space",
     "conv",
@@ -58,6 +60,8 @@ FINE = {
     # A rank's own affair: how wide its lists are, and in what its indexer weighs.
     ("sparse", "indices", "less in dim 2"),
     ("sparse", "indices", "more in dim 2"),
+    ("loss", "indices", "less in dim 2"),
+    ("loss", "indices", "more in dim 2"),
     *(("dsa", "weights", f"torch.{dtype}") for dtype in ("bfloat16", "float16", "float64")),
     *(("dsa", name, "gradient") for name in ("index_q", "index_k", "weights")),
 }
@@ -95,6 +99,11 @@ def _calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "ulysses": (ulysses_attention, {**heads, **where, **rules}),
         "dsa": (_dsa, {**sparse, **indexer, "scale": 0.5, **where}),
         "sparse": (_sparse, {**sparse, "indices": indices, "scale": 0.5, **where}),
+        "loss": (_loss, {**sparse, **indexer, "indices": indices, "scale": 0.5, **where}),
+        "windows": (
+            dsa.entries.windows,
+            {"x": _drawn(tokens, 3, grad=True), "ratio": 4, "overlap": 4, **where},
+        ),
         "delta": (gated_delta_rule, {**delta, **where}),
         "space": (state_space, {**space, "D": _drawn(2), **where}),
         "conv": (causal_conv1d, {**conv, **where}),
@@ -124,6 +133,11 @@ def _dsa(q, kv, *, index_q, index_k, weights, **rules):
 
 def _sparse(q, kv, *, indices, **rules):
     return dsa.sparse_attention(q, kv, indices, rows=ROWS, **rules)
+
+
+def _loss(q, kv, *, index_q, index_k, weights, indices, **rules):
+    indexer = dsa.IndexerInputs(index_q, index_k, weights)
+    return dsa.indexer_loss(q, kv, indexer, indices, rows=ROWS, **rules)
 
 
 def _join(local, *, sequence, **where):

@@ -69,12 +69,12 @@ def indexer_loss(
 
     def look() -> dict[str, object]:
         check_tensors(indices=indices)
-        if kv.ndim == 3 and kv.shape[1] != 1:
-            raise UnsupportedError(
-                f"the loss is that of one list a query; got {kv.shape[1]} groups of kv. Call it "
-                "for each group by itself."
-            )
         facts = look_at(q, kv, sinks, indices, sequence, sequence, group, rows, scale)
+        if indices.shape[1] != 1:
+            raise UnsupportedError(
+                f"the loss is that of one list a query; got {indices.shape[1]}, one a key head. "
+                "Call it for each of them by itself."
+            )
         check_indexer(indexer, sequence.counts[group.rank()])
         for name, x in zip(IndexerInputs._fields, indexer, strict=True):
             facts = {**facts, **facts_of(f"index_{name}", x)}
