@@ -17,6 +17,7 @@ from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMa
 from primeblocks.parallel.attention.dsa import (
     IndexerInputs,
     Rows,
+    dsa_attention,
     gather_tokens,
     select,
     sparse_attention,
@@ -208,27 +209,20 @@ class M3:
             q = i.q_norm(i.q_proj(hidden).unflatten(-1, (-1, i.head_dim)))
             k = i.k_norm(i.k_proj(hidden).unflatten(-1, (1, i.head_dim)))
             q, k = m3.apply_rotary_pos_emb(q, k, cos, sin)
-        (keys,) = gather_tokens(k[:, 0], sequence=sequence, group=group)
-        indices = select(
-            IndexerInputs(q, k[:, 0], q.new_ones(q.shape[:2])),
-            keys,
-            selector=TopTiles(i.topk_blocks, i.block_size, i.local_blocks, chunk_bytes=chunk_bytes),
-            sequence=sequence,
-            rank=rank,
-        )
         shape = (-1, a.head_dim)
-        q = a.q_norm(a.q_proj(hidden).unflatten(-1, shape))
-        k = a.k_norm(a.k_proj(hidden).unflatten(-1, shape))
-        q, k = m3.apply_rotary_pos_emb(q, k, cos, sin)
-        out = sparse_attention(
-            q,
-            torch.cat([k, a.v_proj(hidden).unflatten(-1, shape)], -1),
-            indices,
+        main_q = a.q_norm(a.q_proj(hidden).unflatten(-1, shape))
+        main_k = a.k_norm(a.k_proj(hidden).unflatten(-1, shape))
+        main_q, main_k = m3.apply_rotary_pos_emb(main_q, main_k, cos, sin)
+        out, indices = dsa_attention(
+            main_q,
+            torch.cat([main_k, a.v_proj(hidden).unflatten(-1, shape)], -1),
+            IndexerInputs(q, k[:, 0], q.new_ones(q.shape[:2])),
+            selector=TopTiles(i.topk_blocks, i.block_size, i.local_blocks, chunk_bytes=chunk_bytes),
             sequence=sequence,
             group=group,
             rows=Rows.heads(a.head_dim, a.head_dim),
         )
-        return a.o_proj(out.flatten(1)), indices, keys
+        return a.o_proj(out.flatten(1)), indices, None
 
 
 class V4:

@@ -44,7 +44,7 @@ class IndexerInputs(NamedTuple):
     q: Tensor
     """`[local_tokens, index_heads, index_dim]`"""
     k: Tensor
-    """`[local_tokens, index_dim]`, shared by all heads"""
+    """`[local_tokens, index_dim]`, shared by all heads; of entries, those of this rank"""
     weights: Tensor
     """`[local_tokens, index_heads]`, with every constant factor"""
 
@@ -131,12 +131,16 @@ def select(
     A checkpointed layer chooses again when it is recomputed; `keep_indices` keeps the first choice.
 
     Args:
-        keys: `[tokens, index_dim]`, those of all ranks, in the order of the sequence.
+        keys: `[tokens, index_dim]`, those of all ranks, in the order of the sequence; of entries,
+            where the selector says so.
         scores: an engine; default: `index_scores`.
 
     Returns:
         `[local_tokens, groups, k]`, int32: places in the whole sequence, ascending, -1 behind
         the last one. A score that is no number counts as infinite, so that it reaches the output.
+
+    Raises:
+        ShapeError, UnsupportedError: operands do not fit the selector, one of `selectors`.
     """
     score = index_scores if scores is None else scores
 
