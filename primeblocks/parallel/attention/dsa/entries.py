@@ -49,8 +49,8 @@ def tokens_and_entries(sequence: SequencePlan, entries: SequencePlan) -> Sequenc
     """Plan rows of a layer that attends to tokens and to entries, each rank's own of both. Pure.
 
     The id of entry e is `sequence.tokens + e`. A rank has its tokens, and its entries behind them:
-    pass it to `sparse_attention(..., entries=)` with `torch.cat([tokens, entries])`, and one
-    collective each way carries both.
+    pass it to `sparse_attention(..., entries=)` with `torch.cat([tokens, entries])`, and each
+    gather carries both, as does the reduce-scatter of gradients.
 
     Raises:
         PlanError: two numbers of ranks.
