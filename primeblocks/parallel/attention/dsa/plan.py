@@ -92,7 +92,7 @@ def _flops(sizes: DsaSizes, seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True)
 class DsaPlan:
-    """What one rank receives, computes and holds, as `plan_dsa` says. Bytes and FLOPs of a layer.
+    """Costs of a layer for one rank, as `plan_dsa` computes them: bytes and FLOPs.
 
     Attributes:
         gather_bytes: received in the forward of a layer without indexer.
