@@ -152,6 +152,25 @@ def kvoffload():
 
 
 @contextmanager
+def sparse_attention():
+    """Two ranks with the widths of DeepSeek-V3.2, few heads, and documents of which one is cut."""
+    lengths, tokens = [300, 212], 256
+    q, hidden = torch.randn(tokens, 2, 576), torch.randn(tokens, 4, requires_grad=True)
+    widths = {"kv": (576,), "index_q": (2, 128), "index_k": (128,), "gates": (128,)}
+    drawn = {name: torch.randn(tokens, *width) for name, width in widths.items()}
+    yield {
+        "torch": torch,
+        "document_lengths": lengths,
+        "q": q,
+        "index_weights": torch.randn(tokens, 2),
+        "bias": torch.zeros(16, 128),
+        "hidden": hidden,
+        "layer": torch.nn.Linear(4, 4),
+        **drawn,
+    }
+
+
+@contextmanager
 def parallel():
     model = tiny_models.build("qwen3_moe", **SIZES)
     if dist.get_rank() == 0:
@@ -312,12 +331,14 @@ def assert_served(words):
 PAGES = {
     "README.md": readme,
     "docs/async_loop.md": async_loop,
+    "docs/dsa.md": sparse_attention,
     "docs/fp8.md": fp8,
     "docs/kvoffload.md": kvoffload,
     "docs/parallel.md": parallel,
     "docs/replay.md": replay,
     "docs/weightsync.md": weightsync,
 }
+SHARED = ("docs/dsa.md", "docs/parallel.md")
 VLLM = ("docs/async_loop.md", "docs/kvoffload.md", "docs/weightsync.md")
 
 
@@ -333,4 +354,4 @@ def test_every_page_with_snippets_is_run():
     "page", [pytest.param(page, marks=[pytest.mark.vllm] * (page in VLLM)) for page in PAGES]
 )
 def test_snippets_run(page, tmp_path):
-    ranks.run(play, page, str(tmp_path), world_size=2 if page == "docs/parallel.md" else 1)
+    ranks.run(play, page, str(tmp_path), world_size=2 if page in SHARED else 1)
