@@ -73,6 +73,16 @@ def _glm_moe_dsa(hidden: int, num_experts: int) -> dict[str, Any]:
     return _deepseek_v3(hidden, num_experts) | indexer | {"head_dim": 64}
 
 
+def _axk2(hidden: int, num_experts: int) -> dict[str, Any]:
+    return _glm_moe_dsa(hidden, num_experts) | {"gated_norm_rank": 8}
+
+
+def _hy_v4(hidden: int, num_experts: int) -> dict[str, Any]:
+    sizes = _glm_moe_dsa(hidden, num_experts) | {"hc_mult": 2}
+    del sizes["first_k_dense_replace"]  # One dense layer, always.
+    return sizes
+
+
 def _exaone_moe(hidden: int, num_experts: int) -> dict[str, Any]:
     sizes = _gqa(hidden) | _deepseek_router(hidden, num_experts)
     return sizes | {"num_experts": num_experts, "sliding_window": 128}
@@ -168,6 +178,9 @@ def layer_kinds(family: str, num_layers: int) -> dict[str, Any]:
     if family in ("minimax", "qwen3_5_moe", "qwen3_next"):
         kinds = ["linear_attention", "full_attention"]
         return {"layer_types": [kinds[layer % 2] for layer in range(num_layers)]}
+    if family in ("glm_moe_dsa", "hy_v4"):
+        kinds = ["full", "shared"]
+        return {"indexer_types": [kinds[layer % 2] for layer in range(num_layers)]}
     if family == "nemotron_h":
         from_last = ["moe", "attention", "moe", "mamba"]
         kinds = [from_last[i % 4] for i in range(num_layers)]
@@ -177,6 +190,7 @@ def layer_kinds(family: str, num_layers: int) -> dict[str, Any]:
 
 CONFIGS: dict[str, tuple[str, Callable[[int, int], dict[str, Any]]]] = {
     "afmoe": ("AfmoeConfig", _afmoe),
+    "axk2": ("AXK2Config", _axk2),
     "deepseek_v3": ("DeepseekV3Config", _deepseek_v3),
     "deepseek_v32": ("DeepseekV32Config", _glm_moe_dsa),
     "dots1": ("Dots1Config", _glm4_moe),
@@ -186,6 +200,7 @@ CONFIGS: dict[str, tuple[str, Callable[[int, int], dict[str, Any]]]] = {
     "glm4_moe_lite": ("Glm4MoeLiteConfig", _deepseek_v3),
     "glm_moe_dsa": ("GlmMoeDsaConfig", _glm_moe_dsa),
     "gpt_oss": ("GptOssConfig", _gpt_oss),
+    "hy_v4": ("HYV4Config", _hy_v4),
     "laguna": ("LagunaConfig", _laguna),
     "minimax": ("MiniMaxConfig", _mixtral),
     "minimax_m2": ("MiniMaxM2Config", _mixtral),

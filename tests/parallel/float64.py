@@ -16,3 +16,14 @@ class Float64(TorchFunctionMode):
 
 def _wide(argument):
     return torch.float64 if argument is torch.float32 else argument
+
+
+class StableTopK(TorchFunctionMode):
+    """An indexer of transformers takes any of equal scores; here it takes the earliest token."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is not torch.Tensor.topk:
+            return function(*args, **(kwargs or {}))
+        scores, k = args
+        values, ids = scores.sort(dim=-1, descending=True, stable=True)
+        return torch.return_types.topk((values[..., :k], ids[..., :k]))

@@ -14,11 +14,13 @@ except ImportError as error:
 
 from .checkpoint import load_pretrained, save_pretrained
 from .families import FAMILIES, Family
+from .indexed import IndexedAttention
 from .parallelize import local_inputs, parallelize
 
 __all__ = [
     "FAMILIES",
     "Family",
+    "IndexedAttention",
     "load_pretrained",
     "local_inputs",
     "parallelize",

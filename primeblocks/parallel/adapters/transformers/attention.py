@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ....errors import PlanError, ShapeError
 from ...sequence import SequencePlan
 
-__all__ = ["Context", "install_attention", "sequence_of"]
+__all__ = ["Context", "install_attention", "sequence_of", "use_attention"]
 
 _IMPLEMENTATION = "primeblocks"
 
@@ -39,25 +39,36 @@ def install_attention(model: nn.Module, context: Context) -> None:
     """
     AttentionInterface.register(_IMPLEMENTATION, _forward)
     AttentionMaskInterface.register(_IMPLEMENTATION, _no_mask)
-    for module in model.modules():
+    for module in use_attention(_IMPLEMENTATION, model.modules(), context.group):
+        module.context_parallel = context
+
+
+def use_attention(name: str, modules: Iterable[nn.Module], group: dist.ProcessGroup) -> list[Any]:
+    """Let modules with a configuration choose a registered attention, and return them. Local.
+
+    Where a rank holds whole sequences, they choose it for calls with a plan.
+    """
+    found: list[Any] = []
+    for module in modules:
         config: Any = getattr(module, "config", None)
         if not hasattr(config, "_attn_implementation"):
             continue
-        module.context_parallel = context  # type: ignore[assignment]
-        if context.group.size() == 1:
-            own = partial(_choose, config._attn_implementation)
-            module.register_forward_pre_hook(own, with_kwargs=True)
+        found.append(module)
+        if group.size() == 1:
+            choose = partial(_choose, config._attn_implementation, name)
+            module.register_forward_pre_hook(choose, with_kwargs=True)
         else:
-            config._attn_implementation = _IMPLEMENTATION
+            config._attn_implementation = name
+    return found
 
 
-def _choose(own: str, module: Any, args: Any, arguments: dict[str, Any]) -> None:
+def _choose(own: str, other: str, module: Any, args: Any, arguments: dict[str, Any]) -> None:
     """Choose for the module that is about to run, by what it was called with.
 
     Masks are made in one module and used in others, and a checkpoint runs layers once more
     after another call: no choice outlives its call.
     """
-    chosen = own if arguments.get("sequence") is None else _IMPLEMENTATION
+    chosen = own if arguments.get("sequence") is None else other
     if module.config._attn_implementation != chosen:
         module.config._attn_implementation = chosen
 

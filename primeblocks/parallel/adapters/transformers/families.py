@@ -6,10 +6,6 @@ from dataclasses import dataclass
 
 __all__ = ["FAMILIES", "Family"]
 
-_SPARSE = (
-    "its indexer chooses keys from the whole sequence, which ring and Ulysses attention do not "
-    "gather"
-)
 _LIGHTNING = "its lightning attention has a decay of its own that is not built"
 
 
@@ -20,26 +16,31 @@ class Family:
     Attributes:
         experts: has experts that can be shared.
         context: "" if its sequences can be packed and split, otherwise why not.
+        indexed: an indexer chooses the tokens that each query attends to.
     """
 
     experts: bool = True
     context: str = ""
+    indexed: bool = False
 
 
 _BOTH = Family()
+_INDEXED = Family(indexed=True)
 
 # By `model_type` of the configuration.
 FAMILIES: dict[str, Family] = {
     "afmoe": _BOTH,
+    "axk2": _INDEXED,
     "deepseek_v3": _BOTH,
-    "deepseek_v32": Family(context=_SPARSE),
+    "deepseek_v32": _INDEXED,
     "dots1": _BOTH,
     "exaone_moe": _BOTH,
     "flex_olmo": _BOTH,
     "glm4_moe": _BOTH,
     "glm4_moe_lite": _BOTH,
-    "glm_moe_dsa": Family(context=_SPARSE),
+    "glm_moe_dsa": _INDEXED,
     "gpt_oss": _BOTH,
+    "hy_v4": _INDEXED,
     "laguna": _BOTH,
     "llama": Family(experts=False),
     "minimax": Family(context=_LIGHTNING),

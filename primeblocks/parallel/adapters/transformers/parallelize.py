@@ -24,6 +24,7 @@ from .attention import Context, install_attention
 from .checkpoint import materialize
 from .experts import experts_of, install_experts, routers_of
 from .families import FAMILIES, Family
+from .indexed import IndexedAttention, install_indexed_attention, scorers_of
 from .recurrence import install_recurrence
 
 __all__ = ["local_inputs", "parallelize"]
@@ -33,7 +34,7 @@ def parallelize(
     model: PreTrainedModel,
     meshes: Meshes,
     *,
-    attention: Callable[..., Tensor] | None = None,
+    attention: Callable[..., Tensor] | IndexedAttention | None = None,
     precision: MixedPrecisionPolicy | None = None,
     dispatcher: TokenDispatcher | None = None,
 ) -> None:
@@ -49,8 +50,10 @@ def parallelize(
             parts alone, and parameters are NaN until they are loaded.
         attention: `ring_attention`, `ulysses_attention`, or one with their signature, for calls
             with `local_inputs`; default: Ulysses. Split sequences can be called in no other way;
-            with context=1 a call without a plan keeps the model's own attention and masks.
-        precision: see `fully_shard_moe`; routers stay in float32.
+            with context=1 a call without a plan keeps the model's own attention and masks. Where
+            an indexer chooses the tokens (GLM-5, DeepSeek-V3.2, A.X-K2, HY-V4) these two cannot
+            serve it: pass `IndexedAttention(kernel=..., scores=...)` for other engines, or nothing.
+        precision: see `fully_shard_moe`; routers and the weights of indexers stay in float32.
         dispatcher: must share experts over `meshes.expert`; default: `AllToAllDispatcher`, and
             `LocalDispatcher` where there is one rank to share them.
 
@@ -72,6 +75,7 @@ def parallelize(
             f"{kind} cannot split sequences: {family.context}. Use context=1, no attention=, and "
             "one document a row."
         )
+    _check_attention(kind, family, attention)
     if plan.expert > 1 and not family.experts:
         raise UnsupportedError(f"{kind} has no experts to share. Use expert=1.")
     check_dispatcher(dispatcher, meshes)
@@ -82,7 +86,7 @@ def parallelize(
         meshes,
         layers=model.get_decoder().layers,
         experts=experts,
-        routers=routers_of(model),
+        routers=routers_of(model) + scorers_of(model),
         precision=precision,
     )
     materialize(model, meshes.loss.device_type)
@@ -92,10 +96,7 @@ def parallelize(
         dispatcher = AllToAllDispatcher(meshes.expert.get_group())
     install_experts(experts, dispatcher)
     if not family.context:
-        chosen = ulysses_attention if attention is None else attention
-        context = Context(meshes.context.get_group(), chosen)
-        install_attention(model, context)
-        install_recurrence(model, context)
+        _install(model, attention, family, meshes.context.get_group())
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             admit = partial(_admit_sequence, kind, family)
@@ -132,6 +133,40 @@ def local_inputs(
         "sequence": sequence,
         "use_cache": False,
     }
+
+
+def _check_attention(
+    kind: str, family: Family, attention: Callable[..., Tensor] | IndexedAttention | None
+) -> None:
+    """Refuse an attention that cannot compute what the family does. Local."""
+    if attention is None or isinstance(attention, IndexedAttention) == family.indexed:
+        return
+    if family.indexed:
+        raise UnsupportedError(
+            f"in {kind} an indexer chooses tokens from the whole sequence, which "
+            f"{getattr(attention, '__name__', 'attention=')} does not gather. Pass "
+            "attention=IndexedAttention(kernel=..., scores=...), or nothing."
+        )
+    raise UnsupportedError(
+        f"{kind} has no indexer for IndexedAttention to serve. Pass attention=ring_attention, "
+        "ulysses_attention, or nothing."
+    )
+
+
+def _install(
+    model: PreTrainedModel,
+    attention: Callable[..., Tensor] | IndexedAttention | None,
+    family: Family,
+    group: dist.ProcessGroup,
+) -> None:
+    if family.indexed:
+        assert attention is None or isinstance(attention, IndexedAttention)
+        install_indexed_attention(model, attention or IndexedAttention(), group)
+        return
+    assert not isinstance(attention, IndexedAttention)
+    context = Context(group, ulysses_attention if attention is None else attention)
+    install_attention(model, context)
+    install_recurrence(model, context)
 
 
 def _own_configs(model: PreTrainedModel) -> None:

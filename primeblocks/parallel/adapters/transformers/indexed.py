@@ -1,0 +1,331 @@
+"""Attention of transformers in which an indexer chooses the tokens (DSA), over split sequences.
+
+transformers hands the indices to a registered attention function; queries arrive per head, and the
+latents of keys and values by way of `expand_kv`, which is replaced on the module. The indexer's own
+code runs as it is: what it would multiply with the keys of its cache is an object that remembers
+the factors, and asks `select` for the tokens in the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from ....errors import PlanError, ShapeError, UnsupportedError
+from ....groups import settle
+from ...attention.dsa import (
+    IndexerInputs,
+    IndexScores,
+    Rows,
+    SparseKernel,
+    TopK,
+    gather_tokens,
+    select,
+    sparse_attention,
+)
+from ...sequence import SequencePlan, check_plan
+from .attention import sequence_of, use_attention
+
+__all__ = ["IndexedAttention", "install_indexed_attention", "scorers_of"]
+
+_IMPLEMENTATION = "primeblocks_indexed"
+
+
+@dataclass(frozen=True)
+class IndexedAttention:
+    """Engines for families whose attention has an indexer: `attention=` of `parallelize`.
+
+    Attributes:
+        kernel: attention over the selected rows; default: `ReferenceKernel()`.
+        scores: of the indexer; default: `index_scores`.
+        check: as in `ring_attention`.
+    """
+
+    kernel: SparseKernel | None = None
+    scores: IndexScores | None = None
+    check: bool = True
+
+
+def install_indexed_attention(
+    model: nn.Module, engines: IndexedAttention, group: dist.ProcessGroup
+) -> None:
+    """Let every attention with an indexer choose among the tokens of all ranks. Local.
+
+    Where a rank holds whole sequences, a call without a plan keeps the model's own attention.
+    """
+    AttentionInterface.register(_IMPLEMENTATION, _forward)
+    AttentionMaskInterface.register(_IMPLEMENTATION, _stand_in_for_a_mask)
+    attentions = _attentions_of(model)
+    # An indexer shares a configuration with the attention that calls it, but is told no plan.
+    inside = {indexer for module in attentions if (indexer := module.indexer) is not None}
+    use_attention(_IMPLEMENTATION, (m for m in model.modules() if m not in inside), group)
+    for module in attentions:
+        module.indexed_call = None
+        module.expand_kv = partial(_keep_latents, module, module.expand_kv)
+        module.register_forward_pre_hook(partial(_begin, engines, group), with_kwargs=True)
+        # Also where the call ends in an error, or torch ends a recomputation early.
+        module.register_forward_hook(_end, always_call=True)
+        if module.indexer is not None:
+            lend = partial(_lend_keys, module)
+            module.indexer.register_forward_pre_hook(lend, with_kwargs=True)
+
+
+def scorers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers of indexers that transformers keeps in float32. Local."""
+    indexers = [module.indexer for module in _attentions_of(model)]
+    return [indexer.weights_proj for indexer in indexers if indexer is not None]
+
+
+def _attentions_of(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "expand_kv")]
+
+
+@dataclass
+class _Call:
+    """One call of an attention module: what its parts hand to each other."""
+
+    engines: IndexedAttention
+    group: dist.ProcessGroup
+    sequence: SequencePlan
+    latents: Tensor | None = None
+    """`[local_tokens, width]`, the rotated part of the key behind the latent."""
+    whole: Tensor | None = None
+    """Those of all ranks, where an indexer had them gathered."""
+
+
+def _begin(
+    engines: IndexedAttention,
+    group: dist.ProcessGroup,
+    module: Any,
+    args: tuple[Any, ...],
+    arguments: dict[str, Any],
+) -> None:
+    module.indexed_call = None
+    if group.size() == 1 and arguments.get("sequence") is None:
+        return
+    hidden: Tensor = args[0] if args else arguments["hidden_states"]
+    sequence = sequence_of(module, arguments, hidden.shape[0])
+    if arguments.get("past_key_values") is not None:
+        raise PlanError("attention over split sequences has no cache. Pass use_cache=False.")
+    module.indexed_call = _Call(engines, group, sequence)
+
+
+def _end(module: Any, args: Any, output: Any) -> None:
+    module.indexed_call = None
+
+
+def _stand_in_for_a_mask(
+    *sizes: Any, device: torch.device | None = None, **arguments: Any
+) -> Tensor:
+    """Return what can be sliced like a mask; nothing reads it."""
+    return torch.zeros(1, 1, 1, 1, device=device)
+
+
+def _keep_latents(
+    module: Any, own: Callable[..., tuple[Tensor, Tensor]], latents: Tensor, rotated: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Take the place of `expand_kv`: latents travel, and not the keys and values of all heads."""
+    call: _Call | None = module.indexed_call
+    if call is None:
+        return own(latents, rotated)
+    kv = torch.cat([latents, rotated], dim=-1)
+    call.latents = kv[0, 0]
+    return kv, kv
+
+
+def _lend_keys(
+    attention: Any, indexer: Any, args: tuple[Any, ...], arguments: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    call: _Call | None = attention.indexed_call
+    if call is None:
+        return None
+    return args, arguments | {"past_key_values": _Cache(call)}
+
+
+class _Cache:
+    """The cache that an indexer asks for the keys of all tokens."""
+
+    def __init__(self, call: _Call) -> None:
+        self._call = call
+
+    def update_indexer(self, keys: Tensor, layer: int) -> _Scores:
+        return _Scores(self._call, keys[0])
+
+
+class _Chosen(NamedTuple):
+    """As much of `torch.topk` as an indexer reads."""
+
+    indices: Tensor
+
+
+class _Scores:
+    """Scores of all tokens, in the hands of an indexer's own code; they are never computed.
+
+    First the keys, then their products with the queries, then the sum over heads, and at last
+    `topk`. Of the mask nothing is needed: `select` knows the documents.
+    """
+
+    def __init__(self, call: _Call, keys: Tensor) -> None:
+        self._call, self._keys = call, keys
+        self._q: Tensor | None = None
+        self._weights: Tensor | None = None
+        self._rectified = False
+        self._factor = 1.0
+
+    def _itself(self, *arguments: Any, **named: Any) -> _Scores:
+        return self
+
+    # Places of dims, dtypes and masks mean nothing here.
+    transpose = unsqueeze = squeeze = float = masked_fill = __add__ = _itself
+
+    def __mul__(self, factor: Any) -> _Scores:
+        if not factor > 0:
+            raise _unknown(f"multiplies scores by {factor}")
+        self._factor *= factor
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> _Scores:
+        found = args[-1] if function is torch.matmul else args[0]
+        if isinstance(found, _Scores):
+            if function is F.relu and found._q is not None:
+                found._rectified = True
+                return found
+            if function is torch.matmul and found._q is None:
+                found._q = args[0]
+                return found
+            if function is torch.matmul and found._rectified and found._weights is None:
+                found._weights = args[0]
+                return found
+        raise _unknown(f"calls {getattr(function, '__name__', function)}")
+
+    @property
+    def shape(self) -> tuple[int]:
+        """Only the last dim is asked for."""
+        return (self._call.sequence.tokens,)
+
+    def topk(self, k: int, dim: int = -1) -> _Chosen:
+        """Collective: gather the latents and the keys of all ranks at once, and choose."""
+        if self._q is None or self._weights is None:
+            raise _unknown("chooses before it has scores")
+        call, keys = self._call, self._keys
+        latents = call.latents
+        assert latents is not None
+        where: dict[str, Any] = {"sequence": call.sequence, "group": call.group}
+
+        def look() -> Mapping[str, object]:
+            return _look(latents, keys, **where)
+
+        settle("an indexer", look, keys, group=call.group, check=call.engines.check)
+        call.whole, everyone = gather_tokens(latents, keys, **where)
+        # Queries were widened for the product; engines want them as the keys are.
+        inputs = IndexerInputs(
+            self._q[0].to(keys.dtype), keys, self._weights[0, :, 0] * self._factor
+        )
+        indices = select(
+            inputs,
+            everyone,
+            selector=TopK(k),
+            sequence=call.sequence,
+            rank=call.group.rank(),
+            scores=call.engines.scores,
+        )
+        return _Chosen(indices.transpose(0, 1))
+
+
+def _look(
+    latents: Tensor, keys: Tensor, sequence: SequencePlan, group: dist.ProcessGroup
+) -> dict[str, object]:
+    """Facts of a gather that must be equal on all ranks. Local."""
+    check_plan(sequence, group)
+    tokens = sequence.counts[group.rank()]
+    if latents.shape[0] != tokens:
+        raise ShapeError(
+            f"the plan gives this rank {tokens} tokens; the model was called with "
+            f"{latents.shape[0]}. Pass local_inputs(tokens, sequence=plan, group=...)."
+        )
+    return {
+        "plan": sequence.fingerprint,
+        "width of a latent": latents.shape[1],
+        "latent dtype": latents.dtype,
+        "width of an index key": keys.shape[1],
+        "index dtype": keys.dtype,
+    }
+
+
+def _unknown(deed: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"the indexer {deed}, which is not how DeepSeek-V3.2 scores: weighted sums over heads of "
+        "relu(q . k). This adapter was tested with transformers 5.19."
+    )
+
+
+def _forward(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    indices: Tensor,
+    scaling: float,
+    s_aux: Tensor | None = None,
+    dropout: float = 0.0,
+    **arguments: Any,
+) -> tuple[Tensor, None]:
+    """Run attention as transformers calls it, on queries `[1, heads, tokens, head_dim]`.
+
+    Keys are absorbed into queries, and values are expanded from the sum of latents: one row of
+    latents serves all heads. `indices`, `[1, tokens, k]`, are those that the indexer module
+    returned, whoever put them there.
+    """
+    call: _Call = module.indexed_call
+    if dropout:
+        raise PlanError(f"attention over split sequences has no dropout; got {dropout}. Use 0.")
+    latent, rope = module.kv_lora_rank, module.qk_rope_head_dim
+    matrix = _matrix(module.kv_b_proj).unflatten(0, (query.shape[1], -1))
+    to_key, to_value = matrix.split([module.qk_nope_head_dim, module.v_head_dim], dim=1)
+    plain, rotated = query[0].split([module.qk_nope_head_dim, rope], dim=-1)
+    absorbed = torch.bmm(plain, to_key).transpose(0, 1)
+    out = sparse_attention(
+        torch.cat([absorbed, rotated.transpose(0, 1)], dim=-1),
+        key[0, 0],
+        indices.transpose(0, 1),
+        sequence=call.sequence,
+        group=call.group,
+        rows=Rows.latent(latent, rope),
+        scale=scaling,
+        sinks=s_aux,
+        whole=call.whole,
+        kernel=call.engines.kernel,
+        check=call.engines.check,
+    )
+    expanded = torch.bmm(out.transpose(0, 1), to_value.transpose(1, 2))
+    return expanded.transpose(0, 1).unsqueeze(0), None
+
+
+def _matrix(layer: nn.Module) -> Tensor:
+    """The weight that stands for the whole layer. FSDP2 has gathered it.
+
+    Raises:
+        UnsupportedError: the layer does more than multiply by its weight.
+    """
+    hooks = layer._forward_hooks or layer._forward_pre_hooks
+    if type(layer) is not nn.Linear or "forward" in vars(layer) or hooks:
+        raise UnsupportedError(
+            f"kv_b_proj is a {type(layer).__name__}{' with hooks' if hooks else ''}; attention "
+            "over split sequences takes its weight apart, for keys and for values, and never calls "
+            "it. Leave it a plain nn.Linear: out of LoRA's target_modules, out of fp8's rules "
+            "(exclude='kv_b_proj'), without hooks."
+        )
+    return layer.weight
