@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from ..errors import PlanError, ShapeError
+from ..errors import PlanError, ShapeError, UnsupportedError
 from ..groups import check_tensors, settle
 from ..layout import local_part
 from .experts.dispatcher import LocalDispatcher
@@ -58,6 +58,7 @@ def fully_shard_moe(
     Raises:
         PlanError: the expert degree does not divide the experts, or there are none; a named
             module is not in `model`; a dispatcher of experts lies over other ranks.
+        UnsupportedError: parameters that are gathered together have different dtypes.
     """
     check_meshes(meshes)
     layers, experts, routers = (
@@ -67,18 +68,20 @@ def fully_shard_moe(
     if meshes.plan.expert > 1 and not experts:
         raise PlanError(f"expert={meshes.plan.expert}, but no experts were given. Use expert=1.")
     policy = MixedPrecisionPolicy() if precision is None else precision
+    low = torch.bfloat16, torch.float16
+    exact = policy.param_dtype in low or policy.reduce_dtype in low
+    _check_dtypes([*experts, *(routers if exact else ()), *layers, model])
     for module in experts:
         _check_shared(module, meshes.plan.expert)
         check_dispatcher(getattr(module, "dispatcher", None), meshes)
     for module in experts:
         _deal_experts(module, meshes)
         _fully_shard_experts(module, meshes, policy)
-    low = torch.bfloat16, torch.float16
-    if policy.param_dtype in low or policy.reduce_dtype in low:
+    if exact:
         compute = torch.float32 if policy.param_dtype in low else policy.param_dtype
-        exact = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+        full = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
         for module in routers:
-            fully_shard(module, mesh=meshes.fsdp, mp_policy=exact)
+            fully_shard(module, mesh=meshes.fsdp, mp_policy=full)
     for layer in layers:
         fully_shard(layer, mesh=meshes.fsdp, mp_policy=policy)
     fully_shard(model, mesh=meshes.fsdp, mp_policy=policy)
@@ -208,6 +211,22 @@ def _check_shared(module: nn.Module, degree: int) -> None:
             raise PlanError(
                 f"{name} has {parameter.shape[0]} experts, which expert={degree} ranks cannot "
                 "share equally."
+            )
+
+
+def _check_dtypes(units: list[nn.Module]) -> None:
+    """Refuse what FSDP2 would refuse at the first forward, by an assertion. Inner units lead."""
+    taken: set[nn.Parameter] = set()
+    for unit in units:
+        own = [(name, p) for name, p in unit.named_parameters() if p not in taken]
+        taken |= {parameter for _, parameter in own}
+        found = {parameter.dtype: name for name, parameter in own if parameter.requires_grad}
+        if len(found) > 1:
+            shown = ", ".join(f"{dtype} ({name})" for dtype, name in found.items())
+            raise UnsupportedError(
+                f"parameters of a {type(unit).__name__} have several dtypes: {shown}. FSDP2 "
+                "gathers those of one dtype. Convert the model to one, such as float32 with "
+                "precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16)."
             )
 
 

@@ -91,13 +91,8 @@ def sequence_of(module: Any, arguments: dict[str, Any], batch: int) -> SequenceP
     return sequence
 
 
-def _no_mask(*sizes: Any, attention_mask: Tensor | None = None, **arguments: Any) -> None:
-    """Refuse a mask: without a function of ours transformers would drop it in silence."""
-    if attention_mask is not None:
-        raise PlanError(
-            "attention over split sequences knows documents and no masks. Leave padding out of "
-            "the plan, and do not pass attention_mask."
-        )
+def _no_mask(*sizes: Any, **arguments: Any) -> None:
+    """Make no mask: a plan knows the documents, and `parallelize` has masks refused beside it."""
 
 
 def _forward(

@@ -125,7 +125,7 @@ def _end(module: Any, args: Any, output: Any) -> None:
 def _stand_in_for_a_mask(
     *sizes: Any, device: torch.device | None = None, **arguments: Any
 ) -> Tensor:
-    """Return what can be sliced like a mask; nothing reads it."""
+    """Return what attention can slice before it asks the indexer; nothing reads it."""
     return torch.zeros(1, 1, 1, 1, device=device)
 
 

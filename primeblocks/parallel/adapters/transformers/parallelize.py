@@ -194,6 +194,11 @@ def _admit_sequence(
             "a plan came without position_ids, and the model would count from the first token at "
             "hand. Call model(**local_inputs(tokens, sequence=plan, group=...))."
         )
+    if arguments.get("attention_mask") is not None:
+        raise PlanError(
+            "attention over split sequences knows documents and no masks. Leave padding out of "
+            "the plan, and do not pass attention_mask."
+        )
     if arguments.get("labels") is not None and arguments.get("shift_labels") is None:
         raise PlanError(
             "labels= shifts inside this rank's part, across its documents. Shift before the split: "
