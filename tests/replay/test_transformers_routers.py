@@ -12,8 +12,8 @@ from primeblocks.replay.reference import sigmoid_router, softmax_router
 from primeblocks.testing import tiny_models
 
 SIGMOID = [
-    *("afmoe", "deepseek_v3", "deepseek_v32", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite"),
-    *("glm_moe_dsa", "laguna", "minimax_m2", "nemotron_h", "solar_open"),
+    *("afmoe", "axk2", "deepseek_v3", "deepseek_v32", "dots1", "exaone_moe", "glm4_moe"),
+    *("glm4_moe_lite", "glm_moe_dsa", "hy_v4", "laguna", "minimax_m2", "nemotron_h", "solar_open"),
 ]
 SOFTMAX = [
     *("flex_olmo", "gpt_oss", "minimax", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe"),

@@ -57,6 +57,7 @@ def _afmoe(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> torch.Te
 # By class name within transformers.models.<family>: importing every family would take seconds.
 _FAMILIES: dict[tuple[str, str], Gates] = {
     ("afmoe", "AfmoeTokenChoiceRouter"): _afmoe,
+    ("axk2", "AXK2TopkRouter"): _sigmoid,
     ("deepseek_v3", "DeepseekV3TopkRouter"): _sigmoid,
     ("deepseek_v32", "DeepseekV32TopkRouter"): _sigmoid,
     ("dots1", "Dots1TopkRouter"): _sigmoid,
@@ -66,6 +67,7 @@ _FAMILIES: dict[tuple[str, str], Gates] = {
     ("glm4_moe_lite", "Glm4MoeLiteTopkRouter"): _sigmoid,
     ("glm_moe_dsa", "GlmMoeDsaTopkRouter"): _sigmoid,
     ("gpt_oss", "GptOssTopKRouter"): _chosen,
+    ("hy_v4", "HYV4TopkRouter"): _sigmoid,
     ("laguna", "LagunaTopKRouter"): _plain_sigmoid,
     ("minimax", "MiniMaxTopKRouter"): _renormalised,
     ("minimax_m2", "MiniMaxM2TopKRouter"): _plain_sigmoid,

@@ -100,6 +100,14 @@ _SPARSE_MOE = Conversion(
 # By `model_type`; the families that `parallel` supports.
 TRANSFORMERS: dict[str, Conversion] = {
     "afmoe": _EXPERTS,
+    "axk2": _EXPERTS
+    + Conversion(
+        (
+            rename("{*head}.mlp.fc1.weight", "{*head}.W_down.weight"),
+            rename("{*head}.mlp.fc2.weight", "{*head}.W_up.weight"),
+            rename("{*head}.self_attn.q_gate_proj.{*tail}", "{*head}.self_attn.q_b_proj.{*tail}"),
+        )
+    ),
     "deepseek_v3": _EXPERTS,
     "deepseek_v32": _EXPERTS,
     "dots1": _EXPERTS,
@@ -112,6 +120,15 @@ TRANSFORMERS: dict[str, Conversion] = {
     "glm4_moe_lite": _EXPERTS,
     "glm_moe_dsa": _EXPERTS,
     "gpt_oss": _PLAIN,
+    "hy_v4": Conversion(  # Its experts stay stacked.
+        (
+            rename("{*head}.attn_hc.{part}", "{*head}.hc_pre.hc_attn_layer.hc_{part}"),
+            rename("{*head}.ffn_hc.{part}", "{*head}.hc_pre.hc_mlp_layer.hc_{part}"),
+            rename("model.hc_head.hc_{part}", "model.hc_pre.hc_head.hc_head_{part}"),
+            rename("{*head}.sinks", "{*head}.learnable_sink_param"),
+            rename("{*head}.gate_proj.{*tail}", "{*head}.linear_gate.{*tail}"),
+        )
+    ),
     "laguna": _EXPERTS
     + Conversion(
         (
