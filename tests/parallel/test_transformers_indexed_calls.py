@@ -258,3 +258,28 @@ def _other_indexers():
 
 def test_an_indexer_that_scores_otherwise_is_refused():
     ranks.run(_other_indexers, world_size=1)
+
+
+def _compiled():
+    """Relative errors of the loss and the worst gradient, compiled against not."""
+    from primeblocks.parallel.adapters.transformers import parallelize
+
+    meshes, model = _meshes(context=2), _model("glm_moe_dsa").float()
+    parallelize(model, meshes)
+    want = _call(model, meshes.context.get_group())
+    want.backward()
+    gradients = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    model.model.layers[0].self_attn.compile(backend="eager")
+    got = _call(model, meshes.context.get_group())
+    got.backward()
+    worst = 0.0
+    for name, wanted in gradients.items():
+        error = model.get_parameter(name).grad.full_tensor() - wanted
+        worst = max(worst, float(error.norm() / wanted.norm()))
+    return abs(float((got / want).detach()) - 1), worst
+
+
+def test_compiled_attention_is_the_same():
+    for loss, gradients in ranks.run(_compiled, timeout_s=110):
+        assert max(loss, gradients) < 64 * torch.finfo(torch.float32).eps

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ....errors import PlanError, ShapeError, UnsupportedError
-from ....groups import settle
+from ....groups import outside_graphs, settle
 from ...attention.dsa import (
     IndexerInputs,
     IndexScores,
@@ -215,32 +215,34 @@ class _Scores:
         return (self._call.sequence.tokens,)
 
     def topk(self, k: int, dim: int = -1) -> _Chosen:
-        """Collective: gather the latents and the keys of all ranks at once, and choose."""
+        """Collective: see `_choose`."""
         if self._q is None or self._weights is None:
             raise _unknown("chooses before it has scores")
-        call, keys = self._call, self._keys
-        latents = call.latents
-        assert latents is not None
-        where: dict[str, Any] = {"sequence": call.sequence, "group": call.group}
-
-        def look() -> Mapping[str, object]:
-            return _look(latents, keys, **where)
-
-        settle("an indexer", look, keys, group=call.group, check=call.engines.check)
-        call.whole, everyone = gather_tokens(latents, keys, **where)
         # Queries were widened for the product; engines want them as the keys are.
-        inputs = IndexerInputs(
-            self._q[0].to(keys.dtype), keys, self._weights[0, :, 0] * self._factor
-        )
-        indices = select(
-            inputs,
-            everyone,
-            selector=TopK(k),
-            sequence=call.sequence,
-            rank=call.group.rank(),
-            scores=call.engines.scores,
-        )
-        return _Chosen(indices.transpose(0, 1))
+        q = self._q[0].to(self._keys.dtype)
+        inputs = IndexerInputs(q, self._keys, self._weights[0, :, 0] * self._factor)
+        return _Chosen(_choose(self._call, inputs, k).transpose(0, 1))
+
+
+@outside_graphs
+def _choose(call: _Call, indexer: IndexerInputs, k: int) -> Tensor:
+    """Gather the latents and the index keys of all ranks at once, and select. Collective."""
+    assert call.latents is not None
+    latents, sequence, group = call.latents, call.sequence, call.group
+
+    def look() -> Mapping[str, object]:
+        return _look(latents, indexer.k, sequence, group)
+
+    settle("an indexer", look, latents, group=group, check=call.engines.check)
+    call.whole, keys = gather_tokens(latents, indexer.k, sequence=sequence, group=group)
+    return select(
+        indexer,
+        keys,
+        selector=TopK(k),
+        sequence=sequence,
+        rank=group.rank(),
+        scores=call.engines.scores,
+    )
 
 
 def _look(
