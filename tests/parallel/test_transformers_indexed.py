@@ -242,3 +242,24 @@ def test_mixed_precision_errs_no_more_than_bfloat16(family):
     for ours, naive in ranks.run(_mixed_precision, family):
         # The lower bound: float32 throughout would err thousands of times less.
         assert naive / 10 < ours < 2 * naive < 0.2, (ours, naive)
+
+
+def _autocast():
+    """As `_mixed_precision`, by torch's autocast, over ranks and alone."""
+    from primeblocks.parallel.adapters.transformers import IndexedAttention, parallelize
+
+    meshes, kernel = _meshes(context=2), _Watched()
+    model, oracle, naive = (_model("glm_moe_dsa") for _ in range(3))
+    parallelize(model.float(), meshes, attention=IndexedAttention(kernel=kernel))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _split_imposed(model, meshes.context.get_group())
+        _alone_imposed(naive.float())
+    assert kernel.seen == {torch.bfloat16}
+    with Float64():
+        _alone_imposed(oracle)
+    return _distance(model, oracle), _distance(naive, oracle)
+
+
+def test_autocast_errs_no_more_than_the_model_alone():
+    for ours, naive in ranks.run(_autocast):
+        assert naive / 10 < ours < 2 * naive < 0.2, (ours, naive)

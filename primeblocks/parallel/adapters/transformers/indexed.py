@@ -31,6 +31,7 @@ from ...attention.dsa import (
     select,
     sparse_attention,
 )
+from ...attention.inputs import autocast
 from ...sequence import SequencePlan, check_plan
 from .attention import sequence_of, use_attention
 
@@ -85,7 +86,9 @@ def scorers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _attentions_of(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if hasattr(module, "expand_kv")]
+    # Layers that share another's choice have an indexer too, which is None.
+    names = ("expand_kv", "indexer")
+    return [m for m in model.modules() if all(hasattr(m, name) for name in names)]
 
 
 @dataclass
@@ -136,7 +139,7 @@ def _keep_latents(
     call: _Call | None = module.indexed_call
     if call is None:
         return own(latents, rotated)
-    kv = torch.cat([latents, rotated], dim=-1)
+    kv = autocast(torch.cat([latents, rotated], dim=-1))  # As attention will, before it travels.
     call.latents = kv[0, 0]
     return kv, kv
 
