@@ -23,7 +23,6 @@ from ....errors import PlanError, ShapeError, UnsupportedError
 from ....groups import outside_graphs, settle
 from ...attention.dsa import (
     IndexerInputs,
-    IndexScores,
     Rows,
     SparseKernel,
     TopK,
@@ -31,6 +30,7 @@ from ...attention.dsa import (
     select,
     sparse_attention,
 )
+from ...attention.dsa.indexer import IndexScores
 from ...attention.inputs import autocast
 from ...sequence import SequencePlan, check_plan
 from .attention import sequence_of, use_attention
