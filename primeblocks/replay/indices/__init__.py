@@ -1,0 +1,5 @@
+"""Replay an engine's selection of attended positions: sparse attention with an indexer."""
+
+from .values import Indices
+
+__all__ = ["Indices"]
