@@ -134,7 +134,7 @@ def decode(payload: Bytes, *, max_bytes: int | None) -> Decoded:
     body = np.frombuffer(unseal(payload, kind=_KIND, format_version=_FORMAT), dtype=np.uint8)
     if len(body) < _SIZES.size:
         raise CorruptionError(f"a body of {len(body)} bytes cannot hold the sizes of index sets")
-    top_k, layers, tokens, documents, turns = _SIZES.unpack_from(body)
+    top_k, layers, tokens, documents, turns = _SIZES.unpack_from(body)  # type: ignore[arg-type]
     if max_bytes is not None and 4 * top_k * layers * tokens > max_bytes:
         raise CapacityError(
             f"{tokens} tokens x {layers} layers x {top_k} ids take {4 * top_k * layers * tokens}"

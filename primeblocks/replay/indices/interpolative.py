@@ -1,11 +1,11 @@
 """Binary interpolative coding of sets of integers, a whole level at a time.
 
 The middle member of a sorted set is written first, in as few bits as the bounds leave: with `c`
-members among the integers `low..high` the one at `c // 2` has only `high - low + 2 - c` places. Each
-half then lies within tighter bounds, and a half that fills its bounds costs nothing at all, so
+members among the integers `low..high` the one at `c // 2` has only `high - low + 2 - c` places.
+Each half then lies within tighter bounds, and a half that fills its bounds costs nothing at all, so
 members that lie together are cheap. All sets are at the same depth together: numpy writes or reads
-a level of every set in a few calls. A code of `bits` or `bits + 1` bits is split: the first `bits` of
-the level come first, from them a reader knows which codes have one more, and those bits follow.
+a level of every set in a few calls. A code of `bits` or `bits + 1` bits is split: the first `bits`
+of the level come first, from them a reader knows which codes have one more, and those bits follow.
 
 Source: A. Moffat, L. Stuiver, "Binary interpolative coding for effective index compression" (2000).
 """

@@ -1,7 +1,7 @@
 """Sets told from one another: which earlier set is nearest, what goes from it, and what comes.
 
-Neighbouring queries look at much the same keys, and those that look for the same thing even more so:
-the nearest of the last `WINDOW` sets of a layer is a better guess than the last one alone.
+Neighbouring queries look at much the same keys, and those that look for the same thing even more
+so: the nearest of the last `WINDOW` sets of a layer is a better guess than the last one alone.
 """
 
 from __future__ import annotations

@@ -1,0 +1,53 @@
+"""Agreement of two selections."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...errors import ShapeError
+from .values import Indices
+
+__all__ = ["IndexAgreement", "compare"]
+
+
+@dataclass(frozen=True)
+class IndexAgreement:
+    """Agreement of two selections of the same tokens, by layer.
+
+    Attributes:
+        equal_rows: fraction of rows that hold the same ids.
+        overlap: mean over rows of the ids that both hold over those of the larger row.
+        rows: rows that both know, and in which a choice was made at all.
+    """
+
+    equal_rows: dict[int, float]
+    overlap: dict[int, float]
+    rows: dict[int, int]
+
+
+def compare(one: Indices, other: Indices) -> IndexAgreement:
+    """Compare two selections, where both are known and a token sees more than `top_k`. Local.
+
+    Raises:
+        ShapeError: they are of other tokens or layers.
+    """
+    same = one.layer_ids == other.layer_ids and np.array_equal(one.positions, other.positions)
+    if not same:
+        raise ShapeError(f"{one} and {other} are not of the same tokens and layers")
+    equal, overlap, counts = {}, {}, {}
+    chosen = one.positions + 1 > max(one.top_k, other.top_k)
+    for column, layer in enumerate(one.layer_ids):
+        known = chosen & ~(one.missing[:, column] | other.missing[:, column])
+        shared = [
+            (len(np.intersect1d(a[a >= 0], b[b >= 0], assume_unique=True)),
+             max((a >= 0).sum(), (b >= 0).sum()))
+            for a, b in zip(one.ids[known, column], other.ids[known, column], strict=True)
+        ]  # fmt: skip
+        counts[layer] = len(shared)
+        both = np.array(shared, dtype=np.float64).reshape(-1, 2)
+        part = both[:, 0] / np.maximum(both[:, 1], 1)
+        equal[layer] = float((part == 1).mean()) if len(part) else 1.0
+        overlap[layer] = float(part.mean()) if len(part) else 1.0
+    return IndexAgreement(equal, overlap, counts)

@@ -1,0 +1,305 @@
+"""Write down what an indexer selects, and make another one select the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...errors import PlanError, ShapeError, UsageError
+from .values import Indices
+
+__all__ = ["Indexer", "Tape", "impose", "record"]
+
+
+@runtime_checkable
+class Indexer(Protocol):
+    """One indexer of a model: a module that returns the ids that its layer attends to.
+
+    Adapters make these (`adapters.transformers.indexers(model)`). Layers that share the selection
+    of another one have none.
+    """
+
+    @property
+    def module(self) -> nn.Module:
+        """A module whose output is integers `[batch, tokens, width]`: places of keys."""
+
+    @property
+    def layer_id(self) -> int:
+        """Index among all hidden layers of the model."""
+
+    def filled(self, ids: Tensor) -> Tensor:
+        """The same ids, -1 behind the last one, as the host's attention takes them."""
+
+
+class _Where:
+    """Where the rows of a forward stand: their places in their documents, and where those begin."""
+
+    def __init__(self, positions: Any, starts: Any) -> None:
+        self.positions, self.starts = (
+            None if x is None else torch.as_tensor(x, dtype=torch.int64).cpu()
+            for x in (positions, starts)
+        )
+        if (self.positions is None) != (self.starts is None):
+            raise UsageError(
+                "positions and starts belong together: pass sequence.positions(rank) and "
+                "sequence.document_starts(rank), or neither for one document a row."
+            )
+
+    def of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions and starts of the rows of `[batch, tokens, width]`, flattened."""
+        batch, tokens = ids.shape[:2]
+        if self.positions is None or self.starts is None:
+            positions = torch.arange(tokens).repeat(batch)
+            return positions, torch.zeros_like(positions)
+        if not self.positions.shape == self.starts.shape == (batch * tokens,):
+            raise ShapeError(
+                f"an indexer ran on {batch} x {tokens} tokens; positions "
+                f"{tuple(self.positions.shape)}, starts {tuple(self.starts.shape)} are of others."
+            )
+        return self.positions, self.starts
+
+
+@contextmanager
+def record(
+    indexers: Sequence[Indexer], *, positions: Any = None, starts: Any = None
+) -> Iterator[Tape]:
+    """Keep the selection of one forward.
+
+    A layer that runs again in the same context must select the same: recomputation under
+    activation checkpointing does, a second forward of other tokens does not. Local; keeps ids on
+    the device until `tape.indices` is read.
+
+    Args:
+        positions: integers `[rows]`, the place of each token in its document; default: a batch of
+            documents that begin where their row begins.
+        starts: integers `[rows]`, the place of the first token of each token's document among the
+            keys. Both for packed documents, and for a rank's part of them.
+
+    Raises:
+        UsageError: no indexer, positions without starts, or a layer selected otherwise when it ran
+            again (from `tape.indices`).
+        ShapeError: an output is no integers `[batch, tokens, width]`, or of other tokens (from
+            within the forward).
+    """
+    where = _Where(positions, starts)
+    layers = [_Recorded(indexer, where) for indexer in _ordered(indexers)]
+    handles = [layer.indexer.module.register_forward_hook(layer) for layer in layers]
+    try:
+        yield Tape(layers)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class Tape:
+    """The selection of one forward, by layer."""
+
+    def __init__(self, layers: Sequence[_Recorded]) -> None:
+        self._layers = layers
+
+    @property
+    def indices(self) -> Indices:
+        """The recorded selection, as positions inside documents. Copies to the host.
+
+        Ids behind a token's own position are left out: transformers' early queries name some, and
+        mask them afterwards.
+
+        Raises:
+            UsageError: a layer has not run, or selected otherwise when it ran again.
+            ShapeError: the layers saw different numbers of tokens.
+        """
+        silent = [one.indexer.layer_id for one in self._layers if one.ids is None]
+        changed = [one.indexer.layer_id for one in self._layers if one.changed]
+        if silent or changed:
+            raise UsageError(
+                f"layers {silent} have not run, layers {changed} selected otherwise when they ran "
+                "again. Record one forward, and read the tape after it."
+            )
+        found = [one.inside_documents() for one in self._layers]
+        if len({ids.shape for ids in found}) != 1:
+            raise ShapeError(f"layers differ in tokens or width: {[i.shape for i in found]}")
+        return Indices.from_array(
+            np.stack(found, axis=1),
+            layer_ids=[one.indexer.layer_id for one in self._layers],
+            positions=self._layers[0].positions.numpy(),
+        )
+
+
+class _Recorded:
+    """The forward hook of one indexer."""
+
+    def __init__(self, indexer: Indexer, where: _Where) -> None:
+        self.indexer, self._where = indexer, where
+        self.ids: Any = None
+        self.changed: Any = False
+        self.positions = self.starts = torch.zeros(0, dtype=torch.int64)
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        ids = _checked(self.indexer, output).detach()
+        if self.ids is None:
+            self.positions, self.starts = self._where.of(ids)
+            self.ids = ids.to(torch.int32, copy=True)
+            return
+        same = ids.shape == self.ids.shape and bool((ids == self.ids).all())
+        self.changed = self.changed or not same
+
+    def inside_documents(self) -> np.ndarray:
+        ids = self.ids.flatten(0, 1).cpu().long()
+        inside = ids - self.starts[:, None]
+        known = (ids >= 0) & (inside <= self.positions[:, None])
+        found: np.ndarray = torch.where(known, inside, -1).to(torch.int32).numpy()
+        return found
+
+
+@contextmanager
+def impose(
+    indexers: Sequence[Indexer], indices: Indices, *, positions: Any = None, starts: Any = None
+) -> Iterator[None]:
+    """Make the indexers select what `indices` hold while the context is open.
+
+    A missing row, and a known one without ids, keeps the selection of the model itself. Nothing is
+    consumed: a layer that runs again gets the same rows. One context is one micro-batch; with
+    activation checkpointing its backward belongs inside too, and a recomputation outside is
+    refused. Local; the ids are copied once to the device of each indexer.
+
+    Args:
+        indices: one row for each token of the micro-batch, in the order of the flattened batch.
+        positions, starts: as in `record`.
+
+    Raises:
+        PlanError: the indices are of other layers.
+        ShapeError: they are of another number of tokens (from within the forward), or at other
+            positions than the batch's.
+        UsageError: no indexer, a second context around the first, or positions without starts; on
+            leaving, an indexer never ran; from within backward, a layer was recomputed after the
+            context.
+    """
+    ordered, where = _ordered(indexers), _Where(positions, starts)
+    layer_ids = tuple(indexer.layer_id for indexer in ordered)
+    if set(layer_ids) != set(indices.layer_ids):
+        raise PlanError(
+            f"the model selects in layers {layer_ids}, the indices are of {indices.layer_ids}. A "
+            "part of a model takes indices.select_layers(layer_ids)."
+        )
+    layers = [_Imposed(indexer, indices, where) for indexer in ordered]
+    for layer in layers:
+        hooks = layer.indexer.module._forward_hooks
+        if any(isinstance(hook, _Imposed) for hook in hooks.values()):
+            raise UsageError(
+                f"layer {layer.indexer.layer_id} is imposed already: recomputation could not tell "
+                "the micro-batches apart. Close the first context before the second."
+            )
+        for key in [key for key, hook in hooks.items() if isinstance(hook, _Closed)]:
+            del hooks[key]
+    handles = [layer.indexer.module.register_forward_hook(layer) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    silent = [layer.indexer.layer_id for layer in layers if not layer.ran]
+    if silent:
+        raise UsageError(f"layers {silent} never ran, so nothing was imposed on them.")
+    for layer in layers:
+        if layer.ran_with_grad:
+            _Closed.on(layer.indexer)
+
+
+class _Imposed:
+    """The forward hook of one indexer: read-only rows, so that running twice is harmless."""
+
+    def __init__(self, indexer: Indexer, indices: Indices, where: _Where) -> None:
+        self.indexer, self._where = indexer, where
+        column = indices.layer_ids.index(indexer.layer_id)
+        self._positions = torch.from_numpy(indices.positions.astype(np.int64))
+        self._inside = torch.from_numpy(indices.ids[:, column].copy())
+        self._rows: Tensor | None = None
+        self.ran = self.ran_with_grad = False
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Tensor:
+        own = _checked(self.indexer, output)
+        rows = self._places(own)
+        self.ran = True
+        self.ran_with_grad = self.ran_with_grad or torch.is_grad_enabled()
+        width = max(own.shape[2], rows.shape[1])
+        theirs = _widened(rows, width).view(*own.shape[:2], width)
+        kept = self.indexer.filled(_widened(own.flatten(0, 1), width)).view_as(theirs)
+        known = theirs[..., :1] >= 0
+        imposed = self.indexer.filled(theirs.flatten(0, 1)).view_as(theirs)
+        return torch.where(known, imposed, kept).to(own.dtype)
+
+    def _places(self, own: Tensor) -> Tensor:
+        """Places of keys, `[rows, top_k]`, on the device; the same for every run."""
+        if self._rows is not None and self._rows.shape[0] == own.shape[0] * own.shape[1]:
+            return self._rows
+        positions, starts = self._where.of(own)
+        if positions.shape != self._positions.shape:
+            raise ShapeError(
+                f"layer {self.indexer.layer_id} runs on {len(positions)} tokens, the indices hold "
+                f"{len(self._positions)}. Fill up with indices.with_missing(after=...)."
+            )
+        known = self._inside[:, 0] >= 0
+        if not torch.equal(positions[known], self._positions[known]):
+            raise ShapeError(
+                f"layer {self.indexer.layer_id}: the indices are of tokens at other positions than "
+                "the batch's. Order them like its rows: indices.take(sequence.indices(rank))."
+            )
+        ids = self._inside.long()
+        rows = torch.where(ids >= 0, ids + starts[:, None], -1)
+        self._rows = rows.to(own.device, own.dtype)
+        return self._rows
+
+
+class _Closed:
+    """The forward hook after a context: refuses a recomputation, and goes with the next forward."""
+
+    def __init__(self, layer_id: int) -> None:
+        self._layer_id = layer_id
+        self._handle: Any = None
+
+    @classmethod
+    def on(cls, indexer: Indexer) -> None:
+        hook = cls(indexer.layer_id)
+        hook._handle = indexer.module.register_forward_hook(hook)
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        # As torch's own checkpoints tell recomputation: only the autograd engine has graph tasks.
+        if torch._C._current_graph_task_id() != -1:
+            raise UsageError(
+                f"layer {self._layer_id} is recomputed after its impose was closed, and would "
+                "select otherwise than its forward. Call backward inside the context."
+            )
+        self._handle.remove()
+
+
+def _ordered(indexers: Sequence[Indexer]) -> list[Indexer]:
+    if isinstance(indexers, nn.Module):
+        raise UsageError(
+            f"pass the indexers of the model, not the {type(indexers).__name__} itself: "
+            "replay.adapters.transformers.indexers(model)"
+        )
+    ordered = sorted(indexers, key=lambda indexer: indexer.layer_id)
+    if not ordered:
+        raise UsageError("no indexers: there is no selection to replay")
+    return ordered
+
+
+def _checked(indexer: Indexer, output: Any) -> Tensor:
+    sound = isinstance(output, Tensor) and output.ndim == 3
+    if not sound or output.dtype not in (torch.int32, torch.int64):
+        shown = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        raise ShapeError(
+            f"layer {indexer.layer_id}: an indexer must return integers [batch, tokens, width]; "
+            f"got {shown}"
+        )
+    found: Tensor = output
+    return found
+
+
+def _widened(ids: Tensor, width: int) -> Tensor:
+    return torch.nn.functional.pad(ids, (0, width - ids.shape[1]), value=-1)
