@@ -15,9 +15,10 @@ from .harness import main
 
 
 def measure() -> dict[str, tuple[float, str, str]]:
-    from .dsa_parts import balance, memory, wire
+    from .dsa_parts import balance, index_replay, memory, wire
 
-    return {**balance.figures(), **memory.figures(), **wire.figures()}
+    parts = (balance, memory, wire, index_replay)
+    return {name: figure for part in parts for name, figure in part.figures().items()}
 
 
 if __name__ == "__main__":
