@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, wraps
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +19,10 @@ from torch import Tensor
 from ..errors import PlanError, ShapeError
 from ..groups import all_to_all_rows, check_group, check_tensors, facts_of, outside_graphs, settle
 
-__all__ = ["Run", "SequencePlan", "check_plan", "merge_pieces", "plan_sequence"]
+__all__ = ["Run", "SequencePlan", "check_plan", "kept_on_plan", "merge_pieces", "plan_sequence"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 ORDERS = ("balanced", "contiguous", "zigzag")
 
@@ -245,6 +248,27 @@ class SequencePlan:
                 f"needs {what}, {size} tokens along dim {dim}; got {tuple(x.shape)}. "
                 f"The plan holds {self.tokens} tokens, {list(self.counts)} by rank."
             )
+
+
+def kept_on_plan(function: Callable[Concatenate[SequencePlan, P], R]) -> Callable[..., R]:
+    """Compute once for each plan and other arguments; the result lives as long as the plan. Pure.
+
+    Where a checkpoint recomputes a layer nothing is computed anew, whatever other plans are in use:
+    selective checkpointing refuses operators that the forward did not need.
+    """
+
+    # Its name, for plans are pickled with what is kept on them.
+    name = f"{function.__module__}.{function.__qualname__}"
+
+    @wraps(function)
+    def call(sequence: SequencePlan, *args: P.args, **kwargs: P.kwargs) -> R:
+        kept: dict[Any, R] = sequence.__dict__.setdefault("_kept", {})
+        key = (name, args, tuple(kwargs.items()))
+        if key not in kept:
+            kept[key] = function(sequence, *args, **kwargs)
+        return kept[key]
+
+    return call
 
 
 def check_plan(sequence: object, group: dist.ProcessGroup) -> None:

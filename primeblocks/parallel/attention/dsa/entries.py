@@ -14,7 +14,6 @@ it lacks. All of it is plans and plain tensors:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,7 @@ from torch import Tensor
 from ....errors import PlanError, ShapeError
 from ....groups import check_tensors, facts_of, outside_graphs, settle
 from ...halo import Halo, find_halo
-from ...sequence import Run, SequencePlan, check_plan, merge_pieces
+from ...sequence import Run, SequencePlan, check_plan, kept_on_plan, merge_pieces
 from ..kernel import accumulator_dtype
 from .ids import check_whole, first_entries
 
@@ -146,8 +145,8 @@ def _owned(run: Run, ratio: int) -> range:
     return range((run.start - run.document) // ratio, (run.stop - run.document) // ratio)
 
 
-# Every layer of a step asks for the same plans and tables; a few are in flight at most.
-@lru_cache(maxsize=16)
+# Every layer of a step asks for the same plans and tables.
+@kept_on_plan
 def _entries(sequence: SequencePlan, ratio: int) -> SequencePlan:
     first = first_entries(sequence, ratio)
     pieces = []
@@ -158,7 +157,7 @@ def _entries(sequence: SequencePlan, ratio: int) -> SequencePlan:
     return _plan(lengths, sequence.order, pieces)
 
 
-@lru_cache(maxsize=16)
+@kept_on_plan
 def _both(sequence: SequencePlan, entries: SequencePlan) -> SequencePlan:
     behind = sequence.tokens
     pieces = [
@@ -186,7 +185,7 @@ class _Table:
     present: Tensor
 
 
-@lru_cache(maxsize=16)
+@kept_on_plan
 def _table(
     sequence: SequencePlan, rank: int, ratio: int, overlap: int, device: torch.device
 ) -> _Table:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ....groups import all_gather_rows, reduce_scatter_rows
-from ...sequence import SequencePlan
+from ...sequence import SequencePlan, kept_on_plan
 
 __all__ = ["gather_tokens", "scatter_gradients"]
 
@@ -64,8 +62,8 @@ def scatter_gradients(whole: Tensor, *, sequence: SequencePlan, group: dist.Proc
     return reduce_scatter_rows(padded, group=group)[:own]
 
 
-# Every layer of a step asks for the same; a few plans are in flight at most.
-@lru_cache(maxsize=16)
+# Every layer of a step asks for the same.
+@kept_on_plan
 def _row_of_token(sequence: SequencePlan, device: torch.device) -> Tensor:
     """`[tokens]`: the row of each token where every rank has room for as many as the fullest."""
     most = max(sequence.counts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from itertools import accumulate
 from numbers import Integral
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....errors import PlanError, ShapeError
-from ...sequence import SequencePlan
+from ...sequence import SequencePlan, kept_on_plan
 
 __all__ = [
     "Queries",
@@ -58,7 +57,7 @@ class Queries(NamedTuple):
 
 
 # On the device, where every layer of a step asks for the same: a copy would make the host wait.
-@lru_cache(maxsize=16)
+@kept_on_plan
 def queries_of(sequence: SequencePlan, rank: int, ratio: int, device: torch.device) -> Queries:
     """Return the queries of a rank, and entries of `ratio` tokens. Local."""
     first = first_entries(sequence, ratio)
