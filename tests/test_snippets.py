@@ -210,6 +210,11 @@ def replay():
         "rollout_logprobs": logprobs[1],
         "mask": TOKENS > 0,
         "other_routes": tape.routes,
+        "torch": torch,
+        **{
+            name: tiny_models.build("glm_moe_dsa", seed=seed, **SIZES)
+            for seed, name in enumerate(("indexed_engine", "indexed_trainer"))
+        },
     }
     yield names
     theirs = [(one.module, one.layer_id, one.num_experts, one.top_k) for one in routers(trainer)]
