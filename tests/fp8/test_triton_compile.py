@@ -4,13 +4,13 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from primeblocks.errors import UnsupportedError
 from primeblocks.fp8 import Tile, quantize
+from tests.triton_compiler import compiled, spilled_bytes
 
 TARGETS = (90, 100)  # Hopper and Blackwell
 QUANTIZE = {
@@ -54,33 +54,6 @@ def kernels():
     from primeblocks.fp8.adapters.triton import quantize as quantizer
 
     return quantizer._quantize_blocks, gemm
-
-
-def compiled(kernel, pointers, constants, *, target, warps):
-    """Compile as a launch would: sizes, strides and addresses are multiples of 16."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = kernel.arg_names
-    kinds = {name: pointers.get(name, "i32") for name in names}
-    kinds |= dict.fromkeys(constants, "constexpr")
-    multiples = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n not in constants}
-    source = ASTSource(kernel, kinds, constants, multiples)
-    options = {"num_warps": warps, "enable_fp_fusion": False}
-    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
-
-
-def spilled_bytes(binary, folder):
-    """Bytes of local memory a thread, as the assembler's own tool says."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    file = folder / "kernel.cubin"
-    file.write_bytes(binary.asm["cubin"])
-    command = [tool, "--dump-resource-usage", file]
-    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return sum(int(n) for n in re.findall(r"(?:STACK|LOCAL):(\d+)", usage))
 
 
 def compiled_quantizer(kernel, variant, dtype, target):
