@@ -1,0 +1,308 @@
+"""Backward of attention over selected rows, in two kernels; never run on a GPU.
+
+Both multiply queries and gradients of outputs, stacked as one matrix, by the same rows: scores and
+slopes of the weights are one product, and so are the two parts of a row's gradient. The first
+kernel goes by queries, as the forward, the second by tiles of selected rows, over all heads, which
+are added to the rows once.
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+from .fixed_point import add_columns, unit_of
+from .rows import (
+    choose_rows,
+    count_ids,
+    load_columns,
+    multiply,
+    multiply_rows,
+    read_rows,
+    round_to,
+    store_columns,
+)
+
+__all__ = ["add_to_rows", "find_slopes"]
+
+
+@triton.jit
+@no_type_check
+def _load_stack(
+    q,
+    grad,
+    first,
+    heads,
+    column,
+    q_head,
+    grad_head,
+    KEY: tl.constexpr,
+    KEY_END: tl.constexpr,
+    VALUE: tl.constexpr,
+    VALUE_END: tl.constexpr,
+    HEADS: tl.constexpr,
+    TURN: tl.constexpr,
+):
+    """Load gradients of outputs and queries, each in its columns of a row, TURN heads by turns."""
+    line = tl.arange(0, 2 * HEADS)
+    head = (first + line // (2 * TURN) * TURN + line % TURN)[:, None]
+    of_q = (line // TURN % 2 == 1)[:, None]
+    in_key = (column >= KEY) & (column < KEY_END)
+    in_value = (column >= VALUE) & (column < VALUE_END)
+    queries = q + head * q_head + (column - KEY)[None, :]
+    gradients = grad + head * grad_head + (column - VALUE)[None, :]
+    inside = (head < heads) & tl.where(of_q, in_key[None, :], in_value[None, :])
+    return tl.load(tl.where(of_q, queries, gradients), inside, other=0.0)
+
+
+@triton.jit
+@no_type_check
+def _unstack(x, TURN: tl.constexpr):
+    """Part gradients from queries; of 8 by turns, a thread holds both of a head."""
+    heads: tl.constexpr = x.shape[0] // 2
+    columns: tl.constexpr = x.shape[1]
+    x = tl.permute(tl.reshape(x, (heads // TURN, 2, TURN, columns)), (0, 2, 3, 1))
+    first, second = tl.split(x)
+    return tl.reshape(first, (heads, columns)), tl.reshape(second, (heads, columns))
+
+
+@triton.jit
+@no_type_check
+def _largest(x):
+    """The largest magnitude of each line; a NaN is larger than any number."""
+    bits = x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(bits, 1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+@no_type_check
+def _look_at_heads(
+    out,
+    grad,
+    q,
+    own,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    KEY: tl.constexpr,
+    KEY_END: tl.constexpr,
+    VALUE: tl.constexpr,
+    VALUE_END: tl.constexpr,
+    FIXED: tl.constexpr,
+):
+    """Multiply outputs and their gradients. FIXED: find the largest gradient, and query, too."""
+    product = tl.zeros(own.shape, tl.float32)
+    of_grad = product
+    of_q = product
+    for part in tl.static_range(2 if B else 1):
+        column = tl.arange(0, A) if part == 0 else A + tl.arange(0, B)
+        if part == 0 or VALUE_END > A:
+            slopes = load_columns(grad, column, own, VALUE, VALUE_END).to(tl.float32)
+            result = load_columns(out, column, own, VALUE, VALUE_END).to(tl.float32)
+            product += tl.sum(slopes * result, 1)
+            if FIXED:
+                of_grad = tl.maximum(of_grad, _largest(slopes))
+        if FIXED:
+            queries = load_columns(q, column, own, KEY, KEY_END)
+            of_q = tl.maximum(of_q, _largest(queries))
+    return product, of_grad, of_q
+
+
+@triton.jit
+@no_type_check
+def _to_base_2(lse):
+    """The logarithm to base 2; of no weight at all 0, as no score is then above -inf."""
+    return tl.where(lse == float("-inf"), 0.0, lse * 1.4426950408889634)
+
+
+@triton.jit
+@no_type_check
+def find_slopes(
+    grad,
+    q,
+    kv,
+    indices,
+    out,
+    lse,
+    dq,
+    delta,
+    largest,
+    heads,
+    groups,
+    entries,
+    k,
+    scale,
+    grad_token,
+    grad_head,
+    q_token,
+    q_head,
+    kv_row,
+    kv_group,
+    FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    KEY: tl.constexpr,
+    KEY_END: tl.constexpr,
+    VALUE: tl.constexpr,
+    VALUE_END: tl.constexpr,
+    FIXED: tl.constexpr,
+    HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    """Find the gradient of a query, and `delta`, the product of output and gradient.
+
+    FIXED: and the largest that a number of its contribution to a row may be.
+    """
+    across = tl.cdiv(heads, HEADS)
+    program = tl.program_id(0)
+    block = program % across * HEADS
+    group = program // across % groups
+    token = (program // (across * groups)).to(tl.int64)
+    indices += (token * groups + group) * k
+    length = count_ids(indices, k, SPAN)
+    kv += group.to(tl.int64) * kv_group + FIRST
+    q += token * q_token + group * heads * q_head
+    grad += token * grad_token + group * heads * grad_head
+    head = block + tl.arange(0, HEADS)
+    own = head < heads
+    of_head = (token * groups + group) * heads + head
+    out += of_head[:, None] * (VALUE_END - VALUE)
+    product, of_grad, of_q = _look_at_heads(
+        *(out, grad + head[:, None] * grad_head, q + head[:, None] * q_head, own),
+        *(A, B, KEY, KEY_END, VALUE, VALUE_END, FIXED),
+    )
+    tl.store(delta + of_head, product, own)
+    total = _to_base_2(tl.load(lse + of_head, own, other=0.0))
+
+    a = tl.arange(0, A)
+    stack_a = _load_stack(
+        *(q, grad, block, heads, a, q_head, grad_head, KEY, KEY_END, VALUE, VALUE_END, HEADS, 8)
+    )
+    stack_b = stack_a
+    dq_a = tl.zeros((HEADS, A), tl.float32)
+    if B:
+        b = A + tl.arange(0, B)
+        stack_b = _load_stack(
+            *(q, grad, block, heads, b, q_head, grad_head, KEY, KEY_END, VALUE, VALUE_END, HEADS, 8)
+        )
+        dq_b = tl.zeros((HEADS, B), tl.float32)
+    most = tl.zeros((TILE,), tl.int32)
+    for start in tl.range(0, length, TILE, num_stages=STAGES):
+        rows, seen, valid = choose_rows(kv, indices, start, length, entries, kv_row, TILE)
+        both, row_a, row_b = multiply_rows(stack_a, stack_b, rows, seen, WIDTH, A, B)
+        slope, scores = _unstack(both, 8)
+        scores = tl.where(seen[None, :], scores * (scale * 1.4426950408889634), float("-inf"))
+        scores = tl.where(valid[None, :], scores, float("nan"))
+        weights = tl.exp2(scores - total[:, None])
+        slope = weights * (slope - product[:, None])
+        if FIXED:
+            size = weights * of_grad[:, None] + tl.abs(slope * scale) * of_q[:, None]
+            size = tl.sum(size, 0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            most = tl.maximum(most, size)
+        slope = round_to(slope, row_a.dtype)
+        dq_a = multiply(slope, row_a, dq_a)
+        if B:
+            dq_b = multiply(slope, row_b, dq_b)
+    dq += of_head[:, None] * (KEY_END - KEY)
+    store_columns(dq, a, dq_a * scale, own, KEY, KEY_END)
+    if B:
+        store_columns(dq, b, dq_b * scale, own, KEY, KEY_END)
+    if FIXED:
+        tl.atomic_max(largest, tl.max(most, 0), sem="relaxed")
+
+
+@triton.jit
+@no_type_check
+def add_to_rows(
+    grad,
+    q,
+    kv,
+    indices,
+    lse,
+    delta,
+    dkv,
+    largest,
+    heads,
+    groups,
+    entries,
+    k,
+    scale,
+    row_width,
+    grad_token,
+    grad_head,
+    q_token,
+    q_head,
+    kv_row,
+    kv_group,
+    FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    KEY: tl.constexpr,
+    KEY_END: tl.constexpr,
+    VALUE: tl.constexpr,
+    VALUE_END: tl.constexpr,
+    FIXED: tl.constexpr,
+    ROOM: tl.constexpr,
+    HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Add the gradients of a tile of one query's rows, all heads together."""
+    tiles = tl.cdiv(k, TILE)
+    program = tl.program_id(0)
+    at = program % tiles * TILE + tl.arange(0, TILE)
+    group = program // tiles % groups
+    token = (program // (tiles * groups)).to(tl.int64)
+    ids = tl.load(indices + (token * groups + group) * k + at, at < k, other=-1)
+    if tl.max(ids, 0) < 0:
+        return
+    seen = (ids >= 0) & (ids < entries)
+    place = tl.where(seen, ids, 0).to(tl.int64)
+    rows = kv + group.to(tl.int64) * kv_group + place[:, None] * kv_row + FIRST
+    a = tl.arange(0, A)
+    row_a = read_rows(rows, a, seen, WIDTH, A)
+    sum_a = tl.zeros((TILE, A), tl.float32)
+    if B:
+        b = A + tl.arange(0, B)
+        row_b = read_rows(rows, b, seen, WIDTH, A + B)
+        sum_b = tl.zeros((TILE, B), tl.float32)
+    q += token * q_token + group * heads * q_head
+    grad += token * grad_token + group * heads * grad_head
+    of_heads = (token * groups + group) * heads
+    for first in tl.range(0, heads, HEADS, num_stages=STAGES):
+        head = first + tl.arange(0, HEADS)
+        # Heads that are not there have weights of 0.
+        total = tl.load(lse + of_heads + head, head < heads, other=float("inf"))
+        product = tl.load(delta + of_heads + head, head < heads, other=0.0)
+        stack_a = _load_stack(
+            *(q, grad, first, heads, a, q_head, grad_head, KEY, KEY_END, VALUE, VALUE_END, HEADS, 1)
+        )
+        both = tl.zeros((TILE, 2 * HEADS), tl.float32)
+        both = multiply(row_a, tl.trans(stack_a), both)
+        if B:
+            stack_b = _load_stack(
+                *(q, grad, first, heads, b, q_head, grad_head),
+                *(KEY, KEY_END, VALUE, VALUE_END, HEADS, 1),
+            )
+            both = multiply(row_b, tl.trans(stack_b), both)
+        slope, scores = tl.split(tl.reshape(both, (TILE, HEADS, 2)))
+        scores = scores * (scale * 1.4426950408889634) - _to_base_2(total)[None, :]
+        weights = tl.exp2(tl.where(seen[:, None], scores, float("-inf")))
+        slope = weights * (slope - product[None, :]) * scale
+        stacked = tl.reshape(tl.join(weights, slope), (TILE, 2 * HEADS))
+        stacked = round_to(stacked, row_a.dtype)
+        sum_a = multiply(stacked, stack_a, sum_a)
+        if B:
+            sum_b = multiply(stacked, stack_b, sum_b)
+    target = dkv + (place * groups + group)[:, None] * row_width + FIRST
+    exponent, finite = 0, True
+    if FIXED:
+        exponent, finite = unit_of(largest, ROOM)
+    add_columns(target, seen, 0, sum_a, exponent, finite, WIDTH, FIXED)
+    if B:
+        add_columns(target, seen, A, sum_b, exponent, finite, WIDTH, FIXED)

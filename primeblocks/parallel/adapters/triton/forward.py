@@ -1,0 +1,104 @@
+"""Forward of attention over selected rows: one program a query and its heads; never run on a GPU.
+
+Tiles of selected rows stream through shared memory, each read once and multiplied twice, with the
+softmax on the way (arXiv:1805.02867). No row is copied in memory.
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+from .rows import (
+    choose_rows,
+    count_ids,
+    load_columns,
+    multiply,
+    multiply_rows,
+    round_to,
+    store_columns,
+)
+
+__all__ = ["attend"]
+
+
+@triton.jit
+@no_type_check
+def attend(
+    q,
+    kv,
+    indices,
+    out,
+    lse,
+    heads,
+    groups,
+    entries,
+    k,
+    scale,
+    q_token,
+    q_head,
+    kv_row,
+    kv_group,
+    FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    KEY: tl.constexpr,
+    KEY_END: tl.constexpr,
+    VALUE: tl.constexpr,
+    VALUE_END: tl.constexpr,
+    HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    """Attend from one query, with up to HEADS of a group's heads, to its rows of the group.
+
+    `heads` are those of a group; `scale` is that of scores to base 2.
+    """
+    across = tl.cdiv(heads, HEADS)
+    program = tl.program_id(0)
+    head = program % across * HEADS + tl.arange(0, HEADS)
+    own = head < heads
+    group = program // across % groups
+    token = (program // (across * groups)).to(tl.int64)
+    indices += (token * groups + group) * k
+    length = count_ids(indices, k, SPAN)
+    kv += group.to(tl.int64) * kv_group + FIRST
+    q += token * q_token + (group * heads + head)[:, None] * q_head
+    a = tl.arange(0, A)
+    q_a = load_columns(q, a, own, KEY, KEY_END)
+    q_b = q_a
+    sum_a = tl.zeros((HEADS, A), tl.float32)
+    if B:
+        b = A + tl.arange(0, B)
+        q_b = load_columns(q, b, own, KEY, KEY_END)
+        if VALUE_END > A:
+            sum_b = tl.zeros((HEADS, B), tl.float32)
+    most = tl.full((HEADS,), float("-inf"), tl.float32)
+    mass = tl.zeros((HEADS,), tl.float32)
+    for start in tl.range(0, length, TILE, num_stages=STAGES):
+        rows, seen, valid = choose_rows(kv, indices, start, length, entries, kv_row, TILE)
+        scores, row_a, row_b = multiply_rows(q_a, q_b, rows, seen, WIDTH, A, B)
+        scores = tl.where(seen[None, :], scores * scale, float("-inf"))
+        scores = tl.where(valid[None, :], scores, float("nan"))
+        higher = tl.maximum(most, tl.max(scores, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(most - base)
+        mass = mass * shrink + tl.sum(weights, 1)
+        weights = round_to(weights, row_a.dtype)
+        sum_a = multiply(weights, row_a, sum_a * shrink[:, None])
+        if B and VALUE_END > A:
+            sum_b = multiply(weights, row_b, sum_b * shrink[:, None])
+        most = higher
+    # Without any id: an output of 0, and the logarithm of 0.
+    mass = tl.where(mass == 0, 1.0, mass)
+    where = (token * groups + group) * heads + head
+    tl.store(lse + where, most * 0.6931471805599453 + tl.log(mass), own)
+    out += where[:, None] * (VALUE_END - VALUE)
+    store_columns(out, a, sum_a / mass[:, None], own, VALUE, VALUE_END)
+    if B and VALUE_END > A:
+        store_columns(out, b, sum_b / mass[:, None], own, VALUE, VALUE_END)

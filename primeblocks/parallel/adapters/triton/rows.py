@@ -1,0 +1,185 @@
+"""Rows of a table as kernels read them: their columns in two parts, ids of a query, rounding.
+
+576 columns are 512 and 64: matrices have sides that are powers of two, and 1024 would be paid for
+otherwise. A query reads the columns from the first of key and value to the last of either: scores
+come from a query that is zero outside the key, outputs are kept inside the value. For latents,
+whose value is a part of the key, nothing is read or multiplied twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ....errors import UnsupportedError
+from ...attention.dsa.kernel import Rows
+
+__all__ = [
+    "INTERPRETED",
+    "Columns",
+    "check_device",
+    "choose_rows",
+    "columns_of",
+    "count_ids",
+    "load_columns",
+    "multiply",
+    "multiply_rows",
+    "read_rows",
+    "round_to",
+    "store_columns",
+]
+
+# Decided, as by Triton itself, when this is imported.
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+_EMULATED = tl.constexpr(INTERPRETED)
+WIDEST = 576
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns of a row, from `first` on: a part of `A`, and one of `B` behind it.
+
+    `B` may be 0. Key and value are counted from `first`.
+    """
+
+    first: int
+    width: int
+    key: tuple[int, int]
+    value: tuple[int, int]
+
+    @property
+    def A(self) -> int:
+        return max(16, 1 << (self.width.bit_length() - 1))
+
+    @property
+    def B(self) -> int:
+        rest = self.width - self.A
+        return max(16, triton.next_power_of_2(rest)) if rest > 0 else 0
+
+    def constants(self) -> dict[str, int]:
+        """Name them as kernels do."""
+        return {
+            **{"FIRST": self.first, "WIDTH": self.width, "A": self.A, "B": self.B},
+            **{"KEY": self.key[0], "KEY_END": self.key[1]},
+            **{"VALUE": self.value[0], "VALUE_END": self.value[1]},
+        }
+
+
+def columns_of(rows: Rows) -> Columns:
+    """Lay out the columns that a query reads. Local.
+
+    Raises:
+        UnsupportedError: more of them than a GPU has memory for on its chip.
+    """
+    first = min(rows.key[0], rows.value[0])
+    width = max(rows.key[1], rows.value[1]) - first
+    if width > WIDEST:
+        raise UnsupportedError(
+            f"the kernel reads rows of up to {WIDEST} columns; {rows} spans {width}. Use "
+            "ReferenceKernel()."
+        )
+    key, value = ((start - first, stop - first) for start, stop in (rows.key, rows.value))
+    return Columns(first, width, key, value)
+
+
+def check_device(*tensors: Tensor) -> None:
+    """Refuse tensors that Triton cannot reach. Local.
+
+    Raises:
+        UnsupportedError: on a CPU, outside Triton's interpreter.
+    """
+    for x in tensors:
+        if not (x.is_cuda or INTERPRETED):
+            raise UnsupportedError(
+                f"Triton runs on CUDA tensors; got one on {x.device}. Move it, or use "
+                "ReferenceKernel() and index_scores. To test small sizes, set TRITON_INTERPRET=1 "
+                "before the import."
+            )
+
+
+@triton.jit
+@no_type_check
+def count_ids(indices, k, SPAN: tl.constexpr):
+    """Count the ids of a query: they come first, and -1 behind them."""
+    total = 0
+    for start in range(0, k, SPAN):
+        at = start + tl.arange(0, SPAN)
+        total += tl.sum((tl.load(indices + at, at < k, other=-1) >= 0).to(tl.int32), 0)
+    return total
+
+
+@triton.jit
+@no_type_check
+def choose_rows(kv, indices, start, length, entries, kv_row, TILE: tl.constexpr):
+    """Find a tile of a query's rows: addresses, which are there, which are not out of bounds."""
+    at = start + tl.arange(0, TILE)
+    ids = tl.load(indices + at, at < length, other=-1)
+    # Nobody has looked at the ids: stay inside, and let one that is not show.
+    seen = (ids >= 0) & (ids < entries)
+    rows = kv + tl.where(seen, ids, 0).to(tl.int64)[:, None] * kv_row
+    return rows, seen, ids < entries
+
+
+@triton.jit
+@no_type_check
+def read_rows(rows, column, seen, WIDTH: tl.constexpr, END: tl.constexpr):
+    """Read columns up to END - 1 of rows, of which there are WIDTH; zeros in the others."""
+    inside = seen[:, None]
+    if END > WIDTH:
+        inside = inside & (column < WIDTH)[None, :]
+    return tl.load(rows + column[None, :], inside, other=0.0)
+
+
+@triton.jit
+@no_type_check
+def multiply_rows(x_a, x_b, rows, seen, WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
+    """Read rows and multiply `x @ rows.T`; without a part B there is one of A in its stead."""
+    row_a = read_rows(rows, tl.arange(0, A), seen, WIDTH, A)
+    product = tl.zeros((x_a.shape[0], rows.shape[0]), tl.float32)
+    product = multiply(x_a, tl.trans(row_a), product)
+    row_b = row_a
+    if B:
+        row_b = read_rows(rows, A + tl.arange(0, B), seen, WIDTH, A + B)
+        product = multiply(x_b, tl.trans(row_b), product)
+    return product, row_a, row_b
+
+
+@triton.jit
+@no_type_check
+def load_columns(x, column, own, START: tl.constexpr, END: tl.constexpr):
+    """Load columns START ... END - 1 of vectors that begin there; zeros in the others."""
+    inside = own[:, None] & ((column >= START) & (column < END))[None, :]
+    return tl.load(x + (column - START)[None, :], inside, other=0.0)
+
+
+@triton.jit
+@no_type_check
+def store_columns(x, column, values, own, START: tl.constexpr, END: tl.constexpr):
+    """Store columns START ... END - 1 of vectors that begin there, rounded to their dtype."""
+    inside = own[:, None] & ((column >= START) & (column < END))[None, :]
+    tl.store(x + (column - START)[None, :], round_to(values, x.dtype.element_ty), inside)
+
+
+@triton.jit
+@no_type_check
+def multiply(a, b, total):
+    """Add `a @ b` to a sum in float32."""
+    if _EMULATED:  # The interpreter takes the bits of bfloat16 for integers.
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+@no_type_check
+def round_to(x, DTYPE: tl.constexpr):
+    """Round float32 to DTYPE, ties to even."""
+    if _EMULATED and tl.bfloat16 == DTYPE:  # The interpreter cuts off.
+        bits = x.to(tl.int32, bitcast=True)
+        near = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16
+        number = (bits & 0x7FFFFFFF) <= 0x7F800000
+        x = tl.where(number, near.to(tl.float32, bitcast=True), x)
+    return x.to(DTYPE)
