@@ -13,9 +13,14 @@ PYTHONPATH=. "$python" -m pytest tests -m gpu -o addopts="--import-mode=importli
 mkdir -p "$out"
 for benchmark in benchmarks/*.py; do
   name=$(basename "$benchmark" .py)
-  # parallel, weightsync and kvoffload compare with peers that such a machine lacks; fp8 is a CPU's.
-  case $name in __init__ | harness | peers | parallel | weightsync | kvoffload | fp8) continue ;; esac
+  # parallel, weightsync and kvoffload compare with peers that such a machine lacks; fp8 and dsa are
+  # for a CPU.
+  case $name in
+    __init__ | harness | peers | parallel | weightsync | kvoffload | fp8 | dsa) continue ;;
+  esac
   "$python" -m "benchmarks.$name" --json "$out/$name.gpu.json"
 done
 "$python" -m benchmarks.kvoffload_parts.device --json "$out/kvoffload.gpu.json"
 "$python" -m benchmarks.fp8_parts.gpu --json "$out/fp8.gpu.json"
+"$python" -m benchmarks.dsa_parts.gpu --json "$out/dsa.gpu.json"
+"$python" -m benchmarks.dsa_parts.gpu_peer --json "$out/dsa_attn_gym.gpu.json"

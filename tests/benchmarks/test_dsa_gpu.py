@@ -1,0 +1,94 @@
+"""The GPU's benchmark of sparse attention: its code at small sizes on a CPU, its arithmetic."""
+
+import pytest
+import torch
+
+from benchmarks.dsa_parts import gpu, gpu_peer, gpu_sides
+from benchmarks.dsa_parts.gpu_sides import Model, Operands, Sizes
+from primeblocks.parallel.attention.dsa import ReferenceKernel, Rows
+
+SMALL = Sizes(
+    tokens=256, ranks=4, k=12, latent=16, rope=8, index_dim=16, few=8, scored=8,
+    chunk_bytes=1 << 20, square=64, runs=2, models=(Model("tiny", 3, 2), Model("small", 2, 4)),
+)  # fmt: skip
+
+
+def operands(queries, heads, k):
+    return Operands(
+        torch.zeros(queries, heads, 24, dtype=torch.bfloat16),
+        torch.zeros(100, 1, 24, dtype=torch.bfloat16),
+        torch.zeros(queries, 1, k, dtype=torch.int32),
+        torch.zeros(queries, heads, 16, dtype=torch.bfloat16),
+        Rows.latent(16, 8),
+        pairs=queries * k,
+    )
+
+
+def test_bytes_and_operations_are_counted():
+    some = operands(5, 3, 7)
+    assert gpu.attention_flops(some, backward=False) == 2 * 5 * 7 * 3 * (24 + 16)
+    assert gpu.attention_flops(some, backward=True) == 2 * 5 * 7 * 3 * (24 * 3 + 16 * 2)
+    read = 2 * 5 * 3 * 24 + 2 * 100 * 24 + 4 * 5 * 7
+    out, lse = 2 * 5 * 3 * 16, 4 * 5 * 3
+    assert gpu.attention_bytes(some, backward=False) == read + out + lse
+    gradients = 2 * 5 * 3 * 24 + 4 * 100 * 24
+    assert gpu.attention_bytes(some, backward=True) == read + 2 * out + lse + gradients
+
+
+def test_drawn_indices_are_as_selected_ones():
+    positions = torch.tensor([0, 3, 90, 7])
+    ids = gpu_sides.draw_indices(positions, 100, 8)[:, 0]
+    assert ids.dtype == torch.int32
+    for position, row in zip(positions.tolist(), ids.tolist(), strict=True):
+        chosen = [i for i in row if i >= 0]
+        assert row == chosen + [-1] * (8 - len(chosen))
+        assert chosen == sorted(set(chosen))
+        assert len(chosen) == min(8, position + 1)
+        assert max(chosen) <= position
+
+
+def test_every_figure_of_the_issue_is_measured():
+    found = gpu.figures("cpu", SMALL)
+    for model in ("tiny", "small"):
+        for kind in ("forward", "backward"):
+            for quantity in ("tflops", "fraction_of_roofline"):
+                assert f"dsa.{model}.{kind}.gpu.reference.{quantity}" in found
+        assert f"dsa.{model}.scores.gpu.torch.tflops" in found
+        assert f"dsa.{model}.select.gpu.torch.seconds" in found
+    assert all(value > 0 for name, (value, _, _) in found.items() if "spread" not in name)
+
+
+def test_attn_gym_is_measured_at_sizes_that_it_takes(capsys):
+    found = gpu_peer.figures("cpu", SMALL)
+    try:
+        import attn_gym  # noqa: F401
+    except ImportError:
+        assert not found
+        assert "left out: attn_gym: attn_gym is not installed" in capsys.readouterr().err
+    else:
+        assert "dsa.tiny_16_columns_12_rows.forward.gpu.attn_gym.tflops" in found
+
+
+def test_the_gate_finds_a_wrong_gradient():
+    class Wrong(ReferenceKernel):
+        def backward(self, *args, **kwargs):
+            dq, dkv = super().backward(*args, **kwargs)
+            return dq, dkv * 1.02
+
+    how = ("cpu", 2, Rows.latent(16, 8), 20)
+    gpu_sides.gate(ReferenceKernel(), *how)
+    with pytest.raises(AssertionError, match="relative error"):
+        gpu_sides.gate(Wrong(), *how)
+
+
+def test_nothing_is_timed_that_disagrees(monkeypatch):
+    monkeypatch.setattr(gpu_sides, "BF16_ERROR", 1e-4)
+    with pytest.raises(AssertionError, match="relative error"):
+        gpu.figures("cpu", SMALL)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_device_it_says_so():
+    for module in (gpu, gpu_peer):
+        with pytest.raises(SystemExit, match="needs a CUDA device"):
+            module.figures()
