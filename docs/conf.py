@@ -20,7 +20,16 @@ autodoc_typehints_description_target = "documented"
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 # Adapters have pages, and their packages need not be installed for them.
-autodoc_mock_imports = ["deep_ep", "mooncake", "nixl", "numba", "torchtitan", "triton", "vllm"]
+autodoc_mock_imports = [
+    "attn_gym",
+    "deep_ep",
+    "mooncake",
+    "nixl",
+    "numba",
+    "torchtitan",
+    "triton",
+    "vllm",
+]
 # They look at the version, too.
 _MockModule.__version__ = property(
     lambda self: {"vllm": "0.32.0", "torchtitan": "0.3.0"}.get(self.__name__, "0")
