@@ -6,7 +6,7 @@ selections agree.
 """
 
 from .agreement import IndexAgreement, compare
-from .hooks import Indexer, Tape, impose, record
+from .hooks import Indexer, IndexTape, impose, record
 from .values import Indices
 
-__all__ = ["IndexAgreement", "Indexer", "Indices", "Tape", "compare", "impose", "record"]
+__all__ = ["IndexAgreement", "IndexTape", "Indexer", "Indices", "compare", "impose", "record"]

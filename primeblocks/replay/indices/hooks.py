@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...errors import PlanError, ShapeError, UsageError
 from .values import Indices
 
-__all__ = ["Indexer", "Tape", "impose", "record"]
+__all__ = ["IndexTape", "Indexer", "impose", "record"]
 
 
 @runtime_checkable
@@ -67,7 +67,7 @@ class _Where:
 @contextmanager
 def record(
     indexers: Sequence[Indexer], *, positions: Any = None, starts: Any = None
-) -> Iterator[Tape]:
+) -> Iterator[IndexTape]:
     """Keep the selection of one forward.
 
     A layer that runs again in the same context must select the same: recomputation under
@@ -90,13 +90,13 @@ def record(
     layers = [_Recorded(indexer, where) for indexer in _ordered(indexers)]
     handles = [layer.indexer.module.register_forward_hook(layer) for layer in layers]
     try:
-        yield Tape(layers)
+        yield IndexTape(layers)
     finally:
         for handle in handles:
             handle.remove()
 
 
-class Tape:
+class IndexTape:
     """The selection of one forward, by layer."""
 
     def __init__(self, layers: Sequence[_Recorded]) -> None:

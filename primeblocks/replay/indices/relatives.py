@@ -45,7 +45,7 @@ def history_of(positions: np.ndarray) -> np.ndarray:
 def distances_of(
     ids: np.ndarray, known: np.ndarray, choosing: np.ndarray, history: np.ndarray
 ) -> np.ndarray:
-    """How many rows before each one of `choosing` its nearest known relative is; 0 where none is.
+    """Count the rows from each one of `choosing` back to its nearest known relative; 0: none.
 
     Nearest is where the fewest members differ; of large sets a sample of the integers decides.
 
