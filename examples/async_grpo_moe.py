@@ -323,7 +323,9 @@ async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace)
             publish=publish,
             buffer=async_loop.RolloutBuffer(
                 capacity=(MAX_OFF_POLICY_STEPS + 1) * PROMPTS,
-                staleness=async_loop.StalenessPolicy(max_off_policy_steps=MAX_OFF_POLICY_STEPS),
+                staleness=async_loop.StalenessPolicy(
+                    MAX_OFF_POLICY_STEPS, correction="ratio to the engine's log-probabilities"
+                ),
             ),
             batch_size=PROMPTS,
             max_in_flight=MAX_IN_FLIGHT,

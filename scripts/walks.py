@@ -245,7 +245,7 @@ def trainer() -> Walk:
             generate=rollouts.group,
             train=lambda groups, version: one_rank.train(example.samples_of(groups)),
             publish=lambda version: None,
-            buffer=RolloutBuffer(capacity=1, staleness=StalenessPolicy(max_off_policy_steps=1)),
+            buffer=RolloutBuffer(capacity=1, staleness=StalenessPolicy(1, correction="none")),
             batch_size=1,
             max_in_flight=1,
             version=VERSION,

@@ -10,13 +10,16 @@ from .correction import group_advantages, importance_weights
 from .loop import AsyncLoop, Step
 from .losses import TokenLoss, aipo_loss, grpo_loss
 from .rollout import Group, Rollout, versions_from_spans
-from .scheduler import Admission
+from .scheduler import AdaptiveLimit, Admission, LeastLoaded, Retries
 from .staleness import StalenessPolicy, cache_salt, staleness
 
 __all__ = [
+    "AdaptiveLimit",
     "Admission",
     "AsyncLoop",
     "Group",
+    "LeastLoaded",
+    "Retries",
     "Rollout",
     "RolloutBuffer",
     "StalenessPolicy",

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from ..errors import UsageError
+from ..errors import CapacityError, UsageError
 from .clock import Clock, MonotonicClock, within
 from .rollout import Group
 from .staleness import StalenessPolicy
@@ -15,42 +14,80 @@ __all__ = ["RolloutBuffer"]
 
 
 class RolloutBuffer:
-    """Holds at most `capacity` groups, oldest first, and hands each out once.
+    """Holds finished groups within a bound, and hands each out once, the oldest first.
 
+    Oldest is the one that was submitted under the oldest policy; of these, the first to finish.
     Belongs to one event loop.
 
     Args:
         capacity: groups that fit; a full buffer makes `put` wait.
+        capacity_bytes: bytes of rollouts that fit (`Group.nbytes`); default: no bound.
         staleness: the bound that `take` keeps.
         clock: the time of the deadlines.
 
     Raises:
-        UsageError: the capacity is not positive.
+        UsageError: a capacity is not positive.
     """
 
     def __init__(
-        self, *, capacity: int, staleness: StalenessPolicy, clock: Clock | None = None
+        self,
+        *,
+        capacity: int,
+        staleness: StalenessPolicy,
+        capacity_bytes: int | None = None,
+        clock: Clock | None = None,
     ) -> None:
-        if capacity < 1:
-            raise UsageError(f"capacity must be at least 1 group; got {capacity}")
-        self.capacity = capacity
+        if capacity < 1 or (capacity_bytes is not None and capacity_bytes < 1):
+            raise UsageError(
+                f"capacities must be at least 1; got {capacity} groups, {capacity_bytes} bytes"
+            )
+        self.capacity, self.capacity_bytes = capacity, capacity_bytes
         self.staleness = staleness
         self._clock = MonotonicClock() if clock is None else clock
-        self._groups: deque[Group] = deque()
-        self._changed = asyncio.Condition()
+        # With what its producer waits for, where there was no room.
+        self._held: dict[Group, asyncio.Future[None] | None] = {}
+        self._new: list[Group] = []  # Not yet looked at by the `take` that waits.
+        self._count = self._held_bytes = self._waiting = 0
+        self._arrived = asyncio.Event()
 
     def __len__(self) -> int:
-        return len(self._groups)
+        """Groups in it, those of waiting producers not counted."""
+        return self._count
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the groups in it."""
+        return self._held_bytes
 
     async def put(self, group: Group, *, timeout_s: float) -> None:
-        """Add a group; wait while the buffer is full.
+        """Add a group; wait until there is room for it, or it is taken.
+
+        A group that waits can be taken like any other, so that a batch comes together even where
+        its groups do not fit all at once.
 
         Raises:
             DeadlineError: it stayed full; the group was not added.
+            CapacityError: the group alone is larger than `capacity_bytes`.
         """
-        await within(
-            self._put(group), timeout_s=timeout_s, clock=self._clock, what="room in the buffer"
-        )
+        if self.capacity_bytes is not None and group.nbytes > self.capacity_bytes:
+            raise CapacityError(
+                f"a group of {group.nbytes:,} bytes does not fit a buffer of "
+                f"{self.capacity_bytes:,}. Raise capacity_bytes."
+            )
+        self._new.append(group)
+        self._arrived.set()
+        if not self._waiting and self._fits(group):
+            self._enter(group)
+            return
+        entered = asyncio.get_running_loop().create_future()
+        self._held[group] = entered
+        self._waiting += 1
+        try:
+            await within(entered, timeout_s=timeout_s, clock=self._clock, what="room in the buffer")
+        except BaseException:
+            if self._held.get(group) is entered:
+                self._remove(group)
+            raise
 
     async def take(
         self,
@@ -58,16 +95,19 @@ class RolloutBuffer:
         *,
         version: int,
         timeout_s: float,
+        in_flight: Callable[[], Iterable[int]] = tuple,
         on_drop: Callable[[Group], None] | None = None,
         unless: asyncio.Future[BaseException] | None = None,
     ) -> tuple[Group, ...]:
         """Remove `count` groups that the policy `version` may train on, oldest first.
 
-        Groups that are too old are removed as well, so none of them can ever be trained on.
+        What may not be trained on is removed as well, so that it never can be: groups under
+        "drop", and the `loss_mask` of tokens under "mask".
 
         Args:
-            on_drop: called with each of those, at once: `take` may be waiting for what the
-                caller starts in their place.
+            in_flight: the versions of groups that are still being generated, which "wait" needs.
+            on_drop: called with each group that is thrown away, at once: `take` may be waiting for
+                what the caller starts in its place.
             unless: a future whose result is an error; it ends the wait.
 
         Raises:
@@ -77,33 +117,75 @@ class RolloutBuffer:
         if not 1 <= count <= self.capacity:
             raise UsageError(f"cannot take {count} groups of a buffer that holds {self.capacity}")
         return await within(
-            self._take(count, version, on_drop),
+            self._take(count, version, in_flight, on_drop),
             timeout_s=timeout_s,
             clock=self._clock,
             what=f"a batch of {count} groups",
             unless=unless,
         )
 
-    async def _put(self, group: Group) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: len(self._groups) < self.capacity)
-            self._groups.append(group)
-            self._changed.notify_all()
+    def look_again(self) -> None:
+        """Let a waiting `take` look again: what is in flight has changed. Local."""
+        self._arrived.set()
 
     async def _take(
-        self, count: int, version: int, on_drop: Callable[[Group], None] | None
+        self,
+        count: int,
+        version: int,
+        in_flight: Callable[[], Iterable[int]],
+        on_drop: Callable[[Group], None] | None,
     ) -> tuple[Group, ...]:
-        def ready() -> bool:
-            for group in list(self._groups):
-                if self.staleness.admits(group, version=version):
-                    continue
-                self._groups.remove(group)  # one by one: `on_drop` may count what is left
-                self._changed.notify_all()  # there is room now
-                if on_drop is not None:
-                    on_drop(group)
-            return len(self._groups) >= count
+        policy = self.staleness
+        self._new = list(self._held)
+        while True:
+            new, self._new = self._new, []
+            for group in new:
+                stale = policy.trainable(group, version=version) is None
+                if stale and group in self._held:
+                    self._remove(group)  # One by one: `on_drop` may count what is left.
+                    if on_drop is not None:
+                        on_drop(group)
+            if len(self._held) >= count:
+                finished = [group.oldest_version for group in self._held]
+                if policy.ready(finished, in_flight(), count=count, version=version):
+                    break
+            self._arrived.clear()
+            await self._arrived.wait()
+        oldest = sorted(self._held, key=lambda group: group.oldest_version)[:count]
+        for group in oldest:
+            self._remove(group)
+        taken = (policy.trainable(group, version=version) for group in oldest)
+        return tuple(group for group in taken if group is not None)
 
-        async with self._changed:
-            await self._changed.wait_for(ready)
-            self._changed.notify_all()
-            return tuple(self._groups.popleft() for _ in range(count))
+    def _fits(self, group: Group) -> bool:
+        bound = self.capacity_bytes
+        return self._count < self.capacity and (
+            bound is None or self._held_bytes + group.nbytes <= bound
+        )
+
+    def _enter(self, group: Group) -> None:
+        self._held[group] = None
+        self._count += 1
+        self._held_bytes += group.nbytes
+
+    def _remove(self, group: Group) -> None:
+        """Take a group out, and give its room to those that wait, the first to come first."""
+        waits = self._held.pop(group)
+        if waits is None:
+            self._count -= 1
+            self._held_bytes -= group.nbytes
+        else:
+            self._waiting -= 1
+            if not waits.done():
+                waits.set_result(None)
+        if not self._waiting:
+            return
+        for other, entered in list(self._held.items()):
+            if entered is None:
+                continue
+            if not self._fits(other):
+                return
+            self._waiting -= 1
+            self._enter(other)
+            if not entered.done():
+                entered.set_result(None)

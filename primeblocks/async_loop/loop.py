@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from ..errors import ClosedError, DeadlineError, UsageError, check_version
+import numpy as np
+
+from ..errors import ClosedError, UsageError, check_version
 from .buffer import RolloutBuffer
 from .clock import Clock, MonotonicClock, within
-from .rollout import Group, Rollout
-from .scheduler import Admission
+from .feeder import Feeder, Generate, Limit, Rules, as_limit
+from .ledger import Ledger
+from .rollout import Group
+from .scheduler import Admission, Retries
 from .staleness import staleness
 from .worker import WorkerThread
 
 __all__ = ["AsyncLoop", "Generate", "Publish", "Step", "Train"]
 
-T = TypeVar("T")
-Generate = Callable[..., Awaitable[Sequence[Rollout]]]
 Train = Callable[..., Any]
 Publish = Callable[[int], Any]
 
@@ -30,13 +32,19 @@ class Step:
     """One optimizer step.
 
     Args:
-        version: the policy after it, which the engine now has.
+        version: the policy after it.
         groups: what it trained on.
         staleness: for each group, optimizer steps since its oldest token's policy.
         dropped: groups that were too old and were not trained on; their prompts are asked again.
+        filtered: groups that `keep` left out.
+        failures: failed attempts since the step before, by type of error.
+        lost: prompts that used up their attempts, each with the reason.
+        masked_tokens: tokens of this batch that do not count in the loss because of their age.
         trainer_idle_s: seconds that training waited for rollouts.
+        engine_idle_s: seconds since the step before in which fewer requests ran than may, for
+            what they would make could not be trained on in time.
         train_s: seconds of `train`.
-        publish_s: seconds of `publish`.
+        publish_s: seconds of `publish` that nothing else was done in.
         metrics: what `train` returned.
     """
 
@@ -48,26 +56,70 @@ class Step:
     train_s: float
     publish_s: float
     metrics: Any
+    filtered: int = 0
+    failures: Mapping[str, int] = field(default_factory=dict)
+    lost: tuple[tuple[Any, str], ...] = ()
+    masked_tokens: int = 0
+    engine_idle_s: float = 0.0
+
+    @property
+    def lags(self) -> Mapping[int, int]:
+        """Completion tokens by how many optimizer steps old they are: a histogram."""
+        ages: Counter[int] = Counter()
+        for group in self.groups:
+            for rollout in group.rollouts:
+                found, counts = np.unique(self.version - 1 - rollout.versions, return_counts=True)
+                ages.update(dict(zip(found.tolist(), counts.tolist(), strict=True)))
+        return dict(sorted(ages.items()))
+
+    def postfix(self) -> dict[str, str]:
+        """Return what a progress bar shows: `bar.set_postfix(step.postfix())`."""
+        shown = {"version": str(self.version), "lag": str(max(self.staleness, default=0))}
+        for name in ("dropped", "filtered", "masked_tokens"):
+            if value := getattr(self, name):
+                shown[name] = str(value)
+        if self.failures:
+            shown["failures"] = str(sum(self.failures.values()))
+        shown["idle"] = f"{self.trainer_idle_s:.1f}/{self.engine_idle_s:.1f} s"
+        return shown
 
 
 class AsyncLoop:
     """Keeps rollouts in flight while training steps and weight updates go on.
 
-    The first failure of `generate`, `train` or `publish` ends the loop with that error; every
-    wait ends at `step_timeout_s`. Leaving the context cancels what is in flight.
+    A failure of `train` or `publish` ends the loop with that error, one of `generate` as `retries`
+    says; every wait ends at `step_timeout_s`. Leaving the context cancels what is in flight.
 
     Args:
         prompts: any iterable; each is used once, and asked again only if its group was dropped.
             The loop ends early when it is exhausted and no full batch is left.
-        generate: `await generate(prompt, version=v)` returns the rollouts of one group.
+        generate: `await generate(prompt, version=v)` returns the rollouts of one group. With
+            `group_size`, `await generate(prompt, version=v, sample=i)` returns one rollout, so that
+            the engine is kept full sample by sample. With `ledger`, also `draft=`, a `Draft`.
         train: `train(groups, version=v)` makes one optimizer step from policy `v`; a plain
             function runs in a thread of its own, so that the event loop goes on.
-        publish: `publish(v)` gives the engine policy `v` while rollouts go on; plain or async.
+        publish: `publish(v)` gives the engine policy `v` while rollouts go on; plain or async. If
+            a plain function returns an awaitable, that is awaited while the next step trains: let
+            the call copy the weights, and the awaitable send them.
         buffer: its staleness policy is the loop's.
         batch_size: groups in a training batch.
-        max_in_flight: groups being generated at a time.
+        max_in_flight: requests being generated at a time: groups, or samples with `group_size`. A
+            number, or an object with a `limit`, such as `AdaptiveLimit`.
+        group_size: samples of a group, where `generate` makes one at a time.
+        keep: `keep(group)` says whether a finished group is trained on; batches are exact all the
+            same. Leave out groups without variance, for instance.
+        retries: of rollouts that raise or take too long.
+        rollout_timeout_s: the longest that one call of `generate` may take; default: no bound.
+        source: names where a prompt comes from; `sources` counts by it.
+        ledger: keeps the run, so that it can be resumed: a `Journal`.
         version: the policy that the engine starts with.
         step_timeout_s: the longest wait for a batch, a training step or a publish.
+
+    Attributes:
+        version: the trainer's policy.
+        published: the engine's policy.
+        sources: by source, prompts trained, dropped, filtered, failed, and tokens masked: a
+            source whose prompts never get trained on is starving.
 
     Raises:
         UsageError: a batch does not fit the buffer, a limit is not positive, or `version` is not a
@@ -83,7 +135,13 @@ class AsyncLoop:
         publish: Publish,
         buffer: RolloutBuffer,
         batch_size: int,
-        max_in_flight: int,
+        max_in_flight: int | Limit,
+        group_size: int | None = None,
+        keep: Callable[[Group], bool] | None = None,
+        retries: Retries | None = None,
+        rollout_timeout_s: float | None = None,
+        source: Callable[[Any], str] | None = None,
+        ledger: Ledger | None = None,
         version: int = 0,
         step_timeout_s: float = 600.0,
         clock: Clock | None = None,
@@ -92,38 +150,67 @@ class AsyncLoop:
             raise UsageError(
                 f"a batch of {batch_size} groups does not fit a buffer of {buffer.capacity}"
             )
-        self.version = check_version(version)
-        self._prompts, self._again = iter(prompts), deque[Any]()
-        self._generate, self._train, self._publish = generate, train, publish
+        limit = as_limit(max_in_flight)
+        if limit() < 1 or batch_size < 1 or (group_size is not None and group_size < 1):
+            raise UsageError(
+                "batch_size, max_in_flight and group_size must be at least 1; got "
+                f"{batch_size}, {limit()}, {group_size}"
+            )
+        self.version = self.published = check_version(version)
+        self.sources: dict[str, Counter[str]] = {}
+        self._prompts, self._generate = prompts, generate
+        self._train, self._publish = train, publish
         self._buffer, self._batch_size = buffer, batch_size
+        self._limit, self._source, self._ledger = limit, source, ledger
+        policy = buffer.staleness
         self._admission = Admission(
             batch_size=batch_size,
-            max_off_policy_steps=buffer.staleness.max_off_policy_steps,
-            max_in_flight=max_in_flight,
+            max_off_policy_steps=policy.max_off_policy_steps,
+            max_in_flight=(policy.max_off_policy_steps + 1) * batch_size,
         )
+        self._rules = Rules(
+            group_size, keep, Retries() if retries is None else retries, rollout_timeout_s,
+            step_timeout_s,
+        )  # fmt: skip
         self._timeout_s = step_timeout_s
         self._clock = MonotonicClock() if clock is None else clock
-        self._in_flight: set[asyncio.Task[None]] = set()
-        self._finished = 0  # groups generated and not yet trained on
-        self._dropped = 0  # groups, since the last step
-        self._exhausted = False
+        self._feeder: Feeder | None = None
         self._failed: asyncio.Future[BaseException] | None = None
         self._starved: asyncio.Future[BaseException] | None = None  # no batch will come
         self._worker: WorkerThread | None = None
+        self._publishing: asyncio.Future[Any] | None = None
+        self._restored: list[asyncio.Task[None]] = []
+        self._dropped = 0  # groups, since the last step
+        self._paced_since: float | None = None
+        self._paced_s = 0.0
 
     async def __aenter__(self) -> AsyncLoop:
-        self._failed = asyncio.get_running_loop().create_future()
-        self._starved = asyncio.get_running_loop().create_future()
+        running = asyncio.get_running_loop()
+        self._failed, self._starved = running.create_future(), running.create_future()
+        self._failed.add_done_callback(lambda failed: self._starve(failed.result()))
+        self._feeder = Feeder(
+            prompts=self._prompts, generate=self._generate, buffer=self._buffer,
+            rules=self._rules, ledger=self._ledger, clock=self._clock, failed=self._failed,
+            ended=self._feed,
+        )  # fmt: skip
+        if self._ledger is not None:
+            for group in self._feeder.resume(self._ledger.restore(self.version)):
+                self._feeder.finished += 1
+                put = self._buffer.put(group, timeout_s=self._timeout_s)
+                self._restored.append(asyncio.create_task(put))
+            await asyncio.sleep(0)  # They are in the buffer, or wait for room in it.
         self._worker = WorkerThread("train")
-        self._start_groups()
+        self._feed()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        tasks, self._in_flight = self._in_flight, set()
-        for task in tasks:
+        assert self._feeder is not None
+        for task in self._restored:
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=self._timeout_s)
+        await self._feeder.close(self._timeout_s)
+        if self._publishing is not None:
+            self._publishing.cancel()
+            await asyncio.wait({self._publishing}, timeout=self._timeout_s)
         if self._worker is not None:
             self._worker.close()
             self._worker = None
@@ -139,39 +226,107 @@ class AsyncLoop:
             try:
                 step = await self._step()
             except _Exhausted:
-                return
+                break
             yield step
+        await self._published()
 
     async def _step(self) -> Step:
-        if self._failed is None or self._worker is None:
+        if self._worker is None or self._feeder is None:
             raise ClosedError("the loop is not open. Use: async with loop: ...")
         start = self._clock.now()
         self._dropped = 0
+        feeder = self._feeder
         groups = await self._buffer.take(
             self._batch_size,
             version=self.version,
             timeout_s=self._timeout_s,
+            in_flight=lambda: (job.oldest_version for job in feeder.jobs.values()),
             on_drop=self._drop,
             unless=self._starved,
         )
-        taken = self._clock.now()
-        ages = tuple(staleness(group, version=self.version) for group in groups)
-        metrics = await self._run(self._train, groups, what="a step", version=self.version)
+        taken, version = self._clock.now(), self.version
+        ordinals = [group.ordinal for group in groups]
+        if self._ledger is not None:
+            self._ledger.taken(ordinals, version)
+        metrics = await self._run(self._train, groups, what="a step", version=version)
         trained = self._clock.now()
-        await self._run(self._publish, self.version + 1, what="a publish")
-        self.version += 1
-        self._finished -= len(groups)
-        self._start_groups()
+        if self._ledger is not None:
+            self._ledger.trained(version)
+        await self._published()
+        rest = await self._run(self._publish, version + 1, what="a publish")
+        self.version = version + 1
+        if inspect.isawaitable(rest):
+            self._publishing = asyncio.ensure_future(rest)
+            self._publishing.add_done_callback(self._sent)
+        else:
+            self.published = self.version
+        feeder.finished -= len(groups)
+        self._feed()
+        published = self._clock.now()
+        return self._record(groups, metrics, (start, taken, trained, published))
+
+    def _record(
+        self, groups: tuple[Group, ...], metrics: Any, times: tuple[float, float, float, float]
+    ) -> Step:
+        assert self._feeder is not None
+        before, feeder = self.version - 1, self._feeder
+        masked = self._count(groups)
+        lost, feeder.lost = tuple(feeder.lost), []
+        filtered = sum(reason == "filtered" for _, reason in lost)
+        failures, feeder.causes = dict(feeder.causes), Counter()
+        start, taken, trained, published = times
+        self._pace(self._paced_since is not None)
+        idle_s, self._paced_s = self._paced_s, 0.0
         return Step(
             version=self.version,
             groups=groups,
-            staleness=ages,
+            staleness=tuple(staleness(group, version=before) for group in groups),
             dropped=self._dropped,
             trainer_idle_s=taken - start,
             train_s=trained - taken,
-            publish_s=self._clock.now() - trained,
+            publish_s=published - trained,
             metrics=metrics,
+            filtered=filtered,
+            failures=failures,
+            lost=tuple((prompt, reason) for prompt, reason in lost if reason != "filtered"),
+            masked_tokens=masked,
+            engine_idle_s=idle_s,
         )
+
+    def _count(self, groups: tuple[Group, ...]) -> int:
+        """Count what became of prompts, by source; return the tokens masked for their age."""
+        assert self._feeder is not None
+        policy, before, masked = self._buffer.staleness, self.version - 1, 0
+        for group in groups:
+            old = 0
+            if policy.on_stale == "mask":
+                old = sum(int((~policy.fresh(r, version=before)).sum()) for r in group.rollouts)
+            self._tell(group.prompt, "trained")
+            self._tell(group.prompt, "masked_tokens", old)
+            masked += old
+        for prompt, reason in self._feeder.lost:
+            self._tell(prompt, "filtered" if reason == "filtered" else "failed")
+        return masked
+
+    def _tell(self, prompt: Any, what: str, count: int = 1) -> None:
+        if self._source is not None and count:
+            self.sources.setdefault(self._source(prompt), Counter())[what] += count
+
+    async def _published(self) -> None:
+        """Wait for the version on its way to the engine."""
+        if self._publishing is None:
+            return
+        rest, self._publishing = self._publishing, None
+        await self._within(rest, what="a publish")
+
+    def _sent(self, rest: asyncio.Future[Any]) -> None:
+        if rest.cancelled():
+            return
+        if error := rest.exception():
+            self._fail(error)
+            return
+        self.published = self.version
+        self._feed()
 
     async def _run(self, function: Callable[..., Any], *args: Any, what: str, **kwargs: Any) -> Any:
         assert self._worker is not None
@@ -180,53 +335,47 @@ class AsyncLoop:
             call = function(*args, **kwargs)
         else:
             call = self._worker.call(function, *args, **kwargs)
+        return await self._within(call, what=what)
+
+    async def _within(self, call: Awaitable[Any], *, what: str) -> Any:
         return await within(
             call, timeout_s=self._timeout_s, clock=self._clock, what=what, unless=self._failed
         )
 
     def _drop(self, group: Group) -> None:
+        assert self._feeder is not None
         self._dropped += 1
-        self._finished -= 1
-        self._again.append(group.prompt)
-        self._start_groups()
+        self._tell(group.prompt, "dropped")
+        self._feeder.ask_again(group)
+        self._feed()
 
-    def _start_groups(self) -> None:
-        room = self._admission.room(in_flight=len(self._in_flight), finished=self._finished)
-        for _ in range(room):
-            try:
-                prompt = self._again.popleft() if self._again else next(self._prompts)
-            except StopIteration:
-                self._exhausted = True
-                break
-            task = asyncio.create_task(self._one_group(prompt, self.version))
-            self._in_flight.add(task)
-            task.add_done_callback(self._ended)
-        left = len(self._buffer) + len(self._in_flight) + len(self._again)
-        if self._exhausted and left < self._batch_size:
+    def _feed(self) -> None:
+        """Start what there is room for."""
+        assert self._feeder is not None
+        feeder, limit = self._feeder, self._limit()
+        requests = groups = max(0, limit - feeder.requests)
+        if self._buffer.staleness.on_stale != "continue":  # Then the buffer alone holds it back.
+            groups = self._admission.room(
+                in_flight=len(feeder.jobs),
+                finished=feeder.finished,
+                behind=self.version - self.published,
+            )
+        feeder.start(groups=groups, requests=requests, version=self.published)
+        self._pace(feeder.requests < limit and not feeder.exhausted)
+        left = len(feeder.jobs) + feeder.finished + feeder.waiting
+        if feeder.exhausted and left < self._batch_size:
             self._starve(_Exhausted())
 
-    async def _one_group(self, prompt: Any, version: int) -> None:
-        start = self._clock.now()
-        rollouts = await self._generate(prompt, version=version)
-        group = Group(prompt, tuple(rollouts), version, self._clock.now() - start)
-        await self._buffer.put(group, timeout_s=self._timeout_s)
-        self._finished += 1
+    def _pace(self, idle: bool) -> None:
+        """Count the time in which the engine gets less than it could take."""
+        now = self._clock.now()
+        if self._paced_since is not None:
+            self._paced_s += now - self._paced_since
+        self._paced_since = now if idle else None
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        if task not in self._in_flight:
-            # The loop is closing: nobody asks for the outcome any more.
-            if not task.cancelled():
-                task.exception()
-            return
-        self._in_flight.discard(task)
-        error = asyncio.CancelledError() if task.cancelled() else task.exception()
-        if error is None:
-            self._start_groups()
-        elif self._failed is not None and not self._failed.done():
-            cancelled = isinstance(error, asyncio.CancelledError)
-            error = DeadlineError("a group was cancelled") if cancelled else error
+    def _fail(self, error: BaseException) -> None:
+        if self._failed is not None and not self._failed.done():
             self._failed.set_result(error)
-            self._starve(error)
 
     def _starve(self, reason: BaseException) -> None:
         if self._starved is not None and not self._starved.done():

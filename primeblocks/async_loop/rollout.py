@@ -3,6 +3,7 @@
 import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -28,6 +29,7 @@ class Rollout:
         finish_reason: the engine's word, "stop" or "length" for instance.
         prompt_id: names the prompt; rollouts of one group share it.
         attachments: values that travel along unseen, expert routes for instance.
+        loss_mask: the completion tokens that count in the loss; default: all of them.
 
     Raises:
         ShapeError: lengths do not fit, or the completion is empty.
@@ -42,6 +44,7 @@ class Rollout:
     prompt_id: Hashable = None
     reward: float | None = None
     attachments: Mapping[str, Any] = field(default_factory=dict)
+    loss_mask: NDArray[np.bool_] = None  # type: ignore[assignment]  # All of them.
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", _frozen(self.tokens, np.int64, name="tokens"))
@@ -49,12 +52,15 @@ class Rollout:
         object.__setattr__(self, "versions", _frozen(self.versions, np.int64, name="versions"))
         object.__setattr__(self, "attachments", MappingProxyType(dict(self.attachments)))
         length = len(self.tokens) - self.prompt_length
+        mask = np.ones(max(length, 0), np.bool_) if self.loss_mask is None else self.loss_mask
+        object.__setattr__(self, "loss_mask", _frozen(mask, np.bool_, name="loss_mask"))
         if self.prompt_length < 1 or length < 1:
             raise ShapeError(
                 f"a rollout needs a prompt and a completion; got {len(self.tokens)} tokens with "
                 f"prompt_length={self.prompt_length}. Leave out rollouts that were aborted empty."
             )
-        for name, values in (("logprobs", self.logprobs), ("versions", self.versions)):
+        for name in ("logprobs", "versions", "loss_mask"):
+            values = getattr(self, name)
             if len(values) != length:
                 raise ShapeError(
                     f"{name} needs one entry per completion token, {length}; got {len(values)}"
@@ -78,6 +84,13 @@ class Rollout:
         return self.tokens[self.prompt_length :]
 
     @property
+    def nbytes(self) -> int:
+        """Memory of its arrays and attachments, in bytes; of an attachment that tells none, 64."""
+        arrays = (self.tokens, self.logprobs, self.versions, self.loss_mask)
+        held = [*arrays, *self.attachments.values()]
+        return sum(len(x) if isinstance(x, bytes) else getattr(x, "nbytes", 64) for x in held)
+
+    @property
     def oldest_version(self) -> int:
         """The oldest policy that sampled a token of it."""
         return int(self.versions.min())
@@ -98,19 +111,26 @@ class Group:
             sit in a KV cache of that version even if every token is newer, so it
             counts towards the group's age.
         generate_s: how long it took.
+        ordinal: the place of its prompt among those that were drawn, from 0.
     """
 
     prompt: Any
     rollouts: tuple[Rollout, ...]
     version: int
     generate_s: float = 0.0
+    ordinal: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rollouts", tuple(self.rollouts))
         if not self.rollouts:
             raise UsageError(f"the group of prompt {self.prompt!r} has no rollouts")
 
-    @property
+    @cached_property
+    def nbytes(self) -> int:
+        """Memory of its rollouts, in bytes."""
+        return sum(rollout.nbytes for rollout in self.rollouts)
+
+    @cached_property
     def oldest_version(self) -> int:
         """The oldest policy that has a part in it."""
         return min(self.version, *(r.oldest_version for r in self.rollouts))
@@ -149,6 +169,8 @@ def _frozen(values: ArrayLike, dtype: type, *, name: str) -> NDArray:
         raise ShapeError(f"{name} must be one-dimensional; got shape {array.shape}")
     if array.size and dtype is np.int64 and not np.issubdtype(array.dtype, np.integer):
         raise ShapeError(f"{name} must be integers; got {array.dtype}")
+    if array.size and dtype is np.bool_ and array.dtype != np.bool_:
+        raise ShapeError(f"{name} must be booleans; got {array.dtype}")
     array = array.astype(dtype)
     array.flags.writeable = False
     return array

@@ -1,46 +1,112 @@
-"""The bound on a rollout's age when it is trained on."""
+"""The bound on a token's age when it is trained on, and what happens beyond it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
-from ..errors import UnsupportedError, UsageError, check_version
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import UsageError, check_version
 from .rollout import Group, Rollout
 
 __all__ = ["StalenessPolicy", "cache_salt", "staleness"]
 
+ON_STALE = ("pace", "wait", "mask", "drop", "continue")
+
 
 @dataclass(frozen=True)
 class StalenessPolicy:
-    """The bound on staleness, and what happens to a group beyond it.
+    """The bound on staleness, and what happens to a group that would exceed it.
+
+    Under all but "continue", groups are started only as far as they can be trained on in time, and
+    the oldest are trained on first.
+
+    - "pace" does no more: nothing is thrown away, and a group that takes long may exceed the bound.
+      What is trained on has the lengths of what was sampled.
+    - "wait" makes the trainer wait for groups that would exceed it: a hard bound, nothing is thrown
+      away, and the trainer idles for the slowest.
+    - "mask" takes tokens beyond it out of the loss, and leaves the rollout in its group's baseline.
+    - "drop" throws the group away and asks its prompt again. What takes longer than the bound is
+      never trained on: lengths are biased.
+    - "continue" knows no bound.
 
     Args:
-        max_off_policy_steps: optimizer steps that may lie between the policy which sampled the
-            oldest token of a group and the policy that trains on it; 0 is on-policy.
-        on_stale: "drop" discards the rollouts and hands the prompt back.
+        max_off_policy_steps: optimizer steps that may lie between the policy which sampled a token
+            and the policy that trains on it; 0 is on-policy.
+        correction: names what the loss does about older tokens, such as "truncated importance
+            sampling" or "ratio to the engine's log-probabilities"; for logs. A lag without a
+            correction is refused: ratios to the trainer's own policy would be silently wrong.
 
     Raises:
-        UsageError: the bound is negative.
-        UnsupportedError: another reaction than "drop".
+        UsageError: the bound is negative, `on_stale` is unknown, or the correction has no name.
     """
 
     max_off_policy_steps: int
-    on_stale: str = "drop"
+    on_stale: str = "pace"
+    correction: str = ""
 
     def __post_init__(self) -> None:
         if self.max_off_policy_steps < 0:
             raise UsageError(
                 f"max_off_policy_steps must be 0 or more; got {self.max_off_policy_steps}"
             )
-        if self.on_stale != "drop":
-            raise UnsupportedError(
-                f"on_stale={self.on_stale!r} is not built: stale groups are dropped and their "
-                'prompts asked again. Use on_stale="drop".'
+        if self.on_stale not in ON_STALE:
+            raise UsageError(f"on_stale must be one of {list(ON_STALE)}; got {self.on_stale!r}.")
+        if not self.correction and (self.max_off_policy_steps or self.on_stale == "continue"):
+            raise UsageError(
+                f"max_off_policy_steps={self.max_off_policy_steps} with on_stale="
+                f"{self.on_stale!r} trains on tokens of older policies. Name what the loss does "
+                'about it: correction="truncated importance sampling", for instance.'
             )
 
     def admits(self, item: Group | Rollout, *, version: int) -> bool:
-        """Say whether the policy `version` may train on this. Pure."""
+        """Say whether the policy `version` may train on all of this. Pure."""
         return staleness(item, version=version) <= self.max_off_policy_steps
+
+    def fresh(self, rollout: Rollout, *, version: int) -> NDArray[np.bool_]:
+        """`[completion]`: the tokens within the bound, for the policy `version`. Pure."""
+        return version - rollout.versions <= self.max_off_policy_steps
+
+    def trainable(self, group: Group, *, version: int) -> Group | None:
+        """What the policy `version` may train on of a group; None is nothing. Pure."""
+        if self.on_stale == "drop":
+            return group if self.admits(group, version=version) else None
+        if self.on_stale != "mask" or self.admits(group, version=version):
+            return group
+        rollouts = (
+            replace(r, loss_mask=r.loss_mask & self.fresh(r, version=version))
+            for r in group.rollouts
+        )
+        return replace(group, rollouts=tuple(rollouts))
+
+    def ready(
+        self, finished: Iterable[int], in_flight: Iterable[int], *, count: int, version: int
+    ) -> bool:
+        """Say whether `count` finished groups may be trained on now, the oldest first. Pure.
+
+        Under "wait", not before as many old ones are among them that those left can still be
+        trained on in time, `count` a step.
+
+        Args:
+            finished: versions of the groups that wait to be trained on.
+            in_flight: versions of those that are being generated.
+        """
+        done = Counter(finished)
+        if sum(done.values()) < count:
+            return False
+        if self.on_stale != "wait":
+            return True
+        outstanding = done + Counter(in_flight)
+        owed = came = 0
+        for started in sorted(outstanding):
+            owed, came = owed + outstanding[started], came + done[started]
+            later = count * max(0, started + self.max_off_policy_steps - version)
+            if came < min(count, owed - later):
+                return False
+        return True
 
 
 def staleness(item: Group | Rollout, *, version: int) -> int:

@@ -26,7 +26,7 @@ COMMANDS = st.lists(
 @given(COMMANDS)
 def test_it_behaves_as_a_list(commands):
     async def run():
-        buffer = RolloutBuffer(capacity=4, staleness=StalenessPolicy(max_off_policy_steps=BOUND))
+        buffer = RolloutBuffer(capacity=4, staleness=StalenessPolicy(BOUND, "drop", "a test"))
         expected, seen, version, made = [], [], 0, 0
         for command, number in commands:
             if command == "advance":
@@ -58,7 +58,7 @@ def test_it_behaves_as_a_list(commands):
 
 def test_a_full_buffer_holds_back_until_there_is_room(make_group):
     async def run():
-        buffer = RolloutBuffer(capacity=1, staleness=StalenessPolicy(max_off_policy_steps=0))
+        buffer = RolloutBuffer(capacity=1, staleness=StalenessPolicy(0, "drop", "a test"))
         await buffer.put(make_group("a"), timeout_s=1)
         waiting = asyncio.create_task(buffer.put(make_group("b"), timeout_s=60))
         await asyncio.sleep(0)
@@ -75,7 +75,7 @@ def test_waits_end_at_their_deadline_and_lose_nothing(make_group):
     async def run():
         clock = ManualClock()
         buffer = RolloutBuffer(
-            capacity=1, staleness=StalenessPolicy(max_off_policy_steps=0), clock=clock
+            capacity=1, staleness=StalenessPolicy(0, "drop", "a test"), clock=clock
         )
         taking = asyncio.create_task(buffer.take(1, version=0, timeout_s=5))
         await settle()
@@ -96,7 +96,7 @@ def test_waits_end_at_their_deadline_and_lose_nothing(make_group):
 
 def test_stale_groups_make_room_for_those_that_wait(make_group):
     async def run():
-        buffer = RolloutBuffer(capacity=1, staleness=StalenessPolicy(max_off_policy_steps=0))
+        buffer = RolloutBuffer(capacity=1, staleness=StalenessPolicy(0, "drop", "a test"))
         await buffer.put(make_group("old", version=0), timeout_s=1)
         putting = asyncio.create_task(buffer.put(make_group("new", version=1), timeout_s=5))
         await settle()
@@ -110,7 +110,7 @@ def test_stale_groups_make_room_for_those_that_wait(make_group):
 
 
 def test_impossible_sizes_are_refused():
-    policy = StalenessPolicy(max_off_policy_steps=0)
+    policy = StalenessPolicy(0, "drop", "a test")
     with pytest.raises(UsageError, match="0"):
         RolloutBuffer(capacity=0, staleness=policy)
     with pytest.raises(UsageError, match="3 groups"):

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from primeblocks.async_loop import AsyncLoop, RolloutBuffer, StalenessPolicy
+from primeblocks.async_loop import AsyncLoop, Retries, RolloutBuffer, StalenessPolicy
 from primeblocks.async_loop.reference import synchronous_steps
 from primeblocks.errors import ClosedError, DeadlineError, EngineError, UsageError
 from primeblocks.testing.faults import ManualClock
@@ -50,7 +50,10 @@ class World:
             raise self.fail[what]
 
 
-def make_loop(world, *, bound=1, batch_size=2, max_in_flight=4, prompts=None, **more):
+def make_loop(
+    world, *, bound=1, batch_size=2, max_in_flight=4, prompts=None, on_stale="drop", **more
+):
+    more = {"retries": Retries(attempts=1, give_up_after=1)} | more
     return AsyncLoop(
         prompts=itertools.count() if prompts is None else prompts,
         generate=world.generate,
@@ -58,7 +61,9 @@ def make_loop(world, *, bound=1, batch_size=2, max_in_flight=4, prompts=None, **
         publish=world.publish,
         buffer=RolloutBuffer(
             capacity=(bound + 1) * batch_size,
-            staleness=StalenessPolicy(max_off_policy_steps=bound),
+            staleness=StalenessPolicy(
+                max_off_policy_steps=bound, on_stale=on_stale, correction="none: a test"
+            ),
         ),
         batch_size=batch_size,
         max_in_flight=max_in_flight,
@@ -142,7 +147,7 @@ def test_stale_groups_are_dropped_and_their_prompts_asked_again():
             async def late(count, *, version, **more):
                 # As if other trainers had stepped twice while this batch was waited for.
                 if version == 1:
-                    loop.version = version = 3
+                    loop.version = loop.published = version = 3
                 return await original(count, version=version, **more)
 
             loop._buffer.take = late
@@ -161,9 +166,9 @@ def test_stale_groups_are_dropped_and_their_prompts_asked_again():
 def test_a_batch_that_is_dropped_as_a_whole_is_asked_again(max_in_flight):
     async def body(world, loop):
         async with loop:
-            while len(loop._buffer) < 2 or loop._in_flight:
+            while len(loop._buffer) < 2 or loop._feeder.jobs:
                 await asyncio.sleep(0)
-            loop.version = 3  # As if other trainers had stepped.
+            loop.version = loop.published = 3  # As if other trainers had stepped.
             return [step async for step in loop.steps(2)]
 
     world, (step,) = run(body, bound=1, prompts=range(2), max_in_flight=max_in_flight)
@@ -327,7 +332,7 @@ def test_bad_use_is_refused():
             generate=None,  # type: ignore[arg-type]
             train=print,
             publish=print,
-            buffer=RolloutBuffer(capacity=2, staleness=StalenessPolicy(max_off_policy_steps=0)),
+            buffer=RolloutBuffer(capacity=2, staleness=StalenessPolicy(0, "drop", "a test")),
             batch_size=9,
             max_in_flight=1,
         )

@@ -1,5 +1,6 @@
 import re
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +12,9 @@ from primeblocks.async_loop import (
     staleness,
     versions_from_spans,
 )
-from primeblocks.errors import ShapeError, UnsupportedError, UsageError
+from primeblocks.errors import ShapeError, UsageError
+
+from .conftest import make_rollout
 
 
 def test_a_rollout_knows_its_parts(make_rollout):
@@ -46,7 +49,7 @@ def test_spans_write_out_one_version_a_token(parts):
 def test_a_group_is_as_old_as_its_oldest_part(make_rollout):
     group = Group("p", (make_rollout(versions=(4, 5)), make_rollout(versions=(6, 6))), 4)
     assert staleness(group, version=7) == 3
-    policy = StalenessPolicy(max_off_policy_steps=2)
+    policy = StalenessPolicy(2, "drop", "a test")
     assert policy.admits(group, version=6)
     assert not policy.admits(group, version=7)
     # Sampled late, but its prompt was cached under the version that it was submitted with.
@@ -65,8 +68,31 @@ def test_each_version_has_its_own_salt():
     assert len({cache_salt(version) for version in range(100)}) == 100
 
 
-def test_reactions_that_are_not_built_are_refused_by_name():
-    with pytest.raises(UnsupportedError, match="mask"):
-        StalenessPolicy(max_off_policy_steps=1, on_stale="mask")
+def test_a_policy_that_makes_no_sense_is_refused():
+    with pytest.raises(UsageError, match="one of .*'ignore'"):
+        StalenessPolicy(1, "ignore", "a test")
     with pytest.raises(UsageError, match="-1"):
         StalenessPolicy(max_off_policy_steps=-1)
+
+
+@pytest.mark.parametrize(("bound", "on_stale"), [(1, "pace"), (4, "mask"), (0, "continue")])
+def test_a_lag_without_a_named_correction_is_refused(bound, on_stale):
+    with pytest.raises(UsageError, match="Name what the loss does"):
+        StalenessPolicy(bound, on_stale)
+    assert StalenessPolicy(0).max_off_policy_steps == 0
+
+
+def test_tokens_beyond_the_bound_leave_the_loss():
+    policy = StalenessPolicy(2, "mask", "a test")
+    kept = np.array([True, True, False, True])
+    old = make_rollout(versions=(0, 1, 2, 3), loss_mask=kept)
+    group = policy.trainable(Group("p", (old, make_rollout(versions=(3, 3))), 0), version=3)
+    assert [r.loss_mask.tolist() for r in group.rollouts] == [
+        [False, True, False, True],
+        [True, True],
+    ]
+    assert old.loss_mask.tolist() == kept.tolist()
+    for on_stale in ("pace", "wait", "continue"):
+        given = Group("p", (old,), 0)
+        assert StalenessPolicy(2, on_stale, "a test").trainable(given, version=9) is given
+    assert StalenessPolicy(2, "drop", "a test").trainable(group, version=9) is None

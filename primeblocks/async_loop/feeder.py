@@ -1,0 +1,263 @@
+"""Rollouts in flight: prompts drawn, tried, tried again, put together into groups."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ..errors import DeadlineError, UsageError
+from .buffer import RolloutBuffer
+from .clock import Clock, within
+from .ledger import Draft, Ledger, Partial, Restored
+from .rollout import Group, Rollout
+from .scheduler import Retries
+
+__all__ = ["Feeder", "Generate", "Job", "Limit", "Rules", "as_limit"]
+
+Generate = Callable[..., Awaitable[Any]]
+
+
+class Limit(Protocol):
+    """A number of requests in flight that may change."""
+
+    limit: int
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How prompts become groups; see `AsyncLoop`."""
+
+    group_size: int | None
+    keep: Callable[[Group], bool] | None
+    retries: Retries
+    rollout_timeout_s: float | None
+    put_timeout_s: float
+
+
+@dataclass(eq=False)
+class Job:
+    """A prompt on its way to a group."""
+
+    ordinal: int
+    prompt: Any
+    version: int = 0
+    started_s: float = 0.0
+    partials: dict[int, Partial] = field(default_factory=dict)
+    samples: dict[int, Rollout] = field(default_factory=dict)
+    attempts: Counter[int] = field(default_factory=Counter)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy that has a part in it, as far as is known."""
+        sampled = [int(p.versions.min()) for p in self.partials.values() if len(p.versions)]
+        return min([self.version, *sampled])
+
+
+class Feeder:
+    """Starts requests, and puts what comes back into the buffer.
+
+    Belongs to one event loop. What ends a run ends up in `failed`.
+
+    Args:
+        prompts: drawn one at a time; each gets the next ordinal.
+        ended: called whenever something has left the state of being in flight.
+    """
+
+    def __init__(
+        self,
+        *,
+        prompts: Iterable[Any],
+        generate: Generate,
+        buffer: RolloutBuffer,
+        rules: Rules,
+        ledger: Ledger | None,
+        clock: Clock,
+        failed: asyncio.Future[BaseException],
+        ended: Callable[[], None],
+    ) -> None:
+        self._prompts: Iterator[Any] = iter(prompts)
+        self._generate, self._buffer, self._rules = generate, buffer, rules
+        self._ledger, self._clock = ledger, clock
+        self._failed, self._ended = failed, ended
+        self._again: deque[Job] = deque()
+        self._pending: deque[tuple[Job, int]] = deque()  # Samples of jobs that have been started.
+        self.jobs: dict[int, Job] = {}  # In flight, by ordinal.
+        self.requests = 0  # Of the engine, running or in their backoff.
+        self.finished = 0  # Groups that were put into the buffer and are not trained on.
+        self.drawn = 0
+        self.exhausted = False
+        self.causes: Counter[str] = Counter()  # Of failed attempts, by type, since they were read.
+        self.lost: list[tuple[Any, str]] = []  # Prompts that left, and why, since they were read.
+        self._failures_in_a_row = 0
+        self._closing = False
+
+    @property
+    def waiting(self) -> int:
+        """Prompts that have been drawn and are to be asked again."""
+        return len(self._again)
+
+    def resume(self, restored: Restored) -> list[Group]:
+        """Take up what a ledger holds: skip what was drawn, ask again, return what is finished."""
+        for _ in range(restored.cursor):
+            if next(self._prompts, self) is self:
+                raise UsageError(
+                    f"the journal has drawn {restored.cursor} prompts, and the iterable ends "
+                    "before. Pass the same prompts, from their start."
+                )
+        self.drawn = restored.cursor
+        self._again.extend(
+            Job(ordinal, prompt, partials=dict(partials))
+            for ordinal, prompt, partials in restored.again
+        )
+        return [group for _, group in restored.finished]
+
+    def start(self, *, groups: int, requests: int, version: int) -> None:
+        """Start at most so many groups and requests. Local."""
+        each = self._rules.group_size
+        while requests > 0:
+            if self._pending:
+                job, sample = self._pending.popleft()
+                self._spawn(job, sample)
+                requests -= 1
+                continue
+            found = self._next_job() if groups > 0 else None
+            if found is None:
+                return
+            groups -= 1
+            found.version, found.started_s = version, self._clock.now()
+            self.jobs[found.ordinal] = found
+            if self._ledger is not None:
+                self._ledger.started(found.ordinal, version)
+            self._pending.extend((found, sample) for sample in range(each or 1))
+
+    def ask_again(self, group: Group) -> None:
+        """Ask a dropped group's prompt again, before new ones. Local."""
+        self.finished -= 1
+        self._again.append(Job(group.ordinal, group.prompt))
+        if self._ledger is not None:
+            self._ledger.dropped(group.ordinal)
+
+    async def close(self, timeout_s: float) -> None:
+        """Cancel what is in flight."""
+        self._closing = True
+        tasks = {task for job in self.jobs.values() for task in job.tasks}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout_s)
+
+    def _next_job(self) -> Job | None:
+        if self._again:
+            return self._again.popleft()
+        try:
+            prompt = next(self._prompts)
+        except StopIteration:
+            self.exhausted = True
+            return None
+        job = Job(self.drawn, prompt)
+        self.drawn += 1
+        if self._ledger is not None:
+            self._ledger.drawn(job.ordinal, prompt)
+        return job
+
+    def _spawn(self, job: Job, sample: int) -> None:
+        self.requests += 1
+        task = asyncio.create_task(self._attempt(job, sample))
+        job.tasks.add(task)
+        task.add_done_callback(lambda done: self._settle(job, done))
+
+    async def _attempt(self, job: Job, sample: int) -> None:
+        """Ask until there is an answer or no attempt is left; the last sample ends the job.
+
+        What it raises ends the run: everything but `generate` has to work.
+        """
+        while True:
+            try:
+                answer = await self._ask(job, sample)
+                break
+            except Exception as error:
+                job.attempts[sample] += 1
+                self.causes[type(error).__name__] += 1
+                if job.attempts[sample] >= self._rules.retries.attempts:
+                    self._give_up(job, error)
+                    return
+                await self._clock.sleep(self._rules.retries.wait_s(job.attempts[sample]))
+        if self._rules.group_size is None:
+            rollouts: Sequence[Rollout] = tuple(answer)
+        else:
+            job.samples[sample] = answer
+            if len(job.samples) < self._rules.group_size:
+                return
+            rollouts = [job.samples[i] for i in range(self._rules.group_size)]
+        await self._finish(job, rollouts)
+
+    async def _ask(self, job: Job, sample: int) -> Any:
+        options: dict[str, Any] = {"version": job.version}
+        if self._rules.group_size is not None:
+            options["sample"] = sample
+        if self._ledger is not None:
+            options["draft"] = Draft(job.ordinal, job.partials, self._ledger)
+        call = self._generate(job.prompt, **options)
+        if self._rules.rollout_timeout_s is None:
+            return await call
+        what = f"the rollout of prompt {job.ordinal}"
+        timeout_s = self._rules.rollout_timeout_s
+        return await within(call, timeout_s=timeout_s, clock=self._clock, what=what)
+
+    async def _finish(self, job: Job, rollouts: Sequence[Rollout]) -> None:
+        took = self._clock.now() - job.started_s
+        group = Group(job.prompt, tuple(rollouts), job.version, took, job.ordinal)
+        self._failures_in_a_row = 0
+        if self._rules.keep is not None and not self._rules.keep(group):
+            self._leave(job, "filtered")
+            return
+        if self._ledger is not None:
+            self._ledger.finished(job.ordinal, group)
+        # From here on it is counted as finished: it can be taken while it waits for room.
+        del self.jobs[job.ordinal]
+        self.finished += 1
+        self._buffer.look_again()
+        await self._buffer.put(group, timeout_s=self._rules.put_timeout_s)
+
+    def _leave(self, job: Job, reason: str) -> None:
+        """The prompt leaves the run without being trained on."""
+        del self.jobs[job.ordinal]
+        self.lost.append((job.prompt, reason))
+        if self._ledger is not None:
+            self._ledger.left_out(job.ordinal, reason)
+        self._buffer.look_again()
+
+    def _give_up(self, job: Job, error: BaseException) -> None:
+        for other in job.tasks - {asyncio.current_task()}:
+            other.cancel()
+        self._pending = deque(entry for entry in self._pending if entry[0] is not job)
+        self._leave(job, f"failed: {error!r}")
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row >= self._rules.retries.give_up_after:
+            raise error
+
+    def _settle(self, job: Job, task: asyncio.Task[None]) -> None:
+        self.requests -= 1
+        job.tasks.discard(task)
+        error: BaseException | None = None
+        if not task.cancelled():
+            error = task.exception()  # Asked for in any case: asyncio complains otherwise.
+        if self._closing:
+            return
+        # Not where another sample of it gave up.
+        if task.cancelled() and self.jobs.get(job.ordinal) is job:
+            error = DeadlineError(f"the rollout of prompt {job.ordinal} was cancelled")
+        if error is not None and not self._failed.done():
+            self._failed.set_result(error)
+        self._ended()
+
+
+def as_limit(limit: int | Limit) -> Callable[[], int]:
+    """Read a limit that may be a number or an object with one. Local."""
+    if isinstance(limit, int):
+        return lambda: limit
+    return lambda: limit.limit
