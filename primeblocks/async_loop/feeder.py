@@ -65,6 +65,7 @@ class Feeder:
     Args:
         prompts: drawn one at a time; each gets the next ordinal.
         ended: called whenever something has left the state of being in flight.
+        left: called with each prompt that leaves without being trained on, and the reason.
     """
 
     def __init__(
@@ -78,22 +79,27 @@ class Feeder:
         clock: Clock,
         failed: asyncio.Future[BaseException],
         ended: Callable[[], None],
+        left: Callable[[Any, str], None],
     ) -> None:
         self._prompts: Iterator[Any] = iter(prompts)
         self._generate, self._buffer, self._rules = generate, buffer, rules
         self._ledger, self._clock = ledger, clock
-        self._failed, self._ended = failed, ended
+        self._failed, self._ended, self._left = failed, ended, left
         self._again: deque[Job] = deque()
         self._pending: deque[tuple[Job, int]] = deque()  # Samples of jobs that have been started.
         self.jobs: dict[int, Job] = {}  # In flight, by ordinal.
-        self.requests = 0  # Of the engine, running or in their backoff.
+        self._tasks: set[asyncio.Task[None]] = set()  # One a request, until its group has room.
         self.finished = 0  # Groups that were put into the buffer and are not trained on.
         self.drawn = 0
         self.exhausted = False
         self.causes: Counter[str] = Counter()  # Of failed attempts, by type, since they were read.
-        self.lost: list[tuple[Any, str]] = []  # Prompts that left, and why, since they were read.
         self._failures_in_a_row = 0
         self._closing = False
+
+    @property
+    def requests(self) -> int:
+        """Requests of the engine: running, in their backoff, or done and without room."""
+        return len(self._tasks)
 
     @property
     def waiting(self) -> int:
@@ -144,11 +150,10 @@ class Feeder:
     async def close(self, timeout_s: float) -> None:
         """Cancel what is in flight."""
         self._closing = True
-        tasks = {task for job in self.jobs.values() for task in job.tasks}
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=timeout_s)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout_s)
 
     def _next_job(self) -> Job | None:
         if self._again:
@@ -165,9 +170,9 @@ class Feeder:
         return job
 
     def _spawn(self, job: Job, sample: int) -> None:
-        self.requests += 1
         task = asyncio.create_task(self._attempt(job, sample))
         job.tasks.add(task)
+        self._tasks.add(task)
         task.add_done_callback(lambda done: self._settle(job, done))
 
     async def _attempt(self, job: Job, sample: int) -> None:
@@ -226,7 +231,7 @@ class Feeder:
     def _leave(self, job: Job, reason: str) -> None:
         """The prompt leaves the run without being trained on."""
         del self.jobs[job.ordinal]
-        self.lost.append((job.prompt, reason))
+        self._left(job.prompt, reason)
         if self._ledger is not None:
             self._ledger.left_out(job.ordinal, reason)
         self._buffer.look_again()
@@ -241,7 +246,7 @@ class Feeder:
             raise error
 
     def _settle(self, job: Job, task: asyncio.Task[None]) -> None:
-        self.requests -= 1
+        self._tasks.discard(task)
         job.tasks.discard(task)
         error: BaseException | None = None
         if not task.cancelled():

@@ -180,7 +180,8 @@ class AsyncLoop:
         self._worker: WorkerThread | None = None
         self._publishing: asyncio.Future[Any] | None = None
         self._restored: list[asyncio.Task[None]] = []
-        self._dropped = 0  # groups, since the last step
+        self._dropped = self._filtered = 0  # groups, since the last step
+        self._lost: list[tuple[Any, str]] = []
         self._paced_since: float | None = None
         self._paced_s = 0.0
 
@@ -191,7 +192,7 @@ class AsyncLoop:
         self._feeder = Feeder(
             prompts=self._prompts, generate=self._generate, buffer=self._buffer,
             rules=self._rules, ledger=self._ledger, clock=self._clock, failed=self._failed,
-            ended=self._feed,
+            ended=self._feed, left=self._leave,
         )  # fmt: skip
         if self._ledger is not None:
             for group in self._feeder.resume(self._ledger.restore(self.version)):
@@ -205,12 +206,14 @@ class AsyncLoop:
 
     async def __aexit__(self, *_: object) -> None:
         assert self._feeder is not None
-        for task in self._restored:
-            task.cancel()
         await self._feeder.close(self._timeout_s)
+        rest: set[asyncio.Future[Any]] = {*self._restored}
         if self._publishing is not None:
-            self._publishing.cancel()
-            await asyncio.wait({self._publishing}, timeout=self._timeout_s)
+            rest.add(self._publishing)
+        for future in rest:
+            future.cancel()
+        if rest:
+            await asyncio.wait(rest, timeout=self._timeout_s)
         if self._worker is not None:
             self._worker.close()
             self._worker = None
@@ -271,8 +274,8 @@ class AsyncLoop:
         assert self._feeder is not None
         before, feeder = self.version - 1, self._feeder
         masked = self._count(groups)
-        lost, feeder.lost = tuple(feeder.lost), []
-        filtered = sum(reason == "filtered" for _, reason in lost)
+        lost, self._lost = tuple(self._lost), []
+        filtered, self._filtered = self._filtered, 0
         failures, feeder.causes = dict(feeder.causes), Counter()
         start, taken, trained, published = times
         self._pace(self._paced_since is not None)
@@ -288,14 +291,13 @@ class AsyncLoop:
             metrics=metrics,
             filtered=filtered,
             failures=failures,
-            lost=tuple((prompt, reason) for prompt, reason in lost if reason != "filtered"),
+            lost=lost,
             masked_tokens=masked,
             engine_idle_s=idle_s,
         )
 
     def _count(self, groups: tuple[Group, ...]) -> int:
         """Count what became of prompts, by source; return the tokens masked for their age."""
-        assert self._feeder is not None
         policy, before, masked = self._buffer.staleness, self.version - 1, 0
         for group in groups:
             old = 0
@@ -304,8 +306,6 @@ class AsyncLoop:
             self._tell(group.prompt, "trained")
             self._tell(group.prompt, "masked_tokens", old)
             masked += old
-        for prompt, reason in self._feeder.lost:
-            self._tell(prompt, "filtered" if reason == "filtered" else "failed")
         return masked
 
     def _tell(self, prompt: Any, what: str, count: int = 1) -> None:
@@ -348,6 +348,14 @@ class AsyncLoop:
         self._tell(group.prompt, "dropped")
         self._feeder.ask_again(group)
         self._feed()
+
+    def _leave(self, prompt: Any, reason: str) -> None:
+        if reason == "filtered":
+            self._filtered += 1
+            self._tell(prompt, reason)
+        else:
+            self._lost.append((prompt, reason))
+            self._tell(prompt, "failed")
 
     def _feed(self) -> None:
         """Start what there is room for."""
