@@ -47,6 +47,10 @@ class Admission:
         return max(0, min(self.max_in_flight, steps * self.batch_size - finished) - in_flight)
 
 
+# An engine whose queue holds more than this part (1 / 8) of the limit is full.
+_QUEUED = 8
+
+
 class AdaptiveLimit:
     """A limit on requests in flight that follows what the engine says of itself.
 
@@ -105,7 +109,7 @@ class AdaptiveLimit:
             waiting: requests in its queue that do not run yet.
         """
         more, self._preempted = preempted - self._preempted, preempted
-        if kv_used >= self.cut_above or more > 0 or waiting > self.limit * (1 - self.cut):
+        if kv_used >= self.cut_above or more > 0 or waiting * _QUEUED > self.limit:
             self.limit = max(self.least, int(min(self.limit, in_flight) * self.cut))
         elif kv_used < self.grow_below and in_flight >= self.limit:
             self.limit = min(self.most, self.limit + self.increase)
