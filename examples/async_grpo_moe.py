@@ -286,7 +286,7 @@ async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace)
         checkpoint,
         config,
         max_requests=MAX_IN_FLIGHT * GROUP,
-        max_off_policy_steps=MAX_OFF_POLICY_STEPS,
+        max_off_policy_steps=options.max_off_policy_steps,
     )
     history, probes, receipts, sync_seconds = [], [], [], []
     async with await VllmEngine.start(arguments, timeout_s=TIMEOUT_S) as engine:
@@ -322,9 +322,11 @@ async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace)
             train=train,
             publish=publish,
             buffer=async_loop.RolloutBuffer(
-                capacity=(MAX_OFF_POLICY_STEPS + 1) * PROMPTS,
+                capacity=(options.max_off_policy_steps + 1) * PROMPTS,
                 staleness=async_loop.StalenessPolicy(
-                    MAX_OFF_POLICY_STEPS, correction="ratio to the engine's log-probabilities"
+                    options.max_off_policy_steps,
+                    on_stale="wait",  # A hard bound; answers are of one length, nobody is slow.
+                    correction="ratio to the engine's log-probabilities",
                 ),
             ),
             batch_size=PROMPTS,
@@ -354,7 +356,7 @@ async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace)
         "reward_after": reward_after,
         "steps": len(history),
         "versions_seen": len(set().union(*(record["versions"] for record in history))),
-        "max_off_policy_steps": MAX_OFF_POLICY_STEPS,
+        "max_off_policy_steps": options.max_off_policy_steps,
         "max_staleness_seen": max(max(record["staleness"]) for record in history),
         "mismatch_kl_without_replay": statistics.mean(kl for _, kl, _, _ in probes),
         "mismatch_kl_with_replay": statistics.mean(kl for _, _, kl, _ in probes),
@@ -366,6 +368,7 @@ async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace)
         "kv_store_tokens": pages.tokens,
         "dropped": sum(record["dropped"] for record in history),
         "fp8": options.fp8,
+        "loop_seconds": loop_seconds,
         "seconds": time.monotonic() - start,
     }
     report(summary, history, probes, options.out)
@@ -384,6 +387,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--warm-steps", type=int, default=WARM_STEPS)
+    parser.add_argument("--max-off-policy-steps", type=int, default=MAX_OFF_POLICY_STEPS)
     parser.add_argument("--out", type=Path, default=Path("outputs/demo"))
     parser.add_argument(
         "--fp8",
