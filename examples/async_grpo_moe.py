@@ -154,7 +154,7 @@ class Trainer:
         advantages = advantages[:, None].expand_as(mask)
         count = parallel.global_token_count(mask.sum(), self.meshes)
         with replay.impose(self.routers, routes_of(mine, tokens)):
-            loss = async_loop.grpo_loss(
+            loss = async_loop.losses.grpo_loss(
                 self.logprobs(tokens), sampled_logprobs, advantages, mask=mask
             )
             (loss.sum / count).backward()
@@ -262,7 +262,7 @@ def sample_of(rollout: async_loop.Rollout, advantage: float) -> Sample:
 
 def samples_of(groups) -> list[Sample]:
     rewards = torch.tensor([[rollout.reward for rollout in group.rollouts] for group in groups])
-    advantages = async_loop.group_advantages(rewards.float()).flatten().tolist()
+    advantages = async_loop.losses.group_advantages(rewards.float()).flatten().tolist()
     rollouts = itertools.chain.from_iterable(group.rollouts for group in groups)
     return [sample_of(r, advantage) for r, advantage in zip(rollouts, advantages, strict=True)]
 

@@ -68,16 +68,18 @@ FP8 = {
 }
 LOGPROBS = -torch.ones(2, 3)
 ASYNC_LOOP = {
-    "rewards in a list": lambda: async_loop.group_advantages([[1.0, 0.0]]),
-    "rewards in an array": lambda: async_loop.group_advantages(torch.ones(2, 2).numpy()),
-    "one group's rewards": lambda: async_loop.group_advantages(torch.ones(2)),
-    "no mask": lambda: async_loop.grpo_loss(LOGPROBS, LOGPROBS, LOGPROBS, mask=None),
-    "no mask either": lambda: async_loop.aipo_loss(LOGPROBS, LOGPROBS, LOGPROBS, mask=None),
-    "a list of masks": lambda: async_loop.grpo_loss(LOGPROBS, LOGPROBS, LOGPROBS, mask=[True]),
-    "advantages in a list": lambda: async_loop.grpo_loss(
+    "rewards in a list": lambda: async_loop.losses.group_advantages([[1.0, 0.0]]),
+    "rewards in an array": lambda: async_loop.losses.group_advantages(torch.ones(2, 2).numpy()),
+    "one group's rewards": lambda: async_loop.losses.group_advantages(torch.ones(2)),
+    "no mask": lambda: async_loop.losses.grpo_loss(LOGPROBS, LOGPROBS, LOGPROBS, mask=None),
+    "no mask either": lambda: async_loop.losses.aipo_loss(LOGPROBS, LOGPROBS, LOGPROBS, mask=None),
+    "a list of masks": lambda: async_loop.losses.grpo_loss(
+        LOGPROBS, LOGPROBS, LOGPROBS, mask=[True]
+    ),
+    "advantages in a list": lambda: async_loop.losses.grpo_loss(
         LOGPROBS, LOGPROBS, [1.0, 0.0], mask=LOGPROBS < 0
     ),
-    "log-probabilities in lists": lambda: async_loop.importance_weights([0.0], [0.0]),
+    "log-probabilities in lists": lambda: async_loop.losses.importance_weights([0.0], [0.0]),
 }
 PARALLEL = {
     "text for ranks": lambda: parallel.plan_mesh(world_size="8"),

@@ -6,8 +6,9 @@ import itertools
 
 import pytest
 
-from primeblocks.async_loop import AsyncLoop, Retries, RolloutBuffer, StalenessPolicy
+from primeblocks.async_loop import AsyncLoop, RolloutBuffer, StalenessPolicy
 from primeblocks.async_loop.reference import synchronous_steps
+from primeblocks.async_loop.scheduler import Retries
 from primeblocks.errors import ClosedError, DeadlineError, EngineError, UsageError
 from primeblocks.testing.faults import ManualClock
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from primeblocks.async_loop import (
     AsyncLoop,
     Group,
-    Retries,
     RolloutBuffer,
     StalenessPolicy,
     staleness,
 )
+from primeblocks.async_loop.scheduler import Retries
 from primeblocks.errors import DeadlineError, EngineError
 
 from .conftest import make_rollout

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from primeblocks.async_loop import aipo_loss, group_advantages, grpo_loss, importance_weights
+from primeblocks.async_loop.losses import aipo_loss, group_advantages, grpo_loss, importance_weights
 from primeblocks.errors import ShapeError, UsageError
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primeblocks.async_loop import AdaptiveLimit, Admission, LeastLoaded, Retries
-from primeblocks.async_loop.staleness import StalenessPolicy
+from primeblocks.async_loop import StalenessPolicy
+from primeblocks.async_loop.scheduler import AdaptiveLimit, Admission, LeastLoaded, Retries
 from primeblocks.errors import EngineError, UsageError
 
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..errors import ShapeError, UsageError
+from ...errors import ShapeError, UsageError
 
 __all__ = ["check_tokens", "group_advantages", "importance_weights"]
 

@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from ..errors import UsageError
-from .correction import check_tokens, importance_weights
+from ...errors import UsageError
+from .corrections import check_tokens, importance_weights
 
 __all__ = ["TokenLoss", "aipo_loss", "grpo_loss"]
 
