@@ -54,7 +54,8 @@ class Job:
     def oldest_version(self) -> int:
         """The oldest policy that has a part in it, as far as is known."""
         sampled = [int(p.versions.min()) for p in self.partials.values() if len(p.versions)]
-        return min([self.version, *sampled])
+        ended = [rollout.oldest_version for rollout in self.samples.values()]
+        return min([self.version, *sampled, *ended])
 
 
 class Feeder:
@@ -115,10 +116,15 @@ class Feeder:
                     "before. Pass the same prompts, from their start."
                 )
         self.drawn = restored.cursor
-        self._again.extend(
-            Job(ordinal, prompt, partials=dict(partials))
-            for ordinal, prompt, partials in restored.again
-        )
+        for ordinal, prompt, kept in restored.again:
+            job = Job(ordinal, prompt)
+            for sample, trajectory in kept.items():
+                if isinstance(trajectory, Partial):
+                    job.partials[sample] = trajectory
+                # One is asked in any case: its end puts the group together.
+                elif len(job.samples) < (self._rules.group_size or 1) - 1:
+                    job.samples[sample] = trajectory
+            self._again.append(job)
         return [group for _, group in restored.finished]
 
     def start(self, *, groups: int, requests: int, version: int) -> None:
@@ -138,7 +144,8 @@ class Feeder:
             self.jobs[found.ordinal] = found
             if self._ledger is not None:
                 self._ledger.started(found.ordinal, version)
-            self._pending.extend((found, sample) for sample in range(each or 1))
+            samples = (i for i in range(each or 1) if i not in found.samples)
+            self._pending.extend((found, sample) for sample in samples)
 
     def ask_again(self, group: Group) -> None:
         """Ask a dropped group's prompt again, before new ones. Local."""
@@ -196,6 +203,8 @@ class Feeder:
         else:
             job.samples[sample] = answer
             if len(job.samples) < self._rules.group_size:
+                if self._ledger is not None:
+                    self._ledger.sampled(job.ordinal, sample, answer)
                 return
             rollouts = [job.samples[i] for i in range(self._rules.group_size)]
         await self._finish(job, rollouts)

@@ -1,53 +1,138 @@
-"""What a run knows of each prompt, so that it can be resumed."""
+"""What happened to each prompt: the calls that say so, and the rules that every ledger keeps."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .rollout import Group
+from ..errors import UsageError, check_version
+from .rollout import Group, Rollout, freeze_trajectory
 
-__all__ = ["Draft", "Ledger", "Partial", "Restored"]
+__all__ = ["MOVES", "Draft", "Ledger", "Partial", "Progress", "PromptState", "Restored", "refuse"]
+
+
+class PromptState(StrEnum):
+    """The one state that a prompt is in; those after `TRAINED` are final from the start."""
+
+    DRAWN = "drawn"
+    IN_FLIGHT = "in flight"
+    FINISHED = "finished"
+    TAKEN = "taken"
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    FAILED = "failed"
+
+
+# The states that each call may find a prompt in.
+MOVES = {
+    "started": (PromptState.DRAWN, PromptState.IN_FLIGHT),
+    "sampled": (PromptState.IN_FLIGHT,),
+    "finished": (PromptState.IN_FLIGHT,),
+    "dropped": (PromptState.IN_FLIGHT, PromptState.FINISHED),
+    "left_out": (PromptState.DRAWN, PromptState.IN_FLIGHT, PromptState.FINISHED),
+    "taken": (PromptState.FINISHED,),
+}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Partial:
-    """A trajectory so far."""
+    """A trajectory so far: a rollout that has no end yet. Arrays are read-only copies.
+
+    Args:
+        tokens: ids of the prompt, then of what was sampled; int64.
+        prompt_length: how many of them are the prompt. All of them may be.
+        logprobs: the engine's log-probability of each sampled token; float64.
+        versions: the policy version that sampled each of them; int64.
+        loss_mask: which of them are trained on; bool. All, if it is left out.
+        attachments: values that travel along unseen, expert routes for instance.
+
+    Raises:
+        ShapeError: lengths do not fit, or the mask is not bool.
+        UsageError: a negative id or version, or a log-probability that is not finite.
+    """
 
     tokens: NDArray[np.int64]
     prompt_length: int
     logprobs: NDArray[np.float64]
     versions: NDArray[np.int64]
-    loss_mask: NDArray[np.bool_]
-    attachments: Mapping[str, Any]
+    loss_mask: NDArray[np.bool_] = None  # type: ignore[assignment]  # an array, once made
+    attachments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        freeze_trajectory(self, least=0)
+
+    @property
+    def completion(self) -> NDArray[np.int64]:
+        """Ids of what was sampled."""
+        return self.tokens[self.prompt_length :]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Restored:
-    """What a run goes on with."""
+    """What a loop goes on with.
+
+    Args:
+        cursor: prompts drawn so far; the iterable goes on there.
+        again: prompts to ask, by ordinal: `(ordinal, prompt, partials)`, the partials by sample.
+            A sample that had ended, in a group that had not, is a `Rollout` among them.
+        finished: groups to train on, in the order in which they finished: `(ordinal, group)`.
+    """
 
     cursor: int
-    again: list[tuple[int, Any, dict[int, Partial]]]
+    again: list[tuple[int, Any, dict[int, Partial | Rollout]]]
     finished: list[tuple[int, Group]]
 
 
 class Ledger(Protocol):
-    """What happened to each prompt."""
+    """What happened to each prompt of a run.
 
-    def drawn(self, ordinal: int, prompt: Any) -> None: ...
-    def started(self, ordinal: int, version: int) -> None: ...
-    def sampled(self, ordinal: int, sample: int, partial: Partial) -> None: ...
-    def finished(self, ordinal: int, group: Group) -> None: ...
-    def dropped(self, ordinal: int) -> None: ...
-    def left_out(self, ordinal: int, reason: str) -> None: ...
-    def taken(self, ordinals: Sequence[int], version: int) -> None: ...
-    def trained(self, version: int) -> None: ...
-    def checkpointed(self, version: int) -> None: ...
-    def restore(self, version: int) -> Restored: ...
+    Prompts are numbered 0, 1, 2, ... as they are drawn. Every call is plain and quick, changes
+    all or nothing, and is as durable when it returns as the ledger promises. Each refuses with
+    UsageError, changing nothing, what cannot have happened, a prompt trained twice for instance.
+    """
+
+    def drawn(self, ordinal: int, prompt: Any) -> None:
+        """Add the next prompt of the iterable."""
+
+    def started(self, ordinal: int, version: int) -> None:
+        """Put a prompt in flight under policy `version`, for the first time or again."""
+
+    def sampled(self, ordinal: int, sample: int, partial: Partial | Rollout) -> None:
+        """Keep a trajectory of a prompt in flight, in place of the last one of that sample."""
+
+    def finished(self, ordinal: int, group: Group) -> None:
+        """Keep the group of a prompt in flight, in place of its trajectories."""
+
+    def dropped(self, ordinal: int) -> None:
+        """Forget what was sampled for a prompt, which is asked again from the start."""
+
+    def left_out(self, ordinal: int, reason: str) -> None:
+        """End a prompt that is not trained on: "filtered" or "failed", and ": why". Final."""
+
+    def taken(self, ordinals: Sequence[int], version: int) -> None:
+        """Take finished prompts for the step from policy `version`."""
+
+    def trained(self, version: int) -> None:
+        """End the step from policy `version`; the policy is `version + 1` now."""
+
+    def checkpointed(self, version: int) -> None:
+        """Make the steps before policy `version` final: its weights are durable."""
+
+    def restore(self, version: int) -> Restored:
+        """Roll back to policy `version`, and return what to go on with.
+
+        Prompts taken, and prompts trained in steps from `version` on, are finished again; those in
+        flight are asked again, with what was sampled of them.
+
+        Raises:
+            UsageError: steps from `version` on are final, or never were.
+        """
+        ...
 
 
 class Draft:
@@ -60,3 +145,70 @@ class Draft:
         """Keep a trajectory as far as it is; durable when it returns."""
         self._ledger.sampled(self.ordinal, sample, partial)
         self.partials[sample] = partial
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The steps of a run, and the order that they keep. Pure.
+
+    Args:
+        version: the policy that the next step begins from; None before it is known.
+        final: steps before this policy are final.
+    """
+
+    version: int | None = None
+    final: int = 0
+
+    def check_taken(self, version: int) -> int:
+        """Return the step that a batch is taken for; UsageError if it is past."""
+        if check_version(version) < (self.version or 0):
+            raise UsageError(
+                f"a batch cannot be taken for the step from policy {version}: the policy is "
+                f"{self.version} by now"
+            )
+        return version
+
+    def trained(self, version: int, *, taken: int) -> Progress:
+        """Return the progress after a step that `taken` prompts were taken for."""
+        if check_version(version) != (version if self.version is None else self.version):
+            raise UsageError(
+                f"the step from policy {version} cannot be done: the policy is {self.version}"
+            )
+        if not taken:
+            raise UsageError(
+                f"no batch was taken for the step from policy {version}. Call taken() before "
+                "trained()."
+            )
+        return replace(self, version=version + 1)
+
+    def checkpointed(self, version: int) -> Progress:
+        """Return the progress once weights of policy `version` are durable."""
+        if check_version(version) > (self.version or 0):
+            raise UsageError(
+                f"weights of policy {version} cannot be durable: the policy is {self.version or 0}"
+            )
+        return replace(self, final=max(version, self.final))  # An older save may end later.
+
+    def restored(self, version: int) -> Progress:
+        """Return the progress after a rollback."""
+        if check_version(version) < self.final:
+            raise UsageError(
+                f"cannot go back to policy {version}: steps before policy {self.final} are final, "
+                f"and their groups gone. Restore policy {self.final} or a later one, or begin a "
+                "new ledger."
+            )
+        if self.version is not None and version > self.version:
+            raise UsageError(
+                f"cannot go on from policy {version}: the last step recorded led to policy "
+                f"{self.version}. The weights are of another run, or the ledger is."
+            )
+        return replace(self, version=version)
+
+
+def refuse(call: str, ordinal: int, state: str | None, *, cursor: int) -> NoReturn:
+    """Raise the UsageError of a call that finds a prompt in no state for it."""
+    if state is None:
+        state = "final" if ordinal < cursor else f"not drawn yet: there are {cursor} prompts"
+    raise UsageError(
+        f"{call}() needs a prompt that is {' or '.join(MOVES[call])}; prompt {ordinal} is {state}"
+    )

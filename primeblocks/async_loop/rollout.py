@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..errors import ShapeError, UsageError, check_version
 
-__all__ = ["Group", "Rollout", "versions_from_spans"]
+__all__ = ["Group", "Rollout", "freeze_trajectory", "versions_from_spans"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,29 +47,7 @@ class Rollout:
     loss_mask: NDArray[np.bool_] = None  # type: ignore[assignment]  # All of them.
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tokens", _frozen(self.tokens, np.int64, name="tokens"))
-        object.__setattr__(self, "logprobs", _frozen(self.logprobs, np.float64, name="logprobs"))
-        object.__setattr__(self, "versions", _frozen(self.versions, np.int64, name="versions"))
-        object.__setattr__(self, "attachments", MappingProxyType(dict(self.attachments)))
-        length = len(self.tokens) - self.prompt_length
-        mask = np.ones(max(length, 0), np.bool_) if self.loss_mask is None else self.loss_mask
-        object.__setattr__(self, "loss_mask", _frozen(mask, np.bool_, name="loss_mask"))
-        if self.prompt_length < 1 or length < 1:
-            raise ShapeError(
-                f"a rollout needs a prompt and a completion; got {len(self.tokens)} tokens with "
-                f"prompt_length={self.prompt_length}. Leave out rollouts that were aborted empty."
-            )
-        for name in ("logprobs", "versions", "loss_mask"):
-            values = getattr(self, name)
-            if len(values) != length:
-                raise ShapeError(
-                    f"{name} needs one entry per completion token, {length}; got {len(values)}"
-                )
-        if self.tokens.min() < 0 or self.versions.min() < 0:
-            raise UsageError("token ids and versions cannot be negative")
-        if not np.isfinite(self.logprobs).all():
-            where = int(np.flatnonzero(~np.isfinite(self.logprobs))[0])
-            raise UsageError(f"logprobs[{where}] is {self.logprobs[where]}, which is not finite")
+        freeze_trajectory(self, least=1)
         if self.reward is not None and not math.isfinite(self.reward):
             raise UsageError(f"reward is {self.reward}, which is not finite")
 
@@ -161,6 +139,45 @@ def versions_from_spans(spans: Iterable[tuple[int, int, int]], *, length: int) -
     if position != length:
         raise ShapeError(f"version spans end at {position} of {length} tokens")
     return versions
+
+
+def freeze_trajectory(item: Any, *, least: int) -> None:
+    """Copy the arrays of a trajectory that is being made, and check them.
+
+    Args:
+        least: completion tokens that it needs.
+
+    Raises:
+        ShapeError, UsageError: as `Rollout` says.
+    """
+
+    def put(name: str, value: Any) -> None:
+        object.__setattr__(item, name, value)
+
+    put("tokens", _frozen(item.tokens, np.int64, name="tokens"))
+    put("logprobs", _frozen(item.logprobs, np.float64, name="logprobs"))
+    put("versions", _frozen(item.versions, np.int64, name="versions"))
+    put("attachments", MappingProxyType(dict(item.attachments)))
+    length = len(item.tokens) - item.prompt_length
+    mask = np.ones(max(length, 0), np.bool_) if item.loss_mask is None else item.loss_mask
+    put("loss_mask", _frozen(mask, np.bool_, name="loss_mask"))
+    if item.prompt_length < 1 or length < least:
+        needs = "a prompt and a completion" if least else "a prompt"
+        raise ShapeError(
+            f"a {type(item).__name__.lower()} needs {needs}; got {len(item.tokens)} tokens with "
+            f"prompt_length={item.prompt_length}. Leave out rollouts that were aborted empty."
+        )
+    for name in ("logprobs", "versions", "loss_mask"):
+        values = getattr(item, name)
+        if len(values) != length:
+            raise ShapeError(
+                f"{name} needs one entry per completion token, {length}; got {len(values)}"
+            )
+    if min(item.tokens.min(), item.versions.min(initial=0)) < 0:
+        raise UsageError("token ids and versions cannot be negative")
+    if not np.isfinite(item.logprobs).all():
+        where = int(np.flatnonzero(~np.isfinite(item.logprobs))[0])
+        raise UsageError(f"logprobs[{where}] is {item.logprobs[where]}, which is not finite")
 
 
 def _frozen(values: ArrayLike, dtype: type, *, name: str) -> NDArray:

@@ -1,0 +1,242 @@
+"""Values as bytes without pickle: reading them back runs no code, and finds bytes that changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from math import prod
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from ..errors import CorruptionError, UnsupportedError
+from .ledger import Partial
+from .rollout import Group, Rollout
+
+__all__ = [
+    "digest",
+    "from_json",
+    "pack",
+    "pack_group",
+    "pack_trajectory",
+    "to_json",
+    "unpack",
+    "unpack_group",
+    "unpack_trajectory",
+]
+
+# Payload: xxh3-64 of the name and of the rest; length of the header; the header, which is JSON;
+# arrays and bytes.
+_DIGEST_BYTES = 8
+_LENGTH_BYTES = 8
+_SCALARS = frozenset({type(None), bool, int, float, str})
+_NUMBERS = frozenset("biufc")  # dtype.kind: bool, integers, floating, complex
+_TRAJECTORIES = {"partial": Partial, "rollout": Rollout}
+
+
+def to_json(value: Any, *, name: str) -> bytes:
+    """Return a JSON value as UTF-8, from which `from_json` makes an equal one of the same types.
+
+    Raises:
+        UnsupportedError: it holds something else: a tuple, an array, a key that is no str.
+    """
+    try:
+        _check_json(value, name)
+    except RecursionError as error:
+        raise UnsupportedError(f"{name} is nested too deeply, or holds itself") from error
+    return _dump(value, name)
+
+
+def from_json(text: bytes) -> Any:
+    """Return the value that `to_json` wrote."""
+    return json.loads(text.decode("utf-8", "surrogatepass"))
+
+
+def digest(name: str, *parts: bytes | memoryview) -> bytes:
+    """Return 8 bytes that depend on every byte of the parts, and on what they are the parts of."""
+    state = xxhash.xxh3_64(name.encode())
+    for part in parts:
+        state.update(part)
+    return state.digest()
+
+
+def pack(value: Any, *, name: str) -> bytes:
+    """Return one checksummed buffer of a value.
+
+    It may be made of None, bool, int, float, str, bytes, numbers and arrays of numpy, lists,
+    tuples, and dicts with str keys. Other buffers (bytearray, memoryview) come back as bytes.
+
+    Args:
+        name: of the value, for messages. Nothing else can be unpacked under it.
+
+    Raises:
+        UnsupportedError: it holds something else.
+    """
+    buffers: list[bytes] = []
+    try:
+        header = _dump(_lower(value, buffers, name), name)
+    except RecursionError as error:
+        raise UnsupportedError(f"{name} is nested too deeply, or holds itself") from error
+    parts = [len(header).to_bytes(_LENGTH_BYTES, "little"), header, *buffers]
+    return b"".join([digest(name, *parts), *parts])
+
+
+def unpack(payload: bytes, *, name: str) -> Any:
+    """Return the value that was packed.
+
+    Raises:
+        CorruptionError: bytes changed since, or it was packed under another name.
+    """
+    view = memoryview(payload)
+    body = view[_DIGEST_BYTES:]
+    if len(body) < _LENGTH_BYTES or digest(name, body) != view[:_DIGEST_BYTES]:
+        raise CorruptionError(f"{name}: {len(view)} bytes do not match their checksum")
+    start = _LENGTH_BYTES + int.from_bytes(body[:_LENGTH_BYTES], "little")
+    return _Reader(body[start:]).value(from_json(bytes(body[_LENGTH_BYTES:start])))
+
+
+def pack_trajectory(trajectory: Partial | Rollout, *, name: str) -> bytes:
+    """Pack every field of a trajectory.
+
+    Raises:
+        UnsupportedError: it is none, or an attachment is no value that can be packed.
+    """
+    for kind, cls in _TRAJECTORIES.items():
+        if type(trajectory) is cls:
+            values = {each.name: getattr(trajectory, each.name) for each in fields(cls)}
+            return pack([kind, values], name=name)
+    raise UnsupportedError(f"{name} is a {type(trajectory).__name__}; give a Partial or a Rollout")
+
+
+def unpack_trajectory(payload: bytes, *, name: str) -> Partial | Rollout:
+    """Return the trajectory that was packed.
+
+    Raises:
+        CorruptionError: bytes changed since.
+        UnsupportedError: it has fields that this version does not know.
+    """
+    kind, values = unpack(payload, name=name)
+    return _TRAJECTORIES[kind](**_known(values, _TRAJECTORIES[kind], name))
+
+
+def pack_group(group: Group, *, name: str) -> bytes:
+    """Pack what a group says beside its prompt and its rollouts."""
+    others = {each.name for each in fields(Group)} - {"prompt", "rollouts"}
+    return pack({each: getattr(group, each) for each in sorted(others)}, name=name)
+
+
+def unpack_group(payload: bytes, prompt: Any, rollouts: Sequence[Any], *, name: str) -> Group:
+    """Return the group of a prompt and its rollouts.
+
+    Raises:
+        CorruptionError: bytes changed since.
+        UnsupportedError: it has fields that this version does not know.
+    """
+    values = _known(unpack(payload, name=name), Group, name)
+    return Group(prompt=prompt, rollouts=tuple(rollouts), **values)
+
+
+def _known(values: dict[str, Any], cls: type, name: str) -> dict[str, Any]:
+    if unknown := sorted(values.keys() - {each.name for each in fields(cls)}):
+        raise UnsupportedError(
+            f"{name} has {', '.join(unknown)}, which {cls.__name__} here does not know: another "
+            "version of primeblocks wrote it. Go on with that one."
+        )
+    return values
+
+
+def _dump(value: Any, name: str) -> bytes:
+    try:
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    except ValueError as error:  # An integer of thousands of digits.
+        raise UnsupportedError(f"{name} cannot be written as JSON: {error}") from error
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _check_json(value: Any, name: str) -> None:
+    kind = type(value)
+    if kind is list:
+        if not {*map(type, value)} <= _SCALARS:  # Most are of ids alone, and long.
+            for i, each in enumerate(value):
+                _check_json(each, f"{name}[{i}]")
+    elif kind is dict:
+        for key, each in value.items():
+            if type(key) is not str:
+                raise UnsupportedError(f"{name} has the key {key!r}; keys of JSON are str")
+            _check_json(each, f"{name}[{key!r}]")
+    elif kind not in _SCALARS:
+        raise UnsupportedError(
+            f"{name} is a {kind.__name__}, which is no JSON value. Draw prompts of dict, list, "
+            "str, int, float, bool and None, or pass encode= and decode=."
+        )
+
+
+def _lower(value: Any, buffers: list[bytes], name: str) -> Any:
+    """Return JSON of a value, in which a dict of one key says what it stands for."""
+    kind = type(value)
+    if kind in _SCALARS:
+        return value
+    if kind in {bytes, bytearray, memoryview}:
+        buffers.append(bytes(value))
+        return {"bytes": len(buffers[-1])}
+    if kind in {list, tuple}:
+        if {*map(type, value)} <= _SCALARS:
+            return {kind.__name__: value}
+        return {kind.__name__: [_lower(x, buffers, f"{name}[{i}]") for i, x in enumerate(value)]}
+    if kind in {dict, MappingProxyType}:
+        return {"dict": _lower_dict(value, buffers, name)}
+    return _lower_numbers(value, buffers, name)
+
+
+def _lower_dict(value: Mapping[Any, Any], buffers: list[bytes], name: str) -> dict[str, Any]:
+    for key in value:
+        if type(key) is not str:
+            raise UnsupportedError(f"{name} has the key {key!r}; keys must be str")
+    return {key: _lower(each, buffers, f"{name}[{key!r}]") for key, each in value.items()}
+
+
+def _lower_numbers(value: Any, buffers: list[bytes], name: str) -> dict[str, Any]:
+    if not isinstance(value, np.ndarray | np.generic) or value.dtype.kind not in _NUMBERS:
+        of = f" of {value.dtype}" if isinstance(value, np.ndarray) else ""
+        raise UnsupportedError(
+            f"{name} is a {type(value).__name__}{of}, which cannot be kept. Make it bytes "
+            "(routes.pack()), an array of numbers (tensor.numpy(force=True)), or a list or dict of "
+            "such."
+        )
+    little = np.asarray(value).astype(value.dtype.newbyteorder("<"), copy=False)
+    buffers.append(little.tobytes())
+    if isinstance(value, np.generic):
+        return {"number": little.dtype.str}
+    return {"array": [little.dtype.str, list(little.shape)]}
+
+
+class _Reader:
+    """Undoes `_lower`, taking buffers in the order in which they were added."""
+
+    def __init__(self, buffers: memoryview) -> None:
+        self._buffers = buffers
+
+    def value(self, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        ((kind, held),) = value.items()
+        if kind == "bytes":
+            return bytes(self._next(held))
+        if kind == "number":
+            dtype = np.dtype(held)
+            return np.frombuffer(self._next(dtype.itemsize), dtype)[0]
+        if kind == "array":
+            dtype = np.dtype(held[0])
+            raw = self._next(dtype.itemsize * prod(held[1]))
+            return np.frombuffer(raw, dtype).reshape(held[1]).copy()
+        if kind == "dict":
+            return {key: self.value(each) for key, each in held.items()}
+        values = [self.value(each) for each in held]
+        return tuple(values) if kind == "tuple" else values
+
+    def _next(self, count: int) -> memoryview:
+        taken, self._buffers = self._buffers[:count], self._buffers[count:]
+        return taken

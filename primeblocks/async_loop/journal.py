@@ -1,0 +1,286 @@
+"""A ledger on disk: one SQLite file, which a killed process leaves as its last call did."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, Literal
+
+from ..errors import CorruptionError, UsageError, check_version
+from . import codec, tables
+from .database import Database
+from .ledger import Partial, PromptState, Restored
+from .rollout import Group, Rollout
+from .tables import name_of
+
+__all__ = ["Journal"]
+
+
+class Journal:
+    """A ledger that outlives its process.
+
+    Whatever a call has said is there after SIGKILL once it has returned; what it was about to say
+    is there as a whole or not at all. Prompts whose steps are final, and those left out, are
+    deleted and counted, so that the file is as large as what is under way was at most.
+
+    Calls may come from any thread. One process at a time has a journal, on a disk of its own
+    machine; others may read the file with any SQLite. Beside it lie `-wal`, `-shm` and `-lock`.
+
+    Args:
+        path: the file; made if absent, in a folder that exists.
+        durability: "process" survives the end of the process, and goes back to an earlier moment
+            if the machine loses power; "power" survives that too, for an fsync a call.
+        encode: makes a JSON value of a prompt. Without it a prompt is one.
+        decode: makes the prompt of that value again.
+        timeout_s: the longest wait for another program that writes to the file.
+
+    Raises:
+        UsageError: it is open already, there is no such folder, or it is a file of another kind.
+        UnsupportedError: it has another schema, or its disk cannot have a write-ahead log.
+        CorruptionError: the file is damaged.
+        CapacityError: in any call, the disk is full; nothing was changed.
+        DeadlineError: in any call, another program kept the file; nothing was changed.
+        ClosedError: in any call, it is closed, or this is a forked child.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        durability: Literal["process", "power"] = "process",
+        encode: Callable[[Any], Any] | None = None,
+        decode: Callable[[Any], Any] | None = None,
+        timeout_s: float = 5.0,
+    ) -> None:
+        if (encode is None) != (decode is None):
+            raise UsageError("encode= and decode= go together: each undoes the other")
+        self._encode, self._decode = encode, decode
+        self._database = Database(
+            path,
+            schema=tables.SCHEMA,
+            schema_version=tables.SCHEMA_VERSION,
+            application=tables.APPLICATION,
+            durability=durability,
+            timeout_s=timeout_s,
+        )
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the file. Twice is fine; in a forked child nothing happens."""
+        self._database.close()
+
+    def drawn(self, ordinal: int, prompt: Any) -> None:
+        """Add the next prompt of the iterable.
+
+        Raises:
+            UsageError: its ordinal is not the number of prompts drawn so far.
+            UnsupportedError: the prompt is no JSON value.
+        """
+        ordinal = tables.integer(ordinal)
+        value = prompt if self._encode is None else self._encode(prompt)
+        text = codec.to_json(value, name=name_of(ordinal))
+        with self._database.transaction() as db:
+            if ordinal != (cursor := tables.cursor_of(db)):
+                raise UsageError(f"prompt {ordinal} is out of order: the next one is {cursor}")
+            db.execute("INSERT INTO prompts (ordinal, state) VALUES (?, ?)", (ordinal, "drawn"))
+            digest = codec.digest(name_of(ordinal), text)
+            db.execute("INSERT INTO texts VALUES (?, ?, ?)", (ordinal, digest, text))
+            db.execute("UPDATE progress SET cursor = ?", (ordinal + 1,))
+
+    def started(self, ordinal: int, version: int) -> None:
+        """Put a prompt in flight under policy `version`, for the first time or again."""
+        version = check_version(version)
+        with self._database.transaction() as db:
+            (ordinal,) = tables.expect(db, "started", [ordinal])
+            db.execute(
+                "UPDATE prompts SET state = 'in flight', version = ? WHERE ordinal = ?",
+                (version, ordinal),
+            )
+
+    def sampled(self, ordinal: int, sample: int, partial: Partial | Rollout) -> None:
+        """Keep a trajectory of a prompt in flight, in place of the last one of that sample.
+
+        Raises:
+            UnsupportedError: an attachment cannot be packed.
+            CapacityError: it is larger than SQLite's largest value, 1 GB.
+        """
+        payload = codec.pack_trajectory(partial, name=name_of(ordinal, sample))
+        with self._database.transaction() as db:
+            (ordinal,) = tables.expect(db, "sampled", [ordinal])
+            db.execute(
+                "INSERT INTO trajectories (ordinal, sample, payload) VALUES (?, ?, ?)"
+                " ON CONFLICT (ordinal, sample) DO UPDATE SET payload = excluded.payload",
+                (ordinal, tables.integer(sample), payload),
+            )
+
+    def finished(self, ordinal: int, group: Group) -> None:
+        """Keep the group of a prompt in flight, in place of its trajectories.
+
+        Its prompt is the one that was drawn, and is not written again.
+
+        Raises:
+            UnsupportedError: an attachment cannot be packed.
+            CapacityError: a rollout is larger than SQLite's largest value, 1 GB.
+        """
+        ordinal = tables.integer(ordinal)
+        head = codec.pack_group(group, name=name_of(ordinal))
+        payloads = [
+            (ordinal, sample, codec.pack_trajectory(rollout, name=name_of(ordinal, sample)))
+            for sample, rollout in enumerate(group.rollouts)
+        ]
+        with self._database.transaction() as db:
+            (ordinal,) = tables.expect(db, "finished", [ordinal])
+            db.execute("DELETE FROM trajectories WHERE ordinal = ?", (ordinal,))
+            db.executemany(
+                "INSERT INTO trajectories (ordinal, sample, payload) VALUES (?, ?, ?)", payloads
+            )
+            db.execute(
+                "UPDATE prompts SET state = 'finished', head = ? WHERE ordinal = ?",
+                (head, ordinal),
+            )
+
+    def dropped(self, ordinal: int) -> None:
+        """Forget what was sampled for a prompt, which is asked again from the start."""
+        with self._database.transaction() as db:
+            (ordinal,) = tables.expect(db, "dropped", [ordinal])
+            db.execute("DELETE FROM trajectories WHERE ordinal = ?", (ordinal,))
+            db.execute(
+                "UPDATE prompts SET state = 'drawn', head = NULL WHERE ordinal = ?", (ordinal,)
+            )
+
+    def left_out(self, ordinal: int, reason: str) -> None:
+        """End a prompt that is not trained on: "filtered" or "failed", and ": why". Final.
+
+        The prompt is counted and deleted; the reason is not kept.
+        """
+        end = reason.partition(":")[0]
+        if end not in {PromptState.FILTERED, PromptState.FAILED}:
+            raise UsageError(f'a prompt is left out as "filtered" or "failed: ..."; got {reason!r}')
+        with self._database.transaction() as db:
+            tables.delete(db, tables.expect(db, "left_out", [ordinal]))
+            db.execute(f"UPDATE progress SET {end} = {end} + 1")
+
+    def taken(self, ordinals: Sequence[int], version: int) -> None:
+        """Take finished prompts for the step from policy `version`.
+
+        Raises:
+            UsageError: there is none, one is named twice or is not finished, or the step is past.
+        """
+        with self._database.transaction() as db:
+            version = tables.progress_of(db).check_taken(version)
+            ordinals = tables.expect(db, "taken", ordinals)
+            db.execute(
+                "UPDATE prompts SET state = 'taken', step = ?"
+                " WHERE ordinal IN (SELECT value FROM json_each(?))",
+                (version, json.dumps(ordinals)),
+            )
+
+    def trained(self, version: int) -> None:
+        """End the step from policy `version`; the policy is `version + 1` now."""
+        version = check_version(version)
+        with self._database.transaction() as db:
+            done = db.execute("UPDATE prompts SET state = 'trained' WHERE step = ?", (version,))
+            tables.advance(db, tables.progress_of(db).trained(version, taken=done.rowcount))
+
+    def checkpointed(self, version: int) -> None:
+        """Make the steps before policy `version` final: its weights are durable.
+
+        Their groups are deleted.
+        """
+        version = check_version(version)
+        with self._database.transaction() as db:
+            tables.advance(db, tables.progress_of(db).checkpointed(version))
+            done = db.execute("SELECT ordinal FROM prompts WHERE step < ?", (version,))
+            final = [ordinal for (ordinal,) in done]
+            tables.delete(db, final)
+            db.execute("UPDATE progress SET trained = trained + ?", (len(final),))
+
+    def restore(self, version: int) -> Restored:
+        """Roll back to policy `version`, and return what to go on with.
+
+        Prompts taken, and prompts trained in steps from `version` on, are finished again; those in
+        flight are asked again, with what was sampled of them.
+
+        Raises:
+            UsageError: steps from `version` on are final, or never were.
+            CorruptionError: bytes of a prompt or a trajectory changed; nothing was rolled back.
+        """
+        version = check_version(version)
+        with self._database.transaction() as db:
+            tables.advance(db, tables.progress_of(db).restored(version))
+            db.execute(
+                "UPDATE prompts SET state = 'finished', step = NULL"
+                " WHERE state = 'taken' OR step >= ?",
+                (version,),
+            )
+            db.execute("UPDATE prompts SET state = 'drawn' WHERE state = 'in flight'")
+            tables.check(db)
+            return Restored(tables.cursor_of(db), self._again(db), self._finished(db))
+
+    def counts(self) -> dict[PromptState, int]:
+        """Return how many prompts are in each state; those that are final are trained."""
+        with self._database.transaction() as db:
+            return tables.counts_of(db)
+
+    def table(self) -> str:
+        """Return a line a state: how many prompts are in it."""
+        with self._database.transaction() as db:
+            counts, progress = tables.counts_of(db), tables.progress_of(db)
+        lines = [f"{state:<12}{count:>10}" for state, count in counts.items()]
+        version = "unknown" if progress.version is None else progress.version
+        return "\n".join(
+            [
+                f"{'state':<12}{'prompts':>10}",
+                *lines,
+                f"{'in all':<12}{sum(counts.values()):>10}",
+                f"policy {version}; steps before policy {progress.final} are final",
+            ]
+        )
+
+    def _again(self, db: sqlite3.Connection) -> list[tuple[int, Any, dict[int, Any]]]:
+        partials: dict[int, dict[int, Any]] = {}
+        for ordinal, sample, payload in tables.trajectories(db, "drawn", "ordinal, sample"):
+            value = codec.unpack_trajectory(payload, name=name_of(ordinal, sample))
+            partials.setdefault(ordinal, {})[sample] = value
+        return [
+            (ordinal, prompt, partials.get(ordinal, {}))
+            for ordinal, (prompt, _) in self._prompts(db, "drawn").items()
+        ]
+
+    def _finished(self, db: sqlite3.Connection) -> list[tuple[int, Group]]:
+        prompts, groups = self._prompts(db, "finished"), []
+        # A group's rollouts are inserted together, so ids have the order in which groups ended.
+        for ordinal, rows in groupby(tables.trajectories(db, "finished", "id"), itemgetter(0)):
+            prompt, head = prompts.pop(ordinal)
+            rollouts = [
+                codec.unpack_trajectory(payload, name=name_of(ordinal, sample))
+                for _, sample, payload in rows
+            ]
+            group = codec.unpack_group(head, prompt, rollouts, name=name_of(ordinal))
+            groups.append((ordinal, group))
+        if prompts:
+            raise CorruptionError(f"{name_of(min(prompts))} is finished, and its rollouts are gone")
+        return groups
+
+    def _prompts(self, db: sqlite3.Connection, state: str) -> dict[int, tuple[Any, bytes]]:
+        """Return the prompts in a state, and what is kept of their groups, by ordinal."""
+        prompts = {}
+        for ordinal, head, digest, text in db.execute(
+            "SELECT ordinal, head, digest, text FROM prompts LEFT JOIN texts USING (ordinal)"
+            " WHERE state = ? ORDER BY ordinal",
+            (state,),
+        ):
+            if text is None or codec.digest(name_of(ordinal), text) != digest:
+                raise CorruptionError(f"the text of {name_of(ordinal)} does not match its checksum")
+            value = codec.from_json(text)
+            prompts[ordinal] = (value if self._decode is None else self._decode(value), head or b"")
+        return prompts

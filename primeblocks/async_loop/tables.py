@@ -1,0 +1,122 @@
+"""The tables of a journal, and what is asked of them inside a transaction."""
+
+from __future__ import annotations
+
+import json
+import operator
+import sqlite3
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..errors import CorruptionError, UsageError
+from .ledger import MOVES, Progress, PromptState, refuse
+
+__all__ = [
+    "APPLICATION",
+    "SCHEMA",
+    "SCHEMA_VERSION",
+    "advance",
+    "check",
+    "counts_of",
+    "cursor_of",
+    "delete",
+    "expect",
+    "integer",
+    "name_of",
+    "progress_of",
+    "trajectories",
+]
+
+SCHEMA_VERSION = 1
+APPLICATION = 0x50424A4C  # "PBJL"
+_MAX_INTEGER = (1 << 63) - 1
+# What a row may say; prompts that are final, or left out, have none.
+_STATES = [*PromptState][: [*PromptState].index(PromptState.TRAINED) + 1]
+
+# Texts and trajectories have tables of their own: an update writes the whole row anew.
+SCHEMA = """
+CREATE TABLE progress (cursor INTEGER NOT NULL, version INTEGER, final INTEGER NOT NULL,
+    trained INTEGER NOT NULL, filtered INTEGER NOT NULL, failed INTEGER NOT NULL);
+INSERT INTO progress VALUES (0, NULL, 0, 0, 0, 0);
+CREATE TABLE prompts (ordinal INTEGER PRIMARY KEY, state TEXT NOT NULL, version INTEGER,
+    step INTEGER, head BLOB);
+CREATE INDEX steps ON prompts (step) WHERE step IS NOT NULL;
+CREATE TABLE texts (ordinal INTEGER PRIMARY KEY, digest BLOB NOT NULL, text BLOB NOT NULL);
+CREATE TABLE trajectories (id INTEGER PRIMARY KEY, ordinal INTEGER NOT NULL,
+    sample INTEGER NOT NULL, payload BLOB NOT NULL, UNIQUE (ordinal, sample));
+"""
+
+
+def integer(value: Any) -> int:
+    """Return an ordinal or a sample as an int that SQLite can hold."""
+    number = -1 if isinstance(value, bool) else operator.index(value)
+    if not 0 <= number < _MAX_INTEGER:
+        raise UsageError(f"prompts and samples are numbered 0, 1, 2, ...; got {value!r}")
+    return number
+
+
+def name_of(ordinal: int, sample: int | None = None) -> str:
+    """Return what something is called in messages, and in its checksum."""
+    return f"prompt {ordinal}" if sample is None else f"sample {sample} of prompt {ordinal}"
+
+
+def expect(db: sqlite3.Connection, call: str, ordinals: Sequence[int]) -> list[int]:
+    """Return the ordinals in order; refuse them if a prompt is in no state for the call."""
+    wanted = sorted({integer(ordinal) for ordinal in ordinals})
+    if not wanted or len(wanted) < len(ordinals):
+        raise UsageError(f"{call}() needs prompts, each of them once; got {list(ordinals)}")
+    states = dict(
+        db.execute(
+            "SELECT ordinal, state FROM prompts WHERE ordinal IN (SELECT value FROM json_each(?))",
+            (json.dumps(wanted),),
+        )
+    )
+    for ordinal in wanted:
+        if (state := states.get(ordinal)) not in MOVES[call]:
+            refuse(call, ordinal, state, cursor=cursor_of(db))
+    return wanted
+
+
+def trajectories(db: sqlite3.Connection, state: str, order: str) -> Iterable[Any]:
+    return db.execute(
+        "SELECT ordinal, sample, payload FROM trajectories JOIN prompts USING (ordinal)"
+        f" WHERE state = ? ORDER BY {order}",
+        (state,),
+    )
+
+
+def delete(db: sqlite3.Connection, ordinals: list[int]) -> None:
+    for name in ("prompts", "texts", "trajectories"):
+        db.execute(
+            f"DELETE FROM {name} WHERE ordinal IN (SELECT value FROM json_each(?))",
+            (json.dumps(ordinals),),
+        )
+
+
+def cursor_of(db: sqlite3.Connection) -> int:
+    return db.execute("SELECT cursor FROM progress").fetchone()[0]
+
+
+def progress_of(db: sqlite3.Connection) -> Progress:
+    return Progress(*db.execute("SELECT version, final FROM progress").fetchone())
+
+
+def advance(db: sqlite3.Connection, progress: Progress) -> None:
+    db.execute("UPDATE progress SET version = ?, final = ?", (progress.version, progress.final))
+
+
+def counts_of(db: sqlite3.Connection) -> dict[PromptState, int]:
+    rows = dict(db.execute("SELECT state, count(*) FROM prompts GROUP BY state"))
+    ended = db.execute("SELECT trained, filtered, failed FROM progress").fetchone()
+    for state, count in zip(("trained", "filtered", "failed"), ended, strict=True):
+        rows[state] = rows.get(state, 0) + count
+    return {state: rows.get(state, 0) for state in PromptState}
+
+
+def check(db: sqlite3.Connection) -> None:
+    """Refuse a file in which a prompt is in no state that is known, or is in none."""
+    for ordinal, state in db.execute("SELECT ordinal, state FROM prompts"):
+        if state not in _STATES:
+            raise CorruptionError(f"{name_of(ordinal)} is in the state {state!r}")
+    if (found := sum(counts_of(db).values())) != (cursor := cursor_of(db)):
+        raise CorruptionError(f"{cursor} prompts were drawn, and {found} are accounted for")
