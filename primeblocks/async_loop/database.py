@@ -6,7 +6,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -59,13 +59,14 @@ class Database:
         try:
             with self._typed():
                 self._connection = _connect(self.path, timeout_s)
-                if _is_new(self._connection, self.path, application, schema_version):
+                is_new = _is_new(self._connection, self.path, application, schema_version)
+                _set_up(self._connection, self.path, _SYNCHRONOUS[durability])
+                if is_new:
                     schema += f"PRAGMA application_id = {application};"
                     schema += f"PRAGMA user_version = {schema_version};"
+                    self._connection.executescript(f"BEGIN IMMEDIATE;{schema}COMMIT;")
                 else:
-                    schema = ""
-                _set_up(self._connection, self.path, _SYNCHRONOUS[durability])
-                self._connection.executescript(f"BEGIN IMMEDIATE;{schema}COMMIT;")
+                    _check_tables(self._connection, schema)
         except BaseException:
             self.close()
             raise
@@ -109,6 +110,8 @@ class Database:
     def _typed(self) -> Iterator[None]:
         try:
             yield
+        except UnicodeDecodeError as error:  # Of a message of SQLite's own.
+            raise self._damaged("a name is no text") from error
         except sqlite3.Error as error:
             code = getattr(error, "sqlite_errorcode", None)
             primary = None if code is None else code & 0xFF
@@ -127,12 +130,16 @@ class Database:
                     f"another program wrote to {self.path} for more than {self._timeout_s:g} s. "
                     "Nothing was changed. End its transaction, and call again."
                 ) from error
-            if primary in {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}:
-                raise CorruptionError(
-                    f"{self.path} is damaged, or never was a journal: {error}. Go back to a copy, "
-                    "or begin a new one."
-                ) from error
+            is_ours = type(error) is sqlite3.DatabaseError and code is None
+            if primary in {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB} or is_ours:
+                raise self._damaged(error) from error
             raise
+
+    def _damaged(self, why: object) -> CorruptionError:
+        return CorruptionError(
+            f"{self.path} is damaged, or never was a journal: {why}. Go back to a copy, or begin a "
+            "new one."
+        )
 
 
 def _own(path: Path) -> sqlite3.Connection:
@@ -188,6 +195,15 @@ def _is_new(connection: sqlite3.Connection, path: Path, application: int, schema
             "run with the version that began it, or begin a new journal."
         )
     return False
+
+
+def _check_tables(connection: sqlite3.Connection, schema: str) -> None:
+    query = "SELECT sql FROM sqlite_master ORDER BY rowid"
+    with closing(sqlite3.connect(":memory:")) as example:
+        example.executescript(schema)
+        expected = example.execute(query).fetchall()
+    if connection.execute(query).fetchall() != expected:
+        raise sqlite3.DatabaseError("its tables are not those of its schema")
 
 
 def _set_up(connection: sqlite3.Connection, path: Path, synchronous: str) -> None:

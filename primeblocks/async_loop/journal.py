@@ -188,7 +188,10 @@ class Journal:
         """End the step from policy `version`; the policy is `version + 1` now."""
         version = check_version(version)
         with self._database.transaction() as db:
-            done = db.execute("UPDATE prompts SET state = 'trained' WHERE step = ?", (version,))
+            done = db.execute(
+                "UPDATE prompts SET state = 'trained' WHERE state = 'taken' AND step = ?",
+                (version,),
+            )
             tables.advance(db, tables.progress_of(db).trained(version, taken=done.rowcount))
 
     def checkpointed(self, version: int) -> None:
@@ -199,28 +202,35 @@ class Journal:
         version = check_version(version)
         with self._database.transaction() as db:
             tables.advance(db, tables.progress_of(db).checkpointed(version))
-            done = db.execute("SELECT ordinal FROM prompts WHERE step < ?", (version,))
+            done = db.execute(
+                "SELECT ordinal FROM prompts WHERE state = 'trained' AND step < ?", (version,)
+            )
             final = [ordinal for (ordinal,) in done]
             tables.delete(db, final)
             db.execute("UPDATE progress SET trained = trained + ?", (len(final),))
 
     def restore(self, version: int) -> Restored:
-        """Roll back to policy `version`, and return what to go on with.
+        """Go back to policy `version`, that of the weights at hand; return what to go on with.
 
-        Prompts taken, and prompts trained in steps from `version` on, are finished again; those in
-        flight are asked again, with what was sampled of them.
+        Prompts of steps from `version` on are finished again, taken or trained; those in flight
+        are asked again, with what was sampled of them. Steps before it that a batch was taken for
+        are done, for the weights came of them.
 
         Raises:
-            UsageError: steps from `version` on are final, or never were.
+            UsageError: steps from `version` on are final, or there were none that lead to it.
             CorruptionError: bytes of a prompt or a trajectory changed; nothing was rolled back.
         """
         version = check_version(version)
         with self._database.transaction() as db:
-            tables.advance(db, tables.progress_of(db).restored(version))
+            taken = db.execute("SELECT DISTINCT step FROM prompts WHERE state = 'taken'")
+            steps = [step for (step,) in taken]
+            tables.advance(db, tables.progress_of(db).restored(version, taken=steps))
             db.execute(
-                "UPDATE prompts SET state = 'finished', step = NULL"
-                " WHERE state = 'taken' OR step >= ?",
+                "UPDATE prompts SET state = 'trained' WHERE state = 'taken' AND step < ?",
                 (version,),
+            )
+            db.execute(
+                "UPDATE prompts SET state = 'finished', step = NULL WHERE step >= ?", (version,)
             )
             db.execute("UPDATE prompts SET state = 'drawn' WHERE state = 'in flight'")
             tables.check(db)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, NoReturn, Protocol
@@ -124,13 +124,14 @@ class Ledger(Protocol):
         """Make the steps before policy `version` final: its weights are durable."""
 
     def restore(self, version: int) -> Restored:
-        """Roll back to policy `version`, and return what to go on with.
+        """Go back to policy `version`, that of the weights at hand; return what to go on with.
 
-        Prompts taken, and prompts trained in steps from `version` on, are finished again; those in
-        flight are asked again, with what was sampled of them.
+        Prompts of steps from `version` on are finished again, taken or trained; those in flight
+        are asked again, with what was sampled of them. Steps before it that a batch was taken for
+        are done, for the weights came of them.
 
         Raises:
-            UsageError: steps from `version` on are final, or never were.
+            UsageError: steps from `version` on are final, or there were none that lead to it.
         """
         ...
 
@@ -183,21 +184,28 @@ class Progress:
 
     def checkpointed(self, version: int) -> Progress:
         """Return the progress once weights of policy `version` are durable."""
-        if check_version(version) > (self.version or 0):
+        if check_version(version) > (newest := self.version or 0):
             raise UsageError(
-                f"weights of policy {version} cannot be durable: the policy is {self.version or 0}"
+                f"weights of policy {version} cannot be durable: the policy is {newest}. Call"
+                " checkpointed() once the step has ended."
             )
         return replace(self, final=max(version, self.final))  # An older save may end later.
 
-    def restored(self, version: int) -> Progress:
-        """Return the progress after a rollback."""
+    def restored(self, version: int, *, taken: Collection[int]) -> Progress:
+        """Return the progress after a rollback.
+
+        Args:
+            taken: the steps that batches are taken for. Weights that are a step ahead say that it
+                was done: they were saved, and the run ended before it could tell.
+        """
         if check_version(version) < self.final:
             raise UsageError(
                 f"cannot go back to policy {version}: steps before policy {self.final} are final, "
                 f"and their groups gone. Restore policy {self.final} or a later one, or begin a "
                 "new ledger."
             )
-        if self.version is not None and version > self.version:
+        ahead = 0 if self.version is None else version - self.version
+        if ahead > len(taken) or not {*range(version - max(0, ahead), version)} <= {*taken}:
             raise UsageError(
                 f"cannot go on from policy {version}: the last step recorded led to policy "
                 f"{self.version}. The weights are of another run, or the ledger is."

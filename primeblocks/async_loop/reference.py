@@ -101,14 +101,19 @@ class MemoryLedger:
                 self._end(ordinal, PromptState.TRAINED)
 
     def restore(self, version: int) -> Restored:
-        self._progress = self._progress.restored(version)
+        taken = {
+            entry.step
+            for entry in self._entries.values()
+            if entry.state is PromptState.TAKEN and entry.step is not None
+        }
+        self._progress = self._progress.restored(version, taken=taken)
         for entry in self._entries.values():
             if entry.state is PromptState.IN_FLIGHT:
                 entry.state = PromptState.DRAWN
-            elif entry.state is PromptState.TAKEN or (
-                entry.step is not None and entry.step >= version
-            ):
-                entry.state, entry.step = PromptState.FINISHED, None
+            elif entry.step is not None:
+                is_done = entry.step < version
+                entry.state = PromptState.TRAINED if is_done else PromptState.FINISHED
+                entry.step = entry.step if is_done else None
         return Restored(
             self._cursor,
             [

@@ -114,7 +114,10 @@ def counts_of(db: sqlite3.Connection) -> dict[PromptState, int]:
 
 
 def check(db: sqlite3.Connection) -> None:
-    """Refuse a file in which a prompt is in no state that is known, or is in none."""
+    """Refuse a damaged file, or one in which a prompt is in no state that is known, or in none."""
+    (found,) = db.execute("PRAGMA integrity_check(1)").fetchone()
+    if found != "ok":
+        raise CorruptionError(f"the journal is damaged: {found}. Go back to a copy.")
     for ordinal, state in db.execute("SELECT ordinal, state FROM prompts"):
         if state not in _STATES:
             raise CorruptionError(f"{name_of(ordinal)} is in the state {state!r}")

@@ -153,6 +153,7 @@ class Driver:
             else:
                 self.go_on(self.chance.choice(self.flying))
         self.save()
+        self.note("checkpointed", self.version)
         self.note.journal.close()
 
     def start(self):
@@ -209,17 +210,20 @@ class Driver:
             return False
         self.note("taken", ordinals, self.version)
         groups = [self.finished.pop(ordinal) for ordinal in ordinals]
-        self.note("trained", self.version)
+        before = self.version
         self.weights.append([[g.ordinal, [r.tokens.tolist() for r in g.rollouts]] for g in groups])
-        if self.version % SAVE_EVERY == 0:
+        if self.version % SAVE_EVERY:
+            self.note("trained", before)
+        else:  # Weights may be saved before the step has been said to be done.
             self.save()
+            self.note("trained", before)
+            self.note("checkpointed", self.version)
         return True
 
     def save(self):
         new = self.folder / "weights.new"
         new.write_text(json.dumps(self.weights))
         new.rename(self.folder / "weights")
-        self.note("checkpointed", self.version)
 
 
 def load_weights(folder):

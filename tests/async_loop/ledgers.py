@@ -61,3 +61,30 @@ def plain(value):
     if isinstance(value, list | tuple):
         return (type(value).__name__, [plain(each) for each in value])
     return (type(value).__name__, repr(value))
+
+
+def connection_of(journal):
+    return journal._database._connection
+
+
+def some_calls():
+    """A short run: each call of the protocol, in an order that makes sense."""
+    yield "restore", 0
+    for ordinal in range(8):
+        yield "drawn", ordinal, {"text": f"prompt {ordinal}"}
+        yield "started", ordinal, 0
+        yield "sampled", ordinal, 1, make_partial(2 * ordinal + 1)
+        if ordinal < 6:
+            yield "finished", ordinal, make_group({"text": f"prompt {ordinal}"}, ordinal)
+    yield "left_out", 5, "filtered"
+    yield "taken", [0, 1], 0
+    yield "trained", 0
+    yield "taken", [3], 1
+    yield "dropped", 2
+    yield "checkpointed", 1
+    yield "trained", 1
+
+
+def fill(ledger, *, calls=None):
+    for call, *args in [*some_calls()][:calls]:
+        getattr(ledger, call)(*args)
