@@ -7,6 +7,8 @@ for what engines get (`scheduler`), and `losses` corrected for off-policy tokens
 
 from . import losses, scheduler
 from .buffer import RolloutBuffer
+from .journal import Journal
+from .ledger import Partial
 from .loop import AsyncLoop, Step
 from .rollout import Group, Rollout, versions_from_spans
 from .staleness import StalenessPolicy, cache_salt, staleness
@@ -14,6 +16,8 @@ from .staleness import StalenessPolicy, cache_salt, staleness
 __all__ = [
     "AsyncLoop",
     "Group",
+    "Journal",
+    "Partial",
     "Rollout",
     "RolloutBuffer",
     "StalenessPolicy",

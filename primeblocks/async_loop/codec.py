@@ -75,7 +75,7 @@ def pack(value: Any, *, name: str) -> bytes:
     Raises:
         UnsupportedError: it holds something else.
     """
-    buffers: list[bytes] = []
+    buffers: list[bytes | memoryview] = []
     try:
         header = _dump(_lower(value, buffers, name), name)
     except RecursionError as error:
@@ -174,7 +174,7 @@ def _check_json(value: Any, name: str) -> None:
         )
 
 
-def _lower(value: Any, buffers: list[bytes], name: str) -> Any:
+def _lower(value: Any, buffers: list[bytes | memoryview], name: str) -> Any:
     """Return JSON of a value, in which a dict of one key says what it stands for."""
     kind = type(value)
     if kind in _SCALARS:
@@ -191,14 +191,16 @@ def _lower(value: Any, buffers: list[bytes], name: str) -> Any:
     return _lower_numbers(value, buffers, name)
 
 
-def _lower_dict(value: Mapping[Any, Any], buffers: list[bytes], name: str) -> dict[str, Any]:
+def _lower_dict(
+    value: Mapping[Any, Any], buffers: list[bytes | memoryview], name: str
+) -> dict[str, Any]:
     for key in value:
         if type(key) is not str:
             raise UnsupportedError(f"{name} has the key {key!r}; keys must be str")
     return {key: _lower(each, buffers, f"{name}[{key!r}]") for key, each in value.items()}
 
 
-def _lower_numbers(value: Any, buffers: list[bytes], name: str) -> dict[str, Any]:
+def _lower_numbers(value: Any, buffers: list[bytes | memoryview], name: str) -> dict[str, Any]:
     if not isinstance(value, np.ndarray | np.generic) or value.dtype.kind not in _NUMBERS:
         of = f" of {value.dtype}" if isinstance(value, np.ndarray) else ""
         raise UnsupportedError(
@@ -207,7 +209,9 @@ def _lower_numbers(value: Any, buffers: list[bytes], name: str) -> dict[str, Any
             "such."
         )
     little = np.asarray(value).astype(value.dtype.newbyteorder("<"), copy=False)
-    buffers.append(little.tobytes())
+    # A view where it can be one: attachments may be large.
+    is_whole = little.flags.c_contiguous and little.size > 0
+    buffers.append(little.reshape(-1).view(np.uint8).data if is_whole else little.tobytes())
     if isinstance(value, np.generic):
         return {"number": little.dtype.str}
     return {"array": [little.dtype.str, list(little.shape)]}

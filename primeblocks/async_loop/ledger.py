@@ -1,4 +1,4 @@
-"""What happened to each prompt: the calls that say so, and the rules that every ledger keeps."""
+"""Calls that say what happened to each prompt, and the rules that every ledger keeps."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Partial:
 
 @dataclass(frozen=True, eq=False)
 class Restored:
-    """What a loop goes on with.
+    """Prompts and groups that a loop goes on with.
 
     Args:
         cursor: prompts drawn so far; the iterable goes on there.
@@ -89,7 +89,7 @@ class Restored:
 
 
 class Ledger(Protocol):
-    """What happened to each prompt of a run.
+    """A record of what happened to each prompt of a run.
 
     Prompts are numbered 0, 1, 2, ... as they are drawn. Every call is plain and quick, changes
     all or nothing, and is as durable when it returns as the ledger promises. Each refuses with
