@@ -192,7 +192,7 @@ class AsyncLoop:
         self._feeder = Feeder(
             prompts=self._prompts, generate=self._generate, buffer=self._buffer,
             rules=self._rules, ledger=self._ledger, clock=self._clock, failed=self._failed,
-            ended=self._feed, left=self._leave,
+            ended=self._go_on, left=self._leave,
         )  # fmt: skip
         if self._ledger is not None:
             for group in self._feeder.resume(self._ledger.restore(self.version)):
@@ -326,7 +326,14 @@ class AsyncLoop:
             self._fail(error)
             return
         self.published = self.version
-        self._feed()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Start what there is room for, called by asyncio, which would only log an error."""
+        try:
+            self._feed()
+        except Exception as error:  # Of the ledger, or of the iterable of prompts.
+            self._fail(error)
 
     async def _run(self, function: Callable[..., Any], *args: Any, what: str, **kwargs: Any) -> Any:
         assert self._worker is not None
