@@ -264,6 +264,7 @@ def test_a_call_is_a_few_statements_however_much_there_is(journal):
     assert len(statements) == 49 + max(counts["finished"])
 
 
+@pytest.mark.stress
 def test_the_file_stays_as_large_as_what_is_under_way(path):
     """Ten thousand groups of some kilobytes pass through, forty at a time."""
     rollout = Rollout(**{**vars(make_rollout(1)), "attachments": {"routes": bytes(3000)}})
