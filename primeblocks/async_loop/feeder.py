@@ -116,13 +116,14 @@ class Feeder:
                     "before. Pass the same prompts, from their start."
                 )
         self.drawn = restored.cursor
+        last = (self._rules.group_size or 1) - 1
         for ordinal, prompt, kept in restored.again:
             job = Job(ordinal, prompt)
             for sample, trajectory in kept.items():
                 if isinstance(trajectory, Partial):
                     job.partials[sample] = trajectory
                 # One is asked in any case: its end puts the group together.
-                elif len(job.samples) < (self._rules.group_size or 1) - 1:
+                elif sample <= last and len(job.samples) < last:
                     job.samples[sample] = trajectory
             self._again.append(job)
         return [group for _, group in restored.finished]

@@ -232,6 +232,42 @@ def test_long_runs_come_by_everything():
     assert min(seen.values()) > 2, seen
 
 
+@pytest.mark.parametrize("group_size", [1, 2, 3, 5])
+def test_samples_that_had_ended_are_not_asked_again(group_size):
+    """Two samples of a prompt had ended; groups may have another size by now."""
+    ledger, asked, trained = MemoryLedger(), [], []
+    ledger.drawn(0, 0)
+    ledger.started(0, 0)
+    for sample in (0, 2):
+        ended = Rollout(**rollout_of(0, sample, [0]), finish_reason="stop")
+        ledger.sampled(0, sample, ended)
+
+    async def generate(prompt, *, version, sample, draft):
+        asked.append(sample)
+        return Rollout(**rollout_of(prompt, sample, [7]), finish_reason="stop")
+
+    async def train(groups, *, version):
+        trained.extend(rollout.versions.tolist() for rollout in groups[0].rollouts)
+
+    async def quiet(version):
+        pass
+
+    async def body():
+        loop = AsyncLoop(
+            prompts=range(1), generate=generate, train=train, publish=quiet, batch_size=1,
+            buffer=RolloutBuffer(capacity=2, staleness=StalenessPolicy(0)),
+            max_in_flight=9, group_size=group_size, ledger=ledger,
+        )  # fmt: skip
+        async with loop:
+            async for _ in loop.steps(1):
+                pass
+
+    run(body())
+    kept = {1: [], 2: [0], 3: [0, 2], 5: [0, 2]}[group_size]
+    assert asked == [sample for sample in range(group_size) if sample not in kept]
+    assert trained == [[0] if sample in kept else [7] for sample in range(group_size)]
+
+
 def test_a_journal_without_room_ends_the_run_at_once():
     """In a call that asyncio makes, too: nothing else would happen before the deadline."""
 
