@@ -1,9 +1,9 @@
 """Asynchronous against synchronous training with a real vLLM: the example itself, run both ways.
 
 `python -m benchmarks.engine.async_speedup` from the repository; ten minutes on two cores. Both runs
-make as many optimizer steps with as many rollouts; with a bound of 0 the trainer waits for the engine
-and the engine for the trainer. On a CPU the two share cores, so that there is little idle time to
-win: what a second machine would bring is not measured here.
+make as many optimizer steps with as many rollouts; with a bound of 0 the trainer waits for the
+engine and the engine for the trainer. On a CPU the two share cores, so that there is little idle
+time to win: what a second machine would bring is not measured here.
 """
 
 from __future__ import annotations

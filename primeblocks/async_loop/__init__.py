@@ -9,9 +9,10 @@ from . import losses, scheduler
 from .buffer import RolloutBuffer
 from .journal import Journal
 from .ledger import Partial
-from .loop import AsyncLoop, Step
+from .loop import AsyncLoop
 from .rollout import Group, Rollout, versions_from_spans
 from .staleness import StalenessPolicy, cache_salt, staleness
+from .step import Step
 
 __all__ = [
     "AsyncLoop",

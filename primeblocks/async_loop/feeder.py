@@ -28,7 +28,7 @@ class Limit(Protocol):
 
 @dataclass(frozen=True)
 class Rules:
-    """How prompts become groups; see `AsyncLoop`."""
+    """Rules by which prompts become groups; see `AsyncLoop`."""
 
     group_size: int | None
     keep: Callable[[Group], bool] | None

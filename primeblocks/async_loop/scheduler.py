@@ -1,4 +1,4 @@
-"""How many requests an engine gets at a time, and what happens to those that fail."""
+"""Limits on what an engine gets at a time, and rules for requests that fail."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class AdaptiveLimit:
 
 @dataclass(frozen=True)
 class Retries:
-    """How often a rollout is tried, and when the run gives up.
+    """Attempts of a rollout, and failures after which the run gives up.
 
     Args:
         attempts: of one rollout; after the last its group leaves the run, with its prompt.

@@ -71,7 +71,7 @@ class StalenessPolicy:
         return version - rollout.versions <= self.max_off_policy_steps
 
     def trainable(self, group: Group, *, version: int) -> Group | None:
-        """What the policy `version` may train on of a group; None is nothing. Pure."""
+        """Return as much of a group as the policy `version` may train on; None is nothing. Pure."""
         if self.on_stale == "drop":
             return group if self.admits(group, version=version) else None
         if self.on_stale != "mask" or self.admits(group, version=version):
