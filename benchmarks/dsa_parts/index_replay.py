@@ -28,7 +28,7 @@ KEPT = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 def build() -> Any:
     model = tiny_models.build(
-        "glm_moe_dsa", num_layers=4, hidden=64, num_experts=4, top_k=2, vocab=VOCABULARY,
+        "glm_moe_dsa", num_layers=6, hidden=64, num_experts=4, top_k=2, vocab=VOCABULARY,
         dtype="float32", seed=0,
     )  # fmt: skip
     for indexer in indexers(model):
@@ -63,6 +63,8 @@ class _Seen:
         self.handles = []
         for place, layer in enumerate(model.model.layers):
             attention = layer.self_attn
+            if attention.indexer is None:  # It shares the selection of the layer before.
+                continue
 
             def keep_given(module: Any, args: Any, kwargs: Any, place: int = place) -> None:
                 self.given[place] = module, args

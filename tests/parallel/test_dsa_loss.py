@@ -11,7 +11,8 @@ from primeblocks.parallel import plan_sequence, reference
 from primeblocks.parallel.attention import dsa
 from primeblocks.testing import ranks, strategies
 from primeblocks.testing.oracles import assert_close_float64, assert_same_bits
-from tests.parallel.test_dsa import ORDERS, PACKING, _inputs, _Peak, _Wire
+from tests.parallel.test_dsa import ORDERS, PACKING, _inputs
+from tests.parallel.test_dsa_costs import _Peak, _Wire
 
 HEADS, LATENT, ROPE = 3, 5, 3
 ROWS = dsa.Rows.latent(LATENT, ROPE)

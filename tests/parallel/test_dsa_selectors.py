@@ -24,7 +24,7 @@ from primeblocks.parallel.attention.dsa.selectors import (
 from primeblocks.testing import ranks, strategies
 from primeblocks.testing.oracles import assert_close_float64, assert_same_bits
 from tests.parallel.dsa_models import HIDDEN, MODELS, Place, StableTopK, as_computed
-from tests.parallel.test_dsa import _Peak
+from tests.parallel.test_dsa_costs import _Peak
 
 ORDERS = ["balanced", "contiguous", "zigzag"]
 # Of one token, shorter than a window and than k, cut by every order, empty; as long as a window.
