@@ -57,7 +57,8 @@ nitpick_ignore_regex = [
     ("py:class", r"'.*'|[A-Z]|Tensor|Path"),
     (
         "py:class",
-        r"Encode|Fault|Optimizer|ParamsT|Generate|Load|Make|NamedTensors|Publish|Tensors|Train",
+        r"Encode|Fault|Optimizer|ParamsT|Generate|Ledger|Limit|Load|Make|NamedTensors|Publish|"
+        r"Tensors|Train",
     ),
 ]
 
