@@ -7,6 +7,7 @@ warm start teaches it the letters from poor demonstrations, half of which copy t
 reversing it; the reward then tells which half was right. While the two trainer ranks learn (FSDP2
 for the dense weights, each rank with half of the experts), vLLM goes on sampling in a process of
 its own; after every optimizer step the ranks' shards go straight into the running engine.
+With `--state FOLDER` a run that was killed and is started again goes on where it was.
 
 Everything an experiment would change is a constant below. The engine takes a GPU if there is one,
 the trainer too where there is one more for each of its ranks; else it stays on the CPU.
@@ -24,6 +25,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 # What vLLM needs on a CPU, set before it is imported: no model hub, one process besides this one,
@@ -42,8 +44,11 @@ for name, value in {
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from async_grpo.saved import WARM_VERSION, SavedRun
 from async_grpo.task import PAD, answer_of, prompt_of, snippets
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
@@ -188,6 +193,22 @@ class Trainer:
         """Write this rank's shards of one version where the engine will read them."""
         return self.publisher.publish(version, timeout_s=TIMEOUT_S)
 
+    def save(self, folder: Path) -> None:
+        """Write weights and moments down, all or nothing; any number of ranks can go on there."""
+        unfinished = folder.with_suffix(".unfinished")
+        weights, moments = get_state_dict(self.model, self.optimizer)
+        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=unfinished)
+        if self.rank == 0:
+            unfinished.rename(folder)
+
+    def load(self, folder: Path) -> None:
+        """Go on from weights and moments that were saved."""
+        weights, moments = get_state_dict(self.model, self.optimizer)
+        dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=weights, optim_state_dict=moments
+        )
+
     def logprobs(self, tokens: Tensor) -> Tensor:
         """Log-probability of every token after the first, `[batch, tokens - 1]`."""
         # Padding is on the right, where causal attention cannot see it.
@@ -256,7 +277,7 @@ def sample_of(rollout: async_loop.Rollout, advantage: float) -> Sample:
         prompt_length=rollout.prompt_length,
         logprobs=rollout.logprobs.tolist(),
         advantage=advantage,
-        routes=bytes(rollout.attachments["routes"].pack()),
+        routes=rollout.attachments["routes"],
     )
 
 
@@ -265,6 +286,13 @@ def samples_of(groups) -> list[Sample]:
     advantages = async_loop.losses.group_advantages(rewards.float()).flatten().tolist()
     rollouts = itertools.chain.from_iterable(group.rollouts for group in groups)
     return [sample_of(r, advantage) for r, advantage in zip(rollouts, advantages, strict=True)]
+
+
+async def probe(trainer: Trainer, rollouts, texts: list[str], version: int) -> tuple:
+    """Engine and trainer at the same version, on fresh rollouts of held-out prompts."""
+    fresh = await rollouts.each(texts, version=version)
+    samples = [sample_of(rollout, 0.0) for rollout in fresh]
+    return version, *await asyncio.to_thread(on_all_ranks, trainer, "mismatch", samples)
 
 
 async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace) -> None:
@@ -280,7 +308,13 @@ async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace)
 
     start = time.monotonic()
     training, held_out = snippets(SEED)
-    on_all_ranks(trainer, "warm_start", training, options.warm_steps)
+    run = SavedRun(options.state)
+    if run.version - WARM_VERSION >= options.steps:
+        sys.exit(f"the run in {run.folder} has made its {options.steps} steps")
+    if run.weights is None:
+        on_all_ranks(trainer, "warm_start", training, options.warm_steps)
+    else:
+        on_all_ranks(trainer, "load", run.weights)
     config = trainer.model.config
     arguments = engine_arguments(
         checkpoint,
@@ -290,7 +324,7 @@ async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace)
     )
     history, probes, receipts, sync_seconds = [], [], [], []
     async with await VllmEngine.start(arguments, timeout_s=TIMEOUT_S) as engine:
-        rollouts = Rollouts(engine, router_shape(config), group=GROUP)
+        rollouts = Rollouts(engine, router_shape(config))
         await weightsync_vllm.attach(
             engine.llm, trainer.sync_plan, trainer.transport, timeout_s=TIMEOUT_S
         )
@@ -306,19 +340,12 @@ async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace)
         def train(groups, *, version: int) -> dict[str, float]:
             return on_all_ranks(trainer, "train", samples_of(groups))
 
-        async def probe(version: int) -> None:
-            """Engine and trainer at the same version, on fresh rollouts of held-out prompts."""
-            fresh = await rollouts.each(held_out[:64], version=version)
-            samples = [sample_of(rollout, 0.0) for rollout in fresh]
-            kl = await asyncio.to_thread(on_all_ranks, trainer, "mismatch", samples)
-            probes.append((version, *kl))
-
-        await publish(1)  # the warm weights
-        reward_before = await rollouts.greedy_reward(held_out, version=1)
+        await publish(run.version)
+        reward_before = await rollouts.greedy_reward(held_out, version=run.version)
         chance = random.Random(SEED + 99)
         loop = async_loop.AsyncLoop(
             prompts=(chance.choice(training) for _ in itertools.count()),
-            generate=rollouts.group,
+            generate=rollouts.one,
             train=train,
             publish=publish,
             buffer=async_loop.RolloutBuffer(
@@ -330,19 +357,21 @@ async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace)
                 ),
             ),
             batch_size=PROMPTS,
-            max_in_flight=MAX_IN_FLIGHT,
-            version=1,
+            max_in_flight=MAX_IN_FLIGHT * GROUP,
+            group_size=GROUP,
+            ledger=run.journal,
+            version=run.version,
             step_timeout_s=TIMEOUT_S,
         )
         began = time.monotonic()
         async with loop:
-            bar = tqdm(total=options.steps, desc="GRPO", mininterval=1.0)
-            async for step in loop.steps(options.steps):
-                history.append(record_of(step))
-                if len(history) % PROBE_EVERY == 0 or len(history) == options.steps:
-                    await probe(step.version)
-                kl = f"{probes[-1][2]:.1e}" if probes else "-"
-                shown = {"reward": f"{history[-1]['reward']:.3f}", "KL": kl}
+            bar = tqdm(total=options.steps, initial=run.version - WARM_VERSION, desc="GRPO")
+            async for step in loop.steps(options.steps - bar.n):
+                history.append(record_of(step, at_s=time.monotonic() - began))
+                if len(history) % PROBE_EVERY == 0 or bar.n + 1 == options.steps:
+                    probes.append(await probe(trainer, rollouts, held_out[:64], step.version))
+                await run.save(partial(on_all_ranks, trainer, "save"), version=step.version)
+                shown = {"reward": history[-1]["reward"], "KL": probes[-1][2] if probes else 0}
                 bar.set_postfix(shown | {"staleness": max(step.staleness)}, refresh=False)
                 bar.update()
             bar.close()
@@ -350,10 +379,12 @@ async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace)
         reward_after = await rollouts.greedy_reward(held_out, version=loop.version)
         pages = engine_statistics()
     on_all_ranks(trainer, "close")
+    run.close()
     summary = {
         "engine": f"vllm-{vllm.__version__}",
         "reward_before": reward_before,
         "reward_after": reward_after,
+        "first_version": run.version,
         "steps": len(history),
         "versions_seen": len(set().union(*(record["versions"] for record in history))),
         "max_off_policy_steps": options.max_off_policy_steps,
@@ -389,6 +420,7 @@ def main() -> None:
     parser.add_argument("--warm-steps", type=int, default=WARM_STEPS)
     parser.add_argument("--max-off-policy-steps", type=int, default=MAX_OFF_POLICY_STEPS)
     parser.add_argument("--out", type=Path, default=Path("outputs/demo"))
+    parser.add_argument("--state", type=Path, help="save the run here, and go on from what is here")
     parser.add_argument(
         "--fp8",
         action="store_true",

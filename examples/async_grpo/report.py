@@ -12,9 +12,11 @@ import matplotlib.pyplot as plt
 from primeblocks import async_loop
 
 
-def record_of(step: async_loop.Step) -> dict:
+def record_of(step: async_loop.Step, *, at_s: float) -> dict:
     rollouts = [rollout for group in step.groups for rollout in group.rollouts]
     return {
+        "version": step.version,
+        "at_s": at_s,
         "reward": statistics.mean(rollout.reward for rollout in rollouts),
         "versions": {int(version) for rollout in rollouts for version in rollout.versions},
         "staleness": step.staleness,
@@ -26,6 +28,8 @@ def record_of(step: async_loop.Step) -> dict:
 def report(summary: dict, history: list[dict], probes: list[tuple], out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    course = [{name: record[name] for name in ("version", "reward", "at_s")} for record in history]
+    (out / "history.json").write_text(json.dumps(course) + "\n")
 
     def figure(name: str, title: str, x: str, y: str):
         fig, axes = plt.subplots(figsize=(6, 4), layout="constrained")
@@ -33,9 +37,10 @@ def report(summary: dict, history: list[dict], probes: list[tuple], out: Path) -
         return fig, axes, out / f"{name}.png"
 
     fig, axes, path = figure("reward", "Reward", "optimizer step", "mean reward")
-    axes.plot(range(1, len(history) + 1), [r["reward"] for r in history], label="training batch")
+    steps = [record["version"] - 1 for record in history]
+    axes.plot(steps, [r["reward"] for r in history], label="training batch")
     ends = [summary["reward_before"], summary["reward_after"]]
-    axes.plot([0, len(history)], ends, "o", label="held out, greedy")
+    axes.plot([steps[0] - 1, steps[-1]], ends, "o", label="held out, greedy")
     axes.legend()
     fig.savefig(path)
     fig, axes, path = figure("mismatch_kl", "Engine against trainer", "version", "k3 (nats/token)")
@@ -52,7 +57,7 @@ def report(summary: dict, history: list[dict], probes: list[tuple], out: Path) -
     fig.savefig(path)
     fig, axes, path = figure("time", "Where the trainer's time went", "optimizer step", "seconds")
     parts = list(zip(*(record["seconds"] for record in history), strict=True))
-    axes.stackplot(range(1, len(history) + 1), parts, labels=("waiting", "training", "publishing"))
+    axes.stackplot(steps, parts, labels=("waiting", "training", "publishing"))
     axes.legend()
     fig.savefig(path)
     width = max(map(len, summary))

@@ -9,7 +9,13 @@ from typing import Any
 import torch
 
 from primeblocks.async_loop import Rollout, cache_salt
-from primeblocks.async_loop.adapters.vllm import Completion, VllmEngine, base_engine_args
+from primeblocks.async_loop.adapters.vllm import (
+    Completion,
+    VllmEngine,
+    base_engine_args,
+    generate_in_parts,
+)
+from primeblocks.async_loop.ledger import Draft
 from primeblocks.kvoffload.adapters import vllm as kvoffload_vllm
 from primeblocks.replay.adapters import vllm as replay_vllm
 from primeblocks.weightsync.adapters import vllm as weightsync_vllm
@@ -20,6 +26,7 @@ from .task import EOS, SNIPPET, prompt_of, reward_of
 # only a passage: what overflows goes to our store.
 PAGE_TOKENS, DEVICE_PAGES, PASSAGE_PAGES, HOST_PAGES, DISK_PAGES = 32, 48, 4, 128, 256
 ENGINE_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PART_TOKENS = 5  # of an answer, after which a run with a journal writes it down
 TIMEOUT_S = 120.0
 
 
@@ -72,38 +79,52 @@ def engine_arguments(
 class Rollouts:
     """Asks the engine; the one place that knows text, tokens, routes and reward together."""
 
-    def __init__(self, engine: VllmEngine, shape: replay_vllm.RouterShape, *, group: int) -> None:
-        self.engine, self.shape, self.group_size = engine, shape, group
+    def __init__(self, engine: VllmEngine, shape: replay_vllm.RouterShape) -> None:
+        self.engine, self.shape = engine, shape
         self.tokens = 0
 
-    async def group(self, text: str, *, version: int) -> list[Rollout]:
-        """Rollouts of one prompt, under the salt of the version that they start with."""
-        rollouts = await self.each([text] * self.group_size, version=version)
-        self.tokens += sum(len(rollout.completion) for rollout in rollouts)
-        return rollouts
+    async def one(
+        self, text: str, *, version: int, sample: int = 0, draft: Draft | None = None
+    ) -> Rollout:
+        """One rollout, under the salt of the version that it starts with; or the rest of one."""
+        answer = await self.ask(text, version=version, temperature=1.0, sample=sample, draft=draft)
+        rollout = self.rollout_of(text, answer)
+        self.tokens += len(rollout.completion)
+        return rollout
 
     async def each(self, texts: Sequence[str], *, version: int) -> list[Rollout]:
         """One rollout of every text."""
-        asked = [self.ask(text, version=version, temperature=1.0) for text in texts]
-        answers = await asyncio.gather(*asked)
-        return [self.rollout_of(t, answer) for t, answer in zip(texts, answers, strict=True)]
+        return await asyncio.gather(*(self.one(text, version=version) for text in texts))
 
     async def greedy_reward(self, texts: Sequence[str], *, version: int) -> float:
         asked = [self.ask(text, version=version, temperature=0.0) for text in texts]
         answers = zip(texts, await asyncio.gather(*asked), strict=True)
         return statistics.mean(reward_of(text, answer.token_ids) for text, answer in answers)
 
-    async def ask(self, text: str, *, version: int, temperature: float) -> Completion:
-        (answer,) = await self.engine.generate(
-            prompt_of(text),
-            temperature=temperature,
-            max_tokens=SNIPPET[1] + 4,
-            stop_token_ids=[EOS],
-            cache_salt=cache_salt(version),
-            extra_args=kvoffload_vllm.request_args(version),
-            timeout_s=TIMEOUT_S,
+    async def ask(
+        self,
+        text: str,
+        *,
+        version: int,
+        temperature: float,
+        sample: int = 0,
+        draft: Draft | None = None,
+    ) -> Completion:
+        options: dict[str, Any] = {
+            "temperature": temperature,
+            "max_tokens": SNIPPET[1] + 4,
+            "stop_token_ids": [EOS],
+            "cache_salt": cache_salt(version),
+            "extra_args": kvoffload_vllm.request_args(version),
+            "timeout_s": TIMEOUT_S,
+        }
+        prompt = prompt_of(text)
+        if draft is None:
+            (answer,) = await self.engine.generate(prompt, **options)
+            return answer
+        return await generate_in_parts(
+            self.engine, prompt, draft=draft, sample=sample, part_tokens=PART_TOKENS, **options
         )
-        return answer
 
     def rollout_of(self, text: str, answer: Completion) -> Rollout:
         routes = replay_vllm.routes_from_output(
@@ -112,5 +133,5 @@ class Rollouts:
         return answer.to_rollout(
             prompt_id=text,
             reward=reward_of(text, answer.token_ids),
-            attachments={"routes": routes},
+            attachments={"routes": bytes(routes.pack())},  # A journal keeps bytes.
         )

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from primeblocks.async_loop import cache_salt
+from primeblocks.async_loop.ledger import Draft
 from primeblocks.errors import PrimeblocksError
 from primeblocks.testing import tiny_models
 from tests.engine_job import call
@@ -59,6 +60,51 @@ async def _healthy(engine: Any) -> dict:
         "slow": await _outcome(engine.generate(PROMPT, max_tokens=200, timeout_s=0.02)),
         "after": await _outcome(engine.generate(PROMPT, max_tokens=4, timeout_s=60)),
     }
+
+
+async def _in_parts(engine: Any) -> dict:
+    """A completion in parts, beside the same one as a whole; one that goes on after a crash."""
+    from primeblocks.async_loop.adapters.vllm import generate_in_parts
+
+    same = {"max_tokens": 12, "temperature": 0.0, "timeout_s": 60, "cache_salt": cache_salt(0)}
+    (whole,) = await engine.generate(PROMPT, **same)
+    draft = Draft(7, {}, Kept())
+    asked = {"draft": draft, "sample": 2, "part_tokens": 5}
+    parts = await generate_in_parts(engine, PROMPT, **asked, **same)
+    saved = [len(partial.completion) for _, _, partial in draft._ledger.saved]
+    # Killed after the first part; since then the weights have become those of version 3.
+    await engine.call(engine.llm.update_weight_version("3"), timeout_s=60)
+    again = Draft(7, {2: draft._ledger.saved[0][2]}, Kept())
+    resumed = await generate_in_parts(engine, PROMPT, **asked | {"draft": again}, **same)
+    over = Draft(7, {2: again._ledger.saved[-1][2]}, Kept())
+    ended = await generate_in_parts(
+        engine, PROMPT, **asked | {"draft": over}, **same | {"max_tokens": 10}
+    )
+    other = {"draft": again, "sample": 2, "part_tokens": 5, **same}
+    await engine.call(engine.llm.update_weight_version("0"), timeout_s=60)
+    return {
+        "same_tokens": whole.token_ids == parts.token_ids == resumed.token_ids,
+        "logprob_error": max(
+            abs(a - b) for a, b in zip(whole.logprobs, parts.logprobs, strict=True)
+        ),
+        "saved": saved,
+        "saved_again": [len(partial.completion) for _, _, partial in again._ledger.saved],
+        "prompt": [list(parts.prompt) == PROMPT, list(resumed.prompt) == PROMPT],
+        "versions": resumed.versions.tolist(),
+        "kept_logprobs": resumed.logprobs[:5] == parts.logprobs[:5],
+        "ended": [len(ended.token_ids), ended.finish_reason],
+        "other_prompt": await _outcome(generate_in_parts(engine, PROMPT[1:], **other)),
+    }
+
+
+class Kept:
+    """Remembers what was saved."""
+
+    def __init__(self) -> None:
+        self.saved: list = []
+
+    def sampled(self, *what: Any) -> None:
+        self.saved.append(what)
 
 
 async def _hung(engine: Any) -> dict:
@@ -114,6 +160,7 @@ async def _see(folder: Path) -> dict:
     os.environ |= {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "1"}
     engine = await start(checkpoint)
     results["healthy"] = await _healthy(engine)
+    results["parts"] = await _in_parts(engine)
     results["hung"] = await _hung(engine)
     engine = await start(checkpoint)
     results["killed"] = await _killed(engine)
@@ -129,6 +176,18 @@ def test_it_samples_with_logprobs_and_versions(facts):
     assert healthy["greedy_repeats"]
     assert healthy["rollout"] == [20, 12, "p"]
     assert healthy["rewarded"] == [0.5, {"routes": "r"}]
+
+
+def test_a_completion_in_parts_is_the_whole_and_goes_on_after_a_crash(facts):
+    parts = facts["parts"]
+    assert parts["same_tokens"]
+    assert parts["logprob_error"] < 1e-4  # float32; pages of a part are computed again.
+    assert (parts["saved"], parts["saved_again"]) == ([5, 10], [10])
+    assert parts["prompt"] == [True, True]
+    assert parts["versions"] == [0] * 5 + [3] * 7
+    assert parts["kept_logprobs"]
+    assert parts["ended"] == [10, "length"]
+    assert parts["other_prompt"]["error"] == "UsageError"
 
 
 def test_a_bad_or_late_request_leaves_the_engine_well(facts):

@@ -16,5 +16,6 @@ except ModuleNotFoundError as error:
 
 from .completion import Completion
 from .engine import VllmEngine, base_engine_args
+from .parts import generate_in_parts
 
-__all__ = ["Completion", "VllmEngine", "base_engine_args"]
+__all__ = ["Completion", "VllmEngine", "base_engine_args", "generate_in_parts"]

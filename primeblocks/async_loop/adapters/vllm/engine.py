@@ -157,6 +157,7 @@ class VllmEngine:
         seed: int | None = None,
         request_id: str | None = None,
         extra_args: Mapping[str, Any] | None = None,
+        routed_experts_prompt_start: int = 0,
     ) -> tuple[Completion, ...]:
         """Sample `n` completions of one prompt.
 
@@ -166,6 +167,7 @@ class VllmEngine:
             cache_salt: requests share KV pages only with requests of the same salt; use one
                 per policy version.
             extra_args: vLLM's own field for connectors and plug-ins.
+            routed_experts_prompt_start: rows of earlier prompt tokens are not returned.
 
         Raises:
             DeadlineError: no answer within `timeout_s`; a hung engine looks like this.
@@ -180,6 +182,7 @@ class VllmEngine:
             seed=seed,
             extra_args=None if extra_args is None else dict(extra_args),
             logprobs=0,  # the sampled token's only
+            routed_experts_prompt_start=routed_experts_prompt_start,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )

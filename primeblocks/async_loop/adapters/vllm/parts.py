@@ -1,0 +1,110 @@
+"""Completions sampled part by part, each of which is kept, so that a killed run can go on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ....errors import UsageError
+from ...ledger import Draft, Partial
+from .completion import Completion
+from .engine import VllmEngine
+
+__all__ = ["generate_in_parts"]
+
+ROUTES = "routed_experts"
+
+
+async def generate_in_parts(
+    engine: VllmEngine,
+    prompt: Sequence[int],
+    *,
+    draft: Draft,
+    sample: int,
+    part_tokens: int,
+    max_tokens: int,
+    timeout_s: float,
+    seed: int | None = None,
+    **options: Any,
+) -> Completion:
+    """Sample one completion, and save the trajectory after every `part_tokens` tokens.
+
+    Goes on from the trajectory that `draft` holds of this sample. Each part is a request whose
+    prompt is all that came before: with prefix caching the engine computes the last page of it
+    again and no more, as long as the salt is the same. Every token keeps the log-probability, the
+    version and the routes that it was sampled with, those from before a crash too.
+
+    Args:
+        sample: the place of the completion in its group.
+        part_tokens: tokens that a crash may cost; each save writes the whole trajectory.
+        timeout_s: of each part.
+        options: of `VllmEngine.generate`, `n` apart.
+
+    Raises:
+        UsageError: `part_tokens` is not positive, or the draft is of another prompt.
+        DeadlineError, EngineError: as `VllmEngine.generate`; what was saved stays.
+    """
+    if part_tokens < 1 or max_tokens < 1:
+        raise UsageError(
+            f"part_tokens and max_tokens must be positive; got {part_tokens} and {max_tokens}"
+        )
+    so_far = draft.partials.get(sample)
+    if so_far is not None and so_far.tokens[: so_far.prompt_length].tolist() != list(prompt):
+        raise UsageError(
+            f"the trajectory of prompt {draft.ordinal}, sample {sample}, begins with another prompt"
+            f" of {so_far.prompt_length} tokens; this one has {len(prompt)}"
+        )
+    while True:
+        done = 0 if so_far is None else len(so_far.completion)
+        asked = min(part_tokens, max_tokens - done)
+        if so_far is not None and asked <= 0:
+            return _completion_of(so_far, finish_reason="length", num_cached_tokens=0)
+        tokens = list(prompt) if so_far is None else so_far.tokens.tolist()
+        routes = None if so_far is None else so_far.attachments.get(ROUTES)
+        (part,) = await engine.generate(
+            tokens,
+            max_tokens=asked,
+            timeout_s=timeout_s,
+            seed=None if seed is None else seed + done,  # Parts draw other numbers.
+            routed_experts_prompt_start=0 if routes is None else len(routes),
+            **options,
+        )
+        so_far = _longer(so_far, part)
+        is_cut = part.finish_reason == "length" and len(part.token_ids) == asked
+        if not is_cut or done + asked == max_tokens:
+            return _completion_of(so_far, part.finish_reason, part.num_cached_tokens)
+        draft.save(sample, so_far)
+
+
+def _longer(so_far: Partial | None, part: Completion) -> Partial:
+    """Return a trajectory with one more part, whose prompt was the trajectory."""
+    routes = part.routed_experts
+    if so_far is None:
+        logprobs, versions = np.array(part.logprobs), part.versions
+    else:
+        logprobs = np.concatenate([so_far.logprobs, part.logprobs])
+        versions = np.concatenate([so_far.versions, part.versions])
+        if routes is not None and ROUTES in so_far.attachments:
+            routes = np.concatenate([so_far.attachments[ROUTES], routes])
+    return Partial(
+        tokens=np.array(part.prompt + part.token_ids),
+        prompt_length=len(part.prompt) if so_far is None else so_far.prompt_length,
+        logprobs=logprobs,
+        versions=versions,
+        attachments={} if routes is None else {ROUTES: routes},
+    )
+
+
+def _completion_of(whole: Partial, finish_reason: str, num_cached_tokens: int) -> Completion:
+    tokens = tuple(whole.tokens.tolist())
+    return Completion(
+        prompt=tokens[: whole.prompt_length],
+        token_ids=tokens[whole.prompt_length :],
+        logprobs=tuple(whole.logprobs.tolist()),
+        versions=whole.versions,
+        finish_reason=finish_reason,
+        routed_experts=whole.attachments.get(ROUTES),
+        num_cached_tokens=num_cached_tokens,
+    )
