@@ -36,19 +36,24 @@ TIMEOUT_S = 900.0
 
 
 def start(bound: int, out: Path, *more: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", "localhost:0", "--rdzv-id", run_id(out)]
     command += ["--nproc-per-node", "2", str(EXAMPLE), "--out", str(out)]
     command += ["--steps", str(STEPS), "--max-off-policy-steps", str(bound), *more]
     out.mkdir(exist_ok=True)
     with (out / "log").open("a") as log:
         return subprocess.Popen(
             command,
-            env={**os.environ, **ENVIRONMENT},
+            env={**os.environ, **ENVIRONMENT, "TMPDIR": str(out)},
             stdout=log,
             stderr=log,
             text=True,
             start_new_session=True,
         )
+
+
+def run_id(out: Path) -> str:
+    return f"{out.name}-{os.getpid()}"
 
 
 def finish(process: subprocess.Popen[str], out: Path) -> tuple[dict[str, Any], list[Any]]:
@@ -100,6 +105,8 @@ def kill_at(version: int, bound: int, out: Path, state: Path) -> int:
     for pid in [process.pid, *descendants(process.pid)]:
         os.kill(pid, signal.SIGKILL)
     process.wait(60)
+    for left in Path("/dev/shm").glob(f"primeblocks-demo-{run_id(out)}-*"):
+        left.unlink()  # What nobody lived to remove.
     return now
 
 

@@ -36,11 +36,12 @@ KEYS = {
 }
 
 
-def start(out: Path, *, steps: int) -> subprocess.Popen:
+def start(out: Path, *, steps: int, state: Path | None = None) -> subprocess.Popen:
     command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d"]
     command += ["--rdzv-endpoint", "localhost:0", "--rdzv-id", run_id(out)]
     command += ["--nproc-per-node", "2", str(EXAMPLE), "--out", str(out)]
     command += ["--warm-steps", "30", "--steps", str(steps)]
+    command += [] if state is None else ["--state", str(state)]
     with (out / "log").open("w") as log:
         return subprocess.Popen(
             command, env=os.environ | ENVIRONMENT, stdout=log, stderr=log, text=True
@@ -113,3 +114,30 @@ def test_a_killed_engine_ends_the_run_with_its_name(tmp_path):
         process.kill()
     assert "primeblocks.errors.EngineError" in (tmp_path / "log").read_text()
     assert shared_memory(tmp_path) == []
+
+
+@pytest.mark.example
+def test_a_run_that_is_killed_goes_on_from_its_state(tmp_path):
+    state = tmp_path / "state"
+    process = start(tmp_path, steps=10_000, state=state)
+    try:
+        deadline = time.monotonic() + 300
+        while not (state / "step-11").exists():
+            ended, log = process.poll(), (tmp_path / "log").read_text()[-6000:]
+            assert ended is None, f"the example {how_it_ended(ended)}\n{log}"
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        for pid in [process.pid, *descendants(process.pid)]:
+            os.kill(pid, signal.SIGKILL)
+        process.wait(60)
+        for left in shared_memory(tmp_path):
+            left.unlink()
+        process = start(tmp_path, steps=13, state=state)
+        assert process.wait(200) == 0, (tmp_path / "log").read_text()[-6000:]
+    finally:
+        process.kill()
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["first_version"], summary["steps"]) == (11, 3)
+    assert 0 < summary["max_staleness_seen"] <= summary["max_off_policy_steps"]
+    # The routes of trajectories from before the kill fit theirs from after it.
+    assert 0 < summary["mismatch_kl_with_replay"] < summary["mismatch_kl_without_replay"]

@@ -1,0 +1,24 @@
+"""The loop: what it costs, what it reaches of the possible, how well its age is foretold.
+
+`python -m benchmarks.async_loop` from the repository; some minutes on two cores. Runs with a real
+vLLM are a benchmark of their own, `benchmarks.engine.async_runs`.
+
+- Microseconds that loop, buffer and scheduler take for a rollout, over 100k rollouts, and the memory
+  that is left of them.
+- Rollouts between processes beside TransferQueue 0.1.11, for three sizes and one and four producers.
+- In virtual time, without a wall-clock: marin's sweep over staleness, the throughput of simulated
+  loops over the bound of `plan_split`, and predicted over simulated lag.
+"""
+
+from .harness import main
+
+
+def measure() -> dict[str, tuple[float, str, str]]:
+    from .async_loop_parts import buffer, overhead, simulated
+
+    parts = (overhead, buffer, simulated)
+    return {name: figure for part in parts for name, figure in part.figures().items()}
+
+
+if __name__ == "__main__":
+    main(measure)
