@@ -94,6 +94,13 @@ def descendants(pid: int) -> Iterator[int]:
         yield int(child)
 
 
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def kill_at(version: int, bound: int, out: Path, state: Path) -> int:
     """Run until a policy is there, then SIGKILL everything; return the policy."""
     process = start(bound, out, "--state", str(state))
@@ -102,9 +109,13 @@ def kill_at(version: int, bound: int, out: Path, state: Path) -> int:
         assert process.poll() is None, (out / "log").read_text()[-4000:]
         assert time.monotonic() < deadline, f"policy {version} did not come"
         time.sleep(0.05)
-    for pid in [process.pid, *descendants(process.pid)]:
+    every = [process.pid, *descendants(process.pid)]
+    for pid in every:
         os.kill(pid, signal.SIGKILL)
     process.wait(60)
+    while any(map(is_alive, every)):  # Until then they hold the journal.
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     for left in Path("/dev/shm").glob(f"primeblocks-demo-{run_id(out)}-*"):
         left.unlink()  # What nobody lived to remove.
     return now

@@ -127,9 +127,12 @@ def test_a_run_that_is_killed_goes_on_from_its_state(tmp_path):
             assert ended is None, f"the example {how_it_ended(ended)}\n{log}"
             assert time.monotonic() < deadline
             time.sleep(0.2)
-        for pid in [process.pid, *descendants(process.pid)]:
+        every = [process.pid, *descendants(process.pid)]
+        for pid in every:
             os.kill(pid, signal.SIGKILL)
         process.wait(60)
+        while any(Path(f"/proc/{pid}/fd/0").exists() for pid in every):
+            time.sleep(0.1)  # Until they are gone they hold the journal.
         for left in shared_memory(tmp_path):
             left.unlink()
         process = start(tmp_path, steps=13, state=state)
