@@ -3,9 +3,9 @@
 `python -m benchmarks.async_loop` from the repository; some minutes on two cores. Runs with a real
 vLLM are a benchmark of their own, `benchmarks.engine.async_runs`.
 
-- Microseconds that loop, buffer and scheduler take for a rollout, over 100k rollouts, and the memory
-  that is left of them.
-- Rollouts between processes beside TransferQueue 0.1.11, for three sizes and one and four producers.
+- Microseconds that loop, buffer and scheduler take for a rollout, over 100k rollouts, and the
+  memory that is left of them.
+- Rollouts between processes beside TransferQueue 0.1.11, by size and number of producers.
 - In virtual time, without a wall-clock: marin's sweep over staleness, the throughput of simulated
   loops over the bound of `plan_split`, and predicted over simulated lag.
 """

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -117,7 +118,7 @@ def kill_at(version: int, bound: int, out: Path, state: Path) -> int:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     for left in Path("/dev/shm").glob(f"primeblocks-demo-{run_id(out)}-*"):
-        left.unlink()  # What nobody lived to remove.
+        shutil.rmtree(left)  # What nobody lived to remove.
     return now
 
 

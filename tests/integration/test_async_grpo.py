@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -134,7 +135,7 @@ def test_a_run_that_is_killed_goes_on_from_its_state(tmp_path):
         while any(Path(f"/proc/{pid}/fd/0").exists() for pid in every):
             time.sleep(0.1)  # Until they are gone they hold the journal.
         for left in shared_memory(tmp_path):
-            left.unlink()
+            shutil.rmtree(left)
         process = start(tmp_path, steps=13, state=state)
         assert process.wait(200) == 0, (tmp_path / "log").read_text()[-6000:]
     finally:
