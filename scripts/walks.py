@@ -239,15 +239,16 @@ def trainer() -> Walk:
 
     async def step() -> None:
         llm: Any = _Answering(answer_of(TEXT), rows)
-        rollouts = Rollouts(VllmEngine(llm, (), MonotonicClock()), shape, group=2)
+        rollouts = Rollouts(VllmEngine(llm, (), MonotonicClock()), shape)
         loop = AsyncLoop(
             prompts=[TEXT],
-            generate=rollouts.group,
+            generate=rollouts.one,
             train=lambda groups, version: one_rank.train(example.samples_of(groups)),
             publish=lambda version: None,
             buffer=RolloutBuffer(capacity=1, staleness=StalenessPolicy(1, correction="none")),
             batch_size=1,
-            max_in_flight=1,
+            max_in_flight=2,
+            group_size=2,
             version=VERSION,
         )
         async with loop:
