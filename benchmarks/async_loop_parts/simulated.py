@@ -1,0 +1,165 @@
+"""The loop in virtual time against closed forms: throughput, speed-up, lag. No wall-clock in it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.async_loop_parts import marin
+from primeblocks.async_loop import StalenessPolicy
+from primeblocks.async_loop.plan import (
+    CostTable,
+    Distribution,
+    EngineModel,
+    LagPrediction,
+    Simulation,
+    SplitPlan,
+    Workload,
+    lognormal,
+    pareto,
+    plan_split,
+    predict_lag,
+    simulate,
+)
+
+__all__ = ["SPREADS", "Case", "cases", "compare", "figures", "planned"]
+
+CORRECTION = "truncated importance sampling"
+SPREADS: Mapping[str, Distribution] = {
+    "lognormal 0.5": lognormal(mean=10, sigma=0.5),
+    "lognormal 1.0": lognormal(mean=10, sigma=1.0, maximum=60),
+    "pareto 2.2": pareto(mean=10, alpha=2.2, maximum=100),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loop whose lag is predicted.
+
+    Args:
+        spread: of the seconds of a sample.
+        bound: `max_off_policy_steps`.
+        train_s: seconds of a step; a publish takes one more.
+        in_flight: groups at a time, in batches.
+        samples: of a group.
+    """
+
+    spread: str
+    bound: int
+    train_s: float
+    in_flight: float
+    samples: int
+    batch_size: int = 32
+
+    def predicted(self, on_stale: str = "pace") -> LagPrediction:
+        return predict_lag(
+            SPREADS[self.spread],
+            batch_size=self.batch_size,
+            max_off_policy_steps=self.bound,
+            max_in_flight=int(self.in_flight * self.batch_size),
+            train_s=self.train_s,
+            publish_s=1.0,
+            samples=self.samples,
+            on_stale=on_stale,
+        )
+
+    def simulated(self, on_stale: str = "pace", *, steps: int = 150, seed: int = 1) -> Simulation:
+        """Run it with engines that give each request 1,000 tokens a second, whatever their load."""
+        return simulate(
+            Workload(SPREADS[self.spread].scaled(1000), samples=self.samples),
+            engines=[EngineModel(lambda running: 1000.0 * running)],
+            train_s=self.train_s,
+            publish_s=1.0,
+            staleness=StalenessPolicy(self.bound, on_stale, correction=CORRECTION),
+            batch_size=self.batch_size,
+            max_in_flight=int(self.in_flight * self.batch_size),
+            steps=steps,
+            settle=steps // 5,
+            seed=seed,
+        )
+
+
+def cases() -> Iterator[Case]:
+    """Yield the grid: spreads, bounds, trainers, engines."""
+    for values in itertools.product(SPREADS, (1, 2, 4, 8), (3, 8, 15), (0.5, 1, 3), (1, 4)):
+        yield Case(*values)
+
+
+def compare(case: Case, on_stale: str = "pace") -> tuple[float, float, float]:
+    """Return the relative errors of a group's lag, a token's lag, and the seconds of a step."""
+    guess, found = case.predicted(on_stale), case.simulated(on_stale)
+    pairs = (
+        (guess.group, found.lag),
+        (guess.token, found.token_lag),
+        (guess.step_s, found.step_s),
+    )
+    first, second, third = (predicted / real - 1 for predicted, real in pairs)
+    return first, second, third
+
+
+def planned(
+    *, train_s: float, gpus: int = 64, sigma: float = 0.8, bound: int = 4, steps: int = 60
+) -> tuple[SplitPlan, Simulation]:
+    """Plan a split, then simulate the loop that it is a plan of.
+
+    Args:
+        train_s: GPU seconds a sample of the trainer.
+        sigma: of the lognormal lengths.
+        bound: `max_off_policy_steps`.
+    """
+    lengths = lognormal(mean=1000, sigma=sigma, maximum=8000)
+    # A decode step of 8 ms, and 0.05 ms more for each request, on each replica of 2 GPUs.
+    sample_s = {
+        (b, 2): (0.008 + 0.00005 * b) / b * lengths.mean for b in (1, 8, 16, 32, 64, 128, 256)
+    }
+    engine = CostTable(sample_s, weight_bytes=16e9, sample_bytes=0.2e9)
+    trainer = CostTable({(1, 8): train_s / 8}, weight_bytes=256e9, sample_bytes=16e9)
+    plan = plan_split(
+        trainer, engine, gpus=gpus, batch_size=128, samples=8, memory_bytes=80e9,
+        max_off_policy_steps=bound, lengths=lengths, publish_s=1.0,
+    )  # fmt: skip
+    running = plan.engine.micro_batch
+    model = EngineModel({b: b / (0.008 + 0.00005 * b) for (b, _) in sample_s}, max_running=running)
+    found = simulate(
+        Workload(lengths, samples=8),
+        engines=[model] * plan.engine.replicas,
+        train_s=plan.trainer.step_s,
+        publish_s=plan.publish_s,
+        staleness=StalenessPolicy(bound, correction=CORRECTION),
+        batch_size=128,
+        max_in_flight=1 << 20,
+        by_sample=True,
+        steps=steps,
+        settle=steps // 3,
+    )
+    return plan, found
+
+
+def figures() -> dict[str, tuple[float, str, str]]:
+    """Return, by figure, (value, unit, peer)."""
+    ratios = []
+    for train_s in (0.5, 2.0, 4.0, 12.0):
+        plan, found = planned(train_s=train_s)
+        ratios.append(plan.async_s / found.step_s)
+    errors = np.array([compare(case)[0] for case in cases()])
+    fastest = {}
+    for on_stale in ("pace", "drop"):
+        total_s = [marin.run(marin.BRANCH[bound], on_stale=on_stale).total_s for bound in (0, 4)]
+        fastest[on_stale] = total_s[0] / total_s[1]
+    rows = [marin.run(row).total_s / row.seconds - 1 for row in (*marin.BRANCH, *marin.STOCK)]
+    return {
+        "async_loop.throughput_over_bound": (min(ratios), "ratio", "plan_split"),
+        "async_loop.speedup_vs_sync.simulated": (fastest["pace"], "ratio", "synchronous"),
+        "async_loop.speedup_vs_sync.simulated.drop": (fastest["drop"], "ratio", "synchronous"),
+        "async_loop.marin_rows_worst_error": (float(np.abs(rows).max()), "ratio", "marin #8955"),
+        "async_loop.lag_prediction_error": (float(np.abs(errors).mean()), "ratio", "simulated"),
+        "async_loop.lag_prediction_error.worst": (
+            float(np.abs(errors).max()), "ratio", "simulated",
+        ),
+        "async_loop.lag_prediction_error.beyond_tenth": (
+            float(np.mean(np.abs(errors) > 0.1)), "ratio", "simulated",
+        ),
+    }  # fmt: skip

@@ -1,0 +1,260 @@
+"""Distributions, the division of GPUs, and the lag in closed form."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from benchmarks.async_loop_parts.simulated import Case, compare
+from primeblocks.async_loop import plan
+from primeblocks.errors import PlanError, UnsupportedError, UsageError
+
+GB = 1e9
+
+
+@pytest.mark.parametrize(
+    "spread",
+    [
+        plan.constant(3.0),
+        plan.lognormal(mean=10, sigma=1.0, maximum=100),
+        plan.pareto(mean=10, alpha=2.5, maximum=1000),
+        plan.empirical([1.0, 2.0, 2.0, 30.0]),
+    ],
+    ids=lambda spread: spread.name,
+)
+def test_a_distribution_agrees_with_its_own_draws(spread):
+    draws = spread.draw(np.random.default_rng(0), 200_000)
+    error = 5 * max(draws.std(), 1e-9) / math.sqrt(len(draws)) + 1e-3 * spread.mean
+    assert abs(draws.mean() - spread.mean) < error
+    assert spread.variation == pytest.approx(draws.std() / draws.mean(), rel=0.05, abs=1e-6)
+    largest = draws.reshape(-1, 8).max(1)
+    assert spread.of_maximum(8).mean == pytest.approx(largest.mean(), rel=0.02)
+    for value in (1.5, 5.0, 20.0):
+        assert spread.above(value) == pytest.approx((draws > value).mean(), abs=0.01)
+
+
+def test_a_lognormal_has_the_mean_that_was_asked_for():
+    assert plan.lognormal(mean=7, sigma=1.2).mean == pytest.approx(7, rel=1e-3)
+    assert plan.pareto(mean=7, alpha=1.5).mean == pytest.approx(7, rel=2e-2)
+    assert plan.lognormal(mean=7, sigma=1.2, maximum=7).mean < 7
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        lambda: plan.constant(0),
+        lambda: plan.lognormal(mean=-1, sigma=1),
+        lambda: plan.lognormal(mean=1, sigma=-1),
+        lambda: plan.pareto(mean=1, alpha=1),
+        lambda: plan.empirical([]),
+        lambda: plan.empirical([1.0, math.inf]),
+        lambda: plan.constant(1).of_maximum(0),
+        lambda: plan.EngineModel({}),
+        lambda: plan.EngineModel({1: 0.0}),
+        lambda: plan.decode_latency(step_s=0),
+        lambda: plan.Workload(plan.constant(1), samples=0),
+        lambda: plan.Workload(plan.constant(1), turns=2),
+    ],
+)
+def test_nonsense_is_refused(broken):
+    with pytest.raises(UsageError):
+        broken()
+
+
+def tables(*, trainer_s=3.0, engine_s=1.0, weights=0.0, sample_bytes=0.0):
+    """Costs that do not depend on the micro-batch, on replicas of 1, 2 and 4 GPUs."""
+    return [
+        plan.CostTable(
+            {(b, m): seconds / m for b in (1, 2, 4) for m in (1, 2, 4)},
+            weight_bytes=weights,
+            sample_bytes=sample_bytes,
+        )
+        for seconds in (trainer_s, engine_s)
+    ]
+
+
+def test_theta_equalises_both_sides():
+    """LlamaRL: theta is the trainer's share of the GPU seconds, and both are busy all the time."""
+    found = plan.plan_split(*tables(), gpus=64, batch_size=64, memory_bytes=GB)
+    assert found.theta == 3 / 4
+    assert found.trainer.step_s == found.engine.step_s == found.async_s == 4.0
+    # Where memory is free, all GPUs in turn are just as fast: nothing is gained.
+    assert found.together_s == found.no_tail_s == found.free_s == found.bound_s == 4.0
+    assert found.gain == 1.0
+    assert not found.worth_it
+    assert found.bound == "balanced"
+    assert "memory does not bind" in found.reason
+
+
+def brute_force(trainer, engine, *, gpus, samples, memory):
+    """The least maximum over all divisions and choices, in plain loops."""
+
+    def side(table, share, most):
+        for b, m in table.choices():
+            replicas = share // m
+            if not replicas or (table.weight_bytes + b * table.sample_bytes) / m > memory:
+                continue
+            running = min(b, max(1, most / replicas))
+            # A micro-batch takes b times the seconds a sample, in a straight line in between.
+            times = {i: i * s for (i, degree), s in table.choices().items() if degree == m}
+            left = max(i for i in times if i <= running)
+            right = min(i for i in times if i >= running)
+            part = (running - left) / (right - left) if right > left else 0
+            yield samples / replicas * (times[left] * (1 - part) + times[right] * part) / running
+
+    best = math.inf
+    for share in range(1, gpus):
+        trains, generates = side(trainer, share, samples), side(engine, gpus - share, samples)
+        for one, other in itertools.product(trains, generates):
+            best = min(best, max(one, other))
+    return best
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_best_division_is_found(seed):
+    generator = np.random.default_rng(seed)
+    trainer, engine = (
+        plan.CostTable(
+            {
+                (b, m): float(generator.uniform(0.5, 2) * (1 + 2 / b) / m)
+                for b in (1, 2, 4, 8)
+                for m in (1, 2, 3)
+            },
+            weight_bytes=float(generator.uniform(0, 4)),
+            sample_bytes=float(generator.uniform(0, 1)),
+        )
+        for _ in range(2)
+    )
+    gpus, memory = int(generator.integers(4, 12)), 3.0
+    found = plan.plan_split(trainer, engine, gpus=gpus, batch_size=24, memory_bytes=memory)
+    best = brute_force(trainer, engine, gpus=gpus, samples=24, memory=memory)
+    assert found.async_s == pytest.approx(best)
+    assert found.async_s >= found.bound_s * (1 - 1e-9)
+    assert found.trainer.gpus + found.engine.gpus <= gpus
+    for side in (found.trainer, found.engine):
+        assert side.gpu_bytes <= memory
+
+
+def test_memory_of_both_sides_on_the_same_gpus_costs_micro_batches():
+    """The theorem: the gain is the memory, not the overlap."""
+    seconds = {(b, 8): (1 + 8 / b) / 8 for b in (1, 2, 4, 8)}
+    trainer = plan.CostTable(seconds, weight_bytes=240 * GB, sample_bytes=40 * GB)
+    engine = plan.CostTable(seconds, weight_bytes=240 * GB, sample_bytes=40 * GB)
+    options = {"gpus": 64, "batch_size": 64, "memory_bytes": 80 * GB}
+    found = plan.plan_split(trainer, engine, **options)
+    # 8 x 80 GB hold 240 + 8 x 40, or twice 240 and 40 twice more.
+    assert (found.trainer.micro_batch, found.engine.micro_batch) == (8, 8)
+    assert found.together_s == pytest.approx(64 / 8 * 2 * (1 + 8 / 2) / 8)
+    assert found.async_s == pytest.approx(found.free_s) == pytest.approx(64 / 8 * 2 * 2 / 8)
+    assert found.together_s / found.async_s == pytest.approx(2.5)
+    assert found.apart_s / found.async_s == found.gain == 2.0  # each side its GPUs, in turn
+    assert found.worth_it
+    assert "memory binds" in found.reason
+    # Moved out and in again at each step, memory is free, for a price.
+    swapped = plan.plan_split(trainer, engine, **options, swap_s=3.0)
+    assert swapped.together_s == pytest.approx(found.free_s + 3.0)
+
+
+def test_a_synchronous_batch_waits_for_its_longest_sample():
+    options = {"gpus": 64, "batch_size": 64, "memory_bytes": GB}
+    equal = plan.plan_split(*tables(), **options)
+    spread = plan.plan_split(
+        *tables(), **options, lengths=plan.lognormal(mean=5, sigma=1.0, maximum=50)
+    )
+    assert spread.async_s == equal.async_s
+    assert spread.together_s > 1.2 * equal.together_s
+    assert spread.worth_it
+    assert "longest samples" in spread.reason
+
+
+def test_what_does_not_fit_is_refused_with_numbers():
+    with pytest.raises(PlanError, match=r"trainer needs 3e\+10 bytes on each of 4 GPUs"):
+        plan.plan_split(*tables(weights=120 * GB), gpus=8, batch_size=8, memory_bytes=20 * GB)
+    with pytest.raises(PlanError, match="must be positive"):
+        plan.plan_split(*tables(), gpus=0, batch_size=8, memory_bytes=GB)
+    with pytest.raises(PlanError, match="positive seconds"):
+        plan.CostTable({(1, 0): 1.0}, weight_bytes=0)
+
+
+def unirl(samples, batch_size):
+    """UniRL #94: 16 GPUs, 512 answers a step, generation takes far longer than training."""
+    trainer = plan.CostTable({(4, 8): 0.00625}, weight_bytes=64 * GB, sample_bytes=2 * GB)
+    decode_s = {b: 0.008 + 0.0001 * b for b in (1, 4, 16, 32, 64)}
+    engine = plan.CostTable(
+        {(b, 1): 1000 * seconds / b for b, seconds in decode_s.items()},
+        weight_bytes=8 * GB,
+        sample_bytes=0.5 * GB,
+    )
+    return plan.plan_split(
+        trainer, engine, gpus=16, trainer_gpus=8, batch_size=batch_size, samples=samples,
+        memory_bytes=80 * GB, lengths=plan.lognormal(mean=1000, sigma=0.8, maximum=8192),
+    )  # fmt: skip
+
+
+def test_no_gain_where_generation_takes_all_the_time():
+    """Batches as a whole: the tail of each is waited for, and overlap hides the training alone."""
+    found = unirl(samples=512, batch_size=1)
+    assert found.bound == "generation"
+    assert not found.worth_it
+    assert found.reason.startswith("generation-bound")
+    # Group by group it helps, for nobody waits for the tail.
+    assert unirl(samples=8, batch_size=64).gain > 1.3
+    assert "not worth it" in found.table()
+
+
+def test_the_table_has_both_sides_and_every_way_to_run():
+    text = plan.plan_split(*tables(), gpus=64, batch_size=64, memory_bytes=GB).table()
+    for words in ("trainer", "engine", "asynchronous", "all GPUs in turn", "mean lag", "gain"):
+        assert words in text
+
+
+def predict(**changes):
+    options = {
+        "batch_size": 32, "max_off_policy_steps": 3, "max_in_flight": 512, "train_s": 8.0,
+    }  # fmt: skip
+    return plan.predict_lag(plan.lognormal(mean=10, sigma=0.8), **{**options, **changes})
+
+
+def test_the_mean_lag_is_the_bound_where_admission_binds():
+    for bound in (1, 2, 5):
+        assert predict(max_off_policy_steps=bound).group == bound
+    assert predict(max_off_policy_steps=0) == plan.LagPrediction(
+        0.0, 0.0, predict(max_off_policy_steps=0).step_s, 0.0, 0.0, "staleness"
+    )
+    # Fewer in flight are less far behind, and the engine becomes the limit.
+    few = predict(max_in_flight=16)
+    assert few.group < 1.5
+    assert few.limit == "engines"
+    assert few.step_s == pytest.approx(20, rel=0.01)
+    assert predict(train_s=40.0).limit == "trainer"
+
+
+def test_what_cannot_be_predicted_is_refused():
+    with pytest.raises(UnsupportedError, match=r"simulate\(\)"):
+        predict(on_stale="continue")
+    with pytest.raises(UsageError, match="at least 1"):
+        predict(batch_size=0)
+    with pytest.raises(UsageError, match="takes time"):
+        predict(train_s=0.0)
+
+
+# Of the grid of `benchmarks.async_loop_parts.simulated` a few of each limit; the rest in the docs.
+@pytest.mark.parametrize(
+    ("case", "on_stale"),
+    [
+        (Case("lognormal 1.0", 1, 3, 3, 4), "pace"),
+        (Case("lognormal 1.0", 4, 3, 0.5, 1), "pace"),
+        (Case("lognormal 0.5", 2, 8, 1, 4), "pace"),
+        (Case("lognormal 1.0", 8, 15, 3, 1), "pace"),
+        (Case("pareto 2.2", 2, 3, 3, 4), "pace"),
+        (Case("lognormal 1.0", 2, 8, 3, 1), "wait"),
+        (Case("lognormal 1.0", 2, 15, 3, 4), "drop"),
+    ],
+    ids=str,
+)
+def test_the_lag_of_the_loop_is_predicted(case, on_stale):
+    group, token, step_s = compare(case, on_stale)
+    assert abs(group) <= 0.1
+    assert abs(step_s) <= 0.1
+    assert abs(token) <= 0.15
