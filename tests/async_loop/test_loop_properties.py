@@ -15,11 +15,11 @@ from primeblocks.async_loop import (
     StalenessPolicy,
     staleness,
 )
+from primeblocks.async_loop.plan.virtual import VirtualClock, run_in_virtual_time
 from primeblocks.async_loop.scheduler import Retries
 from primeblocks.errors import DeadlineError, EngineError
 
 from .conftest import make_rollout
-from .virtual_time import VirtualClock, run
 
 HARD = ("wait", "drop")
 
@@ -142,7 +142,7 @@ async def _run(options):
 @settings(max_examples=150, deadline=None)
 @given(options=worlds)
 def test_bounds_are_kept_and_prompts_used_once(options):
-    world, loop, steps = run(_run(options))
+    world, loop, steps = run_in_virtual_time(_run(options))
     policy = StalenessPolicy(options["bound"], options["on_stale"], "a test")
     assert world.most_running <= options["max_in_flight"]
     used = Counter()
@@ -203,15 +203,15 @@ def test_waiting_keeps_the_bound_where_pacing_does_not():
             steps = [step async for step in loop.steps(20)]
         return dict(seen), steps
 
-    paced, _ = run(body("pace"))
+    paced, _ = run_in_virtual_time(body("pace"))
     assert paced[0] > 2
-    waited, steps = run(body("wait"))
+    waited, steps = run_in_virtual_time(body("wait"))
     assert waited[0] == max(waited.values()) == 2
     assert sorted(waited) == sorted(paced) == list(range(40))
     assert max(step.trainer_idle_s for step in steps) > 90
-    _, steps = run(body("drop"))
+    _, steps = run_in_virtual_time(body("drop"))
     assert sum(step.dropped for step in steps) > 0
-    masked, steps = run(body("mask"))
+    masked, steps = run_in_virtual_time(body("mask"))
     assert sum(step.masked_tokens for step in steps) == 1
     assert sorted(masked) == list(range(40))
 
@@ -237,7 +237,7 @@ def test_a_rollout_that_raises_is_data_until_all_of_them_do():
         async with loop:
             return loop, [step async for step in loop.steps(100)]
 
-    loop, steps = run(body({3, 4}, retries=Retries(attempts=3, backoff_s=0.0)))
+    loop, steps = run_in_virtual_time(body({3, 4}, retries=Retries(attempts=3, backoff_s=0.0)))
     assert [prompt for step in steps for prompt, _ in step.lost] == [3, 4]
     assert sum((Counter(step.failures) for step in steps), Counter()) == {"EngineError": 6}
     assert {name: dict(counts) for name, counts in loop.sources.items()} == {
@@ -246,9 +246,9 @@ def test_a_rollout_that_raises_is_data_until_all_of_them_do():
     }
     everything, once = set(range(20)), Retries(attempts=1, give_up_after=3)
     with pytest.raises(EngineError, match="prompt 2"):
-        run(body(everything, retries=once))
+        run_in_virtual_time(body(everything, retries=once))
     with pytest.raises(DeadlineError, match="the rollout of prompt 2 did not end within 0.5 s"):
-        run(body(everything, retries=once, rollout_timeout_s=0.5))
+        run_in_virtual_time(body(everything, retries=once, rollout_timeout_s=0.5))
 
 
 def test_a_group_is_as_old_as_its_oldest_part():

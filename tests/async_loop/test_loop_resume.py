@@ -24,10 +24,10 @@ from primeblocks.async_loop import (
     StalenessPolicy,
 )
 from primeblocks.async_loop.reference import MemoryLedger
+from primeblocks.async_loop.plan.virtual import VirtualClock, run_in_virtual_time
 from primeblocks.async_loop.scheduler import Retries
 from primeblocks.errors import CapacityError, EngineError
 
-from .virtual_time import VirtualClock, run
 
 CALLS = ("drawn", "started", "sampled", "finished", "dropped", "left_out", "taken", "trained")
 
@@ -175,7 +175,7 @@ def play(options):
         for stop_at, done in [*options["stops"], (10**9, False)]:
             with Journal(path) as journal:
                 try:
-                    run(live(world, Stopping(world, journal, stop_at, done=done)))
+                    run_in_virtual_time(live(world, Stopping(world, journal, stop_at, done=done)))
                 except CapacityError:
                     assert stop_at < 10**9
         with Journal(path) as journal:
@@ -262,7 +262,7 @@ def test_samples_that_had_ended_are_not_asked_again(group_size):
             async for _ in loop.steps(1):
                 pass
 
-    run(body())
+    run_in_virtual_time(body())
     kept = {1: [], 2: [0], 3: [0, 2], 5: [0, 2]}[group_size]
     assert asked == [sample for sample in range(group_size) if sample not in kept]
     assert trained == [[0] if sample in kept else [7] for sample in range(group_size)]
@@ -299,4 +299,4 @@ def test_a_journal_without_room_ends_the_run_at_once():
             assert clock.now() < 2
 
     with pytest.raises(CapacityError, match="no room"):
-        run(body())
+        run_in_virtual_time(body())

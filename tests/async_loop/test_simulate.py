@@ -28,7 +28,7 @@ def test_time_jumps_to_the_next_timer_and_the_order_is_kept():
             await asyncio.wait_for(asyncio.Event().wait(), 5.0)
         return order, clock.now()
 
-    order, end_s = run_in_virtual_time(main)
+    order, end_s = run_in_virtual_time(main())
     assert order == [("now", 0.0), ("hour", 3600.0), ("year", 3e7)]
     assert end_s == 3e7 + 5
 
@@ -38,7 +38,7 @@ def test_a_deadlock_is_an_error():
         await asyncio.Event().wait()
 
     with pytest.raises(DeadlineError, match="no timer is set"):
-        run_in_virtual_time(main)
+        run_in_virtual_time(main())
 
 
 def test_an_error_comes_out_as_it_is():
@@ -46,7 +46,7 @@ def test_an_error_comes_out_as_it_is():
         raise KeyError("lost")
 
     with pytest.raises(KeyError, match="lost"):
-        run_in_virtual_time(main)
+        run_in_virtual_time(main())
 
 
 def serve(body, model):
@@ -62,7 +62,7 @@ def serve(body, model):
         await body(engine, ask)
         return ends, engine.busy_s, engine.made
 
-    return run_in_virtual_time(main)
+    return run_in_virtual_time(main())
 
 
 SHARED = plan.EngineModel({1: 10.0})  # 10 tokens a second, shared by all that run

@@ -88,4 +88,4 @@ def simulate(
             records = [world.record(step) async for step in loop.steps(steps)]
         return world.result(records, settle)
 
-    return run_in_virtual_time(main)
+    return run_in_virtual_time(main())
