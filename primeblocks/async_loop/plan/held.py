@@ -43,12 +43,17 @@ class Held:
         """Return the part of `made` that is in groups which are done at this age."""
         return self.made(age_s) - self.late(age_s, age_s)
 
-    def steady(self, in_flight: float, waiting: float) -> float:
-        """Return the tokens if groups are submitted at any time, and wait alike when done."""
+    def steady(self, in_flight: float, waiting: float, *, stopped_s: float = 0.0) -> float:
+        """Return the tokens if groups are submitted whenever one has ended, and wait when done.
+
+        Args:
+            in_flight: until `stopped_s` ago; since then none was submitted.
+            waiting: groups that were done then.
+        """
         longest = float(self.group.values[0])
         ages = (np.arange(512) + 0.5) / 512 * longest
-        mean = np.mean([self.late(age, age) for age in ages]) * longest / self.group.mean
-        return in_flight * float(mean) + waiting
+        mean = np.mean([self.late(age + stopped_s, age) for age in ages])
+        return in_flight * float(mean) * longest / self.group.mean + waiting
 
     def in_bursts(
         self, step_s: float, busy_s: float, *, present: float, attempts: float

@@ -113,11 +113,19 @@ class _Loop:
         count, wasted, mean = 0.0, 0.0, 1.0
         if limit == "engines":
             in_flight = float(self.most)
-            tokens = held.steady(in_flight, present - in_flight)
+            # One has just been submitted when a batch is complete.
+            tokens = held.steady(in_flight - 1, present - in_flight) + held.made(self.busy_s)
         else:
             in_flight, tokens = held.in_bursts(
                 step_s, self.busy_s, present=present, attempts=attempts
             )
+            if in_flight + attempts > self.most and not waits:
+                # No room for a batch at an update: groups are submitted whenever one has ended.
+                slots = min(present, float(self.most))
+                steady = held.steady(slots, present - slots, stopped_s=self.stopped_s)
+                ended = np.minimum(self.group.values, self.stopped_s) @ self.group.weights
+                ended = float(ended) / self.group.mean
+                tokens = ended * tokens + (1 - ended) * steady
             if waits:
                 tokens = self.batch * held.in_order(steps_s, self.bound)
         if dropped:
@@ -167,7 +175,7 @@ class _Loop:
     def enough(self, step_s: float, *, drops: bool) -> bool:
         """Say whether steps of this length find their batches finished, on average."""
         attempts = 1 + self.dropped(step_s) if drops else 1.0
-        if attempts * self.batch / self.rate > step_s:
+        if (attempts * self.batch + self.held_back()) / self.rate > step_s:
             return False
         # A batch is submitted at each update. Of those at most `bound` batches may be unfinished.
         unfinished, wait_s = 0.0, step_s - self.busy_s
@@ -177,6 +185,23 @@ class _Loop:
             if share < 1e-9 or unfinished > self.bound:
                 break
         return unfinished <= self.bound
+
+    @property
+    def stopped_s(self) -> float:
+        """Seconds at the end of a step in which admission lets nothing be submitted.
+
+        While the trainer is busy, what ends is not replaced once `bound` batches are there.
+        """
+        return max(0.0, self.busy_s - max(0, self.bound * self.batch - self.most) / self.rate)
+
+    def held_back(self) -> float:
+        """Return the groups a step that the engine does not make because of that."""
+        return 0.0 if self.most > self.bound * self.batch else self.rate * self.idle_s
+
+    @property
+    def idle_s(self) -> float:
+        ran = np.minimum(self.group.values, self.stopped_s)
+        return float(self.group.weights @ (ran * (self.stopped_s - ran / 2))) / self.group.mean
 
     def ordered_steps_s(self, least_s: float) -> list[float]:
         """Return steps, each waiting for the slowest of the batch that may wait no longer.
