@@ -1,12 +1,10 @@
 """Plans before a run: who gets which GPUs, how old rollouts will be, and a simulation of it."""
 
-from .costs import CostTable
 from .distribution import Distribution, constant, empirical, lognormal, pareto
 from .engine import EngineModel, decode_latency
 from .lag import LagPrediction, predict_lag
-from .result import Simulation
-from .simulator import simulate
-from .split import plan_split
+from .simulation import Simulation, simulate
+from .split import CostTable, plan_split
 from .splitplan import SplitPlan
 from .world import Workload
 

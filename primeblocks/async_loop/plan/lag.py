@@ -12,13 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...errors import UnsupportedError, UsageError
+from ...errors import UsageError
 from .distribution import Distribution
-from .held import MOST_AGES, Held
 
 __all__ = ["LagPrediction", "predict_lag"]
 
-_POLICIES = ("pace", "wait", "mask", "drop")
+_MOST_AGES = 1000  # updates that a group may see: sums over ages end there
 
 
 @dataclass(frozen=True)
@@ -29,16 +28,15 @@ class LagPrediction:
         group: mean optimizer steps from the submission of a group to its training.
         token: mean optimizer steps from the policy that made a token to the one that trains on it.
         step_s: mean seconds of a step.
-        in_flight: groups being generated at an update.
-        dropped: groups thrown away for each one trained on; 0 but for "drop".
+        settle_steps: steps until the lag is about that. Hundreds where trainer and engine are
+            equally fast: a run that is not much longer sees a smaller lag.
         limit: "trainer", "engines" (`max_in_flight` bound) or "staleness" (admission bound).
     """
 
     group: float
     token: float
     step_s: float
-    in_flight: float
-    dropped: float
+    settle_steps: float
     limit: str
 
 
@@ -51,9 +49,11 @@ def predict_lag(
     train_s: float,
     publish_s: float = 0.0,
     samples: int = 1,
-    on_stale: str = "pace",
 ) -> LagPrediction:
     """Predict how old what a loop trains on is, and how long its steps are. Pure.
+
+    For `on_stale` "pace" and "mask". The lag under "drop" and "wait" depends on the far tail, that
+    under "continue" on the buffer: `simulate` runs those.
 
     Args:
         generate_s: seconds of one sample, at the load that the engine will have; of a whole group
@@ -64,33 +64,29 @@ def predict_lag(
         train_s: seconds of a step.
         publish_s: seconds after it that the trainer waits for the engine.
         samples: of a group, all begun at once.
-        on_stale: as in `StalenessPolicy`. For "drop" an estimate: how many are thrown away depends
-            on the far tail.
 
     Raises:
         UsageError: a count or a time is out of range.
-        UnsupportedError: `on_stale` is "continue": nothing bounds the lag but the buffer.
     """
-    if on_stale not in _POLICIES:
-        raise UnsupportedError(
-            f"on_stale must be one of {list(_POLICIES)}; got {on_stale!r}. simulate() runs it."
-        )
     if min(batch_size, max_in_flight, samples) < 1 or max_off_policy_steps < 0:
         raise UsageError(
             "batch_size, max_in_flight and samples must be at least 1, the bound 0 or more; got "
             f"{batch_size}, {max_in_flight}, {samples} and {max_off_policy_steps}"
         )
-    if train_s < 0 or publish_s < 0 or train_s + publish_s == 0:
-        raise UsageError(f"a step takes time; got {train_s} and {publish_s} s")
-    held = Held(generate_s, samples)
-    loop = _Loop(held.group, batch_size, max_off_policy_steps, max_in_flight, train_s + publish_s)
+    if not (0 <= train_s < math.inf and 0 <= publish_s < math.inf and train_s + publish_s > 0):
+        raise UsageError(f"a step takes time, and ends; got {train_s} and {publish_s} s")
+    group = generate_s.of_maximum(samples)
+    loop = _Loop(
+        generate_s, group, batch_size, max_off_policy_steps, max_in_flight, train_s + publish_s
+    )
     if max_off_policy_steps == 0:
-        return LagPrediction(0.0, 0.0, loop.synchronous_s(), 0.0, 0.0, "staleness")
-    return loop.predict(held, on_stale)
+        return LagPrediction(0.0, 0.0, loop.synchronous_s(), 0.0, "staleness")
+    return loop.predict()
 
 
 @dataclass(frozen=True)
 class _Loop:
+    sample: Distribution  # seconds
     group: Distribution
     batch: int
     bound: int
@@ -102,44 +98,31 @@ class _Loop:
         """Groups a second when as many as may be are in flight."""
         return self.most / self.group.mean
 
-    def predict(self, held: Held, on_stale: str) -> LagPrediction:
-        step_s, dropped = self.step_s(drops=on_stale == "drop")
-        steps_s = self.ordered_steps_s(step_s) if on_stale == "wait" else []
-        waits = bool(steps_s) and float(np.mean(steps_s)) > 1.001 * step_s
-        if waits:
-            step_s = float(np.mean(steps_s))
-        present, limit = self.present(step_s, waits=waits)
-        attempts = self.batch * (1 + dropped)
-        count, wasted, mean = 0.0, 0.0, 1.0
-        if limit == "engines":
-            in_flight = float(self.most)
+    def predict(self) -> LagPrediction:
+        step_s = self.step_s()
+        cap = float(self.bound * self.batch)
+        came = self.rate * self.busy_s  # while the trainer was busy
+        room, drift = cap - self.most - came, came - self.batch
+        left = settle = 0.0
+        if room > 0:
+            variance = max(1e-9, came * self.group.variation**2)
+            left = _left_over(drift, variance, room)
+            # Little by little where nothing drives it.
+            settle = left / max(abs(drift), variance / 2 / max(left, 1e-9))
+        if room > 0 and drift < 0:
+            limit, present = "engines", min(cap, self.most + came + left)
             # One has just been submitted when a batch is complete.
-            tokens = held.steady(in_flight - 1, present - in_flight) + held.made(self.busy_s)
+            tokens = self._steady(self.most - 1, present - self.most) + self._made(self.busy_s)
         else:
-            in_flight, tokens = held.in_bursts(
-                step_s, self.busy_s, present=present, attempts=attempts
-            )
-            if in_flight + attempts > self.most and not waits:
-                # No room for a batch at an update: groups are submitted whenever one has ended.
-                slots = min(present, float(self.most))
-                steady = held.steady(slots, present - slots, stopped_s=self.stopped_s)
-                ended = np.minimum(self.group.values, self.stopped_s) @ self.group.weights
-                ended = float(ended) / self.group.mean
-                tokens = ended * tokens + (1 - ended) * steady
-            if waits:
-                tokens = self.batch * held.in_order(steps_s, self.bound)
-        if dropped:
-            wait_s = step_s - self.busy_s
-            late_s = self.bound * step_s + wait_s
-            count, wasted = held.thrown_away(step_s, late_s, wait_s=wait_s, bound=self.bound)
-            # Short ones are trained on: a mean batch has fewer tokens than mean groups have.
-            mean = (1 - held.late(math.inf, late_s)) * (1 + dropped)
+            trains = room > 0 or step_s < self.busy_s * 1.001
+            limit = "trainer" if trains else "staleness"
+            present = min(cap, self.most + came + left) if room > 0 else cap
+            tokens = self._paced(step_s, present)
         return LagPrediction(
-            group=max(0.0, (present - attempts * count) / self.batch),
-            token=max(0.0, (tokens - attempts * wasted) / self.batch / mean),
+            group=present / self.batch,
+            token=tokens / self.batch,
             step_s=step_s,
-            in_flight=min(in_flight, float(self.most)),
-            dropped=dropped,
+            settle_steps=self.bound + settle,
             limit=limit,
         )
 
@@ -156,32 +139,26 @@ class _Loop:
         left = np.minimum(np.cumsum((survivors * gaps)[::-1])[::-1] / self.group.mean, 1)
         return self.busy_s + full_s + float(np.sum((1 - (1 - left) ** self.most) * gaps))
 
-    def step_s(self, *, drops: bool) -> tuple[float, float]:
-        """Return the mean seconds of a step, and groups dropped for each one trained on."""
+    def step_s(self) -> float:
+        """Return the mean seconds of a step."""
         low, high = self.busy_s, self.busy_s + self.group.of_maximum(self.batch).mean
         high = max(high, 4 * self.batch / self.rate + self.busy_s)
-        if self.enough(low, drops=drops):
-            high = low
+        if self._enough(low):
+            return low
         for _ in range(60):
             step_s = (low + high) / 2
-            low, high = (low, step_s) if self.enough(step_s, drops=drops) else (step_s, high)
-        return high, self.dropped(high) if drops else 0.0
+            low, high = (low, step_s) if self._enough(step_s) else (step_s, high)
+        return high
 
-    def dropped(self, step_s: float) -> float:
-        """Return the groups dropped for each one trained on: those not there in the last step."""
-        late = self.group.above((self.bound + 1) * step_s - self.busy_s)
-        return late / (1 - late) if late < 1 else math.inf
-
-    def enough(self, step_s: float, *, drops: bool) -> bool:
+    def _enough(self, step_s: float) -> bool:
         """Say whether steps of this length find their batches finished, on average."""
-        attempts = 1 + self.dropped(step_s) if drops else 1.0
-        if (attempts * self.batch + self.held_back()) / self.rate > step_s:
+        if (self.batch + self._held_back()) / self.rate > step_s:
             return False
         # A batch is submitted at each update. Of those at most `bound` batches may be unfinished.
         unfinished, wait_s = 0.0, step_s - self.busy_s
-        for age in range(MOST_AGES):
+        for age in range(_MOST_AGES):
             share = self.group.above(wait_s + age * step_s)
-            unfinished += attempts * share
+            unfinished += share
             if share < 1e-9 or unfinished > self.bound:
                 break
         return unfinished <= self.bound
@@ -194,51 +171,82 @@ class _Loop:
         """
         return max(0.0, self.busy_s - max(0, self.bound * self.batch - self.most) / self.rate)
 
-    def held_back(self) -> float:
+    def _held_back(self) -> float:
         """Return the groups a step that the engine does not make because of that."""
-        return 0.0 if self.most > self.bound * self.batch else self.rate * self.idle_s
-
-    @property
-    def idle_s(self) -> float:
+        if self.most > self.bound * self.batch:
+            return 0.0
         ran = np.minimum(self.group.values, self.stopped_s)
-        return float(self.group.weights @ (ran * (self.stopped_s - ran / 2))) / self.group.mean
+        empty_s = float(self.group.weights @ (ran * (self.stopped_s - ran / 2))) / self.group.mean
+        return self.rate * empty_s
 
-    def ordered_steps_s(self, least_s: float) -> list[float]:
-        """Return steps, each waiting for the slowest of the batch that may wait no longer.
+    def _made(self, age_s: float) -> float:
+        """Return the tokens of a mean group at this age: 1 for a whole one.
 
-        The mean is above that of the slowest over `bound + 1`: a long step is not made up for by
-        short ones. So the recursion is run, on the quantiles of the slowest in a fixed order.
+        A sample has tokens in proportion to time: the lesser of its age and its length.
         """
-        count = 1024
-        levels = (np.random.default_rng(0).permutation(count) + 0.5) / count
-        slowest = self.group.of_maximum(self.batch).quantile(levels)
-        steps_s = [least_s] * self.bound
-        for seconds in slowest.tolist():
-            wait_s = seconds - sum(steps_s[-self.bound :])
-            steps_s.append(max(least_s, self.busy_s + wait_s))
-        return steps_s[self.bound :]
+        sample = self.sample
+        return float(sample.weights @ np.minimum(sample.values, age_s)) / sample.mean
 
-    def present(self, step_s: float, *, waits: bool) -> tuple[float, str]:
-        """Return the groups in the loop at an update, without the batch trained on, and the limit.
+    def _late(self, age_s: float, limit_s: float) -> float:
+        """Return the part of that which is in groups that take longer than `limit_s`."""
+        times, samples = self.sample.values, self.sample.above(limit_s)
+        short = np.where(times <= limit_s, np.minimum(times, age_s), 0.0)
+        others = (1 - self.group.above(limit_s)) / (1 - samples) if samples < 1 else 0.0
+        return self._made(age_s) - float(self.sample.weights @ short) * others / self.sample.mean
+
+    def _steady(self, in_flight: float, waiting: float, *, stopped_s: float = 0.0) -> float:
+        """Return the tokens if groups are submitted whenever one has ended, and wait when done.
 
         Args:
-            waits: the trainer waits for old groups while others are there, as if it were busy.
+            in_flight: until `stopped_s` ago; since then none was submitted.
+            waiting: groups that were done then.
         """
-        cap = float(self.bound * self.batch)
-        came = self.rate * (step_s if waits else self.busy_s)  # while the trainer was busy
-        room = cap - self.most - came
-        if room > 0:
-            limit = "engines" if came < self.batch else "trainer"
-            return min(cap, self.most + came + self._left_over(came, room)), limit
-        return cap, "trainer" if step_s < self.busy_s * 1.001 else "staleness"
+        longest = float(self.group.values[0])
+        ages = (np.arange(512) + 0.5) / 512 * longest
+        mean = np.mean([self._late(age + stopped_s, age) for age in ages])
+        return in_flight * float(mean) * longest / self.group.mean + waiting
 
-    def _left_over(self, came: float, room: float) -> float:
-        """Groups that a batch leaves behind: a random walk, reflected at 0 and at `room`."""
-        drift = came - self.batch
-        variance = max(1e-9, came * self.group.variation**2)
-        slope = 2 * drift / variance
-        if abs(slope * room) < 1e-6:
-            return room / 2
-        if abs(slope * room) > 500:
-            return max(0.0, math.copysign(room, slope)) - 1 / slope
-        return room / -math.expm1(-slope * room) - 1 / slope
+    def _in_bursts(self, step_s: float, present: float) -> tuple[float, float]:
+        """Return groups in flight and all tokens, if a batch is submitted at each update.
+
+        The oldest are trained on first: what was done when the trainer began its step and still
+        waits is the youngest. What has become done since then waits whatever its age.
+        """
+        left, running, ready, tokens = present / self.batch, 0.0, 0.0, 0.0
+        early = []
+        for age in range(1, _MOST_AGES):
+            age_s = age * step_s
+            then_s = age_s - self.busy_s
+            share, done = self.group.above(age_s), 1 - self.group.above(then_s)
+            running, ready, left = running + share, ready + done, left - (1 - done)
+            early.append((done, self._made(then_s) - self._late(then_s, then_s)))
+            tokens += self._made(age_s) - early[-1][1]
+            if share < 1e-9 and ready >= left:
+                break
+        for share, held in early:
+            waits = min(1.0, max(0.0, left) / share) if share else 0.0
+            tokens, left = tokens + waits * held, left - waits * share
+        return self.batch * running, self.batch * tokens
+
+    def _paced(self, step_s: float, present: float) -> float:
+        """Return the tokens where admission, not the engine, says when groups are submitted."""
+        in_flight, bursts = self._in_bursts(step_s, present)
+        if in_flight + self.batch <= self.most:
+            return bursts
+        # No room for a batch at an update: as in the engine's steady state, but for those that
+        # end while admission is stopped, in whose place a burst comes.
+        slots = min(present, float(self.most))
+        steady = self._steady(slots, present - slots, stopped_s=self.stopped_s)
+        ended = float(self.group.weights @ np.minimum(self.group.values, self.stopped_s))
+        share = ended / self.group.mean
+        return share * bursts + (1 - share) * steady
+
+
+def _left_over(drift: float, variance: float, room: float) -> float:
+    """Return the groups that a batch leaves behind: a random walk, reflected at 0 and at `room`."""
+    slope = 2 * drift / variance
+    if abs(slope * room) < 1e-6:
+        return room / 2
+    if abs(slope * room) > 500:
+        return max(0.0, math.copysign(room, slope)) - 1 / slope
+    return room / -math.expm1(-slope * room) - 1 / slope

@@ -40,7 +40,8 @@ class SplitPlan:
         gpus: all of them.
         trainer: its side.
         engine: its side.
-        async_s: seconds of an asynchronous step: those of the slower side.
+        tail_s: the least seconds of an asynchronous step in which slow samples are there in time,
+            however fast the engine; a larger bound on staleness makes it shorter.
         together_s: seconds of a synchronous step on all GPUs in turn; infinite where both do not
             fit on them.
         apart_s: seconds of a synchronous step on the two groups of GPUs in turn.
@@ -56,7 +57,7 @@ class SplitPlan:
     gpus: int
     trainer: Side
     engine: Side
-    async_s: float
+    tail_s: float
     together_s: float
     apart_s: float
     no_tail_s: float
@@ -78,6 +79,11 @@ class SplitPlan:
         return self.trainer.gpus / (self.trainer.gpus + self.engine.gpus)
 
     @property
+    def async_s(self) -> float:
+        """Seconds of an asynchronous step: of the slower side, or until slow samples are there."""
+        return max(self.trainer.step_s + self.publish_s, self.engine.step_s, self.tail_s)
+
+    @property
     def sync_s(self) -> float:
         """Seconds of a step of the faster synchronous loop."""
         return min(self.together_s, self.apart_s)
@@ -94,8 +100,13 @@ class SplitPlan:
 
     @property
     def bound(self) -> str:
-        """The slower side, "trainer" or "generation"; "balanced" within 5 %."""
+        """The slower side, "trainer" or "generation"; "balanced" within 5 %.
+
+        "staleness" where neither is, and slow samples are waited for.
+        """
         trains, generates = self.trainer.step_s + self.publish_s, self.engine.step_s
+        if self.tail_s > 1.05 * max(trains, generates):
+            return "staleness"
         if abs(trains - generates) <= 0.05 * max(trains, generates):
             return "balanced"
         return "trainer" if trains > generates else "generation"
@@ -111,6 +122,7 @@ class SplitPlan:
             "generation": "generation-bound",
             "trainer": "trainer-bound",
             "balanced": "both sides are busy",
+            "staleness": f"slow samples take {self.tail_s:.4g} s a step, a larger bound less",
         }[self.bound]
         shortest = min(trains, generates)
         text += f": {generates:.4g} s to generate, {trains:.4g} s to train and publish"
@@ -142,12 +154,13 @@ class SplitPlan:
         lines.append("")
         for name, seconds in (
             ("asynchronous", self.async_s),
+            ("  of it until slow samples are there", self.tail_s),
             ("synchronous, all GPUs in turn", self.together_s),
             ("synchronous, each side its GPUs", self.apart_s),
             ("bound: free memory, no tail", self.bound_s),
         ):
-            lines.append(f"{name:<34}{seconds:>11.4g} s a step")
-        verdict = "worth it" if self.worth_it else "not worth it"
+            lines.append(f"{name:<37}{seconds:>11.4g} s a step")
+        verdict = "worth it" if self.worth_it else "an asynchronous loop will not help"
         lines += [
             "",
             f"theta {self.theta:.3f}, mean lag {self.lag:.2f} steps",

@@ -12,12 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import EngineError, UsageError
-from ..loop import Step
 from ..rollout import Group, Rollout
 from ..scheduler import LeastLoaded
 from .distribution import Distribution
 from .engine import EngineModel, SimulatedEngine
-from .result import Simulation, StepRecord
 
 __all__ = ["Seconds", "Workload", "World"]
 
@@ -64,6 +62,10 @@ class _Prompt:
     ordinal: int
     attempts: Counter[int] = field(default_factory=Counter)
     spans: dict[int, Spans] = field(default_factory=dict)
+
+    def sizes(self) -> list[float]:
+        """Return the tokens of each sample."""
+        return [sum(size for _, size in spans) for spans in self.spans.values()]
 
 
 class World:
@@ -124,7 +126,7 @@ class World:
         if isinstance(seconds, Distribution):
             seconds = float(seconds.draw(self._steps, 1)[0])
         elif callable(seconds):
-            seconds = seconds(sum(size for group in groups for size in _sizes(group)))
+            seconds = seconds(sum(size for group in groups for size in group.prompt.sizes()))
         await asyncio.sleep(seconds)
 
     async def publish(self, version: int) -> asyncio.Task[None] | None:
@@ -142,35 +144,15 @@ class World:
         self._swap(version)
         return None
 
-    def record(self, step: Step) -> StepRecord:
-        """Return the record of a step that has just ended."""
-        trained_by, lags, tokens = step.version - 1, [], []
-        token_lag = masked = 0.0
-        for group in step.groups:
-            lags.append(trained_by - group.version)
-            tokens.extend(_sizes(group))
-            for sample, spans in group.prompt.spans.items():
-                token_lag += sum((trained_by - made_by) * size for made_by, size in spans)
-                counts = group.rollouts[sample].loss_mask
-                masked += sum(size for (_, size), c in zip(spans, counts, strict=True) if not c)
-        busy_s = sum(engine.busy_s for engine in self._engines) / len(self._engines)
-        return StepRecord(
-            end_s=asyncio.get_running_loop().time(),
-            trainer_idle_s=step.trainer_idle_s,
-            engine_busy_s=busy_s,
-            lags=tuple(lags),
-            token_lag=token_lag / sum(tokens),
-            tokens=tuple(tokens),
-            masked_tokens=masked,
-            dropped=step.dropped,
-            failed=sum(step.failures.values()),
-            lost=len(step.lost),
-        )
+    @property
+    def engines(self) -> Sequence[SimulatedEngine]:
+        """The engines, once they are started."""
+        return self._engines
 
-    def result(self, records: Sequence[StepRecord], settle: int) -> Simulation:
-        """Return the outcome of all steps."""
-        made = sum(engine.made for engine in self._engines)
-        return Simulation(tuple(records), settle, np.array(self._sampled), made)
+    @property
+    def sampled(self) -> NDArray[np.float64]:
+        """Lengths of all samples that were begun and did not fail, in order."""
+        return np.array(self._sampled)
 
     async def _sample(self, prompt: _Prompt, sample: int) -> Rollout:
         attempt = prompt.attempts[sample]
@@ -237,7 +219,3 @@ class World:
     def _swap(self, version: int) -> None:
         for engine in self._engines:
             engine.swap(version)
-
-
-def _sizes(group: Group) -> list[float]:
-    return [sum(size for _, size in spans) for spans in group.prompt.spans.values()]
