@@ -91,9 +91,9 @@ def cases() -> Iterator[Case]:
         yield Case(*values)
 
 
-def compare(case: Case) -> tuple[float, float, float]:
+def compare(case: Case, *, steps: int = 120) -> tuple[float, float, float]:
     """Return the relative errors of a group's lag, a token's lag, and the seconds of a step."""
-    guess, found = case.predicted(), case.simulated()
+    guess, found = case.predicted(), case.simulated(steps=steps)
     pairs = (
         (guess.group, found.lag),
         (guess.token, found.token_lag),

@@ -2,10 +2,11 @@
 
 Made of rollouts that know the policy version of every token, a buffer with bounded capacity and
 bounded staleness, a loop that generates, trains and publishes at the same time, limits and retries
-for what engines get (`scheduler`), and `losses` corrected for off-policy tokens.
+for what engines get (`scheduler`), `losses` corrected for off-policy tokens, and `plan`: which GPUs
+train, how old rollouts will be, and a simulation of the run.
 """
 
-from . import losses, scheduler
+from . import losses, plan, scheduler
 from .buffer import RolloutBuffer
 from .journal import Journal
 from .ledger import Partial
@@ -25,6 +26,7 @@ __all__ = [
     "Step",
     "cache_salt",
     "losses",
+    "plan",
     "scheduler",
     "staleness",
     "versions_from_spans",

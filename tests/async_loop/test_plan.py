@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.async_loop_parts.simulated import Case, compare
 from primeblocks.async_loop import plan
-from primeblocks.errors import PlanError, UnsupportedError, UsageError
+from primeblocks.errors import PlanError, UsageError
 
 GB = 1e9
 
@@ -76,11 +76,11 @@ def tables(*, trainer_s=3.0, engine_s=1.0, weights=0.0, sample_bytes=0.0):
 
 def test_theta_equalises_both_sides():
     """LlamaRL: theta is the trainer's share of the GPU seconds, and both are busy all the time."""
-    found = plan.plan_split(*tables(), gpus=64, batch_size=64, memory_bytes=GB)
+    found = plan.plan_split(*tables(), gpus=64, batch_size=192, memory_bytes=GB)
     assert found.theta == 3 / 4
-    assert found.trainer.step_s == found.engine.step_s == found.async_s == 4.0
+    assert found.trainer.step_s == found.engine.step_s == found.async_s == 12.0
     # Where memory is free, all GPUs in turn are just as fast: nothing is gained.
-    assert found.together_s == found.no_tail_s == found.free_s == found.bound_s == 4.0
+    assert found.together_s == found.no_tail_s == found.free_s == found.bound_s == 12.0
     assert found.gain == 1.0
     assert not found.worth_it
     assert found.bound == "balanced"
@@ -90,50 +90,82 @@ def test_theta_equalises_both_sides():
 def brute_force(trainer, engine, *, gpus, samples, memory):
     """The least maximum over all divisions and choices, in plain loops."""
 
-    def side(table, share, most):
+    def latency_s(table, many, degree):
+        # A micro-batch takes b times the seconds a sample, in a straight line in between.
+        times = {b: b * s for (b, m), s in table.choices().items() if m == degree}
+        left = max(b for b in times if b <= many)
+        right = min(b for b in times if b >= many)
+        part = (many - left) / (right - left) if right > left else 0
+        return times[left] * (1 - part) + times[right] * part
+
+    def fitting(table, share):
         for b, m in table.choices():
-            replicas = share // m
-            if not replicas or (table.weight_bytes + b * table.sample_bytes) / m > memory:
-                continue
-            running = min(b, max(1, most / replicas))
-            # A micro-batch takes b times the seconds a sample, in a straight line in between.
-            times = {i: i * s for (i, degree), s in table.choices().items() if degree == m}
-            left = max(i for i in times if i <= running)
-            right = min(i for i in times if i >= running)
-            part = (running - left) / (right - left) if right > left else 0
-            yield samples / replicas * (times[left] * (1 - part) + times[right] * part) / running
+            if share // m and (table.weight_bytes + b * table.sample_bytes) / m <= memory:
+                yield b, m, share // m
 
-    best = math.inf
-    for share in range(1, gpus):
-        trains, generates = side(trainer, share, samples), side(engine, gpus - share, samples)
-        for one, other in itertools.product(trains, generates):
-            best = min(best, max(one, other))
-    return best
+    def trains(share):
+        for b, m, replicas in fitting(trainer, share):
+            left, step_s = math.ceil(samples / replicas), 0.0
+            while left:
+                step_s += latency_s(trainer, min(b, left), m)
+                left -= min(b, left)
+            yield step_s
+
+    def generates(share):
+        for b, m, replicas in fitting(engine, share):
+            each = min(b, max(1, samples / replicas))
+            yield samples / min(replicas, samples) * latency_s(engine, each, m) / each
+
+    return min(
+        max(one, other)
+        for share in range(1, gpus)
+        for one, other in itertools.product(trains(share), generates(gpus - share))
+    )
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_the_best_division_is_found(seed):
-    generator = np.random.default_rng(seed)
-    trainer, engine = (
+def random_tables(generator, *, weights=4.0):
+    """Costs a sample that fall with the micro-batch, as a fixed part is shared by more."""
+    return [
         plan.CostTable(
-            {
-                (b, m): float(generator.uniform(0.5, 2) * (1 + 2 / b) / m)
-                for b in (1, 2, 4, 8)
-                for m in (1, 2, 3)
-            },
-            weight_bytes=float(generator.uniform(0, 4)),
+            {(b, m): (base + 2 / b) / m**power for b in (1, 2, 4, 8) for m in (1, 2, 3)},
+            weight_bytes=float(generator.uniform(0, weights)),
             sample_bytes=float(generator.uniform(0, 1)),
         )
-        for _ in range(2)
-    )
-    gpus, memory = int(generator.integers(4, 12)), 3.0
-    found = plan.plan_split(trainer, engine, gpus=gpus, batch_size=24, memory_bytes=memory)
-    best = brute_force(trainer, engine, gpus=gpus, samples=24, memory=memory)
-    assert found.async_s == pytest.approx(best)
-    assert found.async_s >= found.bound_s * (1 - 1e-9)
+        for base, power in generator.uniform([0.5, 0.7], [2, 1], (2, 2))
+    ]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_best_division_is_found(seed):
+    generator = np.random.default_rng(seed)
+    trainer, engine = random_tables(generator)
+    gpus, samples, memory = int(generator.integers(6, 20)), int(generator.integers(1, 40)), 3.0
+    found = plan.plan_split(trainer, engine, gpus=gpus, batch_size=samples, memory_bytes=memory)
+    best = brute_force(trainer, engine, gpus=gpus, samples=samples, memory=memory)
+    assert max(found.trainer.step_s, found.engine.step_s) == pytest.approx(best)
+    assert found.async_s >= max(best, found.bound_s) * (1 - 1e-9)
     assert found.trainer.gpus + found.engine.gpus <= gpus
     for side in (found.trainer, found.engine):
         assert side.gpu_bytes <= memory
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("seed", range(2))
+def test_more_of_anything_is_never_slower(seed):
+    trainer, engine = random_tables(np.random.default_rng(seed), weights=2.0)
+
+    def both_s(**changes):
+        options = {"gpus": 12, "batch_size": 30, "memory_bytes": 3.0, **changes}
+        found = plan.plan_split(trainer, engine, **options)
+        return max(found.trainer.step_s, found.engine.step_s)
+
+    for name, values in {
+        "gpus": range(4, 40, 3),
+        "memory_bytes": (2.5, 3.0, 5.0, 50.0),
+        "max_off_policy_steps": (1, 2, 8),
+    }.items():
+        times = [both_s(**{name: value}) for value in values]
+        assert all(more <= few * (1 + 1e-9) for few, more in itertools.pairwise(times)), name
 
 
 def test_memory_of_both_sides_on_the_same_gpus_costs_micro_batches():
@@ -157,13 +189,13 @@ def test_memory_of_both_sides_on_the_same_gpus_costs_micro_batches():
 
 
 def test_a_synchronous_batch_waits_for_its_longest_sample():
-    options = {"gpus": 64, "batch_size": 64, "memory_bytes": GB}
+    options = {"gpus": 64, "batch_size": 192, "memory_bytes": GB, "max_off_policy_steps": 4}
     equal = plan.plan_split(*tables(), **options)
     spread = plan.plan_split(
         *tables(), **options, lengths=plan.lognormal(mean=5, sigma=1.0, maximum=50)
     )
     assert spread.async_s == equal.async_s
-    assert spread.together_s > 1.2 * equal.together_s
+    assert spread.together_s > 1.1 * equal.together_s
     assert spread.worth_it
     assert "longest samples" in spread.reason
 
@@ -171,10 +203,47 @@ def test_a_synchronous_batch_waits_for_its_longest_sample():
 def test_what_does_not_fit_is_refused_with_numbers():
     with pytest.raises(PlanError, match=r"trainer needs 3e\+10 bytes on each of 4 GPUs"):
         plan.plan_split(*tables(weights=120 * GB), gpus=8, batch_size=8, memory_bytes=20 * GB)
-    with pytest.raises(PlanError, match="must be positive"):
-        plan.plan_split(*tables(), gpus=0, batch_size=8, memory_bytes=GB)
-    with pytest.raises(PlanError, match="positive seconds"):
-        plan.CostTable({(1, 0): 1.0}, weight_bytes=0)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"gpus": 0}, {"gpus": 1}, {"trainer_gpus": 0}, {"trainer_gpus": 8}, {"batch_size": 0},
+        {"samples": 0}, {"max_off_policy_steps": 0}, {"memory_bytes": 0.0}, {"worth": 0.0},
+        {"memory_bytes": math.nan}, {"memory_bytes": math.inf}, {"publish_s": -1.0},
+        {"publish_s": math.nan}, {"swap_s": math.inf}, {"swap_s": -1.0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_numbers_out_of_range_are_refused(broken):
+    options = {"gpus": 8, "batch_size": 8, "memory_bytes": GB, **broken}
+    with pytest.raises(PlanError, match="must be|need a GPU each"):
+        plan.plan_split(*tables(), **options)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
+def test_costs_are_positive_and_finite(seconds):
+    with pytest.raises(PlanError, match="positive"):
+        plan.CostTable({(1, 1): seconds}, weight_bytes=0)
+    with pytest.raises(PlanError, match="finite|positive"):
+        plan.CostTable({(1, 0): 1.0}, weight_bytes=seconds)
+    if seconds:
+        with pytest.raises(PlanError, match="finite"):
+            plan.CostTable({(1, 1): 1.0}, weight_bytes=0, sample_bytes=seconds)
+
+
+def test_slow_samples_bound_a_step_that_both_sides_would_make_faster():
+    lengths = plan.lognormal(mean=1000, sigma=1.2, maximum=30_000)
+    strict, loose = (
+        plan.plan_split(
+            *tables(trainer_s=1.0, engine_s=3.0), gpus=64, batch_size=64, memory_bytes=GB,
+            max_off_policy_steps=bound, lengths=lengths,
+        )
+        for bound in (1, 8)
+    )  # fmt: skip
+    assert strict.bound == "staleness"
+    assert strict.async_s == strict.tail_s > loose.async_s
+    assert loose.bound != "staleness"
 
 
 def unirl(samples, batch_size):
@@ -200,7 +269,7 @@ def test_no_gain_where_generation_takes_all_the_time():
     assert found.reason.startswith("generation-bound")
     # Group by group it helps, for nobody waits for the tail.
     assert unirl(samples=8, batch_size=64).gain > 1.3
-    assert "not worth it" in found.table()
+    assert "an asynchronous loop will not help" in found.table()
 
 
 def test_the_table_has_both_sides_and_every_way_to_run():
@@ -219,9 +288,7 @@ def predict(**changes):
 def test_the_mean_lag_is_the_bound_where_admission_binds():
     for bound in (1, 2, 5):
         assert predict(max_off_policy_steps=bound).group == bound
-    assert predict(max_off_policy_steps=0) == plan.LagPrediction(
-        0.0, 0.0, predict(max_off_policy_steps=0).step_s, 0.0, 0.0, "staleness"
-    )
+    assert predict(max_off_policy_steps=0).group == predict(max_off_policy_steps=0).token == 0
     # Fewer in flight are less far behind, and the engine becomes the limit.
     few = predict(max_in_flight=16)
     assert few.group < 1.5
@@ -230,31 +297,36 @@ def test_the_mean_lag_is_the_bound_where_admission_binds():
     assert predict(train_s=40.0).limit == "trainer"
 
 
-def test_what_cannot_be_predicted_is_refused():
-    with pytest.raises(UnsupportedError, match=r"simulate\(\)"):
-        predict(on_stale="continue")
-    with pytest.raises(UsageError, match="at least 1"):
-        predict(batch_size=0)
-    with pytest.raises(UsageError, match="takes time"):
-        predict(train_s=0.0)
+def test_where_both_sides_are_equally_fast_the_lag_takes_long_to_come():
+    """The sum of small differences: 150 steps show a lag of 3 where 8 is on its way."""
+    equal = Case("lognormal 0.5", 8, 15, 1, 4).predicted()
+    assert equal.group > 7
+    assert equal.settle_steps > 200
+    assert Case("lognormal 0.5", 8, 8, 1, 4).predicted().settle_steps < 30
+
+
+@pytest.mark.parametrize(
+    "broken", [{"batch_size": 0}, {"train_s": 0.0}, {"train_s": math.nan}, {"publish_s": math.inf}]
+)
+def test_what_cannot_be_predicted_is_refused(broken):
+    with pytest.raises(UsageError, match="at least 1|takes time"):
+        predict(**broken)
 
 
 # Of the grid of `benchmarks.async_loop_parts.simulated` a few of each limit; the rest in the docs.
+@pytest.mark.stress
 @pytest.mark.parametrize(
-    ("case", "on_stale"),
+    "case",
     [
-        (Case("lognormal 1.0", 1, 3, 3, 4), "pace"),
-        (Case("lognormal 1.0", 4, 3, 0.5, 1), "pace"),
-        (Case("lognormal 0.5", 2, 8, 1, 4), "pace"),
-        (Case("lognormal 1.0", 8, 15, 3, 1), "pace"),
-        (Case("pareto 2.2", 2, 3, 3, 4), "pace"),
-        (Case("lognormal 1.0", 2, 8, 3, 1), "wait"),
-        (Case("lognormal 1.0", 2, 15, 3, 4), "drop"),
+        Case("lognormal 1.0", 1, 3, 3, 1),
+        Case("lognormal 1.0", 4, 3, 0.5, 1),
+        Case("lognormal 0.5", 2, 8, 1, 4),
+        Case("pareto 2.2", 1, 8, 1, 1),
     ],
     ids=str,
 )
-def test_the_lag_of_the_loop_is_predicted(case, on_stale):
-    group, token, step_s = compare(case, on_stale)
+def test_the_lag_of_the_loop_is_predicted(case):
+    group, token, step_s = compare(case, steps=80)
     assert abs(group) <= 0.1
+    assert abs(token) <= 0.1
     assert abs(step_s) <= 0.1
-    assert abs(token) <= 0.15

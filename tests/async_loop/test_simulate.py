@@ -1,6 +1,7 @@
 """The simulator: virtual time, engines of numbers, and what the loop does in them."""
 
 import asyncio
+import functools
 import math
 
 import numpy as np
@@ -29,8 +30,10 @@ def test_time_jumps_to_the_next_timer_and_the_order_is_kept():
         return order, clock.now()
 
     order, end_s = run_in_virtual_time(main())
-    assert order == [("now", 0.0), ("hour", 3600.0), ("year", 3e7)]
-    assert end_s == 3e7 + 5
+    assert [name for name, _ in order] == ["now", "hour", "year"]
+    # Up to rounding, also where a nanosecond is less than that.
+    assert [at_s for _, at_s in order] == pytest.approx([0.0, 3600.0, 3e7], rel=1e-14)
+    assert end_s == pytest.approx(3e7 + 5, rel=1e-14)
 
 
 def test_a_deadlock_is_an_error():
@@ -146,6 +149,7 @@ def loop(spread=None, *, on_stale="pace", bound=2, **changes):
     return plan.simulate(plan.Workload(spread, **workload), **{**options, **changes})
 
 
+@pytest.mark.stress
 def test_a_run_repeats_itself_and_other_seeds_do_not():
     first, again, other = loop(seed=1), loop(seed=1), loop(seed=2)
     assert first.steps == again.steps
@@ -165,6 +169,7 @@ def test_on_policy_nothing_overlaps():
     assert found.engine_idle == pytest.approx(11 / 24.2)
 
 
+@pytest.mark.stress
 def test_every_step_trains_a_batch_and_no_token_is_lost():
     found = loop(samples=2)
     assert all(len(step.lags) == 32 and len(step.tokens) == 64 for step in found.steps)
@@ -173,9 +178,10 @@ def test_every_step_trains_a_batch_and_no_token_is_lost():
     assert found.groups_per_s == pytest.approx(32 / found.step_s)
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("on_stale", ["pace", "wait", "mask", "drop"])
 def test_the_bound_is_kept_as_promised(on_stale):
-    found = loop(on_stale=on_stale, samples=4, settle=5)
+    found = loop(on_stale=on_stale, samples=2, steps=25, settle=5)
     if on_stale in ("wait", "drop"):
         assert max(found.lags) <= 2
     else:
@@ -195,6 +201,7 @@ def distance(left, right):
     )
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("on_stale", ["pace", "wait", "drop"])
 def test_lengths_that_are_trained_on(on_stale):
     """What is trained on has the lengths of what was sampled, unless the slow are thrown away."""
@@ -221,6 +228,7 @@ def test_tools_take_time_and_leave_the_engine_to_others():
     assert tools.made_tokens == pytest.approx(plain.made_tokens)
 
 
+@pytest.mark.stress
 def test_failures_are_tried_again_and_counted():
     found = loop(failure_rate=0.2, steps=20, retries=Retries(attempts=2, backoff_s=0.1))
     tried = 20 * 32 / 0.8
@@ -230,14 +238,16 @@ def test_failures_are_tried_again_and_counted():
     assert all(len(step.lags) == 32 for step in found.steps)  # batches are exact
 
 
+@pytest.mark.stress
 def test_the_slower_engine_gets_fewer_requests():
     fast, slow = plan.EngineModel({1: 400.0}), plan.EngineModel({1: 100.0})
-    one = loop(engines=[fast, fast], train_s=1.0)
-    mixed = loop(engines=[fast, slow], train_s=1.0)
+    one = loop(engines=[fast, fast], train_s=1.0, steps=20)
+    mixed = loop(engines=[fast, slow], train_s=1.0, steps=20)
     # Least loaded: 500 tokens a second in place of 800, and not 200, as halves would give.
     assert mixed.step_s / one.step_s == pytest.approx(800 / 500, rel=0.1)
 
 
+@pytest.mark.stress
 def test_weights_that_travel_during_the_next_step_do_not_hold_it_up():
     waits, travels = (
         loop(train_s=20.0, settle=10, publish_s=a, send_s=b) for a, b in ((5.0, 0.0), (1.0, 4.0))
@@ -246,6 +256,7 @@ def test_weights_that_travel_during_the_next_step_do_not_hold_it_up():
     assert travels.step_s == pytest.approx(21.0)
 
 
+@pytest.mark.stress
 def test_a_step_may_depend_on_its_tokens():
     found = loop(plan.constant(1000), train_s=lambda tokens: tokens / 1000, bound=0, steps=3)
     assert found.step_s == pytest.approx(13.2 + 32 + 1)
@@ -268,42 +279,40 @@ def test_nonsense_is_refused(broken):
         loop(**broken)
 
 
-@pytest.fixture(scope="module")
-def sweep():
-    """marin's ten rows."""
-    return {row: marin.run(row) for row in (*marin.BRANCH, *marin.STOCK)}
+@functools.cache
+def marins(bound, on_stale="drop"):
+    return marin.run(marin.BRANCH[bound], on_stale=on_stale)
 
 
-@pytest.mark.parametrize("row", [*marin.BRANCH, *marin.STOCK], ids=str)
-def test_marins_rows(sweep, row):
-    """Two numbers are fitted to 0, 1 and 4 of the branch. The other seven are foretold."""
-    assert sweep[row].total_s == pytest.approx(row.seconds, rel=0.1)
+# The other five rows are in the benchmark.
+@pytest.mark.stress
+@pytest.mark.parametrize("row", marin.BRANCH, ids=str)
+def test_marins_rows(row):
+    """Two numbers are fitted to 0, 1 and 4. The others are foretold, and the discards of all."""
+    found = marins(row.bound)
+    assert found.total_s == pytest.approx(row.seconds, rel=0.1)
+    # "About a fifth" of the groups of asynchronous runs, and none otherwise.
+    share = found.dropped / (found.dropped + marin.UPDATES * marin.BATCH)
+    assert (0.1 < share < 0.25) if row.bound else share == 0
 
 
-def test_marins_discards(sweep):
-    """Not fitted either: "about a fifth" of the groups of asynchronous runs, and none otherwise."""
-    for row in marin.BRANCH:
-        found = sweep[row]
-        share = found.dropped / (found.dropped + marin.UPDATES * marin.BATCH)
-        assert (0.1 < share < 0.25) if row.bound else share == 0
+@pytest.mark.stress
+@pytest.mark.parametrize("on_stale", ["drop", "pace"])
+def test_speed_up_on_marins_shape(on_stale):
+    assert marins(0).total_s / marins(4, on_stale).total_s >= 2.12
 
 
-def test_speed_up_on_marins_shape(sweep):
-    synchronous_s = sweep[marin.BRANCH[0]].total_s
-    assert synchronous_s / sweep[marin.BRANCH[4]].total_s >= 2.12
-    assert synchronous_s / marin.run(marin.BRANCH[4], on_stale="pace").total_s >= 2.12
-
-
-@pytest.mark.parametrize("train_s", [0.5, 4.0, 12.0])
-def test_throughput_reaches_the_bound_of_the_plan(train_s):
-    split, found = planned(train_s=train_s)
+@pytest.mark.stress
+def test_throughput_reaches_the_bound_of_the_plan():
+    split, found = planned(train_s=4.0, steps=18)
     assert split.async_s / found.step_s >= 0.95
 
 
+@pytest.mark.stress
 def test_no_gain_where_generation_takes_all_the_time():
     """UniRL #94: batches as a whole; then group by group, which does help."""
     engines = [plan.EngineModel(plan.decode_latency(step_s=0.008, request_s=0.0001))] * 8
-    shared = {"engines": engines, "train_s": 0.8, "publish_s": 0.5, "steps": 12}
+    shared = {"engines": engines, "train_s": 0.8, "publish_s": 0.5, "steps": 6}
     spread = plan.lognormal(mean=1000, sigma=0.8, maximum=8192)
     whole = [
         loop(spread, samples=512, batch_size=1, max_in_flight=1, bound=bound, **shared)
