@@ -85,23 +85,23 @@ class Simulation:
     @property
     def step_s(self) -> float:
         """Mean seconds of a step."""
-        return self._span_s / len(self.settled)
+        return self.settled_s / len(self.settled)
 
     @property
     def groups_per_s(self) -> float:
         """Groups trained on in a second."""
-        return sum(len(step.lags) for step in self.settled) / self._span_s
+        return sum(len(step.lags) for step in self.settled) / self.settled_s
 
     @property
     def trainer_idle(self) -> float:
         """The share of time that the trainer waited for rollouts."""
-        return sum(step.trainer_idle_s for step in self.settled) / self._span_s
+        return sum(step.trainer_idle_s for step in self.settled) / self.settled_s
 
     @property
     def engine_idle(self) -> float:
         """The share of time that an engine had no request."""
         before = self.steps[self.settle - 1].engine_busy_s if self.settle else 0.0
-        return 1 - (self.steps[-1].engine_busy_s - before) / self._span_s
+        return 1 - (self.steps[-1].engine_busy_s - before) / self.settled_s
 
     @property
     def lag(self) -> float:
@@ -141,7 +141,8 @@ class Simulation:
         return np.array([tokens for step in self.settled for tokens in step.tokens])
 
     @property
-    def _span_s(self) -> float:
+    def settled_s(self) -> float:
+        """Seconds of the steps that averages are taken over."""
         return self.total_s - (self.steps[self.settle - 1].end_s if self.settle else 0.0)
 
     def table(self) -> str:

@@ -220,7 +220,12 @@ class _Task:
 
     @staticmethod
     def _side(
-        table: CostTable, micro_batch: int, degree: int, replicas: int, running: float, step_s: float
+        table: CostTable,
+        micro_batch: int,
+        degree: int,
+        replicas: int,
+        running: float,
+        step_s: float,
     ) -> Side:
         return Side(
             gpus=replicas * degree,

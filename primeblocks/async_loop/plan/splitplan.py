@@ -134,13 +134,16 @@ class SplitPlan:
         return text
 
     def _causes(self) -> list[str]:
-        if self.together_s == float("inf"):
-            return [f"both sides together do not fit on {self.gpus} GPUs"]
         causes = []
-        if (tail := self.together_s / self.no_tail_s) > 1.02:
+        if self.together_s == float("inf"):
+            causes.append(f"both sides together do not fit on {self.gpus} GPUs")
+            tail = self.apart_s / (self.trainer.step_s + self.publish_s + self.engine.step_s)
+        else:
+            tail = self.together_s / self.no_tail_s
+            if (memory := self.no_tail_s / self.free_s) > 1.02:
+                causes.append(f"memory binds where both sides share GPUs ({memory:.2f} x)")
+        if tail > 1.02:
             causes.append(f"a synchronous batch waits for its longest samples ({tail:.2f} x)")
-        if (memory := self.no_tail_s / self.free_s) > 1.02:
-            causes.append(f"memory binds where both sides share GPUs ({memory:.2f} x)")
         return causes
 
     def table(self) -> str:
