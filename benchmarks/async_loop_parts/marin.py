@@ -30,7 +30,7 @@ CORRECTION = "behaviour clip"
 TOKENS = lognormal(mean=1185, sigma=0.93, maximum=4096)
 SAMPLES = 4
 # Groups: 3,200 answers in 25 updates of the pilots. The sweep's are not stated; 128, the default
-# of a later entry point (#9256), would train 31.6 s at the pilots' pace, above the 29.4 s of a step.
+# of a later entry point (#9256), would train 31.6 s at the pilots' pace, above 29.4 s a step.
 BATCH = 32
 TRAIN_S = 7.9  # 21.9 % of 866.5 s in 24 updates of the pilots
 ENGINES = 8

@@ -235,8 +235,8 @@ class _Loop:
             return bursts
         # No room for a batch at an update: as in the engine's steady state, but for those that
         # end while admission is stopped, in whose place a burst comes.
-        slots = min(present, float(self.most))
-        steady = self._steady(slots, present - slots, stopped_s=self.stopped_s)
+        running = min(present, float(self.most))
+        steady = self._steady(running, present - running, stopped_s=self.stopped_s)
         ended = float(self.group.weights @ np.minimum(self.group.values, self.stopped_s))
         share = ended / self.group.mean
         return share * bursts + (1 - share) * steady

@@ -40,8 +40,8 @@ class SplitPlan:
         gpus: all of them.
         trainer: its side.
         engine: its side.
-        tail_s: the least seconds of an asynchronous step in which slow samples are there in time,
-            however fast the engine; a larger bound on staleness makes it shorter.
+        tail_s: seconds of an asynchronous step in which slow samples are there in time, however many
+            the engine runs; an estimate. A larger bound on staleness makes it shorter.
         together_s: seconds of a synchronous step on all GPUs in turn; infinite where both do not
             fit on them.
         apart_s: seconds of a synchronous step on the two groups of GPUs in turn.
@@ -113,7 +113,7 @@ class SplitPlan:
 
     @property
     def reason(self) -> str:
-        """Why it is worth it, or why it is not."""
+        """The causes of the gain, or of its absence."""
         causes = self._causes()
         if self.worth_it:
             return "; ".join(causes) if causes else "the two sides overlap"

@@ -199,18 +199,18 @@ class World:
             spans = spans + more
         return spans
 
-    def _rollout(self, versions: tuple[int, ...]) -> Rollout:
+    def _rollout(self, policies: tuple[int, ...]) -> Rollout:
         """Return a rollout with one token for each policy that had a part in it."""
-        if versions not in self._rollouts:
-            size = len(versions)
-            self._rollouts[versions] = Rollout(
+        if policies not in self._rollouts:
+            size = len(policies)
+            self._rollouts[policies] = Rollout(
                 tokens=np.zeros(size + 1, np.int64),
                 prompt_length=1,
                 logprobs=np.zeros(size),
-                versions=np.array(versions),
+                versions=np.array(policies),
                 finish_reason="stop",
             )
-        return self._rollouts[versions]
+        return self._rollouts[policies]
 
     async def _send(self, version: int, seconds: float) -> None:
         await asyncio.sleep(seconds)
