@@ -40,8 +40,8 @@ class SplitPlan:
         gpus: all of them.
         trainer: its side.
         engine: its side.
-        tail_s: seconds of an asynchronous step in which slow samples are there in time, however many
-            the engine runs; an estimate. A larger bound on staleness makes it shorter.
+        tail_s: seconds of an asynchronous step in which slow samples are there in time, however
+            many the engine runs; an estimate. A larger bound on staleness makes it shorter.
         together_s: seconds of a synchronous step on all GPUs in turn; infinite where both do not
             fit on them.
         apart_s: seconds of a synchronous step on the two groups of GPUs in turn.
