@@ -5,7 +5,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,7 +17,7 @@ __all__ = ["Group", "Rollout", "freeze_trajectory", "versions_from_spans"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rollout:
-    """One completion of one prompt; arrays are read-only copies.
+    """One completion of one prompt; arrays are read-only copies, or constants as they are.
 
     Set the reward with `dataclasses.replace(rollout, reward=...)`.
 
@@ -181,6 +181,8 @@ def freeze_trajectory(item: Any, *, least: int) -> None:
 
 
 def _frozen(values: ArrayLike, dtype: type, *, name: str) -> NDArray:
+    if _is_constant(values) and (values.dtype, values.ndim) == (dtype, 1):
+        return values
     array = np.array(values)
     if array.ndim != 1:
         raise ShapeError(f"{name} must be one-dimensional; got shape {array.shape}")
@@ -188,6 +190,16 @@ def _frozen(values: ArrayLike, dtype: type, *, name: str) -> NDArray:
         raise ShapeError(f"{name} must be integers; got {array.dtype}")
     if array.size and dtype is np.bool_ and array.dtype != np.bool_:
         raise ShapeError(f"{name} must be booleans; got {array.dtype}")
-    array = array.astype(dtype)
+    array = array.astype(dtype, copy=False)
     array.flags.writeable = False
     return array
+
+
+def _is_constant(values: ArrayLike) -> TypeGuard[NDArray]:
+    """Whether it is an array to which nobody can write, nor to what it is a view of."""
+    owner: Any = values
+    while isinstance(owner, np.ndarray):
+        if owner.flags.writeable:
+            return False
+        owner = owner.base
+    return isinstance(values, np.ndarray) and (owner is None or isinstance(owner, bytes))

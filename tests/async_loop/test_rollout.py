@@ -1,3 +1,4 @@
+import dataclasses
 import re
 
 import numpy as np
@@ -96,3 +97,17 @@ def test_tokens_beyond_the_bound_leave_the_loss():
         given = Group("p", (old,), 0)
         assert StalenessPolicy(2, on_stale, "a test").trainable(given, version=9) is given
     assert StalenessPolicy(2, "drop", "a test").trainable(group, version=9) is None
+
+
+def test_arrays_are_copied_unless_nobody_can_write_to_them(make_rollout):
+    writable = np.array([1, 2, 3, 4])
+    view = writable[:]
+    view.flags.writeable = False
+    constant = np.frombuffer(writable.tobytes(), np.int64)
+    for tokens, copied in ((writable, True), (view, True), (constant, False)):
+        rollout = dataclasses.replace(make_rollout(), tokens=tokens)
+        assert np.shares_memory(rollout.tokens, tokens) != copied
+        assert not rollout.tokens.flags.writeable
+    again = dataclasses.replace(rollout, reward=1.0)
+    assert again.tokens is rollout.tokens
+    assert dataclasses.replace(rollout, tokens=constant.view(np.uint64)).tokens.dtype == np.int64

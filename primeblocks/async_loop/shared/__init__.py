@@ -1,0 +1,5 @@
+"""A rollout buffer for several processes of one machine."""
+
+from .buffer import SharedRolloutBuffer
+
+__all__ = ["SharedRolloutBuffer"]
