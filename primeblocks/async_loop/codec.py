@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from math import prod
 from types import MappingProxyType
@@ -19,6 +19,8 @@ from .rollout import Group, Rollout
 __all__ = [
     "digest",
     "from_json",
+    "lift",
+    "lower",
     "pack",
     "pack_group",
     "pack_trajectory",
@@ -34,6 +36,7 @@ _DIGEST_BYTES = 8
 _LENGTH_BYTES = 8
 _SCALARS = frozenset({type(None), bool, int, float, str})
 _NUMBERS = frozenset("biufc")  # dtype.kind: bool, integers, floating, complex
+Buffer = bytes | bytearray
 _TRAJECTORIES = {"partial": Partial, "rollout": Rollout}
 
 
@@ -75,11 +78,7 @@ def pack(value: Any, *, name: str) -> bytes:
     Raises:
         UnsupportedError: it holds something else.
     """
-    buffers: list[bytes | memoryview] = []
-    try:
-        header = _dump(_lower(value, buffers, name), name)
-    except RecursionError as error:
-        raise UnsupportedError(f"{name} is nested too deeply, or holds itself") from error
+    header, buffers = lower(value, name=name)
     parts = [len(header).to_bytes(_LENGTH_BYTES, "little"), header, *buffers]
     return b"".join([digest(name, *parts), *parts])
 
@@ -95,7 +94,29 @@ def unpack(payload: bytes, *, name: str) -> Any:
     if len(body) < _LENGTH_BYTES or digest(name, body) != view[:_DIGEST_BYTES]:
         raise CorruptionError(f"{name}: {len(view)} bytes do not match their checksum")
     start = _LENGTH_BYTES + int.from_bytes(body[:_LENGTH_BYTES], "little")
-    return _Reader(body[start:]).value(from_json(bytes(body[_LENGTH_BYTES:start])))
+    return lift(bytes(body[_LENGTH_BYTES:start]), _Slices(body[start:]).read)
+
+
+def lower(value: Any, *, name: str) -> tuple[bytes, list[bytes | memoryview]]:
+    """Return a header, and the arrays and bytes of a value as buffers, which are not copied.
+
+    Raises:
+        UnsupportedError: as `pack` says.
+    """
+    buffers: list[bytes | memoryview] = []
+    try:
+        return _dump(_lower(value, buffers, name), name), buffers
+    except RecursionError as error:
+        raise UnsupportedError(f"{name} is nested too deeply, or holds itself") from error
+
+
+def lift(header: bytes, read: Callable[[int, type[Buffer]], Buffer]) -> Any:
+    """Return the value that was lowered. An array that could not be written to still cannot.
+
+    Args:
+        read: returns the next bytes, so many, as `bytes` or as a `bytearray` of the caller's own.
+    """
+    return _lift(from_json(header), read)
 
 
 def pack_trajectory(trajectory: Partial | Rollout, *, name: str) -> bytes:
@@ -180,7 +201,7 @@ def _lower(value: Any, buffers: list[bytes | memoryview], name: str) -> Any:
     if kind in _SCALARS:
         return value
     if kind in {bytes, bytearray, memoryview}:
-        buffers.append(bytes(value))
+        buffers.append(bytes(value))  # Of bytes, the same object.
         return {"bytes": len(buffers[-1])}
     if kind in {list, tuple}:
         if {*map(type, value)} <= _SCALARS:
@@ -210,37 +231,40 @@ def _lower_numbers(value: Any, buffers: list[bytes | memoryview], name: str) -> 
         )
     little = np.asarray(value).astype(value.dtype.newbyteorder("<"), copy=False)
     # A view where it can be one: attachments may be large.
-    is_whole = little.flags.c_contiguous and little.size > 0
-    buffers.append(little.reshape(-1).view(np.uint8).data if is_whole else little.tobytes())
+    flat = np.ascontiguousarray(little).reshape(-1)
+    buffers.append(flat.view(np.uint8).data if flat.size else b"")
     if isinstance(value, np.generic):
         return {"number": little.dtype.str}
-    return {"array": [little.dtype.str, list(little.shape)]}
+    kind = "array" if value.flags.writeable else "constant"
+    return {kind: [little.dtype.str, list(little.shape)]}
 
 
-class _Reader:
-    """Undoes `_lower`, taking buffers in the order in which they were added."""
+def _lift(value: Any, read: Callable[[int, type[Buffer]], Buffer]) -> Any:
+    """Undo `_lower`, reading buffers in the order in which they were added."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, held),) = value.items()
+    if kind == "bytes":
+        return read(held, bytes)
+    if kind == "number":
+        dtype = np.dtype(held)
+        return np.frombuffer(read(dtype.itemsize, bytes), dtype)[0]
+    if kind in {"array", "constant"}:
+        dtype = np.dtype(held[0])
+        raw = read(dtype.itemsize * prod(held[1]), bytearray if kind == "array" else bytes)
+        return np.frombuffer(raw, dtype).reshape(held[1])
+    if kind == "dict":
+        return {key: _lift(each, read) for key, each in held.items()}
+    values = [_lift(each, read) for each in held]
+    return tuple(values) if kind == "tuple" else values
 
-    def __init__(self, buffers: memoryview) -> None:
-        self._buffers = buffers
 
-    def value(self, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        ((kind, held),) = value.items()
-        if kind == "bytes":
-            return bytes(self._next(held))
-        if kind == "number":
-            dtype = np.dtype(held)
-            return np.frombuffer(self._next(dtype.itemsize), dtype)[0]
-        if kind == "array":
-            dtype = np.dtype(held[0])
-            raw = self._next(dtype.itemsize * prod(held[1]))
-            return np.frombuffer(raw, dtype).reshape(held[1]).copy()
-        if kind == "dict":
-            return {key: self.value(each) for key, each in held.items()}
-        values = [self.value(each) for each in held]
-        return tuple(values) if kind == "tuple" else values
+class _Slices:
+    """Copies a buffer, a slice after the other."""
 
-    def _next(self, count: int) -> memoryview:
-        taken, self._buffers = self._buffers[:count], self._buffers[count:]
-        return taken
+    def __init__(self, left: memoryview) -> None:
+        self._left = left
+
+    def read(self, count: int, kind: type[Buffer]) -> Buffer:
+        taken, self._left = self._left[:count], self._left[count:]
+        return kind(taken)
