@@ -4,11 +4,12 @@ import os
 import random
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from primeblocks.async_loop import StalenessPolicy
-from primeblocks.async_loop.shared import SharedRolloutBuffer, arena, scatter
+from primeblocks.async_loop.shared import SharedRolloutBuffer, arena, room, scatter
 from primeblocks.errors import DeadlineError, UsageError
 
 from . import virtual_time
@@ -75,6 +76,7 @@ def test_a_consumer_killed_at_any_change_has_taken_its_batch_or_nothing(name, fu
             attached.take(2, version=0, timeout_s=0)
 
         put("abc")
+        each = buffer.held_bytes // 3
         steps = steps_of(name, body, full=full)
         buffer.take(1, version=0, timeout_s=0)
         left = []
@@ -84,8 +86,15 @@ def test_a_consumer_killed_at_any_change_has_taken_its_batch_or_nothing(name, fu
             assert child.wait()[0] == KILLED
             left.append(len(buffer))
             if left[-1] == 1:
-                put("ab")  # A producer is the first to meet what the dead one left.
-            groups = buffer.take(3, version=0, timeout_s=0)
+                # A consumer is the first to meet what the dead one left, or a producer.
+                if step % 2:
+                    with pytest.raises(DeadlineError):
+                        buffer.take(2, version=0, timeout_s=0)
+                    assert buffer.held_bytes == each
+                put("ab")
+            groups = buffer.take(1, version=0, timeout_s=0)  # Fewer than the dead one chose.
+            assert buffer.held_bytes == 2 * each
+            groups += buffer.take(2, version=0, timeout_s=0)
             assert [group.prompt for group in groups] == [*("abc" if left[-1] == 3 else "cab")]
             assert (len(buffer), buffer.held_bytes) == (0, 0)
         assert left == sorted(left, reverse=True)
@@ -122,7 +131,7 @@ def test_producers_killed_over_and_over_beside_a_consumer(name, full):
     with SharedRolloutBuffer.create(
         name, capacity=8, capacity_bytes=24 << 10, staleness=POLICY
     ) as buffer:
-        for batch in range(500 if full else 12):
+        for batch in range(500 if full else 25):
             children = []
             for producer in range(3):
                 step = draw.choice([draw.randrange(12_000), 10**9])
@@ -157,7 +166,7 @@ def test_producers_killed_over_and_over_beside_a_consumer(name, full):
 
 
 def test_a_creator_killed_at_any_line_leaves_a_whole_buffer_or_none(name, full):
-    stride = 1 if full else 4
+    stride = 1 if full else 2
     path, there = SHM / f"primeblocks-{name}", []
 
     def body(say):
@@ -207,6 +216,32 @@ def test_whoever_dies_the_groups_stay_for_who_attaches(name):
     with SharedRolloutBuffer.attach(name) as buffer:
         assert buffer.staleness == POLICY
         assert [group.prompt for group in buffer.take(1, version=0, timeout_s=0)] == ["a"]
+
+
+def test_nobody_waits_for_one_that_waits_and_is_stopped(name):
+    """It is given its room in its turn, looking or not, and so is who comes after it."""
+    with SharedRolloutBuffer.create(
+        name, capacity=3, capacity_bytes=6 << 10, staleness=POLICY
+    ) as buffer:
+        for group in "abc":
+            buffer.put(make_group(group, members=1), timeout_s=0)
+
+        def body(say):
+            attached = SharedRolloutBuffer.attach(name)
+            room.time = SimpleNamespace(sleep=lambda _: os.kill(os.getpid(), signal.SIGSTOP))
+            attached.put(make_group("stopped", members=1), timeout_s=60)
+
+        child = Child(body)
+        child.wait_until_stopped()
+        taken = buffer.take(2, version=0, timeout_s=0)
+        buffer.put(make_group("d", members=1), timeout_s=0)
+        with pytest.raises(DeadlineError):  # The third place is the stopped one's.
+            buffer.put(make_group("e", members=1), timeout_s=0)
+        os.kill(child.pid, signal.SIGCONT)
+        assert child.wait() == (0, [])
+        taken += buffer.take(3, version=0, timeout_s=0)
+        assert [group.prompt for group in taken] == ["a", "b", "c", "d", "stopped"]
+        assert buffer.held_bytes == 0
 
 
 def test_a_stopped_process_holds_others_up_until_their_deadline(name):

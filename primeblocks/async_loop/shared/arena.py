@@ -177,22 +177,21 @@ class Arena:
         row[Word.STATE] = State.WAITING  # From here on it is in use.
         return index
 
-    def is_next(self, index: int) -> bool:
-        """Say whether no other entry has waited longer than this one."""
-        turns = self.words(self.entries(State.WAITING), Word.TURN)
-        return self.word(index, Word.TURN) == int(turns.min())
+    def admit(self) -> bool:
+        """Give those that wait their cells, in the order of coming. Return whether any still wait.
 
-    def fits(self, index: int) -> bool:
-        """Say whether there is room for an entry."""
-        inside = len(self.entries(State.WRITING, State.READY))
-        cells = self.cells_of(self.word(index, Word.SIZE))
-        return inside < self.capacity and cells <= self.cells - self.used_cells
-
-    def enter(self, index: int) -> None:
-        """Give an entry that fits its cells."""
-        free = np.flatnonzero(self._owners == 0)
-        self._owners[free[: self.cells_of(self.word(index, Word.SIZE))]] = index + 1
-        self._table[index, Word.STATE] = State.WRITING
+        Whoever looks for room does this for all, so that nobody waits for one that does not look.
+        """
+        waiting = self.entries(State.WAITING)
+        for index in waiting[self.words(waiting, Word.TURN).argsort()].tolist():
+            cells = self.cells_of(self.word(index, Word.SIZE))
+            inside = len(self.entries(State.WRITING, State.READY))
+            if inside == self.capacity or cells > self.cells - self.used_cells:
+                return True
+            self._owners[np.flatnonzero(self._owners == 0)[:cells]] = index + 1
+            self._table[index, Word.STATE] = State.WRITING
+            self._count(Head.CHANGES)
+        return False
 
     def write(
         self,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from typing import Any
 
 import numpy as np
 
-from ...errors import CapacityError, CorruptionError, UsageError
+from ...errors import CapacityError, CorruptionError, UnsupportedError, UsageError
 from ..clock import Clock, MonotonicClock
-from ..codec import lift, lower_group, to_group
-from ..rollout import Group
+from ..codec import lift, lower
+from ..rollout import Group, Rollout
 from ..staleness import StalenessPolicy
 from .arena import Arena, Head, Word
 from .file import SharedFile
@@ -191,7 +192,7 @@ class SharedRolloutBuffer:
         self.close()
 
     def _put(self, group: Group, timeout_s: float) -> Steps[None]:
-        parts = lower_group(group)
+        parts = _to_parts(group)
         size, deadline = sum(map(len, parts)), self._clock.now() + timeout_s
         arena = self._room.arena
         if arena.cells_of(size) > arena.cells:
@@ -268,7 +269,7 @@ class SharedRolloutBuffer:
             except CorruptionError:
                 yield from self._room.remove([index], deadline)
                 raise
-            groups.append(to_group(value))
+            groups.append(_to_group(value))
         return groups
 
     def _too_small(self, ready: int, count: int) -> CapacityError:
@@ -277,3 +278,21 @@ class SharedRolloutBuffer:
             f"and {self.held_bytes:,} bytes of {self.capacity_bytes:,} leave no room for the one "
             "that waits. Raise capacity and capacity_bytes, or take fewer."
         )
+
+
+def _to_parts(group: Group) -> list[bytes | memoryview]:
+    name = f"the group of ordinal {group.ordinal}"
+    if strange := [type(each).__name__ for each in group.rollouts if type(each) is not Rollout]:
+        raise UnsupportedError(f"{name} has a {strange[0]}, which would come back as a Rollout")
+    header, buffers = lower(
+        _values(group) | {"rollouts": [*map(_values, group.rollouts)]}, name=name
+    )
+    return [header, *buffers]
+
+
+def _to_group(value: dict[str, Any]) -> Group:
+    return Group(**value | {"rollouts": tuple(Rollout(**each) for each in value["rollouts"])})
+
+
+def _values(item: Group | Rollout) -> dict[str, Any]:
+    return {each.name: getattr(item, each.name) for each in fields(item)}

@@ -25,7 +25,7 @@ _LOOK_S = 0.1  # A death changes nothing that others see: look for one this ofte
 
 
 class Held(NamedTuple):
-    """What an arena holds.
+    """The entries of an arena at one moment.
 
     Args:
         ready: entries that may be taken, oldest first.
@@ -58,11 +58,9 @@ class Room:
                 with self._locked():
                     if index is None:
                         index = arena.claim(size)
-                    if index is not None and self._may_enter(index):
-                        arena.enter(index)
+                    self._admit()
+                    if index is not None and arena.word(index, Word.STATE) == State.WRITING:
                         return index
-                    if index is None:
-                        arena.sweep()
                     seen = arena.head(Head.CHANGES)
                 yield from self.pause(seen, deadline, "room in the buffer")
         except BaseException:
@@ -85,15 +83,13 @@ class Room:
             yield _LAST_PAUSE_S
 
     def look(self, deadline: float) -> Steps[Held]:
-        """Return what is there; what dead processes left is freed."""
+        """Return what is there, and free what dead processes left."""
         arena = self.arena
         yield from self._lock(deadline)
         with self._locked():
             arena.sweep()
-            ready, waiting = arena.entries(State.READY), arena.entries(State.WAITING)
-            stuck = False
-            if len(waiting) and not len(arena.entries(State.WRITING)):
-                stuck = not arena.fits(int(waiting[arena.words(waiting, Word.TURN).argmin()]))
+            stuck = arena.admit() and not len(arena.entries(State.WRITING))
+            ready = arena.entries(State.READY)
             ages = arena.words(ready, Word.OLDEST_VERSION)
             order = np.lexsort((arena.words(ready, Word.ARRIVAL), ages))
         return Held(ready[order], stuck)
@@ -112,22 +108,21 @@ class Room:
 
     def pause(self, seen: int, deadline: float, what: str) -> Steps[None]:
         """Pause until the arena has changed since `seen`, or a death may have gone by unseen."""
-        began = now = self._clock.now()
-        pause_s = _FIRST_PAUSE_S
-        while True:
-            if now >= deadline:
-                raise DeadlineError(f"{what} did not come in time")
-            if self.arena.head(Head.CHANGES) != seen or now >= began + _LOOK_S:
-                return
-            yield min(pause_s, deadline - now)
+        now, pause_s = self._clock.now(), _FIRST_PAUSE_S
+        if now >= deadline:
+            raise DeadlineError(f"{what} did not come in time")
+        until = min(deadline, now + _LOOK_S)
+        while self.arena.head(Head.CHANGES) == seen and now < until:
+            yield min(pause_s, until - now)
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
             now = self._clock.now()
 
-    def _may_enter(self, index: int) -> bool:
-        while not (self.arena.is_next(index) and self.arena.fits(index)):
+    def _admit(self) -> bool:
+        """Let in who waits; who died makes room first. Return whether any still wait."""
+        while self.arena.admit():
             if not self.arena.sweep():
-                return False
-        return True
+                return True
+        return False
 
     def _lock(self, deadline: float) -> Steps[None]:
         self._check()
