@@ -1,6 +1,6 @@
-"""Run by `buffer` in a Python that has TransferQueue: prints seconds by step as JSON.
+"""Run by `buffer` in a Python that has TransferQueue: prints seconds by shape and step as JSON.
 
-Arguments: groups, timed rounds, storage units.
+Arguments: storage units, timed rounds, names of shapes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tensordict import TensorDict
 from primeblocks.async_loop import Group, StalenessPolicy
 from primeblocks.async_loop.shared import SharedRolloutBuffer
 
-from .rollouts import digest, make_groups
+from .rollouts import SHAPES, Shape, digests, make_groups
 
-WARM, BATCH = 2, 32
+WARM, PRODUCERS, BATCHES = 1, (1, 4), 4
 ARRAYS = ("tokens", "logprobs", "versions", "loss_mask")
-FIELDS = (*ARRAYS, "routes", "prompt_length", "reward", "version", "ordinal")
+SCALARS = ("prompt_length", "reward", "version", "ordinal", "sample")
 PARTITION, TASK = "train", "trainer"
 
 
@@ -38,26 +38,35 @@ def _jagged(arrays: list[np.ndarray]) -> torch.Tensor:
 
 def as_fields(groups: list[Group]) -> TensorDict:
     """The same bytes as columns: a row is a rollout."""
-    rows = [(group, rollout) for group in groups for rollout in group.rollouts]
+    rows = [(g, i, rollout) for g in groups for i, rollout in enumerate(g.rollouts)]
     columns: dict[str, Any] = {
-        name: _jagged([getattr(rollout, name) for _, rollout in rows]) for name in ARRAYS
+        name: _jagged([getattr(rollout, name) for *_, rollout in rows]) for name in ARRAYS
     }
     columns["routes"] = _jagged(
-        [np.frombuffer(rollout.attachments["routes"], np.uint8) for _, rollout in rows]
+        [np.frombuffer(rollout.attachments["routes"], np.uint8) for *_, rollout in rows]
     )
-    columns["prompt_length"] = torch.tensor([rollout.prompt_length for _, rollout in rows])
-    columns["reward"] = torch.tensor([rollout.reward for _, rollout in rows])
-    columns["version"] = torch.tensor([group.version for group, _ in rows])
-    columns["ordinal"] = torch.tensor([group.ordinal for group, _ in rows])
+    columns["prompt_length"] = torch.tensor([rollout.prompt_length for *_, rollout in rows])
+    columns["reward"] = torch.tensor([rollout.reward for *_, rollout in rows])
+    columns["version"] = torch.tensor([group.version for group, *_ in rows])
+    columns["ordinal"] = torch.tensor([group.ordinal for group, *_ in rows])
+    columns["sample"] = torch.tensor([sample for _, sample, _ in rows])
     return TensorDict(columns, batch_size=len(rows))
 
 
-def keys_of(groups: list[Group]) -> list[str]:
-    return [f"{group.ordinal}-{i}" for group in groups for i in range(len(group.rollouts))]
+def keys_of(ordinals: Any, shape: Shape) -> list[str]:
+    return [f"{ordinal}-{i}" for ordinal in ordinals for i in range(shape.samples)]
+
+
+def digests_of(groups: list[Group]) -> dict[tuple[int, int], str]:
+    return digests(
+        (g.ordinal, i, [*(getattr(r, name) for name in ARRAYS), r.attachments["routes"]])
+        for g in groups
+        for i, r in enumerate(g.rollouts)
+    )
 
 
 class _Side:
-    """What both processes have: each times its own calls, for they are started at a distance."""
+    """What all processes have: each times its own calls, for they are started at a distance."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         torch.set_num_threads(1)
@@ -66,29 +75,18 @@ class _Side:
     def ready(self) -> None:
         pass
 
+    def close(self) -> None:
+        transfer_queue.close()
+
 
 @ray.remote(num_cpus=0)
 class Producer(_Side):
-    def __init__(self, settings: dict[str, Any], name: str, count: int) -> None:
-        super().__init__(settings)
-        self.groups = make_groups(count)
+    def begin(self, name: str, shape: Shape, ordinals: range) -> tuple[dict, int]:
+        self.shape, self.groups = shape, make_groups(shape, ordinals)
         self.fields = as_fields(self.groups)
         self.by_group = [as_fields([group]) for group in self.groups]
-        size = sum(group.nbytes for group in self.groups)
-        self.buffer = SharedRolloutBuffer.create(
-            name,
-            capacity=count,
-            capacity_bytes=size + size // 16,
-            staleness=StalenessPolicy(2, correction="none: a benchmark"),
-        )
-
-    def sent(self) -> tuple[str, int]:
-        rows = (
-            [*(getattr(rollout, name) for name in ARRAYS), rollout.attachments["routes"]]
-            for group in self.groups
-            for rollout in group.rollouts
-        )
-        return digest(rows), sum(group.nbytes for group in self.groups)
+        self.buffer = SharedRolloutBuffer.attach(name)
+        return digests_of(self.groups), sum(group.nbytes for group in self.groups)
 
     def put_ours(self) -> float:
         groups = [replace(group) for group in self.groups]  # Without what it has computed already.
@@ -99,42 +97,43 @@ class Producer(_Side):
 
     def put_theirs(self) -> float:
         start = time.perf_counter()
-        transfer_queue.kv_batch_put(
-            keys=keys_of(self.groups), partition_id=PARTITION, fields=self.fields
-        )
+        keys = keys_of([group.ordinal for group in self.groups], self.shape)
+        transfer_queue.kv_batch_put(keys=keys, partition_id=PARTITION, fields=self.fields)
         return time.perf_counter() - start
 
     def put_theirs_by_group(self) -> float:
         start = time.perf_counter()
         for group, fields in zip(self.groups, self.by_group, strict=True):
-            transfer_queue.kv_batch_put(
-                keys=keys_of([group]), partition_id=PARTITION, fields=fields
-            )
+            keys = keys_of([group.ordinal], self.shape)
+            transfer_queue.kv_batch_put(keys=keys, partition_id=PARTITION, fields=fields)
         return time.perf_counter() - start
 
-    def close(self) -> None:
-        self.buffer.unlink()
+    def end(self) -> None:
         self.buffer.close()
-        transfer_queue.close()
+        del self.groups, self.fields, self.by_group
 
 
 @ray.remote(num_cpus=0)
 class Consumer(_Side):
-    def __init__(self, settings: dict[str, Any], name: str, count: int) -> None:
-        super().__init__(settings)
-        self.buffer = SharedRolloutBuffer.attach(name)
-        self.count = count
-        self.groups: list[Group] = []
-        self.fields: list[TensorDict] = []
-        self.keys = [f"{ordinal}-{i}" for ordinal in range(count) for i in range(8)]
+    def begin(self, name: str, shape: Shape, size_bytes: int) -> None:
+        self.shape = shape
+        self.buffer = SharedRolloutBuffer.create(
+            name,
+            capacity=shape.groups,
+            capacity_bytes=size_bytes + size_bytes // 8,
+            staleness=StalenessPolicy(4, correction="none: a benchmark"),
+        )
+        self.keys = keys_of(range(shape.groups), shape)
+        self.forget()
 
     def forget(self) -> None:
-        self.groups, self.fields = [], []
+        self.groups: list[Group] = []
+        self.fields: list[TensorDict] = []
 
-    def take_ours(self, batch: int) -> float:
+    def take_ours(self, batches: int) -> float:
         start = time.perf_counter()
-        for _ in range(self.count // batch):
-            self.groups += self.buffer.take(batch, version=3, timeout_s=600)
+        for _ in range(batches):
+            self.groups += self.buffer.take(self.shape.groups // batches, version=4, timeout_s=600)
         return time.perf_counter() - start
 
     def get_theirs(self) -> float:
@@ -143,15 +142,18 @@ class Consumer(_Side):
         self.fields = [transfer_queue.kv_batch_get(keys=self.keys, partition_id=PARTITION)]
         return time.perf_counter() - start
 
-    def get_theirs_by_batch(self, batch: int) -> float:
+    def clear_theirs(self) -> None:
+        transfer_queue.kv_clear(keys=self.keys, partition_id=PARTITION)
+
+    def get_theirs_by_batch(self, batches: int) -> float:
         """Batches of whatever has arrived, cleared as they are taken."""
         client = transfer_queue.get_client()
         start = time.perf_counter()
-        for _ in range(self.count // batch):
+        for _ in range(batches):
             while True:
                 meta = client.get_meta(
-                    data_fields=list(FIELDS),
-                    batch_size=8 * batch,
+                    data_fields=[*ARRAYS, "routes", *SCALARS],
+                    batch_size=len(self.keys) // batches,
                     partition_id=PARTITION,
                     task_name=TASK,
                 )
@@ -162,35 +164,60 @@ class Consumer(_Side):
             client.clear_samples(meta)
         return time.perf_counter() - start
 
-    def clear_theirs(self) -> float:
-        start = time.perf_counter()
-        transfer_queue.kv_clear(keys=self.keys, partition_id=PARTITION)
-        return time.perf_counter() - start
+    def taken_ours(self) -> dict:
+        return digests_of(self.groups)
 
-    def taken_ours(self) -> str:
-        groups = sorted(self.groups, key=lambda group: group.ordinal)
-        return digest(
-            [*(getattr(rollout, name) for name in ARRAYS), rollout.attachments["routes"]]
-            for group in groups
-            for rollout in group.rollouts
-        )
-
-    def taken_theirs(self) -> str:
-        rows: list[tuple[int, list[np.ndarray]]] = []
+    def taken_theirs(self) -> dict:
+        rows: list[tuple[int, int, list[np.ndarray]]] = []
         for fields in self.fields:
             columns = [[x.numpy() for x in fields[name].unbind()] for name in (*ARRAYS, "routes")]
-            ordinals = fields["ordinal"].flatten().tolist()
-            rows += zip(ordinals, map(list, zip(*columns, strict=True)), strict=True)
-        rows.sort(key=lambda row: row[0])
-        return digest(arrays for _, arrays in rows)
+            places = [fields[name].flatten().tolist() for name in ("ordinal", "sample")]
+            rows += zip(*places, map(list, zip(*columns, strict=True)), strict=True)
+        return digests(rows)
 
-    def close(self) -> None:
+    def end(self) -> None:
+        self.buffer.unlink()
         self.buffer.close()
-        transfer_queue.close()
 
 
-def measure(count: int, runs: int, units: int) -> dict[str, Any]:
+def rounds(producers: list[Any], consumer: Any, sent: dict, runs: int) -> dict[str, list[float]]:
     """All ways of every round in turn; each has to bring the bytes that were sent."""
+
+    def all_put(method: str) -> list[Any]:
+        return [getattr(producer, method).remote() for producer in producers]
+
+    def check(taken: dict) -> None:
+        if taken != sent:
+            raise AssertionError(f"{len(taken)} rollouts came, which are not the {len(sent)} put")
+        ray.get(consumer.forget.remote())
+
+    def both(puts: list[Any], take: Any) -> float:
+        start = time.perf_counter()
+        ray.get([*puts, take])
+        return time.perf_counter() - start
+
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for number in range(WARM + runs):
+        ours = max(ray.get(all_put("put_ours"))) + ray.get(consumer.take_ours.remote(1))
+        check(ray.get(consumer.taken_ours.remote()))
+        theirs = max(ray.get(all_put("put_theirs"))) + ray.get(consumer.get_theirs.remote())
+        check(ray.get(consumer.taken_theirs.remote()))
+        ray.get(consumer.clear_theirs.remote())
+        stream = both(all_put("put_ours"), consumer.take_ours.remote(BATCHES))
+        check(ray.get(consumer.taken_ours.remote()))
+        their_stream = both(
+            all_put("put_theirs_by_group"), consumer.get_theirs_by_batch.remote(BATCHES)
+        )
+        check(ray.get(consumer.taken_theirs.remote()))
+        if number >= WARM:
+            taken = {"whole": ours, "their_whole": theirs}
+            taken |= {"stream": stream, "their_stream": their_stream}
+            for key, value in taken.items():
+                seconds[key].append(value)
+    return seconds
+
+
+def measure(units: int, runs: int, shapes: list[str]) -> dict[str, Any]:
     settings = {
         # An empty answer instead of a wait of seconds, where a batch is not complete.
         "controller": {"polling_mode": True},
@@ -199,51 +226,31 @@ def measure(count: int, runs: int, units: int) -> dict[str, Any]:
     ray.init(
         num_cpus=8, include_dashboard=False, object_store_memory=128 << 20, log_to_driver=False
     )
-    name = f"benchmark-{os.getpid()}"
-    producer = Producer.remote(settings, name, count)
-    ray.get(producer.ready.remote())
-    consumer = Consumer.remote(settings, name, count)
-    sent, nbytes = ray.get(producer.sent.remote())
-    seconds: dict[str, list[float]] = defaultdict(list)
-
-    def both(put: Any, take: Any) -> float:
-        start = time.perf_counter()
-        ray.get([put, take])
-        return time.perf_counter() - start
-
-    for number in range(WARM + runs):
-        taken = {}
-        taken["put"] = ray.get(producer.put_ours.remote())
-        taken["take"] = ray.get(consumer.take_ours.remote(count))
-        check("taken", ray.get(consumer.taken_ours.remote()), sent)
-        ray.get(consumer.forget.remote())
-        taken["their_put"] = ray.get(producer.put_theirs.remote())
-        taken["their_get"] = ray.get(consumer.get_theirs.remote())
-        check("got", ray.get(consumer.taken_theirs.remote()), sent)
-        ray.get(consumer.forget.remote())
-        taken["their_clear"] = ray.get(consumer.clear_theirs.remote())
-        taken["stream"] = both(producer.put_ours.remote(), consumer.take_ours.remote(BATCH))
-        check("streamed", ray.get(consumer.taken_ours.remote()), sent)
-        ray.get(consumer.forget.remote())
-        taken["their_stream"] = both(
-            producer.put_theirs_by_group.remote(), consumer.get_theirs_by_batch.remote(BATCH)
-        )
-        check("got as a stream", ray.get(consumer.taken_theirs.remote()), sent)
-        ray.get(consumer.forget.remote())
-        if number >= WARM:
-            for key, value in taken.items():
-                seconds[key].append(value)
-    ray.get(consumer.close.remote())
-    ray.get(producer.close.remote())
+    consumer = Consumer.remote(settings)
+    ray.get(consumer.ready.remote())
+    producers = [Producer.remote(settings) for _ in range(max(PRODUCERS))]
+    found = {}
+    for shape_name in shapes:
+        shape = SHAPES[shape_name]
+        size = shape.samples * shape.groups * shape.tokens * (25 + shape.route_bytes) * 3 // 2
+        for count in PRODUCERS:
+            name, used = f"benchmark-{os.getpid()}-{shape_name}-{count}", producers[:count]
+            ray.get(consumer.begin.remote(name, shape, size))
+            begun = [
+                producer.begin.remote(name, shape, range(i, shape.groups, count))
+                for i, producer in enumerate(used)
+            ]
+            sent, nbytes = {}, 0
+            for part, part_bytes in ray.get(begun):
+                sent, nbytes = sent | part, nbytes + part_bytes
+            seconds = rounds(used, consumer, sent, runs)
+            found[f"{shape_name}.{count}_producers"] = {"bytes": nbytes, "seconds": seconds}
+            ray.get([producer.end.remote() for producer in used])
+            ray.get(consumer.end.remote())
+    ray.get([side.close.remote() for side in (consumer, *producers)])
     ray.shutdown()
-    return {"bytes": nbytes, "seconds": seconds}
-
-
-def check(what: str, found: str, sent: str) -> None:
-    if found != sent:
-        raise AssertionError(f"{what}: digest {found}; {sent} was put")
+    return found
 
 
 if __name__ == "__main__":
-    measured = measure(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
-    print(json.dumps(measured))
+    print(json.dumps(measure(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])))

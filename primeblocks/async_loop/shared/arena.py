@@ -44,8 +44,7 @@ class Word(IntEnum):
     OLDEST_VERSION = 5
     ORDINAL = 6
     ARRIVAL = 7  # Its place among those that are ready.
-    HEADER_DIGEST = 8  # Of the words from SIZE to ORDINAL, and of the header.
-    DIGEST = 9  # Of the same, and of all bytes after the header.
+    DIGEST = 8  # Of the words from SIZE to ORDINAL, and of all bytes.
 
 
 class Head(IntEnum):
@@ -206,8 +205,7 @@ class Arena:
         row[Word.HEADER_SIZE] = len(parts[0])
         row[Word.OLDEST_VERSION], row[Word.ORDINAL] = oldest_version, ordinal
         described = row[Word.SIZE : Word.ARRIVAL].tobytes()
-        digests = scatter(parts, self._pieces(index), described)
-        row[Word.HEADER_DIGEST], row[Word.DIGEST] = digests
+        row[Word.DIGEST] = scatter(parts, self._pieces(index), described)
 
     def publish(self, index: int) -> None:
         """Let an entry be seen."""
@@ -238,13 +236,17 @@ class Arena:
         return swept
 
     def read(self, index: int) -> Reader:
-        """Return a reader of an entry that is ready, for who may remove it. Needs no lock."""
+        """Return a reader of an entry that is ready, for who may remove it. Needs no lock.
+
+        Raises:
+            CorruptionError: it is not what was written.
+        """
         row = self._table[index].copy()
         return Reader(
             self._pieces(index),
             row[Word.SIZE : Word.ARRIVAL].tobytes(),
-            sizes=(int(row[Word.HEADER_SIZE]), int(row[Word.SIZE])),
-            digests=(int(row[Word.HEADER_DIGEST]), int(row[Word.DIGEST])),
+            size=int(row[Word.SIZE]),
+            digest=int(row[Word.DIGEST]),
             what=f"a group of {row[Word.SIZE]:,} bytes whose ordinal was {row[Word.ORDINAL]}",
         )
 

@@ -260,16 +260,15 @@ class SharedRolloutBuffer:
         return bool(stale)
 
     def _read(self, indices: np.ndarray, deadline: float) -> Steps[list[Group]]:
-        groups = []
+        groups, arena = [], self._room.arena
         for index in indices.tolist():
             try:
-                reader = self._room.arena.read(index)
-                value = lift(reader.header(), reader.read)
-                reader.check()
+                reader = arena.read(index)
             except CorruptionError:
                 yield from self._room.remove([index], deadline)
                 raise
-            groups.append(_to_group(value))
+            header = reader.read(arena.word(index, Word.HEADER_SIZE), bytes)
+            groups.append(_to_group(lift(bytes(header), reader.read)))
         return groups
 
     def _too_small(self, ready: int, count: int) -> CapacityError:
