@@ -1,27 +1,28 @@
-"""Rollouts from a producer process to a consumer's, beside TransferQueue 0.1.11.
+"""Rollouts from producer processes to a consumer's, beside TransferQueue 0.1.11.
 
-The rollouts: groups of 8, of 2k to 16k tokens, with log-probabilities, versions, masks and 32 bytes
-of routes a token. Both carriers run in the same two processes, which are Ray actors as
-TransferQueue's own throughput test has them, and take turns; after each turn, what came is compared
-bit for bit with what was sent.
+Groups whose rollouts take 4 kB, 1 MB and 20 MB (`rollouts.SHAPES`), put by 1 and by 4 producers.
+Both carriers run in the same processes, which are Ray actors as TransferQueue's own throughput
+test has them, and take turns; after each turn, every rollout that came is compared by its digest
+with what was sent.
 
-- *whole*: all groups are put, then all are taken. One call of `kv_batch_put` and of `kv_batch_get`
-  each, the keys known beforehand, and clearing not counted; ours puts group by group, checks
-  checksums and gives the room back.
-- *stream*: groups are put one by one, and batches of 32 are taken meanwhile, each once:
-  `get_meta`, `get_data` and `clear_samples`.
+- *whole*: all groups are put, then all are taken: the time of the slowest producer and of the
+  consumer. TransferQueue gets one call of `kv_batch_put` a producer and one of `kv_batch_get`, the
+  keys known beforehand, and clearing is not counted; ours puts group by group, checks checksums and
+  gives the room back.
+- *stream*: groups are put one by one, and four batches are taken meanwhile, each rollout once:
+  `kv_batch_put`, `get_meta`, `get_data` and `clear_samples`.
 
-TransferQueue runs on its SimpleStorage (ZeroMQ), with several numbers of storage units, and both
-carriers with an allocator that keeps its pages and with malloc as it comes. The figures without
-these words are of the configuration that TransferQueue is fastest in. Its columns are jagged
-tensors of the same bytes. Its RayStore asks for NIXL, which failed between two processes without a
-GPU (NIXL_ERR_NOT_FOUND); MooncakeStore and Yuanrong, services of their own, were not run.
+TransferQueue runs on its default backend, SimpleStorage (ZeroMQ), with 1, 2 (its default) and 4
+storage units and an allocator that keeps its pages, and with 2 and malloc as it comes. Its columns
+are jagged tensors of the same bytes. Each figure is of the variant in which it is fastest. Its
+RayStore asks for NIXL, which failed between two processes without a GPU (NIXL_ERR_NOT_FOUND);
+MooncakeStore and Yuanrong, services of their own, were not run.
 
-It asks for ray and tensordict, so it lives in a virtual environment of its own, whose Python
-`--transferqueue` names:
+It asks for ray and tensordict, so it lives in a virtual environment of its own:
 
-    uv venv tq && uv pip install --python tq/bin/python TransferQueue==0.1.11 torch==2.13.0 \\
-        xxhash jaxtyping safetensors     # and --torch-backend cpu where there is no GPU
+    uv venv .venv-transferqueue
+    uv pip install --python .venv-transferqueue/bin/python --torch-backend cpu \\
+        TransferQueue==0.1.11 torch==2.13.0 xxhash jaxtyping safetensors
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import statistics
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -38,47 +40,51 @@ from primeblocks.errors import how_it_ended
 
 from ..harness import Timing, compare, copy_bandwidth
 from ..peers import ALLOCATOR
-from .rollouts import make_groups
+from .rollouts import SHAPES, make_groups
 
 __all__ = ["figures"]
 
 Figures = dict[str, tuple[float, str, str]]
 
 PEER = "TransferQueue 0.1.11, SimpleStorage"
-GROUPS, RUNS, UNITS = 256, 7, (1, 2, 4, 8)
-TIMEOUT_S = 1800.0
+PYTHON = Path(__file__).parents[2] / ".venv-transferqueue" / "bin" / "python"
+RUNS = 5
+# Storage units, and settings of malloc.
+VARIANTS: tuple[tuple[int, dict[str, str]], ...] = (
+    (1, ALLOCATOR),
+    (2, ALLOCATOR),
+    (4, ALLOCATOR),
+    (2, {}),
+)
+HEADLINE = "1MB.1_producers"
+TIMEOUT_S = 900.0
 
 
-def figures(
-    python: Path | None,
-    *,
-    groups: int = GROUPS,
-    runs: int = RUNS,
-    units: tuple[int, ...] = UNITS,
-) -> Figures:
-    """Those of the peer are absent where it cannot run."""
-    found = in_process(groups=groups, runs=runs)
-    missing = _missing(python) if python else "name a Python that has it with --transferqueue"
-    if python is None or missing:
-        print(f"no figures of {PEER}: {missing}")
+def figures() -> Figures:
+    """Those of the peer are absent where it cannot run.
+
+    `speedup_vs_transferqueue` without a configuration is *whole* with 1 MB and one producer;
+    `least_speedup_vs_transferqueue` is the least of all.
+    """
+    found = in_process()
+    if missing := _missing():
+        print(f"no figures beside {PEER}: {missing}")
         return found
     bandwidth = copy_bandwidth()
-    jobs = {
-        (count, name): _job(python, groups, runs, count, allocator)
-        for count in units
-        for name, allocator in (("kept_pages", ALLOCATOR), ("default_malloc", {}))
-    }
-    for (count, name), job in jobs.items():
-        found |= _figures(f"async_loop.buffer.{count}_units.{name}", job, bandwidth)
-    fastest = min(jobs.values(), key=lambda job: _sums(job, "their_put", "their_get").median)
-    return found | _figures("async_loop.buffer", fastest, bandwidth)
+    jobs = [_job(units, allocator) for units, allocator in VARIANTS]
+    for name in jobs[0]:
+        found |= _figures(f"async_loop.buffer.{name}", [job[name] for job in jobs], bandwidth)
+    name = "speedup_vs_transferqueue"
+    all_of_them = [value for key, (value, *_) in found.items() if key.endswith(f".{name}")]
+    found[f"async_loop.buffer.{name}"] = found[f"async_loop.buffer.{HEADLINE}.{name}"]
+    found[f"async_loop.buffer.least_{name}"] = (min(all_of_them), "ratio", PEER)
+    return found
 
 
-def in_process(*, groups: int, runs: int) -> Figures:
+def in_process(*, runs: int = 7) -> Figures:
     """The buffer of one process, which hands objects on."""
-    made = make_groups(groups // 8)
+    made = make_groups(SHAPES["1MB"], range(SHAPES["1MB"].groups))
     policy = StalenessPolicy(2, correction="none: a benchmark")
-
     taken: list[Group] = []
 
     async def through() -> None:  # asyncio.run writes a result as text, which takes longer.
@@ -96,50 +102,53 @@ def in_process(*, groups: int, runs: int) -> Figures:
     return {"async_loop.buffer.in_process.us_per_group": (microseconds, "us", "")}
 
 
-def _figures(at: str, job: dict[str, Any], bandwidth: float) -> Figures:
-    seconds, nbytes = job["seconds"], job["bytes"]
-    whole, theirs = _sums(job, "put", "take"), _sums(job, "their_put", "their_get")
-    stream, their_stream = _sums(job, "stream"), _sums(job, "their_stream")
-    found: Figures = {
-        f"{at}.speedup_vs_transferqueue": (theirs.median / whole.median, "ratio", PEER),
-        f"{at}.worst_speedup_vs_transferqueue": (
-            min(theirs.seconds) / max(whole.seconds), "ratio", PEER,
-        ),
-        f"{at}.stream.speedup_vs_transferqueue": (
-            their_stream.median / stream.median, "ratio", PEER,
-        ),
+def _figures(at: str, variants: list[dict[str, Any]], bandwidth: float) -> Figures:
+    """One configuration: our runs beside theirs, which are of the variant that is fastest."""
+    found: Figures = {}
+    for way, prefix in (("whole", ""), ("stream", "stream.")):
+        theirs = [_median(job, f"their_{way}") for job in variants]
+        job = variants[theirs.index(min(theirs))]
+        ours, peer = _timing(job, way), _timing(job, f"their_{way}")
+        found |= {
+            f"{at}.{prefix}speedup_vs_transferqueue": (peer.median / ours.median, "ratio", PEER),
+            f"{at}.{prefix}ms": (ours.median * 1e3, "ms", ""),
+            f"{at}.{prefix}spread": (ours.spread, "ratio", ""),
+            f"{at}.{prefix}their_ms": (peer.median * 1e3, "ms", PEER),
+            f"{at}.{prefix}their_spread": (peer.spread, "ratio", PEER),
+            f"{at}.{prefix}their_units": (float(_units(variants, job)), "units", PEER),
+        }
         # Put and take each read and write every byte.
-        f"{at}.over_copy_bandwidth": (4 * nbytes / whole.median / bandwidth, "ratio", "copy"),
-        f"{at}.spread": (whole.spread, "ratio", ""),
-        f"{at}.their_spread": (theirs.spread, "ratio", ""),
-        f"{at}.gb": (nbytes / 1e9, "GB", ""),
-    }  # fmt: skip
-    for key, values in seconds.items():
-        found[f"{at}.{key}.ms"] = (Timing(tuple(values)).median * 1e3, "ms", "")
+        if way == "whole":
+            over = 4 * job["bytes"] / ours.median / bandwidth
+            found[f"{at}.over_copy_bandwidth"] = (over, "ratio", "copy")
+            found[f"{at}.mb"] = (job["bytes"] / 1e6, "MB", "")
     return found
 
 
-def _sums(job: dict[str, Any], *steps: str) -> Timing:
-    """Of several steps in each round."""
-    return Timing(tuple(map(sum, zip(*(job["seconds"][step] for step in steps), strict=True))))
+def _units(variants: list[dict[str, Any]], job: dict[str, Any]) -> int:
+    return next(units for (units, _), each in zip(VARIANTS, variants, strict=True) if each is job)
 
 
-def _missing(python: Path) -> str:
+def _timing(job: dict[str, Any], way: str) -> Timing:
+    return Timing(tuple(job["seconds"][way]))
+
+
+def _median(job: dict[str, Any], way: str) -> float:
+    return statistics.median(job["seconds"][way])
+
+
+def _missing() -> str:
     """Why it cannot run; empty if it can."""
-    probe = [str(python), "-c", "import transfer_queue, xxhash, jaxtyping, safetensors"]
-    try:
-        done = subprocess.run(probe, capture_output=True, text=True, timeout=300, check=False)
-    except OSError as error:
-        return str(error)
+    if not PYTHON.exists():
+        return f"there is no {PYTHON.parent.parent.name}; see {__name__}"
+    probe = [str(PYTHON), "-c", "import transfer_queue, xxhash, jaxtyping, safetensors"]
+    done = subprocess.run(probe, capture_output=True, text=True, timeout=300, check=False)
     last = done.stderr.strip().rpartition("\n")[2]
     return "" if done.returncode == 0 else last or f"it {how_it_ended(done.returncode)}"
 
 
-def _job(
-    python: Path, groups: int, runs: int, units: int, allocator: dict[str, str]
-) -> dict[str, Any]:
-    job = f"{__package__}.transferqueue_job"
-    command = [str(python), "-m", job, str(groups), str(runs), str(units)]
+def _job(units: int, allocator: dict[str, str]) -> dict[str, Any]:
+    command = [str(PYTHON), "-m", f"{__package__}.transferqueue_job", str(units), str(RUNS)]
     # For Ray's processes too, which import the sides.
     paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     environment = {k: v for k, v in os.environ.items() if k not in ALLOCATOR} | allocator
@@ -149,6 +158,7 @@ def _job(
         "RAY_AUTH_MODE": "disabled",
     }
     done = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=True
-    )
+        [*command, *SHAPES],
+        env=environment, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=True,
+    )  # fmt: skip
     return dict(json.loads(done.stdout.splitlines()[-1]))

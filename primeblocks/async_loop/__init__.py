@@ -2,11 +2,12 @@
 
 Made of rollouts that know the policy version of every token, a buffer with bounded capacity and
 bounded staleness, a loop that generates, trains and publishes at the same time, limits and retries
-for what engines get (`scheduler`), `losses` corrected for off-policy tokens, and `plan`: which GPUs
-train, how old rollouts will be, and a simulation of the run.
+for what engines get (`scheduler`), a buffer for several processes of a machine (`shared`),
+`losses` corrected for off-policy tokens, and `plan`: which GPUs train, how old rollouts will be,
+and a simulation of the run.
 """
 
-from . import losses, plan, scheduler
+from . import losses, plan, scheduler, shared
 from .buffer import RolloutBuffer
 from .journal import Journal
 from .ledger import Partial
@@ -28,6 +29,7 @@ __all__ = [
     "losses",
     "plan",
     "scheduler",
+    "shared",
     "staleness",
     "versions_from_spans",
 ]

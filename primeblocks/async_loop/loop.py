@@ -63,8 +63,8 @@ class AsyncLoop:
             source whose prompts never get trained on is starving.
 
     Raises:
-        UsageError: a batch does not fit the buffer, a limit is not positive, or `version` is not a
-            policy version.
+        UsageError: a batch does not fit the buffer, the buffer is one of several processes, a limit
+            is not positive, or `version` is not a policy version.
     """
 
     def __init__(
@@ -87,6 +87,12 @@ class AsyncLoop:
         step_timeout_s: float = 600.0,
         clock: Clock | None = None,
     ) -> None:
+        if not isinstance(buffer, RolloutBuffer):
+            raise UsageError(
+                "the loop paces and records the groups that it starts, so it needs a RolloutBuffer "
+                f"of its own; got a {type(buffer).__name__}. Groups of other processes are taken "
+                "without it, in a plain loop: batch = buffer.take(...)."
+            )
         if batch_size > buffer.capacity:
             raise UsageError(
                 f"a batch of {batch_size} groups does not fit a buffer of {buffer.capacity}"

@@ -19,6 +19,7 @@ from .room import Room, Steps, run, run_async
 
 __all__ = ["SharedRolloutBuffer"]
 
+_FIELDS = [[each.name for each in fields(cls)] for cls in (Group, Rollout)]
 _MIN_CELL_BYTES, _MAX_CELLS = 1024, 1 << 14  # More cells make looking for free ones slow.
 
 
@@ -39,6 +40,11 @@ class SharedRolloutBuffer:
 
     def __init__(self, file: SharedFile, *, clock: Clock | None = None) -> None:
         settings = file.settings()
+        if settings.get("fields") != _FIELDS:
+            raise UnsupportedError(
+                f"{file.path} holds groups of the fields {settings.get('fields')}; here they have "
+                f"{_FIELDS}. Run the same version of primeblocks in all processes."
+            )
         self.capacity: int = settings["capacity"]
         self.capacity_bytes: int = settings["cells"] * settings["cell_bytes"]
         self.staleness = StalenessPolicy(**settings["staleness"])
@@ -68,6 +74,7 @@ class SharedRolloutBuffer:
         Raises:
             UsageError: a process has a buffer of this name open; or a size or the name is none.
             CapacityError: the machine has less shared memory.
+            UnsupportedError: it has no /dev/shm.
         """
         if capacity < 1 or capacity_bytes < _MIN_CELL_BYTES:
             raise UsageError(
@@ -82,7 +89,7 @@ class SharedRolloutBuffer:
             "cells": capacity_bytes // cell_bytes,
             "cell_bytes": cell_bytes,
         }
-        settings = sizes | {"staleness": asdict(staleness)}
+        settings = sizes | {"staleness": asdict(staleness), "fields": _FIELDS}
         size_bytes = Arena.size_bytes(**sizes)
         return cls(SharedFile.create(name, settings, size_bytes=size_bytes), clock=clock)
 
@@ -92,7 +99,8 @@ class SharedRolloutBuffer:
 
         Raises:
             UsageError: there is none of this name, or this process has it open already.
-            CorruptionError: it was damaged, or another version of primeblocks created it.
+            CorruptionError: it was damaged, or laid out by another version of primeblocks.
+            UnsupportedError: groups have other fields in the version that created it.
         """
         file = SharedFile.attach(name)
         try:

@@ -15,13 +15,14 @@ import numpy as np
 import torch
 import xxhash
 
-from ...errors import CapacityError, CorruptionError, UsageError
+from ...errors import CapacityError, CorruptionError, UnsupportedError, UsageError
 
 __all__ = ["SharedFile"]
 
 # First in the file: magic; digest and length of the settings; the settings, which are JSON.
 HEADER_BYTES = 4096
-_MAGIC = b"pb-room1"
+_MAGIC = b"pb-room2"
+_FOLDER = Path("/dev/shm")
 _NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)
 # Locks are of bytes far behind the end of the file.
 _FIRST_LOCK = 1 << 40
@@ -62,6 +63,7 @@ class SharedFile:
         Raises:
             UsageError: it exists, and a process has it open; or the name is none.
             CapacityError: the machine has less memory for it.
+            UnsupportedError: it has no /dev/shm.
         """
         path = _path(name)
         while (old := _open(path)) is not None:
@@ -75,7 +77,7 @@ class SharedFile:
                     path.unlink()  # Only who holds this lock removes a file that nobody has open.
             finally:
                 os.close(old)
-        fd = os.open(path.parent, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+        fd = _unnamed(path.parent)
         try:
             _reserve(fd, HEADER_BYTES + size_bytes)
             text = json.dumps(settings).encode()
@@ -155,7 +157,7 @@ class SharedFile:
 def _path(name: str) -> Path:
     if not _NAME.fullmatch(name):
         raise UsageError(f"a name is made of letters, digits, '_', '.' and '-'; got {name!r}")
-    return Path("/dev/shm") / f"primeblocks-{name}"
+    return _FOLDER / f"primeblocks-{name}"
 
 
 def _open(path: Path) -> int | None:
@@ -172,6 +174,17 @@ def _open(path: Path) -> int | None:
         return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
+
+
+def _unnamed(folder: Path) -> int:
+    """Open a file without a name, which only this user may read or write."""
+    try:
+        return os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise UnsupportedError(
+            f"no file can be made in {folder}: {error.strerror}. It has to be a tmpfs that this "
+            "user may write to: mount one."
+        ) from error
 
 
 def _is(fd: int, path: Path) -> bool:
@@ -196,10 +209,10 @@ def _reserve(fd: int, size: int) -> None:
     except OSError as error:
         if error.errno not in {errno.ENOSPC, errno.ENOMEM, errno.EFBIG}:
             raise
-        free = os.statvfs("/dev/shm")
+        free = os.statvfs(_FOLDER)
         raise CapacityError(
-            f"{size:,} bytes of shared memory were asked for; /dev/shm has "
-            f"{free.f_bavail * free.f_frsize:,}. Lower capacity_bytes, or enlarge /dev/shm."
+            f"{size:,} bytes of shared memory were asked for; {_FOLDER} has "
+            f"{free.f_bavail * free.f_frsize:,}. Lower capacity_bytes, or enlarge it."
         ) from error
 
 

@@ -1,0 +1,26 @@
+"""The example runs as it is, and shows what it says."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from primeblocks.errors import how_it_ended
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "rollouts_from_processes.py"
+
+
+@pytest.mark.example
+def test_a_killed_worker_costs_at_most_the_group_that_it_was_making():
+    done = subprocess.run(
+        [sys.executable, EXAMPLE], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, f"{EXAMPLE.name} {how_it_ended(done.returncode)}\n{done.stderr}"
+    assert len(re.findall(r"^killed a worker", done.stdout, re.M)) == 1
+    (reward,) = re.findall(r"^step 60: reward (\S+),", done.stdout, re.M)
+    assert float(reward) > 0.8
+    taken, of, lost = map(int, re.findall(r"\d+", done.stdout.splitlines()[-1]))
+    assert taken + lost == of
+    assert lost <= 1
