@@ -151,7 +151,9 @@ def train(name: str, weights: Path) -> None:
                 workers[0] = Worker(name, weights, left)
             if version % 10 == 9:
                 mean = sum(lags) / len(lags)
-                print(f"step {version + 1}: reward {reward:.2f}, lag {mean:.2f}, at most {max(lags)}")
+                print(
+                    f"step {version + 1}: reward {reward:.2f}, lag {mean:.2f}, at most {max(lags)}"
+                )
         for worker in workers:
             worker.wait()
         rest = buffer.take(len(buffer), version=STEPS, timeout_s=0) if len(buffer) else ()

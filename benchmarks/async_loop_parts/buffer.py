@@ -13,8 +13,8 @@ with what was sent.
   `kv_batch_put`, `get_meta`, `get_data` and `clear_samples`.
 
 TransferQueue runs on its default backend, SimpleStorage (ZeroMQ), with 1, 2 (its default) and 4
-storage units and an allocator that keeps its pages, and with 2 and malloc as it comes. Its columns
-are jagged tensors of the same bytes. Each figure is of the variant in which it is fastest. Its
+storage units, and both carriers with an allocator that keeps its pages. Its columns are jagged
+tensors of the same bytes. Each figure is of the number of units with which it is fastest. Its
 RayStore asks for NIXL, which failed between two processes without a GPU (NIXL_ERR_NOT_FOUND);
 MooncakeStore and Yuanrong, services of their own, were not run.
 
@@ -30,7 +30,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import statistics
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -49,13 +48,7 @@ Figures = dict[str, tuple[float, str, str]]
 PEER = "TransferQueue 0.1.11, SimpleStorage"
 PYTHON = Path(__file__).parents[2] / ".venv-transferqueue" / "bin" / "python"
 RUNS = 5
-# Storage units, and settings of malloc.
-VARIANTS: tuple[tuple[int, dict[str, str]], ...] = (
-    (1, ALLOCATOR),
-    (2, ALLOCATOR),
-    (4, ALLOCATOR),
-    (2, {}),
-)
+UNITS = (1, 2, 4)  # Of storage.
 HEADLINE = "1MB.1_producers"
 TIMEOUT_S = 900.0
 
@@ -71,9 +64,10 @@ def figures() -> Figures:
         print(f"no figures beside {PEER}: {missing}")
         return found
     bandwidth = copy_bandwidth()
-    jobs = [_job(units, allocator) for units, allocator in VARIANTS]
-    for name in jobs[0]:
-        found |= _figures(f"async_loop.buffer.{name}", [job[name] for job in jobs], bandwidth)
+    jobs = {units: _job(units) for units in UNITS}
+    for name in jobs[UNITS[0]]:
+        by_units = {units: job[name] for units, job in jobs.items()}
+        found |= _figures(f"async_loop.buffer.{name}", by_units, bandwidth)
     name = "speedup_vs_transferqueue"
     all_of_them = [value for key, (value, *_) in found.items() if key.endswith(f".{name}")]
     found[f"async_loop.buffer.{name}"] = found[f"async_loop.buffer.{HEADLINE}.{name}"]
@@ -102,39 +96,32 @@ def in_process(*, runs: int = 7) -> Figures:
     return {"async_loop.buffer.in_process.us_per_group": (microseconds, "us", "")}
 
 
-def _figures(at: str, variants: list[dict[str, Any]], bandwidth: float) -> Figures:
-    """One configuration: our runs beside theirs, which are of the variant that is fastest."""
+def _figures(at: str, by_units: dict[int, dict[str, Any]], bandwidth: float) -> Figures:
+    """One configuration: our runs beside theirs, with as many units as make them fastest."""
     found: Figures = {}
     for way, prefix in (("whole", ""), ("stream", "stream.")):
-        theirs = [_median(job, f"their_{way}") for job in variants]
-        job = variants[theirs.index(min(theirs))]
-        ours, peer = _timing(job, way), _timing(job, f"their_{way}")
+        theirs = {units: _timing(job, f"their_{way}") for units, job in by_units.items()}
+        units = min(theirs, key=lambda units: theirs[units].median)
+        ours, peer = _timing(by_units[units], way), theirs[units]
         found |= {
             f"{at}.{prefix}speedup_vs_transferqueue": (peer.median / ours.median, "ratio", PEER),
             f"{at}.{prefix}ms": (ours.median * 1e3, "ms", ""),
             f"{at}.{prefix}spread": (ours.spread, "ratio", ""),
             f"{at}.{prefix}their_ms": (peer.median * 1e3, "ms", PEER),
             f"{at}.{prefix}their_spread": (peer.spread, "ratio", PEER),
-            f"{at}.{prefix}their_units": (float(_units(variants, job)), "units", PEER),
+            f"{at}.{prefix}their_units": (float(units), "units", PEER),
         }
-        # Put and take each read and write every byte.
         if way == "whole":
-            over = 4 * job["bytes"] / ours.median / bandwidth
+            # Put and take each read and write every byte.
+            nbytes = by_units[units]["bytes"]
+            over = 4 * nbytes / ours.median / bandwidth
             found[f"{at}.over_copy_bandwidth"] = (over, "ratio", "copy")
-            found[f"{at}.mb"] = (job["bytes"] / 1e6, "MB", "")
+            found[f"{at}.mb"] = (nbytes / 1e6, "MB", "")
     return found
-
-
-def _units(variants: list[dict[str, Any]], job: dict[str, Any]) -> int:
-    return next(units for (units, _), each in zip(VARIANTS, variants, strict=True) if each is job)
 
 
 def _timing(job: dict[str, Any], way: str) -> Timing:
     return Timing(tuple(job["seconds"][way]))
-
-
-def _median(job: dict[str, Any], way: str) -> float:
-    return statistics.median(job["seconds"][way])
 
 
 def _missing() -> str:
@@ -147,16 +134,19 @@ def _missing() -> str:
     return "" if done.returncode == 0 else last or f"it {how_it_ended(done.returncode)}"
 
 
-def _job(units: int, allocator: dict[str, str]) -> dict[str, Any]:
+def _job(units: int) -> dict[str, Any]:
     command = [str(PYTHON), "-m", f"{__package__}.transferqueue_job", str(units), str(RUNS)]
     # For Ray's processes too, which import the sides.
     paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    environment = {k: v for k, v in os.environ.items() if k not in ALLOCATOR} | allocator
-    environment |= {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "TQ_LOGGING_LEVEL": "ERROR",
-        "RAY_AUTH_MODE": "disabled",
-    }
+    environment = (
+        os.environ
+        | ALLOCATOR
+        | {
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "TQ_LOGGING_LEVEL": "ERROR",
+            "RAY_AUTH_MODE": "disabled",
+        }
+    )
     done = subprocess.run(
         [*command, *SHAPES],
         env=environment, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=True,

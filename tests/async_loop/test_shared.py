@@ -12,8 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from primeblocks.async_loop import Group, RolloutBuffer, StalenessPolicy
-from primeblocks.async_loop.shared import SharedRolloutBuffer
+from primeblocks.async_loop import AsyncLoop, Group, RolloutBuffer, StalenessPolicy
+from primeblocks.async_loop.shared import SharedRolloutBuffer, arena, file
+from primeblocks.async_loop.shared import buffer as shared_buffer
 from primeblocks.errors import (
     CapacityError,
     ClosedError,
@@ -107,13 +108,16 @@ def test_it_does_what_the_buffer_of_one_process_does(name, commands, on_stale):
 def test_groups_come_back_bit_for_bit_from_whatever_cells_are_free(name, sizes):
     """Groups of random sizes are taken in another order than they came, which scatters cells."""
     draw = np.random.default_rng(0)
-    with SharedRolloutBuffer.create(name, **ROOM | {"capacity": 12}) as buffer:
+    with SharedRolloutBuffer.create(
+        name, **ROOM | {"capacity": 12, "capacity_bytes": 96 << 10}
+    ) as buffer:
         held = []
         for number, (size, left) in enumerate(sizes):
             routes = draw.integers(0, 256, size, np.uint8)
             attachments = {
                 "routes": routes.tobytes(),
-                "values": draw.normal(size=(3, 1 + size // 100)),
+                "values": draw.normal(size=(3, 1 + size // 100)).T,
+                "strided": routes[::2],
                 "deep": {"of": [None, True, -1, 0.5, "é", (1, "a")], "constant": constant(routes)},
             }
             rollout = make_rollout(attachments=attachments, prompt_id=("p", number))
@@ -124,7 +128,7 @@ def test_groups_come_back_bit_for_bit_from_whatever_cells_are_free(name, sizes):
             while len(held) > left:
                 (taken,) = take(buffer, 1)
                 assert plain(taken) == plain(held.pop(0))
-        assert buffer.held_bytes <= 64 << 10
+        assert buffer.held_bytes <= 96 << 10
 
 
 def constant(array):
@@ -308,6 +312,34 @@ def test_sizes_and_names_that_cannot_be_are_refused(name, buffer):
             SharedRolloutBuffer.create(wrong, **ROOM)
     with pytest.raises(UsageError, match="Create it first"):
         SharedRolloutBuffer.attach(f"{name}-2")
+
+
+def test_only_this_user_may_open_it_and_only_with_the_same_fields(name, monkeypatch, tmp_path):
+    path = SHM / f"primeblocks-{name}"
+    SharedRolloutBuffer.create(name, **ROOM).close()
+    assert path.stat().st_mode & 0o777 == 0o600
+    with monkeypatch.context() as other:
+        other.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+        for call in (SharedRolloutBuffer.attach, lambda it: SharedRolloutBuffer.create(it, **ROOM)):
+            with pytest.raises(UsageError, match="belongs to user"):
+                call(name)
+    with monkeypatch.context() as newer:
+        newer.setattr(shared_buffer, "_FIELDS", [["prompt"], ["tokens"]])
+        with pytest.raises(UnsupportedError, match="same version"):
+            SharedRolloutBuffer.attach(name)
+    with monkeypatch.context() as without:
+        without.setattr(file, "_FOLDER", tmp_path / "shm")
+        with pytest.raises(UnsupportedError, match="no file can be made in"):
+            SharedRolloutBuffer.create(name, **ROOM)
+    SharedRolloutBuffer.attach(name).close()  # All as it was.
+
+
+def test_a_loop_that_records_what_it_starts_refuses_groups_of_others(buffer):
+    with pytest.raises(UsageError, match=r"RolloutBuffer of its own; got a SharedRolloutBuffer"):
+        AsyncLoop(
+            prompts=(), generate=None, train=None, publish=None, buffer=buffer,
+            batch_size=1, max_in_flight=1,
+        )  # fmt: skip
     with pytest.raises(UsageError, match="cannot take 5 groups"):
         take(buffer, 5)
     with pytest.raises(CapacityError, match=r"66,\d\d\d bytes.*Raise capacity_bytes"):
@@ -372,8 +404,6 @@ def test_every_changed_byte_of_a_group_is_found(name, data):
 @pytest.mark.parametrize("word", ["SIZE", "HEADER_SIZE", "OLDEST_VERSION", "DIGEST"])
 @pytest.mark.parametrize("by", [1, 64, 255])
 def test_a_changed_word_of_a_group_is_found(name, buffer, word, by):
-    from primeblocks.async_loop.shared import arena, file
-
     buffer.put(make_group("first"), timeout_s=0)
     first = file.HEADER_BYTES + 8 * arena.WORDS
     flip(SHM / f"primeblocks-{name}", first + 8 * arena.Word[word], by)

@@ -13,9 +13,7 @@ __all__ = ["Reader", "scatter"]
 _CHUNK = 256 << 10  # Is still in the cache when it is hashed.
 
 
-def scatter(
-    parts: Sequence[bytes | memoryview], pieces: list[memoryview], described: bytes
-) -> int:
+def scatter(parts: Sequence[bytes | memoryview], pieces: list[memoryview], described: bytes) -> int:
     """Copy parts into pieces that are large enough. Local.
 
     Args:
