@@ -138,17 +138,14 @@ def _job(units: int) -> dict[str, Any]:
     command = [str(PYTHON), "-m", f"{__package__}.transferqueue_job", str(units), str(RUNS)]
     # For Ray's processes too, which import the sides.
     paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    environment = (
-        os.environ
-        | ALLOCATOR
-        | {
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-            "TQ_LOGGING_LEVEL": "ERROR",
-            "RAY_AUTH_MODE": "disabled",
-        }
-    )
+    settings = {"TQ_LOGGING_LEVEL": "ERROR", "RAY_AUTH_MODE": "disabled"}
+    settings["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     done = subprocess.run(
         [*command, *SHAPES],
-        env=environment, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=True,
-    )  # fmt: skip
+        env=os.environ | ALLOCATOR | settings,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=True,
+    )
     return dict(json.loads(done.stdout.splitlines()[-1]))

@@ -8,6 +8,9 @@ and a simulation of the run.
 """
 
 from . import losses, plan, scheduler, shared
+"""
+
+from . import losses, plan, scheduler, shared
 from .buffer import RolloutBuffer
 from .journal import Journal
 from .ledger import Partial
