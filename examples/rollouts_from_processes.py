@@ -133,7 +133,9 @@ def train(name: str, weights: Path) -> None:
     lags: list[int] = []
     buffer = SharedRolloutBuffer.create(
         name,
-        capacity=MAX_OFF_POLICY_STEPS * BATCH,  # With the batch in training, what may be under way.
+        # With the groups that workers have in hand: so many that none becomes older than the bound
+        # by waiting here.
+        capacity=MAX_OFF_POLICY_STEPS * BATCH - WORKERS,
         capacity_bytes=1 << 20,
         staleness=policy,
     )

@@ -312,6 +312,14 @@ def test_sizes_and_names_that_cannot_be_are_refused(name, buffer):
             SharedRolloutBuffer.create(wrong, **ROOM)
     with pytest.raises(UsageError, match="Create it first"):
         SharedRolloutBuffer.attach(f"{name}-2")
+    with pytest.raises(UsageError, match="cannot take 5 groups"):
+        take(buffer, 5)
+    with pytest.raises(CapacityError, match=r"66,\d\d\d bytes.*Raise capacity_bytes"):
+        buffer.put(of_size("a", 65 << 10), timeout_s=0)
+    with pytest.raises(UnsupportedError, match=r"ordinal 0\['prompt'\] is a set"):
+        buffer.put(make_group({1}), timeout_s=0)
+    assert buffer.held_bytes == 0
+    assert not (SHM / f"primeblocks-{name}-2").exists()
 
 
 def test_only_this_user_may_open_it_and_only_with_the_same_fields(name, monkeypatch, tmp_path):
@@ -340,14 +348,6 @@ def test_a_loop_that_records_what_it_starts_refuses_groups_of_others(buffer):
             prompts=(), generate=None, train=None, publish=None, buffer=buffer,
             batch_size=1, max_in_flight=1,
         )  # fmt: skip
-    with pytest.raises(UsageError, match="cannot take 5 groups"):
-        take(buffer, 5)
-    with pytest.raises(CapacityError, match=r"66,\d\d\d bytes.*Raise capacity_bytes"):
-        buffer.put(of_size("a", 65 << 10), timeout_s=0)
-    with pytest.raises(UnsupportedError, match=r"ordinal 0\['prompt'\] is a set"):
-        buffer.put(make_group({1}), timeout_s=0)
-    assert buffer.held_bytes == 0
-    assert not (SHM / f"primeblocks-{name}-2").exists()
 
 
 def test_a_process_opens_a_buffer_once_and_a_fork_for_itself(name, buffer):
