@@ -131,6 +131,7 @@ def train(name: str, weights: Path) -> None:
     trainer = Trainer(weights)
     trained: list[int] = []
     lags: list[int] = []
+    rewards: list[float] = []
     buffer = SharedRolloutBuffer.create(
         name,
         # With the groups that workers have in hand: so many that none becomes older than the bound
@@ -143,7 +144,7 @@ def train(name: str, weights: Path) -> None:
         workers = [Worker(name, weights, range(i, GROUPS, WORKERS)) for i in range(WORKERS)]
         for version in range(STEPS):
             groups = buffer.take(BATCH, version=version, timeout_s=60)
-            reward = trainer.train(groups)
+            rewards.append(trainer.train(groups))
             trainer.publish(version + 1)
             trained += [group.ordinal for group in groups]
             lags += [staleness(group, version=version) for group in groups]
@@ -152,10 +153,9 @@ def train(name: str, weights: Path) -> None:
                 print(f"killed a worker at step {version}; it had begun and not put {unfinished}")
                 workers[0] = Worker(name, weights, left)
             if version % 10 == 9:
-                mean = sum(lags) / len(lags)
-                print(
-                    f"step {version + 1}: reward {reward:.2f}, lag {mean:.2f}, at most {max(lags)}"
-                )
+                mean, lag = sum(rewards[-10:]) / 10, sum(lags) / len(lags)
+                reward = f"mean reward {mean:.2f}"
+                print(f"step {version + 1}: {reward}, lag {lag:.2f}, at most {max(lags)}")
         for worker in workers:
             worker.wait()
         rest = buffer.take(len(buffer), version=STEPS, timeout_s=0) if len(buffer) else ()
