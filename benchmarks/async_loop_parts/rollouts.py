@@ -34,7 +34,7 @@ class Shape:
 
 # By the bytes of a rollout: short answers, long ones, and 131k tokens with routes of 16 layers.
 SHAPES = {
-    "4kB": Shape(groups=256, samples=8, tokens=60, route_bytes=32),
+    "4kB": Shape(groups=128, samples=8, tokens=60, route_bytes=32),
     "1MB": Shape(groups=32, samples=8, tokens=18_400, route_bytes=32),
     "20MB": Shape(groups=4, samples=4, tokens=131_072, route_bytes=128),
 }

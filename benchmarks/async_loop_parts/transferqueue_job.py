@@ -1,4 +1,4 @@
-"""Run by `buffer` in a Python that has TransferQueue: prints seconds by shape and step as JSON.
+"""Run by `buffer` in a Python that has TransferQueue: prints a line of JSON a configuration.
 
 Arguments: storage units, timed rounds, names of shapes.
 """
@@ -217,7 +217,7 @@ def rounds(producers: list[Any], consumer: Any, sent: dict, runs: int) -> dict[s
     return seconds
 
 
-def measure(units: int, runs: int, shapes: list[str]) -> dict[str, Any]:
+def measure(units: int, runs: int, shapes: list[str]) -> None:
     settings = {
         # An empty answer instead of a wait of seconds, where a batch is not complete.
         "controller": {"polling_mode": True},
@@ -229,7 +229,6 @@ def measure(units: int, runs: int, shapes: list[str]) -> dict[str, Any]:
     consumer = Consumer.remote(settings)
     ray.get(consumer.ready.remote())
     producers = [Producer.remote(settings) for _ in range(max(PRODUCERS))]
-    found = {}
     for shape_name in shapes:
         shape = SHAPES[shape_name]
         size = shape.samples * shape.groups * shape.tokens * (25 + shape.route_bytes) * 3 // 2
@@ -244,13 +243,13 @@ def measure(units: int, runs: int, shapes: list[str]) -> dict[str, Any]:
             for part, part_bytes in ray.get(begun):
                 sent, nbytes = sent | part, nbytes + part_bytes
             seconds = rounds(used, consumer, sent, runs)
-            found[f"{shape_name}.{count}_producers"] = {"bytes": nbytes, "seconds": seconds}
+            measured = {"bytes": nbytes, "seconds": seconds}
+            print(json.dumps({f"{shape_name}.{count}_producers": measured}), flush=True)
             ray.get([producer.end.remote() for producer in used])
             ray.get(consumer.end.remote())
     ray.get([side.close.remote() for side in (consumer, *producers)])
     ray.shutdown()
-    return found
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])))
+    measure(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

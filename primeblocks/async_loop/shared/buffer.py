@@ -32,10 +32,10 @@ class SharedRolloutBuffer:
     Waiting producers get room in the order in which they came. The memory stays until `unlink`,
     with the groups in it, whoever dies.
 
-    Producers are held back by room alone, under "pace" and "wait" too. Let `capacity` and the groups
-    that producers have in hand be at most `max_off_policy_steps` batches together, and none exceeds
-    the bound by waiting here. An `AsyncLoop` paces and records what it starts itself, and takes a
-    `RolloutBuffer`.
+    Producers are held back by room alone, under "pace" and "wait" too. Let `capacity` and the
+    groups that producers have in hand be at most `max_off_policy_steps` batches together, and none
+    exceeds the bound by waiting here. An `AsyncLoop` paces and records what it starts itself, and
+    takes a `RolloutBuffer`.
 
     Groups travel without pickle: arrays as they are, everything else as JSON, and a checksum. So
     prompts, prompt ids and attachments may be made of what `codec.pack` takes.
