@@ -32,9 +32,9 @@ def test_the_peer_stands_with_the_units_that_make_it_fastest():
 
     by_units = {1: job([1.0, 1, 1], [8.0, 9, 10]), 2: job([2.0, 2, 3], [5.0, 6, 7])}
     figures = buffer._figures("at", by_units, 1e6)
-    assert figures["at.speedup_vs_transferqueue"] == (3.0, "ratio", buffer.PEER)
-    assert figures["at.their_units"][0] == 2
-    assert figures["at.spread"][0] == 0.5
+    assert figures["at.whole.speedup_vs_transferqueue"] == (3.0, "ratio", buffer.PEER)
+    assert figures["at.stream.their_units"][0] == 2
+    assert figures["at.whole.spread"][0] == 0.5
     assert figures["at.over_copy_bandwidth"][0] == 2.0
 
 
