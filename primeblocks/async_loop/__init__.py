@@ -8,9 +8,6 @@ and a simulation of the run.
 """
 
 from . import losses, plan, scheduler, shared
-"""
-
-from . import losses, plan, scheduler, shared
 from .buffer import RolloutBuffer
 from .journal import Journal
 from .ledger import Partial
