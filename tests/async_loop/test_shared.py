@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from primeblocks.async_loop import Group, RolloutBuffer, StalenessPolicy
+from primeblocks.async_loop.plan.virtual import VirtualClock, run_in_virtual_time
 from primeblocks.async_loop.shared import SharedRolloutBuffer
 from primeblocks.errors import (
     CapacityError,
@@ -18,7 +19,6 @@ from primeblocks.errors import (
     UsageError,
 )
 
-from . import virtual_time
 from .conftest import make_group, make_rollout
 from .shared_site import Child, name, plain
 
@@ -166,13 +166,13 @@ def in_virtual_time(test):
 
     def run(name):
         async def body():
-            clock = virtual_time.VirtualClock()
+            clock = VirtualClock()
             with SharedRolloutBuffer.create(
                 name, capacity=3, capacity_bytes=8 << 10, staleness=POLICY, clock=clock
             ) as buffer:
                 await test(buffer)
 
-        virtual_time.run(body())
+        run_in_virtual_time(body())
 
     return run
 

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from primeblocks.async_loop import StalenessPolicy
+from primeblocks.async_loop.plan.virtual import VirtualClock, run_in_virtual_time
 from primeblocks.async_loop.shared import SharedRolloutBuffer, arena, room, scatter
 from primeblocks.errors import DeadlineError, UsageError
 
-from . import virtual_time
 from .conftest import make_group
 from .shared_site import ALL, SHM, Child, die_at, name, plain, say_changes
 
@@ -173,7 +173,6 @@ def test_a_creator_killed_at_any_line_leaves_a_whole_buffer_or_none(name, full):
         die_at(stride * len(there))
         SharedRolloutBuffer.create(name, capacity=1, capacity_bytes=2048, staleness=POLICY)
 
-    before = {*SHM.glob("primeblocks-*")}
     while Child(body).wait()[0] == KILLED:
         there.append(path.exists())
         if there[-1]:
@@ -181,7 +180,7 @@ def test_a_creator_killed_at_any_line_leaves_a_whole_buffer_or_none(name, full):
                 buffer.put(make_group("a", members=1), timeout_s=0)
                 assert len(buffer) == 1
                 buffer.unlink()
-        assert not {*SHM.glob("primeblocks-*")} - before
+        assert not [*SHM.glob(f"primeblocks-{name}*")]
     assert there == sorted(there)
     assert {*there} == {False, True}
 
@@ -258,7 +257,7 @@ def test_a_stopped_process_holds_others_up_until_their_deadline(name):
         attached.put(make_group("locks", members=1), timeout_s=0)
 
     async def run():
-        clock = virtual_time.VirtualClock()
+        clock = VirtualClock()
         with SharedRolloutBuffer.create(name, **sizes, clock=clock) as buffer:
             # Stopped while it writes, it is in nobody's way; with the table locked, in everybody's.
             writes = Child(body)
@@ -282,4 +281,4 @@ def test_a_stopped_process_holds_others_up_until_their_deadline(name):
             assert [group.prompt for group in groups] == ["c", "d"]
             assert buffer.held_bytes == 0
 
-    virtual_time.run(run())
+    run_in_virtual_time(run())
