@@ -79,7 +79,9 @@ ASYNC_LOOP = {
     "advantages in a list": lambda: async_loop.losses.grpo_loss(
         LOGPROBS, LOGPROBS, [1.0, 0.0], mask=LOGPROBS < 0
     ),
-    "log-probabilities in lists": lambda: async_loop.losses.importance_weights([0.0], [0.0]),
+    "log-probabilities in lists": lambda: async_loop.losses.corrections.importance_weights(
+        [0.0], [0.0], mask=LOGPROBS < 0
+    ),
 }
 PARALLEL = {
     "text for ranks": lambda: parallel.plan_mesh(world_size="8"),

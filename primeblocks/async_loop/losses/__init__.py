@@ -1,6 +1,31 @@
-"""Losses of reinforcement learning, corrected for tokens of older policies: pure functions."""
+"""Losses of reinforcement learning, corrected for tokens of older policies: pure functions.
 
-from .corrections import group_advantages, importance_weights
-from .policy_gradient import TokenLoss, aipo_loss, grpo_loss
+Every loss is a sum over tokens with counts (`TokenLoss`), takes `weights` of any of `corrections`,
+and is divided once by what all ranks and micro-batches count (`normalisation`).
+"""
 
-__all__ = ["TokenLoss", "aipo_loss", "group_advantages", "grpo_loss", "importance_weights"]
+from . import advantages, corrections, distillation, normalisation
+from .advantages import group_advantages
+from .kl import kl_loss
+from .policy_gradient import aipo_loss, cispo_loss, grpo_loss, sapo_loss
+from .sequence_level import gmpo_loss, gspo_loss
+from .tokens import TokenLoss
+from .trust_region import dppo_loss, dro_loss
+
+__all__ = [
+    "TokenLoss",
+    "advantages",
+    "aipo_loss",
+    "cispo_loss",
+    "corrections",
+    "distillation",
+    "dppo_loss",
+    "dro_loss",
+    "gmpo_loss",
+    "group_advantages",
+    "grpo_loss",
+    "gspo_loss",
+    "kl_loss",
+    "normalisation",
+    "sapo_loss",
+]
