@@ -1,0 +1,467 @@
+"""Losses and corrections of verl 0.9.1 and TRL 1.16, read from their files: values and gradients.
+
+Neither is imported whole: verl's two files are run with stubs for the packages whose names they
+import and do not use here, its sums with a mask are its own, and of TRL's trainers single methods
+are compiled. Differences of theirs are tests of their own below.
+"""
+
+import ast
+import importlib.util
+import math
+import sys
+import types
+from collections import defaultdict
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from primeblocks.async_loop import losses
+from primeblocks.async_loop.losses import advantages, corrections, distillation, normalisation
+
+
+def folder(package):
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        pytest.skip(f"{package} is not installed; scripts/peers does")
+    return Path(spec.submodule_search_locations[0])
+
+
+def functions(file, *names, **known):
+    """Functions of a file, compiled alone; methods too, and only those asked for."""
+    found = [
+        node
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name in names
+    ]
+    assert {node.name for node in found} == set(names)
+    for node in found:
+        node.decorator_list = []
+    tree = ast.Module([ast.parse("from __future__ import annotations").body[0], *found], [])
+    space = {"torch": torch, "math": math, "F": F, **known}
+    exec(compile(ast.fix_missing_locations(tree), str(file), "exec"), space)
+    return types.SimpleNamespace(**{name: space[name] for name in names})
+
+
+class ActorConfig(types.SimpleNamespace):
+    """Settings by verl's names."""
+
+    def get(self, name, default=None):
+        return getattr(self, name, default)
+
+
+@pytest.fixture(scope="module")
+def verl():
+    home = folder("verl")
+    sums = functions(home / "utils" / "torch_functional.py", "masked_sum", "masked_mean")
+    names = "omegaconf verl verl.protocol verl.trainer verl.trainer.config verl.utils verl.workers"
+    names += " verl.trainer.config.algorithm verl.utils.import_utils verl.workers.config"
+    names += " verl.workers.config.actor"
+    stubs = {name: mock.MagicMock(name=name) for name in names.split()}
+    stubs["omegaconf"].DictConfig = stubs["verl.trainer.config"].AlgoConfig = type("Other", (), {})
+    stubs["verl.workers.config"].ActorConfig = ActorConfig
+    stubs["verl.utils"].torch_functional = stubs["verl.utils.torch_functional"] = sums
+    stubs["verl"].utils = stubs["verl.utils"]
+    stubs["verl.utils.import_utils"].deprecated = lambda *_: lambda function: function
+    modules = []
+    with mock.patch.dict(sys.modules, stubs):
+        for name in ("core_algos", "rollout_corr_helper"):
+            spec = importlib.util.spec_from_file_location(
+                name, home / "trainer" / "ppo" / f"{name}.py"
+            )
+            modules.append(importlib.util.module_from_spec(spec))
+            spec.loader.exec_module(modules[-1])
+    return types.SimpleNamespace(losses=modules[0], corrections=modules[1])
+
+
+def draw(spread=0.8, *, by_rollout=False):
+    """Operands `[4, 9]` with ratios within exp(+-spread): one row short, one of one token."""
+    generator = torch.Generator().manual_seed(8)
+    x = torch.rand(4, 4, 9, generator=generator, dtype=torch.float64)
+    p = -0.05 - 2 * x[0]
+    q = (p + spread * (2 * x[1] - 1)).clamp(max=-0.01)
+    a = 4 * x[2] - 2
+    if by_rollout:
+        a = a[:, :1].expand(4, 9).contiguous()
+    mask = torch.arange(9) < torch.tensor([9, 4, 1, 7])[:, None]
+    return p.requires_grad_(), q, a, x[3] + 0.5, mask
+
+
+def slope(value, p):
+    return torch.autograd.grad(value, p, retain_graph=True)[0]
+
+
+def same(mine, theirs, p, rel=1e-12):
+    assert mine.item() == pytest.approx(theirs.item(), rel=rel)
+    assert torch.allclose(slope(mine, p), slope(theirs, p), rtol=rel, atol=rel)
+
+
+BAND = {"clip_low": 0.2, "clip_high": 0.28}
+LIMITS = {"max_low": 0.05, "max_high": 0.07, "max_ratio": 1.6}
+# By verl's name: our loss, our settings, theirs beyond the clips.
+REGISTRY = {
+    "vanilla": ("grpo_loss", BAND | {"max_ratio": 1.5}, {"clip_ratio_c": 1.5}),
+    "dppo_tv": ("dppo_loss", LIMITS | {"divergence": "tv"}, {"clip_ratio_c": 1.6}),
+    "dppo_kl": ("dppo_loss", LIMITS | {"divergence": "kl"}, {"clip_ratio_c": 1.6}),
+    "gspo": ("gspo_loss", BAND, {}),
+    "sapo": (
+        "sapo_loss",
+        {"temperature_positive": 1.0, "temperature_negative": 1.05},
+        {"tau_pos": 1.0, "tau_neg": 1.05},
+    ),
+    "gpg": ("cispo_loss", {"clip_low": 0, "clip_high": 0}, {}),
+    "cispo": ("cispo_loss", BAND, {}),
+    "dro": ("dro_loss", {"beta": 0.3}, {}),
+}
+
+
+def ask(verl, name, p, q, a, mask, weights, mode="token-sum", **settings):
+    low, high = settings.pop("clips", (0.2, 0.28))
+    config = ActorConfig(
+        clip_ratio=0.2,
+        clip_ratio_low=low,
+        clip_ratio_high=high,
+        global_batch_info={},
+        policy_loss=types.SimpleNamespace(
+            dro_beta=0.3, clip_cov_ratio=0.2, clip_cov_lb=0.05, clip_cov_ub=0.9,
+            kl_cov_ratio=0.2, ppo_kl_coef=0.7,
+        ),
+        **settings,
+    )  # fmt: skip
+    function = verl.losses.get_policy_loss_fn(name)
+    return function(q, p, a, mask, mode, config, weights)
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_verls_policy_losses(verl, name):
+    loss, settings, theirs = REGISTRY[name]
+    p, q, a, w, mask = draw()
+    if name.startswith("dppo"):
+        theirs = theirs | {"clips": (LIMITS["max_low"], LIMITS["max_high"])}
+    want, metrics = ask(verl, name, p, q, a, mask, w, **theirs)
+    found = getattr(losses, loss)(p, q, a, mask=mask, weights=w, **settings)
+    if name == "sapo":  # Sequences alike, whatever it is told; lengths have 1e-8 added.
+        weights = w * normalisation.length_weights(mask)
+        found = losses.sapo_loss(p, q, a, mask=mask, weights=weights, **settings)
+        same(normalisation.divide(found, by="sequences"), want, p, rel=3e-8)
+        return
+    # Of probabilities 1e-8 is added to: far below any bound here.
+    same(found.sum, want, p)
+    if name in ("dppo_tv", "dppo_kl", "gspo", "cispo"):
+        assert found.clipped == pytest.approx(metrics["actor/pg_clipfrac"] * 21, rel=1e-6)
+        assert 0 < found.clipped < 21
+
+
+def test_verls_means(verl):
+    p, q, a, w, mask = draw()
+    one = losses.grpo_loss(p, q, a, mask=mask, weights=w, **BAND)
+    short = w * normalisation.length_weights(mask)
+    each = losses.grpo_loss(p, q, a, mask=mask, weights=short, **BAND)
+    mine = {
+        "token-mean": normalisation.divide(one),
+        "seq-mean-token-sum": normalisation.divide(one, by="sequences"),
+        "seq-mean-token-sum-norm": normalisation.divide(one, by=4 * 9),
+        "seq-mean-token-mean": normalisation.divide(each, by="sequences"),
+    }
+    for mode, found in mine.items():
+        want, _ = ask(verl, "vanilla", p, q, a, mask, w, mode=mode, clip_ratio_c=1e9)
+        same(found, want, p, rel=3e-8 if mode == "seq-mean-token-mean" else 1e-12)
+
+
+def test_verls_geometric_mean_is_ours_of_one_advantage_a_rollout(verl):
+    p, q, a, _, mask = draw(by_rollout=True)
+    want, _ = ask(verl, "geo_mean", p, q, a, mask, None, clips=(0.3, 0.4))
+    weights = normalisation.length_weights(mask)
+    found = losses.gmpo_loss(p, q, a, mask=mask, weights=weights, clip_low=0.3, clip_high=0.4)
+    same(normalisation.divide(found, by="sequences"), want, p, rel=3e-8)
+
+
+def test_verls_covariance_losses(verl):
+    p, q, a, w, mask = draw()
+    torch.manual_seed(3)  # Both draw from torch's own generator.
+    want, _ = ask(verl, "clip_cov", p, q, a, mask, w)
+    torch.manual_seed(3)
+    chosen = corrections.clip_cov_mask(
+        p, q, a, mask=mask, fraction=0.2, min_covariance=0.05, max_covariance=0.9, **BAND
+    )
+    assert chosen.masked == 4
+    found = losses.grpo_loss(p, q, a, mask=mask, weights=w * chosen.weights, **BAND)
+    same(found.sum, want, p)
+    want, _ = ask(verl, "kl_cov", p, q, a, mask, w)
+    tokens = corrections.kl_cov_tokens(p, a, mask=mask, fraction=0.2)
+    free = losses.grpo_loss(p, q, a, mask=mask, weights=w, clip_low=1, clip_high=math.inf)
+    far = losses.kl_loss(p, q, mask=tokens, weights=w, estimator="abs", gradient="estimator")
+    same(free.sum + 0.7 * far.sum, want, p)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_verls_kl_terms(verl, estimator):
+    p, q, _, _, mask = draw()
+    for suffix, gradient in (("", "estimator"), ("+", "unbiased")):
+        want = (verl.losses.kl_penalty(p, q, estimator + suffix) * mask).sum()
+        same(losses.kl_loss(p, q, mask=mask, estimator=estimator, gradient=gradient).sum, want, p)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.3), (0.6, 1.4)])
+def test_verls_corrections(verl, level, low, high):
+    p, q, _, _, mask = draw()
+    ratios = (p - q).detach() * mask
+    want, metrics = verl.corrections.compute_rollout_correction_weights(
+        ratios, mask.double(), level, f"{low}_{high}" if low else high
+    )
+    found = corrections.importance_weights(
+        p, q, mask=mask, level=level, beyond="mask" if low else "truncate", min_ratio=low,
+        max_ratio=high,
+    )  # fmt: skip
+    assert torch.allclose(found.weights, want, rtol=1e-12, atol=0)
+    if level == "token":  # Theirs is a fraction, and counts tokens whatever the level.
+        assert found.ess / 21 == pytest.approx(metrics["rollout_is_eff_sample_size"], rel=1e-7)
+
+
+@pytest.mark.parametrize(("statistic", "bound"), [("k2", 0.095), ("k3", 0.09)])
+@pytest.mark.parametrize("over", ["mean", "max"])
+def test_verls_rejections(verl, statistic, bound, over):
+    p, q, _, _, mask = draw()
+    bound *= 2.6 if over == "max" else 1.0
+    want, _ = verl.corrections.compute_rollout_rejection_mask(
+        (p - q).detach() * mask, mask.double(), f"seq_{over}_{statistic}", bound
+    )
+    found = corrections.sequence_outlier_mask(
+        p, q, mask=mask, statistic=statistic, bound=bound, over=over
+    )
+    assert torch.equal(found.weights, want.double())
+    assert 0 < found.masked < 21
+
+
+def test_verls_advantages(verl):
+    rewards = torch.tensor([[1.0, 0.0, 0.5, 0.5], [0.2, 0.9, 0.2, 0.1]]).double()
+    tokens, index = torch.ones(8, 1), [0] * 4 + [1] * 4
+    ask_for = verl.losses.get_adv_estimator_fn
+    want, _ = ask_for("rloo")(rewards.reshape(8, 1).clone(), tokens, index)
+    found = advantages.leave_one_out_advantages(rewards)
+    assert torch.allclose(found.flatten(), want[:, 0], rtol=1e-12)
+    want, _ = ask_for("grpo")(
+        rewards.reshape(8, 1).clone(), tokens, index, norm_adv_by_std_in_grpo=False
+    )
+    found = advantages.group_advantages(rewards, normalise=False)
+    assert torch.allclose(found.flatten(), want[:, 0], rtol=1e-12, atol=1e-12)
+    want, _ = ask_for("grpo")(rewards.reshape(8, 1).clone(), tokens, index)
+    # Theirs divides by the deviation of a sample (n - 1), ours by that of the group (n).
+    found = advantages.group_advantages(rewards, epsilon=0.0) * math.sqrt(3 / 4)
+    assert torch.allclose(found.flatten(), want[:, 0], rtol=1e-5)
+
+
+def test_where_verl_differs(verl):
+    p, q, a, _, mask = draw(by_rollout=True)
+    # 1. A row without a token counts as a sequence in geo_mean, and in no other mean.
+    rows = [x.detach() for x in (p, q, a)]
+    empty = torch.cat([mask, torch.zeros(1, 9, dtype=torch.bool)])
+    more = [torch.cat([x, x[:1]]) for x in rows]
+    alone, _ = ask(verl, "geo_mean", *rows, mask, None, clips=(0.3, 0.4))
+    diluted, _ = ask(verl, "geo_mean", *more, empty, None, clips=(0.3, 0.4))
+    assert diluted.item() == pytest.approx(alone.item() * 4 / 5, rel=1e-6)
+    # 2. GSPO bounds log s by 10, ours by 20.
+    far = (torch.full_like(rows[0], -1.0), torch.full_like(rows[0], -16.0), -a.abs())
+    want, _ = ask(verl, "gspo", *far, mask, None)
+    assert want.item() == pytest.approx(math.exp(10) * (a.abs() * mask).sum().item(), rel=1e-9)
+    found = losses.gspo_loss(*far, mask=mask, **BAND).sum
+    assert found.item() == pytest.approx(math.exp(15) * (a.abs() * mask).sum().item(), rel=1e-9)
+    # 3. clip_cov, kl_cov and geo_mean bound no ratio: far ones are inf, and inf * 0 is NaN.
+    huge = [x.float() for x in (torch.zeros_like(rows[0]) - 1, rows[1] - 100, rows[2].abs())]
+    own = huge[0].requires_grad_()
+    for name in ("clip_cov", "kl_cov"):
+        value, _ = ask(verl, name, own, *huge[1:], mask, None)
+        assert not slope(value, own).isfinite().all()
+    assert slope(losses.grpo_loss(own, *huge[1:], mask=mask).sum, own).isfinite().all()
+
+
+@pytest.fixture(scope="module")
+def trl():
+    home = folder("trl")
+    trainer = home / "trainer" / "grpo_trainer.py"
+    known = {"nanmin": torch.min, "nanmax": torch.max}
+    source = ast.parse(trainer.read_text())
+    (correction,) = (
+        node
+        for node in ast.walk(source)
+        if isinstance(node, ast.If)
+        and ast.unparse(node.test) == "self.use_vllm and self.vllm_importance_sampling_correction"
+        and "per_token_logps_diff" in ast.unparse(node)
+    )
+    divergence = functions(
+        home / "experimental" / "iw_opd" / "iw_opd_trainer.py",
+        *("_add_tail_bucket", "_jsd_divergence", "generalized_jsd_loss"),
+        IWOPDTrainer=types.SimpleNamespace(_reduce_divergence_loss=lambda x, **_: x.sum(-1)),
+    )
+    return types.SimpleNamespace(
+        grpo=functions(trainer, "_compute_loss", **known)._compute_loss,
+        mask=functions(trainer, "get_off_policy_mask").get_off_policy_mask,
+        gmpo=functions(
+            home / "experimental" / "gmpo" / "gmpo_trainer.py", "_compute_loss", **known
+        )._compute_loss,
+        divergence=divergence.generalized_jsd_loss,
+        correction=compile(ast.Module(correction.body, []), str(trainer), "exec"),
+    )
+
+
+def compute(method, p, q, a, mask, weights, *, reference=None, **settings):
+    """The loss of a trainer that is no more than the attributes its method reads."""
+    arguments = {
+        "delta": None,
+        "sapo_temperature_pos": 1.0,
+        "sapo_temperature_neg": 1.05,
+        "use_bias_correction_kl": False,
+    }
+    arguments |= {name: settings.pop(name) for name in [*arguments] if name in settings}
+    trainer = types.SimpleNamespace(
+        args=types.SimpleNamespace(**arguments, steps_per_generation=1),
+        model=types.SimpleNamespace(training=True),
+        accelerator=types.SimpleNamespace(
+            num_processes=1, gather=lambda x: x, reduce=lambda x, **_: x
+        ),
+        current_gradient_accumulation_steps=1,
+        aux_loss_enabled=False,
+        beta=0.0 if reference is None else 1.0,
+        epsilon_low=0.2,
+        epsilon_high=0.28,
+        importance_sampling_level="token",
+        max_completion_length=30,
+        off_policy_mask_threshold=None,
+        top_entropy_quantile=1.0,
+        use_vllm=weights is not None,
+        vllm_importance_sampling_correction=True,
+        _entropy_bonus_enabled=False,
+        _get_per_token_logps_and_entropies=lambda *_, **__: (p, torch.zeros_like(p), None),
+        _metrics=defaultdict(lambda: defaultdict(list)),
+    )
+    vars(trainer).update(settings)
+    nobody = torch.zeros(len(p), 0, dtype=torch.long)
+    inputs = {
+        "prompt_ids": nobody,
+        "prompt_mask": nobody,
+        "completion_ids": torch.zeros_like(mask, dtype=torch.long),
+        "completion_mask": mask.long(),
+        "advantages": a[:, 0],
+        "old_per_token_logps": q,
+        "ref_per_token_logps": reference,
+        "importance_sampling_ratio": weights,
+        "num_items_in_batch": mask.sum(),
+    }
+    return method(trainer, None, inputs)
+
+
+# By TRL's loss: its settings, our loss and settings, and by what its sum is divided.
+TRAINERS = {
+    "grpo": ({}, "grpo_loss", BAND, "rollouts"),
+    "bnpo": ({}, "grpo_loss", BAND, "tokens"),
+    "dapo": ({}, "grpo_loss", BAND, "tokens"),
+    "dapo, two-sided": ({"delta": 1.5}, "grpo_loss", BAND | {"max_ratio": 1.5}, "tokens"),
+    "dr_grpo": ({}, "grpo_loss", BAND, 4 * 30),
+    "grpo, sequences": ({"importance_sampling_level": "sequence"}, "gspo_loss", BAND, "rollouts"),
+    # Its temperatures are float32: a number that float32 has.
+    "sapo": (
+        {"sapo_temperature_neg": 1.25},
+        "sapo_loss",
+        {"temperature_negative": 1.25},
+        "rollouts",
+    ),
+    # Its epsilon_high is the bound itself, not what 1 is added to.
+    "cispo": ({"epsilon_high": 1.3}, "cispo_loss", {"clip_high": 0.3}, "tokens"),
+}
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_trls_losses(trl, name):
+    theirs, loss, settings, by = TRAINERS[name]
+    p, q, a, w, mask = draw(by_rollout=True)
+    w = None if name == "grpo, sequences" else w  # Weights of tokens make it another loss.
+    want = compute(trl.grpo, p, q, a, mask, w, loss_type=name.partition(",")[0], **theirs)
+    weights = torch.ones_like(q) if w is None else w
+    if by == "rollouts":
+        weights, by = weights * normalisation.length_weights(mask), "sequences"
+    found = getattr(losses, loss)(p, q, a, mask=mask, weights=weights, **settings)
+    same(normalisation.divide(found, by=by), want, p)
+
+
+def test_trls_geometric_mean_and_kl(trl):
+    p, q, a, _, mask = draw(by_rollout=True)
+    want = compute(trl.gmpo, p, q, a, mask, None, epsilon_low=0.3, epsilon_high=0.4)
+    weights = normalisation.length_weights(mask)
+    found = losses.gmpo_loss(p, q, a, mask=mask, weights=weights, clip_low=0.3, clip_high=0.4)
+    same(normalisation.divide(found, by="sequences"), want, p)
+    reference = q.flip(0)
+    want = compute(trl.grpo, p, q, a, mask, None, loss_type="bnpo", reference=reference)
+    found = normalisation.divide(losses.grpo_loss(p, q, a, mask=mask, **BAND))
+    kl = losses.kl_loss(p, reference, mask=mask, gradient="estimator")  # k3, derived.
+    same(found + normalisation.divide(kl), want, p)
+
+
+@pytest.mark.parametrize(
+    "mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+)
+def test_trls_corrections(trl, mode):
+    p, q, a, _, mask = draw()
+    level, _, beyond = mode.partition("_")
+    trainer = types.SimpleNamespace(
+        vllm_importance_sampling_mode=mode,
+        vllm_importance_sampling_clip_min=0.7,
+        vllm_importance_sampling_clip_max=1.4,
+    )
+    space = {"self": trainer, "torch": torch, "math": math, "tool_mask": None}
+    space |= {"completion_mask": mask, "old_per_token_logps": p.detach()}
+    exec(trl.correction, space | {"sampling_per_token_logps": q}, found := {})
+    want = found["vllm_importance_sampling_ratio"].expand_as(q) * mask
+    mine = corrections.importance_weights(
+        p, q, mask=mask, level=level, beyond=beyond, min_ratio=0.7, max_ratio=1.4
+    )
+    assert torch.allclose(mine.weights, want, rtol=1e-12, atol=0)
+    kept = trl.mask(a[:, :1], p, q, mask, 0.02)
+    mine = corrections.sequence_outlier_mask(
+        p, q, mask=mask, statistic="k1", bound=0.02, advantages=a[:, :1].expand_as(q).contiguous()
+    )
+    assert torch.equal(mine.weights, kept.expand_as(q) * mask.double())
+
+
+@pytest.mark.parametrize("rest", ["bucket", "renormalise"])
+def test_trls_distillation_on_the_students_top_words(trl, rest):
+    generator = torch.Generator().manual_seed(1)
+    logits, teacher = torch.randn(2, 3, 5, 11, generator=generator, dtype=torch.float64)
+    logits.requires_grad_()
+    kept = torch.rand(3, 5, generator=generator) < 0.7
+    want = trl.divergence(logits, teacher, beta=1, top_k=4, add_tail=rest == "bucket")
+    words = logits.topk(4).indices
+    found = distillation.top_k_loss(
+        logits.log_softmax(-1).gather(-1, words),
+        teacher.log_softmax(-1).gather(-1, words),
+        mask=kept,
+        rest=rest,
+    )
+    same(found.sum, (want * kept).sum(), logits)
+
+
+def test_where_trl_differs(trl):
+    p, q, a, _, mask = draw(by_rollout=True)
+    # 1. A ratio is bounded nowhere: beyond exp(88) in float32 its gradient is NaN.
+    own, old, up = (p - 1).detach().float().requires_grad_(), (q - 100).float(), a.abs().float()
+    theirs = slope(compute(trl.grpo, own, old, up, mask, None, loss_type="bnpo"), own)
+    assert theirs.isnan().any()
+    assert slope(losses.grpo_loss(own, old, up, mask=mask).sum, own).eq(0).all()
+    # 2. A row without a token counts as a rollout in "grpo", where ours is no sequence.
+    empty = mask & (torch.arange(4) != 1)[:, None]
+    want = compute(trl.grpo, p, q, a, empty, None, loss_type="grpo")
+    weights = normalisation.length_weights(empty)
+    found = losses.grpo_loss(p, q, a, mask=empty, weights=weights, **BAND)
+    assert found.sequences == 3
+    same(normalisation.divide(found, by=4), want, p)
+    # 3. The correction of its KL has a gradient of its own: through the ratio, where ours has none.
+    reference = q.flip(0)
+    terms = {"loss_type": "bnpo", "reference": reference, "use_bias_correction_kl": True}
+    want = compute(trl.grpo, p, q, 0 * a, mask, None, **terms)
+    ratio = corrections.importance_weights(p, q, mask=mask, max_ratio=math.inf).weights
+    found = losses.kl_loss(p, reference, mask=mask, gradient="estimator", weights=ratio)
+    mine = normalisation.divide(found)
+    assert mine.item() == pytest.approx(want.item(), rel=1e-12)
+    assert not torch.allclose(slope(mine, p), slope(want, p), rtol=1e-3)
