@@ -185,6 +185,16 @@ def test_nothing_to_learn_from_is_a_loss_of_0(name, shape):
     assert gradient.eq(0).all()
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_gradients_flow_to_the_trainer_alone(name):
+    p, q, a, w, mask, ids = padded(draw(3, (5, 2)))
+    want, gradient = evaluate(name, (p, q, a, w, mask, ids))
+    rest = [x.clone().requires_grad_() for x in (q, a, w)]
+    found, own = evaluate(name, (p, *rest, mask, ids))
+    assert (found.sum.item(), own.tolist()) == (want.sum.item(), gradient.tolist())
+    assert torch.autograd.grad(found.sum, rest, allow_unused=True) == (None,) * 3
+
+
 # What a user meets: pytest alone checks annotations before.
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name != "aipo"])
 def test_every_loss_looks_at_shapes(name):

@@ -20,15 +20,13 @@ from .tokens import (
 
 __all__ = ["kl_loss"]
 
-Estimator = Literal["k1", "k2", "k3", "abs"]
-
 
 def kl_loss(
     trainer_logprobs: Float[Tensor, "*tokens"],
     reference_logprobs: Float[Tensor, "*tokens"],
     *,
     mask: Bool[Tensor, "*tokens"],
-    estimator: Estimator = "k3",
+    estimator: Literal["k1", "k2", "k3", "abs"] = "k3",
     direction: Literal["reverse", "forward"] = "reverse",
     gradient: Literal["unbiased", "estimator"] = "unbiased",
     weights: Float[Tensor, "*tokens"] | None = None,

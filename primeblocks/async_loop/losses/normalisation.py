@@ -36,7 +36,7 @@ def divide(
         group: the ranks that hold parts of the batch.
 
     Returns:
-        A scalar: 0, with gradients of 0, where all tokens are masked.
+        A scalar, 0 with gradients of 0 where all tokens are masked.
 
     Raises:
         UsageError: no loss; `by` is unknown, or below 0; sequences are not known.

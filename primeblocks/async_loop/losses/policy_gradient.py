@@ -3,10 +3,10 @@
 Each returns a *sum* over tokens with counts: divide the sums of all ranks and micro-batches by one
 global count (`normalisation`), and gradients do not depend on how the batch was split or packed.
 
-All take `weights`, one a token and without gradient, which multiply each token's loss: those of a
-correction, or of `normalisation.length_weights`, or a product of several. Masked tokens may hold
-anything. A ratio p_trainer / p_rollout counts as e**20 at most, and gives no gradient there. A NaN
-of a token that the mask keeps shows in the sum.
+All take `weights`, one a token, which multiply each token's loss: those of a correction, or of
+`normalisation.length_weights`, or a product of several. Gradients flow to `trainer_logprobs` alone.
+Masked tokens may hold anything. A ratio p_trainer / p_rollout counts as e**20 at most, and gives no
+gradient there. A NaN of a token that the mask keeps shows in the sum.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .tokens import (
     TokenLoss,
     bounded_ratio,
     check_clips,
-    check_tokens,
+    check_policy,
     finite,
     log_ratios,
     masked,
@@ -76,21 +76,15 @@ def grpo_loss(
 
     Source: arXiv:1707.06347 (PPO), 2402.03300 (GRPO), 2503.14476 (DAPO), 1912.09729 (dual clip).
     """
-    check_tokens(
-        mask,
-        sequence_ids=sequence_ids,
-        trainer_logprobs=trainer_logprobs,
-        rollout_logprobs=rollout_logprobs,
-        advantages=advantages,
-        weights=weights,
-    )
+    operands = trainer_logprobs, rollout_logprobs, advantages
+    check_policy(*operands, mask=mask, weights=weights, sequence_ids=sequence_ids)
     check_clips(clip_low, clip_high)
     if not 0 <= min_ratio <= 1 <= max_ratio:
         raise UsageError(f"needs 0 <= min_ratio <= 1 <= max_ratio; got {min_ratio}, {max_ratio}")
     log_ratio = log_ratios(trainer_logprobs, rollout_logprobs, mask)
     free = bounded_ratio(log_ratio)
     ratio = free.clamp(min_ratio, max_ratio)
-    advantages = masked(advantages, mask)
+    advantages = masked(advantages.detach(), mask)
     gain = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     stopped = (gain != free * advantages) | ((log_ratio > MAX_LOG_RATIO) & (advantages != 0))
     return total(-gain, mask=mask, clipped=stopped, weights=weights, sequence_ids=sequence_ids)
@@ -121,19 +115,13 @@ def cispo_loss(
 
     Source: arXiv:2506.13585 (CISPO).
     """
-    check_tokens(
-        mask,
-        sequence_ids=sequence_ids,
-        trainer_logprobs=trainer_logprobs,
-        rollout_logprobs=rollout_logprobs,
-        advantages=advantages,
-        weights=weights,
-    )
+    operands = trainer_logprobs, rollout_logprobs, advantages
+    check_policy(*operands, mask=mask, weights=weights, sequence_ids=sequence_ids)
     check_clips(clip_low, clip_high)
     log_ratio = log_ratios(trainer_logprobs, rollout_logprobs, mask).detach()
     ratio = bounded_ratio(log_ratio)
     clipped = (ratio < 1 - clip_low) | (ratio > 1 + clip_high) | (log_ratio > MAX_LOG_RATIO)
-    coefficients = ratio.clamp(1 - clip_low, 1 + clip_high) * masked(advantages, mask)
+    coefficients = ratio.clamp(1 - clip_low, 1 + clip_high) * masked(advantages.detach(), mask)
     losses = -coefficients * finite(trainer_logprobs, mask)
     return total(losses, mask=mask, clipped=clipped, weights=weights, sequence_ids=sequence_ids)
 
@@ -199,20 +187,14 @@ def sapo_loss(
 
     Source: arXiv:2511.20347 (SAPO).
     """
-    check_tokens(
-        mask,
-        sequence_ids=sequence_ids,
-        trainer_logprobs=trainer_logprobs,
-        rollout_logprobs=rollout_logprobs,
-        advantages=advantages,
-        weights=weights,
-    )
+    operands = trainer_logprobs, rollout_logprobs, advantages
+    check_policy(*operands, mask=mask, weights=weights, sequence_ids=sequence_ids)
     if not (temperature_positive > 0 and temperature_negative > 0):
         raise UsageError(
             f"temperatures must be above 0; got {temperature_positive}, {temperature_negative}"
         )
     ratio = bounded_ratio(log_ratios(trainer_logprobs, rollout_logprobs, mask))
-    advantages = masked(advantages, mask)
+    advantages = masked(advantages.detach(), mask)
     soft, hard = (torch.full_like(ratio, t) for t in (temperature_positive, temperature_negative))
     tau = torch.where(advantages > 0, soft, hard)
     losses = -torch.sigmoid(tau * (ratio - 1)) * (4 / tau) * advantages

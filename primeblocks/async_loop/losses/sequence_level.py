@@ -18,7 +18,7 @@ from .tokens import (
     TokenLoss,
     bounded_ratio,
     check_clips,
-    check_tokens,
+    check_policy,
     log_ratios,
     masked,
     sequence_sums,
@@ -46,7 +46,8 @@ def gspo_loss(
     than GRPO's, for s is a mean.
 
     Args:
-        sequence_ids: an integer a token; one a row of `[rollouts, tokens]` otherwise.
+        sequence_ids: an integer a token; one a row of `[rollouts, tokens]` otherwise. Rows that
+            hold several sequences need them.
 
     Raises:
         ShapeError: as `grpo_loss`; packed tokens without `sequence_ids`.
@@ -54,18 +55,12 @@ def gspo_loss(
 
     Source: arXiv:2507.18071 (GSPO).
     """
-    check_tokens(
-        mask,
-        sequence_ids=sequence_ids,
-        trainer_logprobs=trainer_logprobs,
-        rollout_logprobs=rollout_logprobs,
-        advantages=advantages,
-        weights=weights,
-    )
+    operands = trainer_logprobs, rollout_logprobs, advantages
+    check_policy(*operands, mask=mask, weights=weights, sequence_ids=sequence_ids)
     check_clips(clip_low, clip_high)
     log_ratio = log_ratios(trainer_logprobs, rollout_logprobs, mask)
     ratio, mean = _sequence_ratio(log_ratio, mask, sequence_ids)
-    advantages = masked(advantages, mask)
+    advantages = masked(advantages.detach(), mask)
     gain = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     stopped = (gain != ratio * advantages) | ((mean > MAX_LOG_RATIO) & (advantages != 0))
     return total(-gain, mask=mask, clipped=stopped, weights=weights, sequence_ids=sequence_ids)
@@ -88,7 +83,8 @@ def gmpo_loss(
     not. One outlier moves the mean by its clip at most, and its sequence learns on.
 
     Args:
-        sequence_ids: an integer a token; one a row of `[rollouts, tokens]` otherwise.
+        sequence_ids: an integer a token; one a row of `[rollouts, tokens]` otherwise. Rows that
+            hold several sequences need them.
 
     Raises:
         ShapeError: as `grpo_loss`; packed tokens without `sequence_ids`.
@@ -96,18 +92,12 @@ def gmpo_loss(
 
     Source: arXiv:2507.20673 (GMPO, geo-mean).
     """
-    check_tokens(
-        mask,
-        sequence_ids=sequence_ids,
-        trainer_logprobs=trainer_logprobs,
-        rollout_logprobs=rollout_logprobs,
-        advantages=advantages,
-        weights=weights,
-    )
+    operands = trainer_logprobs, rollout_logprobs, advantages
+    check_policy(*operands, mask=mask, weights=weights, sequence_ids=sequence_ids)
     if not (clip_low >= 0 and clip_high >= 0):
         raise UsageError(f"clips must not be negative; got {clip_low}, {clip_high}")
     log_ratio = log_ratios(trainer_logprobs, rollout_logprobs, mask)
-    advantages = masked(advantages, mask)
+    advantages = masked(advantages.detach(), mask)
     bounded = torch.where(
         advantages > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low)
     )

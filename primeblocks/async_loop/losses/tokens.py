@@ -18,6 +18,7 @@ __all__ = [
     "TokenLoss",
     "bounded_ratio",
     "check_clips",
+    "check_policy",
     "check_tokens",
     "finite",
     "log_ratios",
@@ -86,6 +87,30 @@ def check_tokens(*masks: Any, sequence_ids: Any = None, **operands: Any) -> None
             raise ShapeError(f"{name} must be floating; got {x.dtype}. Pass {name}.float().")
 
 
+def check_policy(
+    trainer_logprobs: Any,
+    rollout_logprobs: Any,
+    advantages: Any,
+    *,
+    mask: Any,
+    weights: Any,
+    sequence_ids: Any,
+) -> None:
+    """Refuse operands of a policy-gradient loss that are not one value a token. Pure.
+
+    Raises:
+        ShapeError: as `check_tokens`.
+    """
+    check_tokens(
+        mask,
+        sequence_ids=sequence_ids,
+        trainer_logprobs=trainer_logprobs,
+        rollout_logprobs=rollout_logprobs,
+        advantages=advantages,
+        weights=weights,
+    )
+
+
 def check_clips(clip_low: float, clip_high: float) -> None:
     """Refuse a band around 1 that is none.
 
@@ -111,9 +136,10 @@ def finite(x: Tensor, mask: Tensor) -> Tensor:
 def log_ratios(trainer_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:
     """Log of p_trainer / p_rollout, finite, 0 where `mask` is False. Local; differentiable.
 
-    Each is masked by itself: where padding is inf, a gradient of 0 would meet it.
+    Gradients flow to the trainer's alone. Each is masked by itself: where padding is inf, a
+    gradient of 0 would meet it.
     """
-    return finite(trainer_logprobs, mask) - finite(rollout_logprobs, mask)
+    return finite(trainer_logprobs, mask) - finite(rollout_logprobs.detach(), mask)
 
 
 def bounded_ratio(log_ratio: Tensor) -> Tensor:
@@ -162,7 +188,7 @@ def total(
     weights: Tensor | None,
     sequence_ids: Tensor | None,
 ) -> TokenLoss:
-    """Sum losses of tokens, weighted. Local; one read by the host.
+    """Sum losses of tokens, weighted. Local; one read by the host, two with `sequence_ids`.
 
     Args:
         losses: 0 where `mask` is False.

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ...errors import UsageError
-from .tokens import TokenLoss, bounded_ratio, check_tokens, finite, log_ratios, masked, total
+from .tokens import TokenLoss, bounded_ratio, check_policy, finite, log_ratios, masked, total
 
 __all__ = ["dppo_loss", "dro_loss"]
 
@@ -44,14 +44,8 @@ def dppo_loss(
 
     Source: arXiv:2602.04879 (DPPO, its binary divergences).
     """
-    check_tokens(
-        mask,
-        sequence_ids=sequence_ids,
-        trainer_logprobs=trainer_logprobs,
-        rollout_logprobs=rollout_logprobs,
-        advantages=advantages,
-        weights=weights,
-    )
+    operands = trainer_logprobs, rollout_logprobs, advantages
+    check_policy(*operands, mask=mask, weights=weights, sequence_ids=sequence_ids)
     if not (max_low >= 0 and max_high >= 0 and max_ratio >= 1):
         got = f"{max_low}, {max_high}, {max_ratio}"
         raise UsageError(f"needs max_low >= 0, max_high >= 0 and max_ratio >= 1; got {got}")
@@ -60,7 +54,7 @@ def dppo_loss(
     log_p, log_q = (finite(x, mask) for x in (trainer_logprobs, rollout_logprobs))
     p, q = log_p.detach().exp(), log_q.detach().exp()
     moved = (p - q).abs() if divergence == "tv" else _binary_kl(log_q.detach(), log_p.detach())
-    advantages = masked(advantages, mask)
+    advantages = masked(advantages.detach(), mask)
     inside = torch.where(
         advantages > 0, (moved <= max_high) | (p <= q), (moved <= max_low) | (p >= q)
     )
@@ -91,18 +85,12 @@ def dro_loss(
 
     Source: arXiv:2405.19107 (DRO), a token at a time.
     """
-    check_tokens(
-        mask,
-        sequence_ids=sequence_ids,
-        trainer_logprobs=trainer_logprobs,
-        rollout_logprobs=rollout_logprobs,
-        advantages=advantages,
-        weights=weights,
-    )
+    operands = trainer_logprobs, rollout_logprobs, advantages
+    check_policy(*operands, mask=mask, weights=weights, sequence_ids=sequence_ids)
     if not beta > 0:
         raise UsageError(f"beta must be above 0; got {beta}")
     log_ratio = log_ratios(trainer_logprobs, rollout_logprobs, mask)
-    gain = masked(advantages, mask) * finite(trainer_logprobs, mask)
+    gain = masked(advantages.detach(), mask) * finite(trainer_logprobs, mask)
     losses = 0.5 * beta * log_ratio.square() - gain
     clipped = torch.zeros_like(mask)
     return total(losses, mask=mask, clipped=clipped, weights=weights, sequence_ids=sequence_ids)

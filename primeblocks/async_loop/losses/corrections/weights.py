@@ -15,8 +15,6 @@ from ..tokens import bounded_ratio, check_tokens, log_ratios, masked, sequence_s
 
 __all__ = ["Correction", "counted", "effective_sample_size", "importance_weights", "only"]
 
-Level = Literal["token", "sequence", "geometric"]
-
 
 @dataclass(frozen=True, eq=False)
 class Correction:
@@ -49,7 +47,7 @@ def importance_weights(
     rollout_logprobs: Float[Tensor, "*tokens"],
     *,
     mask: Bool[Tensor, "*tokens"],
-    level: Level = "token",
+    level: Literal["token", "sequence", "geometric"] = "token",
     beyond: Literal["truncate", "mask", "reject"] = "truncate",
     min_ratio: float = 0.0,
     max_ratio: float = 2.0,
