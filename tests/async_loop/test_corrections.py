@@ -19,7 +19,10 @@ def draw(spread=1.0):
     def tokens(n):
         x = torch.rand(n, 4, generator=generator, dtype=torch.float64)
         p = -0.1 - 2 * x[:, 0]
-        return torch.stack([p, p + spread * (2 * x[:, 1] - 1), x[:, 2], 4 * x[:, 3] - 2], 1)
+        q, a = p + spread * (2 * x[:, 1] - 1), 4 * x[:, 3] - 2
+        if n == 1:  # Far off, and just above 0.
+            q, a = p + 0.9, a.abs() / 2
+        return torch.stack([p, q, x[:, 2], a], 1)
 
     return [tokens(n) for n in LENGTHS]
 

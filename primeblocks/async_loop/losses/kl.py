@@ -32,7 +32,7 @@ def kl_loss(
     weights: Float[Tensor, "*tokens"] | None = None,
     sequence_ids: Int[Tensor, "*tokens"] | None = None,
 ) -> TokenLoss:
-    """An estimate of KL(trainer || reference), or of the reverse, of sampled tokens. Pure; local.
+    """Estimates of KL(trainer || reference) or KL(reference || trainer), summed. Pure; local.
 
     With x = log p_trainer - log p_reference and u = exp(-x), of a token that the trainer sampled:
 

@@ -23,7 +23,6 @@ __all__ = [
     "finite",
     "log_ratios",
     "masked",
-    "sequence_index",
     "sequence_sums",
     "total",
 ]
@@ -147,37 +146,29 @@ def bounded_ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
 
-def sequence_index(x: Tensor, sequence_ids: Tensor | None) -> tuple[Tensor, int] | None:
-    """The number of each token's sequence, flat, from 0, and how many there are. Local.
-
-    Returns:
-        None for tokens that are not in rows and have no `sequence_ids`.
-    """
-    if sequence_ids is not None:
-        ids, index = torch.unique(sequence_ids, return_inverse=True)
-        return index.flatten(), ids.numel()
-    if x.ndim != 2:
-        return None
-    rows = torch.arange(x.shape[0], device=x.device)
-    return rows[:, None].expand_as(x).flatten(), x.shape[0]
-
-
 def sequence_sums(x: Tensor, sequence_ids: Tensor | None) -> Tensor:
     """The sum over each token's sequence, float64, at every token of it. Local; no gradient.
 
     Raises:
         ShapeError: the tokens are not in rows, and have no `sequence_ids`.
     """
-    indexed = sequence_index(x, sequence_ids)
-    if indexed is None:
+    # float64: float32 would lose three digits over 100,000 tokens, by the order of packing.
+    x = x.detach().double()
+    if sequence_ids is not None:
+        sums, index = _packed_sums(x, sequence_ids)
+        return sums[index]
+    if x.ndim != 2:
         raise ShapeError(
             f"sequences of {list(x.shape)} are unknown. Pass sequence_ids, an integer a token, or"
             " [rollouts, tokens]."
         )
-    index, count = indexed
-    # float64: float32 would lose three digits over 100,000 tokens, by the order of packing.
-    sums = torch.zeros(count, dtype=torch.float64, device=x.device)
-    return sums.index_add(0, index, x.detach().flatten().double())[index].view_as(x)
+    return x.sum(dim=1, keepdim=True).expand_as(x)
+
+
+def _packed_sums(x: Tensor, sequence_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a sum for each sequence, and the place of each token's among them."""
+    ids, index = torch.unique(sequence_ids, return_inverse=True)
+    return x.new_zeros(ids.numel()).index_add(0, index.flatten(), x.flatten()), index
 
 
 def total(
@@ -197,10 +188,9 @@ def total(
     if weights is not None:
         losses = masked(weights.detach(), mask).to(losses.dtype) * losses
     counts = [mask.sum(), (clipped & mask).sum()]
-    indexed = sequence_index(mask, sequence_ids)
-    if indexed is not None:
-        index, count = indexed
-        kept = torch.zeros(count, dtype=torch.long, device=mask.device)
-        counts.append((kept.index_add(0, index, mask.flatten().long()) > 0).sum())
+    if sequence_ids is not None:
+        counts.append((_packed_sums(mask.double(), sequence_ids)[0] > 0).sum())
+    elif mask.ndim == 2:
+        counts.append(mask.any(dim=1).sum())
     read: list[int] = torch.stack(counts).tolist()
-    return TokenLoss(losses.sum(), read[0], read[1], read[2] if indexed is not None else None)
+    return TokenLoss(losses.sum(), *read)
