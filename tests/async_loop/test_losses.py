@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from primeblocks.async_loop import losses
 from primeblocks.async_loop.losses import distillation, normalisation
-from primeblocks.errors import PlanError, ShapeError, UsageError
+from primeblocks.errors import RankError, ShapeError, UsageError
 from primeblocks.testing import ranks
 
 from .loss_formulas import KLS, SETTINGS, expected
@@ -282,7 +282,14 @@ def _on_a_rank():
         divided = normalisation.divide(loss, by=by, group=dist.group.WORLD)
         (slope,) = torch.autograd.grad(divided, loss.sum, retain_graph=True)
         found += [divided.item(), (slope * gradient.sum()).item()]
-    return found
+    refused = []
+    own = "tokens" if dist.get_rank() else "sequences"
+    blind = losses.TokenLoss(loss.sum, 1, 0, None if dist.get_rank() == 1 else 1)
+    for losing, by in ((loss, own), (blind, "sequences")):
+        with pytest.raises((UsageError, RankError)) as error:
+            normalisation.divide(losing, by=by, group=dist.group.WORLD)
+        refused.append(error.type.__name__)
+    return found, refused
 
 
 def test_ranks_add_up_to_the_whole():
@@ -290,9 +297,10 @@ def test_ranks_add_up_to_the_whole():
     both = [whole.sum.item(), gradient.sum().item()]
     want = [x / 13 for x in both] + [x / 3 for x in both]
     found = ranks.run(_on_a_rank, world_size=3)
-    assert [sum(x) for x in zip(*found, strict=True)] == pytest.approx(want, rel=1e-12)
-    with pytest.raises(PlanError, match="not in the group"):
-        inspect.unwrap(normalisation.global_count)(1, group=dist.GroupMember.NON_GROUP_MEMBER)
+    assert [sum(x) for x in zip(*(x for x, _ in found), strict=True)] == pytest.approx(want)
+    assert [x for _, x in found] == [
+        ["PlanError", "UsageError" if rank == 1 else "RankError"] for rank in range(3)
+    ]
 
 
 @pytest.mark.parametrize("direction", ["reverse", "forward"])

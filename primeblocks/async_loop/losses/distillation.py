@@ -42,6 +42,7 @@ def teacher_advantages(
     """
     if not teachers or (len(teachers) > 1 and teacher_weights is None):
         raise UsageError(f"{len(teachers)} teachers need as many teacher_weights, and at least one")
+    check_tokens(mask, student_logprobs=student_logprobs, teacher_logprobs=teachers[0])
     if teacher_weights is None:
         teacher_weights = [torch.ones_like(teachers[0])]
     if len(teacher_weights) != len(teachers):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -10,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ...errors import UsageError
-from ...groups import check_group
+from ...groups import settle
 from .tokens import TokenLoss, check_tokens, masked, sequence_sums
 
 __all__ = ["divide", "global_count", "length_weights"]
@@ -25,8 +26,8 @@ def divide(
 
     Gradients are then to be *added* over ranks and micro-batches, and equal those of the whole
     batch on one rank. Where a trainer averages over ranks (DDP, FSDP without a divide factor of
-    1), multiply by their number. Collective with `group`, one sum of eight bytes; local without,
-    or with a number.
+    1), multiply by their number. Collective with `group`: two exchanges of a few bytes, and the host
+    waits for them. Local without, or with a number.
 
     Args:
         losses: all micro-batches of this rank, or one at a time with a number. None may be left
@@ -40,29 +41,18 @@ def divide(
 
     Raises:
         UsageError: no loss; `by` is unknown, or below 0; sequences are not known.
-        PlanError: this rank is not in `group`.
+        RankError: another rank refused its arguments, or did not come within the group's timeout.
+        PlanError: this rank is not in `group`, or another one divides by something else.
 
     Example:
         >>> loss = divide(grpo_loss(p, q, a, mask=m), by="tokens", group=group)
         >>> loss = divide(gspo_loss(p, q, a, mask=m, weights=length_weights(m)), by="sequences")
     """
-    if not losses:
-        raise UsageError("no loss to divide")
-    if isinstance(by, int) and not isinstance(by, bool):
-        count = by
-    elif by == "tokens":
-        count = global_count(
-            sum(loss.tokens for loss in losses), group=group, device=losses[0].sum.device
-        )
-    elif by == "sequences":
-        if any(loss.sequences is None for loss in losses):
-            raise UsageError("the sequences of packed tokens are unknown. Pass sequence_ids.")
-        count = sum(loss.sequences or 0 for loss in losses)
-        count = global_count(count, group=group, device=losses[0].sum.device)
+    if isinstance(by, int):
+        count = _counted(losses, by)
     else:
-        raise UsageError(f'by is "tokens", "sequences" or a number; got {by!r}')
-    if count < 0:
-        raise UsageError(f"a loss is divided by a count; got {count}")
+        device = losses[0].sum.device if losses else "cpu"
+        count = _added(lambda: _counted(losses, by), f"by={by!r}", group=group, device=device)
     return torch.stack([loss.sum for loss in losses]).sum() / max(count, 1)
 
 
@@ -75,14 +65,9 @@ def global_count(
         device: where the backend of `group` takes tensors.
 
     Raises:
-        PlanError: this rank is not in `group`.
+        RankError, PlanError: as `divide`.
     """
-    if group is None:
-        return count
-    check_group(group)
-    everyone = torch.tensor(count, dtype=torch.int64, device=device)
-    dist.all_reduce(everyone, group=group)
-    return int(everyone)
+    return _added(lambda: count, "global_count", group=group, device=device)
 
 
 def length_weights(
@@ -99,3 +84,38 @@ def length_weights(
     check_tokens(mask, sequence_ids=sequence_ids)
     lengths = sequence_sums(mask, sequence_ids).clamp(min=1)
     return masked(lengths.reciprocal(), mask)
+
+
+def _counted(losses: Sequence[TokenLoss], by: str | int) -> int:
+    if not losses:
+        raise UsageError("no loss to divide")
+    if by == "tokens":
+        return sum(loss.tokens for loss in losses)
+    if by == "sequences":
+        counts = [loss.sequences for loss in losses if loss.sequences is not None]
+        if len(counts) < len(losses):
+            raise UsageError("the sequences of packed tokens are unknown. Pass sequence_ids.")
+        return sum(counts)
+    if not isinstance(by, int) or isinstance(by, bool) or by < 0:
+        raise UsageError(f'by is "tokens", "sequences" or a count; got {by!r}')
+    return by
+
+
+def _added(
+    look: Callable[[], int],
+    kind: str,
+    *,
+    group: dist.ProcessGroup | None,
+    device: torch.device | str,
+) -> int:
+    if group is None:
+        return look()
+    count = torch.zeros((), dtype=torch.int64, device=device)
+
+    def own() -> dict[str, object]:
+        count.fill_(look())
+        return {"what is counted": kind}
+
+    settle("a global count", own, count, group=group, check=True)
+    dist.all_reduce(count, group=group)
+    return int(count)

@@ -94,7 +94,7 @@ def entropy_scaled_mask(
     """Weight 1 where (log r)^2 / (entropy + epsilon) <= max_score, or 0. Pure; local.
 
     Log-ratios of tokens that the engine was unsure of are larger by nature, and mean exploration;
-    where it was sure, the same log-ratio is noise. Bounds have no defaults: the paper tunes them.
+    where it was sure, the same log-ratio is noise. Both bounds depend on the engine: tune them.
 
     Args:
         entropies: of the engine's distribution at each token, in nats, not below 0.
