@@ -26,8 +26,8 @@ def divide(
 
     Gradients are then to be *added* over ranks and micro-batches, and equal those of the whole
     batch on one rank. Where a trainer averages over ranks (DDP, FSDP without a divide factor of
-    1), multiply by their number. Collective with `group`: two exchanges of a few bytes, and the host
-    waits for them. Local without, or with a number.
+    1), multiply by their number. Collective with `group`: two exchanges of a few bytes, for which
+    the host waits. Local without, or with a number.
 
     Args:
         losses: all micro-batches of this rank, or one at a time with a number. None may be left
