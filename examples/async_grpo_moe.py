@@ -67,6 +67,14 @@ SEED = 0
 WARM_STEPS, WARM_BATCH, WARM_LR = 350, 32, 1e-3
 # --- reinforcement learning ---
 STEPS, PROMPTS, GROUP, LR = 100, 16, 8, 3e-4
+LOSSES = {
+    "grpo": async_loop.losses.grpo_loss,
+    "aipo": async_loop.losses.aipo_loss,
+    "cispo": partial(async_loop.losses.cispo_loss, clip_high=4.0),
+    "gspo": partial(async_loop.losses.gspo_loss, clip_low=0.03, clip_high=0.04),
+    "sapo": async_loop.losses.sapo_loss,
+    "reinforce": partial(async_loop.losses.cispo_loss, clip_low=0.0, clip_high=0.0),
+}
 MAX_OFF_POLICY_STEPS = 2
 MAX_IN_FLIGHT = 24  # groups
 PROBE_EVERY = 10  # steps between measurements of the mismatch
@@ -90,8 +98,11 @@ class Sample:
 class Trainer:
     """Two ranks: dense weights sharded by FSDP2, experts dealt out, routes imposed."""
 
-    def __init__(self, checkpoint: Path, device: torch.device, *, use_fp8: bool) -> None:
+    def __init__(
+        self, checkpoint: Path, device: torch.device, *, use_fp8: bool, loss: str = "grpo"
+    ) -> None:
         self.rank, self.world_size, self.device = dist.get_rank(), dist.get_world_size(), device
+        self.loss = LOSSES[loss]
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         whole = weightsync.describe(model, dtype=torch.bfloat16)  # what the engine holds
         transfer_encoding = None
@@ -159,13 +170,15 @@ class Trainer:
         advantages = advantages[:, None].expand_as(mask)
         count = parallel.global_token_count(mask.sum(), self.meshes)
         with replay.impose(self.routers, routes_of(mine, tokens)):
-            loss = async_loop.losses.grpo_loss(
-                self.logprobs(tokens), sampled_logprobs, advantages, mask=mask
-            )
+            logprobs = self.logprobs(tokens)
+            loss = self.loss(logprobs, sampled_logprobs, advantages, mask=mask)
             (loss.sum / count).backward()
         norm = self.apply_gradients(LR)
         clipped = parallel.global_token_count(loss.clipped, self.meshes)
-        return {"tokens": count, "gradient_norm": norm, "clipped": clipped / count}
+        metrics = async_loop.losses.corrections.off_policy_metrics(
+            logprobs, sampled_logprobs, mask=mask, group=dist.group.WORLD
+        )
+        return metrics | {"tokens": count, "gradient_norm": norm, "clipped": clipped / count}
 
     def mismatch(self, samples: list[Sample]) -> tuple[float, float, float]:
         """k3 of engine against trainer without and with replay, and how many routes agree."""
@@ -353,7 +366,7 @@ async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace)
                 staleness=async_loop.StalenessPolicy(
                     options.max_off_policy_steps,
                     on_stale="wait",  # A hard bound; answers are of one length, nobody is slow.
-                    correction="ratio to the engine's log-probabilities",
+                    correction=f"{options.loss}, with the engine's log-probabilities",
                 ),
             ),
             batch_size=PROMPTS,
@@ -399,6 +412,7 @@ async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace)
         "kv_store_tokens": pages.tokens,
         "dropped": sum(record["dropped"] for record in history),
         "fp8": options.fp8,
+        "loss": options.loss,
         "loop_seconds": loop_seconds,
         "seconds": time.monotonic() - start,
     }
@@ -419,6 +433,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--warm-steps", type=int, default=WARM_STEPS)
     parser.add_argument("--max-off-policy-steps", type=int, default=MAX_OFF_POLICY_STEPS)
+    parser.add_argument("--loss", choices=LOSSES, default="grpo")
     parser.add_argument("--out", type=Path, default=Path("outputs/demo"))
     parser.add_argument("--state", type=Path, help="save the run here, and go on from what is here")
     parser.add_argument(
@@ -443,7 +458,7 @@ def main() -> None:
     if is_first:
         tiny_models.save("qwen3_moe", checkpoint, seed=SEED, **MODEL)
     dist.barrier()
-    trainer = Trainer(checkpoint, device, use_fp8=options.fp8)
+    trainer = Trainer(checkpoint, device, use_fp8=options.fp8, loss=options.loss)
     if is_first:
         asyncio.run(drive(trainer, checkpoint, options))
     else:

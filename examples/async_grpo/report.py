@@ -11,12 +11,16 @@ import matplotlib.pyplot as plt
 
 from primeblocks import async_loop
 
+COURSE = ("version", "at_s", "reward", "ess", "k3")
+
 
 def record_of(step: async_loop.Step, *, at_s: float) -> dict:
     rollouts = [rollout for group in step.groups for rollout in group.rollouts]
     return {
         "version": step.version,
         "at_s": at_s,
+        "ess": step.metrics["ess"],
+        "k3": step.metrics["k3"],
         "reward": statistics.mean(rollout.reward for rollout in rollouts),
         "versions": {int(version) for rollout in rollouts for version in rollout.versions},
         "staleness": step.staleness,
@@ -28,7 +32,7 @@ def record_of(step: async_loop.Step, *, at_s: float) -> dict:
 def report(summary: dict, history: list[dict], probes: list[tuple], out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    course = [{name: record[name] for name in ("version", "reward", "at_s")} for record in history]
+    course = [{name: record[name] for name in COURSE} for record in history]
     (out / "history.json").write_text(json.dumps(course) + "\n")
 
     def figure(name: str, title: str, x: str, y: str):

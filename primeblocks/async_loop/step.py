@@ -32,7 +32,7 @@ class Step:
             what they would make could not be trained on in time.
         train_s: seconds of `train`.
         publish_s: seconds of `publish` that nothing else was done in.
-        metrics: what `train` returned.
+        metrics: what `train` returned; "ess" and "k3" of a mapping are shown by `postfix`.
     """
 
     version: int
@@ -67,5 +67,8 @@ class Step:
                 shown[name] = str(value)
         if self.failures:
             shown["failures"] = str(sum(self.failures.values()))
+        if isinstance(self.metrics, Mapping):
+            found = ((name, self.metrics.get(name)) for name in ("ess", "k3"))
+            shown |= {name: f"{value:.3g}" for name, value in found if value is not None}
         shown["idle"] = f"{self.trainer_idle_s:.1f}/{self.engine_idle_s:.1f} s"
         return shown

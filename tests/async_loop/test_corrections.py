@@ -5,9 +5,11 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from primeblocks.async_loop.losses import advantages, corrections
 from primeblocks.errors import ShapeError, UsageError
+from primeblocks.testing import ranks
 
 LENGTHS = (5, 1, 0, 12, 3)
 
@@ -307,3 +309,36 @@ def test_advantages_of_turns(discount):
         want = [x - sum(own) / len(own) for x in own]
         assert found[0, : len(own), turn].tolist() == pytest.approx(want, abs=1e-12)
         assert found[0, len(own) :, turn].eq(0).all()
+
+
+@pytest.mark.parametrize("layout", [padded, packed])
+def test_metrics_of_a_batch_are_those_of_a_plain_loop(layout):
+    p, q, _, _, mask, _ = layout(draw())
+    found = corrections.off_policy_metrics(p, q, mask=mask)
+    xs = [x for sequence in logs(draw()) for x in sequence]
+    ws = [math.exp(x) for x in xs]
+    want = {
+        "ess": sum(ws) ** 2 / sum(w * w for w in ws) / len(ws),
+        "k1": sum(-x for x in xs) / len(xs),
+        "k2": sum(x * x / 2 for x in xs) / len(xs),
+        "k3": sum(w - 1 - x for w, x in zip(ws, xs, strict=True)) / len(xs),
+    }
+    assert found == pytest.approx(want, rel=1e-12)
+    on_policy = corrections.off_policy_metrics(p, p, mask=mask)
+    assert on_policy == {"ess": 1.0, "k1": 0.0, "k2": 0.0, "k3": 0.0}
+    nobody = corrections.off_policy_metrics(p, q, mask=torch.zeros_like(mask))
+    assert nobody == on_policy
+    huge = corrections.off_policy_metrics(p + 1e4, q, mask=mask)
+    assert all(math.isfinite(value) for value in huge.values())
+
+
+def _metrics_of_a_part():
+    p, q, _, _, mask, _ = (x if x is None else x[dist.get_rank() :: 2] for x in padded(draw()))
+    return corrections.off_policy_metrics(p, q, mask=mask, group=dist.group.WORLD)
+
+
+def test_metrics_of_all_ranks_are_those_of_the_whole():
+    p, q, _, _, mask, _ = padded(draw())
+    whole = corrections.off_policy_metrics(p, q, mask=mask)
+    for found in ranks.run(_metrics_of_a_part, 2):
+        assert found == pytest.approx(whole, rel=1e-12)

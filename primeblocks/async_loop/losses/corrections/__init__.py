@@ -15,6 +15,7 @@ from .masks import (
     second_moment_mask,
     sequence_outlier_mask,
 )
+from .metrics import off_policy_metrics
 from .weights import Correction, effective_sample_size, importance_weights
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "entropy_scaled_mask",
     "importance_weights",
     "kl_cov_tokens",
+    "off_policy_metrics",
     "second_moment_mask",
     "sequence_outlier_mask",
 ]
