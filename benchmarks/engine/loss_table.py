@@ -1,4 +1,4 @@
-"""Losses under staleness, in real runs: the example with a real vLLM, six losses by three bounds.
+"""Losses under staleness, in real runs: the example with a real vLLM, five losses by three bounds.
 
 `python -m benchmarks.engine.loss_table --json ... ` from the repository; half an hour on two cores.
 Every run makes as many steps from the same warm start, with one learning rate for all. Told are the
@@ -21,7 +21,7 @@ from ..harness import main
 from .environment import ENVIRONMENT
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "async_grpo_moe.py"
-LOSSES = ("grpo", "aipo", "cispo", "gspo", "sapo", "reinforce")
+LOSSES = ("grpo", "aipo", "cispo", "gspo", "reinforce")
 BOUNDS, STEPS = (0, 2, 8), 60
 
 
