@@ -332,13 +332,13 @@ def test_metrics_of_a_batch_are_those_of_a_plain_loop(layout):
     assert all(math.isfinite(value) for value in huge.values())
 
 
-def _metrics_of_a_part(rank):
-    p, q, _, _, mask, _ = (x if x is None else x[rank::2] for x in padded(draw()))
+def _metrics_of_a_part():
+    p, q, _, _, mask, _ = (x if x is None else x[dist.get_rank() :: 2] for x in padded(draw()))
     return corrections.off_policy_metrics(p, q, mask=mask, group=dist.group.WORLD)
 
 
 def test_metrics_of_all_ranks_are_those_of_the_whole():
     p, q, _, _, mask, _ = padded(draw())
     whole = corrections.off_policy_metrics(p, q, mask=mask)
-    for found in ranks.run(_metrics_of_a_part, 2):
+    for found in ranks.run(_metrics_of_a_part):
         assert found == pytest.approx(whole, rel=1e-12)
