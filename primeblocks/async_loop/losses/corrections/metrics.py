@@ -1,4 +1,4 @@
-"""How far a trainer is from the policies that sampled its batch."""
+"""The distance of a trainer from the policies that sampled its batch."""
 
 from __future__ import annotations
 
