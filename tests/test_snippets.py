@@ -115,6 +115,22 @@ def async_loop():
 
 
 @contextmanager
+def losses():
+    names = {}
+    yield names
+    assert names["trainer"].grad[names["mask"]].abs().sum() > 0
+    assert names["correction"].tokens == 32 + 20 + 7 + 25
+
+
+@contextmanager
+def a_plan():
+    names = {}
+    yield names
+    assert names["split"].worth_it
+    assert len(names["loop"].steps) == 8
+
+
+@contextmanager
 def fp8():
     names = {"model": tiny_models.build("qwen3_moe", **SIZES)}
     yield names
@@ -339,7 +355,9 @@ PAGES = {
     "docs/dsa.md": sparse_attention,
     "docs/fp8.md": fp8,
     "docs/kvoffload.md": kvoffload,
+    "docs/losses.md": losses,
     "docs/parallel.md": parallel,
+    "docs/plan.md": a_plan,
     "docs/replay.md": replay,
     "docs/weightsync.md": weightsync,
 }

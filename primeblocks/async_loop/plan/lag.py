@@ -2,7 +2,7 @@
 
 Little's law, counted in steps: a group that is older by one at each update adds 1 to the sum of
 lags, so the mean lag is the number of groups in the loop at an update, without the batch just
-trained on, over the batch size. The derivation is in `docs/async_loop.md`.
+trained on, over the batch size. The derivation is in `docs/plan.md`.
 """
 
 from __future__ import annotations

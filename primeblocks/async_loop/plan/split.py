@@ -123,7 +123,7 @@ def plan_split(
     Raises:
         PlanError: nothing fits, or a number is out of range; with the least memory that would do.
 
-    Source: arXiv:2505.24034, section 7. The derivation is in `docs/async_loop.md`.
+    Source: arXiv:2505.24034, section 7. The derivation is in `docs/plan.md`.
     """
     _check(gpus, batch_size, samples, max_off_policy_steps, trainer_gpus)
     if not (0 < memory_bytes < math.inf and 0 <= publish_s < math.inf and worth > 0):
