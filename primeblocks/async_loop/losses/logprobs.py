@@ -1,0 +1,311 @@
+"""Log-probabilities and entropy from hidden states and the head, without a matrix of logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from numbers import Real
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ...errors import ShapeError, UsageError
+from ...groups import check_tensors, facts_of, outside_graphs, settle
+from .logit_tiles import Head, HeadGradients, LogitTiles, Normalised, gradients, normalise
+
+__all__ = ["TokenScores", "chunked_loss", "token_logprobs", "token_scores"]
+
+
+class TokenScores(NamedTuple):
+    """Log-probabilities of chosen tokens, and the entropy of each distribution, in nats."""
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+def token_logprobs(
+    hidden: Float[Tensor, "tokens hidden"],
+    weight: Float[Tensor, "words hidden"],
+    ids: Int[Tensor, "tokens ..."],
+    **options: Any,
+) -> Float[Tensor, "tokens ..."]:
+    """Log-probabilities alone, where the entropy is not needed. As `token_scores`."""
+    return _scores(hidden, weight, ids, entropy=False, **options).logprobs
+
+
+def token_scores(
+    hidden: Float[Tensor, "tokens hidden"],
+    weight: Float[Tensor, "words hidden"],
+    ids: Int[Tensor, "tokens ..."],
+    **options: Any,
+) -> TokenScores:
+    """Log-probabilities of chosen tokens and entropies, from hidden states and the head.
+
+    Logits are made a tile at a time, and made again in the backward: four matrix products where
+    the plain computation needs three, for the memory of a few tiles. Float32 at least, float64
+    where `hidden` is. Local, or collective with a `group`, and so is its backward; differentiable
+    once, in `hidden`, `weight` and `bias`; deterministic.
+
+    Args:
+        hidden: rows that predict, `hidden[t]` the word `ids[t]`. Rows that the loss does not need
+            (prompts) cost as much as others: leave them out.
+        weight: of the head; with a `group` this rank's rows.
+        ids: one word a row, or several (a teacher's candidates). One outside the vocabulary,
+            such as -100, has the log-probability NaN.
+        options: keywords, as follows.
+        bias: `[words]`, added to logits.
+        softcap: logits become `softcap * tanh(logits / softcap)`, after the bias.
+        temperature: logits are divided by it; a number, or `[tokens]` without gradient.
+        head_dtype: operands are cast to it a tile at a time, float32 for a bfloat16 model. It
+            changes the mismatch with an engine that does not do so, for better where it does.
+        group: ranks that share the vocabulary. Each has the same `hidden` and `ids`, and gets the
+            same result and the whole gradient of `hidden`: three vectors of tokens travel
+            forward, and in the backward `[tokens, hidden]`.
+        first_word: the word of the first row of `weight`.
+        tile: tokens and words of a tile.
+        check: ranks agree on their arguments first, a small collective that waits for the host.
+
+    Raises:
+        ShapeError: a shape, dtype or device does not fit.
+        UsageError: a temperature, softcap or tile is not positive.
+        PlanError: no process group, or ranks differ in sizes, dtypes or wanted gradients.
+        RankError: another rank refused its arguments.
+
+    Source: arXiv:1805.02867 (online softmax); arXiv:2411.09009 (cut cross-entropy).
+    """
+    return _scores(hidden, weight, ids, entropy=True, **options)
+
+
+def chunked_loss(
+    hidden: Float[Tensor, "tokens hidden"],
+    weight: Float[Tensor, "words hidden"],
+    ids: Int[Tensor, "tokens ..."],
+    *,
+    loss: Callable[[TokenScores, slice], Float[Tensor, ""]],
+    chunk_tokens: int = 512,
+    **options: Any,
+) -> Float[Tensor, ""]:
+    """Sum a loss over chunks of tokens, and compute its gradients on the way.
+
+    For a loss that is a sum over tokens. Logits are made once and kept for a chunk: three matrix
+    products, as in the plain computation, where `token_scores` needs four. Gradients flow to
+    `hidden`, `weight` and `bias` alone, and the weight's is held in full precision from the
+    forward on. Otherwise as `token_scores`.
+
+    Args:
+        loss: from the scores of a chunk, and which tokens these are, to a number.
+        chunk_tokens: a chunk's logits take 4 bytes x `chunk_tokens` x words of this rank.
+        options: as `token_scores`.
+
+    Raises:
+        ShapeError: the loss is not one number; or as `token_scores`, which has the others too.
+    """
+    return _chunked(hidden, weight, ids, loss=loss, chunk_tokens=chunk_tokens, **options)
+
+
+@outside_graphs
+def _scores(
+    hidden: Tensor, weight: Tensor, ids: Tensor, *, bias: Tensor | None = None, **options: Any
+) -> TokenScores:
+    columns, scale, head = _settled(hidden, weight, ids, bias, **options)
+    logprobs, entropy = _TokenScores.apply(hidden, weight, bias, columns, scale, head)
+    return TokenScores(logprobs.reshape(ids.shape), entropy)
+
+
+@outside_graphs
+def _chunked(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    *,
+    loss: Callable[[TokenScores, slice], Tensor],
+    chunk_tokens: int,
+    bias: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    if chunk_tokens < 1:
+        raise UsageError(f"chunk_tokens must be at least 1; got {chunk_tokens}.")
+    columns, scale, head = _settled(hidden, weight, ids, bias, entropy=True, **options)
+    head = replace(head, tile=(chunk_tokens, head.tile[1]))
+
+    def of_chunk(seen: Normalised, tokens: slice) -> Tensor:
+        part = loss(TokenScores(seen.logprobs.reshape(ids[tokens].shape), seen.entropy), tokens)
+        if not isinstance(part, Tensor) or part.ndim:
+            shape = list(part.shape) if isinstance(part, Tensor) else type(part).__name__
+            raise ShapeError(f"a loss must be one number, a tensor of no dims; got {shape}.")
+        return part
+
+    learns = torch.is_grad_enabled()
+    return _ChunkedLoss.apply(hidden, weight, bias, columns, scale, head, of_chunk, learns)
+
+
+def _settled(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    bias: Tensor | None,
+    *,
+    entropy: bool,
+    softcap: float | None = None,
+    temperature: float | Tensor = 1.0,
+    head_dtype: torch.dtype | None = None,
+    group: dist.ProcessGroup | None = None,
+    first_word: int = 0,
+    tile: tuple[int, int] = (2048, 4096),
+    check: bool = True,
+) -> tuple[Tensor, Any, Head]:
+    head = Head(first_word, softcap, head_dtype, tile, group, entropy)
+
+    def look() -> dict[str, object]:
+        _check(hidden, weight, ids, bias, temperature, head)
+        facts = {**facts_of("hidden", hidden), "tokens": len(hidden), "ids": list(ids.shape)}
+        return {**facts, "head_dtype": head_dtype, "softcap": softcap, "entropy": entropy}
+
+    if group is None:
+        look()
+    else:
+        settle("token_scores", look, hidden, group=group, check=check)
+    return ids if ids.ndim == 2 else ids[:, None], 1 / temperature, head
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    bias: Tensor | None,
+    temperature: float | Tensor,
+    head: Head,
+) -> None:
+    check_tensors(hidden=hidden, weight=weight, ids=ids)
+    if hasattr(weight, "device_mesh"):
+        raise ShapeError(
+            "weight is a DTensor. Pass weight.full_tensor(), or weight.to_local() with the group "
+            "that shares the vocabulary and first_word."
+        )
+    shapes = f"hidden {list(hidden.shape)}, weight {list(weight.shape)}, ids {list(ids.shape)}"
+    fits = hidden.ndim == weight.ndim == 2 and hidden.shape[1] == weight.shape[1]
+    if not fits or ids.ndim not in {1, 2} or len(ids) != len(hidden):
+        raise ShapeError(
+            f"needs hidden [tokens, hidden], weight [words, hidden] and ids [tokens] or [tokens, "
+            f"choices]; got {shapes}. A batch: hidden.flatten(0, 1)."
+        )
+    if ids.dtype not in {torch.int32, torch.int64}:
+        raise ShapeError(f"ids must be int64 or int32; got {ids.dtype}.")
+    dtypes = {x.dtype for x in (hidden, weight, *([] if bias is None else [bias]))}
+    if not all(dtype.is_floating_point for dtype in dtypes):
+        raise ShapeError(f"hidden, weight and bias must be floating; got {dtypes}.")
+    if len(dtypes) > 1 and head.dtype is None:
+        raise ShapeError(f"hidden, weight and bias differ in dtype: {dtypes}. Pass a head_dtype.")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ShapeError(f"bias must be [{len(weight)}], one a row; got {list(bias.shape)}.")
+    if isinstance(temperature, Tensor):
+        if temperature.shape != hidden.shape[:1] or temperature.requires_grad:
+            raise ShapeError(
+                f"temperature must be a number, or [{len(hidden)}] without gradient; got "
+                f"{list(temperature.shape)}, requires_grad={temperature.requires_grad}."
+            )
+    elif not (isinstance(temperature, Real) and temperature > 0):
+        raise UsageError(f"temperature must be above 0; got {temperature!r}.")
+    if head.softcap is not None and not head.softcap > 0:
+        raise UsageError(f"softcap must be above 0; got {head.softcap!r}.")
+    if min(head.tile) < 1:
+        raise UsageError(f"a tile needs a token and a word; got {head.tile}.")
+
+
+class _TokenScores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ids: Tensor,
+        scale: Any,
+        head: Head,
+    ) -> tuple[Tensor, Tensor]:
+        seen = normalise(LogitTiles(hidden, weight, bias, scale, head), ids)
+        ctx.save_for_backward(hidden, weight, bias, ids, seen.log_mass, seen.entropy)
+        ctx.scale, ctx.head = scale, head
+        ctx.set_materialize_grads(False)
+        if not head.entropy:
+            ctx.mark_non_differentiable(seen.entropy)
+        return seen.logprobs, seen.entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        hidden, weight, bias, ids, log_mass, entropy = ctx.saved_tensors
+        tiles = LogitTiles(hidden, weight, bias, ctx.scale, ctx.head)
+        to = _zeros(hidden, weight, bias, ctx.needs_input_grad)
+        gradients(tiles, ids, Normalised(entropy, entropy, log_mass), *grads, to)
+        if to.hidden is not None:
+            ctx.head.reduce(to.hidden)
+            to = to._replace(hidden=to.hidden.to(hidden.dtype))
+        return *to, None, None, None
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ids: Tensor,
+        scale: Any,
+        head: Head,
+        loss: Callable[[Normalised, slice], Tensor],
+        learns: bool,
+    ) -> Tensor:
+        needs = [learns and need for need in ctx.needs_input_grad[:3]]
+        wide = torch.promote_types(head.dtype or hidden.dtype, torch.float32)
+        to = _zeros(hidden, weight, bias, needs, wide=wide)
+        total = hidden.new_zeros((), dtype=wide)
+        tiles = None
+        for start in range(0, len(hidden), head.tile[0]):
+            own = slice(start, min(start + head.tile[0], len(hidden)))
+            part = scale[own] if isinstance(scale, Tensor) else scale
+            tiles = LogitTiles(hidden[own], weight, bias, part, head, keep=any(needs), like=tiles)
+            seen = normalise(tiles, ids[own])
+            with torch.set_grad_enabled(any(needs)):
+                leaves = [x.detach().requires_grad_(any(needs)) for x in seen[:2]]
+                value = loss(Normalised(*leaves, seen.log_mass), own)
+            total += value.detach()
+            if value.requires_grad:
+                grads = torch.autograd.grad(value, leaves, allow_unused=True)
+                share = to if to.hidden is None else to._replace(hidden=to.hidden[own])
+                gradients(tiles, ids[own], seen, *grads, share)
+        if to.hidden is not None:
+            head.reduce(to.hidden)
+        ctx.save_for_backward(*to)
+        ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        of_loss = grads[0]
+        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        found = [None if x is None else (x * of_loss).to(dtype) for x, dtype in pairs]
+        return *found, None, None, None, None, None
+
+
+def _zeros(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    needs: Sequence[bool],
+    *,
+    wide: torch.dtype | None = None,
+) -> HeadGradients:
+    """Sums at zero, those of the head in its own dtype or in `wide`."""
+    full = torch.promote_types(hidden.dtype, torch.float32) if wide is None else wide
+    return HeadGradients(
+        torch.zeros_like(hidden, dtype=full) if needs[0] else None,
+        torch.zeros_like(weight, dtype=wide) if needs[1] else None,
+        torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None,
+    )
