@@ -1,0 +1,149 @@
+"""Partitions of weights: into parts of equal sums, and into bins of a capacity."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["balanced_parts", "first_fit_decreasing", "lower_bound", "within_capacity"]
+
+# Exchanges end where the largest sum is this close to what any partition must have.
+_CLOSE = 1e-4
+
+
+def balanced_parts(weights: NDArray[np.float64], parts: int) -> list[list[int]]:
+    """Indices by part, each ascending: the largest differences first, then exchanges. Pure.
+
+    Differencing joins the two partial partitions whose largest and smallest sums differ most, the
+    largest of one with the smallest of the other. Then an item of the largest part is moved, or
+    exchanged for a smaller one, while that lowers the larger of both sums.
+
+    Source: Karmarkar and Karp 1982 (largest differencing).
+    """
+    found = _differenced(weights, parts)
+    _exchange(weights, found, enough=lower_bound(weights, parts) * (1 + _CLOSE))
+    return [sorted(part) for part in found]
+
+
+def lower_bound(weights: NDArray[np.float64], parts: int) -> float:
+    """Sum that the largest part has at least. Pure.
+
+    The mean, the largest weight, and the `k + 1` smallest of the `k * parts + 1` largest, of which
+    some part has that many.
+    """
+    ordered = np.sort(weights)[::-1]
+    totals = np.concatenate([[0.0], np.cumsum(ordered)])
+    bound = max(float(totals[-1]) / parts, float(ordered[0]) if len(ordered) else 0.0)
+    for k in range(1, (len(ordered) - 1) // parts + 1):
+        last = k * parts + 1
+        bound = max(bound, float(totals[last] - totals[last - k - 1]))
+    return bound
+
+
+def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Indices by bin: the largest first, each into the first bin with room for it. Pure.
+
+    Source: Johnson 1973 (at most 11/9 of the fewest bins, and one).
+    """
+    order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for i in order:
+        place = next((at for at, left in enumerate(room) if left >= sizes[i]), len(bins))
+        if place == len(bins):
+            bins.append([])
+            room.append(capacity)
+        bins[place].append(i)
+        room[place] -= sizes[i]
+    return bins
+
+
+def within_capacity(
+    weights: NDArray[np.float64], sizes: NDArray[np.int64], parts: int, capacity: int
+) -> list[list[int]]:
+    """Parts of about equal weight of which none is larger than `capacity`. Pure.
+
+    Balanced without regard to sizes if they fit, else dealt, the largest first, to the lightest
+    part with room, else filled by first fit, of which the heaviest are cut in two.
+
+    Args:
+        parts: as many as `first_fit_decreasing` needs, or more.
+    """
+    if not parts:
+        return []
+    found = balanced_parts(weights, parts)
+    if all(sizes[part].sum() <= capacity for part in found):
+        return found
+    dealt: list[list[int]] = [[] for _ in range(parts)]
+    load, room = np.zeros(parts), np.full(parts, capacity)
+    for i in np.argsort(-sizes, kind="stable").tolist():
+        fits = np.flatnonzero(room >= sizes[i])
+        if not len(fits):
+            break
+        place = fits[np.argmin(load[fits])]
+        dealt[place].append(i)
+        load[place] += weights[i]
+        room[place] -= sizes[i]
+    else:
+        return [sorted(part) for part in dealt]
+    bins = first_fit_decreasing(sizes.tolist(), capacity)
+    while len(bins) < parts and any(len(part) > 1 for part in bins):
+        heaviest = max(
+            (at for at, part in enumerate(bins) if len(part) > 1),
+            key=lambda at: (weights[bins[at]].sum(), -at),
+        )
+        whole = bins.pop(heaviest)
+        bins += [[whole[i] for i in half] for half in balanced_parts(weights[whole], 2)]
+    return [sorted(part) for part in bins] + [[] for _ in range(parts - len(bins))]
+
+
+def _differenced(weights: NDArray[np.float64], parts: int) -> list[list[int]]:
+    # By partial partition: its spread negated, a number against ties, sums descending, items.
+    heap: list[tuple[float, int, NDArray[np.float64], list[list[int]]]] = []
+    for i in np.argsort(-weights, kind="stable").tolist():
+        sums = np.zeros(parts)
+        sums[0] = weights[i]
+        spread = float(sums[0] - sums[-1])
+        heap.append((-spread, len(heap), sums, [[i], *([] for _ in range(parts - 1))]))
+    if not heap:
+        return [[] for _ in range(parts)]
+    heapq.heapify(heap)
+    tie = len(heap)
+    while len(heap) > 1:
+        _, _, sums, items = heapq.heappop(heap)
+        _, _, others, more = heapq.heappop(heap)
+        joined = sums + others[::-1]
+        order = np.argsort(-joined, kind="stable")
+        merged = [items[at] + more[parts - 1 - at] for at in order.tolist()]
+        joined = joined[order]
+        heapq.heappush(heap, (float(joined[-1] - joined[0]), tie, joined, merged))
+        tie += 1
+    return heap[0][3]
+
+
+def _exchange(weights: NDArray[np.float64], parts: list[list[int]], *, enough: float) -> None:
+    """Move or exchange items of the largest part while its sum falls, in place."""
+    owner = np.empty(len(weights) + len(parts), dtype=np.int64)
+    for at, part in enumerate(parts):
+        owner[part] = at
+    # The last items weigh nothing, one a part: exchanged for one of them, an item moves.
+    owner[len(weights) :] = np.arange(len(parts))
+    every = np.concatenate([weights, np.zeros(len(parts))])
+    sums = np.bincount(owner, every, len(parts))
+    while len(parts) > 1 and sums.max() > enough:
+        top = int(sums.argmax())
+        own, others = np.flatnonzero(owner == top), np.flatnonzero(owner != top)
+        change = every[own][:, None] - every[others][None]
+        larger = np.maximum(sums[top] - change, sums[owner[others]][None] + change)
+        at = int(larger.argmin())
+        i, j = own[at // len(others)], others[at % len(others)]
+        # By more than rounding, or it would go on.
+        if larger.flat[at] >= sums[top] * (1 - 1e-12):
+            break
+        owner[[i, j]] = owner[[j, i]]
+        sums = np.bincount(owner, every, len(parts))
+    for at, part in enumerate(parts):
+        part[:] = np.flatnonzero(owner[: len(weights)] == at).tolist()

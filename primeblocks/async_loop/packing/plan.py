@@ -1,0 +1,201 @@
+"""Plans of which rank trains on which rollouts, and in which micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import PlanError
+from .partition import balanced_parts, first_fit_decreasing, lower_bound, within_capacity
+
+__all__ = ["Cost", "PackingPlan", "plan_packing", "sequence_flops"]
+
+Cost = Callable[[NDArray[np.int64]], NDArray[np.float64]]
+
+
+def sequence_flops(
+    *, active_parameters: float = 3.3e9, layers: int = 48, attention_width: int = 4096
+) -> Cost:
+    """Return a cost: FLOPs of training on a sequence, forward and backward, from its length. Pure.
+
+    `6 * active_parameters * n + 6 * layers * attention_width * n**2`, of which the square is
+    causal softmax attention; in both, the backward is twice the forward. Recomputation in the
+    backward raises both alike. The defaults are Qwen3-30B-A3B's: from 16,800 tokens on, more goes
+    to attention than to all else.
+
+    Args:
+        active_parameters: that a token passes through, the head's included.
+        layers: of softmax attention.
+        attention_width: query heads x their size.
+    """
+    each, pair = 6.0 * active_parameters, 6.0 * layers * attention_width
+
+    def cost(lengths: NDArray[np.int64]) -> NDArray[np.float64]:
+        n = lengths.astype(np.float64)
+        return each * n + pair * n * n
+
+    return cost
+
+
+@dataclass(frozen=True)
+class PackingPlan:
+    """Micro-batches by rank, as many on each; equal arguments of `plan_packing`, equal plans.
+
+    Attributes:
+        lengths: tokens of each rollout.
+        micro_batches: by rank and micro-batch, indices of rollouts; some may hold none.
+        costs: by rank and micro-batch, in the unit of `plan_packing`'s `cost`.
+        lower_bound: cost that the busiest rank has at least, whatever the plan.
+        budget_tokens: of a micro-batch.
+    """
+
+    lengths: tuple[int, ...]
+    micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
+    costs: tuple[tuple[float, ...], ...] = field(compare=False)
+    lower_bound: float = field(compare=False)
+    budget_tokens: int
+
+    def __repr__(self) -> str:
+        return (
+            f"<PackingPlan of {len(self.lengths)} rollouts, {self.ranks} ranks x "
+            f"{len(self.micro_batches[0])} micro-batches, {self.empty} of them empty>"
+        )
+
+    @property
+    def ranks(self) -> int:
+        return len(self.micro_batches)
+
+    @property
+    def empty(self) -> int:
+        """Micro-batches without a rollout, of all ranks."""
+        return sum(not own for rank in self.micro_batches for own in rank)
+
+    @property
+    def waste(self) -> float:
+        """Share of all micro-batches' budgets that holds no token."""
+        room = self.budget_tokens * sum(map(len, self.micro_batches))
+        return 1 - sum(self.lengths) / room if room else 0.0
+
+    @property
+    def max_over_mean(self) -> float:
+        """The cost of the busiest rank over the mean: 1 is balanced."""
+        return self._over_mean(max(map(sum, self.costs)))
+
+    @property
+    def bound_over_mean(self) -> float:
+        """The least `max_over_mean` that any plan could have: rollouts are not cut."""
+        return self._over_mean(self.lower_bound)
+
+    @property
+    def in_step_max_over_mean(self) -> float:
+        """The same where ranks wait for each other in every micro-batch, as FSDP's do."""
+        return self._over_mean(sum(map(max, zip(*self.costs, strict=True))))
+
+    def table(self) -> str:
+        """Return one line a rank: rollouts, tokens, the fullest micro-batch, cost over the mean."""
+        lines = [f"{'rank':<6}{'rollouts':>9}{'tokens':>10}{'fullest':>9}{'cost/mean':>11}"]
+        for rank, own in enumerate(self.micro_batches):
+            tokens = [sum(self.lengths[i] for i in part) for part in own]
+            cost = self._over_mean(sum(self.costs[rank]))
+            count, most = sum(map(len, own)), max(tokens, default=0)
+            lines.append(f"{rank:<6}{count:>9}{sum(tokens):>10}{most:>9}{cost:>11.4f}")
+        return "\n".join(lines)
+
+    def _over_mean(self, cost: float) -> float:
+        mean = sum(map(sum, self.costs)) / self.ranks
+        return cost / mean if mean else 1.0
+
+
+def plan_packing(
+    lengths: Sequence[int],
+    *,
+    ranks: int,
+    budget_tokens: int,
+    cost: Cost | None = None,
+    balance: str = "ranks",
+) -> PackingPlan:
+    """Deal rollouts to data-parallel ranks and micro-batches, by tokens and by cost. Pure.
+
+    All ranks get the same number of micro-batches: their collectives match. A rank's micro-batches
+    come the most expensive first, so that ranks wait least for each other.
+
+    Args:
+        lengths: tokens of each rollout, in one order on all ranks.
+        ranks: data-parallel ones: those that share a sequence count as one.
+        budget_tokens: of a micro-batch.
+        cost: from lengths to costs; default: `sequence_flops()`, for which the ratio of its two
+            terms matters, not their size.
+        balance: "ranks" gives equal sums to ranks, which suits those that meet once an update; as
+            many micro-batches as the neediest rank has by first fit. "steps" fills the fewest
+            micro-batches of all ranks evenly, and gives those of about one cost to one step, which
+            suits ranks that meet in every micro-batch, as FSDP's do where they reshard.
+
+    Raises:
+        PlanError: no ranks, an unknown balance, a rollout that is empty or above the budget, or
+            costs that are no numbers.
+    """
+    whole = [*lengths, ranks, budget_tokens]
+    if not all(isinstance(n, Integral) for n in whole) or ranks < 1:
+        raise PlanError(
+            f"needs lengths, ranks >= 1 and budget_tokens, all whole numbers; got "
+            f"ranks={ranks!r}, budget_tokens={budget_tokens!r}, lengths={lengths!r:.80}."
+        )
+    if balance not in _BALANCES:
+        raise PlanError(f"balance must be one of {list(_BALANCES)}; got {balance!r}.")
+    sizes = np.array([int(n) for n in lengths], dtype=np.int64)
+    if len(sizes) and not (sizes.min() > 0 and sizes.max() <= budget_tokens):
+        at = int(sizes.argmax()) if sizes.max() > budget_tokens else int(sizes.argmin())
+        raise PlanError(
+            f"rollout {at} has {sizes[at]} tokens; a micro-batch has room for 1 to "
+            f"{budget_tokens}. Raise budget_tokens, or leave the rollout out."
+        )
+    weights = np.asarray((cost or sequence_flops())(sizes), dtype=np.float64)
+    if weights.shape != sizes.shape or not np.isfinite(weights).all() or (weights < 0).any():
+        raise PlanError(
+            f"cost must give a number, 0 or more, for each of {len(sizes)} lengths; got "
+            f"{weights.shape} of which {int(np.isfinite(weights).sum())} are finite."
+        )
+    dealt = _BALANCES[balance](sizes, weights, ranks, budget_tokens)
+    return PackingPlan(
+        lengths=tuple(sizes.tolist()),
+        micro_batches=tuple(tuple(map(tuple, own)) for own in dealt),
+        costs=tuple(tuple(float(weights[part].sum()) for part in own) for own in dealt),
+        lower_bound=lower_bound(weights, ranks),
+        budget_tokens=budget_tokens,
+    )
+
+
+def _by_ranks(
+    sizes: NDArray[np.int64], weights: NDArray[np.float64], ranks: int, budget_tokens: int
+) -> list[list[list[int]]]:
+    shares = [np.array(part, dtype=np.int64) for part in balanced_parts(weights, ranks)]
+    needs = [len(first_fit_decreasing(sizes[own].tolist(), budget_tokens)) for own in shares]
+    dealt = []
+    for own in shares:
+        parts = within_capacity(weights[own], sizes[own], max(needs), budget_tokens)
+        parts.sort(key=lambda part: -weights[own[part]].sum())
+        dealt.append([own[part].tolist() for part in parts])
+    return dealt
+
+
+def _by_steps(
+    sizes: NDArray[np.int64], weights: NDArray[np.float64], ranks: int, budget_tokens: int
+) -> list[list[list[int]]]:
+    steps = -(-len(first_fit_decreasing(sizes.tolist(), budget_tokens)) // ranks)
+    parts = within_capacity(weights, sizes, ranks * steps, budget_tokens)
+    parts.sort(key=lambda part: -weights[part].sum())
+    dealt: list[list[list[int]]] = [[] for _ in range(ranks)]
+    load = np.zeros(ranks)
+    for step in range(0, len(parts), ranks):
+        # The step's heaviest to the rank that has had least.
+        for rank, part in zip(load.argsort(kind="stable"), parts[step:], strict=False):
+            dealt[rank].append(part)
+            load[rank] += weights[part].sum()
+    return dealt
+
+
+_BALANCES = {"ranks": _by_ranks, "steps": _by_steps}
