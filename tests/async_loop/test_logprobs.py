@@ -13,7 +13,7 @@ from primeblocks.errors import RankError, ShapeError, UsageError
 from primeblocks.testing import ranks
 
 TOKENS, WORDS, WIDTH = 11, 23, 5
-TILE = (4, 7)  # Divides neither.
+CHUNKS = {"chunk_tokens": 4, "chunk_words": 7}  # Divide neither.
 OPTIONS = (
     {},
     {"softcap": 1.5, "temperature": 0.7, "bias": True},
@@ -58,7 +58,7 @@ def plain(leaves, ids, options):
 
 def scores(leaves, ids, options, **more):
     bias = {"bias": leaves[2]} if len(leaves) > 2 else {}
-    return token_scores(leaves[0], leaves[1], ids, **bias, **options, tile=TILE, **more)
+    return token_scores(leaves[0], leaves[1], ids, **bias, **options, **CHUNKS, **more)
 
 
 def loss_of(seen, weights, own=slice(None)):
@@ -71,8 +71,7 @@ def chunked(leaves, ids, options, weights, **more):
         *leaves[:2],
         ids,
         loss=lambda seen, own: loss_of(seen, weights, own),
-        chunk_tokens=4,
-        tile=TILE,
+        **CHUNKS,
         **bias,
         **options,
         **more,
@@ -93,7 +92,7 @@ def test_equal_to_the_plain_ones_with_gradients(given):
         torch.testing.assert_close(
             torch.autograd.grad(loss_of(seen, weights), leaves), grads, **close
         )
-    alone = token_logprobs(*leaves[:2], ids, **options, bias=(*leaves, None)[2], tile=TILE)
+    alone = token_logprobs(*leaves[:2], ids, **options, bias=(*leaves, None)[2], **CHUNKS)
     torch.testing.assert_close(alone, expected[0], **close)
     # One output alone has a path of its own.
     for own, seen in ((0, alone), (1, scores(leaves, ids, options)[1])):
@@ -140,11 +139,11 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_no_tensor_holds_more_than_a_few_tiles():
+def test_no_tensor_holds_more_than_a_few_chunks():
     leaves, ids, options, weights = operands()
     with Largest() as seen:
         loss_of(scores(leaves, ids, options), weights).backward()
-    assert seen.most <= max(2 * TILE[0] * TILE[1], WORDS * WIDTH) < TOKENS * WORDS
+    assert seen.most <= max(2 * 4 * 7, WORDS * WIDTH) < TOKENS * WORDS
     with Largest() as seen:
         chunked(leaves, ids, options, weights).backward()
     assert seen.most <= max(4 * WORDS, WORDS * WIDTH) < TOKENS * WORDS

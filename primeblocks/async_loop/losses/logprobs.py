@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from ...errors import ShapeError, UsageError
 from ...groups import check_tensors, facts_of, outside_graphs, settle
-from .logit_tiles import Head, HeadGradients, LogitTiles, Normalised, gradients, normalise
+from .logit_chunks import Head, HeadGradients, LogitChunks, Normalised, gradients, normalise
 
 __all__ = ["TokenScores", "chunked_loss", "token_logprobs", "token_scores"]
 
@@ -45,8 +44,8 @@ def token_scores(
 ) -> TokenScores:
     """Log-probabilities of chosen tokens and entropies, from hidden states and the head.
 
-    Logits are made a tile at a time, and made again in the backward: four matrix products where
-    the plain computation needs three, for the memory of a few tiles. Float32 at least, float64
+    Logits are made a chunk at a time, and made again in the backward: four matrix products where
+    the plain computation needs three, for the memory of a few chunks. Float32 at least, float64
     where `hidden` is. Local, or collective with a `group`, and so is its backward; differentiable
     once, in `hidden`, `weight` and `bias`; deterministic.
 
@@ -60,18 +59,19 @@ def token_scores(
         bias: `[words]`, added to logits.
         softcap: logits become `softcap * tanh(logits / softcap)`, after the bias.
         temperature: logits are divided by it; a number, or `[tokens]` without gradient.
-        head_dtype: operands are cast to it a tile at a time, float32 for a bfloat16 model. It
+        head_dtype: operands are cast to it a chunk at a time, float32 for a bfloat16 model. It
             changes the mismatch with an engine that does not do so, for better where it does.
         group: ranks that share the vocabulary. Each has the same `hidden` and `ids`, and gets the
             same result and the whole gradient of `hidden`: three vectors of tokens travel
             forward, and in the backward `[tokens, hidden]`.
         first_word: the word of the first row of `weight`.
-        tile: tokens and words of a tile.
+        chunk_tokens: rows of a chunk of logits.
+        chunk_words: and its columns.
         check: ranks agree on their arguments first, a small collective that waits for the host.
 
     Raises:
         ShapeError: a shape, dtype or device does not fit.
-        UsageError: a temperature, softcap or tile is not positive.
+        UsageError: a temperature, softcap or chunk is not positive.
         PlanError: no process group, or ranks differ in sizes, dtypes or wanted gradients.
         RankError: another rank refused its arguments.
 
@@ -123,14 +123,10 @@ def _chunked(
     ids: Tensor,
     *,
     loss: Callable[[TokenScores, slice], Tensor],
-    chunk_tokens: int,
     bias: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    if chunk_tokens < 1:
-        raise UsageError(f"chunk_tokens must be at least 1; got {chunk_tokens}.")
     columns, scale, head = _settled(hidden, weight, ids, bias, entropy=True, **options)
-    head = replace(head, tile=(chunk_tokens, head.tile[1]))
 
     def of_chunk(seen: Normalised, tokens: slice) -> Tensor:
         part = loss(TokenScores(seen.logprobs.reshape(ids[tokens].shape), seen.entropy), tokens)
@@ -155,10 +151,11 @@ def _settled(
     head_dtype: torch.dtype | None = None,
     group: dist.ProcessGroup | None = None,
     first_word: int = 0,
-    tile: tuple[int, int] = (2048, 4096),
+    chunk_tokens: int = 2048,
+    chunk_words: int = 4096,
     check: bool = True,
 ) -> tuple[Tensor, Any, Head]:
-    head = Head(first_word, softcap, head_dtype, tile, group, entropy)
+    head = Head(first_word, softcap, head_dtype, (chunk_tokens, chunk_words), group, entropy)
 
     def look() -> dict[str, object]:
         _check(hidden, weight, ids, bias, temperature, head)
@@ -212,8 +209,8 @@ def _check(
         raise UsageError(f"temperature must be above 0; got {temperature!r}.")
     if head.softcap is not None and not head.softcap > 0:
         raise UsageError(f"softcap must be above 0; got {head.softcap!r}.")
-    if min(head.tile) < 1:
-        raise UsageError(f"a tile needs a token and a word; got {head.tile}.")
+    if min(head.chunk) < 1:
+        raise UsageError(f"a chunk needs a token and a word; got {head.chunk}.")
 
 
 class _TokenScores(torch.autograd.Function):
@@ -227,7 +224,7 @@ class _TokenScores(torch.autograd.Function):
         scale: Any,
         head: Head,
     ) -> tuple[Tensor, Tensor]:
-        seen = normalise(LogitTiles(hidden, weight, bias, scale, head), ids)
+        seen = normalise(LogitChunks(hidden, weight, bias, scale, head), ids)
         ctx.save_for_backward(hidden, weight, bias, ids, seen.log_mass, seen.entropy)
         ctx.scale, ctx.head = scale, head
         ctx.set_materialize_grads(False)
@@ -237,11 +234,11 @@ class _TokenScores(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         hidden, weight, bias, ids, log_mass, entropy = ctx.saved_tensors
-        tiles = LogitTiles(hidden, weight, bias, ctx.scale, ctx.head)
+        chunks = LogitChunks(hidden, weight, bias, ctx.scale, ctx.head)
         to = _zeros(hidden, weight, bias, ctx.needs_input_grad)
-        gradients(tiles, ids, Normalised(entropy, entropy, log_mass), *grads, to)
+        gradients(chunks, ids, Normalised(entropy, entropy, log_mass), (grads[0], grads[1]), to)
         if to.hidden is not None:
             ctx.head.reduce(to.hidden)
             to = to._replace(hidden=to.hidden.to(hidden.dtype))
@@ -265,20 +262,24 @@ class _ChunkedLoss(torch.autograd.Function):
         wide = torch.promote_types(head.dtype or hidden.dtype, torch.float32)
         to = _zeros(hidden, weight, bias, needs, wide=wide)
         total = hidden.new_zeros((), dtype=wide)
-        tiles = None
-        for start in range(0, len(hidden), head.tile[0]):
-            own = slice(start, min(start + head.tile[0], len(hidden)))
+        chunks = None
+        for start in range(0, len(hidden), head.chunk[0]):
+            own = slice(start, min(start + head.chunk[0], len(hidden)))
             part = scale[own] if isinstance(scale, Tensor) else scale
-            tiles = LogitTiles(hidden[own], weight, bias, part, head, keep=any(needs), like=tiles)
-            seen = normalise(tiles, ids[own])
+            chunks = LogitChunks(
+                hidden[own], weight, bias, part, head, keep=any(needs), like=chunks
+            )
+            seen = normalise(chunks, ids[own])
             with torch.set_grad_enabled(any(needs)):
-                leaves = [x.detach().requires_grad_(any(needs)) for x in seen[:2]]
-                value = loss(Normalised(*leaves, seen.log_mass), own)
+                leaves = [
+                    x.detach().requires_grad_(any(needs)) for x in (seen.logprobs, seen.entropy)
+                ]
+                value = loss(Normalised(leaves[0], leaves[1], seen.log_mass), own)
             total += value.detach()
             if value.requires_grad:
-                grads = torch.autograd.grad(value, leaves, allow_unused=True)
+                grads: Any = torch.autograd.grad(value, leaves, allow_unused=True)
                 share = to if to.hidden is None else to._replace(hidden=to.hidden[own])
-                gradients(tiles, ids[own], seen, *grads, share)
+                gradients(chunks, ids[own], seen, grads, share)
         if to.hidden is not None:
             head.reduce(to.hidden)
         ctx.save_for_backward(*to)

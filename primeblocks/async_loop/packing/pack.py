@@ -198,9 +198,9 @@ def _attached(
 ) -> Mapping[str, Any]:
     if not rollouts:
         return MappingProxyType({})
-    found = {}
+    found: dict[str, Any] = {}
     for name in names:
-        parts = []
+        parts: list[Any] = []
         for rollout, count in zip(rollouts, rows, strict=True):
             if name not in rollout.attachments:
                 raise UsageError(
@@ -219,10 +219,9 @@ def _attached(
         kinds = {(type(part), part.dtype, tuple(part.shape[1:])) for part in parts}
         if len(kinds) > 1:
             raise ShapeError(f"{name!r} differs between rollouts: {sorted(map(str, kinds))}.")
+        shape = (padding, *parts[0].shape[1:])
         if isinstance(parts[0], torch.Tensor):
-            fill = parts[0].new_zeros(padding, *parts[0].shape[1:])
-            found[name] = torch.cat([*parts, fill])
+            found[name] = torch.cat([*parts, parts[0].new_zeros(shape)])
         else:
-            fill = np.zeros((padding, *parts[0].shape[1:]), parts[0].dtype)
-            found[name] = np.concatenate([*parts, fill])
+            found[name] = np.concatenate([*parts, np.zeros(shape, parts[0].dtype)])
     return MappingProxyType(found)

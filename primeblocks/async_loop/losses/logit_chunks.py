@@ -1,4 +1,4 @@
-"""Tiles of logits: what is summed over them forward, and their gradients, in the memory of one."""
+"""Chunks of logits: sums over them, and their gradients, in the memory of one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Head", "HeadGradients", "LogitTiles", "Normalised", "gradients", "normalise"]
+__all__ = ["Head", "HeadGradients", "LogitChunks", "Normalised", "gradients", "normalise"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Head:
     first_word: int
     softcap: float | None
     dtype: torch.dtype | None
-    tile: tuple[int, int]
+    chunk: tuple[int, int]  # Tokens and words.
     group: dist.ProcessGroup | None
     entropy: bool
 
@@ -30,12 +30,12 @@ class Head:
         return x
 
 
-class LogitTiles:
+class LogitChunks:
     """Logits by runs of words and, within, by runs of tokens.
 
     Args:
-        keep: hold every tile, and give it again the second time that it is asked for.
-        like: tiles of as many tokens or more, whose memory is used again.
+        keep: hold every chunk, and give it again the second time that it is asked for.
+        like: chunks of as many tokens or more, whose memory is used again.
     """
 
     def __init__(
@@ -47,32 +47,35 @@ class LogitTiles:
         head: Head,
         *,
         keep: bool = False,
-        like: LogitTiles | None = None,
+        like: LogitChunks | None = None,
     ) -> None:
         self.hidden, self.weight, self.bias, self.head = hidden, weight, bias, head
         self.dtype = head.dtype or hidden.dtype
         self.wide = torch.promote_types(self.dtype, torch.float32)
         self.scale = scale.to(self.wide)[:, None] if isinstance(scale, Tensor) else scale
         self.keep, self.kept = keep, set[tuple[int, int]]()
-        rows, words = min(head.tile[0], len(hidden)), min(head.tile[1], len(weight))
-        # Fresh pages for each tile would cost a CPU as much as its exponentials.
-        if like is not None:
-            self.room, self.scratch = like.room, like.scratch
-        else:
-            size = len(hidden) * len(weight) if keep else rows * words
-            self.room = hidden.new_empty(size, dtype=self.wide)
-            self.scratch = hidden.new_empty(2, rows * words, dtype=self.wide)
+        rows, words = min(head.chunk[0], len(hidden)), min(head.chunk[1], len(weight))
+        # Fresh pages for each chunk would cost a CPU as much as its exponentials.
+        size = len(hidden) * len(weight) if keep else rows * words
+        self.memory: tuple[Tensor, Tensor] = (
+            (
+                hidden.new_empty(size, dtype=self.wide),
+                hidden.new_empty(2, rows * words, dtype=self.wide),
+            )
+            if like is None
+            else like.memory
+        )
 
     def words(self) -> Iterator[tuple[slice, Tensor]]:
-        for own in _runs(len(self.weight), self.head.tile[1]):
+        for own in _runs(len(self.weight), self.head.chunk[1]):
             yield own, self.weight[own].to(self.dtype)
 
     def tokens(self) -> Iterator[tuple[slice, Tensor]]:
-        for own in _runs(len(self.hidden), self.head.tile[0]):
+        for own in _runs(len(self.hidden), self.head.chunk[0]):
             yield own, self.hidden[own].to(self.dtype)
 
     def other(self, like: Tensor, place: int = 0) -> Tensor:
-        return self.scratch[place, : like.numel()].view(like.shape)
+        return self.memory[1][place, : like.numel()].view(like.shape)
 
     def scale_of(self, tokens: slice) -> Any:
         return self.scale[tokens] if isinstance(self.scale, Tensor) else self.scale
@@ -84,7 +87,7 @@ class LogitTiles:
     def logits(self, tokens: slice, x: Tensor, words: slice, w: Tensor) -> Tensor:
         place = (tokens.start, words.start)
         start = len(self.hidden) * words.start + tokens.start * len(w) if self.keep else 0
-        out = self.room[start : start + len(x) * len(w)].view(len(x), len(w))
+        out = self.memory[0][start : start + len(x) * len(w)].view(len(x), len(w))
         if place in self.kept:
             return out
         if self.keep:
@@ -100,7 +103,7 @@ class LogitTiles:
         return self.scaled(out, tokens)
 
     def place(self, ids: Tensor, words: slice) -> tuple[Tensor, Tensor]:
-        """Columns of a tile, and whether the ids are there."""
+        """Columns of a chunk, and whether the ids are there."""
         place = ids - (self.head.first_word + words.start)
         size = words.stop - words.start
         return place.clamp(0, size - 1), (place >= 0) & (place < size)
@@ -114,25 +117,25 @@ class Normalised(NamedTuple):
     log_mass: Tensor
 
 
-def normalise(tiles: LogitTiles, ids: Tensor) -> Normalised:
+def normalise(chunks: LogitChunks, ids: Tensor) -> Normalised:
     """Collective with a group: two reductions of a few values a token."""
-    head = tiles.head
-    top = tiles.hidden.new_full((len(ids),), -torch.inf, dtype=tiles.wide)
+    head = chunks.head
+    top = chunks.hidden.new_full((len(ids),), -torch.inf, dtype=chunks.wide)
     # Sums over words of exp(z - top) and of exp(z - top) * (z - top).
     mass, moment = torch.zeros_like(top), torch.zeros_like(top)
-    chosen = torch.zeros_like(ids, dtype=tiles.wide)
+    chosen = torch.zeros_like(ids, dtype=chunks.wide)
     found = torch.zeros_like(chosen)
-    for words, w in tiles.words():
-        for tokens, x in tiles.tokens():
-            logits = tiles.logits(tokens, x, words, w)
-            place, here = tiles.place(ids[tokens], words)
+    for words, w in chunks.words():
+        for tokens, x in chunks.tokens():
+            logits = chunks.logits(tokens, x, words, w)
+            place, here = chunks.place(ids[tokens], words)
             chosen[tokens] += torch.where(here, logits.gather(1, place), 0)
             found[tokens] += here
             highest = torch.maximum(top[tokens], logits.amax(1))
             _rescale(top[tokens], mass[tokens], moment[tokens], highest)
-            below = torch.sub(logits, highest[:, None], out=tiles.other(logits))
+            below = torch.sub(logits, highest[:, None], out=chunks.other(logits))
             if head.entropy:
-                exps = torch.exp(below, out=tiles.other(logits, 1))
+                exps = torch.exp(below, out=chunks.other(logits, 1))
                 mass[tokens] += exps.sum(1)
                 moment[tokens] += below.mul_(exps).sum(1)
             else:
@@ -157,24 +160,27 @@ class HeadGradients(NamedTuple):
 
 
 def gradients(
-    tiles: LogitTiles,
+    chunks: LogitChunks,
     ids: Tensor,
     seen: Normalised,
-    of_logprobs: Tensor | None,
-    of_entropy: Tensor | None,
+    of_scores: tuple[Tensor | None, Tensor | None],
     to: HeadGradients,
 ) -> None:
-    """Add the gradients of tokens, from those of their scores. Local: a rank's share."""
-    for words, w in tiles.words():
+    """Add the gradients of tokens, from those of their scores. Local: a rank's share.
+
+    Args:
+        of_scores: of log-probabilities and of entropies.
+    """
+    for words, w in chunks.words():
         # Summed in full precision over tokens, rounded once.
-        rows = _wide(to.weight, words, tiles.wide)
-        column = _wide(to.bias, words, tiles.wide)
-        for tokens, x in tiles.tokens():
-            logits = tiles.logits(tokens, x, words, w)
-            grad = _of_logits(tiles, logits, tokens, words, ids, seen, of_logprobs, of_entropy)
+        rows = _wide(to.weight, words, chunks.wide)
+        column = _wide(to.bias, words, chunks.wide)
+        for tokens, x in chunks.tokens():
+            logits = chunks.logits(tokens, x, words, w)
+            grad = _of_logits(chunks, logits, tokens, words, ids, seen, of_scores)
             if column is not None:
                 column += grad.sum(0)
-            grad = grad.to(tiles.dtype)
+            grad = grad.to(chunks.dtype)
             if to.hidden is not None:
                 _add_product(to.hidden[tokens], grad, w)
             if rows is not None:
@@ -185,23 +191,23 @@ def gradients(
 
 
 def _of_logits(
-    tiles: LogitTiles,
+    chunks: LogitChunks,
     logits: Tensor,
     tokens: slice,
     words: slice,
     ids: Tensor,
     seen: Normalised,
-    of_logprobs: Tensor | None,
-    of_entropy: Tensor | None,
+    of_scores: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:
-    """Gradient of a tile before temperature and softcap, in its memory."""
+    """Gradient of a chunk before temperature and softcap, in its memory."""
+    of_logprobs, of_entropy = of_scores
     slope = None
-    if (softcap := tiles.head.softcap) is not None:
-        slope = 1 - (logits / tiles.scale_of(tokens) / softcap).square()
+    if (softcap := chunks.head.softcap) is not None:
+        slope = 1 - (logits / chunks.scale_of(tokens) / softcap).square()
     logits -= seen.log_mass[tokens, None]
     grad = logits
     if of_entropy is not None:
-        probabilities = torch.exp(logits, out=tiles.other(logits))
+        probabilities = torch.exp(logits, out=chunks.other(logits))
         grad = logits.add_(seen.entropy[tokens, None]).mul_(of_entropy[tokens, None])
         if of_logprobs is not None:
             grad += of_logprobs[tokens].sum(1, keepdim=True)
@@ -209,12 +215,12 @@ def _of_logits(
     elif of_logprobs is not None:
         grad = logits.exp_().mul_(-of_logprobs[tokens].sum(1, keepdim=True))
     if of_logprobs is not None:
-        place, here = tiles.place(ids[tokens], words)
+        place, here = chunks.place(ids[tokens], words)
         added = torch.where(here, of_logprobs[tokens], 0)
         for choice in range(ids.shape[1]):  # One a row at a time: in a fixed order.
             at = place[:, choice, None]
             grad.scatter_(1, at, grad.gather(1, at) + added[:, choice, None])
-    grad = tiles.scaled(grad, tokens)
+    grad = chunks.scaled(grad, tokens)
     return grad if slope is None else grad.mul_(slope)
 
 
