@@ -192,7 +192,10 @@ def _check(
         )
     if ids.dtype not in {torch.int32, torch.int64}:
         raise ShapeError(f"ids must be int64 or int32; got {ids.dtype}.")
-    dtypes = {x.dtype for x in (hidden, weight, *([] if bias is None else [bias]))}
+    operands = [hidden, weight, *([] if bias is None else [bias])]
+    if len(devices := {x.device for x in (*operands, ids)}) > 1:
+        raise ShapeError(f"hidden, weight, bias and ids lie on {len(devices)} devices: {devices}.")
+    dtypes = {x.dtype for x in operands}
     if not all(dtype.is_floating_point for dtype in dtypes):
         raise ShapeError(f"hidden, weight and bias must be floating; got {dtypes}.")
     if len(dtypes) > 1 and head.dtype is None:
