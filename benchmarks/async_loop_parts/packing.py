@@ -25,7 +25,7 @@ from primeblocks.async_loop.packing.partition import first_fit_decreasing
 __all__ = ["draws", "figures"]
 
 BATCHES, LONGEST, RANKS = 1000, 131_072, (8, 32)
-PEER_BATCHES = 200  # verl's takes a tenth of a second each.
+PEER_BATCHES = 100  # Their functions take half a second and more each.
 COST = sequence_flops()
 
 
