@@ -11,8 +11,8 @@ from primeblocks.async_loop import (
     StalenessPolicy,
     cache_salt,
     staleness,
-    versions_from_spans,
 )
+from primeblocks.async_loop.rollout import versions_from_spans
 from primeblocks.errors import ShapeError, UsageError
 
 from .conftest import make_rollout

@@ -1,10 +1,11 @@
 """Losses of reinforcement learning, corrected for tokens of older policies: pure functions.
 
 Every loss is a sum over tokens with counts (`TokenLoss`), takes `weights` of any of `corrections`,
-and is divided once by what all ranks and micro-batches count (`normalisation`).
+and is divided once by what all ranks and micro-batches count (`normalisation`). `logprobs` has what
+losses want without a matrix of logits.
 """
 
-from . import advantages, corrections, distillation, normalisation
+from . import advantages, corrections, distillation, logprobs, normalisation
 from .advantages import group_advantages
 from .kl import kl_loss
 from .policy_gradient import aipo_loss, cispo_loss, grpo_loss, sapo_loss
@@ -26,6 +27,7 @@ __all__ = [
     "grpo_loss",
     "gspo_loss",
     "kl_loss",
+    "logprobs",
     "normalisation",
     "sapo_loss",
 ]

@@ -23,16 +23,14 @@ def off_policy_metrics(
 ) -> dict[str, float]:
     """Measure a batch: effective sample size and KL estimates. Collective with `group`, or local.
 
-    Return it from `train`, as all of the metrics or among them: `Step.postfix` shows them.
+    "ess" is the effective sample size of the unbounded ratios over the number of tokens: 1 on
+    policy, near 0 where a few tokens carry all the weight. With x = log p_trainer - log p_rollout
+    "k1" is the mean of -x, "k2" of x^2 / 2, "k3" of exp(x) - 1 - x, which estimate KL(rollout ||
+    trainer) in nats a token. For no tokens 1 and zeros. Return it from `train`, as all of the
+    metrics or among them: `Step.postfix` shows them.
 
     Args:
         group: ranks that hold parts of the batch; all get the figures of the whole.
-
-    Returns:
-        "ess", the effective sample size of the unbounded ratios over the number of tokens: 1 on
-        policy, near 0 where a few tokens carry all the weight; and, in nats a token with
-        x = log p_trainer - log p_rollout, "k1" = mean of -x, "k2" = mean of x^2 / 2, "k3" = mean of
-        exp(x) - 1 - x: estimates of KL(rollout || trainer). 1 and zeros for no tokens.
 
     Raises:
         ShapeError: the shapes differ, or a dtype is wrong.
