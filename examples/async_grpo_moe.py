@@ -296,7 +296,7 @@ def sample_of(rollout: async_loop.Rollout, advantage: float) -> Sample:
 
 def samples_of(groups) -> list[Sample]:
     rewards = torch.tensor([[rollout.reward for rollout in group.rollouts] for group in groups])
-    advantages = async_loop.losses.group_advantages(rewards.float()).flatten().tolist()
+    advantages = async_loop.losses.advantages.group_advantages(rewards.float()).flatten().tolist()
     rollouts = itertools.chain.from_iterable(group.rollouts for group in groups)
     return [sample_of(r, advantage) for r, advantage in zip(rollouts, advantages, strict=True)]
 

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 
 from primeblocks.async_loop import Group, Rollout, StalenessPolicy, staleness
-from primeblocks.async_loop.losses import aipo_loss, group_advantages
+from primeblocks.async_loop.losses import aipo_loss
+from primeblocks.async_loop.losses.advantages import group_advantages
 from primeblocks.async_loop.shared import SharedRolloutBuffer
 
 WORKERS, STEPS, BATCH, GROUP = 3, 60, 8, 4

@@ -68,9 +68,11 @@ FP8 = {
 }
 LOGPROBS = -torch.ones(2, 3)
 ASYNC_LOOP = {
-    "rewards in a list": lambda: async_loop.losses.group_advantages([[1.0, 0.0]]),
-    "rewards in an array": lambda: async_loop.losses.group_advantages(torch.ones(2, 2).numpy()),
-    "one group's rewards": lambda: async_loop.losses.group_advantages(torch.ones(2)),
+    "rewards in a list": lambda: async_loop.losses.advantages.group_advantages([[1.0, 0.0]]),
+    "rewards in an array": lambda: async_loop.losses.advantages.group_advantages(
+        torch.ones(2, 2).numpy()
+    ),
+    "one group's rewards": lambda: async_loop.losses.advantages.group_advantages(torch.ones(2)),
     "no mask": lambda: async_loop.losses.grpo_loss(LOGPROBS, LOGPROBS, LOGPROBS, mask=None),
     "no mask either": lambda: async_loop.losses.aipo_loss(LOGPROBS, LOGPROBS, LOGPROBS, mask=None),
     "a list of masks": lambda: async_loop.losses.grpo_loss(

@@ -6,7 +6,6 @@ losses want without a matrix of logits.
 """
 
 from . import advantages, corrections, distillation, logprobs, normalisation
-from .advantages import group_advantages
 from .kl import kl_loss
 from .policy_gradient import aipo_loss, cispo_loss, grpo_loss, sapo_loss
 from .sequence_level import gmpo_loss, gspo_loss
@@ -23,7 +22,6 @@ __all__ = [
     "dppo_loss",
     "dro_loss",
     "gmpo_loss",
-    "group_advantages",
     "grpo_loss",
     "gspo_loss",
     "kl_loss",
