@@ -143,12 +143,12 @@ def planned(
 
 def figures() -> dict[str, tuple[float, str, str]]:
     """Return, by figure, (value, unit, peer): four minutes of one core, most of it the grid's."""
-    ratios = []
-    for train_s in (0.5, 2.0, 4.0, 12.0):
-        plan, found = planned(train_s=train_s)
-        ratios.append(plan.async_s / found.step_s)
+    runs = [planned(train_s=train_s) for train_s in (0.5, 2.0, 4.0, 12.0)]
+    reached = min(plan.async_s / found.step_s for plan, found in runs)
+    of_all = min(plan.bound_s / found.step_s for plan, found in runs)
     figures: dict[str, tuple[float, str, str]] = {
-        "async_loop.throughput_over_bound": (min(ratios), "ratio", "plan_split")
+        "async_loop.throughput_over_bound": (reached, "ratio", "plan_split"),
+        "async_loop.throughput_over_bound.fractions_of_gpus": (of_all, "ratio", "T + E over GPUs"),
     }
     sync_s = marin.run(marin.BRANCH[0]).total_s
     for on_stale, name in {"pace": "", "wait": ".wait", "drop": ".drop"}.items():
