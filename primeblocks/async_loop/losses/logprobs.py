@@ -29,9 +29,9 @@ class TokenScores(NamedTuple):
 def token_logprobs(
     hidden: Float[Tensor, "tokens hidden"],
     weight: Float[Tensor, "words hidden"],
-    ids: Int[Tensor, "tokens ..."],
+    ids: Int[Tensor, "tokens *choices"],
     **options: Any,
-) -> Float[Tensor, "tokens ..."]:
+) -> Float[Tensor, "tokens *choices"]:
     """Log-probabilities alone, where the entropy is not needed. As `token_scores`."""
     return _scores(hidden, weight, ids, entropy=False, **options).logprobs
 
@@ -39,7 +39,7 @@ def token_logprobs(
 def token_scores(
     hidden: Float[Tensor, "tokens hidden"],
     weight: Float[Tensor, "words hidden"],
-    ids: Int[Tensor, "tokens ..."],
+    ids: Int[Tensor, "tokens *choices"],
     **options: Any,
 ) -> TokenScores:
     """Log-probabilities of chosen tokens and entropies, from hidden states and the head.
@@ -83,7 +83,7 @@ def token_scores(
 def chunked_loss(
     hidden: Float[Tensor, "tokens hidden"],
     weight: Float[Tensor, "words hidden"],
-    ids: Int[Tensor, "tokens ..."],
+    ids: Int[Tensor, "tokens *choices"],
     *,
     loss: Callable[[TokenScores, slice], Float[Tensor, ""]],
     chunk_tokens: int = 512,
