@@ -1,14 +1,16 @@
 """Reinforcement learning in which generation never waits for training.
 
-Made of rollouts that know the policy version of every token, a buffer with bounded capacity and
-bounded staleness, a loop that generates, trains and publishes at the same time, limits and retries
-for what engines get (`scheduler`), a buffer for several processes of a machine (`shared`),
-`losses` corrected for off-policy tokens, `packing` into balanced micro-batches, and `plan`: which
-GPUs train, how old rollouts will be, and a simulation of the run.
+Made of rollouts that know the policy version of every token, conversations that become such
+rollouts turn by turn, a buffer with bounded capacity and bounded staleness (for several processes
+of a machine: `primeblocks.async_loop.shared`), a loop that generates, trains and publishes at the
+same time, limits and retries for what engines get (`scheduler`), `losses` corrected for off-policy
+tokens, `packing` into balanced micro-batches, and `plan`: which GPUs train, how old rollouts will
+be, and a simulation of the run.
 """
 
-from . import losses, packing, plan, scheduler, shared
+from . import losses, packing, plan, scheduler
 from .buffer import RolloutBuffer
+from .conversation import Conversation
 from .journal import Journal
 from .ledger import Partial
 from .loop import AsyncLoop
@@ -18,6 +20,7 @@ from .step import Step
 
 __all__ = [
     "AsyncLoop",
+    "Conversation",
     "Group",
     "Journal",
     "Partial",
@@ -30,6 +33,5 @@ __all__ = [
     "packing",
     "plan",
     "scheduler",
-    "shared",
     "staleness",
 ]

@@ -13,6 +13,7 @@ import numpy as np
 import xxhash
 
 from ..errors import CorruptionError, UnsupportedError
+from .attachments import Aligned
 from .ledger import Partial
 from .rollout import Group, Rollout
 
@@ -37,6 +38,7 @@ _LENGTH_BYTES = 8
 _SCALARS = frozenset({type(None), bool, int, float, str})
 _NUMBERS = frozenset("biufc")  # dtype.kind: bool, integers, floating, complex
 Buffer = bytes | bytearray
+_SEQUENCES = {"list": list, "tuple": tuple}
 _TRAJECTORIES = {"partial": Partial, "rollout": Rollout}
 
 
@@ -70,7 +72,8 @@ def pack(value: Any, *, name: str) -> bytes:
     """Return one checksummed buffer of a value.
 
     It may be made of None, bool, int, float, str, bytes, numbers and arrays of numpy, lists,
-    tuples, and dicts with str keys. Other buffers (bytearray, memoryview) come back as bytes.
+    tuples, dicts with str keys, and `Aligned` such. Other buffers (bytearray, memoryview) come back
+    as bytes.
 
     Args:
         name: of the value, for messages. Nothing else can be unpacked under it.
@@ -204,11 +207,14 @@ def _lower(value: Any, buffers: list[bytes | memoryview], name: str) -> Any:
         buffers.append(bytes(value))  # Of bytes, the same object.
         return {"bytes": len(buffers[-1])}
     if kind in {list, tuple}:
-        if {*map(type, value)} <= _SCALARS:
-            return {kind.__name__: value}
-        return {kind.__name__: [_lower(x, buffers, f"{name}[{i}]") for i, x in enumerate(value)]}
+        if not {*map(type, value)} <= _SCALARS:
+            value = [_lower(x, buffers, f"{name}[{i}]") for i, x in enumerate(value)]
+        return {kind.__name__: value}
     if kind in {dict, MappingProxyType}:
         return {"dict": _lower_dict(value, buffers, name)}
+    if kind is Aligned:
+        held = _lower(value.value, buffers, name)
+        return {"aligned": [held, value.start, value.stop, value.by_token]}
     return _lower_numbers(value, buffers, name)
 
 
@@ -256,7 +262,7 @@ def _lift(value: Any, read: Callable[[int, type[Buffer]], Buffer]) -> Any:
     if kind == "dict":
         return {key: _lift(each, read) for key, each in held.items()}
     values = [_lift(each, read) for each in held]
-    return tuple(values) if kind == "tuple" else values
+    return Aligned(*values) if kind == "aligned" else _SEQUENCES[kind](values)
 
 
 class _Slices:

@@ -53,9 +53,9 @@ class Job:
     @property
     def oldest_version(self) -> int:
         """The oldest policy that has a part in it, as far as is known."""
-        sampled = [int(p.versions.min()) for p in self.partials.values() if len(p.versions)]
+        begun = [p.oldest_version for p in self.partials.values() if p.sampled.any()]
         ended = [rollout.oldest_version for rollout in self.samples.values()]
-        return min([self.version, *sampled, *ended])
+        return min([self.version, *begun, *ended])
 
 
 class Feeder:

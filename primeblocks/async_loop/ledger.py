@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UsageError, check_version
-from .rollout import Group, Rollout, freeze_trajectory
+from .rollout import UNSAMPLED, Group, Rollout, freeze_trajectory
 
 __all__ = ["MOVES", "Draft", "Ledger", "Partial", "Progress", "PromptState", "Restored", "refuse"]
 
@@ -46,8 +46,8 @@ class Partial:
     Args:
         tokens: ids of the prompt, then of what was sampled; int64.
         prompt_length: how many of them are the prompt. All of them may be.
-        logprobs: the engine's log-probability of each sampled token; float64.
-        versions: the policy version that sampled each of them; int64.
+        logprobs: the engine's log-probability of each completion token; float64.
+        versions: the policy version that sampled each of them, or `UNSAMPLED`; int64.
         loss_mask: which of them are trained on; bool. All, if it is left out.
         attachments: values that travel along unseen, expert routes for instance.
 
@@ -68,8 +68,18 @@ class Partial:
 
     @property
     def completion(self) -> NDArray[np.int64]:
-        """Ids of what was sampled."""
+        """Ids of what was sampled, and of what was said in between."""
         return self.tokens[self.prompt_length :]
+
+    @property
+    def sampled(self) -> NDArray[np.bool_]:
+        """The completion tokens that a policy sampled."""
+        return self.versions != UNSAMPLED
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy that sampled a token of it; of some it must have."""
+        return int(self.versions[self.sampled].min())
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,29 +11,42 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..errors import ShapeError, UsageError, check_version
+from .attachments import check_inside, nbytes_of
 
-__all__ = ["Group", "Rollout", "freeze_trajectory", "versions_from_spans"]
+__all__ = ["UNSAMPLED", "Group", "Rollout", "freeze_trajectory", "versions_from_spans"]
+
+# In the place of a version: a token of the completion that no policy sampled.
+UNSAMPLED = -1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rollout:
     """One completion of one prompt; arrays are read-only copies, or constants as they are.
 
+    A completion of several turns has what was said to the model too, from its first sampled token
+    on: tool results, later questions. `Conversation` makes such rollouts.
+
     Set the reward with `dataclasses.replace(rollout, reward=...)`.
 
     Args:
         tokens: ids of the prompt, then of the completion; int64.
         prompt_length: how many of them are the prompt.
-        logprobs: the engine's log-probability of each completion token; float64.
-        versions: the policy version that sampled each completion token; int64.
+        logprobs: the engine's log-probability of each completion token; float64. 0 for a token
+            that no policy sampled.
+        versions: the policy version that sampled each completion token; int64. `UNSAMPLED`, -1,
+            for a token that none did.
         finish_reason: the engine's word, "stop" or "length" for instance.
         prompt_id: names the prompt; rollouts of one group share it.
-        attachments: values that travel along unseen, expert routes for instance.
-        loss_mask: the completion tokens that count in the loss; default: all of them.
+        reward: what the advantage is made of.
+        rewards: what it is made of itself, by name.
+        attachments: values that travel along unseen, expert routes for instance. One that belongs
+            to some of the tokens says so: `Aligned`, or a tuple of them.
+        loss_mask: the completion tokens that count in the loss; default: all that were sampled.
 
     Raises:
-        ShapeError: lengths do not fit, or the completion is empty.
-        UsageError: a negative id or version, or a log-probability or reward that is not finite.
+        ShapeError: lengths do not fit, no token was sampled, or an attachment lies outside.
+        UsageError: a negative id or version, a log-probability or reward that is not finite, or a
+            token that no policy sampled counts in the loss or has a log-probability.
     """
 
     tokens: NDArray[np.int64]
@@ -43,13 +56,16 @@ class Rollout:
     finish_reason: str
     prompt_id: Hashable = None
     reward: float | None = None
+    rewards: Mapping[str, float] = field(default_factory=dict)
     attachments: Mapping[str, Any] = field(default_factory=dict)
     loss_mask: NDArray[np.bool_] = None  # type: ignore[assignment]  # All of them.
 
     def __post_init__(self) -> None:
         freeze_trajectory(self, least=1)
-        if self.reward is not None and not math.isfinite(self.reward):
-            raise UsageError(f"reward is {self.reward}, which is not finite")
+        object.__setattr__(self, "rewards", MappingProxyType(dict(self.rewards)))
+        for name, reward in {"reward": self.reward, **self.rewards}.items():
+            if reward is not None and not math.isfinite(reward):
+                raise UsageError(f"{name} is {reward}, which is not finite")
 
     @property
     def prompt(self) -> NDArray[np.int64]:
@@ -65,13 +81,17 @@ class Rollout:
     def nbytes(self) -> int:
         """Memory of its arrays and attachments, in bytes; of an attachment that tells none, 64."""
         arrays = (self.tokens, self.logprobs, self.versions, self.loss_mask)
-        held = [*arrays, *self.attachments.values()]
-        return sum(len(x) if isinstance(x, bytes) else getattr(x, "nbytes", 64) for x in held)
+        return sum(array.nbytes for array in arrays) + nbytes_of([*self.attachments.values()])
+
+    @property
+    def sampled(self) -> NDArray[np.bool_]:
+        """The completion tokens that a policy sampled."""
+        return self.versions != UNSAMPLED
 
     @property
     def oldest_version(self) -> int:
         """The oldest policy that sampled a token of it."""
-        return int(self.versions.min())
+        return int(self.versions[self.sampled].min())
 
     @property
     def newest_version(self) -> int:
@@ -159,10 +179,11 @@ def freeze_trajectory(item: Any, *, least: int) -> None:
     put("versions", _frozen(item.versions, np.int64, name="versions"))
     put("attachments", MappingProxyType(dict(item.attachments)))
     length = len(item.tokens) - item.prompt_length
-    mask = np.ones(max(length, 0), np.bool_) if item.loss_mask is None else item.loss_mask
+    sampled = item.versions != UNSAMPLED
+    mask = sampled if item.loss_mask is None else item.loss_mask
     put("loss_mask", _frozen(mask, np.bool_, name="loss_mask"))
-    if item.prompt_length < 1 or length < least:
-        needs = "a prompt and a completion" if least else "a prompt"
+    if item.prompt_length < 1 or length < 0 or sampled.sum() < least:
+        needs = "a prompt and a sampled token" if least else "a prompt"
         raise ShapeError(
             f"a {type(item).__name__.lower()} needs {needs}; got {len(item.tokens)} tokens with "
             f"prompt_length={item.prompt_length}. Leave out rollouts that were aborted empty."
@@ -173,11 +194,17 @@ def freeze_trajectory(item: Any, *, least: int) -> None:
             raise ShapeError(
                 f"{name} needs one entry per completion token, {length}; got {len(values)}"
             )
-    if min(item.tokens.min(), item.versions.min(initial=0)) < 0:
-        raise UsageError("token ids and versions cannot be negative")
+    if item.tokens.min() < 0 or item.versions.min(initial=0) < UNSAMPLED:
+        raise UsageError(f"token ids and versions cannot be negative, but for {UNSAMPLED=}")
+    if (item.loss_mask | (item.logprobs != 0))[~sampled].any():
+        raise UsageError(
+            "a token that no policy sampled counts in the loss, or has a log-probability. Give "
+            "what was said to the model loss_mask=False and logprobs=0."
+        )
     if not np.isfinite(item.logprobs).all():
         where = int(np.flatnonzero(~np.isfinite(item.logprobs))[0])
         raise UsageError(f"logprobs[{where}] is {item.logprobs[where]}, which is not finite")
+    check_inside(item.attachments, len(item.tokens))
 
 
 def _frozen(values: ArrayLike, dtype: type, *, name: str) -> NDArray:

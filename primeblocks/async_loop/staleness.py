@@ -67,8 +67,11 @@ class StalenessPolicy:
         return staleness(item, version=version) <= self.max_off_policy_steps
 
     def fresh(self, rollout: Rollout, *, version: int) -> NDArray[np.bool_]:
-        """`[completion]`: the tokens within the bound, for the policy `version`. Pure."""
-        return version - rollout.versions <= self.max_off_policy_steps
+        """`[completion]`: the tokens within the bound, for the policy `version`. Pure.
+
+        Those that no policy sampled are within any.
+        """
+        return (version - rollout.versions <= self.max_off_policy_steps) | ~rollout.sampled
 
     def trainable(self, group: Group, *, version: int) -> Group | None:
         """Return as much of a group as the policy `version` may train on; None is nothing. Pure."""

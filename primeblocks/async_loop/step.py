@@ -51,11 +51,12 @@ class Step:
 
     @property
     def lags(self) -> Mapping[int, int]:
-        """Completion tokens by how many optimizer steps old they are: a histogram."""
+        """Sampled tokens by how many optimizer steps old they are: a histogram."""
         ages: Counter[int] = Counter()
         for group in self.groups:
             for rollout in group.rollouts:
-                found, counts = np.unique(self.version - 1 - rollout.versions, return_counts=True)
+                sampled = rollout.versions[rollout.sampled]
+                found, counts = np.unique(self.version - 1 - sampled, return_counts=True)
                 ages.update(dict(zip(found.tolist(), counts.tolist(), strict=True)))
         return dict(sorted(ages.items()))
 

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...errors import ShapeError, UsageError
+from ..attachments import Aligned
 from ..rollout import Rollout
 
 __all__ = ["Pack", "pack", "unpack"]
@@ -117,7 +118,7 @@ def pack(
         indices: of those to pack: a micro-batch of a plan. None make a micro-batch of padding,
             so that a rank without work takes part in collectives.
         per_token: names of attachments that have a row for each token, routes for instance;
-            arrays or tensors.
+            arrays, tensors or `Aligned.rows`, in which the last token may have none: 0 then.
         per_completion: names of those that have a row for each sampled token. Attachments not
             named travel whole.
         multiple_of: padded to a multiple of so many tokens, and to one at least.
@@ -168,7 +169,10 @@ def unpack(packed: Pack) -> list[Rollout]:
         rows |= {name: parts[i] for name, parts in sampled.items()}
         kept = whole.pop("attachments")
         # In the order that they had.
-        attachments = {name: rows.get(name, value) for name, value in kept.items()}
+        attachments = {
+            name: _unrows(rows[name], value) if name in rows else value
+            for name, value in kept.items()
+        }
         found.append(
             Rollout(
                 tokens=packed.tokens[own],
@@ -185,8 +189,33 @@ def unpack(packed: Pack) -> list[Rollout]:
 
 def _others(rollout: Rollout, named: set[str]) -> Mapping[str, Any]:
     whole = {x.name: getattr(rollout, x.name) for x in fields(rollout) if x.name not in _PACKED}
-    kept = {name: None if name in named else x for name, x in rollout.attachments.items()}
+    kept = {name: _place(x) if name in named else x for name, x in rollout.attachments.items()}
     return MappingProxyType({**whole, "attachments": kept})
+
+
+def _place(value: Any) -> tuple[int, int] | None:
+    return (value.start, value.stop) if isinstance(value, Aligned) else None
+
+
+def _rows(value: Any, count: int, name: str) -> Any:
+    """Return rows for all tokens. The last may have none: an engine never computed it."""
+    if not isinstance(value, Aligned) or not value.by_token:
+        return value
+    if value.start or value.stop < count - 1:
+        raise ShapeError(
+            f"{name!r} must have rows for {count} tokens, or all but the last; it has those of "
+            f"[{value.start}, {value.stop})."
+        )
+    rows, missing = value.value, count - value.stop
+    if not missing:
+        return rows
+    if isinstance(rows, torch.Tensor):
+        return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))])
+    return np.concatenate([rows, np.zeros((missing, *rows.shape[1:]), rows.dtype)])
+
+
+def _unrows(rows: Any, place: tuple[int, int] | None) -> Any:
+    return rows if place is None else Aligned.rows(rows[slice(*place)], start=place[0])
 
 
 def _joined(parts: Sequence[NDArray], dtype: Any, padding: int = 0) -> NDArray:
@@ -207,7 +236,7 @@ def _attached(
                     f"a rollout of prompt {rollout.prompt_id!r} has no attachment {name!r}; it has "
                     f"{list(rollout.attachments)}."
                 )
-            part = rollout.attachments[name]
+            part = _rows(rollout.attachments[name], count, name)
             if not isinstance(part, np.ndarray | torch.Tensor) or not part.ndim:
                 raise ShapeError(f"{name!r} must be an array or a tensor; got {type(part)}.")
             if len(part) != count:

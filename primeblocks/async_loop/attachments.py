@@ -1,0 +1,143 @@
+"""Values that travel with a rollout's tokens, are cut where tokens are cut, and joined likewise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import ShapeError
+
+__all__ = ["Aligned", "check_inside", "cut_attachments", "join_attachments", "nbytes_of", "whole"]
+
+
+@dataclass(frozen=True, eq=False)
+class Aligned:
+    """A value that belongs to tokens `[start, stop)`, counted from the first of the prompt.
+
+    Args:
+        value: anything. It stays whole, an image for instance: tokens are not cut inside of it.
+        by_token: the value has a row for each of the tokens, routes for instance, and is cut with
+            them: an array of numpy, or a tensor.
+
+    Raises:
+        ShapeError: the range is empty or begins before 0, or rows and tokens differ in number.
+    """
+
+    value: Any
+    start: int
+    stop: int
+    by_token: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop:
+            raise ShapeError(f"a value belongs to some tokens; got [{self.start}, {self.stop})")
+        if self.by_token and len(self.value) != self.stop - self.start:
+            raise ShapeError(
+                f"tokens [{self.start}, {self.stop}) need a row each, {self.stop - self.start}; "
+                f"got {len(self.value)}"
+            )
+
+    @classmethod
+    def rows(cls, value: Any, *, start: int = 0) -> Aligned:
+        """Return an array or a tensor whose rows belong to the tokens from `start` on."""
+        return cls(value, start, start + len(value), by_token=True)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the value, in bytes; of one that tells none, 64."""
+        return nbytes_of([self.value])
+
+    def before(self, stop: int) -> Aligned | None:
+        """Return the part that belongs to tokens before `stop`: a view, all of it, or None."""
+        if self.stop <= stop:
+            return self
+        if not self.by_token or stop <= self.start:
+            return None
+        return Aligned(self.value[: stop - self.start], self.start, stop, by_token=True)
+
+
+def whole(attachments: Mapping[str, Any]) -> Iterable[Aligned]:
+    """Return the values that cannot be cut."""
+    return (
+        each
+        for value in attachments.values()
+        for each in _parts(value)
+        if isinstance(each, Aligned) and not each.by_token
+    )
+
+
+def check_inside(attachments: Mapping[str, Any], length: int) -> None:
+    """Raise ShapeError if a value belongs to tokens from `length` on."""
+    for name, value in attachments.items():
+        for each in _parts(value):
+            if isinstance(each, Aligned) and each.stop > length:
+                raise ShapeError(
+                    f"{name!r} belongs to tokens [{each.start}, {each.stop}) of {length}"
+                )
+
+
+def cut_attachments(attachments: Mapping[str, Any], stop: int) -> dict[str, Any]:
+    """Return what belongs to the tokens before `stop`, and what belongs to none in particular."""
+    kept = {}
+    for name, value in attachments.items():
+        parts = [x.before(stop) if isinstance(x, Aligned) else x for x in _parts(value)]
+        left = tuple(x for x in parts if x is not None)
+        if isinstance(value, tuple) or left:
+            kept[name] = left if isinstance(value, tuple) else left[0]
+    return kept
+
+
+def join_attachments(held: Mapping[str, Any], new: Mapping[str, Any], length: int) -> dict:
+    """Return the attachments of a trajectory of `length` tokens and of what came after it.
+
+    Both count tokens from the first of the prompt. Rows that are held stay, and new ones follow
+    them; whole values make a tuple, to which those of new tokens are added; others replace.
+
+    Raises:
+        ShapeError: new rows leave a gap behind those that are held.
+    """
+    joined = dict(held)
+    for name, value in new.items():
+        if isinstance(value, Aligned) and value.by_token:
+            joined[name] = _follow(held.get(name), value, name)
+        elif parts := [x for x in _parts(value) if isinstance(x, Aligned)]:
+            joined[name] = (*held.get(name, ()), *(x for x in parts if x.start >= length))
+        else:
+            joined[name] = value
+    return joined
+
+
+def nbytes_of(values: Iterable[Any]) -> int:
+    """Return the memory of values, in bytes; of one that tells none, 64."""
+    return sum(
+        len(x)
+        if isinstance(x, bytes)
+        else nbytes_of(x)
+        if isinstance(x, tuple)
+        else getattr(x, "nbytes", 64)
+        for x in values
+    )
+
+
+def _parts(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _follow(held: Aligned | None, new: Aligned, name: str) -> Aligned:
+    if held is None:
+        return new
+    if new.start > held.stop:
+        raise ShapeError(
+            f"{name!r} has rows up to token {held.stop} and from {new.start} on: those of "
+            f"{new.start - held.stop} tokens between are missing. Ask the engine for them."
+        )
+    if new.stop <= held.stop:
+        return held
+    added = new.value[held.stop - new.start :]
+    if isinstance(added, np.ndarray):
+        return Aligned.rows(np.concatenate([held.value, added]), start=held.start)
+    return Aligned.rows(torch.cat([held.value, added]), start=held.start)
