@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from ..errors import ShapeError
 
@@ -140,4 +139,6 @@ def _follow(held: Aligned | None, new: Aligned, name: str) -> Aligned:
     added = new.value[held.stop - new.start :]
     if isinstance(added, np.ndarray):
         return Aligned.rows(np.concatenate([held.value, added]), start=held.start)
+    import torch  # Rollouts of arrays need none.
+
     return Aligned.rows(torch.cat([held.value, added]), start=held.start)
