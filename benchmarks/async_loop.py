@@ -10,15 +10,16 @@ vLLM are a benchmark of their own, `benchmarks.engine.async_runs`.
   loops over the bound of `plan_split`, and predicted over simulated lag.
 - Log-probabilities from hidden states and head beside the plain computation: memory, time.
 - Imbalance of packing over 8 and 32 ranks on 1,000 batches, beside peers' where verl is installed.
+- Bytes of a rollout of 131,072 tokens with routes, beside what prime-rl reported of theirs.
 """
 
 from .harness import main
 
 
 def measure() -> dict[str, tuple[float, str, str]]:
-    from .async_loop_parts import buffer, logprobs, overhead, packing, simulated
+    from .async_loop_parts import buffer, conversation, logprobs, overhead, packing, simulated
 
-    parts = (overhead, buffer, simulated, logprobs, packing)
+    parts = (overhead, buffer, simulated, logprobs, packing, conversation)
     return {name: figure for part in parts for name, figure in part.figures().items()}
 
 

@@ -10,7 +10,15 @@ import numpy as np
 
 from ..errors import ShapeError
 
-__all__ = ["Aligned", "check_inside", "cut_attachments", "join_attachments", "nbytes_of", "whole"]
+__all__ = [
+    "Aligned",
+    "check_inside",
+    "cut_attachments",
+    "join_attachments",
+    "join_rows",
+    "nbytes_of",
+    "whole",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,21 +101,34 @@ def cut_attachments(attachments: Mapping[str, Any], stop: int) -> dict[str, Any]
 def join_attachments(held: Mapping[str, Any], new: Mapping[str, Any], length: int) -> dict:
     """Return the attachments of a trajectory of `length` tokens and of what came after it.
 
-    Both count tokens from the first of the prompt. Rows that are held stay, and new ones follow
-    them; whole values make a tuple, to which those of new tokens are added; others replace.
+    Both count tokens from the first of the prompt. Aligned values make a tuple, to which those of
+    tokens that are new are added: of rows a copy of what is new. Others replace.
 
     Raises:
         ShapeError: new rows leave a gap behind those that are held.
     """
     joined = dict(held)
     for name, value in new.items():
-        if isinstance(value, Aligned) and value.by_token:
-            joined[name] = _follow(held.get(name), value, name)
-        elif parts := [x for x in _parts(value) if isinstance(x, Aligned)]:
-            joined[name] = (*held.get(name, ()), *(x for x in parts if x.start >= length))
-        else:
+        parts = [x for x in _parts(value) if isinstance(x, Aligned)]
+        for each in parts:
+            before = joined.get(name, ())
+            if each.by_token:
+                joined[name] = (*before, *_rest(before, each, name))
+            else:
+                joined[name] = (*before, each) if each.start >= length else before
+        if not parts:
             joined[name] = value
     return joined
+
+
+def join_rows(attachments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return attachments in which rows that were added one after the other are one value."""
+    return {
+        name: _joined(value)
+        if isinstance(value, tuple) and any(getattr(x, "by_token", False) for x in value)
+        else value
+        for name, value in attachments.items()
+    }
 
 
 def nbytes_of(values: Iterable[Any]) -> int:
@@ -126,19 +147,26 @@ def _parts(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def _follow(held: Aligned | None, new: Aligned, name: str) -> Aligned:
-    if held is None:
-        return new
-    if new.start > held.stop:
+def _rest(held: tuple[Aligned, ...], new: Aligned, name: str) -> tuple[Aligned, ...]:
+    """Return a copy of the rows behind those that are held."""
+    stop = held[-1].stop if held else new.start
+    if new.start > stop:
         raise ShapeError(
-            f"{name!r} has rows up to token {held.stop} and from {new.start} on: those of "
-            f"{new.start - held.stop} tokens between are missing. Ask the engine for them."
+            f"{name!r} has rows up to token {stop} and from {new.start} on: those of "
+            f"{new.start - stop} tokens between are missing. Ask the engine for them."
         )
-    if new.stop <= held.stop:
-        return held
-    added = new.value[held.stop - new.start :]
-    if isinstance(added, np.ndarray):
-        return Aligned.rows(np.concatenate([held.value, added]), start=held.start)
+    if new.stop <= stop:
+        return ()
+    rows = new.value[stop - new.start :]
+    return (
+        Aligned.rows(rows.copy() if isinstance(rows, np.ndarray) else rows.clone(), start=stop),
+    )
+
+
+def _joined(parts: tuple[Aligned, ...]) -> Aligned:
+    values = [each.value for each in parts]
+    if isinstance(values[0], np.ndarray):
+        return Aligned.rows(np.concatenate(values), start=parts[0].start)
     import torch  # Rollouts of arrays need none.
 
-    return Aligned.rows(torch.cat([held.value, added]), start=held.start)
+    return Aligned.rows(torch.cat(values), start=parts[0].start)

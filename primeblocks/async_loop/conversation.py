@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..errors import ShapeError, UsageError
-from .attachments import cut_attachments, join_attachments, whole
+from .attachments import cut_attachments, join_attachments, join_rows, whole
 from .rollout import UNSAMPLED, Rollout
 
 __all__ = ["Continuity", "Conversation", "Turn", "cut"]
@@ -162,7 +162,7 @@ class Conversation:
                 prompt_id=prompt_id,
                 reward=reward,
                 rewards=rewards or {},
-                attachments=branch.attachments,
+                attachments=join_rows(branch.attachments),
             )
             for branch in self._branches
         )
