@@ -17,10 +17,11 @@ import sys
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -120,6 +121,24 @@ def losses():
     yield names
     assert names["trainer"].grad[names["mask"]].abs().sum() > 0
     assert names["correction"].tokens == 32 + 20 + 7 + 25
+
+
+@contextmanager
+def conversations():
+    async def generate(prompt):
+        shape = (len(prompt) + 1, 1, 1)
+        return SimpleNamespace(
+            token_ids=[7, 8],
+            logprobs=[-1.0, -2.0],
+            versions=np.array([3, 3]),
+            routed_experts=np.zeros(shape, np.uint8),
+        )
+
+    names = {"first_question": [1, 2], "generate": generate, "tool_result": lambda answer: [5]}
+    yield names
+    assert names["conversation"].counts == {"start": 1, "clean": 2}
+    assert names["rollout"].loss_mask.tolist() == [True, True, False, True, True, False, True, True]
+    assert len(names["rollout"].attachments["routes"].value) == 9
 
 
 @contextmanager
@@ -352,6 +371,7 @@ def assert_served(words):
 PAGES = {
     "README.md": readme,
     "docs/async_loop.md": async_loop,
+    "docs/conversations.md": conversations,
     "docs/dsa.md": sparse_attention,
     "docs/fp8.md": fp8,
     "docs/kvoffload.md": kvoffload,
