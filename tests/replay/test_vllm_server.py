@@ -36,6 +36,7 @@ from primeblocks.testing import tiny_models
 from primeblocks.weightsync.adapters import vllm as into_vllm
 from tests.engine_job import ENVIRONMENT
 from tests.ports import free_port
+from tests.replay.vllm_served import logprobs_of
 
 SHAPE = RouterShape(num_layers=4, moe_layers=(1, 2, 3), num_experts=8, top_k=2)
 START_S = 300.0
@@ -237,6 +238,45 @@ def test_one_server_has_what_all_three_blocks_ask_for(server):
     ask(server, list(range(4, 100)), accept=MEDIA_TYPE)
     metrics = urllib.request.urlopen(f"{server}/metrics", timeout=10).read().decode()
     assert "primeblocks_kvoffload_stores" in metrics
+
+
+@pytest.mark.vllm
+def test_the_openai_client_gets_rollouts(server, model):
+    import openai
+    from transformers import AutoModelForCausalLM
+
+    from primeblocks.async_loop.adapters.openai import generate, served_version
+    from primeblocks.replay.adapters.transformers import routers
+
+    prompt = np.random.default_rng(1).integers(4, 512, 40).tolist()
+
+    async def rollouts() -> Any:
+        async with openai.AsyncOpenAI(base_url=f"{server}/v1", api_key="none") as client:
+            with pytest.raises(UsageError, match="'default'"):
+                await served_version(client)
+            label = {"new_version": "3"}
+            await client.post(f"{server}/update_weight_version", cast_to=str, body=label)
+            asked = {"version": lambda: served_version(client), "timeout_s": 60.0, "n": 2}
+            with pytest.raises(UsageError, match="status 4"):
+                await generate(client, prompt, model=str(model), max_tokens=1000, **asked)
+            return await generate(client, prompt, model=str(model), max_tokens=16, **asked)
+
+    got = asyncio.run(rollouts())
+    trainer = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    assert len({tuple(rollout.completion) for rollout in got}) == 2
+    for rollout in got:
+        assert rollout.prompt.tolist() == prompt
+        assert set(rollout.versions) == {3}
+        routes = routes_from_base64(
+            rollout.attachments["routed_experts"], SHAPE, tokens=len(rollout.tokens)
+        )
+        with record(routers(trainer)) as tape:
+            own = logprobs_of(trainer, rollout.tokens.copy())[len(prompt) - 1 :]
+        assert compare(routes, tape.routes).overall == 1.0
+        # Float32 sums of up to 512 terms, over log-probabilities of about -8.
+        np.testing.assert_allclose(rollout.logprobs, own, atol=8 * 512 * 2**-24)
 
 
 @pytest.mark.vllm

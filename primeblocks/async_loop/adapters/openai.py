@@ -1,0 +1,211 @@
+"""An OpenAI-compatible server as an engine: token ids in; ids, log-probabilities and versions out.
+
+The server takes ids on `/v1/completions` and answers with ids: vLLM (run with 0.32) and newer
+SGLang (never run) do so for `return_token_ids`. Start vLLM with `--logprobs-mode
+processed_logprobs`, or it tells log-probabilities of another distribution than it sampled from,
+and with `--generation-config vllm`, or the checkpoint's own sampling defaults apply.
+"""
+
+import json
+import math
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...errors import (
+    DeadlineError,
+    EngineError,
+    MissingPackageError,
+    UnsupportedError,
+    UsageError,
+    check_version,
+)
+from ..clock import Clock, MonotonicClock, within
+from ..rollout import Rollout
+
+try:
+    from openai import APIConnectionError, APIStatusError, APITimeoutError, AsyncOpenAI
+except ModuleNotFoundError as error:
+    if error.name != "openai":
+        raise
+    raise MissingPackageError("openai", "openai") from error
+
+__all__ = ["Version", "generate", "served_version"]
+
+Version = int | Callable[[], Awaitable[int]]
+
+# vLLM sends it where it has no log-probability, and for minus infinity.
+_NO_LOGPROB = -9999.0
+# Of JSON that is not what was expected.
+_OTHER = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+
+
+async def generate(
+    client: AsyncOpenAI,
+    prompt: Sequence[int],
+    *,
+    model: str,
+    version: Version,
+    max_tokens: int,
+    timeout_s: float,
+    n: int = 1,
+    temperature: float = 1.0,
+    stop_token_ids: Sequence[int] = (),
+    cache_salt: str | None = None,
+    seed: int | None = None,
+    prompt_id: Hashable = None,
+    extra_body: Mapping[str, Any] | None = None,
+    clock: Clock | None = None,
+) -> tuple[Rollout, ...]:
+    """Sample `n` completions of one prompt; one request, and two more if `version` is a function.
+
+    Expert routes become the attachment "routed_experts", as the server sent them: vLLM's text is
+    read by `replay.adapters.vllm.routes_from_base64`.
+
+    Args:
+        client: it may retry as it likes, within `timeout_s`.
+        version: of the weights, if they do not change meanwhile; or a function that asks, before
+            and after, because this protocol does not say which token came from which weights.
+            `served_version` is one, for vLLM.
+        extra_body: further fields of the request, which win over these.
+
+    Raises:
+        DeadlineError: no answer within `timeout_s`.
+        EngineError: the server died or failed; its answer is no such answer, or is of another
+            prompt; the weights changed meanwhile.
+        UnsupportedError: its answers have no token ids, or no log-probabilities.
+        UsageError: the server refused the request.
+    """
+    tokens = [int(token) for token in prompt]
+    body = {
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,  # Each log-probability names the token that it is of.
+        "stop_token_ids": list(stop_token_ids),
+        **({} if cache_salt is None else {"cache_salt": cache_salt}),
+        **(extra_body or {}),
+    }
+
+    async def exchange() -> tuple[int, str, int]:
+        before = await _ask(version)
+        raw = await client.completions.with_raw_response.create(
+            model=model, prompt=tokens, max_tokens=max_tokens, n=n, temperature=temperature,
+            logprobs=0, seed=seed, extra_body=body, timeout=timeout_s,
+        )  # fmt: skip
+        return before, raw.text, await _ask(version)
+
+    what = f"a completion of {len(tokens)} tokens by {client.base_url}"
+    before, text, after = await _typed(exchange(), what, timeout_s, clock)
+    if before != after:
+        raise EngineError(
+            f"the weights went from version {before} to {after} during {what}, and the server does "
+            "not say at which token. Ask again, for fewer tokens, or hold requests during updates."
+        )
+    choices = _choices(text, what, n)
+    return tuple(_rollout(choice, tokens, before, what, prompt_id) for choice in choices)
+
+
+async def served_version(
+    client: AsyncOpenAI, *, timeout_s: float = 10.0, clock: Clock | None = None
+) -> int:
+    """Ask vLLM's server for its weights' version: `/weight_info`, of VLLM_SERVER_DEV_MODE=1.
+
+    Raises:
+        DeadlineError, EngineError: as `generate`.
+        UsageError: the server has no such route, or the label of its weights is no version.
+    """
+    what = f"the version of the weights of {client.base_url}"
+    url = str(client.base_url.join("/weight_info"))
+    asked = client.get(url, cast_to=str, options={"timeout": timeout_s})
+    text = await _typed(asked, what, timeout_s, clock)
+    try:
+        label = json.loads(text)["weight_version"]
+    except _OTHER as error:
+        raise EngineError(f"{what}: the server answered {text[:200]!r}") from error
+    if not isinstance(label, str) or not label.isdecimal():
+        raise UsageError(
+            f"{what} is {label!r}; versions here are integers. Label them when they are updated: "
+            "/update_weight_version with str(version)."
+        )
+    return check_version(int(label))
+
+
+async def _ask(version: Version) -> int:
+    return check_version(await version() if callable(version) else version)
+
+
+async def _typed(
+    awaitable: Awaitable[Any], what: str, timeout_s: float, clock: Clock | None
+) -> Any:
+    clock = MonotonicClock() if clock is None else clock
+    try:
+        return await within(awaitable, timeout_s=timeout_s, clock=clock, what=what)
+    except APITimeoutError as error:
+        raise DeadlineError(f"{what} did not end within {timeout_s:g} s") from error
+    except APIConnectionError as error:
+        cause = error.__cause__ or error
+        raise EngineError(f"{what} failed: {type(cause).__name__}: {cause}") from error
+    except APIStatusError as error:
+        busy = error.status_code >= 500 or error.status_code in (408, 429)
+        kind = EngineError if busy else UsageError
+        raise kind(f"{what} got status {error.status_code}: {error.message[:1000]}") from error
+
+
+def _choices(text: str, what: str, n: int) -> list[dict[str, Any]]:
+    try:
+        choices = json.loads(text)["choices"]
+        choices.sort(key=lambda choice: choice["index"])
+        found = [choice["index"] for choice in choices]
+    except _OTHER as error:
+        raise EngineError(f"{what} got no answer of this protocol: {text[:200]!r}") from error
+    if found != list(range(n)):
+        raise EngineError(f"{what} got choices {found} where {n} were asked for")
+    return choices
+
+
+def _rollout(
+    choice: dict[str, Any], prompt: list[int], version: int, what: str, prompt_id: Hashable
+) -> Rollout:
+    run = choice.get("prompt_token_ids")
+    if run is not None and run != prompt:
+        raise EngineError(f"{what}: the server ran another prompt: {run!r:.200}")
+    ids, logprobs = _sampled(choice, what)
+    routes = choice.get("routed_experts")
+    return Rollout(
+        tokens=np.array(prompt + ids),
+        prompt_length=len(prompt),
+        logprobs=np.array(logprobs, np.float64),
+        versions=np.full(len(ids), version),
+        finish_reason=str(choice.get("finish_reason")),
+        prompt_id=prompt_id,
+        attachments={} if routes is None else {"routed_experts": routes},
+    )
+
+
+def _sampled(choice: dict[str, Any], what: str) -> tuple[list[int], list[float]]:
+    """Token ids and their log-probabilities, of which the server says that they belong together."""
+    ids, told = choice.get("token_ids"), choice.get("logprobs")
+    values, names = (
+        (told.get("token_logprobs"), told.get("tokens")) if isinstance(told, dict) else (None, None)
+    )
+    if ids is None:
+        raise UnsupportedError(
+            f"{what} got no token_ids: the server does not know return_token_ids. Text cannot be "
+            "made into the tokens that were sampled. Use a server that returns them, such as vLLM."
+        )
+    if values is None:
+        raise UnsupportedError(f"{what} got no log-probabilities, though it asked for them.")
+    if not isinstance(ids, list) or not all(
+        type(each) is int and 0 <= each < 2**63 for each in ids
+    ):
+        raise EngineError(f"{what} got token_ids that are none: {ids!r:.200}")
+    if not ids or not isinstance(values, list) or len(values) != len(ids):
+        raise EngineError(f"{what} got {len(ids)} tokens with log-probabilities {values!r:.200}")
+    named = [str(name) for name in names] if isinstance(names, list) else []
+    by_id = any(name.startswith("token_id:") for name in named)
+    if by_id and named != [f"token_id:{token}" for token in ids]:
+        raise EngineError(f"{what} got log-probabilities of {named!r:.200} for {ids!r:.200}")
+    for at, value in enumerate(values):
+        if type(value) not in (int, float) or not _NO_LOGPROB < value < math.inf:
+            raise EngineError(f"{what} got {value!r} as the log-probability of token {at}")
+    return ids, values
