@@ -26,8 +26,11 @@ autodoc_mock_imports = [
     "mooncake",
     "nixl",
     "numba",
+    "openai",
+    "openenv",
     "torchtitan",
     "triton",
+    "verifiers",
     "vllm",
 ]
 # They look at the version, too.

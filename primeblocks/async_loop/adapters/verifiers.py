@@ -1,0 +1,184 @@
+"""Traces of `verifiers` 0.4 as rollouts: any of its environments becomes a source of them.
+
+Only `TrainClientConfig` records token ids and log-probabilities in a trace; it asks
+`/inference/v1/generate` under its `base_url`. A trace does not tell the version of each token.
+Where that matters, record at the endpoint instead: `EvalClientConfig(base_url=...)` sends an
+environment's calls to any OpenAI-compatible server, unchanged.
+
+Take traces from memory or from verifiers' own wire: its JSON records round log-probabilities to
+four digits and leave routes out.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ...errors import MissingPackageError, ShapeError, UnsupportedError, check_version
+from ..attachments import Aligned
+from ..rollout import UNSAMPLED, Rollout
+
+try:
+    from verifiers.v1 import Branch, Episode, MessageNode, Trace
+except ModuleNotFoundError as error:
+    if error.name not in ("verifiers", "verifiers.v1"):
+        raise
+    raise MissingPackageError("verifiers", "verifiers") from error
+
+__all__ = ["episode_rollouts", "trace_rollouts"]
+
+
+def trace_rollouts(
+    trace: Trace,
+    *,
+    version: int | Callable[[MessageNode], ArrayLike],
+    prompt_id: Hashable = None,
+) -> tuple[Rollout, ...]:
+    """Make a rollout of each branch of a trace that adds sampled tokens; local.
+
+    A token that the engine sampled counts in one rollout: another branch that goes through it has
+    it in its prompt. Branches that verifiers does not train on, failed compactions, are left out.
+    The reward is the trace's, None if part of the scoring did not run, and its components are
+    `rewards`.
+
+    Where a branch has them, its expert routes are the attachment "routed_experts", rows
+    `[tokens - 1, layers, top_k]`, and the sets of tokens that sampling kept are "sampling_mask",
+    the ids of all of them, and "sampling_mask_counts", how many of the ids are of each token.
+
+    Args:
+        version: of the policy, if one sampled all of it; or a function that gives, of a message
+            that was sampled, one version, or one for each of its sampled tokens.
+
+    Raises:
+        UnsupportedError: a sampled message has no token ids, or no log-probabilities.
+        ShapeError: its ids, mask, log-probabilities or versions do not fit together.
+        UsageError: a version is no policy version, or a log-probability is not finite.
+    """
+    trained: set[int] = set()
+    rollouts = []
+    for branch in trace.branches:
+        fresh = {id(node) for node in branch.nodes if any(node.mask)} - trained
+        if branch.trainable:
+            _check(trace, branch)
+        if branch.trainable and fresh:
+            # A message that was trained before has only such messages before it.
+            trained |= fresh
+            versions = _versions(branch, fresh, version)
+            rollouts.append(_rollout(trace, branch, versions, prompt_id))
+    return tuple(rollouts)
+
+
+def episode_rollouts(
+    episode: Episode,
+    *,
+    version: int | Callable[[MessageNode], ArrayLike] | None = None,
+) -> tuple[Rollout, ...]:
+    """Make the rollouts of an episode's trainable agents, as `trace_rollouts`; local.
+
+    Their `prompt_id` is the id of the episode's group, or the key of its task.
+
+    Args:
+        version: default: the policy that whoever ran the episode has noted in it.
+
+    Raises:
+        UnsupportedError: no policy is noted, or it changed during the episode; a trace lacks
+            something.
+        ShapeError, UsageError: as `trace_rollouts`.
+    """
+    if version is None:
+        version = _noted_version(episode)
+    prompt_id = episode.task.key if episode.group is None else episode.group.id
+    return tuple(
+        rollout
+        for trace in episode.traces
+        if trace.agent.trainable
+        for rollout in trace_rollouts(trace, version=version, prompt_id=prompt_id)
+    )
+
+
+def _noted_version(episode: Episode) -> int:
+    work = getattr(episode.run, "work", None)
+    policy = None if work is None else work.policy
+    if policy is None:
+        raise UnsupportedError(
+            f"episode {episode.id} notes no policy. Give version=, or record_run() with a "
+            "PolicySpan when it is run."
+        )
+    if policy.drift:
+        raise UnsupportedError(
+            f"the policy went from version {policy.start} to {policy.end} during episode "
+            f"{episode.id}, and a trace does not say at which token. Give version=, a function of "
+            "its messages, or record at the endpoint."
+        )
+    return check_version(policy.start)
+
+
+def _check(trace: Trace, branch: Branch) -> None:
+    for at, node in enumerate(branch.nodes):
+        where = f"message {at} of branch {branch.index} of trace {trace.id}"
+        if node.sampled and not node.token_ids:
+            raise UnsupportedError(
+                f"{where} was sampled, and has no token ids. Run the environment with "
+                "TrainClientConfig, or record at the endpoint."
+            )
+        sampled = sum(node.mask)
+        if sampled and not node.logprobs:
+            raise UnsupportedError(
+                f"{where} has no log-probabilities of its {sampled} sampled tokens"
+            )
+        if len(node.mask) != len(node.token_ids) or len(node.logprobs) != sampled:
+            raise ShapeError(
+                f"{where} has {len(node.token_ids)} tokens, {len(node.mask)} entries of mask, "
+                f"{sampled} sampled tokens and {len(node.logprobs)} log-probabilities"
+            )
+
+
+def _rollout(
+    trace: Trace, branch: Branch, versions: NDArray[np.int64], prompt_id: Hashable
+) -> Rollout:
+    start = int(np.argmax(versions != UNSAMPLED))
+    ended = [call.finish_reason for call in branch.calls if call.finish_reason is not None]
+    return Rollout(
+        tokens=np.array(branch.token_ids, np.int64),
+        prompt_length=start,
+        logprobs=np.array(branch.logprobs[start:]),
+        versions=versions[start:],
+        finish_reason=ended[-1] if ended else "unknown",
+        prompt_id=prompt_id,
+        reward=None if None in trace.rewards.values() else trace.reward,
+        rewards={name: each.value for name, each in trace.rewards.items() if each is not None},
+        attachments=_attachments(branch),
+    )
+
+
+def _versions(
+    branch: Branch, fresh: set[int], version: int | Callable[[MessageNode], ArrayLike]
+) -> NDArray[np.int64]:
+    """A version for each token of the branch that was sampled, and is trained here."""
+    parts = []
+    for node in branch.nodes:
+        part = np.full(len(node.token_ids), UNSAMPLED)
+        if id(node) in fresh:
+            mask = np.array(node.mask)
+            found = np.asarray(version(node) if callable(version) else version)
+            if found.shape not in ((), (mask.sum(),)):
+                raise ShapeError(
+                    f"version gave {found.shape} versions of a message of {mask.sum()} sampled "
+                    "tokens; give one, or one a token."
+                )
+            part[mask] = [check_version(each) for each in np.atleast_1d(found)]
+        parts.append(part)
+    return np.concatenate(parts)
+
+
+def _attachments(branch: Branch) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    routes, kept = branch.routed_experts, branch.sampling_mask
+    if routes is not None:
+        # A forward never followed the last token: verifiers repeats the row before it.
+        found["routed_experts"] = Aligned.rows(routes[:-1])
+    if kept is not None:
+        found["sampling_mask"] = kept.ids
+        found["sampling_mask_counts"] = Aligned.rows(kept.counts)
+    return found
