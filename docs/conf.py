@@ -55,12 +55,12 @@ nitpicky = True
 # that only shorten a signature. The build needs no network, so no inventories are fetched.
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|numpy|np|jaxtyping|hypothesis|st|multiprocessing|dist|nn|re)\..*"),
-    ("py:.*", r"(transformers|torchtitan|vllm)\..*"),
+    ("py:.*", r"(openai|openenv|transformers|torchtitan|verifiers|vllm)\..*"),
     ("py:.*", r"(_?asyncio|collections\.abc|enum|os|pathlib|signals?|threading|types|typing)\..*"),
     ("py:class", r"'.*'|[A-Z]|Tensor|Path"),
     (
         "py:class",
-        r"Encode|Fault|Optimizer|ParamsT|Generate|Ledger|Limit|Load|Make|NamedTensors|Publish|"
+        r"Encode|Fault|Optimizer|ParamsT|Generate|Ledger|Limit|Load|Make|NamedTensors|Publish|StepResult|"
         r"Tensors|Train",
     ),
 ]

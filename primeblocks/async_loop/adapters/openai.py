@@ -31,7 +31,7 @@ except ModuleNotFoundError as error:
         raise
     raise MissingPackageError("openai", "openai") from error
 
-__all__ = ["Version", "generate", "served_version"]
+__all__ = ["generate", "served_version"]
 
 Version = int | Callable[[], Awaitable[int]]
 

@@ -17,11 +17,11 @@ except ModuleNotFoundError as error:
         raise
     raise MissingPackageError("openenv", "openenv") from error
 
-__all__ = ["Generate", "OpenEnvError", "Render", "play_episode"]
+__all__ = ["OpenEnvError", "play_episode"]
 
 T = TypeVar("T")
-Generate = Callable[[list[int]], Awaitable[Rollout]]
-Render = Callable[[Sequence[StepResult | Rollout]], Sequence[int]]
+Sample = Callable[[list[int]], Awaitable[Rollout]]
+Render = Callable[[Sequence["StepResult | Rollout"]], Sequence[int]]
 
 
 class OpenEnvError(PrimeblocksError):
@@ -30,7 +30,7 @@ class OpenEnvError(PrimeblocksError):
 
 async def play_episode(
     env: EnvClient,
-    generate: Generate,
+    generate: Sample,
     *,
     render: Render,
     act: Callable[[Rollout], Any],
@@ -83,7 +83,7 @@ async def play_episode(
 
 async def _play(
     env: EnvClient,
-    generate: Generate,
+    generate: Sample,
     render: Render,
     act: Callable[[Rollout], Any],
     max_turns: int,
