@@ -60,8 +60,8 @@ nitpick_ignore_regex = [
     ("py:class", r"'.*'|[A-Z]|Tensor|Path"),
     (
         "py:class",
-        r"Encode|Fault|Optimizer|ParamsT|Generate|Ledger|Limit|Load|Make|NamedTensors|Publish|StepResult|"
-        r"Tensors|Train",
+        r"Encode|Fault|Optimizer|ParamsT|Generate|Ledger|Limit|Load|Make|NamedTensors|Publish|"
+        r"StepResult|Tensors|Train",
     ),
 ]
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 openai = pytest.importorskip("openai")
 
@@ -144,6 +146,33 @@ def test_any_other_answer_is_a_typed_error(answer, error, match):
     with pytest.raises(PrimeblocksError, match=match) as caught:
         ask(lambda *_: answer)
     assert type(caught.value) is error
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=4,
+)
+PLACES = ["index", "token_ids", "prompt_token_ids", "logprobs", "finish_reason", "routed_experts"]
+
+
+@given(
+    st.sampled_from([(), *((name,) for name in PLACES), ("token_ids", 0)])
+    | st.tuples(st.just("logprobs"), st.sampled_from(["tokens", "token_logprobs"]))
+    | st.tuples(st.just("logprobs"), st.sampled_from(["tokens", "token_logprobs"]), st.just(1)),
+    ANYTHING,
+)
+def test_anything_in_the_place_of_a_part_is_an_answer_or_a_typed_error(place, value):
+    answer: Any = {"choices": [choice()]}
+    held, key = answer["choices"], 0
+    for name in place:
+        held, key = held[key], name
+    held[key] = value
+    try:
+        (rollout,) = ask(lambda *_: answer)
+    except PrimeblocksError:
+        return
+    assert rollout.tokens.tolist() == PROMPT + answer["choices"][0]["token_ids"]
 
 
 def test_log_probabilities_without_ids_are_taken_by_their_place():

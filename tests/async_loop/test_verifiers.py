@@ -2,7 +2,7 @@
 
 import asyncio
 import base64
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -210,46 +210,43 @@ class Engine:
         return self.routes.setdefault(tokens, drawn)
 
 
-@pytest.fixture
-def episode(monkeypatch, tokenizer) -> Iterator[tuple[Any, Engine]]:
-    """One episode of the environment in verifiers_guesses.py, and the engine that played it."""
+def play(monkeypatch: pytest.MonkeyPatch, answer: Callable[[Any], Any], **client: Any) -> Any:
+    """One episode of the environment in verifiers_guesses.py, on an endpoint that answers so."""
     from aiohttp import web
 
     monkeypatch.syspath_prepend(Path(__file__).parent)
-    engine = Engine()
 
-    async def generate(request: web.Request) -> web.Response:
-        return web.json_response(engine.answer(await request.json()))
+    async def serve(request: web.Request) -> web.Response:
+        return web.json_response(answer(await request.json()))
 
     async def run() -> Any:
         app = web.Application()
-        app.router.add_post("/inference/v1/generate", generate)
+        app.router.add_post("/{path:inference/v1/generate|v1/chat/completions}", serve)
         runner = web.AppRunner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        port = runner.addresses[0][1]
-        client = vf.TrainClientConfig(
-            base_url=f"http://127.0.0.1:{port}/v1",
-            api_key_var="NONE",
-            renderer={"name": "qwen3"},
-            renderer_model_name=str(tokenizer),
-        )
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
         agent = {"harness": {"id": "verifiers_guesses"}, "runtime": {"type": "subprocess"}}
         config = {"taskset": {"id": "verifiers_guesses"}, "agent": agent}
         env = vf.SingleAgentEnv(vf.SingleAgentEnvConfig.model_validate(config))
+        kind = vf.TrainClientConfig if client else vf.EvalClientConfig
+        context = vf.ModelContext("m", kind(base_url=url, api_key_var="NONE", **client))
         try:
             async with env.serving():
                 (slot,) = env.slots(next(iter(env.taskset)))
-                return await env.run_slot(slot, vf.ModelContext(model="m", client=client))
+                return await env.run_slot(slot, context)
         finally:
             await runner.cleanup()
 
-    return asyncio.run(run()), engine
-
-
-def test_an_environment_runs_unchanged(episode):
-    episode, engine = episode
+    episode = asyncio.run(run())
     assert episode.ok, episode.traces[0].errors
+    return episode
+
+
+def test_an_environment_runs_unchanged(monkeypatch, tokenizer):
+    engine = Engine()
+    render = {"renderer": {"name": "qwen3"}, "renderer_model_name": str(tokenizer)}
+    episode = play(monkeypatch, engine.answer, **render)
     rollouts = episode_rollouts(episode, version=engine.sampler.version_of)
     assert len(rollouts) == 3  # One without the system prompt, one that asks again.
     assert trained(rollouts) == engine.sampler.said
@@ -261,3 +258,19 @@ def test_an_environment_runs_unchanged(episode):
         np.testing.assert_array_equal(routes.value, seen)
         assert counts.value[each.prompt_length :].tolist() == (2 * each.sampled).tolist()
         assert set(ids[1::2]) == {0}
+
+
+def test_an_endpoint_of_chats_is_asked_unchanged_and_leaves_no_ids(monkeypatch):
+    asked = []
+
+    def answer(body: Any) -> Any:
+        asked.append([message["role"] for message in body["messages"]])
+        message = {"role": "assistant", "content": f"answer {len(asked)}"}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        head = {"id": "c", "object": "chat.completion", "created": 0, "model": "m"}
+        return head | {"choices": [choice]}
+
+    episode = play(monkeypatch, answer)
+    assert [len(roles) for roles in asked] == [2, 4, 5, 6, 2]
+    with pytest.raises(UnsupportedError, match="no token ids.*TrainClientConfig"):
+        episode_rollouts(episode, version=0)

@@ -1,9 +1,10 @@
 """Traces of `verifiers` 0.4 as rollouts: any of its environments becomes a source of them.
 
-Only `TrainClientConfig` records token ids and log-probabilities in a trace; it asks
-`/inference/v1/generate` under its `base_url`. A trace does not tell the version of each token.
-Where that matters, record at the endpoint instead: `EvalClientConfig(base_url=...)` sends an
-environment's calls to any OpenAI-compatible server, unchanged.
+Only `TrainClientConfig` records token ids and log-probabilities in a trace. It asks
+`/inference/v1/generate` under its `base_url`, in a form that vLLM 0.32 does not answer: its
+`renderers` 0.1.12 wants `"token": "token_id:5"` where vLLM says `"token_id": 5`, and refuses.
+`EvalClientConfig` sends an environment's chats, unchanged, to any OpenAI-compatible server, and
+leaves no ids; what it asks can be recorded there, versions included, which no trace has.
 
 Take traces from memory or from verifiers' own wire: its JSON records round log-probabilities to
 four digits and leave routes out.
@@ -76,7 +77,8 @@ def episode_rollouts(
 ) -> tuple[Rollout, ...]:
     """Make the rollouts of an episode's trainable agents, as `trace_rollouts`; local.
 
-    Their `prompt_id` is the id of the episode's group, or the key of its task.
+    Their `prompt_id` is the id of the episode's group, or the key of its task. Those of failed
+    traces are among them: look at `episode.ok` first.
 
     Args:
         version: default: the policy that whoever ran the episode has noted in it.
