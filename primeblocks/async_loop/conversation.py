@@ -79,7 +79,7 @@ class Conversation:
         self.turns: list[Turn] = []
 
     @property
-    def counts(self) -> Counter[Continuity]:
+    def counts(self) -> Mapping[Continuity, int]:
         """Turns that began, went on cleanly, were realigned or forked."""
         return Counter(turn.continuity for turn in self.turns)
 

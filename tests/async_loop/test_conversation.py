@@ -94,7 +94,7 @@ def test_trained_tokens_are_those_that_the_engine_sampled_there(turns, most):
     dropped = sum(turn.dropped for turn in conversation.turns)
     assert engine.check(conversation.rollouts()) == len(engine.seen) - dropped
     assert dropped == 0 or most
-    assert conversation.counts.total() == len(turns)
+    assert sum(conversation.counts.values()) == len(turns)
 
 
 def test_each_prompt_is_told_how_it_goes_on():
