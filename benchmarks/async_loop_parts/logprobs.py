@@ -21,7 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.harness import compare
 from primeblocks.async_loop.losses.logprobs import chunked_loss, token_logprobs, token_scores
 
-__all__ = ["figures"]
+__all__ = [
+    "Candidate", "figures", "operands", "our_logprobs", "our_loss", "our_scores", "peak",
+    "plain_logprobs", "plain_scores",
+]  # fmt: skip
 
 WORDS, WIDTH = 151_936, 1024
 COUNTED_TOKENS, TIMED_TOKENS = 8192, 256
@@ -30,26 +33,39 @@ Grads = tuple[Tensor, ...]
 Candidate = Callable[[Sequence[Tensor]], Grads]
 
 
-def operands(tokens: int, words: int = WORDS, width: int = WIDTH) -> list[Tensor]:
-    """Hidden states, head, ids, weights of log-probabilities."""
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(tokens, width, generator=generator)
-    weight = torch.randn(words, width, generator=generator).mul_(0.05)
-    ids = torch.randint(words, (tokens,), generator=generator)
-    weights = torch.randn(tokens, generator=generator)
+def operands(
+    tokens: int,
+    words: int = WORDS,
+    width: int = WIDTH,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> list[Tensor]:
+    """Hidden states, head, ids, weights of log-probabilities; logits deviate by 1.6."""
+    generator = torch.Generator(device).manual_seed(0)
+    how: Any = {"generator": generator, "device": device}
+    hidden = torch.randn(tokens, width, dtype=dtype, **how)
+    weight = torch.randn(words, width, dtype=dtype, **how).mul_(1.6 / width**0.5)
+    ids = torch.randint(words, (tokens,), **how)
+    weights = torch.randn(tokens, **how)
     return [hidden.requires_grad_(), weight.requires_grad_(), ids, weights]
+
+
+def _every(hidden: Tensor, weight: Tensor) -> Tensor:
+    logits = hidden @ weight.T
+    return torch.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
 def plain_logprobs(given: Sequence[Tensor]) -> Grads:
     hidden, weight, ids, weights = given
-    every = torch.log_softmax(hidden @ weight.T, -1)
+    every = _every(hidden, weight)
     loss = (every.gather(1, ids[:, None])[:, 0] * weights).sum()
     return torch.autograd.grad(loss, (hidden, weight))
 
 
 def plain_scores(given: Sequence[Tensor]) -> Grads:
     hidden, weight, ids, weights = given
-    every = torch.log_softmax(hidden @ weight.T, -1)
+    every = _every(hidden, weight)
     entropy = -(every.exp() * every).sum(-1)
     loss = (every.gather(1, ids[:, None])[:, 0] * weights).sum() - 0.1 * entropy.sum()
     return torch.autograd.grad(loss, (hidden, weight))

@@ -13,10 +13,10 @@ PYTHONPATH=. "$python" -m pytest tests -m gpu -o addopts="--import-mode=importli
 mkdir -p "$out"
 for benchmark in benchmarks/*.py; do
   name=$(basename "$benchmark" .py)
-  # parallel, weightsync and kvoffload compare with peers that such a machine lacks; fp8 and dsa are
-  # for a CPU.
+  # parallel, weightsync and kvoffload compare with peers that such a machine lacks; fp8, dsa and
+  # async_loop are for a CPU.
   case $name in
-    __init__ | harness | peers | parallel | weightsync | kvoffload | fp8 | dsa) continue ;;
+    __init__ | harness | peers | parallel | weightsync | kvoffload | fp8 | dsa | async_loop) continue ;;
   esac
   "$python" -m "benchmarks.$name" --json "$out/$name.gpu.json"
 done
@@ -24,3 +24,4 @@ done
 "$python" -m benchmarks.fp8_parts.gpu --json "$out/fp8.gpu.json"
 "$python" -m benchmarks.dsa_parts.gpu --json "$out/dsa.gpu.json"
 "$python" -m benchmarks.dsa_parts.gpu_peer --json "$out/dsa_attn_gym.gpu.json"
+"$python" -m benchmarks.async_loop_parts.logprobs_gpu --json "$out/async_loop.gpu.json"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +11,17 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...errors import ShapeError, UsageError
-from ...groups import check_tensors, facts_of, outside_graphs, settle
-from .logit_chunks import Head, HeadGradients, LogitChunks, Normalised, gradients, normalise
+from ...errors import ShapeError
+from ...groups import facts_of, outside_graphs, settle
+from .logit_chunks import (
+    Head,
+    HeadGradients,
+    LogitChunks,
+    Normalised,
+    check_operands,
+    gradients,
+    normalise,
+)
 
 __all__ = ["TokenScores", "chunked_loss", "token_logprobs", "token_scores"]
 
@@ -158,7 +165,7 @@ def _settled(
     head = Head(first_word, softcap, head_dtype, (chunk_tokens, chunk_words), group, entropy)
 
     def look() -> dict[str, object]:
-        _check(hidden, weight, ids, bias, temperature, head)
+        check_operands(hidden, weight, ids, bias, temperature, head)
         facts = {**facts_of("hidden", hidden), "tokens": len(hidden), "ids": list(ids.shape)}
         return {**facts, "head_dtype": head_dtype, "softcap": softcap, "entropy": entropy}
 
@@ -166,54 +173,10 @@ def _settled(
         look()
     else:
         settle("token_scores", look, hidden, group=group, check=check)
-    return ids if ids.ndim == 2 else ids[:, None], 1 / temperature, head
-
-
-def _check(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    bias: Tensor | None,
-    temperature: float | Tensor,
-    head: Head,
-) -> None:
-    check_tensors(hidden=hidden, weight=weight, ids=ids)
-    if hasattr(weight, "device_mesh"):
-        raise ShapeError(
-            "weight is a DTensor. Pass weight.full_tensor(), or weight.to_local() with the group "
-            "that shares the vocabulary and first_word."
-        )
-    shapes = f"hidden {list(hidden.shape)}, weight {list(weight.shape)}, ids {list(ids.shape)}"
-    fits = hidden.ndim == weight.ndim == 2 and hidden.shape[1] == weight.shape[1]
-    if not fits or ids.ndim not in {1, 2} or len(ids) != len(hidden):
-        raise ShapeError(
-            f"needs hidden [tokens, hidden], weight [words, hidden] and ids [tokens] or [tokens, "
-            f"choices]; got {shapes}. A batch: hidden.flatten(0, 1)."
-        )
-    if ids.dtype not in {torch.int32, torch.int64}:
-        raise ShapeError(f"ids must be int64 or int32; got {ids.dtype}.")
-    operands = [hidden, weight, *([] if bias is None else [bias])]
-    if len(devices := {x.device for x in (*operands, ids)}) > 1:
-        raise ShapeError(f"hidden, weight, bias and ids lie on {len(devices)} devices: {devices}.")
-    dtypes = {x.dtype for x in operands}
-    if not all(dtype.is_floating_point for dtype in dtypes):
-        raise ShapeError(f"hidden, weight and bias must be floating; got {dtypes}.")
-    if len(dtypes) > 1 and head.dtype is None:
-        raise ShapeError(f"hidden, weight and bias differ in dtype: {dtypes}. Pass a head_dtype.")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ShapeError(f"bias must be [{len(weight)}], one a row; got {list(bias.shape)}.")
-    if isinstance(temperature, Tensor):
-        if temperature.shape != hidden.shape[:1] or temperature.requires_grad:
-            raise ShapeError(
-                f"temperature must be a number, or [{len(hidden)}] without gradient; got "
-                f"{list(temperature.shape)}, requires_grad={temperature.requires_grad}."
-            )
-    elif not (isinstance(temperature, Real) and temperature > 0):
-        raise UsageError(f"temperature must be above 0; got {temperature!r}.")
-    if head.softcap is not None and not head.softcap > 0:
-        raise UsageError(f"softcap must be above 0; got {head.softcap!r}.")
-    if min(head.chunk) < 1:
-        raise UsageError(f"a chunk needs a token and a word; got {head.chunk}.")
+    scale: Any = temperature
+    if isinstance(temperature, Tensor):  # Its reciprocal is not rounded to its own dtype.
+        scale = temperature.to(torch.promote_types(head_dtype or hidden.dtype, torch.float32))
+    return ids if ids.ndim == 2 else ids[:, None], 1 / scale, head
 
 
 class _TokenScores(torch.autograd.Function):
