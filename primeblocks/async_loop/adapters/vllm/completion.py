@@ -60,13 +60,36 @@ class Completion:
         )
 
 
-def completion_of(prompt: tuple[int, ...], output: Any, *, num_cached_tokens: int) -> Completion:
+def completion_of(
+    prompt: tuple[int, ...], output: Any, *, num_cached_tokens: int, version: int | None = None
+) -> Completion:
     """Read one of vLLM's outputs. Local.
+
+    Args:
+        version: of the adapter that sampled it; None takes the engine's labels, of the base.
 
     Raises:
         EngineError: its weights have a label that is no version.
     """
     tokens = tuple(output.token_ids)
+    if version is None:
+        versions = _base_versions(output, length=len(tokens))
+    else:
+        versions = np.full(len(tokens), version)
+    return Completion(
+        prompt=prompt,
+        token_ids=tokens,
+        logprobs=tuple(
+            at[token].logprob for at, token in zip(output.logprobs, tokens, strict=True)
+        ),
+        versions=versions,
+        finish_reason=str(output.finish_reason),
+        routed_experts=output.routed_experts,
+        num_cached_tokens=num_cached_tokens,
+    )
+
+
+def _base_versions(output: Any, *, length: int) -> NDArray[np.int64]:
     spans = []
     for span in output.weight_versions or ():
         if not span.version.isdecimal() or int(span.version) >= 1 << 63:
@@ -75,14 +98,4 @@ def completion_of(prompt: tuple[int, ...], output: Any, *, num_cached_tokens: in
                 "Label them with update_weight_version(str(version))."
             )
         spans.append((int(span.version), span.start, span.end))
-    return Completion(
-        prompt=prompt,
-        token_ids=tokens,
-        logprobs=tuple(
-            at[token].logprob for at, token in zip(output.logprobs, tokens, strict=True)
-        ),
-        versions=versions_from_spans(spans, length=len(tokens)),
-        finish_reason=str(output.finish_reason),
-        routed_experts=output.routed_experts,
-        num_cached_tokens=num_cached_tokens,
-    )
+    return versions_from_spans(spans, length=length)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import vllm
 from vllm.exceptions import VLLMClientError
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -158,6 +159,8 @@ class VllmEngine:
         request_id: str | None = None,
         extra_args: Mapping[str, Any] | None = None,
         routed_experts_prompt_start: int = 0,
+        lora_request: LoRARequest | None = None,
+        adapter_version: int | None = None,
     ) -> tuple[Completion, ...]:
         """Sample `n` completions of one prompt.
 
@@ -168,12 +171,17 @@ class VllmEngine:
                 per policy version.
             extra_args: vLLM's own field for connectors and plug-ins.
             routed_experts_prompt_start: rows of earlier prompt tokens are not returned.
+            lora_request: a LoRA adapter, which samples all of every completion.
+            adapter_version: that adapter's policy version; tokens are labelled with it, since
+                vLLM's own labels are of the base weights.
 
         Raises:
             DeadlineError: no answer within `timeout_s`; a hung engine looks like this.
             EngineError: the engine died, before or during the request.
-            UsageError: the request does not fit the engine.
+            UsageError: the request does not fit the engine, the engine does not hold the adapter,
+                or the adapter has no version of its own.
         """
+        version = _check_adapter(lora_request, adapter_version)
         params = SamplingParams(
             n=n,
             max_tokens=max_tokens,
@@ -191,10 +199,13 @@ class VllmEngine:
         if cache_salt is not None:
             inputs["cache_salt"] = cache_salt
         name = f"primeblocks-{next(self._ids)}" if request_id is None else request_id
-        output = await self.call(self._last_output(inputs, params, name), timeout_s=timeout_s)
+        asked = self._last_output(inputs, params, name, lora_request)
+        output = await self.call(asked, timeout_s=timeout_s)
         outputs = sorted(output.outputs, key=lambda one: one.index)
         cached = output.num_cached_tokens or 0
-        return tuple(completion_of(tokens, one, num_cached_tokens=cached) for one in outputs)
+        return tuple(
+            completion_of(tokens, one, num_cached_tokens=cached, version=version) for one in outputs
+        )
 
     async def call(self, awaitable: Awaitable[T], *, timeout_s: float) -> T:
         """Await one of `llm`'s coroutines with a deadline; ends at once if the engine dies.
@@ -246,8 +257,11 @@ class VllmEngine:
         self.llm.shutdown = lambda timeout=None: None  # type: ignore[method-assign]
         kill(self._processes)
 
-    async def _last_output(self, inputs: Any, params: SamplingParams, request_id: str) -> Any:
-        async with contextlib.aclosing(self.llm.generate(inputs, params, request_id)) as outputs:
+    async def _last_output(
+        self, inputs: Any, params: SamplingParams, request_id: str, lora: LoRARequest | None
+    ) -> Any:
+        generated = self.llm.generate(inputs, params, request_id, lora_request=lora)
+        async with contextlib.aclosing(generated) as outputs:
             answers = [output async for output in outputs]
         return answers[-1]
 
@@ -263,6 +277,20 @@ class VllmEngine:
     def _end(self, error: BaseException) -> None:
         if not self._gone.done():
             self._gone.set_result(error)
+
+
+def _check_adapter(lora: LoRARequest | None, version: int | None) -> int | None:
+    if (lora is None) != (version is None):
+        raise UsageError(
+            f"lora_request and adapter_version go together; got {lora!r} and {version!r}: vLLM "
+            "labels tokens with the version of the base weights alone."
+        )
+    if lora is not None and lora.load_inplace:
+        raise UsageError(
+            f"{lora.lora_name!r} has load_inplace, which gives requests in flight other weights "
+            "without a word. Load each version of an adapter under a name and id of its own."
+        )
+    return None if version is None else check_version(version)
 
 
 def _is_path(model: str) -> bool:
