@@ -10,7 +10,7 @@ bound on staleness, optimizer, versions. Each version of an adapter is loaded in
 the older ones, under its own name ("up@7"), while requests of both tenants go on; a request keeps
 the adapter that it began with, so all of its tokens are of one version. With `--fault` the tenant
 "down" fails for good at one step: "up" goes on to its end, then "down" is repaired and goes on
-from the version that it had.
+from the newest version that the engine has.
 
 Everything an experiment would change is a constant below. The trainer computes on the CPU.
 """
@@ -18,6 +18,7 @@ Everything an experiment would change is a constant below. The trainer computes 
 import argparse
 import asyncio
 import contextlib
+import copy
 import itertools
 import json
 import os
@@ -28,7 +29,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,11 @@ import peft
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from transformers.utils.logging import disable_progress_bar
 
 from primeblocks import async_loop, weightsync
 from primeblocks.async_loop.adapters.vllm import VllmEngine, base_engine_args
+from primeblocks.errors import ClosedError
 from primeblocks.testing import tiny_models
 from primeblocks.weightsync.adapters.vllm import lora
 from primeblocks.weightsync.engines import AdapterSpec, adapter_parameters
@@ -108,7 +111,8 @@ class Trainer:
     @contextlib.contextmanager
     def adapted(self, name: str) -> Iterator[nn.Module]:
         """The model with one adapter active, which alone gets gradients."""
-        with self._turn:  # The active adapter is a state of the modules.
+        # The active adapter is a state of the modules. A tenant that hangs here holds up the rest.
+        with self._turn:
             self.model.set_adapter(name)
             yield self.model
 
@@ -171,12 +175,18 @@ class Tenant:
             f"two-adapters-{os.getpid()}-{name}", owner=True
         )
         self.publisher = weightsync.Publisher(self.plan, self.tensors, self.transport)
-        self.version = 0  # the trainer's
         self.served: dict[int, Any] = {}  # vLLM's request for each version that the engine holds
         self.in_flight: Counter[int] = Counter()  # requests by version
+        self.saved: dict[int, tuple] = {}  # weights and moments by version; all, for the audit
+        self.publishing: asyncio.Task[None] | None = None
+        self.runs = 0
         self.history: list[async_loop.Step] = []
         self.update_s: list[float] = []
-        self.snapshots: dict[int, dict[str, Tensor]] = {}  # for the audit at the end
+
+    @property
+    def version(self) -> int:
+        """The newest in the engine."""
+        return max(self.served)
 
     async def attach(self) -> None:
         """Tell the engine where versions of this adapter will come from, and give it the first."""
@@ -194,11 +204,14 @@ class Tenant:
 
     async def run(self, steps: int) -> None:
         """Train until version `steps`; raises what ends the loop before."""
+        if self.publishing is not None:
+            await asyncio.wait({self.publishing})
+        await asyncio.to_thread(self.restore)
         chance = random.Random(f"{self.name} {self.version}")
         loop = async_loop.AsyncLoop(
             prompts=([BOS, letter(chance.randrange(LETTERS))] for _ in itertools.count()),
             generate=self.generate,
-            train=self.train,
+            train=partial(self.train, self.runs),
             publish=self.publish,
             buffer=async_loop.RolloutBuffer(
                 capacity=(MAX_OFF_POLICY_STEPS + 1) * PROMPTS,
@@ -217,11 +230,22 @@ class Tenant:
         async with loop:
             async for step in loop.steps(steps - self.version):
                 self.history.append(step)
-                self.version = step.version
+
+    def restore(self) -> None:
+        """Go back to the newest version in the engine.
+
+        Python cannot end a thread: a step of a run that failed may have ended since, and is undone
+        here, or wait for its turn still, and finds that its run is over.
+        """
+        weights, moments = copy.deepcopy(self.saved[self.version])
+        with self.trainer.adapted(self.name):
+            self.runs += 1
+            self.load(weights)
+            self.optimizer.load_state_dict(moments)
 
     async def generate(self, prompt: list[int], *, version: int) -> list[async_loop.Rollout]:
         """A group from the newest version in the engine; the loop's own is that one or older."""
-        newest = max(self.served)
+        newest = self.version
         if self.fault == "generate" and newest >= FAULT_AT:
             raise ConnectionError(f"the judge of {self.name!r} does not answer")
         self.in_flight[newest] += 1
@@ -246,7 +270,7 @@ class Tenant:
             **options,
         )
 
-    def train(self, groups: Sequence[async_loop.Group], *, version: int) -> float:
+    def train(self, run: int, groups: Sequence[async_loop.Group], *, version: int) -> float:
         """One step of GRPO on this tenant's adapter; returns the mean reward."""
         rewards = torch.tensor([[rollout.reward for rollout in g.rollouts] for g in groups])
         rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -254,20 +278,27 @@ class Tenant:
         advantages = async_loop.losses.advantages.group_advantages(rewards).flatten()
         advantages = advantages[:, None].expand_as(mask)
         with self.trainer.adapted(self.name) as model:
+            if run != self.runs:
+                raise ClosedError(f"run {run} of {self.name!r} is over")
             logprobs = logprobs_of(model, tokens)
             loss = async_loop.losses.grpo_loss(logprobs, sampled, advantages, mask=mask)
             if self.fault == "train" and version >= FAULT_AT:
                 raise FloatingPointError(f"the loss of {self.name!r} is not finite")
+            self.optimizer.zero_grad()  # First: a step that failed may have left gradients.
             (loss.sum / loss.tokens).backward()
             nn.utils.clip_grad_norm_(self.tensors.values(), 1.0)
             self.optimizer.step()
-            self.optimizer.zero_grad()
         return rewards.mean().item()
 
     async def publish(self, version: int) -> None:
         """Load a version into the engine, beside those with requests, and drop those without."""
+        self.publishing = asyncio.ensure_future(self._publish(version))
+        # What has begun is brought to its end, even if another failure ends the run meanwhile.
+        await asyncio.shield(self.publishing)
+
+    async def _publish(self, version: int) -> None:
         began = time.monotonic()
-        self.snapshots[version] = {n: t.detach().clone() for n, t in self.tensors.items()}
+        self.saved[version] = copy.deepcopy((self.tensors, self.optimizer.state_dict()))
         receipt = await asyncio.to_thread(self.publisher.publish, version, timeout_s=TIMEOUT_S)
         self.served[version] = await lora.update_lora(
             self.engine.llm, self.name, receipt, timeout_s=TIMEOUT_S
@@ -294,13 +325,13 @@ class Tenant:
         The adapter is of the version that the token names, or of another one, `shift` off.
         """
         worst, now = 0.0, {name: tensor.clone() for name, tensor in self.tensors.items()}
-        for version in sorted(set(self.snapshots) & {v - shift for v in self.snapshots}):
+        for version, (weights, _) in self.saved.items():
             mine = [r for r in self.rollouts if set(r.versions.tolist()) == {version + shift}]
             if not mine:
                 continue
             tokens, mask, sampled = tensors_of(mine)
             with self.trainer.adapted(self.name) as model:
-                self.load(self.snapshots[version])
+                self.load(weights)
                 found = logprobs_of(model, tokens)
             worst = max(worst, (found - sampled)[mask].abs().max().item())
         self.load(now)
@@ -308,7 +339,7 @@ class Tenant:
 
     def is_as_published(self) -> bool:
         """Whether nobody has changed the adapter since its last version, bit for bit."""
-        published = self.snapshots[self.version]
+        published, _ = self.saved[self.version]
         return all(torch.equal(tensor, published[name]) for name, tensor in self.tensors.items())
 
     @torch.no_grad()
@@ -323,13 +354,12 @@ class Tenant:
         return [[*p, *answer.token_ids] for p, (answer,) in zip(prompts, answers, strict=True)]
 
     async def summary(self, error: BaseException | None) -> dict[str, Any]:
-        final = max(self.served)
-        walks = await self.walks(final)
+        walks = await self.walks(self.version)
         versions = [r.versions.tolist() for r in self.rollouts]
         return {
             "error": None if error is None else f"{type(error).__name__}: {error}",
             "steps": len(self.history),
-            "final_version": final,
+            "final_version": self.version,
             "held": sorted(self.served),
             "versions_trained": sorted(set().union(*versions)),
             "rollouts_of_one_version": sum(len(set(row)) == 1 for row in versions),
@@ -365,7 +395,7 @@ async def train_all(tenants: Sequence[Tenant], steps: int) -> dict[str, BaseExce
     async def end_of(tenant: Tenant) -> BaseException | None:
         try:
             await tenant.run(steps)
-        except Exception as error:
+        except Exception as error:  # Whatever it is, it is this tenant's alone.
             versions = ", ".join(f"{each.name}@{each.version}" for each in tenants)
             print(f"{tenant.name!r} has failed ({versions}): {error!r}", flush=True)
             return error
@@ -387,12 +417,11 @@ async def drive(
     loop_seconds = time.monotonic() - began
     failed = [tenant for tenant in tenants if errors[tenant.name] is not None]
     versions = {tenant.name: tenant.version for tenant in tenants}
-    untouched = all(tenant.is_as_published() for tenant in tenants)
     for tenant in failed:
         tenant.fault = ""
     if failed:
         await train_all(failed, options.steps)
-    untouched = untouched and all(tenant.is_as_published() for tenant in tenants)
+    untouched = all(tenant.is_as_published() for tenant in tenants)
     prompts = [[BOS, letter(place)] for place in range(LETTERS)]
     answers = [
         await engine.generate(p, max_tokens=WALK, timeout_s=TIMEOUT_S, seed=SEED) for p in prompts
@@ -408,26 +437,26 @@ async def drive(
 
 
 def report(summary: dict[str, Any]) -> None:
-    """Print what became of each tenant."""
-    print(
-        f"\n{'':8}{'steps':>6}{'lag':>5}{'first':>8}{'last':>8}"
-        + "".join(f"{'on ' + name:>10}" for name in TENANTS)
-        + f"{'log p error':>14}{'one version off':>17}{'update ms':>11}"
-    )
+    """Print what became of each tenant: rewards, and how the engine's numbers fit the trainer's."""
+    columns = ["", "steps", "lag", "first", "last", *(f"on {name}" for name in TENANTS)]
+    columns += ["log p off by", "a version off", "update ms"]
+    rows = []
     for name, told in summary["tenants"].items():
-        first, *_, last = told["rewards"]
-        print(
-            f"{name:8}{told['steps']:6}{told['max_staleness_seen']:5}{first:8.3f}{last:8.3f}"
-            + "".join(f"{reward:10.3f}" for reward in told["after"].values())
-            + f"{told['logprob_error']:14.1e}{told['logprob_error_one_off']:17.1e}"
-            f"{1000 * told['update_seconds_median']:11.1f}"
-        )
-    print(f"{'base':35}" + "".join(f"{reward:10.3f}" for reward in summary["base"].values()))
+        rewards = [told["rewards"][0], told["rewards"][-1], *told["after"].values()]
+        row = [name, str(told["steps"]), str(told["max_staleness_seen"])]
+        row += [f"{reward:.3f}" for reward in rewards]
+        row += [f"{told['logprob_error']:.1e}", f"{told['logprob_error_one_off']:.1e}"]
+        rows.append([*row, f"{1000 * told['update_seconds_median']:.0f}"])
+    base = [f"{reward:.3f}" for reward in summary["base"].values()]
+    rows.append(["base", "", "", "", "", *base, "", "", ""])
+    for row in [columns, *rows]:
+        print("".join(f"{cell:>15}" if i > 6 else f"{cell:>9}" for i, cell in enumerate(row)))
     print(f"{summary['loop_seconds']:.1f} s in the loops, {summary['seconds']:.1f} s in all")
 
 
 async def main(options: argparse.Namespace) -> None:
     start = time.monotonic()
+    disable_progress_bar()
     base = tiny_models.build("qwen3", seed=SEED, dtype="float32", **MODEL)
     print(f"warm start: loss {warm_start(base):.3f} nats a token", flush=True)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
