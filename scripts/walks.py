@@ -211,7 +211,7 @@ class _Answering:
             routed_experts=rows,
         )
 
-    async def generate(self, *_: object) -> Any:
+    async def generate(self, *_: object, lora_request: object) -> Any:
         yield SimpleNamespace(outputs=[self._output], num_cached_tokens=0)
 
 

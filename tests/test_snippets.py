@@ -88,7 +88,7 @@ def async_loop():
         ends = {"prompt_length": 2, "finish_reason": "stop"}
         return [Rollout(tokens=[5, 6, 7], logprobs=[-1.0], versions=[version], **ends)]
 
-    async def complete(prompt, sampling_params, request_id):
+    async def complete(prompt, sampling_params, request_id, *, lora_request):
         from vllm import outputs
         from vllm.logprobs import Logprob
 
