@@ -1,0 +1,354 @@
+"""Small and real stand-ins for what the docs' snippets presuppose: a function a page.
+
+Each looks at what the snippets did. vLLM's configurations, signatures and command lines are its
+own; engines, servers and Mooncake are fakes.
+"""
+
+import asyncio
+import importlib.util
+import inspect
+import os
+import socket
+import subprocess
+import sys
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from types import ModuleType, SimpleNamespace
+from unittest import mock
+from urllib.parse import urlsplit
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from primeblocks.async_loop import Rollout
+from primeblocks.replay import impose, record
+from primeblocks.testing import tiny_models
+from primeblocks.weightsync import SharedMemoryTransport
+from primeblocks.weightsync.engines.remote import WorkerState
+from tests.engine_job import ENVIRONMENT
+from tests.kvoffload.mooncake_fake import FakeClient, FakeMaster
+from tests.weightsync.fake_engine import FakeEngine
+from tests.weightsync.sglang_fake import FakeSglang
+from tests.weightsync.test_vllm_server import FakeServer
+
+SIZES = {"num_layers": 2, "hidden": 128, "num_experts": 4, "dtype": "float32"}
+TOKENS = torch.arange(10, 26)[None]
+
+
+def loss_of(output):
+    return output.logits.square().sum()
+
+
+@contextmanager
+def readme():
+    from primeblocks.replay.adapters.transformers import routers
+
+    model = tiny_models.build("qwen3_moe", **SIZES)
+    with record(routers(model)) as tape:
+        model(TOKENS)
+    yield {"model": model, "tokens": TOKENS, "routes": tape.routes, "loss_of": loss_of}
+    assert all(router.module.weight.grad is not None for router in routers(model))
+
+
+@contextmanager
+def async_loop():
+    batches, published = [], []
+
+    async def generate(prompt, *, version):
+        ends = {"prompt_length": 2, "finish_reason": "stop"}
+        return [Rollout(tokens=[5, 6, 7], logprobs=[-1.0], versions=[version], **ends)]
+
+    async def complete(prompt, sampling_params, request_id, *, lora_request):
+        from vllm import outputs
+        from vllm.logprobs import Logprob
+
+        spans = [outputs.WeightVersionSpan("3", 0, 1)]
+        answers = [
+            outputs.CompletionOutput(i, "", [7], -1.0, [{7: Logprob(-1.0)}], weight_versions=spans)
+            for i in range(sampling_params.n)
+        ]
+        yield outputs.RequestOutput(request_id, None, [5, 6], None, answers, finished=True)
+
+    with vllm_without_engines() as (engine, _):
+        engine.generate.side_effect = complete
+        names = {
+            "prompts": range(5 * 16),
+            "generate": generate,
+            "train": lambda groups, *, version: batches.append(len(groups)),
+            "publish": published.append,
+            "path": tiny_models.save("qwen3_moe", "model", **SIZES),
+            "prompt_ids": [5, 6],
+            "version": 3,
+        }
+        yield names
+    assert (batches, published) == ([16] * 5, [1, 2, 3, 4, 5])
+    assert [answer.token_ids for answer in names["answers"]] == [(7,)] * 8
+
+
+@contextmanager
+def losses():
+    names = {}
+    yield names
+    assert names["trainer"].grad[names["mask"]].abs().sum() > 0
+    assert names["correction"].tokens == 32 + 20 + 7 + 25
+
+
+@contextmanager
+def conversations():
+    async def generate(prompt):
+        shape = (len(prompt) + 1, 1, 1)
+        return SimpleNamespace(
+            token_ids=[7, 8],
+            logprobs=[-1.0, -2.0],
+            versions=np.array([3, 3]),
+            routed_experts=np.zeros(shape, np.uint8),
+        )
+
+    names = {"first_question": [1, 2], "generate": generate, "tool_result": lambda answer: [5]}
+    yield names
+    assert names["conversation"].counts == {"start": 1, "clean": 2}
+    assert names["rollout"].loss_mask.tolist() == [True, True, False, True, True, False, True, True]
+    assert len(names["rollout"].attachments["routes"].value) == 9
+
+
+@contextmanager
+def a_plan():
+    names = {}
+    yield names
+    assert names["split"].worth_it
+    assert len(names["loop"].steps) == 8
+
+
+@contextmanager
+def fp8():
+    names = {"model": tiny_models.build("qwen3_moe", **SIZES)}
+    yield names
+    assert len(names["names"]) == 2 * 4
+
+
+@contextmanager
+def kvoffload():
+    master = FakeMaster()
+    package, store = ModuleType("mooncake"), ModuleType("mooncake.store")
+
+    class MooncakeDistributedStore(FakeClient):
+        def __init__(self):
+            super().__init__(master)
+
+        def setup(self, hostname, metadata, segment, buffer, protocol, devices, address):
+            return 0
+
+    store.MooncakeDistributedStore = MooncakeDistributedStore
+    with (
+        mock.patch.dict(sys.modules, {package.__name__: package, store.__name__: store}),
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        found_at({"10.0.0.1:50051": listener.getsockname()[1]}),
+        vllm_without_engines() as (_, offline),
+    ):
+        model = tiny_models.save("qwen3_moe", "model", **SIZES)
+        config = tiny_models.config("qwen3_moe")
+        names = {"config": config, "model": str(model), "page_bytes": 1 << 20, "ids": [5, 6]}
+        yield names
+        with names["store"]:
+            names["store"].save(names["key"], names["page"]).wait(timeout_s=60)
+        assert offline.generate.call_count == 1
+        assert_served(["--model", "model", *names["words"]])
+    assert "put" in master.calls
+
+
+@contextmanager
+def sparse_attention():
+    """Two ranks with the widths of DeepSeek-V3.2, few heads, and documents of which one is cut."""
+    lengths, tokens = [300, 212], 256
+    q, hidden = torch.randn(tokens, 2, 576), torch.randn(tokens, 4, requires_grad=True)
+    widths = {"kv": (576,), "index_q": (2, 128), "index_k": (128,), "gates": (128,)}
+    drawn = {name: torch.randn(tokens, *width) for name, width in widths.items()}
+    yield {
+        "torch": torch,
+        "document_lengths": lengths,
+        "q": q,
+        "index_weights": torch.randn(tokens, 2),
+        "bias": torch.zeros(16, 128),
+        "hidden": hidden,
+        "layer": torch.nn.Linear(4, 4),
+        **drawn,
+    }
+
+
+@contextmanager
+def parallel():
+    model = tiny_models.build("qwen3_moe", **SIZES)
+    if dist.get_rank() == 0:
+        model.save_pretrained("checkpoint")
+    dist.barrier()
+    part = 512 // dist.get_world_size()
+    yield {
+        "x": torch.randn(6, 8),
+        "scores": torch.rand(6, 2),
+        "expert_ids": torch.randint(256, (6, 2)),
+        "gate_up": torch.randn(part // 2, 16, 8),
+        "down": torch.randn(part // 2, 8, 8),
+        "document_lengths": [300, 40, 172],
+        "tokens": torch.randint(512, (512,)),
+        "q": torch.randn(part, 4, 8),
+        "k": torch.randn(part, 2, 8),
+        "v": torch.randn(part, 2, 8),
+        "model": model,
+        "checkpoint": "checkpoint",
+    }
+
+
+@contextmanager
+def replay():
+    from primeblocks.replay.adapters.transformers import routers
+
+    engine, trainer = (tiny_models.build("qwen3_moe", seed=seed, **SIZES) for seed in (0, 1))
+    with record(routers(trainer)) as tape:
+        logits = trainer(TOKENS).logits
+    logprobs = torch.rand(2, 1, 16).log()
+    names = {
+        "engine_model": engine,
+        "trainer": trainer,
+        "tokens": TOKENS,
+        "loss_of": loss_of,
+        "trainer_logprobs": logprobs[0],
+        "rollout_logprobs": logprobs[1],
+        "mask": TOKENS > 0,
+        "other_routes": tape.routes,
+        "torch": torch,
+        **{
+            name: tiny_models.build("glm_moe_dsa", seed=seed, **SIZES)
+            for seed, name in enumerate(("indexed_engine", "indexed_trainer"))
+        },
+    }
+    yield names
+    theirs = [(one.module, one.layer_id, one.num_experts, one.top_k) for one in routers(trainer)]
+    with impose([names["MyRouter"](*one) for one in theirs], tape.routes):
+        assert torch.equal(trainer(TOKENS).logits, logits)
+
+
+@contextmanager
+def weightsync():
+    import peft
+
+    path = str(tiny_models.save("qwen3_moe", "model", **SIZES))
+    tiny_models.save("qwen3", "base", num_layers=2)
+    model = tiny_models.build("qwen3_moe", seed=1, **SIZES)
+    base = tiny_models.build("qwen3", num_layers=2)
+    memory = SharedMemoryTransport.__init__.__kwdefaults__
+    with (
+        mock.patch.dict(memory, root=os.getcwd()),  # Others run beside this test.
+        vllm_without_engines() as (engine, offline),
+        closing(FakeServer()) as server,
+        closing(FakeSglang(path)) as sglang,
+        found_at({"host:8000": server.server.server_port, "host:30000": urlsplit(sglang.url).port}),
+        mock.patch.object(subprocess, "Popen", autospec=True) as popen,
+    ):
+        names = {
+            "model": model,
+            "optimizer": torch.optim.AdamW(model.parameters()),
+            "path": path,
+            "peft_model": peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"])),
+            "base": "base",
+            "rollout": lambda: None,
+        }
+        yield names
+        assert engine.fake.serving == ((8,), "8")
+        assert server.engine.serving == ((8, 8), "8")
+        assert sglang.label == "8"
+        assert offline.fake.label == "9"
+        ((_, _, module, *words),), _ = popen.call_args
+        assert importlib.util.find_spec(module)
+        assert_served(words)
+
+
+# --- Hosts
+
+
+@contextmanager
+def vllm_without_engines():
+    """Give what `AsyncLLM` and `LLM` make: signatures and configurations are vLLM's own."""
+    os.environ |= ENVIRONMENT
+    import vllm
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    engine = mock.create_autospec(AsyncLLM, instance=True, errored=False, output_handler=None)
+    engine.output_processor = mock.Mock(request_states={})
+    offline = mock.create_autospec(vllm.LLM, instance=True)
+    for host, how in ((engine, lambda call: call), (offline, blocking)):
+        host.fake = FakeWithAdapters([1])
+        calls = [name for name in dir(FakeEngine) if hasattr(host, name) and name[0] != "_"]
+        for name in calls:
+            getattr(host, name).side_effect = how(getattr(host.fake, name))
+
+    def start(arguments):
+        engine.vllm_config = arguments.create_engine_config()
+        return engine
+
+    def start_offline(model, **arguments):
+        vllm.EngineArgs(model=model, **arguments).create_engine_config()
+        return offline
+
+    with (
+        mock.patch.object(AsyncLLM, "from_engine_args", start),
+        mock.patch.object(AsyncLLM, "from_vllm_config", autospec=True, return_value=engine),
+        mock.patch.object(vllm, "LLM", start_offline),
+        # Configurations ask for it, and a CPU has none.
+        mock.patch.object(type(current_platform), "is_sleep_mode_available", return_value=True),
+    ):
+        yield engine, offline
+
+
+class FakeWithAdapters(FakeEngine):
+    """Its workers hold any adapter."""
+
+    async def collective_rpc(self, method, timeout=None, args=()):
+        from primeblocks.weightsync.adapters.vllm.lora_worker import LoraWorkerExtension
+
+        if "lora" not in method:
+            return await super().collective_rpc(method, timeout, args)
+        inspect.signature(getattr(LoraWorkerExtension, method)).bind(self, *args)
+        return [asdict(WorkerState())]
+
+
+def blocking(call):
+    """An `LLM`'s call, of an `AsyncLLM`'s."""
+    return lambda *args, **kwargs: asyncio.run(call(*args, **kwargs))
+
+
+@contextmanager
+def found_at(ports):
+    """Lead connections to an address, "host:port", to a port of this machine."""
+    connect = socket.create_connection
+
+    def to(address, *args, **kwargs):
+        port = ports.get("{}:{}".format(*address))
+        return connect(address if port is None else ("127.0.0.1", port), *args, **kwargs)
+
+    with mock.patch.object(socket, "create_connection", to):
+        yield
+
+
+def assert_served(words):
+    """vLLM's server knows the words of a command line."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    assert make_arg_parser(FlexibleArgumentParser()).parse_args(words).model == "model"
+
+
+PAGES = {
+    "README.md": readme,
+    "docs/async_loop.md": async_loop,
+    "docs/conversations.md": conversations,
+    "docs/dsa.md": sparse_attention,
+    "docs/fp8.md": fp8,
+    "docs/kvoffload.md": kvoffload,
+    "docs/losses.md": losses,
+    "docs/parallel.md": parallel,
+    "docs/plan.md": a_plan,
+    "docs/replay.md": replay,
+    "docs/weightsync.md": weightsync,
+}
