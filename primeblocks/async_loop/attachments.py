@@ -13,10 +13,12 @@ from ..errors import ShapeError
 __all__ = [
     "Aligned",
     "check_inside",
+    "common_tokens",
     "cut_attachments",
     "join_attachments",
     "join_rows",
     "nbytes_of",
+    "parts",
     "whole",
 ]
 
@@ -72,7 +74,7 @@ def whole(attachments: Mapping[str, Any]) -> Iterable[Aligned]:
     return (
         each
         for value in attachments.values()
-        for each in _parts(value)
+        for each in parts(value)
         if isinstance(each, Aligned) and not each.by_token
     )
 
@@ -80,7 +82,7 @@ def whole(attachments: Mapping[str, Any]) -> Iterable[Aligned]:
 def check_inside(attachments: Mapping[str, Any], length: int) -> None:
     """Raise ShapeError if a value belongs to tokens from `length` on."""
     for name, value in attachments.items():
-        for each in _parts(value):
+        for each in parts(value):
             if isinstance(each, Aligned) and each.stop > length:
                 raise ShapeError(
                     f"{name!r} belongs to tokens [{each.start}, {each.stop}) of {length}"
@@ -91,11 +93,27 @@ def cut_attachments(attachments: Mapping[str, Any], stop: int) -> dict[str, Any]
     """Return what belongs to the tokens before `stop`, and what belongs to none in particular."""
     kept = {}
     for name, value in attachments.items():
-        parts = [x.before(stop) if isinstance(x, Aligned) else x for x in _parts(value)]
-        left = tuple(x for x in parts if x is not None)
+        before = [x.before(stop) if isinstance(x, Aligned) else x for x in parts(value)]
+        left = tuple(x for x in before if x is not None)
         if isinstance(value, tuple) or left:
             kept[name] = left if isinstance(value, tuple) else left[0]
     return kept
+
+
+def common_tokens(held: Mapping[str, Any], new: Mapping[str, Any], length: int) -> int:
+    """Return how many of the first `length` tokens have the same whole values on both sides.
+
+    An image may change under tokens that stay. Where `new` has none it is taken to be the same;
+    others are compared, of one object at once.
+    """
+    for name, value in new.items():
+        known = {(x.start, x.stop): x for x in parts(held.get(name)) if isinstance(x, Aligned)}
+        for each in parts(value):
+            if isinstance(each, Aligned) and not each.by_token and each.start < length:
+                same = known.get((each.start, each.stop))
+                if same is None or not _equal(same.value, each.value):
+                    length = each.start
+    return length
 
 
 def join_attachments(held: Mapping[str, Any], new: Mapping[str, Any], length: int) -> dict:
@@ -109,15 +127,15 @@ def join_attachments(held: Mapping[str, Any], new: Mapping[str, Any], length: in
     """
     joined = dict(held)
     for name, value in new.items():
-        parts = [x for x in _parts(value) if isinstance(x, Aligned)]
-        for each in parts:
+        placed = [x for x in parts(value) if isinstance(x, Aligned)]
+        for each in placed:
             before = joined.get(name, ())
             if each.by_token:
                 joined[name] = (*before, *_rest(before, each, name))
             else:
                 joined[name] = (*before, each) if each.start >= length else before
-        if not parts:
-            joined[name] = value
+        if not placed:  # An empty tuple says that none are new.
+            joined[name] = value if parts(value) else held.get(name, value)
     return joined
 
 
@@ -137,14 +155,32 @@ def nbytes_of(values: Iterable[Any]) -> int:
         len(x)
         if isinstance(x, bytes)
         else nbytes_of(x)
-        if isinstance(x, tuple)
+        if isinstance(x, tuple | list)
+        else nbytes_of(x.values())
+        if isinstance(x, Mapping)
         else getattr(x, "nbytes", 64)
         for x in values
     )
 
 
-def _parts(value: Any) -> tuple[Any, ...]:
+def parts(value: Any) -> tuple[Any, ...]:
+    """Return what an attachment is made of: the values of a tuple, or itself."""
     return value if isinstance(value, tuple) else (value,)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if hasattr(one, "dtype"):  # Arrays and tensors say it of each element.
+        alike = (one.dtype, one.shape) == (other.dtype, other.shape)
+        return alike and bool((one == other).all())
+    return bool(one == other)
 
 
 def _rest(held: tuple[Aligned, ...], new: Aligned, name: str) -> tuple[Aligned, ...]:
@@ -163,10 +199,10 @@ def _rest(held: tuple[Aligned, ...], new: Aligned, name: str) -> tuple[Aligned, 
     )
 
 
-def _joined(parts: tuple[Aligned, ...]) -> Aligned:
-    values = [each.value for each in parts]
+def _joined(rows: tuple[Aligned, ...]) -> Aligned:
+    values = [each.value for each in rows]
     if isinstance(values[0], np.ndarray):
-        return Aligned.rows(np.concatenate(values), start=parts[0].start)
+        return Aligned.rows(np.concatenate(values), start=rows[0].start)
     import torch  # Rollouts of arrays need none.
 
-    return Aligned.rows(torch.cat(values), start=parts[0].start)
+    return Aligned.rows(torch.cat(values), start=rows[0].start)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..errors import ShapeError, UsageError
-from .attachments import cut_attachments, join_attachments, join_rows, whole
+from .attachments import common_tokens, cut_attachments, join_attachments, join_rows, whole
 from .rollout import UNSAMPLED, Rollout
 
 __all__ = ["Continuity", "Conversation", "Turn", "cut"]
@@ -58,10 +58,12 @@ class Conversation:
 
     An agent whose prompts do not go on where the last answer ended, because it tokenised the
     answer again, left out its reasoning, or asked twice, begins another rollout: the earlier one
-    stays whole, and what both have in common is trained on once. Where only the end of the last
-    answer differs, the answer may rather be cut there: it saves a rollout and costs these tokens.
+    stays whole, and what both have in common is trained on once. So does one that has another
+    image under the same tokens. Where only the end of the last answer differs, the answer may
+    rather be cut there: it saves a rollout and costs these tokens.
 
-    Cost: local; a comparison of the prompt with each rollout so far.
+    Cost: local; a comparison of the prompt, and of images that come with it, with each rollout so
+    far.
 
     Args:
         max_realigned_tokens: sampled tokens that a turn may cut from the end of the last answer,
@@ -103,7 +105,8 @@ class Conversation:
             logprobs: the engine's log-probability of each sampled token.
             versions: the policy version that sampled each of them.
             attachments: `Aligned` counts tokens of this prompt and answer. Rows may begin at any
-                token up to the first for which none are held.
+                token up to the first for which none are held; images that are held may be left
+                out.
 
         Raises:
             ShapeError: the prompt or the answer is empty, lengths do not fit, or rows are missing.
@@ -126,7 +129,7 @@ class Conversation:
         )
         if not new.sampled.all():
             raise UsageError(f"an answer was sampled; got version {UNSAMPLED} for a token of it")
-        place, continuity, matched = self._place(new.prompt)
+        place, continuity, matched = self._place(new)
         is_new = place == len(self._branches)
         held = _Branch.empty() if is_new else self._branches[place]
         turn = Turn(
@@ -167,17 +170,17 @@ class Conversation:
             for branch in self._branches
         )
 
-    def _place(self, prompt: NDArray[np.int64]) -> tuple[int, Continuity, int]:
+    def _place(self, new: Rollout) -> tuple[int, Continuity, int]:
         """Return the branch that a prompt goes on with, how, and the tokens in common."""
         if not self._branches:
             return 0, Continuity.START, 0
-        matches = [_common_prefix(branch.tokens, prompt) for branch in self._branches]
+        matches = [branch.common_with(new) for branch in self._branches]
         # The longest; of equals, the newest.
         for place in sorted(range(len(matches)), key=lambda i: (matches[i], i), reverse=True):
             branch, matched = self._branches[place], matches[place]
             if matched == len(branch.tokens):
                 return place, Continuity.CLEAN, matched
-            if branch.can_end_at(matched, most=self._most) and matched < len(prompt):
+            if branch.can_end_at(matched, most=self._most) and matched < new.prompt_length:
                 return place, Continuity.REALIGN, matched
         return len(self._branches), Continuity.FORK, max(matches)
 
@@ -198,6 +201,11 @@ class _Branch:
     def empty(cls) -> _Branch:
         none = np.zeros(0, np.int64)
         return cls(none, np.zeros(0), none, 0, 0, "", {})
+
+    def common_with(self, new: Rollout) -> int:
+        """Return how many tokens of a prompt are held: the same ones, with the same images."""
+        common = _common_prefix(self.tokens, new.prompt)
+        return common_tokens(self.attachments, new.attachments, common)
 
     def can_end_at(self, place: int, *, most: int) -> bool:
         """Say whether the last answer may be cut there: not wholly, and through no whole value."""

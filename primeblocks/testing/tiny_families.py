@@ -146,19 +146,28 @@ def _dense(hidden: int, num_experts: int) -> dict[str, Any]:
 
 def _qwen3_vl_moe(hidden: int, num_experts: int) -> dict[str, Any]:
     """Return the sizes of the text model; the vision model is as small as it gets."""
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 4, 4]}
-    return _qwen3_moe(hidden, num_experts) | {"rope_parameters": rope}
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [8, 4, 4],
+        "mrope_interleaved": True,
+    }
+    # Wider than the model: transformers tells the published orientation of an expert's weights by
+    # their shape alone, and takes square ones as they are.
+    sizes = {"moe_intermediate_size": 2 * hidden, "rope_parameters": rope}
+    return _qwen3_moe(hidden, num_experts) | sizes
 
 
 def _vision(hidden: int) -> dict[str, Any]:
     return {
-        "depth": 1,
+        "depth": 2,
         "hidden_size": 32,
         "intermediate_size": 32,
         "num_heads": 1,
         "out_hidden_size": hidden,
-        "deepstack_visual_indexes": [0],
+        "deepstack_visual_indexes": [0, 1],
         "num_position_embeddings": 16,
+        "patch_size": 4,
     }
 
 
@@ -166,10 +175,16 @@ def composite(class_name: str, sizes: dict[str, Any]) -> dict[str, Any]:
     """Return arguments of a configuration in which the text model's sizes are one part."""
     if class_name != "Qwen3VLMoeConfig":
         return sizes
+    last = sizes["vocab_size"] - 1
     return {
         "text_config": sizes,
         "vision_config": _vision(sizes["hidden_size"]),
         "tie_word_embeddings": False,
+        # Words of the vocabulary, its last four.
+        "image_token_id": last,
+        "video_token_id": last - 1,
+        "vision_start_token_id": last - 2,
+        "vision_end_token_id": last - 3,
     }
 
 

@@ -122,7 +122,7 @@ def save(
     if family == "deepseek_v3":
         # transformers drops this key; vLLM creates the router's correction bias by it.
         _amend(path / "config.json", topk_method="noaux_tc")
-    _write_tokenizer(path, model.config.vocab_size)
+    _write_tokenizer(path, model.config.get_text_config().vocab_size)
     return path
 
 

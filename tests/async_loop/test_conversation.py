@@ -180,6 +180,29 @@ def test_an_image_comes_once_and_is_never_cut():
         cut(rollout, 4)
 
 
+def test_another_image_under_the_same_tokens_begins_another_rollout():
+    """A screen that is shown at one place of the prompt, turn after turn."""
+    conversation = Conversation(max_realigned_tokens=9)
+
+    def ask(prompt, *shown):
+        values = {"images": tuple(Aligned({"pixels": x}, i, i + 2) for x, i in shown)}
+        asked = {"logprobs": [-1.0], "versions": np.array([0]), "attachments": values}
+        return conversation.append(prompt, [3], **asked)
+
+    one, same, other = np.zeros((2, 4)), np.zeros((2, 4)), np.ones((2, 4))
+    ask([1, 9, 9, 2], (one, 1))
+    assert ask([1, 9, 9, 2, 3, 5], (same, 1)).continuity == "clean"
+    turn = ask([1, 9, 9, 2, 3, 5, 3, 6], (other, 1))
+    assert (turn.continuity, turn.branch, turn.matched) == ("fork", 1, 1)
+    # An image that is held may be left out; where none was, one is new.
+    assert ask([1, 9, 9, 2, 3, 5, 3, 6, 3, 7]).branch == 1
+    assert ask([1, 9, 9, 2, 3, 5, 3, 6, 3, 7, 3], (other, 1), (one, 4)).matched == 4
+    shown = [[x.value["pixels"] for x in r.attachments["images"]] for r in conversation.rollouts()]
+    assert [[float(x.mean()) for x in each] for each in shown] == [[0.0], [1.0], [1.0, 0.0]]
+    # Bounds of memory count them.
+    assert conversation.rollouts()[2].nbytes > 2 * one.nbytes
+
+
 def test_rows_survive_packing_and_cutting():
     engine, conversation = Engine(), Conversation()
     tokens, _ = engine.ask(conversation, [1, 2], 3)

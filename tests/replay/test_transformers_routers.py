@@ -17,7 +17,7 @@ SIGMOID = [
 ]
 SOFTMAX = [
     *("flex_olmo", "gpt_oss", "minimax", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe"),
-    *("qwen3_moe", "qwen3_next"),
+    *("qwen3_moe", "qwen3_next", "qwen3_vl_moe"),
 ]
 FAMILIES = sorted(SIGMOID + SOFTMAX)
 # Their first layer is dense, or (Nemotron-H) the middle one attention.
@@ -154,7 +154,7 @@ def _by_reference(module, imposed):
 
 def run_router(family, model, router, hidden):
     """A router's output; two families keep the correction bias in the layer around it."""
-    layer = model.model.layers[router.layer_id]
+    layer = model.get_decoder().layers[router.layer_id]
     if family == "afmoe":
         return router.module(hidden[None], layer.mlp.expert_bias)
     if family == "minimax_m2":
@@ -163,7 +163,7 @@ def run_router(family, model, router, hidden):
 
 
 def reference(family, model, router, hidden, imposed):
-    module, layer = router.module, model.model.layers[router.layer_id]
+    module, layer = router.module, model.get_decoder().layers[router.layer_id]
     if family in SOFTMAX:
         return softmax_router(
             hidden,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...errors import ShapeError, UsageError
-from ..attachments import Aligned
+from ..attachments import Aligned, parts
 from ..rollout import Rollout
 
 __all__ = ["Pack", "pack", "unpack"]
@@ -91,6 +91,27 @@ class Pack:
             raise ShapeError(f"needs {sum(counts)} rows, one a sampled token; got {len(values)}.")
         ends = np.cumsum(counts, dtype=np.int64).tolist()
         return [values[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+    def aligned(self, name: str) -> list[Aligned]:
+        """Return values that belong to some tokens, images for instance, counted in this pack.
+
+        In the order of their tokens, in which a model takes them; a rollout may have none.
+
+        Raises:
+            UsageError: a value of that name belongs to a rollout as a whole, or has rows that are
+                in `per_token` or `per_completion`.
+        """
+        found = []
+        # Padding, the last sequence, has none.
+        for start, other in zip(self.cu_seqlens.tolist(), self.others, strict=False):
+            for each in parts(other["attachments"].get(name, ())):
+                if not isinstance(each, Aligned):
+                    raise UsageError(
+                        f"{name!r} has a {type(each).__name__}, which belongs to no tokens in "
+                        "particular. Attach Aligned(value, start, stop), or read `others`."
+                    )
+                found.append(replace(each, start=each.start + start, stop=each.stop + start))
+        return sorted(found, key=lambda each: each.start)
 
     def at_predictors(self, values: NDArray, *, fill: Any) -> NDArray:
         """Rows of completions at the tokens that predict them, `fill` at others.

@@ -78,6 +78,7 @@ _FAMILIES: dict[tuple[str, str], Gates] = {
     ("qwen3_5_moe", "Qwen3_5MoeTopKRouter"): _renormalised,
     ("qwen3_moe", "Qwen3MoeTopKRouter"): _softmax,
     ("qwen3_next", "Qwen3NextTopKRouter"): _softmax,
+    ("qwen3_vl_moe", "Qwen3VLMoeTextTopKRouter"): _renormalised,
     ("solar_open", "SolarOpenTopkRouter"): _sigmoid,
 }
 
