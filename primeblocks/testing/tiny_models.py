@@ -114,7 +114,8 @@ def save(
     gpt_oss, mixtral, olmoe, qwen2_moe, qwen3_moe and solar_open. It loads deepseek_v3 and
     glm4_moe_lite too, but its CPU kernel rotates their queries wrongly; with
     `compilation_config={"custom_ops": ["all", "-rotary_embedding"]}` the latter is right and the
-    former nearly so. Others it refuses on CPU, or they were not tried.
+    former nearly so; qwen3_vl_moe too, images included, where torchvision can be imported. Others
+    it refuses on CPU, or they were not tried.
     """
     path = Path(path)
     model: Any = build(family, seed=seed, dtype=dtype, router_std=router_std, **sizes)
@@ -122,7 +123,10 @@ def save(
     if family == "deepseek_v3":
         # transformers drops this key; vLLM creates the router's correction bias by it.
         _amend(path / "config.json", topk_method="noaux_tc")
-    _write_tokenizer(path, model.config.get_text_config().vocab_size)
+    vocab = model.config.get_text_config().vocab_size
+    _write_tokenizer(path, vocab, _vision_words(vocab) if family == "qwen3_vl_moe" else {})
+    if family == "qwen3_vl_moe":
+        _publish(path, model.config.vision_config)
     return path
 
 
@@ -139,12 +143,48 @@ def _router_weights(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [parameter for name, parameter in model.named_parameters() if name.endswith(ends)]
 
 
-def _write_tokenizer(path: Path, vocab: int) -> None:
+def _vision_words(vocab: int) -> dict[int, str]:
+    names = ("vision_end", "vision_start", "video_pad", "image_pad")
+    return {vocab - 4 + i: f"<|{name}|>" for i, name in enumerate(names)}
+
+
+def _publish(path: Path, vision: Any) -> None:
+    """Turn experts as published checkpoints have them, and describe the processor of images.
+
+    transformers reads both orientations and writes its own, which vLLM does not read.
+    """
+    from safetensors.torch import load_file, save_file
+
+    file = path / "model.safetensors"
+    turned = {
+        name: weight.mT.contiguous() if ".experts." in name else weight
+        for name, weight in load_file(file).items()
+    }
+    save_file(turned, file, metadata={"format": "pt"})
+    sizes = {
+        "patch_size": vision.patch_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+        "merge_size": vision.spatial_merge_size,
+        "size": {"shortest_edge": 64, "longest_edge": 4096},
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        "processor_class": "Qwen3VLProcessor",
+    }
+    for kind, own in (
+        ("preprocessor", {"image_processor_type": "Qwen2VLImageProcessor"}),
+        ("video_preprocessor", {"video_processor_type": "Qwen3VLVideoProcessor"}),
+    ):
+        (path / f"{kind}_config.json").write_text(json.dumps(sizes | own))
+
+
+def _write_tokenizer(path: Path, vocab: int, others: dict[int, str]) -> None:
     words = [*_SPECIAL, *(f"w{index}" for index in range(len(_SPECIAL), vocab))]
+    for index, word in others.items():
+        words[index] = word
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     special = [
         {"id": index, "content": word, "special": True, **plain}
-        for index, word in enumerate(_SPECIAL)
+        for index, word in {**dict(enumerate(_SPECIAL)), **others}.items()
     ]
     model = {
         "type": "WordLevel",

@@ -2,7 +2,7 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from primeblocks.errors import MissingPackageError, UsageError
 from primeblocks.testing import tiny_models
@@ -18,10 +18,11 @@ def _bytes(folder):
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+@pytest.mark.parametrize("family", [*tiny_models.FAMILIES, "qwen3_vl_moe"])
 def test_a_checkpoint_loads_as_what_build_returns(family, tmp_path):
     path = tiny_models.save(family, tmp_path / "model", **SMALL)
-    loaded = AutoModelForCausalLM.from_pretrained(path)
+    kind = AutoModelForImageTextToText if family == "qwen3_vl_moe" else AutoModelForCausalLM
+    loaded = kind.from_pretrained(path)
     built = tiny_models.build(family, **SMALL)
     assert loaded.dtype == built.dtype == torch.bfloat16
     ours, theirs = built.state_dict(), loaded.state_dict()
