@@ -105,10 +105,10 @@ class Pack:
         # Padding, the last sequence, has none.
         for start, other in zip(self.cu_seqlens.tolist(), self.others, strict=False):
             for each in parts(other["attachments"].get(name, ())):
-                if not isinstance(each, Aligned):
+                if name in {*self.per_token, *self.per_completion} or not isinstance(each, Aligned):
                     raise UsageError(
-                        f"{name!r} has a {type(each).__name__}, which belongs to no tokens in "
-                        "particular. Attach Aligned(value, start, stop), or read `others`."
+                        f"{name!r} has no places in a pack: read per_token, per_completion or "
+                        "others, or attach Aligned(value, start, stop)."
                     )
                 found.append(replace(each, start=each.start + start, stop=each.stop + start))
         return sorted(found, key=lambda each: each.start)

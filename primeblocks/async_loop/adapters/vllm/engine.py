@@ -24,9 +24,11 @@ from ....errors import (
     check_version,
     how_it_ended,
 )
+from ...attachments import Aligned
 from ...clock import Clock, MonotonicClock, within
 from ...worker import WorkerThread
 from .completion import Completion, completion_of
+from .images import image_inputs
 from .launch import Launch, check_checkpoint, kill
 
 __all__ = ["VllmEngine", "base_engine_args"]
@@ -49,7 +51,8 @@ def base_engine_args(
 
     Token ids in and out without a tokenizer; log-probabilities of the distribution
     that was sampled from; the checkpoint's own sampling defaults ignored; a KV cache of a
-    stated size; no compilation, under which routes are captured as zeros on CPU.
+    stated size; no compilation, under which routes are captured as zeros on CPU; pixels taken as
+    they are, which vLLM would otherwise normalise once more inside the model.
 
     Args:
         more: any other vLLM argument; one given here wins.
@@ -67,6 +70,7 @@ def base_engine_args(
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "disable_log_stats": True,
+        "mm_device_do_normalize": False,
     }
     return arguments | more
 
@@ -153,6 +157,7 @@ class VllmEngine:
         timeout_s: float,
         n: int = 1,
         temperature: float = 1.0,
+        images: Sequence[Aligned] = (),
         stop_token_ids: Sequence[int] = (),
         cache_salt: str | None = None,
         seed: int | None = None,
@@ -167,6 +172,10 @@ class VllmEngine:
         A call that is cancelled or misses its deadline takes its request out of the engine.
 
         Args:
+            images: of Qwen-VL's families, where the prompt has their placeholders already; each
+                value a dict of arrays as transformers' processor returns them for one image,
+                `pixel_values` and `image_grid_thw`. The engine then needs a processor:
+                `skip_tokenizer_init=False`.
             cache_salt: requests share KV pages only with requests of the same salt; use one
                 per policy version.
             extra_args: vLLM's own field for connectors and plug-ins.
@@ -196,6 +205,7 @@ class VllmEngine:
         )
         tokens = tuple(int(token) for token in prompt)
         inputs: dict[str, Any] = {"prompt_token_ids": list(tokens)}
+        inputs |= image_inputs(images, salt=cache_salt)
         if cache_salt is not None:
             inputs["cache_salt"] = cache_salt
         name = f"primeblocks-{next(self._ids)}" if request_id is None else request_id
