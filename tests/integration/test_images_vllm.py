@@ -1,0 +1,109 @@
+"""What a real vLLM samples where it is shown images, and its routes, as transformers has them."""
+
+import asyncio
+import importlib.util
+import os
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from primeblocks import replay
+from primeblocks.async_loop import Conversation, cache_salt
+from primeblocks.async_loop.attachments import Aligned
+from primeblocks.async_loop.codec import pack_trajectory, unpack_trajectory
+from primeblocks.async_loop.packing import pack
+from primeblocks.errors import UsageError
+from primeblocks.replay.adapters.transformers import routers
+from primeblocks.testing import tiny_models
+from tests.engine_job import call
+from tests.integration.vision import EARLY, END, LATE, A, packed_logprobs, packed_routes, said
+
+
+def _retrain(worker):
+    with torch.no_grad():
+        for parameter in worker.model_runner.model.visual.parameters():
+            parameter.mul_(1.5)
+
+
+async def _serve(folder):
+    from primeblocks.async_loop.adapters.vllm import VllmEngine, base_engine_args
+
+    arguments = base_engine_args(
+        folder,
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=8,
+        kv_bytes=16 << 20,
+        enable_return_routed_experts=True,
+        skip_tokenizer_init=False,
+        limit_mm_per_prompt={"image": 4, "video": 0},
+    )
+    made = []
+    async with await VllmEngine.start(arguments, timeout_s=120) as engine:
+
+        async def ask(conversation, prompt, shown):
+            answers = await engine.generate(prompt, images=shown, n=8, max_tokens=5, timeout_s=60)
+            # A random model may say that here is an image.
+            answer = next(x for x in answers if max(x.token_ids) < END)
+            values = {"images": tuple(shown), "routes": Aligned.rows(answer.routed_experts)}
+            conversation.append(
+                prompt,
+                answer.token_ids,
+                logprobs=answer.logprobs,
+                versions=answer.versions,
+                attachments=values,
+            )
+            return [*prompt, *answer.token_ids]
+
+        for first, second in (LATE, EARLY):
+            conversation = Conversation()
+            prompt, shown = said([], *first)
+            prompt, more = said(await ask(conversation, prompt, shown), *second)
+            await ask(conversation, prompt, [*shown, *more])
+            made += conversation.rollouts()
+        prompt, shown = said([], *EARLY[0])
+        greedy = {"images": shown, "max_tokens": 1, "temperature": 0.0, "timeout_s": 60}
+        first = []
+        for version in (0, 0, 1):
+            if version:
+                await engine.call(engine.llm.collective_rpc(_retrain), timeout_s=60)
+            (answer,) = await engine.generate(prompt, **greedy, cache_salt=cache_salt(version))
+            first += answer.logprobs
+        with pytest.raises(UsageError, match="and 7 tokens"):
+            await engine.generate(prompt, **greedy | {"images": [Aligned(A, 1, 8)]})
+    return [pack_trajectory(rollout, name="r") for rollout in made], first
+
+
+def _served(folder):
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # For a function of this file.
+    return asyncio.run(_serve(folder))
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchvision") is None,
+    reason="vLLM's Qwen3-VL imports torchvision, which has no wheel for torch's CPU build on PyPI",
+)
+def test_a_real_engine_saw_the_same_images(tmp_path):
+    """What vLLM sampled in two turns each, and its routes, as transformers has them in a pack."""
+    path = tiny_models.save(
+        "qwen3_vl_moe", tmp_path, dtype="float32", num_layers=3, hidden=64, vocab=64, init_std=0.2
+    )
+    made, first = call(_served, path)
+    rollouts = [unpack_trajectory(each, name="r") for each in made]
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    model.set_attn_implementation("eager")
+    packed = pack(rollouts, [1, 0], per_token=["routes"], multiple_of=16)
+    with torch.no_grad(), replay.record(routers(model)) as tape:
+        logprobs = packed_logprobs(model, packed)
+    assert [len(each.attachments["images"]) for each in rollouts] == [2, 3]
+    routes = packed_routes(packed)
+    assert replay.compare(routes, tape.routes).overall == 1.0
+    mask = packed.loss_mask
+    found = logprobs.numpy()[mask]
+    np.testing.assert_allclose(found, packed.logprobs[mask], rtol=0, atol=1e-4)
+    # Images are seen anew by a vision tower that has changed.
+    assert abs(first[0] - first[1]) < 1e-4
+    assert abs(first[0] - first[2]) > 1e-2
