@@ -20,14 +20,16 @@ class Engine:
     """Gives each token that it samples a log-probability of its own, and keeps what preceded it."""
 
     def __init__(self):
-        self.seen = {}  # log-probability: (everything before it, the token, its version)
+        # By log-probability: everything before it, the token, its version, the image under token 1.
+        self.seen = {}
         self.version = 0
+        self.image = 0.0
 
     def ask(self, conversation, prompt, count, **more):
         tokens, logprobs = list(prompt), []
         for _ in range(count):
             token, logprob = (7 * len(self.seen)) % 5 + 100, -float(len(self.seen) + 1)
-            self.seen[logprob] = (tuple(tokens), token, self.version)
+            self.seen[logprob] = (tuple(tokens), token, self.version, self.image)
             tokens.append(token)
             logprobs.append(logprob)
         rows = np.arange(len(tokens) - 1)[:, None] + 1000 * len(self.seen)
@@ -36,7 +38,10 @@ class Engine:
             tokens[len(prompt) :],
             logprobs=logprobs,
             versions=np.full(count, self.version),
-            attachments={"routes": Aligned.rows(rows)},
+            attachments={
+                "routes": Aligned.rows(rows),
+                "images": (Aligned(np.full(3, self.image), 1, 2),),
+            },
             **more,
         )
         return tokens, turn
@@ -46,10 +51,12 @@ class Engine:
         trained = Counter()
         for rollout in rollouts:
             tokens, start = rollout.tokens.tolist(), rollout.prompt_length
+            (image,) = rollout.attachments["images"]
             for i in np.flatnonzero(rollout.loss_mask).tolist():
                 logprob = float(rollout.logprobs[i])
                 before = tuple(tokens[: start + i])
-                assert self.seen[logprob] == (before, tokens[start + i], rollout.versions[i])
+                wanted = (before, tokens[start + i], rollout.versions[i], image.value[0])
+                assert self.seen[logprob] == wanted
                 trained[logprob] += 1
             assert rollout.attachments["routes"].stop == len(tokens) - 1
         assert not trained or max(trained.values()) == 1
@@ -57,8 +64,9 @@ class Engine:
 
 
 # What an agent does before it asks again: go on, change an old token, cut the end of the last
-# answer and say it otherwise, ask the same once more, or go back to an earlier prompt.
-MOVES = ["go on", "edit", "retokenise", "again", "back"]
+# answer and say it otherwise, ask the same once more, go back to an earlier prompt, or show another
+# image at the place of the first.
+MOVES = ["go on", "edit", "retokenise", "again", "back", "repaint"]
 
 
 @given(
@@ -88,6 +96,8 @@ def test_trained_tokens_are_those_that_the_engine_sampled_there(turns, most):
                 new = prompts[-1]
             elif move == "back":
                 new = prompts[where % len(prompts)] + [where % 3 + 100]
+            elif move == "repaint":
+                engine.image = float(where % 2)
             prompts.append(new)
         tokens, _ = engine.ask(conversation, prompts[-1], sampled)
         engine.version += where % 2
