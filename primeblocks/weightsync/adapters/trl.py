@@ -1,0 +1,138 @@
+"""Weights of TRL 1.16's `AsyncGRPOTrainer` into any engine, by a `Publisher`.
+
+`TrlTransfer` is the `weight_transfer=` of that trainer. TRL gathers each weight on its main rank,
+so one rank sends all; nothing of TRL is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...errors import ClosedError, UsageError
+from ..manifest import describe
+from ..marker import Receipt
+from ..plan import Plan
+from ..planner import plan_sync
+from ..publish import Publisher
+from ..transports.transport import Transport
+
+__all__ = ["RunsCoroutines", "TrlTransfer"]
+
+
+class RunsCoroutines(Protocol):
+    """A call into the event loop that the engine belongs to."""
+
+    def __call__(self, work: Coroutine[Any, Any, Any], *, timeout_s: float) -> Any:
+        """Run a coroutine there and return its result, within a deadline."""
+
+
+class TrlTransfer:
+    """Publishes TRL's weights, and has the engine load them.
+
+    The first call of `send_weights` makes the plan and attaches the engine, for only then does TRL
+    name its weights. Versions are TRL's own: its first transfer is version 1.
+
+    Cost: a copy of the model in `dtype` in host memory, of which weights are sent while TRL gathers
+    nothing; with `full_every` another, of what was sent last.
+
+    Args:
+        transport: owned by the caller, who closes it.
+        attach: `attach(plan)` tells the engine where weights come from.
+        update: `update(receipt)` has it load them, and may pause it to do so.
+        run: where coroutines of the engine run: `EventThread.call`.
+        dtype: of the engine's weights.
+        timeout_s: the longest that each of publishing, attaching and updating may take.
+        full_every, bucket_bytes: as of `Publisher` and `plan_sync`.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        attach: Callable[[Plan], Coroutine[Any, Any, Any]],
+        update: Callable[[Receipt], Coroutine[Any, Any, Any]],
+        run: RunsCoroutines,
+        dtype: torch.dtype = torch.bfloat16,
+        full_every: int = 1,
+        bucket_bytes: int = 256 << 20,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self.version = 0
+        self.receipts: list[Receipt] = []
+        self._transport, self._attach, self._update, self._run = transport, attach, update, run
+        self._dtype, self._full_every = dtype, full_every
+        self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
+        self._held: dict[str, Tensor] = {}
+        self._publisher: Publisher | None = None
+        self._closed = False
+
+    def init_weight_transfer(self) -> None:
+        """Do nothing: see `send_weights`."""
+
+    def pause(self) -> None:
+        """Do nothing: the engine goes on while weights are sent and checked, until it loads."""
+
+    def resume(self) -> None:
+        """Do nothing: an update that succeeded has resumed the engine, one that did not raised."""
+
+    def send_weights(self, iterator: Iterable[tuple[str, Tensor]]) -> None:
+        """Send all weights as the next version, and return once the engine has it. Local.
+
+        Raises:
+            PrimeblocksError: as `Publisher.publish`, `attach` and `update`; the version is not
+                counted. TRL ends the run with it.
+            UsageError: TRL's weights have other names or shapes than at first.
+            ClosedError: after destroy().
+        """
+        if self._closed:
+            raise ClosedError("this TrlTransfer was destroyed")
+        publisher = self._publisher
+        if publisher is None:
+            self._held = {name: self._empty(tensor).copy_(tensor) for name, tensor in iterator}
+            publisher = self._open()
+        else:
+            self._refill(iterator)
+        receipt = publisher.publish(self.version + 1, timeout_s=self._timeout_s)
+        self._run(self._update(receipt), timeout_s=self._timeout_s)
+        self.version = receipt.version
+        self.receipts.append(receipt)
+
+    def destroy(self) -> None:
+        """Let go of the copy; the engine keeps its weights. Idempotent."""
+        self._closed = True
+        if self._publisher is not None:
+            self._publisher.close()
+        self._held = {}
+
+    def _open(self) -> Publisher:
+        source = describe(self._held)
+        plan = plan_sync([source], source.whole(), bucket_bytes=self._bucket_bytes)
+        self._run(self._attach(plan), timeout_s=self._timeout_s)
+        self._publisher = Publisher(plan, self._held, self._transport, full_every=self._full_every)
+        return self._publisher
+
+    def _refill(self, iterator: Iterable[tuple[str, Tensor]]) -> None:
+        seen = 0
+        for name, tensor in iterator:
+            held = self._held.get(name)
+            if held is None or held.shape != tensor.shape:
+                shape = "absent" if held is None else tuple(held.shape)
+                raise UsageError(
+                    f"TRL sends {name!r} of shape {tuple(tensor.shape)}, which was {shape} in the "
+                    "first transfer. Freeze no parameters once training has begun."
+                )
+            held.copy_(tensor)
+            seen += 1
+        if seen != len(self._held):
+            raise UsageError(
+                f"TRL sent {seen} weights where the first transfer had {len(self._held)}. "
+                "Freeze no parameters once training has begun."
+            )
+
+    def _empty(self, tensor: Tensor) -> Tensor:
+        dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
+        return torch.empty(tensor.shape, dtype=dtype)
