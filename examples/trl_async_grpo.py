@@ -2,10 +2,9 @@
 
     python examples/trl_async_grpo.py
 
-A mixture-of-experts model with random weights is to answer with tokens of the same parity as the
-last one of its prompt; the reward is the share of tokens that have it, 0.5 by chance. TRL 1.16
-trains; rollouts come from an `AsyncLoop` with a bound on their age, weights go into the running
-engine through shared memory as what changed. With `--kill-at STEP` the engine is killed after
+A mixture-of-experts model with random weights is to answer any prompt with even tokens; the reward
+is their share, 0.5 by chance. TRL 1.16 trains; rollouts come from an `AsyncLoop` with a bound on
+their age, weights go into the running engine through shared memory as what changed. With `--kill-at STEP` the engine is killed after
 that many steps, and the run has to end in an error, soon.
 """
 
@@ -26,6 +25,7 @@ for name, value in {
     "TORCH_COMPILE_DISABLE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }.items():
@@ -34,7 +34,7 @@ for name, value in {
 import torch
 from async_grpo import trl_on_cpu
 from datasets import Dataset
-from transformers import TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from primeblocks import async_loop, weightsync
@@ -45,16 +45,16 @@ from primeblocks.testing import tiny_models
 from primeblocks.weightsync.adapters import vllm as into_vllm
 from primeblocks.weightsync.adapters.trl import TrlTransfer
 
-MODEL = {"num_layers": 2, "hidden": 64, "num_experts": 8, "top_k": 2, "vocab": 64}
-STEPS, PROMPTS, GROUP, LR = 60, 8, 8, 2e-3
+MODEL = {"num_layers": 2, "hidden": 64, "num_experts": 8, "top_k": 2, "vocab": 64, "init_std": 0.1}
+STEPS, PROMPTS, GROUP, LR = 80, 8, 8, 3e-3
 PROMPT, ANSWER = 4, 8  # tokens
 MAX_OFF_POLICY_STEPS, FULL_EVERY = 2, 4
 TIMEOUT_S = 60.0
 
 
-def reward_of(prompt: list[int], answer: tuple[int, ...]) -> float:
-    """The share of tokens with the parity of the prompt's last."""
-    return statistics.mean(float(token % 2 == prompt[-1] % 2) for token in answer)
+def reward_of(answer: tuple[int, ...]) -> float:
+    """The share of even tokens."""
+    return statistics.mean(float(token % 2 == 0) for token in answer)
 
 
 class Rollouts:
@@ -70,7 +70,7 @@ class Rollouts:
             cache_salt=async_loop.cache_salt(version),
             timeout_s=TIMEOUT_S,
         )
-        reward = reward_of(prompt, answer.token_ids)
+        reward = reward_of(answer.token_ids)
         return answer.to_rollout(prompt_id=tuple(prompt), reward=reward)
 
 
@@ -85,7 +85,7 @@ class Watch(TrainerCallback):
         if "reward" not in logs:  # TRL's summary at the end.
             return
         self.rewards.append(logs["reward"])
-        if state.global_step % 5 == 1:
+        if state.global_step % 10 == 1:
             print(
                 f"step {state.global_step:3}  reward {logs['reward']:.3f}  "
                 f"ratio {logs['ratio']:.4f}  kl {logs['kl']:.2e}  "
@@ -164,6 +164,7 @@ def run(options: argparse.Namespace, folder: str, thread: EventThread, transport
         weight_transfer=transfer,
         callbacks=[watch],
     )
+    trainer.remove_callback(PrinterCallback)
     began = time.monotonic()
     try:
         trainer.train()
