@@ -5,6 +5,8 @@ Run by scripts/peers. Real vLLM: tests/integration/test_trl_async_grpo.py.
 
 import asyncio
 import itertools
+import queue
+import threading
 import warnings
 from pathlib import Path
 
@@ -54,10 +56,10 @@ def conversation(prompt, *, version, sample):
     tokens = [prompt, *drawn[:2], 30, 31, *drawn[2:]]
     reward = float((drawn % 2).mean())
     return async_loop.Rollout(
-        tokens=tokens,
+        tokens=np.array(tokens),
         prompt_length=1,
-        logprobs=[-3.0, -3.5, 0.0, 0.0, -3.25, -3.75],
-        versions=[version, version, -1, -1, version, version],
+        logprobs=np.array([-3.0, -3.5, 0.0, 0.0, -3.25, -3.75]),
+        versions=np.array([version, version, -1, -1, version, version]),
         finish_reason="stop",
         prompt_id=prompt,
         reward=reward,
@@ -81,7 +83,13 @@ def make_worker(adapter, thread, generate, *, bound=1, on_stale="wait", prompts=
 
 
 def take_all(worker, count):
-    return [worker.rollout_buffer.get(timeout=TIMEOUT_S) for _ in range(count)]
+    taken = []
+    while len(taken) < count:
+        try:
+            taken.append(worker.rollout_buffer.get(timeout=1.0))
+        except queue.Empty:
+            worker.check_health(TIMEOUT_S)
+    return taken
 
 
 def test_samples_are_the_rollouts_with_their_mask(adapter, thread):
@@ -150,8 +158,6 @@ def test_an_engine_that_dies_is_an_error_of_the_trainer(adapter, thread):
 
 
 def test_a_blocked_event_loop_is_an_error_within_its_deadline(adapter, thread):
-    import threading
-
     go_on = threading.Event()
 
     async def generate(prompt, *, version, sample):
@@ -218,10 +224,7 @@ def train(adapter, thread, checkpoint, monkeypatch, *, generate, receive, steps,
         rollout_worker=worker,
         weight_transfer=transfer,
     )
-    try:
-        trainer.train()
-    finally:
-        trainer.rollout_tasks_left = worker.rollout_buffer.qsize()
+    trainer.train()
     return trainer, transfer
 
 
