@@ -4,8 +4,8 @@
 
 A mixture-of-experts model with random weights is to answer any prompt with even tokens; the reward
 is their share, 0.5 by chance. TRL 1.16 trains; rollouts come from an `AsyncLoop` with a bound on
-their age, weights go into the running engine through shared memory as what changed. With `--kill-at STEP` the engine is killed after
-that many steps, and the run has to end in an error, soon.
+their age, weights go into the running engine through shared memory as what changed. With
+`--kill-at STEP` the engine is killed after that many steps, and the run has to end in an error.
 """
 
 import argparse

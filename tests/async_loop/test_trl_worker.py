@@ -20,9 +20,8 @@ from primeblocks.testing import tiny_models
 from primeblocks.weightsync import SharedMemoryTransport, Subscriber
 from primeblocks.weightsync.adapters.trl import TrlTransfer
 
-trl = pytest.importorskip("trl", reason="TRL is tested by scripts/peers")
-pytest.importorskip("datasets", reason="TRL's trainers need datasets")
-datasets = pytest.importorskip("datasets")
+pytest.importorskip("trl", reason="TRL is tested by scripts/peers")
+datasets = pytest.importorskip("datasets", reason="TRL's trainers need datasets")
 
 pytestmark = pytest.mark.filterwarnings("default")  # Of TRL, which calls itself experimental.
 
@@ -92,6 +91,12 @@ def take_all(worker, count):
     return taken
 
 
+def watch(worker, stale_after_s=TIMEOUT_S):
+    """As TRL does while its queue is empty: until there is an error."""
+    while True:
+        worker.check_health(stale_after_s)
+
+
 def test_samples_are_the_rollouts_with_their_mask(adapter, thread):
     async def generate(prompt, *, version, sample):
         return conversation(prompt, version=version, sample=sample)
@@ -148,12 +153,8 @@ def test_an_engine_that_dies_is_an_error_of_the_trainer(adapter, thread):
     with pytest.raises(UsageError, match="not started"):
         worker.check_health(1.0)
     worker.start()
-    while True:  # As TRL does where its queue is empty.
-        try:
-            worker.check_health(TIMEOUT_S)
-        except EngineError as error:
-            assert "SIGKILL" in str(error)
-            break
+    with pytest.raises(EngineError, match="SIGKILL"):
+        watch(worker)
     worker.stop()
 
 
@@ -167,8 +168,7 @@ def test_a_blocked_event_loop_is_an_error_within_its_deadline(adapter, thread):
     worker = make_worker(adapter, thread, generate)
     worker.start()
     with pytest.raises(DeadlineError, match="gave no answer within 0.1 s"):
-        while True:
-            worker.check_health(0.1)
+        watch(worker, 0.1)
     go_on.set()
     worker.stop()
 
@@ -186,8 +186,7 @@ def test_misuse_is_refused_with_the_reason(adapter, thread):
     take_all(worker, PROMPTS * GROUP)
     worker.update_model_version(1)
     with pytest.raises(UsageError, match="prompts are used up"):
-        while True:
-            worker.check_health(TIMEOUT_S)
+        watch(worker)
 
 
 @pytest.fixture
@@ -262,7 +261,7 @@ def test_the_trainer_takes_steps_and_the_engine_has_its_weights(
     assert trainer.state.global_step == 4
     assert engine.versions == [1, 2, 3, 4, 5]
     history = [entry for entry in trainer.state.log_history if "reward" in entry]
-    assert [entry["sample/staleness_max"] for entry in history] <= [1.0] * 4
+    assert all(entry["sample/staleness_max"] <= 1 for entry in history)
     assert "sample/dropped_stale_total" not in history[-1]
     assert sum("rollout/generate_s" in entry for entry in history) >= 3
     for name, parameter in trainer.model.named_parameters():

@@ -36,8 +36,8 @@ class TrlTransfer:
     The first call of `send_weights` makes the plan and attaches the engine, for only then does TRL
     name its weights. Versions are TRL's own: its first transfer is version 1.
 
-    Cost: a copy of the model in `dtype` in host memory, of which weights are sent while TRL gathers
-    nothing; with `full_every` another, of what was sent last.
+    Cost: a copy of the model in `dtype` in host memory, filled one weight at a time as TRL gathers
+    them; with `full_every` another, of what was sent last.
 
     Args:
         transport: owned by the caller, who closes it.
