@@ -277,6 +277,7 @@ class VllmEngine:
 
     def _on_death(self, process: BaseProcess) -> None:
         asyncio.get_running_loop().remove_reader(process.sentinel)
+        process.join(1.0)  # It has ended, and only its exit code may be a moment late.
         self._end(
             EngineError(
                 f"the vLLM engine's process {process.pid} {how_it_ended(process.exitcode)}. "
