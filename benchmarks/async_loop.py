@@ -11,15 +11,26 @@ vLLM are a benchmark of their own, `benchmarks.engine.async_runs`.
 - Log-probabilities from hidden states and head beside the plain computation: memory, time.
 - Imbalance of packing over 8 and 32 ranks on 1,000 batches, beside peers' where verl is installed.
 - Bytes of a rollout of 131,072 tokens with routes, beside what prime-rl reported of theirs.
+- Tokens that a trainer gets wrong who tokenises chats anew, and those of recorded rollouts.
+- Latency that recording an agent's calls adds, with 1,000 sessions at a time.
 """
 
 from .harness import main
 
 
 def measure() -> dict[str, tuple[float, str, str]]:
-    from .async_loop_parts import buffer, conversation, logprobs, overhead, packing, simulated
+    from .async_loop_parts import (
+        buffer,
+        capture,
+        conversation,
+        logprobs,
+        overhead,
+        packing,
+        simulated,
+        token_drift,
+    )
 
-    parts = (overhead, buffer, simulated, logprobs, packing, conversation)
+    parts = (overhead, buffer, simulated, logprobs, packing, conversation, token_drift, capture)
     return {name: figure for part in parts for name, figure in part.figures().items()}
 
 

@@ -28,8 +28,11 @@ autodoc_mock_imports = [
     "numba",
     "openai",
     "openenv",
+    "starlette",
     "torchtitan",
     "triton",
+    "trl",
+    "uvicorn",
     "verifiers",
     "vllm",
 ]

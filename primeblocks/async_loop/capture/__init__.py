@@ -1,0 +1,20 @@
+"""Recording of agents that call a model over OpenAI's protocol, turn by turn and token by token.
+
+A session is one rollout under recording: a URL, a key and a `Conversation`. A `Recorder` opens
+them in front of an engine of ids; `adapters.uvicorn.CaptureServer` serves them.
+"""
+
+from .journal import CaptureJournal
+from .recorder import Recorder
+from .seams import Generate, Renderer, Sampled
+from .session import CaptureBounds, CaptureSession
+
+__all__ = [
+    "CaptureBounds",
+    "CaptureJournal",
+    "CaptureSession",
+    "Generate",
+    "Recorder",
+    "Renderer",
+    "Sampled",
+]
