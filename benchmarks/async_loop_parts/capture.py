@@ -93,8 +93,9 @@ async def _capture(client: Any) -> tuple[list[float], list[float], float]:
     slept: ContextVar[list[float]] = ContextVar("slept")
 
     async def generate(prompt: list[int], *, seed: int, **_: Any) -> Any:
-        await asyncio.sleep(sleep_of(seed))
-        slept.get().append(sleep_of(seed))
+        sleep_s = sleep_of(seed)
+        await asyncio.sleep(sleep_s)
+        slept.get().append(sleep_s)
         return SimpleNamespace(
             token_ids=answer,
             logprobs=logprobs,
@@ -159,7 +160,14 @@ async def _served(app: Any) -> AsyncIterator[str]:
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     server = uvicorn.Server(
-        uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", proxy_headers=False)
+        uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            proxy_headers=False,
+            http="h11",
+        )
     )
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
