@@ -22,6 +22,7 @@ autodoc_preserve_defaults = True
 # Adapters have pages, and their packages need not be installed for them.
 autodoc_mock_imports = [
     "attn_gym",
+    "cut_cross_entropy",
     "deep_ep",
     "mooncake",
     "nixl",
@@ -63,8 +64,8 @@ nitpick_ignore_regex = [
     ("py:class", r"'.*'|[A-Z]|Tensor|Path"),
     (
         "py:class",
-        r"Encode|Fault|Optimizer|ParamsT|Generate|Ledger|Limit|Load|Make|NamedTensors|Publish|"
-        r"StepResult|Tensors|Train",
+        r"Encode|Fault|Optimizer|ParamsT|Generate|Ledger|Limit|Load|LoRARequest|Make|NamedTensors|"
+        r"PreTrainedTokenizerBase|Publish|StepResult|Tensors|Train",
     ),
 ]
 

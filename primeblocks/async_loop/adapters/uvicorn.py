@@ -35,7 +35,7 @@ _START_S, _CLOSE_S = 10.0, 5
 
 
 class CaptureServer:
-    """An OpenAI-compatible endpoint in front of an engine, with a base URL and a key a session.
+    """An OpenAI-compatible endpoint in front of an engine, with a base URL and a key a session:
 
         async with CaptureServer(generate, ChatTemplate(tokenizer)) as server:
             async with server.session(prompt_id="p") as session:

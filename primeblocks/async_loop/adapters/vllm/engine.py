@@ -1,5 +1,7 @@
 """An engine whose every call has a deadline and whose every failure has a type."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import itertools
