@@ -15,7 +15,7 @@ from ..errors import ShapeError, UsageError
 from .attachments import common_tokens, cut_attachments, join_attachments, join_rows, whole
 from .rollout import UNSAMPLED, Rollout
 
-__all__ = ["Continuity", "Conversation", "Turn", "cut"]
+__all__ = ["Continuity", "Conversation", "Turn", "common_prefix", "cut"]
 
 
 class Continuity(StrEnum):
@@ -204,7 +204,7 @@ class _Branch:
 
     def common_with(self, new: Rollout) -> int:
         """Return how many tokens of a prompt are held: the same ones, with the same images."""
-        common = _common_prefix(self.tokens, new.prompt)
+        common = common_prefix(self.tokens, new.prompt)
         return common_tokens(self.attachments, new.attachments, common)
 
     def can_end_at(self, place: int, *, most: int) -> bool:
@@ -265,7 +265,8 @@ def cut(rollout: Rollout, length: int) -> Rollout:
     )
 
 
-def _common_prefix(held: NDArray[np.int64], prompt: NDArray[np.int64]) -> int:
+def common_prefix(held: NDArray[np.int64], prompt: NDArray[np.int64]) -> int:
+    """Return how many ids both begin with."""
     length = min(len(held), len(prompt))
     differs = held[:length] != prompt[:length]
     return int(differs.argmax()) if differs.any() else length

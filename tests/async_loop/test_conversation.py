@@ -20,19 +20,22 @@ class Engine:
     """Gives each token that it samples a log-probability of its own, and keeps what preceded it."""
 
     def __init__(self):
-        # By log-probability: everything before it, the token, its version, the image under token 1.
+        # By log-probability: everything before it, the token, its version, the image under token 1,
+        # and the row of the token that predicted it.
         self.seen = {}
-        self.version = 0
+        self.version = self.asked = 0
         self.image = 0.0
 
     def ask(self, conversation, prompt, count, **more):
         tokens, logprobs = list(prompt), []
+        self.asked += 1000  # Rows tell their request and their token.
         for _ in range(count):
             token, logprob = (7 * len(self.seen)) % 5 + 100, -float(len(self.seen) + 1)
-            self.seen[logprob] = (tuple(tokens), token, self.version, self.image)
+            row = self.asked + len(tokens) - 1
+            self.seen[logprob] = (tuple(tokens), token, self.version, self.image, row)
             tokens.append(token)
             logprobs.append(logprob)
-        rows = np.arange(len(tokens) - 1)[:, None] + 1000 * len(self.seen)
+        rows = np.arange(len(tokens) - 1)[:, None] + self.asked
         turn = conversation.append(
             prompt,
             tokens[len(prompt) :],
@@ -52,13 +55,14 @@ class Engine:
         for rollout in rollouts:
             tokens, start = rollout.tokens.tolist(), rollout.prompt_length
             (image,) = rollout.attachments["images"]
+            rows = rollout.attachments["routes"].value[:, 0]
+            assert (rows % 1000 == np.arange(len(tokens) - 1)).all()
             for i in np.flatnonzero(rollout.loss_mask).tolist():
                 logprob = float(rollout.logprobs[i])
                 before = tuple(tokens[: start + i])
-                wanted = (before, tokens[start + i], rollout.versions[i], image.value[0])
-                assert self.seen[logprob] == wanted
+                found = (before, tokens[start + i], rollout.versions[i], image.value[0])
+                assert self.seen[logprob] == (*found, rows[start + i - 1])
                 trained[logprob] += 1
-            assert rollout.attachments["routes"].stop == len(tokens) - 1
         assert not trained or max(trained.values()) == 1
         return len(trained)
 

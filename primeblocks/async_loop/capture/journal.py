@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ...errors import UsageError
 from .. import codec
 from ..attachments import Aligned
-from ..conversation import Conversation, Turn
+from ..conversation import Conversation, Turn, common_prefix
 from ..database import Database
 
 __all__ = ["CaptureJournal", "KeptTurn"]
@@ -95,7 +95,7 @@ class CaptureJournal:
             raise UsageError(f"call turns({session!r}) first, which may be kept from another run")
         place, last = self._last[session]
         asked = np.asarray(prompt, np.int64)
-        same = _common(last, asked)
+        same = common_prefix(last, asked)
         # Another branch has none of these rows yet, nor has one that lacks a turn.
         goes_on = turn.continuity in {"clean", "realign"} and session not in self._gapped
         first = turn.matched - 1 if goes_on else 0
@@ -176,12 +176,6 @@ class CaptureJournal:
 
 def _name(session: str, place: int) -> str:
     return f"turn {place} of session {session}"
-
-
-def _common(last: np.ndarray, prompt: np.ndarray) -> int:
-    length = min(len(last), len(prompt))
-    differs = last[:length] != prompt[:length]
-    return int(differs.argmax()) if differs.any() else length
 
 
 def _rows_from(value: Any, first: int) -> Any:
