@@ -66,6 +66,24 @@ def test_agents_that_change_what_was_said_fork():
     engine.check(session.rollouts())
 
 
+def test_an_agent_that_forbids_calls_goes_on_with_the_same_tools():
+    async def run():
+        engine = Engine(adds)
+        async with recording(engine) as (_, session, client):
+            messages = [{"role": "user", "content": "a"}]
+            for choice in ("auto", "none", "auto"):
+                ask = {"model": "m", "messages": messages, "tools": [ADD], "tool_choice": choice}
+                made = (await client.chat.completions.create(**ask)).choices[0].message
+                assert bool(made.tool_calls) == (choice == "auto")
+                assert ("<tool_call>" in made.content) == (choice == "none")
+                messages += [made.model_dump(), {"role": "user", "content": "b"}]
+        return engine, session
+
+    engine, session = asyncio.run(run())
+    assert session.conversation.counts == {"start": 1, "clean": 2}
+    engine.check(session.rollouts())
+
+
 def test_completions_go_on_with_text():
     async def run():
         engine = Engine(lambda prompt: " tell you")

@@ -60,7 +60,8 @@ class TurnRequest:
     Attributes:
         messages: of a chat, as templates take them: content is text, arguments are objects.
         prompt: of a completion: text, or ids. None for a chat.
-        tools: as the agent described them; none where it forbids calls.
+        tools: as the agent described them.
+        calls: whether the model may call them. The prompt is the same if not, as in vLLM.
         stop: texts to end at.
     """
 
@@ -68,6 +69,7 @@ class TurnRequest:
     messages: tuple[dict[str, Any], ...] = ()
     prompt: str | tuple[int, ...] | None = None
     tools: tuple[dict[str, Any], ...] = ()
+    calls: bool = False
     max_tokens: int | None = None
     temperature: float | None = None
     seed: int | None = None
@@ -104,7 +106,8 @@ def read_request(body: bytes, *, is_chat: bool) -> TurnRequest:
         model=_need(fields, "model", str),
         messages=read_messages(_need(fields, "messages", list)) if is_chat else (),
         prompt=None if is_chat else _prompt(fields.get("prompt")),
-        tools=() if fields.get("tool_choice") == "none" else tools,
+        tools=tools,
+        calls=bool(tools) and fields.get("tool_choice") != "none",
         max_tokens=_max_tokens(fields),
         temperature=_temperature(fields),
         seed=_integer(fields, "seed", least=-(1 << 63), most=(1 << 63) - 1),

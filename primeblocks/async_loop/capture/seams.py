@@ -99,7 +99,7 @@ class Renderer(Protocol):
 
         Args:
             ids: of the answer, without one that ended it.
-            calls: without tools there are none, and all is text.
+            calls: without tools, or where it may not call them, all is text.
         """
 
     def encode(self, text: str) -> list[int]:

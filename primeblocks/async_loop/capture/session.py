@@ -158,7 +158,7 @@ class CaptureSession:
     ) -> TurnAnswer:
         """Return what the agent reads of a turn, by which the ids are known again."""
         end = int(ids[-1] in stops)
-        text, calls = self._renderer.parse(ids[: len(ids) - end], calls=bool(request.tools))
+        text, calls = self._renderer.parse(ids[: len(ids) - end], calls=request.calls)
         answer = TurnAnswer(
             id=f"{self.name}-{place}",
             content=text,
