@@ -4,7 +4,8 @@ Only `TrainClientConfig` records token ids and log-probabilities in a trace. It 
 `/inference/v1/generate` under its `base_url`, in a form that vLLM 0.32 does not answer: its
 `renderers` 0.1.12 wants `"token": "token_id:5"` where vLLM says `"token_id": 5`, and refuses.
 `EvalClientConfig` sends an environment's chats, unchanged, to any OpenAI-compatible server, and
-leaves no ids; what it asks can be recorded there, versions included, which no trace has.
+leaves no ids; `adapters.uvicorn.CaptureServer` records them there, versions included, which no
+trace has.
 
 Take traces from memory or from verifiers' own wire: its JSON records round log-probabilities to
 four digits and leave routes out.
