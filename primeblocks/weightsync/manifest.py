@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import PlanError, PrimeblocksError
 from ..layout import Layout, Shard, layout_of
@@ -23,6 +25,9 @@ __all__ = [
     "gather_manifests",
     "named_tensors",
 ]
+
+# Of torch.compile, FSDP1, and checkpoint or offload wrappers; `module` is DDP's alone.
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 NamedTensors = nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
@@ -127,12 +132,17 @@ def as_plan_error(what: str) -> Iterator[None]:
 def named_tensors(source: NamedTensors) -> dict[str, torch.Tensor]:
     """Return parameters and persistent buffers by name; mappings and pairs as they are. Local.
 
+    A module's names are those that it has without wrappers (torch.compile, DDP, FSDP1, activation
+    checkpoints).
+
     Raises:
-        PlanError: a name occurs twice, or a value is no tensor, or a tensor without strides.
+        PlanError: a name occurs twice, or a value is no tensor, or a tensor without strides; or
+            FSDP1 has flattened the parameters.
     """
     if isinstance(source, nn.Module):
-        return dict(_of_module(source))
-    pairs = list(source.items() if isinstance(source, Mapping) else source)
+        pairs = list(_of_module(source))
+    else:
+        pairs = list(source.items() if isinstance(source, Mapping) else source)
     tensors = dict(pairs)
     if len(tensors) != len(pairs):
         raise PlanError(f"{len(pairs) - len(tensors)} names occur twice among {len(pairs)} tensors")
@@ -176,16 +186,34 @@ def gather_manifests(
 
 def _of_module(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     # Not state_dict(): its hooks may gather, and it lists tied tensors twice.
-    yield from module.named_parameters()
+    owners = dict(module.named_modules())
+    for owner in owners.values():
+        if isinstance(owner, FullyShardedDataParallel) and (
+            owner.sharding_strategy != ShardingStrategy.NO_SHARD
+        ):
+            raise PlanError("FSDP1 has flattened the parameters. Use torch's fully_shard.")
+    for name, parameter in module.named_parameters():
+        yield _unwrapped(name, owners), parameter
     persistent = {
         f"{prefix}.{name}" if prefix else name
-        for prefix, child in module.named_modules()
+        for prefix, child in owners.items()
         for name in child._buffers
         if name not in child._non_persistent_buffers_set
     }
     for name, buffer in module.named_buffers():
         if name in persistent:
-            yield name, buffer
+            yield _unwrapped(name, owners), buffer
+
+
+def _unwrapped(name: str, owners: Mapping[str, nn.Module]) -> str:
+    """Return a name without the parts that wrappers put into it."""
+    parts, kept = name.split("."), list[str]()
+    for at, part in enumerate(parts):
+        owner = owners.get(".".join(parts[:at]))
+        is_ddp = part == "module" and isinstance(owner, DistributedDataParallel)
+        if part not in _WRAPPERS and not is_ddp:
+            kept.append(part)
+    return ".".join(kept)
 
 
 def _cast(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

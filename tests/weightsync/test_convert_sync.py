@@ -16,7 +16,8 @@ from primeblocks.weightsync import (
     describe,
     plan_sync,
 )
-from primeblocks.weightsync.convert import Quantize, checkpoint_to_vllm, transformers_to_checkpoint
+from primeblocks.weightsync.adapters.transformers import to_checkpoint as checkpoint_of
+from primeblocks.weightsync.convert import Quantize, checkpoint_to_vllm
 from primeblocks.weightsync.manifest import TensorSpec, named_tensors
 from primeblocks.weightsync.reference import slice_again
 from tests.weightsync.contents import Engine, same_bytes, transport_of
@@ -45,10 +46,10 @@ def rows_of(manifest, rank):
 
 def sync_family(kind, where, family):
     """Bytes that the plan writes, and its lower bound; asserts what each engine gets."""
-    module = named_tensors(tiny_models.build(family, dtype="float32", **SIZES))
-    module = {name: tensor.detach() for name, tensor in module.items()}
+    model = tiny_models.build(family, dtype="float32", **SIZES)
+    module = {name: tensor.detach() for name, tensor in named_tensors(model).items()}
     whole, rank = describe(module), dist.get_rank()
-    to_checkpoint = transformers_to_checkpoint(family).bind(whole)
+    to_checkpoint = checkpoint_of(model, whole)
     checkpoint = to_checkpoint.targets.whole(dtype=torch.bfloat16)
     engines = [
         checkpoint_to_vllm(family, rank=reader, ranks=ENGINES).bind(checkpoint)

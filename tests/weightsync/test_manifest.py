@@ -5,13 +5,76 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+    offload_wrapper,
+)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from primeblocks.errors import PlanError
 from primeblocks.testing import ranks
 from primeblocks.weightsync import Manifest, Plan, describe, gather_manifests, plan_sync
+
+
+class Odd(nn.Module):
+    """Names that look like wrappers', and buffers of both kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = nn.Linear(3, 2)
+        self.layers = nn.Sequential(nn.BatchNorm1d(4), nn.ModuleDict({"module": nn.Linear(2, 2)}))
+        self.register_buffer("cache", torch.zeros(9), persistent=False)
+
+
+def _wrapped():
+    """Wrap modules in all ways, at the root and inside; compare with torch's own clean names."""
+    mesh, wanted = init_device_mesh("cpu", (1,)), list(describe(Odd()))
+    whole = Odd()
+    inside = Odd()
+    inside.layers[0] = torch.compile(checkpoint_wrapper(inside.layers[0]))
+    inside.module = DistributedDataParallel(inside.module)
+    deep = Odd()
+    deep.layers = checkpoint_wrapper(torch.compile(deep.layers))
+    for model in (
+        torch.compile(whole),
+        DistributedDataParallel(torch.compile(Odd())),
+        torch.compile(DistributedDataParallel(Odd())),
+        checkpoint_wrapper(Odd()),
+        offload_wrapper(torch.compile(Odd())),
+        inside,
+        fully_shard(deep, mesh=mesh),
+    ):
+        raw = [name for name, _ in model.named_parameters()]
+        assert list(describe(model)) == wanted, raw
+        # torch forgets to look through a checkpoint wrapper into what was compiled.
+        theirs = {name.replace("_orig_mod.", "") for name in get_model_state_dict(model)}
+        assert theirs == set(wanted), raw
+    flat = Odd()
+    flat.layers = FullyShardedDataParallel(
+        flat.layers, use_orig_params=True, device_id=torch.device("cpu")
+    )
+    assert "layers._fsdp_wrapped_module.0.weight" in dict(flat.named_parameters())
+    assert list(describe(flat)) == wanted
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching:UserWarning", "ignore:.*FSDP:FutureWarning")
+def test_wrappers_leave_no_trace_in_names():
+    ranks.run(_wrapped, world_size=1)
+
+
+def _flattened():
+    with pytest.raises(PlanError, match="FSDP1 has flattened the parameters. Use .*fully_shard"):
+        describe(
+            FullyShardedDataParallel(Odd(), use_orig_params=True, device_id=torch.device("cpu"))
+        )
+
+
+def test_flattened_parameters_are_refused():
+    ranks.run(_flattened, world_size=2)
 
 
 class Tied(nn.Module):

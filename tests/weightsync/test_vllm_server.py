@@ -199,7 +199,7 @@ def test_a_server_that_hangs_ends_at_the_deadline_and_stays_paused(serve):
 def test_nobody_at_the_address():
     server = FakeServer()
     server.close()
-    with pytest.raises(EngineError, match="died before it did answer.*Connection refused"):
+    with pytest.raises(EngineError, match="died before it did answer.*ConnectionRefused"):
         update_one(server)
 
 

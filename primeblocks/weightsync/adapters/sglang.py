@@ -28,8 +28,8 @@ from ...errors import (
     UnsupportedError,
     UsageError,
 )
-from ..engines.http_json import JsonServer
 from ..engines.model_folder import ModelFolder
+from .httpx import JsonServer
 
 __all__ = ["InFlight", "Sglang", "SglangReport"]
 
@@ -255,7 +255,7 @@ class Sglang:
             "flush_cache": self._flush,
         }
         path = "/update_weights_from_disk"
-        status, answer = self._server.exchange("POST", path, body, deadline=deadline)
+        status, answer = self._server.exchange_blocking("POST", path, body, deadline=deadline)
         if status == 400 and answer.get("success") is False:
             return " ".join(str(answer.get("message")).split())
         self._expect("POST", path, status, answer, needs="success")
@@ -275,7 +275,7 @@ class Sglang:
     def _ask(
         self, method: str, path: str, body: Any, deadline: float, *, needs: str | None = None
     ) -> Mapping[str, Any]:
-        status, answer = self._server.exchange(method, path, body, deadline=deadline)
+        status, answer = self._server.exchange_blocking(method, path, body, deadline=deadline)
         return self._expect(method, path, status, answer, needs)
 
     def _expect(

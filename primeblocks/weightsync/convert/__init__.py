@@ -2,7 +2,7 @@
 
 from . import rules
 from .conversion import Conversion, Wiring
-from .families import checkpoint_to_vllm, transformers_to_checkpoint
+from .families import checkpoint_to_vllm
 from .pieces import Piece
 from .quantize import Quantize
 
@@ -13,5 +13,4 @@ __all__ = [
     "Wiring",
     "checkpoint_to_vllm",
     "rules",
-    "transformers_to_checkpoint",
 ]

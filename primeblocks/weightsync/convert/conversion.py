@@ -22,7 +22,7 @@ from ..manifest import Manifest, TensorSpec, describe
 from .pieces import Piece, merge, whole_piece
 from .rules import Rule
 
-__all__ = ["Conversion", "Wiring"]
+__all__ = ["Conversion", "Wiring", "union"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Conversion:
         Raises:
             PlanError: a rule finds nothing, names collide, or sizes do not fit.
         """
-        sources = _union(manifests)
+        sources = union(manifests)
         specs: dict[str, TensorSpec] = dict(sources.items())
         fillers = {name: [whole_piece(name, spec.shape)] for name, spec in specs.items()}
         for rule in self.rules:
@@ -177,7 +177,7 @@ class Wiring:
         return made
 
 
-def _union(manifests: Sequence[Manifest]) -> Manifest:
+def union(manifests: Sequence[Manifest]) -> Manifest:
     """Return all names with their global shapes."""
     specs: dict[str, TensorSpec] = {}
     for manifest in manifests:

@@ -1,32 +1,15 @@
-"""Names of weights by family of models: in transformers' modules, in checkpoints, in vLLM.
-
-Checkpoints are where both sides meet: each table leads to or from the names and shapes that
-`save_pretrained` writes. Data; nothing is imported. Names of transformers 5.19 and vLLM 0.32.
-"""
+"""Names of weights in vLLM 0.32 by family of models, made of those in checkpoints. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...errors import PlanError, UnsupportedError
 from .conversion import Conversion
-from .rules import Rule, fuse, rename, round_up, share, split, stack, transpose, unstack
+from .rules import Rule, fuse, rename, round_up, share, stack, transpose
 
-__all__ = ["TRANSFORMERS", "VLLM", "checkpoint_to_vllm", "transformers_to_checkpoint"]
-
-
-def transformers_to_checkpoint(family: str) -> Conversion:
-    """Return the conversion from a module of transformers 5 to its checkpoint.
-
-    Args:
-        family: the `model_type` of the configuration, one of `TRANSFORMERS`.
-
-    Raises:
-        UnsupportedError: a family without a table.
-    """
-    _check_known(TRANSFORMERS, family, "transformers")
-    return TRANSFORMERS[family]
+__all__ = ["VLLM", "checkpoint_to_vllm"]
 
 
 def checkpoint_to_vllm(
@@ -54,111 +37,17 @@ def checkpoint_to_vllm(
         UnsupportedError: a family without a table.
         PlanError: a rank that is not among the ranks.
     """
-    _check_known(VLLM, family, "vLLM")
+    if family not in VLLM:
+        raise UnsupportedError(
+            f"no table for {family!r} in vLLM; there are {', '.join(VLLM)}. "
+            "Write its rules as a Conversion."
+        )
     if not 0 <= rank < ranks or kv_copies < 1 or ranks % kv_copies:
         raise PlanError(
             f"needs 0 <= rank < ranks and ranks divisible by kv_copies; got rank={rank}, "
             f"ranks={ranks}, kv_copies={kv_copies}"
         )
     return Conversion(tuple(VLLM[family](_Engine(rank, ranks, kv_copies, whole_experts))))
-
-
-def _check_known(table: Mapping[str, object], family: str, host: str) -> None:
-    if family not in table:
-        raise UnsupportedError(
-            f"no table for {family!r} in {host}; there are {', '.join(table)}. "
-            "Write its rules as a Conversion."
-        )
-
-
-def _experts(gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """Return the rules from one module of transformers for all experts to a matrix for each."""
-    experts = "{*head}.experts"
-    return (
-        split(f"{experts}.gate_up_proj", [f"{experts}.{gate}", f"{experts}.{up}"], dim=1),
-        _unstacked(experts, gate, gate),
-        _unstacked(experts, up, up),
-        _unstacked(experts, "down_proj", down),
-    )
-
-
-def _unstacked(experts: str, now: str, later: str) -> Rule:
-    target = f"{experts}.{{expert}}.{later}.weight"
-    return unstack(f"{experts}.{now}", target, index="expert")
-
-
-_PLAIN = Conversion(())
-_EXPERTS = Conversion(_experts("gate_proj", "up_proj", "down_proj"))
-# Every layer has experts, so no other `mlp` takes part.
-_SPARSE_MOE = Conversion(
-    (
-        *_experts("w1", "w3", "w2"),
-        rename("{*head}.mlp.{*tail}", "{*head}.block_sparse_moe.{*tail}"),
-    )
-)
-
-# By `model_type`; the families that `parallel` supports.
-TRANSFORMERS: dict[str, Conversion] = {
-    "afmoe": _EXPERTS,
-    "axk2": _EXPERTS
-    + Conversion(
-        (
-            rename("{*head}.mlp.fc1.weight", "{*head}.W_down.weight"),
-            rename("{*head}.mlp.fc2.weight", "{*head}.W_up.weight"),
-            rename("{*head}.self_attn.q_gate_proj.{*tail}", "{*head}.self_attn.q_b_proj.{*tail}"),
-        )
-    ),
-    "deepseek_v3": _EXPERTS,
-    "deepseek_v32": _EXPERTS,
-    "dots1": _EXPERTS,
-    "exaone_moe": _EXPERTS
-    + Conversion(
-        (rename("{*head}.mlp.gate.e_score_correction_bias", "{*head}.mlp.e_score_correction_bias"),)
-    ),
-    "flex_olmo": _EXPERTS,
-    "glm4_moe": _EXPERTS,
-    "glm4_moe_lite": _EXPERTS,
-    "glm_moe_dsa": _EXPERTS,
-    "gpt_oss": _PLAIN,
-    "hy_v4": Conversion(  # Its experts stay stacked.
-        (
-            rename("{*head}.attn_hc.{part}", "{*head}.hc_pre.hc_attn_layer.hc_{part}"),
-            rename("{*head}.ffn_hc.{part}", "{*head}.hc_pre.hc_mlp_layer.hc_{part}"),
-            rename("model.hc_head.hc_{part}", "model.hc_pre.hc_head.hc_head_{part}"),
-            rename("{*head}.sinks", "{*head}.learnable_sink_param"),
-            rename("{*head}.gate_proj.{*tail}", "{*head}.linear_gate.{*tail}"),
-        )
-    ),
-    "laguna": _EXPERTS
-    + Conversion(
-        (
-            rename(
-                "{*head}.mlp.gate.e_score_correction_bias",
-                "{*head}.mlp.experts.e_score_correction_bias",
-            ),
-            rename("{*head}.mlp.shared_experts.{*tail}", "{*head}.mlp.shared_expert.{*tail}"),
-        )
-    ),
-    "llama": _PLAIN,
-    "minimax": _SPARSE_MOE,
-    "minimax_m2": _SPARSE_MOE,
-    "mixtral": _SPARSE_MOE,
-    "nemotron_h": Conversion(
-        (
-            _unstacked("{*head}.experts", "up_proj", "up_proj"),
-            _unstacked("{*head}.experts", "down_proj", "down_proj"),
-            rename("model.{*tail}", "backbone.{*tail}"),
-        )
-    ),
-    "olmoe": _EXPERTS,
-    "qwen2_moe": _EXPERTS,
-    "qwen3": _PLAIN,
-    "qwen3_5_moe_text": _EXPERTS,
-    "qwen3_moe": _EXPERTS,
-    "qwen3_next": _EXPERTS,
-    "qwen3_vl_moe": _PLAIN,
-    "solar_open": _EXPERTS,
-}
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,12 @@ entrypoints/serve/dev/rpc/api_router.py. Nothing of vLLM is imported.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlencode
 
 from ....errors import EngineError
-from ...engines.http_json import JsonServer
+from ..httpx import JsonServer
 
 __all__ = ["ServerCalls", "VllmServer"]
 
@@ -40,7 +39,7 @@ class VllmServer:
 class ServerCalls:
     """The calls of an `AsyncLLM` that an update makes, over HTTP.
 
-    Each runs in a thread. One that is cancelled may still reach the server.
+    One that is cancelled may still reach the server.
 
     Raises:
         DeadlineError: no answer in time.
@@ -112,8 +111,8 @@ class ServerCalls:
     async def _call(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
         self._lost = False
         try:
-            status, answer = await asyncio.to_thread(
-                self._server.exchange, method, path, body, deadline=self._deadline
+            status, answer = await self._server.exchange(
+                method, path, body, deadline=self._deadline
             )
         except EngineError:
             self._lost = True

@@ -1,5 +1,6 @@
 """Requests to servers that answer badly, slowly, or not at all."""
 
+import asyncio
 import contextlib
 import socket
 import threading
@@ -8,7 +9,7 @@ import time
 import pytest
 
 from primeblocks.errors import DeadlineError, EngineError, UnsupportedError
-from primeblocks.weightsync.engines.http_json import JsonServer
+from primeblocks.weightsync.adapters.httpx import JsonServer
 
 
 @pytest.fixture
@@ -57,7 +58,10 @@ def _whole(text, status="200 OK"):
 )
 def test_every_answer_is_an_object(serve, text, answer):
     server = serve(_whole(text, "418 I'm a teapot"))
-    assert server.exchange("POST", "/x", {"b": 2}, deadline=time.monotonic() + 5) == (418, answer)
+    assert server.exchange_blocking("POST", "/x", {"b": 2}, deadline=time.monotonic() + 5) == (
+        418,
+        answer,
+    )
 
 
 _CUT_HEAD = b"HTTP/1.1 200 OK\r\nConte"
@@ -84,32 +88,55 @@ def _endless_head(connection, stop):
 def test_the_deadline_is_for_all_of_it(serve, answer):
     server, start = serve(answer), time.monotonic()
     with pytest.raises(DeadlineError, match=r"GET /y at http://.*: no answer within 0\.\d+ s"):
-        server.exchange("GET", "/y", deadline=start + 0.2)
+        server.exchange_blocking("GET", "/y", deadline=start + 0.2)
 
 
 def test_an_answer_in_chunks(serve):
     text = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
     server = serve(lambda connection, stop: connection.sendall(text))
-    assert server.exchange("GET", "/", deadline=time.monotonic() + 5) == (200, {})
+    assert server.exchange_blocking("GET", "/", deadline=time.monotonic() + 5) == (200, {})
 
 
 def test_a_deadline_that_has_passed(serve):
     with pytest.raises(DeadlineError):
-        serve(_silent).exchange("GET", "/", deadline=time.monotonic() - 1)
+        serve(_silent).exchange_blocking("GET", "/", deadline=time.monotonic() - 1)
 
 
 @pytest.mark.parametrize("sent", [b"", _CUT_HEAD, _CUT_BODY, b"SSH-2.0"])
 def test_a_server_that_hangs_up(serve, sent):
     server = serve(lambda connection, stop: connection.sendall(sent))
     with pytest.raises(EngineError, match=r"GET / at .* Restart it"):
-        server.exchange("GET", "/", deadline=time.monotonic() + 5)
+        server.exchange_blocking("GET", "/", deadline=time.monotonic() + 5)
+
+
+def test_a_caller_may_have_an_event_loop(serve):
+    server = serve(_whole(b"{}"))
+
+    async def call():
+        return server.exchange_blocking("GET", "/", deadline=time.monotonic() + 5)
+
+    assert asyncio.run(call()) == (200, {})
+
+
+def test_an_answer_that_only_ends_is_refused(serve):
+    server = serve(lambda connection, stop: connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n{}"))
+    with pytest.raises(EngineError, match="an answer without its length"):
+        server.exchange_blocking("GET", "/", deadline=time.monotonic() + 5)
+
+
+def test_no_proxy_is_asked(serve, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    server = serve(_whole(b"{}"))
+    assert server.exchange_blocking("GET", "/", deadline=time.monotonic() + 5) == (200, {})
 
 
 def test_no_server():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    with pytest.raises(EngineError, match="ConnectionRefusedError"):
-        JsonServer(f"http://127.0.0.1:{port}").exchange("GET", "/", deadline=time.monotonic() + 5)
+    for host in ("127.0.0.1", "localhost"):
+        server = JsonServer(f"http://{host}:{port}")
+        with pytest.raises(EngineError, match="ConnectionRefusedError"):
+            server.exchange_blocking("GET", "/", deadline=time.monotonic() + 5)
 
 
 @pytest.mark.parametrize("url", ["localhost:30000", "https://host", "http://", "http://host/v1"])
