@@ -6,6 +6,7 @@ keep serving the old version until the new one is whole.
 """
 
 from . import convert, delta, engines, transports
+from .load import load_into
 from .manifest import Manifest, describe, gather_manifests
 from .marker import Receipt
 from .plan import Plan
@@ -13,6 +14,7 @@ from .planner import plan_sync
 from .proof import prove_round_trip
 from .publish import Publisher
 from .receive import Subscriber
+from .rendezvous import announce, find
 from .transports import FileTransport, SharedMemoryTransport
 
 __all__ = [
@@ -23,11 +25,14 @@ __all__ = [
     "Receipt",
     "SharedMemoryTransport",
     "Subscriber",
+    "announce",
     "convert",
     "delta",
     "describe",
     "engines",
+    "find",
     "gather_manifests",
+    "load_into",
     "plan_sync",
     "prove_round_trip",
     "transports",

@@ -23,6 +23,7 @@ from .place import Owned, Place, open_own, removable, remove
 __all__ = ["DirectoryCommits"]
 
 _COMMITS = "commits.json"
+_ANNOUNCED = "announced.json"
 
 
 class DirectoryCommits:
@@ -162,17 +163,26 @@ class DirectoryCommits:
                 self._remove(version)
             del self._begun[version]
 
+    def announce(self, text: str) -> None:
+        """Owner: leave a text for those who find its versions."""
+        self._check(owner=True)
+        try:
+            _write(self.directory / _ANNOUNCED, text.encode(), durable=self._durable)
+        except OSError as error:
+            raise self._no_room(error, len(text)) from error
+
+    def announced(self) -> str | None:
+        """Return what the owner left; None before."""
+        text = self._read(_ANNOUNCED)
+        return None if text is None else text.decode(errors="replace")
+
     def markers(self) -> tuple[Marker, ...]:
         """Return the committed versions, oldest first."""
-        self._check()
-        try:
-            path = self.directory / _COMMITS
-            with open(open_own(path, os.O_RDONLY, user=self._place.user), "rb") as file:
-                text = file.read()
-        except FileNotFoundError:
+        text = self._read(_COMMITS)
+        if text is None:
             return ()
         if text != self._seen[0]:
-            self._seen = text, _read_markers(path, text)
+            self._seen = text, _read_markers(self.directory / _COMMITS, text)
         return self._seen[1]
 
     def lease(self, marker: Marker, *, size_bytes: int) -> Lease | SealedLease:
@@ -216,6 +226,15 @@ class DirectoryCommits:
                 "only the owner begins and commits. "
                 "Construct the transport of trainer rank 0 with owner=True."
             )
+
+    def _read(self, name: str) -> bytes | None:
+        self._check()
+        try:
+            fd = open_own(self.directory / name, os.O_RDONLY, user=self._place.user)
+        except FileNotFoundError:
+            return None
+        with open(fd, "rb") as file:
+            return file.read()
 
     def _write_commits(self, markers: list[Marker]) -> None:
         _write_markers(self.directory, markers, durable=self._durable)
@@ -269,19 +288,24 @@ def _names_that_stay(directory: Path, committed: list[Marker], durable: bool) ->
     chain = _chain(committed) if durable else []
     versions = tuple(f"version-{marker.version}." for marker in chain)
     files = {path.name for path in directory.iterdir() if path.name.startswith(versions)}
-    return {_COMMITS, *files} if chain else set()
+    return {_COMMITS, _ANNOUNCED, *files} if chain else set()
 
 
 def _write_markers(directory: Path, markers: list[Marker], *, durable: bool) -> None:
     text = json.dumps([marker.to_json() for marker in markers])
-    scratch = directory / f"{_COMMITS}.tmp"
+    _write(directory / _COMMITS, text.encode(), durable=durable)
+
+
+def _write(path: Path, text: bytes, *, durable: bool) -> None:
+    """Write over a file, in one step."""
+    scratch = path.with_name(f"{path.name}.tmp")
     scratch.unlink(missing_ok=True)
-    with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+    with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(text)
         file.flush()
         if durable:
             os.fsync(file.fileno())
-    scratch.replace(directory / _COMMITS)
+    scratch.replace(path)
 
 
 def _read_markers(path: Path, text: bytes) -> tuple[Marker, ...]:

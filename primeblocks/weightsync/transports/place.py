@@ -41,7 +41,7 @@ _RUN = "primeblocks-run.json"
 _TOKEN_BYTES = 8
 _TOKEN = f"[0-9a-f]{{{2 * _TOKEN_BYTES}}}"
 _OURS = re.compile(
-    rf"version-\d+\.(safetensors|\d+\.delta)|commits\.json(\.tmp)?|note\.tmp|{re.escape(_LOCK)}"
+    rf"version-\d+\.(safetensors|\d+\.delta)|(commits|announced)\.json(\.tmp)?|note\.tmp|{re.escape(_LOCK)}"
 )
 _REFUSED = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EISDIR, errno.ENOTDIR)
 # Another process that clears up has a dead one's lock for at most this long.
