@@ -15,7 +15,6 @@ import xxhash
 from torch import Tensor
 
 from primeblocks.weightsync import (
-    Manifest,
     Plan,
     Publisher,
     SharedMemoryTransport,
@@ -23,6 +22,7 @@ from primeblocks.weightsync import (
     describe,
     plan_sync,
 )
+from primeblocks.weightsync.manifest import Manifest
 
 from .model import tensors
 

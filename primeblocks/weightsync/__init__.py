@@ -7,19 +7,16 @@ keep serving the old version until the new one is whole.
 
 from . import convert, delta, engines, transports
 from .load import load_into
-from .manifest import Manifest, describe, gather_manifests
+from .manifest import describe
 from .marker import Receipt
 from .plan import Plan
 from .planner import plan_sync
-from .proof import prove_round_trip
 from .publish import Publisher
 from .receive import Subscriber
 from .rendezvous import announce, find
-from .transports import FileTransport, SharedMemoryTransport
+from .transports import SharedMemoryTransport
 
 __all__ = [
-    "FileTransport",
-    "Manifest",
     "Plan",
     "Publisher",
     "Receipt",
@@ -31,9 +28,7 @@ __all__ = [
     "describe",
     "engines",
     "find",
-    "gather_manifests",
     "load_into",
     "plan_sync",
-    "prove_round_trip",
     "transports",
 ]

@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from primeblocks.errors import PlanError
 from primeblocks.testing import ranks
-from primeblocks.weightsync import Manifest, Plan, describe, gather_manifests, plan_sync
+from primeblocks.weightsync import Plan, describe, plan_sync
+from primeblocks.weightsync.manifest import Manifest, gather_manifests
 
 
 class Odd(nn.Module):

@@ -5,8 +5,8 @@ import torch
 
 from primeblocks.errors import CorruptionError, DeadlineError, PlanError, TransferError
 from primeblocks.layout import Layout, Shard
-from primeblocks.weightsync import Manifest, Publisher, Subscriber, plan_sync
-from primeblocks.weightsync.manifest import TensorSpec
+from primeblocks.weightsync import Publisher, Subscriber, plan_sync
+from primeblocks.weightsync.manifest import Manifest, TensorSpec
 from primeblocks.weightsync.transports.packed import Packed, Pool, places
 from tests.weightsync.contents import Engine, same_bytes
 from tests.weightsync.packed_site import KINDS, TIMEOUT_S, Site, parameters

@@ -7,14 +7,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from primeblocks.errors import EngineError, TransferError, UsageError
 from primeblocks.testing import ranks
-from primeblocks.weightsync import (
-    Publisher,
-    SharedMemoryTransport,
-    Subscriber,
-    describe,
-    plan_sync,
-    prove_round_trip,
-)
+from primeblocks.weightsync import Publisher, SharedMemoryTransport, Subscriber, describe, plan_sync
+from primeblocks.weightsync.engines import prove_round_trip
 from primeblocks.weightsync.manifest import named_tensors
 from primeblocks.weightsync.proof import _perturb, digest_tensors
 

@@ -14,8 +14,8 @@ from primeblocks import weightsync
 from primeblocks.errors import DeadlineError, PlanError, UnsupportedError, UsageError
 from primeblocks.testing import ranks
 from primeblocks.testing.oracles import assert_same_bits
-from primeblocks.weightsync import FileTransport, SharedMemoryTransport, convert
-from primeblocks.weightsync.transports import GroupTransport
+from primeblocks.weightsync import SharedMemoryTransport, convert
+from primeblocks.weightsync.transports import FileTransport, GroupTransport
 
 ranks.preload(__name__)
 

@@ -1,5 +1,6 @@
 """Conversion between the names and shapes that trainer, checkpoint and engine give weights."""
 
+from ..manifest import Manifest, gather_manifests
 from . import rules
 from .conversion import Conversion, Wiring
 from .families import checkpoint_to_vllm
@@ -8,9 +9,11 @@ from .quantize import Quantize
 
 __all__ = [
     "Conversion",
+    "Manifest",
     "Piece",
     "Quantize",
     "Wiring",
     "checkpoint_to_vllm",
+    "gather_manifests",
     "rules",
 ]

@@ -1,5 +1,6 @@
 """Running engines: driving several, in turns with a trainer, over HTTP, with adapters."""
 
+from ..proof import prove_round_trip
 from .colocated import Colocated, ColocatedEngine, Memory, Turn
 from .lora import AdapterSpec, adapter_parameters
 from .model_folder import ModelFolder, ModelFolders
@@ -13,4 +14,5 @@ __all__ = [
     "ModelFolders",
     "Turn",
     "adapter_parameters",
+    "prove_round_trip",
 ]
