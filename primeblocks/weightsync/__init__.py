@@ -8,24 +8,23 @@ keep serving the old version until the new one is whole.
 from . import convert, delta, engines, transports
 from .load import load_into
 from .manifest import describe
-from .marker import Receipt
 from .plan import Plan
 from .planner import plan_sync
 from .publish import Publisher
 from .receive import Subscriber
 from .rendezvous import announce, find
-from .transports import SharedMemoryTransport
+from .transports import SharedMemoryTransport, doctor
 
 __all__ = [
     "Plan",
     "Publisher",
-    "Receipt",
     "SharedMemoryTransport",
     "Subscriber",
     "announce",
     "convert",
     "delta",
     "describe",
+    "doctor",
     "engines",
     "find",
     "load_into",

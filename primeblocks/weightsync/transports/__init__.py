@@ -1,6 +1,7 @@
 """Ways for versions to travel from trainer ranks to readers."""
 
 from .directory import FileTransport, SharedMemoryTransport
+from .doctor import Found, doctor
 from .group import GroupTransport
 from .ipc import IpcTransport
 from .open import open_transport
@@ -12,6 +13,7 @@ from .wire import Read, Wire
 __all__ = [
     "Estimate",
     "FileTransport",
+    "Found",
     "GroupTransport",
     "IpcTransport",
     "PullTransport",
@@ -19,6 +21,7 @@ __all__ = [
     "SharedMemoryTransport",
     "Transport",
     "Wire",
+    "doctor",
     "estimate",
     "open_transport",
 ]
