@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -16,16 +16,9 @@ from .planner import BUCKET_BYTES, plan_sync
 from .transports.directory import SharedMemoryTransport
 from .transports.transport import Transport
 
-__all__ = ["Rendezvous", "announce", "find"]
+__all__ = ["announce", "find"]
 
 _ANNOUNCE_S = 60.0
-
-
-class Rendezvous(NamedTuple):
-    """All that both sides have to share."""
-
-    plan: Plan
-    transport: Transport
 
 
 @runtime_checkable
@@ -42,7 +35,7 @@ def announce(
     convert: Wiring | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     group: dist.ProcessGroup | None = None,
-) -> Rendezvous:
+) -> tuple[Plan, Transport]:
     """Plan for engines that hold whole tensors, and leave the plan for them to `find`. Collective.
 
     It gathers manifests, which waits as long as the group does. Give a `Publisher` the plan, the
@@ -70,10 +63,10 @@ def announce(
     end = _announcing(transport)
     if owner:
         end.announce(plan.to_json(), deadline=time.monotonic() + _ANNOUNCE_S)
-    return Rendezvous(plan, transport)
+    return plan, transport
 
 
-def find(where: str | Transport, *, timeout_s: float) -> Rendezvous:
+def find(where: str | Transport, *, timeout_s: float) -> tuple[Plan, Transport]:
     """Wait for a trainer to announce its plan. Local.
 
     Of a trainer that was killed, the plan is found until the next one starts: with another plan, a
@@ -96,7 +89,7 @@ def find(where: str | Transport, *, timeout_s: float) -> Rendezvous:
         if transport is not where:
             transport.close()
         raise
-    return Rendezvous(plan, transport)
+    return plan, transport
 
 
 def _announcing(transport: Transport) -> _Announcing:

@@ -71,10 +71,10 @@ def test_a_name_alone_is_enough():
     name, trainer, engine = uuid.uuid4().hex, model(), model(seed=1)
     plan, sending = weightsync.announce(name, trainer)
     weightsync.Publisher(plan, trainer, sending).publish(1, timeout_s=TIMEOUT_S)
-    found = weightsync.find(name, timeout_s=0)
-    assert found.plan == plan
-    load = weightsync.load_into(engine, found.plan)
-    weightsync.Subscriber(found.plan, load, found.transport).receive(timeout_s=TIMEOUT_S)
+    found, receiving = weightsync.find(name, timeout_s=0)
+    assert found == plan
+    load = weightsync.load_into(engine, found)
+    weightsync.Subscriber(found, load, receiving).receive(timeout_s=TIMEOUT_S)
     assert_same_bits(engine[0].weight.detach(), trainer[0].weight.detach())
     sending.close()
     with pytest.raises(DeadlineError, match=f"nobody announced '{name}' in time. Is the trainer"):
@@ -116,8 +116,8 @@ def test_the_next_owner_announces_anew(tmp_path):
             weightsync.find(_end("shared_memory", tmp_path, False), timeout_s=0)
         with _end("shared_memory", tmp_path, True) as owner:
             weightsync.announce(owner, {name: torch.ones(1) for name in names})
-            found = weightsync.find(_end("shared_memory", tmp_path, False), timeout_s=0)
-            assert list(found.plan.target) == names
+            found, _ = weightsync.find(_end("shared_memory", tmp_path, False), timeout_s=0)
+            assert list(found.target) == names
             assert owner.to_remove()
         assert list(tmp_path.iterdir()) == []
 
