@@ -24,8 +24,8 @@ from .fetched import Feed, Fetched, bring, check, feeding, undone
 from .held import Lent
 from .manifest import NamedTensors, named_tensors
 from .marker import Marker, Receipt
+from .observed import differing, digest_tensors
 from .plan import Plan
-from .proof import differing, digest_tensors
 from .transports.transport import Incoming, Request, Transport
 
 __all__ = ["Load", "Subscriber"]

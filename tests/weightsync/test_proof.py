@@ -16,7 +16,8 @@ from primeblocks.weightsync import (
     prove_round_trip,
 )
 from primeblocks.weightsync.manifest import named_tensors
-from primeblocks.weightsync.proof import _perturb, digest_tensors
+from primeblocks.weightsync.observed import digest_tensors
+from primeblocks.weightsync.proof import _perturb
 
 ranks.preload(__name__)  # With all that it imports.
 
@@ -224,12 +225,12 @@ def test_every_bit_pattern_changes_and_comes_back(dtype):
     bits = torch.randint(0, 256, (4096, 16), dtype=torch.uint8)
     bits[:2] = 0  # Zeros of every dtype.
     tensor = bits.clone().view(dtype)
-    _perturb(tensor)
+    _perturb(tensor, "w")
     assert not tensor.view(torch.uint8).equal(bits)
     elements = bits.view(-1, dtype.itemsize if not dtype.is_complex else 8)
     changed = tensor.view(torch.uint8).view(elements.shape)
     assert (changed != elements).any(1).all()
-    _perturb(tensor, back=True)
+    _perturb(tensor, "w", back=True)
     assert tensor.view(torch.uint8).equal(bits)
 
 
@@ -238,7 +239,7 @@ def test_every_bit_pattern_changes_and_comes_back(dtype):
 def test_a_perturbation_shows_in_narrower_dtypes(to, value):
     tensor = torch.full((40,), value)
     before = tensor.to(to, copy=True)
-    _perturb(tensor)
+    _perturb(tensor, "w")
     after = tensor.to(to)
     assert (after.view(torch.uint8) != before.view(torch.uint8)).view(40, -1).any(1).all()
     assert after.isfinite().all()
