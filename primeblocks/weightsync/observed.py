@@ -10,16 +10,17 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from ..layout import Layout, local_part
+from ..layout import Layout, Shard, local_part
 from .convert.conversion import Wiring
-from .convert.pieces import whole_piece
+from .convert.pieces import Piece
 from .digest import as_buffer
 from .manifest import NamedTensors, named_tensors
-from .plan import Copy, Plan
+from .plan import Plan
 
 __all__ = [
     "HELD",
     "MULTIPLIED",
+    "Form",
     "Look",
     "Observed",
     "Seen",
@@ -49,33 +50,43 @@ Look = Callable[[str], Sequence[Seen] | str]
 """Returns all forms in which an engine has a parameter, or why it cannot be seen."""
 
 
+class Form(NamedTuple):
+    """A box of a tensor that travels, as an engine has it; without a dtype, `way` says why not."""
+
+    box: Shard
+    way: str
+    dtype: str
+    digest: str
+
+
 @dataclass(frozen=True)
 class Observed:
     """Digests of what one engine process holds.
 
     Attributes:
-        boxes: for each copy that this reader wants, in the plan's order: way, dtype and digest of
-            each form that the engine has it in, none where it is missing; or why it cannot be seen.
+        forms: for each copy of the plan that this reader wants, in order, its boxes in each form
+            that this process has them in; none of a box that it does not hold.
         unexpected: parameters that no tensor of the plan leads to.
     """
 
     plan: str
     reader: int
-    boxes: tuple[tuple[tuple[str, str, str], ...] | str, ...]
+    forms: tuple[tuple[Form, ...], ...]
     unexpected: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return values that travel as JSON."""
-        return dict(vars(self))
+        rows = [[[f.box.offsets, f.box.sizes, *f[1:]] for f in row] for row in self.forms]
+        return {**vars(self), "forms": rows}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Observed:
         """Return what `to_json` made."""
-        boxes = tuple(
-            row if isinstance(row, str) else tuple((str(w), str(t), str(d)) for w, t, d in row)
-            for row in raw["boxes"]
+        forms = tuple(
+            tuple(Form(Shard(tuple(at), tuple(size)), *rest) for at, size, *rest in row)
+            for row in raw["forms"]
         )
-        return cls(str(raw["plan"]), int(raw["reader"]), boxes, tuple(raw["unexpected"]))
+        return cls(raw["plan"], raw["reader"], forms, tuple(raw["unexpected"]))
 
 
 def observe(
@@ -86,7 +97,7 @@ def observe(
     Args:
         held: the engine's tensors, by the names that `load` gets or that `convert` leads to; or a
             function that looks one up.
-        convert: the wiring of this reader.
+        convert: the wiring to this process's parameters; boxes without a place are others'.
 
     Raises:
         PlanError: the plan has no such reader.
@@ -95,12 +106,20 @@ def observe(
     extra: tuple[str, ...] = ()
     if isinstance(held, nn.Module) or not callable(held):
         held, extra = _look_into(held, plan.wants[reader] if convert is None else convert.targets)
-    rows: list[tuple[tuple[str, str, str], ...] | str] = []
+    forms = []
     for index in plan.of_reader(reader):
-        for copy in plan.buckets[index].copies:
-            found = _forms(plan, reader, copy, held, convert)
-            rows.append(found if isinstance(found, str) else tuple(_row(*one) for one in found))
-    return Observed(plan.fingerprint(), reader, tuple(rows), extra)
+        for name, box, *_ in plan.buckets[index].copies:
+            if convert is None:
+                pieces = [_in_place(name, plan.wants[reader][name][0])]
+                shapes = {name: pieces[0].target_box.sizes}
+            else:
+                pieces = convert.by_source.get(name, [])
+                shapes = {piece.target: convert.targets[piece.target].shape for piece in pieces}
+            parts = [part for piece in pieces if (part := piece.from_source(box)) is not None]
+            forms.append(
+                tuple(f for part in parts for f in _forms(part, held, shapes[part.target]))
+            )
+    return Observed(plan.fingerprint(), reader, tuple(forms), extra)
 
 
 def digest_tensors(tensors: NamedTensors) -> dict[str, tuple[str, ...]]:
@@ -144,10 +163,6 @@ def _piece_digests(tensor: Tensor) -> Iterator[str]:
         yield xxhash.xxh3_64_hexdigest(room[start : start + size])
 
 
-def _row(way: str, tensor: Tensor) -> tuple[str, str, str]:
-    return way, str(tensor.dtype).removeprefix("torch."), digest_form(way, tensor)
-
-
 def _look_into(held: NamedTensors, known: Iterable[str]) -> tuple[Look, tuple[str, ...]]:
     """Return a way to look up tensors, and the names that are not known, nor tied to one."""
     tensors = with_aliases(held)
@@ -161,31 +176,21 @@ def _look_into(held: NamedTensors, known: Iterable[str]) -> tuple[Look, tuple[st
     return look, extra
 
 
-def _forms(
-    plan: Plan, reader: int, copy: Copy, look: Look, convert: Wiring | None
-) -> Sequence[Seen] | str:
-    """Return a box of a tensor that travels, in each form that the engine has it in."""
-    whole, box = plan.wants[reader][copy.name][0], copy.box
-    pieces = [whole_piece(copy.name, whole.sizes)]
-    if convert is None:
-        box = box.within(whole)
-    else:
-        pieces = convert.by_source[copy.name]
-    forms: list[Seen] = []
-    for piece in pieces:
-        part = piece.from_source(box)
-        if part is None:
-            continue
-        found = look(part.target)
-        if isinstance(found, str) or not found:
-            return found
-        shape = whole.sizes if convert is None else convert.targets[part.target].shape
-        for index, (way, tensor) in enumerate(found):
-            if tuple(tensor.shape) != shape:
-                shaped = f"{tuple(tensor.shape)}, not {shape}"
-                return [Seen(shaped, torch.empty(0, dtype=tensor.dtype))]
-            if index == len(forms):
-                forms.append(Seen(way, torch.zeros(box.sizes, dtype=tensor.dtype)))
-            room = forms[index].tensor[part.source_box.within(box).slices]
-            room.copy_(part.inverse().view(tensor, Layout.whole(shape).shard))
-    return forms
+def _in_place(name: str, box: Shard) -> Piece:
+    """Return the piece from a box of a tensor to a tensor of the same name that holds it."""
+    inside = Shard((0,) * len(box.sizes), box.sizes)
+    return Piece(name, box, name, inside, tuple(range(len(box.sizes))))
+
+
+def _forms(part: Piece, look: Look, shape: tuple[int, ...]) -> Iterator[Form]:
+    found = look(part.target)
+    if isinstance(found, str):
+        yield Form(part.source_box, found, "", "")
+        return
+    for way, tensor in found:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if tuple(tensor.shape) == shape:
+            view = part.inverse().view(tensor, Layout.whole(shape).shard)
+            yield Form(part.source_box, way, dtype, digest_form(way, view))
+        else:
+            yield Form(part.source_box, f"{tuple(tensor.shape)}, not {shape}", dtype, "")

@@ -84,8 +84,9 @@ class Subscriber:
                 f"reader {reader} wants several boxes of {len(torn)} tensors, such as {torn[0]!r}. "
                 "Pass convert=, the wiring that it was planned with."
             )
-        self._plan, self._load, self._transport = plan, load, transport
-        self._reader, self._convert, self._threads = reader, convert, threads
+        self.plan, self.reader = plan, reader
+        self._load, self._transport = load, transport
+        self._convert, self._threads = convert, threads
         self._ahead, self._observe = check == "ahead", observe
         self._served: Marker | None = None
         self._held: Fetched | None = None
@@ -212,7 +213,7 @@ class Subscriber:
         `verified`: the same for this version, which was checked before.
         """
         held = None if self._held is None else self._held.marker
-        request = Request(self._plan, self._reader, version, held, served, deadline)
+        request = Request(self.plan, self.reader, version, held, served, deadline)
         found = self._transport.receive(request)
         last = found[-1]
         if last.marker == held and self._held is not None:
@@ -226,7 +227,7 @@ class Subscriber:
             )
         ):
             self._check_plan(last.marker)
-            size = self._plan.read_bytes(self._reader)
+            size = self.plan.read_bytes(self.reader)
             return Fetched(last.marker, last.whole(), size, {}, is_checked=False)
         try:
             try:
@@ -236,7 +237,7 @@ class Subscriber:
                 if last.marker not in self._transport.markers():
                     raise
                 again = self._transport.receive(
-                    Request(self._plan, self._reader, last.marker.version, None, served, deadline)
+                    Request(self.plan, self.reader, last.marker.version, None, served, deadline)
                 )
                 fetched = self._bring(again, deadline)
         except BaseException as error:  # Others wait to hear of it.
@@ -258,8 +259,8 @@ class Subscriber:
         # A way back is needed where the transport cannot give the base again.
         undoable = base is not None and base.marker not in self._transport.markers()
         return bring(
-            self._plan,
-            self._reader,
+            self.plan,
+            self.reader,
             found,
             base,
             deadline=deadline,
@@ -268,10 +269,10 @@ class Subscriber:
         )
 
     def _check_plan(self, marker: Marker) -> None:
-        if marker.plan != self._plan.fingerprint():
+        if marker.plan != self.plan.fingerprint():
             raise PlanError(
                 f"version {marker.version} was written by plan {marker.plan}, this is plan "
-                f"{self._plan.fingerprint()}. Build both from the same manifests."
+                f"{self.plan.fingerprint()}. Build both from the same manifests."
             )
 
     def _load_or_go_back(self, new: Fetched) -> None:
@@ -320,17 +321,17 @@ class Subscriber:
     def _before(self, failed: Fetched, served: Marker, deadline: float) -> Fetched:
         """Return the version that was served before, checked."""
         if failed.undo:
-            return undone(self._plan, self._reader, failed, served)
+            return undone(self.plan, self.reader, failed, served)
         failed.held.close()
         if self._held is None:
             return self._fetch(served.version, deadline, served=None)
-        check(self._plan, self._reader, self._held)
+        check(self.plan, self.reader, self._held)
         return self._held
 
     def _feed(self, fetched: Fetched) -> None:
         """Give `load` all tensors, each once its bytes were checked; then observe the engine."""
         taken, given = 0, dict[str, tuple[str, ...]]()
-        wanted = self._plan.wants[self._reader] if self._convert is None else self._convert.targets
+        wanted = self.plan.wants[self.reader] if self._convert is None else self._convert.targets
         uses = Counter(source for name in wanted for source in self._made_of(name))
 
         def tensors(feed: Feed) -> Iterator[tuple[str, Tensor]]:
@@ -344,7 +345,7 @@ class Subscriber:
                 feed.used(self._made_of(name))
 
         threads = self._threads
-        with feeding(self._plan, self._reader, fetched, uses, threads=threads) as feed:
+        with feeding(self.plan, self.reader, fetched, uses, threads=threads) as feed:
             self._load(tensors(feed))
         if taken < len(wanted):
             raise TransferError(f"load took {taken} of {len(wanted)} tensors")
@@ -364,7 +365,7 @@ class Subscriber:
 
     def _tensor(self, name: str, feed: Feed) -> Tensor:
         if self._convert is None:
-            (box,) = self._plan.wants[self._reader][name]
+            (box,) = self.plan.wants[self.reader][name]
             return feed.box(name, box)
         spec, pieces = self._convert.targets[name], self._convert.by_target[name]
         made = torch.zeros(spec.shape, dtype=spec.dtype)  # Padding is zero.

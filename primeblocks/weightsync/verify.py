@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +18,9 @@ from ..layout import Shard
 from .agree import Agreement
 from .convert.conversion import Wiring
 from .manifest import Manifest, NamedTensors, describe, gather_manifests, named_tensors
-from .observed import Observed, digest_form, observe, with_aliases
+from .observed import Form, Observed, digest_form, observe, with_aliases
 from .parts import Encode, Parts
-from .plan import Plan
+from .plan import Copy, Plan
 from .planner import plan_sync
 
 __all__ = ["Verified", "verify_engine"]
@@ -202,32 +203,35 @@ def _check(seen: Sequence[Observed], plan: Plan) -> None:
 def _compare(plan: Plan, rank: int, parts: Parts, seen: Sequence[Observed], wrong: _Wrong) -> None:
     """Compare what this rank would send with what each reader has."""
     wrong["unexpected"] |= {name: f"reader {one.reader}" for one in seen for name in one.unexpected}
-    rows = [dict(_rows(plan, one)) for one in seen]
+    found: dict[tuple[int, int, int], list[Form]] = defaultdict(list)  # By reader, bucket and copy.
+    for one in seen:
+        rows = iter(one.forms)
+        for index in plan.of_reader(one.reader):
+            for place in range(len(plan.buckets[index].copies)):
+                found[one.reader, index, place] += next(rows)
+    readers = {one.reader for one in seen}
     for index in plan.of_rank(rank):
-        copies = plan.buckets[index].copies
-        rooms = [torch.empty(c.box.sizes, dtype=plan.target[c.name].dtype) for c in copies]
+        bucket = plan.buckets[index]
+        rooms = [torch.empty(c.box.sizes, dtype=plan.target[c.name].dtype) for c in bucket.copies]
         parts.fill(index, rooms, helper=None)
-        for one, row in zip(seen, rows, strict=True):
-            for copy, room, found in zip(copies, rooms, row.get(index, ()), strict=False):
-                where = f"reader {one.reader}, {_text(copy.box)}"
-                _compare_box(copy.name, room, found, where, wrong)
+        for reader in readers & set(bucket.readers):
+            for place, (copy, room) in enumerate(zip(bucket.copies, rooms, strict=True)):
+                _compare_copy(reader, copy, room, found[reader, index, place], wrong)
 
 
-def _rows(plan: Plan, one: Observed) -> Iterator[tuple[int, list[Any]]]:
-    """Yield the buckets of a reader, and what was observed of their copies."""
-    left = iter(one.boxes)
-    for index in plan.of_reader(one.reader):
-        yield index, [next(left) for _ in plan.buckets[index].copies]
-
-
-def _compare_box(name: str, room: Tensor, found: Any, where: str, wrong: _Wrong) -> None:
-    if isinstance(found, str):
-        wrong["unobservable"].setdefault(name, f"{where}: {found}")
-    elif not found:
-        wrong["missing"].setdefault(name, where)
-    for way, dtype, digest in () if isinstance(found, str) else found:
-        if digest_form(way, room.to(getattr(torch, dtype))) != digest:
-            wrong["differing"].setdefault(name, f"{where}, {way}")
+def _compare_copy(
+    reader: int, copy: Copy, room: Tensor, forms: Sequence[Form], wrong: _Wrong
+) -> None:
+    for box, way, dtype, digest in forms:
+        where = f"reader {reader}, {_text(box)}"
+        if not dtype:
+            wrong["unobservable"].setdefault(copy.name, f"{where}: {way}")
+            continue
+        mine = room[box.within(copy.box).slices].to(getattr(torch, dtype))
+        if digest_form(way, mine) != digest:
+            wrong["differing"].setdefault(copy.name, f"{where}, {way}")
+    if sum(box.numel for box in {form.box for form in forms}) < copy.box.numel:
+        wrong["missing"].setdefault(copy.name, f"reader {reader}, of {_text(copy.box)}")
 
 
 def _text(box: Shard) -> str:

@@ -254,7 +254,7 @@ def test_a_load_that_keeps_nothing_gets_no_receipt(tmp_path, check):
     keeps = [True, False, True]
     load = lambda ts: served.load(ts) if keeps.pop(0) else [None for _ in ts]  # noqa: E731
     subscriber = Subscriber(
-        served.subscriber._plan, load, served.transport, check=check, observe=served.observe
+        served.subscriber.plan, load, served.transport, check=check, observe=served.observe
     )
     served.publisher.publish(1, timeout_s=10)
     assert subscriber.receive(timeout_s=10).version == 1
@@ -271,7 +271,7 @@ def test_a_first_load_that_keeps_nothing_gets_no_receipt(tmp_path):
     served = Served(tmp_path)
     served.publisher.publish(1, timeout_s=10)
     load = lambda ts: [None for _ in ts]  # noqa: E731
-    subscriber = Subscriber(served.subscriber._plan, load, served.transport, observe=served.observe)
+    subscriber = Subscriber(served.subscriber.plan, load, served.transport, observe=served.observe)
     with pytest.raises(EngineError, match="5 of 5 tensors, such as .* are not in the engine"):
         subscriber.receive(timeout_s=10)
     assert subscriber.version is None
