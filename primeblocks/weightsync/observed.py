@@ -10,11 +10,13 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from ..errors import TransferError
 from ..layout import Layout, Shard, local_part
 from .convert.conversion import Wiring
 from .convert.pieces import Piece
 from .digest import as_buffer
 from .manifest import NamedTensors, named_tensors
+from .marker import Digests
 from .plan import Plan
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "differing",
     "digest_form",
     "digest_tensors",
+    "kept",
     "observe",
     "with_aliases",
 ]
@@ -137,6 +140,23 @@ def differing(some: Mapping[str, Iterable[str]], other: Mapping[str, Iterable[st
     """Return the names whose digests differ, or that only one of both has."""
     names = dict.fromkeys([*some, *other])
     return [name for name in names if some.get(name) != other.get(name)]
+
+
+def kept(given: Digests, held: NamedTensors) -> Digests:
+    """Return the digests of what an engine holds.
+
+    Raises:
+        TransferError: a tensor is not the one that `load` was given.
+    """
+    tensors = named_tensors(held)
+    seen = digest_tensors({name: tensors[name] for name in given if name in tensors})
+    if lost := differing(given, seen):
+        some = ", ".join(map(repr, lost[:3]))
+        raise TransferError(
+            f"{len(lost)} of {len(given)} tensors, such as {some}, are not in the "
+            "engine as load was given them"
+        )
+    return seen
 
 
 def digest_form(way: str, tensor: Tensor) -> str:

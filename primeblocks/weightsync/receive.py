@@ -19,12 +19,13 @@ from ..errors import (
     TransferError,
     check_version,
 )
+from .ballot import Member, Round
 from .convert.conversion import Wiring
 from .fetched import Feed, Fetched, bring, check, feeding, undone
 from .held import Lent
-from .manifest import NamedTensors, named_tensors
-from .marker import Marker, Receipt
-from .observed import differing, digest_tensors
+from .manifest import NamedTensors
+from .marker import Digests, Marker, Receipt
+from .observed import digest_tensors, kept
 from .plan import Plan
 from .transports.transport import Incoming, Request, Transport
 
@@ -57,6 +58,9 @@ class Subscriber:
             again. Where there is none, for deltas, and where torch's threads take all cores, all is
             checked before. With both, bytes that others may still write to are copied for the
             load, and the copies are checked.
+        member: this reader's part in the vote of a fleet. `receive` then returns when all of the
+            fleet have loaded the version; if one cannot, or one's time ends, all go back. The
+            engine must not serve meanwhile.
         observe: returns what the engine holds, by the names that `load` gets. If given, each tensor
             has to be the one that `load` was given, bit for bit, or the load has failed. Without
             it a receipt tells what `load` was given, and not what it did with it.
@@ -75,6 +79,7 @@ class Subscriber:
         convert: Wiring | None = None,
         threads: int = 4,
         check: Literal["before", "ahead"] = "before",
+        member: Member | None = None,
         observe: Callable[[], NamedTensors] | None = None,
     ) -> None:
         plan.check_reader(reader)
@@ -87,11 +92,12 @@ class Subscriber:
         self.plan, self.reader = plan, reader
         self._load, self._transport = load, transport
         self._convert, self._threads = convert, threads
-        self._ahead, self._observe = check == "ahead", observe
+        self._ahead, self._observe, self._member = check == "ahead", observe, member
         self._served: Marker | None = None
         self._held: Fetched | None = None
         self._ready: Fetched | None = None
         self._verified: Marker | None = None
+        self._kept: Digests | None = None
         self._closed = False
 
     @property
@@ -111,7 +117,7 @@ class Subscriber:
         if isinstance(ready.held, Lent) and not ready.held.stays:
             self._verified = ready.marker
             self._drop_ready()
-        return _receipt(ready, start)
+        return self._receipt(ready, start, None)
 
     def receive(self, version: int | None = None, *, timeout_s: float) -> Receipt:
         """Load a version. Local.
@@ -145,8 +151,8 @@ class Subscriber:
         ready = self._get_ready(version, deadline, ahead=self._ahead, verified=verified)
         self._ready = None
         if ready.marker != self._served:
-            self._load_or_go_back(ready)
-        return _receipt(ready, start)
+            self._load_or_go_back(ready, deadline)
+        return self._receipt(ready, start, self._kept)
 
     def forget(self) -> None:
         """Say that the engine lost its weights, as in a sleep that discards them. Local.
@@ -213,6 +219,8 @@ class Subscriber:
         `verified`: the same for this version, which was checked before.
         """
         held = None if self._held is None else self._held.marker
+        if version is None and self._member is not None:
+            version = self._member.pick(self._transport.markers, served, deadline=deadline)
         request = Request(self.plan, self.reader, version, held, served, deadline)
         found = self._transport.receive(request)
         last = found[-1]
@@ -275,17 +283,37 @@ class Subscriber:
                 f"{self.plan.fingerprint()}. Build both from the same manifests."
             )
 
-    def _load_or_go_back(self, new: Fetched) -> None:
+    def _load_or_go_back(self, new: Fetched, deadline: float) -> None:
+        turn = None
+        if self._member is not None:
+            turn = self._member.enter(new.marker, deadline=deadline)
         served, self._served = self._served, None  # Torn, until it has one of them.
         if new == self._held:
             self._held = None
         try:
             self._feed(new)
         except Exception as error:  # Whatever load raises, the model must not stay torn.
+            if turn is not None:
+                turn.refuse(f"{type(error).__name__}: {error}")
             self._go_back(new, served, error)
+        if turn is not None:
+            self._vote(turn, new, served, deadline)
         if self._held is not None:
             self._held.held.close()
         self._serve(new.marker, new)
+
+    def _vote(self, turn: Round, new: Fetched, served: Marker | None, deadline: float) -> None:
+        """Return once all of the fleet have loaded a version, or go back with them."""
+        try:
+            said = turn.vote(deadline=deadline)
+        except TransferError as error:
+            new.held.close()
+            raise EngineError(
+                f"version {new.marker.version} is loaded, and whether the others keep it is not "
+                f"known: {error}. Stop serving, and receive again."
+            ) from error
+        if said:
+            self._go_back(new, served, TransferError(said))
 
     def _serve(self, marker: Marker, fetched: Fetched) -> None:
         """Note that a version was loaded; keep it where it stays."""
@@ -350,13 +378,7 @@ class Subscriber:
         if taken < len(wanted):
             raise TransferError(f"load took {taken} of {len(wanted)} tensors")
         if self._observe is not None:
-            held = named_tensors(self._observe())
-            lost = differing(given, digest_tensors({n: held[n] for n in given if n in held}))
-            if lost:
-                raise TransferError(
-                    f"{len(lost)} of {len(given)} tensors, such as {lost[0]!r}, are not in the "
-                    "engine as load was given them"
-                )
+            self._kept = kept(given, self._observe())
 
     def _made_of(self, name: str) -> Iterable[str]:
         if self._convert is None:
@@ -374,7 +396,6 @@ class Subscriber:
             made[piece.target_box.slices].copy_(piece.view(source, piece.source_box))
         return made
 
-
-def _receipt(fetched: Fetched, start: float) -> Receipt:
-    seconds = time.monotonic() - start
-    return Receipt(fetched.marker.version, fetched.bytes, seconds, fetched.marker.digest)
+    def _receipt(self, fetched: Fetched, start: float, held: Digests | None) -> Receipt:
+        marker, seconds = fetched.marker, time.monotonic() - start
+        return Receipt(marker.version, fetched.bytes, seconds, marker.digest, held)
