@@ -7,20 +7,19 @@ keep serving the old version until the new one is whole.
 
 from . import convert, delta, engines, transports
 from .manifest import Manifest, describe, gather_manifests
-from .marker import Receipt
 from .plan import Plan
 from .planner import plan_sync
 from .proof import prove_round_trip
 from .publish import Publisher
 from .receive import Subscriber
 from .transports import FileTransport, SharedMemoryTransport
+from .verify import verify_engine
 
 __all__ = [
     "FileTransport",
     "Manifest",
     "Plan",
     "Publisher",
-    "Receipt",
     "SharedMemoryTransport",
     "Subscriber",
     "convert",
@@ -31,4 +30,5 @@ __all__ = [
     "plan_sync",
     "prove_round_trip",
     "transports",
+    "verify_engine",
 ]

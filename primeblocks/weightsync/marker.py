@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
 import xxhash
@@ -12,7 +12,7 @@ from ..errors import CorruptionError
 
 __all__ = ["Digests", "Marker", "Receipt"]
 
-Digests = Mapping[str, tuple[str, ...]]
+Digests = Mapping[str, Sequence[str]]
 """Name -> dtype and shape of a tensor, and the digests of its pieces."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import xxhash
@@ -26,7 +26,9 @@ __all__ = [
     "Look",
     "Observed",
     "Seen",
+    "are_digests",
     "differing",
+    "digest_as",
     "digest_form",
     "digest_tensors",
     "kept",
@@ -125,7 +127,7 @@ def observe(
     return Observed(plan.fingerprint(), reader, tuple(forms), extra)
 
 
-def digest_tensors(tensors: NamedTensors) -> dict[str, tuple[str, ...]]:
+def digest_tensors(tensors: NamedTensors) -> Digests:
     """Return, by name, dtype and shape, then an XXH3-64 of each piece of a tensor. Local.
 
     A tensor has 64 pieces, of 256 bytes at least and 64 KiB at most.
@@ -134,6 +136,24 @@ def digest_tensors(tensors: NamedTensors) -> dict[str, tuple[str, ...]]:
         name: tuple(_piece_digests(local_part(tensor.detach())))
         for name, tensor in named_tensors(tensors).items()
     }
+
+
+def digest_as(tensors: NamedTensors, like: Digests) -> Digests:
+    """Return `digest_tensors` of those that `like` has, each in the dtype that it has there."""
+    all_of, cast = with_aliases(tensors), {}
+    for name in (name for name in like if name in all_of):
+        dtype = getattr(torch, like[name][0].split(" ")[0].removeprefix("torch."), None)
+        if isinstance(dtype, torch.dtype):  # Digests of another kind tell no dtype.
+            cast[name] = all_of[name].detach().to(dtype)
+    return digest_tensors(cast)
+
+
+def are_digests(held: object) -> TypeGuard[Digests]:
+    """Tell whether these are what `digest_tensors` gave, or read from JSON."""
+    rows = held.values() if isinstance(held, Mapping) else ()
+    return bool(rows) and all(
+        isinstance(row, tuple | list) and all(isinstance(one, str) for one in row) for row in rows
+    )
 
 
 def differing(some: Mapping[str, Iterable[str]], other: Mapping[str, Iterable[str]]) -> list[str]:

@@ -17,7 +17,8 @@ from ..layout import layout_of, local_part
 from .agree import Agreement
 from .convert.conversion import Wiring
 from .manifest import Manifest, NamedTensors, named_tensors
-from .observed import differing, digest_tensors, with_aliases
+from .marker import Digests
+from .observed import are_digests, differing, digest_as, digest_tensors
 from .parts import Encode
 from .plan import Plan
 from .verify import verify_engine
@@ -105,7 +106,7 @@ def prove_round_trip(
     if observe is not None and not wanted:
         raise UsageError("there is nothing to prove: no name of a floating parameter is given.")
 
-    def look(version: int) -> tuple[Mapping[str, tuple[str, ...]], list[str]]:
+    def look(version: int) -> tuple[Digests, list[str]]:
         push(version)
         held = None if observe is None else observe()
         left_s = max(0.0, deadline - time.monotonic())
@@ -148,7 +149,7 @@ def prove_round_trip(
     return RoundTrip(versions, time.monotonic() - start, len(wanted))
 
 
-def _digests(held: object) -> dict[str, tuple[str, ...]]:
+def _digests(held: object) -> Digests:
     """Return the digests of what `observe` gave."""
     if isinstance(held, torch.nn.Module):
         return digest_tensors(held)
@@ -156,7 +157,7 @@ def _digests(held: object) -> dict[str, tuple[str, ...]]:
         if held and all(isinstance(one, Tensor) for one in held.values()):
             return digest_tensors(held)
         rows = {name: (one,) if isinstance(one, str) else one for name, one in held.items()}
-        if all(isinstance(row, tuple | list) for row in rows.values()):
+        if are_digests(rows):
             return {name: tuple(row) for name, row in rows.items()}
     raise UsageError(
         f"observe gave {type(held).__name__}; the proof is by tensor. Give the engine's tensors by "
@@ -164,22 +165,13 @@ def _digests(held: object) -> dict[str, tuple[str, ...]]:
     )
 
 
-def _others(
-    parameters: NamedTensors, seen: Mapping[str, tuple[str, ...]], wanted: Iterable[str]
-) -> list[str]:
+def _others(parameters: NamedTensors, seen: Digests, wanted: Iterable[str]) -> list[str]:
     """Return the names of tensors that are others than the trainer's, in the engine's dtype."""
-    tensors, wrong = with_aliases(parameters), []
-    for name in wanted:
-        dtype = getattr(torch, seen.get(name, ("",))[0].split(" ")[0].removeprefix("torch."), None)
-        if isinstance(dtype, torch.dtype):  # Other digests than ours tell no dtype.
-            mine = digest_tensors({name: tensors[name].detach().to(dtype)})
-            wrong += differing(mine, {name: seen[name]})
-    return wrong
+    mine = digest_as(parameters, {name: seen[name] for name in wanted if name in seen})
+    return [name for name, row in mine.items() if row != seen[name]]
 
 
-def _is_deaf(
-    before: Mapping[str, tuple[str, ...]], changed: Mapping[str, tuple[str, ...]], name: str
-) -> bool:
+def _is_deaf(before: Digests, changed: Digests, name: str) -> bool:
     """Tell whether some piece is as it was."""
     pairs = zip(before.get(name, ()), changed.get(name, ()), strict=False)
     return any(a == b and " " not in a for a, b in pairs)  # Beside its dtype and shape.

@@ -94,9 +94,9 @@ class Subscriber:
         self._convert, self._threads = convert, threads
         self._ahead, self._observe, self._member = check == "ahead", observe, member
         self._served: Marker | None = None
+        self._verified: Marker | None = None
         self._held: Fetched | None = None
         self._ready: Fetched | None = None
-        self._verified: Marker | None = None
         self._kept: Digests | None = None
         self._closed = False
 
@@ -284,19 +284,17 @@ class Subscriber:
             )
 
     def _load_or_go_back(self, new: Fetched, deadline: float) -> None:
-        turn = None
-        if self._member is not None:
-            turn = self._member.enter(new.marker, deadline=deadline)
+        turn = self._member and self._member.enter(new.marker, deadline=deadline)
         served, self._served = self._served, None  # Torn, until it has one of them.
         if new == self._held:
             self._held = None
         try:
             self._feed(new)
         except Exception as error:  # Whatever load raises, the model must not stay torn.
-            if turn is not None:
+            if turn:
                 turn.refuse(f"{type(error).__name__}: {error}")
             self._go_back(new, served, error)
-        if turn is not None:
+        if turn:
             self._vote(turn, new, served, deadline)
         if self._held is not None:
             self._held.held.close()
@@ -358,7 +356,7 @@ class Subscriber:
 
     def _feed(self, fetched: Fetched) -> None:
         """Give `load` all tensors, each once its bytes were checked; then observe the engine."""
-        taken, given = 0, dict[str, tuple[str, ...]]()
+        taken, given = 0, dict[str, Sequence[str]]()
         wanted = self.plan.wants[self.reader] if self._convert is None else self._convert.targets
         uses = Counter(source for name in wanted for source in self._made_of(name))
 

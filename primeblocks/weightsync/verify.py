@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,17 @@ from ..layout import Shard
 from .agree import Agreement
 from .convert.conversion import Wiring
 from .manifest import Manifest, NamedTensors, describe, gather_manifests, named_tensors
-from .observed import Form, Observed, digest_form, observe, with_aliases
+from .marker import Digests
+from .observed import (
+    Form,
+    Observed,
+    are_digests,
+    digest_as,
+    digest_form,
+    digest_tensors,
+    observe,
+    with_aliases,
+)
 from .parts import Encode, Parts
 from .plan import Copy, Plan
 from .planner import plan_sync
@@ -82,7 +92,7 @@ class Verified:
 
 
 def verify_engine(
-    parameters: NamedTensors,
+    parameters: NamedTensors | Digests,
     engine: object,
     *,
     into: Wiring | Sequence[Wiring] = (),
@@ -99,10 +109,11 @@ def verify_engine(
     the weights on each side.
 
     Args:
-        parameters: of this rank, as they were when the engine was updated last.
-        engine: on rank 0, what the engine holds: a module or tensors by name, or an `Observed`
-            where they are elsewhere; a list of those, one for each process; or a function that
-            returns it. None on other ranks.
+        parameters: of this rank, as they were when the engine was updated last; or the `held` of a
+            `Receipt`, to see whether the engine still has what it loaded.
+        engine: on rank 0, what the engine holds: a module or tensors by name; where they are
+            elsewhere, an `Observed` or `digest_tensors` of them; a list of those, one for each
+            process; or a function that returns it. None on other ranks.
         into: for each reader, the wiring that leads to its parameters, where they are fused,
             stacked or sliced.
         plan, convert, source, encode, group: as the `Publisher` has them. Without a plan one is
@@ -117,34 +128,76 @@ def verify_engine(
     deadline = time.monotonic() + timeout_s
     if callable(engine) and not isinstance(engine, nn.Module):
         engine = engine()
+    if are_digests(parameters) or are_digests(engine):
+        return _by_digests(parameters, engine)
+    mine = cast(NamedTensors, parameters)
     held = engine if isinstance(engine, list) else [] if engine is None else [engine]
     wirings = [into] if isinstance(into, Wiring) else list(into)
     wrong: _Wrong = {kind: {} for kind in _KINDS}
     if plan is None and wirings:
-        sources = _sources(parameters, group)
+        sources = _sources(mine, group)
         plan = plan_sync(sources, wirings, bucket_bytes=_BUCKET_BYTES, convert=convert)
     elif plan is None:
-        parameters, held, plan = _in_common(parameters, held, wrong)
+        mine, held, plan = _in_common(mine, held, wrong)
     agreement = Agreement(world_size=plan.world_size, group=group)
-    seen = [
-        one if isinstance(one, Observed) else observe(
-            plan, one, reader=reader, convert=wirings[reader] if wirings else None
-        )
-        for reader, one in enumerate(held)
-    ]  # fmt: skip
-    told = _share(agreement, {"seen": [one.to_json() for one in seen]}, deadline)
-    seen = [Observed.from_json(raw) for row in told for raw in row["seen"]]
-    _check(seen, plan)
-    parts = Parts(plan, agreement.rank, parameters, source=source, convert=convert, encode=encode)
+    seen = _shared(agreement, plan, held, wirings, deadline)
+    parts = Parts(plan, agreement.rank, mine, source=source, convert=convert, encode=encode)
     parts.refresh()
     _compare(plan, agreement.rank, parts, seen, wrong)
     for row in _share(agreement, wrong, deadline):
         for kind, names in row.items():
             wrong[kind] = {**names, **wrong[kind]}
-    tensors = {name for one in seen for name in plan.wants[one.reader]}
+    compared = {name for one in seen for name in plan.wants[one.reader]}
+    return Verified(len(compared), **{kind: dict(sorted(wrong[kind].items())) for kind in _KINDS})
+
+
+def _shared(
+    agreement: Agreement, plan: Plan, held: Sequence[Any], into: Sequence[Wiring], deadline: float
+) -> list[Observed]:
+    """Observe what this rank can see, and return what all ranks saw."""
+    wirings = dict(enumerate(into))
+    seen = [
+        one
+        if isinstance(one, Observed)
+        else observe(plan, one, reader=reader, convert=wirings.get(reader))
+        for reader, one in enumerate(held)
+    ]
+    told = _share(agreement, {"seen": [one.to_json() for one in seen]}, deadline)
+    seen = [Observed.from_json(raw) for row in told for raw in row["seen"]]
+    if not seen:
+        raise UsageError("no rank gave an engine. Pass what it holds on rank 0.")
+    for one in seen:
+        if one.plan != plan.fingerprint():
+            raise PlanError(
+                f"reader {one.reader} was observed by plan {one.plan}, this is plan "
+                f"{plan.fingerprint()}. Attach the engine anew."
+            )
+    return seen
+
+
+def _by_digests(parameters: Any, engine: Any) -> Verified:
+    theirs = engine if are_digests(engine) else digest_tensors(with_aliases(engine))
+    mine = parameters if are_digests(parameters) else digest_as(parameters, theirs)
+    both = [name for name in mine if name in theirs]
     return Verified(
-        len(tensors), **{kind: dict(sorted(row.items())) for kind, row in wrong.items()}
+        len(both),
+        {name: theirs[name][0] for name in both if tuple(mine[name]) != tuple(theirs[name])},
+        _only(parameters, theirs),
+        _only(engine, mine),
     )
+
+
+def _only(some: Any, other: Container[str]) -> dict[str, str]:
+    """Return the tensors of which `other` has no name, nor that of one they are tied to."""
+    if are_digests(some):
+        return {name: row[0] for name, row in some.items() if name not in other}
+    every = with_aliases(some)
+    tied = {one.data_ptr() for name, one in every.items() if name in other}
+    return {
+        name: str(tuple(one.shape))
+        for name, one in named_tensors(some).items()
+        if name not in other and one.data_ptr() not in tied
+    }
 
 
 def _sources(parameters: NamedTensors, group: dist.ProcessGroup | None) -> list[Manifest]:
@@ -163,22 +216,22 @@ def _in_common(
         )
     mine, theirs = with_aliases(parameters), with_aliases(held[0])
     both = [name for name in theirs if name in mine]
-    tied = {mine[name].data_ptr() for name in both}
-    for name, one in named_tensors(parameters).items():
-        if name not in theirs and one.data_ptr() not in tied:
-            wrong["missing"][name] = str(tuple(one.shape))
-    tied = {theirs[name].data_ptr() for name in both}
-    for name, one in named_tensors(held[0]).items():
-        if name not in mine and one.data_ptr() not in tied:
-            wrong["unexpected"][name] = str(tuple(one.shape))
+    wrong["missing"], wrong["unexpected"] = _only(parameters, theirs), _only(held[0], mine)
     for name in both:
-        if mine[name].shape != theirs[name].shape:
-            wrong["differing"][name] = f"{tuple(theirs[name].shape)}, not {tuple(mine[name].shape)}"
+        kinds = [_kind(one[name]) for one in (theirs, mine)]
+        if kinds[0] != kinds[1]:
+            wrong["differing"][name] = f"{kinds[0]}, not {kinds[1]}"
     target = describe({n: theirs[n] for n in both if n not in wrong["differing"]})
     if not target:
         raise UsageError(f"no name in common: {list(mine)[:2]} and {list(theirs)[:2]}. Pass into=.")
     plan = plan_sync([describe(mine)], target, bucket_bytes=_BUCKET_BYTES)
     return mine, [{name: theirs[name] for name in target}], plan
+
+
+def _kind(tensor: Tensor) -> tuple[object, ...]:
+    """Return what no cast changes."""
+    is_cast = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
+    return tuple(tensor.shape) if is_cast else (*tensor.shape, tensor.dtype)
 
 
 def _share(agreement: Agreement, message: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
@@ -187,17 +240,6 @@ def _share(agreement: Agreement, message: dict[str, Any], deadline: float) -> li
     told = agreement.exchange({"size": size}, size_bytes=_SIZE_BYTES, deadline=deadline)
     most = max(row["size"] for row in told)
     return agreement.exchange(message, size_bytes=most, deadline=deadline)
-
-
-def _check(seen: Sequence[Observed], plan: Plan) -> None:
-    if not seen:
-        raise UsageError("no rank gave an engine. Pass what it holds on rank 0.")
-    for one in seen:
-        if one.plan != plan.fingerprint():
-            raise PlanError(
-                f"reader {one.reader} was observed by plan {one.plan}, this is plan "
-                f"{plan.fingerprint()}. Attach the engine anew."
-            )
 
 
 def _compare(plan: Plan, rank: int, parts: Parts, seen: Sequence[Observed], wrong: _Wrong) -> None:

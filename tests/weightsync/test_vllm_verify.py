@@ -6,9 +6,8 @@ import pytest
 
 from primeblocks.plugins.vllm import register
 from primeblocks.testing import tiny_models
-from primeblocks.weightsync import prove_round_trip
+from primeblocks.weightsync import prove_round_trip, verify_engine
 from primeblocks.weightsync.adapters import vllm as adapter
-from primeblocks.weightsync.verify import verify_engine
 from tests.engine_job import call
 from tests.weightsync.vllm_site import ENGINE, TIMEOUT_S, Trainer, error_of
 

@@ -1,11 +1,13 @@
 """Running engines: driving several, in turns with a trainer, over HTTP, with adapters."""
 
+from ..ballot import Ballot
 from .colocated import Colocated, ColocatedEngine, Memory, Turn
 from .lora import AdapterSpec, adapter_parameters
 from .model_folder import ModelFolder, ModelFolders
 
 __all__ = [
     "AdapterSpec",
+    "Ballot",
     "Colocated",
     "ColocatedEngine",
     "Memory",

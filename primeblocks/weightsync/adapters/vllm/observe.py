@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from ....errors import EngineError, PlanError
-from ...convert.conversion import Wiring
-from ...convert.families import checkpoint_to_vllm, transformers_to_checkpoint
+from ...convert.conversion import Conversion, Wiring
+from ...convert.families import checkpoint_to_vllm
+from ...convert.rules import split, unstack
 from ...engines.remote import Step, Steps, drive, drive_sync
 from ...manifest import Manifest
 from ...observed import HELD, MULTIPLIED, Observed, Seen
@@ -29,6 +30,16 @@ from .server import VllmServer
 __all__ = ["look_into", "observe", "observe_llm", "observe_worker"]
 
 _ROWS = 256
+_EXPERTS = "{*head}.experts"
+_UNFUSED = Conversion(
+    (
+        split(f"{_EXPERTS}.gate_up_proj", [f"{_EXPERTS}.{n}_proj" for n in ("gate", "up")], dim=1),
+        *(
+            unstack(f"{_EXPERTS}.{n}_proj", f"{_EXPERTS}.{{e}}.{n}_proj.weight", index="e")
+            for n in ("gate", "up", "down")
+        ),
+    )
+)
 # Made from others, by attention.
 _DERIVED = ("W_UV", "W_UK_T", "W_UK_T_dcp_qrep")
 # Methods and backends that leave parameters as they were loaded, or have packed them for a CPU.
@@ -109,8 +120,8 @@ def _wiring(engine: Any, checkpoint: Manifest) -> Wiring:
     )
     try:
         return table.bind(checkpoint)
-    except PlanError:  # Some loaders take the names of transformers' modules too.
-        return (transformers_to_checkpoint(family) + table).bind(checkpoint)
+    except PlanError:  # Some loaders take fused experts too.
+        return (_UNFUSED + table).bind(checkpoint)
 
 
 def look_into(model: nn.Module) -> Callable[[str], Sequence[Seen] | str]:
