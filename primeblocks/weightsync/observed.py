@@ -15,7 +15,7 @@ from ..layout import Layout, Shard, local_part
 from .convert.conversion import Wiring
 from .convert.pieces import Piece
 from .digest import as_buffer
-from .manifest import NamedTensors, named_tensors
+from .manifest import NamedTensors, named_tensors, unwrapped
 from .marker import Digests
 from .plan import Plan
 
@@ -191,7 +191,9 @@ def with_aliases(source: NamedTensors) -> dict[str, Tensor]:
     """Return tensors by name, tied ones of a module under each of their names. Local."""
     tensors = named_tensors(source)
     if isinstance(source, nn.Module):
-        tensors |= dict(source.named_parameters(remove_duplicate=False))
+        owners = dict(source.named_modules())
+        tied = source.named_parameters(remove_duplicate=False)
+        tensors |= {unwrapped(name, owners): one for name, one in tied}
     return tensors
 
 

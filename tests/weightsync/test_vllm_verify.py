@@ -1,6 +1,8 @@
 """Faults of one tensor in a real vLLM, each named by what the engine computes with."""
 
 import importlib.util
+import json
+from pathlib import Path
 
 import pytest
 
@@ -8,7 +10,7 @@ from primeblocks.plugins.vllm import register
 from primeblocks.testing import tiny_models
 from primeblocks.weightsync import prove_round_trip, verify_engine
 from primeblocks.weightsync.adapters import vllm as adapter
-from tests.engine_job import call
+from tests.engine_job import call, fork_job
 from tests.weightsync.vllm_site import ENGINE, TIMEOUT_S, Trainer, error_of
 
 pytestmark = [
@@ -120,3 +122,15 @@ def test_a_fault_is_named(saw, case, names):
     assert list(saw[case].differing) == names, saw[case].table()
     assert saw[case].wrong == names
     assert not saw[case].unexpected
+
+
+def test_the_notebook_names_what_it_breaks(tmp_path):
+    notebook = Path(__file__).parents[2] / "notebooks/does_my_engine_run_my_weights.ipynb"
+    cells = json.loads(notebook.read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    (tmp_path / "cells.py").write_text("\n".join(code))
+    said = fork_job(tmp_path / "cells.py")
+    assert "0 not proved" in said
+    assert "the parameter that is left: (0,)" in said
+    assert "are others in the engine than in the trainer" in said
+    assert "RoundTrip(versions=(10, 11, 12)" in said
