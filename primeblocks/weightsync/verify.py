@@ -210,7 +210,8 @@ def _in_common(
     parameters: NamedTensors, held: Sequence[Any], wrong: _Wrong
 ) -> tuple[dict[str, Tensor], list[dict[str, Tensor]], Plan]:
     """Return the tensors that both have, under each of their names, and the plan between them."""
-    if len(held) != 1 or isinstance(held[0], Observed) or dist.is_initialized():
+    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+    if len(held) != 1 or isinstance(held[0], Observed) or not is_alone:
         raise UsageError(
             f"{len(held)} processes and no plan. Pass plan=, as the Publisher has it, or into=."
         )
