@@ -223,6 +223,21 @@ def test_votes_on_a_replaced_trainers_version_are_none_on_its_successors(tmp_pat
         notes.await_all("old", 5, again=False, deadline=deadline)
 
 
+def test_a_trainer_that_was_replaced_commits_nothing_that_a_reader_takes(tmp_path):
+    """Its lock on the directory was lost, as by a file system that forgot it."""
+    first = Fleet("file", tmp_path)
+    assert first.sync(1) == [1] * 4
+    for lock in tmp_path.rglob("primeblocks.lock"):
+        lock.unlink()
+    second = Fleet("file", tmp_path)
+    second.readers = first.readers
+    told = first._publish(2, timeout_s=1.0)
+    assert isinstance(told, TransferError), told
+    assert second.sync(1) == [1] * 4  # The same number, and another run's votes.
+    assert second.versions == [1] * 3
+    assert second.sync(2) == [2] * 4
+
+
 def test_members_that_make_no_sense_are_refused(tmp_path):
     for members in ([], ["a", "a"]):
         with pytest.raises(UsageError, match="name of its own"):
