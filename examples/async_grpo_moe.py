@@ -202,7 +202,7 @@ class Trainer:
             statistics.mean(part[3] for part in parts),
         )
 
-    def publish(self, version: int) -> weightsync.Receipt:
+    def publish(self, version: int) -> weightsync.marker.Receipt:
         """Write this rank's shards of one version where the engine will read them."""
         return self.publisher.publish(version, timeout_s=TIMEOUT_S)
 

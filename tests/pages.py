@@ -11,7 +11,7 @@ import os
 import socket
 import subprocess
 import sys
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict
 from types import ModuleType, SimpleNamespace
 from unittest import mock
@@ -361,4 +361,5 @@ PAGES = {
     "docs/plan.md": a_plan,
     "docs/replay.md": replay,
     "docs/weightsync.md": weightsync,
+    "docs/weightsync_proof.md": lambda: nullcontext({}),
 }

@@ -14,6 +14,7 @@ from .publish import Publisher
 from .receive import Subscriber
 from .rendezvous import announce, find
 from .transports import SharedMemoryTransport, doctor
+from .verify import verify_engine
 
 __all__ = [
     "Plan",
@@ -30,4 +31,5 @@ __all__ = [
     "load_into",
     "plan_sync",
     "transports",
+    "verify_engine",
 ]

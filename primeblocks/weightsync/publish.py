@@ -13,6 +13,7 @@ import torch
 
 from ..errors import ClosedError, TransferError, UsageError, check_version
 from .agree import Agreement
+from .ballot import Ballot
 from .convert.conversion import Wiring
 from .manifest import Manifest, NamedTensors
 from .marker import Marker, Receipt
@@ -79,7 +80,9 @@ class Publisher:
         self._shipment: Shipment | None = None
         self._closed = False
 
-    def publish(self, version: int, *, timeout_s: float) -> Receipt:
+    def publish(
+        self, version: int, *, timeout_s: float, await_readers: Ballot | None = None
+    ) -> Receipt:
         """Send and commit one version. Collective.
 
         Readers see either all of it or nothing. Call it again with the same version after a
@@ -89,6 +92,10 @@ class Publisher:
 
         Cost: one copy and, in a second thread, one XXH3-128 of what this rank sends; four small
         all-gathers. A delta costs one more pass, over what was sent before.
+
+        Args:
+            await_readers: return when all of them have loaded it. Where one cannot, all are on the
+                version before, and it stays refused until it is published again.
 
         Raises:
             TransferError: some rank failed, died or was late; the committed version did not
@@ -107,6 +114,8 @@ class Publisher:
             opened = self._step(self._open, version, deadline)[0]
             sent = self._step(self._send, version, opened, deadline)
             done = self._step(self._commit, version, opened, sent, deadline)[0]
+            if await_readers is not None:
+                self._step(self._await, version, opened, await_readers, deadline)
         except BaseException:
             self._forget()
             if self._rank == 0 and checked is not None:
@@ -228,6 +237,14 @@ class Publisher:
         else:
             marker = self._committed(marker)
         return {"digest": marker.digest, "bytes": marker.size_bytes}
+
+    def _await(
+        self, version: int, opened: dict[str, Any], readers: Ballot, deadline: float
+    ) -> dict[str, Any]:
+        if self._rank == 0:
+            again = not opened["sends"]
+            readers.await_all(opened["run"], version, again=again, deadline=deadline)
+        return {}
 
     def _committed(self, marker: Marker) -> Marker:
         """Return the marker committed under this version, if it is of the same weights."""

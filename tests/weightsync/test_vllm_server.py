@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from primeblocks.errors import DeadlineError, EngineError, UnsupportedError, UsageError
-from primeblocks.weightsync import Receipt, describe, plan_sync
+from primeblocks.weightsync import describe, plan_sync
 from primeblocks.weightsync.adapters.vllm import VllmServer, attach, server_args, update, update_all
+from primeblocks.weightsync.marker import Receipt
 from primeblocks.weightsync.transports import FileTransport
 from tests.weightsync.fake_engine import FakeEngine
 

@@ -1,5 +1,6 @@
 """Running engines: driving several, in turns with a trainer, over HTTP, with adapters."""
 
+from ..ballot import Ballot
 from ..proof import prove_round_trip
 from .colocated import Colocated, ColocatedEngine, Memory, Turn
 from .lora import AdapterSpec, adapter_parameters
@@ -7,6 +8,7 @@ from .model_folder import ModelFolder, ModelFolders
 
 __all__ = [
     "AdapterSpec",
+    "Ballot",
     "Colocated",
     "ColocatedEngine",
     "Memory",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ...engines.fleet import UpdateReport
 from .front import InFlight, attach, attach_llm, update, update_all, update_llm
 from .launch import BACKEND, engine_args, register, server_args
+from .observe import observe, observe_llm
 from .server import VllmServer
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ __all__ = [
     "attach",
     "attach_llm",
     "engine_args",
+    "observe",
+    "observe_llm",
     "register",
     "server_args",
     "update",

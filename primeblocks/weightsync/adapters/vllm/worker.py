@@ -15,6 +15,7 @@ from ...engines.remote import WorkerState
 from ...plan import Plan
 from ...receive import Subscriber
 from ...transports.open import open_transport
+from .observe import observe_worker
 
 try:
     from vllm.distributed.weight_transfer.base import (
@@ -78,6 +79,11 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._subscriber = Subscriber(plan, self._load, open_transport(init_info.transport))
 
         self._report(subscribe)
+
+    def observe(self) -> dict[str, Any]:
+        """Digest what this worker computes with, or return the error that it met."""
+        self._wait()
+        return observe_worker(self, self._subscriber)
 
     def verify(self, info: UpdateInfo) -> None:
         """Begin to check a version; what `receive_weights` loads is then this attempt's alone."""
@@ -166,6 +172,10 @@ class WorkerExtension:
         """Return the outcome of the last attach or update, for the front end."""
         state = self.weight_transfer_engine.state
         return asdict(replace(state, active=self._weight_update_active))
+
+    def primeblocks_observe(self) -> dict[str, Any]:
+        """Return digests of what this worker computes with, for the front end."""
+        return cast(dict[str, Any], self.weight_transfer_engine.observe())
 
     def primeblocks_verify(self, info: dict[str, Any]) -> None:
         """Begin to check a version beside the engine's steps."""
