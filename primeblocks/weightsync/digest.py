@@ -3,74 +3,81 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future
 
 import numpy as np
 import torch
 import xxhash
+from jaxtyping import UInt8
 from torch import Tensor
 
-__all__ = ["as_buffer", "bucket_digest", "cast_and_digest"]
+__all__ = ["Digest", "as_buffer", "bucket_digest", "cast_and_digest", "taken"]
 
 # XXH3-128: finds any accident, at the speed of memory. It is no defence against an attacker, who
 # could write the commit as well as the weights.
+Digest = xxhash.xxh3_128
 
-# Cast, copied and digested while in the cache. Smaller pieces cost more in calls than they save.
-_CHUNK_BYTES = 1 << 20
+# Cast, digested and written while in the cache. Smaller pieces cost more in calls than they save.
+_CHUNK_BYTES = 1 << 19
 
 
 def bucket_digest(pieces: Iterable[Tensor]) -> str:
     """Return the digest of a bucket's pieces: their bytes in C order. Local; one pass over them."""
-    digest = xxhash.xxh3_128()
+    digest = Digest()
     for piece in pieces:
         digest.update(as_buffer(piece.cpu().contiguous()))
     return digest.hexdigest()
 
 
 def cast_and_digest(
-    sources: Sequence[Tensor],
-    dtypes: Sequence[torch.dtype],
-    into: Sequence[Tensor] | None,
-    *,
-    helper: Executor | None = None,
+    sources: Sequence[Tensor], dtypes: Sequence[torch.dtype], into: Sequence[Tensor] | None
 ) -> str:
     """Copy tensors, each cast to its dtype, and return the digest of the copies. Local; one pass.
 
     Args:
         into: the targets, of the same shapes; None digests alone.
-        helper: one thread that digests while this one copies, where bytes are copied as they are.
     """
-    digest = xxhash.xxh3_128()
-    under_way: list[Future[None]] = []
+    digest = Digest()
     targets: Sequence[Tensor | None] = [None] * len(sources) if into is None else into
     for source, dtype, target in zip(sources, dtypes, targets, strict=True):
-        if helper is not None and target is not None and _are_plain_bytes(source, target):
-            new = as_buffer(source)
-            under_way.append(helper.submit(digest.update, new))
-            np.asarray(as_buffer(target))[:] = np.asarray(new)
-            continue
-        _wait_for(under_way)
-        for part, room in _chunks(source, target, dtype.itemsize):
-            cast = part.to(device="cpu", dtype=dtype).contiguous()
-            if room is not None:
-                room.copy_(cast)
-            digest.update(as_buffer(cast))
-    _wait_for(under_way)
+        for new, room in taken(source, dtype, target, digest):
+            np.copyto(room, new)
     return digest.hexdigest()
 
 
-def _wait_for(under_way: list[Future[None]]) -> None:
-    for future in under_way:
-        future.result()
-    under_way.clear()
+def taken(
+    source: Tensor, dtype: torch.dtype, target: Tensor | None, digest: Digest
+) -> Iterator[tuple[UInt8[np.ndarray, " chunk"], UInt8[np.ndarray, " chunk"]]]:
+    """Cast and digest a tensor chunk by chunk; yield each one's bytes and the place of its copy.
+
+    A chunk is good until the next, and in the cache. What has no plain place on the host is copied
+    here, and not yielded.
+    """
+    if _are_plain(source, dtype, target):
+        new = np.asarray(as_buffer(source))
+        room = None if target is None else np.asarray(as_buffer(target))
+        for at in range(0, len(new), _CHUNK_BYTES):
+            chunk = new[at : at + _CHUNK_BYTES]
+            digest.update(chunk.data)
+            if room is not None:
+                yield chunk, room[at : at + _CHUNK_BYTES]
+        return
+    for part, place in _chunks(source, target, dtype.itemsize):
+        cast = part.to(dtype)  # Where it lies: fewer bytes cross the bus.
+        plain = cast.cpu().contiguous()
+        new = np.asarray(as_buffer(plain))
+        digest.update(new.data)
+        if place is None:
+            continue
+        if place.device.type == "cpu" and place.is_contiguous():
+            yield new, np.asarray(as_buffer(place))
+        else:
+            place.copy_(plain if place.device.type == "cpu" else cast)
 
 
-def _are_plain_bytes(source: Tensor, target: Tensor) -> bool:
-    return (
-        source.dtype == target.dtype
-        and source.device.type == target.device.type == "cpu"
-        and source.is_contiguous()
-        and target.is_contiguous()
+def _are_plain(source: Tensor, dtype: torch.dtype, target: Tensor | None) -> bool:
+    sides = (source,) if target is None else (source, target)
+    return source.dtype == dtype and all(
+        side.device.type == "cpu" and side.is_contiguous() for side in sides
     )
 
 

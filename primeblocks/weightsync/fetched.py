@@ -22,7 +22,7 @@ from ..errors import CorruptionError, DeadlineError
 from ..layout import Shard
 from .delta.bucket import apply_payload, encode_payload
 from .digest import bucket_digest
-from .held import Boxes, Held, Lent, Sealed, chunks_of, copied, pack, packed_views
+from .held import Boxes, Held, Lent, Sealed, chunks_of, copied, pack
 from .marker import Marker
 from .plan import Plan
 from .transports.transport import Incoming
@@ -291,17 +291,10 @@ def _overwrite(
     """Apply deltas to a bucket, oldest first; return what undoes them, if that is asked for."""
     assert not isinstance(held, Lent), "what is lent is copied before it is written to"
     pieces = held.views(index)
-    packed = pack(plan, index, pieces)
-    before = packed.clone() if undoable else None
+    before = pack(plan, index, pieces) if undoable else None
     for payload in payloads:
-        if len(payload) == len(packed):
-            packed = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        else:
-            apply_payload(plan, index, packed, payload)
-    after: list[Tensor] = packed_views(plan, index, packed)
-    for piece, new in zip(pieces, after, strict=True):
-        piece.copy_(new)
+        apply_payload(plan, index, pieces, payload)
     if before is None:
         return None
-    back = encode_payload(plan, index, before, packed)
+    back = encode_payload(plan, index, before, pack(plan, index, pieces))
     return before.numpy().data if back is None else memoryview(back)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -25,7 +26,7 @@ __all__ = ["Publisher"]
 
 _MESSAGE_BYTES = 4096
 _ERROR_CHARS = 600  # A character takes up to six bytes in JSON.
-_WORTH_A_THREAD_BYTES = 8 << 20
+_THREADS, _WORTH_A_THREAD_BYTES = 4, 8 << 20
 _BUCKET_CHARS = 36 + 16  # A digest and a size.
 # A rank whose work ends at the deadline tells the others a little later: they wait this long.
 _GRACE_S = 2.0
@@ -186,7 +187,7 @@ class Publisher:
         return None if enough else self._history.version
 
     def _send(self, version: int, opened: dict[str, Any], deadline: float) -> dict[str, Any]:
-        with _helper(self._plan.written_bytes(self._rank)) as helper:
+        with _pool(self._plan.written_bytes(self._rank)) as pool:
             self._shipment = shipment = Shipment(
                 self._parts,
                 self._plan,
@@ -194,7 +195,7 @@ class Publisher:
                 version,
                 base=opened["base"],
                 history=self._history if opened["sends"] else None,
-                helper=helper,
+                pool=pool,
                 deadline=deadline,
             )
             if opened["sends"]:
@@ -257,9 +258,10 @@ class Publisher:
         self._shipment = None
 
 
-def _helper(size_bytes: int) -> AbstractContextManager[Executor | None]:
-    """Open a thread that digests, where there is enough to do to be worth its start."""
-    return ThreadPoolExecutor(1) if size_bytes >= _WORTH_A_THREAD_BYTES else nullcontext()
+def _pool(size_bytes: int) -> AbstractContextManager[Executor | None]:
+    """Open threads that take buckets, where there is enough to do to be worth their start."""
+    threads = min(_THREADS, len(os.sched_getaffinity(0)), size_bytes // _WORTH_A_THREAD_BYTES)
+    return ThreadPoolExecutor(threads) if threads > 1 else nullcontext()
 
 
 def _same_version(replies: list[dict[str, Any]]) -> None:

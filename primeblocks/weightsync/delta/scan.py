@@ -18,6 +18,7 @@ Bits = np.ndarray | Tensor
 """The elements of a tensor as integers, flat: numpy on the host, torch on a device."""
 
 _CHUNK = 1 << 18  # elements; what is compared is still in the cache when it is gathered
+_SPARSE = 10  # Above one element in so many, numpy's `nonzero` has no branch to mispredict.
 _TORCH = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -32,28 +33,43 @@ class Entries(NamedTuple):
     mask: np.ndarray
 
 
-def flat_bits(tensor: Tensor) -> Bits:
-    """Return a view of a contiguous tensor's bits."""
-    flat = tensor.detach().view(-1).view(_TORCH[tensor.itemsize])
+def flat_bits(tensor: Tensor, width: int) -> Bits:
+    """Return a view of a contiguous tensor's bits, `width` bytes each."""
+    flat = tensor.detach().view(-1).view(_TORCH[width])
     if tensor.device.type != "cpu":
         return flat
     # Not .numpy(): it forbids resizing the storage ever after, as offloading does.
-    return np.from_dlpack(flat).view(f"u{tensor.itemsize}")
+    return np.from_dlpack(flat).view(f"u{width}")
 
 
-def read_changes(new: Bits, old: Bits) -> Entries:
-    """Return the elements of `new` that differ from `old`; the mask is their exclusive or."""
+def read_changes(new: Bits, old: Bits, *, update: bool = False) -> Entries:
+    """Return the elements of `new` that differ from `old`; the mask is their exclusive or.
+
+    Args:
+        update: whether to write them to `old`, while it is in the cache.
+    """
     if isinstance(new, Tensor):
         assert isinstance(old, Tensor)
-        at = (new != old).nonzero().view(-1)
-        bits, before = (side[at].cpu().numpy().view(f"u{new.itemsize}") for side in (new, old))
-        return Entries(at.cpu().numpy(), bits, bits ^ before)
+        places = (new != old).nonzero().view(-1)
+        after, before = new[places], old[places]
+        if update:
+            old[places] = after
+        bits, was = (side.cpu().numpy().view(f"u{new.itemsize}") for side in (after, before))
+        return Entries(places.cpu().numpy(), bits, bits ^ was)
     assert isinstance(old, np.ndarray)
     differs = np.zeros(-(-min(len(new), _CHUNK) // 8) * 8, dtype=np.bool_)
-    chunks = [
-        _changes_of_chunk(new[start : start + _CHUNK], old[start : start + _CHUNK], start, differs)
-        for start in range(0, len(new), _CHUNK)
-    ]
+    chunks = []
+    for start in range(0, len(new), _CHUNK):
+        one, other = new[start : start + _CHUNK], old[start : start + _CHUNK]
+        differs[len(one) :] = False
+        np.not_equal(one, other, out=differs[: len(one)])
+        at = _places(differs)
+        bits = one.take(at)
+        mask = bits ^ other.take(at)
+        if update:
+            other[at] = bits
+        at += start
+        chunks.append((at, bits, mask))
     return Entries(*(np.concatenate(column) for column in zip(*chunks, strict=True)))
 
 
@@ -71,20 +87,16 @@ def write_entries(target: Bits, entries: Entries) -> None:
         target[positions] = target.take(positions) & ~mask | bits
 
 
-def _changes_of_chunk(
-    new: np.ndarray, old: np.ndarray, start: int, differs: np.ndarray
-) -> tuple[np.ndarray, ...]:
-    differs[len(new) :] = False
-    np.not_equal(new, old, out=differs[: len(new)])
+def _places(differs: np.ndarray) -> np.ndarray:
+    """Return where `differs` is true; its length is a multiple of 8."""
+    if np.count_nonzero(differs) > len(differs) // _SPARSE:
+        return differs.nonzero()[0]
     # Eight answers at a time: most are eight times no, and `nonzero` costs 1.2 ns an item.
     groups = differs.view(np.uint64)
     changed = (groups != 0).nonzero()[0]
-    inside = groups[changed].view(np.bool_).nonzero()[0]
-    # Element i of the groups that are left is element i + shift of the chunk.
+    inside = groups.take(changed).view(np.bool_).nonzero()[0]
+    # Element i of the groups that are left is element i + shift of all.
     shift = changed - np.arange(len(changed))
     shift <<= 3
     inside += shift.take(inside >> 3)
-    bits = new.take(inside)
-    mask = bits ^ old.take(inside)
-    inside += start
-    return inside, bits, mask
+    return inside
