@@ -13,7 +13,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from ..errors import DeadlineError, TransferError
-from .delta.bucket import take_payload
+from .delta.bucket import apply_payload, take_payload
 from .digest import Digest, as_buffer, cast_and_digest, taken
 from .held import packed_views
 from .parts import Parts
@@ -29,10 +29,15 @@ Views = tuple[list[Tensor], list[torch.dtype]]
 
 
 class History:
-    """The bytes that this rank sent last, packed, from which the next deltas are made."""
+    """The bytes that this rank sent last, packed, from which the next deltas are made.
+
+    Attributes:
+        apply_s_a_byte: the seconds that a reader needs for each byte of a delta, in one thread.
+    """
 
     def __init__(self) -> None:
         self.version: int | None = None
+        self.apply_s_a_byte: float | None = None
         self.buffers: dict[int, UInt8[Tensor, " bytes"]] = {}
 
     def forget(self) -> None:
@@ -102,10 +107,25 @@ class Shipment:
         """Take every piece, for its digest alone."""
         self.fill_all((index, None) for index in self.plan.of_rank(self.rank))
 
-    def sent(self) -> None:
-        """Remember what was sent as the base of the next delta."""
-        if self._history is not None:
-            self._history.version = self.version
+    def sent(self) -> float:
+        """Remember what was sent as the base of the next delta; return `Sent.apply_s`."""
+        if self._history is None:
+            return 0.0
+        self._history.version = self.version
+        if not self._payloads:
+            return 0.0
+        if self._history.apply_s_a_byte is None:
+            self._history.apply_s_a_byte = self._apply_s_a_byte()
+        return self._history.apply_s_a_byte * sum(self.sizes.values())
+
+    def _apply_s_a_byte(self) -> float:
+        """Apply one bucket once more, which changes nothing, to see how long that takes."""
+        assert self._history is not None
+        index, payload = max(self._payloads.items(), key=lambda item: len(item[1]))
+        pieces = packed_views(self.plan, index, self._history.kept(self.plan, index))
+        start = time.monotonic()
+        apply_payload(self.plan, index, pieces, payload)
+        return (time.monotonic() - start) / len(payload)
 
     def _fill(self, index: int, views: Views, into: Sequence[Tensor] | None) -> str:
         if self._history is None:

@@ -11,10 +11,10 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from ...errors import CorruptionError
-from ..digest import as_buffer
+from ..digest import Digest, as_buffer, bucket_digest
 from ..plan import Copy, Plan
-from .format import open_delta, read_segments, seal_delta, segments
-from .scan import Entries, flat_bits, read_changes, write_entries
+from .format import Opened, open_delta, read_segments, seal_delta, segments
+from .scan import CHUNK, Bits, Entries, flat_bits, read_changes, write_entries
 
 __all__ = ["apply_payload", "encode_payload", "take_payload"]
 
@@ -47,20 +47,27 @@ def take_payload(
     return _encode(plan, index, chunks, old, update=True)
 
 
-def apply_payload(plan: Plan, index: int, pieces: Sequence[Tensor], payload: memoryview) -> None:
-    """Overwrite a bucket's copies with what changed, where they lie. Local; idempotent.
+def apply_payload(plan: Plan, index: int, pieces: Sequence[Tensor], payload: memoryview) -> str:
+    """Overwrite a bucket's copies with what changed, where they lie, and return their digest.
+
+    Local; idempotent; the bytes are digested while they are in the cache.
 
     Raises:
         CorruptionError: the payload is not what was written; some of it may be there.
     """
-    plain = [piece if piece.is_contiguous() else piece.contiguous() for piece in pieces]
+    are_plain = all(piece.is_contiguous() and piece.device.type == "cpu" for piece in pieces)
+    plain = pieces if are_plain else [piece.contiguous() for piece in pieces]
+    digest = Digest()
     if len(payload) == plan.buckets[index].bytes:
-        _copy(plain, payload)
+        _copy(plain, payload, digest)
     else:
-        _apply(plan, index, plain, payload)
+        _apply(plan, index, plain, payload, digest)
+    if are_plain:
+        return digest.hexdigest()
     for piece, made in zip(pieces, plain, strict=True):
         if made is not piece:
             piece.copy_(made)
+    return bucket_digest(pieces)
 
 
 def _encode(
@@ -96,7 +103,9 @@ def _read(stream: _Stream, numel: int, width: int, *, update: bool) -> Entries:
     return Entries(*(np.concatenate(column) for column in zip(*found, strict=True)))
 
 
-def _apply(plan: Plan, index: int, pieces: Sequence[Tensor], payload: memoryview) -> None:
+def _apply(
+    plan: Plan, index: int, pieces: Sequence[Tensor], payload: memoryview, digest: Digest
+) -> None:
     at, bucket_at = 0, 0
     rest = list(pieces)
     for copies, width in _runs(plan, index):
@@ -109,9 +118,10 @@ def _apply(plan: Plan, index: int, pieces: Sequence[Tensor], payload: memoryview
         end = copies[-1].offset + copies[-1].bytes
         if kind == _DELTA:
             starts = [(copy.offset - bucket_at) // width for copy in copies]
-            _write(index, mine, starts, body, width, (end - bucket_at) // width)
+            places = list(zip(starts, (flat_bits(piece, width) for piece in mine), strict=True))
+            _write(_open(index, body, width, (end - bucket_at) // width), places, digest)
         elif kind == _FULL and len(body) == end - bucket_at:
-            _copy(mine, body)
+            _copy(mine, body, digest)
         else:
             raise CorruptionError(
                 f"{len(body)} bytes of kind {kind} in the delta of bucket {index}"
@@ -121,36 +131,42 @@ def _apply(plan: Plan, index: int, pieces: Sequence[Tensor], payload: memoryview
         raise CorruptionError(f"{len(payload)} bytes in the delta of bucket {index}, {at} expected")
 
 
-def _write(
-    index: int, pieces: Sequence[Tensor], starts: Sequence[int], body: memoryview, width: int,
-    numel: int,
-) -> None:  # fmt: skip
-    """Write the delta of a run to its pieces, whose first elements are at `starts`."""
+def _open(index: int, body: memoryview, width: int, numel: int) -> Opened:
     opened = open_delta(body)
     if (opened.itemsize, opened.numel) != (width, numel):
         raise CorruptionError(
             f"a delta is not of bucket {index}: of {opened.numel} elements of {opened.itemsize} "
             f"bytes, where the bucket has {numel} of {width}"
         )
-    places = [(start, flat_bits(piece, width)) for start, piece in zip(starts, pieces, strict=True)]
-    for span, (positions, bits, mask) in zip(segments(numel), read_segments(opened), strict=True):
+    return opened
+
+
+def _write(opened: Opened, places: Sequence[tuple[int, Bits]], digest: Digest) -> None:
+    """Write the delta of a run to its pieces, each with the place of its first element."""
+    spans = segments(opened.numel)
+    for span, (positions, bits, mask) in zip(spans, read_segments(opened), strict=True):
         for start, target in places:
-            low, high = max(start, span.start), min(start + len(target), span.stop)
-            if low < high:
-                first = low - span.start
+            end = min(start + len(target), span.stop)
+            for low in range(max(start, span.start), end, CHUNK):
+                high, first = min(low + CHUNK, end), low - span.start
                 here = slice(*np.searchsorted(positions, (first, high - span.start)))
                 entries = Entries(positions[here] - first, bits[here], mask[here])
-                write_entries(target[low - start : high - start], entries)
+                room = target[low - start : high - start]
+                write_entries(room, entries)
+                if isinstance(room, np.ndarray):
+                    digest.update(room.data)
 
 
-def _copy(pieces: Sequence[Tensor], body: memoryview) -> None:
+def _copy(pieces: Sequence[Tensor], body: memoryview, digest: Digest) -> None:
     at = 0
     for piece in pieces:
         part = body[at : at + piece.nbytes]
         if piece.device.type == "cpu":
             np.copyto(np.asarray(as_buffer(piece)), np.frombuffer(part, dtype=np.uint8))
+            digest.update(as_buffer(piece))
         else:
-            piece.view(-1).view(torch.uint8).copy_(torch.frombuffer(part, dtype=torch.uint8))
+            there = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+            piece.view(-1).view(torch.uint8).copy_(there)
         at += piece.nbytes
 
 

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Bits", "Entries", "flat_bits", "read_changes", "write_entries"]
+__all__ = ["CHUNK", "Bits", "Entries", "flat_bits", "read_changes", "write_entries"]
 
 Bits = np.ndarray | Tensor
 """The elements of a tensor as integers, flat: numpy on the host, torch on a device."""
 
-_CHUNK = 1 << 18  # elements; what is compared is still in the cache when it is gathered
+CHUNK = 1 << 18  # elements; what is compared is still in the cache when it is gathered
 _SPARSE = 10  # Above one element in so many, numpy's `nonzero` has no branch to mispredict.
 _TORCH = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -57,10 +57,10 @@ def read_changes(new: Bits, old: Bits, *, update: bool = False) -> Entries:
         bits, was = (side.cpu().numpy().view(f"u{new.itemsize}") for side in (after, before))
         return Entries(places.cpu().numpy(), bits, bits ^ was)
     assert isinstance(old, np.ndarray)
-    differs = np.zeros(-(-min(len(new), _CHUNK) // 8) * 8, dtype=np.bool_)
+    differs = np.zeros(-(-min(len(new), CHUNK) // 8) * 8, dtype=np.bool_)
     chunks = []
-    for start in range(0, len(new), _CHUNK):
-        one, other = new[start : start + _CHUNK], old[start : start + _CHUNK]
+    for start in range(0, len(new), CHUNK):
+        one, other = new[start : start + CHUNK], old[start : start + CHUNK]
         differs[len(one) :] = False
         np.not_equal(one, other, out=differs[: len(one)])
         at = _places(differs)
