@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ import xxhash
 from jaxtyping import UInt8
 from torch import Tensor
 
-__all__ = ["Digest", "as_buffer", "bucket_digest", "cast_and_digest", "taken"]
+__all__ = ["Digest", "as_buffer", "bucket_digest", "cast_and_digest", "crossing", "taken"]
 
 # XXH3-128: finds any accident, at the speed of memory. It is no defence against an attacker, who
 # could write the commit as well as the weights.
@@ -18,13 +19,21 @@ Digest = xxhash.xxh3_128
 
 # Cast, digested and written while in the cache. Smaller pieces cost more in calls than they save.
 _CHUNK_BYTES = 1 << 19
+# From a device: of each of two buffers of pinned memory.
+_PINNED_BYTES = 8 << 20
+
+Parts = Iterator[tuple[Tensor, Tensor | None]]
 
 
 def bucket_digest(pieces: Iterable[Tensor]) -> str:
     """Return the digest of a bucket's pieces: their bytes in C order. Local; one pass over them."""
     digest = Digest()
     for piece in pieces:
-        digest.update(as_buffer(piece.cpu().contiguous()))
+        if piece.device.type == "cpu":
+            digest.update(as_buffer(piece.contiguous()))
+        else:
+            for _ in taken(piece, piece.dtype, None, digest):
+                pass  # Digested.
     return digest.hexdigest()
 
 
@@ -50,7 +59,8 @@ def taken(
     """Cast and digest a tensor chunk by chunk; yield each one's bytes and the place of its copy.
 
     A chunk is good until the next, and in the cache. What has no plain place on the host is copied
-    here, and not yielded.
+    here, and not yielded. Bytes of a device cross the bus once, through pinned memory; what is
+    copied on the device stays there.
     """
     if _are_plain(source, dtype, target):
         new = np.asarray(as_buffer(source))
@@ -61,17 +71,73 @@ def taken(
             if room is not None:
                 yield chunk, room[at : at + _CHUNK_BYTES]
         return
-    for part, place in _chunks(source, target, dtype.itemsize):
-        cast = part.to(dtype)  # Where it lies: fewer bytes cross the bus.
-        plain = cast.cpu().contiguous()
+    is_here = source.device.type == "cpu"
+    size_bytes = _CHUNK_BYTES if is_here else _PINNED_BYTES
+    parts = _cast(_chunks(source, target, dtype.itemsize, size_bytes), dtype)
+    for plain, place in parts if is_here else crossing(parts, _pinned, _send):
         new = np.asarray(as_buffer(plain))
         digest.update(new.data)
         if place is None:
             continue
-        if place.device.type == "cpu" and place.is_contiguous():
+        if place.is_contiguous():
             yield new, np.asarray(as_buffer(place))
         else:
-            place.copy_(plain if place.device.type == "cpu" else cast)
+            place.copy_(plain)
+
+
+def crossing(
+    parts: Parts,
+    allocate: Callable[[int], UInt8[Tensor, " bytes"]],
+    send: Callable[[Tensor, Tensor], Callable[[], object]],
+) -> Parts:
+    """Yield parts on the host; each is good until the next. The next one travels meanwhile.
+
+    Written for CUDA and never run on it; its order is tested on the host.
+
+    Args:
+        allocate: returns pinned memory of so many bytes.
+        send: begins a copy into the first from the second; what it returns waits for its end.
+    """
+    rooms: list[UInt8[Tensor, " bytes"]] = []
+    under_way: deque[tuple[Tensor, Tensor | None, Callable[[], object]]] = deque()
+    for turn, (cast, place) in enumerate(parts):
+        if turn < 2:
+            rooms.append(allocate(max(_PINNED_BYTES, cast.nbytes)))
+        room = rooms[turn % 2][: cast.nbytes].view(cast.dtype).view(cast.shape)
+        under_way.append((room, place, send(room, cast)))
+        if len(under_way) == 2:
+            yield _arrived(*under_way.popleft())
+    while under_way:
+        yield _arrived(*under_way.popleft())
+
+
+def _arrived(
+    plain: Tensor, place: Tensor | None, wait: Callable[[], object]
+) -> tuple[Tensor, Tensor | None]:
+    wait()
+    return plain, place
+
+
+def _pinned(size_bytes: int) -> UInt8[Tensor, " bytes"]:
+    return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def _send(room: Tensor, cast: Tensor) -> Callable[[], object]:
+    room.copy_(cast, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return event.synchronize
+
+
+def _cast(parts: Parts, dtype: torch.dtype) -> Parts:
+    """Yield parts cast where they lie; copy those whose place is on a device."""
+    for part, place in parts:
+        cast = part.to(dtype).contiguous()
+        if place is None or place.device.type == "cpu":
+            yield cast, place
+        else:
+            place.copy_(cast)
+            yield cast, None
 
 
 def _are_plain(source: Tensor, dtype: torch.dtype, target: Tensor | None) -> bool:
@@ -88,9 +154,7 @@ def as_buffer(tensor: Tensor) -> memoryview:
     return np.from_dlpack(plain.view(-1).view(torch.uint8)).data
 
 
-def _chunks(
-    source: Tensor, target: Tensor | None, itemsize: int
-) -> Iterator[tuple[Tensor, Tensor | None]]:
+def _chunks(source: Tensor, target: Tensor | None, itemsize: int, size_bytes: int) -> Parts:
     """Yield parts of both that follow each other in C order."""
     if source.is_contiguous() and (target is None or target.is_contiguous()):
         source = source.view(-1)
@@ -98,7 +162,7 @@ def _chunks(
     if source.ndim == 0 or source.numel() == 0:
         yield source, target
         return
-    step = max(1, _CHUNK_BYTES // (source[0].numel() * itemsize))
+    step = max(1, size_bytes // (source[0].numel() * itemsize))
     for start in range(0, len(source), step):
         end = start + step
         yield source[start:end], None if target is None else target[start:end]

@@ -4,7 +4,7 @@ import torch
 
 from primeblocks.testing import oracles
 from primeblocks.weightsync import digest as digests
-from primeblocks.weightsync.digest import bucket_digest, cast_and_digest
+from primeblocks.weightsync.digest import bucket_digest, cast_and_digest, crossing
 
 
 def test_copies_are_cast_and_digested_however_they_lie(monkeypatch):
@@ -20,3 +20,31 @@ def test_copies_are_cast_and_digested_however_they_lie(monkeypatch):
     for source, made in zip(sources, into, strict=True):
         oracles.assert_same_bits(made, source.to(made.dtype))
     assert digest == bucket_digest(into) == cast_and_digest(sources, dtypes, None)
+
+
+def test_parts_of_a_device_cross_once_one_ahead_in_two_buffers(monkeypatch):
+    """The order of the copies, on the host: a fake of the bus, which delivers when waited for."""
+    monkeypatch.setattr(digests, "_PINNED_BYTES", 24)
+    source = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    rooms, crossed, most, pending = [], 0, 0, []
+
+    def allocate(size_bytes):
+        rooms.append(torch.zeros(size_bytes, dtype=torch.uint8))
+        return rooms[-1]
+
+    def send(room, cast):
+        nonlocal crossed, most
+        crossed += cast.nbytes
+        pending.append(room)
+        most = max(most, len(pending))
+
+        def wait():
+            assert pending.pop(0) is room
+            room.copy_(cast)
+
+        return wait
+
+    parts = ((part, None) for part in source.split(6))
+    arrived = [plain.clone() for plain, _ in crossing(parts, allocate, send)]
+    oracles.assert_same_bits(torch.cat(arrived), source)
+    assert (crossed, most, len(rooms)) == (source.nbytes, 2, 2)
