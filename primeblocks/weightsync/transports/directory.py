@@ -68,8 +68,7 @@ class DirectoryTransport:
         start = len(self._header(plan))
         blob = self._commits.writable(version, size_bytes=start + plan.blob_bytes)
         held = Blob(plan, blob[start:])
-        for index in mine:
-            outgoing.fill(index, held.views(index))
+        outgoing.fill_all((index, held.views(index)) for index in mine)
         self._commits.flush(version)
 
     def commit(self, marker: Marker, *, deadline: float) -> None:
