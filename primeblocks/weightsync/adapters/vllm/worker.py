@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 from torch import Tensor
 
-from ....errors import MissingPackageError, PrimeblocksError, TransferError, UnsupportedError
+from ....errors import (
+    MissingPackageError,
+    PlanError,
+    PrimeblocksError,
+    TransferError,
+    UnsupportedError,
+)
+from ....layout import Layout
+from ...convert.conversion import Wiring
+from ...convert.recorded import Reads, filling, record_reads
 from ...engines.remote import WorkerState
+from ...manifest import Manifest
 from ...plan import Plan
 from ...receive import Subscriber
 from ...transports.open import open_transport
@@ -30,10 +41,14 @@ __all__ = ["InitInfo", "PrimeblocksEngine", "UpdateInfo", "WorkerExtension"]
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Arguments of a worker that reads along: `Transport.spec()` and `Plan.to_json()`."""
+    """Arguments of a worker that reads along: `Transport.spec()`, `Plan.to_json()`, and its place.
+
+    Of several readers, the first worker is `first_reader`, and the others follow.
+    """
 
     transport: dict[str, Any]
     plan: str
+    first_reader: int = 0
 
 
 @dataclass
@@ -75,9 +90,43 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         def subscribe() -> None:
             _refuse_unpatched_experts(self.model)
             plan = Plan.from_json(init_info.plan)
-            self._subscriber = Subscriber(plan, self._load, open_transport(init_info.transport))
+            reader, wiring = self._role(plan, init_info.first_reader)
+            transport = open_transport(init_info.transport)
+            self._subscriber = Subscriber(
+                plan, self._load, transport, reader=reader, convert=wiring
+            )
 
         self._report(subscribe)
+
+    def reads(self, checkpoint: Manifest) -> Reads:
+        """Record the boxes of a checkpoint that this worker's loader reads. No weights change."""
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.vllm_config), _on_meta(self.model):
+            return record_reads(cast(Any, self.model).load_weights, checkpoint)
+
+    def _role(self, plan: Plan, first_reader: int) -> tuple[int, Wiring | None]:
+        """Return the reader that this worker is, and its wiring where it reads boxes.
+
+        Raises:
+            PlanError: the plan has no such reader, or one that lacks what this worker reads.
+        """
+        rank = self.parallel_config.rank % self.parallel_config.world_size
+        reader = first_reader + rank if len(plan.wants) > 1 else 0
+        plan.check_reader(reader)
+        wants = plan.wants[reader]
+        is_whole = all(
+            boxes == (Layout.whole(plan.target[name].shape).shard,) for name, boxes in wants.items()
+        )
+        if is_whole and len(plan.wants) == 1:
+            return reader, None
+        if lacking := self.reads(plan.target).lacking(wants):
+            raise PlanError(
+                f"worker {rank} reads elements of {len(lacking)} tensors, such as {lacking[0]!r}, "
+                f"that reader {reader} of {len(plan.wants)} does not want. Plan for the targets "
+                "that describe() gives for this engine, and attach it as their first reader."
+            )
+        return reader, None if is_whole else filling(plan.target, wants)
 
     def verify(self, info: UpdateInfo) -> None:
         """Begin to check a version; what `receive_weights` loads is then this attempt's alone."""
@@ -167,9 +216,43 @@ class WorkerExtension:
         state = self.weight_transfer_engine.state
         return asdict(replace(state, active=self._weight_update_active))
 
+    def primeblocks_describe(self, checkpoint: str) -> dict[str, Any]:
+        """Return what this worker reads of a checkpoint, or the error that it met."""
+        try:
+            reads = self.weight_transfer_engine.reads(Manifest.from_json(checkpoint))
+            return {"reads": reads.to_json(), "error": "", "message": ""}
+        except Exception as met:  # Reported: raised, it would jam the executor.
+            kind = type(met).__name__
+            return {"reads": "", "error": kind, "message": f"{kind}: {met}"}
+
     def primeblocks_verify(self, info: dict[str, Any]) -> None:
         """Begin to check a version beside the engine's steps."""
         self.weight_transfer_engine.verify(UpdateInfo(**info))
+
+
+@contextmanager
+def _on_meta(model: Any) -> Iterator[None]:
+    """Lend a model parameters as its checkpoint fills them, without memory."""
+    from vllm.model_executor.model_loader.reload import layerwise, meta
+
+    layers = [(layer, layerwise.get_layerwise_info(layer)) for layer in model.modules()]
+    for layer, info in layers:
+        info.kernel_tensors = layerwise.get_layer_params_buffers(layer)
+        info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+    try:
+        for layer, info in layers:
+            layerwise.restore_layer_on_meta(layer, info)
+            for name, parameter in info.kernel_tensors[0].items():
+                if not getattr(layer, name, parameter).is_meta:  # Biases stay where they are.
+                    layer.register_parameter(name, meta.to_meta_tensor(parameter))
+            for tensor in layerwise.get_layer_tensors(layer).values():
+                if hasattr(tensor, "weight_loader"):  # Left wrapped by the last update.
+                    tensor.weight_loader = layerwise._get_original_loader(tensor)
+        yield
+    finally:
+        for layer, info in layers:
+            layerwise._place_kernel_tensors(layer, info)
+            info.reset()
 
 
 def _forget_buffered(model: Any) -> None:
