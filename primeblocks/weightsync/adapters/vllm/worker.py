@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -75,6 +75,7 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     _state, _transaction = _NEVER, ""
     _subscriber: Subscriber | None = None
     _checking: Future[None] | None = None
+    _direct: Sequence[str] = ()
 
     @property
     def state(self) -> WorkerState:
@@ -100,10 +101,27 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def reads(self, checkpoint: Manifest) -> Reads:
         """Record the boxes of a checkpoint that this worker's loader reads. No weights change."""
+        return self._recorded(checkpoint)[0]
+
+    def _recorded(self, checkpoint: Manifest) -> tuple[Reads, list[str]]:
+        """Return the reads, and the layers whose parameters are written without their loaders."""
         from vllm.config import set_current_vllm_config
 
-        with set_current_vllm_config(self.vllm_config), _on_meta(self.model):
-            return record_reads(cast(Any, self.model).load_weights, checkpoint)
+        model: Any = self.model
+        loaded: set[str] = set()
+
+        def load(tensors: Iterable[tuple[str, Tensor]]) -> None:
+            loaded.update(model.load_weights(tensors) or ())
+
+        with set_current_vllm_config(self.vllm_config), _unprocessed(model) as called:
+            reads = record_reads(load, checkpoint)
+            return reads, [
+                prefix
+                for prefix, layer in model.named_modules()
+                if any(
+                    f"{prefix}.{name}" in loaded for name in set(layer._parameters) - called(layer)
+                )
+            ]
 
     def _role(self, plan: Plan, first_reader: int) -> tuple[int, Wiring | None]:
         """Return the reader that this worker is, and its wiring where it reads boxes.
@@ -115,17 +133,16 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         reader = first_reader + rank if len(plan.wants) > 1 else 0
         plan.check_reader(reader)
         wants = plan.wants[reader]
-        is_whole = all(
-            boxes == (Layout.whole(plan.target[name].shape).shard,) for name, boxes in wants.items()
-        )
-        if is_whole and len(plan.wants) == 1:
-            return reader, None
-        if lacking := self.reads(plan.target).lacking(wants):
+        reads, self._direct = self._recorded(plan.target)
+        if lacking := reads.lacking(wants):
             raise PlanError(
                 f"worker {rank} reads elements of {len(lacking)} tensors, such as {lacking[0]!r}, "
                 f"that reader {reader} of {len(plan.wants)} does not want. Plan for the targets "
                 "that describe() gives for this engine, and attach it as their first reader."
             )
+        is_whole = all(
+            boxes == (Layout.whole(plan.target[name].shape).shard,) for name, boxes in wants.items()
+        )
         return reader, None if is_whole else filling(plan.target, wants)
 
     def verify(self, info: UpdateInfo) -> None:
@@ -184,8 +201,12 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         from vllm.model_executor.model_loader import reload
+        from vllm.model_executor.model_loader.reload import layerwise
 
         reload.initialize_layerwise_reload(self.model)
+        direct = [self.model.get_submodule(prefix) for prefix in self._direct]
+        for layer in direct:
+            layerwise.materialize_layer(layer, layerwise.get_layerwise_info(layer))
         try:
             # With LoRA on, vLLM wraps layers; its loader reports names without the wrapper.
             expected = {
@@ -198,6 +219,9 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                     f"{len(missing)} of {len(expected)} parameters would keep their old values, "
                     f"such as {missing[0]}. Add their names to the target manifest."
                 )
+            for layer in direct:  # Or the old tensors would be put back.
+                info = layerwise.get_layerwise_info(layer)
+                info.load_numel = max(1, info.load_numel)
         except BaseException:
             _forget_buffered(self.model)
             raise
@@ -231,26 +255,24 @@ class WorkerExtension:
 
 
 @contextmanager
-def _on_meta(model: Any) -> Iterator[None]:
-    """Lend a model parameters as its checkpoint fills them, without memory."""
-    from vllm.model_executor.model_loader.reload import layerwise, meta
+def _unprocessed(model: Any) -> Iterator[Callable[[Any], set[str]]]:
+    """Lend a model parameters without memory, as its checkpoint fills them.
 
-    layers = [(layer, layerwise.get_layerwise_info(layer)) for layer in model.modules()]
-    for layer, info in layers:
-        info.kernel_tensors = layerwise.get_layer_params_buffers(layer)
-        info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+    Loaders are called as in an update. Yields what tells which parameters of a layer they loaded.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    process = layerwise._layerwise_process
+    layerwise.initialize_layerwise_reload(model)
+    # It would make memory for a layer that is complete, and load it.
+    layerwise._layerwise_process = lambda layer, info: None
     try:
-        for layer, info in layers:
-            layerwise.restore_layer_on_meta(layer, info)
-            for name, parameter in info.kernel_tensors[0].items():
-                if not getattr(layer, name, parameter).is_meta:  # Biases stay where they are.
-                    layer.register_parameter(name, meta.to_meta_tensor(parameter))
-            for tensor in layerwise.get_layer_tensors(layer).values():
-                if hasattr(tensor, "weight_loader"):  # Left wrapped by the last update.
-                    tensor.weight_loader = layerwise._get_original_loader(tensor)
-        yield
+        yield lambda layer: {n for n, _ in layerwise.get_layerwise_info(layer).loaded_weights}
     finally:
-        for layer, info in layers:
+        layerwise._layerwise_process = process
+        model._do_torchao_reload = model._original_do_torchao_reload
+        for layer in model.modules():
+            info = layerwise.get_layerwise_info(layer)
             layerwise._place_kernel_tensors(layer, info)
             info.reset()
 
