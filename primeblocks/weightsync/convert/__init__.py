@@ -5,12 +5,15 @@ from .conversion import Conversion, Wiring
 from .families import checkpoint_to_vllm
 from .pieces import Piece
 from .quantize import Quantize
+from .recorded import Reads, record_reads
 
 __all__ = [
     "Conversion",
     "Piece",
     "Quantize",
+    "Reads",
     "Wiring",
     "checkpoint_to_vllm",
+    "record_reads",
     "rules",
 ]
