@@ -33,9 +33,10 @@ RANKS, FULL_EVERY, BUCKET_BYTES = 2, 4, 1 << 16
 WIDE = SIZES | {"hidden": 128}
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "qwen3"])
+@pytest.fixture(scope="module", params=["qwen3_moe", "qwen3", "gpt_oss"])
 def saw(request, tmp_path_factory):
-    if request.param == "qwen3" and not request.config.getoption("--full"):
+    # gpt_oss: its loader writes parameters itself.
+    if request.param != "qwen3_moe" and not request.config.getoption("--full"):
         pytest.skip("two engines more: --full")
     folder = tmp_path_factory.mktemp("shards")
     tiny_models.save(request.param, folder / "even", dtype="float32", **WIDE)

@@ -75,6 +75,9 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     _state, _transaction = _NEVER, ""
     _subscriber: Subscriber | None = None
     _checking: Future[None] | None = None
+    # What was recorded for the last plan, which a sleeping engine is attached to again and again.
+    _known: tuple[str, int] | None = None
+    _role: tuple[int, Wiring | None] = 0, None
     _direct: Sequence[str] = ()
 
     @property
@@ -91,7 +94,11 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         def subscribe() -> None:
             _refuse_unpatched_experts(self.model)
             plan = Plan.from_json(init_info.plan)
-            reader, wiring = self._role(plan, init_info.first_reader)
+            key = plan.fingerprint(), init_info.first_reader
+            if self._known != key:
+                self._role = self._role_in(plan, init_info.first_reader)
+                self._known = key
+            reader, wiring = self._role
             transport = open_transport(init_info.transport)
             self._subscriber = Subscriber(
                 plan, self._load, transport, reader=reader, convert=wiring
@@ -118,12 +125,11 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             return reads, [
                 prefix
                 for prefix, layer in model.named_modules()
-                if any(
-                    f"{prefix}.{name}" in loaded for name in set(layer._parameters) - called(layer)
-                )
+                for name in set(layer._parameters) - called(layer)
+                if _loader_name(f"{prefix}.{name}") in loaded
             ]
 
-    def _role(self, plan: Plan, first_reader: int) -> tuple[int, Wiring | None]:
+    def _role_in(self, plan: Plan, first_reader: int) -> tuple[int, Wiring | None]:
         """Return the reader that this worker is, and its wiring where it reads boxes.
 
         Raises:
@@ -208,10 +214,7 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         for layer in direct:
             layerwise.materialize_layer(layer, layerwise.get_layerwise_info(layer))
         try:
-            # With LoRA on, vLLM wraps layers; its loader reports names without the wrapper.
-            expected = {
-                name.replace(".base_layer.", ".") for name, _ in self.model.named_parameters()
-            }
+            expected = {_loader_name(name) for name, _ in self.model.named_parameters()}
             loaded: set[str] | None = cast(Any, self.model).load_weights(tensors)
             missing = sorted(expected - loaded) if loaded is not None else []
             if missing and self.model_config.quantization is None:
@@ -252,6 +255,11 @@ class WorkerExtension:
     def primeblocks_verify(self, info: dict[str, Any]) -> None:
         """Begin to check a version beside the engine's steps."""
         self.weight_transfer_engine.verify(UpdateInfo(**info))
+
+
+def _loader_name(name: str) -> str:
+    """Return a parameter's name as loaders report it: without the wrappers that LoRA adds."""
+    return name.replace(".base_layer.", ".")
 
 
 @contextmanager
