@@ -166,6 +166,7 @@ def test_the_parts_of_a_fused_tensor_are_boxes_of_it():
 
 
 def test_what_is_no_box_is_read_with_what_lies_between():
+    assert reads_of(lambda t: t.flatten()[:9])[0] == [((0, 0), (2, 6))]
     boxes, inexact = reads_of(lambda t: t.flatten()[9:14])
     assert boxes == [((1, 0), (2, 6))]
     assert inexact == {"w": "what is read are no boxes of it"}
