@@ -6,14 +6,17 @@ from .conversion import Conversion, Wiring
 from .families import checkpoint_to_vllm
 from .pieces import Piece
 from .quantize import Quantize
+from .recorded import Reads, record_reads
 
 __all__ = [
     "Conversion",
     "Manifest",
     "Piece",
     "Quantize",
+    "Reads",
     "Wiring",
     "checkpoint_to_vllm",
     "gather_manifests",
+    "record_reads",
     "rules",
 ]
