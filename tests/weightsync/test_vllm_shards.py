@@ -113,13 +113,16 @@ async def _sync(folder, family, full):
     saw["described"] = await requests.all("described", 24)
     targets = [one.wiring for one in reads]
     plan = plan_sync([source], targets, bucket_bytes=BUCKET_BYTES)
+    # Shared with an engine whose workers come first.
+    shared = plan_sync([source], [*targets, *targets], bucket_bytes=BUCKET_BYTES)
     planned = [plan.read_bytes(reader) for reader in range(RANKS)]
     saw["reads"] = [(one.bytes, dict(one.inexact)) for one in reads], planned
     for kind, transport in _transports(folder):
         with transport:
             updates = 10 if full or kind == "shared_memory" else 4
-            await adapter.attach(engine, plan, transport, timeout_s=TIMEOUT_S)
-            with Publisher(plan, model, transport, full_every=FULL_EVERY) as publisher:
+            used, first = (shared, RANKS) if kind == "file" else (plan, 0)
+            await adapter.attach(engine, used, transport, first_reader=first, timeout_s=TIMEOUT_S)
+            with Publisher(used, model, transport, full_every=FULL_EVERY) as publisher:
                 saw["syncs"][kind] = await _updates(requests, model, publisher, kind, updates)
     swapped = plan_sync([source], targets[::-1], bucket_bytes=BUCKET_BYTES)
     with SharedMemoryTransport("never", owner=True) as never:
