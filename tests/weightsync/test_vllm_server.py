@@ -22,6 +22,9 @@ from primeblocks.weightsync.adapters.vllm import (
     update,
     update_all,
 )
+from primeblocks.weightsync.adapters.vllm import (
+    describe as describe_loads,
+)
 from primeblocks.weightsync.marker import Receipt
 from primeblocks.weightsync.transports import FileTransport
 from tests.weightsync.fake_engine import FakeEngine
