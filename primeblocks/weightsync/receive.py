@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import TracebackType
 from typing import Literal, NoReturn, Self
 
 import torch
@@ -39,8 +38,7 @@ Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 class Subscriber:
     """A reader that loads committed versions, all or nothing. One per engine process.
 
-    It keeps the bytes that it loaded last, where the transport lets it, to apply deltas to them
-    and to go back to them when a later load fails.
+    It keeps the bytes loaded last, where the transport lets it, for deltas and to go back to.
 
     Args:
         plan: the publisher's; `Plan.from_json` carries it between processes.
@@ -53,17 +51,15 @@ class Subscriber:
             targets of it, put together in new memory, one at a time.
         threads: the number that check bytes at a time, where there are many.
         check: "before": every byte is checked before `load` gets the first tensor. "ahead": each
-            tensor's bytes are checked before `load` gets it, while it copies those before it:
-            faster, but damage is found in the middle of a load, and the version before is loaded
-            again. Where there is none, for deltas, and where torch's threads take all cores, all is
-            checked before. With both, bytes that others may still write to are copied for the
-            load, and the copies are checked.
-        member: this reader's part in the vote of a fleet. `receive` then returns when all of the
-            fleet have loaded the version; if one cannot, or one's time ends, all go back. The
-            engine must not serve meanwhile.
-        observe: returns what the engine holds, by the names that `load` gets. If given, each tensor
-            has to be the one that `load` was given, bit for bit, or the load has failed. Without
-            it a receipt tells what `load` was given, and not what it did with it.
+            tensor's are, while `load` copies those before it: faster, but damage is found in the
+            middle of a load, and the version before is loaded again. Where there is none, for
+            deltas, and where torch's threads take all cores, all is checked before. Bytes that
+            others may still write to are copied for the load, and the copies are checked.
+        member: this reader's part in a `Ballot`: `receive` returns when all have loaded the
+            version, or all go back. The engine must not serve meanwhile.
+        observe: returns what the engine holds, by the names that `load` gets: each tensor has to
+            be as `load` was given it, bit for bit, or the load has failed. Without it a receipt
+            tells what `load` was given, and not what it did with it.
 
     Raises:
         PlanError: the plan has no such reader, or it was planned with a wiring.
@@ -108,9 +104,9 @@ class Subscriber:
     def verify(self, version: int | None = None, *, timeout_s: float) -> Receipt:
         """Wait for a version and check every byte of it, but load nothing. Local.
 
-        A `receive` of the same version then only loads it. Arguments, cost and errors are those of
-        `receive`. Memory that a trainer needs again is not held: if the trainer publishes two more
-        versions meanwhile, that `receive` ends with a TransferError.
+        A `receive` of it then only loads it. Arguments, cost and errors are those of `receive`.
+        Memory that a trainer needs again is not held: if it publishes two more versions meanwhile,
+        that `receive` ends with a TransferError.
         """
         start = time.monotonic()
         ready = self._get_ready(version, start + timeout_s)
@@ -122,14 +118,14 @@ class Subscriber:
     def receive(self, version: int | None = None, *, timeout_s: float) -> Receipt:
         """Load a version. Local.
 
-        Cost: one XXH3-128 of the bytes that this reader wants, then the cost of `load`. Where the
-        bytes lie in a file or in the trainer's memory, one copy and one more XXH3-128 in threads
-        beside `load`, with about a bucket of each trainer rank in memory at a time. Deltas are
-        applied to the bytes held, one copy each way for each bucket.
+        Cost: one XXH3-128 of the bytes that this reader wants, then that of `load`; of bytes in a
+        file or in the trainer's memory, one copy and one more XXH3-128 in threads beside `load`,
+        with about a bucket of each trainer rank in memory at a time. Deltas are applied to the
+        bytes held, one copy each way for each bucket.
 
-        It begins to load before the deadline, or not at all; buckets under way at the deadline, one
-        for each of its threads, are checked to their end. A load that has begun may pass the
-        deadline, and so may going back after it.
+        It begins to load before the deadline, or not at all; buckets under way then, one for each
+        of its threads, are checked to their end. A load that has begun may pass it, and so may
+        going back.
 
         Args:
             version: the one to load, even an older one than is held; the held one is not loaded
@@ -139,8 +135,8 @@ class Subscriber:
             DeadlineError: no such version was committed, or it was not checked in time.
             CorruptionError: bytes or marker are not those that were sent. Nothing was loaded.
             PlanError: the publisher's plan is another one. Nothing was loaded.
-            TransferError: the version was retired before it could be opened, or `load` failed
-                and the version before was loaded again.
+            TransferError: the version was retired or refused, or `load` failed and the version
+                before was loaded again.
             EngineError: `load` failed and there was nothing to go back to: the model is torn.
             UsageError: `version` is no version.
             ClosedError: after close().
@@ -172,12 +168,7 @@ class Subscriber:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _get_ready(
@@ -264,8 +255,9 @@ class Subscriber:
         if found[0].marker.base is not None:
             # From here on it is neither of the two versions.
             base, self._held = self._held, None
-        # A way back is needed where the transport cannot give the base again.
-        undoable = base is not None and base.marker not in self._transport.markers()
+        # A way back is needed where the transport cannot, or soon may not, give the base again.
+        known = () if self._member else self._transport.markers()
+        undoable = base is not None and base.marker not in known
         return bring(
             self.plan,
             self.reader,
@@ -284,7 +276,7 @@ class Subscriber:
             )
 
     def _load_or_go_back(self, new: Fetched, deadline: float) -> None:
-        turn = self._member and self._member.enter(new.marker, deadline=deadline)
+        turn = self._enter(new, deadline)
         served, self._served = self._served, None  # Torn, until it has one of them.
         if new == self._held:
             self._held = None
@@ -300,16 +292,27 @@ class Subscriber:
             self._held.held.close()
         self._serve(new.marker, new)
 
+    def _enter(self, new: Fetched, deadline: float) -> Round | None:
+        """Begin the vote on a version; if it was refused, hold the bytes of the one served."""
+        if self._member is None:
+            return None
+        try:
+            return self._member.enter(new.marker, deadline=deadline)
+        except TransferError:
+            if new.undo and self._served is not None:
+                self._serve(self._served, undone(self.plan, self.reader, new, self._served))
+            elif new != self._held:
+                new.held.close()
+            raise
+
     def _vote(self, turn: Round, new: Fetched, served: Marker | None, deadline: float) -> None:
         """Return once all of the fleet have loaded a version, or go back with them."""
         try:
             said = turn.vote(deadline=deadline)
         except TransferError as error:
             new.held.close()
-            raise EngineError(
-                f"version {new.marker.version} is loaded, and whether the others keep it is not "
-                f"known: {error}. Stop serving, and receive again."
-            ) from error
+            text = f"whether all keep version {new.marker.version} is unknown: {error}"
+            raise EngineError(f"{text}. Stop serving, and receive again.") from error
         if said:
             self._go_back(new, served, TransferError(said))
 
@@ -324,7 +327,8 @@ class Subscriber:
         """Load the version before again, and raise TransferError; EngineError where that fails."""
         met = f"{type(error).__name__}: {error}".rstrip(".")
         text = f"loading version {failed.marker.version} failed: {met}"
-        if served is None or not self._can_go_back(failed, served):
+        is_there = bool(failed.undo or self._held) or served in self._transport.markers()
+        if served is None or not is_there:
             failed.held.close()
             raise EngineError(
                 f"{text}. There is no version to go back to; restart the engine."
@@ -340,9 +344,6 @@ class Subscriber:
             ) from error
         self._serve(served, old)
         raise TransferError(f"{text}. Version {old.marker.version} was loaded again.") from error
-
-    def _can_go_back(self, failed: Fetched, served: Marker) -> bool:
-        return bool(failed.undo or self._held) or served in self._transport.markers()
 
     def _before(self, failed: Fetched, served: Marker, deadline: float) -> Fetched:
         """Return the version that was served before, checked."""
@@ -375,8 +376,7 @@ class Subscriber:
             self._load(tensors(feed))
         if taken < len(wanted):
             raise TransferError(f"load took {taken} of {len(wanted)} tensors")
-        if self._observe is not None:
-            self._kept = kept(given, self._observe())
+        self._kept = None if self._observe is None else kept(given, self._observe())
 
     def _made_of(self, name: str) -> Iterable[str]:
         if self._convert is None:
@@ -394,6 +394,6 @@ class Subscriber:
             made[piece.target_box.slices].copy_(piece.view(source, piece.source_box))
         return made
 
-    def _receipt(self, fetched: Fetched, start: float, held: Digests | None) -> Receipt:
-        marker, seconds = fetched.marker, time.monotonic() - start
-        return Receipt(marker.version, fetched.bytes, seconds, marker.digest, held)
+    def _receipt(self, done: Fetched, start: float, held: Digests | None) -> Receipt:
+        seconds = time.monotonic() - start
+        return Receipt(done.marker.version, done.bytes, seconds, done.marker.digest, held)

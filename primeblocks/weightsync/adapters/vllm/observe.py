@@ -133,18 +133,20 @@ def look_into(model: nn.Module) -> Callable[[str], Sequence[Seen] | str]:
         if name not in places:
             return []
         module, attribute = places[name]
-        held = _parameter(module, attribute).detach()
+        parameter = _parameter(module, attribute)
+        held = parameter.detach()
         method = type(getattr(module, "quant_method", None)).__name__
         if attribute.startswith(("w13_", "w2_")):
             return _experts(module, attribute, held)
-        if method not in _UNPACKED:
-            return f"laid out as {method} does"
-        if hasattr(module, "_cpu_unpacked_conv_weight"):
-            return "packed for convolutions"
-        if name.endswith("kv_b_proj.weight"):
-            return "attention multiplies by matrices made from it"
+        why = {
+            f"laid out as {method} does": method not in _UNPACKED,
+            "packed for convolutions": hasattr(module, "_cpu_unpacked_conv_weight"),
+            "attention multiplies by matrices made from it": name.endswith("kv_b_proj.weight"),
+        }
+        if any(why.values()):
+            return next(reason for reason, holds in why.items() if holds)
         forms = [Seen(HELD, held)] if held.numel() else []
-        users = [m for m in model.modules() if m._parameters.get("weight") is module.weight]
+        users = [m for m in model.modules() if m._parameters.get("weight") is parameter]
         return forms + [Seen(MULTIPLIED, w) for m in users if (w := _multiplied(m)) is not None]
 
     return look
