@@ -1,4 +1,4 @@
-"""What engines read out of trainer ranks' memory: over IPC, a stand-in for RDMA, and NIXL."""
+"""What engines fetch from trainer ranks' memory, over all kinds of commits and carriers."""
 
 import pytest
 import torch

@@ -1,19 +1,21 @@
 """Ways for versions to travel from trainer ranks to readers."""
 
+from .carrier import Read, Wire
 from .directory import FileTransport, SharedMemoryTransport
 from .group import GroupTransport
-from .ipc import IpcTransport
 from .open import open_transport
-from .pull import PullTransport
+from .packed_transport import IpcTransport, PackedTransport, PullTransport
+from .process_wire import ProcessWire
 from .rounds import Estimate, estimate
 from .transport import Transport
-from .wire import Read, Wire
 
 __all__ = [
     "Estimate",
     "FileTransport",
     "GroupTransport",
     "IpcTransport",
+    "PackedTransport",
+    "ProcessWire",
     "PullTransport",
     "Read",
     "SharedMemoryTransport",

@@ -14,7 +14,7 @@ from ....errors import MissingPackageError, PrimeblocksError, TransferError, Uns
 from ...engines.remote import WorkerState
 from ...plan import Plan
 from ...receive import Subscriber
-from ...transports.open import open_transport
+from ..wires import open_transport
 
 try:
     from vllm.distributed.weight_transfer.base import (
