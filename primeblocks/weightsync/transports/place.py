@@ -24,6 +24,7 @@ from ..lease import Hold
 from .own_files import LOCK, open_own, remove, take_lock
 
 __all__ = [
+    "OWNED",
     "DiskPlace",
     "Owned",
     "Place",
@@ -34,6 +35,7 @@ __all__ = [
 
 _RUN = "primeblocks-run.json"
 _TOKEN_BYTES = 8
+OWNED = f"primeblocks-*-{'[0-9a-f]' * 2 * _TOKEN_BYTES}"  # A glob.
 _TOKEN = f"[0-9a-f]{{{2 * _TOKEN_BYTES}}}"
 # Another process that clears up has a dead one's lock for at most this long.
 _LOOKS, _LOOK_S = 10, 0.01
@@ -286,7 +288,7 @@ def sweep(root: Path) -> list[Path]:
     swept: list[Path] = []
     if not os.path.isdir(root):
         return swept
-    for path in root.glob(f"primeblocks-*-{'[0-9a-f]' * 2 * _TOKEN_BYTES}"):
+    for path in root.glob(OWNED):
         if not _is_own(path):
             continue
         try:
