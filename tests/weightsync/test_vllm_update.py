@@ -9,9 +9,11 @@ import torch
 
 from primeblocks.plugins.vllm import register
 from primeblocks.testing import tiny_models
+from primeblocks.weightsync import Publisher
 from primeblocks.weightsync.adapters import vllm as adapter
 from primeblocks.weightsync.engines.colocated import Colocated, ColocatedEngine
 from tests.engine_job import call
+from tests.weightsync.contents import PACKED, packed_end
 from tests.weightsync.vllm_site import ENGINE, TIMEOUT_S, Trainer, error_of, greedy
 
 pytestmark = [
@@ -84,7 +86,21 @@ def _updated(llm, trainer):
 
     late = first.__class__(9, first.bytes, 0.0, first.digest)
     saw["never_committed"] = error_of(update, late, 0.2)
+    saw["over"] = {kind: _over(kind, llm, trainer, seed) for seed, kind in enumerate(PACKED, 1)}
     return saw
+
+
+def _over(kind, llm, trainer, seed):
+    """The engine attached over packed buffers, which its worker opens from their spec."""
+    folder, before = trainer.root / kind, trainer.publisher
+    folder.mkdir()
+    with packed_end(kind, folder, owner=True) as transport:
+        trainer.publisher = Publisher(trainer.plan, trainer.model, transport)
+        receipt = trainer.publish(5, seed=seed % 2)
+        adapter.attach_llm(llm, trainer.plan, transport)
+        adapter.update_llm(llm, receipt, timeout_s=TIMEOUT_S)
+    trainer.publisher = before
+    return greedy(llm), llm.get_weight_version()
 
 
 def _cut_short(tensors):
@@ -151,6 +167,12 @@ def test_a_load_that_breaks_goes_back(offline):
     assert kind == "TransferError"
     assert "out of memory. Version 1 was loaded again" in message
     assert offline["after_broken"] == (offline["fresh"], "1")
+
+
+def test_a_worker_opens_every_kind_of_packed_buffers(offline):
+    fresh, start = (offline["fresh"], "5"), (offline["start"], "5")
+    assert [*offline["over"]] == [*PACKED]
+    assert [*offline["over"].values()] == [fresh, start] * 2
 
 
 def test_a_parameter_without_new_values_is_noticed(offline):
