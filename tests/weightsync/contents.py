@@ -21,11 +21,14 @@ from primeblocks.weightsync.transports import (
     IpcTransport,
     ProcessWire,
     PullTransport,
+    open_transport,
 )
 
 # Packed buffers: commits and the carrier.
 PACKED = ("directory-handles", "store-handles", "directory-wire", "store-wire")
-KINDS = ("shared_memory", "file", "group", *PACKED)
+# All readers commit, or none: over a group of theirs, or one that they make over a store.
+TOGETHER = ("group", "joined")
+KINDS = ("shared_memory", "file", *TOGETHER, *PACKED)
 
 
 class Engine:
@@ -103,6 +106,8 @@ def transport_of(kind, where, plan, **group_options):
     if kind == "group":
         return GroupTransport(store=store_at(where), trainers=plan.world_size, **group_options)
     owner = dist.get_rank() == 0
+    if kind == "joined":
+        return joined(store_at(where), plan, keep=group_options.get("keep", False))
     made = None
     if owner:
         made = directory(kind, where, owner=True)
@@ -116,6 +121,18 @@ def directory(kind, where, *, owner):
     if kind == "file":
         return FileTransport(f"{where}/blobs", owner=owner)
     return SharedMemoryTransport("policy", owner=owner, root=str(where))
+
+
+def joined(store, plan, *, keep):
+    """Trainer ranks construct it; readers open what rank 0 says."""
+    rank, spec, made = dist.get_rank(), [None], None
+    if rank < plan.world_size:
+        counts = {"trainers": plan.world_size, "readers": len(plan.wants)}
+        made = GroupTransport(store=store, **counts, rank=rank, keep=keep)
+    if rank == 0:
+        spec = [made.spec()]
+    dist.broadcast_object_list(spec, 0)
+    return made or open_transport(spec[0])
 
 
 def packed_end(kind, where, *, wire=None, **options):

@@ -194,6 +194,9 @@ def spec_body(kind, where):
     if kind == "group":
         with pytest.raises(UnsupportedError, match="Construct GroupTransport on each rank"):
             small.transport.spec()
+    elif kind == "joined" and small.rank == 1:
+        with pytest.raises(UnsupportedError, match="rank 0 has the spec"):
+            small.transport.spec()
     else:
         reader = open_transport(small.transport.spec())
         assert reader.spec() == small.transport.spec()

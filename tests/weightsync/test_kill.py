@@ -25,6 +25,8 @@ ranks.preload(__name__)  # With all that it imports.
 PLACES = (
     "group on a file store",
     "group on a TCP store",
+    "joined",
+    "joined on a TCP store",
     "shared_memory",
     "file",
     "directory-handles",
@@ -188,7 +190,7 @@ def test_a_rank_stopped_at_any_line(place, full, tmp_path, host):
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("place", PLACES[1:3])
+@pytest.mark.parametrize("place", ["group on a TCP store", "shared_memory"])
 def test_a_rank_killed_at_any_time(place, full, tmp_path, host):
     rng, (kind, where) = random.Random(6), place_of(place, tmp_path, host)
     cases = 75 if full else 4

@@ -92,6 +92,10 @@ class Board:
         found = self.read_any([key], deadline=deadline)
         return None if found is None else found[1]
 
+    def wait_for(self, work: Callable[[], object], *, deadline: float) -> None:
+        """Do work that waits in the store."""
+        self._call(lambda: work() or True, deadline)
+
     def _key(self, key: str) -> str:
         return f"{self._prefix}/{key}"
 

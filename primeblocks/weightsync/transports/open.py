@@ -12,6 +12,7 @@ from .carrier import Carrier, Wire, WireCarrier
 from .commits import Commits
 from .directory import FileTransport, SharedMemoryTransport
 from .directory_commits import DirectoryCommits
+from .group import GroupTransport
 from .handles import HandleCarrier
 from .packed_transport import PackedTransport
 from .place import DiskPlace, private_place
@@ -42,7 +43,10 @@ def open_transport(spec: Mapping[str, Any], *, wires: Wires | None = None) -> Tr
             return FileTransport(path, user=user)
         case {"kind": "packed", "commits": commits, "carrier": carrier, "keep": keep}:
             return PackedTransport(open_commits(commits), _carrier(carrier, wires or {}), keep=keep)
-    raise _unknown("transport", spec, "shared_memory, file, packed")
+        case {"kind": "group", "store": store, "trainers": trainers, **told}:
+            given = {key: told[key] for key in ("readers", "generation", "keep")}
+            return GroupTransport(store=open_store(store), trainers=trainers, **given)
+    raise _unknown("transport", spec, "shared_memory, file, packed, group")
 
 
 def open_commits(spec: Mapping[str, Any]) -> Commits:
