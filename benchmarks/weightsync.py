@@ -4,6 +4,7 @@ It restarts itself in the Python of `scripts/peers`, where verl lies, with an al
 its pages. Before anything is timed, and after every timed transfer, the bytes are compared.
 
 - `delta`: lossless deltas against verl 0.9.1's, one core.
+- `delta_sync`: deltas from publish to load, against full versions.
 - `shared_memory`: publish and receive between two processes, against copies of the same bytes.
 - `torchstore`: the same beside torchstore's put and get; needs `--torchstore PYTHON`.
 - `ladder`: the rungs of slime's colocated update, on shared memory and gloo.
@@ -19,18 +20,19 @@ from pathlib import Path
 
 from . import peers
 
-PARTS = ("delta", "shared_memory", "torchstore", "ladder", "plan")
+PARTS = ("delta", "delta_sync", "shared_memory", "torchstore", "ladder", "plan")
 
 
 def measure(options: argparse.Namespace) -> dict[str, tuple[float, str, str]]:
     import torch
 
-    from .weightsync_parts import delta, ladder, plan, shared_memory, torchstore_peer
+    from .weightsync_parts import delta, delta_sync, ladder, plan, shared_memory, torchstore_peer
 
     torch.set_num_threads(1)
     scale, runs = options.scale, options.runs
     parts = {
         "delta": lambda: delta.figures(numel=int(delta.NUMEL * scale)),
+        "delta_sync": lambda: delta_sync.figures(scale=scale, runs=runs),
         "shared_memory": lambda: shared_memory.figures(scale=scale, runs=runs),
         "torchstore": lambda: torchstore_peer.figures(options.torchstore, scale=scale, runs=runs),
         "ladder": lambda: ladder.figures(scale=scale, runs=runs),

@@ -132,7 +132,7 @@ class Trainer:
         )
         if use_fp8:  # Each weight is rounded once a step, whatever number of passes use it.
             fp8.WeightCache(model, self.optimizer)
-        sources = weightsync.gather_manifests(held)
+        sources = weightsync.convert.gather_manifests(held)
         self.sync_plan = weightsync.plan_sync(sources, whole, bucket_bytes=1 << 20)
         self.transport = weightsync.SharedMemoryTransport(
             f"demo-{os.environ.get('TORCHELASTIC_RUN_ID', 'run')}-{os.environ['MASTER_PORT']}",
@@ -202,7 +202,7 @@ class Trainer:
             statistics.mean(part[3] for part in parts),
         )
 
-    def publish(self, version: int) -> weightsync.Receipt:
+    def publish(self, version: int) -> weightsync.marker.Receipt:
         """Write this rank's shards of one version where the engine will read them."""
         return self.publisher.publish(version, timeout_s=TIMEOUT_S)
 

@@ -81,10 +81,11 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -
 
 async def sync(model: torch.nn.Module, engine: Engine, prompts: list[list[int]]) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    source = weightsync.describe(model)
-    plan = weightsync.plan_sync([source], source.whole(dtype=torch.bfloat16), bucket_bytes=1 << 20)
+    plan, transport = weightsync.announce(
+        f"example-{os.getpid()}", model, dtype=torch.bfloat16, bucket_bytes=1 << 20
+    )
     print(plan.table(), "\n")
-    with weightsync.SharedMemoryTransport(f"example-{os.getpid()}", owner=True) as transport:
+    with transport:
         publisher = weightsync.Publisher(plan, model, transport, full_every=FULL_EVERY)
         await into_vllm.attach(engine.llm, plan, transport, timeout_s=TIMEOUT_S)
         asked = [

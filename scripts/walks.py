@@ -280,6 +280,7 @@ class _Linear(nn.Module):
 
 def shard() -> Walk:
     """A trainer's tensor over shared memory into the model of a vLLM worker."""
+    from vllm.config import VllmConfig
     from vllm.model_executor.model_loader import reload
 
     from primeblocks import weightsync
@@ -292,6 +293,8 @@ def shard() -> Walk:
     worker = object.__new__(PrimeblocksEngine)  # Without the engine that it would ask for.
     worker.model = theirs
     worker.model_config = SimpleNamespace(quantization=None, dtype=torch.float32)
+    worker.vllm_config = VllmConfig()
+    worker.parallel_config = worker.vllm_config.parallel_config
     info = UpdateInfo(VERSION, "update", TIMEOUT_S)
     with (
         weightsync.SharedMemoryTransport(f"walks-{os.getpid()}", owner=True) as transport,

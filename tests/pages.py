@@ -11,12 +11,13 @@ import os
 import socket
 import subprocess
 import sys
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 from urllib.parse import urlsplit
 
+import anyio
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -321,13 +322,22 @@ def blocking(call):
 @contextmanager
 def found_at(ports):
     """Lead connections to an address, "host:port", to a port of this machine."""
-    connect = socket.create_connection
+    connect, connect_tcp = socket.create_connection, anyio.connect_tcp
+
+    def led(host, port):
+        here = ports.get(f"{host}:{port}")
+        return (host, port) if here is None else ("127.0.0.1", here)
 
     def to(address, *args, **kwargs):
-        port = ports.get("{}:{}".format(*address))
-        return connect(address if port is None else ("127.0.0.1", port), *args, **kwargs)
+        return connect(led(*address), *args, **kwargs)
 
-    with mock.patch.object(socket, "create_connection", to):
+    async def to_tcp(remote_host, remote_port, **kwargs):
+        return await connect_tcp(*led(remote_host, remote_port), **kwargs)
+
+    with (
+        mock.patch.object(socket, "create_connection", to),
+        mock.patch.object(anyio, "connect_tcp", to_tcp),  # By which httpx connects.
+    ):
         yield
 
 
@@ -351,4 +361,5 @@ PAGES = {
     "docs/plan.md": a_plan,
     "docs/replay.md": replay,
     "docs/weightsync.md": weightsync,
+    "docs/weightsync_proof.md": lambda: nullcontext({}),
 }

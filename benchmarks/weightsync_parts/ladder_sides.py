@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from primeblocks.layout import Layout, Shard
-from primeblocks.weightsync import Manifest, gather_manifests
-from primeblocks.weightsync.manifest import TensorSpec
+from primeblocks.weightsync.manifest import Manifest, TensorSpec, gather_manifests
 
 from .model import tensors
 from .sides import digest

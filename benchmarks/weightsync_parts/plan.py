@@ -18,8 +18,8 @@ from collections.abc import Mapping
 import torch
 
 from primeblocks.layout import Layout, Shard
-from primeblocks.weightsync import Manifest, Plan, plan_sync
-from primeblocks.weightsync.manifest import TensorSpec
+from primeblocks.weightsync import Plan, plan_sync
+from primeblocks.weightsync.manifest import Manifest, TensorSpec
 
 from .shared_memory import Figures
 

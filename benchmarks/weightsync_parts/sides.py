@@ -9,20 +9,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Literal
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
 from primeblocks.weightsync import (
-    Manifest,
     Plan,
     Publisher,
+    Receipt,
     SharedMemoryTransport,
     Subscriber,
     describe,
     plan_sync,
 )
+from primeblocks.weightsync.manifest import Manifest
 
 from .model import tensors
 
@@ -30,6 +33,8 @@ __all__ = ["Engine", "Trainer", "digest"]
 
 BUCKET_BYTES = 32 << 20
 TIMEOUT_S = 120.0
+# To a link so slow deltas are always sent, where they are sent at all.
+SLOW_BYTES_PER_S = 1.0
 
 
 def _plan(manifest: Manifest) -> Plan:
@@ -94,9 +99,16 @@ class _Side:
 class Trainer(_Side):
     """Owns the transport; its parameters differ in every version."""
 
-    def __init__(self, name: str, scale: float, threads: int) -> None:
+    def __init__(self, name: str, scale: float, threads: int, full_every: int = 1) -> None:
         super().__init__(name, scale, threads, seed=0, owner=True)
-        self.publisher = Publisher(self.plan, self.parameters, self.transport)
+        self.publisher = Publisher(
+            self.plan,
+            self.parameters,
+            self.transport,
+            full_every=full_every,
+            link_bytes_per_s=SLOW_BYTES_PER_S,
+        )
+        self.receipt: Receipt | None = None
 
     def change(self, version: int) -> str:
         """Another element of every tensor takes another value. Returns the digest."""
@@ -104,8 +116,23 @@ class Trainer(_Side):
             tensor.view(-1)[version % tensor.numel()] = version
         return self.digest()
 
+    def step(self, share: float, version: int) -> str:
+        """About `share` of all elements move by one unit in the last place."""
+        generator = np.random.default_rng(version)
+        for tensor in self.parameters.values():
+            words = tensor.view(-1).view(torch.int16).numpy()
+            chosen = generator.integers(0, len(words), max(1, int(share * len(words))))
+            words[chosen] += generator.choice(np.array([-1, 1], dtype=np.int16), len(chosen))
+        return self.digest()
+
     def publish(self, version: int) -> float:
-        return _seconds(lambda: self.publisher.publish(version, timeout_s=TIMEOUT_S))
+        def publish() -> None:
+            self.receipt = self.publisher.publish(version, timeout_s=TIMEOUT_S)
+
+        return _seconds(publish)
+
+    def sent_bytes(self) -> int:
+        return 0 if self.receipt is None else self.receipt.bytes
 
     def copy_through(self, room: Iterable[Tensor]) -> None:
         for target, tensor in zip(room, self.parameters.values(), strict=True):
@@ -120,9 +147,15 @@ class Trainer(_Side):
 class Engine(_Side):
     """Copies what arrives into its own parameters."""
 
-    def __init__(self, name: str, scale: float, threads: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        scale: float,
+        threads: int,
+        check: Literal["before", "ahead"] = "ahead",
+    ) -> None:
         super().__init__(name, scale, threads, seed=1, owner=False)
-        self.subscriber = Subscriber(self.plan, self.load, self.transport, check="ahead")
+        self.subscriber = Subscriber(self.plan, self.load, self.transport, check=check)
         self.loaded_s = 0.0
 
     def load(self, named: Iterable[tuple[str, Tensor]]) -> None:

@@ -6,29 +6,29 @@ keep serving the old version until the new one is whole.
 """
 
 from . import convert, delta, engines, transports
-from .manifest import Manifest, describe, gather_manifests
-from .marker import Receipt
+from .load import load_into
+from .manifest import describe
 from .plan import Plan
 from .planner import plan_sync
-from .proof import prove_round_trip
 from .publish import Publisher
 from .receive import Subscriber
-from .transports import FileTransport, SharedMemoryTransport
+from .rendezvous import announce, find
+from .transports import SharedMemoryTransport
+from .verify import verify_engine
 
 __all__ = [
-    "FileTransport",
-    "Manifest",
     "Plan",
     "Publisher",
-    "Receipt",
     "SharedMemoryTransport",
     "Subscriber",
+    "announce",
     "convert",
     "delta",
     "describe",
     "engines",
-    "gather_manifests",
+    "find",
+    "load_into",
     "plan_sync",
-    "prove_round_trip",
     "transports",
+    "verify_engine",
 ]

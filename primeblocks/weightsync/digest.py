@@ -2,75 +2,148 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
 import xxhash
+from jaxtyping import UInt8
 from torch import Tensor
 
-__all__ = ["as_buffer", "bucket_digest", "cast_and_digest"]
+__all__ = ["Digest", "as_buffer", "bucket_digest", "cast_and_digest", "crossing", "taken"]
 
 # XXH3-128: finds any accident, at the speed of memory. It is no defence against an attacker, who
 # could write the commit as well as the weights.
+Digest = xxhash.xxh3_128
 
-# Cast, copied and digested while in the cache. Smaller pieces cost more in calls than they save.
-_CHUNK_BYTES = 1 << 20
+# Cast, digested and written while in the cache. Smaller pieces cost more in calls than they save.
+_CHUNK_BYTES = 1 << 19
+# From a device: of each of two buffers of pinned memory.
+_PINNED_BYTES = 8 << 20
+
+Parts = Iterator[tuple[Tensor, Tensor | None]]
 
 
 def bucket_digest(pieces: Iterable[Tensor]) -> str:
     """Return the digest of a bucket's pieces: their bytes in C order. Local; one pass over them."""
-    digest = xxhash.xxh3_128()
+    digest = Digest()
     for piece in pieces:
-        digest.update(as_buffer(piece.cpu().contiguous()))
+        if piece.device.type == "cpu":
+            digest.update(as_buffer(piece.contiguous()))
+        else:
+            for _ in taken(piece, piece.dtype, None, digest):
+                pass  # Digested.
     return digest.hexdigest()
 
 
 def cast_and_digest(
-    sources: Sequence[Tensor],
-    dtypes: Sequence[torch.dtype],
-    into: Sequence[Tensor] | None,
-    *,
-    helper: Executor | None = None,
+    sources: Sequence[Tensor], dtypes: Sequence[torch.dtype], into: Sequence[Tensor] | None
 ) -> str:
     """Copy tensors, each cast to its dtype, and return the digest of the copies. Local; one pass.
 
     Args:
         into: the targets, of the same shapes; None digests alone.
-        helper: one thread that digests while this one copies, where bytes are copied as they are.
     """
-    digest = xxhash.xxh3_128()
-    under_way: list[Future[None]] = []
+    digest = Digest()
     targets: Sequence[Tensor | None] = [None] * len(sources) if into is None else into
     for source, dtype, target in zip(sources, dtypes, targets, strict=True):
-        if helper is not None and target is not None and _are_plain_bytes(source, target):
-            new = as_buffer(source)
-            under_way.append(helper.submit(digest.update, new))
-            np.asarray(as_buffer(target))[:] = np.asarray(new)
-            continue
-        _wait_for(under_way)
-        for part, room in _chunks(source, target, dtype.itemsize):
-            cast = part.to(device="cpu", dtype=dtype).contiguous()
-            if room is not None:
-                room.copy_(cast)
-            digest.update(as_buffer(cast))
-    _wait_for(under_way)
+        for new, room in taken(source, dtype, target, digest):
+            np.copyto(room, new)
     return digest.hexdigest()
 
 
-def _wait_for(under_way: list[Future[None]]) -> None:
-    for future in under_way:
-        future.result()
-    under_way.clear()
+def taken(
+    source: Tensor, dtype: torch.dtype, target: Tensor | None, digest: Digest
+) -> Iterator[tuple[UInt8[np.ndarray, " chunk"], UInt8[np.ndarray, " chunk"]]]:
+    """Cast and digest a tensor chunk by chunk; yield each one's bytes and the place of its copy.
+
+    A chunk is good until the next, and in the cache. What has no plain place on the host is copied
+    here, and not yielded. Bytes of a device cross the bus once, through pinned memory; what is
+    copied on the device stays there.
+    """
+    if _are_plain(source, dtype, target):
+        new = np.asarray(as_buffer(source))
+        room = None if target is None else np.asarray(as_buffer(target))
+        for at in range(0, len(new), _CHUNK_BYTES):
+            chunk = new[at : at + _CHUNK_BYTES]
+            digest.update(chunk.data)
+            if room is not None:
+                yield chunk, room[at : at + _CHUNK_BYTES]
+        return
+    is_here = source.device.type == "cpu"
+    size_bytes = _CHUNK_BYTES if is_here else _PINNED_BYTES
+    parts = _cast(_chunks(source, target, dtype.itemsize, size_bytes), dtype)
+    for plain, place in parts if is_here else crossing(parts, _pinned, _send):
+        new = np.asarray(as_buffer(plain))
+        digest.update(new.data)
+        if place is None:
+            continue
+        if place.is_contiguous():
+            yield new, np.asarray(as_buffer(place))
+        else:
+            place.copy_(plain)
 
 
-def _are_plain_bytes(source: Tensor, target: Tensor) -> bool:
-    return (
-        source.dtype == target.dtype
-        and source.device.type == target.device.type == "cpu"
-        and source.is_contiguous()
-        and target.is_contiguous()
+def crossing(
+    parts: Parts,
+    allocate: Callable[[int], UInt8[Tensor, " bytes"]],
+    send: Callable[[Tensor, Tensor], Callable[[], object]],
+) -> Parts:
+    """Yield parts on the host; each is good until the next. The next one travels meanwhile.
+
+    Written for CUDA and never run on it; its order is tested on the host.
+
+    Args:
+        allocate: returns pinned memory of so many bytes.
+        send: begins a copy into the first from the second; what it returns waits for its end.
+    """
+    rooms: list[UInt8[Tensor, " bytes"]] = []
+    under_way: deque[tuple[Tensor, Tensor | None, Callable[[], object]]] = deque()
+    for turn, (cast, place) in enumerate(parts):
+        if turn < 2:
+            rooms.append(allocate(max(_PINNED_BYTES, cast.nbytes)))
+        room = rooms[turn % 2][: cast.nbytes].view(cast.dtype).view(cast.shape)
+        under_way.append((room, place, send(room, cast)))
+        if len(under_way) == 2:
+            yield _arrived(*under_way.popleft())
+    while under_way:
+        yield _arrived(*under_way.popleft())
+
+
+def _arrived(
+    plain: Tensor, place: Tensor | None, wait: Callable[[], object]
+) -> tuple[Tensor, Tensor | None]:
+    wait()
+    return plain, place
+
+
+def _pinned(size_bytes: int) -> UInt8[Tensor, " bytes"]:
+    return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def _send(room: Tensor, cast: Tensor) -> Callable[[], object]:
+    room.copy_(cast, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return event.synchronize
+
+
+def _cast(parts: Parts, dtype: torch.dtype) -> Parts:
+    """Yield parts cast where they lie; copy those whose place is on a device."""
+    for part, place in parts:
+        cast = part.to(dtype).contiguous()
+        if place is None or place.device.type == "cpu":
+            yield cast, place
+        else:
+            place.copy_(cast)
+            yield cast, None
+
+
+def _are_plain(source: Tensor, dtype: torch.dtype, target: Tensor | None) -> bool:
+    sides = (source,) if target is None else (source, target)
+    return source.dtype == dtype and all(
+        side.device.type == "cpu" and side.is_contiguous() for side in sides
     )
 
 
@@ -81,9 +154,7 @@ def as_buffer(tensor: Tensor) -> memoryview:
     return np.from_dlpack(plain.view(-1).view(torch.uint8)).data
 
 
-def _chunks(
-    source: Tensor, target: Tensor | None, itemsize: int
-) -> Iterator[tuple[Tensor, Tensor | None]]:
+def _chunks(source: Tensor, target: Tensor | None, itemsize: int, size_bytes: int) -> Parts:
     """Yield parts of both that follow each other in C order."""
     if source.is_contiguous() and (target is None or target.is_contiguous()):
         source = source.view(-1)
@@ -91,7 +162,7 @@ def _chunks(
     if source.ndim == 0 or source.numel() == 0:
         yield source, target
         return
-    step = max(1, _CHUNK_BYTES // (source[0].numel() * itemsize))
+    step = max(1, size_bytes // (source[0].numel() * itemsize))
     for start in range(0, len(source), step):
         end = start + step
         yield source[start:end], None if target is None else target[start:end]

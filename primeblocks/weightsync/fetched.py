@@ -22,7 +22,7 @@ from ..errors import CorruptionError, DeadlineError
 from ..layout import Shard
 from .delta.bucket import apply_payload, encode_payload
 from .digest import bucket_digest
-from .held import Boxes, Held, Lent, Sealed, chunks_of, copied, pack, packed_views
+from .held import Boxes, Held, Lent, Sealed, chunks_of, copied, pack
 from .marker import Marker
 from .plan import Plan
 from .transports.transport import Incoming
@@ -90,12 +90,13 @@ def bring(
     def bring_bucket(index: int) -> None:
         if time.monotonic() > deadline:
             raise DeadlineError(f"checked {next(done)} of {len(mine)} buckets in time")
+        found = ""
         if deltas:
             payloads = [delta.payload(index) for delta in deltas]
-            back = _overwrite(plan, index, held, payloads, undoable=undoable)
+            found, back = _overwrite(plan, index, held, payloads, undoable=undoable)
             if back is not None:
                 undo[index] = back
-        _check_bucket(plan, index, held, marker)
+        _check_bucket(plan, index, held, marker, found=found)
         next(done)
 
     try:
@@ -263,8 +264,9 @@ def _check_bucket(
     marker: Marker,
     *,
     into: Sequence[Tensor] | None = None,
+    found: str = "",
 ) -> None:
-    """Check one bucket. `into`: tensors that keep the copies of a lent one."""
+    """Check one bucket. `into`: tensors that keep the copies of a lent one; `found`: its digest."""
     bucket, wanted = plan.buckets[index], marker.buckets[index]
 
     def digest() -> str:
@@ -272,7 +274,7 @@ def _check_bucket(
             return bucket_digest(chunks_of(plan, index, held, into))
         return bucket_digest(held.views(index))
 
-    is_right = digest() == wanted
+    is_right = (found or digest()) == wanted
     if not is_right and isinstance(held, Sealed):
         held.rest(is_right=False)  # A load before may have written to its pages in this process.
         is_right = digest() == wanted
@@ -287,21 +289,18 @@ def _check_bucket(
 
 def _overwrite(
     plan: Plan, index: int, held: Held | Lent, payloads: Sequence[memoryview], *, undoable: bool
-) -> memoryview | None:
-    """Apply deltas to a bucket, oldest first; return what undoes them, if that is asked for."""
+) -> tuple[str, memoryview | None]:
+    """Apply deltas to a bucket, oldest first.
+
+    Returns its digest, and what undoes them, if that is asked for.
+    """
     assert not isinstance(held, Lent), "what is lent is copied before it is written to"
     pieces = held.views(index)
-    packed = pack(plan, index, pieces)
-    before = packed.clone() if undoable else None
+    before = pack(plan, index, pieces) if undoable else None
+    digest = ""
     for payload in payloads:
-        if len(payload) == len(packed):
-            packed = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        else:
-            apply_payload(plan, index, packed, payload)
-    after: list[Tensor] = packed_views(plan, index, packed)
-    for piece, new in zip(pieces, after, strict=True):
-        piece.copy_(new)
+        digest = apply_payload(plan, index, pieces, payload)
     if before is None:
-        return None
-    back = encode_payload(plan, index, before, packed)
-    return before.numpy().data if back is None else memoryview(back)
+        return digest, None
+    back = encode_payload(plan, index, before, pack(plan, index, pieces))
+    return digest, before.numpy().data if back is None else memoryview(back)

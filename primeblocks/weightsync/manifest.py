@@ -24,6 +24,7 @@ __all__ = [
     "describe",
     "gather_manifests",
     "named_tensors",
+    "unwrapped",
 ]
 
 # Of torch.compile, FSDP1, and checkpoint or offload wrappers; `module` is DDP's alone.
@@ -193,7 +194,7 @@ def _of_module(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         ):
             raise PlanError("FSDP1 has flattened the parameters. Use torch's fully_shard.")
     for name, parameter in module.named_parameters():
-        yield _unwrapped(name, owners), parameter
+        yield unwrapped(name, owners), parameter
     persistent = {
         f"{prefix}.{name}" if prefix else name
         for prefix, child in owners.items()
@@ -202,10 +203,10 @@ def _of_module(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     }
     for name, buffer in module.named_buffers():
         if name in persistent:
-            yield _unwrapped(name, owners), buffer
+            yield unwrapped(name, owners), buffer
 
 
-def _unwrapped(name: str, owners: Mapping[str, nn.Module]) -> str:
+def unwrapped(name: str, owners: Mapping[str, nn.Module]) -> str:
     """Return a name without the parts that wrappers put into it."""
     parts, kept = name.split("."), list[str]()
     for at, part in enumerate(parts):

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
 import xxhash
 
 from ..errors import CorruptionError
 
-__all__ = ["Marker", "Receipt"]
+__all__ = ["Digests", "Marker", "Receipt"]
+
+Digests = Mapping[str, Sequence[str]]
+"""Name -> dtype and shape of a tensor, and the digests of its pieces."""
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """The result of one publish or receive: `bytes` counts the weights' bytes written or read."""
+    """The result of one publish or receive: `bytes` counts the weights' bytes written or read.
+
+    `held` has the `digest_tensors` of what the engine holds, where its `Subscriber` observes it:
+    each was compared with what was sent. `verify_engine` takes them to look again later.
+    """
 
     version: int
     bytes: int
     seconds: float
     digest: str
+    held: Digests | None = None
 
 
 @dataclass(frozen=True)

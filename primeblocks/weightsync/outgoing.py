@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from concurrent.futures import Executor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+from typing import TypeVar
 
 import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
 from ..errors import DeadlineError, TransferError
-from .delta.bucket import apply_payload, encode_payload
-from .digest import as_buffer
+from .delta.bucket import apply_payload, take_payload
+from .digest import Digest, as_buffer, cast_and_digest, taken
 from .held import packed_views
 from .parts import Parts
 from .plan import Plan
 
 __all__ = ["History", "Shipment"]
 
+# Buckets that wait for a thread: what `encode` made for them is in memory.
+_AHEAD = 4
+
+T = TypeVar("T")
+Views = tuple[list[Tensor], list[torch.dtype]]
+
 
 class History:
-    """The bytes that this rank sent last, packed, from which the next deltas are made."""
+    """The bytes that this rank sent last, packed, from which the next deltas are made.
+
+    Attributes:
+        apply_s_a_byte: the seconds that a reader needs for each byte of a delta, in one thread.
+    """
 
     def __init__(self) -> None:
         self.version: int | None = None
+        self.apply_s_a_byte: float | None = None
         self.buffers: dict[int, UInt8[Tensor, " bytes"]] = {}
 
     def forget(self) -> None:
@@ -32,9 +45,21 @@ class History:
         self.version = None
         self.buffers = {}
 
+    def kept(self, plan: Plan, index: int) -> UInt8[Tensor, " bytes"]:
+        """Return the memory of a bucket; new memory where there is none."""
+        if index not in self.buffers:
+            self.buffers[index] = torch.empty(plan.buckets[index].bytes, dtype=torch.uint8)
+        return self.buffers[index]
+
 
 class Shipment:
     """An `Outgoing`: pieces of the parameters, with the bytes that were sent of them before.
+
+    A history becomes this version while the version is taken: where that or the commit fails, it is
+    to be forgotten.
+
+    Args:
+        pool: threads that take buckets; None takes them one after another, in this one.
 
     Attributes:
         digests: of each bucket that was asked for.
@@ -50,66 +75,106 @@ class Shipment:
         *,
         base: int | None,
         history: History | None,
-        helper: Executor | None,
+        pool: Executor | None,
         deadline: float,
     ) -> None:
         self.plan, self.rank, self.version, self.base = plan, rank, version, base
         self.digests: dict[int, str] = {}
         self.sizes: dict[int, int] = {}
-        self._parts, self._helper, self._deadline = parts, helper, deadline
+        self._parts, self._pool, self._deadline = parts, pool, deadline
         self._history, self._payloads = history, dict[int, memoryview]()
-        if history is not None and base is None:
-            history.forget()  # Its room is needed for what is sent now.
-        elif base is not None and (history is None or history.version != base):
+        if base is not None and (history is None or history.version != base):
             raise TransferError(f"rank {rank} has not what it sent as version {base} any more")
+        if history is not None:
+            history.version = None  # From here on it is neither of the two versions.
 
     def fill(self, index: int, into: Sequence[Tensor]) -> None:
-        self.sizes[index] = self.plan.buckets[index].bytes
-        if self._history is None:
-            self._take(index, into)
-            return
-        if index not in self._history.buffers:
-            self._history.buffers[index] = self._packed(index)
-        kept = packed_views(self.plan, index, self._history.buffers[index])
-        for view, piece in zip(into, kept, strict=True):
-            view.copy_(piece)
+        self.fill_all([(index, into)])
+
+    def fill_all(self, buckets: Iterable[tuple[int, Sequence[Tensor] | None]]) -> None:
+        for index, digest in self._each(self._fill, buckets):
+            self.digests[index], self.sizes[index] = digest, self.plan.buckets[index].bytes
 
     def payload(self, index: int) -> memoryview:
-        if index not in self._payloads:
-            packed = self._packed(index)
-            coded = None
-            if self._history is not None and self.base is not None:
-                coded = encode_payload(self.plan, index, packed, self._history.buffers[index])
-            self._payloads[index] = as_buffer(packed) if coded is None else memoryview(coded)
-            self.sizes[index] = len(self._payloads[index])
+        if not self._payloads:
+            mine = [(each, None) for each in self.plan.of_rank(self.rank)]
+            for each, (digest, payload) in self._each(self._encode, mine):
+                self.digests[each], self.sizes[each] = digest, len(payload)
+                self._payloads[each] = payload
         return self._payloads[index]
 
     def digest_all(self) -> None:
         """Take every piece, for its digest alone."""
-        for index in self.plan.of_rank(self.rank):
-            self._take(index, None)
-            self.sizes[index] = self.plan.buckets[index].bytes
+        self.fill_all((index, None) for index in self.plan.of_rank(self.rank))
 
-    def sent(self) -> None:
-        """Remember what was sent as the base of the next delta."""
+    def sent(self) -> float:
+        """Remember what was sent as the base of the next delta; return `Sent.apply_s`."""
         if self._history is None:
-            return
-        for index, payload in self._payloads.items():
-            buffer = self._history.buffers[index]
-            if len(payload) == len(buffer):
-                self._history.buffers[index] = torch.frombuffer(payload, dtype=torch.uint8)
-            else:
-                apply_payload(self.plan, index, buffer, payload)
+            return 0.0
         self._history.version = self.version
+        if not self._payloads:
+            return 0.0
+        if self._history.apply_s_a_byte is None:
+            self._history.apply_s_a_byte = self._apply_s_a_byte()
+        return self._history.apply_s_a_byte * sum(self.sizes.values())
 
-    def _packed(self, index: int) -> UInt8[Tensor, " bytes"]:
-        """Return a bucket in new memory."""
-        buffer = torch.empty(self.plan.buckets[index].bytes, dtype=torch.uint8)
-        self._take(index, packed_views(self.plan, index, buffer))
-        return buffer
+    def _apply_s_a_byte(self) -> float:
+        """Apply one bucket once more, which changes nothing, to see how long that takes."""
+        assert self._history is not None
+        index, payload = max(self._payloads.items(), key=lambda item: len(item[1]))
+        pieces = packed_views(self.plan, index, self._history.kept(self.plan, index))
+        start = time.monotonic()
+        apply_payload(self.plan, index, pieces, payload)
+        return (time.monotonic() - start) / len(payload)
 
-    def _take(self, index: int, into: Sequence[Tensor] | None) -> None:
+    def _fill(self, index: int, views: Views, into: Sequence[Tensor] | None) -> str:
+        if self._history is None:
+            return cast_and_digest(*views, into)
+        kept = packed_views(self.plan, index, self._history.kept(self.plan, index))
+        digest = cast_and_digest(*views, kept)
+        for view, piece in zip(into or (), kept, strict=True):
+            view.copy_(piece)
+        return digest
+
+    def _encode(self, index: int, views: Views, into: object) -> tuple[str, memoryview]:
+        assert self._history is not None, "a delta to what is not held"
+        old, digest = self._history.kept(self.plan, index), Digest()
+        rooms = packed_views(self.plan, index, old)
+        chunks = (
+            pair
+            for view, dtype, room in zip(*views, rooms, strict=True)
+            for pair in taken(view, dtype, room, digest)
+        )
+        coded = take_payload(self.plan, index, chunks, old)
+        return digest.hexdigest(), as_buffer(old) if coded is None else memoryview(coded)
+
+    def _each(
+        self, work: Callable[..., T], buckets: Iterable[tuple[int, Sequence[Tensor] | None]]
+    ) -> Iterator[tuple[int, T]]:
+        """Work on buckets, several at a time; yield each with what came of it, in order.
+
+        Their tensors are looked up, and encoded, in this thread.
+        """
+
+        def in_time(*args: object) -> T:
+            self._check_deadline()
+            return work(*args)
+
+        under_way: deque[tuple[int, Future[T]]] = deque()
+        for index, into in buckets:
+            self._check_deadline()
+            views = self._parts.views(index)
+            if self._pool is None:
+                yield index, work(index, views, into)
+                continue
+            under_way.append((index, self._pool.submit(in_time, index, views, into)))
+            if len(under_way) > _AHEAD:
+                first, future = under_way.popleft()
+                yield first, future.result()
+        for first, future in under_way:
+            yield first, future.result()
+
+    def _check_deadline(self) -> None:
         if time.monotonic() > self._deadline:
             done, whole = len(self.digests), len(self.plan.of_rank(self.rank))
             raise DeadlineError(f"took {done} of {whole} buckets before the deadline")
-        self.digests[index] = self._parts.fill(index, into, helper=self._helper)

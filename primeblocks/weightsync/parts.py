@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -13,7 +13,6 @@ from ..errors import PlanError, UnsupportedError
 from ..layout import Layout, Shard, local_part
 from .convert.conversion import Wiring
 from .convert.pieces import Piece, whole_piece
-from .digest import cast_and_digest
 from .manifest import Manifest, NamedTensors, describe, named_tensors
 from .plan import Plan
 
@@ -96,24 +95,20 @@ class Parts:
             for source in {s.origin: s for row in self._sources.values() for s in row}.values():
                 self._local(source)
 
-    def fill(self, index: int, into: Sequence[Tensor] | None, *, helper: Executor | None) -> str:
-        """Copy a bucket, in the dtypes that travel, and return its digest. Local; one pass.
-
-        Args:
-            into: the targets, a tensor for each copy of the bucket; None digests alone.
-            helper: one thread to digest in.
+    def views(self, index: int) -> tuple[list[Tensor], list[torch.dtype]]:
+        """Return a bucket's tensors as this rank holds them, and the dtypes that travel.
 
         Raises:
             PlanError: a tensor has another local shape than at first.
             UnsupportedError: `encode` made other tensors than were described.
         """
-        plan = self._plan
         views, dtypes = [], []
-        for copy, source in zip(plan.buckets[index].copies, self._sources[index], strict=True):
+        copies = self._plan.buckets[index].copies
+        for copy, source in zip(copies, self._sources[index], strict=True):
             local = self._local(source)
             views.append(local if source.is_all else source.piece.view(local, source.held.shard))
-            dtypes.append(plan.target[copy.name].dtype)
-        return cast_and_digest(views, dtypes, into, helper=helper)
+            dtypes.append(self._plan.target[copy.name].dtype)
+        return views, dtypes
 
     def _local(self, source: _Source) -> Tensor:
         # Copies of one tensor follow each other, so each is encoded once.

@@ -14,7 +14,9 @@ from .cover import cut, owned_boxes
 from .manifest import Manifest, TensorSpec
 from .plan import Boxes, Bucket, Plan, packed
 
-__all__ = ["plan_sync"]
+__all__ = ["BUCKET_BYTES", "plan_sync"]
+
+BUCKET_BYTES = 64 << 20
 
 # Converted into one another by the sender; every other dtype has to match.
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -28,7 +30,7 @@ def plan_sync(
     sources: Sequence[Manifest],
     targets: Manifest | Wiring | Sequence[Manifest | Wiring],
     *,
-    bucket_bytes: int,
+    bucket_bytes: int = BUCKET_BYTES,
     convert: Wiring | None = None,
 ) -> Plan:
     """Plan the route of every wanted element from one rank that holds it. Pure.

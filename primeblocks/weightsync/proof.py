@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,12 +13,17 @@ import xxhash
 from torch import Tensor
 
 from ..errors import TransferError, UsageError
-from ..layout import local_part
+from ..layout import layout_of, local_part
 from .agree import Agreement
-from .digest import as_buffer
-from .manifest import NamedTensors, named_tensors
+from .convert.conversion import Wiring
+from .manifest import Manifest, NamedTensors, named_tensors
+from .marker import Digests
+from .observed import are_digests, differing, digest_as, digest_tensors
+from .parts import Encode
+from .plan import Plan
+from .verify import verify_engine
 
-__all__ = ["RoundTrip", "differing", "digest_tensors", "prove_round_trip"]
+__all__ = ["RoundTrip", "prove_round_trip"]
 
 _MESSAGE_BYTES = 4096
 _MESSAGE_CHARS = 600  # A character takes up to six bytes in JSON.
@@ -30,8 +35,7 @@ _HALVED = {
     torch.float16: (torch.int16, 10),
 }
 _CHUNK = 1 << 20
-# A part that is missing from a fused tensor shows where it is longer than two pieces.
-_PIECES, _LEAST_BYTES, _MOST_BYTES = 64, 256, 1 << 16
+_ODD = 0x5851F42D4C957F2D
 
 
 @dataclass(frozen=True)
@@ -51,14 +55,22 @@ def prove_round_trip(
     version: int,
     timeout_s: float,
     names: Iterable[str] | None = None,
+    into: Wiring | Sequence[Wiring] = (),
+    plan: Plan | None = None,
+    convert: Wiring | None = None,
+    source: Manifest | None = None,
+    encode: Encode | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> RoundTrip:
     """Show that what the trainer has is what the engine holds, before a run relies on it.
 
-    Pushes the parameters, then perturbed ones, then the first again. Every piece of every tensor
-    that the engine holds has to change with the second push, and to be exactly as at first after
-    the third: a tensor or a part that never arrives fails, and so does garbage. Every floating
-    element is negated and halved, which shows in whatever dtype it travels, and comes back bit for
+    Pushes the parameters, then perturbed ones, then the first again. Each time the engine is
+    verified, as `verify_engine` does it. Where that takes a plan that is not given, because names
+    are others or ranks have parts, every piece of every tensor that the engine holds has to change
+    with the second push, and to be exactly as at first after the third.
+
+    Every floating element is negated and divided by 2 to 16, by its name and place, so that equal
+    tensors become different ones. It shows in whatever dtype it travels, and comes back bit for
     bit, without a copy; tied ones once. Whatever happens, the parameters end as they were; the
     engine holds them if this returns.
 
@@ -68,12 +80,14 @@ def prove_round_trip(
         parameters: of this rank; changed in place and back.
         push: makes the engine load a version of them; for example a publish, then an update.
         observe: returns what the engine holds: a module, its tensors by name, or `digest_tensors`
-            of them where they are elsewhere. None on ranks that cannot see the engine.
+            of them where they are elsewhere; with a plan, all that `verify_engine` takes. None on
+            ranks that cannot see the engine.
         version: that of the first push; the next two are used too.
         timeout_s: for everything; `push` and `observe` have deadlines of their own.
-        names: the tensors that have to be there and change. None takes the names of the floating
-            `parameters`; an engine may have names of its own, such as `wiring.targets`. Whatever
-            else is observed, integers and tables for example, only has to come back.
+        names: the tensors that have to be there and change, where the engine has names of its own
+            and there is no plan. None takes the names of the floating `parameters`. Whatever else
+            is observed, integers and tables for example, only has to come back.
+        into, plan, convert, source, encode: as in `verify_engine`.
         group: a gloo group of the trainer's ranks; None is the default group, or no group.
 
     Raises:
@@ -87,13 +101,23 @@ def prove_round_trip(
     deadline = start + timeout_s
     size = dist.get_world_size(group) if group is not None or dist.is_initialized() else 1
     agreement = Agreement(world_size=size, group=group)
+    planned = plan is not None or bool(into)
     wanted = list(_floating(parameters) if names is None else names)
     if observe is not None and not wanted:
         raise UsageError("there is nothing to prove: no name of a floating parameter is given.")
 
-    def look(version: int) -> Mapping[str, tuple[str, ...]]:
+    def look(version: int) -> tuple[Digests, list[str]]:
         push(version)
-        return {} if observe is None else _digests(observe())
+        held = None if observe is None else observe()
+        left_s = max(0.0, deadline - time.monotonic())
+        if planned:
+            found = verify_engine(
+                parameters, held, into=into, plan=plan, convert=convert, source=source,
+                encode=encode, group=group, timeout_s=left_s,
+            )  # fmt: skip
+            return {}, found.wrong
+        seen = {} if held is None else _digests(held)
+        return seen, _others(parameters, seen, wanted) if size == 1 and names is None else []
 
     def agree(problem: str) -> None:
         told = agreement.exchange(
@@ -103,40 +127,29 @@ def prove_round_trip(
             if reply["problem"]:
                 raise TransferError(f"rank {rank}: {reply['problem']}")
 
-    before = look(version)
-    lacks = [] if observe is None else [name for name in wanted if name not in before]
+    sees = observe is not None and not planned
+    before, wrong = look(version)
+    lacks = [name for name in wanted if sees and name not in before]
     with _perturbed(parameters):
-        changed = look(version + 1)
-    deaf = [] if observe is None else [n for n in wanted if _is_deaf(before, changed, n)]
+        changed, also_wrong = look(version + 1)
+    deaf = [name for name in wanted if sees and _is_deaf(before, changed, name)]
     agree(
         _told(lacks, wanted, "are not among what the engine holds. Give names=, if it has others")
         or _told(deaf, wanted, "are as before after other weights: they do not arrive")
+        or _told(wrong or also_wrong, wanted, "are others in the engine than in the trainer")
     )
-    after = look(version + 2)
-    wrong = differing(before, after)
-    agree(_told(wrong, before, "are others after the same weights: it serves others"))
+    after, wrong = look(version + 2)
+    agree(
+        _told(
+            differing(before, after), before, "are others after the same weights: it serves others"
+        )
+        or _told(wrong, wanted, "are others in the engine than in the trainer")
+    )
     versions = version, version + 1, version + 2
     return RoundTrip(versions, time.monotonic() - start, len(wanted))
 
 
-def digest_tensors(tensors: NamedTensors) -> dict[str, tuple[str, ...]]:
-    """Return, by name, an XXH3-64 of each piece of a tensor: equal where the tensors are. Local.
-
-    A tensor has 64 pieces, of 256 bytes at least and 64 KiB at most; dtype and shape count.
-    """
-    return {
-        name: tuple(_piece_digests(local_part(tensor.detach())))
-        for name, tensor in named_tensors(tensors).items()
-    }
-
-
-def differing(some: Mapping[str, Iterable[str]], other: Mapping[str, Iterable[str]]) -> list[str]:
-    """Return the names whose digests differ, or that only one of both has."""
-    names = dict.fromkeys([*some, *other])
-    return [name for name in names if some.get(name) != other.get(name)]
-
-
-def _digests(held: object) -> dict[str, tuple[str, ...]]:
+def _digests(held: object) -> Digests:
     """Return the digests of what `observe` gave."""
     if isinstance(held, torch.nn.Module):
         return digest_tensors(held)
@@ -144,7 +157,7 @@ def _digests(held: object) -> dict[str, tuple[str, ...]]:
         if held and all(isinstance(one, Tensor) for one in held.values()):
             return digest_tensors(held)
         rows = {name: (one,) if isinstance(one, str) else one for name, one in held.items()}
-        if all(isinstance(row, tuple | list) for row in rows.values()):
+        if are_digests(rows):
             return {name: tuple(row) for name, row in rows.items()}
     raise UsageError(
         f"observe gave {type(held).__name__}; the proof is by tensor. Give the engine's tensors by "
@@ -152,21 +165,16 @@ def _digests(held: object) -> dict[str, tuple[str, ...]]:
     )
 
 
-def _piece_digests(tensor: Tensor) -> Iterator[str]:
-    head = f"{tensor.dtype} {tuple(tensor.shape)};".encode()
-    room = as_buffer(tensor.cpu().contiguous())
-    size = max(_LEAST_BYTES, min(_MOST_BYTES, -(-len(room) // _PIECES)))
-    for start in range(0, max(1, len(room)), size):
-        digest = xxhash.xxh3_64(head)
-        digest.update(room[start : start + size])
-        yield digest.hexdigest()
+def _others(parameters: NamedTensors, seen: Digests, wanted: Iterable[str]) -> list[str]:
+    """Return the names of tensors that are others than the trainer's, in the engine's dtype."""
+    mine = digest_as(parameters, {name: seen[name] for name in wanted if name in seen})
+    return [name for name, row in mine.items() if row != seen[name]]
 
 
-def _is_deaf(
-    before: Mapping[str, tuple[str, ...]], changed: Mapping[str, tuple[str, ...]], name: str
-) -> bool:
+def _is_deaf(before: Digests, changed: Digests, name: str) -> bool:
     """Tell whether some piece is as it was."""
-    return any(a == b for a, b in zip(before.get(name, ()), changed.get(name, ()), strict=False))
+    pairs = zip(before.get(name, ()), changed.get(name, ()), strict=False)
+    return any(a == b and " " not in a for a, b in pairs)  # Beside its dtype and shape.
 
 
 def _told(found: list[str], of: Iterable[str], text: str) -> str:
@@ -187,26 +195,28 @@ def _floating(parameters: NamedTensors) -> list[str]:
 @contextmanager
 def _perturbed(parameters: NamedTensors) -> Iterator[None]:
     # Tied tensors are one: two names, or views of the same elements.
-    places = {}
-    for parameter in named_tensors(parameters).values():
+    places: dict[object, tuple[str, Tensor]] = {}
+    for name, parameter in named_tensors(parameters).items():
         tensor = local_part(parameter.detach())
         place = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
-        places[*place, tensor.shape, tensor.stride()] = tensor
-    done = []
+        where = f"{name} {layout_of(parameter).shard.offsets}"  # Replicas change alike.
+        places.setdefault((*place, tensor.shape, tensor.stride()), (where, tensor))
+    done: list[tuple[str, Tensor]] = []
     try:
-        for tensor in places.values():
-            _perturb(tensor)
-            done.append(tensor)
+        for where, tensor in places.values():
+            _perturb(tensor, where)
+            done.append((where, tensor))
         yield
     finally:
-        for tensor in done:
-            _perturb(tensor, back=True)
+        for where, tensor in reversed(done):
+            _perturb(tensor, where, back=True)
 
 
-def _perturb(tensor: Tensor, *, back: bool = False) -> None:
-    """Negate and halve each element, or take that back, exactly; integers are left alone.
+def _perturb(tensor: Tensor, where: str, *, back: bool = False) -> None:
+    """Negate each element and divide it by 2 to 16, or take that back, exactly; integers stay.
 
-    Halving alone would leave zeros as they are, and negating alone the scales of quantized tensors.
+    Name and offsets, `where`, and the place of an element say by what. A zero becomes a fraction:
+    dividing alone would leave zeros as they are, negating alone the scales of quantized tensors.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -220,19 +230,37 @@ def _perturb(tensor: Tensor, *, back: bool = False) -> None:
         return
     dtype, mantissa = _HALVED[tensor.dtype]
     bits = tensor.view(dtype)
+    seed, start = xxhash.xxh3_64_intdigest(where.encode()) >> 2, 0
     for part in bits.view(-1).split(_CHUNK) if bits.is_contiguous() else [bits]:
-        _step(part, 1 << mantissa, by=1 if back else -1)
+        # A hash of the place: no slice of a tensor changes as another does.
+        by = torch.arange(start, start + part.numel(), device=bits.device).add_(seed)
+        for _ in range(2):
+            by = by.mul_(_ODD).bitwise_xor_(by >> 32)
+        by = by.bitwise_and_(3).add_(1).to(dtype).view(part.shape)
+        _step(part, 1 << mantissa, by=by, back=back)
+        start += part.numel()
 
 
-def _step(bits: Tensor, one: int, *, by: int) -> None:
-    """Flip signs, and turn the exponents of normal numbers by one; `one` is the lowest such bit.
+def _step(bits: Tensor, one: int, *, by: Tensor, back: bool) -> None:
+    """Flip signs, and turn the exponents of normal numbers down; `one` is the lowest such bit.
 
-    Exponents wrap around: the least becomes the largest, so that there is a way back.
+    Exponents wrap around: the least becomes the largest, so that there is a way back. Then zero
+    changes places with 1.875 over a power of two, which no 1 is divided to.
     """
     sign, most = torch.iinfo(bits.dtype).min, torch.iinfo(bits.dtype).max
     magnitude = bits & most
     infinite = most + 1 - one  # All bits of the exponent; what is above is no number.
+    instead = (infinite // one // 2 - by) * one + 7 * one // 8
+
+    def swapped(magnitude: Tensor) -> Tensor:
+        is_zero, is_other = magnitude == 0, magnitude == instead
+        return torch.where(is_zero, instead, magnitude.masked_fill(is_other, 0))
+
+    magnitude = swapped(magnitude) if back else magnitude
     normal = (magnitude >= one) & (magnitude < infinite)
-    turned = (magnitude - one + by * one).remainder_(infinite - one).add_(one)
+    # Modulo `infinite - one`; the start of the way back is chosen so that nothing overflows.
+    start = magnitude - infinite + by * one if back else magnitude - one - by * one
+    turned = start.remainder_(infinite - one).add_(one)
     magnitude = torch.where(normal, turned, magnitude)
+    magnitude = magnitude if back else swapped(magnitude)
     bits.copy_(magnitude | (~bits & sign))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -13,10 +14,12 @@ import torch
 
 from ..errors import ClosedError, TransferError, UsageError, check_version
 from .agree import Agreement
+from .ballot import Ballot
 from .convert.conversion import Wiring
 from .manifest import Manifest, NamedTensors
 from .marker import Marker, Receipt
 from .outgoing import History, Shipment
+from .pace import Pace, Sent
 from .parts import Encode, Parts
 from .plan import Plan
 from .transports.transport import Transport
@@ -25,7 +28,7 @@ __all__ = ["Publisher"]
 
 _MESSAGE_BYTES = 4096
 _ERROR_CHARS = 600  # A character takes up to six bytes in JSON.
-_WORTH_A_THREAD_BYTES = 8 << 20
+_THREADS, _WORTH_A_THREAD_BYTES = 4, 8 << 20
 _BUCKET_CHARS = 36 + 16  # A digest and a size.
 # A rank whose work ends at the deadline tells the others a little later: they wait this long.
 _GRACE_S = 2.0
@@ -45,9 +48,12 @@ class Publisher:
         encode: called with each name and this rank's part of it before the cast to the target's
             dtype, for quantization for example. A function returns the same name with the same
             shape; `Quantize(...).by(...)` makes codes and scales.
-        full_every: one version in this many is sent in full, and so is one when the deltas since
-            the last full one have reached its bytes. 1 sends no deltas; more costs each rank a
-            copy of what it sends, in host memory.
+        full_every: at least one version in this many is sent in full, and so is one when the
+            deltas since the last full one have reached its bytes, or when a delta is expected to
+            take longer. 1 sends no deltas; more costs each rank a copy of what it sends, in host
+            memory.
+        link_bytes_per_s: what a reader gets, where a publish does not wait for readers. Without it
+            a choice between full and delta counts the time of publishes alone.
 
     Raises:
         UsageError: the plan is for another number of ranks, or `full_every` is not positive.
@@ -65,6 +71,7 @@ class Publisher:
         convert: Wiring | None = None,
         encode: Encode | None = None,
         full_every: int = 1,
+        link_bytes_per_s: float | None = None,
     ) -> None:
         if full_every < 1:
             raise UsageError(f"full_every is {full_every}; 1 sends every version in full")
@@ -73,13 +80,14 @@ class Publisher:
         self._parts = Parts(plan, rank, parameters, source=source, convert=convert, encode=encode)
         self._plan, self._transport, self._rank = plan, transport, rank
         self._history = History() if full_every > 1 else None
-        self._full_every = full_every
-        # Bytes of each version since, and with, the last full one.
-        self._since_full: list[int] = []
+        self._full_every, self._link_bytes_per_s = full_every, link_bytes_per_s
+        self._pace = Pace()
         self._shipment: Shipment | None = None
         self._closed = False
 
-    def publish(self, version: int, *, timeout_s: float) -> Receipt:
+    def publish(
+        self, version: int, *, timeout_s: float, await_readers: Ballot | None = None
+    ) -> Receipt:
         """Send and commit one version. Collective.
 
         Readers see either all of it or nothing. Call it again with the same version after a
@@ -89,6 +97,10 @@ class Publisher:
 
         Cost: one copy and, in a second thread, one XXH3-128 of what this rank sends; four small
         all-gathers. A delta costs one more pass, over what was sent before.
+
+        Args:
+            await_readers: return when all of them have loaded it. Where one cannot, all are on the
+                version before, and it stays refused until it is published again.
 
         Raises:
             TransferError: some rank failed, died or was late; the committed version did not
@@ -105,14 +117,18 @@ class Publisher:
             told = self._step(self._check, version, deadline, then=_same_version)
             version = checked = told[self._rank]["version"]
             opened = self._step(self._open, version, deadline)[0]
+            begun = time.monotonic()
             sent = self._step(self._send, version, opened, deadline)
+            sent_s = time.monotonic() - begun
             done = self._step(self._commit, version, opened, sent, deadline)[0]
+            if await_readers is not None:
+                self._step(self._await, version, opened, await_readers, deadline)
         except BaseException:
             self._forget()
             if self._rank == 0 and checked is not None:
                 self._transport.abort(checked)
             raise
-        self._remember(opened, done["bytes"])
+        self._remember(opened, done["bytes"], sent_s)
         return Receipt(version, done["bytes"], time.monotonic() - start, done["digest"])
 
     def close(self) -> None:
@@ -180,13 +196,13 @@ class Publisher:
 
     def _base(self) -> int | None:
         """Return the version that the next may be a delta to. Only rank 0's answer counts."""
-        if self._history is None or len(self._since_full) >= self._full_every:
-            return None
-        enough = sum(self._since_full[1:]) >= self._plan.bytes_total
-        return None if enough else self._history.version
+        wants_delta = self._pace.wants_delta(
+            full_every=self._full_every, link_bytes_per_s=self._link_bytes_per_s
+        )
+        return self._history.version if self._history is not None and wants_delta else None
 
     def _send(self, version: int, opened: dict[str, Any], deadline: float) -> dict[str, Any]:
-        with _helper(self._plan.written_bytes(self._rank)) as helper:
+        with _pool(self._plan.written_bytes(self._rank)) as pool:
             self._shipment = shipment = Shipment(
                 self._parts,
                 self._plan,
@@ -194,7 +210,7 @@ class Publisher:
                 version,
                 base=opened["base"],
                 history=self._history if opened["sends"] else None,
-                helper=helper,
+                pool=pool,
                 deadline=deadline,
             )
             if opened["sends"]:
@@ -229,6 +245,14 @@ class Publisher:
             marker = self._committed(marker)
         return {"digest": marker.digest, "bytes": marker.size_bytes}
 
+    def _await(
+        self, version: int, opened: dict[str, Any], readers: Ballot, deadline: float
+    ) -> dict[str, Any]:
+        if self._rank == 0:
+            again = not opened["sends"]
+            readers.await_all(opened["run"], version, again=again, deadline=deadline)
+        return {}
+
     def _committed(self, marker: Marker) -> Marker:
         """Return the marker committed under this version, if it is of the same weights."""
         for old in self._transport.markers():
@@ -243,23 +267,22 @@ class Publisher:
             "Publish a new version."
         )
 
-    def _remember(self, opened: dict[str, Any], size_bytes: int) -> None:
+    def _remember(self, opened: dict[str, Any], size_bytes: int, seconds: float) -> None:
         if opened["sends"] and self._history is not None and self._shipment is not None:
-            self._shipment.sent()
-            delta = opened["base"] is not None
-            self._since_full = [*self._since_full, size_bytes] if delta else [size_bytes]
+            sent = Sent(size_bytes, seconds, self._shipment.sent())
+            self._pace = self._pace.after(sent, is_delta=opened["base"] is not None)
         self._shipment = None
 
     def _forget(self) -> None:
         if self._history is not None:
             self._history.forget()
-        self._since_full = []
         self._shipment = None
 
 
-def _helper(size_bytes: int) -> AbstractContextManager[Executor | None]:
-    """Open a thread that digests, where there is enough to do to be worth its start."""
-    return ThreadPoolExecutor(1) if size_bytes >= _WORTH_A_THREAD_BYTES else nullcontext()
+def _pool(size_bytes: int) -> AbstractContextManager[Executor | None]:
+    """Open threads that take buckets, where there is enough to do to be worth their start."""
+    threads = min(_THREADS, len(os.sched_getaffinity(0)), size_bytes // _WORTH_A_THREAD_BYTES)
+    return ThreadPoolExecutor(threads) if threads > 1 else nullcontext()
 
 
 def _same_version(replies: list[dict[str, Any]]) -> None:

@@ -19,13 +19,14 @@ from ..errors import (
     TransferError,
     check_version,
 )
+from .ballot import Member, Round
 from .convert.conversion import Wiring
 from .fetched import Feed, Fetched, bring, check, feeding, undone
 from .held import Lent
-from .manifest import NamedTensors, named_tensors
-from .marker import Marker, Receipt
+from .manifest import NamedTensors
+from .marker import Digests, Marker, Receipt
+from .observed import digest_tensors, kept
 from .plan import Plan
-from .proof import differing, digest_tensors
 from .transports.transport import Incoming, Request, Transport
 
 __all__ = ["Load", "Subscriber"]
@@ -57,6 +58,9 @@ class Subscriber:
             again. Where there is none, for deltas, and where torch's threads take all cores, all is
             checked before. With both, bytes that others may still write to are copied for the
             load, and the copies are checked.
+        member: this reader's part in the vote of a fleet. `receive` then returns when all of the
+            fleet have loaded the version; if one cannot, or one's time ends, all go back. The
+            engine must not serve meanwhile.
         observe: returns what the engine holds, by the names that `load` gets. If given, each tensor
             has to be the one that `load` was given, bit for bit, or the load has failed. Without
             it a receipt tells what `load` was given, and not what it did with it.
@@ -75,6 +79,7 @@ class Subscriber:
         convert: Wiring | None = None,
         threads: int = 4,
         check: Literal["before", "ahead"] = "before",
+        member: Member | None = None,
         observe: Callable[[], NamedTensors] | None = None,
     ) -> None:
         plan.check_reader(reader)
@@ -84,13 +89,15 @@ class Subscriber:
                 f"reader {reader} wants several boxes of {len(torn)} tensors, such as {torn[0]!r}. "
                 "Pass convert=, the wiring that it was planned with."
             )
-        self._plan, self._load, self._transport = plan, load, transport
-        self._reader, self._convert, self._threads = reader, convert, threads
-        self._ahead, self._observe = check == "ahead", observe
+        self.plan, self.reader = plan, reader
+        self._load, self._transport = load, transport
+        self._convert, self._threads = convert, threads
+        self._ahead, self._observe, self._member = check == "ahead", observe, member
         self._served: Marker | None = None
+        self._verified: Marker | None = None
         self._held: Fetched | None = None
         self._ready: Fetched | None = None
-        self._verified: Marker | None = None
+        self._kept: Digests | None = None
         self._closed = False
 
     @property
@@ -110,7 +117,7 @@ class Subscriber:
         if isinstance(ready.held, Lent) and not ready.held.stays:
             self._verified = ready.marker
             self._drop_ready()
-        return _receipt(ready, start)
+        return self._receipt(ready, start, None)
 
     def receive(self, version: int | None = None, *, timeout_s: float) -> Receipt:
         """Load a version. Local.
@@ -144,8 +151,8 @@ class Subscriber:
         ready = self._get_ready(version, deadline, ahead=self._ahead, verified=verified)
         self._ready = None
         if ready.marker != self._served:
-            self._load_or_go_back(ready)
-        return _receipt(ready, start)
+            self._load_or_go_back(ready, deadline)
+        return self._receipt(ready, start, self._kept)
 
     def forget(self) -> None:
         """Say that the engine lost its weights, as in a sleep that discards them. Local.
@@ -212,7 +219,9 @@ class Subscriber:
         `verified`: the same for this version, which was checked before.
         """
         held = None if self._held is None else self._held.marker
-        request = Request(self._plan, self._reader, version, held, served, deadline)
+        if version is None and self._member is not None:
+            version = self._member.pick(self._transport.markers, served, deadline=deadline)
+        request = Request(self.plan, self.reader, version, held, served, deadline)
         found = self._transport.receive(request)
         last = found[-1]
         if last.marker == held and self._held is not None:
@@ -226,7 +235,7 @@ class Subscriber:
             )
         ):
             self._check_plan(last.marker)
-            size = self._plan.read_bytes(self._reader)
+            size = self.plan.read_bytes(self.reader)
             return Fetched(last.marker, last.whole(), size, {}, is_checked=False)
         try:
             try:
@@ -236,7 +245,7 @@ class Subscriber:
                 if last.marker not in self._transport.markers():
                     raise
                 again = self._transport.receive(
-                    Request(self._plan, self._reader, last.marker.version, None, served, deadline)
+                    Request(self.plan, self.reader, last.marker.version, None, served, deadline)
                 )
                 fetched = self._bring(again, deadline)
         except BaseException as error:  # Others wait to hear of it.
@@ -258,8 +267,8 @@ class Subscriber:
         # A way back is needed where the transport cannot give the base again.
         undoable = base is not None and base.marker not in self._transport.markers()
         return bring(
-            self._plan,
-            self._reader,
+            self.plan,
+            self.reader,
             found,
             base,
             deadline=deadline,
@@ -268,23 +277,41 @@ class Subscriber:
         )
 
     def _check_plan(self, marker: Marker) -> None:
-        if marker.plan != self._plan.fingerprint():
+        if marker.plan != self.plan.fingerprint():
             raise PlanError(
                 f"version {marker.version} was written by plan {marker.plan}, this is plan "
-                f"{self._plan.fingerprint()}. Build both from the same manifests."
+                f"{self.plan.fingerprint()}. Build both from the same manifests."
             )
 
-    def _load_or_go_back(self, new: Fetched) -> None:
+    def _load_or_go_back(self, new: Fetched, deadline: float) -> None:
+        turn = self._member and self._member.enter(new.marker, deadline=deadline)
         served, self._served = self._served, None  # Torn, until it has one of them.
         if new == self._held:
             self._held = None
         try:
             self._feed(new)
         except Exception as error:  # Whatever load raises, the model must not stay torn.
+            if turn:
+                turn.refuse(f"{type(error).__name__}: {error}")
             self._go_back(new, served, error)
+        if turn:
+            self._vote(turn, new, served, deadline)
         if self._held is not None:
             self._held.held.close()
         self._serve(new.marker, new)
+
+    def _vote(self, turn: Round, new: Fetched, served: Marker | None, deadline: float) -> None:
+        """Return once all of the fleet have loaded a version, or go back with them."""
+        try:
+            said = turn.vote(deadline=deadline)
+        except TransferError as error:
+            new.held.close()
+            raise EngineError(
+                f"version {new.marker.version} is loaded, and whether the others keep it is not "
+                f"known: {error}. Stop serving, and receive again."
+            ) from error
+        if said:
+            self._go_back(new, served, TransferError(said))
 
     def _serve(self, marker: Marker, fetched: Fetched) -> None:
         """Note that a version was loaded; keep it where it stays."""
@@ -320,17 +347,17 @@ class Subscriber:
     def _before(self, failed: Fetched, served: Marker, deadline: float) -> Fetched:
         """Return the version that was served before, checked."""
         if failed.undo:
-            return undone(self._plan, self._reader, failed, served)
+            return undone(self.plan, self.reader, failed, served)
         failed.held.close()
         if self._held is None:
             return self._fetch(served.version, deadline, served=None)
-        check(self._plan, self._reader, self._held)
+        check(self.plan, self.reader, self._held)
         return self._held
 
     def _feed(self, fetched: Fetched) -> None:
         """Give `load` all tensors, each once its bytes were checked; then observe the engine."""
-        taken, given = 0, dict[str, tuple[str, ...]]()
-        wanted = self._plan.wants[self._reader] if self._convert is None else self._convert.targets
+        taken, given = 0, dict[str, Sequence[str]]()
+        wanted = self.plan.wants[self.reader] if self._convert is None else self._convert.targets
         uses = Counter(source for name in wanted for source in self._made_of(name))
 
         def tensors(feed: Feed) -> Iterator[tuple[str, Tensor]]:
@@ -344,18 +371,12 @@ class Subscriber:
                 feed.used(self._made_of(name))
 
         threads = self._threads
-        with feeding(self._plan, self._reader, fetched, uses, threads=threads) as feed:
+        with feeding(self.plan, self.reader, fetched, uses, threads=threads) as feed:
             self._load(tensors(feed))
         if taken < len(wanted):
             raise TransferError(f"load took {taken} of {len(wanted)} tensors")
         if self._observe is not None:
-            held = named_tensors(self._observe())
-            lost = differing(given, digest_tensors({n: held[n] for n in given if n in held}))
-            if lost:
-                raise TransferError(
-                    f"{len(lost)} of {len(given)} tensors, such as {lost[0]!r}, are not in the "
-                    "engine as load was given them"
-                )
+            self._kept = kept(given, self._observe())
 
     def _made_of(self, name: str) -> Iterable[str]:
         if self._convert is None:
@@ -364,7 +385,7 @@ class Subscriber:
 
     def _tensor(self, name: str, feed: Feed) -> Tensor:
         if self._convert is None:
-            (box,) = self._plan.wants[self._reader][name]
+            (box,) = self.plan.wants[self.reader][name]
             return feed.box(name, box)
         spec, pieces = self._convert.targets[name], self._convert.by_target[name]
         made = torch.zeros(spec.shape, dtype=spec.dtype)  # Padding is zero.
@@ -373,7 +394,6 @@ class Subscriber:
             made[piece.target_box.slices].copy_(piece.view(source, piece.source_box))
         return made
 
-
-def _receipt(fetched: Fetched, start: float) -> Receipt:
-    seconds = time.monotonic() - start
-    return Receipt(fetched.marker.version, fetched.bytes, seconds, fetched.marker.digest)
+    def _receipt(self, fetched: Fetched, start: float, held: Digests | None) -> Receipt:
+        marker, seconds = fetched.marker, time.monotonic() - start
+        return Receipt(marker.version, fetched.bytes, seconds, marker.digest, held)

@@ -6,15 +6,9 @@ from torch import nn
 
 from primeblocks.parallel.memory import HostMemory
 from primeblocks.testing.oracles import assert_same_bits
-from primeblocks.weightsync import (
-    Publisher,
-    SharedMemoryTransport,
-    Subscriber,
-    describe,
-    gather_manifests,
-    plan_sync,
-)
+from primeblocks.weightsync import Publisher, SharedMemoryTransport, Subscriber, describe, plan_sync
 from primeblocks.weightsync.engines.colocated import Colocated, ColocatedEngine
+from primeblocks.weightsync.manifest import gather_manifests
 
 TIMEOUT_S = 20
 MIB = 1 << 20

@@ -7,16 +7,11 @@ import torch.distributed as dist
 
 from primeblocks.layout import Layout
 from primeblocks.testing.faults import flip_byte
-from primeblocks.weightsync import (
-    FileTransport,
-    Manifest,
-    Publisher,
-    SharedMemoryTransport,
-    Subscriber,
-)
-from primeblocks.weightsync.manifest import TensorSpec
+from primeblocks.weightsync import Publisher, SharedMemoryTransport, Subscriber
+from primeblocks.weightsync.manifest import Manifest, TensorSpec
 from primeblocks.weightsync.reference import gather_whole, slice_again
 from primeblocks.weightsync.transports import (
+    FileTransport,
     GroupTransport,
     IpcTransport,
     ProcessWire,

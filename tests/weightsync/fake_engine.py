@@ -4,6 +4,10 @@ import asyncio
 import selectors
 from dataclasses import asdict, replace
 
+import torch
+
+from primeblocks.weightsync import Manifest
+from primeblocks.weightsync.convert import record_reads
 from primeblocks.weightsync.engines.remote import STATE, VERIFY, WorkerState
 
 
@@ -18,6 +22,11 @@ def hurried_loop():
 
     selector.select, loop.time = pass_time, lambda: now[0]
     return loop
+
+
+def _load_all(tensors):
+    for _, tensor in tensors:
+        torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
 
 class FakeEngine:
@@ -92,7 +101,11 @@ class FakeEngine:
         return await self._call("finish", finish)
 
     async def collective_rpc(self, method, timeout=None, args=()):
-        acts = {STATE: self._states, VERIFY: lambda: self._verify(*args)}
+        acts = {
+            STATE: self._states,
+            VERIFY: lambda: self._verify(*args),
+            "primeblocks_describe": lambda: self._describe(*args),
+        }
         return await self._call(method, acts[method])
 
     # --- what they do
@@ -111,6 +124,12 @@ class FakeEngine:
         for worker, state in enumerate(self.states):
             error, message = self.worker_faults.pop((worker, act), ("", ""))
             self.states[worker] = replace(state, error=error, message=message)
+
+    def _describe(self, checkpoint):
+        """Each worker reads all."""
+        manifest = Manifest.from_json(checkpoint)
+        reads = record_reads(_load_all, manifest)
+        return [{"reads": reads.to_json(), "error": "", "message": ""} for _ in self.states]
 
     def _verify(self, info):
         self.transaction = info["transaction"]

@@ -6,8 +6,7 @@ import torch
 from hypothesis import strategies as st
 
 from primeblocks.layout import Layout, Shard
-from primeblocks.weightsync import Manifest
-from primeblocks.weightsync.manifest import TensorSpec
+from primeblocks.weightsync.manifest import Manifest, TensorSpec
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float64)
 OTHERS = (torch.int64, torch.uint8, torch.float8_e4m3fn)

@@ -21,19 +21,12 @@ from primeblocks.errors import (
 )
 from primeblocks.layout import Layout, Shard
 from primeblocks.testing.faults import ManualClock
-from primeblocks.weightsync import (
-    FileTransport,
-    Publisher,
-    SharedMemoryTransport,
-    Subscriber,
-    describe,
-    plan_sync,
-)
+from primeblocks.weightsync import Publisher, SharedMemoryTransport, Subscriber, describe, plan_sync
 from primeblocks.weightsync import held as held_module
 from primeblocks.weightsync.held import BlobFile, Boxes, CachingAllocator, chunks_of, copied
 from primeblocks.weightsync.lease import FileLease, Hold
 from primeblocks.weightsync.manifest import Manifest, TensorSpec
-from primeblocks.weightsync.transports import IpcTransport
+from primeblocks.weightsync.transports import FileTransport, IpcTransport
 from primeblocks.weightsync.transports.packed import places_of_version
 from tests.weightsync.contents import Engine, random_tensor
 

@@ -18,7 +18,7 @@ from primeblocks.errors import CapacityError, DeadlineError, EngineError, UsageE
 from primeblocks.testing import ranks
 from primeblocks.testing.oracles import assert_same_bits
 from primeblocks.weightsync.adapters.sglang import Sglang
-from primeblocks.weightsync.engines import stages
+from primeblocks.weightsync.engines import colocated
 from primeblocks.weightsync.engines.colocated import ColocatedEngine
 from primeblocks.weightsync.engines.model_folder import ModelFolders
 from tests.weightsync.colocated_site import (
@@ -145,6 +145,28 @@ def test_the_order_of_stages(site):
     assert [row.split()[-1] for row in rows[2:]] == ["+0"] * 5
 
 
+def test_the_engine_leaves_before_the_trainer_comes_back(site):
+    site.faults["wake kv_cache"] = CapacityError("full")
+    with pytest.raises(CapacityError):
+        site.colocated.to_engine(1, timeout_s=TIMEOUT_S)
+    assert site.calls == [*TO_ENGINE, "sleep", "restore"]
+
+
+def test_an_engine_that_half_woke_sleeps_again(site):
+    before, wake = site.state(), site.engine.wake
+
+    def half(part, timeout_s):
+        wake(part, timeout_s)
+        raise CapacityError("half awake")
+
+    site.colocated._engine = ColocatedEngine(
+        sleep=site.engine.sleep, wake=half, update=site.colocated._engine.update
+    )
+    with pytest.raises(CapacityError, match="half awake"):
+        site.colocated.to_engine(1, timeout_s=TIMEOUT_S)
+    assert_same_state(site.state(), before)
+
+
 def test_a_failure_on_the_way_back_tears(site):
     site.faults |= {"update": CapacityError("full"), "restore": CapacityError("fuller")}
     with pytest.raises(EngineError, match=r"Capacity.*: full. Going .* too: Capacity.*: fuller."):
@@ -165,7 +187,7 @@ def test_turns_are_not_taken_twice(site):
 
 def test_no_stage_begins_after_half_the_time(site, monkeypatch):
     before, clock = site.state(), SimpleNamespace(now=0.0)
-    monkeypatch.setattr(stages, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(colocated, "time", SimpleNamespace(monotonic=lambda: clock.now))
 
     def update(receipt, timeout_s):
         clock.now += timeout_s

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from primeblocks.errors import PlanError
 from primeblocks.layout import Layout, Shard
-from primeblocks.weightsync import Manifest, describe
+from primeblocks.weightsync import describe
 from primeblocks.weightsync.convert.conversion import Conversion
 from primeblocks.weightsync.convert.rules import (
     crop,
@@ -22,7 +22,7 @@ from primeblocks.weightsync.convert.rules import (
     transpose,
     unstack,
 )
-from primeblocks.weightsync.manifest import TensorSpec
+from primeblocks.weightsync.manifest import Manifest, TensorSpec
 
 
 def without(shape, dim):

@@ -11,11 +11,11 @@ from torch.distributed.fsdp import fully_shard
 
 from primeblocks.errors import PlanError, UnsupportedError
 from primeblocks.testing import ranks, tiny_models
-from primeblocks.weightsync import describe, gather_manifests
+from primeblocks.weightsync import describe
 from primeblocks.weightsync.adapters.transformers import to_checkpoint
 from primeblocks.weightsync.convert.families import VLLM, checkpoint_to_vllm
 from primeblocks.weightsync.convert.pieces import merge
-from primeblocks.weightsync.manifest import named_tensors
+from primeblocks.weightsync.manifest import gather_manifests, named_tensors
 from tests.engine_job import call
 
 pytest.importorskip("transformers")

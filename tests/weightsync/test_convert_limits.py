@@ -5,7 +5,7 @@ import torch
 
 from primeblocks.errors import PlanError, ShapeError
 from primeblocks.layout import Layout, Shard
-from primeblocks.weightsync import Manifest, describe
+from primeblocks.weightsync import describe
 from primeblocks.weightsync.convert.conversion import Conversion
 from primeblocks.weightsync.convert.quantize import Quantize
 from primeblocks.weightsync.convert.rules import (
@@ -20,7 +20,7 @@ from primeblocks.weightsync.convert.rules import (
     transpose,
     unstack,
 )
-from primeblocks.weightsync.manifest import TensorSpec
+from primeblocks.weightsync.manifest import Manifest, TensorSpec
 
 SIX = {"m.0.a": (4, 2), "m.1.a": (4, 2), "m.0.b": (4, 3), "n": (5,)}
 

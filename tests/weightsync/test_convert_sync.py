@@ -8,17 +8,10 @@ from primeblocks import fp8
 from primeblocks.errors import PlanError, UsageError
 from primeblocks.layout import Layout, Shard
 from primeblocks.testing import ranks, tiny_models
-from primeblocks.weightsync import (
-    Manifest,
-    Publisher,
-    SharedMemoryTransport,
-    Subscriber,
-    describe,
-    plan_sync,
-)
+from primeblocks.weightsync import Publisher, SharedMemoryTransport, Subscriber, describe, plan_sync
 from primeblocks.weightsync.adapters.transformers import to_checkpoint as checkpoint_of
 from primeblocks.weightsync.convert import Quantize, checkpoint_to_vllm
-from primeblocks.weightsync.manifest import TensorSpec, named_tensors
+from primeblocks.weightsync.manifest import Manifest, TensorSpec, named_tensors
 from primeblocks.weightsync.reference import slice_again
 from tests.weightsync.contents import Engine, same_bytes, transport_of
 

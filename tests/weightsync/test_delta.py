@@ -214,7 +214,7 @@ def test_device_spelling_equals_the_host_s():
         old = random_bits(dtype, 3001, seed=1)
         new = nudge(old, share=0.1, seed=2)
         by_torch = read_changes(new.view(view), old.view(view))
-        by_numpy = read_changes(flat_bits(new), flat_bits(old))
+        by_numpy = read_changes(flat_bits(new, new.itemsize), flat_bits(old, old.itemsize))
         for one, other in zip(by_torch, by_numpy, strict=True):
             assert one.dtype == other.dtype
             assert np.array_equal(one, other)

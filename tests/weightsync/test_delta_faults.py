@@ -23,6 +23,7 @@ from primeblocks.weightsync import (
     publish,
 )
 from primeblocks.weightsync.delta.bucket import apply_payload, encode_payload
+from primeblocks.weightsync.held import packed_views
 from tests.weightsync.contents import Engine, directory, flip_sent, same_bytes
 
 TIMEOUT_S = 10
@@ -184,11 +185,13 @@ def test_a_delta_of_another_bucket_is_refused(setup):
     new = old.clone()
     new[8] = 1
     payload = encode_payload(plan, places["n"], new, old)
-    apply_payload(plan, places["n"], old, memoryview(payload))
+    apply_payload(plan, places["n"], packed_views(plan, places["n"], old), memoryview(payload))
     assert old.equal(new)
     target = torch.zeros(plan.buckets[places["a"]].bytes, dtype=torch.uint8)
     with pytest.raises(CorruptionError, match="not of bucket"):
-        apply_payload(plan, places["a"], target, memoryview(payload))
+        apply_payload(
+            plan, places["a"], packed_views(plan, places["a"], target), memoryview(payload)
+        )
     assert not target.any()
 
 
@@ -345,14 +348,14 @@ def test_a_publish_ends_at_the_first_bucket_after_its_deadline(base, setup, monk
     if base is None:
         setup.publisher = setup.publish_with(full_every=4)
     clock, parts = ManualClock(time.monotonic()), setup.publisher._parts
-    fill = parts.fill
+    views = parts.views
 
     def slow(*args, **kwargs):
         clock.advance(0.4 * TIMEOUT_S)
-        return fill(*args, **kwargs)
+        return views(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(parts, "fill", slow)
+        patch.setattr(parts, "views", slow)
         for module in (outgoing, publish):
             patch.setattr(module, "time", SimpleNamespace(monotonic=clock.now))
         with pytest.raises(TransferError, match="took 3 of 4 buckets before the deadline"):

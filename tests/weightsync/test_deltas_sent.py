@@ -8,15 +8,8 @@ import torch.distributed as dist
 
 from primeblocks.layout import Layout, Shard
 from primeblocks.testing import ranks
-from primeblocks.weightsync import (
-    Manifest,
-    Publisher,
-    SharedMemoryTransport,
-    Subscriber,
-    describe,
-    plan_sync,
-)
-from primeblocks.weightsync.manifest import TensorSpec
+from primeblocks.weightsync import Publisher, SharedMemoryTransport, Subscriber, describe, plan_sync
+from primeblocks.weightsync.manifest import Manifest, TensorSpec
 from primeblocks.weightsync.reference import slice_again
 from tests.weightsync.contents import KINDS, Engine, Side, random_tensor, same_bytes, transport_of
 from tests.weightsync.small_sync import PULL, RANKS

@@ -1,28 +1,50 @@
-"""Digests that a second thread helps with."""
-
-from concurrent.futures import Executor, Future
+"""Copies and digests of tensors that lie in memory in every way."""
 
 import torch
 
 from primeblocks.testing import oracles
-from primeblocks.weightsync.digest import bucket_digest, cast_and_digest
+from primeblocks.weightsync import digest as digests
+from primeblocks.weightsync.digest import bucket_digest, cast_and_digest, crossing
 
 
-class LastMoment(Executor):
-    """An executor that works when its work is waited for, and not before."""
-
-    def submit(self, work, *args):
-        future = Future()
-        future.result = lambda: work(*args)
-        return future
-
-
-def test_the_digest_covers_what_the_helper_has_not_yet_done():
+def test_copies_are_cast_and_digested_however_they_lie(monkeypatch):
+    monkeypatch.setattr(digests, "_CHUNK_BYTES", 56)
     generator = torch.Generator().manual_seed(0)
-    sources = [torch.randn(100, generator=generator) for _ in range(5)]
-    dtypes = [torch.float32, torch.float32, torch.bfloat16, torch.float32, torch.float32]
-    into = [torch.empty(100, dtype=dtype) for dtype in dtypes]
-    digest = cast_and_digest(sources, dtypes, into, helper=LastMoment())
+    wide = [torch.randn(10, 14, generator=generator) for _ in range(6)]
+    sources = [wide[0], wide[1].t(), wide[2][:, 3:9], wide[3][0, 0], wide[4], wide[5][:0]]
+    dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.float32, torch.bfloat16]
+    dtypes.append(torch.float32)
+    into = [torch.empty(s.shape, dtype=dtype) for s, dtype in zip(sources, dtypes, strict=True)]
+    into[4] = torch.empty(14, 10, dtype=torch.bfloat16).t()
+    digest = cast_and_digest(sources, dtypes, into)
     for source, made in zip(sources, into, strict=True):
         oracles.assert_same_bits(made, source.to(made.dtype))
-    assert digest == bucket_digest(into)
+    assert digest == bucket_digest(into) == cast_and_digest(sources, dtypes, None)
+
+
+def test_parts_of_a_device_cross_once_one_ahead_in_two_buffers(monkeypatch):
+    """The order of the copies, on the host: a fake of the bus, which delivers when waited for."""
+    monkeypatch.setattr(digests, "_PINNED_BYTES", 24)
+    source = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    rooms, crossed, most, pending = [], 0, 0, []
+
+    def allocate(size_bytes):
+        rooms.append(torch.zeros(size_bytes, dtype=torch.uint8))
+        return rooms[-1]
+
+    def send(room, cast):
+        nonlocal crossed, most
+        crossed += cast.nbytes
+        pending.append(room)
+        most = max(most, len(pending))
+
+        def wait():
+            assert pending.pop(0) is room
+            room.copy_(cast)
+
+        return wait
+
+    parts = ((part, None) for part in source.split(6))
+    arrived = [plain.clone() for plain, _ in crossing(parts, allocate, send)]
+    oracles.assert_same_bits(torch.cat(arrived), source)
+    assert (crossed, most, len(rooms)) == (source.nbytes, 2, 2)

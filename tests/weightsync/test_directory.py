@@ -21,16 +21,9 @@ from primeblocks.errors import (
     UsageError,
 )
 from primeblocks.testing import ranks
-from primeblocks.weightsync import (
-    FileTransport,
-    Publisher,
-    SharedMemoryTransport,
-    Subscriber,
-    describe,
-    plan_sync,
-)
+from primeblocks.weightsync import Publisher, SharedMemoryTransport, Subscriber, describe, plan_sync
 from primeblocks.weightsync.lease import Hold
-from primeblocks.weightsync.transports import IpcTransport
+from primeblocks.weightsync.transports import FileTransport, IpcTransport
 from tests.weightsync.contents import Engine
 
 ranks.preload(__name__)

@@ -20,7 +20,8 @@ from primeblocks.errors import (
     UsageError,
 )
 from primeblocks.testing import ranks
-from primeblocks.weightsync import describe, fetched, gather_manifests, plan_sync
+from primeblocks.weightsync import describe, fetched, plan_sync
+from primeblocks.weightsync.manifest import gather_manifests
 from primeblocks.weightsync.reference import slice_again
 from primeblocks.weightsync.transports import GroupTransport
 from tests.weightsync.contents import Side, same_bytes

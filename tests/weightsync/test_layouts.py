@@ -11,14 +11,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from primeblocks.errors import UsageError
 from primeblocks.testing import ranks
-from primeblocks.weightsync import (
-    Publisher,
-    SharedMemoryTransport,
-    Subscriber,
-    describe,
-    gather_manifests,
-    plan_sync,
-)
+from primeblocks.weightsync import Publisher, SharedMemoryTransport, Subscriber, describe, plan_sync
+from primeblocks.weightsync.manifest import gather_manifests
 from tests.weightsync.contents import KINDS, Side, contents, oracle, same_bytes, transport_of
 from tests.weightsync.link_layouts import elements, random_layouts
 

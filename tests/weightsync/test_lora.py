@@ -13,15 +13,10 @@ from torch.distributed.fsdp import fully_shard
 
 from primeblocks.errors import PlanError, ShapeError, UnsupportedError, UsageError
 from primeblocks.testing import ranks, tiny_models
-from primeblocks.weightsync import (
-    FileTransport,
-    Publisher,
-    Subscriber,
-    describe,
-    gather_manifests,
-    plan_sync,
-)
+from primeblocks.weightsync import Publisher, Subscriber, describe, plan_sync
 from primeblocks.weightsync.engines.lora import AdapterSpec, adapter_parameters
+from primeblocks.weightsync.manifest import gather_manifests
+from primeblocks.weightsync.transports import FileTransport
 
 NEEDS_PEFT = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 PREFIX = "base_model.model."

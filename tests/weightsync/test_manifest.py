@@ -1,5 +1,6 @@
 import copy
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from primeblocks.errors import PlanError
 from primeblocks.testing import ranks
-from primeblocks.weightsync import Manifest, Plan, describe, gather_manifests, plan_sync
+from primeblocks.weightsync import Plan, describe, plan_sync
+from primeblocks.weightsync.manifest import Manifest, gather_manifests
 
 
 class Odd(nn.Module):
@@ -30,21 +32,24 @@ class Odd(nn.Module):
         self.register_buffer("cache", torch.zeros(9), persistent=False)
 
 
+compiled = partial(torch.compile, backend="eager")
+
+
 def _wrapped():
     """Wrap modules in all ways, at the root and inside; compare with torch's own clean names."""
     mesh, wanted = init_device_mesh("cpu", (1,)), list(describe(Odd()))
     whole = Odd()
     inside = Odd()
-    inside.layers[0] = torch.compile(checkpoint_wrapper(inside.layers[0]))
+    inside.layers[0] = compiled(checkpoint_wrapper(inside.layers[0]))
     inside.module = DistributedDataParallel(inside.module)
     deep = Odd()
-    deep.layers = checkpoint_wrapper(torch.compile(deep.layers))
+    deep.layers = checkpoint_wrapper(compiled(deep.layers))
     for model in (
-        torch.compile(whole),
-        DistributedDataParallel(torch.compile(Odd())),
-        torch.compile(DistributedDataParallel(Odd())),
+        compiled(whole),
+        DistributedDataParallel(compiled(Odd())),
+        compiled(DistributedDataParallel(Odd())),
         checkpoint_wrapper(Odd()),
-        offload_wrapper(torch.compile(Odd())),
+        offload_wrapper(compiled(Odd())),
         inside,
         fully_shard(deep, mesh=mesh),
     ):

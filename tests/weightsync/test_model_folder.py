@@ -20,14 +20,9 @@ from primeblocks.errors import (
 )
 from primeblocks.testing import tiny_models
 from primeblocks.testing.oracles import assert_same_bits
-from primeblocks.weightsync import (
-    FileTransport,
-    Publisher,
-    SharedMemoryTransport,
-    describe,
-    plan_sync,
-)
+from primeblocks.weightsync import Publisher, SharedMemoryTransport, describe, plan_sync
 from primeblocks.weightsync.engines.model_folder import ModelFolders
+from primeblocks.weightsync.transports import FileTransport
 from tests.weightsync.contents import flip_sent
 
 TIMEOUT_S = 10

@@ -15,8 +15,8 @@ from primeblocks.errors import (
     TransferError,
 )
 from primeblocks.layout import Layout, Shard
-from primeblocks.weightsync import Manifest, Publisher, Subscriber, plan_sync
-from primeblocks.weightsync.manifest import TensorSpec
+from primeblocks.weightsync import Publisher, Subscriber, plan_sync
+from primeblocks.weightsync.manifest import Manifest, TensorSpec
 from primeblocks.weightsync.transports.packed import Packed, Pool, places
 from tests.weightsync.contents import PACKED, Engine, same_bytes
 from tests.weightsync.packed_site import KINDS, TIMEOUT_S, Site, parameters

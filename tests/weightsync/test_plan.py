@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from primeblocks.errors import PlanError
 from primeblocks.layout import Layout, Shard
-from primeblocks.weightsync import Manifest, Plan, describe, plan_sync
+from primeblocks.weightsync import Plan, describe, plan_sync
 from primeblocks.weightsync.cover import cut, owned_boxes
-from primeblocks.weightsync.manifest import TensorSpec
+from primeblocks.weightsync.manifest import Manifest, TensorSpec
 from primeblocks.weightsync.transports import estimate
 from primeblocks.weightsync.transports.rounds import Rounds
 from tests.weightsync.link_layouts import elements, layouts

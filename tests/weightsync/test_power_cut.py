@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from primeblocks.weightsync import FileTransport
+from primeblocks.weightsync.transports import FileTransport
 from tests.weightsync.test_directory import published, received
 
 pytestmark = pytest.mark.stress

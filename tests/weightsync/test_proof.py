@@ -7,16 +7,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from primeblocks.errors import EngineError, TransferError, UsageError
 from primeblocks.testing import ranks
-from primeblocks.weightsync import (
-    Publisher,
-    SharedMemoryTransport,
-    Subscriber,
-    describe,
-    plan_sync,
-    prove_round_trip,
-)
+from primeblocks.weightsync import Publisher, SharedMemoryTransport, Subscriber, describe, plan_sync
+from primeblocks.weightsync.engines import prove_round_trip
 from primeblocks.weightsync.manifest import named_tensors
-from primeblocks.weightsync.proof import _perturb, digest_tensors
+from primeblocks.weightsync.observed import digest_tensors
+from primeblocks.weightsync.proof import _perturb
 
 ranks.preload(__name__)  # With all that it imports.
 
@@ -224,12 +219,12 @@ def test_every_bit_pattern_changes_and_comes_back(dtype):
     bits = torch.randint(0, 256, (4096, 16), dtype=torch.uint8)
     bits[:2] = 0  # Zeros of every dtype.
     tensor = bits.clone().view(dtype)
-    _perturb(tensor)
+    _perturb(tensor, "w")
     assert not tensor.view(torch.uint8).equal(bits)
     elements = bits.view(-1, dtype.itemsize if not dtype.is_complex else 8)
     changed = tensor.view(torch.uint8).view(elements.shape)
     assert (changed != elements).any(1).all()
-    _perturb(tensor, back=True)
+    _perturb(tensor, "w", back=True)
     assert tensor.view(torch.uint8).equal(bits)
 
 
@@ -238,7 +233,7 @@ def test_every_bit_pattern_changes_and_comes_back(dtype):
 def test_a_perturbation_shows_in_narrower_dtypes(to, value):
     tensor = torch.full((40,), value)
     before = tensor.to(to, copy=True)
-    _perturb(tensor)
+    _perturb(tensor, "w")
     after = tensor.to(to)
     assert (after.view(torch.uint8) != before.view(torch.uint8)).view(40, -1).any(1).all()
     assert after.isfinite().all()
@@ -253,7 +248,7 @@ def test_a_load_that_keeps_nothing_gets_no_receipt(tmp_path, check):
     keeps = [True, False, True]
     load = lambda ts: served.load(ts) if keeps.pop(0) else [None for _ in ts]  # noqa: E731
     subscriber = Subscriber(
-        served.subscriber._plan, load, served.transport, check=check, observe=served.observe
+        served.subscriber.plan, load, served.transport, check=check, observe=served.observe
     )
     served.publisher.publish(1, timeout_s=10)
     assert subscriber.receive(timeout_s=10).version == 1
@@ -270,7 +265,7 @@ def test_a_first_load_that_keeps_nothing_gets_no_receipt(tmp_path):
     served = Served(tmp_path)
     served.publisher.publish(1, timeout_s=10)
     load = lambda ts: [None for _ in ts]  # noqa: E731
-    subscriber = Subscriber(served.subscriber._plan, load, served.transport, observe=served.observe)
+    subscriber = Subscriber(served.subscriber.plan, load, served.transport, observe=served.observe)
     with pytest.raises(EngineError, match="5 of 5 tensors, such as .* are not in the engine"):
         subscriber.receive(timeout_s=10)
     assert subscriber.version is None

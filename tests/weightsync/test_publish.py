@@ -22,17 +22,10 @@ from primeblocks.errors import (
 )
 from primeblocks.testing import oracles, ranks
 from primeblocks.testing.faults import FaultyTransport
-from primeblocks.weightsync import (
-    FileTransport,
-    Manifest,
-    Publisher,
-    SharedMemoryTransport,
-    Subscriber,
-    describe,
-    gather_manifests,
-    plan_sync,
-)
+from primeblocks.weightsync import Publisher, SharedMemoryTransport, Subscriber, describe, plan_sync
+from primeblocks.weightsync.manifest import Manifest, gather_manifests
 from primeblocks.weightsync.reference import gather_whole, slice_again
+from primeblocks.weightsync.transports import FileTransport
 from tests.weightsync.test_manifest import _experts_under_fsdp
 
 TIMEOUT_S = 20

@@ -19,7 +19,6 @@ from primeblocks.errors import (
 )
 from primeblocks.testing.faults import FaultyTransport, ManualClock, flip_byte, truncate
 from primeblocks.weightsync import (
-    FileTransport,
     Publisher,
     SharedMemoryTransport,
     Subscriber,
@@ -29,6 +28,7 @@ from primeblocks.weightsync import (
     plan_sync,
     receive,
 )
+from primeblocks.weightsync.transports import FileTransport
 from tests.weightsync.contents import flip_sent
 
 TIMEOUT_S = 10

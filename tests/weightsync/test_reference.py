@@ -3,8 +3,7 @@ import torch
 
 from primeblocks.errors import PlanError
 from primeblocks.layout import Layout, Shard
-from primeblocks.weightsync import Manifest
-from primeblocks.weightsync.manifest import TensorSpec
+from primeblocks.weightsync.manifest import Manifest, TensorSpec
 from primeblocks.weightsync.reference import gather_whole, slice_again
 
 

@@ -14,8 +14,16 @@ import pytest
 import torch
 
 from primeblocks.errors import DeadlineError, EngineError, UnsupportedError, UsageError
-from primeblocks.weightsync import FileTransport, Receipt, describe, plan_sync
-from primeblocks.weightsync.adapters.vllm import VllmServer, attach, server_args, update, update_all
+from primeblocks.weightsync import describe, plan_sync
+from primeblocks.weightsync.adapters.vllm import (
+    VllmServer,
+    attach,
+    server_args,
+    update,
+    update_all,
+)
+from primeblocks.weightsync.marker import Receipt
+from primeblocks.weightsync.transports import FileTransport
 from tests.weightsync.fake_engine import FakeEngine
 
 TIMEOUT_S = 20
@@ -159,6 +167,22 @@ def test_servers_and_engines_make_one_fleet(serve):
     asyncio.run(body())
 
 
+def test_workers_describe_their_loads_over_http(serve, caplog):
+    checkpoint = describe({"w": torch.zeros(4, 2), "b": torch.zeros(2)})
+    server = serve()
+    reads = asyncio.run(describe_loads(server.client, checkpoint, timeout_s=TIMEOUT_S))
+    assert [one.wiring.sources for one in reads] == [checkpoint] * 2
+    assert not caplog.records
+    told = {"reads": reads[0].to_json()[:-3] + '{"w":"why"}]', "error": "", "message": ""}
+    server.engine._describe = lambda _: [told]
+    (one,) = asyncio.run(describe_loads(server.client, checkpoint, timeout_s=TIMEOUT_S))
+    assert one.inexact == {"w": "why"}
+    assert "worker 0 will read more than it needs of 1 tensors, such as 'w': why" in caplog.text
+    server.engine._describe = lambda _: [told, {"reads": "", "error": "E", "message": "E: no"}]
+    with pytest.raises(EngineError, match="a worker could not describe its loads: E: no"):
+        asyncio.run(describe_loads(server.client, checkpoint, timeout_s=TIMEOUT_S))
+
+
 def test_attach_sends_plan_and_transport_and_refuses_replicas(serve, tmp_path):
     source = describe({"w": torch.zeros(4)})
     plan = plan_sync([source], source.whole(), bucket_bytes=1 << 10)
@@ -166,7 +190,7 @@ def test_attach_sends_plan_and_transport_and_refuses_replicas(serve, tmp_path):
     with FileTransport(str(tmp_path), owner=True) as transport:
         asyncio.run(attach(server.client, plan, transport, timeout_s=TIMEOUT_S))
         assert server.engine.log[0] == "init"
-        sent = {"transport": transport.spec(), "plan": plan.to_json()}
+        sent = {"transport": transport.spec(), "plan": plan.to_json(), "first_reader": 0}
         assert server.engine.init_info == sent
         with pytest.raises(UnsupportedError, match="one engine with 3 replicas"):
             asyncio.run(attach(replicated.client, plan, transport, timeout_s=TIMEOUT_S))

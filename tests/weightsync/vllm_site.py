@@ -22,15 +22,10 @@ import torch
 
 from primeblocks.errors import PrimeblocksError, how_it_ended
 from primeblocks.testing import tiny_models
-from primeblocks.weightsync import (
-    FileTransport,
-    Publisher,
-    SharedMemoryTransport,
-    describe,
-    plan_sync,
-)
+from primeblocks.weightsync import Publisher, SharedMemoryTransport, describe, plan_sync
 from primeblocks.weightsync.adapters import vllm as adapter
 from primeblocks.weightsync.engines.lora import AdapterSpec, adapter_parameters
+from primeblocks.weightsync.transports import FileTransport
 from tests.ports import free_port
 from tests.weightsync.contents import flip_sent
 

@@ -12,12 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Bits", "Entries", "flat_bits", "read_changes", "write_entries"]
+__all__ = ["CHUNK", "Bits", "Entries", "flat_bits", "read_changes", "write_entries"]
 
 Bits = np.ndarray | Tensor
 """The elements of a tensor as integers, flat: numpy on the host, torch on a device."""
 
-_CHUNK = 1 << 18  # elements; what is compared is still in the cache when it is gathered
+CHUNK = 1 << 18  # elements; what is compared is still in the cache when it is gathered
+_BLOCK = 1 << 12  # entries
+_MANY = 0.57  # The share of groups of 8 in a random tenth; above, numpy's `nonzero` has no branch.
 _TORCH = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -32,28 +34,43 @@ class Entries(NamedTuple):
     mask: np.ndarray
 
 
-def flat_bits(tensor: Tensor) -> Bits:
-    """Return a view of a contiguous tensor's bits."""
-    flat = tensor.detach().view(-1).view(_TORCH[tensor.itemsize])
+def flat_bits(tensor: Tensor, width: int) -> Bits:
+    """Return a view of a contiguous tensor's bits, `width` bytes each."""
+    flat = tensor.detach().view(-1).view(_TORCH[width])
     if tensor.device.type != "cpu":
         return flat
     # Not .numpy(): it forbids resizing the storage ever after, as offloading does.
-    return np.from_dlpack(flat).view(f"u{tensor.itemsize}")
+    return np.from_dlpack(flat).view(f"u{width}")
 
 
-def read_changes(new: Bits, old: Bits) -> Entries:
-    """Return the elements of `new` that differ from `old`; the mask is their exclusive or."""
+def read_changes(new: Bits, old: Bits, *, update: bool = False) -> Entries:
+    """Return the elements of `new` that differ from `old`; the mask is their exclusive or.
+
+    Args:
+        update: whether to write them to `old`, while it is in the cache.
+    """
     if isinstance(new, Tensor):
         assert isinstance(old, Tensor)
-        at = (new != old).nonzero().view(-1)
-        bits, before = (side[at].cpu().numpy().view(f"u{new.itemsize}") for side in (new, old))
-        return Entries(at.cpu().numpy(), bits, bits ^ before)
+        places = (new != old).nonzero().view(-1)
+        after, before = new[places], old[places]
+        if update:
+            old[places] = after
+        bits, was = (side.cpu().numpy().view(f"u{new.itemsize}") for side in (after, before))
+        return Entries(places.cpu().numpy(), bits, bits ^ was)
     assert isinstance(old, np.ndarray)
-    differs = np.zeros(-(-min(len(new), _CHUNK) // 8) * 8, dtype=np.bool_)
-    chunks = [
-        _changes_of_chunk(new[start : start + _CHUNK], old[start : start + _CHUNK], start, differs)
-        for start in range(0, len(new), _CHUNK)
-    ]
+    differs = np.zeros(-(-min(len(new), CHUNK) // 8) * 8, dtype=np.bool_)
+    chunks = []
+    for start in range(0, len(new), CHUNK):
+        one, other = new[start : start + CHUNK], old[start : start + CHUNK]
+        differs[len(one) :] = False
+        np.not_equal(one, other, out=differs[: len(one)])
+        at = _places(differs)
+        bits = one.take(at)
+        mask = bits ^ other.take(at)
+        if update:
+            other[at] = bits
+        at += start
+        chunks.append((at, bits, mask))
     return Entries(*(np.concatenate(column) for column in zip(*chunks, strict=True)))
 
 
@@ -62,29 +79,28 @@ def write_entries(target: Bits, entries: Entries) -> None:
     positions, bits, mask = entries
     if isinstance(target, Tensor):
         dtype = str(target.dtype).removeprefix("torch.")
-        at, bits_there, keep = (
+        places, bits_there, keep = (
             torch.from_numpy(array).to(target.device)
             for array in (positions, bits.view(dtype), (~mask).view(dtype))
         )
-        target[at] = target[at] & keep | bits_there
-    else:
-        target[positions] = target.take(positions) & ~mask | bits
+        target[places] = target[places] & keep | bits_there
+        return
+    for start in range(0, len(positions), _BLOCK):  # What was read is written from the cache.
+        here = slice(start, start + _BLOCK)
+        at = positions[here]
+        target[at] = target.take(at) & ~mask[here] | bits[here]
 
 
-def _changes_of_chunk(
-    new: np.ndarray, old: np.ndarray, start: int, differs: np.ndarray
-) -> tuple[np.ndarray, ...]:
-    differs[len(new) :] = False
-    np.not_equal(new, old, out=differs[: len(new)])
+def _places(differs: np.ndarray) -> np.ndarray:
+    """Return where `differs` is true; its length is a multiple of 8."""
     # Eight answers at a time: most are eight times no, and `nonzero` costs 1.2 ns an item.
     groups = differs.view(np.uint64)
     changed = (groups != 0).nonzero()[0]
-    inside = groups[changed].view(np.bool_).nonzero()[0]
-    # Element i of the groups that are left is element i + shift of the chunk.
+    if len(changed) > _MANY * len(groups):
+        return differs.nonzero()[0]
+    inside = groups.take(changed).view(np.bool_).nonzero()[0]
+    # Element i of the groups that are left is element i + shift of all.
     shift = changed - np.arange(len(changed))
     shift <<= 3
     inside += shift.take(inside >> 3)
-    bits = new.take(inside)
-    mask = bits ^ old.take(inside)
-    inside += start
-    return inside, bits, mask
+    return inside

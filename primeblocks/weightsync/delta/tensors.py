@@ -141,7 +141,7 @@ def _bits_of(tensor: Tensor) -> Bits:
             f"needs a contiguous tensor; got strides {tensor.stride()} for {list(tensor.shape)}."
             " Pass its local shard or .contiguous()."
         )
-    return flat_bits(tensor)
+    return flat_bits(tensor, tensor.itemsize)
 
 
 def _overlay(itemsize: int, size: int, layers: Sequence[Entries]) -> Entries:

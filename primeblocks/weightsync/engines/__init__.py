@@ -1,11 +1,14 @@
 """Running engines: driving several, in turns with a trainer, over HTTP, with adapters."""
 
+from ..ballot import Ballot
+from ..proof import prove_round_trip
 from .colocated import Colocated, ColocatedEngine, Memory, Turn
 from .lora import AdapterSpec, adapter_parameters
 from .model_folder import ModelFolder, ModelFolders
 
 __all__ = [
     "AdapterSpec",
+    "Ballot",
     "Colocated",
     "ColocatedEngine",
     "Memory",
@@ -13,4 +16,5 @@ __all__ = [
     "ModelFolders",
     "Turn",
     "adapter_parameters",
+    "prove_round_trip",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any, Self
 
 import torch
 
-from ...errors import UsageError
+from ...errors import DeadlineError, UsageError
 from ..held import Blob, BlobFile, Held, Lent, Sealed
 from ..marker import Marker
 from ..plan import Plan
@@ -69,8 +71,7 @@ class DirectoryTransport:
         start = len(self._header(plan))
         blob = self._versions.writable(version, size_bytes=start + plan.blob_bytes)
         held = Blob(plan, blob[start:])
-        for index in mine:
-            outgoing.fill(index, held.views(index))
+        outgoing.fill_all((index, held.views(index)) for index in mine)
         self._versions.flush(version)
 
     def commit(self, marker: Marker, *, deadline: float) -> None:
@@ -95,6 +96,28 @@ class DirectoryTransport:
         chain = await_versions(self.markers, request, every_s=commits.look_s, hint=commits.hint)
         start = len(self._header(request.plan))
         return [_DirectoryIncoming(self._versions, request.plan, marker, start) for marker in chain]
+
+    def announce(self, text: str, *, deadline: float) -> None:
+        """Owner: leave a text for those who find this transport by its name or path."""
+        self._commits.announce(text)
+
+    def announced(self, *, deadline: float) -> str:
+        """Wait for what the owner announced; look every 2 ms.
+
+        Raises:
+            DeadlineError: there was no owner, or it announced nothing.
+            UsageError: a file there belongs to another user, or others may write to it.
+        """
+        never = threading.Event()
+        while (text := self._commits.announced()) is None:
+            if time.monotonic() >= deadline:
+                where = self._spec.get("name", self._spec.get("path"))
+                raise DeadlineError(
+                    f"nobody announced {where!r} in time. Is the trainer running, under that "
+                    f"name?{self._commits.hint()}"
+                )
+            never.wait(self._commits.look_s)
+        return text
 
     def to_remove(self) -> tuple[Path, ...]:
         """Owner: return the files that `close` removes; it made them all. No others are touched."""

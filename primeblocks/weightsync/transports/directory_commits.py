@@ -24,6 +24,7 @@ from .versions import chain_to
 __all__ = ["DirectoryCommits", "fsync", "last_chain"]
 
 _COMMITS = "commits.json"
+_ANNOUNCED = "announced.json"
 
 
 class DirectoryCommits:
@@ -156,6 +157,19 @@ class DirectoryCommits:
         text = self._read(_note(rank))
         return None if text is None else text.decode(errors="replace")
 
+    def announce(self, text: str) -> None:
+        """Owner: leave a text for those who find its versions."""
+        self.check(owner=True)
+        try:
+            _write(self.directory / _ANNOUNCED, text.encode(), durable=self._durable)
+        except OSError as error:
+            raise self.no_room(error, len(text)) from error
+
+    def announced(self) -> str | None:
+        """Return what the owner left; None before."""
+        text = self._read(_ANNOUNCED)
+        return None if text is None else text.decode(errors="replace")
+
     def hint(self) -> str:
         return self.place.others()
 
@@ -265,7 +279,7 @@ def _names_that_stay(
     chain = last_chain(committed) if durable else []
     versions = tuple(f"version-{marker.version}." for marker in chain)
     files = {path.name for path in directory.iterdir() if path.name.startswith(versions)}
-    return {_COMMITS, *files} if chain else set()
+    return {_COMMITS, _ANNOUNCED, *files} if chain else set()
 
 
 def _write_markers(directory: Path, markers: Sequence[Marker], *, durable: bool) -> None:

@@ -19,7 +19,7 @@ __all__ = ["LOCK", "open_own", "removable", "remove", "take_lock"]
 LOCK = "primeblocks.lock"
 _OURS = re.compile(
     r"version-\d+\.(safetensors|\d+\.delta|lock(\.tmp)?)|rank-\d+\.json(\.tmp)?"
-    rf"|commits\.json(\.tmp)?|note\.tmp|{re.escape(LOCK)}"
+    rf"|(commits|announced)\.json(\.tmp)?|note\.tmp|{re.escape(LOCK)}"
 )
 _REFUSED = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EISDIR, errno.ENOTDIR)
 

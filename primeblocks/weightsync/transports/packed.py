@@ -47,9 +47,10 @@ def pack_all(outgoing: Outgoing, make: Callable[[int], UInt8[Tensor, " bytes"]])
     sizes = {index: plan.buckets[index].bytes for index in plan.of_rank(outgoing.rank)}
     starts, size_bytes = places(sizes)
     buffer = make(size_bytes)
-    for index, start in starts.items():
-        part = buffer[start : start + sizes[index]]
-        outgoing.fill(index, packed_views(plan, index, part))
+    outgoing.fill_all(
+        (index, packed_views(plan, index, buffer[start : start + sizes[index]]))
+        for index, start in starts.items()
+    )
 
 
 def pack_payloads(outgoing: Outgoing, make: Callable[[int], UInt8[Tensor, " bytes"]]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -25,6 +25,10 @@ class Outgoing(Protocol):
 
     def fill(self, index: int, into: Sequence[Tensor]) -> None:
         """Copy one of this rank's buckets in full: each of its copies, shaped as its box."""
+        ...
+
+    def fill_all(self, buckets: Iterable[tuple[int, Sequence[Tensor]]]) -> None:
+        """Do so with many buckets, several at a time."""
         ...
 
     def payload(self, index: int) -> memoryview:

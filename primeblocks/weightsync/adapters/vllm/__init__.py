@@ -10,8 +10,18 @@ vLLM is imported when an engine is: a trainer drives servers without it.
 from typing import TYPE_CHECKING, Any
 
 from ...engines.fleet import UpdateReport
-from .front import InFlight, attach, attach_llm, update, update_all, update_llm
+from .front import (
+    InFlight,
+    attach,
+    attach_llm,
+    describe,
+    describe_llm,
+    update,
+    update_all,
+    update_llm,
+)
 from .launch import BACKEND, engine_args, register, server_args
+from .observe import observe, observe_llm
 from .server import VllmServer
 
 if TYPE_CHECKING:
@@ -26,7 +36,11 @@ __all__ = [
     "WorkerExtension",
     "attach",
     "attach_llm",
+    "describe",
+    "describe_llm",
     "engine_args",
+    "observe",
+    "observe_llm",
     "register",
     "server_args",
     "update",

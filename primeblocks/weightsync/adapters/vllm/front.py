@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ....errors import UnsupportedError, UsageError
+from ....errors import EngineError, UnsupportedError, UsageError
+from ...convert.recorded import Reads
 from ...engines.fleet import UpdateReport, update_fleet
-from ...engines.remote import Update, attach_steps, call, drive, drive_sync, update_sync
+from ...engines.remote import (
+    Step,
+    Steps,
+    Update,
+    attach_steps,
+    call,
+    drive,
+    drive_sync,
+    update_sync,
+)
+from ...manifest import Manifest
 from ...marker import Receipt
 from ...plan import Plan
 from ...transports.transport import Transport
 from .server import VllmServer
 
-__all__ = ["InFlight", "attach", "attach_llm", "update", "update_all", "update_llm"]
+__all__ = [
+    "InFlight",
+    "attach",
+    "attach_llm",
+    "describe",
+    "describe_llm",
+    "update",
+    "update_all",
+    "update_llm",
+]
 
 InFlight = Literal["continue", "recompute", "abort"]
 _PAUSE: dict[str, dict[str, Any]] = {
@@ -34,14 +55,40 @@ class _Request:
     update_info: dict[str, Any] = field(default_factory=dict)
 
 
-async def attach(engine: Any, plan: Plan, transport: Transport, *, timeout_s: float) -> None:
+async def describe(engine: Any, checkpoint: Manifest, *, timeout_s: float) -> list[Reads]:
+    """Ask every worker of an engine what its loader reads of a checkpoint. No weights change.
+
+    `[one.wiring for one in reads]` are targets of `plan_sync`: each worker reads its own boxes.
+    Local; the model's own `load_weights` runs once without data, between two steps of the engine.
+
+    Args:
+        engine: an `AsyncLLM`, or a `VllmServer`.
+        checkpoint: all tensors, by the names, global shapes and dtypes that the loader takes.
+
+    Raises:
+        DeadlineError: they did not answer in time.
+        EngineError: the engine is dead, was built without `engine_args()`, or a worker failed.
+    """
+    deadline = time.monotonic() + timeout_s
+    if isinstance(engine, VllmServer):
+        engine = engine.until(deadline)
+    return list(await drive(engine, _describe_steps(checkpoint), "describe", deadline))
+
+
+async def attach(
+    engine: Any, plan: Plan, transport: Transport, *, first_reader: int = 0, timeout_s: float
+) -> None:
     """Tell every worker of an engine where weights will come from. No weights change.
+
+    Where the plan has one reader, all workers are that one. Where it has several, worker i is
+    reader `first_reader + i`, and looks whether the plan has all that it reads.
 
     Args:
         engine: an `AsyncLLM`, or a `VllmServer`.
 
     Raises:
         UnsupportedError: the workers cannot take updates safely, or there are replicas.
+        PlanError: the plan was made for other workers.
         DeadlineError: they did not answer in time.
         EngineError: the engine is dead, or was built without `engine_args()`.
     """
@@ -56,7 +103,8 @@ async def attach(engine: Any, plan: Plan, transport: Transport, *, timeout_s: fl
             f"one engine with {replicas} replicas reports on the first of them only. "
             "Start one engine for each replica, and update each."
         )
-    await drive(engine, attach_steps(_init_request(plan, transport)), "attach", deadline)
+    request = _init_request(plan, transport, first_reader)
+    await drive(engine, attach_steps(request), "attach", deadline)
 
 
 async def update(
@@ -112,13 +160,23 @@ async def update_all(
     return await update_fleet(fleet, made, pause=_PAUSE[in_flight], timeout_s=timeout_s)
 
 
-def attach_llm(llm: Any, plan: Plan, transport: Transport) -> None:
+def describe_llm(llm: Any, checkpoint: Manifest) -> list[Reads]:
+    """Ask the workers of an offline `LLM`, as `describe` does. Blocks until they answer.
+
+    Raises:
+        EngineError: a worker failed.
+    """
+    return list(drive_sync(llm, _describe_steps(checkpoint)))
+
+
+def attach_llm(llm: Any, plan: Plan, transport: Transport, *, first_reader: int = 0) -> None:
     """Attach an offline `LLM`, as `attach` does. Blocks until the engine answers.
 
     Raises:
         UnsupportedError: the workers cannot take updates safely.
+        PlanError: the plan was made for other workers.
     """
-    drive_sync(llm, attach_steps(_init_request(plan, transport)))
+    drive_sync(llm, attach_steps(_init_request(plan, transport, first_reader)))
 
 
 def update_llm(llm: Any, receipt: Receipt, *, timeout_s: float) -> UpdateReport:
@@ -140,5 +198,26 @@ def _make(version: int) -> Update:
     return Update(version, uuid.uuid4().hex, lambda info: _Request(update_info=info))
 
 
-def _init_request(plan: Plan, transport: Transport) -> _Request:
-    return _Request(init_info={"transport": transport.spec(), "plan": plan.to_json()})
+def _init_request(plan: Plan, transport: Transport, first_reader: int) -> _Request:
+    info = {"transport": transport.spec(), "plan": plan.to_json(), "first_reader": first_reader}
+    return _Request(init_info=info)
+
+
+def _describe_steps(checkpoint: Manifest) -> Steps:
+    call = Step("collective_rpc", ("primeblocks_describe", None, (checkpoint.to_json(),)))
+    answers = yield call
+    for answer in answers:
+        if answer["error"]:
+            raise EngineError(f"a worker could not describe its loads: {answer['message']}")
+    reads = [Reads.from_json(answer["reads"], checkpoint) for answer in answers]
+    for rank, one in enumerate(reads):
+        if one.inexact:
+            name, why = next(iter(one.inexact.items()))
+            logging.getLogger(__name__).warning(
+                "worker %d will read more than it needs of %d tensors, such as %r: %s",
+                rank,
+                len(one.inexact),
+                name,
+                why,
+            )
+    return reads

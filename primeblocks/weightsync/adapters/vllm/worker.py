@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 from torch import Tensor
 
-from ....errors import MissingPackageError, PrimeblocksError, TransferError, UnsupportedError
+from ....errors import (
+    MissingPackageError,
+    PlanError,
+    PrimeblocksError,
+    TransferError,
+    UnsupportedError,
+)
+from ....layout import Layout
+from ...convert.conversion import Wiring
+from ...convert.recorded import Reads, filling, record_reads
 from ...engines.remote import WorkerState
+from ...manifest import Manifest
 from ...plan import Plan
 from ...receive import Subscriber
 from ..wires import open_transport
+from .observe import observe_worker
 
 try:
     from vllm.distributed.weight_transfer.base import (
@@ -30,10 +42,14 @@ __all__ = ["InitInfo", "PrimeblocksEngine", "UpdateInfo", "WorkerExtension"]
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Arguments of a worker that reads along: `Transport.spec()` and `Plan.to_json()`."""
+    """Arguments of a worker that reads along: `Transport.spec()`, `Plan.to_json()`, and its place.
+
+    Of several readers, the first worker is `first_reader`, and the others follow.
+    """
 
     transport: dict[str, Any]
     plan: str
+    first_reader: int = 0
 
 
 @dataclass
@@ -60,6 +76,10 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     _state, _transaction = _NEVER, ""
     _subscriber: Subscriber | None = None
     _checking: Future[None] | None = None
+    # What was recorded for the last plan, which a sleeping engine is attached to again and again.
+    _known: tuple[str, int] | None = None
+    _role: tuple[int, Wiring | None] = 0, None
+    _direct: Sequence[str] = ()
 
     @property
     def state(self) -> WorkerState:
@@ -75,9 +95,67 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         def subscribe() -> None:
             _refuse_unpatched_experts(self.model)
             plan = Plan.from_json(init_info.plan)
-            self._subscriber = Subscriber(plan, self._load, open_transport(init_info.transport))
+            key = plan.fingerprint(), init_info.first_reader
+            if self._known != key:
+                self._role = self._role_in(plan, init_info.first_reader)
+                self._known = key
+            reader, wiring = self._role
+            transport = open_transport(init_info.transport)
+            self._subscriber = Subscriber(
+                plan, self._load, transport, reader=reader, convert=wiring
+            )
 
         self._report(subscribe)
+
+    def reads(self, checkpoint: Manifest) -> Reads:
+        """Record the boxes of a checkpoint that this worker's loader reads. No weights change."""
+        return self._recorded(checkpoint)[0]
+
+    def _recorded(self, checkpoint: Manifest) -> tuple[Reads, list[str]]:
+        """Return the reads, and the layers whose parameters are written without their loaders."""
+        from vllm.config import set_current_vllm_config
+
+        model: Any = self.model
+        loaded: set[str] = set()
+
+        def load(tensors: Iterable[tuple[str, Tensor]]) -> None:
+            loaded.update(model.load_weights(tensors) or ())
+
+        with set_current_vllm_config(self.vllm_config), _unprocessed(model) as called:
+            reads = record_reads(load, checkpoint)
+            return reads, [
+                prefix
+                for prefix, layer in model.named_modules()
+                for name in set(layer._parameters) - called(layer)
+                if _loader_name(f"{prefix}.{name}") in loaded
+            ]
+
+    def _role_in(self, plan: Plan, first_reader: int) -> tuple[int, Wiring | None]:
+        """Return the reader that this worker is, and its wiring where it reads boxes.
+
+        Raises:
+            PlanError: the plan has no such reader, or one that lacks what this worker reads.
+        """
+        rank = self.parallel_config.rank % self.parallel_config.world_size
+        reader = first_reader + rank if len(plan.wants) > 1 else 0
+        plan.check_reader(reader)
+        wants = plan.wants[reader]
+        reads, self._direct = self._recorded(plan.target)
+        if lacking := reads.lacking(wants):
+            raise PlanError(
+                f"worker {rank} reads elements of {len(lacking)} tensors, such as {lacking[0]!r}, "
+                f"that reader {reader} of {len(plan.wants)} does not want. Plan for the targets "
+                "that describe() gives for this engine, and attach it as their first reader."
+            )
+        is_whole = all(
+            boxes == (Layout.whole(plan.target[name].shape).shard,) for name, boxes in wants.items()
+        )
+        return reader, None if is_whole else filling(plan.target, wants)
+
+    def observe(self) -> dict[str, Any]:
+        """Digest what this worker computes with, or return the error that it met."""
+        self._wait()
+        return observe_worker(self, self._subscriber)
 
     def verify(self, info: UpdateInfo) -> None:
         """Begin to check a version; what `receive_weights` loads is then this attempt's alone."""
@@ -135,13 +213,14 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         from vllm.model_executor.model_loader import reload
+        from vllm.model_executor.model_loader.reload import layerwise
 
         reload.initialize_layerwise_reload(self.model)
+        direct = [self.model.get_submodule(prefix) for prefix in self._direct]
+        for layer in direct:
+            layerwise.materialize_layer(layer, layerwise.get_layerwise_info(layer))
         try:
-            # With LoRA on, vLLM wraps layers; its loader reports names without the wrapper.
-            expected = {
-                name.replace(".base_layer.", ".") for name, _ in self.model.named_parameters()
-            }
+            expected = {_loader_name(name) for name, _ in self.model.named_parameters()}
             loaded: set[str] | None = cast(Any, self.model).load_weights(tensors)
             missing = sorted(expected - loaded) if loaded is not None else []
             if missing and self.model_config.quantization is None:
@@ -149,6 +228,9 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                     f"{len(missing)} of {len(expected)} parameters would keep their old values, "
                     f"such as {missing[0]}. Add their names to the target manifest."
                 )
+            for layer in direct:  # Or the old tensors would be put back.
+                info = layerwise.get_layerwise_info(layer)
+                info.load_numel = max(1, info.load_numel)
         except BaseException:
             _forget_buffered(self.model)
             raise
@@ -167,9 +249,50 @@ class WorkerExtension:
         state = self.weight_transfer_engine.state
         return asdict(replace(state, active=self._weight_update_active))
 
+    def primeblocks_describe(self, checkpoint: str) -> dict[str, Any]:
+        """Return what this worker reads of a checkpoint, or the error that it met."""
+        try:
+            reads = self.weight_transfer_engine.reads(Manifest.from_json(checkpoint))
+            return {"reads": reads.to_json(), "error": "", "message": ""}
+        except Exception as met:  # Reported: raised, it would jam the executor.
+            kind = type(met).__name__
+            return {"reads": "", "error": kind, "message": f"{kind}: {met}"}
+
+    def primeblocks_observe(self) -> dict[str, Any]:
+        """Return digests of what this worker computes with, for the front end."""
+        return cast(dict[str, Any], self.weight_transfer_engine.observe())
+
     def primeblocks_verify(self, info: dict[str, Any]) -> None:
         """Begin to check a version beside the engine's steps."""
         self.weight_transfer_engine.verify(UpdateInfo(**info))
+
+
+def _loader_name(name: str) -> str:
+    """Return a parameter's name as loaders report it: without the wrappers that LoRA adds."""
+    return name.replace(".base_layer.", ".")
+
+
+@contextmanager
+def _unprocessed(model: Any) -> Iterator[Callable[[Any], set[str]]]:
+    """Lend a model parameters without memory, as its checkpoint fills them.
+
+    Loaders are called as in an update. Yields what tells which parameters of a layer they loaded.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    process = layerwise._layerwise_process
+    layerwise.initialize_layerwise_reload(model)
+    # It would make memory for a layer that is complete, and load it.
+    layerwise._layerwise_process = lambda layer, info: None
+    try:
+        yield lambda layer: {n for n, _ in layerwise.get_layerwise_info(layer).loaded_weights}
+    finally:
+        layerwise._layerwise_process = process
+        model._do_torchao_reload = model._original_do_torchao_reload
+        for layer in model.modules():
+            info = layerwise.get_layerwise_info(layer)
+            layerwise._place_kernel_tensors(layer, info)
+            info.reset()
 
 
 def _forget_buffered(model: Any) -> None:

@@ -1,0 +1,228 @@
+"""Digests of what vLLM's workers compute with, after kernels have packed it.
+
+On a CPU, vLLM drops the weight of a linear layer once its kernel has packed it: here the kernel
+multiplies the identity by it, which gives the weight back exactly. Experts are unpacked, in the
+order that the packing of their numbers shows. What cannot be seen is said to be so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ....errors import EngineError, PlanError
+from ...convert.conversion import Conversion, Wiring
+from ...convert.families import checkpoint_to_vllm
+from ...convert.rules import split, unstack
+from ...engines.remote import Step, Steps, drive, drive_sync
+from ...manifest import Manifest
+from ...observed import HELD, MULTIPLIED, Observed, Seen
+from ...observed import observe as observe_held
+from ...receive import Subscriber
+from .server import VllmServer
+
+__all__ = ["look_into", "observe", "observe_llm", "observe_worker"]
+
+_ROWS = 256
+_EXPERTS = "{*head}.experts"
+_UNFUSED = Conversion(
+    (
+        split(f"{_EXPERTS}.gate_up_proj", [f"{_EXPERTS}.{n}_proj" for n in ("gate", "up")], dim=1),
+        *(
+            unstack(f"{_EXPERTS}.{n}_proj", f"{_EXPERTS}.{{e}}.{n}_proj.weight", index="e")
+            for n in ("gate", "up", "down")
+        ),
+    )
+)
+# Made from others, by attention.
+_DERIVED = ("W_UV", "W_UK_T", "W_UK_T_dcp_qrep")
+# Methods and backends that leave parameters as they were loaded, or have packed them for a CPU.
+_UNPACKED = ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+_PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")
+
+
+async def observe(engine: Any, *, timeout_s: float) -> list[Observed]:
+    """Digest what the workers of an engine hold, for `verify_engine`. Nothing changes.
+
+    Takes the time of a pass over the weights, between two steps of the engine.
+
+    Args:
+        engine: an `AsyncLLM` or a `VllmServer` that was attached.
+
+    Raises:
+        DeadlineError: it did not answer in time.
+        EngineError: it is dead, was not attached, or there is no table of its family.
+    """
+    deadline = time.monotonic() + timeout_s
+    if isinstance(engine, VllmServer):
+        engine = engine.until(deadline)
+    return list(await drive(engine, _steps(), "observe", deadline))
+
+
+def observe_llm(llm: Any) -> list[Observed]:
+    """Digest what the workers of an offline `LLM` hold, as `observe` does. Blocks.
+
+    Raises:
+        EngineError: as `observe`.
+    """
+    return list(drive_sync(llm, _steps()))
+
+
+def _steps() -> Steps:
+    answers = yield Step("collective_rpc", ("primeblocks_observe",))
+    for rank, answer in enumerate(answers):
+        if answer["error"]:
+            raise EngineError(f"worker {rank} could not be observed: {answer['error']}")
+    return [Observed.from_json(answer["observed"]) for answer in answers]
+
+
+def observe_worker(engine: Any, subscriber: Subscriber | None) -> dict[str, Any]:
+    """Worker: digest what it holds of its reader's part of the plan, or return the error it met.
+
+    Args:
+        engine: a `PrimeblocksEngine`.
+    """
+    try:
+        if subscriber is None:
+            raise EngineError("not attached; call attach() first")
+        wiring, places = _wiring(engine, subscriber.plan.target), _places(engine.model)
+        seen = observe_held(
+            subscriber.plan, look_into(engine.model), reader=subscriber.reader, convert=wiring
+        )
+        known = {id(_parameter(*places[name])) for name in wiring.targets if name in places}
+        extra = tuple(
+            name
+            for name, place in places.items()
+            if place[1] not in _DERIVED and id(_parameter(*place)) not in known
+        )
+        return {"observed": replace(seen, unexpected=extra).to_json(), "error": ""}
+    except Exception as met:  # Reported: raised, it would jam the executor.
+        return {"observed": None, "error": f"{type(met).__name__}: {met}"}
+
+
+def _wiring(engine: Any, checkpoint: Manifest) -> Wiring:
+    """Return the way from the checkpoint to this worker's parameters, by the family's table."""
+    config, parallel = engine.model_config.hf_text_config, engine.parallel_config
+    family, ranks = config.model_type, parallel.tensor_parallel_size
+    heads = getattr(config, "num_key_value_heads", None) or ranks
+    table = checkpoint_to_vllm(
+        family,
+        rank=parallel.rank % ranks,
+        ranks=ranks,
+        kv_copies=max(1, ranks // heads),
+        whole_experts=parallel.enable_expert_parallel,
+    )
+    try:
+        return table.bind(checkpoint)
+    except PlanError:  # Some loaders take fused experts too.
+        return (_UNFUSED + table).bind(checkpoint)
+
+
+def look_into(model: nn.Module) -> Callable[[str], Sequence[Seen] | str]:
+    """Return a function that gives a parameter in all forms that the model computes with. Local."""
+    places = _places(model)
+
+    @lru_cache(4)  # Boxes of one parameter follow each other.
+    def look(name: str) -> Sequence[Seen] | str:
+        if name not in places:
+            return []
+        module, attribute = places[name]
+        held = _parameter(module, attribute).detach()
+        method = type(getattr(module, "quant_method", None)).__name__
+        if attribute.startswith(("w13_", "w2_")):
+            return _experts(module, attribute, held)
+        if method not in _UNPACKED:
+            return f"laid out as {method} does"
+        if hasattr(module, "_cpu_unpacked_conv_weight"):
+            return "packed for convolutions"
+        if name.endswith("kv_b_proj.weight"):
+            return "attention multiplies by matrices made from it"
+        forms = [Seen(HELD, held)] if held.numel() else []
+        users = [m for m in model.modules() if m._parameters.get("weight") is module.weight]
+        return forms + [Seen(MULTIPLIED, w) for m in users if (w := _multiplied(m)) is not None]
+
+    return look
+
+
+def _places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Return the module and the attribute of each parameter; LoRA's wrappers have no name."""
+    return {
+        f"{prefix}.{name}".removeprefix(".").replace(".base_layer.", "."): (module, name)
+        for prefix, module in model.named_modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    }
+
+
+def _parameter(module: nn.Module, name: str) -> Tensor:
+    parameter = module._parameters[name]
+    assert parameter is not None, "it was found there"
+    return parameter
+
+
+def _multiplied(layer: Any) -> Tensor | None:
+    """Return the matrix that a layer's packed kernel multiplies by, None where it has none.
+
+    Exact, since all that is added to an element is zero.
+    """
+    kernel = getattr(layer, "cpu_linear", None)
+    if kernel is None or kernel is nn.functional.linear:
+        return None
+    sizes = "input_size_per_partition", "input_size", "embedding_dim"
+    columns = next(size for name in sizes if (size := getattr(layer, name, None)))
+    dtype = layer.weight.dtype
+    rows = []
+    for start in range(0, columns, _ROWS):
+        unit = torch.zeros(min(_ROWS, columns - start), columns, dtype=dtype)
+        unit.diagonal(start).fill_(1)
+        rows.append(kernel(unit, layer.weight, None))
+    return torch.cat(rows).T
+
+
+def _experts(layer: Any, name: str, held: Tensor) -> Sequence[Seen] | str:
+    """Return the matrices of all experts, unpacked and without padding."""
+    method = layer.quant_method
+    if type(method).__name__ != "UnquantizedFusedMoEMethod":
+        return f"laid out as {type(method).__name__} does"
+    backend = method.unquantized_backend.name
+    if backend in _PLAIN_EXPERTS:
+        return [Seen(HELD, held)]
+    if backend != "CPU":
+        return f"laid out for {backend}"
+    kernel, config = method.moe_kernel.fused_experts, layer.moe_config
+    size, padded = config.intermediate_size_per_partition, kernel._padded_intermediate_size(config)
+    if name.endswith("_weight") and not kernel._use_zentorch:
+        order = _packed_order(tuple(held.shape[1:]), held.dtype, kernel.isa)
+        if order is None:
+            return f"packed for {kernel.isa}, which does more than move elements"
+        unpacked = torch.empty_like(held).view(len(held), -1)
+        unpacked[:, order] = held.view(len(held), -1)
+        held = unpacked.view(held.shape)
+    if padded != size and name.startswith("w13_"):
+        held = torch.cat([held[:, :size], held[:, padded : padded + size]], 1)
+    elif padded != size and name == "w2_weight":
+        held = held[:, :, :size]
+    return [Seen(HELD, held)]
+
+
+@lru_cache(8)
+def _packed_order(shape: tuple[int, int], dtype: torch.dtype, isa: str) -> Tensor | None:
+    """Return the element that each packed one was: what becomes of their numbers, in 16-bit halves.
+
+    None where a packing does not just move them.
+    """
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    numbers = torch.arange(shape[0] * shape[1]).view(1, *shape)
+    bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    found = torch.zeros_like(numbers).view(-1)
+    for shift in (0, 16):
+        half = (numbers >> shift & 0xFFFF).to(bits).view(dtype)
+        found |= (cpu_prepack_moe_weight(half, isa).view(bits).long().view(-1) & 0xFFFF) << shift
+    return found if found.sort().values.equal(numbers.view(-1)) else None

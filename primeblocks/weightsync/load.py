@@ -1,0 +1,83 @@
+"""A `load` for engines that are a module of torch, or named tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import PlanError
+from ..layout import Layout, local_part
+from .manifest import Manifest, NamedTensors, TensorSpec, describe, named_tensors
+from .plan import Plan
+
+__all__ = ["load_into"]
+
+
+def load_into(
+    target: NamedTensors, plan: Plan | Manifest, *, reader: int = 0
+) -> Callable[[Iterable[tuple[str, Tensor]]], None]:
+    """Return a `load` for `Subscriber` that copies each tensor into the one of its name. Local.
+
+    Names, shapes, boxes and dtypes are compared at once, before anything is loaded. Every tensor of
+    either side has to be on the other.
+
+    Args:
+        target: a module (its parameters and persistent buffers), or named tensors. A DTensor gets
+            its own box, if that is what the reader wants.
+        plan: what the `Subscriber` gets; with `convert=`, the targets of the wiring.
+        reader: the number of the reader in the plan.
+
+    Raises:
+        PlanError: they do not fit, or a dtype would lose bits.
+    """
+    if not isinstance(target, nn.Module):
+        target = named_tensors(target)  # Pairs can be read once.
+    held = describe(target)
+    sent = plan if isinstance(plan, Manifest) else _of_reader(plan, reader)
+    missing, more = held.keys() - sent.keys(), sent.keys() - held.keys()
+    if missing or more:
+        raise PlanError(
+            f"{len(missing)} tensors are not in the plan{_first(missing)}, and {len(more)} of it "
+            f"are not here{_first(more)}. Load into named tensors, or plan with a Conversion."
+        )
+    for name, spec in sent.items():
+        if held[name].layout != spec.layout or not _takes(held[name].dtype, spec.dtype):
+            raise PlanError(
+                f"{name!r} is {held[name].dtype} {held[name].layout} here, and {spec.dtype} "
+                f"{spec.layout} in the plan. Plan with describe() of this target."
+            )
+
+    @torch.no_grad()
+    def load(tensors: Iterable[tuple[str, Tensor]]) -> None:
+        places = named_tensors(target)  # A module's may be others at each load.
+        for name, tensor in tensors:
+            place = local_part(places[name]) if name in places else None
+            if place is None or place.shape != tensor.shape:  # copy_ would broadcast.
+                raise PlanError(f"{name!r} is not as it was at load_into(). Call it again.")
+            place.copy_(tensor)
+
+    return load
+
+
+def _of_reader(plan: Plan, reader: int) -> Manifest:
+    plan.check_reader(reader)
+    return Manifest(
+        tuple(
+            (name, TensorSpec(plan.target[name].dtype, Layout(plan.target[name].shape, box)))
+            for name, boxes in plan.wants[reader].items()
+            for box in boxes
+        )
+    )
+
+
+def _takes(held: torch.dtype, sent: torch.dtype) -> bool:
+    """Return whether every value of one dtype is one of the other, too."""
+    floats = held.is_floating_point and sent.is_floating_point
+    return held == sent or (floats and torch.promote_types(held, sent) == held)
+
+
+def _first(names: Iterable[str]) -> str:
+    names = sorted(names)
+    return f" (first {names[0]!r})" if names else ""

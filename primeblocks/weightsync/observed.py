@@ -1,0 +1,238 @@
+"""Digests of what an engine process holds: piece by piece, or in the boxes of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from ..errors import TransferError
+from ..layout import Layout, Shard, local_part
+from .convert.conversion import Wiring
+from .convert.pieces import Piece
+from .digest import as_buffer
+from .manifest import NamedTensors, named_tensors, unwrapped
+from .marker import Digests
+from .plan import Plan
+
+__all__ = [
+    "HELD",
+    "MULTIPLIED",
+    "Form",
+    "Look",
+    "Observed",
+    "Seen",
+    "are_digests",
+    "differing",
+    "digest_as",
+    "digest_form",
+    "digest_tensors",
+    "kept",
+    "observe",
+    "with_aliases",
+]
+
+HELD, MULTIPLIED = "held", "multiplied"
+# A part that is missing from a fused tensor shows where it is longer than two pieces.
+_PIECES, _LEAST_BYTES, _MOST_BYTES = 64, 256, 1 << 16
+
+
+class Seen(NamedTuple):
+    """A tensor in one form that an engine has it in: `HELD`, or as a kernel is `MULTIPLIED` by it.
+
+    What a kernel multiplies by shows but for the sign of zeros and for subnormal numbers.
+    """
+
+    way: str
+    tensor: Tensor
+
+
+Look = Callable[[str], Sequence[Seen] | str]
+"""Returns all forms in which an engine has a parameter, or why it cannot be seen."""
+
+
+class Form(NamedTuple):
+    """A box of a tensor that travels, as an engine has it; without a dtype, `way` says why not."""
+
+    box: Shard
+    way: str
+    dtype: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Digests of what one engine process holds.
+
+    Attributes:
+        forms: for each copy of the plan that this reader wants, in order, its boxes in each form
+            that this process has them in; none of a box that it does not hold.
+        unexpected: parameters that no tensor of the plan leads to.
+    """
+
+    plan: str
+    reader: int
+    forms: tuple[tuple[Form, ...], ...]
+    unexpected: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return values that travel as JSON."""
+        rows = [[[f.box.offsets, f.box.sizes, *f[1:]] for f in row] for row in self.forms]
+        return {**vars(self), "forms": rows}
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Observed:
+        """Return what `to_json` made."""
+        forms = tuple(
+            tuple(Form(Shard(tuple(at), tuple(size)), *rest) for at, size, *rest in row)
+            for row in raw["forms"]
+        )
+        return cls(raw["plan"], raw["reader"], forms, tuple(raw["unexpected"]))
+
+
+def observe(
+    plan: Plan, held: NamedTensors | Look, *, reader: int = 0, convert: Wiring | None = None
+) -> Observed:
+    """Digest what an engine holds, in the boxes that a plan cuts it into. Local; one pass.
+
+    Args:
+        held: the engine's tensors, by the names that `load` gets or that `convert` leads to; or a
+            function that looks one up.
+        convert: the wiring to this process's parameters; boxes without a place are others'.
+
+    Raises:
+        PlanError: the plan has no such reader.
+    """
+    plan.check_reader(reader)
+    extra: tuple[str, ...] = ()
+    if isinstance(held, nn.Module) or not callable(held):
+        held, extra = _look_into(held, plan.wants[reader] if convert is None else convert.targets)
+    forms = []
+    for index in plan.of_reader(reader):
+        for name, box, *_ in plan.buckets[index].copies:
+            if convert is None:
+                pieces = [_in_place(name, plan.wants[reader][name][0])]
+                shapes = {name: pieces[0].target_box.sizes}
+            else:
+                pieces = convert.by_source.get(name, [])
+                shapes = {piece.target: convert.targets[piece.target].shape for piece in pieces}
+            parts = [part for piece in pieces if (part := piece.from_source(box)) is not None]
+            forms.append(
+                tuple(f for part in parts for f in _forms(part, held, shapes[part.target]))
+            )
+    return Observed(plan.fingerprint(), reader, tuple(forms), extra)
+
+
+def digest_tensors(tensors: NamedTensors) -> Digests:
+    """Return, by name, dtype and shape, then an XXH3-64 of each piece of a tensor. Local.
+
+    A tensor has 64 pieces, of 256 bytes at least and 64 KiB at most.
+    """
+    return {
+        name: tuple(_piece_digests(local_part(tensor.detach())))
+        for name, tensor in named_tensors(tensors).items()
+    }
+
+
+def digest_as(tensors: NamedTensors, like: Digests) -> Digests:
+    """Return `digest_tensors` of those that `like` has, each in the dtype that it has there."""
+    all_of, cast = with_aliases(tensors), {}
+    for name in (name for name in like if name in all_of):
+        dtype = getattr(torch, like[name][0].split(" ")[0].removeprefix("torch."), None)
+        if isinstance(dtype, torch.dtype):  # Digests of another kind tell no dtype.
+            cast[name] = all_of[name].detach().to(dtype)
+    return digest_tensors(cast)
+
+
+def are_digests(held: object) -> TypeGuard[Digests]:
+    """Tell whether these are what `digest_tensors` gave, or read from JSON."""
+    rows = held.values() if isinstance(held, Mapping) else ()
+    return bool(rows) and all(
+        isinstance(row, tuple | list) and all(isinstance(one, str) for one in row) for row in rows
+    )
+
+
+def differing(some: Mapping[str, Iterable[str]], other: Mapping[str, Iterable[str]]) -> list[str]:
+    """Return the names whose digests differ, or that only one of both has."""
+    names = dict.fromkeys([*some, *other])
+    return [name for name in names if some.get(name) != other.get(name)]
+
+
+def kept(given: Digests, held: NamedTensors) -> Digests:
+    """Return the digests of what an engine holds.
+
+    Raises:
+        TransferError: a tensor is not the one that `load` was given.
+    """
+    tensors = named_tensors(held)
+    seen = digest_tensors({name: tensors[name] for name in given if name in tensors})
+    if lost := differing(given, seen):
+        some = ", ".join(map(repr, lost[:3]))
+        raise TransferError(
+            f"{len(lost)} of {len(given)} tensors, such as {some}, are not in the "
+            "engine as load was given them"
+        )
+    return seen
+
+
+def digest_form(way: str, tensor: Tensor) -> str:
+    """Return the digest of a tensor's bytes, as they show in this form. Local."""
+    tensor = tensor.detach().cpu().contiguous()
+    if way == MULTIPLIED:
+        tensor = torch.where(tensor.abs() < torch.finfo(tensor.dtype).tiny, 0, tensor)
+    return xxhash.xxh3_64_hexdigest(as_buffer(tensor))
+
+
+def with_aliases(source: NamedTensors) -> dict[str, Tensor]:
+    """Return tensors by name, tied ones of a module under each of their names. Local."""
+    tensors = named_tensors(source)
+    if isinstance(source, nn.Module):
+        owners = dict(source.named_modules())
+        tied = source.named_parameters(remove_duplicate=False)
+        tensors |= {unwrapped(name, owners): one for name, one in tied}
+    return tensors
+
+
+def _piece_digests(tensor: Tensor) -> Iterator[str]:
+    yield f"{tensor.dtype} {tuple(tensor.shape)}"
+    room = as_buffer(tensor.cpu().contiguous())
+    size = max(_LEAST_BYTES, min(_MOST_BYTES, -(-len(room) // _PIECES)))
+    for start in range(0, max(1, len(room)), size):
+        yield xxhash.xxh3_64_hexdigest(room[start : start + size])
+
+
+def _look_into(held: NamedTensors, known: Iterable[str]) -> tuple[Look, tuple[str, ...]]:
+    """Return a way to look up tensors, and the names that are not known, nor tied to one."""
+    tensors = with_aliases(held)
+    places = {tensors[name].data_ptr() for name in known if name in tensors}
+    names = [name for name in named_tensors(held) if name not in set(known)]
+    extra = tuple(name for name in names if tensors[name].data_ptr() not in places)
+
+    def look(name: str) -> Sequence[Seen]:
+        return [Seen(HELD, tensors[name].detach())] if name in tensors else []
+
+    return look, extra
+
+
+def _in_place(name: str, box: Shard) -> Piece:
+    """Return the piece from a box of a tensor to a tensor of the same name that holds it."""
+    inside = Shard((0,) * len(box.sizes), box.sizes)
+    return Piece(name, box, name, inside, tuple(range(len(box.sizes))))
+
+
+def _forms(part: Piece, look: Look, shape: tuple[int, ...]) -> Iterator[Form]:
+    found = look(part.target)
+    if isinstance(found, str):
+        yield Form(part.source_box, found, "", "")
+        return
+    for way, tensor in found:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if tuple(tensor.shape) == shape:
+            view = part.inverse().view(tensor, Layout.whole(shape).shard)
+            yield Form(part.source_box, way, dtype, digest_form(way, view))
+        else:
+            yield Form(part.source_box, f"{tuple(tensor.shape)}, not {shape}", dtype, "")

@@ -1,0 +1,66 @@
+"""Full or delta: by what they cost, within the bounds that were set."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primeblocks.weightsync.pace import Pace, Sent
+
+GIGABYTE = 10**9
+
+
+@st.composite
+def paces(draw):
+    """Any order of versions of any cost; the first is full."""
+    pace = Pace()
+    full_bytes = draw(st.sampled_from([1, 1000, GIGABYTE]))
+    seconds = st.floats(0, 10)
+    for is_delta in [False, *draw(st.lists(st.booleans(), max_size=8))]:
+        size = draw(st.integers(0, full_bytes)) if is_delta else full_bytes
+        apply_s = draw(seconds) if is_delta else 0.0
+        pace = pace.after(Sent(size, draw(seconds), apply_s), is_delta=is_delta)
+    return pace
+
+
+@given(paces(), st.integers(2, 6), st.one_of(st.none(), st.floats(1e6, 1e12)))
+def test_the_sooner_is_chosen_within_the_bounds(pace, full_every, link):
+    wants = pace.wants_delta(full_every=full_every, link_bytes_per_s=link)
+    if pace.deltas + 1 >= full_every or pace.delta_bytes >= pace.full.bytes:
+        assert not wants
+    elif pace.delta is None or pace.fulls >= full_every or pace.full.bytes < GIGABYTE:
+        assert wants
+    else:
+        carry = (lambda one: one.bytes / link) if link else (lambda one: 0)
+        full, delta = (one.seconds + one.apply_s + carry(one) for one in (pace.full, pace.delta))
+        assert wants == (delta <= full)
+
+
+@given(paces(), st.integers(2, 6), st.floats(1e6, 1e12), st.floats(1, 1e3))
+def test_a_slower_link_never_turns_a_delta_into_a_full_version(pace, full_every, link, times):
+    if pace.wants_delta(full_every=full_every, link_bytes_per_s=link):
+        assert pace.wants_delta(full_every=full_every, link_bytes_per_s=link / times)
+
+
+@given(st.data(), st.integers(1, 6), st.sampled_from([1000, GIGABYTE]))
+def test_one_version_of_so_many_is_full_and_one_is_a_delta(data, full_every, full_bytes):
+    """Whatever they cost; the second only where deltas do not grow to a full version."""
+    pace, kinds = Pace(), []
+    for _ in range(40):
+        is_delta = pace.wants_delta(full_every=full_every, link_bytes_per_s=None)
+        seconds = data.draw(st.floats(0, 10))
+        size = full_bytes // 100 if is_delta else full_bytes
+        pace = pace.after(Sent(size, seconds), is_delta=is_delta)
+        kinds.append(is_delta)
+    for start in range(len(kinds) - full_every):
+        assert not all(kinds[start : start + full_every])
+        assert full_every == 1 or any(kinds[start : start + full_every + 1])
+
+
+def test_a_delta_that_takes_longer_is_left_out_until_its_turn():
+    full, delta = Sent(GIGABYTE, 0.1), Sent(GIGABYTE // 100, 0.25, 0.05)
+    pace = Pace().after(full, is_delta=False).after(delta, is_delta=True)
+    memory = [pace.wants_delta(full_every=16, link_bytes_per_s=None)]
+    assert memory == [False]
+    assert pace.wants_delta(full_every=16, link_bytes_per_s=10e9 / 8)
+    # 0.99 GB less against 0.2 s more: worth it below 4.95 GB/s.
+    assert pace.wants_delta(full_every=16, link_bytes_per_s=4.9e9)
+    assert not pace.wants_delta(full_every=16, link_bytes_per_s=5.0e9)

@@ -1,0 +1,229 @@
+"""Recorded reads of loaders, by an oracle that loads the ids of elements."""
+
+from functools import reduce
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from primeblocks.errors import PlanError
+from primeblocks.layout import Shard
+from primeblocks.weightsync import describe, plan_sync
+from primeblocks.weightsync.convert.recorded import Reads, record_reads
+
+
+def ids_of(boxes, shape):
+    grid = torch.arange(prod(shape)).reshape(shape)
+    return [number for box in boxes for number in grid[box.slices].flatten().tolist()]
+
+
+def step_of(draw, shape):
+    """A random step of a loader: what it does, and the shape that it leaves."""
+    dim = draw(st.integers(0, len(shape) - 1))
+    size = shape[dim]
+    kinds = ["transpose", "clone", "cast", "reverse_view", "unsqueeze", "stack", "cat"]
+    kinds += ["narrow", "chunk", "every_second", "unflatten"] if size > 1 else []
+    kinds += ["select", "unbind_stack"] if len(shape) > 1 else []
+    kinds += ["flatten"] if len(shape) > 1 else []
+    kind = draw(st.sampled_from(kinds))
+    if kind == "narrow":
+        start = draw(st.integers(0, size - 1))
+        length = draw(st.integers(1, size - start))
+        return lambda t: t.narrow(dim, start, length)
+    if kind == "chunk":
+        parts = t_chunks(size, draw(st.integers(2, 3)))
+        at = draw(st.integers(0, parts[1] - 1))
+        return lambda t: t.chunk(parts[0], dim)[at]
+    if kind == "every_second":
+        first = draw(st.integers(0, 1))
+        return lambda t: t[(slice(None),) * dim + (slice(first, None, 2),)]
+    if kind == "unflatten":
+        inner = draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0]))
+        return lambda t: t.unflatten(dim, (size // inner, inner))
+    if kind == "select":
+        at = draw(st.integers(0, size - 1))
+        return lambda t: t.select(dim, at)
+    other = draw(st.integers(0, len(shape) - 1))
+    return {
+        "transpose": lambda t: t.transpose(dim, other),
+        "clone": lambda t: t.contiguous().clone(),
+        "cast": lambda t: t.to(torch.float64).to(torch.int64),
+        "reverse_view": lambda t: t.permute(*reversed(range(t.ndim))),
+        "unsqueeze": lambda t: t.unsqueeze(dim),
+        "stack": lambda t: torch.stack([t, torch.full_like(t, -1), t], dim),
+        "cat": lambda t: torch.cat([t, torch.full_like(t, -1)], dim),
+        "unbind_stack": lambda t: torch.stack(t.unbind(dim)[: max(1, size // 2)], other - 1),
+        "flatten": lambda t: t.reshape(-1),
+    }[kind]
+
+
+def t_chunks(size, parts):
+    return parts, len(torch.empty(size).chunk(parts))
+
+
+class Loader(nn.Module):
+    """Copies what its steps make of each source into a parameter, all but a part that it drops."""
+
+    def __init__(self, steps, made):
+        super().__init__()
+        self.steps = steps
+        self.params = nn.ParameterDict(
+            {name: nn.Parameter(torch.full(shape, -7), requires_grad=False) for name, shape in made}
+        )
+
+    def load(self, tensors):
+        for name, tensor in tensors:
+            made = reduce(lambda made, step: step(made), self.steps[name], tensor)
+            if name in self.params:
+                self.params[name].data.copy_(made)
+
+
+@st.composite
+def loads(draw):
+    sources, steps, made = {}, {}, []
+    for name in ("a", "b"):
+        shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+        sources[name] = tensor = torch.arange(prod(shape)).reshape(shape)
+        steps[name] = []
+        for _ in range(draw(st.integers(0, 5))):
+            if tensor.ndim > 5 or tensor.numel() > 3000:
+                break
+            step = step_of(draw, tuple(tensor.shape))
+            steps[name].append(step)
+            tensor = step(tensor)
+            if tensor.numel() == 0:
+                break
+        if draw(st.booleans()) or name == "a":
+            made.append((name, tuple(tensor.shape)))
+    return sources, Loader(steps, made)
+
+
+@given(loads())
+def test_the_boxes_hold_exactly_what_reaches_a_parameter(case):
+    sources, loader = case
+    reads = record_reads(loader.load, describe(sources))
+    assert all((p == -7).all() for p in loader.params.values())
+    loader.load(sources.items())
+    for name, tensor in sources.items():
+        ids = ids_of(reads.boxes.get(name, ()), tensor.shape)
+        arrived = (
+            set(loader.params[name].flatten().tolist()) - {-1} if name in loader.params else set()
+        )
+        assert len(ids) == len(set(ids))
+        assert arrived <= set(ids)
+        if name not in reads.inexact:
+            assert arrived == set(ids)
+
+
+@given(loads())
+def test_a_load_of_these_boxes_alone_is_the_load_of_all(case):
+    sources, loader = case
+    reads = record_reads(loader.load, describe(sources))
+    loader.load(sources.items())
+    whole = {name: param.clone() for name, param in loader.params.items()}
+    loader.load(reads.wiring.move({n: sources[n] for n in reads.boxes}).items())
+    assert all(torch.equal(param, whole[name]) for name, param in loader.params.items())
+
+
+# --- What loaders do besides ---------------------------------------------------------------------
+
+
+def reads_of(step, *, shape=(4, 6), dtype=torch.float32):
+    """What a loader reads that copies `step(tensor)` into a parameter."""
+
+    def load(tensors):
+        ((_, tensor),) = tensors
+        made = step(tensor)
+        nn.Parameter(torch.empty(made.shape)).data.copy_(made)
+
+    reads = record_reads(load, describe({"w": torch.empty(shape, dtype=dtype)}))
+    return [(box.offsets, box.sizes) for box in reads.boxes["w"]], reads.inexact
+
+
+def test_arithmetic_is_followed_element_by_element():
+    assert reads_of(lambda t: (t.float() * 2 + t)[1:3]) == ([((1, 0), (2, 6))], {})
+    assert reads_of(lambda t: (t * torch.ones(6))[:, 2]) == ([((0, 2), (4, 1))], {})
+    assert reads_of(lambda t: t.to("cpu", torch.bfloat16).cpu()[3]) == ([((3, 0), (1, 6))], {})
+
+
+def test_views_of_another_dtype_are_followed():
+    def halves(t):
+        return t.view(torch.uint8)[:, 4:12].view(torch.float32)
+
+    assert reads_of(halves) == ([((0, 1), (4, 2))], {})
+    assert reads_of(lambda t: t.view(torch.uint8)[0, 5:7]) == ([((0, 1), (1, 1))], {})
+
+
+def test_the_parts_of_a_fused_tensor_are_boxes_of_it():
+    def share(t):
+        gate, up = t.unflatten(0, (2, 4)).unbind(0)
+        return torch.cat([gate[2:], up[2:]])
+
+    assert reads_of(share, shape=(8, 3)) == ([((2, 0), (2, 3)), ((6, 0), (2, 3))], {})
+
+
+def test_what_is_no_box_is_read_with_what_lies_between():
+    assert reads_of(lambda t: t.flatten()[:9])[0] == [((0, 0), (2, 6))]
+    boxes, inexact = reads_of(lambda t: t.flatten()[9:14])
+    assert boxes == [((1, 0), (2, 6))]
+    assert inexact == {"w": "what is read are no boxes of it"}
+
+
+def test_an_operation_that_mixes_elements_reads_all_that_it_got():
+    boxes, inexact = reads_of(lambda t: t[1:, :2][torch.tensor([2, 0])][0])
+    assert boxes == [((1, 0), (3, 2))]
+    assert inexact == {"w": "its elements are mixed before some are read"}
+
+
+def test_a_buffer_between_reads_all_that_was_put_into_it():
+    def staged(t):
+        buffer = torch.zeros(4, 2)
+        buffer.copy_(t[:, :2])
+        return buffer[:1]
+
+    assert reads_of(staged)[0] == [((0, 0), (4, 2))]
+
+
+def test_a_loader_that_asks_for_a_value_reads_the_tensor_whole():
+    boxes, inexact = reads_of(lambda t: t[2:] if t[0, 0].item() < 0 else t[:2])
+    assert boxes == [((0, 0), (4, 6))]
+    assert inexact == {"w": "the loader asks for a value of it"}
+    scale = reads_of(lambda t: torch.empty(1).fill_(t.item()), shape=(1,))
+    assert scale == ([((0,), (1,))], {})
+
+
+def test_a_loader_that_fails_without_values_reads_all_whole():
+    def load(tensors):
+        for _, tensor in tensors:
+            tensor.numpy()
+
+    sources = {"a": torch.zeros(3), "b": torch.zeros(2, 2)}
+    reads = record_reads(load, describe(sources))
+    assert reads.wiring.sources == describe(sources)
+    assert reads.bytes == 28
+    assert reads.inexact.keys() == sources.keys()
+    assert reads.inexact["b"].startswith("the loader fails without values, at 'a': ")
+
+
+def test_reads_travel_as_text_and_know_what_a_plan_lacks():
+    checkpoint = describe({"w": torch.zeros(4, 6), "unread": torch.zeros(2)})
+
+    def load(tensors):
+        parameter = torch.zeros(2, 6)
+        for name, tensor in tensors:
+            if name == "w":
+                parameter.copy_(tensor[::3])
+
+    reads = record_reads(load, checkpoint)
+    assert Reads.from_json(reads.to_json(), checkpoint) == reads
+    assert reads.bytes == 48
+    plan = plan_sync([checkpoint], [reads.wiring, checkpoint], bucket_bytes=64)
+    assert plan.read_bytes(0) == 48
+    assert not reads.lacking(plan.wants[0])
+    assert not reads.lacking(plan.wants[1])
+    assert reads.lacking({"w": (Shard((0, 0), (2, 6)),)}) == ["w"]
+    with pytest.raises(PlanError, match="no text of reads"):
+        Reads.from_json("[]", checkpoint)

@@ -1,0 +1,165 @@
+"""A trainer and engines that share a name, and nothing else."""
+
+import os
+import uuid
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from primeblocks import weightsync
+from primeblocks.errors import DeadlineError, PlanError, UnsupportedError, UsageError
+from primeblocks.testing import ranks
+from primeblocks.testing.oracles import assert_same_bits
+from primeblocks.weightsync import SharedMemoryTransport, convert
+from primeblocks.weightsync.transports import FileTransport, GroupTransport
+
+ranks.preload(__name__)
+
+TIMEOUT_S = 30.0
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root acts as another user")
+
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4, bias=False))
+
+
+def _end(kind, where, owner):
+    if kind == "file":
+        return FileTransport(where, owner=owner)
+    return SharedMemoryTransport("policy", owner=owner, root=str(where))
+
+
+def _meet(kind, where):
+    """Two trainer ranks under FSDP2, an engine that comes first, in parts of its own."""
+    rank, trainer = dist.get_rank(), model()
+    group = dist.new_group([0, 1], backend="gloo")
+    if rank == 2:
+        engine = model(seed=1).bfloat16()
+        plan, transport = weightsync.find(_end(kind, where, False), timeout_s=TIMEOUT_S)
+        load = weightsync.load_into(engine, plan)
+        weightsync.Subscriber(plan, load, transport).receive(timeout_s=TIMEOUT_S)
+        wanted = {
+            name: tensor.bfloat16() if tensor.is_floating_point() else tensor
+            for name, tensor in trainer.state_dict().items()
+        }
+        for name, tensor in engine.state_dict().items():
+            assert_same_bits(tensor, wanted[name])
+    else:
+        compiled = torch.compile(
+            fully_shard(trainer, mesh=init_device_mesh("cpu", (2,))), backend="eager"
+        )
+        plan, transport = weightsync.announce(
+            _end(kind, where, rank == 0), compiled, dtype=torch.bfloat16, group=group
+        )
+        publisher = weightsync.Publisher(plan, compiled, transport, group=group)
+        publisher.publish(1, timeout_s=TIMEOUT_S)
+    dist.barrier()
+    transport.close()
+
+
+@pytest.mark.parametrize("kind", ["shared_memory", "file"])
+def test_a_sharded_trainer_and_an_engine_meet(kind, tmp_path):
+    ranks.run(_meet, kind, tmp_path, world_size=3)
+
+
+def test_a_name_alone_is_enough():
+    name, trainer, engine = uuid.uuid4().hex, model(), model(seed=1)
+    plan, sending = weightsync.announce(name, trainer)
+    weightsync.Publisher(plan, trainer, sending).publish(1, timeout_s=TIMEOUT_S)
+    found, receiving = weightsync.find(name, timeout_s=0)
+    assert found == plan
+    load = weightsync.load_into(engine, found)
+    weightsync.Subscriber(found, load, receiving).receive(timeout_s=TIMEOUT_S)
+    assert_same_bits(engine[0].weight.detach(), trainer[0].weight.detach())
+    sending.close()
+    with pytest.raises(DeadlineError, match=f"nobody announced '{name}' in time. Is the trainer"):
+        weightsync.find(name, timeout_s=0)
+
+
+def _stages(where):
+    """Each rank has a layer of its own, and one of both."""
+    rank = dist.get_rank()
+    mine = {"shared": torch.ones(2), f"layer{rank}": torch.full((3,), float(rank))}
+    plan, transport = weightsync.announce(_end("file", where, rank == 0), mine)
+    weightsync.Publisher(plan, mine, transport).publish(1, timeout_s=TIMEOUT_S)
+    dist.barrier()
+    transport.close()
+    return list(plan.target)
+
+
+def test_ranks_may_hold_other_tensors_each_and_the_last_version_is_found_later(tmp_path):
+    assert ranks.run(_stages, tmp_path, world_size=2) == [["shared", "layer0", "layer1"]] * 2
+    plan, transport = weightsync.find(FileTransport(tmp_path), timeout_s=0)
+    held = {name: torch.zeros(spec.shape) for name, spec in plan.target.items()}
+    load = weightsync.load_into(held.items(), plan)
+    weightsync.Subscriber(plan, load, transport).receive(timeout_s=TIMEOUT_S)
+    assert held["layer1"].tolist() == [1.0] * 3
+
+
+def test_converted_names_are_announced(tmp_path):
+    rules = convert.Conversion((convert.rules.rename("a", "b"),))
+    tensors = {"a": torch.ones(2)}
+    wiring = rules.bind(weightsync.describe(tensors))
+    with _end("file", tmp_path, True) as transport:
+        plan, _ = weightsync.announce(transport, tensors, convert=wiring)
+    assert list(plan.target) == ["b"]
+
+
+def test_the_next_owner_announces_anew(tmp_path):
+    for names in (["a"], ["a", "b"]):
+        with pytest.raises(DeadlineError):
+            weightsync.find(_end("shared_memory", tmp_path, False), timeout_s=0)
+        with _end("shared_memory", tmp_path, True) as owner:
+            weightsync.announce(owner, {name: torch.ones(1) for name in names})
+            found, _ = weightsync.find(_end("shared_memory", tmp_path, False), timeout_s=0)
+            assert list(found.target) == names
+            assert owner.to_remove()
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_an_announcement_that_others_could_write_is_not_read(tmp_path):
+    with _end("shared_memory", tmp_path, True) as owner:
+        weightsync.announce(owner, {"a": torch.ones(1)})
+        (note,) = tmp_path.glob("*/announced.json")
+        note.chmod(0o666)
+        with pytest.raises(UsageError, match="mode 666; .*It was not read"):
+            weightsync.find(_end("shared_memory", tmp_path, False), timeout_s=0)
+        note.rename(note.with_name("elsewhere"))
+        note.symlink_to(note.with_name("elsewhere"))
+        with pytest.raises(UsageError, match="is not opened"):
+            weightsync.find(_end("shared_memory", tmp_path, False), timeout_s=0)
+        note.with_name("elsewhere").unlink()
+
+
+@AS_ROOT
+def test_an_announcement_of_another_user_is_named_and_not_read(tmp_path):
+    tmp_path.chmod(0o1777)
+    with _end("shared_memory", tmp_path, True) as owner:
+        weightsync.announce(owner, {"a": torch.ones(1)})
+        (directory,) = tmp_path.iterdir()
+        os.chown(directory, 12345, 12345)
+        with pytest.raises(DeadlineError, match=r"of user \[12345\] is not looked into"):
+            weightsync.find(_end("shared_memory", tmp_path, False), timeout_s=0)
+        os.chown(directory, 0, 0)
+
+
+def test_a_text_that_is_no_plan(tmp_path):
+    with _end("file", tmp_path, True) as owner:
+        owner.announce("{", deadline=0.0)
+        with pytest.raises(PlanError, match="no text of a plan"):
+            weightsync.find(FileTransport(tmp_path), timeout_s=0)
+
+
+def test_a_transport_without_a_place_for_a_plan():
+    transport = object.__new__(GroupTransport)  # Ranks of a group construct it together.
+    for call in (
+        lambda: weightsync.announce(transport, {"a": torch.ones(1)}),
+        lambda: weightsync.find(transport, timeout_s=0),
+    ):
+        with pytest.raises(UnsupportedError, match=r"GroupTransport has no .*plan.to_json\(\)"):
+            call()

@@ -1,0 +1,300 @@
+"""Faults of one tensor, in toy engines of two ranks with fused, stacked and sliced parameters."""
+
+import json
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from primeblocks.errors import PlanError, TransferError, UsageError
+from primeblocks.testing import ranks
+from primeblocks.weightsync import (
+    describe,
+    plan_sync,
+    verify_engine,
+)
+from primeblocks.weightsync.convert import checkpoint_to_vllm
+from primeblocks.weightsync.engines import prove_round_trip
+from primeblocks.weightsync.manifest import gather_manifests
+from primeblocks.weightsync.observed import MULTIPLIED, Observed, Seen, digest_tensors, observe
+
+ranks.preload(__name__)  # With all that it imports.
+
+HIDDEN, VOCAB, EXPERTS, RANKS = 16, 72, 4, 2
+KINDS = ("not sent", "wrong version", "wrong slice", "transposed", "stale after load", "exchanged")
+
+
+def shapes():
+    """A checkpoint of a mixture-of-experts model; its second layer is dense."""
+    square, vector = (HIDDEN, HIDDEN), (HIDDEN,)
+    names = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": vector}
+    for layer in ("model.layers.0", "model.layers.1"):
+        names |= {f"{layer}.self_attn.{part}_proj.weight": square for part in "qkvo"}
+        names |= {f"{layer}.{norm}.weight": vector for norm in ("input_layernorm", "post_norm")}
+        names |= {f"{layer}.self_attn.{part}_norm.weight": (8,) for part in "qk"}
+    dense = ("gate_proj", "up_proj", "down_proj")
+    names |= {f"model.layers.1.mlp.{part}.weight": square for part in dense}
+    names["model.layers.0.mlp.gate.weight"] = (EXPERTS, HIDDEN)
+    for expert in range(EXPERTS):
+        head = f"model.layers.0.mlp.experts.{expert}"
+        names |= {f"{head}.{part}.weight": square for part in dense}
+    return names
+
+
+SHAPES = shapes()
+
+
+def weights(version):
+    torch.manual_seed(version)
+    return {name: torch.randn(shape).bfloat16().float() for name, shape in SHAPES.items()}
+
+
+def wirings():
+    checkpoint = describe(weights(0)).whole(dtype=torch.bfloat16)
+    return [
+        checkpoint_to_vllm("qwen3_moe", rank=rank, ranks=RANKS).bind(checkpoint)
+        for rank in range(RANKS)
+    ]
+
+
+WIRINGS = wirings()
+PLAN = plan_sync([describe(weights(0))], WIRINGS, bucket_bytes=1 << 20)
+
+
+class Engine:
+    """Two ranks that load whole checkpoints, one of them with a fault in one tensor."""
+
+    def __init__(self, kind="", name="", other="", rank=0):
+        self.kind, self.name, self.other, self.rank = kind, name, other, rank
+        self.past = [weights(1000), weights(1001)]
+
+    def load(self, sent):
+        sent = {name: tensor.clone() for name, tensor in sent.items()}
+        self.held = [self._loaded(rank, sent) for rank in range(RANKS)]
+        self.past = [self.past[1], sent]
+
+    def _loaded(self, rank, sent):
+        taken = sent | self._spoiled(sent) if rank == self.rank and self.kind else sent
+        wiring = WIRINGS[rank]
+        held = wiring.move({name: tensor.bfloat16() for name, tensor in taken.items()})
+        if rank == self.rank and self.kind == "stale after load":
+            old, whole = self.past[1][self.name], wiring.sources[self.name].layout.shard
+            for piece in wiring.by_source[self.name]:
+                held[piece.target][piece.target_box.slices] = piece.view(old, whole).bfloat16()
+        return held
+
+    def _spoiled(self, sent):
+        now = sent[self.name]
+        halves = [size // 2 for size in now.shape]
+        return {
+            "not sent": {self.name: self.past[1][self.name]},
+            "wrong version": {self.name: self.past[0][self.name]},
+            "wrong slice": {self.name: now.roll(halves, tuple(range(now.ndim)))},
+            "transposed": {self.name: now.permute(*range(now.ndim)[::-1])},
+            "stale after load": {},
+            "exchanged": {self.name: sent.get(self.other), self.other: now},
+        }[self.kind]
+
+    @property
+    def named(self):
+        return {self.name, self.other} if self.kind == "exchanged" else {self.name}
+
+
+def faults(count):
+    """So many faults, of every kind in turn, each of a tensor that this rank holds a part of."""
+    dice = random.Random(20)
+    for index in range(count):
+        kind, rank = KINDS[index % len(KINDS)], dice.randrange(RANKS)
+        square = [name for name, shape in SHAPES.items() if shape == (HIDDEN, HIDDEN)]
+        name = dice.choice(square if kind == "transposed" else list(SHAPES))
+        alike = [n for n in SHAPES if SHAPES[n] == SHAPES[name] and n != name]
+        if kind == "exchanged" and not alike:
+            name = square[index % len(square)]
+            alike = [n for n in square if n != name]
+        yield Engine(kind, name, dice.choice(alike) if kind == "exchanged" else "", rank)
+
+
+def test_an_engine_with_fused_and_sliced_parameters_is_verified():
+    engine, sent = Engine(), weights(1)
+    engine.load(sent)
+    found = verify_engine(sent, engine.held, into=WIRINGS)
+    assert found.is_proved
+    assert found.tensors == len(SHAPES)
+    found.raise_if_wrong()
+
+
+def test_each_of_200_faults_is_named():
+    met = set()
+    for version, engine in enumerate(faults(200)):
+        engine.load(weights(version))
+        sent = weights(version + 1)
+        engine.load(sent)
+        found = verify_engine(sent, engine.held, into=WIRINGS, plan=PLAN)
+        assert set(found.differing) == engine.named, (engine.kind, engine.name)
+        assert found.wrong == list(found.differing)
+        assert all(f"reader {engine.rank}, [" in where for where in found.differing.values())
+        met.add((engine.kind, engine.name))
+    assert {kind for kind, _ in met} == set(KINDS)
+
+
+def test_each_fault_fails_the_round_trip(full):
+    for engine in faults(200 if full else 48):
+        sent = {name: torch.ones(shape) for name, shape in SHAPES.items()}  # All alike.
+        with pytest.raises(TransferError) as met:
+            prove_round_trip(
+                sent,
+                lambda version, engine=engine, sent=sent: engine.load(sent),
+                lambda engine=engine: engine.held,
+                into=WIRINGS,
+                plan=PLAN,
+                version=0,
+                timeout_s=20,
+            )
+        assert any(repr(name) in str(met.value) for name in engine.named), (engine.kind, met.value)
+        assert all(tensor.eq(1).all() for tensor in sent.values())
+    engine = Engine()
+    prove_round_trip(sent, lambda version: engine.load(sent), lambda: engine.held, into=WIRINGS,
+                     version=0, timeout_s=20)  # fmt: skip
+
+
+@pytest.mark.parametrize("digested", [False, True])
+def test_two_equal_tensors_that_are_exchanged_fail_a_round_trip_without_a_plan(digested):
+    sent, held = {name: torch.zeros(6) for name in ("a", "b", "c")}, {}
+
+    def push(version):
+        held.update(a=sent["b"].clone(), b=sent["a"].clone(), c=sent["c"].half())
+
+    look = (lambda: digest_tensors(held)) if digested else (lambda: held)
+    with pytest.raises(TransferError, match="2 of 3 tensors, such as 'a', are others in the engin"):
+        prove_round_trip(sent, push, look, version=0, timeout_s=20)
+
+
+class Tied(nn.Module):
+    def __init__(self, *, tied=True):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+        self.norm = nn.LayerNorm(4)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+def test_ties_are_followed_on_both_sides():
+    trainer, engine = Tied(), Tied()
+    engine.load_state_dict(trainer.state_dict())
+    assert verify_engine(trainer, engine).is_proved
+    apart = Tied(tied=False)
+    apart.load_state_dict(trainer.state_dict())
+    assert verify_engine(trainer, apart).is_proved
+    with torch.no_grad():
+        apart.head.weight[5, 1] += 1  # What an update that knows one name leaves.
+    assert list(verify_engine(trainer, apart).differing) == ["head.weight"]
+    found = verify_engine(Tied(tied=False), engine)
+    assert list(found.differing) == ["embed.weight", "head.weight"]
+
+
+def test_missing_unexpected_and_reshaped_tensors_are_named():
+    trainer = {"a": torch.ones(2, 3), "b": torch.ones(4), "c": torch.ones(2), "n": torch.ones(1)}
+    engine = {"a": torch.ones(3, 2), "b": torch.ones(4), "d": torch.ones(1)}
+    engine["n"] = torch.ones(1, dtype=torch.int32)
+    found = verify_engine(trainer, lambda: engine)
+    assert found.differing == {"a": "(3, 2), not (2, 3)", "n": "(1, torch.int32), not (1,)"}
+    assert found.missing == {"c": "(2,)"}
+    assert found.unexpected == {"d": "(1,)"}
+    assert not found.is_proved
+    assert [line.split()[:2] for line in found.table().splitlines()[1:]] == [
+        ["differing", "a"], ["differing", "n"], ["missing", "c"], ["unexpected", "d"]
+    ]  # fmt: skip
+    with pytest.raises(TransferError, match="2 differing, such as 'a' .*; 1 missing, such as 'c'"):
+        found.raise_if_wrong()
+
+
+def test_what_an_engine_cannot_show_is_not_proved():
+    sent = weights(1)
+    plan = plan_sync([describe(sent)], WIRINGS, bucket_bytes=64)
+
+    def look(name):
+        return "packed by a kernel" if "w13" in name else [Seen(MULTIPLIED, held[name])]
+
+    seen = []
+    for rank, wiring in enumerate(WIRINGS):
+        held = wiring.move({name: tensor.bfloat16() for name, tensor in sent.items()})
+        one = observe(plan, look, reader=rank, convert=wiring)
+        seen.append(Observed.from_json(json.loads(json.dumps(one.to_json()))))
+    sent["model.norm.weight"][3] = -0.0  # The kernel adds zero to it.
+    found = verify_engine(sent, seen, plan=plan)
+    assert set(found.unobservable) == {n for n in SHAPES if "experts" in n and "down" not in n}
+    assert list(found.differing) == ["model.norm.weight"]
+    assert all("packed by a kernel" in why for why in found.unobservable.values())
+    with pytest.raises(TransferError, match="8 unobservable"):
+        found.raise_if_wrong()
+
+
+def test_digests_alone_tell_names():
+    trainer = {"a": torch.ones(2, 3), "b": torch.ones(4), "c": torch.ones(2)}
+    engine = {"a": torch.ones(2, 3).bfloat16(), "b": torch.zeros(4), "d": torch.ones(1)}
+    told = json.loads(json.dumps(digest_tensors(engine)))
+    found = verify_engine(trainer, told)
+    assert (found.tensors, list(found.differing)) == (2, ["b"])
+    assert (list(found.missing), list(found.unexpected)) == (["c"], ["d"])
+    kept = digest_tensors(engine)
+    assert verify_engine(kept, engine).is_proved
+    engine["a"][1, 2] += 1
+    assert verify_engine(kept, engine).differing == {"a": "torch.bfloat16 (2, 3)"}
+    tied = Tied()
+    assert verify_engine(tied, digest_tensors(tied.state_dict())).is_proved
+    assert verify_engine(tied, digest_tensors(tied)).is_proved
+    compiled = torch.compile(tied, backend="eager")  # Wrapped, and not run.
+    assert verify_engine(compiled, tied.state_dict()).is_proved
+
+
+def test_a_part_that_no_process_has_is_missing():
+    sent, engine = weights(1), Engine()
+    engine.load(sent)
+    whole = plan_sync(
+        [describe(sent)], describe(sent).whole(dtype=torch.bfloat16), bucket_bytes=512
+    )
+    both = [observe(whole, engine.held[rank], convert=WIRINGS[rank]) for rank in range(RANKS)]
+    assert verify_engine(sent, both, plan=whole).is_proved
+    found = verify_engine(sent, both[:1], plan=whole)
+    assert not found.differing
+    assert "model.layers.0.self_attn.q_proj.weight" in found.missing
+    assert "model.norm.weight" not in found.missing
+
+
+def test_what_it_cannot_compare_is_refused():
+    one, other = {"a": torch.ones(2)}, {"b": torch.ones(2)}
+    with pytest.raises(UsageError, match="no name in common"):
+        verify_engine(one, other)
+    with pytest.raises(UsageError, match="2 processes and no plan"):
+        verify_engine(one, [one, one])
+    plan = plan_sync([describe(one)], describe(one), bucket_bytes=64)
+    another = plan_sync([describe(other)], describe(other), bucket_bytes=64)
+    with pytest.raises(PlanError, match="observed by plan"):
+        verify_engine(one, observe(another, other), plan=plan)
+    with pytest.raises(UsageError, match="no rank gave an engine"):
+        verify_engine(one, None, plan=plan)
+
+
+def sharded_body():
+    mesh = init_device_mesh("cpu", (3,))
+    whole = weights(1)
+    parameters = {name: distribute_tensor(t, mesh, [Shard(0)]) for name, t in whole.items()}
+    plan = plan_sync(gather_manifests(describe(parameters)), WIRINGS, bucket_bytes=256)
+    engine = Engine("exchanged", *[f"model.layers.1.mlp.{p}_proj.weight" for p in ("up", "gate")])
+    engine.load(whole)
+    seen = [
+        observe(plan, held, reader=reader, convert=WIRINGS[reader])
+        for reader, held in enumerate(engine.held)
+    ]
+    found = verify_engine(parameters, seen if dist.get_rank() == 1 else None, plan=plan)
+    return found.tensors, sorted(found.differing), bool(found.missing or found.unobservable)
+
+
+def test_shards_of_a_trainer_are_compared_where_they_are():
+    up, gate = (f"model.layers.1.mlp.{part}_proj.weight" for part in ("up", "gate"))
+    wanted = (len(SHAPES), [gate, up], False)
+    assert ranks.run(sharded_body, world_size=3) == [wanted] * 3

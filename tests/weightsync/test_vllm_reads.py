@@ -1,0 +1,100 @@
+"""Recorded reads of vLLM's own loaders: with all else poisoned, they fill the same parameters."""
+
+import importlib.util
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from primeblocks.testing import tiny_models
+from primeblocks.weightsync import describe
+from primeblocks.weightsync.convert.recorded import record_reads
+from tests.engine_job import call
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+RANKS, TIMEOUT_S = 2, 150.0
+SIZES = {"num_layers": 2, "hidden": 128, "num_experts": 4, "top_k": 1, "vocab": 72}
+# Families whose loaders differ, and whether ranks have experts whole.
+FEW = {"glm4_moe": True}
+MORE = {"gpt_oss": False, "mixtral": True, "deepseek_v3": True, "llama": False}
+
+
+@pytest.fixture(scope="module")
+def loads(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reads")
+    families = FEW | (MORE if request.config.getoption("--full") else {})
+    for family in families:
+        tiny_models.save(family, folder / family, **SIZES)
+    return call(_load_on_ranks, folder, families)
+
+
+def _load_on_ranks(folder, families):
+    seen = {}
+    for family, whole_experts in families.items():
+        with multiprocessing.get_context("fork").Pool(RANKS) as pool:
+            tasks = [(folder, family, whole_experts, rank) for rank in range(RANKS)]
+            seen[family] = pool.starmap_async(_load, tasks, chunksize=1).get(TIMEOUT_S)
+        for left in Path("/dev/shm").glob(f"{family}-{os.getpid()}-*"):  # by vLLM
+            left.unlink()
+    return seen
+
+
+def _load(folder, family, whole_experts, rank):
+    """What a rank reads; bytes of it, of its parameters, of all; parameters that then differ."""
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+    from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
+
+    checkpoint = load_file(folder / family / "model.safetensors")
+    config = EngineArgs(
+        str(folder / family),
+        dtype="bfloat16",
+        enforce_eager=True,
+        max_model_len=64,
+        skip_tokenizer_init=True,
+        tensor_parallel_size=RANKS,
+        enable_expert_parallel=whole_experts,
+    ).create_engine_config()
+    os.environ["VLLM_DIST_IDENT"] = f"{family}-{os.getppid()}"  # of memory that ranks share
+    with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
+        init_worker_distributed_environment(config, rank, f"file://{folder}/{family}.meet", rank)
+        model = initialize_model(config)
+        held = dict(model.named_parameters())
+        reads = record_reads(model.load_weights, describe(checkpoint))
+        loaded = []
+        for tensors in (checkpoint, _poisoned(checkpoint, reads.boxes)):
+            for parameter in held.values():
+                parameter.data.fill_(7)
+            # Copies: loaders may write to what they are given.
+            model.load_weights((name, tensor.clone()) for name, tensor in tensors.items())
+            loaded.append({name: parameter.data.clone() for name, parameter in held.items()})
+    whole, boxes = loaded
+    sizes = [sum(t.nbytes for t in each.values()) for each in (whole, checkpoint)]
+    differ = [name for name in whole if not torch.equal(whole[name], boxes[name])]
+    return reads.bytes, *sizes, dict(reads.inexact), differ
+
+
+def _poisoned(checkpoint, boxes):
+    """Tensors that are NaN outside of boxes."""
+    poisoned = {name: torch.full_like(tensor, torch.nan) for name, tensor in checkpoint.items()}
+    for name, each in boxes.items():
+        for box in each:
+            poisoned[name][box.slices] = checkpoint[name][box.slices]
+    return poisoned
+
+
+def test_reads_fill_the_parameters_that_all_weights_fill(loads):
+    for family, ranks in loads.items():
+        for read, parameters, everything, inexact, differ in ranks:
+            assert not differ, family
+            assert not inexact, family
+            assert read <= 1.05 * parameters < 0.7 * everything, family
