@@ -12,9 +12,9 @@ import torch.distributed as dist
 from primeblocks.plugins.vllm import register
 from primeblocks.testing import tiny_models
 from primeblocks.weightsync import Publisher
-from primeblocks.weightsync.marker import Receipt
 from primeblocks.weightsync.adapters import vllm as adapter
 from primeblocks.weightsync.engines.colocated import Colocated, ColocatedEngine
+from primeblocks.weightsync.marker import Receipt
 from primeblocks.weightsync.transports import GroupTransport
 from tests.engine_job import call
 from tests.weightsync.contents import PACKED, packed_end
