@@ -50,8 +50,9 @@ class PackedTransport:
     the tensors in about three buckets of each trainer rank where it reads them in place, else the
     buckets that it wants, twice with `keep`.
 
+    This process's ends of commits and carrier are closed with it.
+
     Args:
-        commits: this process's end. It is closed with the transport, and so is the carrier.
         keep: engines keep what they receive, so that deltas are applied to it and a load that
             fails can be undone after the trainer's end.
     """
