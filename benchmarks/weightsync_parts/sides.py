@@ -19,13 +19,13 @@ from torch import Tensor
 from primeblocks.weightsync import (
     Plan,
     Publisher,
-    Receipt,
     SharedMemoryTransport,
     Subscriber,
     describe,
     plan_sync,
 )
 from primeblocks.weightsync.manifest import Manifest
+from primeblocks.weightsync.marker import Receipt
 
 from .model import tensors
 

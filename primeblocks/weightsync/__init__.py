@@ -13,7 +13,7 @@ from .planner import plan_sync
 from .publish import Publisher
 from .receive import Subscriber
 from .rendezvous import announce, find
-from .transports import SharedMemoryTransport, doctor
+from .transports import SharedMemoryTransport
 from .verify import verify_engine
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "convert",
     "delta",
     "describe",
-    "doctor",
     "engines",
     "find",
     "load_into",

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..errors import CorruptionError, DeadlineError, PlanError, TransferError
 from ..layout import Shard
 from .digest import as_buffer
-from .lease import Lease
+from .lease import FileLease
 from .plan import Copy, Plan
 from .sealed import SealedLease
 
@@ -166,7 +166,7 @@ class BlobFile:
 
     stays, device = True, torch.device("cpu")
 
-    def __init__(self, plan: Plan, lease: Lease, *, start: int) -> None:
+    def __init__(self, plan: Plan, lease: FileLease, *, start: int) -> None:
         self._plan, self._lease, self._start = plan, lease, start
         self.close = lease.close
 

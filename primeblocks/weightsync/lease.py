@@ -1,15 +1,32 @@
-"""Locks on files that end with their process, and a file that a reader holds under one."""
+"""Leases of readers: a lock that ends with its process, and an open file under one."""
 
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import weakref
 from functools import cache
+from typing import Protocol
 
 from ..errors import UnsupportedError
 
-__all__ = ["Hold", "Lease"]
+__all__ = ["FileLease", "Hold", "Lease"]
+
+
+class Lease(Protocol):
+    """A version that its writers leave alone until it is closed, or until a time.
+
+    Attributes:
+        until: the end, by time.monotonic; infinity where it ends with this process.
+    """
+
+    @property
+    def until(self) -> float: ...
+
+    def close(self) -> None:
+        """Let go. Twice is fine."""
+        ...
 
 
 class Hold:
@@ -25,6 +42,8 @@ class Hold:
         BlockingIOError: another one has it.
         UnsupportedError: the file system has no locks.
     """
+
+    until = math.inf
 
     def __init__(self, fd: int, how: int | None) -> None:
         self.fd, self._is_locked = fd, how is not None
@@ -54,7 +73,7 @@ class Hold:
             os.close(fd)
 
 
-class Lease:
+class FileLease:
     """A committed file, open and unchanged by its writers until closed."""
 
     def __init__(self, hold: Hold) -> None:

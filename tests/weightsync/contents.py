@@ -10,10 +10,20 @@ from primeblocks.testing.faults import flip_byte
 from primeblocks.weightsync import Publisher, SharedMemoryTransport, Subscriber
 from primeblocks.weightsync.manifest import Manifest, TensorSpec
 from primeblocks.weightsync.reference import gather_whole, slice_again
-from primeblocks.weightsync.transports import FileTransport, GroupTransport
-from primeblocks.weightsync.transports.ipc import IpcTransport
+from primeblocks.weightsync.transports import (
+    FileTransport,
+    GroupTransport,
+    IpcTransport,
+    ProcessWire,
+    PullTransport,
+    open_transport,
+)
 
-KINDS = ("shared_memory", "file", "ipc", "group")
+# Packed buffers: commits and the carrier.
+PACKED = ("directory-handles", "store-handles", "directory-wire", "store-wire")
+# All readers commit, or none: over a group of theirs, or one that they make over a store.
+TOGETHER = ("group", "joined")
+KINDS = ("shared_memory", "file", *TOGETHER, *PACKED)
 
 
 class Engine:
@@ -51,7 +61,7 @@ def flip_sent(transport, root, version, at):
 
 def as_written(transport, path, version):
     """The bytes of a version in shared memory as the process that wrote them has them."""
-    return transport._commits.writable(version, size_bytes=path.stat().st_size)
+    return transport._versions.writable(version, size_bytes=path.stat().st_size)
 
 
 def random_tensor(dtype, shape, generator):
@@ -89,11 +99,10 @@ def oracle(sources, parts, target):
 def transport_of(kind, where, plan, **group_options):
     """This rank's end of a transport at a folder, or at a store; collective."""
     if kind == "group":
-        store = (
-            dist.FileStore(f"{where}/store") if isinstance(where, str) else dist.TCPStore(*where)
-        )
-        return GroupTransport(store=store, trainers=plan.world_size, **group_options)
+        return GroupTransport(store=store_at(where), trainers=plan.world_size, **group_options)
     owner = dist.get_rank() == 0
+    if kind == "joined":
+        return joined(store_at(where), plan, keep=group_options.get("keep", False))
     made = None
     if owner:
         made = directory(kind, where, owner=True)
@@ -102,11 +111,41 @@ def transport_of(kind, where, plan, **group_options):
 
 
 def directory(kind, where, *, owner):
-    if kind == "ipc":
-        return IpcTransport("policy", owner=owner, root=str(where), keep=True)
+    if kind in PACKED:
+        return packed_end(kind, where, owner=owner, keep=True)
     if kind == "file":
         return FileTransport(f"{where}/blobs", owner=owner)
     return SharedMemoryTransport("policy", owner=owner, root=str(where))
+
+
+def joined(store, plan, *, keep):
+    """Trainer ranks construct it; readers open what rank 0 says."""
+    rank, spec, made = dist.get_rank(), [None], None
+    if rank < plan.world_size:
+        counts = {"trainers": plan.world_size, "readers": len(plan.wants)}
+        made = GroupTransport(store=store, **counts, rank=rank, keep=keep)
+    if rank == 0:
+        spec = [made.spec()]
+    dist.broadcast_object_list(spec, 0)
+    return made or open_transport(spec[0])
+
+
+def packed_end(kind, where, *, wire=None, **options):
+    """One process's end of packed buffers, at a folder or a store."""
+    if wire is None and not kind.endswith("handles"):
+        wire = ProcessWire()
+    if kind.startswith("directory"):
+        return IpcTransport("policy", root=str(where), wire=wire, **options)
+    return PullTransport(store_at(where), wire, **options)
+
+
+def store_at(where):
+    """A store in a folder, or at an address."""
+    return (
+        dist.TCPStore(*where)
+        if isinstance(where, tuple | list)
+        else dist.FileStore(f"{where}/store")
+    )
 
 
 class Side:

@@ -6,9 +6,9 @@ from dataclasses import asdict, replace
 
 import torch
 
-from primeblocks.weightsync import Manifest
 from primeblocks.weightsync.convert import record_reads
 from primeblocks.weightsync.engines.remote import STATE, VERIFY, WorkerState
+from primeblocks.weightsync.manifest import Manifest
 
 
 def hurried_loop():

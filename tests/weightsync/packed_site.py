@@ -1,38 +1,27 @@
-"""A trainer and an engine over each transport that reads trainer ranks' memory."""
+"""A trainer and an engine over packed buffers: each kind of commits with each carrier."""
 
 import importlib.util
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from primeblocks.weightsync import Publisher, Subscriber, describe, plan_sync
-from primeblocks.weightsync.transports.ipc import IpcTransport
-from primeblocks.weightsync.transports.pull import PullTransport
-from tests.weightsync.contents import Engine, same_bytes
-from tests.weightsync.process_wire import ProcessWire
+from tests.weightsync.contents import PACKED, Engine, packed_end, same_bytes
 
 TIMEOUT_S = 10.0
 NEEDS_NIXL = pytest.mark.skipif(
     importlib.util.find_spec("nixl") is None, reason="nixl is not installed; scripts/peers does"
 )
-KINDS = ["ipc", "process", pytest.param("nixl", marks=NEEDS_NIXL)]
-
-
-def wire(kind, *, serves):
-    if kind == "process":
-        return ProcessWire()
-    from primeblocks.weightsync.adapters.nixl import NixlWire
-
-    return NixlWire(serves=serves)
+KINDS = [*PACKED, pytest.param("store-nixl", marks=NEEDS_NIXL)]
 
 
 def end(kind, path, **options):
     """One process's end of a transport at a folder."""
-    if kind == "ipc":
-        return IpcTransport("policy", root=str(path), **options)
-    store = dist.FileStore(f"{path}/store")
-    return PullTransport(store, wire(kind, serves="owner" in options), **options)
+    if kind == "store-nixl":
+        from primeblocks.weightsync.adapters.nixl import NixlWire
+
+        options["wire"] = NixlWire(serves="owner" in options)
+    return packed_end(kind, path, **options)
 
 
 def parameters(value):
@@ -56,9 +45,8 @@ class Site:
         self.reader = end(kind, path, keep=keep)
         self.engine = Engine()
         self.subscriber = Subscriber(self.plan, self.load, self.reader)
-        if kind != "ipc":
-            read, self.reader._wire.read = self.reader._wire.read, self.read
-            self.inner_read = read
+        # Here it holds the version, whatever carries it.
+        self.inner_fetch, self.reader._carrier.fetch = self.reader._carrier.fetch, self.fetch
 
     def trainer(self):
         owner = end(self.kind, self.path, owner=True)
@@ -74,22 +62,18 @@ class Site:
         return self.subscriber.receive(version, timeout_s=timeout_s)
 
     def load(self, tensors):
-        if self.kind == "ipc":  # Here it holds the version: it is read in place.
-            self.reading()
         self.engine(tensors)
 
-    def read(self, reads, *, deadline):
+    def fetch(self, spans, **how):
         self.reading()
-        self.inner_read(reads, deadline=deadline)
+        return self.inner_fetch(spans, **how)
 
     def has(self, version):
         return same_bytes(self.engine.tensors, parameters(version))
 
     def buffer(self, version):
         """The trainer's own, of a version."""
-        if self.kind == "ipc":
-            return self.owner._pool.by_version()[version].buffer
-        return self.owner._full.by_version()[version][0]
+        return self.owner._full.by_version()[version].buffer
 
     def close(self):
         for one in (self.subscriber, self.publisher, self.reader, self.owner):

@@ -8,14 +8,22 @@ import torch.distributed as dist
 
 from primeblocks.errors import PrimeblocksError, TransferError
 from primeblocks.weightsync import plan_sync
-from tests.weightsync.contents import Side, contents, oracle, same_bytes, transport_of
+from tests.weightsync.contents import (
+    KINDS,
+    TOGETHER,
+    Side,
+    contents,
+    oracle,
+    same_bytes,
+    transport_of,
+)
 from tests.weightsync.link_layouts import manifest
 
 TRAINERS, RANKS = 2, 4
 # For a loaded machine. What does not keep to its deadline waits for ever.
 SLACK_S = 30.0
 # Readers of these come and go as they like.
-PULL = ("shared_memory", "file", "ipc")
+PULL = tuple(kind for kind in KINDS if kind not in TOGETHER)
 
 
 def small_sides():

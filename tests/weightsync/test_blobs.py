@@ -121,7 +121,7 @@ def test_a_tensor_that_a_load_keeps_stays_as_it_is(site):
     for version in range(2, 8):
         site.sync(version)
         assert all(tensor.eq(1).all() for tensor in old.values())
-    owned = site.transport._commits._blobs._owned
+    owned = site.transport._versions._blobs._owned
     assert len(owned) == 2
 
 
@@ -178,17 +178,18 @@ def test_a_load_under_inference_mode(site):
 
 def test_a_trainer_rank_that_joins_anew_fails_one_publish(tmp_path):
     with SharedMemoryTransport("policy", owner=True, root=str(tmp_path)) as owner:
-        commits, size = owner._commits, 1000
+        commits, size = owner._versions, 1000
 
         def put(version, writer):
             commits.allocate(version, size_bytes=size)
             try:
-                writer._commits.writable(version, size_bytes=size).fill_(version)
+                writer._versions.writable(version, size_bytes=size).fill_(version)
             except TransferError:
                 commits.abort(version)
                 raise
             commits.commit(
-                Marker.make(run="r", version=version, plan="", base=None, sizes=(), buckets=())
+                Marker.make(run="r", version=version, plan="", base=None, sizes=(), buckets=()),
+                deadline=0.0,
             )
 
         first = SharedMemoryTransport("policy", root=str(tmp_path))
@@ -216,7 +217,7 @@ def test_versions_end_with_a_killed_owner_and_leave_no_memory(tmp_path):
     assert not link.exists()
     reader = SharedMemoryTransport("policy", root=str(tmp_path))
     with pytest.raises(TransferError, match="it has ended, or let go of it"):
-        reader._commits.lease(reader.markers()[0], size_bytes=1000)
+        reader._versions.lease(reader.markers()[0], size_bytes=1000)
     with SharedMemoryTransport("policy", owner=True, root=str(tmp_path)):
         assert not link.is_symlink()
 

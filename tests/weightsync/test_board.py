@@ -255,16 +255,17 @@ class Between(Store):
 @pytest.mark.parametrize("between", ["look and count of a reader", "count and look of the owner"])
 def test_of_an_owner_and_a_reader_at_the_same_time_one_sees_the_other(between):
     store, outcome = Between(), []
-    owner, reader = (StoreCommits(Board(store, "test")) for _ in range(2))
+    owner = StoreCommits(store, owner=True, lease_s=100.0)
+    reader = StoreCommits(store, owner=False)
     start = time.monotonic()
-    owner.take_over(lease_s=100.0, deadline=start + 100)
-    run = owner.read(deadline=start + 100).run
-    marker = Marker.make(run=run, version=1, plan="", sizes=(), buckets=())
+    owner.begin(1, keep=[], deadline=start + 100)
+    marker = Marker.make(run=owner.run, version=1, plan="", sizes=(), buckets=())
     owner.commit(marker, deadline=start + 100)
 
     def retire():
         with suppress(CapacityError):
-            owner.retire([], deadline=start + 100 * (between == "count and look of the owner"))
+            until = start + 100 * (between == "count and look of the owner")
+            owner.begin(2, keep=[], deadline=until)
             outcome.append("retired")
 
     def hold():

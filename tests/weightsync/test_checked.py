@@ -24,7 +24,7 @@ from primeblocks.testing.faults import ManualClock
 from primeblocks.weightsync import Publisher, SharedMemoryTransport, Subscriber, describe, plan_sync
 from primeblocks.weightsync import held as held_module
 from primeblocks.weightsync.held import BlobFile, Boxes, CachingAllocator, chunks_of, copied
-from primeblocks.weightsync.lease import Hold, Lease
+from primeblocks.weightsync.lease import FileLease, Hold
 from primeblocks.weightsync.manifest import Manifest, TensorSpec
 from primeblocks.weightsync.transports import FileTransport, IpcTransport
 from primeblocks.weightsync.transports.packed import places_of_version
@@ -77,7 +77,7 @@ class Site:
     def flip(self, version, at):
         """Change a byte of the weights where they lie; `at` counts from the end."""
         if self.kind == "ipc":
-            buffer = self.transport._pool.by_version()[version].buffer
+            buffer = self.transport._full.by_version()[version].buffer
             (marker,) = [m for m in self.transport.markers() if m.version == version]
             starts, _ = places_of_version(self.plan, marker, 0)
             # Not what is between buckets.
@@ -386,7 +386,7 @@ class memory_file:
         os.write(self.fd, content)
 
     def __enter__(self):
-        self.lease = Lease(Hold(self.fd, None))
+        self.lease = FileLease(Hold(self.fd, None))
         return self.lease
 
     def __exit__(self, *error):

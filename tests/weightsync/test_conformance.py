@@ -1,7 +1,6 @@
 """One suite over every transport: what a sync promises, whatever carries it.
 
-A new transport takes a line in `contents.KINDS`, one in `transport_of`, and one in `PULL` if its
-readers come and go as they like.
+A new transport takes a line in `contents.KINDS` and one in `transport_of`.
 """
 
 import time
@@ -43,6 +42,7 @@ def arrives_body(kind, where):
     receipts = []
     for version in (1, 2, 7):
         receipts.append(small.sync(version))
+        dist.barrier()  # Of three versions the first is retired.
         assert small.holds(version)
         assert receipts[-1].version == version
     if small.is_engine:
@@ -194,9 +194,11 @@ def spec_body(kind, where):
     if kind == "group":
         with pytest.raises(UnsupportedError, match="Construct GroupTransport on each rank"):
             small.transport.spec()
+    elif kind == "joined" and small.rank == 1:
+        with pytest.raises(UnsupportedError, match="rank 0 has the spec"):
+            small.transport.spec()
     else:
         reader = open_transport(small.transport.spec())
-        assert type(reader) is type(small.transport)
         assert reader.spec() == small.transport.spec()
         reader.close()
     dist.barrier()

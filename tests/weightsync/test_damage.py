@@ -11,7 +11,7 @@ import torch.distributed as dist
 from primeblocks.testing import ranks
 from primeblocks.weightsync.held import Blob, pack, packed_views
 from primeblocks.weightsync.transports import group_wire
-from tests.weightsync.contents import KINDS, as_written
+from tests.weightsync.contents import KINDS, PACKED, as_written
 from tests.weightsync.small_sync import PULL, RANKS, Small
 
 ranks.preload(__name__)  # With all that it imports.
@@ -133,7 +133,9 @@ def pull_damaged(small, where, fault):
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("full_every", [1, 4], ids=["full", "delta"])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "ipc"])  # No files of weights.
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if kind not in PACKED]
+)  # No files of weights.
 def test_damage_is_refused_and_the_old_version_is_served(kind, full_every, fault, tmp_path):
     if (kind, full_every, fault) == ("shared_memory", 1, "truncated"):
         pytest.skip("sealed memory keeps its size")

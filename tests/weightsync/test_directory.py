@@ -23,8 +23,7 @@ from primeblocks.errors import (
 from primeblocks.testing import ranks
 from primeblocks.weightsync import Publisher, SharedMemoryTransport, Subscriber, describe, plan_sync
 from primeblocks.weightsync.lease import Hold
-from primeblocks.weightsync.transports import FileTransport
-from primeblocks.weightsync.transports.ipc import IpcTransport
+from primeblocks.weightsync.transports import FileTransport, IpcTransport
 from tests.weightsync.contents import Engine
 
 ranks.preload(__name__)
@@ -35,10 +34,11 @@ AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root acts as anothe
 PRIVATE = {"shared_memory": SharedMemoryTransport, "ipc": IpcTransport}
 
 
+@pytest.mark.parametrize("kind", PRIVATE)
 @pytest.mark.parametrize("name", ["", "a/b", "/dev/shm"])
-def test_a_name_is_one_path_component(name):
+def test_a_name_is_one_path_component(kind, name):
     with pytest.raises(UsageError, match="path component"):
-        SharedMemoryTransport(name)
+        PRIVATE[kind](name)
 
 
 def test_shared_memory_refuses_where_it_cannot_work(monkeypatch, tmp_path):
@@ -158,7 +158,7 @@ def test_nobody_else_can_read_what_is_sent(kind, everybodys):
         published(owner, 1.0, 2.0, full_every=4)
         (folder,) = root.iterdir()
         files = [path for path in folder.iterdir() if path.is_file()]
-        assert any(path.name.endswith(".delta") for path in files)
+        assert any(path.name.endswith((".delta", "rank-0.json")) for path in files)
         assert folder.stat().st_mode & 0o777 == 0o700
         assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
         assert stranger(f"cat {folder}/*").returncode != 0

@@ -20,6 +20,7 @@ from primeblocks.testing import ranks
 from primeblocks.weightsync.marker import Marker
 from primeblocks.weightsync.sealed import SealedLease
 from primeblocks.weightsync.transports import blobs, directory_commits
+from primeblocks.weightsync.transports.blob_versions import BlobVersions
 from primeblocks.weightsync.transports.blobs import DiskBlobs, MemoryBlobs
 from primeblocks.weightsync.transports.directory_commits import DirectoryCommits
 from primeblocks.weightsync.transports.place import DiskPlace, PrivatePlace
@@ -43,9 +44,21 @@ def make(request, tmp_path):
 
 
 def commits_at(path, *, owner=True, durable=False):
-    place = DiskPlace(path / "versions") if durable else PrivatePlace(path, "primeblocks-versions")
+    place = DiskPlace(path / "versions") if durable else PrivatePlace(path, "versions")
     kind = DiskBlobs(None) if durable else MemoryBlobs()
-    return DirectoryCommits(place, kind, owner=owner, durable=durable)
+    return Versions(DirectoryCommits(place, owner=owner, durable=durable), kind, durable=durable)
+
+
+class Versions(BlobVersions):
+    """Blobs with the commits that they lie beside."""
+
+    directory = property(lambda self: self._commits.directory)
+
+    def markers(self):
+        return self._commits.markers()
+
+    def commit(self, marker):
+        super().commit(marker, deadline=0.0)
 
 
 def files(tmp_path):
@@ -86,36 +99,29 @@ def in_lease(lease, size_bytes=SIZE):
     return sorted(set(os.pread(lease.fd, size_bytes + 1, 0)))
 
 
-def test_what_is_committed_is_read_elsewhere(make):
+def test_nothing_is_seen_before_the_commit_and_the_old_version_stays(make):
     owner, writer, reader = make(owner=True), make(owner=False), make(owner=False)
     assert reader.markers() == ()
-    marker = put(owner, 1, 7, writer=writer)
-    assert reader.markers() == (marker,)
-    assert values(reader, marker) == [7]
-
-
-def test_nothing_is_seen_before_the_commit_and_the_old_version_stays(make):
-    owner, reader = make(owner=True), make(owner=False)
-    markers = [put(owner, version, version) for version in (1, 2)]
+    markers = [put(owner, version, version, writer=writer) for version in (1, 2)]
     owner.allocate(3, size_bytes=SIZE)
-    owner.writable(3, size_bytes=SIZE).fill_(99)
+    writer.writable(3, size_bytes=SIZE).fill_(99)
     assert reader.markers() == (markers[1],)
     assert values(reader, markers[1]) == [2]
     owner.abort(3)
     assert reader.markers() == (markers[1],)
-    put(owner, 3, 3)
+    put(owner, 3, 3, writer=writer)
     assert [marker.version for marker in reader.markers()] == [2, 3]
 
 
 def test_a_version_can_be_read_the_moment_it_is_seen(make, monkeypatch):
     owner, reader = make(owner=True), make(owner=False)
-    write, seen = owner._write_commits, []
+    write, seen = owner._commits._write_commits, []
 
     def write_and_look(markers):
         write(markers)
         seen.append(values(reader, reader.markers()[-1]))
 
-    monkeypatch.setattr(owner, "_write_commits", write_and_look)
+    monkeypatch.setattr(owner._commits, "_write_commits", write_and_look)
     put(owner, 1, 5)
     assert seen == [[5]]
 
@@ -192,16 +198,6 @@ def test_broken_commits_are_refused(make, tmp_path, content):
     next(tmp_path.rglob("commits.json")).write_bytes(content)
     with pytest.raises(CorruptionError):
         owner.markers()
-
-
-def test_only_the_owner_begins_and_commits(make):
-    owner, other = make(owner=True), make(owner=False)
-    with pytest.raises(UsageError, match="owner=True"):
-        other.allocate(1, size_bytes=SIZE)
-    with pytest.raises(UsageError, match="owner=True"):
-        other.abort(1)
-    with pytest.raises(UsageError, match="not begun"):
-        owner.commit(marker_of(1))
 
 
 def test_one_owner_at_a_time(make):
@@ -345,7 +341,7 @@ def test_a_commit_that_is_seen_stays_though_it_was_reported_to_fail(tmp_path, mo
         owner.allocate(1, size_bytes=SIZE)
         with monkeypatch.context() as patch:
             patch.setattr(
-                directory_commits, "_fsync", Mock(side_effect=OSError(errno.EIO, "I/O error"))
+                directory_commits, "fsync", Mock(side_effect=OSError(errno.EIO, "I/O error"))
             )
             with pytest.raises(OSError, match="I/O error"):
                 owner.commit(marker_of(1))

@@ -1,7 +1,11 @@
-"""What is left in shared memory, and what is in use."""
+"""What is found in shared memory, and what is removed: the dead's alone."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
+import pytest
 import torch
 
 from primeblocks.testing import ranks
@@ -12,45 +16,69 @@ from primeblocks.weightsync import (
     doctor,
     plan_sync,
 )
-from tests.weightsync.test_directory import AS_ROOT, STRANGER
+from primeblocks.weightsync.transports import IpcTransport
 
 ranks.preload(__name__)
 
-
-def _publish(where, name):
-    weights = {"w": torch.zeros(1000)}
-    source = describe(weights)
-    plan = plan_sync([source], source.whole())
-    transport = SharedMemoryTransport(name, owner=True, root=str(where))
-    Publisher(plan, weights, transport).publish(1, timeout_s=20)
-    return transport
+MAKES = {"shared_memory": SharedMemoryTransport, "ipc": IpcTransport}
+ELEMENTS = 1000
 
 
-def _killed(where):
-    kept = _publish(where, "dead")
+def published(kind, name, root):
+    weights = {"w": torch.zeros(ELEMENTS)}
+    plan = plan_sync([describe(weights)], describe(weights), bucket_bytes=8192)
+    owner = MAKES[kind](name, owner=True, root=root)
+    Publisher(plan, weights, owner).publish(1, timeout_s=20)
+    return owner
+
+
+def dies(kind, root):
+    owner = published(kind, "dead", root)
     ranks.kill(0)
-    kept.close()
+    owner.close()
 
 
-def test_the_dead_are_removed_and_the_living_listed(tmp_path):
-    ranks.run(_killed, tmp_path, world_size=1)
-    (dead,) = tmp_path.iterdir()
-    (one,) = doctor(str(tmp_path))
-    assert (one.path, one.user, one.removed) == (dead, os.geteuid(), True)
-    assert not list(tmp_path.iterdir())
-    with _publish(tmp_path, "alive"):
-        (alive,) = tmp_path.iterdir()
-        (one,) = doctor(str(tmp_path))
-        assert (one.path, one.removed) == (alive, False)
-        assert one.bytes > 4000
-        assert alive.is_dir()
-    assert doctor(str(tmp_path)) == doctor(str(tmp_path / "none")) == ()
+def states(root):
+    return {
+        found.path.name.rpartition("-")[0]: found.state
+        for found in doctor.examine(root)
+        if found.path.parent == Path(root)
+    }
 
 
-@AS_ROOT
-def test_another_users_is_listed_and_kept(tmp_path):
-    theirs = tmp_path / f"primeblocks-policy-{'0' * 16}"
-    theirs.mkdir(mode=0o700)
-    os.chown(theirs, STRANGER, STRANGER)
-    assert doctor(str(tmp_path)) == ((theirs, 0, STRANGER, False),)
-    assert theirs.is_dir()
+@pytest.mark.parametrize("kind", MAKES)
+def test_what_the_dead_left_is_told_from_what_is_in_use(kind, tmp_path):
+    root, prefix = str(tmp_path), "primeblocks-ipc-" if kind == "ipc" else "primeblocks-"
+    with published(kind, "living", root) as living:
+        ranks.run(dies, kind, root, world_size=1)
+        (tmp_path / "vllm_offload_1.mmap").write_bytes(bytes(64))
+        (tmp_path / "vllm_offload_1.mmap").chmod(0o600)
+        (tmp_path / f"primeblocks-planted-{'0' * 16}").symlink_to("/etc")
+        if os.geteuid() == 0:
+            (tmp_path / f"primeblocks-x-{'1' * 16}").mkdir(mode=0o700)
+            os.chown(tmp_path / f"primeblocks-x-{'1' * 16}", 12345, 12345)
+        before = states(root)
+        theirs = dict.fromkeys(["primeblocks-planted", "primeblocks-x"], "another user's")
+        if os.geteuid():
+            del theirs["primeblocks-x"]
+        found = {f"{prefix}living": "in use", f"{prefix}dead": "left", "": "vLLM's", **theirs}
+        assert before == found
+        memory = [one for one in doctor.examine(root) if one.path.parts[1] == "proc"]
+        mine = [one for one in memory if one.path.parts[2] == str(os.getpid())]
+        assert any(one.bytes >= 4 * ELEMENTS and one.state == "in use" for one in mine)
+        said = subprocess.check_output(
+            [sys.executable, "-m", "primeblocks.weightsync.doctor", "--clean", "--root", root],
+            text=True,
+            timeout=120,
+        )
+        assert f"removed {tmp_path}/{prefix}dead-" in said
+        assert said.count("removed") == 1
+        del found[f"{prefix}dead"]
+        assert states(root) == found
+        assert doctor.clean(root) == []
+        assert [marker.version for marker in living.markers()] == [1]
+
+
+def test_where_nothing_is_nothing_is_said(tmp_path):
+    assert states(str(tmp_path)) == states(str(tmp_path / "none")) == {}
+    assert doctor.clean(str(tmp_path / "none")) == []

@@ -87,7 +87,7 @@ def test_a_trainer_dies_and_another_takes_over(kind, tmp_path):
 
 
 def engine_dies(kind, path, plan, weights, group, other):
-    lease = {} if kind == "ipc" else {"lease_s": 1.5}
+    lease = {} if kind.startswith("directory") else {"lease_s": 1.5}
     if dist.get_rank() == 1:
         dist.barrier()
         transport = end(kind, path)
@@ -96,8 +96,7 @@ def engine_dies(kind, path, plan, weights, group, other):
             ranks.tell("reading")
             time.sleep(60)
 
-        if kind != "ipc":
-            transport._wire.read = hang
+        transport._carrier.fetch = hang
         Subscriber(plan, hang, transport).receive(timeout_s=TIMEOUT_S)
     transport = end(kind, path, owner=True, **lease)
     publisher = Publisher(plan, weights, transport, group=group)

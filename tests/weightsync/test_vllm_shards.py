@@ -10,7 +10,6 @@ from primeblocks.errors import PlanError
 from primeblocks.plugins.vllm import register
 from primeblocks.testing import tiny_models
 from primeblocks.weightsync import (
-    FileTransport,
     Publisher,
     SharedMemoryTransport,
     Subscriber,
@@ -19,7 +18,7 @@ from primeblocks.weightsync import (
     plan_sync,
 )
 from primeblocks.weightsync.adapters import vllm as adapter
-from primeblocks.weightsync.transports import IpcTransport
+from primeblocks.weightsync.transports import FileTransport, IpcTransport
 from tests.engine_job import call
 from tests.weightsync.vllm_site import ENGINE, SIZES, TIMEOUT_S, Requests, spans_of
 

@@ -2,16 +2,22 @@
 
 import gc
 import importlib.util
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from primeblocks.plugins.vllm import register
 from primeblocks.testing import tiny_models
+from primeblocks.weightsync import Publisher
 from primeblocks.weightsync.adapters import vllm as adapter
 from primeblocks.weightsync.engines.colocated import Colocated, ColocatedEngine
+from primeblocks.weightsync.marker import Receipt
+from primeblocks.weightsync.transports import GroupTransport
 from tests.engine_job import call
+from tests.weightsync.contents import PACKED, packed_end
 from tests.weightsync.vllm_site import ENGINE, TIMEOUT_S, Trainer, error_of, greedy
 
 pytestmark = [
@@ -84,7 +90,39 @@ def _updated(llm, trainer):
 
     late = first.__class__(9, first.bytes, 0.0, first.digest)
     saw["never_committed"] = error_of(update, late, 0.2)
+    saw["joined"] = list(_joined(llm, trainer))
+    saw["over"] = {kind: _over(kind, llm, trainer, seed) for seed, kind in enumerate(PACKED, 1)}
     return saw
+
+
+def _over(kind, llm, trainer, seed):
+    """The engine attached over packed buffers, which its worker opens from their spec."""
+    folder, before = trainer.root / kind, trainer.publisher
+    folder.mkdir()
+    with packed_end(kind, folder, owner=True) as transport:
+        trainer.publisher = Publisher(trainer.plan, trainer.model, transport)
+        receipt = trainer.publish(5, seed=seed % 2)
+        adapter.attach_llm(llm, trainer.plan, transport)
+        adapter.update_llm(llm, receipt, timeout_s=TIMEOUT_S)
+    trainer.publisher = before
+    return greedy(llm), llm.get_weight_version()
+
+
+def _joined(llm, trainer):
+    """The engine's worker as a reader of a group: it asks while the trainer publishes."""
+    store, before = dist.FileStore(str(trainer.root / "store")), trainer.publisher
+    with (
+        GroupTransport(store=store, trainers=1, readers=1, rank=0) as transport,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        trainer.publisher = Publisher(trainer.plan, trainer.model, transport)
+        adapter.attach_llm(llm, trainer.plan, transport)
+        for version, seed in ((5, 1), (6, 0)):
+            sent = pool.submit(trainer.publish, version, seed=seed)
+            adapter.update_llm(llm, Receipt(version, 0, 0.0, ""), timeout_s=TIMEOUT_S)
+            assert sent.result().version == version
+            yield greedy(llm), llm.get_weight_version()
+    trainer.publisher = before
 
 
 def _cut_short(tensors):
@@ -151,6 +189,13 @@ def test_a_load_that_breaks_goes_back(offline):
     assert kind == "TransferError"
     assert "out of memory. Version 1 was loaded again" in message
     assert offline["after_broken"] == (offline["fresh"], "1")
+
+
+def test_a_worker_reads_over_every_carrier(offline):
+    fresh, start = (offline["fresh"], "5"), (offline["start"], "5")
+    assert offline["joined"] == [(offline["fresh"], "5"), (offline["start"], "6")]
+    assert [*offline["over"]] == [*PACKED]
+    assert [*offline["over"].values()] == [fresh, start] * 2
 
 
 def test_a_parameter_without_new_values_is_noticed(offline):

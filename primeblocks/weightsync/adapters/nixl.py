@@ -3,7 +3,7 @@
     transport = PullTransport(store, NixlWire(serves=True), owner=rank == 0)   # on trainer ranks
     transport = PullTransport(store, NixlWire(serves=False))                   # in engines
 
-It cannot be opened by name. UCX chooses its own transports (UCX_TLS):
+UCX chooses its own transports (UCX_TLS):
 `tcp,shm,self,sysv,posix` is all that a machine without RDMA and GPU has.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import DeadlineError, MissingPackageError, TransferError
-from ..transports.wire import Read
+from ..transports.carrier import Read
 
 try:
     from nixl._api import nixl_agent, nixl_agent_config
@@ -59,10 +59,14 @@ class NixlWire:
             self._agent: Any = nixl_agent(name, config)
         if backend not in self._agent.backends:
             raise TransferError(f"NIXL has no backend {backend}: {self._agent.get_plugin_list()}")
-        self._name = name
+        self._name, self._backend = name, backend
         self._shared: dict[int, tuple[Tensor, Any]] = {}
         # Of each other agent, by token: what this one knows of its buffers.
         self._known: dict[str, dict[str, range]] = {}
+
+    def spec(self) -> dict[str, Any]:
+        """Return what opens the reading end in another process."""
+        return {"kind": "nixl", "backend": self._backend}
 
     def share(self, buffer: Tensor) -> dict[str, Any]:
         """Register a buffer, and return what others need to read from it."""

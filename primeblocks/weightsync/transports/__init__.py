@@ -1,14 +1,13 @@
 """Ways for versions to travel from trainer ranks to readers."""
 
+from .carrier import Read, Wire
 from .directory import FileTransport, SharedMemoryTransport
-from .doctor import Found, doctor
 from .group import GroupTransport
-from .ipc import IpcTransport
 from .open import open_transport
-from .pull import PullTransport
+from .packed_transport import IpcTransport, PackedTransport, PullTransport
+from .process_wire import ProcessWire
 from .rounds import Estimate, estimate
 from .transport import Transport
-from .wire import Read, Wire
 
 __all__ = [
     "Estimate",
@@ -16,12 +15,13 @@ __all__ = [
     "Found",
     "GroupTransport",
     "IpcTransport",
+    "PackedTransport",
+    "ProcessWire",
     "PullTransport",
     "Read",
     "SharedMemoryTransport",
     "Transport",
     "Wire",
-    "doctor",
     "estimate",
     "open_transport",
 ]

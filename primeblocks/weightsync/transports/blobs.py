@@ -19,11 +19,11 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from ...errors import CorruptionError, TransferError, UsageError
-from ..lease import Hold, Lease
+from ..lease import FileLease, Hold
 from ..sealed import SealedLease
 from .mappings import FileId, Mappings, file_id
 from .memory_file import allocate, is_sealed, open_of, seal
-from .place import open_own
+from .own_files import open_own
 
 __all__ = ["Blobs", "DiskBlobs", "MemoryBlobs"]
 
@@ -65,7 +65,7 @@ class Blobs(Protocol):
         """Owner: remove one that was not finished; a rank that hangs may still write to it."""
         ...
 
-    def lease(self, path: Path, size_bytes: int) -> Lease | SealedLease:
+    def lease(self, path: Path, size_bytes: int) -> FileLease | SealedLease:
         """Reader: hold one that was finished.
 
         Raises:
@@ -119,8 +119,8 @@ class DiskBlobs:
 
     abort = drop
 
-    def lease(self, path: Path, size_bytes: int) -> Lease:
-        lease = Lease(Hold(open_own(path, os.O_RDONLY, user=self._user), None))
+    def lease(self, path: Path, size_bytes: int) -> FileLease:
+        lease = FileLease(Hold(open_own(path, os.O_RDONLY, user=self._user), None))
         size = os.fstat(lease.fd).st_size
         if size != size_bytes:
             lease.close()

@@ -1,21 +1,24 @@
-"""A torch Store with deadlines, in which ranks of a process group leave each other notes."""
+"""A torch Store with deadlines, in which processes leave each other notes."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from ...errors import TransferError
+from ...errors import TransferError, UnsupportedError
 
-__all__ = ["Board"]
+__all__ = ["Board", "open_store", "store_spec"]
 
 _LOOK_S = 0.005
 # A late call, to abort for example, still has this long; nothing else goes on after a deadline.
 _GRACE_S = 1.0
+_OPEN_S = 30.0
 
 
 class Board:
@@ -89,6 +92,10 @@ class Board:
         found = self.read_any([key], deadline=deadline)
         return None if found is None else found[1]
 
+    def wait_for(self, work: Callable[[], object], *, deadline: float) -> None:
+        """Do work that waits in the store."""
+        self._call(lambda: work() or True, deadline)
+
     def _key(self, key: str) -> str:
         return f"{self._prefix}/{key}"
 
@@ -118,3 +125,45 @@ class Board:
             self._hanging = thread
             raise late
         return answers[0]
+
+
+def store_spec(store: dist.Store) -> dict[str, Any]:
+    """Return what `open_store` needs in another process. JSON-able.
+
+    Raises:
+        UnsupportedError: it lives in this process, or does not say where it is.
+    """
+    match store:
+        case dist.FileStore():
+            path: str = store.path  # type: ignore[attr-defined]  # Its stub lacks it.
+            return {"kind": "file", "path": os.path.abspath(path)}
+        case dist.TCPStore():
+            return {"kind": "tcp", "host": store.host, "port": store.port}
+    raise UnsupportedError(
+        f"a {type(store).__name__} cannot be opened in another process. Pass a TCPStore, or a "
+        "FileStore on a disk that all share."
+    )
+
+
+def open_store(spec: Mapping[str, Any]) -> dist.Store:
+    """Open the store whose `store_spec` this is.
+
+    Raises:
+        TransferError: it does not answer.
+    """
+    if spec["kind"] == "file":
+        return dist.FileStore(spec["path"])
+    try:
+        return dist.TCPStore(
+            spec["host"],
+            spec["port"],
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=_OPEN_S),
+        )
+    except RuntimeError as error:
+        text = str(error).splitlines()[0][:200]
+        raise TransferError(
+            f"no store answers at {spec['host']}:{spec['port']}: {text}. Host it where engines "
+            "reach it, under a name that they know."
+        ) from error

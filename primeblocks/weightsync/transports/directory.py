@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -12,21 +10,20 @@ from typing import Any, Self
 
 import torch
 
-from ...errors import DeadlineError, UsageError
+from ...errors import UsageError
 from ..held import Blob, BlobFile, Held, Lent, Sealed
 from ..marker import Marker
 from ..plan import Plan
 from ..sealed import SealedLease
-from .blobs import DiskBlobs, MemoryBlobs
+from .blob_versions import BlobVersions
+from .blobs import Blobs, DiskBlobs, MemoryBlobs
 from .directory_commits import DirectoryCommits
 from .place import DiskPlace, Place, private_place, sweep
 from .safetensors_header import header
 from .transport import Begun, Incoming, Outgoing, Request
-from .waiting import await_versions
+from .versions import await_announced, await_versions
 
 __all__ = ["DirectoryTransport", "FileTransport", "SharedMemoryTransport"]
-
-_LOOK_S = 0.002
 
 
 class DirectoryTransport:
@@ -37,8 +34,12 @@ class DirectoryTransport:
     one before it until the next is begun.
     """
 
-    def __init__(self, spec: dict[str, Any], place: Place, commits: DirectoryCommits) -> None:
-        self._spec, self._place, self._commits = spec, place, commits
+    def __init__(
+        self, spec: dict[str, Any], place: Place, blobs: Blobs, *, owner: bool, durable: bool
+    ) -> None:
+        self._spec = spec
+        self._commits = DirectoryCommits(place, owner=owner, durable=durable)
+        self._versions = BlobVersions(self._commits, blobs, durable=durable)
         self._head: tuple[Plan, bytes] | None = None
 
     def spec(self) -> dict[str, Any]:
@@ -51,9 +52,9 @@ class DirectoryTransport:
         size_bytes = len(head) + plan.blob_bytes
         if base not in [marker.version for marker in self.markers()[-1:]]:
             base = None  # Another publisher came between, or it is not kept.
-        self._commits.allocate(version, size_bytes=size_bytes, delta=base is not None)
+        self._versions.allocate(version, size_bytes=size_bytes, delta=base is not None)
         if base is None:
-            blob = self._commits.writable(version, size_bytes=size_bytes)
+            blob = self._versions.writable(version, size_bytes=size_bytes)
             blob[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         return Begun(self._commits.run, base)
 
@@ -63,21 +64,21 @@ class DirectoryTransport:
         mine = plan.of_rank(outgoing.rank)
         if outgoing.base is not None:
             payloads = (outgoing.payload(index) for index in mine)
-            self._commits.write_part(version, outgoing.rank, payloads)
+            self._versions.write_part(version, outgoing.rank, payloads)
             return
         start = len(self._header(plan))
-        blob = self._commits.writable(version, size_bytes=start + plan.blob_bytes)
+        blob = self._versions.writable(version, size_bytes=start + plan.blob_bytes)
         held = Blob(plan, blob[start:])
         outgoing.fill_all((index, held.views(index)) for index in mine)
-        self._commits.flush(version)
+        self._versions.flush(version)
 
     def commit(self, marker: Marker, *, deadline: float) -> None:
         """Owner: make a version visible, atomically."""
-        self._commits.commit(marker)
+        self._versions.commit(marker, deadline=deadline)
 
     def abort(self, version: int) -> None:
         """Owner: drop a version that was begun and not committed, if there is one."""
-        self._commits.abort(version)
+        self._versions.abort(version)
 
     def markers(self) -> tuple[Marker, ...]:
         """Return the committed versions, oldest first."""
@@ -89,31 +90,23 @@ class DirectoryTransport:
         Raises:
             UsageError: a file there belongs to another user, or others may write to it.
         """
-        chain = await_versions(self.markers, request, every_s=_LOOK_S, hint=self._place.others)
+        commits = self._commits
+        chain = await_versions(self.markers, request, every_s=commits.look_s, hint=commits.hint)
         start = len(self._header(request.plan))
-        return [_DirectoryIncoming(self._commits, request.plan, marker, start) for marker in chain]
+        return [_DirectoryIncoming(self._versions, request.plan, marker, start) for marker in chain]
 
     def announce(self, text: str, *, deadline: float) -> None:
-        """Owner: leave a text for those who find this transport by its name or path."""
-        self._commits.announce(text)
+        """Owner: leave a text for those who find this transport."""
+        self._commits.announce(text, deadline=deadline)
 
     def announced(self, *, deadline: float) -> str:
-        """Wait for what the owner announced; look every 2 ms.
+        """Wait for what the owner announced.
 
         Raises:
             DeadlineError: there was no owner, or it announced nothing.
             UsageError: a file there belongs to another user, or others may write to it.
         """
-        never = threading.Event()
-        while (text := self._commits.announced()) is None:
-            if time.monotonic() >= deadline:
-                where = self._spec.get("name", self._spec.get("path"))
-                raise DeadlineError(
-                    f"nobody announced {where!r} in time. Is the trainer running, under that "
-                    f"name?{self._place.others()}"
-                )
-            never.wait(_LOOK_S)
-        return text
+        return await_announced(self._commits, deadline=deadline)
 
     def to_remove(self) -> tuple[Path, ...]:
         """Owner: return the files that `close` removes; it made them all. No others are touched."""
@@ -121,7 +114,7 @@ class DirectoryTransport:
 
     def close(self) -> None:
         """Let go. The owner removes the files of `to_remove`; twice is fine."""
-        self._commits.close()
+        self._versions.close()
 
     def _header(self, plan: Plan) -> bytes:
         if self._head is None or self._head[0] is not plan:
@@ -169,8 +162,7 @@ class SharedMemoryTransport(DirectoryTransport):
     def __init__(self, name: str, *, owner: bool = False, root: str = "/dev/shm") -> None:
         place = private_place(name, root, prefix="primeblocks")
         spec = {"kind": "shared_memory", "name": name, "root": root}
-        commits = DirectoryCommits(place, MemoryBlobs(), owner=owner, durable=False)
-        super().__init__(spec, place, commits)
+        super().__init__(spec, place, MemoryBlobs(), owner=owner, durable=False)
 
     @staticmethod
     def sweep(root: str = "/dev/shm") -> list[Path]:
@@ -206,23 +198,22 @@ class FileTransport(DirectoryTransport):
     def __init__(self, path: str | Path, *, owner: bool = False, user: int | None = None) -> None:
         if "\0" in str(path):
             raise UsageError(f"{str(path)!r} is no path")
-        spec = {"kind": "file", "path": str(Path(path).absolute()), "user": user}
         place = DiskPlace(Path(path).absolute(), user=user)
         super().__init__(
-            spec, place, DirectoryCommits(place, DiskBlobs(user), owner=owner, durable=True)
+            {"kind": "file", **place.spec()}, place, DiskBlobs(user), owner=owner, durable=True
         )
 
 
 class _DirectoryIncoming:
     """A committed version in a directory. Its tensors start at byte `start` of its file."""
 
-    def __init__(self, commits: DirectoryCommits, plan: Plan, marker: Marker, start: int) -> None:
+    def __init__(self, blobs: BlobVersions, plan: Plan, marker: Marker, start: int) -> None:
         self.marker = marker
-        self._commits, self._plan, self._start = commits, plan, start
+        self._versions, self._plan, self._start = blobs, plan, start
 
     def whole(self) -> Held | Lent:
         size_bytes = self._start + self._plan.blob_bytes
-        lease = self._commits.lease(self.marker, size_bytes=size_bytes)
+        lease = self._versions.lease(self.marker, size_bytes=size_bytes)
         if isinstance(lease, SealedLease):
             return Sealed(self._plan, lease, start=self._start)
         return BlobFile(self._plan, lease, start=self._start)
@@ -230,7 +221,7 @@ class _DirectoryIncoming:
     def payload(self, index: int) -> memoryview:
         rank = self._plan.buckets[index].rank
         size = self.marker.sizes[index]
-        return self._commits.read_part(self.marker.version, rank, self._places[index], size)
+        return self._versions.read_part(self.marker.version, rank, self._places[index], size)
 
     def settle(self, error: str, *, deadline: float) -> None:
         """Do nothing: what is committed stands, whoever reads it."""

@@ -1,43 +1,45 @@
-"""Versioned blobs as files in one directory: allocate, write, commit, lease, retire."""
+"""`Commits` as small files in a directory; locks that end with their process are the leases."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
+import threading
+import time
 import weakref
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
-
-from jaxtyping import UInt8
-from torch import Tensor
+from typing import Any
 
 from ...errors import CapacityError, ClosedError, CorruptionError, TransferError, UsageError
-from ..lease import Lease
+from ..lease import Hold
 from ..marker import Marker
-from ..sealed import SealedLease
-from .blobs import Blobs
-from .place import Owned, Place, open_own, removable, remove
+from .own_files import open_own, removable, remove
+from .place import Owned, Place
+from .versions import chain_to
 
-__all__ = ["DirectoryCommits"]
+__all__ = ["DirectoryCommits", "fsync", "last_chain"]
 
 _COMMITS = "commits.json"
 _ANNOUNCED = "announced.json"
 
 
 class DirectoryCommits:
-    """The state of a directory transport.
+    """A record of all markers in one file; a lock file a version, which its readers lock.
 
     Args:
-        blobs: the buffers of full versions.
         durable: fsync before a commit, and leave the last version at the end.
     """
 
-    def __init__(self, place: Place, blobs: Blobs, *, owner: bool, durable: bool) -> None:
-        self._place, self._blobs, self._durable = place, blobs, durable
-        self._committed: list[Marker] = []
-        self._begun: dict[int, bool] = {}  # Whether it has a blob.
+    look_s = 0.002
+
+    def __init__(self, place: Place, *, owner: bool, durable: bool = False) -> None:
+        self.place, self._durable = place, durable
+        self.committed: list[Marker] = []
+        self._begun: set[int] = set()
         self._seen: tuple[bytes, tuple[Marker, ...]] = (b"", ())
         self._closed = False
         self._owned: Owned | None = None
@@ -46,12 +48,11 @@ class DirectoryCommits:
             self._owned = place.take()
             # Runs at the end of the process too.
             self._removal = weakref.finalize(
-                self, _leave, place, self._owned, self._committed, os.getpid(), durable
+                self, _leave, place, self._owned, self.committed, os.getpid(), durable
             )
 
     @property
     def run(self) -> str:
-        """Name of this owner's life."""
         assert self._owned is not None, "others do not begin"
         return self._owned.run
 
@@ -62,122 +63,63 @@ class DirectoryCommits:
         Raises:
             FileNotFoundError: there was no owner yet, or it removed everything.
         """
-        return self._place.here() if self._owned is None else self._owned.directory
+        return self.place.here() if self._owned is None else self._owned.directory
+
+    def spec(self) -> dict[str, Any]:
+        return {"kind": "directory", **self.place.spec()}
 
     def to_remove(self) -> tuple[Path, ...]:
         """Owner: return the files that `close` removes; on a disk, all but the last version."""
-        self._check(owner=True)
-        stays = _names_that_stay(self.directory, self._committed, self._durable)
+        self.check(owner=True)
+        stays = _names_that_stay(self.directory, self.committed, self._durable)
         return tuple(removable(self.directory, keep=stays))
 
-    def allocate(self, version: int, *, size_bytes: int, delta: bool = False) -> None:
-        """Owner: make room for a version. A delta has no blob: its parts make their own files."""
-        self._check(owner=True)
-        if version in self._begun:
-            self.abort(version)
-        kept = _chain(self._committed)
-        retired = [marker for marker in self._committed if marker not in kept]
-        if retired:
-            self._write_commits(kept)
-        path, made = self._path(version), delta
-        for marker in retired:
-            old = self._path(marker.version)
-            made = made or self._blobs.reuse(old, path, size_bytes)
-            self._remove(marker.version)
-        try:
-            if not made:
-                self._blobs.make(path, size_bytes)
-        except OSError as error:
-            self._blobs.drop(path)
-            raise self._no_room(error, size_bytes) from error
-        self._begun[version] = not delta
+    def begin(self, version: int, *, keep: Sequence[Marker], deadline: float) -> None:
+        self.check(owner=True)
+        self.abort(version)
+        with ExitStack() as locks:
+            for marker in self.committed:
+                if marker not in keep:
+                    locks.callback(self._lock(marker, deadline).close)
+            # No longer visible from here on, and then their files are gone.
+            for marker in self.hide(keep):
+                self.remove(marker.version)
+        self.open(version)
+        _write(self._lock_path(version), b"", durable=False)
 
-    def writable(self, version: int, *, size_bytes: int) -> UInt8[Tensor, " bytes"]:
-        """Writer: return the blob of a begun version, to be written to in place."""
-        self._check()
-        try:
-            return self._blobs.writable(self._path(version), size_bytes)
-        except FileNotFoundError as error:
-            raise TransferError(
-                f"{error.filename} has None bytes, the plan {size_bytes}. "
-                "Trainer ranks must share the directory and the plan."
-            ) from error
+    def hide(self, keep: Sequence[Marker]) -> list[Marker]:
+        """Owner: hide all versions but those of `keep`, and return the others."""
+        gone = [marker for marker in self.committed if marker not in keep]
+        if gone:
+            self._write_commits(list(keep))
+        return gone
 
-    def flush(self, version: int) -> None:
-        """Writer: return when the blob is as safe as promised."""
-        self._check()
-        if self._durable:
-            _fsync(self._path(version))
+    def open(self, version: int) -> None:
+        """Owner: note that a version may be committed."""
+        self._begun.add(version)
 
-    def write_part(self, version: int, rank: int, payloads: Iterable[memoryview]) -> None:
-        """Writer: write one rank's part of a delta; it is safe on return."""
-        self._check()
-        try:
-            path = self._part(version, rank)
-            path.unlink(missing_ok=True)  # Of an attempt that failed.
-            fd = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, user=self._place.user)
-            with open(fd, "wb") as file:
-                for payload in payloads:
-                    file.write(payload)
-                file.flush()
-                if self._durable:
-                    os.fsync(file.fileno())
-        except OSError as error:
-            raise self._no_room(error, 0) from error
-
-    def read_part(self, version: int, rank: int, at: int, size: int) -> memoryview:
-        """Reader: return some bytes of a part.
-
-        Raises:
-            TransferError: it was retired.
-            CorruptionError: it is shorter.
-        """
-        self._check()
-        try:
-            path = self._part(version, rank)
-            with open(open_own(path, os.O_RDONLY, user=self._place.user), "rb") as file:
-                file.seek(at)
-                payload = file.read(size)
-        except FileNotFoundError as error:
-            raise TransferError(f"version {version} was retired while it was read") from error
-        if len(payload) != size:
-            raise CorruptionError(f"{path} ends at {at + len(payload)} bytes; {at + size} needed")
-        return memoryview(payload)
-
-    def commit(self, marker: Marker) -> None:
-        """Owner: make a version visible, atomically."""
-        self._check(owner=True)
+    def commit(self, marker: Marker, *, deadline: float) -> None:
+        self.check(owner=True)
         if marker.version not in self._begun:
             raise UsageError(f"commit of version {marker.version}, which was not begun")
-        if self._begun[marker.version]:
-            self._blobs.finish(self._path(marker.version))
-        self._write_commits([*self._committed, marker])
-        del self._begun[marker.version]
+        self._write_commits([*self.committed, marker])
+        self._begun.discard(marker.version)
 
     def abort(self, version: int) -> None:
-        """Owner: drop a version that was begun and not committed, if there is one."""
-        self._check(owner=True)
+        self.check(owner=True)
         if version in self._begun:
-            if all(marker.version != version for marker in self._committed):
-                self._blobs.abort(self._path(version))
-                self._remove(version)
-            del self._begun[version]
+            if all(marker.version != version for marker in self.committed):
+                self.remove(version)
+            self._begun.discard(version)
 
-    def announce(self, text: str) -> None:
-        """Owner: leave a text for those who find its versions."""
-        self._check(owner=True)
-        try:
-            _write(self.directory / _ANNOUNCED, text.encode(), durable=self._durable)
-        except OSError as error:
-            raise self._no_room(error, len(text)) from error
+    def remove(self, version: int) -> None:
+        """Owner: remove the small files of a version."""
+        self._lock_path(version).unlink(missing_ok=True)
+        for part in self.directory.glob(f"version-{version}.*.delta"):
+            part.unlink(missing_ok=True)
 
-    def announced(self) -> str | None:
-        """Return what the owner left; None before."""
-        text = self._read(_ANNOUNCED)
-        return None if text is None else text.decode(errors="replace")
-
-    def markers(self) -> tuple[Marker, ...]:
-        """Return the committed versions, oldest first."""
+    def markers(self, *, deadline: float = 0.0) -> tuple[Marker, ...]:
+        """Return the committed versions, oldest first: a look at one file."""
         text = self._read(_COMMITS)
         if text is None:
             return ()
@@ -185,40 +127,57 @@ class DirectoryCommits:
             self._seen = text, _read_markers(self.directory / _COMMITS, text)
         return self._seen[1]
 
-    def lease(self, marker: Marker, *, size_bytes: int) -> Lease | SealedLease:
-        """Reader: hold the file of a committed version.
-
-        Raises:
-            TransferError: it was retired meanwhile.
-            CorruptionError: it has another size.
-        """
-        self._check()
+    def hold(self, marker: Marker, *, deadline: float) -> Hold:
+        self.check()
+        gone = TransferError(f"version {marker.version} was retired while it was being opened")
         try:
-            return self._blobs.lease(self._path(marker.version), size_bytes)
+            path = self._lock_path(marker.version)
+            hold = Hold(open_own(path, os.O_RDONLY, user=self.place.user), fcntl.LOCK_SH)
         except (FileNotFoundError, BlockingIOError) as error:
-            raise TransferError(
-                f"version {marker.version} was retired while it was being opened"
-            ) from error
+            raise gone from error
+        try:
+            # The owner hides a version before it lets go of the lock.
+            if marker not in self.markers():
+                raise gone
+        except BaseException:
+            hold.close()
+            raise
+        return hold
+
+    def post(self, rank: int, text: str, *, deadline: float) -> None:
+        self.check()
+        try:
+            _write(self.directory / _note(rank), text.encode(), durable=False)
+        except FileNotFoundError as error:
+            raise TransferError("no owner has begun. Pass owner=True on rank 0.") from error
+        except OSError as error:
+            raise self.no_room(error, len(text)) from error
+
+    def look(self, marker: Marker, rank: int, *, deadline: float) -> str | None:
+        text = self._read(_note(rank))
+        return None if text is None else text.decode(errors="replace")
+
+    def announce(self, text: str, *, deadline: float) -> None:
+        self.check(owner=True)
+        try:
+            _write(self.directory / _ANNOUNCED, text.encode(), durable=self._durable)
+        except OSError as error:
+            raise self.no_room(error, len(text)) from error
+
+    def announced(self, *, deadline: float) -> str | None:
+        text = self._read(_ANNOUNCED)
+        return None if text is None else text.decode(errors="replace")
+
+    def hint(self) -> str:
+        return self.place.others()
 
     def close(self) -> None:
-        """Let go; the owner removes everything. Twice is fine."""
         self._closed = True
-        self._blobs.close()
         if self._removal is not None:
             self._removal()
 
-    def _path(self, version: int) -> Path:
-        return self.directory / f"version-{version}.safetensors"
-
-    def _part(self, version: int, rank: int) -> Path:
-        return self.directory / f"version-{version}.{rank}.delta"
-
-    def _remove(self, version: int) -> None:
-        self._blobs.drop(self._path(version))
-        for part in self.directory.glob(f"version-{version}.*.delta"):
-            part.unlink(missing_ok=True)
-
-    def _check(self, *, owner: bool = False) -> None:
+    def check(self, *, owner: bool = False) -> None:
+        """Refuse a call after the end, or one that only the owner may make."""
         if self._closed:
             raise ClosedError("the transport was closed")
         if owner and self._owned is None:
@@ -227,22 +186,8 @@ class DirectoryCommits:
                 "Construct the transport of trainer rank 0 with owner=True."
             )
 
-    def _read(self, name: str) -> bytes | None:
-        self._check()
-        try:
-            fd = open_own(self.directory / name, os.O_RDONLY, user=self._place.user)
-        except FileNotFoundError:
-            return None
-        with open(fd, "rb") as file:
-            return file.read()
-
-    def _write_commits(self, markers: list[Marker]) -> None:
-        _write_markers(self.directory, markers, durable=self._durable)
-        self._committed[:] = markers
-        if self._durable:
-            _fsync(self.directory)
-
-    def _no_room(self, error: OSError, size_bytes: int) -> Exception:
+    def no_room(self, error: OSError, size_bytes: int) -> Exception:
+        """Return the error that a caller is told where a file could not be written."""
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
             return TransferError(f"{self.directory}: {error}")
         free = os.statvfs(self.directory)
@@ -254,14 +199,51 @@ class DirectoryCommits:
             "Plan for two versions, three while a reader lags."
         )
 
+    def _lock_path(self, version: int) -> Path:
+        return self.directory / f"version-{version}.lock"
 
-def _chain(committed: list[Marker]) -> list[Marker]:
-    """Return the last version, and those that it is a delta to."""
-    chain: list[Marker] = []
-    for marker in reversed(committed):
-        if not chain or marker.version == chain[-1].base:
-            chain.append(marker)
-    return chain[::-1]
+    def _lock(self, marker: Marker, deadline: float) -> Hold:
+        """Take the lock of a version that nobody holds, so that nobody can take hold of it."""
+        never = threading.Event()
+        while True:
+            fd = open_own(self._lock_path(marker.version), os.O_RDONLY, user=self.place.user)
+            try:
+                return Hold(fd, fcntl.LOCK_EX)
+            except BlockingIOError as error:
+                if time.monotonic() >= deadline:
+                    raise CapacityError(
+                        f"version {marker.version} is still being read by an engine, and the "
+                        "next one needs its buffers. Publish again, with more time."
+                    ) from error
+            never.wait(self.look_s)
+
+    def _read(self, name: str) -> bytes | None:
+        self.check()
+        try:
+            fd = open_own(self.directory / name, os.O_RDONLY, user=self.place.user)
+        except FileNotFoundError:
+            return None
+        with open(fd, "rb") as file:
+            return file.read()
+
+    def _write_commits(self, markers: list[Marker]) -> None:
+        _write_markers(self.directory, markers, durable=self._durable)
+        self.committed[:] = markers
+        if self._durable:
+            fsync(self.directory)
+
+
+def fsync(path: Path) -> None:
+    """Return when a file, or the names in a directory, are on the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _note(rank: int) -> str:
+    return f"rank-{rank}.json"
 
 
 def _leave(place: Place, owned: Owned, committed: list[Marker], pid: int, durable: bool) -> None:
@@ -272,8 +254,8 @@ def _leave(place: Place, owned: Owned, committed: list[Marker], pid: int, durabl
             with suppress(FileNotFoundError):
                 stays = _names_that_stay(owned.directory, committed, durable)
                 remove(owned.directory, keep=stays)
-                if stays and _chain(committed) != committed:
-                    _write_markers(owned.directory, _chain(committed), durable=durable)
+                if stays and last_chain(committed) != committed:
+                    _write_markers(owned.directory, last_chain(committed), durable=durable)
         finally:
             place.leave(owned)
     except OSError as error:
@@ -283,15 +265,22 @@ def _leave(place: Place, owned: Owned, committed: list[Marker], pid: int, durabl
         ) from error
 
 
-def _names_that_stay(directory: Path, committed: list[Marker], durable: bool) -> set[str]:
+def last_chain(committed: Sequence[Marker]) -> list[Marker]:
+    """Return the last version, after those that it is a delta to."""
+    return list(chain_to(committed[-1], committed, held=None)) if committed else []
+
+
+def _names_that_stay(
+    directory: Path, committed: Sequence[Marker], durable: bool
+) -> Collection[str]:
     """Return, on a disk, the files that the last version needs: it may be the final one."""
-    chain = _chain(committed) if durable else []
+    chain = last_chain(committed) if durable else []
     versions = tuple(f"version-{marker.version}." for marker in chain)
     files = {path.name for path in directory.iterdir() if path.name.startswith(versions)}
     return {_COMMITS, _ANNOUNCED, *files} if chain else set()
 
 
-def _write_markers(directory: Path, markers: list[Marker], *, durable: bool) -> None:
+def _write_markers(directory: Path, markers: Sequence[Marker], *, durable: bool) -> None:
     text = json.dumps([marker.to_json() for marker in markers])
     _write(directory / _COMMITS, text.encode(), durable=durable)
 
@@ -313,11 +302,3 @@ def _read_markers(path: Path, text: bytes) -> tuple[Marker, ...]:
         return tuple(Marker.from_json(row) for row in json.loads(text))
     except (ValueError, TypeError) as error:
         raise CorruptionError(f"{path} cannot be read: {error}") from error
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -15,19 +15,15 @@ from ...errors import DeadlineError, PlanError, TransferError, UnsupportedError,
 from ..agree import Agreement
 from ..marker import Marker
 from ..plan import Plan
-from .board import Board
-from .group_wire import Arrived, receive_buckets, send_buckets
+from .board import Board, store_spec
+from .group_wire import Arrived, Group, join, receive_buckets, send_buckets
 from .rounds import Rounds
-from .transaction import Go, Transaction
+from .transaction import Go, Transaction, next_generation
 from .transport import Begun, Incoming, Outgoing, Request
 
 __all__ = ["GroupTransport"]
 
-_MESSAGE_BYTES = 2048
-_ERROR_CHARS = 250  # A character takes up to six bytes in JSON.
 _REASON_CHARS = 600
-# The others hear this much later that rank 0 did not reach the store in time.
-_GRACE_S = 1.0
 
 
 class GroupTransport:
@@ -42,13 +38,19 @@ class GroupTransport:
     ranks (a restarted one may join), and new transports with the same store; then publish the same
     version again. It is sent in full.
 
-    Constructing it is collective.
+    With `group`, constructing it is collective. With `readers`, the ranks need no group of theirs
+    and come when they like: they meet through the store with the first version, over gloo, and its
+    `spec()` on trainer rank 0 lets another process, such as an engine's worker, be a reader. A
+    publish waits for it, so an engine asks while the trainer publishes, and not after.
 
     Args:
         store: the same on all ranks, retries included. A TCPStore that no rank hosts, or a
             FileStore on a shared disk.
         trainers: the first ranks of `group` are the trainer's, by rank of the plan; the others are
             the plan's readers, in order, one process each.
+        readers: how many they are, where there is no group.
+        rank: of a trainer, where there is no group; None for a reader.
+        generation: of the `spec()` that a reader was given.
         group: a group with gloo for CPU tensors, such as "gloo" or "cpu:gloo,cuda:nccl"; None is
             the default group.
         device: the device of messages, which decides the backend that carries them.
@@ -67,49 +69,63 @@ class GroupTransport:
         *,
         store: dist.Store,
         trainers: int,
+        readers: int | None = None,
+        rank: int | None = None,
+        generation: int | None = None,
         group: dist.ProcessGroup | None = None,
         device: torch.device | str = "cpu",
         keep: bool = False,
         timeout_s: float = 60.0,
     ) -> None:
         deadline = time.monotonic() + timeout_s
-        size = dist.get_world_size(group)
+        size = dist.get_world_size(group) if readers is None else trainers + readers
         if not 0 < trainers < size:
             raise UsageError(
                 f"{trainers} trainers of {size} ranks; needs one at least, and readers"
             )
-        agreement = Agreement(world_size=size, group=group)
-        self._rank, self._trainers, self._readers = agreement.rank, trainers, size - trainers
-        self._group, self._device, self._keep = group, torch.device(device), keep
-        # Drawn by one rank and told to the others: what an earlier group left in the store is
-        # never read again.
-        mine: dict[str, Any] = {}
-        if self._rank == 0:
-            try:
-                board = Board(store, "weightsync")
-                mine["generation"] = board.add("generations", 1, deadline=deadline)
-            except TransferError as error:
-                mine["error"] = str(error)[:_ERROR_CHARS]
-        said = agreement.exchange(mine, size_bytes=_MESSAGE_BYTES, deadline=deadline + _GRACE_S)
-        if "error" in said[0]:
-            raise TransferError(f"rank 0: {said[0]['error']}")
-        self._generation = said[0]["generation"]
-        self._board = Board(store, f"weightsync/{self._generation}")
-        self._now = self._numbered(0)
+        self._store, self._trainers, self._readers = store, trainers, size - trainers
+        self._device, self._keep = torch.device(device), keep
         self._broken = ""
         self._open = False
         self._markers: tuple[Marker, ...] = ()
         self._rounds: tuple[Plan, Rounds] | None = None
+        self._group: Group | None = None
+        # A reader learns from its first request which it is.
+        self._rank, self._is_any = (trainers, True) if rank is None else (rank, False)
+        self._named = Board(store, "weightsync")
+        self._generation: int | None = None
+        if readers is None:
+            self._group = dist.group.WORLD if group is None else group
+            agreement = Agreement(world_size=size, group=group)
+            self._rank, self._is_any = agreement.rank, False
+            self._start(next_generation(self._named, agreement, deadline=deadline))
+        elif rank == 0:
+            generation = self._named.add("generations", 1, deadline=deadline)
+            self._named.post("generation", str(generation), deadline=deadline)
+        if generation is not None:
+            self._start(generation)
+
+    def _start(self, generation: int) -> None:
+        self._generation = generation
+        self._board = Board(self._store, f"weightsync/{generation}")
+        self._now = self._numbered(0)
 
     def spec(self) -> dict[str, Any]:
-        """Refuse: a process group cannot be opened by name.
+        """Return what `open_transport` needs for a reader in another process.
 
         Raises:
-            UnsupportedError: always.
+            UnsupportedError: it has a group of torch.distributed, or this is not trainer rank 0.
         """
-        raise UnsupportedError(
-            "a process group cannot be opened by name. Construct GroupTransport on each rank."
-        )
+        if self._group is not None and isinstance(self._group, dist.ProcessGroup):
+            raise UnsupportedError(
+                "a process group cannot be opened by name. Construct GroupTransport on each rank, "
+                "or without a group: readers=..., rank=..."
+            )
+        if self._generation is None:
+            raise UnsupportedError("trainer rank 0 has the spec; ask it there.")
+        counts = {"trainers": self._trainers, "readers": self._readers, "keep": self._keep}
+        where = {"store": store_spec(self._store), "generation": self._generation}
+        return {"kind": "group", **counts, **where}
 
     def begin(self, version: int, *, plan: Plan, base: int | None, deadline: float) -> Begun:
         """Rank 0: wait until every reader asks.
@@ -139,6 +155,7 @@ class GroupTransport:
         """
         self._check(outgoing.plan, trainer=True)
         if self._rank > 0:
+            self._follow(deadline)
             number = self._board.read("current", deadline=deadline)
             if number is None:
                 raise TransferError("rank 0 did not say which transaction this is")
@@ -152,7 +169,7 @@ class GroupTransport:
                 outgoing,
                 self._rounds_of(outgoing.plan).by_rank.get(self._rank, []),
                 to=lambda reader: self._trainers + reader,
-                group=self._group,
+                group=self._joined(deadline),
                 device=self._device,
                 deadline=deadline,
             )
@@ -197,6 +214,8 @@ class GroupTransport:
             TransferError: a rank failed.
             PlanError: the publisher's plan is another one.
         """
+        if self._is_any:
+            self._rank, self._is_any = self._trainers + request.reader, False
         self._check(request.plan, trainer=False)
         deadline = request.deadline
         reader = self._rank - self._trainers
@@ -248,6 +267,8 @@ class GroupTransport:
     def close(self) -> None:
         """Refuse further use. Twice is fine; the group stays."""
         self._broken = self._broken or "it was closed"
+        if isinstance(self._group, dist.ProcessGroupGloo):
+            self._group = None
 
     def __enter__(self) -> Self:
         return self
@@ -290,7 +311,7 @@ class GroupTransport:
             self._rounds_of(plan).by_reader.get(reader, []),
             arrived.take,
             sender=lambda index: plan.buckets[index].rank,
-            group=self._group,
+            group=self._joined(deadline),
             device=self._device,
             deadline=deadline,
         )
@@ -334,6 +355,22 @@ class GroupTransport:
                 f"rank {self._rank} is a {'reader' if trainer else 'trainer rank'}: "
                 f"of {self._trainers + self._readers} ranks the first {self._trainers} publish."
             )
+
+    def _follow(self, deadline: float) -> None:
+        """Trainer rank: learn the number of a group over the store from rank 0, which has begun."""
+        if self._group is None:
+            said = self._named.read("generation", deadline=deadline)
+            if said is None:
+                raise TransferError("rank 0 did not say which group this is")
+            if int(said) != self._generation:
+                self._start(int(said))
+
+    def _joined(self, deadline: float) -> Group:
+        """Return the group; make it, where the ranks meet through the store."""
+        if self._group is None:
+            name, size = f"weightsync/{self._generation}/gloo", self._trainers + self._readers
+            self._group = join(self._store, name, rank=self._rank, size=size, deadline=deadline)
+        return self._group
 
     def _rounds_of(self, plan: Plan) -> Rounds:
         if self._rounds is None or self._rounds[0] is not plan:

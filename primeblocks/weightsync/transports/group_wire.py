@@ -1,4 +1,7 @@
-"""Messages of one rank of a process group, two at a time, in the order of their rounds."""
+"""Messages of one rank of a process group, two at a time, in the order of their rounds.
+
+A group is one that torch.distributed knows, or one that ranks make over a store, which it does not.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,42 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import DeadlineError
+from ...errors import DeadlineError, TransferError
 from ..held import Boxes, Held, packed_views
 from ..marker import Marker
 from ..plan import Plan
+from .board import Board
 from .rounds import Message
 from .transport import Outgoing
 
-__all__ = ["Arrived", "receive_buckets", "send_buckets"]
+__all__ = ["Arrived", "Group", "join", "receive_buckets", "send_buckets"]
 
 _IN_FLIGHT = 2
+
+Group = dist.ProcessGroup | dist.ProcessGroupGloo
+
+
+def join(store: dist.Store, name: str, *, rank: int, size: int, deadline: float) -> Group:
+    """Make a gloo group with all who join one of this name; collective.
+
+    It is none of torch.distributed's own: a process that has other groups may join.
+
+    Raises:
+        TransferError: not all came in time.
+    """
+    # A store does one thing at a time, and this one waits.
+    own: dist.Store = store.clone()  # type: ignore[attr-defined]  # Its stub lacks it.
+    patience = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+    groups: list[Group] = []
+
+    def connect() -> None:
+        groups.append(dist.ProcessGroupGloo(dist.PrefixStore(name, own), rank, size, patience))
+
+    try:
+        Board(own, name).wait_for(connect, deadline=deadline)
+    except TransferError as error:
+        raise TransferError(f"not all {size} ranks came together in time: {error}") from error
+    return groups[0]
 
 
 class Arrived:
@@ -66,7 +95,7 @@ def send_buckets(
     messages: Sequence[Message],
     *,
     to: Callable[[int], int],
-    group: dist.ProcessGroup | None,
+    group: Group,
     device: torch.device,
     deadline: float,
 ) -> None:
@@ -84,7 +113,7 @@ def send_buckets(
         turn = place % _IN_FLIGHT
         _wait(works[turn], deadline)
         filled = _fill(outgoing, message.bucket, buffers[turn])
-        works[turn] = dist.isend(filled, group_dst=to(message.reader), group=group)
+        works[turn] = group.send([filled], to(message.reader), 0)  # type: ignore[union-attr]
     for work in works:
         _wait(work, deadline)
 
@@ -95,7 +124,7 @@ def receive_buckets(
     take: Callable[[int, Tensor], object],
     *,
     sender: Callable[[int], int],
-    group: dist.ProcessGroup | None,
+    group: Group,
     device: torch.device,
     deadline: float,
 ) -> None:
@@ -110,7 +139,7 @@ def receive_buckets(
     def post(place: int) -> None:
         index = messages[place].bucket
         buffer = buffers[place % _IN_FLIGHT][: sizes[index]]
-        works[place % _IN_FLIGHT] = dist.irecv(buffer, group_src=sender(index), group=group)
+        works[place % _IN_FLIGHT] = group.recv([buffer], sender(index), 0)  # type: ignore[union-attr]
 
     for place in range(len(buffers)):
         post(place)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Generic, TypeVar
 
 import torch
@@ -17,14 +17,16 @@ from ..marker import Marker
 from ..plan import Plan
 from .transport import Outgoing
 
-__all__ = ["Packed", "Pool", "pack_all", "places", "places_of_reader", "places_of_version"]
+__all__ = ["Packed", "Pool", "pack_all", "pack_payloads", "places", "places_of_version"]
 
 _ALIGN_BYTES = 256  # What GPUs and network cards like; every element type is aligned, too.
 
 T = TypeVar("T")
 
 
-def places(sizes: Mapping[int, int], *, align_bytes: int) -> tuple[dict[int, int], int]:
+def places(
+    sizes: Mapping[int, int], *, align_bytes: int = _ALIGN_BYTES
+) -> tuple[dict[int, int], int]:
     """Return the start of each bucket in a buffer, and the bytes of the buffer. Pure."""
     starts, end = {}, 0
     for index, size in sizes.items():
@@ -35,24 +37,33 @@ def places(sizes: Mapping[int, int], *, align_bytes: int) -> tuple[dict[int, int
 
 def places_of_version(plan: Plan, marker: Marker, rank: int) -> tuple[dict[int, int], int]:
     """Return the places of a rank's buckets in a version: aligned where it is full. Pure."""
-    return _places_of(marker, plan.of_rank(rank))
-
-
-def places_of_reader(plan: Plan, marker: Marker, reader: int) -> tuple[dict[int, int], int]:
-    """Return the places of all buckets that a reader wants, in a buffer of its own. Pure."""
-    return _places_of(marker, plan.of_reader(reader))
+    sizes = {index: marker.sizes[index] for index in plan.of_rank(rank)}
+    return places(sizes, align_bytes=_ALIGN_BYTES if marker.base is None else 1)
 
 
 def pack_all(outgoing: Outgoing, make: Callable[[int], UInt8[Tensor, " bytes"]]) -> None:
     """Write a rank's buckets to one buffer, which `make` returns for its bytes."""
     plan = outgoing.plan
     sizes = {index: plan.buckets[index].bytes for index in plan.of_rank(outgoing.rank)}
-    starts, size_bytes = places(sizes, align_bytes=_ALIGN_BYTES)
+    starts, size_bytes = places(sizes)
     buffer = make(size_bytes)
     outgoing.fill_all(
         (index, packed_views(plan, index, buffer[start : start + sizes[index]]))
         for index, start in starts.items()
     )
+
+
+def pack_payloads(outgoing: Outgoing, make: Callable[[int], UInt8[Tensor, " bytes"]]) -> None:
+    """Write a rank's deltas to one buffer, which `make` returns for at least their bytes."""
+    payloads = {index: outgoing.payload(index) for index in outgoing.plan.of_rank(outgoing.rank)}
+    sizes = {index: len(payload) for index, payload in payloads.items()}
+    starts, size_bytes = places(sizes, align_bytes=1)
+    # A power of two, so that buffers of other deltas fit, which are registered.
+    buffer = make(1 << max(0, size_bytes - 1).bit_length())
+    for index, start in starts.items():
+        # Bytes of a delta may not be written to, which frombuffer asks for.
+        payload = torch.frombuffer(bytearray(payloads[index]), dtype=torch.uint8)
+        buffer[start : start + sizes[index]].copy_(payload)
 
 
 class Packed:
@@ -148,8 +159,3 @@ class Pool(Generic[T]):
         self.keep(())
         while self._free:
             self._drop(self._free.pop()[1])
-
-
-def _places_of(marker: Marker, indices: Sequence[int]) -> tuple[dict[int, int], int]:
-    sizes = {index: marker.sizes[index] for index in indices}
-    return places(sizes, align_bytes=1 if marker.base is not None else _ALIGN_BYTES)

@@ -6,7 +6,6 @@ else. The files that it opens belong to its user, and to nobody else.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import logging
@@ -16,34 +15,28 @@ import secrets
 import stat
 import sys
 import threading
-from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ...errors import CorruptionError, UnsupportedError, UsageError
 from ..lease import Hold
+from .own_files import LOCK, open_own, remove, take_lock
 
 __all__ = [
+    "OWNED",
     "DiskPlace",
     "Owned",
     "Place",
     "PrivatePlace",
-    "open_own",
     "private_place",
-    "removable",
-    "remove",
     "sweep",
 ]
 
-_LOCK = "primeblocks.lock"
 _RUN = "primeblocks-run.json"
 _TOKEN_BYTES = 8
+OWNED = f"primeblocks-*-{'[0-9a-f]' * 2 * _TOKEN_BYTES}"  # A glob.
 _TOKEN = f"[0-9a-f]{{{2 * _TOKEN_BYTES}}}"
-_OURS = re.compile(
-    rf"version-\d+\.(safetensors|\d+\.delta)|(commits|announced)\.json(\.tmp)?|note\.tmp|{re.escape(_LOCK)}"
-)
-_REFUSED = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EISDIR, errno.ENOTDIR)
 # Another process that clears up has a dead one's lock for at most this long.
 _LOOKS, _LOOK_S = 10, 0.01
 
@@ -64,6 +57,10 @@ class Place(Protocol):
     """
 
     user: int | None
+
+    def spec(self) -> dict[str, Any]:
+        """Return its arguments. JSON-able."""
+        ...
 
     def take(self) -> Owned:
         """Own the place: remove what a dead owner left, and make a directory.
@@ -102,15 +99,19 @@ class PrivatePlace:
 
     user: int | None = None
 
-    def __init__(self, root: Path, name: str) -> None:
+    def __init__(self, root: Path, name: str, *, prefix: str = "primeblocks") -> None:
         mode = root.stat().st_mode
         if mode & 0o022 and not mode & stat.S_ISVTX:
             raise UsageError(
                 f"{root} has mode {mode & 0o7777:o}: others may rename what is in it. "
                 f"Run: chmod +t {root}"
             )
-        self._root, self._name = root, name
+        self._spec = {"name": name, "root": str(root), "prefix": prefix}
+        self._root, self._name = root, f"{prefix}-{name}"
         self._found: Path | None = None
+
+    def spec(self) -> dict[str, Any]:
+        return dict(self._spec)
 
     def take(self) -> Owned:
         sweep(self._root)
@@ -123,7 +124,7 @@ class PrivatePlace:
             except OSError as error:
                 raise _unusable(self._root, error) from error
             try:
-                lock = _lock(directory / _LOCK)
+                lock = take_lock(directory / LOCK)
             except (BlockingIOError, FileNotFoundError):
                 continue  # It was cleared away before it was locked.
             try:
@@ -187,13 +188,16 @@ class DiskPlace:
     def __init__(self, path: Path, *, user: int | None = None) -> None:
         self._path, self.user = path, user
 
+    def spec(self) -> dict[str, Any]:
+        return {"path": str(self._path), "user": self.user}
+
     def take(self) -> Owned:
         try:
             self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise _unusable(self._path, error) from error
         try:
-            lock = _lock(self._path / _LOCK, user=self.user)
+            lock = take_lock(self._path / LOCK, user=self.user)
         except (BlockingIOError, FileNotFoundError) as error:
             raise _second(self._path) from error
         try:
@@ -207,7 +211,7 @@ class DiskPlace:
             directory.mkdir(mode=0o700)
             self._write_note(run, closed=False)
         except BaseException as error:
-            (self._path / _LOCK).unlink(missing_ok=True)
+            (self._path / LOCK).unlink(missing_ok=True)
             lock.close()
             if isinstance(error, OSError):
                 raise _unusable(self._path, error) from error
@@ -228,7 +232,7 @@ class DiskPlace:
                 self._write_note(owned.run, closed=True)
             else:
                 (self._path / _RUN).unlink(missing_ok=True)
-            (self._path / _LOCK).unlink(missing_ok=True)
+            (self._path / LOCK).unlink(missing_ok=True)
         finally:
             owned.lock.close()
 
@@ -276,52 +280,7 @@ def private_place(name: str, root: str, *, prefix: str) -> PrivatePlace:
         raise UnsupportedError(f"{root} is no directory. Mount a tmpfs, or use FileTransport.")
     if not name or Path(name).name != name or "\0" in name:
         raise UsageError(f"{name!r} is not one path component; try 'policy'")
-    return PrivatePlace(Path(root), f"{prefix}-{name}")
-
-
-def open_own(path: Path, flags: int, *, user: int | None = None) -> int:
-    """Open a file that belongs to this user, and that nobody else can write to.
-
-    Args:
-        user: the owner that it has to have instead, where a mount shows other users and modes.
-
-    Raises:
-        FileNotFoundError, FileExistsError: as os.open.
-        UsageError: it is a link, or no file, or another user's, or may not be opened.
-    """
-    kept = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # A pipe would be waited for.
-    try:
-        fd = os.open(path, flags | kept, 0o600)
-    except OSError as error:
-        if error.errno not in _REFUSED:
-            raise
-        raise UsageError(f"{path} is not opened: {error.strerror}. Remove it.") from error
-    found = os.fstat(fd)
-    wanted = os.geteuid() if user is None else user
-    open_to_others = user is None and found.st_mode & 0o022
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != wanted or open_to_others:
-        os.close(fd)
-        raise UsageError(
-            f"{path} belongs to user {found.st_uid} with mode {found.st_mode & 0o777:o}; it has to "
-            f"be a file of user {wanted} that others cannot write to. It was not read; remove it."
-        )
-    return fd
-
-
-def remove(directory: Path, *, keep: Collection[str] = ()) -> None:
-    """Remove the files that owners make in a directory of theirs, and the directory if empty."""
-    with suppress(FileNotFoundError):
-        for path in removable(directory, keep=keep):
-            path.unlink(missing_ok=True)
-        with suppress(OSError):
-            directory.rmdir()
-
-
-def removable(directory: Path, *, keep: Collection[str] = ()) -> list[Path]:
-    """Return the files that owners make in their directory, save those of `keep`; the lock last."""
-    # Without it nobody knows that the rest is useless.
-    ours = (p for p in directory.iterdir() if _OURS.fullmatch(p.name) and p.name not in keep)
-    return sorted(ours, key=lambda path: (path.name == _LOCK, path))
+    return PrivatePlace(Path(root), name, prefix=prefix)
 
 
 def sweep(root: Path) -> list[Path]:
@@ -329,11 +288,11 @@ def sweep(root: Path) -> list[Path]:
     swept: list[Path] = []
     if not os.path.isdir(root):
         return swept
-    for path in root.glob(f"primeblocks-*-{'[0-9a-f]' * 2 * _TOKEN_BYTES}"):
+    for path in root.glob(OWNED):
         if not _is_own(path):
             continue
         try:
-            lock = Hold(open_own(path / _LOCK, os.O_RDWR), fcntl.LOCK_EX)
+            lock = Hold(open_own(path / LOCK, os.O_RDWR), fcntl.LOCK_EX)
         except FileNotFoundError:
             with suppress(OSError):
                 path.rmdir()
@@ -349,23 +308,6 @@ def sweep(root: Path) -> list[Path]:
 
 def _logger() -> logging.Logger:
     return logging.getLogger(__name__)
-
-
-def _lock(path: Path, *, user: int | None = None) -> Hold:
-    """Take the lock of an owner, on a file that has this name.
-
-    Raises:
-        BlockingIOError: another one has it.
-        FileNotFoundError: it was removed meanwhile.
-    """
-    fd = open_own(path, os.O_RDWR | os.O_CREAT, user=user)
-    inode = os.fstat(fd).st_ino
-    lock = Hold(fd, fcntl.LOCK_EX)
-    with suppress(FileNotFoundError):
-        if os.stat(path).st_ino == inode:
-            return lock
-    lock.close()
-    raise FileNotFoundError(f"{path} was removed")
 
 
 def _unusable(directory: Path, error: OSError) -> UsageError:

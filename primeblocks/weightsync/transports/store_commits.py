@@ -1,4 +1,4 @@
-"""Commit records of versions and counts of their readers, as notes in a torch Store."""
+"""`Commits` as notes in a torch Store; counts of readers, for a time, are the leases."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from ...errors import CapacityError, CorruptionError, TransferError
-from ..marker import Marker
-from .board import Board
+import torch.distributed as dist
 
-__all__ = ["Commits", "StoreCommits"]
+from ...errors import CapacityError, ClosedError, CorruptionError, TransferError, UsageError
+from ..marker import Marker
+from .board import Board, store_spec
+
+__all__ = ["StoreCommits"]
 
 _COMMITS = "commits"
 _LOOK_S = 0.005
+_CLOSE_S = 1.0
 
 
-class Commits(NamedTuple):
+class _Record(NamedTuple):
     """The owner's last note. `lease_s`: the time that a reader may read after it said so."""
 
     run: str
@@ -33,75 +36,119 @@ class StoreCommits:
 
     Every call ends by its deadline. A new owner takes over from one that died; if the old one still
     lives, its next commit is refused: it writes over its own note only, in one step of the store.
+
+    Args:
+        store: the same for all; one that outlives the ranks.
+        name: names this policy, where several share the store.
+        lease_s: the time that a reader has for one version; the owner's value counts.
+        timeout_s: for the construction.
     """
 
-    def __init__(self, board: Board) -> None:
-        self._board = board
-        self._run = ""
+    look_s = 0.02
+
+    def __init__(
+        self,
+        store: dist.Store,
+        *,
+        name: str = "policy",
+        owner: bool,
+        lease_s: float = 60.0,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self._store, self._name = store, name
+        self._board = Board(store, f"weightsync/pull/{name}")
+        self._owner, self._closed = owner, False
+        self._begun: set[int] = set()
         self._hidden: dict[int, float] = {}
+        self.run = ""
+        if owner:
+            self.run = secrets.token_hex(8)
+            text = _text(_Record(self.run, lease_s, ()))
+            self._board.post(_COMMITS, text, deadline=time.monotonic() + timeout_s)
 
-    def take_over(self, *, lease_s: float, deadline: float) -> None:
-        """Owner: start again, with no version."""
-        self._run = secrets.token_hex(8)
-        text = _text(Commits(self._run, lease_s, ()))
-        self._board.post(_COMMITS, text, deadline=deadline)
+    def spec(self) -> dict[str, Any]:
+        return {"kind": "store", "name": self._name, "store": store_spec(self._store)}
 
-    def read(self, *, deadline: float) -> Commits | None:
-        """Return the note that stands now; None before the first owner.
-
-        Raises:
-            CorruptionError: it cannot be read.
-        """
-        text = self._board.look(_COMMITS, deadline=deadline)
-        return None if text is None else _parsed(text)
-
-    def commit(self, marker: Marker, *, deadline: float) -> None:
-        """Owner: add a marker."""
-        mine = self._owned(deadline)
-        self._replace(mine, (*mine.markers, marker), deadline)
-
-    def leave(self, *, deadline: float) -> None:
-        """Owner: hide all versions, unless another one took over. Best effort."""
-        with suppress(TransferError):
-            self._replace(self._owned(deadline), (), deadline)
-
-    def retire(self, keep: Sequence[Marker], *, deadline: float) -> None:
+    def begin(self, version: int, *, keep: Sequence[Marker], deadline: float) -> None:
         """Owner: hide all versions but these, and wait until nobody reads the others.
 
-        It waits for a reader that died until its lease is over. After a failure call it again.
-
-        Raises:
-            CapacityError: a reader was not done in time.
+        It waits for a reader that died until its lease is over.
         """
         mine = self._owned(deadline)
         gone = [marker for marker in mine.markers if marker not in keep]
         if gone:
             self._replace(mine, tuple(keep), deadline)
             self._hidden.update((marker.version, time.monotonic()) for marker in gone)
-        for version, hidden_at in list(self._hidden.items()):
-            self._await_readers(mine, version, hidden_at + mine.lease_s, deadline)
-            del self._hidden[version]
+        for hidden, hidden_at in list(self._hidden.items()):
+            self._await_readers(mine, hidden, hidden_at + mine.lease_s, deadline)
+            del self._hidden[hidden]
+        self._begun.add(version)
 
-    def hold(self, marker: Marker, *, deadline: float) -> float:
-        """Reader: say that it reads a version; return the time until which it may.
+    def commit(self, marker: Marker, *, deadline: float) -> None:
+        mine = self._owned(deadline)
+        if marker.version not in self._begun:
+            raise UsageError(f"commit of version {marker.version}, which was not begun")
+        self._replace(mine, (*mine.markers, marker), deadline)
+        self._begun.discard(marker.version)
 
-        Raises:
-            TransferError: it was retired.
-        """
+    def abort(self, version: int) -> None:
+        self._check(owner=True)
+        self._begun.discard(version)  # What is not committed is not seen.
+
+    def markers(self, *, deadline: float) -> tuple[Marker, ...]:
+        record = self._read(deadline)
+        return () if record is None else record.markers
+
+    def hold(self, marker: Marker, *, deadline: float) -> _StoreLease:
         start = time.monotonic()
         self._count(marker.run, marker.version, "held", 1, deadline)
         # The owner hides a version before it counts, so one of the two sees the other.
-        now = self.read(deadline=deadline)
+        now = self._read(deadline)
         if now is None or marker not in now.markers:
-            self.release(marker, deadline=deadline)
+            self._release(marker, deadline)
             raise TransferError(f"version {marker.version} was retired while it was being opened")
-        return start + now.lease_s
+        return _StoreLease(self, marker, until=start + now.lease_s, deadline=deadline)
 
-    def release(self, marker: Marker, *, deadline: float) -> None:
-        """Reader: say that it is done."""
+    def post(self, rank: int, text: str, *, deadline: float) -> None:
+        record = self._read(deadline)
+        if record is None:
+            raise TransferError("no owner has begun. Pass owner=True on rank 0.")
+        self._board.post(f"{record.run}/rank/{rank}", text, deadline=deadline)
+
+    def look(self, marker: Marker, rank: int, *, deadline: float) -> str | None:
+        return self._board.look(f"{marker.run}/rank/{rank}", deadline=deadline)
+
+    def announce(self, text: str, *, deadline: float) -> None:
+        self._check(owner=True)
+        self._board.post(f"{self.run}/announced", text, deadline=deadline)
+
+    def announced(self, *, deadline: float) -> str | None:
+        record = self._read(deadline)
+        if record is None:
+            return None
+        return self._board.look(f"{record.run}/announced", deadline=deadline)
+
+    def hint(self) -> str:
+        return f" All have to share the store, and the name {self._name!r} in it."
+
+    def close(self) -> None:
+        """Hide the owner's versions, unless another one took over. Best effort; twice is fine."""
+        if self._owner and not self._closed:
+            deadline = time.monotonic() + _CLOSE_S
+            with suppress(TransferError):
+                self._replace(self._owned(deadline), (), deadline)
+        self._closed = True
+
+    def _release(self, marker: Marker, deadline: float) -> None:
         self._count(marker.run, marker.version, "let_go", 1, deadline)
 
-    def _await_readers(self, mine: Commits, version: int, over: float, deadline: float) -> None:
+    def _read(self, deadline: float) -> _Record | None:
+        """Return the note that stands now; None before the first owner."""
+        self._check()
+        text = self._board.look(_COMMITS, deadline=deadline)
+        return None if text is None else _parsed(text)
+
+    def _await_readers(self, mine: _Record, version: int, over: float, deadline: float) -> None:
         never = threading.Event()
         while time.monotonic() < over:
             held = self._count(mine.run, version, "held", 0, deadline)
@@ -115,13 +162,14 @@ class StoreCommits:
                 )
             never.wait(_LOOK_S)
 
-    def _owned(self, deadline: float) -> Commits:
-        now = self.read(deadline=deadline)
-        if now is None or now.run != self._run:
+    def _owned(self, deadline: float) -> _Record:
+        self._check(owner=True)
+        now = self._read(deadline)
+        if now is None or now.run != self.run:
             raise _deposed()
         return now
 
-    def _replace(self, mine: Commits, markers: tuple[Marker, ...], deadline: float) -> None:
+    def _replace(self, mine: _Record, markers: tuple[Marker, ...], deadline: float) -> None:
         new = _text(mine._replace(markers=markers))
         if not self._board.replace(_COMMITS, _text(mine), new, deadline=deadline):
             raise _deposed()
@@ -129,20 +177,46 @@ class StoreCommits:
     def _count(self, run: str, version: int, what: str, amount: int, deadline: float) -> int:
         return self._board.add(f"{run}/{version}/{what}", amount, deadline=deadline)
 
+    def _check(self, *, owner: bool = False) -> None:
+        if self._closed:
+            raise ClosedError("the transport was closed")
+        if owner and not self._owner:
+            raise UsageError(
+                "only the owner begins and commits. "
+                "Construct the transport of trainer rank 0 with owner=True."
+            )
 
-def _parsed(text: str) -> Commits:
+
+class _StoreLease:
+    """A count of one reader, which the owner waits for until the lease is over."""
+
+    def __init__(
+        self, commits: StoreCommits, marker: Marker, *, until: float, deadline: float
+    ) -> None:
+        self.until = until
+        self._commits, self._marker, self._deadline = commits, marker, deadline
+        self._is_closed = False
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            late = max(self._deadline, time.monotonic() + _CLOSE_S)
+            self._commits._release(self._marker, late)
+
+
+def _parsed(text: str) -> _Record:
     try:
         head = json.loads(text)
         run, lease_s, rows = head["run"], head["lease_s"], head["markers"]
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptionError(f"the note of commits cannot be read: {error}") from error
-    return Commits(run, lease_s, tuple(Marker.from_json(row) for row in rows))
+    return _Record(run, lease_s, tuple(Marker.from_json(row) for row in rows))
 
 
-def _text(commits: Commits) -> str:
-    """Return the note as it is written: equal commits give equal text."""
-    head: dict[str, Any] = {"run": commits.run, "lease_s": commits.lease_s}
-    return json.dumps({**head, "markers": [marker.to_json() for marker in commits.markers]})
+def _text(record: _Record) -> str:
+    """Return the note as it is written: equal records give equal text."""
+    head: dict[str, Any] = {"run": record.run, "lease_s": record.lease_s}
+    return json.dumps({**head, "markers": [marker.to_json() for marker in record.markers]})
 
 
 def _deposed() -> TransferError:

@@ -7,11 +7,38 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ...errors import DeadlineError, TransferError
+from ..agree import Agreement
 from .board import Board
 
-__all__ = ["Go", "Transaction"]
+__all__ = ["Go", "Transaction", "next_generation"]
+
+_MESSAGE_BYTES = 2048
+_ERROR_CHARS = 250  # A character takes up to six bytes in JSON.
+# The others hear this much later that rank 0 did not reach the store in time.
+_GRACE_S = 1.0
 
 _COMMIT, _ABORT = "commit", "abort"
+
+
+def next_generation(board: Board, agreement: Agreement, *, deadline: float) -> int:
+    """Return a number that rank 0 draws and tells the others; collective.
+
+    What an earlier group left in the store is never read again.
+
+    Raises:
+        TransferError: not all ranks came in time, or rank 0 has no store.
+    """
+    mine: dict[str, Any] = {}
+    if agreement.rank == 0:
+        try:
+            mine["generation"] = board.add("generations", 1, deadline=deadline)
+        except TransferError as error:
+            mine["error"] = str(error)[:_ERROR_CHARS]
+    said = agreement.exchange(mine, size_bytes=_MESSAGE_BYTES, deadline=deadline + _GRACE_S)
+    if "error" in said[0]:
+        raise TransferError(f"rank 0: {said[0]['error']}")
+    number: int = said[0]["generation"]
+    return number
 
 
 class Go(NamedTuple):

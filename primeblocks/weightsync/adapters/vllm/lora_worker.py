@@ -31,7 +31,7 @@ from ...engines.remote import WorkerState
 from ...marker import Receipt
 from ...plan import Plan
 from ...receive import Subscriber
-from ...transports.open import open_transport
+from ..wires import open_transport
 from .worker import WorkerExtension
 
 try:

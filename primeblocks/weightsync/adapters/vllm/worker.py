@@ -25,7 +25,7 @@ from ...engines.remote import WorkerState
 from ...manifest import Manifest
 from ...plan import Plan
 from ...receive import Subscriber
-from ...transports.open import open_transport
+from ..wires import open_transport
 from .observe import observe_worker
 
 try:

@@ -1,4 +1,4 @@
-"""Commits and leases in a store; what is refused without a byte being read."""
+"""Commits in a store: leases that end by the clock, owners that are deposed, stores that stall."""
 
 import json
 import time
@@ -10,26 +10,30 @@ import torch.distributed as dist
 
 from primeblocks.errors import (
     CapacityError,
-    ClosedError,
     CorruptionError,
     DeadlineError,
     TransferError,
     UnsupportedError,
-    UsageError,
 )
 from primeblocks.testing.faults import ManualClock
 from primeblocks.weightsync import Publisher, Subscriber, describe, plan_sync
+from primeblocks.weightsync import held as held_module
 from primeblocks.weightsync.marker import Marker
-from primeblocks.weightsync.transports import Transport, pull_version, store_commits
+from primeblocks.weightsync.transports import (
+    PackedTransport,
+    ProcessWire,
+    PullTransport,
+    Transport,
+    packed_transport,
+    process_wire,
+    store_commits,
+)
 from primeblocks.weightsync.transports.board import Board
-from primeblocks.weightsync.transports.pull import PullTransport
-from primeblocks.weightsync.transports.pull_version import Puller
+from primeblocks.weightsync.transports.handles import HandleCarrier
 from primeblocks.weightsync.transports.store_commits import StoreCommits
 from primeblocks.weightsync.transports.transport import Request
-from tests.weightsync import process_wire
 from tests.weightsync.contents import Engine, same_bytes
 from tests.weightsync.packed_site import parameters
-from tests.weightsync.process_wire import ProcessWire
 from tests.weightsync.test_board import GRACE_S, Patience, Store
 
 TIMEOUT_S = 60.0
@@ -40,9 +44,22 @@ def soon(seconds=TIMEOUT_S):
     return time.monotonic() + seconds
 
 
+class HookedWire(ProcessWire):
+    """Calls `before_read` with each read that is about to be done."""
+
+    def __init__(self, *, before_read=lambda read: None):
+        super().__init__()
+        self.before_read = before_read
+
+    def read(self, reads, *, deadline):
+        for read in reads:
+            self.before_read(read)
+            super().read([read], deadline=deadline)
+
+
 def made(commits, version):
-    now = commits.read(deadline=soon())
-    marker = Marker.make(run=now.run, version=version, plan="", sizes=(), buckets=())
+    commits.begin(version, keep=commits.markers(deadline=soon()), deadline=soon())
+    marker = Marker.make(run=commits.run, version=version, plan="", sizes=(), buckets=())
     commits.commit(marker, deadline=soon())
     return marker
 
@@ -50,11 +67,6 @@ def made(commits, version):
 @pytest.fixture
 def store():
     return dist.HashStore()
-
-
-@pytest.fixture
-def board(store):
-    return Board(store, "test")
 
 
 @pytest.fixture
@@ -68,93 +80,79 @@ def clock(monkeypatch):
 
 
 @pytest.fixture
-def commits(board):
-    owner = StoreCommits(board)
-    owner.take_over(lease_s=LEASE_S, deadline=soon())
-    return owner
+def commits(store):
+    return StoreCommits(store, owner=True, lease_s=LEASE_S)
 
 
-def test_what_is_committed_is_read_elsewhere(board, commits):
-    assert StoreCommits(Board(dist.HashStore(), "test")).read(deadline=soon()) is None
-    markers = [made(commits, version) for version in (1, 2)]
-    assert StoreCommits(board).read(deadline=soon()).markers == tuple(markers)
-    commits.retire(markers[1:], deadline=soon())
-    assert StoreCommits(board).read(deadline=soon()).markers == tuple(markers[1:])
-    commits.leave(deadline=soon())
-    assert StoreCommits(board).read(deadline=soon()).markers == ()
-
-
-def test_a_new_owner_takes_over_and_the_old_one_is_refused(board, commits):
+def test_a_new_owner_takes_over_and_the_old_one_is_refused(store, commits):
     made(commits, 1)
-    second = StoreCommits(board)
-    second.take_over(lease_s=LEASE_S, deadline=soon())
-    assert second.read(deadline=soon()).markers == ()
+    second = StoreCommits(store, owner=True, lease_s=LEASE_S)
+    assert second.markers(deadline=soon()) == ()
     with pytest.raises(TransferError, match="another owner took over"):
         made(commits, 2)
-    with pytest.raises(TransferError, match="another owner took over"):
-        commits.retire([], deadline=soon())
-    commits.leave(deadline=soon())
     marker = made(second, 1)
-    assert commits.read(deadline=soon()).markers == (marker,)
+    commits.close()
+    assert second.markers(deadline=soon()) == (marker,)
 
 
-@pytest.mark.parametrize("call", ["commit", "retire", "leave"])
+@pytest.mark.parametrize("call", ["commit", "begin", "close"])
 def test_an_owner_that_is_deposed_between_its_look_and_its_write_writes_nothing(call):
     store = Store()
-    first, second = (StoreCommits(Board(store, "test")) for _ in range(2))
-    first.take_over(lease_s=LEASE_S, deadline=soon())
+    first = StoreCommits(store, owner=True, lease_s=LEASE_S)
     marker = made(first, 1)
+    first.begin(2, keep=[marker], deadline=soon())
     get, theirs = store.get, []
 
     def get_and_lose(key):
         text = get(key)
         store.get = get
-        second.take_over(lease_s=LEASE_S, deadline=soon())
-        theirs.append(made(second, 7))
+        theirs.append(StoreCommits(store, owner=True, lease_s=LEASE_S))
+        theirs.append(made(theirs[0], 7))
         return text
 
     later = Marker.make(run=marker.run, version=2, plan="", sizes=(), buckets=())
     calls = {
         "commit": lambda: first.commit(later, deadline=soon()),
-        "retire": lambda: first.retire([], deadline=soon()),
-        "leave": lambda: first.leave(deadline=soon()),
+        "begin": lambda: first.begin(3, keep=[], deadline=soon()),
+        "close": first.close,
     }
     store.get = get_and_lose
-    if call == "leave":  # Best effort.
+    if call == "close":  # Best effort.
         calls[call]()
     else:
         with pytest.raises(TransferError, match="another owner took over"):
             calls[call]()
-    assert second.read(deadline=soon()).markers == tuple(theirs)
+    assert theirs[0].markers(deadline=soon()) == (theirs[1],)
 
 
 def test_a_version_that_is_held_is_waited_for(commits, clock):
     marker = made(commits, 1)
-    commits.hold(marker, deadline=soon())
+    lease = commits.hold(marker, deadline=soon())
     with pytest.raises(CapacityError, match=rf"leases end in {LEASE_S - 5:.1f} s"):
-        commits.retire([], deadline=clock.now() + 5)
+        commits.begin(2, keep=[], deadline=clock.now() + 5)
     with pytest.raises(TransferError, match="version 1 was retired"):
         commits.hold(marker, deadline=soon())  # And lets go of what it counted.
-    commits.release(marker, deadline=soon())
+    lease.close()
+    lease.close()  # Counts once.
     now = clock.now()
-    commits.retire([], deadline=soon())
+    commits.begin(2, keep=[], deadline=soon())
     assert clock.now() == now
 
 
 def test_a_dead_reader_is_waited_for_as_long_as_its_lease(commits, clock, monkeypatch):
     monkeypatch.setattr(store_commits, "_LOOK_S", LEASE_S / 50)
     marker = made(commits, 1)
-    until = commits.hold(marker, deadline=soon())
+    until = commits.hold(marker, deadline=soon()).until
     assert until == clock.now() + LEASE_S
-    commits.retire([], deadline=clock.now() + 2 * LEASE_S)
+    commits.begin(2, keep=[], deadline=clock.now() + 2 * LEASE_S)
     assert until <= clock.now() <= until + store_commits._LOOK_S
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"run": 1, "lease_s": 1, "markers": ["{}"]}'])
-def test_broken_commits_are_refused(board, commits, text):
-    board.post("commits", text, deadline=soon())
+def test_broken_commits_are_refused(store, commits, text):
+    Board(store, "weightsync/pull/policy").post("commits", text, deadline=soon())
     with pytest.raises(CorruptionError):
-        commits.read(deadline=soon())
+        commits.markers(deadline=soon())
 
 
 # --- the transport -----------------------------------------------------------------------------
@@ -169,34 +167,11 @@ def site(store):
         yield plan, owner, Publisher(plan, weights, owner)
 
 
-def test_it_is_constructed_and_not_opened(site):
+def test_a_store_that_lives_in_one_process_is_not_opened(site):
     _, owner, _ = site
     assert isinstance(owner, Transport)
-    with pytest.raises(UnsupportedError, match="in each process"):
+    with pytest.raises(UnsupportedError, match="a HashStore cannot be opened in another process"):
         owner.spec()
-
-
-def test_only_the_owner_begins_and_commits(site, store):
-    plan, _, publisher = site
-    publisher.publish(1, timeout_s=TIMEOUT_S)
-    with PullTransport(store, ProcessWire()) as other:
-        for call in (
-            lambda: other.begin(2, plan=plan, base=None, deadline=soon()),
-            lambda: other.commit(other.markers()[0], deadline=soon()),
-            lambda: other.abort(2),
-        ):
-            with pytest.raises(UsageError, match="owner=True"):
-                call()
-    with pytest.raises(ClosedError):
-        other.markers()
-
-
-def test_names_are_apart(site, store):
-    _, owner, publisher = site
-    publisher.publish(1, timeout_s=TIMEOUT_S)
-    with PullTransport(store, ProcessWire(), name="draft", owner=True) as other:
-        assert other.markers() == ()
-        assert len(owner.markers()) == 1
 
 
 def test_close_hides_what_goes_with_the_trainer(site, store):
@@ -208,17 +183,6 @@ def test_close_hides_what_goes_with_the_trainer(site, store):
         assert reader.markers() == ()
 
 
-def test_nobody_has_begun(site, store):
-    plan, _, publisher = site
-    publisher.publish(1, timeout_s=TIMEOUT_S)
-    shipment = type("Outgoing", (), {"plan": plan, "rank": 0, "version": 2, "base": None})
-    with (
-        PullTransport(dist.HashStore(), ProcessWire()) as lonely,
-        pytest.raises(TransferError, match="no owner has begun"),
-    ):
-        lonely.send(shipment, deadline=soon())
-
-
 def test_buffers_are_registered_once(site, store):
     plan, owner, publisher = site
     tokens, engine = [], Engine()
@@ -227,11 +191,11 @@ def test_buffers_are_registered_once(site, store):
         for version in range(6):
             publisher.publish(version, timeout_s=TIMEOUT_S)
             subscriber.receive(timeout_s=TIMEOUT_S)
-            tokens.append((set(owner._wire.shared), set(reader._wire.shared)))
+            tokens.append((set(owner._carrier._wire.shared), set(reader._carrier._wire.shared)))
     assert len(tokens[1][0]) == 2
     assert tokens[1:] == [tokens[1]] * 5
     assert len(tokens[0][1]) == 1
-    assert not reader._wire.shared
+    assert not reader._carrier._wire.shared
 
 
 def test_a_lease_that_is_over_ends_the_read(site, store, monkeypatch):
@@ -239,7 +203,7 @@ def test_a_lease_that_is_over_ends_the_read(site, store, monkeypatch):
     publisher.publish(1, timeout_s=TIMEOUT_S)
     clock = ManualClock(time.monotonic())
     monkeypatch.setattr(process_wire, "time", SimpleNamespace(monotonic=clock.now))
-    slow = ProcessWire(before_read=lambda read: clock.advance(0.6 * LEASE_S))
+    slow = HookedWire(before_read=lambda read: clock.advance(0.6 * LEASE_S))
     engine = Engine()
     with PullTransport(store, slow) as reader:
         subscriber = Subscriber(plan, engine, reader)
@@ -261,11 +225,11 @@ def test_a_buffer_whose_read_broke_is_not_used_again(site, store):
         if len(targets) == 2:
             raise TransferError("the link is down")
 
-    with PullTransport(store, ProcessWire(before_read=breaks), keep=True) as reader:
+    with PullTransport(store, HookedWire(before_read=breaks), keep=True) as reader:
         subscriber = Subscriber(plan, engine, reader)
         with pytest.raises(TransferError, match="the link is down"):
             subscriber.receive(timeout_s=TIMEOUT_S)
-        assert not reader._wire.shared
+        assert not reader._carrier._wire.shared
         assert subscriber.receive(timeout_s=TIMEOUT_S).version == 1
         right = {name: tensor.clone() for name, tensor in engine.tensors.items()}
         targets[0].fill_(0xFF)  # By a network card that was slow to give up.
@@ -285,9 +249,12 @@ def test_a_rank_without_the_version_is_a_typed_error(site, store):
         for told, error in (
             ({}, TransferError),
             ({"1": {**notes["1"], "bytes": 10}}, CorruptionError),
+            ({"1": {"bytes": 10}}, CorruptionError),
         ):
             board.post(f"{run}/rank/0", json.dumps(told), deadline=soon())
-            with pytest.raises(error, match=r"rank 0 has (not version 1|10 bytes)"):
+            with pytest.raises(
+                error, match=r"rank 0 (has (not version 1|10 bytes)|cannot be read)"
+            ):
                 subscriber.receive(timeout_s=TIMEOUT_S)
         board.post(f"{run}/rank/0", json.dumps(notes), deadline=soon())
         assert subscriber.receive(timeout_s=TIMEOUT_S).version == 1
@@ -301,22 +268,57 @@ def test_ranks_are_not_asked_after_the_deadline(monkeypatch):
         run="r", version=1, plan="", sizes=(16,) * len(plan.buckets), buckets=("",) * 3
     )
     clock, asked = ManualClock(), []
-    monkeypatch.setattr(pull_version, "time", SimpleNamespace(monotonic=clock.now))
+    monkeypatch.setattr(packed_transport, "time", SimpleNamespace(monotonic=clock.now))
 
-    def look(key, *, deadline):
-        asked.append(key)
+    def look(marker, rank, *, deadline):
+        asked.append(rank)
         clock.advance(1.0)
-        return json.dumps({"1": {"bytes": 1 << 20, "wire": ""}})
+        return json.dumps({"1": {"bytes": 1 << 20, "at": {}}})
 
-    puller = Puller(
-        SimpleNamespace(look=look),
-        SimpleNamespace(hold=lambda *_, **__: 60.0, release=lambda *_, **__: None),
-        SimpleNamespace(read=lambda reads, deadline: None, unshare=lambda buffer: None),
-        lambda size: (torch.zeros(size, dtype=torch.uint8), {}),
+    lease = SimpleNamespace(until=clock.now() + 60, close=lambda: None)
+    commits = SimpleNamespace(
+        look=look,
+        look_s=1.0,
+        hint=str,
+        hold=lambda *_, **__: lease,
+        markers=lambda deadline: (marker,),
     )
+    carrier = SimpleNamespace(make=bytearray, drop=list)
+    request = Request(plan, 0, 1, None, None, clock.now() + 0.5)
+    (found,) = PackedTransport(commits, carrier).receive(request)
     with pytest.raises(DeadlineError, match="1 of 3 ranks"):
-        puller.fetch(Request(plan, 0, 1, None, None, clock.now() + 0.5), marker)
-    assert asked == ["r/rank/0"]
+        found.whole()
+    assert asked == [0]
+
+
+def test_what_is_lent_for_a_time_is_copied_in_that_time(monkeypatch):
+    """A load may take longer than a lease; what it gets is this process's own by then."""
+    weights, store = parameters(1), dist.HashStore()
+    plan = plan_sync([describe(weights)], describe(weights).whole(), bucket_bytes=1000)
+    clock, carrier = ManualClock(time.monotonic()), HandleCarrier()
+    owner = PackedTransport(StoreCommits(store, owner=True, lease_s=LEASE_S), carrier)
+    Publisher(plan, weights, owner).publish(1, timeout_s=TIMEOUT_S)
+    reader = PackedTransport(StoreCommits(store, owner=False), carrier)
+    fetch, got = carrier.fetch, []
+
+    def slow(spans, **how):
+        found = fetch(spans, **how)
+        clock.advance(LEASE_S + 1)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(carrier, "fetch", slow)
+        patch.setattr(held_module, "time", SimpleNamespace(monotonic=clock.now))
+        with pytest.raises(DeadlineError, match="copied"):
+            Subscriber(plan, got.append, reader).receive(timeout_s=TIMEOUT_S)
+    assert not got
+
+    def load(tensors):
+        owner._full.by_version()[1].buffer.fill_(66)  # Its lease is over: the trainer goes on.
+        got.append({name: tensor.clone() for name, tensor in tensors})
+
+    Subscriber(plan, load, reader, check="ahead").receive(timeout_s=TIMEOUT_S)
+    assert same_bytes(got[0], weights)
 
 
 def test_a_store_that_is_gone_is_a_typed_error_in_time():

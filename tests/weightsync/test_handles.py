@@ -1,12 +1,11 @@
-"""What is special to IPC: handles, a private directory, and what is refused."""
+"""What is special to handles of memory, and to a directory whose readers read in place."""
 
 import fcntl
 import inspect
+import json
 import os
-import pickle
 import sys
 import threading
-import time
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 
@@ -22,20 +21,17 @@ from primeblocks.errors import (
     UsageError,
 )
 from primeblocks.weightsync import Publisher, Subscriber, describe, plan_sync
-from primeblocks.weightsync.held import Boxes
 from primeblocks.weightsync.transports import (
+    IpcTransport,
     Transport,
-    ipc,
-    ipc_handle,
-    ipc_version,
+    directory_commits,
+    handles,
     open_transport,
 )
-from primeblocks.weightsync.transports.ipc import IpcTransport
-from primeblocks.weightsync.transports.ipc_handle import Exported, open_exported
-from primeblocks.weightsync.transports.transport import Request
+from primeblocks.weightsync.transports.carrier import Span
+from primeblocks.weightsync.transports.handles import HandleCarrier
 from tests.weightsync.contents import Engine, same_bytes
 
-CPU = torch.device("cpu")
 TIMEOUT_S = 10.0
 
 
@@ -55,49 +51,71 @@ def folder(tmp_path):
 # --- handles -----------------------------------------------------------------------------------
 
 
+def opened(note, size_bytes):
+    return HandleCarrier().fetch([Span(note, 0, size_bytes)], again=False, deadline=0.0).parts[0]
+
+
 def test_a_buffer_is_seen_through_its_handle():
-    made = Exported(1000, device=CPU)
-    opened = open_exported(made.note)
+    carrier = HandleCarrier()
+    made = carrier.make(1000)
+    found = opened(made.note, 1000)
     assert os.stat(f"/proc/self/fd/{made.note['fd']}").st_blocks * 512 >= 1000  # Reserved.
     made.buffer.fill_(3)
-    assert opened.eq(3).all()
-    opened[0] = 9  # Harms the one who writes, and nobody else.
+    assert found.eq(3).all()
+    found[0] = 9  # Harms the one who writes, and nobody else.
     assert made.buffer.eq(3).all()
-    made.close()
-    made.close()
-    assert opened[1:].eq(3).all()
+    carrier.drop(made)
+    carrier.drop(made)
+    assert found[1:].eq(3).all()
     with pytest.raises(TransferError, match="is gone"):
-        open_exported(made.note)
+        opened(made.note, 1000)
 
 
 def test_an_empty_buffer_has_a_handle():
-    made = Exported(0, device=CPU)
-    assert open_exported(made.note).shape == (0,)
-    made.close()
+    carrier = HandleCarrier()
+    assert opened(carrier.make(0).note, 0).shape == (0,)
+
+
+def test_memory_of_another_size_than_was_said_is_not_mapped():
+    carrier = HandleCarrier()
+    made = carrier.make(10)
+    with pytest.raises(CorruptionError, match="another size"):
+        opened({**made.note, "bytes": 1 << 20}, 10)
+    with pytest.raises(CorruptionError, match="smaller than its note"):
+        opened(made.note, 11)
 
 
 def test_another_file_under_the_same_descriptor_is_not_opened(tmp_path):
-    made = Exported(10, device=CPU)
-    for other in (Exported(10, device=CPU).note["fd"], os.open(tmp_path, os.O_RDONLY)):
+    carrier = HandleCarrier()
+    made = carrier.make(10)
+    for other in (carrier.make(10).note["fd"], os.open(tmp_path, os.O_RDONLY)):
         with pytest.raises(TransferError, match="is gone"):
-            open_exported({**made.note, "fd": other})
+            opened({**made.note, "fd": other}, 10)
     os.close(other)
     with pytest.raises(TransferError, match="is gone"):
-        open_exported({**made.note, "pid": 2**22 + 1})
-    made.close()
+        opened({**made.note, "pid": 2**22 + 1}, 10)
 
 
 def test_no_room_is_a_typed_error():
     with pytest.raises(CapacityError, match="1,125,899,906,842,624 bytes on cpu"):
-        Exported(1 << 50, device=CPU)
+        HandleCarrier().make(1 << 50)
 
 
-def test_forgotten_buffers_leave_no_descriptors():
+@pytest.mark.parametrize("end", ["drop", "close", "forget"])
+def test_buffers_that_end_leave_no_descriptors(end):
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
-        made = Exported(100, device=CPU)
-        open_exported(made.note)
+        carrier = HandleCarrier()
+        made = carrier.make(100)
+        opened(made.note, 100)
+        if end == "drop":
+            carrier.drop(made)
+        elif end == "close":
+            carrier.close()
+            carrier.close()
         del made
+        if end == "forget":
+            del carrier
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -119,16 +137,16 @@ def test_it_is_opened_by_its_spec(site, tmp_path):
 
 def test_each_buffer_is_opened_once(site, monkeypatch):
     _, planned, owner, publisher = site
-    opened, inner = [], ipc_version.open_exported
+    tokens, inner = [], handles._opened
     monkeypatch.setattr(
-        ipc_version, "open_exported", lambda note: opened.append(note["token"]) or inner(note)
+        handles, "_opened", lambda note: tokens.append(note["token"]) or inner(note)
     )
-    with IpcTransport("policy", root=owner.spec()["root"]) as reader:
+    with IpcTransport("policy", root=owner.spec()["commits"]["root"]) as reader:
         subscriber = Subscriber(planned, Engine(), reader)
         for version in range(8):
             publisher.publish(version, timeout_s=TIMEOUT_S)
             subscriber.receive(timeout_s=TIMEOUT_S)
-    assert len(opened) == len(set(opened)) == 2
+    assert len(tokens) == len(set(tokens)) == 2
 
 
 def test_without_keep_an_engine_keeps_no_copy(site, tmp_path):
@@ -157,18 +175,6 @@ def test_complex_weights_go_as_deltas(dtype, tmp_path):
             subscriber.receive(timeout_s=TIMEOUT_S)
             assert same_bytes(engine.tensors, weights)
     assert sent.bytes < planned.bytes_total // 4
-
-
-def test_deltas_are_applied_to_a_copy(site, tmp_path):
-    weights, planned, owner, _ = site
-    with Publisher(planned, weights, owner, full_every=9) as publisher:
-        for version in (1, 2):
-            publisher.publish(version, timeout_s=TIMEOUT_S)
-    with IpcTransport("policy", root=str(tmp_path)) as reader:
-        request = Request(planned, 0, None, None, None, time.monotonic() + TIMEOUT_S)
-        full, delta = reader.receive(request)
-        assert (full.marker.version, delta.marker.base) == (1, 1)
-        assert isinstance(full.whole(), Boxes)
 
 
 def test_an_engine_that_writes_to_what_it_is_given_harms_itself_and_recovers(site, tmp_path):
@@ -205,8 +211,8 @@ def test_a_version_retired_between_open_and_lock_is_not_read(site, tmp_path, mon
     with IpcTransport("policy", root=str(tmp_path)) as reader:
         monkeypatch.setattr(fcntl, "flock", retire_and_lock)
         with pytest.raises(TransferError, match="version 1 was retired"):
-            reader._buffers.hold(marker)
-        reader._buffers.hold(owner.markers()[0]).close()
+            reader._commits.hold(marker, deadline=0.0)
+        reader._commits.hold(owner.markers()[0], deadline=0.0).close()
 
 
 def test_close_leaves_nothing(site, tmp_path):
@@ -232,24 +238,29 @@ def test_a_directory_that_others_write_to_is_refused(site, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "error"),
+    "change",
     [
-        (lambda part: part[:-1], "ends at"),
-        (lambda part: part[:4] + b"\xff" * (len(part) - 4), "cannot be read"),
-        (lambda part: part[:4] + b"1".ljust(len(part) - 4), "cannot be read"),
+        lambda note: note[:-1],
+        lambda note: b"\xff" * len(note),
+        lambda note: b"1",
+        lambda note: b'{"1": 5}',
+        lambda note: b'{"1": {"bytes": 10000, "at": {"token": "1"}}}',
+        lambda note: b'{"1": {"bytes": 10000, "at": [1]}}',
+        lambda note: note.replace(b'"pid": ', b'"pid": -'),
+        lambda note: note.replace(b'"fd": ', b'"fd": "../../../../etc/passwd", "x": '),
     ],
 )
-def test_a_broken_handle_is_refused(site, tmp_path, change, error):
+def test_a_broken_handle_is_refused(site, tmp_path, change):
     _, planned, _, publisher = site
     publisher.publish(1, timeout_s=TIMEOUT_S)
-    part = folder(tmp_path) / "version-1.0.delta"
-    whole = part.read_bytes()
-    part.write_bytes(change(whole))
+    path = folder(tmp_path) / "rank-0.json"
+    whole = path.read_bytes()
+    path.write_bytes(change(whole))
     with IpcTransport("policy", root=str(tmp_path)) as reader:
         subscriber = Subscriber(planned, Engine(), reader)
-        with pytest.raises(CorruptionError, match=error):
+        with pytest.raises(CorruptionError, match="cannot be read"):
             subscriber.receive(timeout_s=TIMEOUT_S)
-        part.write_bytes(whole)
+        path.write_bytes(whole)
         assert subscriber.receive(timeout_s=TIMEOUT_S).version == 1
 
 
@@ -280,7 +291,7 @@ def test_a_publish_waits_for_a_slow_engine(site, tmp_path, monkeypatch):
         # It looks again and again, and what is loaded stays until then.
         event = SimpleNamespace(Event=lambda: SimpleNamespace(wait=lambda _: look(never)))
         never = threading.Event()
-        monkeypatch.setattr(ipc, "threading", event)
+        monkeypatch.setattr(directory_commits, "threading", event)
         publisher.publish(3, timeout_s=TIMEOUT_S)
         thread.join()
     assert len(looks) >= 5
@@ -341,12 +352,6 @@ def test_a_process_forked_during_a_load_holds_up_nobody(site, tmp_path):
         IpcTransport("policy", owner=True, root=str(tmp_path)).close()
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "/dev/shm"])
-def test_a_name_is_one_path_component(name):
-    with pytest.raises(UsageError, match="path component"):
-        IpcTransport(name)
-
-
 def test_it_refuses_where_it_cannot_work(monkeypatch, tmp_path):
     with pytest.raises(UnsupportedError, match="is no directory"):
         IpcTransport("a", root=str(tmp_path / "none"))
@@ -363,21 +368,29 @@ def test_it_refuses_where_it_cannot_work(monkeypatch, tmp_path):
 
 def test_a_gpu_that_is_not_seen_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    note = {"token": "", "bytes": 1, "uuid": "GPU-1", "cuda": ""}
     with pytest.raises(UnsupportedError, match="on GPU GPU-1, this process sees"):
-        open_exported(note)
+        opened({"token": "t", "bytes": 1, "uuid": "GPU-1", "cuda": []}, 1)
 
 
-def test_a_gpu_is_found_by_its_uuid(monkeypatch):
+def test_a_gpu_is_found_by_its_uuid_and_its_handle_is_json(monkeypatch):
     """Against a fake of torch's handles: CUDA IPC itself has not run in a test."""
-    names = list(inspect.signature(ipc_handle.rebuild_cuda_tensor).parameters)
-    args = [name if name != "storage_device" else 0 for name in names]
+    names = list(inspect.signature(handles.rebuild_cuda_tensor).parameters)
+    fake = {
+        **dict.fromkeys(names),
+        **{"storage_handle": b"\0handle", "ref_counter_handle": b"counter"},
+        **{"event_handle": b"event", "event_sync_required": True, "requires_grad": False},
+        **{"storage_size_bytes": 96, "storage_offset_bytes": 32, "ref_counter_offset": 8},
+    }
+    monkeypatch.setattr(handles, "reduce_tensor", lambda buffer: (None, tuple(fake.values())))
+    note = {"token": "t", "bytes": 40, "uuid": "GPU-2"}
+    note = json.loads(json.dumps({**note, "cuda": handles._cuda_handle(torch.zeros(1))}))
     got = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(ipc_handle, "_uuid", lambda device: f"GPU-{device.index}")
+    monkeypatch.setattr(handles, "_uuid", lambda device: f"GPU-{device.index}")
     monkeypatch.setattr(
-        ipc_handle, "rebuild_cuda_tensor", lambda *a: got.extend(a) or torch.zeros(1).byte()
+        handles, "rebuild_cuda_tensor", lambda *a: got.extend(a) or torch.zeros(40).byte()
     )
-    open_exported({"uuid": "GPU-2", "cuda": pickle.dumps(args).hex()})
-    assert dict(zip(names, got, strict=True))["storage_device"] == 2
-    assert sum(a != b for a, b in zip(args, got, strict=True)) == 1
+    opened(note, 40)
+    given = dict(zip(names, got, strict=True))
+    assert (given["storage_device"], given["tensor_size"]) == (2, (40,))
+    assert {name: given[name] for name in names[7:]} == {name: fake[name] for name in names[7:]}

@@ -1,0 +1,357 @@
+"""Packed buffers of trainer ranks: commits say what is in them, a carrier brings it to engines."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from jaxtyping import UInt8
+from torch import Tensor
+
+from ...errors import CorruptionError, DeadlineError, TransferError
+from ..held import Held, Lent, copied
+from ..marker import Marker
+from ..plan import Copy, Plan
+from .carrier import Carrier, Shared, Span, Wire, WireCarrier, noted
+from .commits import Commits
+from .directory_commits import DirectoryCommits
+from .handles import HandleCarrier
+from .packed import Packed, Pool, pack_all, pack_payloads, places_of_version
+from .place import private_place
+from .store_commits import StoreCommits
+from .transport import Begun, Incoming, Outgoing, Request
+from .versions import await_announced, await_versions, chain_to
+
+__all__ = ["IpcTransport", "PackedTransport", "PullTransport"]
+
+_CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
+
+
+class PackedTransport:
+    """A transport whose trainer ranks pack, and whose engines fetch from each rank when they want.
+
+    Each trainer rank packs its part of a version into one buffer on its device; two take turns. A
+    delta has a buffer of its own. An engine holds the version that it fetches, and its buffers are
+    not written to until it lets go: a publish waits for that until its deadline. A publish may
+    follow a failed one, and a restarted rank or engine joins by constructing its end again. A
+    version ends with any of its trainer ranks: an engine that has not fetched it keeps the one
+    before.
+
+    Peak memory: on each trainer rank, twice the bytes that it sends, and its deltas; on an engine,
+    the tensors in about three buckets of each trainer rank where it reads them in place, else the
+    buckets that it wants, twice with `keep`.
+
+    Args:
+        commits: this process's end. It is closed with the transport, and so is the carrier.
+        keep: engines keep what they receive, so that deltas are applied to it and a load that
+            fails can be undone after the trainer's end.
+    """
+
+    def __init__(self, commits: Commits, carrier: Carrier, *, keep: bool = False) -> None:
+        self._commits, self._carrier, self._keep = commits, carrier, keep
+        self._receive_until = 0.0
+        self._full = Pool(carrier.make, carrier.drop, spares=1)
+        self._deltas = Pool(carrier.make, carrier.drop, spares=1)
+
+    def spec(self) -> dict[str, Any]:
+        """Return what `open_transport` needs in another process.
+
+        Raises:
+            UnsupportedError: the commits lie in a store of this process.
+        """
+        parts = {"commits": self._commits.spec(), "carrier": self._carrier.spec()}
+        return {"kind": "packed", **parts, "keep": self._keep}
+
+    def begin(self, version: int, *, plan: Plan, base: int | None, deadline: float) -> Begun:
+        """Owner: wait until nobody reads the version whose buffers are needed.
+
+        Raises:
+            CapacityError: an engine reads it.
+            TransferError: another owner took over.
+        """
+        markers = self._commits.markers(deadline=deadline)
+        stay = chain_to(markers[-1], markers, held=None) if markers else ()
+        if base not in [marker.version for marker in markers[-1:]]:
+            base = None  # Another publisher came between, or it is not kept.
+        self._commits.begin(version, keep=stay, deadline=deadline)
+        return Begun(self._commits.run, base)
+
+    def send(self, outgoing: Outgoing, *, deadline: float) -> None:
+        """Trainer rank: pack its buckets, and post their places."""
+        kept = [marker.version for marker in self._commits.markers(deadline=deadline)]
+        for pool in (self._full, self._deltas):
+            pool.keep(kept)
+        if outgoing.base is None:
+            pack_all(outgoing, partial(_taken, self._full, outgoing.version))
+        else:
+            pack_payloads(outgoing, partial(_taken, self._deltas, outgoing.version))
+        used = {**self._full.by_version(), **self._deltas.by_version()}
+        for gpu in {s.buffer.device for s in used.values() if s.buffer.device.type == "cuda"}:
+            torch.cuda.synchronize(gpu)  # Others do not wait for this stream.
+        notes = {
+            str(version): {"bytes": len(shared.buffer), "at": shared.note}
+            for version, shared in used.items()
+        }
+        self._commits.post(outgoing.rank, json.dumps(notes), deadline=deadline)
+
+    def commit(self, marker: Marker, *, deadline: float) -> None:
+        """Owner: make a version visible, atomically.
+
+        Raises:
+            TransferError: another owner took over.
+        """
+        self._commits.commit(marker, deadline=deadline)
+
+    def abort(self, version: int) -> None:
+        """Owner: drop a version that was begun and not committed, if there is one."""
+        self._commits.abort(version)
+
+    def markers(self) -> tuple[Marker, ...]:
+        """Return the committed versions, oldest first."""
+        # In a `receive`, a store that stalls has until the deadline to answer.
+        return self._commits.markers(deadline=max(self._receive_until, time.monotonic()))
+
+    def receive(self, request: Request) -> Sequence[Incoming]:
+        """Reader: wait for a version.
+
+        Raises:
+            UsageError: the directory belongs to another user, or others may write to it.
+        """
+        self._receive_until = request.deadline
+        commits = self._commits
+        chain = await_versions(self.markers, request, every_s=commits.look_s, hint=commits.hint)
+        return [
+            _PackedIncoming(commits, self._carrier, request, marker, keep=self._keep)
+            for marker in chain
+        ]
+
+    def announce(self, text: str, *, deadline: float) -> None:
+        """Owner: leave a text for those who find this transport."""
+        self._commits.announce(text, deadline=deadline)
+
+    def announced(self, *, deadline: float) -> str:
+        """Wait for what the owner announced.
+
+        Raises:
+            DeadlineError: there was no owner, or it announced nothing.
+            UsageError: a file there belongs to another user, or others may write to it.
+        """
+        return await_announced(self._commits, deadline=deadline)
+
+    def close(self) -> None:
+        """Let go. The owner's versions end; twice is fine."""
+        try:
+            self._commits.close()
+        finally:
+            self._full.close()
+            self._deltas.close()
+            self._carrier.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def IpcTransport(
+    name: str,
+    *,
+    owner: bool = False,
+    wire: Wire | None = None,
+    device: torch.device | str = "cpu",
+    keep: bool = False,
+    root: str = "/dev/shm",
+) -> PackedTransport:
+    """Return packed buffers found through a directory: one host, one user.
+
+    Engines read them where they lie, or over a wire. An engine's death ends its hold. Markers and
+    notes are small files in a directory that only this user can read, with the promises of
+    `SharedMemoryTransport` about it.
+
+    On a GPU, close engines' ends before the trainer's: their memory is the trainer's. This has
+    not run on a GPU yet; with CPU tensors everything but the handles is the same.
+
+    Args:
+        name: one word that trainer and engines agree on.
+        owner: true on trainer rank 0, and there only.
+        wire: this process's. None gives engines handles of memory: memfd, or CUDA IPC.
+        device: the device on which this trainer rank packs.
+        keep: as in `PackedTransport`.
+        root: the parent of the directory, on a tmpfs.
+
+    Raises:
+        UnsupportedError: this is not Linux, `root` does not exist, or the device cannot be used.
+        UsageError: `name` is not one path component, or has a living owner; or others may rename
+            what is in `root`.
+    """
+    carrier = _carrier(wire, device)
+    place = private_place(name, root, prefix="primeblocks-ipc")
+    return PackedTransport(DirectoryCommits(place, owner=owner), carrier, keep=keep)
+
+
+def PullTransport(
+    store: dist.Store,
+    wire: Wire | None = None,
+    *,
+    name: str = "policy",
+    owner: bool = False,
+    device: torch.device | str = "cpu",
+    keep: bool = False,
+    lease_s: float = 60.0,
+    timeout_s: float = 60.0,
+) -> PackedTransport:
+    """Return packed buffers found through a store: engines fetch them over a wire, from any host.
+
+    Buffers are registered once. An engine owns the bytes that it has fetched; it has `lease_s` to
+    fetch one version. A restarted trainer starts with no version.
+
+    Args:
+        store: the same for all; one that outlives the ranks.
+        wire: this process's. It is closed with the transport. None gives engines handles of memory,
+            on one host.
+        name: names this policy, where several share the store.
+        owner: true on trainer rank 0, and there only.
+        device: the device of this process's buffers.
+        keep: as in `PackedTransport`.
+        lease_s: the time that an engine has to fetch one version; the owner's value counts.
+        timeout_s: for the construction.
+
+    Raises:
+        TransferError: the store does not answer.
+    """
+    commits = StoreCommits(store, name=name, owner=owner, lease_s=lease_s, timeout_s=timeout_s)
+    return PackedTransport(commits, _carrier(wire, device), keep=keep)
+
+
+def _carrier(wire: Wire | None, device: torch.device | str) -> Carrier:
+    if wire is None:
+        return HandleCarrier(device=device)
+    return WireCarrier(wire, device=device)
+
+
+class _PackedIncoming:
+    """A committed version in buffers of trainer ranks."""
+
+    def __init__(
+        self, commits: Commits, carrier: Carrier, request: Request, marker: Marker, *, keep: bool
+    ) -> None:
+        self.marker = marker
+        self._commits, self._carrier, self._request = commits, carrier, request
+        self._keep = keep
+        self._payloads: dict[int, memoryview] = {}
+        self._lock = threading.Lock()  # A reader applies deltas in several threads.
+
+    def whole(self) -> Held | Lent:
+        plan, reader = self._request.plan, self._request.reader
+        with ExitStack() as until_read:
+            lease = self._commits.hold(self.marker, deadline=self._request.deadline)
+            until_read.callback(lease.close)
+            until = min(lease.until, self._request.deadline)
+            spans = self._spans()
+            opened = self._carrier.fetch(list(spans.values()), again=True, deadline=until)
+            buckets = dict(zip(spans, opened.parts, strict=True))
+            if opened.is_own:
+                return Packed(plan, buckets, stays=self._keep, close=opened.close)
+            until_read.callback(opened.close)  # Before the lease.
+            if self._keep or lease.until < float("inf"):
+                return copied(plan, reader, _Lent(buckets), stays=self._keep, deadline=until)
+            return _Lent(buckets, close=until_read.pop_all().close)
+
+    def payload(self, index: int) -> memoryview:
+        with self._lock:
+            self._fetch_payloads()
+        return self._payloads[index]
+
+    def settle(self, error: str, *, deadline: float) -> None:
+        """Do nothing: what is committed stands, whoever reads it."""
+
+    def _fetch_payloads(self) -> None:
+        if self._payloads:
+            return
+        with ExitStack() as until_read:
+            lease = self._commits.hold(self.marker, deadline=self._request.deadline)
+            until_read.callback(lease.close)
+            until = min(lease.until, self._request.deadline)
+            spans = self._spans()
+            opened = self._carrier.fetch(list(spans.values()), again=False, deadline=until)
+            until_read.callback(opened.close)
+            for index, part in zip(spans, opened.parts, strict=True):
+                self._payloads[index] = memoryview(part.cpu().numpy().tobytes())
+            if time.monotonic() > lease.until:
+                self._payloads = {}
+                raise DeadlineError("the lease was over before a delta was read")
+
+    def _spans(self) -> dict[int, Span]:
+        """Return the places of the buckets that this reader wants."""
+        return dict(self._found())
+
+    def _found(self) -> Iterator[tuple[int, Span]]:
+        plan, marker, deadline = self._request.plan, self.marker, self._request.deadline
+        mine = set(plan.of_reader(self._request.reader))
+        ranks = sorted({plan.buckets[index].rank for index in mine})
+        for done, rank in enumerate(ranks):
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"found the buffers of {done} of {len(ranks)} ranks in time")
+            said = self._commits.look(marker, rank, deadline=deadline)
+            size, note = _noted(said, rank, marker.version)
+            starts, size_bytes = places_of_version(plan, marker, rank)
+            if size < size_bytes:
+                raise CorruptionError(
+                    f"rank {rank} has {size:,} bytes; the plan needs {size_bytes:,}"
+                )
+            for index in sorted(mine & starts.keys()):
+                yield index, Span(note, starts[index], marker.sizes[index])
+
+
+def _noted(said: str | None, rank: int, version: int) -> tuple[int, Mapping[str, Any]]:
+    """Return the bytes and the place of a rank's buffer, from its note."""
+    try:
+        found = None if said is None else json.loads(said).get(str(version))
+        if found is not None:
+            return noted(found, "bytes"), dict(found["at"])
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CorruptionError(f"the note of rank {rank} cannot be read: {error}") from error
+    raise TransferError(f"rank {rank} has not version {version} any more. Receive the newest.")
+
+
+def _taken(pool: Pool[Shared], version: int, size_bytes: int) -> UInt8[Tensor, " bytes"]:
+    return pool.take(version, size_bytes).buffer
+
+
+class _Lent:
+    """Packed buckets in buffers of trainer ranks, which are not written to until it is closed."""
+
+    stays = False
+
+    def __init__(
+        self, buckets: Mapping[int, Tensor], *, close: Callable[[], object] = list
+    ) -> None:
+        self._buckets = buckets
+        self.device = next((part.device for part in buckets.values()), torch.device("cpu"))
+        self.close = weakref.finalize(self, close)
+        self.close.atexit = False
+
+    def chunks(
+        self, index: int, copy: Copy, into: UInt8[Tensor, " bytes"] | None
+    ) -> Iterator[UInt8[Tensor, " chunk"]]:
+        lies = self._buckets[index][copy.offset : copy.offset + copy.bytes]
+        # Few launches on a GPU; what stays in the cache on a CPU.
+        step = _CHUNK_BYTES[lies.device.type]
+        for start in range(0, copy.bytes, step):
+            part = lies[start : start + step]
+            yield part.clone() if into is None else into[start : start + step].copy_(part)
