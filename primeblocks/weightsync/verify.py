@@ -255,8 +255,8 @@ def _compare(plan: Plan, rank: int, parts: Parts, seen: Sequence[Observed], wron
     readers = {one.reader for one in seen}
     for index in plan.of_rank(rank):
         bucket = plan.buckets[index]
-        rooms = [torch.empty(c.box.sizes, dtype=plan.target[c.name].dtype) for c in bucket.copies]
-        parts.fill(index, rooms, helper=None)
+        views, dtypes = parts.views(index)
+        rooms = [view.detach().to("cpu", dtype) for view, dtype in zip(views, dtypes, strict=True)]
         for reader in readers & set(bucket.readers):
             for place, (copy, room) in enumerate(zip(bucket.copies, rooms, strict=True)):
                 _compare_copy(reader, copy, room, found[reader, index, place], wrong)
