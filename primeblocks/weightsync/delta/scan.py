@@ -18,7 +18,7 @@ Bits = np.ndarray | Tensor
 """The elements of a tensor as integers, flat: numpy on the host, torch on a device."""
 
 CHUNK = 1 << 18  # elements; what is compared is still in the cache when it is gathered
-_BLOCK = 1 << 12  # entries
+_CHUNK = 1 << 12  # entries
 _MANY = 0.57  # The share of groups of 8 in a random tenth; above, numpy's `nonzero` has no branch.
 _TORCH = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -85,8 +85,8 @@ def write_entries(target: Bits, entries: Entries) -> None:
         )
         target[places] = target[places] & keep | bits_there
         return
-    for start in range(0, len(positions), _BLOCK):  # What was read is written from the cache.
-        here = slice(start, start + _BLOCK)
+    for start in range(0, len(positions), _CHUNK):  # What was read is written from the cache.
+        here = slice(start, start + _CHUNK)
         at = positions[here]
         target[at] = target.take(at) & ~mask[here] | bits[here]
 

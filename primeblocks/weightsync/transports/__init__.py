@@ -12,7 +12,6 @@ from .transport import Transport
 __all__ = [
     "Estimate",
     "FileTransport",
-    "Found",
     "GroupTransport",
     "IpcTransport",
     "PackedTransport",
