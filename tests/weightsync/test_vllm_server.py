@@ -18,6 +18,7 @@ from primeblocks.weightsync import describe, plan_sync
 from primeblocks.weightsync.adapters.vllm import (
     VllmServer,
     attach,
+    describe_loads,
     server_args,
     update,
     update_all,
