@@ -18,11 +18,11 @@ from primeblocks.weightsync import describe, plan_sync
 from primeblocks.weightsync.adapters.vllm import (
     VllmServer,
     attach,
-    describe_loads,
     server_args,
     update,
     update_all,
 )
+from primeblocks.weightsync.adapters.vllm import describe as describe_loads
 from primeblocks.weightsync.marker import Receipt
 from primeblocks.weightsync.transports import FileTransport
 from tests.weightsync.fake_engine import FakeEngine
