@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -111,10 +110,6 @@ class Manifest(Mapping[str, TensorSpec]):
                 layout = Layout(tuple(shape), Shard(tuple(at), tuple(size)))
                 tensors.append((str(name), TensorSpec(_dtype(dtype), layout)))
             return cls(tuple(tensors), str(recipe))
-
-    def fingerprint(self) -> str:
-        """Return 32 hex digits, equal exactly where the manifests are."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:32]
 
 
 @contextmanager

@@ -107,15 +107,14 @@ def test_whole_and_json_round_trip():
     manifest = describe(tensors)
     again = Manifest.from_json(manifest.to_json())
     assert again == manifest
-    assert again.fingerprint() == manifest.fingerprint()
-    assert manifest.whole(dtype=torch.float16).fingerprint() != manifest.fingerprint()
+    assert manifest.whole(dtype=torch.float16) != manifest
     assert manifest.whole(dtype=torch.float16)["s"].dtype == torch.int64
     assert list(again) == ["a", "s", "e"]
 
 
 def test_order_is_part_of_a_manifest():
     a, b = torch.zeros(2), torch.zeros(3)
-    assert describe({"a": a, "b": b}).fingerprint() != describe({"b": b, "a": a}).fingerprint()
+    assert describe({"a": a, "b": b}) != describe({"b": b, "a": a})
 
 
 def test_a_name_twice_is_refused():

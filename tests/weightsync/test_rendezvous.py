@@ -15,7 +15,13 @@ from primeblocks.errors import DeadlineError, PlanError, UnsupportedError, Usage
 from primeblocks.testing import ranks
 from primeblocks.testing.oracles import assert_same_bits
 from primeblocks.weightsync import SharedMemoryTransport, convert
-from primeblocks.weightsync.transports import FileTransport, GroupTransport
+from primeblocks.weightsync.transports import (
+    FileTransport,
+    GroupTransport,
+    IpcTransport,
+    ProcessWire,
+    PullTransport,
+)
 
 ranks.preload(__name__)
 
@@ -31,6 +37,11 @@ def model(seed=0):
 def _end(kind, where, owner):
     if kind == "file":
         return FileTransport(where, owner=owner)
+    if kind == "ipc":
+        return IpcTransport("policy", owner=owner, root=str(where))
+    if kind == "store":
+        store = dist.FileStore(str(where / "store"), -1)
+        return PullTransport(store, ProcessWire(), owner=owner)
     return SharedMemoryTransport("policy", owner=owner, root=str(where))
 
 
@@ -62,7 +73,7 @@ def _meet(kind, where):
     transport.close()
 
 
-@pytest.mark.parametrize("kind", ["shared_memory", "file"])
+@pytest.mark.parametrize("kind", ["shared_memory", "file", "ipc", "store"])
 def test_a_sharded_trainer_and_an_engine_meet(kind, tmp_path):
     ranks.run(_meet, kind, tmp_path, world_size=3)
 
@@ -77,7 +88,9 @@ def test_a_name_alone_is_enough():
     weightsync.Subscriber(found, load, receiving).receive(timeout_s=TIMEOUT_S)
     assert_same_bits(engine[0].weight.detach(), trainer[0].weight.detach())
     sending.close()
-    with pytest.raises(DeadlineError, match=f"nobody announced '{name}' in time. Is the trainer"):
+    with pytest.raises(
+        DeadlineError, match="nobody announced a plan there in time. Is the trainer"
+    ):
         weightsync.find(name, timeout_s=0)
 
 

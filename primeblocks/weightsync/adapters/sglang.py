@@ -1,4 +1,4 @@
-"""Weight updates of a running SGLang server: the client of its endpoints, over a shared disk.
+"""Never run: the client of a running SGLang server, whose weights it updates over a shared disk.
 
 No SGLang was run with this. It is written to the source of sglang 0.5.23 (the wheel on PyPI), and
 tested against a fake of ours that behaves as that source reads: srt/entrypoints/http_server.py,

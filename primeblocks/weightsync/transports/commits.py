@@ -84,6 +84,14 @@ class Commits(Protocol):
         """Reader: return a rank's note in the run of a version; None where there is none."""
         ...
 
+    def announce(self, text: str, *, deadline: float) -> None:
+        """Owner: leave a text for those who find these commits."""
+        ...
+
+    def announced(self, *, deadline: float) -> str | None:
+        """Return what the owner left; None before."""
+        ...
+
     def hint(self) -> str:
         """Return what may help somebody who waits for a version in vain, or nothing."""
         ...

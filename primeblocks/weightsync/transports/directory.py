@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any, Self
 
 import torch
 
-from ...errors import DeadlineError, UsageError
+from ...errors import UsageError
 from ..held import Blob, BlobFile, Held, Lent, Sealed
 from ..marker import Marker
 from ..plan import Plan
@@ -23,7 +21,7 @@ from .directory_commits import DirectoryCommits
 from .place import DiskPlace, Place, private_place, sweep
 from .safetensors_header import header
 from .transport import Begun, Incoming, Outgoing, Request
-from .versions import await_versions
+from .versions import await_announced, await_versions
 
 __all__ = ["DirectoryTransport", "FileTransport", "SharedMemoryTransport"]
 
@@ -98,26 +96,17 @@ class DirectoryTransport:
         return [_DirectoryIncoming(self._versions, request.plan, marker, start) for marker in chain]
 
     def announce(self, text: str, *, deadline: float) -> None:
-        """Owner: leave a text for those who find this transport by its name or path."""
-        self._commits.announce(text)
+        """Owner: leave a text for those who find this transport."""
+        self._commits.announce(text, deadline=deadline)
 
     def announced(self, *, deadline: float) -> str:
-        """Wait for what the owner announced; look every 2 ms.
+        """Wait for what the owner announced.
 
         Raises:
             DeadlineError: there was no owner, or it announced nothing.
             UsageError: a file there belongs to another user, or others may write to it.
         """
-        never = threading.Event()
-        while (text := self._commits.announced()) is None:
-            if time.monotonic() >= deadline:
-                where = self._spec.get("name", self._spec.get("path"))
-                raise DeadlineError(
-                    f"nobody announced {where!r} in time. Is the trainer running, under that "
-                    f"name?{self._commits.hint()}"
-                )
-            never.wait(self._commits.look_s)
-        return text
+        return await_announced(self._commits, deadline=deadline)
 
     def to_remove(self) -> tuple[Path, ...]:
         """Owner: return the files that `close` removes; it made them all. No others are touched."""

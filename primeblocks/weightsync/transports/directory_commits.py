@@ -157,16 +157,14 @@ class DirectoryCommits:
         text = self._read(_note(rank))
         return None if text is None else text.decode(errors="replace")
 
-    def announce(self, text: str) -> None:
-        """Owner: leave a text for those who find its versions."""
+    def announce(self, text: str, *, deadline: float) -> None:
         self.check(owner=True)
         try:
             _write(self.directory / _ANNOUNCED, text.encode(), durable=self._durable)
         except OSError as error:
             raise self.no_room(error, len(text)) from error
 
-    def announced(self) -> str | None:
-        """Return what the owner left; None before."""
+    def announced(self, *, deadline: float) -> str | None:
         text = self._read(_ANNOUNCED)
         return None if text is None else text.decode(errors="replace")
 

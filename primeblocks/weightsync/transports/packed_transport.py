@@ -29,7 +29,7 @@ from .packed import Packed, Pool, pack_all, pack_payloads, places_of_version
 from .place import private_place
 from .store_commits import StoreCommits
 from .transport import Begun, Incoming, Outgoing, Request
-from .versions import await_versions, chain_to
+from .versions import await_announced, await_versions, chain_to
 
 __all__ = ["IpcTransport", "PackedTransport", "PullTransport"]
 
@@ -134,6 +134,19 @@ class PackedTransport:
             _PackedIncoming(commits, self._carrier, request, marker, keep=self._keep)
             for marker in chain
         ]
+
+    def announce(self, text: str, *, deadline: float) -> None:
+        """Owner: leave a text for those who find this transport."""
+        self._commits.announce(text, deadline=deadline)
+
+    def announced(self, *, deadline: float) -> str:
+        """Wait for what the owner announced.
+
+        Raises:
+            DeadlineError: there was no owner, or it announced nothing.
+            UsageError: a file there belongs to another user, or others may write to it.
+        """
+        return await_announced(self._commits, deadline=deadline)
 
     def close(self) -> None:
         """Let go. The owner's versions end; twice is fine."""

@@ -118,6 +118,16 @@ class StoreCommits:
     def look(self, marker: Marker, rank: int, *, deadline: float) -> str | None:
         return self._board.look(f"{marker.run}/rank/{rank}", deadline=deadline)
 
+    def announce(self, text: str, *, deadline: float) -> None:
+        self._check(owner=True)
+        self._board.post(f"{self.run}/announced", text, deadline=deadline)
+
+    def announced(self, *, deadline: float) -> str | None:
+        record = self._read(deadline)
+        if record is None:
+            return None
+        return self._board.look(f"{record.run}/announced", deadline=deadline)
+
     def hint(self) -> str:
         return f" All have to share the store, and the name {self._name!r} in it."
 

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 
 from ...errors import DeadlineError, TransferError
 from ..marker import Marker
+from .commits import Commits
 from .transport import Request
 
-__all__ = ["await_versions", "chain_to", "choose"]
+__all__ = ["await_announced", "await_versions", "chain_to", "choose"]
 
 
 def choose(
@@ -93,3 +94,20 @@ def await_versions(
                 f"{[marker.version for marker in markers]}.{hint()}"
             )
         never.wait(min(every_s, max(0.0, request.deadline - time.monotonic())))
+
+
+def await_announced(commits: Commits, *, deadline: float) -> str:
+    """Wait for what the owner announced.
+
+    Raises:
+        DeadlineError: there was no owner, or it announced nothing.
+    """
+    never = threading.Event()
+    while (text := commits.announced(deadline=deadline)) is None:
+        if time.monotonic() >= deadline:
+            raise DeadlineError(
+                "nobody announced a plan there in time. Is the trainer running, under that name?"
+                f"{commits.hint()}"
+            )
+        never.wait(commits.look_s)
+    return text
