@@ -15,7 +15,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["Figure", "Timing", "compare", "copy_bandwidth", "machine", "main"]
+__all__ = ["Figure", "Timing", "commit", "compare", "copy_bandwidth", "machine", "main"]
+
+
+Measure = Callable[[], dict[str, tuple[float, str, str]]]
 
 
 @dataclass(frozen=True)
@@ -99,18 +102,23 @@ def machine() -> str:
     return ", ".join(parts)
 
 
-def main(measure: Callable[[], dict[str, tuple[float, str, str]]]) -> None:
+def main(measure: Measure, *, dry: Measure | None = None) -> None:
     """Run a benchmark's `measure`, print its figures, and write them where `--json` says.
 
     Args:
         measure: returns, by figure, (value, unit, peer).
+        dry: the same at sizes that say nothing, which `--dry-run` runs instead.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path)
+    if dry is not None:
+        parser.add_argument(
+            "--dry-run", action="store_const", const=dry, default=measure, dest="do"
+        )
     options = parser.parse_args()
     figures = [
-        Figure(name, value, unit, peer, machine(), _commit())
-        for name, (value, unit, peer) in measure().items()
+        Figure(name, value, unit, peer, machine(), commit())
+        for name, (value, unit, peer) in getattr(options, "do", measure)().items()
     ]
     for figure in figures:
         against = f"  (vs {figure.peer})" if figure.peer else ""
@@ -119,7 +127,7 @@ def main(measure: Callable[[], dict[str, tuple[float, str, str]]]) -> None:
         options.json.write_text(json.dumps([asdict(figure) for figure in figures], indent=1) + "\n")
 
 
-def _commit() -> str:
+def commit() -> str:
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else "unknown"

@@ -1,5 +1,5 @@
 """Log-probabilities on a CUDA device: `python -m benchmarks.async_loop_parts.logprobs_gpu`. Never
-run on a GPU; on a CPU its code runs in a test, at sizes that say nothing about speed.
+run on a GPU; on a CPU, with `--dry-run`, its code runs at sizes that say nothing about speed.
 
 Forward and backward of 8,192 tokens, 151,936 words and a width of 4,096, in bfloat16 and float32:
 time and peak memory, gradients included, operands not, over those of all logits in torch; of
@@ -36,7 +36,7 @@ from .logprobs import (
     plain_scores,
 )
 
-__all__ = ["LIMITS", "Sizes", "figures", "peak_bytes"]
+__all__ = ["LIMITS", "SMALL", "Sizes", "figures", "peak_bytes"]
 
 Figures = dict[str, tuple[float, str, str]]
 # Of the norm. In bfloat16 logits, their slopes and results are rounded to 8 bits. Cut cross-entropy
@@ -54,6 +54,9 @@ class Sizes:
     width: int = 4096
     compared: int = 512
     runs: int = 5
+
+
+SMALL = Sizes(tokens=24, words=300, width=16, compared=8, runs=1)
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def figures(device: str = "cuda", sizes: Sizes | None = None) -> Figures:
     found: Figures = {}
     for dtype in LIMITS:
         given = operands(sizes.tokens, sizes.words, sizes.width, device=device, dtype=dtype)
-        for side in _sides(dtype):
+        for side in _sides(dtype, device):
             name = f"{NAME}.gpu.{str(dtype).removeprefix('torch.')}.{side.name}"
             found.update(_of_side(name, side, given, sizes))
     return found
@@ -96,13 +99,13 @@ def peak_bytes(candidate: Candidate, given: Sequence[Tensor]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def _sides(dtype: torch.dtype) -> Iterator[Side]:
+def _sides(dtype: torch.dtype, device: str) -> Iterator[Side]:
     limit = LIMITS[dtype]
     yield Side("token_logprobs", our_logprobs, plain_logprobs, limit)
     yield Side("token_scores", our_scores, plain_scores, limit)
     yield Side("chunked_loss", partial(our_loss, entropy=0.0), plain_logprobs, limit)
-    if dtype != torch.bfloat16:
-        return
+    if dtype != torch.bfloat16 or device != "cuda":
+        return  # Its kernels are Triton's; what it computes without them is not what is compared.
     try:
         from primeblocks.async_loop.adapters import cut_cross_entropy
     except MissingPackageError as error:
@@ -157,4 +160,4 @@ def _error(side: Side, given: list[Tensor], sizes: Sizes) -> float:
 
 
 if __name__ == "__main__":
-    main(figures)
+    main(figures, dry=partial(figures, "cpu", SMALL))

@@ -16,6 +16,7 @@ is named, with the reason, and left out. Nothing is timed before results agree.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from primeblocks.parallel.attention.dsa import IndexerInputs
 
 from ..harness import Timing, compare, copy_bandwidth, main
 from .gpu_sides import (
+    SMALL,
     Engine,
     Figures,
     Model,
@@ -209,4 +211,4 @@ def matmul_rate(device: str, sizes: Sizes) -> float:
 
 
 if __name__ == "__main__":
-    main(figures)
+    main(figures, dry=partial(figures, "cpu", SMALL))

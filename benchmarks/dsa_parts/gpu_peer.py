@@ -6,6 +6,8 @@ Blackwell's unroll its kernels over the selected rows: they select 16, and compi
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from primeblocks.errors import MissingPackageError, UnsupportedError
@@ -14,6 +16,7 @@ from primeblocks.parallel.attention.dsa import Rows
 from ..harness import copy_bandwidth, main
 from .gpu import matmul_rate, of_attention
 from .gpu_sides import (
+    SMALL,
     Engine,
     Figures,
     Operands,
@@ -65,4 +68,4 @@ def figures(device: str = "cuda", sizes: Sizes | None = None) -> Figures:
 
 
 if __name__ == "__main__":
-    main(figures)
+    main(figures, dry=partial(figures, "cpu", SMALL))

@@ -20,7 +20,7 @@ from primeblocks.parallel.attention.dsa.plan import DsaSizes, dsa_cost
 from primeblocks.parallel.sequence import SequencePlan
 
 __all__ = [
-    "BF16_ERROR", "FLOAT8_ERROR", "Engine", "Figures", "Model", "Operands", "Sizes",
+    "BF16_ERROR", "FLOAT8_ERROR", "SMALL", "Engine", "Figures", "Model", "Operands", "Sizes",
     "assert_close", "draw", "draw_indices", "draw_operands", "engines_of", "gate", "leave_out",
     "plan_of", "scorers_of", "unrolled_k",
 ]  # fmt: skip
@@ -67,6 +67,12 @@ class Sizes:
     @property
     def rows(self) -> Rows:
         return Rows.latent(self.latent, self.rope)
+
+
+SMALL = Sizes(
+    tokens=256, ranks=4, k=12, latent=16, rope=8, index_dim=16, few=8, scored=8,
+    chunk_bytes=1 << 20, square=64, runs=2, models=(Model("tiny", 3, 2), Model("small", 2, 4)),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Float8 on a CUDA device: `python -m benchmarks.fp8_parts.gpu`. Never run on a GPU; on a CPU its
-code runs in a test, at sizes that say nothing about speed.
+"""Float8 on a CUDA device: `python -m benchmarks.fp8_parts.gpu`. Never run on a GPU; on a CPU,
+with `--dry-run`, its code runs at sizes that say nothing about speed.
 
 Each engine that the machine has is a row of its own; the figure without an engine's name is that of
 the first, in the order of `primeblocks.fp8.adapters`. An engine or a peer that is not there is
@@ -17,13 +17,14 @@ named, with the reason, and left out. Nothing is timed before results agree.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from ..harness import main
 from .gpu_dense import of_a_product, of_a_step, of_quantizing
 from .gpu_experts import of_experts, of_wgrad
-from .gpu_sides import Figures, Side, Sizes, engines_of, quantizer_of
+from .gpu_sides import SMALL, Figures, Side, Sizes, engines_of, quantizer_of
 
 __all__ = ["figures"]
 
@@ -64,4 +65,4 @@ def _add(found: Figures, rows: Figures, name: str, *, first: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(figures)
+    main(figures, dry=partial(figures, "cpu", SMALL))

@@ -18,7 +18,7 @@ from primeblocks.fp8 import Gemm, Tile, quantize
 from primeblocks.fp8.reference import ReferenceGemm
 
 __all__ = [
-    "BF16", "FLOAT8_ERROR", "QUANTIZE_ERROR", "ROW", "TORCHAO", "Figures", "Side", "Sizes",
+    "BF16", "FLOAT8_ERROR", "QUANTIZE_ERROR", "ROW", "SMALL", "TORCHAO", "Figures", "Side", "Sizes",
     "assert_close", "draw", "engines_of", "find_torchao", "leave_out", "quantizer_of", "repeat",
 ]  # fmt: skip
 
@@ -43,6 +43,9 @@ class Sizes:
     hidden: int = 4096
     out: int = 3072
     repeats: int = 10
+
+
+SMALL = Sizes(rows=16, columns=256, side=128, tokens=512, experts=3, hidden=128, out=256, repeats=2)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ back equal before anything is timed.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from primeblocks.kvoffload import HostTier, PageKey, TieredStore
@@ -16,18 +18,20 @@ from ..harness import compare, main
 __all__ = ["figures"]
 
 PAGE_BYTES, PAGES = 2 << 20, 256
+SMALL_BYTES, SMALL = 4 << 10, 4
 TIMEOUT_S = 60.0
 
 Figures = dict[str, tuple[float, str, str]]
 
 
-def figures() -> Figures:
+def figures(device: str = "cuda", page_bytes: int = PAGE_BYTES, count: int = PAGES) -> Figures:
     """Shares of the plain rate, both ways."""
-    pages = torch.randint(0, 256, (PAGES, PAGE_BYTES), dtype=torch.uint8, device="cuda")
+    on_gpu = device == "cuda"
+    pages = torch.randint(0, 256, (count, page_bytes), dtype=torch.uint8, device=device)
     back = torch.zeros_like(pages)
-    pinned = torch.empty(PAGES, PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
-    keys = [PageKey("benchmark", number.to_bytes(8, "big")) for number in range(PAGES)]
-    host = HostTier(capacity_bytes=pages.nbytes, page_bytes=PAGE_BYTES, pinned=True)
+    pinned = torch.empty(count, page_bytes, dtype=torch.uint8, pin_memory=on_gpu)
+    keys = [PageKey("benchmark", number.to_bytes(8, "big")) for number in range(count)]
+    host = HostTier(capacity_bytes=pages.nbytes, page_bytes=page_bytes, pinned=on_gpu)
     with TieredStore([host]) as store:
 
         def put() -> None:
@@ -55,4 +59,4 @@ def figures() -> Figures:
 
 
 if __name__ == "__main__":
-    main(figures)
+    main(figures, dry=partial(figures, "cpu", SMALL_BYTES, SMALL))

@@ -50,6 +50,11 @@ class Worker:
             raise RuntimeError(answer)
         return answer
 
+    def kill(self) -> None:
+        """End the process as a crash would."""
+        self._process.kill()
+        self._process.join()
+
     def close(self) -> None:
         """End the process, its object first."""
         self._pipe.close()

@@ -4,13 +4,8 @@ import pytest
 import torch
 
 from benchmarks.dsa_parts import gpu, gpu_peer, gpu_sides
-from benchmarks.dsa_parts.gpu_sides import Model, Operands, Sizes
+from benchmarks.dsa_parts.gpu_sides import SMALL, Operands
 from primeblocks.parallel.attention.dsa import ReferenceKernel, Rows
-
-SMALL = Sizes(
-    tokens=256, ranks=4, k=12, latent=16, rope=8, index_dim=16, few=8, scored=8,
-    chunk_bytes=1 << 20, square=64, runs=2, models=(Model("tiny", 3, 2), Model("small", 2, 4)),
-)  # fmt: skip
 
 
 def operands(queries, heads, k):

@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from benchmarks.fp8_parts import gpu, gpu_dense
-from benchmarks.fp8_parts.gpu_sides import Sizes, engines_of
-
-SMALL = Sizes(rows=16, columns=256, side=128, tokens=512, experts=3, hidden=128, out=256, repeats=2)
+from benchmarks.fp8_parts.gpu_sides import SMALL, engines_of
 
 
 def test_bytes_and_operations_are_counted():

@@ -1,0 +1,139 @@
+"""Runs cases, each in a process group of its own, so that a crash or a hang costs one case."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from primeblocks.errors import how_it_ended
+
+from .cases import Case
+from .machine import lacks
+
+__all__ = ["Outcome", "run_case", "run_part"]
+
+_ROOT = Path(__file__).parents[2]
+_HIDES = Path(__file__).parent / "hides"
+_TAIL_CHARS, _SHOWN_CHARS = 4000, 400
+# Leaves time to kill, to read and to write.
+_LEAST_S = 5.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A case's end.
+
+    Attributes:
+        status: "passed", "failed", "timed out" or "skipped".
+        why: the end of its output, or why it was skipped.
+    """
+
+    case: str
+    status: str
+    seconds: float
+    why: str
+    figures: tuple[dict[str, Any], ...] = ()
+
+
+def run_part(
+    cases: Sequence[Case],
+    *,
+    report: Path,
+    head: dict[str, Any],
+    dry: bool,
+    budget_s: float,
+    tell: Callable[[str], object] = print,
+) -> list[Outcome]:
+    """Run a part's cases in turn; `report` is whole JSON after each. None runs past the budget."""
+    begun = time.monotonic()
+    done: list[Outcome] = []
+    for case in cases:
+        left_s = budget_s - (time.monotonic() - begun)
+        missing = lacks(case.dry_needs if dry else case.needs)
+        if missing or left_s < _LEAST_S:
+            why = missing or f"the part's {budget_s:g} s are over"
+            outcome = Outcome(case.name, "skipped", 0.0, why)
+        else:
+            outcome = run_case(case, dry=dry, deadline_s=min(case.deadline_s, left_s))
+        done.append(outcome)
+        tell(_line(outcome))
+        _write(report, head | {"cases": [asdict(each) for each in done]})
+    return done
+
+
+def run_case(case: Case, *, dry: bool, deadline_s: float) -> Outcome:
+    """Run a case; kill all that it started at its deadline, or when it has ended."""
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        log, figures = Path(folder) / "log", Path(folder) / "figures.json"
+        arguments = case.dry if dry else case.arguments
+        if case.has_figures:
+            arguments = (*arguments, "--json", str(figures))
+        code = _run(arguments, _environment(case, dry=dry), log, deadline_s)
+        said = log.read_text(errors="replace")[-_TAIL_CHARS:]
+        found = json.loads(figures.read_text()) if code == 0 and case.has_figures else []
+    seconds = time.monotonic() - begun
+    if code is None:
+        return Outcome(case.name, "timed out", seconds, f"killed after {deadline_s:g} s: {said}")
+    if code:
+        return Outcome(case.name, "failed", seconds, f"it {how_it_ended(code)}: {said}")
+    # What was left out, and pytest's counts, are worth keeping.
+    return Outcome(case.name, "passed", seconds, said[-_SHOWN_CHARS:], tuple(found))
+
+
+def _run(
+    arguments: Sequence[str], environment: dict[str, str], log: Path, deadline_s: float
+) -> int | None:
+    """Return the exit code; None where the deadline ended it."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=_ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            # Its children too, which may hold memory of the device.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _environment(case: Case, *, dry: bool) -> dict[str, str]:
+    more = dict(case.dry_environment) if dry else {}
+    # A CPU's environment has packages that a machine with a GPU lacks: they are hidden.
+    here = [
+        str(_ROOT),
+        *([str(_HIDES)] if dry else []),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(here), "PYTHONUNBUFFERED": "1"} | more
+
+
+def _line(outcome: Outcome) -> str:
+    line = f"{outcome.status:<10} {outcome.case:<14} {outcome.seconds:6.1f} s"
+    return f"{line}  {outcome.why}" if outcome.status != "passed" else line
+
+
+def _write(report: Path, value: dict[str, Any]) -> None:
+    """Write whole or not at all: whoever reads may come at any time."""
+    scratch = report.with_suffix(".tmp")
+    scratch.write_text(json.dumps(value, indent=1) + "\n")
+    scratch.replace(report)

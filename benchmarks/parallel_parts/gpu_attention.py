@@ -1,0 +1,173 @@
+"""One rank's share of attention: `python -m benchmarks.parallel_parts.gpu_attention`. Never run on
+a GPU; on a CPU, with `--dry-run`, its code runs at sizes that say nothing about speed.
+
+What the busiest of eight ranks computes of `ring_attention`: its queries against the keys of all,
+which lie on the device already; forward and backward, bfloat16, 32 heads over 4 of keys, 128
+columns, in each order of tokens. Beside it torch's flash attention of one causal document with as
+many operations on one rank. Counted: rectangles, each a call of a kernel. Nothing is timed before
+the share agrees with dense attention in float64 at a small size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from primeblocks.parallel import SequencePlan, plan_sequence
+from primeblocks.parallel.attention.merge import AttentionBackward, AttentionSpec, OnlineSoftmax
+
+from ..harness import Timing, compare, main
+
+__all__ = ["SMALL", "Sizes", "figures"]
+
+Figures = dict[str, tuple[float, str, str]]
+ORDERS = ("contiguous", "zigzag", "balanced")
+# Of the norm: operands and results have 8 bits.
+BF16_ERROR = 0.01
+RANKS = 8
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Lengths of the one document, and a layer's heads."""
+
+    tokens: tuple[int, ...] = (8192, 32768, 131072)
+    gate_tokens: int = 1024
+    heads: int = 32
+    key_heads: int = 4
+    dim: int = 128
+    runs: int = 3
+
+
+SMALL = Sizes(tokens=(2048,), gate_tokens=200, heads=2, key_heads=1, dim=16, runs=1)
+
+
+class Share:
+    """One rank's queries, the keys of all ranks, and the plan that they lie by."""
+
+    def __init__(self, order: str, tokens: int, sizes: Sizes, device: str) -> None:
+        self.plan = plan_sequence([tokens], ranks=RANKS, order=order)
+        pairs = [_pairs(self.plan, rank) for rank in range(RANKS)]
+        self.pairs = max(pairs)
+        self.rank = pairs.index(self.pairs)
+        generator = torch.Generator(device).manual_seed(0)
+
+        def draw(rows: int, heads: int) -> Tensor:
+            shape = rows, heads, sizes.dim
+            return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+
+        self.q = draw(self.plan.counts[self.rank], sizes.heads)
+        self.grad = draw(self.plan.counts[self.rank], sizes.heads)
+        self.keys = [(draw(n, sizes.key_heads), draw(n, sizes.key_heads)) for n in self.plan.counts]
+        self.spec = AttentionSpec(self.plan, causal=True, scale=sizes.dim**-0.5, window=None)
+
+    @property
+    def rectangles(self) -> int:
+        return sum(
+            1 for rank in range(RANKS) for _ in self.spec.rectangles(self.rank, rank, self.q)
+        )
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        merge = OnlineSoftmax(self.q, self.keys[0][1])
+        for rank, (k, v) in enumerate(self.keys):
+            for rows, keys, kernel in self.spec.rectangles(self.rank, rank, self.q):
+                merge.add(rows, *kernel.forward(self.q[rows], k[keys], v[keys]))
+        return merge.result(), merge.lse
+
+    def both(self) -> Tensor:
+        """Forward and backward; the gradient of the queries."""
+        out, lse = self.forward()
+        gradients = AttentionBackward(self.grad, self.q, out, lse)
+        for rank, (k, v) in enumerate(self.keys):
+            sums = torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v).float()
+            for rows, keys, kernel in self.spec.rectangles(self.rank, rank, self.q):
+                more = gradients.add(rows, kernel, k[keys], v[keys])
+                sums[0][keys] += more[0]
+                sums[1][keys] += more[1]
+        return gradients.dq
+
+    def dense(self) -> Tensor:
+        """The same attention in float64, without a plan."""
+        where = [torch.as_tensor(self.plan.indices(rank)) for rank in range(RANKS)]
+        order = torch.cat(where).to(self.q.device)
+        k, v = (torch.cat([pair[i] for pair in self.keys]).double() for i in (0, 1))
+        groups = self.q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(groups, 1).transpose(0, 1) for x in (k, v))
+        q = self.q.double().transpose(0, 1)
+        seen = where[self.rank].to(self.q.device)[:, None] >= order[None, :]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(0, 1)
+
+
+def figures(device: str = "cuda", sizes: Sizes | None = None) -> Figures:
+    """Rates of each order and length, and of torch's flash attention.
+
+    Raises:
+        SystemExit: there is no CUDA device.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("benchmarks.parallel_parts.gpu_attention needs a CUDA device")
+    sizes = sizes or Sizes()
+    found: Figures = {}
+    for order in ORDERS:
+        gate(order, sizes, device)
+        for tokens in sizes.tokens:
+            share = Share(order, tokens, sizes, device)
+            whole = _flash_of(share, sizes, device)
+            forward, both, flash, flash_both = compare(
+                share.forward, share.both, *whole, agree=lambda: None, runs=sizes.runs
+            )
+            name = f"parallel.ring_share.gpu.{order}.{tokens}"
+            flops = 4.0 * share.pairs * sizes.dim * sizes.heads  # Two products of each pair.
+            found[f"{name}.rectangles"] = share.rectangles, "count", ""
+            found |= _rates(f"{name}.forward", flops, forward, flash)
+            found |= _rates(f"{name}.forward_backward", 3.5 * flops, both, flash_both)
+    return found
+
+
+def _pairs(plan: SequencePlan, rank: int) -> int:
+    """Queries of a rank, each with every key that it sees."""
+    return int((torch.as_tensor(plan.indices(rank)) + 1).sum())
+
+
+def gate(order: str, sizes: Sizes, device: str) -> None:
+    share = Share(order, sizes.gate_tokens, sizes, device)
+    out, _ = share.forward()
+    right = share.dense()
+    off = float((out.double() - right).norm() / right.norm())
+    assert off <= BF16_ERROR, f"{order}: the relative error is {off}, over {BF16_ERROR}"
+
+
+def _flash_of(share: Share, sizes: Sizes, device: str) -> tuple[Callable[[], object], ...]:
+    """One causal document with as many pairs of a query and a key, and its backward."""
+    tokens = max(1, round((2 * share.pairs) ** 0.5))
+    q, k, v = (
+        torch.randn(1, heads, tokens, sizes.dim, device=device, dtype=torch.bfloat16)
+        for heads in (sizes.heads, sizes.key_heads, sizes.key_heads)
+    )
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def forward() -> Tensor:
+        return F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+
+    def both() -> object:
+        out = forward()
+        return torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    return torch.no_grad()(forward), both
+
+
+def _rates(name: str, flops: float, ours: Timing, flash: Timing) -> Figures:
+    return {
+        f"{name}.tflops": (flops / ours.median / 1e12, "TFLOP/s", ""),
+        f"{name}.over_flash": (flash.median / ours.median, "ratio", "SDPA, as many pairs"),
+        f"{name}.spread": (ours.spread, "ratio", ""),
+    }
+
+
+if __name__ == "__main__":
+    main(figures, dry=partial(figures, "cpu", SMALL))

@@ -1,0 +1,133 @@
+"""Device memory lent and given back: `python -m benchmarks.parallel_parts.gpu_memory`. Never run
+on a GPU; on a CPU, with `--dry-run`, its code runs at sizes that say nothing about speed.
+
+4 GiB of float32 weights with gradients and AdamW's states: `HostMemory` away and back against one
+pinned copy of as many bytes each way; a step of `CpuAdamW` beside torch's fused AdamW on the
+device; `offload_activations` over matrices whose products take longer than their copies. Bytes are
+compared before anything is timed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from primeblocks.parallel.memory import CpuAdamW, HostMemory, offload_activations
+
+from ..harness import compare, main
+
+__all__ = ["SMALL", "Sizes", "figures"]
+
+Figures = dict[str, tuple[float, str, str]]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Square layers, and rows that go through them."""
+
+    width: int = 8192
+    layers: int = 16
+    rows: int = 16384
+
+
+SMALL = Sizes(width=32, layers=2, rows=16)
+
+
+def figures(device: str = "cuda", sizes: Sizes | None = None) -> Figures:
+    """Rates of what moves, and what a step costs.
+
+    Raises:
+        SystemExit: there is no CUDA device.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("benchmarks.parallel_parts.gpu_memory needs a CUDA device")
+    sizes = sizes or Sizes()
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Linear(sizes.width, sizes.width, bias=False) for _ in range(sizes.layers))
+    ).to(device)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    return _moved(model, device) | _stepped(model) | _offloaded(model, sizes, device)
+
+
+def _moved(model: nn.Module, device: str) -> Figures:
+    optimizer = AdamW(model.parameters(), fused=True)
+    optimizer.step()
+    memory = HostMemory(model, optimizer)
+    before = [x.detach().cpu() for x in model.parameters()]
+    size = memory.release().total_bytes
+    memory.restore()
+    on_device = torch.empty(size, dtype=torch.uint8, device=device)
+    pinned = torch.empty(size, dtype=torch.uint8, pin_memory=device == "cuda")
+
+    def both() -> None:
+        memory.release()
+        memory.restore()
+
+    def agree() -> None:
+        both()
+        kept = zip(model.parameters(), before, strict=True)
+        assert all(torch.equal(x.detach().cpu(), y) for x, y in kept)
+
+    def copies() -> None:
+        pinned.copy_(on_device)
+        on_device.copy_(pinned)
+
+    ours, plain = compare(both, copies, agree=agree, runs=3)
+    name = "parallel.host_memory.gpu"
+    return {
+        f"{name}.pcie_fraction": (plain.median / ours.median, "ratio", "pinned copies both ways"),
+        f"{name}.gb_per_s": (2 * size / ours.median / 1e9, "GB/s", ""),
+        f"{name}.spread": (ours.spread, "ratio", ""),
+    }
+
+
+def _stepped(model: nn.Module) -> Figures:
+    parameters = list(model.parameters())
+    ours, theirs = CpuAdamW(parameters, lr=0.0), AdamW(parameters, lr=0.0, fused=True)
+    before = [x.detach().clone() for x in parameters]
+
+    def agree() -> None:
+        ours.step()
+        assert all(torch.equal(x, y) for x, y in zip(parameters, before, strict=True))
+
+    on_host, on_device = compare(ours.step, theirs.step, agree=agree, runs=3)
+    name = "parallel.cpu_adamw.gpu"
+    peer = "AdamW on the device, fused"
+    return {
+        f"{name}.step_ms": (1e3 * on_host.median, "ms", ""),
+        f"{name}.time_ratio": (on_host.median / on_device.median, "ratio", peer),
+    }
+
+
+def _offloaded(model: nn.Module, sizes: Sizes, device: str) -> Figures:
+    x = torch.randn(sizes.rows, sizes.width, device=device, requires_grad=True)
+
+    def step() -> Tensor:
+        return torch.autograd.grad(model(x).square().mean(), x)[0]
+
+    def away() -> Tensor:
+        with offload_activations(model, min_bytes=1):
+            loss = model(x).square().mean()
+        return torch.autograd.grad(loss, x)[0]
+
+    def agree() -> None:
+        assert torch.equal(step(), away())
+
+    there, gone = compare(step, away, agree=agree, runs=3)
+    return {
+        "parallel.offload_activations.gpu.time_ratio": (
+            gone.median / there.median,
+            "ratio",
+            "activations kept",
+        )
+    }
+
+
+if __name__ == "__main__":
+    main(figures, dry=partial(figures, "cpu", SMALL))

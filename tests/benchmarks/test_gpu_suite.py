@@ -1,0 +1,161 @@
+"""The GPU suite's runner: what one case does costs that case alone. And its table of cases."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.gpu import machine, page
+from benchmarks.gpu.cases import CASES, PARTS, Case
+from benchmarks.gpu.runner import run_part
+
+ROOT = Path(__file__).parents[2]
+
+
+def case(name, code, *, deadline_s=60.0, **more):
+    return Case("A", name, ("-c", code), ("-c", code), deadline_s, **more)
+
+
+def statuses(report):
+    return {each["case"]: each["status"] for each in json.loads(report.read_text())["cases"]}
+
+
+def run(cases, report, *, budget_s=120.0, dry=False):
+    return run_part(
+        cases, report=report, head={"part": "A"}, dry=dry, budget_s=budget_s, tell=lambda _: None
+    )
+
+
+GREEDY = "import resource as r; r.setrlimit(r.RLIMIT_AS, (1 << 30, 1 << 30)); bytearray(4 << 30)"
+# Its child goes on, and holds what a device's memory would be.
+HANGS = (
+    "import subprocess, sys, time, pathlib;"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
+    "pathlib.Path({path!r}).write_text(str(child.pid)); time.sleep(600)"
+)
+
+
+def test_a_crash_a_hang_and_too_little_memory_cost_a_case_each(tmp_path):
+    report, child = tmp_path / "report.json", tmp_path / "child"
+    done = run(
+        [
+            case("good", "print('seen')"),
+            case("crash", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"),
+            case("raises", "raise ValueError('its reason')"),
+            case("hangs", HANGS.format(path=str(child)), deadline_s=2.0),
+            case("greedy", GREEDY),
+            case("lacks", "", needs=("no_such_module",)),
+            case("last", "print('still here')"),
+        ],
+        report,
+    )
+    assert statuses(report) == {
+        "good": "passed",
+        "crash": "failed",
+        "raises": "failed",
+        "hangs": "timed out",
+        "greedy": "failed",
+        "lacks": "skipped",
+        "last": "passed",
+    }
+    why = {each.case: each.why for each in done}
+    assert "SIGSEGV" in why["crash"]
+    assert "its reason" in why["raises"]
+    assert "MemoryError" in why["greedy"]
+    assert why["lacks"] == "no_such_module not installed"
+    assert why["last"] == "still here\n"
+    pid = int(child.read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_what_is_done_is_in_the_report_while_the_rest_runs(tmp_path):
+    report = tmp_path / "report.json"
+    look = (
+        f"import json, pathlib; t = pathlib.Path({str(report)!r}).read_text(); print(json.loads(t))"
+    )
+    first, second = run([case("first", ""), case("second", look)], report)
+    assert first.status == second.status == "passed"
+    assert "'case': 'first', 'status': 'passed'" in second.why
+
+
+def test_a_part_ends_in_its_time(tmp_path):
+    report = tmp_path / "report.json"
+    run([case("slow", "import time; time.sleep(60)"), case("late", "")], report, budget_s=6.0)
+    assert statuses(report) == {"slow": "timed out", "late": "skipped"}
+
+
+def test_figures_come_with_their_case(tmp_path):
+    write = 'import sys; open(sys.argv[2], \'w\').write(\'[{"figure": "a", "value": 2.0}]\')'
+    (done,) = run([case("figures", write, has_figures=True)], tmp_path / "report.json")
+    assert done.figures == ({"figure": "a", "value": 2.0},)
+
+
+def test_on_a_cpu_packages_of_no_gpu_machine_are_hidden(tmp_path):
+    code = "import vllm.config"
+    (hidden,) = run([case("hidden", code)], tmp_path / "report.json", dry=True)
+    assert "vllm is hidden" in hidden.why
+
+
+def test_every_case_names_code_that_exists():
+    assert {each.part for each in CASES} == PARTS.keys()
+    assert len({each.name for each in CASES}) == len(CASES)
+    for each in CASES:
+        for arguments in (each.arguments, each.dry):
+            if each.has_figures:
+                assert importlib.util.find_spec(arguments[1]), arguments
+                assert each.dry[2:] == ("--dry-run",)
+            for word in arguments:
+                assert not word.startswith("tests/") or (ROOT / word).exists(), word
+
+
+def test_every_test_that_needs_a_device_is_in_a_case():
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "gpu", "tests"]
+    own = ("-p", "no:xdist", "-p", "no:cacheprovider")
+    # With the interpreter off: under it the kernels' tests need no device.
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [*command, *own], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    files = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
+    chosen = {word for each in CASES for word in each.arguments if word.startswith("tests/")}
+    assert files
+    assert files <= chosen
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"device": "cpu"}, "sees no CUDA device"),
+        ({"device": "H", "free_bytes": 1 << 30}, "1 GiB of the device are free; 40 needed"),
+        ({"device": "H", "free_bytes": 100 << 30}, ""),
+    ],
+)
+def test_a_machine_that_cannot_measure_is_refused(said, why):
+    assert why in machine.refusal(said)
+    assert bool(machine.refusal(said)) is bool(why)
+
+
+def test_the_page_is_drawn_from_the_results():
+    assert page.PAGE.read_text() == page.draw()
+
+
+def test_the_page_tells_what_ran_and_what_did_not(tmp_path):
+    figure = {"figure": "a.tflops", "value": 700.0, "unit": "TFLOP/s", "peer": "x"}
+    cases = [
+        {"case": "fp8", "status": "passed", "seconds": 3.2, "why": "", "figures": [figure]},
+        {"case": "dsa", "status": "failed", "seconds": 1.0, "why": "no\nroom", "figures": []},
+    ]
+    head = {"commit": "abc", "machine": {"device": "H", "packages": {"torch": "2.11"}}}
+    (tmp_path / "gpu_B.json").write_text(json.dumps(head | {"cases": cases}))
+    text = page.draw(tmp_path)
+    assert "H, torch 2.11, at abc." in text
+    assert "| fp8 | passed, 3 s |" in text
+    assert "| dsa | failed, 1 s: no room |" in text
+    assert "| dsa_peer | never |" in text
+    assert "| `a.tflops` | 700 TFLOP/s | x |" in text
+    assert text.count("Never run.") == 3
