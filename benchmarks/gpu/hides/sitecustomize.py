@@ -8,11 +8,19 @@ LACKED = {
 }
 
 
-class _Hides:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
+class _Without:
+    """A finder that does not find some packages."""
+
+    def __init__(self, finder):
+        self._finder = finder
+
+    def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in LACKED:
-            raise ModuleNotFoundError(f"{name} is hidden, as on a machine without it", name=name)
+            return None
+        return self._finder.find_spec(name, path, target)
+
+    def __getattr__(self, name):
+        return getattr(self._finder, name)
 
 
-sys.meta_path.insert(0, _Hides)
+sys.meta_path[:] = [_Without(each) for each in sys.meta_path]
