@@ -26,6 +26,7 @@ test-peers: setup
 test-all: setup
 	scripts/check --full $(VENV)
 	scripts/peers $(VENV)/bin/uv
+	PYTHON=.venv-peers/bin/python benchmarks/gpu/run.sh --dry-run $$(mktemp -d)
 
 docs:
 	scripts/docs

@@ -45,9 +45,9 @@ class Case:
 
 
 def _tests(name: str, *paths: str, deadline_s: float = 120.0, needs: tuple[str, ...] = ()) -> Case:
-    """Tests marked gpu; a CPU imports and collects them."""
-    chosen = (*_PYTEST, "-m", "gpu", *paths)
-    return Case("A", name, chosen, (*chosen, "--collect-only"), deadline_s, needs, needs)
+    """Tests marked gpu; on a CPU all others of their files, of which many differ by the device."""
+    there, here = ((*_PYTEST, "-m", mark, *paths) for mark in ("gpu", "not gpu"))
+    return Case("A", name, there, here, deadline_s, needs, needs)
 
 
 def _kernels(name: str, *interpreted: str) -> Case:
@@ -79,11 +79,12 @@ def _figures(
 
 
 CASES = (
-    _tests("parallel", "tests/parallel/test_parallel_cuda.py"),
+    _tests("parallel", "tests/parallel/test_devices.py"),
     _tests("memory", "tests/parallel/test_memory_cuda.py"),
-    _tests("replay", "tests/replay/test_replay_cuda.py", needs=("transformers",)),
+    _tests("replay", "tests/replay/test_devices.py", needs=("transformers",)),
     _tests("kvoffload", "tests/kvoffload/store/test_store_cuda.py"),
-    _tests("logprobs", "tests/async_loop/test_logprobs_cuda.py"),
+    _tests("logprobs", "tests/async_loop/test_logprobs_devices.py"),
+    _tests("fp8", "tests/fp8/test_devices.py"),
     _tests("fp8_engines", "tests/fp8/test_engines.py", "tests/fp8/test_quantize.py"),
     _kernels("fp8_triton", "tests/fp8/test_triton_quantize.py", "tests/fp8/test_triton_gemm.py"),
     _kernels(
@@ -91,7 +92,7 @@ CASES = (
     ),
     _compiled("fp8_compiled", "tests/fp8/test_triton_compile.py"),
     _compiled("dsa_compiled", "tests/parallel/test_triton_sparse_compile.py"),
-    _figures("B", "fp8", "fp8_parts.gpu", deadline_s=180.0),
+    _figures("B", "fp8_kernels", "fp8_parts.gpu", deadline_s=180.0),
     _figures("B", "dsa", "dsa_parts.gpu", deadline_s=180.0),
     _figures("B", "dsa_peer", "dsa_parts.gpu_peer", deadline_s=120.0, needs=("attn_gym",)),
     _figures("B", "token_logprobs", "async_loop_parts.logprobs_gpu", deadline_s=120.0),

@@ -1,4 +1,4 @@
-"""Imposing on a CUDA device: the upload, and that a model's own routes change no bit."""
+"""Imposing on each device: the upload, and that a model's own routes change no bit."""
 
 import pytest
 import torch
@@ -6,11 +6,7 @@ import torch
 from primeblocks.replay import compare, impose, record
 from primeblocks.replay.adapters.transformers import routers
 from primeblocks.testing import tiny_models
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+from tests.devices import DEVICES
 
 
 def step(model, tokens):
@@ -21,11 +17,12 @@ def step(model, tokens):
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "qwen3_moe"])
-def test_own_routes_change_no_bit_on_the_device(family):
-    model = tiny_models.build(family, num_layers=3, hidden=64, init_std=0.1).cuda().train()
+@pytest.mark.parametrize("device", DEVICES)
+def test_own_routes_change_no_bit(family, device):
+    model = tiny_models.build(family, num_layers=3, hidden=64, init_std=0.1).to(device).train()
     # Index-adds of the grouped kernels would otherwise differ from run to run.
     model.set_experts_implementation("eager")
-    tokens = torch.randint(4, 512, (2, 64), generator=torch.Generator().manual_seed(0)).cuda()
+    tokens = torch.randint(4, 512, (2, 64), generator=torch.Generator().manual_seed(0)).to(device)
     found = routers(model)
     with record(found) as tape:
         logits, gradients = step(model, tokens)

@@ -1,35 +1,34 @@
-"""Log-probabilities on a CUDA device: equal to those on the CPU, in little memory."""
+"""Log-probabilities on each device: equal to the plain ones, on a GPU in little memory."""
 
 import pytest
 import torch
 
 from primeblocks.async_loop.losses.logprobs import chunked_loss, token_logprobs, token_scores
 from tests.async_loop.test_logprobs import CHUNKS, OPTIONS, loss_of, operands, plain, scores
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+from tests.devices import DEVICES
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("given", OPTIONS)
-def test_equal_to_the_plain_ones_on_the_cpu(given):
+def test_equal_to_the_plain_ones(given, device):
     leaves, ids, options, weights = operands(given)
     expected = plain(leaves, ids, options)
     grads = torch.autograd.grad(loss_of(expected, weights), leaves)
-    there = [x.detach().cuda().requires_grad_() for x in leaves]
+    there = [x.detach().to(device).requires_grad_() for x in leaves]
     if isinstance(options.get("temperature"), torch.Tensor):
-        options["temperature"] = options["temperature"].cuda()
-    seen = scores(there, ids.cuda(), options)
-    found = torch.autograd.grad(loss_of(seen, [x.cuda() for x in weights]), there)
+        options["temperature"] = options["temperature"].to(device)
+    seen = scores(there, ids.to(device), options)
+    found = torch.autograd.grad(loss_of(seen, [x.to(device) for x in weights]), there)
     close = {"rtol": 1e-12, "atol": 1e-12, "check_device": False}
     torch.testing.assert_close(tuple(seen), expected, **close)
     torch.testing.assert_close(found, grads, **close)
     bias = {"bias": there[2]} if len(there) > 2 else {}
-    alone = token_logprobs(*there[:2], ids.cuda(), **bias, **options, **CHUNKS)
+    alone = token_logprobs(*there[:2], ids.to(device), **bias, **options, **CHUNKS)
     torch.testing.assert_close(alone, expected[0], **close)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_host_waits_and_memory_is_that_of_chunks(dtype):
     tokens, words, width = 4096, 32_768, 128
