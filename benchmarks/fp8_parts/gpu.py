@@ -11,7 +11,7 @@ named, with the reason, and left out. Nothing is timed before results agree.
   quantized before and within; a step, forward and backward, against torch's and torchao's.
 - A step of 32 experts over 65536 tokens, weights quantized once a version as they are in training,
   against `grouped_mm` in bfloat16.
-- The gradient of experts' weights alone.
+- A product behind a SwiGLU, fused and not, and the gradient of experts' weights alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 from ..harness import main
 from .gpu_dense import of_a_product, of_a_step, of_quantizing
-from .gpu_experts import of_experts, of_wgrad
+from .gpu_experts import of_experts, of_swiglu, of_wgrad
 from .gpu_sides import SMALL, Figures, Side, Sizes, engines_of, quantizer_of
 
 __all__ = ["figures"]
@@ -44,6 +44,8 @@ def figures(device: str = "cuda", sizes: Sizes | None = None) -> Figures:
         _add(found, of_a_product(side), side.name, first=side is sides[0])
     # cuBLAS leaves groups to another engine.
     grouped = [side for side in sides if side.name != "cublas"]
+    for side in sides:
+        _add(found, of_swiglu(side), side.name, first=side is sides[0])
     for measure, those in ((of_a_step, sides), (of_experts, grouped)):
         for side in those:
             for wgrad in ("bfloat16", "float8"):

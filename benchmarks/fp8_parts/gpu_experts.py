@@ -7,14 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from primeblocks.errors import UnsupportedError
-from primeblocks.fp8 import Recipe, grouped_matmul
+from primeblocks.fp8 import Recipe, grouped_matmul, matmul, swiglu_matmul
 from primeblocks.fp8.matmul import quantize_both_ways
+from primeblocks.fp8.quantize import swiglu
 
 from ..harness import compare
 from .gpu_dense import step_flops
 from .gpu_sides import FLOAT8_ERROR, ROW, Figures, Side, assert_close, draw, leave_out, repeat
 
-__all__ = ["of_experts", "of_wgrad"]
+__all__ = ["of_experts", "of_swiglu", "of_wgrad"]
 
 
 def of_experts(side: Side, wgrad: str) -> Figures:
@@ -78,6 +79,42 @@ def of_wgrad(side: Side) -> Figures:
             plain.median / within.median, "ratio", "F.grouped_mm",
         ),
     }  # fmt: skip
+
+
+def of_swiglu(side: Side) -> Figures:
+    """A product behind a SwiGLU, forward and backward: fused, one after the other, and bfloat16."""
+    device, sizes = side.device, side.sizes
+    recipe = Recipe(gemm=side.gemm, quantizer=side.quantizer, wgrad="bfloat16")
+    gate_up = draw(sizes.tokens, 2 * sizes.hidden, device=device, seed=4)
+    weight = draw(sizes.out, sizes.hidden, device=device, seed=5)
+    dy = draw(sizes.tokens, sizes.out, device=device, seed=6)
+    codes = quantize_both_ways(weight, recipe)
+    leaves = gate_up.requires_grad_(), weight.requires_grad_()
+
+    def gradients(y: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(y, leaves, dy)
+
+    def plain() -> tuple[Tensor, ...]:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return gradients(F.linear(F.silu(gate) * up, weight))
+
+    steps = (
+        lambda: gradients(swiglu_matmul(gate_up, weight, recipe=recipe, codes=codes)),
+        lambda: gradients(matmul(swiglu(gate_up), weight, recipe=recipe, codes=codes)),
+        plain,
+    )
+
+    def agree() -> None:
+        for step in steps[:2]:
+            for one, other in zip(step(), plain(), strict=True):
+                assert_close(one, other, FLOAT8_ERROR)
+
+    fused, apart, bf16 = compare(*(repeat(step, sizes) for step in steps), agree=agree)
+    question = "fp8.swiglu_fwd_bwd.gpu"
+    return {
+        f"{question}.speedup_vs_bf16": (bf16.median / fused.median, "ratio", "silu and linear"),
+        f"{question}.speedup_vs_apart": (apart.median / fused.median, "ratio", "not fused"),
+    }
 
 
 def _plain_wgrad(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:

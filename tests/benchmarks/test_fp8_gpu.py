@@ -25,6 +25,7 @@ def test_every_figure_of_the_issue_is_measured():
         "fp8.dense_128.gpu.speedup_vs_bf16",
         "fp8.grouped_fwd_bwd.gpu.speedup_vs_bf16",
         "fp8.wgrad.gpu.tflops",
+        "fp8.swiglu_fwd_bwd.gpu.speedup_vs_bf16",
     } <= found.keys()
     assert "fp8.grouped_fwd_bwd.gpu.reference.wgrad_float8.speedup_vs_bf16" in found
     assert all(value > 0 for name, (value, _, _) in found.items() if "spread" not in name)
