@@ -24,6 +24,7 @@ autodoc_mock_imports = [
     "attn_gym",
     "cut_cross_entropy",
     "deep_ep",
+    "httpx",
     "mooncake",
     "nixl",
     "numba",

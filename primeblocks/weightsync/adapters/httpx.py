@@ -47,7 +47,7 @@ class JsonServer:
             deadline: as time.monotonic() counts.
 
         Returns:
-            An answer that is no JSON object comes as {"answer": it}.
+            What is no JSON object comes as the value of "answer" in one.
 
         Raises:
             DeadlineError: the answer was not whole in time. The server may still act on it.
