@@ -111,10 +111,13 @@ class SetCode:
         """`[rows, top_k]` ids in rising order. Local.
 
         Raises:
-            CorruptionError: a number is no set.
+            CorruptionError: a number is no set, or there are bits behind the last row.
         """
         ids = np.empty((rows, sum(group.size for group in self._groups)), f"<u{self._itemsize}")
         fields = self._fields(code, rows)
+        behind = 0xFF >> rows % 8 if rows % 8 else 0
+        if any((planes[:, -1:] & behind).any() for _, planes in fields):
+            raise CorruptionError(f"the code goes on behind its {rows} rows")
         for begin in range(0, rows, _PIECE):
             end = min(begin + _PIECE, rows)
             first = 0

@@ -147,14 +147,14 @@ def test_the_page_is_drawn_from_the_results():
 def test_the_page_tells_what_ran_and_what_did_not(tmp_path):
     figure = {"figure": "a.tflops", "value": 700.0, "unit": "TFLOP/s", "peer": "x"}
     cases = [
-        {"case": "fp8", "status": "passed", "seconds": 3.2, "why": "", "figures": [figure]},
+        {"case": "fp8_kernels", "status": "passed", "seconds": 3.2, "why": "", "figures": [figure]},
         {"case": "dsa", "status": "failed", "seconds": 1.0, "why": "no\nroom", "figures": []},
     ]
     head = {"commit": "abc", "machine": {"device": "H", "packages": {"torch": "2.11"}}}
     (tmp_path / "gpu_B.json").write_text(json.dumps(head | {"cases": cases}))
     text = page.draw(tmp_path)
     assert "H, torch 2.11, at abc." in text
-    assert "| fp8 | passed, 3 s |" in text
+    assert "| fp8_kernels | passed, 3 s |" in text
     assert "| dsa | failed, 1 s: no room |" in text
     assert "| dsa_peer | never |" in text
     assert "| `a.tflops` | 700 TFLOP/s | x |" in text

@@ -1,6 +1,7 @@
 """What is special to handles of memory, and to a directory whose readers read in place."""
 
 import fcntl
+import gc
 import inspect
 import json
 import os
@@ -103,6 +104,7 @@ def test_no_room_is_a_typed_error():
 
 @pytest.mark.parametrize("end", ["drop", "close", "forget"])
 def test_buffers_that_end_leave_no_descriptors(end):
+    gc.collect()  # What earlier tests left.
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
         carrier = HandleCarrier()
@@ -116,7 +118,7 @@ def test_buffers_that_end_leave_no_descriptors(end):
         del made
         if end == "forget":
             del carrier
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 # --- the transport -----------------------------------------------------------------------------
