@@ -4,9 +4,10 @@
 
 A trainer in float32 takes AdamW steps on random tokens; after each, its weights go into a vLLM
 engine in bfloat16 that is answering requests. Every fourth version is sent in full, the others as
-what changed. Printed are bytes, seconds and the pause of each update, which versions wrote each
-answer, and whether the engine then answers as one that was started from a checkpoint of the same
-weights. The model is tiny and random; pass the path of another.
+what changed, as it pays over a link of 100 Mbit/s. Printed are bytes, seconds and the pause of each
+update, which versions wrote each answer, and whether the engine then answers as one that was
+started from a checkpoint of the same weights. The model is tiny and random; pass the path of
+another.
 """
 
 import asyncio
@@ -39,6 +40,7 @@ from primeblocks.weightsync.adapters import vllm as into_vllm
 
 MODEL = {"num_layers": 4, "hidden": 256, "num_experts": 16, "top_k": 4, "vocab": 2048}
 VERSIONS, FULL_EVERY = 8, 4
+LINK_BYTES_PER_S = 12.5e6
 REQUESTS, PROMPT, GENERATED = 4, 16, 1500
 LR = 1e-6
 TIMEOUT_S = 60.0
@@ -86,7 +88,9 @@ async def sync(model: torch.nn.Module, engine: Engine, prompts: list[list[int]])
     )
     print(plan.table(), "\n")
     with transport:
-        publisher = weightsync.Publisher(plan, model, transport, full_every=FULL_EVERY)
+        publisher = weightsync.Publisher(
+            plan, model, transport, full_every=FULL_EVERY, link_bytes_per_s=LINK_BYTES_PER_S
+        )
         await into_vllm.attach(engine.llm, plan, transport, timeout_s=TIMEOUT_S)
         asked = [
             asyncio.create_task(engine.answer(f"long{i}", prompt, GENERATED))
