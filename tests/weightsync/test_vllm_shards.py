@@ -16,6 +16,7 @@ from primeblocks.weightsync import (
     describe,
     fetched,
     plan_sync,
+    verify_engine,
 )
 from primeblocks.weightsync.adapters import vllm as adapter
 from primeblocks.weightsync.transports import FileTransport, IpcTransport
@@ -124,6 +125,11 @@ async def _sync(folder, family, full):
             await adapter.attach(engine, used, transport, first_reader=first, timeout_s=TIMEOUT_S)
             with Publisher(used, model, transport, full_every=FULL_EVERY) as publisher:
                 saw["syncs"][kind] = await _updates(requests, model, publisher, kind, updates)
+    seen = await adapter.observe(engine, timeout_s=TIMEOUT_S)
+    saw["held"] = verify_engine(model, seen, plan=plan)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.o_proj.weight[3, -1] += 1
+    saw["wrong"] = verify_engine(model, seen, plan=plan)
     swapped = plan_sync([source], targets[::-1], bucket_bytes=BUCKET_BYTES)
     with SharedMemoryTransport("never", owner=True) as never:
         for case, wrong, first in (("swapped", swapped, 0), ("behind", plan, 2)):
@@ -194,6 +200,13 @@ def test_requests_in_flight_see_both_versions(saw, kind):
         last = [each[-1][0] for each in spans]
         assert last == [str(version)] * len(spans)
         assert any(len(each) == 2 for each in spans)
+
+
+def test_each_worker_is_seen_to_hold_its_shard(saw):
+    assert saw["held"].is_proved, saw["held"].table()
+    assert saw["held"].tensors > 20
+    assert list(saw["wrong"].differing) == ["model.layers.1.self_attn.o_proj.weight"]
+    assert "reader 1" in saw["wrong"].table()  # Whose columns are the last.
 
 
 def test_a_plan_for_other_workers_is_refused(saw):
