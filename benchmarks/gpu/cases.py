@@ -12,9 +12,11 @@ PARTS = {
     "C": "composition: attention of one rank's share, dispatch, decoder layers under FSDP2",
     "D": "memory and transfer: pages, offload, optimizer, IPC, digests and deltas",
 }
-# Without the packages that check annotations, which such a machine lacks.
+# Without the packages that check annotations, which such a machine lacks; and with whatever its
+# other packages warn of: torchao does when it is compiled.
 _PYTEST = (
     *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "timeout=0"),
+    *("-o", "filterwarnings=default"),
     *("-o", "addopts=--import-mode=importlib", "-W", "ignore::pytest.PytestConfigWarning"),
 )
 
