@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
-from ..errors import UnsupportedError
+from ..errors import DeadlineError, UnsupportedError
 from .convert.conversion import Wiring, union
 from .manifest import NamedTensors, describe, gather_manifests
 from .plan import Plan
@@ -85,9 +85,11 @@ def find(where: str | Transport, *, timeout_s: float) -> tuple[Plan, Transport]:
     transport = SharedMemoryTransport(where) if isinstance(where, str) else where
     try:
         plan = Plan.from_json(_announcing(transport).announced(deadline=deadline))
-    except BaseException:
+    except BaseException as error:
         if transport is not where:
             transport.close()
+        if isinstance(error, DeadlineError):
+            raise DeadlineError(f"{where!r}, within {timeout_s:g} s: {error}") from error
         raise
     return plan, transport
 
