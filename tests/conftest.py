@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from primeblocks.testing import ranks
+from tests.devices import DEVICES
 
 gc.disable()  # Until all tests are collected: a sixth of the time until then.
 
@@ -58,6 +59,11 @@ def full(request):
     return request.config.getoption("--full")
 
 
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return request.param
+
+
 @pytest.fixture(autouse=True)
 def _unchecked_stress(request):
     stress = request.node.get_closest_marker("stress")
@@ -74,6 +80,7 @@ def _strict_torch(request):
     if request.node.get_closest_marker("vllm"):  # An engine chooses its own settings.
         yield
         return
-    torch.use_deterministic_algorithms(True)
+    # A GPU has no other sum of a row than one that it refuses to call deterministic.
+    torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())
     yield
     torch.use_deterministic_algorithms(False)

@@ -10,7 +10,7 @@ PARTS = {
     "A": "correctness: tests that need a device, and suites of the CPU on one",
     "B": "kernels: float8, sparse attention, log-probabilities, each beside its peers",
     "C": "composition: attention of one rank's share, dispatch, decoder layers under FSDP2",
-    "D": "memory and transfer: pages, offload, optimizer, IPC, digests and deltas",
+    "D": "memory and transfer: pages, offload, optimizer, IPC, deltas, a colocated turn",
 }
 # Without the packages that check annotations, which such a machine lacks; and with whatever its
 # other packages warn of: torchao does when it is compiled.
@@ -85,6 +85,7 @@ CASES = (
     _tests("memory", "tests/parallel/test_memory_cuda.py"),
     _tests("replay", "tests/replay/test_devices.py", needs=("transformers",)),
     _tests("kvoffload", "tests/kvoffload/store/test_store_cuda.py"),
+    _tests("weightsync", "tests/weightsync/test_devices.py"),
     _tests("logprobs", "tests/async_loop/test_logprobs_devices.py"),
     _tests("fp8", "tests/fp8/test_devices.py"),
     _tests("fp8_engines", "tests/fp8/test_engines.py", "tests/fp8/test_quantize.py"),
@@ -104,4 +105,6 @@ CASES = (
     _figures("D", "pages", "kvoffload_parts.device", deadline_s=60.0),
     _figures("D", "offload", "parallel_parts.gpu_memory", deadline_s=120.0),
     _figures("D", "weights", "weightsync_parts.gpu", deadline_s=150.0),
+    _figures("D", "deltas", "weightsync_parts.gpu_deltas", deadline_s=90.0),
+    _figures("D", "colocated", "weightsync_parts.gpu_colocated", deadline_s=60.0),
 )

@@ -123,6 +123,12 @@ def test_every_test_that_needs_a_device_is_in_a_case():
     )
     files = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
     chosen = {word for each in CASES for word in each.arguments if word.startswith("tests/")}
+    # Skipped without one, and perhaps not marked.
+    files |= {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if path != Path(__file__) and 'reason="needs a CUDA device"' in path.read_text()
+    }
     assert files
     assert files <= chosen
 

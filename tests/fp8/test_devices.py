@@ -6,16 +6,10 @@ import torch
 from primeblocks.fp8 import Recipe, Tile, convert, grouped_matmul, matmul, quantize
 from primeblocks.testing import tiny_models
 from primeblocks.testing.oracles import assert_same_bits, max_relative_error
-from tests.devices import DEVICES
 
 RECIPE = Recipe(wgrad="bfloat16")
 # Of a product of two operands with 3 bits behind the point, whose terms cancel.
 ERROR = 2 * 2**0.5 * 0.0265
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    return request.param
 
 
 def draw(*shape, seed, scale=1.0):

@@ -8,17 +8,11 @@ from primeblocks.parallel import plan_sequence, reference
 from primeblocks.parallel.attention import ring_attention, ulysses_attention
 from primeblocks.parallel.experts import GroupedExperts, LocalDispatcher
 from primeblocks.testing.oracles import assert_close_float64
-from tests.devices import DEVICES
 from tests.parallel.linear_cases import CASES, drawn
 
 LENGTHS = [130, 1, 61]
 # Of the norm: operands, weights, results and gradients are each rounded, to 8 bits or to 24.
 ERRORS = {torch.bfloat16: 0.02, torch.float32: 2e-6}
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    return request.param
 
 
 @pytest.fixture
