@@ -81,7 +81,7 @@ def _figures(
 
 
 CASES = (
-    _tests("parallel", "tests/parallel/test_devices.py"),
+    _tests("parallel", "tests/parallel/test_devices.py", "tests/parallel/test_devices_sparse.py"),
     _tests("memory", "tests/parallel/test_memory_cuda.py"),
     _tests("replay", "tests/replay/test_devices.py", needs=("transformers",)),
     _tests("kvoffload", "tests/kvoffload/store/test_store_cuda.py"),
