@@ -32,6 +32,7 @@ hypothesis.settings.register_profile("full", deadline=None, max_examples=1000)
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="random tests at their stated size")
+    parser.addoption("--pretend", action="store_true", help="as a device one that is none")
 
 
 def pytest_configure(config):
@@ -61,7 +62,13 @@ def full(request):
 
 @pytest.fixture(params=DEVICES)
 def device(request):
-    return request.param
+    if not request.config.getoption("--pretend"):
+        yield request.param
+        return
+    from tests.pretend import Device
+
+    with Device():
+        yield "pretend"
 
 
 @pytest.fixture(autouse=True)

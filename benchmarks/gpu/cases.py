@@ -26,7 +26,7 @@ class Case:
     """One command of Python.
 
     Attributes:
-        arguments: of Python on a machine with a GPU.
+        arguments: of Python on a machine with a GPU; none where only a CPU has use for it.
         dry: of Python on a CPU: the same code at small sizes, or the nearest that a CPU can do.
         deadline_s: after which it is killed.
         needs: modules without which it is skipped.
@@ -50,6 +50,11 @@ def _tests(name: str, *paths: str, deadline_s: float = 120.0, needs: tuple[str, 
     """Tests marked gpu; a CPU skips these, and runs the others of their files."""
     there = (*_PYTEST, "-m", "gpu", *paths)
     return Case("A", name, there, (*_PYTEST, *paths), deadline_s, needs, needs)
+
+
+def _pretended(*paths: str) -> Case:
+    """Tests of devices on one that is none, which finds what would mix host and device."""
+    return Case("A", "pretended", (), (*_PYTEST, "--pretend", *paths), deadline_s=600.0)
 
 
 def _kernels(name: str, *interpreted: str) -> Case:
@@ -95,6 +100,11 @@ CASES = (
     ),
     _compiled("fp8_compiled", "tests/fp8/test_triton_compile.py"),
     _compiled("dsa_compiled", "tests/parallel/test_triton_sparse_compile.py"),
+    _pretended(
+        *("tests/parallel/test_devices.py", "tests/parallel/test_devices_sparse.py"),
+        *("tests/fp8/test_devices.py", "tests/replay/test_devices.py"),
+        "tests/async_loop/test_logprobs_devices.py",
+    ),
     _figures("B", "fp8_kernels", "fp8_parts.gpu", deadline_s=180.0),
     _figures("B", "dsa", "dsa_parts.gpu", deadline_s=180.0),
     _figures("B", "dsa_peer", "dsa_parts.gpu_peer", deadline_s=120.0, needs=("attn_gym",)),

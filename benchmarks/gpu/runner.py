@@ -60,6 +60,8 @@ def run_part(
     for case in cases:
         left_s = budget_s - (time.monotonic() - begun)
         missing = lacks(case.dry_needs if dry else case.needs)
+        if not (dry or case.arguments):
+            missing = "of use on a CPU alone"
         if missing or left_s < _LEAST_S:
             why = missing or f"the part's {budget_s:g} s are over"
             outcome = Outcome(case.name, "skipped", 0.0, why)

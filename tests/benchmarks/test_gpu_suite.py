@@ -89,6 +89,13 @@ def test_a_part_ends_in_its_time(tmp_path):
     assert statuses(report) == {"slow": "timed out", "late": "skipped"}
 
 
+def test_what_only_a_cpu_has_use_for_is_skipped_elsewhere(tmp_path):
+    mine = Case("A", "mine", (), ("-c", "print('here')"))
+    (there,), (here,) = (run([mine], tmp_path / "report.json", dry=dry) for dry in (False, True))
+    assert (there.status, there.why) == ("skipped", "of use on a CPU alone")
+    assert (here.status, here.why) == ("passed", "here\n")
+
+
 def test_figures_come_with_their_case(tmp_path):
     write = 'import sys; open(sys.argv[2], \'w\').write(\'[{"figure": "a", "value": 2.0}]\')'
     (done,) = run([case("figures", write, has_figures=True)], tmp_path / "report.json")
