@@ -46,15 +46,15 @@ class Case:
     has_figures: bool = False
 
 
-def _tests(name: str, *paths: str, deadline_s: float = 120.0, needs: tuple[str, ...] = ()) -> Case:
+def _tests(name: str, *paths: str, needs: tuple[str, ...] = ()) -> Case:
     """Tests marked gpu; a CPU skips these, and runs the others of their files."""
     there = (*_PYTEST, "-m", "gpu", *paths)
-    return Case("A", name, there, (*_PYTEST, *paths), deadline_s, needs, needs)
+    return Case("A", name, there, (*_PYTEST, *paths), 90.0, needs, needs)
 
 
 def _pretended(*paths: str) -> Case:
     """Tests of devices on one that is none, which finds what would mix host and device."""
-    return Case("A", "pretended", (), (*_PYTEST, "--pretend", *paths), deadline_s=600.0)
+    return Case("A", "pretended", (), (*_PYTEST, "--pretend", *paths))
 
 
 def _kernels(name: str, *interpreted: str) -> Case:
@@ -64,7 +64,7 @@ def _kernels(name: str, *interpreted: str) -> Case:
         name,
         (*_PYTEST, "-m", "gpu", *interpreted),
         (*_PYTEST, *interpreted),
-        deadline_s=240.0,
+        deadline_s=120.0,
         needs=("triton",),
         dry_needs=("triton",),
         dry_environment=(("TRITON_INTERPRET", "1"),),
@@ -72,10 +72,8 @@ def _kernels(name: str, *interpreted: str) -> Case:
 
 
 def _compiled(name: str, *paths: str) -> Case:
-    """Kernels compiled for sm_90 and sm_100, which needs no device."""
-    chosen = (*_PYTEST, *paths)
-    needs = ("triton",)
-    return Case("A", name, chosen, chosen, deadline_s=240.0, needs=needs, dry_needs=needs)
+    """Kernels compiled for sm_90 and sm_100, which needs no device; there they run."""
+    return Case("A", name, (), (*_PYTEST, *paths), dry_needs=("triton",))
 
 
 def _figures(
@@ -106,9 +104,9 @@ CASES = (
         "tests/async_loop/test_logprobs_devices.py",
     ),
     _figures("B", "fp8_kernels", "fp8_parts.gpu", deadline_s=180.0),
-    _figures("B", "dsa", "dsa_parts.gpu", deadline_s=180.0),
-    _figures("B", "dsa_peer", "dsa_parts.gpu_peer", deadline_s=120.0, needs=("attn_gym",)),
-    _figures("B", "token_logprobs", "async_loop_parts.logprobs_gpu", deadline_s=120.0),
+    _figures("B", "dsa", "dsa_parts.gpu", deadline_s=150.0),
+    _figures("B", "dsa_peer", "dsa_parts.gpu_peer", deadline_s=75.0, needs=("attn_gym",)),
+    _figures("B", "token_logprobs", "async_loop_parts.logprobs_gpu", deadline_s=75.0),
     _figures("C", "attention", "parallel_parts.gpu_attention", deadline_s=180.0),
     _figures("C", "dispatch", "parallel_parts.gpu_dispatch", deadline_s=90.0),
     _figures("C", "layers", "parallel_parts.gpu_layers", deadline_s=180.0, needs=("transformers",)),

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from benchmarks.gpu import machine, page
+from benchmarks.gpu.__main__ import BUDGET_S
 from benchmarks.gpu.cases import CASES, PARTS, Case
 from benchmarks.gpu.runner import run_part
 
@@ -118,6 +119,17 @@ def test_every_case_names_code_that_exists():
                 assert each.dry[2:] == ("--dry-run",)
             for word in arguments:
                 assert not word.startswith("tests/") or (ROOT / word).exists(), word
+
+
+def test_deadlines_fit_the_time_of_a_part():
+    deadlines = {
+        part: [each.deadline_s for each in CASES if each.part == part and each.arguments]
+        for part in PARTS
+    }
+    # Tests take a small part of theirs: one that hangs leaves time for the others.
+    tests = deadlines.pop("A")
+    assert max(tests) + sum(tests) / 3 < BUDGET_S
+    assert all(sum(each) <= BUDGET_S for each in deadlines.values())
 
 
 def test_every_test_that_needs_a_device_is_in_a_case():
