@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import shutil
 import statistics
 import subprocess
 import time
@@ -129,6 +130,8 @@ def main(measure: Measure, *, dry: Measure | None = None) -> None:
 
 def commit() -> str:
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    if shutil.which("git") is None:
+        return "unknown"
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else "unknown"
 

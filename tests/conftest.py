@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from primeblocks.testing import ranks
+from tests.devices import DEVICES
 
 gc.disable()  # Until all tests are collected: a sixth of the time until then.
 
@@ -31,6 +32,7 @@ hypothesis.settings.register_profile("full", deadline=None, max_examples=1000)
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="random tests at their stated size")
+    parser.addoption("--pretend", action="store_true", help="as a device one that is none")
 
 
 def pytest_configure(config):
@@ -58,6 +60,17 @@ def full(request):
     return request.config.getoption("--full")
 
 
+@pytest.fixture(params=DEVICES)
+def device(request):
+    if not request.config.getoption("--pretend"):
+        yield request.param
+        return
+    from tests.pretend import Device
+
+    with Device():
+        yield "pretend"
+
+
 @pytest.fixture(autouse=True)
 def _unchecked_stress(request):
     stress = request.node.get_closest_marker("stress")
@@ -74,6 +87,7 @@ def _strict_torch(request):
     if request.node.get_closest_marker("vllm"):  # An engine chooses its own settings.
         yield
         return
-    torch.use_deterministic_algorithms(True)
+    # A GPU has no other sum of a row than one that it refuses to call deterministic.
+    torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())
     yield
     torch.use_deterministic_algorithms(False)

@@ -18,8 +18,41 @@ What ran on a GPU, and how fast; drawn from the JSON files of `benchmarks/gpu/ru
 `python -m benchmarks.gpu.page`. A case that says *never* has not met one. `run.sh --dry-run` runs
 all of them at small sizes on a CPU, kernels under Triton's interpreter or compiled for sm_90 and
 sm_100. Each case is a process with a deadline; what crashes or hangs costs itself alone.
+
+A part takes eight minutes at most, and leaves one file, `gpu_A.json` and so on:
+
+```sh
+benchmarks/gpu/bundle                    # where there is a network: 10 MB of wheels
+benchmarks/gpu/run.sh --part A "$OUT"    # on the GPU's machine, with benchmarks/gpu/wheels
+benchmarks/gpu/run.sh --part B "$OUT"
+benchmarks/gpu/run.sh --part C "$OUT"
+benchmarks/gpu/run.sh --part D "$OUT"
+cp "$OUT"/gpu_?.json benchmarks/results/ && python -m benchmarks.gpu.page
+```
 """
-_SHOWN = ("fraction", "speedup", "ratio", "over_", "tflops", "mfu", "_ms", "waits", "launches")
+_NOTES = {
+    "A": """\
+Suites that have their device as a parameter are `tests/*/test_devices*.py`, and that of the
+log-probabilities. On a CPU all but weightsync's also run on a device that is none (`--pretend`):
+its tensors lie on the host, and an operator that mixes them with the host's raises. So code takes
+the branches of a GPU; streams, pinned memory and CUDA's own kernels are not there. Left on the
+CPU: suites over several ranks, for which NCCL wants as many GPUs; what no device changes (plans,
+files, messages, refusals, routes and their code); fakes of libraries, which the engines' own suite
+runs; hosts that such a machine lacks (vLLM, torchtitan).
+""",
+}
+_SHOWN = (
+    "fraction",
+    "speedup",
+    "ratio",
+    "over_",
+    "tflops",
+    "mfu",
+    "_ms",
+    "gb_per_s",
+    "waits",
+    "launches",
+)
 
 
 def draw(results: Path = RESULTS) -> str:
@@ -28,9 +61,11 @@ def draw(results: Path = RESULTS) -> str:
     for part, what in PARTS.items():
         path = results / f"gpu_{part}.json"
         report = json.loads(path.read_text()) if path.exists() else None
-        lines += [f"## {part}, {what}", "", _ran(report), "", "| case | |", "|---|---|"]
+        lines += [f"## {part}, {what}", "", *([_NOTES[part]] if part in _NOTES else [])]
+        lines += [_ran(report), "", "| case | |", "|---|---|"]
         done = {each["case"]: each for each in report["cases"]} if report else {}
-        lines += [_row(case.name, done.get(case.name)) for case in CASES if case.part == part]
+        there = [case.name for case in CASES if case.part == part and case.arguments]
+        lines += [_row(name, done.get(name)) for name in there]
         lines += ["", *_figures(done), ""]
     return "\n".join(lines).rstrip() + "\n"
 

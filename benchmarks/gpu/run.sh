@@ -3,8 +3,8 @@
 # of at most eight minutes, and a JSON file of each.
 # Usage: benchmarks/gpu/run.sh [--part A|B|C|D] [--dry-run] [--only CASE] [FOLDER FOR JSON]
 # Without a part, all of them. --dry-run runs every case at small sizes on a CPU.
-# Python: $PYTHON, or python3, with torch. Wheels that `benchmarks/gpu/bundle` fetched are installed
-# beside it for as long as this runs.
+# Python: $PYTHON, or python3, with torch. Wheels that `benchmarks/gpu/bundle` fetched are beside it
+# for as long as this runs.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
@@ -13,7 +13,9 @@ bundle=benchmarks/gpu/wheels
 if compgen -G "$bundle/*.whl" >/dev/null; then
   site=$(mktemp -d)
   trap 'rm -rf "$site"' EXIT
-  "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$site" "$bundle"/*.whl
+  for wheel in "$bundle"/*.whl; do  # Unpacked: not every environment has pip.
+    "$python" -m zipfile -e "$wheel" "$site"
+  done
   export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
 fi
 

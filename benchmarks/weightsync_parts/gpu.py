@@ -25,7 +25,7 @@ from primeblocks.weightsync.transports import IpcTransport, open_transport
 from ..harness import compare, main
 from .worker import Worker
 
-__all__ = ["SMALL", "Reader", "Sizes", "figures"]
+__all__ = ["SMALL", "TIMEOUT_S", "Reader", "Sizes", "change", "figures"]
 
 Figures = dict[str, tuple[float, str, str]]
 TIMEOUT_S = 60.0
@@ -132,7 +132,7 @@ def _timed(
     reader = make()
     try:
         for version in range(1, sizes.runs + 3):
-            _change(weights, generator)
+            change(weights, generator)
             begun = time.perf_counter()
             publisher.publish(version=version, timeout_s=TIMEOUT_S)
             took_s = time.perf_counter() - begun
@@ -143,7 +143,7 @@ def _timed(
                 published.append(took_s)
                 received.append(took_there_s)
         reader.kill()
-        _change(weights, generator)
+        change(weights, generator)
         publisher.publish(version=version + 1, timeout_s=TIMEOUT_S)
         reader = make()
         reader.call("receive", version + 1)
@@ -154,7 +154,7 @@ def _timed(
     return median(published), median(received)
 
 
-def _change(weights: dict[str, Tensor], generator: torch.Generator) -> None:
+def change(weights: dict[str, Tensor], generator: torch.Generator) -> None:
     """Flip the last bit of some elements, as a small step of an optimizer does."""
     for tensor in weights.values():
         lots = torch.rand(tensor.shape, generator=generator, device=tensor.device)

@@ -5,10 +5,8 @@ import torch
 
 from primeblocks.async_loop.losses.logprobs import chunked_loss, token_logprobs, token_scores
 from tests.async_loop.test_logprobs import CHUNKS, OPTIONS, loss_of, operands, plain, scores
-from tests.devices import DEVICES
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("given", OPTIONS)
 def test_equal_to_the_plain_ones(given, device):
     leaves, ids, options, weights = operands(given)

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from benchmarks.gpu import machine, page
+from benchmarks.gpu.__main__ import BUDGET_S
 from benchmarks.gpu.cases import CASES, PARTS, Case
 from benchmarks.gpu.runner import run_part
 
@@ -89,6 +90,13 @@ def test_a_part_ends_in_its_time(tmp_path):
     assert statuses(report) == {"slow": "timed out", "late": "skipped"}
 
 
+def test_what_only_a_cpu_has_use_for_is_skipped_elsewhere(tmp_path):
+    mine = Case("A", "mine", (), ("-c", "print('here')"))
+    (there,), (here,) = (run([mine], tmp_path / "report.json", dry=dry) for dry in (False, True))
+    assert (there.status, there.why) == ("skipped", "of use on a CPU alone")
+    assert (here.status, here.why) == ("passed", "here\n")
+
+
 def test_figures_come_with_their_case(tmp_path):
     write = 'import sys; open(sys.argv[2], \'w\').write(\'[{"figure": "a", "value": 2.0}]\')'
     (done,) = run([case("figures", write, has_figures=True)], tmp_path / "report.json")
@@ -113,6 +121,17 @@ def test_every_case_names_code_that_exists():
                 assert not word.startswith("tests/") or (ROOT / word).exists(), word
 
 
+def test_deadlines_fit_the_time_of_a_part():
+    deadlines = {
+        part: [each.deadline_s for each in CASES if each.part == part and each.arguments]
+        for part in PARTS
+    }
+    # Tests take a small part of theirs: one that hangs leaves time for the others.
+    tests = deadlines.pop("A")
+    assert max(tests) + sum(tests) / 3 < BUDGET_S
+    assert all(sum(each) <= BUDGET_S for each in deadlines.values())
+
+
 def test_every_test_that_needs_a_device_is_in_a_case():
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "gpu", "tests"]
     own = ("-p", "no:xdist", "-p", "no:cacheprovider")
@@ -123,6 +142,12 @@ def test_every_test_that_needs_a_device_is_in_a_case():
     )
     files = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
     chosen = {word for each in CASES for word in each.arguments if word.startswith("tests/")}
+    # Skipped without one, and perhaps not marked.
+    files |= {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if path != Path(__file__) and 'reason="needs a CUDA device"' in path.read_text()
+    }
     assert files
     assert files <= chosen
 

@@ -3,19 +3,24 @@
 import pytest
 import torch
 
-from primeblocks.fp8 import Recipe, Tile, convert, grouped_matmul, matmul, quantize
+from primeblocks.fp8 import (
+    Recipe,
+    Tile,
+    WeightCache,
+    convert,
+    grouped_matmul,
+    matmul,
+    quantize,
+    swiglu_matmul,
+)
+from primeblocks.fp8.checkpoint import pack_weight, unpack_weights
 from primeblocks.testing import tiny_models
 from primeblocks.testing.oracles import assert_same_bits, max_relative_error
-from tests.devices import DEVICES
+from tests.fp8 import test_cache
 
 RECIPE = Recipe(wgrad="bfloat16")
 # Of a product of two operands with 3 bits behind the point, whose terms cancel.
 ERROR = 2 * 2**0.5 * 0.0265
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    return request.param
 
 
 def draw(*shape, seed, scale=1.0):
@@ -74,6 +79,55 @@ def test_grouped_products_with_an_expert_that_nobody_chose(device):
     )
     assert all(norm_error(*pair) < ERROR for pair in zip(found, right, strict=True))
     assert not found[2][1].any()
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_product_after_a_swiglu_and_its_gradients(device, grouped):
+    gate_up, scores = draw(256, 512, seed=5), draw(256, seed=6).sigmoid()
+    weight = draw(2, 128, 256, seed=7) if grouped else draw(128, 256, seed=7)
+    offsets = (torch.tensor([128, 256], dtype=torch.int32),) if grouped else ()
+
+    def exact(gate_up, weight, scores):
+        gate, up = gate_up.chunk(2, dim=-1)
+        x = torch.nn.functional.silu(gate) * up * scores[:, None]
+        return (
+            torch.cat([x[:128] @ weight[0].mT, x[128:] @ weight[1].mT])
+            if grouped
+            else x @ weight.mT
+        )
+
+    def ours(gate_up, weight, scores):
+        there = (each.to(device) for each in offsets)
+        return swiglu_matmul(gate_up, weight, *there, recipe=RECIPE, scores=scores)
+
+    leaves = gate_up, weight, scores
+    right = gradients(exact, *leaves)
+    found = gradients(ours, *(x.bfloat16().to(device) for x in leaves))
+    assert all(norm_error(*pair) < ERROR for pair in zip(found, right, strict=True))
+
+
+def test_packed_weights_are_those_of_the_cpu(device):
+    recipe = Recipe(activations=Tile(1, 32), weights=Tile(16, 32))
+    x = draw(3, 40, 70, seed=8).bfloat16()
+    wanted, found = (
+        pack_weight("a.weight", recipe.quantize_weight(each)) for each in (x, x.to(device))
+    )
+    for name, tensor in wanted.items():
+        assert found[name].device.type == device
+        assert_same_bits(found[name], tensor)
+    assert unpack_weights(found, recipe)["a.weight"].codes.device.type == device
+
+
+def test_a_weight_is_rounded_once_a_version(device):
+    plain, cached = (test_cache.layers().to(device) for _ in range(2))
+    x, make = draw(12, 32, seed=9).float().to(device), test_cache.OPTIMIZERS["AdamW"]
+    optimizer = make(plain.parameters())
+    expected = [test_cache.step(plain, optimizer, x) for _ in range(3)]
+    optimizer = make(cached.parameters())
+    with WeightCache(cached, optimizer) as cache:
+        for losses in expected:
+            assert test_cache.step(cached, optimizer, x) == losses
+    assert cache.roundings == 6
 
 
 def test_a_converted_model_steps_on_the_device(device):

@@ -2,31 +2,18 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from primeblocks.parallel import plan_sequence, reference
 from primeblocks.parallel.attention import ring_attention, ulysses_attention
 from primeblocks.parallel.experts import GroupedExperts, LocalDispatcher
+from primeblocks.parallel.experts.lora import merged_expert_weights
 from primeblocks.testing.oracles import assert_close_float64
-from tests.devices import DEVICES
+from tests.parallel import test_lora
 from tests.parallel.linear_cases import CASES, drawn
 
 LENGTHS = [130, 1, 61]
 # Of the norm: operands, weights, results and gradients are each rounded, to 8 bits or to 24.
 ERRORS = {torch.bfloat16: 0.02, torch.float32: 2e-6}
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    return request.param
-
-
-@pytest.fixture
-def group(tmp_path, device):
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def _step(function, inputs, cotangent):
@@ -98,6 +85,23 @@ def test_experts(device, dtype, alignment):
         assert_close_float64(found, right)
         return
     _assert_close(found, right, dtype)
+
+
+def test_adapters_of_experts(device):
+    model, whole, x = test_lora._ours().to(device), test_lora._ours(), test_lora._rows()
+    names, factors = test_lora._adapt(model)
+    factors = {name: x.detach().cpu().requires_grad_() for name, x in factors.items()}
+    out = model(x.to(device))
+    out.square().sum().backward()
+    summed = test_lora._summed(whole, names, factors)
+    right = torch.func.functional_call(whole, summed, (x,))
+    right.square().sum().backward()
+    found = [out, *(model.get_parameter(name).grad for name in factors)]
+    assert_close_float64(
+        [x.detach().cpu() for x in found], [right.detach(), *(x.grad for x in factors.values())]
+    )
+    for name, weight in merged_expert_weights(model):
+        assert_close_float64(weight.cpu(), summed[name].detach())
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -223,17 +223,6 @@ def test_device_spelling_equals_the_host_s():
         assert same(target, new)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_device():
-    old, device = weights(100_000), torch.device("cuda")
-    new = nudge(old, share=0.01, seed=1)
-    delta = encode_delta(new.to(device), old.to(device))
-    assert delta == encode_delta(new, old)
-    target = old.to(device)
-    apply_delta(target, delta)
-    assert same(target.cpu(), new)
-
-
 def test_every_flipped_byte_and_every_length_is_refused():
     old = weights(2000)
     new = nudge(old, share=0.02, seed=1)

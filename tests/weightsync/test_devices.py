@@ -1,0 +1,81 @@
+"""Tensors on each device: digests and deltas of the host's bytes, and versions from end to end."""
+
+import pytest
+import torch
+
+from primeblocks.testing.oracles import assert_same_bits
+from primeblocks.weightsync import (
+    Publisher,
+    SharedMemoryTransport,
+    Subscriber,
+    describe,
+    load_into,
+    plan_sync,
+)
+from primeblocks.weightsync.delta import apply_delta, encode_delta
+from primeblocks.weightsync.digest import bucket_digest, cast_and_digest
+
+TIMEOUT_S = 60
+# Of bfloat16 more than two pieces that cross a bus, with a ragged last one.
+ROWS, COLUMNS = 9, (1 << 20) + 3
+
+
+def draw(*shape, seed, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def step(tensor, seed):
+    """Flip the last bit of one element in a hundred."""
+    lots = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(seed))
+    tensor.view(torch.int16).bitwise_xor_((lots < 0.01).short().to(tensor.device))
+
+
+def test_digests_and_casts_are_those_of_the_host(device):
+    host = [
+        draw(ROWS, COLUMNS, seed=0),
+        draw(64, 30, seed=1).mT,
+        torch.tensor(0.5),
+        draw(0, 4, seed=2),
+    ]
+    there = [tensor.to(device) for tensor in host]
+    assert bucket_digest(there) == bucket_digest(host)
+    narrow = [tensor.bfloat16() for tensor in host]
+    dtypes = [tensor.dtype for tensor in narrow]
+    for place in ("cpu", device):
+        into = [torch.empty_like(tensor, device=place) for tensor in narrow]
+        assert cast_and_digest(there, dtypes, into) == bucket_digest(narrow)
+        for found, wanted in zip(into, narrow, strict=True):
+            assert_same_bits(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=str)
+def test_deltas_are_those_of_the_host(device, dtype):
+    old = draw(100_000, seed=0, dtype=dtype)
+    new = torch.where(draw(100_000, seed=1) > 2.5, -old.float(), old.float()).to(dtype)
+    delta = encode_delta(new.to(device), old.to(device))
+    assert delta == encode_delta(new, old)
+    target = old.to(device)
+    apply_delta(target, delta)
+    assert_same_bits(target, new)
+
+
+@pytest.mark.parametrize("full_every", [1, 100])
+def test_an_engine_on_the_device_loads_what_lies_there(device, full_every, tmp_path):
+    weights = {f"layer{i}": draw(96, 64, seed=i, dtype=torch.bfloat16).to(device) for i in range(3)}
+    engine = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    source = describe(weights)
+    plan = plan_sync([source], source.whole(), bucket_bytes=1 << 14)
+    with (
+        SharedMemoryTransport("policy", owner=True, root=str(tmp_path)) as transport,
+        Publisher(plan, weights, transport, full_every=full_every) as publisher,
+        Subscriber(plan, load_into(engine, plan), transport) as subscriber,
+    ):
+        for version in range(1, 4):
+            for seed, tensor in enumerate(weights.values()):
+                step(tensor, seed + 10 * version)
+            sent = publisher.publish(version, timeout_s=TIMEOUT_S)
+            subscriber.receive(version, timeout_s=TIMEOUT_S)
+            assert (sent.bytes < plan.blob_bytes) is (full_every > 1 < version)
+            for name, tensor in weights.items():
+                assert_same_bits(engine[name], tensor)
