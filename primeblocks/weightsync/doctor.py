@@ -20,8 +20,7 @@ from typing import Literal
 
 from ..errors import UsageError
 from .lease import Hold
-from .transports.own_files import LOCK, open_own
-from .transports.place import OWNED, sweep
+from .transports.place import LOCK, OWNED, open_own, sweep
 
 __all__ = ["Finding", "clean", "examine"]
 

@@ -29,8 +29,8 @@ from primeblocks.weightsync.transports import (
     handles,
     open_transport,
 )
-from primeblocks.weightsync.transports.carrier import Span
 from primeblocks.weightsync.transports.handles import HandleCarrier
+from primeblocks.weightsync.transports.packed import Span
 from tests.weightsync.contents import Engine, same_bytes
 
 TIMEOUT_S = 10.0
@@ -143,7 +143,7 @@ def test_each_buffer_is_opened_once(site, monkeypatch):
     monkeypatch.setattr(
         handles, "_opened", lambda note: tokens.append(note["token"]) or inner(note)
     )
-    with IpcTransport("policy", root=owner.spec()["commits"]["root"]) as reader:
+    with IpcTransport("policy", root=owner.spec()["commits"]["place"]["root"]) as reader:
         subscriber = Subscriber(planned, Engine(), reader)
         for version in range(8):
             publisher.publish(version, timeout_s=TIMEOUT_S)

@@ -5,20 +5,22 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from ...errors import TransferError, UnsupportedError
 
-__all__ = ["Board", "open_store", "store_spec"]
+__all__ = ["Board", "file_store", "store_spec", "tcp_store"]
 
 _LOOK_S = 0.005
 # A late call, to abort for example, still has this long; nothing else goes on after a deadline.
 _GRACE_S = 1.0
 _OPEN_S = 30.0
+
+T = TypeVar("T")
 
 
 class Board:
@@ -39,9 +41,7 @@ class Board:
 
     def add(self, key: str, amount: int, *, deadline: float) -> int:
         """Add to a number and return it."""
-        total = self._call(lambda: self._store.add(self._key(key), amount), deadline)
-        assert isinstance(total, int)
-        return total
+        return self._call(lambda: self._store.add(self._key(key), amount), deadline)
 
     def post(self, key: str, text: str, *, deadline: float) -> None:
         """Write a note."""
@@ -49,9 +49,7 @@ class Board:
 
     def post_first(self, key: str, text: str, *, deadline: float) -> str:
         """Write a note unless there is one; return the one that stands: the first."""
-        said = self._call(lambda: self._store.compare_set(self._key(key), "", text), deadline)
-        assert isinstance(said, bytes)
-        return said.decode()
+        return self.replace(key, "", text, deadline=deadline)
 
     def read_any(self, keys: Sequence[str], *, deadline: float) -> tuple[str, str] | None:
         """Wait for the first of some notes; return its key and text, or None at the deadline."""
@@ -65,9 +63,7 @@ class Board:
                     return None
                 threading.Event().wait(_LOOK_S)
 
-        found = self._call(look, deadline)
-        assert found is None or isinstance(found, tuple)
-        return found
+        return self._call(look, deadline)
 
     def look(self, key: str, *, deadline: float) -> str | None:
         """Read a note that is there now; None where there is none."""
@@ -77,15 +73,12 @@ class Board:
                 return None
             return self._store.get(self._key(key)).decode()
 
-        found = self._call(there, deadline)
-        assert found is None or isinstance(found, str)
-        return found
+        return self._call(there, deadline)
 
-    def replace(self, key: str, old: str, new: str, *, deadline: float) -> bool:
-        """Write over a note if it is still the old one; return whether it is the new one now."""
+    def replace(self, key: str, old: str, new: str, *, deadline: float) -> str:
+        """Write over a note if it is still the old one; return the one that stands."""
         said = self._call(lambda: self._store.compare_set(self._key(key), old, new), deadline)
-        assert isinstance(said, bytes)
-        return said.decode() == new
+        return said.decode()
 
     def read(self, key: str, *, deadline: float) -> str | None:
         """Wait for a note; None at the deadline."""
@@ -94,19 +87,19 @@ class Board:
 
     def wait_for(self, work: Callable[[], object], *, deadline: float) -> None:
         """Do work that waits in the store."""
-        self._call(lambda: work() or True, deadline)
+        self._call(work, deadline)
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}/{key}"
 
-    def _call(self, work: Callable[[], Any], deadline: float) -> Any:
+    def _call(self, work: Callable[[], T], deadline: float) -> T:
         late = TransferError("the store does not answer in time")
         if self._hanging is not None:
             self._hanging.join(max(0.0, deadline - time.monotonic()))
             if self._hanging.is_alive():
                 raise late
             self._hanging = None
-        answers: list[Any] = []
+        answers: list[T] = []
         errors: list[RuntimeError] = []
 
         def run() -> None:
@@ -128,7 +121,7 @@ class Board:
 
 
 def store_spec(store: dist.Store) -> dict[str, Any]:
-    """Return what `open_store` needs in another process. JSON-able.
+    """Return what opens it in another process. JSON-able.
 
     Raises:
         UnsupportedError: it lives in this process, or does not say where it is.
@@ -136,34 +129,32 @@ def store_spec(store: dist.Store) -> dict[str, Any]:
     match store:
         case dist.FileStore():
             path: str = store.path  # type: ignore[attr-defined]  # Its stub lacks it.
-            return {"kind": "file", "path": os.path.abspath(path)}
+            return {"kind": "file_store", "path": os.path.abspath(path)}
         case dist.TCPStore():
-            return {"kind": "tcp", "host": store.host, "port": store.port}
+            return {"kind": "tcp_store", "host": store.host, "port": store.port}
     raise UnsupportedError(
         f"a {type(store).__name__} cannot be opened in another process. Pass a TCPStore, or a "
         "FileStore on a disk that all share."
     )
 
 
-def open_store(spec: Mapping[str, Any]) -> dist.Store:
-    """Open the store whose `store_spec` this is.
+def file_store(path: str) -> dist.Store:
+    """Open a store in a file."""
+    return dist.FileStore(path)
+
+
+def tcp_store(host: str, port: int) -> dist.Store:
+    """Open a store that another process hosts.
 
     Raises:
         TransferError: it does not answer.
     """
-    if spec["kind"] == "file":
-        return dist.FileStore(spec["path"])
+    patience = timedelta(seconds=_OPEN_S)
     try:
-        return dist.TCPStore(
-            spec["host"],
-            spec["port"],
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=_OPEN_S),
-        )
+        return dist.TCPStore(host, port, wait_for_workers=False, timeout=patience)
     except RuntimeError as error:
         text = str(error).splitlines()[0][:200]
         raise TransferError(
-            f"no store answers at {spec['host']}:{spec['port']}: {text}. Host it where engines "
-            "reach it, under a name that they know."
+            f"no store answers at {host}:{port}: {text}. Host it where engines reach it, under a "
+            "name that they know."
         ) from error

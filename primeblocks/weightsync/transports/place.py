@@ -1,11 +1,12 @@
 """Directories of versions, each made by one living owner, and the way that others find them.
 
 Each owner makes a directory of its own, with a name that nobody can foresee, and removes nothing
-else. The files that it opens belong to its user, and to nobody else.
+else. The files that it opens belong to its user, and nobody else writes to them.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -15,30 +16,41 @@ import secrets
 import stat
 import sys
 import threading
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ...errors import CorruptionError, UnsupportedError, UsageError
 from ..lease import Hold
-from .own_files import LOCK, open_own, remove, take_lock
 
 __all__ = [
+    "LOCK",
     "OWNED",
     "DiskPlace",
     "Owned",
     "Place",
     "PrivatePlace",
-    "private_place",
+    "open_own",
+    "read_own",
+    "removable",
+    "remove",
     "sweep",
+    "write_over",
 ]
 
+LOCK = "primeblocks.lock"
 _RUN = "primeblocks-run.json"
 _TOKEN_BYTES = 8
 OWNED = f"primeblocks-*-{'[0-9a-f]' * 2 * _TOKEN_BYTES}"  # A glob.
 _TOKEN = f"[0-9a-f]{{{2 * _TOKEN_BYTES}}}"
 # Another process that clears up has a dead one's lock for at most this long.
 _LOOKS, _LOOK_S = 10, 0.01
+_OURS = re.compile(
+    r"(version-\d+\.(safetensors|\d+\.delta|lock)|(rank-\d+|commits|announced)\.json)(\.tmp)?"
+    rf"|note\.tmp|{re.escape(LOCK)}"
+)
+_REFUSED = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EISDIR, errno.ENOTDIR)
 
 
 class Owned(NamedTuple):
@@ -49,18 +61,44 @@ class Owned(NamedTuple):
     lock: Hold
 
 
-class Place(Protocol):
-    """A place in which one owner at a time puts versions.
+class PrivatePlace:
+    """A directory in `root` that only this user can look into, found by its name and its owner.
+
+    One owner at a time puts versions there. Directories of the same name that another user makes
+    change nothing.
 
     Attributes:
         user: the owner of the files that are opened; None is the user of this process, alone.
+
+    Raises:
+        UnsupportedError: this is not Linux, or `root` does not exist.
+        UsageError: `name` is not one path component, or others may rename what is in `root`.
     """
 
-    user: int | None
+    user: int | None = None
+
+    def __init__(self, name: str, root: str, *, prefix: str = "primeblocks") -> None:
+        if not sys.platform.startswith("linux"):
+            raise UnsupportedError(
+                f"files in shared memory need Linux; this is {sys.platform}. Use FileTransport."
+            )
+        if not os.path.isdir(root):  # False too where this user may not look.
+            raise UnsupportedError(f"{root} is no directory. Mount a tmpfs, or use FileTransport.")
+        if not name or Path(name).name != name or "\0" in name:
+            raise UsageError(f"{name!r} is not one path component; try 'policy'")
+        mode = os.stat(root).st_mode
+        if mode & 0o022 and not mode & stat.S_ISVTX:
+            raise UsageError(
+                f"{root} has mode {mode & 0o7777:o}: others may rename what is in it. "
+                f"Run: chmod +t {root}"
+            )
+        self._spec = {"name": name, "root": root, "prefix": prefix}
+        self._root, self._name = Path(root), f"{prefix}-{name}"
+        self._found: Path | None = None
 
     def spec(self) -> dict[str, Any]:
-        """Return its arguments. JSON-able."""
-        ...
+        """Return what opens it in another process. JSON-able."""
+        return {"kind": "private", **self._spec}
 
     def take(self) -> Owned:
         """Own the place: remove what a dead owner left, and make a directory.
@@ -68,52 +106,6 @@ class Place(Protocol):
         Raises:
             UsageError: it has a living owner, or may not be written to.
         """
-        ...
-
-    def here(self) -> Path:
-        """Return the directory of the owner, or of the last one.
-
-        Raises:
-            FileNotFoundError: there was none.
-            UsageError: it belongs to another user, or others may write to it.
-        """
-        ...
-
-    def leave(self, owned: Owned) -> None:
-        """Let go, after the files that must not stay were removed from the directory."""
-        ...
-
-    def others(self) -> str:
-        """Name other users' directories there, for somebody who waits in vain; "" without any."""
-        ...
-
-
-class PrivatePlace:
-    """A directory in `root` that only this user can look into, found by its name and its owner.
-
-    Directories of the same name that another user makes there change nothing.
-
-    Raises:
-        UsageError: others may rename what is in `root`.
-    """
-
-    user: int | None = None
-
-    def __init__(self, root: Path, name: str, *, prefix: str = "primeblocks") -> None:
-        mode = root.stat().st_mode
-        if mode & 0o022 and not mode & stat.S_ISVTX:
-            raise UsageError(
-                f"{root} has mode {mode & 0o7777:o}: others may rename what is in it. "
-                f"Run: chmod +t {root}"
-            )
-        self._spec = {"name": name, "root": str(root), "prefix": prefix}
-        self._root, self._name = root, f"{prefix}-{name}"
-        self._found: Path | None = None
-
-    def spec(self) -> dict[str, Any]:
-        return dict(self._spec)
-
-    def take(self) -> Owned:
         sweep(self._root)
         self._refuse_a_second(None)
         while True:
@@ -124,7 +116,7 @@ class PrivatePlace:
             except OSError as error:
                 raise _unusable(self._root, error) from error
             try:
-                lock = take_lock(directory / LOCK)
+                lock = _take_lock(directory / LOCK)
             except (BlockingIOError, FileNotFoundError):
                 continue  # It was cleared away before it was locked.
             try:
@@ -136,20 +128,34 @@ class PrivatePlace:
             return Owned(directory, run, lock)
 
     def here(self) -> Path:
+        """Return the directory of the owner, or of the last one.
+
+        Raises:
+            FileNotFoundError: there was none.
+            UsageError: it belongs to another user, or others may write to it.
+        """
         if self._found is None or not _is_own(self._found):
             found = [path for path in self._named() if _is_own(path)]
             if not found:
                 raise FileNotFoundError(f"no {self._name}-* of this user in {self._root}")
             self._found = found[0]
-        return _checked(self._found)
+        mode = self._found.lstat().st_mode & 0o777
+        if mode & 0o077:
+            raise UsageError(
+                f"{self._found} has mode {mode:o}; it has to be of user {os.geteuid()} with mode "
+                "700. Others may have written to it: end its owner and start again."
+            )
+        return self._found
 
     def leave(self, owned: Owned) -> None:
+        """Let go, after the files that must not stay were removed from the directory."""
         try:
             remove(owned.directory)
         finally:
             owned.lock.close()
 
-    def others(self) -> str:
+    def hint(self) -> str:
+        """Name other users' directories there, for somebody who waits in vain; "" without any."""
         users = set()
         for path in self._named():
             with suppress(FileNotFoundError):
@@ -181,15 +187,16 @@ class PrivatePlace:
 class DiskPlace:
     """A directory of the user's choice. Each owner makes one in it, and a note that names it.
 
-    Args:
-        user: as in `Place`.
+    Methods and `user` are those of `PrivatePlace`.
     """
 
-    def __init__(self, path: Path, *, user: int | None = None) -> None:
-        self._path, self.user = path, user
+    def __init__(self, path: str, *, user: int | None = None) -> None:
+        if "\0" in path:
+            raise UsageError(f"{path!r} is no path")
+        self._path, self.user = Path(path).absolute(), user
 
     def spec(self) -> dict[str, Any]:
-        return {"path": str(self._path), "user": self.user}
+        return {"kind": "disk", "path": str(self._path), "user": self.user}
 
     def take(self) -> Owned:
         try:
@@ -197,7 +204,7 @@ class DiskPlace:
         except OSError as error:
             raise _unusable(self._path, error) from error
         try:
-            lock = take_lock(self._path / LOCK, user=self.user)
+            lock = _take_lock(self._path / LOCK, user=self.user)
         except (BlockingIOError, FileNotFoundError) as error:
             raise _second(self._path) from error
         try:
@@ -236,51 +243,32 @@ class DiskPlace:
         finally:
             owned.lock.close()
 
-    def others(self) -> str:
-        return ""
+    def hint(self) -> str:
+        return f" Trainer and engine have to share {self._path}."
 
     def _note(self) -> dict[str, object] | None:
         path = self._path / _RUN
         try:
-            fd = open_own(path, os.O_RDONLY, user=self.user)
+            text = read_own(path, user=self.user)
         except FileNotFoundError:
             return None
-        with open(fd, "rb") as file:
-            text = file.read()
         try:
             note = json.loads(text)
             if re.fullmatch(_TOKEN, note["run"]):
                 return {"run": note["run"], "closed": bool(note["closed"])}
+            raise ValueError(f"{note['run']!r} names no run")
         except (ValueError, TypeError, KeyError) as error:
-            raise _unreadable(path, error) from error
-        raise _unreadable(path, f"{note['run']!r} names no run")
+            raise CorruptionError(
+                f"{path} cannot be read: {error}. Remove it, and start anew."
+            ) from error
 
     def _write_note(self, run: str, *, closed: bool) -> None:
+        text = json.dumps({"run": run, "closed": closed}).encode()
         scratch = self._path / f"run-{run}" / "note.tmp"
-        fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with open(fd, "w") as file:
-            json.dump({"run": run, "closed": closed}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(self._path / _RUN)
+        write_over(self._path / _RUN, [text], durable=True, scratch=scratch)
 
 
-def private_place(name: str, root: str, *, prefix: str) -> PrivatePlace:
-    """Return the place of a name in shared memory.
-
-    Raises:
-        UnsupportedError: this is not Linux, or `root` does not exist.
-        UsageError: `name` is not one path component, or others may rename what is in `root`.
-    """
-    if not sys.platform.startswith("linux"):
-        raise UnsupportedError(
-            f"files in shared memory need Linux; this is {sys.platform}. Use FileTransport."
-        )
-    if not os.path.isdir(root):  # False too where this user may not look.
-        raise UnsupportedError(f"{root} is no directory. Mount a tmpfs, or use FileTransport.")
-    if not name or Path(name).name != name or "\0" in name:
-        raise UsageError(f"{name!r} is not one path component; try 'policy'")
-    return PrivatePlace(Path(root), name, prefix=prefix)
+Place = PrivatePlace | DiskPlace
 
 
 def sweep(root: Path) -> list[Path]:
@@ -306,16 +294,95 @@ def sweep(root: Path) -> list[Path]:
     return swept
 
 
+def open_own(path: Path, flags: int, *, user: int | None = None) -> int:
+    """Open a file that belongs to this user, and that nobody else can write to.
+
+    Args:
+        user: the owner that it has to have instead, where a mount shows other users and modes.
+
+    Raises:
+        FileNotFoundError, FileExistsError: as os.open.
+        UsageError: it is a link, or no file, or another user's, or may not be opened.
+    """
+    kept = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # A pipe would be waited for.
+    try:
+        fd = os.open(path, flags | kept, 0o600)
+    except OSError as error:
+        if error.errno not in _REFUSED:
+            raise
+        raise UsageError(f"{path} is not opened: {error.strerror}. Remove it.") from error
+    found = os.fstat(fd)
+    wanted = os.geteuid() if user is None else user
+    open_to_others = user is None and found.st_mode & 0o022
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != wanted or open_to_others:
+        os.close(fd)
+        raise UsageError(
+            f"{path} belongs to user {found.st_uid} with mode {found.st_mode & 0o777:o}; it has to "
+            f"be a file of user {wanted} that others cannot write to. It was not read; remove it."
+        )
+    return fd
+
+
+def read_own(path: Path, at: int = 0, size: int = -1, *, user: int | None) -> bytes:
+    """Return bytes of a file, to its end at most. Raises as `open_own`."""
+    with open(open_own(path, os.O_RDONLY, user=user), "rb") as file:
+        file.seek(at)
+        return file.read(size)
+
+
+def write_over(
+    path: Path, parts: Iterable[bytes | memoryview], *, durable: bool, scratch: Path | None = None
+) -> None:
+    """Write over a file, in one step; `scratch` is in its place until then."""
+    scratch = path.with_name(f"{path.name}.tmp") if scratch is None else scratch
+    scratch.unlink(missing_ok=True)
+    with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.writelines(parts)
+        file.flush()
+        if durable:
+            os.fsync(file.fileno())
+    scratch.replace(path)
+
+
+def remove(directory: Path, *, keep: Collection[str] = ()) -> None:
+    """Remove the files that owners make in a directory of theirs, and the directory if empty."""
+    with suppress(FileNotFoundError):
+        for path in removable(directory, keep=keep):
+            path.unlink(missing_ok=True)
+        with suppress(OSError):
+            directory.rmdir()
+
+
+def removable(directory: Path, *, keep: Collection[str] = ()) -> list[Path]:
+    """Return the files that owners make in their directory, save those of `keep`; the lock last."""
+    # Without it nobody knows that the rest is useless.
+    ours = (p for p in directory.iterdir() if _OURS.fullmatch(p.name) and p.name not in keep)
+    return sorted(ours, key=lambda path: (path.name == LOCK, path))
+
+
+def _take_lock(path: Path, *, user: int | None = None) -> Hold:
+    """Take the lock of an owner, on a file that has this name.
+
+    Raises:
+        BlockingIOError: another one has it.
+        FileNotFoundError: it was removed meanwhile.
+    """
+    fd = open_own(path, os.O_RDWR | os.O_CREAT, user=user)
+    inode = os.fstat(fd).st_ino
+    lock = Hold(fd, fcntl.LOCK_EX)
+    with suppress(FileNotFoundError):
+        if os.stat(path).st_ino == inode:
+            return lock
+    lock.close()
+    raise FileNotFoundError(f"{path} was removed")
+
+
 def _logger() -> logging.Logger:
     return logging.getLogger(__name__)
 
 
 def _unusable(directory: Path, error: OSError) -> UsageError:
     return UsageError(f"{directory} cannot be used: {error}. Choose another one.")
-
-
-def _unreadable(path: Path, error: object) -> CorruptionError:
-    return CorruptionError(f"{path} cannot be read: {error}. Remove it, and start anew.")
 
 
 def _second(directory: Path) -> UsageError:
@@ -330,13 +397,3 @@ def _is_own(path: Path) -> bool:
     except FileNotFoundError:
         return False
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-
-
-def _checked(directory: Path) -> Path:
-    mode = directory.lstat().st_mode & 0o777
-    if mode & 0o077:
-        raise UsageError(
-            f"{directory} has mode {mode:o}; it has to be of user {os.geteuid()} with mode 700. "
-            "Others may have written to it: end its owner and start again."
-        )
-    return directory
