@@ -12,9 +12,8 @@ from primeblocks.errors import CapacityError, DeadlineError, TransferError
 from primeblocks.testing.faults import ManualClock
 from primeblocks.weightsync.marker import Marker
 from primeblocks.weightsync.transports import board as board_module
-from primeblocks.weightsync.transports.board import Board
+from primeblocks.weightsync.transports.board import Board, Go, Transaction
 from primeblocks.weightsync.transports.store_commits import StoreCommits
-from primeblocks.weightsync.transports.transaction import Go, Transaction
 
 SOON_S = 0.2
 GRACE_S = board_module._GRACE_S

@@ -19,8 +19,8 @@ from primeblocks.errors import (
 )
 from primeblocks.testing import ranks
 from primeblocks.weightsync import describe, plan_sync
+from primeblocks.weightsync.lease import SealedLease
 from primeblocks.weightsync.marker import Marker
-from primeblocks.weightsync.sealed import SealedLease
 from primeblocks.weightsync.transports import blobs, directory, directory_commits
 from primeblocks.weightsync.transports.blobs import DiskBlobs, MemoryBlobs
 from primeblocks.weightsync.transports.directory import DirectoryTransport

@@ -2,9 +2,9 @@
 
 from .directory import FileTransport, SharedMemoryTransport
 from .group import GroupTransport
+from .group_wire import Estimate, estimate
 from .open import open_transport
 from .packed_transport import IpcTransport, PackedTransport, PullTransport
-from .rounds import Estimate, estimate
 from .transport import Transport
 from .wire import ProcessWire, Read, Wire
 

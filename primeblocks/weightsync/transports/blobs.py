@@ -25,8 +25,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from ...errors import CorruptionError, TransferError, UnsupportedError, UsageError
-from ..lease import FileLease, Hold
-from ..sealed import SealedLease
+from ..lease import FileLease, Hold, SealedLease
 from .place import open_own
 
 __all__ = ["DiskBlobs", "MemoryBlobs", "allocate", "check_size", "mapped", "open_of"]

@@ -1,24 +1,26 @@
-"""A torch Store with deadlines, in which processes leave each other notes."""
+"""A torch Store with deadlines, in which processes leave each other notes; those of one sync."""
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from ...errors import TransferError, UnsupportedError
+from ...errors import DeadlineError, TransferError, UnsupportedError
 
-__all__ = ["Board", "file_store", "store_spec", "tcp_store"]
+__all__ = ["Board", "Go", "Transaction", "file_store", "store_spec", "tcp_store"]
 
 _LOOK_S = 0.005
 # A late call, to abort for example, still has this long; nothing else goes on after a deadline.
 _GRACE_S = 1.0
 _OPEN_S = 30.0
+_COMMIT, _ABORT = "commit", "abort"
 
 T = TypeVar("T")
 
@@ -118,6 +120,119 @@ class Board:
             self._hanging = thread
             raise late
         return answers[0]
+
+
+class Go(NamedTuple):
+    """Rank 0's word once all have come: a delta to `base`, or that nothing is sent, and why."""
+
+    base: int | None
+    error: str
+
+
+class Transaction:
+    """Notes of one sync under its number: who came, what is sent, the decision that all follow.
+
+    Every method raises TransferError where the store fails.
+    """
+
+    def __init__(self, board: Board, number: int, *, rank: int) -> None:
+        self.number, self._board, self._rank = number, board, rank
+
+    def post(self, key: str, value: Any, *, deadline: float) -> None:
+        """Leave a note."""
+        self._board.post(self._key(key), json.dumps(value), deadline=deadline)
+
+    def read_begun(self, *, deadline: float) -> dict[str, Any] | None:
+        """Reader: return what will be sent; {} if it was called off, None at the deadline."""
+        found = self._first_of("go", "begun", deadline=deadline)
+        if found is None:
+            return None
+        begun: dict[str, Any] = {} if found[0] == "go" else json.loads(found[1])
+        return begun
+
+    def read_join(self, reader: int, *, deadline: float) -> int | None:
+        """Rank 0: wait for a reader; return the version that it holds.
+
+        Raises:
+            TransferError: it did not come, or a rank called the transaction off.
+        """
+        found = self._first_of("go", f"join/{reader}", deadline=deadline)
+        if found is None:
+            raise TransferError(f"reader {reader} did not ask in time")
+        if found[0] == "go":
+            raise TransferError(Go(*json.loads(found[1])).error)
+        holds: int | None = json.loads(found[1])
+        return holds
+
+    def go(self, base: int | None, *, deadline: float) -> Go:
+        """Rank 0: begin, if nobody called it off. Returns the word that stands."""
+        return self._first_go(Go(base, ""), deadline)
+
+    def call_off(self, error: str, *, deadline: float) -> Go:
+        """End it if it did not begin; the group can still be used. Returns the word that stands."""
+        return self._first_go(Go(None, error), deadline)
+
+    def read_go(self, *, deadline: float) -> Go | None:
+        """Reader: wait until it begins or is called off; None at the deadline."""
+        found = self._first_of("go", deadline=deadline)
+        return None if found is None else Go(*json.loads(found[1]))
+
+    def read_or_abort(self, key: str, *, deadline: float) -> Any:
+        """Wait for a note, unless the transaction is aborted.
+
+        Raises:
+            DeadlineError: there was none in time.
+            TransferError: the transaction was aborted.
+        """
+        found = self._first_of("decision", key, deadline=deadline)
+        if found is None:
+            raise DeadlineError(f"waited for the {key} in vain")
+        if found[0] == "decision":
+            raise TransferError(found[1])
+        return json.loads(found[1])
+
+    def abort(self, why: str, *, deadline: float) -> str:
+        """Decide that no rank loads it, and return the decision that stands: the first."""
+        return self._decide(f"{_ABORT}: {why}", deadline)
+
+    def vote(self, voters: int, *, deadline: float) -> None:
+        """Reader: say that this rank has it all. The last of `voters` decides to commit."""
+        votes = self._board.add(self._key("votes"), 1, deadline=deadline)
+        if votes == voters:
+            # No rank has to live longer than its own part.
+            self._decide(_COMMIT, deadline)
+
+    def follow(self, last: Callable[[], None], *, deadline: float) -> None:
+        """Do this rank's last step before the decision, and wait for the decision.
+
+        Raises:
+            TransferError: the decision is not to commit.
+        """
+        said, why = None, "waited for the others in vain"
+        try:
+            last()
+            said = self._board.read(self._key("decision"), deadline=deadline)
+        except TransferError as error:
+            # Was it done, and only the answer lost? What the others made of it stands.
+            why = f"met {error}"
+        if said is None:
+            said = self.abort(f"rank {self._rank} {why}", deadline=deadline)
+        if said != _COMMIT:
+            raise TransferError(said)
+
+    def _first_go(self, go: Go, deadline: float) -> Go:
+        said = self._board.post_first(self._key("go"), json.dumps(go), deadline=deadline)
+        return Go(*json.loads(said))
+
+    def _first_of(self, *keys: str, deadline: float) -> tuple[str, str] | None:
+        found = self._board.read_any([self._key(key) for key in keys], deadline=deadline)
+        return None if found is None else (found[0].removeprefix(self._key("")), found[1])
+
+    def _decide(self, word: str, deadline: float) -> str:
+        return self._board.post_first(self._key("decision"), word, deadline=deadline)
+
+    def _key(self, key: str) -> str:
+        return f"{self.number}/{key}"
 
 
 def store_spec(store: dist.Store) -> dict[str, Any]:

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from ...errors import CorruptionError, TransferError, UnsupportedError
 from ..held import Blob, BlobFile, Held, Lent, Sealed
-from ..lease import FileLease
+from ..lease import FileLease, SealedLease
 from ..marker import Marker
 from ..plan import Plan
-from ..sealed import SealedLease
 from .blobs import DiskBlobs, MemoryBlobs, check_size
 from .commits import ANNOUNCED, await_announced, await_versions, last_chain
 from .directory_commits import DirectoryCommits, fsync

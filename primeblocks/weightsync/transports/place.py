@@ -210,9 +210,7 @@ class DiskPlace:
         try:
             last = self._note()
             if last is not None and not last["closed"]:
-                dead = self._path / f"run-{last['run']}"
-                _logger().info("removing %s, whose owner died", dead)
-                remove(dead)
+                _remove_dead(self._path / f"run-{last['run']}")
             run = secrets.token_hex(_TOKEN_BYTES)
             directory = self._path / f"run-{run}"
             directory.mkdir(mode=0o700)
@@ -287,8 +285,7 @@ def sweep(root: Path) -> list[Path]:
             continue
         except (BlockingIOError, UsageError):
             continue
-        _logger().info("removing %s, whose owner died", path)
-        remove(path)
+        _remove_dead(path)
         lock.close()
         swept.append(path)
     return swept
@@ -353,6 +350,11 @@ def remove(directory: Path, *, keep: Collection[str] = ()) -> None:
             directory.rmdir()
 
 
+def _remove_dead(directory: Path) -> None:
+    logging.getLogger(__name__).info("removing %s, whose owner died", directory)
+    remove(directory)
+
+
 def removable(directory: Path, *, keep: Collection[str] = ()) -> list[Path]:
     """Return the files that owners make in their directory, save those of `keep`; the lock last."""
     # Without it nobody knows that the rest is useless.
@@ -375,10 +377,6 @@ def _take_lock(path: Path, *, user: int | None = None) -> Hold:
             return lock
     lock.close()
     raise FileNotFoundError(f"{path} was removed")
-
-
-def _logger() -> logging.Logger:
-    return logging.getLogger(__name__)
 
 
 def _unusable(directory: Path, error: OSError) -> UsageError:
