@@ -53,7 +53,7 @@ def commits_at(path, *, owner=True, durable=False):
 class Versions(DirectoryTransport):
     """A transport whose steps are taken one by one."""
 
-    directory = property(lambda self: self._commits.directory)
+    directory = property(lambda self: self.commits.directory)
 
     def allocate(self, version, *, size_bytes, delta=False):
         self._allocate(version, size_bytes, delta=delta)
@@ -92,7 +92,7 @@ def put_delta(owner, version, text):
 
 
 def write_part(writer, version, rank, text):
-    writer._commits.write(f"version-{version}.{rank}.delta", [memoryview(text)])
+    writer.commits.write(f"version-{version}.{rank}.delta", [memoryview(text)])
 
 
 def read_part(reader, version, at, size):
@@ -134,13 +134,13 @@ def test_nothing_is_seen_before_the_commit_and_the_old_version_stays(make):
 
 def test_a_version_can_be_read_the_moment_it_is_seen(make, monkeypatch):
     owner, reader = make(owner=True), make(owner=False)
-    write, seen = owner._commits._write_commits, []
+    write, seen = owner.commits._write_commits, []
 
     def write_and_look(markers):
         write(markers)
         seen.append(values(reader, reader.markers()[-1]))
 
-    monkeypatch.setattr(owner._commits, "_write_commits", write_and_look)
+    monkeypatch.setattr(owner.commits, "_write_commits", write_and_look)
     put(owner, 1, 5)
     assert seen == [[5]]
 

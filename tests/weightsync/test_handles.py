@@ -213,8 +213,8 @@ def test_a_version_retired_between_open_and_lock_is_not_read(site, tmp_path, mon
     with IpcTransport("policy", root=str(tmp_path)) as reader:
         monkeypatch.setattr(fcntl, "flock", retire_and_lock)
         with pytest.raises(TransferError, match="version 1 was retired"):
-            reader._commits.hold(marker, deadline=0.0)
-        reader._commits.hold(owner.markers()[0], deadline=0.0).close()
+            reader.commits.hold(marker, deadline=0.0)
+        reader.commits.hold(owner.markers()[0], deadline=0.0).close()
 
 
 def test_close_leaves_nothing(site, tmp_path):

@@ -222,7 +222,7 @@ def test_a_note_that_was_changed_is_a_typed_error_or_harmless(kind, full, tmp_pa
     site.publish(1)
     site.receive()
     site.publish(2)
-    commits = site.owner._commits
+    commits = site.owner.commits
     until = time.monotonic() + 3600
     note = commits.look("rank-0", run=commits.run, deadline=until)
     for _ in range(cases):

@@ -15,7 +15,6 @@ from .transport import Request
 __all__ = [
     "ANNOUNCED",
     "Commits",
-    "await_announced",
     "await_versions",
     "chain_to",
     "choose",
@@ -188,20 +187,3 @@ def await_versions(commits: Commits, request: Request) -> tuple[Marker, ...]:
                 f"{[marker.version for marker in markers]}.{commits.hint()}"
             )
         never.wait(min(commits.look_s, max(0.0, deadline - time.monotonic())))
-
-
-def await_announced(commits: Commits, *, deadline: float) -> str:
-    """Wait for what the owner announced.
-
-    Raises:
-        DeadlineError: there was no owner, or it announced nothing.
-    """
-    never = threading.Event()
-    while (text := commits.look(ANNOUNCED, deadline=deadline)) is None:
-        if time.monotonic() >= deadline:
-            raise DeadlineError(
-                "nobody announced a plan there in time. Is the trainer running, under that name?"
-                f"{commits.hint()}"
-            )
-        never.wait(commits.look_s)
-    return text

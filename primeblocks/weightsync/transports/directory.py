@@ -20,7 +20,7 @@ from ..lease import FileLease, SealedLease
 from ..marker import Marker
 from ..plan import Plan
 from .blobs import DiskBlobs, MemoryBlobs, check_size
-from .commits import ANNOUNCED, await_announced, await_versions, last_chain
+from .commits import await_versions, last_chain
 from .directory_commits import DirectoryCommits, fsync
 from .packed import places_of_version
 from .place import DiskPlace, Place, PrivatePlace, sweep
@@ -57,6 +57,9 @@ class DirectoryTransport:
     A full version is one safetensors file with all tensors, which every rank writes its boxes
     into; a delta is one file a rank. The versions that the last one needs stay, and so does the
     one before it until the next is begun.
+
+    Attributes:
+        commits: its commit records and notes.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class DirectoryTransport:
     ) -> None:
         self._spec, self._blobs = spec, blobs
         self._memory = blobs if isinstance(blobs, MemoryBlobs) else None
-        self._commits = DirectoryCommits(place, owner=owner, durable=self._memory is None)
+        self.commits = DirectoryCommits(place, owner=owner, durable=self._memory is None)
         self._head: tuple[Plan, bytes] | None = None
 
     def spec(self) -> dict[str, Any]:
@@ -81,7 +84,7 @@ class DirectoryTransport:
         if base is None:
             blob = self._writable(version, size_bytes)
             blob[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        return Begun(self._commits.run, base)
+        return Begun(self.commits.run, base)
 
     def send(self, outgoing: Outgoing, *, deadline: float) -> None:
         """Trainer rank: write its boxes, or its file of deltas."""
@@ -89,7 +92,7 @@ class DirectoryTransport:
         mine = plan.of_rank(outgoing.rank)
         if outgoing.base is not None:
             name = _part(version, outgoing.rank)
-            self._commits.write(name, [outgoing.payload(index) for index in mine])
+            self.commits.write(name, [outgoing.payload(index) for index in mine])
             return
         start = len(self._header(plan))
         held = Blob(plan, self._writable(version, start + plan.blob_bytes)[start:])
@@ -101,16 +104,16 @@ class DirectoryTransport:
         """Owner: seal what is in memory, and make the version visible."""
         if self._memory and marker.base is None:
             self._memory.seal(self._path(marker.version))
-        self._commits.commit(marker, deadline=deadline)
+        self.commits.commit(marker, deadline=deadline)
 
     def abort(self, version: int) -> None:
-        self._commits.check(owner=True)
-        if all(marker.version != version for marker in self._commits.committed):
+        self.commits.check(owner=True)
+        if all(marker.version != version for marker in self.commits.committed):
             self._blobs.abort(self._path(version))
-        self._commits.abort(version)
+        self.commits.abort(version)
 
     def markers(self) -> tuple[Marker, ...]:
-        return self._commits.markers()
+        return self.commits.markers()
 
     def receive(self, request: Request) -> Sequence[Incoming]:
         """Reader: wait for a version; look every 2 ms.
@@ -118,31 +121,18 @@ class DirectoryTransport:
         Raises:
             UsageError: a file there belongs to another user, or others may write to it.
         """
-        chain, start = await_versions(self._commits, request), len(self._header(request.plan))
+        chain, start = await_versions(self.commits, request), len(self._header(request.plan))
         return [_Incoming(self, request.plan, marker, start) for marker in chain]
-
-    def announce(self, text: str, *, deadline: float) -> None:
-        """Owner: leave a text for those who find this transport."""
-        self._commits.post(ANNOUNCED, text, deadline=deadline)
-
-    def announced(self, *, deadline: float) -> str:
-        """Wait for what the owner announced.
-
-        Raises:
-            DeadlineError: there was no owner, or it announced nothing.
-            UsageError: a file there belongs to another user, or others may write to it.
-        """
-        return await_announced(self._commits, deadline=deadline)
 
     def to_remove(self) -> tuple[Path, ...]:
         """Owner: return the files that `close` removes; it made them all. No others are touched."""
-        return self._commits.to_remove()
+        return self.commits.to_remove()
 
     def close(self) -> None:
         """Let go. The owner removes the files of `to_remove`; twice is fine."""
         if self._memory:
             self._memory.close()
-        self._commits.close()
+        self.commits.close()
 
     def __enter__(self) -> Self:
         return self
@@ -156,13 +146,13 @@ class DirectoryTransport:
         return self._head[1]
 
     def _path(self, version: int) -> Path:
-        return self._commits.directory / f"version-{version}.safetensors"
+        return self.commits.directory / f"version-{version}.safetensors"
 
     def _allocate(self, version: int, size_bytes: int, *, delta: bool) -> None:
         """Owner: make room. A delta has no blob: its parts make their own files."""
         self.abort(version)
         path, is_made = self._path(version), delta
-        gone = self._commits.retire(last_chain(self._commits.committed))
+        gone = self.commits.retire(last_chain(self.commits.committed))
         for old in (self._path(marker.version) for marker in gone):
             if self._memory and not is_made:
                 is_made = self._memory.reuse(old, path, size_bytes)
@@ -172,12 +162,12 @@ class DirectoryTransport:
                 self._blobs.make(path, size_bytes)
         except OSError as error:
             self._blobs.drop(path)
-            raise self._commits.no_room(error, size_bytes) from error
-        self._commits.open(version)
+            raise self.commits.no_room(error, size_bytes) from error
+        self.commits.open(version)
 
     def _writable(self, version: int, size_bytes: int) -> UInt8[Tensor, " bytes"]:
         """Writer: return the blob of a begun version, to be written to in place."""
-        self._commits.check()
+        self.commits.check()
         path = self._path(version)
         try:
             return self._blobs.writable(path, size_bytes)
@@ -192,7 +182,7 @@ class DirectoryTransport:
             TransferError: it was retired meanwhile.
             CorruptionError: it has another size.
         """
-        self._commits.check()
+        self.commits.check()
         try:
             return self._blobs.lease(self._path(marker.version), size_bytes)
         except (FileNotFoundError, BlockingIOError) as error:
@@ -286,7 +276,7 @@ class _Incoming:
     def payload(self, index: int) -> memoryview:
         name = _part(self.marker.version, self._plan.buckets[index].rank)
         at, size = self._places[index], self.marker.sizes[index]
-        payload = self._transport._commits.read(name, at, size)
+        payload = self._transport.commits.read(name, at, size)
         if payload is None:
             raise TransferError(f"version {self.marker.version} was retired while it was read")
         if len(payload) != size:

@@ -18,7 +18,7 @@ from ...errors import CorruptionError, DeadlineError, TransferError
 from ..held import Held, Lent, copied
 from ..marker import Marker
 from ..plan import Plan
-from .commits import ANNOUNCED, Commits, await_announced, await_versions, last_chain
+from .commits import Commits, await_versions, last_chain
 from .directory_commits import DirectoryCommits
 from .handles import HandleCarrier
 from .packed import (
@@ -55,7 +55,7 @@ class PackedTransport:
     the tensors in about three buckets of each trainer rank where it reads them in place, else the
     buckets that it wants, twice with `keep`.
 
-    This process's ends of commits and carrier are closed with it.
+    This process's ends of commits and carrier are closed with it. The commits are its attribute.
 
     Args:
         keep: engines keep what they receive, so that deltas are applied to it and a load that
@@ -63,7 +63,7 @@ class PackedTransport:
     """
 
     def __init__(self, commits: Commits, carrier: Carrier, *, keep: bool = False) -> None:
-        self._commits, self._carrier, self._keep = commits, carrier, keep
+        self.commits, self._carrier, self._keep = commits, carrier, keep
         self._receive_until = 0.0
         self._full, self._deltas = Pool(carrier), Pool(carrier)
 
@@ -73,7 +73,7 @@ class PackedTransport:
         Raises:
             UnsupportedError: the commits lie in a store of this process.
         """
-        parts = {"commits": self._commits.spec(), "carrier": self._carrier.spec()}
+        parts = {"commits": self.commits.spec(), "carrier": self._carrier.spec()}
         return {"kind": "packed", **parts, "keep": self._keep}
 
     def begin(self, version: int, *, plan: Plan, base: int | None, deadline: float) -> Begun:
@@ -83,15 +83,15 @@ class PackedTransport:
             CapacityError: an engine reads it.
             TransferError: another owner took over.
         """
-        markers = self._commits.markers(deadline=deadline)
+        markers = self.commits.markers(deadline=deadline)
         if base not in [marker.version for marker in markers[-1:]]:
             base = None  # Another publisher came between, or it is not kept.
-        self._commits.begin(version, keep=last_chain(markers), deadline=deadline)
-        return Begun(self._commits.run, base)
+        self.commits.begin(version, keep=last_chain(markers), deadline=deadline)
+        return Begun(self.commits.run, base)
 
     def send(self, outgoing: Outgoing, *, deadline: float) -> None:
         """Trainer rank: pack its buckets, and post their places."""
-        kept = [marker.version for marker in self._commits.markers(deadline=deadline)]
+        kept = [marker.version for marker in self.commits.markers(deadline=deadline)]
         for pool in (self._full, self._deltas):
             pool.keep(kept)
         if outgoing.base is None:
@@ -105,17 +105,17 @@ class PackedTransport:
             str(version): {"bytes": len(shared.buffer), "at": shared.note}
             for version, shared in used.items()
         }
-        self._commits.post(_note(outgoing.rank), json.dumps(notes), deadline=deadline)
+        self.commits.post(_note(outgoing.rank), json.dumps(notes), deadline=deadline)
 
     def commit(self, marker: Marker, *, deadline: float) -> None:
-        self._commits.commit(marker, deadline=deadline)
+        self.commits.commit(marker, deadline=deadline)
 
     def abort(self, version: int) -> None:
-        self._commits.abort(version)
+        self.commits.abort(version)
 
     def markers(self) -> tuple[Marker, ...]:
         # In a `receive`, a store that stalls has until the deadline to answer.
-        return self._commits.markers(deadline=max(self._receive_until, time.monotonic()))
+        return self.commits.markers(deadline=max(self._receive_until, time.monotonic()))
 
     def receive(self, request: Request) -> Sequence[Incoming]:
         """Reader: wait for a version.
@@ -124,27 +124,14 @@ class PackedTransport:
             UsageError: the directory belongs to another user, or others may write to it.
         """
         self._receive_until = request.deadline
-        ends = self._commits, self._carrier
-        chain = await_versions(self._commits, request)
+        ends = self.commits, self._carrier
+        chain = await_versions(self.commits, request)
         return [_Incoming(*ends, request, marker, keep=self._keep) for marker in chain]
-
-    def announce(self, text: str, *, deadline: float) -> None:
-        """Owner: leave a text for those who find this transport."""
-        self._commits.post(ANNOUNCED, text, deadline=deadline)
-
-    def announced(self, *, deadline: float) -> str:
-        """Wait for what the owner announced.
-
-        Raises:
-            DeadlineError: there was no owner, or it announced nothing.
-            UsageError: a file there belongs to another user, or others may write to it.
-        """
-        return await_announced(self._commits, deadline=deadline)
 
     def close(self) -> None:
         """Let go. The owner's versions end; twice is fine."""
         try:
-            self._commits.close()
+            self.commits.close()
         finally:
             self._full.close()
             self._deltas.close()
