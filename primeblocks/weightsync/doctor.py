@@ -20,7 +20,8 @@ from typing import Literal
 
 from ..errors import UsageError
 from .lease import Hold
-from .transports.place import LOCK, OWNED, open_own, sweep
+from .transports.own_files import LOCK, open_own
+from .transports.place import OWNED, sweep
 
 __all__ = ["Finding", "clean", "examine"]
 

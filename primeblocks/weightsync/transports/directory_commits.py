@@ -18,7 +18,8 @@ from ...errors import CapacityError, ClosedError, CorruptionError, TransferError
 from ..lease import Hold
 from ..marker import Marker
 from .commits import ANNOUNCED, last_chain
-from .place import Owned, Place, open_own, read_own, removable, remove, write_over
+from .own_files import open_own, read_own, removable, remove, write_over
+from .place import Owned, Place
 
 __all__ = ["DirectoryCommits", "fsync"]
 
