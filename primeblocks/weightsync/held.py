@@ -19,9 +19,8 @@ from torch import Tensor
 from ..errors import CorruptionError, DeadlineError, PlanError, TransferError
 from ..layout import Shard
 from .digest import as_buffer
-from .lease import FileLease
+from .lease import FileLease, SealedLease
 from .plan import Copy, Plan
-from .sealed import SealedLease
 
 __all__ = [
     "Blob",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -13,18 +13,13 @@ from .convert.conversion import Wiring, union
 from .manifest import NamedTensors, describe, gather_manifests
 from .plan import Plan
 from .planner import BUCKET_BYTES, plan_sync
+from .transports.commits import ANNOUNCED, Commits
 from .transports.directory import SharedMemoryTransport
 from .transports.transport import Transport
 
 __all__ = ["announce", "find"]
 
 _ANNOUNCE_S = 60.0
-
-
-@runtime_checkable
-class _Announcing(Protocol):
-    def announce(self, text: str, *, deadline: float) -> None: ...
-    def announced(self, *, deadline: float) -> str: ...
 
 
 def announce(
@@ -60,9 +55,9 @@ def announce(
     plan = plan_sync(manifests, whole, bucket_bytes=bucket_bytes, convert=convert)
     owner = alone or dist.get_rank(group) == 0
     transport = SharedMemoryTransport(where, owner=owner) if isinstance(where, str) else where
-    end = _announcing(transport)
+    commits = _commits_of(transport)
     if owner:
-        end.announce(plan.to_json(), deadline=time.monotonic() + _ANNOUNCE_S)
+        commits.post(ANNOUNCED, plan.to_json(), deadline=time.monotonic() + _ANNOUNCE_S)
     return plan, transport
 
 
@@ -84,7 +79,7 @@ def find(where: str | Transport, *, timeout_s: float) -> tuple[Plan, Transport]:
     deadline = time.monotonic() + timeout_s
     transport = SharedMemoryTransport(where) if isinstance(where, str) else where
     try:
-        plan = Plan.from_json(_announcing(transport).announced(deadline=deadline))
+        plan = Plan.from_json(_await_announced(_commits_of(transport), deadline))
     except BaseException as error:
         if transport is not where:
             transport.close()
@@ -94,10 +89,23 @@ def find(where: str | Transport, *, timeout_s: float) -> tuple[Plan, Transport]:
     return plan, transport
 
 
-def _announcing(transport: Transport) -> _Announcing:
-    if not isinstance(transport, _Announcing):
+def _await_announced(commits: Commits, deadline: float) -> str:
+    never = threading.Event()
+    while (text := commits.look(ANNOUNCED, deadline=deadline)) is None:
+        if time.monotonic() >= deadline:
+            raise DeadlineError(
+                "nobody announced a plan there in time. Is the trainer running, under that name?"
+                f"{commits.hint()}"
+            )
+        never.wait(commits.look_s)
+    return text
+
+
+def _commits_of(transport: Transport) -> Commits:
+    commits: Commits | None = getattr(transport, "commits", None)
+    if commits is None:
         raise UnsupportedError(
             f"{type(transport).__name__} has no place for a plan. Give engines plan.to_json() and "
             "transport.spec(), for Plan.from_json and open_transport."
         )
-    return transport
+    return commits

@@ -61,7 +61,7 @@ def flip_sent(transport, root, version, at):
 
 def as_written(transport, path, version):
     """The bytes of a version in shared memory as the process that wrote them has them."""
-    return transport._versions.writable(version, size_bytes=path.stat().st_size)
+    return transport._writable(version, path.stat().st_size)
 
 
 def random_tensor(dtype, shape, generator):

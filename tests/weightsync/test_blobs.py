@@ -1,5 +1,6 @@
 """Versions in memory that is sealed: who can write to it, who holds it, and when it is mapped."""
 
+import fcntl
 import mmap
 import os
 import struct
@@ -19,7 +20,7 @@ from primeblocks.weightsync import (
 )
 from primeblocks.weightsync.held import Boxes
 from primeblocks.weightsync.marker import Marker
-from primeblocks.weightsync.transports import blobs, memory_file
+from primeblocks.weightsync.transports import blobs
 
 TIMEOUT_S = 10
 
@@ -106,7 +107,11 @@ def test_what_is_committed_cannot_be_changed_by_who_opens_it(site, harm):
 
 
 def test_memory_that_was_not_sealed_is_not_loaded(site, monkeypatch):
-    monkeypatch.setattr(blobs, "seal", lambda fd: None)
+    monkeypatch.setattr(
+        blobs.MemoryBlobs,
+        "seal",
+        lambda self, path: fcntl.flock(self._owned[path.name], fcntl.LOCK_UN),
+    )
     site.publish(1)
     with pytest.raises(CorruptionError, match="may still be written to"):
         site.subscriber.receive(timeout_s=TIMEOUT_S)
@@ -121,7 +126,7 @@ def test_a_tensor_that_a_load_keeps_stays_as_it_is(site):
     for version in range(2, 8):
         site.sync(version)
         assert all(tensor.eq(1).all() for tensor in old.values())
-    owned = site.transport._versions._blobs._owned
+    owned = site.transport._memory._owned
     assert len(owned) == 2
 
 
@@ -138,9 +143,9 @@ def test_nothing_is_mapped_or_copied_anew_for_a_version_in_known_memory(site, mo
     for version in range(6):
         site.sync(version)
     made = []
-    inner = blobs._map
+    inner = blobs.mapped
     monkeypatch.setattr(
-        blobs, "_map", lambda *args, **how: made.append(args) or inner(*args, **how)
+        blobs, "mapped", lambda *args, **how: made.append(args) or inner(*args, **how)
     )
     monkeypatch.setattr(Boxes, "__init__", lambda *args, **how: made.append(args))
     for version in range(6, 12):
@@ -178,16 +183,16 @@ def test_a_load_under_inference_mode(site):
 
 def test_a_trainer_rank_that_joins_anew_fails_one_publish(tmp_path):
     with SharedMemoryTransport("policy", owner=True, root=str(tmp_path)) as owner:
-        commits, size = owner._versions, 1000
+        size = 1000
 
         def put(version, writer):
-            commits.allocate(version, size_bytes=size)
+            owner._allocate(version, size, delta=False)
             try:
-                writer._versions.writable(version, size_bytes=size).fill_(version)
+                writer._writable(version, size).fill_(version)
             except TransferError:
-                commits.abort(version)
+                owner.abort(version)
                 raise
-            commits.commit(
+            owner.commit(
                 Marker.make(run="r", version=version, plan="", base=None, sizes=(), buckets=()),
                 deadline=0.0,
             )
@@ -217,7 +222,7 @@ def test_versions_end_with_a_killed_owner_and_leave_no_memory(tmp_path):
     assert not link.exists()
     reader = SharedMemoryTransport("policy", root=str(tmp_path))
     with pytest.raises(TransferError, match="it has ended, or let go of it"):
-        reader._versions.lease(reader.markers()[0], size_bytes=1000)
+        reader._lease(reader.markers()[0], 1000)
     with SharedMemoryTransport("policy", owner=True, root=str(tmp_path)):
         assert not link.is_symlink()
 
@@ -225,8 +230,8 @@ def test_versions_end_with_a_killed_owner_and_leave_no_memory(tmp_path):
 def test_memory_of_another_name_is_not_taken_for_a_version(site):
     """A process may have got the number of one that ended, and its descriptor."""
     site.publish(1)
-    fd = memory_file.allocate("primeblocks-other", site.link(1).stat().st_size)
-    memory_file.seal(fd)
+    fd = blobs.allocate("primeblocks-other", site.link(1).stat().st_size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, blobs._FUTURE_WRITE)
     link = site.link(1)
     link.unlink()
     link.symlink_to(f"/proc/{os.getpid()}/fd/{fd}")

@@ -12,9 +12,8 @@ from primeblocks.errors import CapacityError, DeadlineError, TransferError
 from primeblocks.testing.faults import ManualClock
 from primeblocks.weightsync.marker import Marker
 from primeblocks.weightsync.transports import board as board_module
-from primeblocks.weightsync.transports.board import Board
+from primeblocks.weightsync.transports.board import Board, Go, Transaction
 from primeblocks.weightsync.transports.store_commits import StoreCommits
-from primeblocks.weightsync.transports.transaction import Go, Transaction
 
 SOON_S = 0.2
 GRACE_S = board_module._GRACE_S
@@ -155,8 +154,8 @@ def test_a_store_that_hangs_is_given_up_and_asked_again_once_it_answers(method, 
 def test_a_note_is_written_over_only_by_whom_has_read_it(store):
     board = Board(store, "a")
     board.post("k", "1", deadline=soon())
-    assert board.replace("k", "1", "2", deadline=soon())
-    assert not board.replace("k", "1", "3", deadline=soon())
+    assert board.replace("k", "1", "2", deadline=soon()) == "2"
+    assert board.replace("k", "1", "3", deadline=soon()) == "2"
     assert board.look("k", deadline=soon()) == "2"
     assert board.look("none", deadline=0.0) is None
 

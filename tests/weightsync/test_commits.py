@@ -9,8 +9,8 @@ import torch.distributed as dist
 from primeblocks.errors import CapacityError, ClosedError, TransferError, UsageError
 from primeblocks.weightsync.marker import Marker
 from primeblocks.weightsync.transports.directory_commits import DirectoryCommits
-from primeblocks.weightsync.transports.open import open_commits
-from primeblocks.weightsync.transports.place import private_place
+from primeblocks.weightsync.transports.open import open_spec
+from primeblocks.weightsync.transports.place import PrivatePlace
 from primeblocks.weightsync.transports.store_commits import StoreCommits
 
 TIMEOUT_S = 60.0
@@ -27,7 +27,7 @@ def make(request, tmp_path):
 
     def build(name="policy", *, owner=False):
         if request.param == "directory":
-            place = private_place(name, str(tmp_path), prefix="primeblocks-test")
+            place = PrivatePlace(name, str(tmp_path), prefix="primeblocks-test")
             return made.enter_context(Closing(DirectoryCommits(place, owner=owner)))
         return made.enter_context(Closing(StoreCommits(store, name=name, owner=owner)))
 
@@ -146,15 +146,15 @@ def test_a_version_of_an_owner_before_is_not_held(make):
 def test_each_rank_has_one_note(make):
     reader = make()
     with pytest.raises(TransferError, match="no owner has begun"):
-        reader.post(0, "lost", deadline=soon())
+        reader.post("rank-0", "lost", deadline=soon())
     owner = make(owner=True)
     marker = committed(owner, 1)
-    assert reader.look(marker, 0, deadline=soon()) is None
+    assert reader.look("rank-0", run=marker.run, deadline=soon()) is None
     for text in ("first", "second"):
-        owner.post(0, text, deadline=soon())
-        reader.post(1, f"of 1: {text}", deadline=soon())
-        assert reader.look(marker, 0, deadline=soon()) == text
-        assert owner.look(marker, 1, deadline=soon()) == f"of 1: {text}"
+        owner.post("rank-0", text, deadline=soon())
+        reader.post("rank-1", f"of 1: {text}", deadline=soon())
+        assert reader.look("rank-0", run=marker.run, deadline=soon()) == text
+        assert owner.look("rank-1", run=marker.run, deadline=soon()) == f"of 1: {text}"
 
 
 def test_close_ends_the_versions_and_twice_is_fine(make):
@@ -178,7 +178,7 @@ def test_names_are_apart(make):
 def test_they_are_opened_by_their_spec(make):
     owner = make(owner=True)
     marker = committed(owner, 1)
-    reader = open_commits(owner.spec())
+    reader = open_spec(owner.spec())
     assert type(reader) is type(owner)
     assert reader.spec() == owner.spec()
     assert seen(reader) == [marker]

@@ -244,7 +244,7 @@ def test_a_version_that_was_retired_is_gone_back_to_all_the_same(setup, monkeypa
     setup.receive()
     setup.publish(1)
     monkeypatch.setattr(setup.transport, "markers", lambda: ())
-    found, inner = setup.transport._commits.markers, setup.transport.receive
+    found, inner = setup.transport.commits.markers, setup.transport.receive
 
     def receive(request):
         setup.transport.markers = found

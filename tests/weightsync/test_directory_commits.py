@@ -8,6 +8,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from primeblocks.errors import (
     CapacityError,
@@ -17,12 +18,12 @@ from primeblocks.errors import (
     UsageError,
 )
 from primeblocks.testing import ranks
+from primeblocks.weightsync import describe, plan_sync
+from primeblocks.weightsync.lease import SealedLease
 from primeblocks.weightsync.marker import Marker
-from primeblocks.weightsync.sealed import SealedLease
-from primeblocks.weightsync.transports import blobs, directory_commits
-from primeblocks.weightsync.transports.blob_versions import BlobVersions
+from primeblocks.weightsync.transports import blobs, directory, directory_commits
 from primeblocks.weightsync.transports.blobs import DiskBlobs, MemoryBlobs
-from primeblocks.weightsync.transports.directory_commits import DirectoryCommits
+from primeblocks.weightsync.transports.directory import DirectoryTransport
 from primeblocks.weightsync.transports.place import DiskPlace, PrivatePlace
 
 SIZE = 1000
@@ -44,21 +45,27 @@ def make(request, tmp_path):
 
 
 def commits_at(path, *, owner=True, durable=False):
-    place = DiskPlace(path / "versions") if durable else PrivatePlace(path, "versions")
+    place = DiskPlace(str(path / "versions")) if durable else PrivatePlace("versions", str(path))
     kind = DiskBlobs(None) if durable else MemoryBlobs()
-    return Versions(DirectoryCommits(place, owner=owner, durable=durable), kind, durable=durable)
+    return Versions({}, place, kind, owner=owner)
 
 
-class Versions(BlobVersions):
-    """Blobs with the commits that they lie beside."""
+class Versions(DirectoryTransport):
+    """A transport whose steps are taken one by one."""
 
-    directory = property(lambda self: self._commits.directory)
+    directory = property(lambda self: self.commits.directory)
 
-    def markers(self):
-        return self._commits.markers()
+    def allocate(self, version, *, size_bytes, delta=False):
+        self._allocate(version, size_bytes, delta=delta)
+
+    def writable(self, version, *, size_bytes):
+        return self._writable(version, size_bytes)
 
     def commit(self, marker):
         super().commit(marker, deadline=0.0)
+
+    def lease(self, marker, *, size_bytes):
+        return self._lease(marker, size_bytes)
 
 
 def files(tmp_path):
@@ -73,7 +80,6 @@ def marker_of(version, *, base=None):
 def put(owner, version, value, *, writer=None):
     owner.allocate(version, size_bytes=SIZE)
     (writer or owner).writable(version, size_bytes=SIZE).fill_(value)
-    (writer or owner).flush(version)
     marker = marker_of(version)
     owner.commit(marker)
     return marker
@@ -81,8 +87,21 @@ def put(owner, version, value, *, writer=None):
 
 def put_delta(owner, version, text):
     owner.allocate(version, size_bytes=SIZE, delta=True)
-    owner.write_part(version, 0, [memoryview(text)])
+    write_part(owner, version, 0, text)
     owner.commit(marker_of(version, base=version - 1))
+
+
+def write_part(writer, version, rank, text):
+    writer.commits.write(f"version-{version}.{rank}.delta", [memoryview(text)])
+
+
+def read_part(reader, version, at, size):
+    """What a reader gets of a part of a delta: of its second bucket, behind `at` bytes."""
+    source = describe({"a": torch.zeros(16), "b": torch.zeros(16)})
+    plan = plan_sync([source], source, bucket_bytes=64)
+    sizes = (at, size)
+    marker = Marker.make(run="r", version=version, plan="", base=0, sizes=sizes, buckets=("", ""))
+    return directory._Incoming(reader, plan, marker, 0).payload(1)
 
 
 def values(reader, marker, *, size_bytes=SIZE):
@@ -115,13 +134,13 @@ def test_nothing_is_seen_before_the_commit_and_the_old_version_stays(make):
 
 def test_a_version_can_be_read_the_moment_it_is_seen(make, monkeypatch):
     owner, reader = make(owner=True), make(owner=False)
-    write, seen = owner._commits._write_commits, []
+    write, seen = owner.commits._write_commits, []
 
     def write_and_look(markers):
         write(markers)
         seen.append(values(reader, reader.markers()[-1]))
 
-    monkeypatch.setattr(owner._commits, "_write_commits", write_and_look)
+    monkeypatch.setattr(owner.commits, "_write_commits", write_and_look)
     put(owner, 1, 5)
     assert seen == [[5]]
 
@@ -291,7 +310,7 @@ def test_what_a_delta_leads_back_to_is_kept(make, tmp_path):
     for version in (2, 3):
         put_delta(owner, version, b"delta %d" % version)
     assert [marker.version for marker in reader.markers()] == [1, 2, 3]
-    assert bytes(reader.read_part(2, 0, 2, 5)) == b"lta 2"
+    assert bytes(read_part(reader, 2, 2, 5)) == b"lta 2"
     assert values(reader, reader.markers()[0]) == [1]
     put(owner, 4, 4)  # Full: the next one needs nothing before it.
     assert [marker.version for marker in reader.markers()] == [1, 2, 3, 4]
@@ -300,7 +319,7 @@ def test_what_a_delta_leads_back_to_is_kept(make, tmp_path):
     kept = [name for name in files(tmp_path) if name.startswith("version")]
     assert kept == ["version-4.safetensors", "version-5.0.delta"]
     with pytest.raises(TransferError, match="version 3 was retired while it was read"):
-        reader.read_part(3, 0, 0, 1)
+        read_part(reader, 3, 0, 1)
 
 
 def test_a_part_that_is_too_short_is_refused(make):
@@ -308,7 +327,7 @@ def test_a_part_that_is_too_short_is_refused(make):
     put(owner, 0, 0)
     put_delta(owner, 1, b"1234")
     with pytest.raises(CorruptionError, match=r"version-1.0.delta ends at 4 bytes; 5 needed"):
-        owner.read_part(1, 0, 2, 3)
+        read_part(owner, 1, 2, 3)
 
 
 def test_an_aborted_delta_leaves_nothing(make, tmp_path):
@@ -316,24 +335,24 @@ def test_an_aborted_delta_leaves_nothing(make, tmp_path):
     put(owner, 0, 0)
     for attempt in range(2):
         owner.allocate(1, size_bytes=SIZE, delta=True)
-        owner.write_part(1, attempt, [memoryview(b"half")])
+        write_part(owner, 1, attempt, b"half")
     assert "version-1.0.delta" not in files(tmp_path)  # Of the first attempt.
     owner.abort(1)
     assert not [name for name in files(tmp_path) if name.endswith(".delta")]
     assert [marker.version for marker in owner.markers()] == [0]
 
 
-def test_a_full_disk_under_a_delta_is_a_typed_error(make):
+def test_a_full_disk_under_a_delta_is_a_typed_error(make, monkeypatch):
     owner = make(owner=True)
     put(owner, 0, 0)
     owner.allocate(1, size_bytes=SIZE, delta=True)
 
-    def payloads():
-        yield memoryview(b"a")
+    def full(path, target):
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(CapacityError, match="bytes free"):
-        owner.write_part(1, 0, payloads())
+        write_part(owner, 1, 0, b"a")
 
 
 def test_a_commit_that_is_seen_stays_though_it_was_reported_to_fail(tmp_path, monkeypatch):
@@ -375,7 +394,7 @@ def test_nothing_is_leaked(make):
         marker = put(owner, version, 1)
         values(reader, marker)
         put_delta(owner, version + 1, b"x")
-        reader.read_part(version + 1, 0, 0, 1)
+        read_part(reader, version + 1, 0, 1)
         owner.allocate(version + 2, size_bytes=SIZE)
         owner.abort(version + 2)
 

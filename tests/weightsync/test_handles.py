@@ -29,8 +29,8 @@ from primeblocks.weightsync.transports import (
     handles,
     open_transport,
 )
-from primeblocks.weightsync.transports.carrier import Span
 from primeblocks.weightsync.transports.handles import HandleCarrier
+from primeblocks.weightsync.transports.packed import Span
 from tests.weightsync.contents import Engine, same_bytes
 
 TIMEOUT_S = 10.0
@@ -143,7 +143,7 @@ def test_each_buffer_is_opened_once(site, monkeypatch):
     monkeypatch.setattr(
         handles, "_opened", lambda note: tokens.append(note["token"]) or inner(note)
     )
-    with IpcTransport("policy", root=owner.spec()["commits"]["root"]) as reader:
+    with IpcTransport("policy", root=owner.spec()["commits"]["place"]["root"]) as reader:
         subscriber = Subscriber(planned, Engine(), reader)
         for version in range(8):
             publisher.publish(version, timeout_s=TIMEOUT_S)
@@ -213,8 +213,8 @@ def test_a_version_retired_between_open_and_lock_is_not_read(site, tmp_path, mon
     with IpcTransport("policy", root=str(tmp_path)) as reader:
         monkeypatch.setattr(fcntl, "flock", retire_and_lock)
         with pytest.raises(TransferError, match="version 1 was retired"):
-            reader._commits.hold(marker, deadline=0.0)
-        reader._commits.hold(owner.markers()[0], deadline=0.0).close()
+            reader.commits.hold(marker, deadline=0.0)
+        reader.commits.hold(owner.markers()[0], deadline=0.0).close()
 
 
 def test_close_leaves_nothing(site, tmp_path):

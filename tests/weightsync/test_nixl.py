@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from primeblocks.errors import DeadlineError, TransferError
-from primeblocks.weightsync.transports.carrier import Read
+from primeblocks.weightsync.transports.wire import Read
 
 SIZE = 1 << 20
 

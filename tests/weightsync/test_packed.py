@@ -3,6 +3,7 @@
 import random
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from primeblocks.errors import (
 from primeblocks.layout import Layout, Shard
 from primeblocks.weightsync import Publisher, Subscriber, plan_sync
 from primeblocks.weightsync.manifest import Manifest, TensorSpec
-from primeblocks.weightsync.transports.packed import Packed, Pool, places
+from primeblocks.weightsync.transports.packed import Packed, Pool, Shared, places
 from tests.weightsync.contents import PACKED, Engine, same_bytes
 from tests.weightsync.packed_site import KINDS, TIMEOUT_S, Site, parameters
 
@@ -221,11 +222,11 @@ def test_a_note_that_was_changed_is_a_typed_error_or_harmless(kind, full, tmp_pa
     site.publish(1)
     site.receive()
     site.publish(2)
-    commits = site.owner._commits
+    commits = site.owner.commits
     until = time.monotonic() + 3600
-    note = commits.look(site.owner.markers()[0], 0, deadline=until)
+    note = commits.look("rank-0", run=commits.run, deadline=until)
     for _ in range(cases):
-        commits.post(0, mutated(rng, note), deadline=until)
+        commits.post("rank-0", mutated(rng, note), deadline=until)
         try:
             assert site.receive(2).version == 2
             assert site.has(2)
@@ -233,7 +234,7 @@ def test_a_note_that_was_changed_is_a_typed_error_or_harmless(kind, full, tmp_pa
         except PrimeblocksError:
             refused += 1
             assert site.has(site.subscriber.version or 2)
-    commits.post(0, note, deadline=until)
+    commits.post("rank-0", note, deadline=until)
     assert refused > cases / 3
     assert site.receive(2).version == 2
     site.publish(3)
@@ -284,17 +285,23 @@ def test_a_pool_uses_buffers_again():
     made, dropped = [], []
 
     def make(size_bytes):
-        made.append([size_bytes])
-        return made[-1]
+        made.append(torch.empty(size_bytes, dtype=torch.uint8))
+        return Shared(made[-1], {})
 
-    pool = Pool(make, dropped.append, spares=1)
+    def drop(shared):
+        dropped.append(id(shared.buffer))
+
+    pool = Pool(SimpleNamespace(make=make, drop=drop))
     first, second = pool.take(1, 10), pool.take(2, 10)
     pool.keep([2])
     assert pool.take(3, 10) is first
-    assert pool.by_version() == {2: second, 3: first}
+    assert [(v, id(shared.buffer)) for v, shared in pool.by_version().items()] == [
+        (2, id(second)),
+        (3, id(first)),
+    ]
     pool.keep([])
-    assert dropped == [second]  # One spare is enough.
-    assert pool.take(4, 11) == [11]
-    assert dropped == [second, first]  # Its room is needed.
+    assert dropped == [id(second)]  # One spare is enough.
+    assert len(pool.take(4, 11)) == 11
+    assert dropped == [id(second), id(first)]  # Its room is needed.
     pool.close()
     assert len(dropped) == len(made) == 3

@@ -9,7 +9,7 @@ from primeblocks.weightsync import Plan, describe, plan_sync
 from primeblocks.weightsync.cover import cut, owned_boxes
 from primeblocks.weightsync.manifest import Manifest, TensorSpec
 from primeblocks.weightsync.transports import estimate
-from primeblocks.weightsync.transports.rounds import Rounds
+from primeblocks.weightsync.transports.group_wire import Rounds
 from tests.weightsync.link_layouts import elements, layouts
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8)

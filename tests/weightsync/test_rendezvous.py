@@ -163,7 +163,7 @@ def test_an_announcement_of_another_user_is_named_and_not_read(tmp_path):
 
 def test_a_text_that_is_no_plan(tmp_path):
     with _end("file", tmp_path, True) as owner:
-        owner.announce("{", deadline=0.0)
+        owner.commits.post("announced", "{", deadline=0.0)
         with pytest.raises(PlanError, match="no text of a plan"):
             weightsync.find(FileTransport(tmp_path), timeout_s=0)
 

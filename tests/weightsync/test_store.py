@@ -25,8 +25,8 @@ from primeblocks.weightsync.transports import (
     PullTransport,
     Transport,
     packed_transport,
-    process_wire,
     store_commits,
+    wire,
 )
 from primeblocks.weightsync.transports.board import Board
 from primeblocks.weightsync.transports.handles import HandleCarrier
@@ -202,7 +202,7 @@ def test_a_lease_that_is_over_ends_the_read(site, store, monkeypatch):
     plan, _, publisher = site
     publisher.publish(1, timeout_s=TIMEOUT_S)
     clock = ManualClock(time.monotonic())
-    monkeypatch.setattr(process_wire, "time", SimpleNamespace(monotonic=clock.now))
+    monkeypatch.setattr(wire, "time", SimpleNamespace(monotonic=clock.now))
     slow = HookedWire(before_read=lambda read: clock.advance(0.6 * LEASE_S))
     engine = Engine()
     with PullTransport(store, slow) as reader:
@@ -210,7 +210,7 @@ def test_a_lease_that_is_over_ends_the_read(site, store, monkeypatch):
         with pytest.raises(TimeoutError, match="reads in time"):
             subscriber.receive(timeout_s=TIMEOUT_S)
         slow.before_read = lambda read: None
-        monkeypatch.setattr(process_wire, "time", time)
+        monkeypatch.setattr(wire, "time", time)
         assert subscriber.receive(timeout_s=TIMEOUT_S).version == 1
     assert engine.loads == 1
 
@@ -243,7 +243,7 @@ def test_a_rank_without_the_version_is_a_typed_error(site, store):
     publisher.publish(1, timeout_s=TIMEOUT_S)
     run = owner.markers()[0].run
     board = Board(store, "weightsync/pull/policy")
-    notes = json.loads(board.read(f"{run}/rank/0", deadline=soon()))
+    notes = json.loads(board.read(f"{run}/rank-0", deadline=soon()))
     with PullTransport(store, ProcessWire()) as reader:
         subscriber = Subscriber(plan, Engine(), reader)
         for told, error in (
@@ -251,12 +251,12 @@ def test_a_rank_without_the_version_is_a_typed_error(site, store):
             ({"1": {**notes["1"], "bytes": 10}}, CorruptionError),
             ({"1": {"bytes": 10}}, CorruptionError),
         ):
-            board.post(f"{run}/rank/0", json.dumps(told), deadline=soon())
+            board.post(f"{run}/rank-0", json.dumps(told), deadline=soon())
             with pytest.raises(
                 error, match=r"rank 0 (has (not version 1|10 bytes)|cannot be read)"
             ):
                 subscriber.receive(timeout_s=TIMEOUT_S)
-        board.post(f"{run}/rank/0", json.dumps(notes), deadline=soon())
+        board.post(f"{run}/rank-0", json.dumps(notes), deadline=soon())
         assert subscriber.receive(timeout_s=TIMEOUT_S).version == 1
 
 
@@ -270,8 +270,8 @@ def test_ranks_are_not_asked_after_the_deadline(monkeypatch):
     clock, asked = ManualClock(), []
     monkeypatch.setattr(packed_transport, "time", SimpleNamespace(monotonic=clock.now))
 
-    def look(marker, rank, *, deadline):
-        asked.append(rank)
+    def look(name, *, run, deadline):
+        asked.append(name)
         clock.advance(1.0)
         return json.dumps({"1": {"bytes": 1 << 20, "at": {}}})
 
@@ -288,7 +288,7 @@ def test_ranks_are_not_asked_after_the_deadline(monkeypatch):
     (found,) = PackedTransport(commits, carrier).receive(request)
     with pytest.raises(DeadlineError, match="1 of 3 ranks"):
         found.whole()
-    assert asked == [0]
+    assert asked == ["rank-0"]
 
 
 def test_what_is_lent_for_a_time_is_copied_in_that_time(monkeypatch):

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import DeadlineError, MissingPackageError, TransferError
-from ..transports.carrier import Read
+from ..transports.wire import Read
 
 try:
     from nixl._api import nixl_agent, nixl_agent_config

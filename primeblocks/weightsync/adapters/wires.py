@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..transports import open as opening
-from ..transports.carrier import Wire
 from ..transports.transport import Transport
+from ..transports.wire import Wire
 
 __all__ = ["open_transport"]
 
@@ -23,7 +23,7 @@ def open_transport(spec: Mapping[str, Any]) -> Transport:
     return opening.open_transport(spec, wires={"nixl": _nixl})
 
 
-def _nixl(spec: Mapping[str, Any]) -> Wire:
+def _nixl(backend: str) -> Wire:
     from .nixl import NixlWire
 
-    return NixlWire(serves=False, backend=spec["backend"])
+    return NixlWire(serves=False, backend=backend)

@@ -1,13 +1,12 @@
 """Ways for versions to travel from trainer ranks to readers."""
 
-from .carrier import Read, Wire
 from .directory import FileTransport, SharedMemoryTransport
 from .group import GroupTransport
+from .group_wire import Estimate, estimate
 from .open import open_transport
 from .packed_transport import IpcTransport, PackedTransport, PullTransport
-from .process_wire import ProcessWire
-from .rounds import Estimate, estimate
 from .transport import Transport
+from .wire import ProcessWire, Read, Wire
 
 __all__ = [
     "Estimate",

@@ -1,7 +1,13 @@
-"""Full versions as buffers: each a file on a disk, or memory of the owner that a link names."""
+"""Full versions as buffers: each a file on a disk, or memory of the owner that a link names.
+
+Memory has a descriptor and no name: other processes of this user open it through /proc. Its size
+never changes. Once its maker has sealed it, nobody can write to it, save through mappings that were
+made before.
+"""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -11,80 +17,91 @@ import sys
 import weakref
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from ...errors import CorruptionError, TransferError, UsageError
-from ..lease import FileLease, Hold
-from ..sealed import SealedLease
-from .mappings import FileId, Mappings, file_id
-from .memory_file import allocate, is_sealed, open_of, seal
+from ...errors import CorruptionError, TransferError, UnsupportedError, UsageError
+from ..lease import FileLease, Hold, SealedLease
 from .own_files import open_own
 
-__all__ = ["Blobs", "DiskBlobs", "MemoryBlobs"]
+__all__ = ["DiskBlobs", "MemoryBlobs", "allocate", "check_size", "mapped", "open_of"]
 
+_FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE of Linux 5.1, which fcntl does not name.
 _LINK = re.compile(r"/proc/(\d+)/fd/(\d+)")
 
 
-class Blobs(Protocol):
-    """Buffers of bytes by their paths in a directory of one owner."""
+def allocate(name: str, size_bytes: int) -> int:
+    """Return the descriptor of new memory, all of it reserved. Only this user may open it.
 
-    def make(self, path: Path, size_bytes: int) -> None:
-        """Owner: reserve one.
+    Raises:
+        OSError: there is no room.
+    """
+    # Nothing else bounds anonymous memory: reserving too much would end in the kernel's OOM killer.
+    with open("/proc/meminfo") as file:
+        rows = dict(line.split(":") for line in file)
+    free_bytes = int(rows["MemAvailable"].split()[0]) * 1024
+    if size_bytes > free_bytes:
+        raise OSError(errno.ENOMEM, f"{free_bytes:,} bytes free")
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(fd, 0o600)
+        os.ftruncate(fd, size_bytes)
+        # Reserved now: a full machine would end a later write with SIGBUS.
+        if size_bytes > 0:
+            os.posix_fallocate(fd, 0, size_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
 
-        Raises:
-            OSError: there is no room.
-        """
-        ...
 
-    def reuse(self, old: Path, new: Path, size_bytes: int) -> bool:
-        """Owner: make one of another that nobody holds; return whether that could be done."""
-        ...
+def open_of(pid: int, fd: int, name: str, flags: int) -> int:
+    """Open memory of another process by its descriptor there, and by its name.
 
-    def writable(self, path: Path, size_bytes: int) -> UInt8[Tensor, " bytes"]:
-        """Writer: return one that was not finished, to be written to in place.
+    Raises:
+        TransferError: that process is gone, or closed it, or cannot be seen from here.
+        UnsupportedError: this process may not open it.
+    """
+    path = f"/proc/{pid}/fd/{fd}"
+    gone = TransferError(
+        f"memory of process {pid} is gone: it has ended, or let go of it. A trainer in another "
+        "container is seen only in the same PID namespace (docker run --pid=container:...)."
+    )
+    try:
+        opened = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
+    except PermissionError as error:
+        raise UnsupportedError(
+            f"{path} may not be opened: {error}. Trainer and engine must run as one user."
+        ) from error
+    except OSError as error:
+        raise gone from error
+    # Another process may have got the same number, and the same descriptor.
+    if not os.readlink(f"/proc/self/fd/{opened}").startswith(f"/memfd:{name} "):
+        os.close(opened)
+        raise gone
+    return opened
 
-        Raises:
-            TransferError: there is none of this size, or this process may not write to it.
-        """
-        ...
 
-    def finish(self, path: Path) -> None:
-        """Owner: finish one that is written."""
-        ...
-
-    def drop(self, path: Path) -> None:
-        """Owner: remove one, if it is there. Readers that hold it keep it."""
-        ...
-
-    def abort(self, path: Path) -> None:
-        """Owner: remove one that was not finished; a rank that hangs may still write to it."""
-        ...
-
-    def lease(self, path: Path, size_bytes: int) -> FileLease | SealedLease:
-        """Reader: hold one that was finished.
-
-        Raises:
-            FileNotFoundError, BlockingIOError: it is gone, or another one's by now.
-            TransferError: its owner is gone.
-            CorruptionError: it has another size, or may still be written to.
-        """
-        ...
-
-    def close(self) -> None:
-        """Let go of what this process has open. Twice is fine."""
-        ...
+def mapped(fd: int, size_bytes: int, *, shared: bool) -> UInt8[Tensor, " bytes"]:
+    """Map an open file as a tensor; without `shared`, what is written to it stays here."""
+    # mmap.mmap keeps a duplicate of the descriptor, and with it a lock.
+    with torch.inference_mode(False):
+        if sys.platform.startswith("linux"):
+            path = f"/proc/self/fd/{fd}"
+            return torch.from_file(path, shared=shared, size=size_bytes, dtype=torch.uint8)
+        return torch.frombuffer(mmap.mmap(fd, size_bytes), dtype=torch.uint8)
 
 
 class DiskBlobs:
-    """Buffers as files, a new one for each version.
+    """Buffers as files, a new one for each version. Raises as `MemoryBlobs`.
 
     Args:
-        user: as in `Place`.
+        user: as in `PrivatePlace`.
     """
 
     def __init__(self, user: int | None) -> None:
@@ -94,25 +111,16 @@ class DiskBlobs:
         fd = open_own(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, user=self._user)
         try:
             os.posix_fallocate(fd, 0, size_bytes)  # A full disk would end a later write by SIGBUS.
-        except OSError:
-            path.unlink()
-            raise
         finally:
             os.close(fd)
-
-    def reuse(self, old: Path, new: Path, size_bytes: int) -> bool:
-        return False
 
     def writable(self, path: Path, size_bytes: int) -> UInt8[Tensor, " bytes"]:
         fd = open_own(path, os.O_RDWR, user=self._user)
         try:
-            _check_size(path, fd, size_bytes)
-            return _map(fd, size_bytes)
+            check_size(path, os.fstat(fd).st_size, size_bytes)
+            return mapped(fd, size_bytes, shared=True)
         finally:
             os.close(fd)
-
-    def finish(self, path: Path) -> None:
-        """Do nothing: the file was synced when it was written."""
 
     def drop(self, path: Path) -> None:
         path.unlink(missing_ok=True)
@@ -124,35 +132,40 @@ class DiskBlobs:
         size = os.fstat(lease.fd).st_size
         if size != size_bytes:
             lease.close()
-            raise _other_bytes(path, size, size_bytes)
+            raise CorruptionError(f"{path} has {size} bytes; {size_bytes} were sent")
         return lease
-
-    def close(self) -> None:
-        """Do nothing: no file is open."""
 
 
 class MemoryBlobs:
-    """Memory of the owner, sealed once it is written; `path` is a link to its descriptor in /proc.
+    """Buffers in memory of the owner, sealed once written; a path links to a descriptor in /proc.
 
     A retired one becomes the next where no reader holds it: touching fresh pages costs more than
     copying into known ones. Readers hold one by a shared flock, which ends with their process.
-    Writers and readers keep their mappings.
+    Writers and readers keep their mappings: mapping a gigabyte again costs as much as several
+    copies of it.
     """
 
     def __init__(self) -> None:
         self._owned: dict[str, int] = {}
         self._fixed: set[int] = set()
-        self._written: Mappings[UInt8[Tensor, " bytes"]] = Mappings()
-        self._read: Mappings[np.ndarray] = Mappings()
+        # By inode, which no other file has while one is mapped.
+        self._written: dict[int, UInt8[Tensor, " bytes"]] = {}
+        self._read: dict[int, np.ndarray] = {}
         self.close = weakref.finalize(self, _close_all, self._owned, self._written, self._read)
 
     def make(self, path: Path, size_bytes: int) -> None:
+        """Owner: reserve one.
+
+        Raises:
+            OSError: there is no room.
+        """
         fd = allocate(_name(path), size_bytes)
         fcntl.flock(fd, fcntl.LOCK_EX)
         self._owned[path.name] = fd
         path.symlink_to(f"/proc/{os.getpid()}/fd/{fd}")
 
     def reuse(self, old: Path, new: Path, size_bytes: int) -> bool:
+        """Owner: make one of another that nobody holds; return whether that could be done."""
         fd = self._owned.get(old.name, -1)
         if fd < 0 or fd in self._fixed or os.fstat(fd).st_size != size_bytes:
             return False
@@ -165,29 +178,45 @@ class MemoryBlobs:
         return True
 
     def writable(self, path: Path, size_bytes: int) -> UInt8[Tensor, " bytes"]:
-        fd = _open(path, _target(path), os.O_RDWR)
+        """Writer: return one that was not finished, to be written to in place.
+
+        Raises:
+            FileNotFoundError: there is none.
+            TransferError: it has another size, or this process may not write to it.
+        """
+        fd = open_of(*_target(path), _name(path), os.O_RDWR)
         try:
-            file = _check_size(path, fd, size_bytes)
-            blob = self._written.take(file, _links(path.parent))
-            if blob is None:
-                if is_sealed(fd):
+            found = os.fstat(fd)
+            check_size(path, found.st_size, size_bytes)
+            _forget_unlinked(self._written, path.parent)
+            if found.st_ino not in self._written:
+                if _is_sealed(fd):
                     raise TransferError(
                         f"{path} was written before this rank began to write. Publish again: the "
                         "next version lies in new memory."
                     )
-                blob = _map(fd, size_bytes)
-            self._written.give(file, blob)
-            return blob
+                self._written[found.st_ino] = mapped(fd, size_bytes, shared=True)
+            return self._written[found.st_ino]
         finally:
             os.close(fd)
 
-    def finish(self, path: Path) -> None:
-        fd = self._owned[path.name]
-        seal(fd)
+    def seal(self, path: Path) -> None:
+        """Owner: let nobody write to one any more, save through existing mappings.
+
+        Raises:
+            UnsupportedError: the kernel is older than Linux 5.1.
+        """
+        try:
+            fcntl.fcntl(self._owned[path.name], fcntl.F_ADD_SEALS, _FUTURE_WRITE)
+        except OSError as error:
+            raise UnsupportedError(
+                f"memory cannot be sealed: {error}. Use Linux 5.1 or newer, or FileTransport."
+            ) from error
         # Before anyone can see it, for a reader does not wait for the writer's lock.
-        fcntl.flock(fd, fcntl.LOCK_UN)
+        fcntl.flock(self._owned[path.name], fcntl.LOCK_UN)
 
     def drop(self, path: Path) -> None:
+        """Owner: remove one, if it is there. Readers that hold it keep it."""
         path.unlink(missing_ok=True)
         fd = self._owned.pop(path.name, -1)
         if fd >= 0:
@@ -195,42 +224,83 @@ class MemoryBlobs:
         self._fixed.discard(fd)
 
     def abort(self, path: Path) -> None:
+        """Owner: remove one that was not finished; a rank that hangs may still write to it."""
         if path.name in self._owned:
             self.drop(path)
             # A writer may have no mapping of the others, and would get none.
             self._fixed = set(self._owned.values())
 
     def lease(self, path: Path, size_bytes: int) -> SealedLease:
+        """Reader: hold one that was finished.
+
+        Raises:
+            FileNotFoundError, BlockingIOError: it is gone, or another one's by now.
+            TransferError: its owner is gone.
+            CorruptionError: it has another size, or may still be written to.
+        """
         target = _target(path)
         try:
-            hold = Hold(_open(path, target, os.O_RDONLY), fcntl.LOCK_SH)
+            hold = Hold(open_of(*target, _name(path), os.O_RDONLY), fcntl.LOCK_SH)
         except TransferError:
             _target(path)  # Its owner lives, and may have retired it meanwhile.
             raise
         try:
             if _target(path) != target:
                 raise FileNotFoundError(f"{path} is another one by now")
-            file = file_id(hold.fd)
-            if file.size != size_bytes:
-                raise _other_bytes(path, file.size, size_bytes)
-            if not is_sealed(hold.fd):
+            found = os.fstat(hold.fd)
+            if found.st_size != size_bytes:
+                raise CorruptionError(f"{path} has {found.st_size} bytes; {size_bytes} were sent")
+            if not _is_sealed(hold.fd):
                 raise CorruptionError(f"{path} may still be written to. Publish again.")
         except BaseException:
             hold.close()
             raise
 
         def take() -> np.ndarray:
-            mapping = self._read.take(file, _links(path.parent))
-            return _map(hold.fd, size_bytes, shared=False).numpy() if mapping is None else mapping
+            _forget_unlinked(self._read, path.parent)
+            kept = self._read.pop(found.st_ino, None)
+            return mapped(hold.fd, size_bytes, shared=False).numpy() if kept is None else kept
 
-        return SealedLease(hold, take, lambda mapping: self._read.give(file, mapping))
+        def give(mapping: np.ndarray) -> None:
+            self._read[found.st_ino] = mapping
+
+        return SealedLease(hold, take, give)
 
 
-def _close_all(owned: dict[str, int], *mappings: Mappings[Any]) -> None:
+def check_size(path: Path, found: int | None, size_bytes: int) -> None:
+    """Refuse to write to a blob of another size.
+
+    Raises:
+        TransferError: it has one.
+    """
+    if found != size_bytes:
+        raise TransferError(
+            f"{path} has {found} bytes, the plan {size_bytes}. "
+            "Trainer ranks must share the directory and the plan."
+        )
+
+
+def _close_all(owned: dict[str, int], *mappings: dict[int, Any]) -> None:
     for each in mappings:
         each.clear()
     while owned:
         os.close(owned.popitem()[1])
+
+
+def _forget_unlinked(mappings: dict[int, Any], directory: Path) -> None:
+    """Drop the mappings of memory that no link names any more."""
+    inodes = set()
+    with suppress(FileNotFoundError):
+        for path in directory.iterdir():
+            with suppress(OSError):
+                if path.is_symlink():
+                    inodes.add(path.stat().st_ino)
+    for inode in mappings.keys() - inodes:
+        mappings.pop(inode, None)
+
+
+def _is_sealed(fd: int) -> bool:
+    return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _FUTURE_WRITE)
 
 
 def _name(path: Path) -> str:
@@ -248,37 +318,3 @@ def _target(path: Path) -> tuple[int, int]:
             "its owner. Remove it."
         )
     return int(link[1]), int(link[2])
-
-
-def _open(path: Path, target: tuple[int, int], flags: int) -> int:
-    return open_of(*target, _name(path), flags)
-
-
-def _links(directory: Path) -> list[Path]:
-    with suppress(FileNotFoundError):
-        return [path for path in directory.iterdir() if path.is_symlink()]
-    return []
-
-
-def _check_size(path: Path, fd: int, size_bytes: int) -> FileId:
-    found = file_id(fd)
-    if found.size != size_bytes:
-        raise TransferError(
-            f"{path} has {found.size} bytes, the plan {size_bytes}. "
-            "Trainer ranks must share the directory and the plan."
-        )
-    return found
-
-
-def _other_bytes(path: Path, found: int, sent: int) -> CorruptionError:
-    return CorruptionError(f"{path} has {found} bytes; {sent} were sent")
-
-
-def _map(fd: int, size: int, *, shared: bool = True) -> UInt8[Tensor, " bytes"]:
-    """Map an open file as a tensor, to be written to."""
-    # mmap.mmap keeps a duplicate of the descriptor, and with it a lock.
-    with torch.inference_mode(False):
-        if sys.platform.startswith("linux"):
-            path = f"/proc/self/fd/{fd}"
-            return torch.from_file(path, shared=shared, size=size, dtype=torch.uint8)
-        return torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)

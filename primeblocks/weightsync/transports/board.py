@@ -1,24 +1,28 @@
-"""A torch Store with deadlines, in which processes leave each other notes."""
+"""A torch Store with deadlines, in which processes leave each other notes; those of one sync."""
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from ...errors import TransferError, UnsupportedError
+from ...errors import DeadlineError, TransferError, UnsupportedError
 
-__all__ = ["Board", "open_store", "store_spec"]
+__all__ = ["Board", "Go", "Transaction", "file_store", "store_spec", "tcp_store"]
 
 _LOOK_S = 0.005
 # A late call, to abort for example, still has this long; nothing else goes on after a deadline.
 _GRACE_S = 1.0
 _OPEN_S = 30.0
+_COMMIT, _ABORT = "commit", "abort"
+
+T = TypeVar("T")
 
 
 class Board:
@@ -39,9 +43,7 @@ class Board:
 
     def add(self, key: str, amount: int, *, deadline: float) -> int:
         """Add to a number and return it."""
-        total = self._call(lambda: self._store.add(self._key(key), amount), deadline)
-        assert isinstance(total, int)
-        return total
+        return self._call(lambda: self._store.add(self._key(key), amount), deadline)
 
     def post(self, key: str, text: str, *, deadline: float) -> None:
         """Write a note."""
@@ -49,9 +51,7 @@ class Board:
 
     def post_first(self, key: str, text: str, *, deadline: float) -> str:
         """Write a note unless there is one; return the one that stands: the first."""
-        said = self._call(lambda: self._store.compare_set(self._key(key), "", text), deadline)
-        assert isinstance(said, bytes)
-        return said.decode()
+        return self.replace(key, "", text, deadline=deadline)
 
     def read_any(self, keys: Sequence[str], *, deadline: float) -> tuple[str, str] | None:
         """Wait for the first of some notes; return its key and text, or None at the deadline."""
@@ -65,9 +65,7 @@ class Board:
                     return None
                 threading.Event().wait(_LOOK_S)
 
-        found = self._call(look, deadline)
-        assert found is None or isinstance(found, tuple)
-        return found
+        return self._call(look, deadline)
 
     def look(self, key: str, *, deadline: float) -> str | None:
         """Read a note that is there now; None where there is none."""
@@ -77,15 +75,12 @@ class Board:
                 return None
             return self._store.get(self._key(key)).decode()
 
-        found = self._call(there, deadline)
-        assert found is None or isinstance(found, str)
-        return found
+        return self._call(there, deadline)
 
-    def replace(self, key: str, old: str, new: str, *, deadline: float) -> bool:
-        """Write over a note if it is still the old one; return whether it is the new one now."""
+    def replace(self, key: str, old: str, new: str, *, deadline: float) -> str:
+        """Write over a note if it is still the old one; return the one that stands."""
         said = self._call(lambda: self._store.compare_set(self._key(key), old, new), deadline)
-        assert isinstance(said, bytes)
-        return said.decode() == new
+        return said.decode()
 
     def read(self, key: str, *, deadline: float) -> str | None:
         """Wait for a note; None at the deadline."""
@@ -94,19 +89,19 @@ class Board:
 
     def wait_for(self, work: Callable[[], object], *, deadline: float) -> None:
         """Do work that waits in the store."""
-        self._call(lambda: work() or True, deadline)
+        self._call(work, deadline)
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}/{key}"
 
-    def _call(self, work: Callable[[], Any], deadline: float) -> Any:
+    def _call(self, work: Callable[[], T], deadline: float) -> T:
         late = TransferError("the store does not answer in time")
         if self._hanging is not None:
             self._hanging.join(max(0.0, deadline - time.monotonic()))
             if self._hanging.is_alive():
                 raise late
             self._hanging = None
-        answers: list[Any] = []
+        answers: list[T] = []
         errors: list[RuntimeError] = []
 
         def run() -> None:
@@ -127,8 +122,121 @@ class Board:
         return answers[0]
 
 
+class Go(NamedTuple):
+    """Rank 0's word once all have come: a delta to `base`, or that nothing is sent, and why."""
+
+    base: int | None
+    error: str
+
+
+class Transaction:
+    """Notes of one sync under its number: who came, what is sent, the decision that all follow.
+
+    Every method raises TransferError where the store fails.
+    """
+
+    def __init__(self, board: Board, number: int, *, rank: int) -> None:
+        self.number, self._board, self._rank = number, board, rank
+
+    def post(self, key: str, value: Any, *, deadline: float) -> None:
+        """Leave a note."""
+        self._board.post(self._key(key), json.dumps(value), deadline=deadline)
+
+    def read_begun(self, *, deadline: float) -> dict[str, Any] | None:
+        """Reader: return what will be sent; {} if it was called off, None at the deadline."""
+        found = self._first_of("go", "begun", deadline=deadline)
+        if found is None:
+            return None
+        begun: dict[str, Any] = {} if found[0] == "go" else json.loads(found[1])
+        return begun
+
+    def read_join(self, reader: int, *, deadline: float) -> int | None:
+        """Rank 0: wait for a reader; return the version that it holds.
+
+        Raises:
+            TransferError: it did not come, or a rank called the transaction off.
+        """
+        found = self._first_of("go", f"join/{reader}", deadline=deadline)
+        if found is None:
+            raise TransferError(f"reader {reader} did not ask in time")
+        if found[0] == "go":
+            raise TransferError(Go(*json.loads(found[1])).error)
+        holds: int | None = json.loads(found[1])
+        return holds
+
+    def go(self, base: int | None, *, deadline: float) -> Go:
+        """Rank 0: begin, if nobody called it off. Returns the word that stands."""
+        return self._first_go(Go(base, ""), deadline)
+
+    def call_off(self, error: str, *, deadline: float) -> Go:
+        """End it if it did not begin; the group can still be used. Returns the word that stands."""
+        return self._first_go(Go(None, error), deadline)
+
+    def read_go(self, *, deadline: float) -> Go | None:
+        """Reader: wait until it begins or is called off; None at the deadline."""
+        found = self._first_of("go", deadline=deadline)
+        return None if found is None else Go(*json.loads(found[1]))
+
+    def read_or_abort(self, key: str, *, deadline: float) -> Any:
+        """Wait for a note, unless the transaction is aborted.
+
+        Raises:
+            DeadlineError: there was none in time.
+            TransferError: the transaction was aborted.
+        """
+        found = self._first_of("decision", key, deadline=deadline)
+        if found is None:
+            raise DeadlineError(f"waited for the {key} in vain")
+        if found[0] == "decision":
+            raise TransferError(found[1])
+        return json.loads(found[1])
+
+    def abort(self, why: str, *, deadline: float) -> str:
+        """Decide that no rank loads it, and return the decision that stands: the first."""
+        return self._decide(f"{_ABORT}: {why}", deadline)
+
+    def vote(self, voters: int, *, deadline: float) -> None:
+        """Reader: say that this rank has it all. The last of `voters` decides to commit."""
+        votes = self._board.add(self._key("votes"), 1, deadline=deadline)
+        if votes == voters:
+            # No rank has to live longer than its own part.
+            self._decide(_COMMIT, deadline)
+
+    def follow(self, last: Callable[[], None], *, deadline: float) -> None:
+        """Do this rank's last step before the decision, and wait for the decision.
+
+        Raises:
+            TransferError: the decision is not to commit.
+        """
+        said, why = None, "waited for the others in vain"
+        try:
+            last()
+            said = self._board.read(self._key("decision"), deadline=deadline)
+        except TransferError as error:
+            # Was it done, and only the answer lost? What the others made of it stands.
+            why = f"met {error}"
+        if said is None:
+            said = self.abort(f"rank {self._rank} {why}", deadline=deadline)
+        if said != _COMMIT:
+            raise TransferError(said)
+
+    def _first_go(self, go: Go, deadline: float) -> Go:
+        said = self._board.post_first(self._key("go"), json.dumps(go), deadline=deadline)
+        return Go(*json.loads(said))
+
+    def _first_of(self, *keys: str, deadline: float) -> tuple[str, str] | None:
+        found = self._board.read_any([self._key(key) for key in keys], deadline=deadline)
+        return None if found is None else (found[0].removeprefix(self._key("")), found[1])
+
+    def _decide(self, word: str, deadline: float) -> str:
+        return self._board.post_first(self._key("decision"), word, deadline=deadline)
+
+    def _key(self, key: str) -> str:
+        return f"{self.number}/{key}"
+
+
 def store_spec(store: dist.Store) -> dict[str, Any]:
-    """Return what `open_store` needs in another process. JSON-able.
+    """Return what opens it in another process. JSON-able.
 
     Raises:
         UnsupportedError: it lives in this process, or does not say where it is.
@@ -136,34 +244,32 @@ def store_spec(store: dist.Store) -> dict[str, Any]:
     match store:
         case dist.FileStore():
             path: str = store.path  # type: ignore[attr-defined]  # Its stub lacks it.
-            return {"kind": "file", "path": os.path.abspath(path)}
+            return {"kind": "file_store", "path": os.path.abspath(path)}
         case dist.TCPStore():
-            return {"kind": "tcp", "host": store.host, "port": store.port}
+            return {"kind": "tcp_store", "host": store.host, "port": store.port}
     raise UnsupportedError(
         f"a {type(store).__name__} cannot be opened in another process. Pass a TCPStore, or a "
         "FileStore on a disk that all share."
     )
 
 
-def open_store(spec: Mapping[str, Any]) -> dist.Store:
-    """Open the store whose `store_spec` this is.
+def file_store(path: str) -> dist.Store:
+    """Open a store in a file."""
+    return dist.FileStore(path)
+
+
+def tcp_store(host: str, port: int) -> dist.Store:
+    """Open a store that another process hosts.
 
     Raises:
         TransferError: it does not answer.
     """
-    if spec["kind"] == "file":
-        return dist.FileStore(spec["path"])
+    patience = timedelta(seconds=_OPEN_S)
     try:
-        return dist.TCPStore(
-            spec["host"],
-            spec["port"],
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=_OPEN_S),
-        )
+        return dist.TCPStore(host, port, wait_for_workers=False, timeout=patience)
     except RuntimeError as error:
         text = str(error).splitlines()[0][:200]
         raise TransferError(
-            f"no store answers at {spec['host']}:{spec['port']}: {text}. Host it where engines "
-            "reach it, under a name that they know."
+            f"no store answers at {host}:{port}: {text}. Host it where engines reach it, under a "
+            "name that they know."
         ) from error

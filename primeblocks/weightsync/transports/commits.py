@@ -1,14 +1,27 @@
-"""The protocol of commit records, of a note for each rank, and of leases of readers."""
+"""The protocol of commit records, of notes and of leases; a reader's choice among the versions."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from ...errors import DeadlineError, TransferError
 from ..lease import Lease
 from ..marker import Marker
+from .transport import Request
 
-__all__ = ["Commits"]
+__all__ = [
+    "ANNOUNCED",
+    "Commits",
+    "await_versions",
+    "chain_to",
+    "choose",
+    "last_chain",
+]
+
+ANNOUNCED = "announced"
 
 
 class Commits(Protocol):
@@ -72,24 +85,19 @@ class Commits(Protocol):
         """
         ...
 
-    def post(self, rank: int, text: str, *, deadline: float) -> None:
-        """Trainer rank: write its note over the one before.
+    def post(self, name: str, text: str, *, deadline: float) -> None:
+        """Write a note of this name over the one before. It ends with the run.
 
         Raises:
             TransferError: no owner has begun.
         """
         ...
 
-    def look(self, marker: Marker, rank: int, *, deadline: float) -> str | None:
-        """Reader: return a rank's note in the run of a version; None where there is none."""
-        ...
+    def look(self, name: str, *, run: str | None = None, deadline: float) -> str | None:
+        """Return a note of a run, of the one that goes on without `run`; None where there is none.
 
-    def announce(self, text: str, *, deadline: float) -> None:
-        """Owner: leave a text for those who find these commits."""
-        ...
-
-    def announced(self, *, deadline: float) -> str | None:
-        """Return what the owner left; None before."""
+        The caller holds a version of `run`.
+        """
         ...
 
     def hint(self) -> str:
@@ -99,3 +107,83 @@ class Commits(Protocol):
     def close(self) -> None:
         """Let go. The owner's versions end; twice is fine."""
         ...
+
+
+def choose(
+    markers: Sequence[Marker], version: int | None, *, served: Marker | None
+) -> Marker | None:
+    """Return the version asked for, or the newest if newer than the one served; None: wait.
+
+    Raises:
+        TransferError: it was retired.
+    """
+    newest = markers[-1] if markers else None
+    if version is None:
+        # Another run of the trainer starts counting again.
+        old = newest is None or (
+            served is not None and served.run == newest.run and served.version >= newest.version
+        )
+        return None if old else newest
+    for marker in markers:
+        if marker.version == version:
+            return marker
+    if newest is not None and newest.version > version:
+        raise TransferError(
+            f"version {version} was retired; the transport holds "
+            f"{[marker.version for marker in markers]}. Receive the newest."
+        )
+    return None
+
+
+def chain_to(
+    wanted: Marker, markers: Sequence[Marker], *, held: Marker | None
+) -> tuple[Marker, ...]:
+    """Return the way to `wanted`: deltas after the held one, or a full version and its deltas.
+
+    Raises:
+        TransferError: a part of it was retired.
+    """
+    by_version = {marker.version: marker for marker in markers}
+    chain = [wanted]
+    while chain[-1].base is not None:
+        if held is not None and (held.run, held.version) == (wanted.run, chain[-1].base):
+            break
+        base = by_version.get(chain[-1].base)
+        if base is None:
+            raise TransferError(
+                f"version {wanted.version} is a delta to version {chain[-1].base}, which was "
+                "retired. Receive the newest."
+            )
+        chain.append(base)
+    return tuple(reversed(chain))
+
+
+def last_chain(markers: Sequence[Marker]) -> tuple[Marker, ...]:
+    """Return the last version, after those that it is a delta to."""
+    return chain_to(markers[-1], markers, held=None) if markers else ()
+
+
+def await_versions(commits: Commits, request: Request) -> tuple[Marker, ...]:
+    """Wait for the version asked for; return it, after missing versions that it is a delta to.
+
+    Raises:
+        DeadlineError: it was not committed in time.
+        TransferError: it was retired.
+    """
+    never, deadline = threading.Event(), request.deadline
+    while True:
+        # A store that stalls has until the deadline to answer.
+        markers = commits.markers(deadline=deadline)
+        found = choose(markers, request.version, served=request.served)
+        if found is not None:
+            return chain_to(found, markers, held=request.held)
+        if time.monotonic() >= deadline:
+            wanted = f"version {request.version}"
+            if request.version is None:
+                wanted = "a newer version"
+            raise DeadlineError(
+                f"{wanted} was not committed in time; this engine holds "
+                f"{request.served and request.served.version}, the transport "
+                f"{[marker.version for marker in markers]}.{commits.hint()}"
+            )
+        never.wait(min(commits.look_s, max(0.0, deadline - time.monotonic())))

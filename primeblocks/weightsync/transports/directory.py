@@ -2,28 +2,53 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from collections.abc import Sequence
 from functools import cached_property
+from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
+from jaxtyping import UInt8
+from torch import Tensor
 
-from ...errors import UsageError
+from ...errors import CorruptionError, TransferError, UnsupportedError
 from ..held import Blob, BlobFile, Held, Lent, Sealed
+from ..lease import FileLease, SealedLease
 from ..marker import Marker
 from ..plan import Plan
-from ..sealed import SealedLease
-from .blob_versions import BlobVersions
-from .blobs import Blobs, DiskBlobs, MemoryBlobs
-from .directory_commits import DirectoryCommits
-from .place import DiskPlace, Place, private_place, sweep
-from .safetensors_header import header
+from .blobs import DiskBlobs, MemoryBlobs, check_size
+from .commits import await_versions, last_chain
+from .directory_commits import DirectoryCommits, fsync
+from .packed import places_of_version
+from .place import DiskPlace, Place, PrivatePlace, sweep
 from .transport import Begun, Incoming, Outgoing, Request
-from .versions import await_announced, await_versions
 
 __all__ = ["DirectoryTransport", "FileTransport", "SharedMemoryTransport"]
+
+_LENGTH = struct.Struct("<Q")
+# The first tensor starts at a cache line.
+_ALIGN_BYTES = 64
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+}
 
 
 class DirectoryTransport:
@@ -32,14 +57,17 @@ class DirectoryTransport:
     A full version is one safetensors file with all tensors, which every rank writes its boxes
     into; a delta is one file a rank. The versions that the last one needs stay, and so does the
     one before it until the next is begun.
+
+    Attributes:
+        commits: its commit records and notes.
     """
 
     def __init__(
-        self, spec: dict[str, Any], place: Place, blobs: Blobs, *, owner: bool, durable: bool
+        self, spec: dict[str, Any], place: Place, blobs: DiskBlobs | MemoryBlobs, *, owner: bool
     ) -> None:
-        self._spec = spec
-        self._commits = DirectoryCommits(place, owner=owner, durable=durable)
-        self._versions = BlobVersions(self._commits, blobs, durable=durable)
+        self._spec, self._blobs = spec, blobs
+        self._memory = blobs if isinstance(blobs, MemoryBlobs) else None
+        self.commits = DirectoryCommits(place, owner=owner, durable=self._memory is None)
         self._head: tuple[Plan, bytes] | None = None
 
     def spec(self) -> dict[str, Any]:
@@ -49,40 +77,43 @@ class DirectoryTransport:
     def begin(self, version: int, *, plan: Plan, base: int | None, deadline: float) -> Begun:
         """Owner: make room for a version."""
         head = self._header(plan)
-        size_bytes = len(head) + plan.blob_bytes
         if base not in [marker.version for marker in self.markers()[-1:]]:
             base = None  # Another publisher came between, or it is not kept.
-        self._versions.allocate(version, size_bytes=size_bytes, delta=base is not None)
+        size_bytes = len(head) + plan.blob_bytes
+        self._allocate(version, size_bytes, delta=base is not None)
         if base is None:
-            blob = self._versions.writable(version, size_bytes=size_bytes)
+            blob = self._writable(version, size_bytes)
             blob[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        return Begun(self._commits.run, base)
+        return Begun(self.commits.run, base)
 
     def send(self, outgoing: Outgoing, *, deadline: float) -> None:
         """Trainer rank: write its boxes, or its file of deltas."""
         plan, version = outgoing.plan, outgoing.version
         mine = plan.of_rank(outgoing.rank)
         if outgoing.base is not None:
-            payloads = (outgoing.payload(index) for index in mine)
-            self._versions.write_part(version, outgoing.rank, payloads)
+            name = _part(version, outgoing.rank)
+            self.commits.write(name, [outgoing.payload(index) for index in mine])
             return
         start = len(self._header(plan))
-        blob = self._versions.writable(version, size_bytes=start + plan.blob_bytes)
-        held = Blob(plan, blob[start:])
+        held = Blob(plan, self._writable(version, start + plan.blob_bytes)[start:])
         outgoing.fill_all((index, held.views(index)) for index in mine)
-        self._versions.flush(version)
+        if self._memory is None:
+            fsync(self._path(version))
 
     def commit(self, marker: Marker, *, deadline: float) -> None:
-        """Owner: make a version visible, atomically."""
-        self._versions.commit(marker, deadline=deadline)
+        """Owner: seal what is in memory, and make the version visible."""
+        if self._memory and marker.base is None:
+            self._memory.seal(self._path(marker.version))
+        self.commits.commit(marker, deadline=deadline)
 
     def abort(self, version: int) -> None:
-        """Owner: drop a version that was begun and not committed, if there is one."""
-        self._versions.abort(version)
+        self.commits.check(owner=True)
+        if all(marker.version != version for marker in self.commits.committed):
+            self._blobs.abort(self._path(version))
+        self.commits.abort(version)
 
     def markers(self) -> tuple[Marker, ...]:
-        """Return the committed versions, oldest first."""
-        return self._commits.markers()
+        return self.commits.markers()
 
     def receive(self, request: Request) -> Sequence[Incoming]:
         """Reader: wait for a version; look every 2 ms.
@@ -90,47 +121,74 @@ class DirectoryTransport:
         Raises:
             UsageError: a file there belongs to another user, or others may write to it.
         """
-        commits = self._commits
-        chain = await_versions(self.markers, request, every_s=commits.look_s, hint=commits.hint)
-        start = len(self._header(request.plan))
-        return [_DirectoryIncoming(self._versions, request.plan, marker, start) for marker in chain]
-
-    def announce(self, text: str, *, deadline: float) -> None:
-        """Owner: leave a text for those who find this transport."""
-        self._commits.announce(text, deadline=deadline)
-
-    def announced(self, *, deadline: float) -> str:
-        """Wait for what the owner announced.
-
-        Raises:
-            DeadlineError: there was no owner, or it announced nothing.
-            UsageError: a file there belongs to another user, or others may write to it.
-        """
-        return await_announced(self._commits, deadline=deadline)
+        chain, start = await_versions(self.commits, request), len(self._header(request.plan))
+        return [_Incoming(self, request.plan, marker, start) for marker in chain]
 
     def to_remove(self) -> tuple[Path, ...]:
         """Owner: return the files that `close` removes; it made them all. No others are touched."""
-        return self._commits.to_remove()
+        return self.commits.to_remove()
 
     def close(self) -> None:
         """Let go. The owner removes the files of `to_remove`; twice is fine."""
-        self._versions.close()
-
-    def _header(self, plan: Plan) -> bytes:
-        if self._head is None or self._head[0] is not plan:
-            self._head = plan, header(plan)
-        return self._head[1]
+        if self._memory:
+            self._memory.close()
+        self.commits.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _header(self, plan: Plan) -> bytes:
+        if self._head is None or self._head[0] is not plan:
+            self._head = plan, _header(plan)
+        return self._head[1]
+
+    def _path(self, version: int) -> Path:
+        return self.commits.directory / f"version-{version}.safetensors"
+
+    def _allocate(self, version: int, size_bytes: int, *, delta: bool) -> None:
+        """Owner: make room. A delta has no blob: its parts make their own files."""
+        self.abort(version)
+        path, is_made = self._path(version), delta
+        gone = self.commits.retire(last_chain(self.commits.committed))
+        for old in (self._path(marker.version) for marker in gone):
+            if self._memory and not is_made:
+                is_made = self._memory.reuse(old, path, size_bytes)
+            self._blobs.drop(old)
+        try:
+            if not is_made:
+                self._blobs.make(path, size_bytes)
+        except OSError as error:
+            self._blobs.drop(path)
+            raise self.commits.no_room(error, size_bytes) from error
+        self.commits.open(version)
+
+    def _writable(self, version: int, size_bytes: int) -> UInt8[Tensor, " bytes"]:
+        """Writer: return the blob of a begun version, to be written to in place."""
+        self.commits.check()
+        path = self._path(version)
+        try:
+            return self._blobs.writable(path, size_bytes)
+        except FileNotFoundError:
+            check_size(path, None, size_bytes)
+            raise
+
+    def _lease(self, marker: Marker, size_bytes: int) -> FileLease | SealedLease:
+        """Reader: hold the file of a committed version.
+
+        Raises:
+            TransferError: it was retired meanwhile.
+            CorruptionError: it has another size.
+        """
+        self.commits.check()
+        try:
+            return self._blobs.lease(self._path(marker.version), size_bytes)
+        except (FileNotFoundError, BlockingIOError) as error:
+            raise TransferError(
+                f"version {marker.version} was retired while it was being opened"
+            ) from error
 
 
 class SharedMemoryTransport(DirectoryTransport):
@@ -160,9 +218,8 @@ class SharedMemoryTransport(DirectoryTransport):
     """
 
     def __init__(self, name: str, *, owner: bool = False, root: str = "/dev/shm") -> None:
-        place = private_place(name, root, prefix="primeblocks")
         spec = {"kind": "shared_memory", "name": name, "root": root}
-        super().__init__(spec, place, MemoryBlobs(), owner=owner, durable=False)
+        super().__init__(spec, PrivatePlace(name, root), MemoryBlobs(), owner=owner)
 
     @staticmethod
     def sweep(root: str = "/dev/shm") -> list[Path]:
@@ -196,32 +253,35 @@ class FileTransport(DirectoryTransport):
     """
 
     def __init__(self, path: str | Path, *, owner: bool = False, user: int | None = None) -> None:
-        if "\0" in str(path):
-            raise UsageError(f"{str(path)!r} is no path")
-        place = DiskPlace(Path(path).absolute(), user=user)
-        super().__init__(
-            {"kind": "file", **place.spec()}, place, DiskBlobs(user), owner=owner, durable=True
-        )
+        place = DiskPlace(str(path), user=user)
+        spec = {**place.spec(), "kind": "file"}
+        super().__init__(spec, place, DiskBlobs(user), owner=owner)
 
 
-class _DirectoryIncoming:
+class _Incoming:
     """A committed version in a directory. Its tensors start at byte `start` of its file."""
 
-    def __init__(self, blobs: BlobVersions, plan: Plan, marker: Marker, start: int) -> None:
+    def __init__(
+        self, transport: DirectoryTransport, plan: Plan, marker: Marker, start: int
+    ) -> None:
         self.marker = marker
-        self._versions, self._plan, self._start = blobs, plan, start
+        self._transport, self._plan, self._start = transport, plan, start
 
     def whole(self) -> Held | Lent:
-        size_bytes = self._start + self._plan.blob_bytes
-        lease = self._versions.lease(self.marker, size_bytes=size_bytes)
+        lease = self._transport._lease(self.marker, self._start + self._plan.blob_bytes)
         if isinstance(lease, SealedLease):
             return Sealed(self._plan, lease, start=self._start)
         return BlobFile(self._plan, lease, start=self._start)
 
     def payload(self, index: int) -> memoryview:
-        rank = self._plan.buckets[index].rank
-        size = self.marker.sizes[index]
-        return self._versions.read_part(self.marker.version, rank, self._places[index], size)
+        name = _part(self.marker.version, self._plan.buckets[index].rank)
+        at, size = self._places[index], self.marker.sizes[index]
+        payload = self._transport.commits.read(name, at, size)
+        if payload is None:
+            raise TransferError(f"version {self.marker.version} was retired while it was read")
+        if len(payload) != size:
+            raise CorruptionError(f"{name} ends at {at + len(payload)} bytes; {at + size} needed")
+        return memoryview(payload)
 
     def settle(self, error: str, *, deadline: float) -> None:
         """Do nothing: what is committed stands, whoever reads it."""
@@ -229,10 +289,41 @@ class _DirectoryIncoming:
     @cached_property
     def _places(self) -> dict[int, int]:
         """The start of each bucket in its rank's file."""
-        places = {}
-        for rank in range(self._plan.world_size):
-            end = 0
-            for index in self._plan.of_rank(rank):
-                places[index] = end
-                end += self.marker.sizes[index]
-        return places
+        return {
+            index: start
+            for rank in range(self._plan.world_size)
+            for index, start in places_of_version(self._plan, self.marker, rank)[0].items()
+        }
+
+
+def _part(version: int, rank: int) -> str:
+    """Return the name of one rank's part of a delta."""
+    return f"version-{version}.{rank}.delta"
+
+
+def _header(plan: Plan) -> bytes:
+    """Return the header that precedes the blob of a plan's whole tensors. Pure.
+
+    So other programs can read a committed version. Format: 8 bytes of length, little-endian, then
+    JSON: name -> dtype, shape, first and last byte. Source: the safetensors format description,
+    huggingface.co/docs/safetensors.
+
+    Raises:
+        UnsupportedError: the format has no name for a dtype.
+    """
+    rows = {}
+    for name, spec in plan.target.items():
+        if spec.dtype not in _DTYPES:
+            raise UnsupportedError(
+                f"{name!r} is {spec.dtype}, for which safetensors has no name. View it as uint8."
+            )
+        start = plan.offsets[name]
+        end = start + prod(spec.shape) * spec.dtype.itemsize
+        rows[name] = {
+            "dtype": _DTYPES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(rows, separators=(",", ":")).encode()
+    padding = -(_LENGTH.size + len(text)) % _ALIGN_BYTES
+    return _LENGTH.pack(len(text) + padding) + text + b" " * padding

@@ -17,14 +17,13 @@ from typing import Any
 from ...errors import CapacityError, ClosedError, CorruptionError, TransferError, UsageError
 from ..lease import Hold
 from ..marker import Marker
-from .own_files import open_own, removable, remove
+from .commits import ANNOUNCED, last_chain
+from .own_files import open_own, read_own, removable, remove, write_over
 from .place import Owned, Place
-from .versions import chain_to
 
-__all__ = ["DirectoryCommits", "fsync", "last_chain"]
+__all__ = ["DirectoryCommits", "fsync"]
 
-_COMMITS = "commits.json"
-_ANNOUNCED = "announced.json"
+_COMMITS = "commits"
 
 
 class DirectoryCommits:
@@ -36,14 +35,14 @@ class DirectoryCommits:
 
     look_s = 0.002
 
-    def __init__(self, place: Place, *, owner: bool, durable: bool = False) -> None:
-        self.place, self._durable = place, durable
+    def __init__(self, place: Place, *, owner: bool = False, durable: bool = False) -> None:
+        self._place, self._durable = place, durable
         self.committed: list[Marker] = []
         self._begun: set[int] = set()
-        self._seen: tuple[bytes, tuple[Marker, ...]] = (b"", ())
+        self._seen: tuple[str, tuple[Marker, ...]] = ("", ())
         self._closed = False
         self._owned: Owned | None = None
-        self._removal: weakref.finalize[..., DirectoryCommits] | None = None
+        self.hint = place.hint
         if owner:
             self._owned = place.take()
             # Runs at the end of the process too.
@@ -63,10 +62,10 @@ class DirectoryCommits:
         Raises:
             FileNotFoundError: there was no owner yet, or it removed everything.
         """
-        return self.place.here() if self._owned is None else self._owned.directory
+        return self._place.here() if self._owned is None else self._owned.directory
 
     def spec(self) -> dict[str, Any]:
-        return {"kind": "directory", **self.place.spec()}
+        return {"kind": "directory", "place": self._place.spec()}
 
     def to_remove(self) -> tuple[Path, ...]:
         """Owner: return the files that `close` removes; on a disk, all but the last version."""
@@ -75,23 +74,23 @@ class DirectoryCommits:
         return tuple(removable(self.directory, keep=stays))
 
     def begin(self, version: int, *, keep: Sequence[Marker], deadline: float) -> None:
-        self.check(owner=True)
         self.abort(version)
         with ExitStack() as locks:
             for marker in self.committed:
                 if marker not in keep:
                     locks.callback(self._lock(marker, deadline).close)
-            # No longer visible from here on, and then their files are gone.
-            for marker in self.hide(keep):
-                self.remove(marker.version)
+            self.retire(keep)
         self.open(version)
-        _write(self._lock_path(version), b"", durable=False)
+        write_over(self._lock_path(version), (), durable=False)
 
-    def hide(self, keep: Sequence[Marker]) -> list[Marker]:
-        """Owner: hide all versions but those of `keep`, and return the others."""
+    def retire(self, keep: Sequence[Marker]) -> list[Marker]:
+        """Owner: hide all versions but those of `keep`, remove their small files; return them."""
         gone = [marker for marker in self.committed if marker not in keep]
         if gone:
-            self._write_commits(list(keep))
+            # No longer visible from here on, and then their files are gone.
+            self._write_commits(keep)
+        for marker in gone:
+            self._remove(marker.version)
         return gone
 
     def open(self, version: int) -> None:
@@ -109,22 +108,20 @@ class DirectoryCommits:
         self.check(owner=True)
         if version in self._begun:
             if all(marker.version != version for marker in self.committed):
-                self.remove(version)
+                self._remove(version)
             self._begun.discard(version)
-
-    def remove(self, version: int) -> None:
-        """Owner: remove the small files of a version."""
-        self._lock_path(version).unlink(missing_ok=True)
-        for part in self.directory.glob(f"version-{version}.*.delta"):
-            part.unlink(missing_ok=True)
 
     def markers(self, *, deadline: float = 0.0) -> tuple[Marker, ...]:
         """Return the committed versions, oldest first: a look at one file."""
-        text = self._read(_COMMITS)
+        text = self.look(_COMMITS, deadline=deadline)
         if text is None:
             return ()
         if text != self._seen[0]:
-            self._seen = text, _read_markers(self.directory / _COMMITS, text)
+            try:
+                self._seen = text, tuple(Marker.from_json(row) for row in json.loads(text))
+            except (ValueError, TypeError) as error:
+                path = self.directory / f"{_COMMITS}.json"
+                raise CorruptionError(f"{path} cannot be read: {error}") from error
         return self._seen[1]
 
     def hold(self, marker: Marker, *, deadline: float) -> Hold:
@@ -132,7 +129,7 @@ class DirectoryCommits:
         gone = TransferError(f"version {marker.version} was retired while it was being opened")
         try:
             path = self._lock_path(marker.version)
-            hold = Hold(open_own(path, os.O_RDONLY, user=self.place.user), fcntl.LOCK_SH)
+            hold = Hold(open_own(path, os.O_RDONLY, user=self._place.user), fcntl.LOCK_SH)
         except (FileNotFoundError, BlockingIOError) as error:
             raise gone from error
         try:
@@ -144,36 +141,39 @@ class DirectoryCommits:
             raise
         return hold
 
-    def post(self, rank: int, text: str, *, deadline: float) -> None:
+    def post(self, name: str, text: str, *, deadline: float) -> None:
+        self.write(f"{name}.json", [text.encode()])
+
+    def look(self, name: str, *, run: str | None = None, deadline: float) -> str | None:
+        text = self.read(f"{name}.json")
+        return None if text is None else text.decode(errors="replace")
+
+    def write(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
+        """Write over a small file; it is as safe as promised on return.
+
+        Raises:
+            CapacityError: there is no room.
+            TransferError: no owner has begun, or it cannot be written.
+        """
         self.check()
         try:
-            _write(self.directory / _note(rank), text.encode(), durable=False)
+            write_over(self.directory / name, parts, durable=self._durable)
         except FileNotFoundError as error:
             raise TransferError("no owner has begun. Pass owner=True on rank 0.") from error
         except OSError as error:
-            raise self.no_room(error, len(text)) from error
+            raise self.no_room(error, sum(map(len, parts))) from error
 
-    def look(self, marker: Marker, rank: int, *, deadline: float) -> str | None:
-        text = self._read(_note(rank))
-        return None if text is None else text.decode(errors="replace")
-
-    def announce(self, text: str, *, deadline: float) -> None:
-        self.check(owner=True)
+    def read(self, name: str, at: int = 0, size: int = -1) -> bytes | None:
+        """Return bytes of a small file; None where there is none."""
+        self.check()
         try:
-            _write(self.directory / _ANNOUNCED, text.encode(), durable=self._durable)
-        except OSError as error:
-            raise self.no_room(error, len(text)) from error
-
-    def announced(self, *, deadline: float) -> str | None:
-        text = self._read(_ANNOUNCED)
-        return None if text is None else text.decode(errors="replace")
-
-    def hint(self) -> str:
-        return self.place.others()
+            return read_own(self.directory / name, at, size, user=self._place.user)
+        except FileNotFoundError:
+            return None
 
     def close(self) -> None:
         self._closed = True
-        if self._removal is not None:
+        if self._owned is not None:
             self._removal()
 
     def check(self, *, owner: bool = False) -> None:
@@ -206,7 +206,7 @@ class DirectoryCommits:
         """Take the lock of a version that nobody holds, so that nobody can take hold of it."""
         never = threading.Event()
         while True:
-            fd = open_own(self._lock_path(marker.version), os.O_RDONLY, user=self.place.user)
+            fd = open_own(self._lock_path(marker.version), os.O_RDONLY, user=self._place.user)
             try:
                 return Hold(fd, fcntl.LOCK_EX)
             except BlockingIOError as error:
@@ -217,16 +217,12 @@ class DirectoryCommits:
                     ) from error
             never.wait(self.look_s)
 
-    def _read(self, name: str) -> bytes | None:
-        self.check()
-        try:
-            fd = open_own(self.directory / name, os.O_RDONLY, user=self.place.user)
-        except FileNotFoundError:
-            return None
-        with open(fd, "rb") as file:
-            return file.read()
+    def _remove(self, version: int) -> None:
+        self._lock_path(version).unlink(missing_ok=True)
+        for part in self.directory.glob(f"version-{version}.*.delta*"):
+            part.unlink(missing_ok=True)
 
-    def _write_commits(self, markers: list[Marker]) -> None:
+    def _write_commits(self, markers: Sequence[Marker]) -> None:
         _write_markers(self.directory, markers, durable=self._durable)
         self.committed[:] = markers
         if self._durable:
@@ -242,10 +238,6 @@ def fsync(path: Path) -> None:
         os.close(fd)
 
 
-def _note(rank: int) -> str:
-    return f"rank-{rank}.json"
-
-
 def _leave(place: Place, owned: Owned, committed: list[Marker], pid: int, durable: bool) -> None:
     if os.getpid() != pid:
         return  # A forked child inherits the finalizer, not the ownership.
@@ -254,8 +246,9 @@ def _leave(place: Place, owned: Owned, committed: list[Marker], pid: int, durabl
             with suppress(FileNotFoundError):
                 stays = _names_that_stay(owned.directory, committed, durable)
                 remove(owned.directory, keep=stays)
-                if stays and last_chain(committed) != committed:
-                    _write_markers(owned.directory, last_chain(committed), durable=durable)
+                chain = last_chain(committed)
+                if stays and len(chain) < len(committed):
+                    _write_markers(owned.directory, chain, durable=durable)
         finally:
             place.leave(owned)
     except OSError as error:
@@ -265,40 +258,16 @@ def _leave(place: Place, owned: Owned, committed: list[Marker], pid: int, durabl
         ) from error
 
 
-def last_chain(committed: Sequence[Marker]) -> list[Marker]:
-    """Return the last version, after those that it is a delta to."""
-    return list(chain_to(committed[-1], committed, held=None)) if committed else []
-
-
 def _names_that_stay(
     directory: Path, committed: Sequence[Marker], durable: bool
 ) -> Collection[str]:
     """Return, on a disk, the files that the last version needs: it may be the final one."""
-    chain = last_chain(committed) if durable else []
+    chain = last_chain(committed) if durable else ()
     versions = tuple(f"version-{marker.version}." for marker in chain)
     files = {path.name for path in directory.iterdir() if path.name.startswith(versions)}
-    return {_COMMITS, _ANNOUNCED, *files} if chain else set()
+    return {f"{_COMMITS}.json", f"{ANNOUNCED}.json", *files} if chain else set()
 
 
 def _write_markers(directory: Path, markers: Sequence[Marker], *, durable: bool) -> None:
     text = json.dumps([marker.to_json() for marker in markers])
-    _write(directory / _COMMITS, text.encode(), durable=durable)
-
-
-def _write(path: Path, text: bytes, *, durable: bool) -> None:
-    """Write over a file, in one step."""
-    scratch = path.with_name(f"{path.name}.tmp")
-    scratch.unlink(missing_ok=True)
-    with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(text)
-        file.flush()
-        if durable:
-            os.fsync(file.fileno())
-    scratch.replace(path)
-
-
-def _read_markers(path: Path, text: bytes) -> tuple[Marker, ...]:
-    try:
-        return tuple(Marker.from_json(row) for row in json.loads(text))
-    except (ValueError, TypeError) as error:
-        raise CorruptionError(f"{path} cannot be read: {error}") from error
+    write_over(directory / f"{_COMMITS}.json", [text.encode()], durable=durable)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -13,17 +12,19 @@ import torch.distributed as dist
 
 from ...errors import DeadlineError, PlanError, TransferError, UnsupportedError, UsageError
 from ..agree import Agreement
+from ..held import Boxes
 from ..marker import Marker
 from ..plan import Plan
-from .board import Board, store_spec
-from .group_wire import Arrived, Group, join, receive_buckets, send_buckets
-from .rounds import Rounds
-from .transaction import Go, Transaction, next_generation
+from .board import Board, Go, Transaction, store_spec
+from .group_wire import Arrived, Group, Link, Rounds, join, receive_buckets, send_buckets
 from .transport import Begun, Incoming, Outgoing, Request
 
 __all__ = ["GroupTransport"]
 
 _REASON_CHARS = 600
+_MESSAGE_BYTES = 2048
+_ERROR_CHARS = 250  # A character takes up to six bytes in JSON.
+_GRACE_S = 1.0
 
 
 class GroupTransport:
@@ -98,12 +99,31 @@ class GroupTransport:
             self._group = dist.group.WORLD if group is None else group
             agreement = Agreement(world_size=size, group=group)
             self._rank, self._is_any = agreement.rank, False
-            self._start(next_generation(self._named, agreement, deadline=deadline))
+            generation = self._agreed_generation(agreement, deadline)
         elif rank == 0:
-            generation = self._named.add("generations", 1, deadline=deadline)
+            generation = self._new_generation(deadline)
             self._named.post("generation", str(generation), deadline=deadline)
         if generation is not None:
             self._start(generation)
+
+    def _new_generation(self, deadline: float) -> int:
+        """Draw a number. What an earlier group left in the store is never read again."""
+        return self._named.add("generations", 1, deadline=deadline)
+
+    def _agreed_generation(self, agreement: Agreement, deadline: float) -> int:
+        """Return a number that rank 0 draws and tells the others; collective."""
+        mine: dict[str, Any] = {}
+        if agreement.rank == 0:
+            try:
+                mine["generation"] = self._new_generation(deadline)
+            except TransferError as error:
+                mine["error"] = str(error)[:_ERROR_CHARS]
+        # The others hear a little later that rank 0 did not reach the store in time.
+        late = deadline + _GRACE_S
+        said = agreement.exchange(mine, size_bytes=_MESSAGE_BYTES, deadline=late)[0]
+        if "error" in said:
+            raise TransferError(f"rank 0: {said['error']}")
+        return int(said["generation"])
 
     def _start(self, generation: int) -> None:
         self._generation = generation
@@ -165,14 +185,8 @@ class GroupTransport:
                 mine = outgoing.plan.of_rank(self._rank)
                 sizes = [(index, len(outgoing.payload(index))) for index in mine]
                 self._now.post(f"sizes/{self._rank}", sizes, deadline=deadline)
-            send_buckets(
-                outgoing,
-                self._rounds_of(outgoing.plan).by_rank.get(self._rank, []),
-                to=lambda reader: self._trainers + reader,
-                group=self._joined(deadline),
-                device=self._device,
-                deadline=deadline,
-            )
+            messages = self._rounds_of(outgoing.plan).by_rank.get(self._rank, [])
+            send_buckets(self._joined(deadline), outgoing, messages, deadline=deadline)
 
     def commit(self, marker: Marker, *, deadline: float) -> None:
         """Rank 0: send the digests, and wait until every reader has found its bytes to be right.
@@ -273,12 +287,7 @@ class GroupTransport:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _settle(self, error: str, deadline: float) -> None:
@@ -298,23 +307,11 @@ class GroupTransport:
             for rank in sorted({plan.buckets[index].rank for index in sizes}):
                 said = now.read_or_abort(f"sizes/{rank}", deadline=deadline)
                 sizes.update((index, size) for index, size in said if index in sizes)
-        arrived = Arrived(
-            plan,
-            reader,
-            full=base is None,
-            keep=self._keep,
-            device=self._device,
-            settle=self._settle,
-        )
-        receive_buckets(
-            sizes,
-            self._rounds_of(plan).by_reader.get(reader, []),
-            arrived.take,
-            sender=lambda index: plan.buckets[index].rank,
-            group=self._joined(deadline),
-            device=self._device,
-            deadline=deadline,
-        )
+        boxes = Boxes(plan, reader, stays=self._keep, device=self._device)
+        arrived = Arrived(plan, boxes if base is None else None, settle=self._settle)
+        messages = self._rounds_of(plan).by_reader.get(reader, [])
+        link = self._joined(deadline)
+        receive_buckets(link, plan, sizes, messages, arrived.take, deadline=deadline)
         arrived.marker = Marker.from_json(now.read_or_abort("marker", deadline=deadline))
         return arrived
 
@@ -365,12 +362,12 @@ class GroupTransport:
             if int(said) != self._generation:
                 self._start(int(said))
 
-    def _joined(self, deadline: float) -> Group:
-        """Return the group; make it, where the ranks meet through the store."""
+    def _joined(self, deadline: float) -> Link:
+        """Return this end of the group; make it, where the ranks meet through the store."""
         if self._group is None:
             name, size = f"weightsync/{self._generation}/gloo", self._trainers + self._readers
             self._group = join(self._store, name, rank=self._rank, size=size, deadline=deadline)
-        return self._group
+        return Link(self._group, self._trainers, self._device)
 
     def _rounds_of(self, plan: Plan) -> Rounds:
         if self._rounds is None or self._rounds[0] is not plan:

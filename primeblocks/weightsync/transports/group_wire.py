@@ -1,4 +1,4 @@
-"""Messages of one rank of a process group, two at a time, in the order of their rounds.
+"""Messages of one rank of a process group, two at a time, in the order of their rounds; its cost.
 
 A group is one that torch.distributed knows, or one that ranks make over a store, which it does not.
 """
@@ -6,8 +6,11 @@ A group is one that torch.distributed knows, or one that ranks make over a store
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,14 +21,76 @@ from ..held import Boxes, Held, packed_views
 from ..marker import Marker
 from ..plan import Plan
 from .board import Board
-from .rounds import Message
 from .transport import Outgoing
 
-__all__ = ["Arrived", "Group", "join", "receive_buckets", "send_buckets"]
+__all__ = [
+    "Arrived",
+    "Estimate",
+    "Group",
+    "Link",
+    "Message",
+    "Rounds",
+    "estimate",
+    "join",
+    "receive_buckets",
+    "send_buckets",
+]
 
 _IN_FLIGHT = 2
 
 Group = dist.ProcessGroup | dist.ProcessGroupGloo
+
+
+class Message(NamedTuple):
+    """A bucket on its way to one reader."""
+
+    round: int
+    bucket: int
+    reader: int
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Messages, one a bucket and reader; in a round a rank sends or receives one at most.
+
+    Ranks that go through their messages by round never deadlock: both ends of the earliest
+    unfinished message are done with all before.
+    """
+
+    by_rank: dict[int, list[Message]]
+    by_reader: dict[int, list[Message]]
+
+    @classmethod
+    def of(cls, plan: Plan) -> Rounds:
+        """Give each message the first round in which both its ends are free.
+
+        That takes less than twice the rounds of the rank with most messages.
+        """
+        links: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for index, bucket in enumerate(plan.buckets):
+            for reader in bucket.readers:
+                links[bucket.rank, reader].append(index)
+        # Links take turns, and start at another sender for each reader, so that not all want the
+        # same one.
+        queue = sorted(
+            (turn, (rank - reader) % plan.world_size, rank, reader, index)
+            for (rank, reader), indices in links.items()
+            for turn, index in enumerate(indices)
+        )
+        busy: dict[tuple[str, int], int] = defaultdict(int)  # A bit for each round.
+        by_rank: dict[int, list[Message]] = defaultdict(list)
+        by_reader: dict[int, list[Message]] = defaultdict(list)
+        for _, _, rank, reader, index in queue:
+            free = ~(busy["rank", rank] | busy["reader", reader])
+            bit = free & -free
+            busy["rank", rank] |= bit
+            busy["reader", reader] |= bit
+            message = Message(bit.bit_length() - 1, index, reader)
+            by_rank[rank].append(message)
+            by_reader[reader].append(message)
+        for messages in (*by_rank.values(), *by_reader.values()):
+            messages.sort()
+        return cls(dict(by_rank), dict(by_reader))
 
 
 def join(store: dist.Store, name: str, *, rank: int, size: int, deadline: float) -> Group:
@@ -51,23 +116,27 @@ def join(store: dist.Store, name: str, *, rank: int, size: int, deadline: float)
     return groups[0]
 
 
+class Link(NamedTuple):
+    """This rank's end of a group, whose first `trainers` ranks send, over messages on a device."""
+
+    group: Group
+    trainers: int
+    device: torch.device
+
+
 class Arrived:
-    """A version in this reader's memory; other readers may not have all of it yet."""
+    """A version in this reader's memory; other readers may not have all of it yet.
+
+    Args:
+        boxes: memory for a full one.
+    """
 
     marker: Marker
 
     def __init__(
-        self,
-        plan: Plan,
-        reader: int,
-        *,
-        full: bool,
-        keep: bool,
-        device: torch.device,
-        settle: Callable[[str, float], None],
+        self, plan: Plan, boxes: Boxes | None, *, settle: Callable[[str, float], None]
     ) -> None:
-        self._plan, self._settle = plan, settle
-        self._boxes = Boxes(plan, reader, stays=keep, device=device) if full else None
+        self._plan, self._boxes, self._settle = plan, boxes, settle
         self._payloads: dict[int, memoryview] = {}
 
     def take(self, index: int, message: Tensor) -> None:
@@ -91,13 +160,7 @@ class Arrived:
 
 
 def send_buckets(
-    outgoing: Outgoing,
-    messages: Sequence[Message],
-    *,
-    to: Callable[[int], int],
-    group: Group,
-    device: torch.device,
-    deadline: float,
+    link: Link, outgoing: Outgoing, messages: Sequence[Message], *, deadline: float
 ) -> None:
     """Send each bucket to each reader. Two buffers, each the size of the largest message.
 
@@ -107,25 +170,25 @@ def send_buckets(
     """
     buckets = outgoing.plan.buckets
     size = max((buckets[message.bucket].bytes for message in messages), default=0)
-    buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in messages[:_IN_FLIGHT]]
+    buffers = _buffers(link, messages, size)
     works: list[dist.Work | None] = [None] * _IN_FLIGHT
     for place, message in enumerate(messages):
         turn = place % _IN_FLIGHT
         _wait(works[turn], deadline)
-        filled = _fill(outgoing, message.bucket, buffers[turn])
-        works[turn] = group.send([filled], to(message.reader), 0)  # type: ignore[union-attr]
+        filled = [_fill(outgoing, message.bucket, buffers[turn])]
+        to = link.trainers + message.reader
+        works[turn] = link.group.send(filled, to, 0)  # type: ignore[union-attr]
     for work in works:
         _wait(work, deadline)
 
 
 def receive_buckets(
+    link: Link,
+    plan: Plan,
     sizes: Mapping[int, int],
     messages: Sequence[Message],
     take: Callable[[int, Tensor], object],
     *,
-    sender: Callable[[int], int],
-    group: Group,
-    device: torch.device,
     deadline: float,
 ) -> None:
     """Receive each bucket and hand its bytes to `take`, which copies them.
@@ -133,13 +196,13 @@ def receive_buckets(
     Cost: two buffers, each the size of the largest message. Raises as `send_buckets`.
     """
     size = max((sizes[message.bucket] for message in messages), default=0)
-    buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in messages[:_IN_FLIGHT]]
+    buffers = _buffers(link, messages, size)
     works: list[dist.Work | None] = [None] * _IN_FLIGHT
 
     def post(place: int) -> None:
         index = messages[place].bucket
-        buffer = buffers[place % _IN_FLIGHT][: sizes[index]]
-        works[place % _IN_FLIGHT] = group.recv([buffer], sender(index), 0)  # type: ignore[union-attr]
+        buffer, sender = buffers[place % _IN_FLIGHT][: sizes[index]], plan.buckets[index].rank
+        works[place % _IN_FLIGHT] = link.group.recv([buffer], sender, 0)  # type: ignore[union-attr]
 
     for place in range(len(buffers)):
         post(place)
@@ -148,6 +211,39 @@ def receive_buckets(
         take(message.bucket, buffers[place % _IN_FLIGHT][: sizes[message.bucket]])
         if place + _IN_FLIGHT < len(messages):
             post(place + _IN_FLIGHT)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Cost of a sync from rank to rank, on paper."""
+
+    bytes_total: int
+    busiest_bytes: int
+    seconds: float
+
+
+def estimate(plan: Plan, *, gbit_per_s: float, sent_fraction: float = 1.0) -> Estimate:
+    """Estimate the bytes, and the seconds of the busiest rank at full line rate. Pure.
+
+    Every reader is sent its own buckets. A lower bound: no latency, no contention in the fabric,
+    no packing, no digests.
+
+    Args:
+        gbit_per_s: the rate at which one rank sends or receives, in 10^9 bits a second.
+        sent_fraction: bytes sent over bytes of weights: 1 in full, less with deltas.
+    """
+    sent = [0] * plan.world_size
+    for bucket in plan.buckets:
+        sent[bucket.rank] += bucket.bytes * len(bucket.readers)
+    read = [plan.read_bytes(reader) for reader in range(len(plan.wants))]
+    busiest = max(sent + read) * sent_fraction
+    seconds = 8 * busiest / (gbit_per_s * 1e9)
+    return Estimate(round(sum(sent) * sent_fraction), round(busiest), seconds)
+
+
+def _buffers(link: Link, messages: Sequence[Message], size_bytes: int) -> list[Tensor]:
+    count = min(_IN_FLIGHT, len(messages))
+    return [torch.empty(size_bytes, dtype=torch.uint8, device=link.device) for _ in range(count)]
 
 
 def _fill(outgoing: Outgoing, index: int, buffer: Tensor) -> Tensor:

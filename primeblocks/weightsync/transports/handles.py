@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from ...errors import CapacityError, CorruptionError, UnsupportedError
-from .carrier import Opened, Shared, Span, noted
-from .memory_file import allocate, open_of
+from .blobs import allocate, mapped, open_of
+from .packed import Opened, Shared, Span, noted
 
 __all__ = ["HandleCarrier"]
 
@@ -66,7 +66,7 @@ class HandleCarrier:
             # It ends with this process, or with this object.
             self._ends[token] = weakref.finalize(self, os.close, fd)
             note |= {"pid": os.getpid(), "fd": fd}
-            return Shared(_mapped(fd, size_bytes, shared=True), note)
+            return Shared(mapped(fd, size_bytes, shared=True), note)
         except (OSError, torch.OutOfMemoryError) as error:
             self._end(token)
             raise CapacityError(
@@ -82,8 +82,8 @@ class HandleCarrier:
         notes = {_token(span.note): span.note for span in spans}
         opened = {}
         for token, note in notes.items():
-            buffer = self._opened.get(token)
-            opened[token] = _opened(note) if buffer is None else buffer
+            kept = self._opened.get(token)
+            opened[token] = _opened(note) if kept is None else kept
         parts = [opened[_token(note)][start : start + size] for note, start, size in spans]
         if any(len(part) != span.bytes for part, span in zip(parts, spans, strict=True)):
             raise CorruptionError("a buffer is smaller than its note says")
@@ -134,7 +134,7 @@ def _opened(note: Mapping[str, Any]) -> UInt8[Tensor, " bytes"]:
     try:
         if os.fstat(fd).st_size != note["bytes"]:  # Beyond its end is a SIGBUS.
             raise CorruptionError("a buffer has another size than its note says")
-        return _mapped(fd, note["bytes"], shared=False)
+        return mapped(fd, note["bytes"], shared=False)
     finally:
         os.close(fd)
 
@@ -160,11 +160,6 @@ def _open_cuda(note: Mapping[str, Any]) -> UInt8[Tensor, " bytes"]:
     opened = rebuild_cuda_tensor(*what)
     assert isinstance(opened, Tensor)
     return opened
-
-
-def _mapped(fd: int, size_bytes: int, *, shared: bool) -> UInt8[Tensor, " bytes"]:
-    path = f"/proc/self/fd/{fd}"
-    return torch.from_file(path, shared=shared, size=size_bytes, dtype=torch.uint8)
 
 
 def _name(token: str) -> str:

@@ -2,82 +2,73 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from ...errors import UnsupportedError
-from .board import open_store
-from .carrier import Carrier, Wire, WireCarrier
-from .commits import Commits
+from .board import file_store, tcp_store
 from .directory import FileTransport, SharedMemoryTransport
 from .directory_commits import DirectoryCommits
 from .group import GroupTransport
 from .handles import HandleCarrier
 from .packed_transport import PackedTransport
-from .place import DiskPlace, private_place
-from .process_wire import ProcessWire
+from .place import DiskPlace, PrivatePlace
 from .store_commits import StoreCommits
 from .transport import Transport
+from .wire import ProcessWire, Wire, WireCarrier
 
-__all__ = ["open_commits", "open_transport"]
+__all__ = ["open_spec", "open_transport"]
 
-
-Wires = Mapping[str, Callable[[Mapping[str, Any]], Wire]]
+Wires = Mapping[str, Callable[..., Wire]]
+# A spec is a kind and the arguments of its constructor, of which some are specs.
+_KINDS: Mapping[str, Callable[..., Any]] = {
+    "shared_memory": SharedMemoryTransport,
+    "file": FileTransport,
+    "packed": PackedTransport,
+    "group": GroupTransport,
+    "directory": DirectoryCommits,
+    "private": PrivatePlace,
+    "disk": DiskPlace,
+    "store": StoreCommits,
+    "file_store": file_store,
+    "tcp_store": tcp_store,
+    "handles": HandleCarrier,
+    "wire": WireCarrier,
+    "process": ProcessWire,
+}
+_OWNERS = {"owner", "rank"}  # Arguments of the other ends.
 
 
 def open_transport(spec: Mapping[str, Any], *, wires: Wires | None = None) -> Transport:
     """Open the reading end of the transport whose `spec()` this is.
 
     Args:
-        wires: constructors of wires by their kind, from their `spec()`, beside "process".
+        wires: constructors of wires by their kind, beside "process", with what their `spec()` says.
 
     Raises:
         UnsupportedError: the kind is unknown here.
         TransferError: its store does not answer.
     """
-    match spec:
-        case {"kind": "shared_memory", "name": name, "root": root}:
-            return SharedMemoryTransport(name, root=root)
-        case {"kind": "file", "path": path, "user": user}:
-            return FileTransport(path, user=user)
-        case {"kind": "packed", "commits": commits, "carrier": carrier, "keep": keep}:
-            return PackedTransport(open_commits(commits), _carrier(carrier, wires or {}), keep=keep)
-        case {"kind": "group", "store": store, "trainers": trainers, **told}:
-            given = {key: told[key] for key in ("readers", "generation", "keep")}
-            return GroupTransport(store=open_store(store), trainers=trainers, **given)
-    raise _unknown("transport", spec, "shared_memory, file, packed, group")
+    made = open_spec(spec, wires=wires)
+    if not isinstance(made, Transport):
+        raise UnsupportedError(f"no transport for {dict(spec)}, which is a part of one")
+    return made
 
 
-def open_commits(spec: Mapping[str, Any]) -> Commits:
-    """Open the reading end of the commits whose `spec()` this is."""
-    match spec:
-        case {"kind": "directory", "name": name, "root": root, "prefix": prefix}:
-            return DirectoryCommits(private_place(name, root, prefix=prefix), owner=False)
-        case {"kind": "directory", "path": path, "user": user}:
-            return DirectoryCommits(DiskPlace(Path(path), user=user), owner=False)
-        case {"kind": "store", "name": name, "store": store}:
-            return StoreCommits(open_store(store), name=name, owner=False)
-    raise _unknown("commits", spec, "directory, store")
-
-
-def _carrier(spec: Mapping[str, Any], wires: Wires) -> Carrier:
-    match spec:
-        case {"kind": "handles"}:
-            return HandleCarrier()
-        case {"kind": "wire", "wire": wire}:
-            return WireCarrier(_wire(wire, wires))
-    raise _unknown("carrier", spec, "handles, wire")
-
-
-def _wire(spec: Mapping[str, Any], wires: Wires) -> Wire:
-    kind = str(spec.get("kind"))
-    if kind == "process":
-        return ProcessWire()
-    if kind in wires:
-        return wires[kind](spec)
-    raise _unknown("wire", spec, ", ".join(["process", *wires]))
-
-
-def _unknown(what: str, spec: Mapping[str, Any], known: str) -> UnsupportedError:
-    return UnsupportedError(f"no {what} for {dict(spec)}; known: {known}")
+def open_spec(spec: Mapping[str, Any], *, wires: Wires | None = None) -> Any:
+    """Open the reading end of a transport, or of a part of one."""
+    kinds = {**_KINDS, **(wires or {})}
+    told = {
+        name: open_spec(value, wires=wires) if isinstance(value, Mapping) else value
+        for name, value in spec.items()
+        if name != "kind"
+    }
+    try:
+        make = kinds[str(spec.get("kind"))]
+        inspect.signature(make).bind(**told)
+    except (KeyError, TypeError):
+        make = None
+    if make is None or told.keys() & _OWNERS:
+        raise UnsupportedError(f"no transport for {dict(spec)}; known: {', '.join(kinds)}")
+    return make(**told)

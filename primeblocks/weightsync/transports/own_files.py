@@ -7,19 +7,19 @@ import fcntl
 import os
 import re
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from ...errors import UsageError
 from ..lease import Hold
 
-__all__ = ["LOCK", "open_own", "removable", "remove", "take_lock"]
+__all__ = ["LOCK", "open_own", "read_own", "removable", "remove", "take_lock", "write_over"]
 
 LOCK = "primeblocks.lock"
 _OURS = re.compile(
-    r"version-\d+\.(safetensors|\d+\.delta|lock(\.tmp)?)|rank-\d+\.json(\.tmp)?"
-    rf"|(commits|announced)\.json(\.tmp)?|note\.tmp|{re.escape(LOCK)}"
+    r"(version-\d+\.(safetensors|\d+\.delta|lock)|(rank-\d+|commits|announced)\.json)(\.tmp)?"
+    rf"|note\.tmp|{re.escape(LOCK)}"
 )
 _REFUSED = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EISDIR, errno.ENOTDIR)
 
@@ -51,6 +51,27 @@ def open_own(path: Path, flags: int, *, user: int | None = None) -> int:
             f"be a file of user {wanted} that others cannot write to. It was not read; remove it."
         )
     return fd
+
+
+def read_own(path: Path, at: int = 0, size: int = -1, *, user: int | None) -> bytes:
+    """Return bytes of a file, to its end at most. Raises as `open_own`."""
+    with open(open_own(path, os.O_RDONLY, user=user), "rb") as file:
+        file.seek(at)
+        return file.read(size)
+
+
+def write_over(
+    path: Path, parts: Iterable[bytes | memoryview], *, durable: bool, scratch: Path | None = None
+) -> None:
+    """Write over a file, in one step; `scratch` is in its place until then."""
+    scratch = path.with_name(f"{path.name}.tmp") if scratch is None else scratch
+    scratch.unlink(missing_ok=True)
+    with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.writelines(parts)
+        file.flush()
+        if durable:
+            os.fsync(file.fileno())
+    scratch.replace(path)
 
 
 def remove(directory: Path, *, keep: Collection[str] = ()) -> None:

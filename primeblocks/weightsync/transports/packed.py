@@ -1,27 +1,110 @@
-"""Buckets one behind the other in one buffer for each trainer rank, and a reader's view of them."""
+"""Buckets one behind the other in one buffer for each trainer rank, its carrier, and its views."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping
-from typing import Generic, TypeVar
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from ...errors import PlanError
+from ...errors import CorruptionError, PlanError
 from ...layout import Shard
 from ..held import packed_views
 from ..marker import Marker
-from ..plan import Plan
+from ..plan import Copy, Plan
 from .transport import Outgoing
 
-__all__ = ["Packed", "Pool", "pack_all", "pack_payloads", "places", "places_of_version"]
+__all__ = [
+    "Borrowed",
+    "Carrier",
+    "Opened",
+    "Packed",
+    "Pool",
+    "Shared",
+    "Span",
+    "noted",
+    "pack_all",
+    "pack_payloads",
+    "places",
+    "places_of_version",
+]
 
+_CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
 _ALIGN_BYTES = 256  # What GPUs and network cards like; every element type is aligned, too.
 
-T = TypeVar("T")
+
+class Shared(NamedTuple):
+    """A buffer of this process, and what others need to reach it. JSON-able."""
+
+    buffer: UInt8[Tensor, " bytes"]
+    note: Mapping[str, Any]
+
+
+class Span(NamedTuple):
+    """Bytes of a shared buffer of another process."""
+
+    note: Mapping[str, Any]
+    start: int
+    bytes: int
+
+
+class Opened(NamedTuple):
+    """Spans that were fetched: in a buffer of this process, or where their writer may write."""
+
+    parts: Sequence[UInt8[Tensor, " bytes"]]
+    is_own: bool
+    close: Callable[[], object]
+
+
+def noted(note: Mapping[str, Any], key: str) -> int:
+    """Return a number of a note, which somebody else has written.
+
+    Raises:
+        CorruptionError: there is none.
+    """
+    value = note.get(key) if isinstance(note, Mapping) else None
+    if type(value) is int and 0 <= value < 1 << 63:
+        return value
+    raise CorruptionError(f"the place of a buffer cannot be read: {str(note)[:100]!r}")
+
+
+class Carrier(Protocol):
+    """Buffers of this process, and reads of those of others."""
+
+    def spec(self) -> dict[str, Any]:
+        """Return what opens its reading end in another process. JSON-able."""
+        ...
+
+    def make(self, size_bytes: int) -> Shared:
+        """Return a new buffer.
+
+        Raises:
+            CapacityError: there is no memory for it.
+        """
+        ...
+
+    def drop(self, shared: Shared) -> None:
+        """Let nobody else reach a buffer from now on."""
+        ...
+
+    def fetch(self, spans: Sequence[Span], *, again: bool, deadline: float) -> Opened:
+        """Return spans of others' buffers, in order.
+
+        Args:
+            again: whether more will be fetched from the same buffers, or as much of others.
+
+        Raises:
+            TransferError: a process is gone, or has let go of its buffer.
+            DeadlineError: they were not fetched in time.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of everything. Twice is fine."""
+        ...
 
 
 def places(
@@ -41,25 +124,25 @@ def places_of_version(plan: Plan, marker: Marker, rank: int) -> tuple[dict[int, 
     return places(sizes, align_bytes=_ALIGN_BYTES if marker.base is None else 1)
 
 
-def pack_all(outgoing: Outgoing, make: Callable[[int], UInt8[Tensor, " bytes"]]) -> None:
-    """Write a rank's buckets to one buffer, which `make` returns for its bytes."""
+def pack_all(outgoing: Outgoing, pool: Pool) -> None:
+    """Write a rank's buckets to one buffer."""
     plan = outgoing.plan
     sizes = {index: plan.buckets[index].bytes for index in plan.of_rank(outgoing.rank)}
     starts, size_bytes = places(sizes)
-    buffer = make(size_bytes)
+    buffer = pool.take(outgoing.version, size_bytes)
     outgoing.fill_all(
         (index, packed_views(plan, index, buffer[start : start + sizes[index]]))
         for index, start in starts.items()
     )
 
 
-def pack_payloads(outgoing: Outgoing, make: Callable[[int], UInt8[Tensor, " bytes"]]) -> None:
-    """Write a rank's deltas to one buffer, which `make` returns for at least their bytes."""
+def pack_payloads(outgoing: Outgoing, pool: Pool) -> None:
+    """Write a rank's deltas to one buffer."""
     payloads = {index: outgoing.payload(index) for index in outgoing.plan.of_rank(outgoing.rank)}
     sizes = {index: len(payload) for index, payload in payloads.items()}
     starts, size_bytes = places(sizes, align_bytes=1)
     # A power of two, so that buffers of other deltas fit, which are registered.
-    buffer = make(1 << max(0, size_bytes - 1).bit_length())
+    buffer = pool.take(outgoing.version, 1 << max(0, size_bytes - 1).bit_length())
     for index, start in starts.items():
         # Bytes of a delta may not be written to, which frombuffer asks for.
         payload = torch.frombuffer(bytearray(payloads[index]), dtype=torch.uint8)
@@ -116,46 +199,65 @@ class Packed:
         return made
 
 
-class Pool(Generic[T]):
-    """Buffers of one trainer rank by version. One that is no longer read is used again.
+class Borrowed:
+    """A `Lent`: packed buckets in buffers of trainer ranks, not written to until it is closed."""
 
-    Args:
-        make: makes a buffer of that many bytes.
-        drop: ends one.
-        spares: the number of unused ones that wait for a version of the same size.
-    """
+    stays = False
 
     def __init__(
-        self, make: Callable[[int], T], drop: Callable[[T], object], *, spares: int
+        self, buckets: Mapping[int, Tensor], *, close: Callable[[], object] = list
     ) -> None:
-        self._make, self._drop, self._spares = make, drop, spares
-        self._used: dict[int, tuple[int, T]] = {}
-        self._free: list[tuple[int, T]] = []
+        self._buckets = buckets
+        self.device = next((part.device for part in buckets.values()), torch.device("cpu"))
+        self.close = weakref.finalize(self, close)
+        self.close.atexit = False
+
+    def chunks(
+        self, index: int, copy: Copy, into: UInt8[Tensor, " bytes"] | None
+    ) -> Iterator[UInt8[Tensor, " chunk"]]:
+        lies = self._buckets[index][copy.offset : copy.offset + copy.bytes]
+        # Few launches on a GPU; what stays in the cache on a CPU.
+        step = _CHUNK_BYTES[lies.device.type]
+        for start in range(0, copy.bytes, step):
+            part = lies[start : start + step]
+            yield part.clone() if into is None else into[start : start + step].copy_(part)
+
+
+class Pool:
+    """Buffers of one trainer rank by version. One that is no longer read is used again.
+
+    One of them waits for the next version of its size.
+    """
+
+    def __init__(self, carrier: Carrier) -> None:
+        self._carrier = carrier
+        self._used: dict[int, tuple[int, Shared]] = {}
+        self._spare: tuple[int, Shared] | None = None
 
     def keep(self, versions: Collection[int]) -> None:
         """Free the buffers of all other versions."""
         for version in [version for version in self._used if version not in versions]:
-            self._free.append(self._used.pop(version))
-        while len(self._free) > self._spares:
-            self._drop(self._free.pop(0)[1])
+            self._drop_spare()
+            self._spare = self._used.pop(version)
 
-    def take(self, version: int, size_bytes: int) -> T:
-        """Return a buffer for a version. Drops spares of another size first, for their room."""
-        fits = [one for one in self._free if one[0] == size_bytes]
-        for one in self._free:
-            if one not in fits[:1]:
-                self._drop(one[1])
-        self._free = []
-        one = fits[0] if fits else (size_bytes, self._make(size_bytes))
-        self._used[version] = one
-        return one[1]
+    def take(self, version: int, size_bytes: int) -> UInt8[Tensor, " bytes"]:
+        """Return a buffer for a version. Drops a spare of another size first, for its room."""
+        if self._spare is None or self._spare[0] != size_bytes:
+            self._drop_spare()
+            self._spare = size_bytes, self._carrier.make(size_bytes)
+        self._used[version], self._spare = self._spare, None
+        return self._used[version][1].buffer
 
-    def by_version(self) -> dict[int, T]:
+    def by_version(self) -> dict[int, Shared]:
         """Return the buffers in use, by version."""
-        return {version: buffer for version, (_, buffer) in self._used.items()}
+        return {version: shared for version, (_, shared) in self._used.items()}
 
     def close(self) -> None:
         """Drop them all."""
         self.keep(())
-        while self._free:
-            self._drop(self._free.pop()[1])
+        self._drop_spare()
+
+    def _drop_spare(self) -> None:
+        if self._spare is not None:
+            self._carrier.drop(self._spare[1])
+        self._spare = None

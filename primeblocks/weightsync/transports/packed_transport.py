@@ -3,37 +3,42 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from jaxtyping import UInt8
 from torch import Tensor
 
 from ...errors import CorruptionError, DeadlineError, TransferError
 from ..held import Held, Lent, copied
 from ..marker import Marker
-from ..plan import Copy, Plan
-from .carrier import Carrier, Shared, Span, Wire, WireCarrier, noted
-from .commits import Commits
+from ..plan import Plan
+from .commits import Commits, await_versions, last_chain
 from .directory_commits import DirectoryCommits
 from .handles import HandleCarrier
-from .packed import Packed, Pool, pack_all, pack_payloads, places_of_version
-from .place import private_place
+from .packed import (
+    Borrowed,
+    Carrier,
+    Opened,
+    Packed,
+    Pool,
+    Span,
+    noted,
+    pack_all,
+    pack_payloads,
+    places_of_version,
+)
+from .place import PrivatePlace
 from .store_commits import StoreCommits
 from .transport import Begun, Incoming, Outgoing, Request
-from .versions import await_announced, await_versions, chain_to
+from .wire import Wire, WireCarrier
 
 __all__ = ["IpcTransport", "PackedTransport", "PullTransport"]
-
-_CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
 
 
 class PackedTransport:
@@ -50,7 +55,7 @@ class PackedTransport:
     the tensors in about three buckets of each trainer rank where it reads them in place, else the
     buckets that it wants, twice with `keep`.
 
-    This process's ends of commits and carrier are closed with it.
+    This process's ends of commits and carrier are closed with it. The commits are its attribute.
 
     Args:
         keep: engines keep what they receive, so that deltas are applied to it and a load that
@@ -58,10 +63,9 @@ class PackedTransport:
     """
 
     def __init__(self, commits: Commits, carrier: Carrier, *, keep: bool = False) -> None:
-        self._commits, self._carrier, self._keep = commits, carrier, keep
+        self.commits, self._carrier, self._keep = commits, carrier, keep
         self._receive_until = 0.0
-        self._full = Pool(carrier.make, carrier.drop, spares=1)
-        self._deltas = Pool(carrier.make, carrier.drop, spares=1)
+        self._full, self._deltas = Pool(carrier), Pool(carrier)
 
     def spec(self) -> dict[str, Any]:
         """Return what `open_transport` needs in another process.
@@ -69,7 +73,7 @@ class PackedTransport:
         Raises:
             UnsupportedError: the commits lie in a store of this process.
         """
-        parts = {"commits": self._commits.spec(), "carrier": self._carrier.spec()}
+        parts = {"commits": self.commits.spec(), "carrier": self._carrier.spec()}
         return {"kind": "packed", **parts, "keep": self._keep}
 
     def begin(self, version: int, *, plan: Plan, base: int | None, deadline: float) -> Begun:
@@ -79,22 +83,21 @@ class PackedTransport:
             CapacityError: an engine reads it.
             TransferError: another owner took over.
         """
-        markers = self._commits.markers(deadline=deadline)
-        stay = chain_to(markers[-1], markers, held=None) if markers else ()
+        markers = self.commits.markers(deadline=deadline)
         if base not in [marker.version for marker in markers[-1:]]:
             base = None  # Another publisher came between, or it is not kept.
-        self._commits.begin(version, keep=stay, deadline=deadline)
-        return Begun(self._commits.run, base)
+        self.commits.begin(version, keep=last_chain(markers), deadline=deadline)
+        return Begun(self.commits.run, base)
 
     def send(self, outgoing: Outgoing, *, deadline: float) -> None:
         """Trainer rank: pack its buckets, and post their places."""
-        kept = [marker.version for marker in self._commits.markers(deadline=deadline)]
+        kept = [marker.version for marker in self.commits.markers(deadline=deadline)]
         for pool in (self._full, self._deltas):
             pool.keep(kept)
         if outgoing.base is None:
-            pack_all(outgoing, partial(_taken, self._full, outgoing.version))
+            pack_all(outgoing, self._full)
         else:
-            pack_payloads(outgoing, partial(_taken, self._deltas, outgoing.version))
+            pack_payloads(outgoing, self._deltas)
         used = {**self._full.by_version(), **self._deltas.by_version()}
         for gpu in {s.buffer.device for s in used.values() if s.buffer.device.type == "cuda"}:
             torch.cuda.synchronize(gpu)  # Others do not wait for this stream.
@@ -102,24 +105,17 @@ class PackedTransport:
             str(version): {"bytes": len(shared.buffer), "at": shared.note}
             for version, shared in used.items()
         }
-        self._commits.post(outgoing.rank, json.dumps(notes), deadline=deadline)
+        self.commits.post(_note(outgoing.rank), json.dumps(notes), deadline=deadline)
 
     def commit(self, marker: Marker, *, deadline: float) -> None:
-        """Owner: make a version visible, atomically.
-
-        Raises:
-            TransferError: another owner took over.
-        """
-        self._commits.commit(marker, deadline=deadline)
+        self.commits.commit(marker, deadline=deadline)
 
     def abort(self, version: int) -> None:
-        """Owner: drop a version that was begun and not committed, if there is one."""
-        self._commits.abort(version)
+        self.commits.abort(version)
 
     def markers(self) -> tuple[Marker, ...]:
-        """Return the committed versions, oldest first."""
         # In a `receive`, a store that stalls has until the deadline to answer.
-        return self._commits.markers(deadline=max(self._receive_until, time.monotonic()))
+        return self.commits.markers(deadline=max(self._receive_until, time.monotonic()))
 
     def receive(self, request: Request) -> Sequence[Incoming]:
         """Reader: wait for a version.
@@ -128,30 +124,14 @@ class PackedTransport:
             UsageError: the directory belongs to another user, or others may write to it.
         """
         self._receive_until = request.deadline
-        commits = self._commits
-        chain = await_versions(self.markers, request, every_s=commits.look_s, hint=commits.hint)
-        return [
-            _PackedIncoming(commits, self._carrier, request, marker, keep=self._keep)
-            for marker in chain
-        ]
-
-    def announce(self, text: str, *, deadline: float) -> None:
-        """Owner: leave a text for those who find this transport."""
-        self._commits.announce(text, deadline=deadline)
-
-    def announced(self, *, deadline: float) -> str:
-        """Wait for what the owner announced.
-
-        Raises:
-            DeadlineError: there was no owner, or it announced nothing.
-            UsageError: a file there belongs to another user, or others may write to it.
-        """
-        return await_announced(self._commits, deadline=deadline)
+        ends = self.commits, self._carrier
+        chain = await_versions(self.commits, request)
+        return [_Incoming(*ends, request, marker, keep=self._keep) for marker in chain]
 
     def close(self) -> None:
         """Let go. The owner's versions end; twice is fine."""
         try:
-            self._commits.close()
+            self.commits.close()
         finally:
             self._full.close()
             self._deltas.close()
@@ -160,12 +140,7 @@ class PackedTransport:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -201,7 +176,7 @@ def IpcTransport(
             what is in `root`.
     """
     carrier = _carrier(wire, device)
-    place = private_place(name, root, prefix="primeblocks-ipc")
+    place = PrivatePlace(name, root, prefix="primeblocks-ipc")
     return PackedTransport(DirectoryCommits(place, owner=owner), carrier, keep=keep)
 
 
@@ -245,7 +220,7 @@ def _carrier(wire: Wire | None, device: torch.device | str) -> Carrier:
     return WireCarrier(wire, device=device)
 
 
-class _PackedIncoming:
+class _Incoming:
     """A committed version in buffers of trainer ranks."""
 
     def __init__(
@@ -258,57 +233,58 @@ class _PackedIncoming:
         self._lock = threading.Lock()  # A reader applies deltas in several threads.
 
     def whole(self) -> Held | Lent:
-        plan, reader = self._request.plan, self._request.reader
+        plan, request = self._request.plan, self._request
         with ExitStack() as until_read:
-            lease = self._commits.hold(self.marker, deadline=self._request.deadline)
-            until_read.callback(lease.close)
-            until = min(lease.until, self._request.deadline)
-            spans = self._spans()
-            opened = self._carrier.fetch(list(spans.values()), again=True, deadline=until)
-            buckets = dict(zip(spans, opened.parts, strict=True))
+            buckets, opened, end = self._fetch(until_read, again=True)
             if opened.is_own:
                 return Packed(plan, buckets, stays=self._keep, close=opened.close)
             until_read.callback(opened.close)  # Before the lease.
-            if self._keep or lease.until < float("inf"):
-                return copied(plan, reader, _Lent(buckets), stays=self._keep, deadline=until)
-            return _Lent(buckets, close=until_read.pop_all().close)
+            if self._keep or end < math.inf:
+                lent, until = Borrowed(buckets), min(end, request.deadline)
+                return copied(plan, request.reader, lent, stays=self._keep, deadline=until)
+            return Borrowed(buckets, close=until_read.pop_all().close)
 
     def payload(self, index: int) -> memoryview:
         with self._lock:
-            self._fetch_payloads()
+            if not self._payloads:
+                self._payloads = self._fetch_payloads()
         return self._payloads[index]
 
     def settle(self, error: str, *, deadline: float) -> None:
         """Do nothing: what is committed stands, whoever reads it."""
 
-    def _fetch_payloads(self) -> None:
-        if self._payloads:
-            return
+    def _fetch_payloads(self) -> dict[int, memoryview]:
         with ExitStack() as until_read:
-            lease = self._commits.hold(self.marker, deadline=self._request.deadline)
-            until_read.callback(lease.close)
-            until = min(lease.until, self._request.deadline)
-            spans = self._spans()
-            opened = self._carrier.fetch(list(spans.values()), again=False, deadline=until)
+            buckets, opened, end = self._fetch(until_read, again=False)
             until_read.callback(opened.close)
-            for index, part in zip(spans, opened.parts, strict=True):
-                self._payloads[index] = memoryview(part.cpu().numpy().tobytes())
-            if time.monotonic() > lease.until:
-                self._payloads = {}
+            payloads = {
+                index: memoryview(part.cpu().numpy().tobytes()) for index, part in buckets.items()
+            }
+            if time.monotonic() > end:
                 raise DeadlineError("the lease was over before a delta was read")
+        return payloads
 
-    def _spans(self) -> dict[int, Span]:
-        """Return the places of the buckets that this reader wants."""
-        return dict(self._found())
+    def _fetch(
+        self, until_read: ExitStack, *, again: bool
+    ) -> tuple[dict[int, Tensor], Opened, float]:
+        """Hold the version; return the buckets that this reader wants, and the end of its lease."""
+        deadline = self._request.deadline
+        lease = self._commits.hold(self.marker, deadline=deadline)
+        until_read.callback(lease.close)
+        spans = dict(self._spans())
+        until = min(lease.until, deadline)
+        opened = self._carrier.fetch(list(spans.values()), again=again, deadline=until)
+        return dict(zip(spans, opened.parts, strict=True)), opened, lease.until
 
-    def _found(self) -> Iterator[tuple[int, Span]]:
+    def _spans(self) -> Iterator[tuple[int, Span]]:
+        """Yield the places of the buckets that this reader wants."""
         plan, marker, deadline = self._request.plan, self.marker, self._request.deadline
         mine = set(plan.of_reader(self._request.reader))
         ranks = sorted({plan.buckets[index].rank for index in mine})
         for done, rank in enumerate(ranks):
             if time.monotonic() > deadline:
                 raise DeadlineError(f"found the buffers of {done} of {len(ranks)} ranks in time")
-            said = self._commits.look(marker, rank, deadline=deadline)
+            said = self._commits.look(_note(rank), run=marker.run, deadline=deadline)
             size, note = _noted(said, rank, marker.version)
             starts, size_bytes = places_of_version(plan, marker, rank)
             if size < size_bytes:
@@ -317,6 +293,10 @@ class _PackedIncoming:
                 )
             for index in sorted(mine & starts.keys()):
                 yield index, Span(note, starts[index], marker.sizes[index])
+
+
+def _note(rank: int) -> str:
+    return f"rank-{rank}"
 
 
 def _noted(said: str | None, rank: int, version: int) -> tuple[int, Mapping[str, Any]]:
@@ -328,31 +308,3 @@ def _noted(said: str | None, rank: int, version: int) -> tuple[int, Mapping[str,
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CorruptionError(f"the note of rank {rank} cannot be read: {error}") from error
     raise TransferError(f"rank {rank} has not version {version} any more. Receive the newest.")
-
-
-def _taken(pool: Pool[Shared], version: int, size_bytes: int) -> UInt8[Tensor, " bytes"]:
-    return pool.take(version, size_bytes).buffer
-
-
-class _Lent:
-    """Packed buckets in buffers of trainer ranks, which are not written to until it is closed."""
-
-    stays = False
-
-    def __init__(
-        self, buckets: Mapping[int, Tensor], *, close: Callable[[], object] = list
-    ) -> None:
-        self._buckets = buckets
-        self.device = next((part.device for part in buckets.values()), torch.device("cpu"))
-        self.close = weakref.finalize(self, close)
-        self.close.atexit = False
-
-    def chunks(
-        self, index: int, copy: Copy, into: UInt8[Tensor, " bytes"] | None
-    ) -> Iterator[UInt8[Tensor, " chunk"]]:
-        lies = self._buckets[index][copy.offset : copy.offset + copy.bytes]
-        # Few launches on a GPU; what stays in the cache on a CPU.
-        step = _CHUNK_BYTES[lies.device.type]
-        for start in range(0, copy.bytes, step):
-            part = lies[start : start + step]
-            yield part.clone() if into is None else into[start : start + step].copy_(part)

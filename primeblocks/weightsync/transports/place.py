@@ -17,21 +17,13 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ...errors import CorruptionError, UnsupportedError, UsageError
 from ..lease import Hold
-from .own_files import LOCK, open_own, remove, take_lock
+from .own_files import LOCK, open_own, read_own, remove, take_lock, write_over
 
-__all__ = [
-    "OWNED",
-    "DiskPlace",
-    "Owned",
-    "Place",
-    "PrivatePlace",
-    "private_place",
-    "sweep",
-]
+__all__ = ["OWNED", "DiskPlace", "Owned", "Place", "PrivatePlace", "sweep"]
 
 _RUN = "primeblocks-run.json"
 _TOKEN_BYTES = 8
@@ -49,18 +41,44 @@ class Owned(NamedTuple):
     lock: Hold
 
 
-class Place(Protocol):
-    """A place in which one owner at a time puts versions.
+class PrivatePlace:
+    """A directory in `root` that only this user can look into, found by its name and its owner.
+
+    One owner at a time puts versions there. Directories of the same name that another user makes
+    change nothing.
 
     Attributes:
         user: the owner of the files that are opened; None is the user of this process, alone.
+
+    Raises:
+        UnsupportedError: this is not Linux, or `root` does not exist.
+        UsageError: `name` is not one path component, or others may rename what is in `root`.
     """
 
-    user: int | None
+    user: int | None = None
+
+    def __init__(self, name: str, root: str, *, prefix: str = "primeblocks") -> None:
+        if not sys.platform.startswith("linux"):
+            raise UnsupportedError(
+                f"files in shared memory need Linux; this is {sys.platform}. Use FileTransport."
+            )
+        if not os.path.isdir(root):  # False too where this user may not look.
+            raise UnsupportedError(f"{root} is no directory. Mount a tmpfs, or use FileTransport.")
+        if not name or Path(name).name != name or "\0" in name:
+            raise UsageError(f"{name!r} is not one path component; try 'policy'")
+        mode = os.stat(root).st_mode
+        if mode & 0o022 and not mode & stat.S_ISVTX:
+            raise UsageError(
+                f"{root} has mode {mode & 0o7777:o}: others may rename what is in it. "
+                f"Run: chmod +t {root}"
+            )
+        self._spec = {"name": name, "root": root, "prefix": prefix}
+        self._root, self._name = Path(root), f"{prefix}-{name}"
+        self._found: Path | None = None
 
     def spec(self) -> dict[str, Any]:
-        """Return its arguments. JSON-able."""
-        ...
+        """Return what opens it in another process. JSON-able."""
+        return {"kind": "private", **self._spec}
 
     def take(self) -> Owned:
         """Own the place: remove what a dead owner left, and make a directory.
@@ -68,52 +86,6 @@ class Place(Protocol):
         Raises:
             UsageError: it has a living owner, or may not be written to.
         """
-        ...
-
-    def here(self) -> Path:
-        """Return the directory of the owner, or of the last one.
-
-        Raises:
-            FileNotFoundError: there was none.
-            UsageError: it belongs to another user, or others may write to it.
-        """
-        ...
-
-    def leave(self, owned: Owned) -> None:
-        """Let go, after the files that must not stay were removed from the directory."""
-        ...
-
-    def others(self) -> str:
-        """Name other users' directories there, for somebody who waits in vain; "" without any."""
-        ...
-
-
-class PrivatePlace:
-    """A directory in `root` that only this user can look into, found by its name and its owner.
-
-    Directories of the same name that another user makes there change nothing.
-
-    Raises:
-        UsageError: others may rename what is in `root`.
-    """
-
-    user: int | None = None
-
-    def __init__(self, root: Path, name: str, *, prefix: str = "primeblocks") -> None:
-        mode = root.stat().st_mode
-        if mode & 0o022 and not mode & stat.S_ISVTX:
-            raise UsageError(
-                f"{root} has mode {mode & 0o7777:o}: others may rename what is in it. "
-                f"Run: chmod +t {root}"
-            )
-        self._spec = {"name": name, "root": str(root), "prefix": prefix}
-        self._root, self._name = root, f"{prefix}-{name}"
-        self._found: Path | None = None
-
-    def spec(self) -> dict[str, Any]:
-        return dict(self._spec)
-
-    def take(self) -> Owned:
         sweep(self._root)
         self._refuse_a_second(None)
         while True:
@@ -136,20 +108,34 @@ class PrivatePlace:
             return Owned(directory, run, lock)
 
     def here(self) -> Path:
+        """Return the directory of the owner, or of the last one.
+
+        Raises:
+            FileNotFoundError: there was none.
+            UsageError: it belongs to another user, or others may write to it.
+        """
         if self._found is None or not _is_own(self._found):
             found = [path for path in self._named() if _is_own(path)]
             if not found:
                 raise FileNotFoundError(f"no {self._name}-* of this user in {self._root}")
             self._found = found[0]
-        return _checked(self._found)
+        mode = self._found.lstat().st_mode & 0o777
+        if mode & 0o077:
+            raise UsageError(
+                f"{self._found} has mode {mode:o}; it has to be of user {os.geteuid()} with mode "
+                "700. Others may have written to it: end its owner and start again."
+            )
+        return self._found
 
     def leave(self, owned: Owned) -> None:
+        """Let go, after the files that must not stay were removed from the directory."""
         try:
             remove(owned.directory)
         finally:
             owned.lock.close()
 
-    def others(self) -> str:
+    def hint(self) -> str:
+        """Name other users' directories there, for somebody who waits in vain; "" without any."""
         users = set()
         for path in self._named():
             with suppress(FileNotFoundError):
@@ -181,15 +167,16 @@ class PrivatePlace:
 class DiskPlace:
     """A directory of the user's choice. Each owner makes one in it, and a note that names it.
 
-    Args:
-        user: as in `Place`.
+    Methods and `user` are those of `PrivatePlace`.
     """
 
-    def __init__(self, path: Path, *, user: int | None = None) -> None:
-        self._path, self.user = path, user
+    def __init__(self, path: str, *, user: int | None = None) -> None:
+        if "\0" in path:
+            raise UsageError(f"{path!r} is no path")
+        self._path, self.user = Path(path).absolute(), user
 
     def spec(self) -> dict[str, Any]:
-        return {"path": str(self._path), "user": self.user}
+        return {"kind": "disk", "path": str(self._path), "user": self.user}
 
     def take(self) -> Owned:
         try:
@@ -203,9 +190,7 @@ class DiskPlace:
         try:
             last = self._note()
             if last is not None and not last["closed"]:
-                dead = self._path / f"run-{last['run']}"
-                _logger().info("removing %s, whose owner died", dead)
-                remove(dead)
+                _remove_dead(self._path / f"run-{last['run']}")
             run = secrets.token_hex(_TOKEN_BYTES)
             directory = self._path / f"run-{run}"
             directory.mkdir(mode=0o700)
@@ -236,51 +221,32 @@ class DiskPlace:
         finally:
             owned.lock.close()
 
-    def others(self) -> str:
-        return ""
+    def hint(self) -> str:
+        return f" Trainer and engine have to share {self._path}."
 
     def _note(self) -> dict[str, object] | None:
         path = self._path / _RUN
         try:
-            fd = open_own(path, os.O_RDONLY, user=self.user)
+            text = read_own(path, user=self.user)
         except FileNotFoundError:
             return None
-        with open(fd, "rb") as file:
-            text = file.read()
         try:
             note = json.loads(text)
             if re.fullmatch(_TOKEN, note["run"]):
                 return {"run": note["run"], "closed": bool(note["closed"])}
+            raise ValueError(f"{note['run']!r} names no run")
         except (ValueError, TypeError, KeyError) as error:
-            raise _unreadable(path, error) from error
-        raise _unreadable(path, f"{note['run']!r} names no run")
+            raise CorruptionError(
+                f"{path} cannot be read: {error}. Remove it, and start anew."
+            ) from error
 
     def _write_note(self, run: str, *, closed: bool) -> None:
+        text = json.dumps({"run": run, "closed": closed}).encode()
         scratch = self._path / f"run-{run}" / "note.tmp"
-        fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with open(fd, "w") as file:
-            json.dump({"run": run, "closed": closed}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(self._path / _RUN)
+        write_over(self._path / _RUN, [text], durable=True, scratch=scratch)
 
 
-def private_place(name: str, root: str, *, prefix: str) -> PrivatePlace:
-    """Return the place of a name in shared memory.
-
-    Raises:
-        UnsupportedError: this is not Linux, or `root` does not exist.
-        UsageError: `name` is not one path component, or others may rename what is in `root`.
-    """
-    if not sys.platform.startswith("linux"):
-        raise UnsupportedError(
-            f"files in shared memory need Linux; this is {sys.platform}. Use FileTransport."
-        )
-    if not os.path.isdir(root):  # False too where this user may not look.
-        raise UnsupportedError(f"{root} is no directory. Mount a tmpfs, or use FileTransport.")
-    if not name or Path(name).name != name or "\0" in name:
-        raise UsageError(f"{name!r} is not one path component; try 'policy'")
-    return PrivatePlace(Path(root), name, prefix=prefix)
+Place = PrivatePlace | DiskPlace
 
 
 def sweep(root: Path) -> list[Path]:
@@ -299,23 +265,19 @@ def sweep(root: Path) -> list[Path]:
             continue
         except (BlockingIOError, UsageError):
             continue
-        _logger().info("removing %s, whose owner died", path)
-        remove(path)
+        _remove_dead(path)
         lock.close()
         swept.append(path)
     return swept
 
 
-def _logger() -> logging.Logger:
-    return logging.getLogger(__name__)
+def _remove_dead(directory: Path) -> None:
+    logging.getLogger(__name__).info("removing %s, whose owner died", directory)
+    remove(directory)
 
 
 def _unusable(directory: Path, error: OSError) -> UsageError:
     return UsageError(f"{directory} cannot be used: {error}. Choose another one.")
-
-
-def _unreadable(path: Path, error: object) -> CorruptionError:
-    return CorruptionError(f"{path} cannot be read: {error}. Remove it, and start anew.")
 
 
 def _second(directory: Path) -> UsageError:
@@ -330,13 +292,3 @@ def _is_own(path: Path) -> bool:
     except FileNotFoundError:
         return False
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-
-
-def _checked(directory: Path) -> Path:
-    mode = directory.lstat().st_mode & 0o777
-    if mode & 0o077:
-        raise UsageError(
-            f"{directory} has mode {mode:o}; it has to be of user {os.geteuid()} with mode 700. "
-            "Others may have written to it: end its owner and start again."
-        )
-    return directory

@@ -6,8 +6,9 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -51,7 +52,7 @@ class StoreCommits:
         store: dist.Store,
         *,
         name: str = "policy",
-        owner: bool,
+        owner: bool = False,
         lease_s: float = 60.0,
         timeout_s: float = 60.0,
     ) -> None:
@@ -107,26 +108,21 @@ class StoreCommits:
         if now is None or marker not in now.markers:
             self._release(marker, deadline)
             raise TransferError(f"version {marker.version} was retired while it was being opened")
-        return _StoreLease(self, marker, until=start + now.lease_s, deadline=deadline)
+        return _StoreLease(start + now.lease_s, partial(self._release, marker, deadline))
 
-    def post(self, rank: int, text: str, *, deadline: float) -> None:
+    def post(self, name: str, text: str, *, deadline: float) -> None:
         record = self._read(deadline)
         if record is None:
             raise TransferError("no owner has begun. Pass owner=True on rank 0.")
-        self._board.post(f"{record.run}/rank/{rank}", text, deadline=deadline)
+        self._board.post(f"{record.run}/{name}", text, deadline=deadline)
 
-    def look(self, marker: Marker, rank: int, *, deadline: float) -> str | None:
-        return self._board.look(f"{marker.run}/rank/{rank}", deadline=deadline)
-
-    def announce(self, text: str, *, deadline: float) -> None:
-        self._check(owner=True)
-        self._board.post(f"{self.run}/announced", text, deadline=deadline)
-
-    def announced(self, *, deadline: float) -> str | None:
-        record = self._read(deadline)
-        if record is None:
-            return None
-        return self._board.look(f"{record.run}/announced", deadline=deadline)
+    def look(self, name: str, *, run: str | None = None, deadline: float) -> str | None:
+        if run is None:
+            record = self._read(deadline)
+            if record is None:
+                return None
+            run = record.run
+        return self._board.look(f"{run}/{name}", deadline=deadline)
 
     def hint(self) -> str:
         return f" All have to share the store, and the name {self._name!r} in it."
@@ -140,7 +136,8 @@ class StoreCommits:
         self._closed = True
 
     def _release(self, marker: Marker, deadline: float) -> None:
-        self._count(marker.run, marker.version, "let_go", 1, deadline)
+        late = max(deadline, time.monotonic() + _CLOSE_S)
+        self._count(marker.run, marker.version, "let_go", 1, late)
 
     def _read(self, deadline: float) -> _Record | None:
         """Return the note that stands now; None before the first owner."""
@@ -171,7 +168,7 @@ class StoreCommits:
 
     def _replace(self, mine: _Record, markers: tuple[Marker, ...], deadline: float) -> None:
         new = _text(mine._replace(markers=markers))
-        if not self._board.replace(_COMMITS, _text(mine), new, deadline=deadline):
+        if self._board.replace(_COMMITS, _text(mine), new, deadline=deadline) != new:
             raise _deposed()
 
     def _count(self, run: str, version: int, what: str, amount: int, deadline: float) -> int:
@@ -190,18 +187,12 @@ class StoreCommits:
 class _StoreLease:
     """A count of one reader, which the owner waits for until the lease is over."""
 
-    def __init__(
-        self, commits: StoreCommits, marker: Marker, *, until: float, deadline: float
-    ) -> None:
-        self.until = until
-        self._commits, self._marker, self._deadline = commits, marker, deadline
-        self._is_closed = False
+    def __init__(self, until: float, release: Callable[[], object]) -> None:
+        self.until, self._release = until, [release]
 
     def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            late = max(self._deadline, time.monotonic() + _CLOSE_S)
-            self._commits._release(self._marker, late)
+        while self._release:
+            self._release.pop()()
 
 
 def _parsed(text: str) -> _Record:

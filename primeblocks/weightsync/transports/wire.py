@@ -1,90 +1,28 @@
-"""The protocol of carriers of packed buffers, and the carrier over a wire of one-sided reads."""
+"""The carrier over a wire of one-sided reads, and a wire between processes of one host.
+
+`adapters.nixl` has one between hosts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+import ctypes
+import errno
+import os
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from jaxtyping import UInt8
 from torch import Tensor
 
-from ...errors import CorruptionError
-from .packed import places
+from ...errors import DeadlineError, TransferError, UnsupportedError
+from .packed import Opened, Shared, Span, noted, places
 
-__all__ = ["Carrier", "Opened", "Read", "Shared", "Span", "Wire", "WireCarrier", "noted"]
+__all__ = ["ProcessWire", "Read", "Wire", "WireCarrier"]
 
-
-class Shared(NamedTuple):
-    """A buffer of this process, and what others need to reach it. JSON-able."""
-
-    buffer: UInt8[Tensor, " bytes"]
-    note: Mapping[str, Any]
-
-
-class Span(NamedTuple):
-    """Bytes of a shared buffer of another process."""
-
-    note: Mapping[str, Any]
-    start: int
-    bytes: int
-
-
-class Opened(NamedTuple):
-    """Spans that were fetched: in a buffer of this process, or where their writer may write."""
-
-    parts: Sequence[UInt8[Tensor, " bytes"]]
-    is_own: bool
-    close: Callable[[], object]
-
-
-def noted(note: Mapping[str, Any], key: str) -> int:
-    """Return a number of a note, which somebody else has written.
-
-    Raises:
-        CorruptionError: there is none.
-    """
-    value = note.get(key) if isinstance(note, Mapping) else None
-    if type(value) is int and 0 <= value < 1 << 63:
-        return value
-    raise CorruptionError(f"the place of a buffer cannot be read: {str(note)[:100]!r}")
-
-
-class Carrier(Protocol):
-    """Buffers of this process, and reads of those of others."""
-
-    def spec(self) -> dict[str, Any]:
-        """Return what opens its reading end in another process. JSON-able."""
-        ...
-
-    def make(self, size_bytes: int) -> Shared:
-        """Return a new buffer.
-
-        Raises:
-            CapacityError: there is no memory for it.
-        """
-        ...
-
-    def drop(self, shared: Shared) -> None:
-        """Let nobody else reach a buffer from now on."""
-        ...
-
-    def fetch(self, spans: Sequence[Span], *, again: bool, deadline: float) -> Opened:
-        """Return spans of others' buffers, in order.
-
-        Args:
-            again: whether more will be fetched from the same buffers, or as much of others.
-
-        Raises:
-            TransferError: a process is gone, or has let go of its buffer.
-            DeadlineError: they were not fetched in time.
-        """
-        ...
-
-    def close(self) -> None:
-        """Let go of everything. Twice is fine."""
-        ...
+_ALLOW, _ANYBODY = 0x59616D61, ctypes.c_ulong(-1)  # PR_SET_PTRACER, PR_SET_PTRACER_ANY
+_STEP_BYTES = 64 << 20  # Between two looks at the clock.
 
 
 class Read(NamedTuple):
@@ -174,3 +112,64 @@ class WireCarrier:
             self._spare = buffer
         else:
             self._wire.unshare(buffer)
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_void_p), ("bytes", ctypes.c_size_t))
+
+
+class ProcessWire:
+    """Reads by process_vm_readv, into memory of any kind, without a copy in the kernel.
+
+    A process that shares lets every other one of its user look into its memory.
+    """
+
+    def __init__(self) -> None:
+        self.shared: dict[int, Tensor] = {}
+
+    def spec(self) -> dict[str, Any]:
+        return {"kind": "process"}
+
+    def share(self, buffer: Tensor) -> dict[str, Any]:
+        _libc().prctl(_ALLOW, _ANYBODY, 0, 0, 0)  # No effect where Yama is not loaded.
+        self.shared[buffer.data_ptr()] = buffer
+        return {"pid": os.getpid(), "address": buffer.data_ptr()}
+
+    def unshare(self, buffer: Tensor) -> None:
+        del self.shared[buffer.data_ptr()]
+
+    def read(self, reads: Sequence[Read], *, deadline: float) -> None:
+        for place, read in enumerate(reads):
+            done, size = 0, len(read.target)
+            pid, address = noted(read.note, "pid"), noted(read.note, "address")
+            while done < size:
+                if time.monotonic() > deadline:
+                    raise DeadlineError(f"{place} of {len(reads)} reads in time")
+                step = min(_STEP_BYTES, size - done)
+                here = _Range(read.target.data_ptr() + done, step)
+                there = _Range(address + read.start + done, step)
+                done += _read(pid, here, there)
+
+    def close(self) -> None:
+        self.shared.clear()
+
+
+def _read(pid: int, here: _Range, there: _Range) -> int:
+    args = (ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+    count: int = _libc().process_vm_readv(pid, *args)
+    if count > 0:
+        return count
+    said = ctypes.get_errno()
+    if said == errno.EPERM:
+        raise UnsupportedError(
+            f"memory of process {pid} may not be read. Trainer and engine must run as one user; a "
+            "container needs the capability SYS_PTRACE."
+        )
+    raise TransferError(f"memory of process {pid} is gone: {os.strerror(said)}")
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.process_vm_readv.restype = ctypes.c_ssize_t
+    return libc
