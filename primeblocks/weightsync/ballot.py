@@ -8,9 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 from urllib.parse import quote
 
 import torch.distributed as dist
@@ -26,13 +25,6 @@ _LOOK_S = 0.01
 _GRACE_S = 1.0
 
 
-class _Notes(Protocol):
-    """Notes of which the first under a key stands. Raises TransferError where they fail."""
-
-    def post_first(self, key: str, text: str, *, deadline: float) -> str: ...
-    def look(self, key: str, *, deadline: float) -> str | None: ...
-
-
 class Ballot:
     """The readers that have to have a version before it stands, and a place for their votes.
 
@@ -43,7 +35,8 @@ class Ballot:
 
     Args:
         place: a directory of the readers' and the trainer's user, on a disk or in /dev/shm; or a
-            store that outlives them. It takes some 100 bytes a version and reader.
+            store that outlives them. A decision stays, some 100 bytes a version; votes go once the
+            trainer has heard it.
         members: names of all readers.
 
     Raises:
@@ -54,7 +47,7 @@ class Ballot:
         if not members or len(set(members)) < len(members):
             raise UsageError(f"members are {list(members)}; give each reader a name of its own")
         self.members = tuple(members)
-        self._notes: _Notes = (
+        self._notes = (
             Board(place, "ballot") if isinstance(place, dist.Store) else _Files(Path(place))
         )
 
@@ -77,27 +70,18 @@ class Ballot:
         Raises:
             TransferError: it is refused; no member keeps it.
         """
-        attempt, refused = self._attempt(run, version, deadline)
-        if again and refused:
-            attempt += 1
-            self._notes.post_first(_key(run, version, attempt, "open"), "again", deadline=deadline)
-        elif refused:
+        turn = Round(self, run, version).last()
+        refused = turn.refused
+        if refused and not again:
             raise TransferError(refused)
-        said = Round(self, run, version, attempt).await_decision("the trainer", deadline)
+        if refused:
+            turn = turn.next
+            turn.post("open", "again")
+        said = turn.await_decision("the trainer", deadline)
+        for name in self.members:  # Whoever looks for votes now looks for the decision next.
+            turn.drop(f"vote/{name}")
         if said:
             raise TransferError(said)
-
-    def _attempt(self, run: str, version: int, deadline: float) -> tuple[int, str]:
-        """Return the last attempt at a version, and why it was refused, if it was."""
-        attempt = 0
-        while True:
-            said = self._notes.look(_key(run, version, attempt, "decision"), deadline=deadline)
-            if said is None or said == _COMMIT:
-                return attempt, ""
-            following = _key(run, version, attempt + 1, "open")
-            if self._notes.look(following, deadline=deadline) is None:
-                return attempt, said
-            attempt += 1
 
 
 @dataclass(frozen=True)
@@ -107,16 +91,16 @@ class Member:
     ballot: Ballot
     name: str
 
-    def enter(self, marker: Marker, *, deadline: float) -> Round:
+    def enter(self, marker: Marker) -> Round:
         """Begin to load a version.
 
         Raises:
             TransferError: it was refused.
         """
-        attempt, refused = self.ballot._attempt(marker.run, marker.version, deadline)
-        if refused:
-            raise TransferError(f"version {marker.version} was refused: {refused}")
-        return Round(self.ballot, marker.run, marker.version, attempt, self.name)
+        turn = Round(self.ballot, marker.run, marker.version, name=self.name).last()
+        if turn.refused:
+            raise TransferError(f"version {marker.version} was refused: {turn.refused}")
+        return turn
 
     def pick(
         self, markers: Callable[[], Sequence[Marker]], served: Marker | None, *, deadline: float
@@ -129,7 +113,7 @@ class Member:
         while known := markers():
             newer = known[known.index(served) + 1 :] if served in known else known
             for marker in reversed(newer):
-                if not self.ballot._attempt(marker.run, marker.version, deadline)[1]:
+                if not Round(self.ballot, marker.run, marker.version).last().refused:
                     return marker.version
             if time.monotonic() >= deadline:
                 raise DeadlineError(
@@ -147,8 +131,26 @@ class Round:
     ballot: Ballot
     run: str
     version: int
-    attempt: int
+    attempt: int = 0
     name: str = ""
+
+    @property
+    def refused(self) -> str:
+        """The reason why it was refused, "" if it was not."""
+        said = self.look("decision")
+        return "" if said is None or said == _COMMIT else said
+
+    @property
+    def next(self) -> Round:
+        """The attempt after this one."""
+        return replace(self, attempt=self.attempt + 1)
+
+    def last(self) -> Round:
+        """Return the last attempt, from this one on, that was opened."""
+        turn = self
+        while turn.refused and turn.next.look("open") is not None:
+            turn = turn.next
+        return turn
 
     def vote(self, *, deadline: float) -> str:
         """Member: say that it has loaded the version; return why it has to go back, or "".
@@ -156,11 +158,11 @@ class Round:
         Raises:
             TransferError: the votes cannot be reached: it is not known what the others do.
         """
-        self._post(f"vote/{self.name}", _COMMIT)
-        votes = (self._look(f"vote/{name}") for name in self.ballot.members)
+        self.post(f"vote/{self.name}", _COMMIT)
+        votes = (self.look(f"vote/{name}") for name in self.ballot.members)
         if all(vote is not None for vote in votes):
             # No member has to live longer than its own part.
-            self._post("decision", _COMMIT)
+            self.post("decision", _COMMIT)
         return self.await_decision(self.name, deadline)
 
     def refuse(self, why: str) -> None:
@@ -169,25 +171,34 @@ class Round:
         Changes nothing where all had loaded it before.
         """
         with suppress(TransferError):
-            self._post("decision", f"{_ABORT}: {self.name}: {why}"[:600])
+            self.post("decision", f"{_ABORT}: {self.name}: {why}"[:600])
 
     def await_decision(self, who: str, deadline: float) -> str:
         """Wait until it is decided; return why the version is refused, or ""."""
-        while (said := self._look("decision")) is None:
+        while (said := self.look("decision")) is None:
             if time.monotonic() >= deadline:
-                here = [name for name in self.ballot.members if self._look(f"vote/{name}") is None]
-                said = self._post("decision", f"{_ABORT}: {who} waited in vain for {here}")
+                here = [name for name in self.ballot.members if self.look(f"vote/{name}") is None]
+                said = self.post("decision", f"{_ABORT}: {who} waited in vain for {here}")
                 break
             threading.Event().wait(_LOOK_S)
         return "" if said == _COMMIT else said
 
-    def _look(self, what: str) -> str | None:
-        key = _key(self.run, self.version, self.attempt, what)
-        return self.ballot._notes.look(key, deadline=time.monotonic() + _GRACE_S)
+    def look(self, what: str) -> str | None:
+        """Read a note of this attempt that is there now."""
+        return self.ballot._notes.look(self._key(what), deadline=time.monotonic() + _GRACE_S)
 
-    def _post(self, what: str, text: str) -> str:
-        key = _key(self.run, self.version, self.attempt, what)
-        return self.ballot._notes.post_first(key, text, deadline=time.monotonic() + _GRACE_S)
+    def post(self, what: str, text: str) -> str:
+        """Write a note of this attempt unless there is one; return the one that stands."""
+        deadline = time.monotonic() + _GRACE_S
+        return self.ballot._notes.post_first(self._key(what), text, deadline=deadline)
+
+    def drop(self, what: str) -> None:
+        """Remove a note of this attempt. Best effort."""
+        with suppress(TransferError):
+            self.ballot._notes.drop(self._key(what), deadline=time.monotonic() + _GRACE_S)
+
+    def _key(self, what: str) -> str:
+        return f"{self.run}/{self.version}/{self.attempt}/{what}"
 
 
 class _Files:
@@ -207,9 +218,7 @@ class _Files:
         except OSError as error:
             raise TransferError(f"no vote can be written: {error}") from error
         said = self.look(key, deadline=deadline)
-        if said is None:
-            raise TransferError(f"{self._path(key)} is gone")
-        return said
+        return text if said is None else said  # It was written, and dropped.
 
     def look(self, key: str, *, deadline: float) -> str | None:
         try:
@@ -219,9 +228,9 @@ class _Files:
         except OSError as error:
             raise TransferError(f"no vote can be read: {error}") from error
 
+    def drop(self, key: str, *, deadline: float) -> None:
+        with suppress(OSError):
+            self._path(key).unlink()
+
     def _path(self, key: str) -> Path:
         return self._directory / quote(key, safe="")
-
-
-def _key(run: str, version: int, attempt: int, what: str) -> str:
-    return f"{run}/{version}/{attempt}/{what}"

@@ -27,10 +27,6 @@ CALLS = 14  # of an update that succeeds: see test_the_calls_of_an_update
 KEEP = {"mode": "keep", "clear_cache": False}
 
 
-def request(info):
-    return SimpleNamespace(update_info=info)
-
-
 class Fleet:
     """Fakes, and a check after each of their calls: one version is served, under its label."""
 
@@ -55,7 +51,7 @@ class Fleet:
 
     async def update(self, version, *, timeout_s=TIMEOUT_S, engines=None):
         self.attempts += 1
-        update = Update(version, f"attempt {self.attempts}", request)
+        update = Update(version, f"attempt {self.attempts}")
         fleet = self.engines if engines is None else engines
         return await update_fleet(fleet, update, pause=KEEP, timeout_s=timeout_s)
 

@@ -5,33 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from ...errors import EngineError, PrimeblocksError
 from .remote import Update, call, drive
 
-__all__ = ["Engine", "UpdateReport", "update_fleet"]
-
-
-class Engine(Protocol):
-    """Calls that an update makes of an engine, in vLLM's words: its `AsyncLLM` is one."""
-
-    @property
-    def errored(self) -> bool:
-        """Whether the engine is dead."""
-        ...
-
-    async def is_paused(self) -> bool: ...
-    async def pause_generation(self, *, mode: Any, clear_cache: bool) -> None: ...
-    async def resume_generation(self) -> None: ...
-    async def init_weight_transfer_engine(self, request: Any) -> None: ...
-    async def start_weight_update(self) -> None: ...
-    async def update_weights(self, request: Any) -> None: ...
-    async def finish_weight_update(self, label: str | None = None, /) -> None: ...
-    async def collective_rpc(
-        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()
-    ) -> list[Any]: ...
+__all__ = ["UpdateReport", "update_fleet"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +28,7 @@ class _Member:
     """An engine during an update. `known`: it holds what the fleet is to serve."""
 
     index: int
-    engine: Engine
+    engine: Any
     before: tuple[int | None, ...] = ()
     was_paused: bool = False
     known: bool = True
@@ -81,47 +61,39 @@ class _Member:
             await call(self.engine, self.engine.resume_generation(), "resume", deadline)
 
 
-@dataclass
-class _Fleet:
-    members: list[_Member] = field(default_factory=list)
+async def _each(members: Sequence[_Member], act: Callable[[_Member], Awaitable[None]]) -> bool:
+    """Act on all at once; return whether none has failed so far."""
 
-    @property
-    def failed(self) -> list[_Member]:
-        return [member for member in self.members if member.error is not None]
+    async def guarded(member: _Member) -> None:
+        try:
+            await act(member)
+        except PrimeblocksError as error:
+            member.error = member.error or error
 
-    async def each(self, act: Callable[[_Member], Awaitable[None]]) -> bool:
-        """Act on all at once; return whether none has failed so far."""
+    async with asyncio.TaskGroup() as group:
+        for member in members:
+            group.create_task(guarded(member))
+    return all(member.error is None for member in members)
 
-        async def guarded(member: _Member) -> None:
-            try:
-                await act(member)
-            except PrimeblocksError as error:
-                member.error = member.error or error
 
-        async with asyncio.TaskGroup() as group:
-            for member in self.members:
-                group.create_task(guarded(member))
-        return not self.failed
-
-    def raise_first(self) -> None:
-        """Raise the error to act on first, with the positions of all engines that met one."""
-        failed = self.failed
-        if not failed:
-            return
-        first = next((m for m in failed if isinstance(m.error, EngineError)), failed[0]).error
-        assert first is not None
-        said = str(first)
-        if len(self.members) > 1:
-            said = " ".join(f"Engine {m.index} of {len(self.members)}: {m.error}" for m in failed)
-        if paused := [member.index for member in self.members if member.stays_paused]:
-            said += f" Engines {paused} stay paused until an update succeeds."
-        first = type(first)(said).with_traceback(first.__traceback__)
-        first.engines = tuple(member.index for member in failed)
-        raise first
+def _raise_first(members: Sequence[_Member]) -> None:
+    """Raise the error to act on first, with the positions of all engines that met one."""
+    failed = [(member, member.error) for member in members if member.error is not None]
+    if not failed:
+        return
+    first = next((e for _, e in failed if isinstance(e, EngineError)), failed[0][1])
+    said = str(first)
+    if len(members) > 1:
+        said = " ".join(f"Engine {m.index} of {len(members)}: {error}" for m, error in failed)
+    if paused := [member.index for member in members if member.stays_paused]:
+        said += f" Engines {paused} stay paused until an update succeeds."
+    first = type(first)(said).with_traceback(first.__traceback__)
+    first.engines = tuple(member.index for member, _ in failed)
+    raise first
 
 
 async def update_fleet(
-    engines: Sequence[Engine],
+    engines: Sequence[Any],
     update: Update,
     *,
     pause: Mapping[str, Any],
@@ -135,6 +107,8 @@ async def update_fleet(
     with other weights. A second call with the same version is safe, and repairs that.
 
     Args:
+        engines: each has the calls of vLLM's `AsyncLLM` that `Update` makes, and `errored`, once
+            it is dead.
         pause: arguments of `pause_generation`.
         timeout_s: for everything; the last two fifths are for going back and for resuming.
 
@@ -144,21 +118,21 @@ async def update_fleet(
     """
     start = time.monotonic()
     work_by, settle_by, resume_by = (start + part * timeout_s for part in (0.6, 0.8, 1.0))
-    fleet = _Fleet([_Member(index, engine) for index, engine in enumerate(engines)])
+    fleet = [_Member(index, engine) for index, engine in enumerate(engines)]
 
     async def pause_one(member: _Member) -> None:
         await call(member.engine, member.engine.pause_generation(**pause), "pause", work_by)
 
-    await fleet.each(lambda member: member.prepare(update, work_by))
-    fleet.raise_first()
+    await _each(fleet, lambda member: member.prepare(update, work_by))
+    _raise_first(fleet)
     paused_at = time.monotonic()
     try:
-        if await fleet.each(pause_one) and await fleet.each(lambda m: m.load(update, work_by)):
-            await fleet.each(lambda member: member.commit(update, settle_by))
+        if await _each(fleet, pause_one) and await _each(fleet, lambda m: m.load(update, work_by)):
+            await _each(fleet, lambda member: member.commit(update, settle_by))
         else:
-            await fleet.each(lambda member: member.go_back(update, settle_by))
+            await _each(fleet, lambda member: member.go_back(update, settle_by))
     finally:
-        await fleet.each(lambda member: member.resume(resume_by))
-    fleet.raise_first()
+        await _each(fleet, lambda member: member.resume(resume_by))
+    _raise_first(fleet)
     now = time.monotonic()
     return UpdateReport(update.version, now - start, now - paused_at)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ....errors import EngineError, UnsupportedError, UsageError
+from ....errors import UnsupportedError, UsageError
 from ...convert.recorded import Reads
 from ...engines.fleet import UpdateReport, update_fleet
 from ...engines.remote import (
-    Step,
     Steps,
     Update,
+    ask,
     attach_steps,
     call,
     drive,
@@ -34,6 +32,7 @@ __all__ = [
     "attach_llm",
     "describe",
     "describe_llm",
+    "refuse_replicas",
     "update",
     "update_all",
     "update_llm",
@@ -45,14 +44,6 @@ _PAUSE: dict[str, dict[str, Any]] = {
     "recompute": {"mode": "keep", "clear_cache": True},
     "abort": {"mode": "abort", "clear_cache": True},
 }
-
-
-@dataclass(frozen=True)
-class _Request:
-    """Arguments of vLLM's calls, which read only these fields of its own request classes."""
-
-    init_info: dict[str, Any] = field(default_factory=dict)
-    update_info: dict[str, Any] = field(default_factory=dict)
 
 
 async def describe(engine: Any, checkpoint: Manifest, *, timeout_s: float) -> list[Reads]:
@@ -67,7 +58,8 @@ async def describe(engine: Any, checkpoint: Manifest, *, timeout_s: float) -> li
 
     Raises:
         DeadlineError: they did not answer in time.
-        EngineError: the engine is dead, was built without `engine_args()`, or a worker failed.
+        EngineError: the engine is dead, or was built without `engine_args()`.
+        PrimeblocksError: whatever a worker met.
     """
     deadline = time.monotonic() + timeout_s
     if isinstance(engine, VllmServer):
@@ -98,13 +90,8 @@ async def attach(
         replicas = await call(engine, engine.replicas(), "answer", deadline)
     else:
         replicas = engine.vllm_config.parallel_config.data_parallel_size
-    if replicas > 1:
-        raise UnsupportedError(
-            f"one engine with {replicas} replicas reports on the first of them only. "
-            "Start one engine for each replica, and update each."
-        )
-    request = _init_request(plan, transport, first_reader)
-    await drive(engine, attach_steps(request), "attach", deadline)
+    refuse_replicas(replicas)
+    await drive(engine, attach_steps(plan, transport, first_reader), "attach", deadline)
 
 
 async def update(
@@ -156,7 +143,7 @@ async def update_all(
         raise UsageError(f"in_flight must be one of {list(_PAUSE)}; got {in_flight!r}")
     deadline = time.monotonic() + timeout_s
     fleet = [one.until(deadline) if isinstance(one, VllmServer) else one for one in engines]
-    made = _make(receipt.version)
+    made = Update(receipt.version)
     return await update_fleet(fleet, made, pause=_PAUSE[in_flight], timeout_s=timeout_s)
 
 
@@ -164,7 +151,7 @@ def describe_llm(llm: Any, checkpoint: Manifest) -> list[Reads]:
     """Ask the workers of an offline `LLM`, as `describe` does. Blocks until they answer.
 
     Raises:
-        EngineError: a worker failed.
+        PrimeblocksError: whatever a worker met.
     """
     return list(drive_sync(llm, _describe_steps(checkpoint)))
 
@@ -176,7 +163,7 @@ def attach_llm(llm: Any, plan: Plan, transport: Transport, *, first_reader: int 
         UnsupportedError: the workers cannot take updates safely.
         PlanError: the plan was made for other workers.
     """
-    drive_sync(llm, attach_steps(_init_request(plan, transport, first_reader)))
+    drive_sync(llm, attach_steps(plan, transport, first_reader))
 
 
 def update_llm(llm: Any, receipt: Receipt, *, timeout_s: float) -> UpdateReport:
@@ -188,28 +175,24 @@ def update_llm(llm: Any, receipt: Receipt, *, timeout_s: float) -> UpdateReport:
         PrimeblocksError: as `update`.
     """
     start = time.monotonic()
-    update_sync(llm, _make(receipt.version), deadline=start + timeout_s)
+    update_sync(llm, Update(receipt.version), deadline=start + timeout_s)
     llm.reset_prefix_cache()
     seconds = time.monotonic() - start
     return UpdateReport(receipt.version, seconds, seconds)
 
 
-def _make(version: int) -> Update:
-    return Update(version, uuid.uuid4().hex, lambda info: _Request(update_info=info))
-
-
-def _init_request(plan: Plan, transport: Transport, first_reader: int) -> _Request:
-    info = {"transport": transport.spec(), "plan": plan.to_json(), "first_reader": first_reader}
-    return _Request(init_info=info)
+def refuse_replicas(replicas: int) -> None:
+    """Raise UnsupportedError where there are several."""
+    if replicas > 1:
+        raise UnsupportedError(
+            f"one engine with {replicas} replicas reports on the first of them only. "
+            "Start one engine for each replica, and update each."
+        )
 
 
 def _describe_steps(checkpoint: Manifest) -> Steps:
-    call = Step("collective_rpc", ("primeblocks_describe", None, (checkpoint.to_json(),)))
-    answers = yield call
-    for answer in answers:
-        if answer["error"]:
-            raise EngineError(f"a worker could not describe its loads: {answer['message']}")
-    reads = [Reads.from_json(answer["reads"], checkpoint) for answer in answers]
+    texts = yield from ask("primeblocks_describe", checkpoint.to_json())
+    reads = [Reads.from_json(text, checkpoint) for text in texts]
     for rank, one in enumerate(reads):
         if one.inexact:
             name, why = next(iter(one.inexact.items()))
