@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from ....errors import UnsupportedError, UsageError
+from ....errors import EngineError, PrimeblocksError, UnsupportedError, UsageError
 from ...convert.recorded import Reads
-from ...engines.fleet import UpdateReport, update_fleet
 from ...engines.remote import (
     Steps,
     Update,
@@ -28,6 +29,7 @@ from .server import VllmServer
 
 __all__ = [
     "InFlight",
+    "UpdateReport",
     "attach",
     "attach_llm",
     "describe",
@@ -44,6 +46,15 @@ _PAUSE: dict[str, dict[str, Any]] = {
     "recompute": {"mode": "keep", "clear_cache": True},
     "abort": {"mode": "abort", "clear_cache": True},
 }
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """Cost of an update: in all, and from the first pause to the last resume."""
+
+    version: int
+    seconds: float
+    pause_seconds: float
 
 
 async def describe(engine: Any, checkpoint: Manifest, *, timeout_s: float) -> list[Reads]:
@@ -141,10 +152,30 @@ async def update_all(
     """
     if in_flight not in _PAUSE:
         raise UsageError(f"in_flight must be one of {list(_PAUSE)}; got {in_flight!r}")
-    deadline = time.monotonic() + timeout_s
-    fleet = [one.until(deadline) if isinstance(one, VllmServer) else one for one in engines]
-    made = Update(receipt.version)
-    return await update_fleet(fleet, made, pause=_PAUSE[in_flight], timeout_s=timeout_s)
+    start = time.monotonic()
+    work_by, settle_by, resume_by = (start + part * timeout_s for part in (0.6, 0.8, 1.0))
+    update, pause = Update(receipt.version), _PAUSE[in_flight]
+    fleet = [
+        _Member(index, one.until(resume_by) if isinstance(one, VllmServer) else one)
+        for index, one in enumerate(engines)
+    ]
+
+    async def pause_one(member: _Member) -> None:
+        await call(member.engine, member.engine.pause_generation(**pause), "pause", work_by)
+
+    await _each(fleet, lambda member: member.prepare(update, work_by))
+    _raise_first(fleet)
+    paused_at = time.monotonic()
+    try:
+        if await _each(fleet, pause_one) and await _each(fleet, lambda m: m.load(update, work_by)):
+            await _each(fleet, lambda member: member.commit(update, settle_by))
+        else:
+            await _each(fleet, lambda member: member.go_back(update, settle_by))
+    finally:
+        await _each(fleet, lambda member: member.resume(resume_by))
+    _raise_first(fleet)
+    now = time.monotonic()
+    return UpdateReport(update.version, now - start, now - paused_at)
 
 
 def describe_llm(llm: Any, checkpoint: Manifest) -> list[Reads]:
@@ -179,6 +210,75 @@ def update_llm(llm: Any, receipt: Receipt, *, timeout_s: float) -> UpdateReport:
     llm.reset_prefix_cache()
     seconds = time.monotonic() - start
     return UpdateReport(receipt.version, seconds, seconds)
+
+
+@dataclass
+class _Member:
+    """An engine during an update. `known`: it holds what the fleet is to serve."""
+
+    index: int
+    engine: Any
+    before: tuple[int | None, ...] = ()
+    was_paused: bool = False
+    known: bool = True
+    error: PrimeblocksError | None = None
+
+    @property
+    def stays_paused(self) -> bool:
+        return (self.was_paused or not self.known) and not self.engine.errored
+
+    async def prepare(self, update: Update, deadline: float) -> None:
+        self.was_paused = await call(self.engine, self.engine.is_paused(), "answer", deadline)
+        self.before = await drive(self.engine, update.prepare(deadline), "prepare", deadline)
+
+    async def load(self, update: Update, deadline: float) -> None:
+        self.known = False
+        await drive(self.engine, update.load(deadline), "load", deadline)
+
+    async def commit(self, update: Update, deadline: float) -> None:
+        await drive(self.engine, update.commit(), "commit", deadline)
+        self.known, self.was_paused = True, False
+
+    async def go_back(self, update: Update, deadline: float) -> None:
+        if not self.known and not self.engine.errored:
+            steps = update.go_back(self.before, deadline)
+            self.known = await drive(self.engine, steps, "go back", deadline)
+
+    async def resume(self, deadline: float) -> None:
+        # What is dead would hide its first error behind a second one.
+        if not self.stays_paused and not self.engine.errored:
+            await call(self.engine, self.engine.resume_generation(), "resume", deadline)
+
+
+async def _each(members: Sequence[_Member], act: Callable[[_Member], Awaitable[None]]) -> bool:
+    """Act on all at once; return whether none has failed so far."""
+
+    async def guarded(member: _Member) -> None:
+        try:
+            await act(member)
+        except PrimeblocksError as error:
+            member.error = member.error or error
+
+    async with asyncio.TaskGroup() as group:
+        for member in members:
+            group.create_task(guarded(member))
+    return all(member.error is None for member in members)
+
+
+def _raise_first(members: Sequence[_Member]) -> None:
+    """Raise the error to act on first, with the positions of all engines that met one."""
+    failed = [(member, member.error) for member in members if member.error is not None]
+    if not failed:
+        return
+    first = next((e for _, e in failed if isinstance(e, EngineError)), failed[0][1])
+    said = str(first)
+    if len(members) > 1:
+        said = " ".join(f"Engine {m.index} of {len(members)}: {error}" for m, error in failed)
+    if paused := [member.index for member in members if member.stays_paused]:
+        said += f" Engines {paused} stay paused until an update succeeds."
+    first = type(first)(said).with_traceback(first.__traceback__)
+    first.engines = tuple(member.index for member, _ in failed)
+    raise first
 
 
 def refuse_replicas(replicas: int) -> None:
