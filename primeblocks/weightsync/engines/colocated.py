@@ -215,15 +215,13 @@ class Colocated:
             for name, do in steps:
                 begun = time.monotonic()
                 left_s = start + timeout_s / 2 - begun
-                late = (
-                    ""
-                    if left_s > 0
-                    else (
-                        f"{name!r} was not begun: half of {timeout_s} s was over after "
-                        f"{[stage.name for stage in done]}."
-                    )
+                late = _failing(
+                    f"{name!r} was not begun: half of {timeout_s} s was over after "
+                    f"{[stage.name for stage in done]}."
                 )
-                others = self._together(do, left_s, start + 0.75 * timeout_s, late=late)
+                others = self._together(
+                    do if left_s > 0 else late, left_s, start + 0.75 * timeout_s
+                )
                 if others:
                     raise TransferError(f"{name!r} failed on {others}. All ranks went back.")
                 done.append(Stage(name, time.monotonic() - begun, self._memory()))
@@ -248,14 +246,10 @@ class Colocated:
                     "engine may both be away: restart the engine."
                 ) from error
 
-    def _together(
-        self, do: _Do, left_s: float, deadline: float, *, late: str = "", last: bool = False
-    ) -> str:
+    def _together(self, do: _Do, left_s: float, deadline: float, *, last: bool = False) -> str:
         """Do a step here, then hear of failures on other ranks, if these are in step."""
         met: Exception | None = None
         try:
-            if late:
-                raise DeadlineError(late)
             do(left_s)
         except Exception as error:  # Whatever it is, the other ranks have to know.
             met = error
@@ -280,6 +274,13 @@ def _nothing(*told: object) -> None:
     """Do nothing, on a rank without an engine."""
 
 
-def _text(error: BaseException | None) -> str:
+def _failing(why: str) -> _Do:
+    def fail(timeout_s: float) -> None:
+        raise DeadlineError(why)
+
+    return fail
+
+
+def _text(error: BaseException) -> str:
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text.encode("ascii", "replace").decode()[:_SHOWN].rstrip(".") + "."

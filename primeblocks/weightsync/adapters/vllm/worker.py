@@ -108,12 +108,11 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         self._report(subscribe)
 
-    def reads(self, checkpoint: Manifest) -> Reads:
-        """Record the boxes of a checkpoint that this worker's loader reads. No weights change."""
-        return self._recorded(checkpoint)[0]
+    def reads(self, checkpoint: Manifest) -> tuple[Reads, list[str]]:
+        """Record the boxes of a checkpoint that this worker's loader reads. No weights change.
 
-    def _recorded(self, checkpoint: Manifest) -> tuple[Reads, list[str]]:
-        """Return the reads, and the layers whose parameters are written without their loaders."""
+        Returns also the layers whose parameters are written without their loaders.
+        """
         from vllm.config import set_current_vllm_config
 
         model: Any = self.model
@@ -141,7 +140,7 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         reader = first_reader + rank if len(plan.wants) > 1 else 0
         plan.check_reader(reader)
         wants = plan.wants[reader]
-        reads, self._direct = self._recorded(plan.target)
+        reads, self._direct = self.reads(plan.target)
         if lacking := reads.lacking(wants):
             raise PlanError(
                 f"worker {rank} reads elements of {len(lacking)} tensors, such as {lacking[0]!r}, "
@@ -245,8 +244,12 @@ class WorkerExtension:
 
     def primeblocks_describe(self, checkpoint: str) -> dict[str, Any]:
         """Return what this worker reads of a checkpoint."""
-        engine = self.weight_transfer_engine
-        return asdict(_told(lambda: engine.reads(Manifest.from_json(checkpoint)).to_json()))
+
+        def read() -> str:
+            reads, _ = self.weight_transfer_engine.reads(Manifest.from_json(checkpoint))
+            return str(reads.to_json())
+
+        return asdict(_told(read))
 
     def primeblocks_observe(self) -> dict[str, Any]:
         """Return digests of what this worker computes with, for the front end."""
