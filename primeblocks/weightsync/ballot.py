@@ -35,8 +35,8 @@ class Ballot:
 
     Args:
         place: a directory of the readers' and the trainer's user, on a disk or in /dev/shm; or a
-            store that outlives them. A decision stays, some 100 bytes a version; votes go once the
-            trainer has heard it.
+            store that outlives them. A decision stays, some 100 bytes a version; votes go when the
+            trainer has heard of two more.
         members: names of all readers.
 
     Raises:
@@ -50,6 +50,7 @@ class Ballot:
         self._notes = (
             Board(place, "ballot") if isinstance(place, dist.Store) else _Files(Path(place))
         )
+        self._decided: list[Round] = []
 
     def member(self, name: str) -> Member:
         """Return the part of one reader, for its `Subscriber`.
@@ -78,10 +79,18 @@ class Ballot:
             turn = turn.next
             turn.post("open", "again")
         said = turn.await_decision("the trainer", deadline)
-        for name in self.members:  # Whoever looks for votes now looks for the decision next.
-            turn.drop(f"vote/{name}")
+        self._decided.append(turn)
+        self._forget_votes()
         if said:
             raise TransferError(said)
+
+    def _forget_votes(self) -> None:
+        """Drop votes that nobody counts any more: a late reader finds the decision."""
+        with suppress(TransferError):
+            for old in self._decided[:-2]:
+                for name in self.members:
+                    old.drop(f"vote/{name}")
+                self._decided.remove(old)
 
 
 @dataclass(frozen=True)
@@ -193,9 +202,8 @@ class Round:
         return self.ballot._notes.post_first(self._key(what), text, deadline=deadline)
 
     def drop(self, what: str) -> None:
-        """Remove a note of this attempt. Best effort."""
-        with suppress(TransferError):
-            self.ballot._notes.drop(self._key(what), deadline=time.monotonic() + _GRACE_S)
+        """Remove a note of this attempt."""
+        self.ballot._notes.drop(self._key(what), deadline=time.monotonic() + _GRACE_S)
 
     def _key(self, what: str) -> str:
         return f"{self.run}/{self.version}/{self.attempt}/{what}"

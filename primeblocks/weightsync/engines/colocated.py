@@ -173,7 +173,7 @@ class Colocated:
         if self._turn != turn:
             raise UsageError(f"it is not the {turn}'s turn: the turn is {self._turn!r}.")
 
-    # Each step does nothing where it was done, so that either way leads back from the other.
+    # A step that was done does nothing, so that each way leads back from the other.
 
     def _engine_in(self, receipts: Sequence[Receipt]) -> Sequence[_Step]:
         return (
