@@ -89,7 +89,7 @@ class Ballot:
         with suppress(TransferError):
             for old in self._decided[:-2]:
                 for name in self.members:
-                    old.drop(f"vote/{name}")
+                    old.remove(f"vote/{name}")
                 self._decided.remove(old)
 
 
@@ -201,9 +201,9 @@ class Round:
         deadline = time.monotonic() + _GRACE_S
         return self.ballot._notes.post_first(self._key(what), text, deadline=deadline)
 
-    def drop(self, what: str) -> None:
+    def remove(self, what: str) -> None:
         """Remove a note of this attempt."""
-        self.ballot._notes.drop(self._key(what), deadline=time.monotonic() + _GRACE_S)
+        self.ballot._notes.remove(self._key(what), deadline=time.monotonic() + _GRACE_S)
 
     def _key(self, what: str) -> str:
         return f"{self.run}/{self.version}/{self.attempt}/{what}"
@@ -236,7 +236,7 @@ class _Files:
         except OSError as error:
             raise TransferError(f"no vote can be read: {error}") from error
 
-    def drop(self, key: str, *, deadline: float) -> None:
+    def remove(self, key: str, *, deadline: float) -> None:
         with suppress(OSError):
             self._path(key).unlink()
 

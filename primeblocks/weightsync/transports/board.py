@@ -81,9 +81,9 @@ class Board:
         assert found is None or isinstance(found, str)
         return found
 
-    def drop(self, key: str, *, deadline: float) -> None:
+    def remove(self, key: str, *, deadline: float) -> None:
         """Remove a note, if there is one."""
-        self._call(lambda: self._store.delete_key(self._key(key)), deadline)
+        self._call(lambda: self._store.delete_key(self._key(key)) or True, deadline)
 
     def replace(self, key: str, old: str, new: str, *, deadline: float) -> bool:
         """Write over a note if it is still the old one; return whether it is the new one now."""

@@ -108,11 +108,12 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         self._report(subscribe)
 
-    def reads(self, checkpoint: Manifest) -> tuple[Reads, list[str]]:
-        """Record the boxes of a checkpoint that this worker's loader reads. No weights change.
+    def reads(self, checkpoint: Manifest) -> Reads:
+        """Record the boxes of a checkpoint that this worker's loader reads. No weights change."""
+        return self._recorded(checkpoint)[0]
 
-        Returns also the layers whose parameters are written without their loaders.
-        """
+    def _recorded(self, checkpoint: Manifest) -> tuple[Reads, list[str]]:
+        """Return the reads, and the layers whose parameters are written without their loaders."""
         from vllm.config import set_current_vllm_config
 
         model: Any = self.model
@@ -140,7 +141,7 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         reader = first_reader + rank if len(plan.wants) > 1 else 0
         plan.check_reader(reader)
         wants = plan.wants[reader]
-        reads, self._direct = self.reads(plan.target)
+        reads, self._direct = self._recorded(plan.target)
         if lacking := reads.lacking(wants):
             raise PlanError(
                 f"worker {rank} reads elements of {len(lacking)} tensors, such as {lacking[0]!r}, "
@@ -246,8 +247,8 @@ class WorkerExtension:
         """Return what this worker reads of a checkpoint."""
 
         def read() -> str:
-            reads, _ = self.weight_transfer_engine.reads(Manifest.from_json(checkpoint))
-            return str(reads.to_json())
+            reads: Reads = self.weight_transfer_engine.reads(Manifest.from_json(checkpoint))
+            return reads.to_json()
 
         return asdict(_told(read))
 
