@@ -8,8 +8,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import quote
 
 import torch.distributed as dist
@@ -25,6 +26,13 @@ _LOOK_S = 0.01
 _GRACE_S = 1.0
 
 
+class _Notes(Protocol):
+    """Notes of which the first under a key stands. Raises TransferError where they fail."""
+
+    def post_first(self, key: str, text: str, *, deadline: float) -> str: ...
+    def look(self, key: str, *, deadline: float) -> str | None: ...
+
+
 class Ballot:
     """The readers that have to have a version before it stands, and a place for their votes.
 
@@ -35,8 +43,7 @@ class Ballot:
 
     Args:
         place: a directory of the readers' and the trainer's user, on a disk or in /dev/shm; or a
-            store that outlives them. A decision stays, some 100 bytes a version; votes go when the
-            trainer has heard of two more.
+            store that outlives them. It takes some 100 bytes a version and reader.
         members: names of all readers.
 
     Raises:
@@ -47,10 +54,9 @@ class Ballot:
         if not members or len(set(members)) < len(members):
             raise UsageError(f"members are {list(members)}; give each reader a name of its own")
         self.members = tuple(members)
-        self._notes = (
+        self._notes: _Notes = (
             Board(place, "ballot") if isinstance(place, dist.Store) else _Files(Path(place))
         )
-        self._decided: list[Round] = []
 
     def member(self, name: str) -> Member:
         """Return the part of one reader, for its `Subscriber`.
@@ -71,26 +77,27 @@ class Ballot:
         Raises:
             TransferError: it is refused; no member keeps it.
         """
-        turn = Round(self, run, version).last()
-        refused = turn.refused
-        if refused and not again:
+        attempt, refused = self._attempt(run, version, deadline)
+        if again and refused:
+            attempt += 1
+            self._notes.post_first(_key(run, version, attempt, "open"), "again", deadline=deadline)
+        elif refused:
             raise TransferError(refused)
-        if refused:
-            turn = turn.next
-            turn.post("open", "again")
-        said = turn.await_decision("the trainer", deadline)
-        self._decided.append(turn)
-        self._forget_votes()
+        said = Round(self, run, version, attempt).await_decision("the trainer", deadline)
         if said:
             raise TransferError(said)
 
-    def _forget_votes(self) -> None:
-        """Drop votes that nobody counts any more: a late reader finds the decision."""
-        with suppress(TransferError):
-            for old in self._decided[:-2]:
-                for name in self.members:
-                    old.remove(f"vote/{name}")
-                self._decided.remove(old)
+    def _attempt(self, run: str, version: int, deadline: float) -> tuple[int, str]:
+        """Return the last attempt at a version, and why it was refused, if it was."""
+        attempt = 0
+        while True:
+            said = self._notes.look(_key(run, version, attempt, "decision"), deadline=deadline)
+            if said is None or said == _COMMIT:
+                return attempt, ""
+            following = _key(run, version, attempt + 1, "open")
+            if self._notes.look(following, deadline=deadline) is None:
+                return attempt, said
+            attempt += 1
 
 
 @dataclass(frozen=True)
@@ -100,16 +107,16 @@ class Member:
     ballot: Ballot
     name: str
 
-    def enter(self, marker: Marker) -> Round:
+    def enter(self, marker: Marker, *, deadline: float) -> Round:
         """Begin to load a version.
 
         Raises:
             TransferError: it was refused.
         """
-        turn = Round(self.ballot, marker.run, marker.version, name=self.name).last()
-        if turn.refused:
-            raise TransferError(f"version {marker.version} was refused: {turn.refused}")
-        return turn
+        attempt, refused = self.ballot._attempt(marker.run, marker.version, deadline)
+        if refused:
+            raise TransferError(f"version {marker.version} was refused: {refused}")
+        return Round(self.ballot, marker.run, marker.version, attempt, self.name)
 
     def pick(
         self, markers: Callable[[], Sequence[Marker]], served: Marker | None, *, deadline: float
@@ -122,7 +129,7 @@ class Member:
         while known := markers():
             newer = known[known.index(served) + 1 :] if served in known else known
             for marker in reversed(newer):
-                if not Round(self.ballot, marker.run, marker.version).last().refused:
+                if not self.ballot._attempt(marker.run, marker.version, deadline)[1]:
                     return marker.version
             if time.monotonic() >= deadline:
                 raise DeadlineError(
@@ -140,26 +147,8 @@ class Round:
     ballot: Ballot
     run: str
     version: int
-    attempt: int = 0
+    attempt: int
     name: str = ""
-
-    @property
-    def refused(self) -> str:
-        """The reason why it was refused, "" if it was not."""
-        said = self.look("decision")
-        return "" if said is None or said == _COMMIT else said
-
-    @property
-    def next(self) -> Round:
-        """The attempt after this one."""
-        return replace(self, attempt=self.attempt + 1)
-
-    def last(self) -> Round:
-        """Return the last attempt, from this one on, that was opened."""
-        turn = self
-        while turn.refused and turn.next.look("open") is not None:
-            turn = turn.next
-        return turn
 
     def vote(self, *, deadline: float) -> str:
         """Member: say that it has loaded the version; return why it has to go back, or "".
@@ -167,11 +156,11 @@ class Round:
         Raises:
             TransferError: the votes cannot be reached: it is not known what the others do.
         """
-        self.post(f"vote/{self.name}", _COMMIT)
-        votes = (self.look(f"vote/{name}") for name in self.ballot.members)
+        self._post(f"vote/{self.name}", _COMMIT)
+        votes = (self._look(f"vote/{name}") for name in self.ballot.members)
         if all(vote is not None for vote in votes):
             # No member has to live longer than its own part.
-            self.post("decision", _COMMIT)
+            self._post("decision", _COMMIT)
         return self.await_decision(self.name, deadline)
 
     def refuse(self, why: str) -> None:
@@ -180,33 +169,25 @@ class Round:
         Changes nothing where all had loaded it before.
         """
         with suppress(TransferError):
-            self.post("decision", f"{_ABORT}: {self.name}: {why}"[:600])
+            self._post("decision", f"{_ABORT}: {self.name}: {why}"[:600])
 
     def await_decision(self, who: str, deadline: float) -> str:
         """Wait until it is decided; return why the version is refused, or ""."""
-        while (said := self.look("decision")) is None:
+        while (said := self._look("decision")) is None:
             if time.monotonic() >= deadline:
-                here = [name for name in self.ballot.members if self.look(f"vote/{name}") is None]
-                said = self.post("decision", f"{_ABORT}: {who} waited in vain for {here}")
+                here = [name for name in self.ballot.members if self._look(f"vote/{name}") is None]
+                said = self._post("decision", f"{_ABORT}: {who} waited in vain for {here}")
                 break
             threading.Event().wait(_LOOK_S)
         return "" if said == _COMMIT else said
 
-    def look(self, what: str) -> str | None:
-        """Read a note of this attempt that is there now."""
-        return self.ballot._notes.look(self._key(what), deadline=time.monotonic() + _GRACE_S)
+    def _look(self, what: str) -> str | None:
+        key = _key(self.run, self.version, self.attempt, what)
+        return self.ballot._notes.look(key, deadline=time.monotonic() + _GRACE_S)
 
-    def post(self, what: str, text: str) -> str:
-        """Write a note of this attempt unless there is one; return the one that stands."""
-        deadline = time.monotonic() + _GRACE_S
-        return self.ballot._notes.post_first(self._key(what), text, deadline=deadline)
-
-    def remove(self, what: str) -> None:
-        """Remove a note of this attempt."""
-        self.ballot._notes.remove(self._key(what), deadline=time.monotonic() + _GRACE_S)
-
-    def _key(self, what: str) -> str:
-        return f"{self.run}/{self.version}/{self.attempt}/{what}"
+    def _post(self, what: str, text: str) -> str:
+        key = _key(self.run, self.version, self.attempt, what)
+        return self.ballot._notes.post_first(key, text, deadline=time.monotonic() + _GRACE_S)
 
 
 class _Files:
@@ -226,7 +207,9 @@ class _Files:
         except OSError as error:
             raise TransferError(f"no vote can be written: {error}") from error
         said = self.look(key, deadline=deadline)
-        return text if said is None else said  # It was written, and dropped.
+        if said is None:
+            raise TransferError(f"{self._path(key)} is gone")
+        return said
 
     def look(self, key: str, *, deadline: float) -> str | None:
         try:
@@ -236,9 +219,9 @@ class _Files:
         except OSError as error:
             raise TransferError(f"no vote can be read: {error}") from error
 
-    def remove(self, key: str, *, deadline: float) -> None:
-        with suppress(OSError):
-            self._path(key).unlink()
-
     def _path(self, key: str) -> Path:
         return self._directory / quote(key, safe="")
+
+
+def _key(run: str, version: int, attempt: int, what: str) -> str:
+    return f"{run}/{version}/{attempt}/{what}"

@@ -297,7 +297,7 @@ class Subscriber:
         if self._member is None:
             return None
         try:
-            return self._member.enter(new.marker)
+            return self._member.enter(new.marker, deadline=deadline)
         except TransferError:
             if new.undo and self._served is not None:
                 self._serve(self._served, undone(self.plan, self.reader, new, self._served))

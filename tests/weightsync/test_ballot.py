@@ -159,22 +159,6 @@ def test_a_version_that_was_refused_is_loaded_once_it_is_published_again(tmp_pat
     assert fleet.versions == [2] * 3
 
 
-@pytest.mark.parametrize("store", [False, True])
-def test_votes_go_once_two_later_versions_are_decided(store, tmp_path):
-    fleet, votes = Fleet("file", tmp_path), dist.HashStore()
-    if store:
-        fleet.ballot._notes = Ballot(votes, READERS)._notes
-    for version in range(1, 7):
-        fleet.readers[0].breaks = 2 if version == 3 else None
-        fleet.sync(version)
-    notes = votes.num_keys() if store else len([*(tmp_path / "votes").iterdir()])
-    assert notes == 6 + 2 * len(READERS)  # All decisions, and the votes of the last two.
-    late = fleet.join("b")
-    assert late.receive() == 6
-    fleet.readers[1] = late
-    assert fleet.sync(7) == [7] * 4
-
-
 def test_a_reader_that_does_not_come_is_waited_for_until_the_deadline(tmp_path):
     fleet = Fleet("file", tmp_path)
     fleet.sync(1)

@@ -81,10 +81,6 @@ class Board:
         assert found is None or isinstance(found, str)
         return found
 
-    def remove(self, key: str, *, deadline: float) -> None:
-        """Remove a note, if there is one."""
-        self._call(lambda: self._store.delete_key(self._key(key)) or True, deadline)
-
     def replace(self, key: str, old: str, new: str, *, deadline: float) -> bool:
         """Write over a note if it is still the old one; return whether it is the new one now."""
         said = self._call(lambda: self._store.compare_set(self._key(key), old, new), deadline)
