@@ -15,16 +15,16 @@ from primeblocks.errors import (
     TransferError,
 )
 from primeblocks.weightsync import describe, plan_sync
+from primeblocks.weightsync.adapters.vllm import update_llm
 from primeblocks.weightsync.engines.remote import (
     Step,
-    Update,
     WorkerState,
     attach_steps,
     call,
     drive,
     drive_sync,
-    update_sync,
 )
+from primeblocks.weightsync.marker import Receipt
 from primeblocks.weightsync.transports import FileTransport
 from tests.weightsync.fake_engine import FakeEngine
 
@@ -38,8 +38,11 @@ class Blocking:
     def __getattr__(self, name):
         return lambda *args: asyncio.run(getattr(self.fake, name)(*args))
 
-    def update(self, version, transaction="now"):
-        update_sync(self, Update(version, transaction), deadline=time.monotonic() + 10)
+    def update(self, version):
+        update_llm(self, Receipt(version, 0, 0.0, ""), timeout_s=10)
+
+    def reset_prefix_cache(self):
+        pass
 
     @property
     def held(self):

@@ -33,7 +33,6 @@ __all__ = [
     "call",
     "drive",
     "drive_sync",
-    "update_sync",
 ]
 
 STATE, VERIFY = "primeblocks_state", "primeblocks_verify"
@@ -173,25 +172,6 @@ def _raise_first(states: list[WorkerState]) -> None:
     torn = [state for state in failed if state.error == EngineError.__name__]
     for state in torn + failed:
         raise state.typed()
-
-
-def update_sync(engine: Any, update: Update, *, deadline: float) -> None:
-    """Make a whole update on an engine whose methods block.
-
-    Raises:
-        PrimeblocksError: the error of the first worker that failed; all serve the version before.
-        EngineError: the workers could not be brought back to one version.
-    """
-    before = drive_sync(engine, update.prepare(deadline))
-    try:
-        drive_sync(engine, update.load(deadline))
-    except PrimeblocksError as error:
-        if not drive_sync(engine, update.go_back(before, deadline)):
-            raise EngineError(
-                f"{error} Its workers held {before}: no version to go back to. Restart the engine."
-            ) from error
-        raise
-    drive_sync(engine, update.commit())
 
 
 def drive_sync(engine: Any, steps: Steps) -> Any:

@@ -19,7 +19,6 @@ from ...engines.remote import (
     call,
     drive,
     drive_sync,
-    update_sync,
 )
 from ...manifest import Manifest
 from ...marker import Receipt
@@ -203,10 +202,20 @@ def update_llm(llm: Any, receipt: Receipt, *, timeout_s: float) -> UpdateReport:
     `timeout_s` bounds each worker's wait and check; the call returns when the engine answers.
 
     Raises:
-        PrimeblocksError: as `update`.
+        PrimeblocksError: as `update`; EngineError also where there is no version to go back to.
     """
     start = time.monotonic()
-    update_sync(llm, Update(receipt.version), deadline=start + timeout_s)
+    deadline, made = start + timeout_s, Update(receipt.version)
+    before = drive_sync(llm, made.prepare(deadline))
+    try:
+        drive_sync(llm, made.load(deadline))
+    except PrimeblocksError as error:
+        if not drive_sync(llm, made.go_back(before, deadline)):
+            raise EngineError(
+                f"{error} Its workers held {before}: no version to go back to. Restart the engine."
+            ) from error
+        raise
+    drive_sync(llm, made.commit())
     llm.reset_prefix_cache()
     seconds = time.monotonic() - start
     return UpdateReport(receipt.version, seconds, seconds)

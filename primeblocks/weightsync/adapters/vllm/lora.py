@@ -167,8 +167,8 @@ async def remove_lora(engine: Any, request: LoRARequest, *, timeout_s: float) ->
         EngineError: the engine is dead.
     """
     _Gate.of(engine).close(request)
-    deadline = time.monotonic() + timeout_s
-    await drive(engine, _remove_steps(request), "remove the adapter", deadline)
+    steps, deadline = ask(_LORA, "remove", request.lora_int_id), time.monotonic() + timeout_s
+    await drive(engine, steps, "remove the adapter", deadline)
 
 
 def attach_lora_llm(
@@ -193,7 +193,7 @@ def update_lora_llm(llm: Any, name: str, receipt: Receipt, *, timeout_s: float) 
 def remove_lora_llm(llm: Any, request: LoRARequest) -> None:
     """Forget a version in an offline `LLM`. Raises as `remove_lora`."""
     _Gate.of(llm.llm_engine).close(request)
-    drive_sync(llm, _remove_steps(request))
+    drive_sync(llm, ask(_LORA, "remove", request.lora_int_id))
 
 
 def _attach_steps(spec: AdapterSpec, plan: Plan, transport: Transport, keep: int) -> Steps:
@@ -211,10 +211,6 @@ def _load_steps(name: str, receipt: Receipt, deadline: float) -> Steps:
         yield Step("collective_rpc", (_LORA, None, ("remove", request.lora_int_id)))
         raise
     return request
-
-
-def _remove_steps(request: LoRARequest) -> Steps:
-    return ask(_LORA, "remove", request.lora_int_id)
 
 
 def _check_engine(engine: Any) -> None:
