@@ -306,11 +306,11 @@ class FakeWithAdapters(FakeEngine):
     """Its workers hold any adapter."""
 
     async def collective_rpc(self, method, timeout=None, args=()):
-        from primeblocks.weightsync.adapters.vllm.lora_worker import LoraWorkerExtension
+        from primeblocks.weightsync.adapters.vllm.lora_worker import Adapters
 
         if "lora" not in method:
             return await super().collective_rpc(method, timeout, args)
-        inspect.signature(getattr(LoraWorkerExtension, method)).bind(self, *args)
+        inspect.signature(getattr(Adapters, args[0])).bind(self, *args[1:])
         return [asdict(WorkerState())]
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from primeblocks import errors
 
 PACKAGE = Path(errors.__file__).parent
-# What an engine or a directory shares is inherited here still.
-NOT_YET = {"FileTransport", "LoraWorkerExtension", "SharedMemoryTransport"}
+# What a directory shares is inherited here still.
+NOT_YET = {"FileTransport", "SharedMemoryTransport"}
 
 
 def _defined():

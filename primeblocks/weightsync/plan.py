@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -106,11 +107,11 @@ class Plan:
 
     def of_rank(self, rank: int) -> tuple[int, ...]:
         """Return the buckets that a trainer rank writes, by their place in `buckets`."""
-        return self._of_rank.get(rank, ())
+        return self._places.get(("rank", rank), ())
 
     def of_reader(self, reader: int) -> tuple[int, ...]:
         """Return the buckets that a reader wants, by their place in `buckets`."""
-        return self._of_reader.get(reader, ())
+        return self._places.get(("reader", reader), ())
 
     def written_bytes(self, rank: int) -> int:
         """Return the bytes that a trainer rank writes for one version."""
@@ -128,16 +129,6 @@ class Plan:
             for box in boxes
         )
 
-    @cached_property
-    def bytes_by_link(self) -> dict[tuple[int, int], int]:
-        """Bytes, by (rank, reader), of the buckets of that rank that the reader wants."""
-        links: dict[tuple[int, int], int] = {}
-        for bucket in self.buckets:
-            for reader in bucket.readers:
-                link = bucket.rank, reader
-                links[link] = links.get(link, 0) + bucket.bytes
-        return links
-
     def writer_peak_bytes(self, rank: int) -> int:
         """Return the memory of a full sync over a process group on a trainer rank: two buckets."""
         mine = self.of_rank(rank)
@@ -154,17 +145,15 @@ class Plan:
 
         `peak` is what a full sync over a process group takes beside the weights.
         """
+        links = {(bucket.rank, reader) for bucket in self.buckets for reader in bucket.readers}
         lines = [f"{'':>12} {'links':>6} {'buckets':>8} {'copies':>8} {'bytes':>16} {'peak':>16}"]
         for rank in range(self.world_size):
-            links = sum(1 for link in self.bytes_by_link if link[0] == rank)
-            lines.append(
-                self._row(f"rank {rank}", self.of_rank(rank), links, self.writer_peak_bytes(rank))
-            )
+            count, peak = sum(link[0] == rank for link in links), self.writer_peak_bytes(rank)
+            lines.append(self._row(f"rank {rank}", self.of_rank(rank), count, peak))
         for reader in range(len(self.wants)):
-            links = sum(1 for link in self.bytes_by_link if link[1] == reader)
-            peak = self.reader_peak_bytes(reader)
-            lines.append(self._row(f"reader {reader}", self.of_reader(reader), links, peak))
-        lines.append(self._row("written", range(len(self.buckets)), len(self.bytes_by_link)))
+            count, peak = sum(link[1] == reader for link in links), self.reader_peak_bytes(reader)
+            lines.append(self._row(f"reader {reader}", self.of_reader(reader), count, peak))
+        lines.append(self._row("written", range(len(self.buckets)), len(links)))
         lines.append(f"lower bound {self.lower_bound_bytes:,} bytes, {len(self.target)} tensors")
         return "\n".join(lines)
 
@@ -237,16 +226,12 @@ class Plan:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:32]
 
     @cached_property
-    def _of_rank(self) -> dict[int, tuple[int, ...]]:
-        return _grouped((bucket.rank, index) for index, bucket in enumerate(self.buckets))
-
-    @cached_property
-    def _of_reader(self) -> dict[int, tuple[int, ...]]:
-        return _grouped(
-            (reader, index)
-            for index, bucket in enumerate(self.buckets)
-            for reader in bucket.readers
-        )
+    def _places(self) -> dict[tuple[str, int], tuple[int, ...]]:
+        places = defaultdict[tuple[str, int], list[int]](list)
+        for index, bucket in enumerate(self.buckets):
+            for side in ("rank", bucket.rank), *(("reader", reader) for reader in bucket.readers):
+                places[side].append(index)
+        return {side: tuple(indices) for side, indices in places.items()}
 
 
 def packed(target: Manifest, boxes: Iterable[tuple[str, Shard]]) -> tuple[Copy, ...]:
@@ -257,13 +242,6 @@ def packed(target: Manifest, boxes: Iterable[tuple[str, Shard]]) -> tuple[Copy, 
         copies.append(Copy(name, box, end, size))
         end += size
     return tuple(copies)
-
-
-def _grouped(pairs: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
-    groups: dict[int, list[int]] = {}
-    for key, value in pairs:
-        groups.setdefault(key, []).append(value)
-    return {key: tuple(values) for key, values in groups.items()}
 
 
 def _tensor_bytes(spec: TensorSpec) -> int:

@@ -129,7 +129,7 @@ class FakeEngine:
         """Each worker reads all."""
         manifest = Manifest.from_json(checkpoint)
         reads = record_reads(_load_all, manifest)
-        return [{"reads": reads.to_json(), "error": "", "message": ""} for _ in self.states]
+        return [{"value": reads.to_json()} for _ in self.states]
 
     def _verify(self, info):
         self.transaction = info["transaction"]

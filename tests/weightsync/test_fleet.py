@@ -16,19 +16,13 @@ from primeblocks.errors import (
     PrimeblocksError,
     TransferError,
 )
-from primeblocks.weightsync.engines import fleet as fleet_module
+from primeblocks.weightsync.adapters.vllm import front, update_all
 from primeblocks.weightsync.engines import remote
-from primeblocks.weightsync.engines.fleet import update_fleet
-from primeblocks.weightsync.engines.remote import Update
+from primeblocks.weightsync.marker import Receipt
 from tests.weightsync.fake_engine import FakeEngine, hurried_loop
 
 TIMEOUT_S = 0.25
 CALLS = 14  # of an update that succeeds: see test_the_calls_of_an_update
-KEEP = {"mode": "keep", "clear_cache": False}
-
-
-def request(info):
-    return SimpleNamespace(update_info=info)
 
 
 class Fleet:
@@ -36,7 +30,6 @@ class Fleet:
 
     def __init__(self, held, faults=None, worker_faults=None):
         self.mixed = []
-        self.attempts = 0
         self.engines = [
             FakeEngine(
                 versions,
@@ -54,10 +47,8 @@ class Fleet:
             self.mixed.append(served)
 
     async def update(self, version, *, timeout_s=TIMEOUT_S, engines=None):
-        self.attempts += 1
-        update = Update(version, f"attempt {self.attempts}", request)
         fleet = self.engines if engines is None else engines
-        return await update_fleet(fleet, update, pause=KEEP, timeout_s=timeout_s)
+        return await update_all(fleet, Receipt(version, 0, 0.0, ""), timeout_s=timeout_s)
 
     async def fails(self, version, kind=PrimeblocksError, **how):
         now = asyncio.get_running_loop().time
@@ -94,7 +85,7 @@ def run(body):
         clock = SimpleNamespace(monotonic=runner.get_loop().time)
         with (
             mock.patch.object(remote, "time", clock),
-            mock.patch.object(fleet_module, "time", clock),
+            mock.patch.object(front, "time", clock),
         ):
             runner.run(body)
 

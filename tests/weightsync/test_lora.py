@@ -60,11 +60,6 @@ def test_modules_reads_back_what_was_adapted_and_misses_nothing(modules, rank, d
         spec.modules(describe(tensors))
 
 
-def test_a_spec_survives_json():
-    spec = AdapterSpec("policy", rank=8, alpha=0.3, rslora=True)
-    assert AdapterSpec.from_json(spec.to_json()) == spec
-
-
 @pytest.mark.parametrize("name", ["", "a@1", "a/b", "a b", ".a", "a\n"])
 def test_names_that_a_version_could_not_follow(name):
     with pytest.raises(UsageError, match="an adapter's name has"):
@@ -116,9 +111,6 @@ def test_settings_that_plain_lora_cannot_express(key, value):
 def test_settings_that_lack_something_are_refused():
     with pytest.raises(UsageError, match="settings of 'x' lack \\['r', 'lora_alpha'\\]"):
         AdapterSpec.from_peft("x", {})
-    for text in ("", "[]", "{}", '{"name": "x", "rank": 0, "alpha": 1}'):
-        with pytest.raises(UsageError):
-            AdapterSpec.from_json(text)
 
 
 @NEEDS_PEFT

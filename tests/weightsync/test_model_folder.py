@@ -240,7 +240,7 @@ def test_a_version_that_goes_while_it_is_linked(tmp_path, monkeypatch):
         patch.setattr(os, "link", late)
         with pytest.raises(TransferError, match="version 1 was retired while"):
             folders.make(1, timeout_s=TIMEOUT_S)
-    trainer.publish(4)
+    weights = trainer.publish(4)
 
     def later(source, to):
         source.unlink()
@@ -248,21 +248,19 @@ def test_a_version_that_goes_while_it_is_linked(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "link", later)
-        with pytest.raises(TransferError, match="version-4.safetensors is gone"):
-            folders.make(4, timeout_s=TIMEOUT_S)
+        assert_whole(folders.make(4, timeout_s=TIMEOUT_S), weights)  # What it had checked.
     trainer.close()
 
 
-def test_a_root_that_cannot_be_linked_to(tmp_path, monkeypatch):
+def test_what_cannot_be_linked_is_written(tmp_path, monkeypatch):
     trainer = Trainer(tmp_path, "file")
-    trainer.publish(1)
+    weights = trainer.publish(1)
 
     def elsewhere(source, to):
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
 
     monkeypatch.setattr(os, "link", elsewhere)
-    with pytest.raises(UnsupportedError, match="Put both on one file system"):
-        trainer.folders().make(1, timeout_s=TIMEOUT_S)
+    assert_whole(trainer.folders().make(1, timeout_s=TIMEOUT_S), weights)
     trainer.close()
 
 

@@ -3,9 +3,9 @@
 import asyncio
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
+import torch
 
 from primeblocks.errors import (
     CorruptionError,
@@ -14,16 +14,18 @@ from primeblocks.errors import (
     PrimeblocksError,
     TransferError,
 )
+from primeblocks.weightsync import describe, plan_sync
+from primeblocks.weightsync.adapters.vllm import update_llm
 from primeblocks.weightsync.engines.remote import (
     Step,
-    Update,
     WorkerState,
     attach_steps,
     call,
     drive,
     drive_sync,
-    update_sync,
 )
+from primeblocks.weightsync.marker import Receipt
+from primeblocks.weightsync.transports import FileTransport
 from tests.weightsync.fake_engine import FakeEngine
 
 
@@ -36,9 +38,11 @@ class Blocking:
     def __getattr__(self, name):
         return lambda *args: asyncio.run(getattr(self.fake, name)(*args))
 
-    def update(self, version, transaction="now"):
-        request = Update(version, transaction, lambda info: SimpleNamespace(update_info=info))
-        update_sync(self, request, deadline=time.monotonic() + 10)
+    def update(self, version):
+        update_llm(self, Receipt(version, 0, 0.0, ""), timeout_s=10)
+
+    def reset_prefix_cache(self):
+        pass
 
     @property
     def held(self):
@@ -86,11 +90,13 @@ def test_a_torn_worker_is_what_is_reported():
         engine.update(2)
 
 
-def test_attach_raises_what_a_worker_met():
-    drive_sync(Blocking([None]), attach_steps("request"))
+def test_attach_raises_what_a_worker_met(tmp_path):
+    source = describe({"w": torch.zeros(4)})
+    told = plan_sync([source], source.whole()), FileTransport(tmp_path), 0
+    drive_sync(Blocking([None]), attach_steps(*told))
     engine = Blocking([None], {(0, "init"): ("TransferError", "no such place")})
     with pytest.raises(TransferError, match="no such place"):
-        drive_sync(engine, attach_steps("request"))
+        drive_sync(engine, attach_steps(*told))
 
 
 def test_an_unknown_error_of_a_worker_is_an_engine_error():

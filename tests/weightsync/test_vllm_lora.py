@@ -191,7 +191,7 @@ def _refused_at_update(llm, policy, third):
         "never_committed": error_of(_load, llm, policy, late, 0.2),
         "name_taken": error_of(_load, llm, policy, dataclasses.replace(other, version=2), 5.0),
     }
-    taken = versioned_request("policy", third).lora_int_id
+    taken = versioned_request("policy", third.version, third.digest).lora_int_id
     llm.llm_engine.add_lora(LoRARequest("mine", taken, policy.save(7)))
     saw["id_taken"] = error_of(_load, llm, policy, third)
     llm.llm_engine.remove_lora(taken)
@@ -280,7 +280,7 @@ def test_a_flipped_byte_registers_nothing(saw):
         ("name_taken", "UsageError", "'policy@2' is held with other bytes"),
         ("id_taken", "UsageError", "which another adapter has"),
         ("full", "CapacityError", "3 versions of 'policy' are held and keep=3"),
-        ("stock", "EngineError", "not a LoraWorkerExtension"),
+        ("stock", "EngineError", "not a WorkerExtension"),
         ("without", "UnsupportedError", "built without enable_lora"),
     ],
 )

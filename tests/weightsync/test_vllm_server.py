@@ -13,7 +13,13 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 import torch
 
-from primeblocks.errors import DeadlineError, EngineError, UnsupportedError, UsageError
+from primeblocks.errors import (
+    DeadlineError,
+    EngineError,
+    PlanError,
+    UnsupportedError,
+    UsageError,
+)
 from primeblocks.weightsync import describe, plan_sync
 from primeblocks.weightsync.adapters.vllm import (
     VllmServer,
@@ -176,13 +182,13 @@ def test_workers_describe_their_loads_over_http(serve, caplog):
     reads = asyncio.run(describe_loads(server.client, checkpoint, timeout_s=TIMEOUT_S))
     assert [one.wiring.sources for one in reads] == [checkpoint] * 2
     assert not caplog.records
-    told = {"reads": reads[0].to_json()[:-3] + '{"w":"why"}]', "error": "", "message": ""}
+    told = {"value": reads[0].to_json()[:-3] + '{"w":"why"}]'}
     server.engine._describe = lambda _: [told]
     (one,) = asyncio.run(describe_loads(server.client, checkpoint, timeout_s=TIMEOUT_S))
     assert one.inexact == {"w": "why"}
     assert "worker 0 will read more than it needs of 1 tensors, such as 'w': why" in caplog.text
-    server.engine._describe = lambda _: [told, {"reads": "", "error": "E", "message": "E: no"}]
-    with pytest.raises(EngineError, match="a worker could not describe its loads: E: no"):
+    server.engine._describe = lambda _: [told, {"error": "PlanError", "message": "no"}]
+    with pytest.raises(PlanError, match="no"):
         asyncio.run(describe_loads(server.client, checkpoint, timeout_s=TIMEOUT_S))
 
 

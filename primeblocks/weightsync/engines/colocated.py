@@ -5,7 +5,7 @@
     engine's turn    engine awake with the new weights, trainer away
       to_trainer       engine asleep, trainer back
 
-A turn is taken by all ranks or by none: where a stage fails, those before it are undone.
+A turn is taken by all ranks or by none: where a stage fails, all take the other turn's stages.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ _SHOWN = 150
 
 _Do = Callable[[float], object]
 """Takes the seconds that are left."""
+_Step = tuple[str, _Do]
 
 
 class Memory(Protocol):
@@ -66,15 +67,6 @@ class Stage(NamedTuple):
     name: str
     seconds: float
     bytes: int
-
-
-class _Step(NamedTuple):
-    """A stage to be done. `undo`: in order, if it was done, or was only begun and is `half`."""
-
-    name: str
-    do: _Do
-    undo: tuple[_Do, ...] = ()
-    half: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,6 +123,8 @@ class Colocated:
         self._agreement = Agreement(world_size=ranks, group=group)
         self._in_step = True
         self._turn = "trainer"
+        # The trainer's memory; and the engine's, or half of it after a failure.
+        self._away = self._awake = False
         self._receipt: Receipt | None = None
 
     @property
@@ -154,14 +148,9 @@ class Colocated:
         """
         self._expect("trainer")
         receipts: list[Receipt] = []
-        steps = (
-            _Step("publish", lambda s: receipts.append(self._publish(version, s))),
-            _Step("trainer away", self._release, (self._restore,)),
-            _Step("wake weights", lambda s: self._engine.wake("weights", s), (self._sleep,), True),
-            _Step("update", lambda s: self._engine.update(receipts[0], s)),
-            _Step("wake cache", lambda s: self._engine.wake("kv_cache", s)),
-        )
-        before, stages = self._take(steps, timeout_s)
+        publish = ("publish", lambda s: receipts.append(self._publish(version, s)))
+        steps = (publish, *self._engine_in(receipts))
+        before, stages = self._take(steps, self._engine_out(), timeout_s)
         self._turn, self._receipt = "engine", receipts[0]
         return Turn(version, before, stages)
 
@@ -176,17 +165,7 @@ class Colocated:
         self._expect("engine")
         receipt = self._receipt
         assert receipt is not None
-        serve: tuple[_Do, ...] = (
-            lambda s: self._engine.wake("weights", s),
-            lambda s: self._engine.update(receipt, s),
-            lambda s: self._engine.wake("kv_cache", s),
-        )
-        steps = (
-            # An engine that failed to fall asleep may have lost its weights.
-            _Step("engine asleep", self._sleep, serve, half=True),
-            _Step("trainer back", self._restore, (self._release,)),
-        )
-        before, stages = self._take(steps, timeout_s)
+        before, stages = self._take(self._engine_out(), self._engine_in([receipt]), timeout_s)
         self._turn = "trainer"
         return Turn(receipt.version, before, stages)
 
@@ -194,100 +173,114 @@ class Colocated:
         if self._turn != turn:
             raise UsageError(f"it is not the {turn}'s turn: the turn is {self._turn!r}.")
 
-    def _take(self, steps: Sequence[_Step], timeout_s: float) -> tuple[int, tuple[Stage, ...]]:
-        """Do all steps in step with other ranks, or undo them backwards on all."""
+    # A step that was done does nothing, so that each way leads back from the other.
+
+    def _engine_in(self, receipts: Sequence[Receipt]) -> Sequence[_Step]:
+        return (
+            ("trainer away", self._release),
+            ("wake weights", self._wake),
+            ("update", lambda s: self._engine.update(receipts[0], s)),
+            ("wake cache", lambda s: self._engine.wake("kv_cache", s)),
+        )
+
+    def _engine_out(self) -> Sequence[_Step]:
+        return ("engine asleep", self._sleep), ("trainer back", self._restore)
+
+    def _release(self, timeout_s: float) -> None:
+        if not self._away:
+            self._trainer.release()
+            self._away = True
+
+    def _restore(self, timeout_s: float) -> None:
+        if self._away:
+            self._trainer.restore()
+            self._away = False
+
+    def _wake(self, timeout_s: float) -> None:
+        self._awake = True
+        self._engine.wake("weights", timeout_s)
+
+    def _sleep(self, timeout_s: float) -> None:
+        if self._awake:
+            self._engine.sleep(timeout_s)
+            self._awake = False
+
+    def _take(
+        self, steps: Sequence[_Step], back: Sequence[_Step], timeout_s: float
+    ) -> tuple[int, tuple[Stage, ...]]:
+        """Do all steps in step with other ranks, or go back with them."""
         start, before, self._in_step = time.monotonic(), self._memory(), True
         done: list[Stage] = []
-        # As long on every rank, so that ranks undo in step too.
-        undo: list[tuple[_Do, ...]] = []
         try:
-            for step in steps:
-                done.append(self._stage(step, done, undo, start, timeout_s))
+            for name, do in steps:
+                begun = time.monotonic()
+                left_s = start + timeout_s / 2 - begun
+                late = _failing(
+                    f"{name!r} was not begun: half of {timeout_s} s was over after "
+                    f"{[stage.name for stage in done]}."
+                )
+                others = self._together(
+                    do if left_s > 0 else late, left_s, start + 0.75 * timeout_s
+                )
+                if others:
+                    raise TransferError(f"{name!r} failed on {others}. All ranks went back.")
+                done.append(Stage(name, time.monotonic() - begun, self._memory()))
         except BaseException as error:
             if not isinstance(error, Exception):
                 self._in_step = False  # Interrupted: the others were not told.
-            self._go_back(undo, error, start + timeout_s)
+            self._go_back(back, error, start + timeout_s)
             raise
         return before, tuple(done)
 
-    def _stage(
-        self,
-        step: _Step,
-        done: Sequence[Stage],
-        undo: list[tuple[_Do, ...]],
-        start: float,
-        timeout_s: float,
-    ) -> Stage:
-        """Do a step here, then hear the outcome elsewhere."""
-        begun = time.monotonic()
-        error: Exception | None = None
-        undo.append(step.undo if step.half else ())
-        try:
-            left_s = start + timeout_s / 2 - begun
-            if left_s <= 0:
-                raise DeadlineError(
-                    f"{step.name!r} was not begun: half of {timeout_s} s was over after "
-                    f"{[stage.name for stage in done]}."
-                )
-            step.do(left_s)
-        except Exception as met:  # Whatever it is, the other ranks have to know.
-            error = met
-        else:
-            undo[-1] = step.undo
-        others = self._tell(error, start + 0.75 * timeout_s, last=False)
-        if error is not None:
-            raise error
-        if others:
-            raise TransferError(f"{step.name!r} failed on {others}. All ranks went back.")
-        return Stage(step.name, time.monotonic() - begun, self._memory())
-
-    def _go_back(
-        self, undo: Sequence[tuple[_Do, ...]], error: BaseException, deadline: float
-    ) -> None:
-        for calls in reversed(undo):
-            met: Exception | None = None
+    def _go_back(self, steps: Sequence[_Step], error: BaseException, deadline: float) -> None:
+        for _, do in steps:
             try:
-                for call in calls:
-                    call(max(0.0, deadline - time.monotonic()))
-            except Exception as second:  # Told to the other ranks, then raised.
-                met = second
-            others = self._tell(met, deadline, last=True)
-            if met is not None or others:
+                left_s = max(0.0, deadline - time.monotonic())
+                others = self._together(do, left_s, deadline, last=True)
+            except Exception as second:
+                others = _text(second)
+            if others:
                 self._turn = "torn"
                 raise EngineError(
-                    f"{_text(error)} Going back failed too: {others or _text(met)} Trainer and "
+                    f"{_text(error)} Going back failed too: {others} Trainer and "
                     "engine may both be away: restart the engine."
                 ) from error
 
-    def _tell(self, error: BaseException | None, deadline: float, *, last: bool) -> str:
-        """Return the failures of other ranks; nothing once the ranks are out of step."""
-        if not self._in_step:
-            return ""
-        message = {"error": "" if error is None else _text(error)}
+    def _together(self, do: _Do, left_s: float, deadline: float, *, last: bool = False) -> str:
+        """Do a step here, then hear of failures on other ranks, if these are in step."""
+        met: Exception | None = None
         try:
-            said = self._agreement.exchange(message, size_bytes=_MESSAGE_BYTES, deadline=deadline)
-        except TransferError:
-            self._in_step = False
-            if error is None and not last:
-                raise
-            return ""
-        met = [(rank, reply["error"]) for rank, reply in enumerate(said) if reply["error"]]
-        return "; ".join(f"rank {r}: {text}" for r, text in met if r != self._agreement.rank)
-
-    def _release(self, timeout_s: float) -> None:
-        self._trainer.release()
-
-    def _restore(self, timeout_s: float) -> None:
-        self._trainer.restore()
-
-    def _sleep(self, timeout_s: float) -> None:
-        self._engine.sleep(timeout_s)
+            do(left_s)
+        except Exception as error:  # Whatever it is, the other ranks have to know.
+            met = error
+        said: list[dict[str, str]] = []
+        if self._in_step:
+            message = {"error": "" if met is None else _text(met)}
+            try:
+                said = self._agreement.exchange(
+                    message, size_bytes=_MESSAGE_BYTES, deadline=deadline
+                )
+            except TransferError:
+                self._in_step = False
+                if met is None and not last:
+                    raise
+        if met is not None:
+            raise met
+        failed = [(rank, reply["error"]) for rank, reply in enumerate(said) if reply["error"]]
+        return "; ".join(f"rank {rank}: {text}" for rank, text in failed)
 
 
 def _nothing(*told: object) -> None:
     """Do nothing, on a rank without an engine."""
 
 
-def _text(error: BaseException | None) -> str:
+def _failing(why: str) -> _Do:
+    def fail(timeout_s: float) -> None:
+        raise DeadlineError(why)
+
+    return fail
+
+
+def _text(error: BaseException) -> str:
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text.encode("ascii", "replace").decode()[:_SHOWN].rstrip(".") + "."

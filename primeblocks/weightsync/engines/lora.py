@@ -6,16 +6,15 @@ files do, and an ordinary plan and `Publisher` send them over any transport.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from ...errors import PlanError, ShapeError, UnsupportedError, UsageError
-from ..manifest import Manifest, as_plan_error
+from ..manifest import Manifest
 
 __all__ = ["AdapterSpec", "adapter_parameters"]
 
@@ -120,20 +119,6 @@ class AdapterSpec:
         if not parts:
             raise PlanError(f"no tensors of adapter {self.name!r}")
         return {module: (sizes["A"], sizes["B"]) for module, sizes in parts.items()}
-
-    def to_json(self) -> str:
-        """Return a text that `from_json` turns into an equal value."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> AdapterSpec:
-        """Return the value that `to_json` wrote.
-
-        Raises:
-            PlanError: it is another text.
-        """
-        with as_plan_error("an AdapterSpec"):
-            return cls(**json.loads(text))
 
 
 def adapter_parameters(model: nn.Module, *, adapter: str = "default") -> dict[str, Tensor]:

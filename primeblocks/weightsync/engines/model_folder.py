@@ -48,17 +48,16 @@ class ModelFolder:
 class ModelFolders:
     """Folders, one a version, for engines that load by path and check nothing themselves.
 
-    A full version of a `FileTransport` is linked: it takes no room of its own and stays readable
-    after the transport has dropped it. A delta, or a version in shared memory, is written. The
-    small files of `like` are copied, so that an engine can start from the folder too. A folder
+    A full version of a `FileTransport` is linked, if `root` is on its file system: it takes no room
+    of its own and stays readable after the transport has dropped it. Others are written. The small
+    files of `like` are copied, so that an engine can start from the folder too. A folder
     appears whole or not at all, and its name never stands for other bytes.
 
     Args:
         plan: the publisher's; its reader 0 wants whole tensors.
         transport: a `FileTransport` or `SharedMemoryTransport`, read along.
         like: the checkpoint that the engines started from.
-        root: the directory of the folders, made if missing. A `FileTransport` needs it on its file
-            system.
+        root: the directory of the folders, made if missing.
         keep: the number of folders that stay, newest first; engines go back to the one before.
 
     Raises:
@@ -93,7 +92,6 @@ class ModelFolders:
             DeadlineError, CorruptionError, PlanError, TransferError: as `Subscriber.receive`.
             CapacityError: no room to write the weights.
             TransferError: `root` cannot be written to.
-            UnsupportedError: `root` is on another file system than the transport.
         """
         whole: dict[str, Tensor] = {}
         with Subscriber(self._plan, whole.update, self._transport) as subscriber:
@@ -122,12 +120,15 @@ class ModelFolders:
         return ModelFolder(version, path, receipt.digest)
 
     def _linked(self, to: Path, receipt: Receipt) -> bool:
-        """Link the weights, if they are a file; return whether that could be done."""
-        spec = self._transport.spec()
-        if spec["kind"] != "file" or self._marker(receipt).base is not None:
+        """Link the weights, if they are a file here; return whether that could be done."""
+        spec, marker = self._transport.spec(), self._marker(receipt)
+        if spec["kind"] != "file" or marker.base is not None:
             return False
-        run = Path(spec["path"]) / f"run-{self._marker(receipt).run}"
-        _link(run / f"version-{receipt.version}.safetensors", to)
+        run = Path(spec["path"]) / f"run-{marker.run}"
+        try:
+            os.link(run / f"version-{receipt.version}.safetensors", to)
+        except OSError:  # On another file system, or retired.
+            return False
         # Still of the same run of the trainer, so the link is to what was checked.
         self._marker(receipt)
         return True
@@ -182,20 +183,6 @@ def _check_covers(plan: Plan, like: Path) -> None:
     for name, shape in shapes.items():
         if tuple(sent[name]) != shape:
             raise PlanError(f"{name!r} is planned as {tuple(sent[name])}; {like} has {shape}.")
-
-
-def _link(source: Path, to: Path) -> None:
-    try:
-        os.link(source, to)
-    except FileNotFoundError as error:
-        raise TransferError(f"{source} is gone: retired meanwhile. Make the newest.") from error
-    except OSError as error:
-        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP):
-            raise
-        raise UnsupportedError(
-            f"{source} cannot be linked from {to.parent.parent.parent}: {error.strerror}. "
-            "Put both on one file system that has hard links."
-        ) from error
 
 
 def _copy_small_files(like: Path, to: Path) -> None:

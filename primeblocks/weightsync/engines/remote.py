@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Generator
-from dataclasses import dataclass
+import uuid
+from collections.abc import Awaitable, Generator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from ... import errors
 from ...errors import DeadlineError, EngineError, PrimeblocksError, TransferError
+from ..plan import Plan
+from ..transports.transport import Transport
 
 __all__ = [
     "STATE",
@@ -24,11 +28,11 @@ __all__ = [
     "Steps",
     "Update",
     "WorkerState",
+    "ask",
     "attach_steps",
     "call",
     "drive",
     "drive_sync",
-    "update_sync",
 ]
 
 STATE, VERIFY = "primeblocks_state", "primeblocks_verify"
@@ -50,13 +54,17 @@ _ASK = Step("collective_rpc", (STATE,))
 
 @dataclass(frozen=True)
 class WorkerState:
-    """The state that a worker reports. `error` and `message` are of its last attach or update."""
+    """The report of a worker. `error` and `message` are of the call, or of its last update.
+
+    `value`: what the call returned.
+    """
 
     version: int | None = None
     active: bool = False
     busy: bool = False
     error: str = ""
     message: str = ""
+    value: Any = None
 
     def typed(self) -> PrimeblocksError:
         """Return the error that the worker met, as the type it had there."""
@@ -64,13 +72,25 @@ class WorkerState:
         return kind(self.message)
 
 
-def attach_steps(request: Any) -> Steps:
+def ask(method: str, *arguments: Any) -> Steps:
+    """Call a method of every worker; return the value that each of them reports.
+
+    Raises:
+        PrimeblocksError: the error of the first worker that met one, with its type.
+    """
+    states = _states((yield Step("collective_rpc", (method, None, arguments))))
+    _raise_first(states)
+    return [state.value for state in states]
+
+
+def attach_steps(plan: Plan, transport: Transport, first_reader: int) -> Steps:
     """Open the transport in every worker.
 
     Raises:
         PrimeblocksError: the error of the first worker that could not.
     """
-    yield Step("init_weight_transfer_engine", (request,))
+    info = {"transport": transport.spec(), "plan": plan.to_json(), "first_reader": first_reader}
+    yield Step("init_weight_transfer_engine", (SimpleNamespace(init_info=info),))
     _raise_first(_states((yield _ASK)))
 
 
@@ -83,12 +103,10 @@ class Update:
     Args:
         transaction: differs from that of any other attempt. A worker ignores late calls of an
             attempt that was given up.
-        wrap: makes the argument of the engine's `update_weights` from a dictionary.
     """
 
     version: int
-    transaction: str
-    wrap: Callable[[dict[str, Any]], Any]
+    transaction: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def prepare(self, deadline: float) -> Generator[Step, Any, tuple[int | None, ...]]:
         """Check every byte while the engine generates; return the version of each worker."""
@@ -135,7 +153,8 @@ class Update:
         return True
 
     def _receive(self, version: int, deadline: float) -> Generator[Step, Any, list[WorkerState]]:
-        yield Step("update_weights", (self.wrap(self._info(version, deadline)),))
+        request = SimpleNamespace(update_info=self._info(version, deadline))
+        yield Step("update_weights", (request,))
         return _states((yield _ASK))
 
     def _info(self, version: int, deadline: float) -> dict[str, Any]:
@@ -153,25 +172,6 @@ def _raise_first(states: list[WorkerState]) -> None:
     torn = [state for state in failed if state.error == EngineError.__name__]
     for state in torn + failed:
         raise state.typed()
-
-
-def update_sync(engine: Any, update: Update, *, deadline: float) -> None:
-    """Make a whole update on an engine whose methods block.
-
-    Raises:
-        PrimeblocksError: the error of the first worker that failed; all serve the version before.
-        EngineError: the workers could not be brought back to one version.
-    """
-    before = drive_sync(engine, update.prepare(deadline))
-    try:
-        drive_sync(engine, update.load(deadline))
-    except PrimeblocksError as error:
-        if not drive_sync(engine, update.go_back(before, deadline)):
-            raise EngineError(
-                f"{error} Its workers held {before}: no version to go back to. Restart the engine."
-            ) from error
-        raise
-    drive_sync(engine, update.commit())
 
 
 def drive_sync(engine: Any, steps: Steps) -> Any:

@@ -9,9 +9,9 @@ vLLM is imported when an engine is: a trainer drives servers without it.
 
 from typing import TYPE_CHECKING, Any
 
-from ...engines.fleet import UpdateReport
 from .front import (
     InFlight,
+    UpdateReport,
     attach,
     attach_llm,
     describe,

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from ....errors import EngineError, UnsupportedError, UsageError
+from ....errors import EngineError, PrimeblocksError, UnsupportedError, UsageError
 from ...convert.recorded import Reads
-from ...engines.fleet import UpdateReport, update_fleet
 from ...engines.remote import (
-    Step,
     Steps,
     Update,
+    ask,
     attach_steps,
     call,
     drive,
     drive_sync,
-    update_sync,
 )
 from ...manifest import Manifest
 from ...marker import Receipt
@@ -30,10 +28,12 @@ from .server import VllmServer
 
 __all__ = [
     "InFlight",
+    "UpdateReport",
     "attach",
     "attach_llm",
     "describe",
     "describe_llm",
+    "refuse_replicas",
     "update",
     "update_all",
     "update_llm",
@@ -48,11 +48,12 @@ _PAUSE: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class _Request:
-    """Arguments of vLLM's calls, which read only these fields of its own request classes."""
+class UpdateReport:
+    """Cost of an update: in all, and from the first pause to the last resume."""
 
-    init_info: dict[str, Any] = field(default_factory=dict)
-    update_info: dict[str, Any] = field(default_factory=dict)
+    version: int
+    seconds: float
+    pause_seconds: float
 
 
 async def describe(engine: Any, checkpoint: Manifest, *, timeout_s: float) -> list[Reads]:
@@ -67,7 +68,8 @@ async def describe(engine: Any, checkpoint: Manifest, *, timeout_s: float) -> li
 
     Raises:
         DeadlineError: they did not answer in time.
-        EngineError: the engine is dead, was built without `engine_args()`, or a worker failed.
+        EngineError: the engine is dead, or was built without `engine_args()`.
+        PrimeblocksError: whatever a worker met.
     """
     deadline = time.monotonic() + timeout_s
     if isinstance(engine, VllmServer):
@@ -98,13 +100,8 @@ async def attach(
         replicas = await call(engine, engine.replicas(), "answer", deadline)
     else:
         replicas = engine.vllm_config.parallel_config.data_parallel_size
-    if replicas > 1:
-        raise UnsupportedError(
-            f"one engine with {replicas} replicas reports on the first of them only. "
-            "Start one engine for each replica, and update each."
-        )
-    request = _init_request(plan, transport, first_reader)
-    await drive(engine, attach_steps(request), "attach", deadline)
+    refuse_replicas(replicas)
+    await drive(engine, attach_steps(plan, transport, first_reader), "attach", deadline)
 
 
 async def update(
@@ -154,17 +151,37 @@ async def update_all(
     """
     if in_flight not in _PAUSE:
         raise UsageError(f"in_flight must be one of {list(_PAUSE)}; got {in_flight!r}")
-    deadline = time.monotonic() + timeout_s
-    fleet = [one.until(deadline) if isinstance(one, VllmServer) else one for one in engines]
-    made = _make(receipt.version)
-    return await update_fleet(fleet, made, pause=_PAUSE[in_flight], timeout_s=timeout_s)
+    start = time.monotonic()
+    work_by, settle_by, resume_by = (start + part * timeout_s for part in (0.6, 0.8, 1.0))
+    update, pause = Update(receipt.version), _PAUSE[in_flight]
+    fleet = [
+        _Member(index, one.until(resume_by) if isinstance(one, VllmServer) else one)
+        for index, one in enumerate(engines)
+    ]
+
+    async def pause_one(member: _Member) -> None:
+        await call(member.engine, member.engine.pause_generation(**pause), "pause", work_by)
+
+    await _each(fleet, lambda member: member.prepare(update, work_by))
+    _raise_first(fleet)
+    paused_at = time.monotonic()
+    try:
+        if await _each(fleet, pause_one) and await _each(fleet, lambda m: m.load(update, work_by)):
+            await _each(fleet, lambda member: member.commit(update, settle_by))
+        else:
+            await _each(fleet, lambda member: member.go_back(update, settle_by))
+    finally:
+        await _each(fleet, lambda member: member.resume(resume_by))
+    _raise_first(fleet)
+    now = time.monotonic()
+    return UpdateReport(update.version, now - start, now - paused_at)
 
 
 def describe_llm(llm: Any, checkpoint: Manifest) -> list[Reads]:
     """Ask the workers of an offline `LLM`, as `describe` does. Blocks until they answer.
 
     Raises:
-        EngineError: a worker failed.
+        PrimeblocksError: whatever a worker met.
     """
     return list(drive_sync(llm, _describe_steps(checkpoint)))
 
@@ -176,7 +193,7 @@ def attach_llm(llm: Any, plan: Plan, transport: Transport, *, first_reader: int 
         UnsupportedError: the workers cannot take updates safely.
         PlanError: the plan was made for other workers.
     """
-    drive_sync(llm, attach_steps(_init_request(plan, transport, first_reader)))
+    drive_sync(llm, attach_steps(plan, transport, first_reader))
 
 
 def update_llm(llm: Any, receipt: Receipt, *, timeout_s: float) -> UpdateReport:
@@ -185,31 +202,106 @@ def update_llm(llm: Any, receipt: Receipt, *, timeout_s: float) -> UpdateReport:
     `timeout_s` bounds each worker's wait and check; the call returns when the engine answers.
 
     Raises:
-        PrimeblocksError: as `update`.
+        PrimeblocksError: as `update`; EngineError also where there is no version to go back to.
     """
     start = time.monotonic()
-    update_sync(llm, _make(receipt.version), deadline=start + timeout_s)
+    deadline, made = start + timeout_s, Update(receipt.version)
+    before = drive_sync(llm, made.prepare(deadline))
+    try:
+        drive_sync(llm, made.load(deadline))
+    except PrimeblocksError as error:
+        if not drive_sync(llm, made.go_back(before, deadline)):
+            raise EngineError(
+                f"{error} Its workers held {before}: no version to go back to. Restart the engine."
+            ) from error
+        raise
+    drive_sync(llm, made.commit())
     llm.reset_prefix_cache()
     seconds = time.monotonic() - start
     return UpdateReport(receipt.version, seconds, seconds)
 
 
-def _make(version: int) -> Update:
-    return Update(version, uuid.uuid4().hex, lambda info: _Request(update_info=info))
+@dataclass
+class _Member:
+    """An engine during an update. `known`: it holds what the fleet is to serve."""
+
+    index: int
+    engine: Any
+    before: tuple[int | None, ...] = ()
+    was_paused: bool = False
+    known: bool = True
+    error: PrimeblocksError | None = None
+
+    @property
+    def stays_paused(self) -> bool:
+        return (self.was_paused or not self.known) and not self.engine.errored
+
+    async def prepare(self, update: Update, deadline: float) -> None:
+        self.was_paused = await call(self.engine, self.engine.is_paused(), "answer", deadline)
+        self.before = await drive(self.engine, update.prepare(deadline), "prepare", deadline)
+
+    async def load(self, update: Update, deadline: float) -> None:
+        self.known = False
+        await drive(self.engine, update.load(deadline), "load", deadline)
+
+    async def commit(self, update: Update, deadline: float) -> None:
+        await drive(self.engine, update.commit(), "commit", deadline)
+        self.known, self.was_paused = True, False
+
+    async def go_back(self, update: Update, deadline: float) -> None:
+        if not self.known and not self.engine.errored:
+            steps = update.go_back(self.before, deadline)
+            self.known = await drive(self.engine, steps, "go back", deadline)
+
+    async def resume(self, deadline: float) -> None:
+        # What is dead would hide its first error behind a second one.
+        if not self.stays_paused and not self.engine.errored:
+            await call(self.engine, self.engine.resume_generation(), "resume", deadline)
 
 
-def _init_request(plan: Plan, transport: Transport, first_reader: int) -> _Request:
-    info = {"transport": transport.spec(), "plan": plan.to_json(), "first_reader": first_reader}
-    return _Request(init_info=info)
+async def _each(members: Sequence[_Member], act: Callable[[_Member], Awaitable[None]]) -> bool:
+    """Act on all at once; return whether none has failed so far."""
+
+    async def guarded(member: _Member) -> None:
+        try:
+            await act(member)
+        except PrimeblocksError as error:
+            member.error = member.error or error
+
+    async with asyncio.TaskGroup() as group:
+        for member in members:
+            group.create_task(guarded(member))
+    return all(member.error is None for member in members)
+
+
+def _raise_first(members: Sequence[_Member]) -> None:
+    """Raise the error to act on first, with the positions of all engines that met one."""
+    failed = [(member, member.error) for member in members if member.error is not None]
+    if not failed:
+        return
+    first = next((e for _, e in failed if isinstance(e, EngineError)), failed[0][1])
+    said = str(first)
+    if len(members) > 1:
+        said = " ".join(f"Engine {m.index} of {len(members)}: {error}" for m, error in failed)
+    if paused := [member.index for member in members if member.stays_paused]:
+        said += f" Engines {paused} stay paused until an update succeeds."
+    first = type(first)(said).with_traceback(first.__traceback__)
+    first.engines = tuple(member.index for member, _ in failed)
+    raise first
+
+
+def refuse_replicas(replicas: int) -> None:
+    """Raise UnsupportedError where there are several."""
+    if replicas > 1:
+        raise UnsupportedError(
+            f"one engine with {replicas} replicas reports on the first of them only. "
+            "Start one engine for each replica, and update each."
+        )
 
 
 def _describe_steps(checkpoint: Manifest) -> Steps:
-    call = Step("collective_rpc", ("primeblocks_describe", None, (checkpoint.to_json(),)))
-    answers = yield call
-    for answer in answers:
-        if answer["error"]:
-            raise EngineError(f"a worker could not describe its loads: {answer['message']}")
-    reads = [Reads.from_json(answer["reads"], checkpoint) for answer in answers]
+    texts = yield from ask("primeblocks_describe", checkpoint.to_json())
+    reads = [Reads.from_json(text, checkpoint) for text in texts]
     for rank, one in enumerate(reads):
         if one.inexact:
             name, why = next(iter(one.inexact.items()))

@@ -8,17 +8,24 @@ that version, until `remove_lora`. Offline code uses the `_llm` variants.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
-from ....errors import EngineError, MissingPackageError, UnsupportedError, UsageError
+from ....errors import (
+    EngineError,
+    MissingPackageError,
+    PrimeblocksError,
+    UnsupportedError,
+    UsageError,
+)
 from ...engines.lora import AdapterSpec
-from ...engines.remote import Step, Steps, WorkerState, drive, drive_sync
+from ...engines.remote import Step, Steps, ask, drive, drive_sync
 from ...marker import Receipt
 from ...plan import Plan
 from ...transports.transport import Transport
+from .front import refuse_replicas
 from .launch import engine_args
-from .lora_worker import LoraWorkerExtension, is_versioned, versioned_request
+from .lora_worker import is_versioned, versioned_request
 
 try:
     from vllm.exceptions import VLLMValidationError
@@ -36,14 +43,15 @@ __all__ = [
     "update_lora_llm",
 ]
 
+_LORA = "primeblocks_lora"
+
 
 def lora_engine_args() -> dict[str, Any]:
     """Return keyword arguments for `AsyncEngineArgs` or `LLM`; add max_lora_rank and max_loras.
 
     They include those of `engine_args()`, for updates of the base weights. Local.
     """
-    extension = f"{LoraWorkerExtension.__module__}.{LoraWorkerExtension.__name__}"
-    return {**engine_args(), "enable_lora": True, "worker_extension_cls": extension}
+    return {**engine_args(), "enable_lora": True}
 
 
 class _Gate:
@@ -59,8 +67,9 @@ class _Gate:
         processor.add_request = self
 
     @classmethod
-    def of(cls, processor: Any) -> _Gate:
+    def of(cls, engine: Any) -> _Gate:
         """Return the gate that stands there, or a new one."""
+        processor = engine.output_processor
         found = processor.add_request
         return found if isinstance(found, cls) else cls(processor)
 
@@ -108,14 +117,14 @@ async def attach_lora(
         keep: the most versions held at a time; each takes its bytes twice in each worker's memory.
 
     Raises:
-        UnsupportedError: the engine has no LoRA, or a lower max_lora_rank, or there are replicas.
+        UnsupportedError: the engine has no LoRA, or a lower max_lora_rank, or there are replicas;
+            or the transport is a process group.
         PlanError: this engine does not adapt one of the modules, or names are not PEFT's.
         ShapeError: a tensor does not fit its module.
         DeadlineError: the workers did not answer in time.
         EngineError: the engine is dead, or was built without `lora_engine_args()`.
     """
-    _check_engine(engine.vllm_config)
-    _Gate.of(engine.output_processor)
+    _check_engine(engine)
     steps = _attach_steps(spec, plan, transport, keep)
     await drive(engine, steps, "attach the adapter", time.monotonic() + timeout_s)
 
@@ -141,9 +150,9 @@ async def update_lora(engine: Any, name: str, receipt: Receipt, *, timeout_s: fl
         EngineError: the engine is dead, or refused; nothing changed where it lives.
     """
     deadline = time.monotonic() + timeout_s
-    request = versioned_request(name, receipt)
-    await drive(engine, _load_steps(name, receipt, deadline), "load the adapter", deadline)
-    _Gate.of(engine.output_processor).held.add(request.lora_int_id)
+    steps = _load_steps(name, receipt, deadline)
+    request: LoRARequest = await drive(engine, steps, "load the adapter", deadline)
+    _Gate.of(engine).held.add(request.lora_int_id)
     return request
 
 
@@ -158,17 +167,16 @@ async def remove_lora(engine: Any, request: LoRARequest, *, timeout_s: float) ->
         DeadlineError: the workers did not answer in time.
         EngineError: the engine is dead.
     """
-    _Gate.of(engine.output_processor).close(request)
-    deadline = time.monotonic() + timeout_s
-    await drive(engine, _remove_steps(request), "remove the adapter", deadline)
+    _Gate.of(engine).close(request)
+    steps, deadline = ask(_LORA, "remove", request.lora_int_id), time.monotonic() + timeout_s
+    await drive(engine, steps, "remove the adapter", deadline)
 
 
 def attach_lora_llm(
     llm: Any, spec: AdapterSpec, plan: Plan, transport: Transport, *, keep: int = 4
 ) -> None:
     """Attach an adapter to an offline `LLM`. Blocks until it answers; raises as `attach_lora`."""
-    _check_engine(llm.llm_engine.vllm_config)
-    _Gate.of(llm.llm_engine.output_processor)
+    _check_engine(llm.llm_engine)
     drive_sync(llm, _attach_steps(spec, plan, transport, keep))
 
 
@@ -177,66 +185,56 @@ def update_lora_llm(llm: Any, name: str, receipt: Receipt, *, timeout_s: float) 
 
     `timeout_s` bounds each worker's wait and check; the call returns when the engine answers.
     """
-    drive_sync(llm, _load_steps(name, receipt, time.monotonic() + timeout_s))
-    request = versioned_request(name, receipt)
-    _Gate.of(llm.llm_engine.output_processor).held.add(request.lora_int_id)
+    steps = _load_steps(name, receipt, time.monotonic() + timeout_s)
+    request: LoRARequest = drive_sync(llm, steps)
+    _Gate.of(llm.llm_engine).held.add(request.lora_int_id)
     return request
 
 
 def remove_lora_llm(llm: Any, request: LoRARequest) -> None:
     """Forget a version in an offline `LLM`. Raises as `remove_lora`."""
-    _Gate.of(llm.llm_engine.output_processor).close(request)
-    drive_sync(llm, _remove_steps(request))
+    _Gate.of(llm.llm_engine).close(request)
+    drive_sync(llm, ask(_LORA, "remove", request.lora_int_id))
 
 
 def _attach_steps(spec: AdapterSpec, plan: Plan, transport: Transport, keep: int) -> Steps:
-    arguments = (spec.to_json(), plan.to_json(), transport.spec(), keep)
-    answers = yield _rpc(LoraWorkerExtension.primeblocks_attach_lora, *arguments)
-    _raise_first(answers)
+    if (end := transport.spec())["kind"] == "group":
+        raise UnsupportedError(
+            "an adapter is loaded by the receipt of its publish, and over a process group that "
+            "ends once its readers have loaded. Pass another transport."
+        )
+    return ask(_LORA, "attach", asdict(spec), plan.to_json(), end, keep)
 
 
 def _load_steps(name: str, receipt: Receipt, deadline: float) -> Steps:
     # Less than is left, so that a worker can still say what it waited for.
     left_s = 0.9 * max(0.0, deadline - time.monotonic())
-    arguments = (name, receipt.version, receipt.digest, left_s)
-    answers = yield _rpc(LoraWorkerExtension.primeblocks_load_lora, *arguments)
-    if any(answer["error"] for answer in answers):
+    request = versioned_request(name, receipt.version, receipt.digest)
+    try:
+        yield from ask(_LORA, "load", name, receipt.version, receipt.digest, left_s)
+    except PrimeblocksError:
         # All workers hold it or none does; those without it will say so, and may.
-        request = versioned_request(name, receipt)
-        yield _rpc(LoraWorkerExtension.primeblocks_remove_lora, request.lora_int_id)
-    _raise_first(answers)
+        yield Step("collective_rpc", (_LORA, None, ("remove", request.lora_int_id)))
+        raise
+    return request
 
 
-def _remove_steps(request: LoRARequest) -> Steps:
-    _raise_first((yield _rpc(LoraWorkerExtension.primeblocks_remove_lora, request.lora_int_id)))
-
-
-def _rpc(method: Callable[..., Any], *arguments: Any) -> Step:
-    return Step("collective_rpc", (method.__name__, None, arguments))
-
-
-def _raise_first(answers: list[dict[str, Any]]) -> None:
-    for answer in answers:
-        if answer["error"]:
-            raise WorkerState(**answer).typed()
-
-
-def _check_engine(config: Any) -> None:
+def _check_engine(engine: Any) -> None:
+    """Refuse an engine that cannot do it, and put up the gate of one that can."""
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
-    replicas = config.parallel_config.data_parallel_size
-    if replicas > 1:
-        raise UnsupportedError(
-            f"an engine with {replicas} replicas reports on the first of them only. "
-            "Start one engine for each replica, and attach each."
-        )
+    from .worker import WorkerExtension
+
+    config = engine.vllm_config
+    refuse_replicas(config.parallel_config.data_parallel_size)
     if config.lora_config is None:
         raise UnsupportedError(
             "this engine was built without enable_lora. Build it with lora_engine_args()."
         )
     extension = config.parallel_config.worker_extension_cls
-    if not extension or not issubclass(resolve_obj_by_qualname(extension), LoraWorkerExtension):
+    if not extension or not issubclass(resolve_obj_by_qualname(extension), WorkerExtension):
         raise EngineError(
-            f"this engine's worker_extension_cls is {extension!r}, not a LoraWorkerExtension. "
+            f"this engine's worker_extension_cls is {extension!r}, not a WorkerExtension. "
             "Build it with lora_engine_args()."
         )
+    _Gate.of(engine)

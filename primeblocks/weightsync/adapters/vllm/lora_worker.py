@@ -8,38 +8,31 @@ its slots, or drop all of them after an update of the base weights, and gets the
 from __future__ import annotations
 
 import hashlib
-import logging
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ....errors import (
     CapacityError,
-    EngineError,
     MissingPackageError,
     PlanError,
-    PrimeblocksError,
     ShapeError,
     TransferError,
     UnsupportedError,
     UsageError,
 )
 from ...engines.lora import AdapterSpec
-from ...engines.remote import WorkerState
-from ...marker import Receipt
 from ...plan import Plan
 from ...receive import Subscriber
 from ..wires import open_transport
-from .worker import WorkerExtension
 
 try:
     from vllm.lora.request import LoRARequest
 except ModuleNotFoundError as error:
     raise MissingPackageError("vllm", "vllm") from error
 
-__all__ = ["LoraWorkerExtension", "is_versioned", "versioned_request"]
+__all__ = ["Adapters", "is_versioned", "versioned_request"]
 
 _TESTED = "0.32."
 _SCHEME = "primeblocks:"
@@ -47,12 +40,12 @@ _PREFIX = "base_model.model."
 _FIRST_ID = 1 << 30  # Above the ids that people number by hand.
 
 
-def versioned_request(name: str, receipt: Receipt) -> LoRARequest:
+def versioned_request(name: str, version: int, digest: str) -> LoRARequest:
     """Return a version's request. Its path is never opened; it keeps prefix caches apart."""
-    path = f"{_SCHEME}{name}@{receipt.version}:{receipt.digest}"
+    path = f"{_SCHEME}{name}@{version}:{digest}"
     # Equal in every process without asking, and another one for other bytes.
     number = int.from_bytes(hashlib.sha256(path.encode()).digest()[:4], "big") % _FIRST_ID
-    return LoRARequest(f"{name}@{receipt.version}", _FIRST_ID + number, path)
+    return LoRARequest(f"{name}@{version}", _FIRST_ID + number, path)
 
 
 def is_versioned(request: LoRARequest) -> bool:
@@ -60,70 +53,16 @@ def is_versioned(request: LoRARequest) -> bool:
     return request.lora_path.startswith(_SCHEME)
 
 
-class LoraWorkerExtension(WorkerExtension):
-    """Mixin of vLLM's worker, named by `lora_engine_args`. Its calls report errors, raise none."""
-
-    model_runner: Any
-    _primeblocks_adapters: _Adapters | None = None
-
-    def primeblocks_attach_lora(
-        self, spec: str, plan: str, transport: dict[str, Any], keep: int
-    ) -> dict[str, Any]:
-        """Open a transport for the versions of one adapter."""
-
-        def attach() -> None:
-            if self._primeblocks_adapters is None:
-                self._primeblocks_adapters = _Adapters(self.model_runner.lora_manager)
-            self._primeblocks_adapters.attach(
-                AdapterSpec.from_json(spec), Plan.from_json(plan), transport, keep
-            )
-
-        return _told(attach)
-
-    def primeblocks_load_lora(
-        self, name: str, version: int, digest: str, timeout_s: float
-    ) -> dict[str, Any]:
-        """Receive a version and give it to vLLM."""
-        receipt = Receipt(version, 0, timeout_s, digest)
-        return _told(lambda: self._attached().load(name, receipt, timeout_s))
-
-    def primeblocks_remove_lora(self, lora_id: int) -> dict[str, Any]:
-        """Forget a version."""
-        return _told(lambda: self._attached().remove(lora_id))
-
-    def _attached(self) -> _Adapters:
-        if self._primeblocks_adapters is None:
-            raise TransferError("no adapter is attached; call attach_lora() first")
-        return self._primeblocks_adapters
-
-
-def _told(work: Callable[[], None]) -> dict[str, Any]:
-    state = WorkerState()
-    try:
-        work()
-    except PrimeblocksError as met:
-        state = WorkerState(error=type(met).__name__, message=str(met))
-    except Exception as met:  # Reported like any other: raised, it would jam the executor.
-        # Only the text reaches the front end.
-        logging.getLogger(__name__).warning("adapter not loaded", exc_info=met)
-        state = WorkerState(error=EngineError.__name__, message=f"{type(met).__name__}: {met}")
-    return asdict(state)
-
-
-class _Source:
+class _Source(NamedTuple):
     """The source of one adapter's versions, and the tensors of the last one received."""
 
-    def __init__(self, spec: AdapterSpec, plan: Plan, transport: dict[str, Any], keep: int) -> None:
-        self.spec, self.keep = spec, keep
-        self.tensors: dict[str, Tensor] = {}
-        self.subscriber = Subscriber(plan, self._take, open_transport(transport))
-
-    def _take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        self.tensors = {name: tensor.clone() for name, tensor in tensors}
+    spec: AdapterSpec
+    keep: int
+    tensors: dict[str, Tensor]
+    subscriber: Subscriber
 
 
-@dataclass(frozen=True)
-class _Held:
+class _Held(NamedTuple):
     """A version in a worker."""
 
     request: LoRARequest
@@ -131,8 +70,12 @@ class _Held:
     tensors: dict[str, Tensor]
 
 
-class _Adapters:
-    """The versions that a worker holds, and vLLM's way to them."""
+class Adapters:
+    """The versions that a worker holds, and vLLM's way to them.
+
+    Raises:
+        UnsupportedError: this vLLM has another way.
+    """
 
     def __init__(self, manager: Any) -> None:
         import vllm
@@ -150,27 +93,35 @@ class _Adapters:
         # There is no documented hook: LoRAResolver and add_lora both end at a folder.
         manager._load_adapter = self._load
 
-    def attach(self, spec: AdapterSpec, plan: Plan, transport: dict[str, Any], keep: int) -> None:
+    def attach(self, told: dict[str, Any], text: str, transport: dict[str, Any], keep: int) -> None:
+        """Open a transport for the versions of one adapter, whose spec and plan these are."""
+        spec, plan = AdapterSpec(**told), Plan.from_json(text)
         _check_fits(self._manager, spec, plan)
-        source = _Source(spec, plan, transport, keep)
+        tensors: dict[str, Tensor] = {}
+
+        def take(given: Iterable[tuple[str, Tensor]]) -> None:
+            tensors.update((name, tensor.clone()) for name, tensor in given)
+
+        source = _Source(spec, keep, tensors, Subscriber(plan, take, open_transport(transport)))
         if spec.name in self._sources:
             self._sources[spec.name].subscriber.close()
         self._sources[spec.name] = source
 
-    def load(self, name: str, receipt: Receipt, timeout_s: float) -> None:
+    def load(self, name: str, version: int, digest: str, timeout_s: float) -> None:
+        """Receive a version and give it to vLLM."""
         if name not in self._sources:
             raise TransferError(f"{name!r} is not attached; call attach_lora() first")
-        source, request = self._sources[name], versioned_request(name, receipt)
+        source, request = self._sources[name], versioned_request(name, version, digest)
         if request.lora_int_id in self._held:
             return
         self._check_room(source, request)
-        received = source.subscriber.receive(receipt.version, timeout_s=timeout_s)
-        if received.digest != receipt.digest:
+        received = source.subscriber.receive(version, timeout_s=timeout_s)
+        if received.digest != digest:
             raise TransferError(
                 f"{request.lora_name!r} in the transport has digest {received.digest}, the receipt "
-                f"{receipt.digest}. Use the receipt of the last publish."
+                f"{digest}. Use the receipt of the last publish."
             )
-        self._held[request.lora_int_id] = _Held(request, source.spec, source.tensors)
+        self._held[request.lora_int_id] = _Held(request, source.spec, dict(source.tensors))
         try:
             # Now, so that what fails is reported; within a step it would end the engine.
             self._manager.add_adapter(request)
@@ -179,6 +130,7 @@ class _Adapters:
             raise
 
     def remove(self, lora_id: int) -> None:
+        """Forget a version."""
         if lora_id not in self._held:
             raise UsageError(f"no such version is held: {self._names()}")
         del self._held[lora_id]

@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 from ....errors import EngineError
 from ..httpx import JsonServer
 
-__all__ = ["ServerCalls", "VllmServer"]
+__all__ = ["VllmServer"]
 
 
 class VllmServer:
@@ -31,15 +31,15 @@ class VllmServer:
         self.url = url
         self._server = JsonServer(url, headers=headers)
 
-    def until(self, deadline: float) -> ServerCalls:
+    def until(self, deadline: float) -> _Calls:
         """Return the server's calls, each of which ends by `deadline` (time.monotonic)."""
-        return ServerCalls(self._server, deadline)
+        return _Calls(self._server, deadline)
 
 
-class ServerCalls:
+class _Calls:
     """The calls of an `AsyncLLM` that an update makes, over HTTP.
 
-    One that is cancelled may still reach the server.
+    One that is cancelled may still reach the server. `errored`: no server was there at the last.
 
     Raises:
         DeadlineError: no answer in time.
@@ -48,81 +48,64 @@ class ServerCalls:
 
     def __init__(self, server: JsonServer, deadline: float) -> None:
         self._server, self._deadline = server, deadline
-        self._lost = False
-
-    @property
-    def errored(self) -> bool:
-        """Whether no server was there at the last call."""
-        return self._lost
+        self.errored = False
 
     async def is_paused(self) -> bool:
-        """Ask whether generation is paused."""
         return bool((await self._get("/is_paused"))["is_paused"])
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
-        """Stop between two steps."""
         query = {"mode": mode, "clear_cache": str(clear_cache).lower()}
         await self._post(f"/pause?{urlencode(query)}")
 
     async def resume_generation(self) -> None:
-        """Go on."""
         await self._post("/resume")
 
     async def init_weight_transfer_engine(self, request: Any) -> None:
-        """Open the transport in every worker."""
-        await self._post("/init_weight_transfer_engine", {"init_info": request.init_info})
+        await self._post("/init_weight_transfer_engine", init_info=request.init_info)
 
     async def start_weight_update(self) -> None:
-        """Begin a session."""
         await self._post("/start_weight_update")
 
     async def update_weights(self, request: Any) -> None:
-        """Load a version in every worker."""
-        await self._post("/update_weights", {"update_info": request.update_info})
+        await self._post("/update_weights", update_info=request.update_info)
 
     async def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """End the session; with a version, label tokens with it from here on."""
-        body = None if weight_version is None else {"weight_version": weight_version}
-        await self._post("/finish_weight_update", body)
+        label = {} if weight_version is None else {"weight_version": weight_version}
+        await self._post("/finish_weight_update", **label)
 
     async def collective_rpc(
         self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()
     ) -> list[Any]:
-        """Call a method of every worker; arguments and answers are JSON values."""
-        body = {"method": method, "timeout": timeout, "args": args}
-        return list((await self._post("/collective_rpc", body))["results"])
+        answer = await self._post("/collective_rpc", method=method, timeout=timeout, args=args)
+        return list(answer["results"])
 
     async def get_weight_version(self) -> str:
-        """Return the label of tokens."""
         return str((await self._get("/weight_info"))["weight_version"])
 
     async def replicas(self) -> int:
-        """Return the number of data-parallel replicas behind the address."""
         every = (await self._get("/get_world_size?include_dp=true"))["world_size"]
         one = (await self._get("/get_world_size?include_dp=false"))["world_size"]
         return int(every) // int(one)
 
     async def _get(self, path: str) -> dict[str, Any]:
-        return await self._call("GET", path)
+        return await self._call("GET", path, None)
 
-    async def _post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        return await self._call("POST", path, body)
+    async def _post(self, path: str, **body: Any) -> dict[str, Any]:
+        return await self._call("POST", path, body or None)
 
-    async def _call(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
-        self._lost = False
+    async def _call(self, method: str, path: str, body: Any) -> dict[str, Any]:
+        self.errored = False
+        exchange = self._server.exchange(method, path, body, deadline=self._deadline)
         try:
-            status, answer = await self._server.exchange(
-                method, path, body, deadline=self._deadline
-            )
+            status, answer = await exchange
         except EngineError:
-            self._lost = True
+            self.errored = True
             raise
-        url = self._server.url
         if status == 404:
             raise EngineError(
-                f"{url} has no {path}: start the server with VLLM_SERVER_DEV_MODE=1 and "
-                "server_args()."
+                f"{self._server.url} has no {path}: start the server with VLLM_SERVER_DEV_MODE=1 "
+                "and server_args()."
             )
         if status != 200:
-            raise EngineError(f"{url}{path} answered {status}: {str(answer)[:500]}")
+            raise EngineError(f"{self._server.url}{path} answered {status}: {str(answer)[:500]}")
         return answer

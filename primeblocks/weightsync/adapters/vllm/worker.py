@@ -26,6 +26,7 @@ from ...manifest import Manifest
 from ...plan import Plan
 from ...receive import Subscriber
 from ..wires import open_transport
+from .lora_worker import Adapters
 from .observe import observe_worker
 
 try:
@@ -198,18 +199,9 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._checking = None
 
     def _report(self, act: Callable[[], object]) -> None:
-        error, message, cause = "", "", None
-        try:
-            act()
-        except PrimeblocksError as met:
-            error, message, cause = type(met).__name__, str(met), met.__cause__
-        except Exception as met:  # Reported like any other: raised, it would jam the executor.
-            error, message, cause = "EngineError", f"{type(met).__name__}: {met}", met
-        if error:
-            # Only the text reaches the front end.
-            logging.getLogger(__name__).warning("weights not updated: %s", message, exc_info=cause)
+        state = _told(act)
         version = None if self._subscriber is None else self._subscriber.version
-        self._state = WorkerState(version, error=error, message=message)
+        self._state = replace(state, version=version, value=None)
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         from vllm.model_executor.model_loader import reload
@@ -242,7 +234,9 @@ class WorkerExtension:
     """Mixin of vLLM's worker, named by `engine_args`. Subclass it to add calls of your own."""
 
     weight_transfer_engine: Any
+    model_runner: Any
     _weight_update_active: bool
+    _primeblocks_adapters: Adapters | None = None
 
     def primeblocks_state(self) -> dict[str, Any]:
         """Return the outcome of the last attach or update, for the front end."""
@@ -250,13 +244,13 @@ class WorkerExtension:
         return asdict(replace(state, active=self._weight_update_active))
 
     def primeblocks_describe(self, checkpoint: str) -> dict[str, Any]:
-        """Return what this worker reads of a checkpoint, or the error that it met."""
-        try:
-            reads = self.weight_transfer_engine.reads(Manifest.from_json(checkpoint))
-            return {"reads": reads.to_json(), "error": "", "message": ""}
-        except Exception as met:  # Reported: raised, it would jam the executor.
-            kind = type(met).__name__
-            return {"reads": "", "error": kind, "message": f"{kind}: {met}"}
+        """Return what this worker reads of a checkpoint."""
+
+        def read() -> str:
+            reads: Reads = self.weight_transfer_engine.reads(Manifest.from_json(checkpoint))
+            return reads.to_json()
+
+        return asdict(_told(read))
 
     def primeblocks_observe(self) -> dict[str, Any]:
         """Return digests of what this worker computes with, for the front end."""
@@ -265,6 +259,29 @@ class WorkerExtension:
     def primeblocks_verify(self, info: dict[str, Any]) -> None:
         """Begin to check a version beside the engine's steps."""
         self.weight_transfer_engine.verify(UpdateInfo(**info))
+
+    def primeblocks_lora(self, act: str, *arguments: Any) -> dict[str, Any]:
+        """Do an act of `Adapters`: "attach", "load" or "remove"."""
+
+        def do() -> None:
+            if self._primeblocks_adapters is None:
+                self._primeblocks_adapters = Adapters(self.model_runner.lora_manager)
+            getattr(self._primeblocks_adapters, act)(*arguments)
+
+        return asdict(_told(do))
+
+
+def _told(act: Callable[[], object]) -> WorkerState:
+    """Act; return the value, or the error: raised, it would jam the executor."""
+    try:
+        return WorkerState(value=act())
+    except PrimeblocksError as met:
+        state, cause = WorkerState(error=type(met).__name__, message=str(met)), met.__cause__
+    except Exception as met:
+        state, cause = WorkerState(error="EngineError", message=f"{type(met).__name__}: {met}"), met
+    # Only the text reaches the front end.
+    logging.getLogger(__name__).warning("weights not updated: %s", state.message, exc_info=cause)
+    return state
 
 
 def _loader_name(name: str) -> str:
