@@ -51,7 +51,7 @@ class Board:
         """Write a note unless there is one; return the one that stands: the first."""
         said = self._call(lambda: self._store.compare_set(self._key(key), "", text), deadline)
         assert isinstance(said, bytes)
-        return said.decode()
+        return said.decode(errors="replace")
 
     def read_any(self, keys: Sequence[str], *, deadline: float) -> tuple[str, str] | None:
         """Wait for the first of some notes; return its key and text, or None at the deadline."""
@@ -60,7 +60,7 @@ class Board:
             while True:
                 for key in keys:
                     if self._store.check([self._key(key)]):
-                        return key, self._store.get(self._key(key)).decode()
+                        return key, self._store.get(self._key(key)).decode(errors="replace")
                 if time.monotonic() >= deadline:
                     return None
                 threading.Event().wait(_LOOK_S)
@@ -75,11 +75,15 @@ class Board:
         def there() -> str | None:
             if not self._store.check([self._key(key)]):
                 return None
-            return self._store.get(self._key(key)).decode()
+            return self._store.get(self._key(key)).decode(errors="replace")
 
         found = self._call(there, deadline)
         assert found is None or isinstance(found, str)
         return found
+
+    def remove(self, key: str, *, deadline: float) -> None:
+        """Remove a note, if there is one."""
+        self._call(lambda: self._store.delete_key(self._key(key)) or True, deadline)
 
     def replace(self, key: str, old: str, new: str, *, deadline: float) -> bool:
         """Write over a note if it is still the old one; return whether it is the new one now."""

@@ -11,6 +11,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from ...errors import CorruptionError
+from ..marker import is_count
 from .packed import places
 
 __all__ = ["Carrier", "Opened", "Read", "Shared", "Span", "Wire", "WireCarrier", "noted"]
@@ -46,7 +47,7 @@ def noted(note: Mapping[str, Any], key: str) -> int:
         CorruptionError: there is none.
     """
     value = note.get(key) if isinstance(note, Mapping) else None
-    if type(value) is int and 0 <= value < 1 << 63:
+    if is_count(value):
         return value
     raise CorruptionError(f"the place of a buffer cannot be read: {str(note)[:100]!r}")
 

@@ -14,9 +14,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from ...errors import CapacityError, ClosedError, CorruptionError, TransferError, UsageError
+from ...errors import CapacityError, ClosedError, TransferError, UsageError
 from ..lease import Hold
-from ..marker import Marker
+from ..marker import Marker, as_corruption
 from .own_files import open_own, removable, remove
 from .place import Owned, Place
 from .versions import chain_to
@@ -298,7 +298,5 @@ def _write(path: Path, text: bytes, *, durable: bool) -> None:
 
 
 def _read_markers(path: Path, text: bytes) -> tuple[Marker, ...]:
-    try:
+    with as_corruption(str(path)):
         return tuple(Marker.from_json(row) for row in json.loads(text))
-    except (ValueError, TypeError) as error:
-        raise CorruptionError(f"{path} cannot be read: {error}") from error

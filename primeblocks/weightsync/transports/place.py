@@ -19,8 +19,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from ...errors import CorruptionError, UnsupportedError, UsageError
+from ...errors import UnsupportedError, UsageError
 from ..lease import Hold
+from ..marker import as_corruption
 from .own_files import LOCK, open_own, remove, take_lock
 
 __all__ = [
@@ -247,13 +248,11 @@ class DiskPlace:
             return None
         with open(fd, "rb") as file:
             text = file.read()
-        try:
+        with as_corruption(f"{path} (remove it, and start anew)"):
             note = json.loads(text)
             if re.fullmatch(_TOKEN, note["run"]):
                 return {"run": note["run"], "closed": bool(note["closed"])}
-        except (ValueError, TypeError, KeyError) as error:
-            raise _unreadable(path, error) from error
-        raise _unreadable(path, f"{note['run']!r} names no run")
+            raise ValueError(f"{note['run']!r} names no run")
 
     def _write_note(self, run: str, *, closed: bool) -> None:
         scratch = self._path / f"run-{run}" / "note.tmp"
@@ -312,10 +311,6 @@ def _logger() -> logging.Logger:
 
 def _unusable(directory: Path, error: OSError) -> UsageError:
     return UsageError(f"{directory} cannot be used: {error}. Choose another one.")
-
-
-def _unreadable(path: Path, error: object) -> CorruptionError:
-    return CorruptionError(f"{path} cannot be read: {error}. Remove it, and start anew.")
 
 
 def _second(directory: Path) -> UsageError:

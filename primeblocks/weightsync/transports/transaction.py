@@ -6,8 +6,9 @@ import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ...errors import DeadlineError, TransferError
+from ...errors import DeadlineError, TransferError, check_version
 from ..agree import Agreement
+from ..marker import as_corruption
 from .board import Board
 
 __all__ = ["Go", "Transaction", "next_generation"]
@@ -63,8 +64,11 @@ class Transaction:
         found = self._first_of("go", "begun", deadline=deadline)
         if found is None:
             return None
-        begun: dict[str, Any] = {} if found[0] == "go" else json.loads(found[1])
-        return begun
+        if found[0] == "go":
+            return {}
+        with as_corruption("a note of the group"):
+            begun = json.loads(found[1])
+            return {"version": check_version(begun["version"]), "plan": str(begun["plan"])}
 
     def read_join(self, reader: int, *, deadline: float) -> int | None:
         """Rank 0: wait for a reader; return the version that it holds.
@@ -76,9 +80,9 @@ class Transaction:
         if found is None:
             raise TransferError(f"reader {reader} did not ask in time")
         if found[0] == "go":
-            raise TransferError(Go(*json.loads(found[1])).error)
-        holds: int | None = json.loads(found[1])
-        return holds
+            raise TransferError(_go(found[1]).error)
+        with as_corruption("a note of the group"):
+            return _version(json.loads(found[1]))
 
     def go(self, base: int | None, *, deadline: float) -> Go:
         """Rank 0: begin, if nobody called it off. Returns the word that stands."""
@@ -91,7 +95,7 @@ class Transaction:
     def read_go(self, *, deadline: float) -> Go | None:
         """Reader: wait until it begins or is called off; None at the deadline."""
         found = self._first_of("go", deadline=deadline)
-        return None if found is None else Go(*json.loads(found[1]))
+        return None if found is None else _go(found[1])
 
     def read_or_abort(self, key: str, *, deadline: float) -> Any:
         """Wait for a note, unless the transaction is aborted.
@@ -105,7 +109,8 @@ class Transaction:
             raise DeadlineError(f"waited for the {key} in vain")
         if found[0] == "decision":
             raise TransferError(found[1])
-        return json.loads(found[1])
+        with as_corruption("a note of the group"):
+            return json.loads(found[1])
 
     def abort(self, why: str, *, deadline: float) -> str:
         """Decide that no rank loads it, and return the decision that stands: the first."""
@@ -138,7 +143,7 @@ class Transaction:
 
     def _first_go(self, go: Go, deadline: float) -> Go:
         said = self._board.post_first(self._key("go"), json.dumps(go), deadline=deadline)
-        return Go(*json.loads(said))
+        return _go(said)
 
     def _first_of(self, *keys: str, deadline: float) -> tuple[str, str] | None:
         found = self._board.read_any([self._key(key) for key in keys], deadline=deadline)
@@ -149,3 +154,13 @@ class Transaction:
 
     def _key(self, key: str) -> str:
         return f"{self.number}/{key}"
+
+
+def _go(text: str) -> Go:
+    with as_corruption("a note of the group"):
+        base, error = json.loads(text)
+        return Go(_version(base), str(error))
+
+
+def _version(value: Any) -> int | None:
+    return None if value is None else check_version(value)
