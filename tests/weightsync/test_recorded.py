@@ -12,7 +12,7 @@ from torch import nn
 from primeblocks.errors import PlanError
 from primeblocks.layout import Shard
 from primeblocks.weightsync import describe, plan_sync
-from primeblocks.weightsync.convert.recorded import Reads, record_reads
+from primeblocks.weightsync.convert.recorded import Reads, filling, record_reads
 
 
 def ids_of(boxes, shape):
@@ -124,8 +124,23 @@ def test_a_load_of_these_boxes_alone_is_the_load_of_all(case):
     reads = record_reads(loader.load, describe(sources))
     loader.load(sources.items())
     whole = {name: param.clone() for name, param in loader.params.items()}
-    loader.load(reads.wiring.move({n: sources[n] for n in reads.boxes}).items())
+    read = {name: sources[name] for name in reads.boxes}
+    loader.load(filling(reads.sources, reads.boxes).move(read).items())
     assert all(torch.equal(param, whole[name]) for name, param in loader.params.items())
+
+
+@given(loads())
+def test_elements_are_recorded_where_the_loader_writes_them(case):
+    sources, loader = case
+    reads = record_reads(loader.load, describe(sources), into=dict(loader.params))
+    loader.load(sources.items())
+    made = reads.into.move(sources)
+    assert set(made) == set(loader.params)
+    for name, param in loader.params.items():
+        if name in reads.lost:
+            assert not reads.into.by_target[name]
+        else:
+            assert torch.equal(made[name].masked_fill(param == -1, -1), param)
 
 
 # --- What loaders do besides ---------------------------------------------------------------------
@@ -190,7 +205,7 @@ def test_a_buffer_between_reads_all_that_was_put_into_it():
 def test_a_loader_that_asks_for_a_value_reads_the_tensor_whole():
     boxes, inexact = reads_of(lambda t: t[2:] if t[0, 0].item() < 0 else t[:2])
     assert boxes == [((0, 0), (4, 6))]
-    assert inexact == {"w": "the loader asks for a value of it"}
+    assert inexact == {"w": "its values are asked for"}
     scale = reads_of(lambda t: torch.empty(1).fill_(t.item()), shape=(1,))
     assert scale == ([((0,), (1,))], {})
 
@@ -202,7 +217,7 @@ def test_a_loader_that_fails_without_values_reads_all_whole():
 
     sources = {"a": torch.zeros(3), "b": torch.zeros(2, 2)}
     reads = record_reads(load, describe(sources))
-    assert reads.wiring.sources == describe(sources)
+    assert reads.sources == describe(sources)
     assert reads.bytes == 28
     assert reads.inexact.keys() == sources.keys()
     assert reads.inexact["b"].startswith("the loader fails without values, at 'a': ")
@@ -220,7 +235,7 @@ def test_reads_travel_as_text_and_know_what_a_plan_lacks():
     reads = record_reads(load, checkpoint)
     assert Reads.from_json(reads.to_json(), checkpoint) == reads
     assert reads.bytes == 48
-    plan = plan_sync([checkpoint], [reads.wiring, checkpoint], bucket_bytes=64)
+    plan = plan_sync([checkpoint], [reads, checkpoint], bucket_bytes=64)
     assert plan.read_bytes(0) == 48
     assert not reads.lacking(plan.wants[0])
     assert not reads.lacking(plan.wants[1])

@@ -2,12 +2,17 @@
 
 Conversions move elements and compute none. This step stands beside them: it tells what a rank holds
 after its shards were encoded, so that conversions and plans can go on with codes and scales.
+
+Names are templates: `{layer}` stands for one part of a name, between dots, `{*head}` for any number
+of parts.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -15,7 +20,6 @@ from torch import Tensor
 from ...errors import PlanError, ShapeError
 from ...layout import Layout, Shard
 from ..manifest import Manifest, TensorSpec
-from .names import fields_of, fill, match
 
 __all__ = ["Quantize", "QuantizeBy"]
 
@@ -62,7 +66,7 @@ class Quantize:
     recipe: str = ""
 
     def __post_init__(self) -> None:
-        if fields_of(self.names) != fields_of(self.scales) or min(self.tile, default=0) < 1:
+        if _fields_of(self.names) != _fields_of(self.scales) or min(self.tile, default=0) < 1:
             raise PlanError(
                 f"needs equal fields and positive tiles; got {self.names!r}, {self.scales!r}, "
                 f"tile={self.tile}"
@@ -120,8 +124,8 @@ class Quantize:
         return made
 
     def _scales_of(self, name: str) -> str | None:
-        fields = match((self.names,), name)
-        return None if fields is None else fill(self.scales, fields)
+        fields = _match(self.names, name)
+        return None if fields is None else _fill(self.scales, fields)
 
     def _steps(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the elements of a tile along each dim."""
@@ -151,3 +155,39 @@ class Quantize:
                 f"encode gave {name!r} as {tensor.dtype} {tuple(tensor.shape)}; "
                 f"declared was {dtype} {shape}. Match the recipe and the declaration."
             )
+
+
+def _fields_of(template: str) -> frozenset[str]:
+    """Return the names of a template's fields.
+
+    Raises:
+        PlanError: a field stands in it twice.
+    """
+    return frozenset(_parsed(template)[1])
+
+
+def _match(template: str, name: str) -> dict[str, str] | None:
+    """Return the values of a template's fields in a name that fits, or None."""
+    found = _parsed(template)[0].fullmatch(name)
+    return None if found is None else found.groupdict()
+
+
+def _fill(template: str, fields: Mapping[str, str]) -> str:
+    """Return the name that a template makes of fields."""
+    _, names, text = _parsed(template)
+    filled = (fields[name] + after for name, after in zip(names, text[1:], strict=True))
+    return text[0] + "".join(filled)
+
+
+@cache
+def _parsed(template: str) -> tuple[re.Pattern[str], tuple[str, ...], tuple[str, ...]]:
+    """Return a template's pattern, its fields in order, and the text around them."""
+    text = re.split(r"\{(\*?[a-z_]+)\}", template)
+    fields = tuple(field.removeprefix("*") for field in text[1::2])
+    if len(set(fields)) != len(fields):
+        raise PlanError(f"a field stands twice in {template!r}")
+    pattern = re.escape(text[0])
+    for written, field, after in zip(text[1::2], fields, text[2::2], strict=True):
+        values = ".+" if written.startswith("*") else r"[^.]+"
+        pattern += f"(?P<{field}>{values}){re.escape(after)}"
+    return re.compile(pattern), fields, tuple(text[::2])
