@@ -88,8 +88,8 @@ RECIPE = fp8.Recipe(weights=TILE, source="float32")
 
 def quantize(recipe):
     return Quantize(
-        "{*m}.weight",
-        "{*m}.weight_scale_inv",
+        r"(.+)\.weight",
+        r"\1.weight_scale_inv",
         tile=(128, 128),
         codes_dtype=torch.float8_e4m3fn,
         recipe=recipe.fingerprint(),

@@ -3,13 +3,17 @@
 import pytest
 import torch
 
-from primeblocks.errors import PlanError, ShapeError
+from primeblocks.errors import PlanError, ShapeError, UsageError
 from primeblocks.layout import Layout, Shard
 from primeblocks.weightsync import describe
 from primeblocks.weightsync.convert import Quantize
 from primeblocks.weightsync.manifest import Manifest, TensorSpec
 
-FP8 = Quantize("{*m}.weight", "{*m}.weight_scale_inv", tile=(4, 4), codes_dtype=torch.float8_e4m3fn)
+FP8 = Quantize(
+    r"(.+)\.weight", r"\1.weight_scale_inv", tile=(4, 4), codes_dtype=torch.float8_e4m3fn
+)
+
+HELD = {"a.weight": torch.zeros(8, 6), "n": torch.zeros(3)}
 
 
 def encode(x):
@@ -18,14 +22,14 @@ def encode(x):
 
 
 def test_quantized_weights_travel_as_codes_and_scales():
-    held = describe({"a.weight": torch.zeros(8, 6), "n": torch.zeros(3)})
-    after = FP8.describe(held)
+    after = FP8.describe(describe(HELD))
     assert {n: (s.dtype, s.shape) for n, s in after.items()} == {
         "a.weight": (torch.float8_e4m3fn, (8, 6)),
         "a.weight_scale_inv": (torch.float32, (2, 2)),
         "n": (torch.float32, (3,)),
     }
-    coded = FP8.apply({"a.weight": torch.ones(8, 6), "n": torch.zeros(3)}, encode)
+    by = FP8.by(encode)
+    coded = by("a.weight", torch.ones(8, 6)) | by("n", torch.zeros(3))
     assert describe(coded) == after
 
 
@@ -48,22 +52,15 @@ def test_what_was_not_declared_is_refused():
     with pytest.raises(PlanError, match="fewer dims than tile"):
         FP8.describe(describe({"n.weight": torch.zeros(3)}))
     with pytest.raises(ShapeError, match="encode gave 'a.weight' as torch.float32"):
-        FP8.apply({"a.weight": torch.zeros(4, 4)}, lambda x: (x, torch.ones(1, 1)))
+        FP8.by(lambda x: (x, torch.ones(1, 1)))("a.weight", torch.zeros(4, 4))
     with pytest.raises(
         ShapeError, match=r"'a.weight_scale_inv'.*declared was torch.float32 \(1, 1\)"
     ):
-        FP8.apply({"a.weight": torch.zeros(4, 4)}, lambda x: (encode(x)[0], torch.ones(1)))
-    with pytest.raises(PlanError, match="equal fields and positive tiles"):
-        Quantize("{a}.w", "{b}.s", (4,), torch.float8_e4m3fn)
-    with pytest.raises(PlanError, match="a field stands twice"):
-        Quantize("{a}.{a}.w", "{a}.s", (4,), torch.float8_e4m3fn)
-
-
-def test_a_field_is_one_part_of_a_name_a_starred_one_any_number():
-    held = describe({name: torch.zeros(4) for name in ("m.x", "m.n.x", "mx", "x")})
-    for names, scales, found in (
-        ("{a}.x", "{a}.s", ["m.s"]),
-        ("{*a}.x", "{*a}.s", ["m.s", "m.n.s"]),
-    ):
-        made = Quantize(names, scales, (4,), torch.float8_e4m3fn).describe(held)
-        assert [name for name in made if name not in held] == found
+        FP8.by(lambda x: (encode(x)[0], torch.ones(1)))("a.weight", torch.zeros(4, 4))
+    with pytest.raises(UsageError, match=r"nothing encodes 'a.weight'. Pass .*by\(encode\)"):
+        FP8("a.weight", torch.zeros(4, 4))
+    with pytest.raises(PlanError, match=r"needs positive tiles; got tile=\(0,\)"):
+        Quantize(r"(.+)\.w", r"\1.s", (0,), torch.float8_e4m3fn)
+    for names, scales in ((r".+\.weight", r"\1.s"), (r"(.+\.weight", r"\1.s"), (".+", r"\g<m>.s")):
+        with pytest.raises(PlanError, match="is no substitution of names: .*group"):
+            Quantize(names, scales, (4,), torch.float8_e4m3fn).describe(describe(HELD))
