@@ -67,8 +67,9 @@ class Chain:
             self.do([name], lambda x: [x.permute(dims)], name)
 
     def flatten(self, new):
-        if (name := self.pick(1)) is not None and self.now[name].numel():
-            self.do([name], lambda x: [x.reshape(-1).unflatten(0, (-1, 1))], new)
+        """Copy it in one dim, then have its dims again."""
+        if (name := self.pick(1)) is not None:
+            self.do([name], lambda x: [x.reshape(-1).clone().reshape(x.shape)], new)
 
     def split(self, new):
         if (name := self.pick(1)) is not None:
@@ -276,6 +277,7 @@ def test_what_was_cut_off_or_left_out_has_to_be_filled_on_the_way_back():
             "'a': its values are asked for",
         ),
         (lambda t: {"b": t["a"].zero_()}, "'a': it is computed with"),
+        (lambda t: {"b": t["a"].flatten()[1:]}, "'a': what is read are no boxes of it"),
     ],
 )
 def test_what_is_more_than_a_move_is_refused(convert, why):

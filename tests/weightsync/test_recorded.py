@@ -242,3 +242,42 @@ def test_reads_travel_as_text_and_know_what_a_plan_lacks():
     assert reads.lacking({"w": (Shard((0, 0), (2, 6)),)}) == ["w"]
     with pytest.raises(PlanError, match="no text of reads"):
         Reads.from_json("[]", checkpoint)
+
+
+def swapped(param, tensor):
+    param[torch.tensor([1, 0, 2, 3])] = tensor
+
+
+@pytest.mark.parametrize(
+    ("write", "why"),
+    [
+        (lambda p, t: p.copy_(t.T.contiguous().T), None),
+        (lambda p, t: (p[:2].copy_(t[:2]), p[2:].fill_(0)), None),
+        (lambda p, t: p.T.unsqueeze(0).copy_(t.T), None),
+        (lambda p, t: (p.copy_(t), p[3].mul_(2)), "it is written over"),
+        (lambda p, t: p.copy_(t * 2), "it is computed with"),
+        (lambda p, t: p.add_(t), "it is computed with"),
+        (swapped, "it is computed with"),
+        (lambda p, t: torch.zeros(4, 6).copy_(t), "it is copied to no parameter"),
+        (lambda p, t: p.copy_(t[:1]), "it is repeated, or cut in ways that are no boxes"),
+        (lambda p, t: p.view(-1)[7:12].copy_(t.view(-1)[:5]), None),
+        (lambda p, t: p.view(-1)[1:6].copy_(t.view(-1)[3:8]), "what is read are no boxes of it"),
+        (lambda p, t: p[:, :2].copy_(t.unfold(1, 2, 1)[:, 3]), None),
+        (lambda p, t: p[:3, :2].copy_(t.unfold(1, 2, 1)[0, :3]), "what is read are no boxes of it"),
+    ],
+)
+def test_what_is_not_where_it_was_written_is_lost(write, why):
+    param, tensor = torch.zeros(4, 6), torch.arange(24.0).reshape(4, 6)
+
+    def load(tensors):
+        for _, each in tensors:
+            write(param, each)
+
+    reads = record_reads(load, describe({"w": tensor}), into={"p": param})
+    assert reads.lost == ({} if why is None else {"w": why})
+    assert not param.any()
+    if why is None:
+        load([("w", tensor)])
+        assert torch.equal(reads.into.move({"w": tensor})["p"], param)
+    else:
+        assert not reads.into.pieces
