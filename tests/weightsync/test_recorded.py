@@ -168,6 +168,10 @@ def test_views_of_another_dtype_are_followed():
     def halves(t):
         return t.view(torch.uint8)[:, 4:12].view(torch.float32)
 
+    def wider(t):
+        return t.view(torch.float32).unsqueeze(-1).clone()[:, 2:4]
+
+    assert reads_of(wider, shape=(4, 24), dtype=torch.uint8) == ([((0, 8), (4, 8))], {})
     assert reads_of(halves) == ([((0, 1), (4, 2))], {})
     assert reads_of(lambda t: t.view(torch.uint8)[0, 5:7]) == ([((0, 1), (1, 1))], {})
 
