@@ -259,6 +259,7 @@ def swapped(param, tensor):
         (lambda p, t: (p[:2].copy_(t[:2]), p[2:].fill_(0)), None),
         (lambda p, t: p.T.unsqueeze(0).copy_(t.T), None),
         (lambda p, t: (p.copy_(t), p[3].mul_(2)), "it is written over"),
+        (lambda p, t: (p.copy_(t), p.add_(t)), "it is written over"),
         (lambda p, t: p.copy_(t * 2), "it is computed with"),
         (lambda p, t: p.add_(t), "it is computed with"),
         (swapped, "it is computed with"),

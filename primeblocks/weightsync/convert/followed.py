@@ -104,6 +104,7 @@ class Follower(TorchDispatchMode):
             elif func is _aten.copy_.default and sources:
                 self._place(sources[0].expand(target.shape), target)
             else:
+                self._overwrite(target)
                 for source in sources:
                     self._read(source, lost="it is computed with")
         if any(_storage(target) not in self._origins for target in written):
