@@ -40,7 +40,7 @@ def load_into(
     if missing or more:
         raise PlanError(
             f"{len(missing)} tensors are not in the plan{_first(missing)}, and {len(more)} of it "
-            f"are not here{_first(more)}. Load into named tensors, or plan with a Conversion."
+            f"are not here{_first(more)}. Load into named tensors, or plan with convert=."
         )
     for name, spec in sent.items():
         if held[name].layout != spec.layout or not _takes(held[name].dtype, spec.dtype):

@@ -101,7 +101,12 @@ class Observed:
 
 
 def observe(
-    plan: Plan, held: NamedTensors | Look, *, reader: int = 0, convert: Wiring | None = None
+    plan: Plan,
+    held: NamedTensors | Look,
+    *,
+    reader: int = 0,
+    convert: Wiring | None = None,
+    lost: Mapping[str, str] | None = None,
 ) -> Observed:
     """Digest what an engine holds, in the boxes that a plan cuts it into. Local; one pass.
 
@@ -109,6 +114,7 @@ def observe(
         held: the engine's tensors, by the names that `load` gets or that `convert` leads to; or a
             function that looks one up.
         convert: the wiring to this process's parameters; boxes without a place are others'.
+        lost: name -> why nobody knows where its elements are, as in `Reads`.
 
     Raises:
         PlanError: the plan has no such reader.
@@ -117,9 +123,12 @@ def observe(
     extra: tuple[str, ...] = ()
     if isinstance(held, nn.Module) or not callable(held):
         held, extra = _look_into(held, plan.wants[reader] if convert is None else convert.targets)
-    forms = []
+    forms: list[tuple[Form, ...]] = []
     for index in plan.of_reader(reader):
         for name, box, *_ in plan.buckets[index].copies:
+            if lost and name in lost:
+                forms.append((Form(box, lost[name], "", ""),))
+                continue
             if convert is None:
                 pieces = [_in_place(name, plan.wants[reader][name][0])]
                 shapes = {name: pieces[0].target_box.sizes}

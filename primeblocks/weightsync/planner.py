@@ -10,6 +10,7 @@ import torch
 from ..errors import PlanError
 from ..layout import Layout, Shard
 from .convert.conversion import Wiring
+from .convert.recorded import Reads
 from .cover import cut, owned_boxes
 from .manifest import Manifest, TensorSpec
 from .plan import Boxes, Bucket, Plan, packed
@@ -22,13 +23,14 @@ BUCKET_BYTES = 64 << 20
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _SMALLEST_BUCKET_BYTES = 64
 
+_Target = Manifest | Wiring | Reads
 # A box that travels, who holds it, who wants it.
 _Cell = tuple[Shard, tuple[int, ...], tuple[int, ...]]
 
 
 def plan_sync(
     sources: Sequence[Manifest],
-    targets: Manifest | Wiring | Sequence[Manifest | Wiring],
+    targets: _Target | Sequence[_Target],
     *,
     bucket_bytes: int = BUCKET_BYTES,
     convert: Wiring | None = None,
@@ -41,8 +43,8 @@ def plan_sync(
 
     Args:
         sources: one manifest a trainer rank, by rank. Tensors that no reader wants are ignored.
-        targets: for each reader a manifest of the boxes it wants, or the wiring that leads to its
-            parameters, of which all are wanted. One alone is one reader.
+        targets: for each reader a manifest of the boxes it wants, what its loader `Reads`, or the
+            wiring that leads to its parameters, of which all are wanted. One alone is one reader.
         bucket_bytes: the most bytes under one digest.
         convert: leads from the trainer's names and shapes to those that `targets` are about.
 
@@ -52,7 +54,7 @@ def plan_sync(
     """
     if bucket_bytes < _SMALLEST_BUCKET_BYTES:
         raise PlanError(f"bucket_bytes is {bucket_bytes}; give at least {_SMALLEST_BUCKET_BYTES}")
-    readers = [targets] if isinstance(targets, Manifest | Wiring) else list(targets)
+    readers = [targets] if isinstance(targets, _Target) else list(targets)
     held = [_held(source, convert) for source in sources]
     kinds = _kinds(sources if convert is None else [convert.targets])
     wants = tuple(_wants(reader) for reader in readers)
@@ -80,9 +82,11 @@ def _held(source: Manifest, convert: Wiring | None) -> dict[str, list[Shard]]:
     return held
 
 
-def _wants(reader: Manifest | Wiring) -> Boxes:
+def _wants(reader: _Target) -> Boxes:
     if isinstance(reader, Manifest):
         return {name: (spec.layout.shard,) for name, spec in reader.items()}
+    if isinstance(reader, Reads):
+        return reader.boxes
     boxes: dict[str, list[Shard]] = defaultdict(list)
     for piece in reader.pieces:
         boxes[piece.source].append(piece.source_box)
@@ -94,7 +98,7 @@ def _wants(reader: Manifest | Wiring) -> Boxes:
     }
 
 
-def _target(readers: Sequence[Manifest | Wiring], wants: Sequence[Boxes]) -> Manifest:
+def _target(readers: Sequence[_Target], wants: Sequence[Boxes]) -> Manifest:
     """Return the manifest of all that travels, whole."""
     specs: dict[str, TensorSpec] = {}
     for reader, boxes in zip(readers, wants, strict=True):
@@ -110,7 +114,7 @@ def _target(readers: Sequence[Manifest | Wiring], wants: Sequence[Boxes]) -> Man
     return Manifest(tuple(specs.items()), recipe=_recipe(readers))
 
 
-def _recipe(readers: Sequence[Manifest | Wiring]) -> str:
+def _recipe(readers: Sequence[_Target]) -> str:
     recipes = {r.recipe if isinstance(r, Manifest) else r.sources.recipe for r in readers}
     if len(recipes) > 1:
         raise PlanError(f"readers expect different recipes: {sorted(recipes)}. Plan for each.")

@@ -18,7 +18,7 @@ from .agree import Agreement
 from .convert.conversion import Wiring
 from .manifest import Manifest, NamedTensors, named_tensors
 from .marker import Digests
-from .observed import are_digests, differing, digest_as, digest_tensors
+from .observed import are_digests, differing, digest_tensors
 from .parts import Encode
 from .plan import Plan
 from .verify import verify_engine
@@ -117,7 +117,10 @@ def prove_round_trip(
             )  # fmt: skip
             return {}, found.wrong
         seen = {} if held is None else _digests(held)
-        return seen, _others(parameters, seen, wanted) if size == 1 and names is None else []
+        if not seen or size > 1 or names is not None:
+            return seen, []
+        wrong = verify_engine(parameters, seen).differing
+        return seen, [name for name in wanted if name in wrong]
 
     def agree(problem: str) -> None:
         told = agreement.exchange(
@@ -163,12 +166,6 @@ def _digests(held: object) -> Digests:
         f"observe gave {type(held).__name__}; the proof is by tensor. Give the engine's tensors by "
         "name, or digest_tensors of them."
     )
-
-
-def _others(parameters: NamedTensors, seen: Digests, wanted: Iterable[str]) -> list[str]:
-    """Return the names of tensors that are others than the trainer's, in the engine's dtype."""
-    mine = digest_as(parameters, {name: seen[name] for name in wanted if name in seen})
-    return [name for name, row in mine.items() if row != seen[name]]
 
 
 def _is_deaf(before: Digests, changed: Digests, name: str) -> bool:

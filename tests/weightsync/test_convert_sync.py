@@ -10,10 +10,11 @@ from primeblocks.layout import Layout, Shard
 from primeblocks.testing import ranks, tiny_models
 from primeblocks.weightsync import Publisher, SharedMemoryTransport, Subscriber, describe, plan_sync
 from primeblocks.weightsync.adapters.transformers import to_checkpoint as checkpoint_of
-from primeblocks.weightsync.convert import Quantize, checkpoint_to_vllm
+from primeblocks.weightsync.convert import Quantize
 from primeblocks.weightsync.manifest import Manifest, TensorSpec, named_tensors
 from primeblocks.weightsync.reference import slice_again
 from tests.weightsync.contents import Engine, same_bytes, transport_of
+from tests.weightsync.toy_engine import ToyRank, wirings
 
 pytest.importorskip("transformers")
 ranks.preload(__name__)  # With all that it imports.
@@ -44,10 +45,7 @@ def sync_family(kind, where, family):
     whole, rank = describe(module), dist.get_rank()
     to_checkpoint = checkpoint_of(model, whole)
     checkpoint = to_checkpoint.targets.whole(dtype=torch.bfloat16)
-    engines = [
-        checkpoint_to_vllm(family, rank=reader, ranks=ENGINES).bind(checkpoint)
-        for reader in range(ENGINES)
-    ]
+    engines = wirings(checkpoint, ENGINES)
     sources = [rows_of(whole, trainer) for trainer in range(TRAINERS)]
     plan = plan_sync(sources, engines, bucket_bytes=1 << 14, convert=to_checkpoint)
     transport = transport_of(kind, where, plan)
@@ -65,6 +63,9 @@ def sync_family(kind, where, family):
         made = to_checkpoint.move(module)
         cast = {name: tensor.to(checkpoint[name].dtype) for name, tensor in made.items()}
         assert same_bytes(engine.tensors, wiring.move(cast))
+        toy = ToyRank(checkpoint, reader, ENGINES)
+        toy.load(cast.items())
+        assert all(toy.parameters[name].equal(one.float()) for name, one in engine.tensors.items())
     dist.barrier()
     transport.close()
     return plan.bytes_total, plan.lower_bound_bytes
@@ -87,8 +88,8 @@ RECIPE = fp8.Recipe(weights=TILE, source="float32")
 
 def quantize(recipe):
     return Quantize(
-        "{*m}.weight",
-        "{*m}.weight_scale_inv",
+        r"(.+)\.weight",
+        r"\1.weight_scale_inv",
         tile=(128, 128),
         codes_dtype=torch.float8_e4m3fn,
         recipe=recipe.fingerprint(),

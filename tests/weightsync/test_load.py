@@ -79,7 +79,8 @@ def test_a_wider_float_takes_a_narrower_one():
 
 def test_converted_tensors_are_those_of_the_wiring():
     sent = {"a": torch.zeros(4)}
-    cut = convert.Conversion((convert.rules.split("a", ["b", "c"]),)).bind(describe(sent))
+    halves = lambda each: dict(zip("bc", each["a"].chunk(2), strict=True))  # noqa: E731
+    cut = convert.record_wiring(halves, describe(sent))
     held = {"b": torch.zeros(2), "c": torch.zeros(2)}
     load_into(held, cut.targets)(cut.move({"a": torch.arange(4.0)}).items())
     assert held["c"].tolist() == [2, 3]

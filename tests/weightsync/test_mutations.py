@@ -18,7 +18,7 @@ from primeblocks import weightsync
 from primeblocks.errors import PrimeblocksError
 from primeblocks.testing import ranks
 from primeblocks.weightsync import describe, plan_sync
-from primeblocks.weightsync.convert.recorded import Reads, filling
+from primeblocks.weightsync.convert.recorded import Reads
 from primeblocks.weightsync.delta.bucket import apply_payload, encode_payload
 from primeblocks.weightsync.delta.tensors import (
     apply_delta,
@@ -66,7 +66,7 @@ def texts(rng, cases, where):
     """Texts that were read by whoever got them."""
     weights = parameters(0)
     plan = plan_of(weights)
-    reads = Reads(filling(plan.target, plan.wants[0]), {"a": "why"})
+    reads = Reads(plan.target, plan.wants[0], {"a": "why"})
     observed = json.dumps(observe(plan, weights).to_json())
     marker = Marker.make(
         run="r", version=7, plan=plan.fingerprint(), base=6, sizes=(12, 3), buckets=("aa", "bb")

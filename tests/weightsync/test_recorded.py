@@ -12,7 +12,7 @@ from torch import nn
 from primeblocks.errors import PlanError
 from primeblocks.layout import Shard
 from primeblocks.weightsync import describe, plan_sync
-from primeblocks.weightsync.convert.recorded import Reads, record_reads
+from primeblocks.weightsync.convert.recorded import Reads, filling, record_reads
 
 
 def ids_of(boxes, shape):
@@ -124,8 +124,23 @@ def test_a_load_of_these_boxes_alone_is_the_load_of_all(case):
     reads = record_reads(loader.load, describe(sources))
     loader.load(sources.items())
     whole = {name: param.clone() for name, param in loader.params.items()}
-    loader.load(reads.wiring.move({n: sources[n] for n in reads.boxes}).items())
+    read = {name: sources[name] for name in reads.boxes}
+    loader.load(filling(reads.sources, reads.boxes).move(read).items())
     assert all(torch.equal(param, whole[name]) for name, param in loader.params.items())
+
+
+@given(loads())
+def test_elements_are_recorded_where_the_loader_writes_them(case):
+    sources, loader = case
+    reads = record_reads(loader.load, describe(sources), into=dict(loader.params))
+    loader.load(sources.items())
+    made = reads.into.move(sources)
+    assert set(made) == set(loader.params)
+    for name, param in loader.params.items():
+        if name in reads.lost:
+            assert not reads.into.by_target[name]
+        else:
+            assert torch.equal(made[name].masked_fill(param == -1, -1), param)
 
 
 # --- What loaders do besides ---------------------------------------------------------------------
@@ -153,6 +168,10 @@ def test_views_of_another_dtype_are_followed():
     def halves(t):
         return t.view(torch.uint8)[:, 4:12].view(torch.float32)
 
+    def wider(t):
+        return t.view(torch.float32).unsqueeze(-1).clone()[:, 2:4]
+
+    assert reads_of(wider, shape=(4, 24), dtype=torch.uint8) == ([((0, 8), (4, 8))], {})
     assert reads_of(halves) == ([((0, 1), (4, 2))], {})
     assert reads_of(lambda t: t.view(torch.uint8)[0, 5:7]) == ([((0, 1), (1, 1))], {})
 
@@ -190,7 +209,7 @@ def test_a_buffer_between_reads_all_that_was_put_into_it():
 def test_a_loader_that_asks_for_a_value_reads_the_tensor_whole():
     boxes, inexact = reads_of(lambda t: t[2:] if t[0, 0].item() < 0 else t[:2])
     assert boxes == [((0, 0), (4, 6))]
-    assert inexact == {"w": "the loader asks for a value of it"}
+    assert inexact == {"w": "its values are asked for"}
     scale = reads_of(lambda t: torch.empty(1).fill_(t.item()), shape=(1,))
     assert scale == ([((0,), (1,))], {})
 
@@ -202,7 +221,7 @@ def test_a_loader_that_fails_without_values_reads_all_whole():
 
     sources = {"a": torch.zeros(3), "b": torch.zeros(2, 2)}
     reads = record_reads(load, describe(sources))
-    assert reads.wiring.sources == describe(sources)
+    assert reads.sources == describe(sources)
     assert reads.bytes == 28
     assert reads.inexact.keys() == sources.keys()
     assert reads.inexact["b"].startswith("the loader fails without values, at 'a': ")
@@ -220,10 +239,50 @@ def test_reads_travel_as_text_and_know_what_a_plan_lacks():
     reads = record_reads(load, checkpoint)
     assert Reads.from_json(reads.to_json(), checkpoint) == reads
     assert reads.bytes == 48
-    plan = plan_sync([checkpoint], [reads.wiring, checkpoint], bucket_bytes=64)
+    plan = plan_sync([checkpoint], [reads, checkpoint], bucket_bytes=64)
     assert plan.read_bytes(0) == 48
     assert not reads.lacking(plan.wants[0])
     assert not reads.lacking(plan.wants[1])
     assert reads.lacking({"w": (Shard((0, 0), (2, 6)),)}) == ["w"]
     with pytest.raises(PlanError, match="no text of reads"):
         Reads.from_json("[]", checkpoint)
+
+
+def swapped(param, tensor):
+    param[torch.tensor([1, 0, 2, 3])] = tensor
+
+
+@pytest.mark.parametrize(
+    ("write", "why"),
+    [
+        (lambda p, t: p.copy_(t.T.contiguous().T), None),
+        (lambda p, t: (p[:2].copy_(t[:2]), p[2:].fill_(0)), None),
+        (lambda p, t: p.T.unsqueeze(0).copy_(t.T), None),
+        (lambda p, t: (p.copy_(t), p[3].mul_(2)), "it is written over"),
+        (lambda p, t: (p.copy_(t), p.add_(t)), "it is written over"),
+        (lambda p, t: p.copy_(t * 2), "it is computed with"),
+        (lambda p, t: p.add_(t), "it is computed with"),
+        (swapped, "it is computed with"),
+        (lambda p, t: torch.zeros(4, 6).copy_(t), "it is copied to no parameter"),
+        (lambda p, t: p.copy_(t[:1]), "it is repeated, or cut in ways that are no boxes"),
+        (lambda p, t: p.view(-1)[7:12].copy_(t.view(-1)[:5]), None),
+        (lambda p, t: p.view(-1)[1:6].copy_(t.view(-1)[3:8]), "what is read are no boxes of it"),
+        (lambda p, t: p[:, :2].copy_(t.unfold(1, 2, 1)[:, 3]), None),
+        (lambda p, t: p[:3, :2].copy_(t.unfold(1, 2, 1)[0, :3]), "what is read are no boxes of it"),
+    ],
+)
+def test_what_is_not_where_it_was_written_is_lost(write, why):
+    param, tensor = torch.zeros(4, 6), torch.arange(24.0).reshape(4, 6)
+
+    def load(tensors):
+        for _, each in tensors:
+            write(param, each)
+
+    reads = record_reads(load, describe({"w": tensor}), into={"p": param})
+    assert reads.lost == ({} if why is None else {"w": why})
+    assert not param.any()
+    if why is None:
+        load([("w", tensor)])
+        assert torch.equal(reads.into.move({"w": tensor})["p"], param)
+    else:
+        assert not reads.into.pieces

@@ -115,9 +115,8 @@ def test_ranks_may_hold_other_tensors_each_and_the_last_version_is_found_later(t
 
 
 def test_converted_names_are_announced(tmp_path):
-    rules = convert.Conversion((convert.rules.rename("a", "b"),))
     tensors = {"a": torch.ones(2)}
-    wiring = rules.bind(weightsync.describe(tensors))
+    wiring = convert.record_wiring(lambda each: {"b": each["a"]}, weightsync.describe(tensors))
     with _end("file", tmp_path, True) as transport:
         plan, _ = weightsync.announce(transport, tensors, convert=wiring)
     assert list(plan.target) == ["b"]

@@ -17,10 +17,10 @@ from primeblocks.weightsync import (
     plan_sync,
     verify_engine,
 )
-from primeblocks.weightsync.convert import checkpoint_to_vllm
 from primeblocks.weightsync.engines import prove_round_trip
 from primeblocks.weightsync.manifest import gather_manifests
 from primeblocks.weightsync.observed import MULTIPLIED, Observed, Seen, digest_tensors, observe
+from tests.weightsync.toy_engine import wirings
 
 ranks.preload(__name__)  # With all that it imports.
 
@@ -53,15 +53,7 @@ def weights(version):
     return {name: torch.randn(shape).bfloat16().float() for name, shape in SHAPES.items()}
 
 
-def wirings():
-    checkpoint = describe(weights(0)).whole(dtype=torch.bfloat16)
-    return [
-        checkpoint_to_vllm("qwen3_moe", rank=rank, ranks=RANKS).bind(checkpoint)
-        for rank in range(RANKS)
-    ]
-
-
-WIRINGS = wirings()
+WIRINGS = wirings(describe(weights(0)).whole(dtype=torch.bfloat16), RANKS)
 PLAN = plan_sync([describe(weights(0))], WIRINGS, bucket_bytes=1 << 20)
 
 

@@ -180,7 +180,7 @@ def test_workers_describe_their_loads_over_http(serve, caplog):
     checkpoint = describe({"w": torch.zeros(4, 2), "b": torch.zeros(2)})
     server = serve()
     reads = asyncio.run(describe_loads(server.client, checkpoint, timeout_s=TIMEOUT_S))
-    assert [one.wiring.sources for one in reads] == [checkpoint] * 2
+    assert [one.sources for one in reads] == [checkpoint] * 2
     assert not caplog.records
     told = {"value": reads[0].to_json()[:-3] + '{"w":"why"}]'}
     server.engine._describe = lambda _: [told]

@@ -115,10 +115,9 @@ async def _sync(folder, family, full):
     saw = {"even": await requests.all("start", 24), "syncs": {}}
     reads = await adapter.describe(engine, source.whole(), timeout_s=TIMEOUT_S)
     saw["described"] = await requests.all("described", 24)
-    targets = [one.wiring for one in reads]
-    plan = plan_sync([source], targets, bucket_bytes=BUCKET_BYTES)
+    plan = plan_sync([source], reads, bucket_bytes=BUCKET_BYTES)
     # Shared with an engine whose workers come first.
-    shared = plan_sync([source], [*targets, *targets], bucket_bytes=BUCKET_BYTES)
+    shared = plan_sync([source], [*reads, *reads], bucket_bytes=BUCKET_BYTES)
     planned = [plan.read_bytes(reader) for reader in range(RANKS)]
     saw["reads"] = [(one.bytes, dict(one.inexact)) for one in reads], planned
     for kind in CARRIERS:
@@ -134,7 +133,7 @@ async def _sync(folder, family, full):
     with torch.no_grad():
         model.model.layers[1].self_attn.o_proj.weight[3, -1] += 1
     saw["wrong"] = verify_engine(model, seen, plan=plan)
-    swapped = plan_sync([source], targets[::-1], bucket_bytes=BUCKET_BYTES)
+    swapped = plan_sync([source], reads[::-1], bucket_bytes=BUCKET_BYTES)
     with SharedMemoryTransport("never", owner=True) as never:
         for case, wrong, first in (("swapped", swapped, 0), ("behind", plan, 2)):
             try:

@@ -7,7 +7,7 @@ so one rank sends all; nothing of TRL is imported.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,14 +20,7 @@ from ..planner import plan_sync
 from ..publish import Publisher
 from ..transports.transport import Transport
 
-__all__ = ["RunsCoroutines", "TrlTransfer"]
-
-
-class RunsCoroutines(Protocol):
-    """A call into the event loop that the engine belongs to."""
-
-    def __call__(self, work: Coroutine[Any, Any, Any], *, timeout_s: float) -> Any:
-        """Run a coroutine there and return its result, within a deadline."""
+__all__ = ["TrlTransfer"]
 
 
 class TrlTransfer:
@@ -43,7 +36,8 @@ class TrlTransfer:
         transport: owned by the caller, who closes it.
         attach: `attach(plan)` tells the engine where weights come from.
         update: `update(receipt)` has it load them, and may pause it to do so.
-        run: where coroutines of the engine run: `EventThread.call`.
+        run: `run(coroutine, timeout_s=)` returns what it does in the engine's event loop:
+            `EventThread.call`.
         dtype: of the engine's weights.
         timeout_s: the longest that each of publishing, attaching and updating may take.
         full_every, bucket_bytes: as of `Publisher` and `plan_sync`.
@@ -55,7 +49,7 @@ class TrlTransfer:
         *,
         attach: Callable[[Plan], Coroutine[Any, Any, Any]],
         update: Callable[[Receipt], Coroutine[Any, Any, Any]],
-        run: RunsCoroutines,
+        run: Callable[..., Any],
         dtype: torch.dtype = torch.bfloat16,
         full_every: int = 1,
         bucket_bytes: int = 256 << 20,

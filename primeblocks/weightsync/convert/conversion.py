@@ -19,58 +19,9 @@ from ...errors import PlanError
 from ...layout import Layout, Shard
 from ..cover import owned_boxes
 from ..manifest import Manifest, TensorSpec, describe
-from .pieces import Piece, merge, whole_piece
-from .rules import Rule
+from .pieces import Piece
 
-__all__ = ["Conversion", "Wiring", "union"]
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """Rules, in order. The sum of two conversions does one after the other."""
-
-    rules: tuple[Rule, ...]
-
-    def __add__(self, other: Conversion) -> Conversion:
-        return Conversion(self.rules + other.rules)
-
-    def inverse(self) -> Conversion:
-        """Return the rules that undo these: forward, then inverse, gives every element back.
-
-        Dropped tensors do not come back.
-        """
-        return Conversion(tuple(rule.inverse() for rule in reversed(self.rules)))
-
-    def bind(self, *manifests: Manifest) -> Wiring:
-        """Work out what becomes of these tensors. Local; looks at names and global shapes alone.
-
-        Args:
-            manifests: those of all ranks, where each has only some of the names.
-
-        Raises:
-            PlanError: a rule finds nothing, names collide, or sizes do not fit.
-        """
-        sources = union(manifests)
-        specs: dict[str, TensorSpec] = dict(sources.items())
-        fillers = {name: [whole_piece(name, spec.shape)] for name, spec in specs.items()}
-        for rule in self.rules:
-            pieces, after = rule.step(specs)
-            made: dict[str, list[Piece]] = {name: [] for name in after}
-            moved = {piece.target for piece in pieces}
-            made.update({n: fillers[n] for n in after if n in fillers and n not in moved})
-            for piece in pieces:
-                parts = (filler.then(piece) for filler in fillers[piece.source])
-                made[piece.target] += [part for part in parts if part is not None]
-            specs, fillers = after, made
-        return Wiring(
-            sources,
-            Manifest(tuple(specs.items()), sources.recipe),
-            tuple(piece for name in specs for piece in merge(fillers[name])),
-        )
-
-    def forward(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Bind to whole tensors and move them, into new memory. Local."""
-        return self.bind(describe(tensors)).move(tensors)
+__all__ = ["Wiring", "union"]
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ lies in, and no kind of view has a rule of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,10 +18,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ...layout import Layout, Shard
 from ..manifest import TensorSpec
+from .pieces import Piece
+from .strides import hull, pieces_in
 
 __all__ = ["Follower"]
 
 _aten = torch.ops.aten
+# Elements are other places' after these, and the same.
+_MOVES = (
+    *(_aten.clone.default, _aten._to_copy.default, _aten.alias.default),
+    *(_aten.cat.default, _aten.stack.default),
+)
 
 
 @dataclass
@@ -32,26 +40,47 @@ class _Origin:
         name: that of a checkpoint tensor; empty for one that was computed.
         parts: for a computed one, a box of `base` and the tensor of its shape that it is made of,
             element by element; without a box, a tensor of which any element may be anywhere.
+        is_moved: whether elements are those that they are made of.
     """
 
     base: Tensor
     name: str = ""
     parts: list[tuple[Shard | None, Tensor]] = field(default_factory=list)
+    is_moved: bool = True
 
 
 class Follower(TorchDispatchMode):
-    """Follows the elements of sources until they are written to a tensor that is none."""
+    """Follows the elements of sources until they are written to a tensor that is none.
 
-    def __init__(self) -> None:
+    Args:
+        into: tensors by name, of which is noted what is written to each.
+
+    Attributes:
+        read: for each source, boxes with all that is written somewhere.
+        inexact: name -> why there is more in its boxes.
+        placed: for each tensor of `into`, the pieces that were written last.
+        lost: name -> why not all that is read of it is as it is in `placed`.
+    """
+
+    def __init__(self, into: Mapping[str, Tensor] | None = None) -> None:
         super().__init__()
         self._origins: dict[int, _Origin] = {}
-        self.read: dict[str, set[Shard]] = {}
+        self._into = {_storage(one): (name, one) for name, one in (into or {}).items()}
+        self.read: dict[str, set[Shard]] = defaultdict(set)
         self.inexact: dict[str, str] = {}
+        self.placed: dict[str, dict[Shard, Piece]] = defaultdict(dict)
+        self.lost: dict[str, str] = {}
 
     def source(self, name: str, spec: TensorSpec) -> Tensor:
         made = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
         self._origins[_storage(made)] = _Origin(made, name)
         return made
+
+    def pieces(self, name: str, tensor: Tensor) -> list[Piece]:
+        """Return the pieces of sources that a tensor is made of, of those that are not `lost`."""
+        if _storage(tensor) not in self._origins:
+            return []
+        return [replace(piece, target=name) for piece in self._follow(tensor)]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -59,54 +88,110 @@ class Follower(TorchDispatchMode):
         kwargs = {} if kwargs is None else kwargs
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         followed = [tensor for tensor in given if _storage(tensor) in self._origins]
+        written = _written(func, args, kwargs)
         if not followed:
+            for target in written:
+                self._overwrite(target)
             return func(*args, **kwargs)
         if func is _aten._local_scalar_dense.default:
             return self._one(followed[0])
-        written = _written(func, args, kwargs)
         sources = [t for t in followed if not any(t is each for each in written)]
         for target in written:
             origin = self._origins.get(_storage(target))
-            for source in sources:
-                if origin is None:
-                    self._note(source)
-                else:
-                    origin.parts.append((None, source))
+            if origin is not None:
+                origin.is_moved = False
+                origin.parts += [(None, source) for source in sources]
+            elif func is _aten.copy_.default and sources:
+                self._place(sources[0].expand(target.shape), target)
+            else:
+                self._overwrite(target)
+                for source in sources:
+                    self._read(source, lost="it is computed with")
         if any(_storage(target) not in self._origins for target in written):
             return _as_returned(func, written)
         made = func(*tree_map(_to_meta, args), **_on_meta(kwargs))
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor) and _storage(tensor) not in self._origins:
                 parts = _parts(func, args, tensor, followed)
-                self._origins[_storage(tensor)] = _Origin(tensor, parts=parts)
+                self._origins[_storage(tensor)] = _Origin(tensor, "", parts, func in _MOVES)
         return made
 
     def _one(self, tensor: Tensor) -> Any:
         """Stand in for the value of one element."""
-        self._note(tensor)
+        self._read(tensor, lost="its values are asked for")
         for name in self._names(tensor):
-            self._whole(name, "the loader asks for a value of it")
+            self._whole(name, "its values are asked for")
         return torch.ones((), dtype=tensor.dtype).item()
 
-    def _note(self, tensor: Tensor) -> None:
-        """Note that all elements of a tensor are read."""
+    def _place(self, source: Tensor, target: Tensor) -> None:
+        """Note that elements are written to others, one to one."""
+        name, base = self._into.get(_storage(target), ("", target))
+        pieces = self._read(source, lost="" if name else "it is copied to no parameter")
+        if name:
+            self.placed.setdefault(name, {})
+        left = sum(piece.target_box.numel for piece in pieces)
+        for there in pieces_in(target, base) or () if name else ():
+            back = replace(there.inverse(), target=name)
+            for whole in (piece.then(back) for piece in pieces):
+                if whole is not None and whole.source_box.numel == whole.target_box.numel:
+                    self.placed[name][whole.target_box] = whole
+                    left -= whole.target_box.numel
+        for piece in pieces if left else ():
+            self.lost.setdefault(piece.source, "it is repeated, or cut in ways that are no boxes")
+
+    def _overwrite(self, target: Tensor) -> None:
+        """Note that others take the place of what was written."""
+        name, base = self._into.get(_storage(target), ("", target))
+        if not self.placed.get(name):
+            return
+        over = pieces_in(target, base)
+        for box, piece in self.placed[name].items():
+            if over is None or any(box.intersect(one.source_box) for one in over):
+                self.lost.setdefault(piece.source, "it is written over")
+
+    def _read(self, tensor: Tensor, *, inexact: str = "", lost: str = "") -> list[Piece]:
+        """Note that all elements of a tensor are read; return its pieces."""
+        pieces = self._follow(tensor)
+        for piece in pieces:
+            self.read[piece.source].add(piece.source_box)
+            if inexact:
+                self.inexact.setdefault(piece.source, inexact)
+            if lost or inexact:
+                self.lost.setdefault(piece.source, lost or inexact)
+        return pieces
+
+    def _follow(self, tensor: Tensor) -> list[Piece]:
+        """Return the pieces of sources that a tensor is made of.
+
+        What gets there in no pieces is noted as read.
+        """
         origin = self._origins[_storage(tensor)]
-        boxes = _boxes_in(tensor, origin.base)
-        if boxes is None:
-            boxes = [_hull(tensor, origin.base)]
-            for name in self._names(tensor):
-                self.inexact.setdefault(name, "what is read are no boxes of it")
-        if origin.name:
-            self.read.setdefault(origin.name, set()).update(b for b in boxes if b.numel)
-        for at, part in origin.parts:
+        within = pieces_in(tensor, origin.base)
+        if within is None:
+            box = hull(tensor, origin.base)
+            why = "what is read are no boxes of it"
+            inexact = why if origin.base[box.slices].nbytes > tensor.nbytes else ""
+            self._read(origin.base[box.slices], inexact=inexact, lost=why)
+            return []
+        found = [replace(piece, source=origin.name) for piece in within] if origin.name else []
+        for at, part in origin.parts if within else ():
             if at is None:
-                self._note(part)
-                for name in self._names(part):
-                    self.inexact.setdefault(name, "its elements are mixed before some are read")
+                self._read(part, inexact="its elements are mixed before some are read")
                 continue
-            for box in boxes:
-                if (common := at.intersect(box)) is not None:
-                    self._note(part[common.within(at).slices])
+            for rest in within:
+                if (common := at.intersect(rest.source_box)) is None:
+                    continue
+                for piece in self._follow(part[common.within(at).slices]):
+                    there = piece.target_box
+                    offsets = (a + b for a, b in zip(there.offsets, common.offsets, strict=True))
+                    moved = replace(piece, target_box=Shard(tuple(offsets), there.sizes))
+                    joined = moved.then(rest)
+                    assert joined is not None, "it is inside"
+                    found.append(joined)
+        if not origin.is_moved:
+            for piece in found:
+                self.lost.setdefault(piece.source, "it is computed with")
+        return found
 
     def _names(self, tensor: Tensor) -> set[str]:
         """Return the checkpoint tensors that a tensor is made of."""
@@ -176,75 +261,3 @@ def _parts(
         if any(tensor is each for each in followed):
             parts.append((Shard(offsets, tuple(piece.shape)), piece))
     return parts
-
-
-def _in_bytes(tensor: Tensor) -> tuple[int, list[tuple[int, int]]]:
-    """Return the first byte of a tensor, and the size and stride of its dims, its bytes the last.
-
-    In bytes, because a view may have another dtype than what it is a view of.
-    """
-    size = tensor.element_size()
-    dims = [(n, stride * size) for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    return int(tensor.storage_offset()) * size, [*dims, (size, 1)]
-
-
-def _boxes_in(view: Tensor, base: Tensor) -> list[Shard] | None:
-    """Return the boxes of `base`, dense in its storage, that a view is made of; None if not boxes.
-
-    Each dim of the view steps along a dim of `base`, or along several that are one behind the
-    other; what it visits of each is a list of intervals.
-    """
-    if view.numel() == 0:
-        return []
-    (first, steps), (start, dims) = _in_bytes(view), _in_bytes(base)
-    order = sorted((d for d, (n, _) in enumerate(dims) if n > 1), key=lambda d: -dims[d][1])
-    left, at = first - start, [0] * len(dims)
-    for d in order:
-        at[d], left = divmod(left, dims[d][1])
-    visits: dict[int, list[tuple[int, int]]] = {d: [] for d in range(len(dims))}
-    todo = [(n, stride) for n, stride in steps if n > 1 and stride]
-    while todo:
-        count, stride = todo.pop()
-        d = next(d for d in order if dims[d][1] <= stride)
-        size, unit = dims[d]
-        if stride % unit:
-            return None
-        step = stride // unit
-        if (count - 1) * step < size:
-            visits[d].append((step, count))
-        elif size % step or count % (size // step):
-            return None
-        else:
-            visits[d].append((step, size // step))
-            todo.append((count // (size // step), size * unit))
-    runs = [_runs(at[d], visits[d]) for d in range(len(dims))]
-    if any(
-        start + n > size for line, (size, _) in zip(runs, dims, strict=True) for start, n in line
-    ):
-        return None
-    corners: list[list[tuple[int, int]]] = [[]]
-    for line in runs[:-1]:  # A part of an element is read with all of it.
-        corners = [[*corner, run] for corner in corners for run in line]
-    return [Shard(tuple(o for o, _ in c), tuple(n for _, n in c)) for c in corners]
-
-
-def _runs(start: int, visits: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the intervals, start and size, that steps from `start` along one dim visit."""
-    runs = [(start, 1)]
-    for step, count in sorted(visits):
-        if len(runs) == 1 and step <= runs[0][1]:
-            runs = [(start, (count - 1) * step + runs[0][1])]
-        else:
-            runs = [(at + i * step, n) for i in range(count) for at, n in runs]
-    return runs
-
-
-def _hull(view: Tensor, base: Tensor) -> Shard:
-    """Return a box of `base` that has all of a view in it: its first to its last row."""
-    (first, steps), (start, dims) = _in_bytes(view), _in_bytes(base)
-    last = first + sum((n - 1) * stride for n, stride in steps)
-    outer = max(range(base.ndim), key=lambda d: (base.shape[d] > 1, dims[d][1]))
-    row, end = (first - start) // dims[outer][1], (last - start) // dims[outer][1]
-    offsets, sizes = [0] * base.ndim, list(base.shape)
-    offsets[outer], sizes[outer] = row, end - row + 1
-    return Shard(tuple(offsets), tuple(sizes))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from ...layout import Shard
 
-__all__ = ["NEW", "Piece", "merge", "whole_piece"]
+__all__ = ["NEW", "Piece", "merge", "paired", "whole_piece"]
 
 NEW = -1
 
@@ -67,11 +67,8 @@ class Piece:
                 return None
             first, last = part, rest
         dims = [NEW if dim == NEW else first.dims[dim] for dim in last.dims]
-        # A source dim that fell away beside a new dim: both have size 1. As one dim they can be
-        # merged with their neighbours, which is how experts that were taken apart come together.
-        gone = iter([d for d in range(len(first.source_box.sizes)) if d not in dims])
-        dims = [next(gone, NEW) if dim == NEW else dim for dim in dims]
-        return Piece(first.source, first.source_box, last.target, last.target_box, tuple(dims))
+        ways = paired(dims, first.source_box.sizes, last.target_box.sizes)
+        return Piece(first.source, first.source_box, last.target, last.target_box, ways)
 
     def view(self, local: Tensor, held: Shard) -> Tensor:
         """Return a view of `local`, box `held` of the source, shaped like the target box it fills.
@@ -89,6 +86,19 @@ def whole_piece(name: str, shape: tuple[int, ...]) -> Piece:
     """Return the piece of a tensor that fills itself."""
     box = Shard((0,) * len(shape), shape)
     return Piece(name, box, name, box, tuple(range(len(shape))))
+
+
+def paired(dims: Sequence[int], source: Sequence[int], target: Sequence[int]) -> tuple[int, ...]:
+    """Return dims of a piece in which a source dim that fell away stands for a new one.
+
+    Both have size 1. As one dim they can be merged with their neighbours, which is how experts that
+    were taken apart come together.
+    """
+    gone = iter([dim for dim, size in enumerate(source) if dim not in dims and size == 1])
+    return tuple(
+        next(gone, NEW) if dim == NEW and size == 1 else dim
+        for dim, size in zip(dims, target, strict=True)
+    )
 
 
 def merge(pieces: Iterable[Piece]) -> list[Piece]:

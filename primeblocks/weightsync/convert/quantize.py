@@ -6,52 +6,33 @@ after its shards were encoded, so that conversions and plans can go on with code
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ...errors import PlanError, ShapeError
+from ...errors import PlanError, ShapeError, UsageError
 from ...layout import Layout, Shard
 from ..manifest import Manifest, TensorSpec
-from .names import fields_of, fill, match
 
-__all__ = ["Quantize", "QuantizeBy"]
-
-
-@dataclass(frozen=True)
-class QuantizeBy:
-    """A `Quantize` with the callable that computes: weight -> codes and scales."""
-
-    quantize: Quantize
-    encode: Callable[[Tensor], tuple[Tensor, Tensor]]
-
-    def __call__(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Encode one rank's part of a parameter. Raises as `Quantize.apply`."""
-        return self.quantize.apply({name: tensor}, self.encode)
-
-    def describe(self, held: Manifest) -> Manifest:
-        """Return the manifest of a rank's encoded shards. Raises as `Quantize.describe`."""
-        return self.quantize.describe(held)
-
-    def origins(self, held: Manifest) -> dict[str, str]:
-        """Return the parameter that each encoded tensor is made of."""
-        return self.quantize.origins(held)
+__all__ = ["Quantize"]
 
 
 @dataclass(frozen=True)
 class Quantize:
-    """Weights as codes of the same name and shape, and one scale a tile under another name.
+    r"""Weights as codes of the same name and shape, and one scale a tile under another name.
 
     There is no inverse: rounding has none.
 
     Attributes:
-        names: template of the weights.
-        scales: template of the scales' names, with the same fields.
+        names: regular expression of the weights' whole names.
+        scales: their scales' names, in which `\1` is the first group of `names`.
         tile: elements that share a scale, along the last dims; a ragged edge has a scale too.
         recipe: fingerprint of how codes and scales are computed, such as `Recipe.fingerprint()`;
             `plan_sync` refuses readers that expect another one.
+        encode: from a weight to its codes and scales; see `by`.
     """
 
     names: str
@@ -60,13 +41,11 @@ class Quantize:
     codes_dtype: torch.dtype
     scales_dtype: torch.dtype = torch.float32
     recipe: str = ""
+    encode: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
 
     def __post_init__(self) -> None:
-        if fields_of(self.names) != fields_of(self.scales) or min(self.tile, default=0) < 1:
-            raise PlanError(
-                f"needs equal fields and positive tiles; got {self.names!r}, {self.scales!r}, "
-                f"tile={self.tile}"
-            )
+        if min(self.tile, default=0) < 1:
+            raise PlanError(f"needs positive tiles; got tile={self.tile}")
 
     def describe(self, held: Manifest) -> Manifest:
         """Return the manifest of a rank once its shards are encoded. Local.
@@ -83,34 +62,28 @@ class Quantize:
                 rows.append((name, TensorSpec(self.codes_dtype, spec.layout)))
                 rows.append((scales, TensorSpec(self.scales_dtype, self._tiles(name, spec.layout))))
         if len(rows) == len(held):
-            raise PlanError(f"{self.names} matches none of {len(held)} names. Correct the template")
+            raise PlanError(f"{self.names} matches none of {len(held)} names. Correct it")
         return Manifest(tuple(rows), self.recipe)
 
-    def by(self, encode: Callable[[Tensor], tuple[Tensor, Tensor]]) -> QuantizeBy:
-        """Return the `encode` argument of a Publisher."""
-        return QuantizeBy(self, encode)
+    def by(self, encode: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Quantize:
+        """Return the `encode` argument of a Publisher: the same, with what computes."""
+        return replace(self, encode=encode)
 
-    def apply(
-        self, tensors: Mapping[str, Tensor], encode: Callable[[Tensor], tuple[Tensor, Tensor]]
-    ) -> dict[str, Tensor]:
-        """Encode one rank's local tensors. Local; costs what `encode` does.
-
-        Args:
-            encode: from a weight to its codes and scales.
+    def __call__(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Encode one rank's part of a parameter. Local; costs what `encode` does.
 
         Raises:
+            UsageError: nothing computes.
             ShapeError: `encode` returned what was not declared.
         """
-        out: dict[str, Tensor] = {}
-        for name, tensor in tensors.items():
-            scales = self._scales_of(name)
-            if scales is None:
-                out[name] = tensor
-                continue
-            out[name], out[scales] = encode(tensor)
-            tiles = self._counts(tuple(tensor.shape))
-            self._check(name, out[name], tuple(tensor.shape), self.codes_dtype)
-            self._check(scales, out[scales], tiles, self.scales_dtype)
+        scales = self._scales_of(name)
+        if scales is None:
+            return {name: tensor}
+        if self.encode is None:
+            raise UsageError(f"nothing encodes {name!r}. Pass Quantize(...).by(encode).")
+        out = dict(zip((name, scales), self.encode(tensor), strict=True))
+        self._check(name, out[name], tuple(tensor.shape), self.codes_dtype)
+        self._check(scales, out[scales], self._counts(tuple(tensor.shape)), self.scales_dtype)
         return out
 
     def origins(self, held: Manifest) -> dict[str, str]:
@@ -120,8 +93,14 @@ class Quantize:
         return made
 
     def _scales_of(self, name: str) -> str | None:
-        fields = match((self.names,), name)
-        return None if fields is None else fill(self.scales, fields)
+        try:
+            found = re.fullmatch(self.names, name)
+            return None if found is None else found.expand(self.scales)
+        except (re.error, IndexError) as error:
+            raise PlanError(
+                f"names={self.names!r} with scales={self.scales!r} is no substitution of names: "
+                f"{error}. Refer to a group of names."
+            ) from None
 
     def _steps(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the elements of a tile along each dim."""

@@ -1,56 +1,67 @@
-"""The boxes of a checkpoint that a load reads, recorded from a run that reads nothing.
+"""Loads and conversions, recorded from a run that reads nothing.
 
-A loader cuts, turns, joins and copies checkpoint tensors in ways of its own. Here it runs once on
-tensors without memory. torch keeps the strides of every view of them, so an element that ends in a
-parameter is known by its place in its checkpoint tensor, and no kind of view has a rule of its own.
+A loader cuts, turns, joins and copies checkpoint tensors in ways of its own, and so does a function
+that converts them. Here it runs once on tensors without memory. torch keeps the strides of every
+view of them, so an element that ends in a parameter is known by its place in its checkpoint tensor,
+and no kind of view has a rule of its own.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from ...errors import PlanError
 from ...layout import Layout, Shard
 from ..cover import owned_boxes
-from ..manifest import Manifest, TensorSpec, as_plan_error, box_of
+from ..manifest import (
+    Manifest,
+    NamedTensors,
+    TensorSpec,
+    as_plan_error,
+    box_of,
+    describe,
+    named_tensors,
+)
 from ..plan import Boxes
-from .conversion import Wiring
+from .conversion import Wiring, union
 from .followed import Follower
 from .pieces import Piece, merge
 
-__all__ = ["Reads", "filling", "record_reads"]
+__all__ = ["Reads", "filling", "record_reads", "record_wiring"]
 
 
 @dataclass(frozen=True)
 class Reads:
-    """The boxes that one loader reads of a checkpoint.
+    """The boxes that one loader reads of a checkpoint: a target of `plan_sync`.
 
     Attributes:
-        wiring: a target for `plan_sync`: whole tensors, of which these boxes alone are filled.
+        sources: the tensors that are read, whole.
+        boxes: the boxes by name.
         inexact: name -> why its boxes hold more than what is read.
+        into: the way to the parameters that `record_reads` was given, here alone.
+        lost: name -> why it is not, or not all, in `into`.
     """
 
-    wiring: Wiring
+    sources: Manifest
+    boxes: Boxes
     inexact: Mapping[str, str]
+    into: Wiring | None = field(default=None, compare=False)
+    lost: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @cached_property
     def bytes(self) -> int:
         """The bytes of all boxes."""
         return sum(
-            piece.source_box.numel * self.wiring.sources[piece.source].dtype.itemsize
-            for piece in self.wiring.pieces
+            box.numel * self.sources[name].dtype.itemsize
+            for name, boxes in self.boxes.items()
+            for box in boxes
         )
-
-    @cached_property
-    def boxes(self) -> Boxes:
-        """The boxes by name; a tensor of which nothing is read is not there."""
-        pieces = self.wiring.by_source.items()
-        return {name: tuple(piece.source_box for piece in each) for name, each in pieces}
 
     def lacking(self, held: Boxes) -> list[str]:
         """Return the tensors of which `held`, disjoint boxes by name, has not all that is read."""
@@ -79,11 +90,14 @@ class Reads:
         with as_plan_error("reads"):
             rows, inexact = json.loads(text)
             boxes = {n: tuple(box_of(*box) for box in each) for n, each in rows.items()}
-            return cls(filling(checkpoint, boxes), inexact)
+            return cls(_whole(checkpoint, boxes), boxes, inexact)
 
 
 def record_reads(
-    load: Callable[[Iterable[tuple[str, Tensor]]], object], checkpoint: Manifest
+    load: Callable[[Iterable[tuple[str, Tensor]]], object],
+    checkpoint: Manifest,
+    *,
+    into: NamedTensors = (),
 ) -> Reads:
     """Run a loader without data and record what it would read. Local; parameters keep their values.
 
@@ -93,38 +107,87 @@ def record_reads(
 
     Args:
         load: takes every tensor of the checkpoint by name, as `Subscriber` gives them.
+        into: parameters of which to record where in them elements end.
     """
-    follower, name = Follower(), ""
+    parameters = named_tensors(into)
+    follower, name = Follower(parameters), ""
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         nonlocal name
         for name, spec in checkpoint.items():
             yield name, follower.source(name, spec)
 
+    boxes: Boxes
     try:
         with torch.no_grad(), follower:
             load(tensors())
     except Exception as error:  # A loader may raise anything where it finds no values.
         why = f"the loader fails without values, at {name!r}: {type(error).__name__}: {error}"
-        whole = {name: (Layout.whole(spec.shape).shard,) for name, spec in checkpoint.items()}
-        return Reads(filling(checkpoint, whole), dict.fromkeys(checkpoint, why))
-    boxes = {
-        name: _joined(name, follower.read[name], spec.shape)
-        for name, spec in checkpoint.items()
-        if name in follower.read
+        boxes = {name: (Layout.whole(spec.shape).shard,) for name, spec in checkpoint.items()}
+        inexact = lost = dict.fromkeys(checkpoint, why)
+    else:
+        boxes = {
+            name: _joined(name, follower.read[name], spec.shape)
+            for name, spec in checkpoint.items()
+            if name in follower.read
+        }
+        inexact, lost = follower.inexact, follower.lost
+    written = describe({name: parameters[name] for name in parameters if name in follower.placed})
+    placed = (merge(follower.placed[name].values()) for name in written)
+    pieces = tuple(piece for each in placed for piece in each if piece.source not in lost)
+    wiring = Wiring(_whole(checkpoint, checkpoint), written, pieces)
+    return Reads(_whole(checkpoint, boxes), boxes, inexact, wiring, lost)
+
+
+def record_wiring(
+    convert: Callable[[dict[str, Tensor]], Mapping[str, Tensor]], *manifests: Manifest
+) -> Wiring:
+    """Run a conversion without data and record where each element goes. Local.
+
+    It may rename, slice, turn, split, stack, join and leave out, in plain torch. What it joins that
+    is of no source, such as zeros, is padding.
+
+    Args:
+        convert: from whole tensors by name, which have no memory here, to those that it makes.
+        manifests: those of all ranks, where each has only some of the names.
+
+    Raises:
+        PlanError: it computes with a tensor, casts or repeats it, or asks for its values; or ranks
+            describe a tensor differently.
+    """
+    sources, follower = union(manifests), Follower()
+    with torch.no_grad(), follower:
+        made = dict(convert({name: follower.source(name, sources[name]) for name in sources}))
+    pieces = [piece for name, one in made.items() for piece in merge(follower.pieces(name, one))]
+    targets = Manifest(describe(made).tensors, sources.recipe)
+    changed = {
+        piece.source: f"in {piece.target!r} it is repeated, or has another dtype"
+        for piece in pieces
+        if sources[piece.source].dtype != targets[piece.target].dtype
+        or piece.source_box.numel != piece.target_box.numel
     }
-    return Reads(filling(checkpoint, boxes), follower.inexact)
+    if lost := {**follower.lost, **changed}:
+        name, why = next(iter(lost.items()))
+        raise PlanError(
+            f"{len(lost)} of {len(sources)} tensors are not just moved, such as {name!r}: {why}. "
+            "Publish under the names that there are, or convert by moves alone."
+        )
+    return Wiring(sources, targets, tuple(pieces))
 
 
 def filling(checkpoint: Manifest, boxes: Boxes) -> Wiring:
     """Return the wiring of one reader: whole tensors, of which only these boxes are filled."""
-    tensors = tuple(
+    whole = _whole(checkpoint, boxes)
+    return Wiring(whole, whole, tuple(_piece(name, box) for name in whole for box in boxes[name]))
+
+
+def _whole(checkpoint: Manifest, names: Iterable[str]) -> Manifest:
+    tensors = (
         (name, TensorSpec(spec.dtype, Layout.whole(spec.shape)))
         for name, spec in checkpoint.items()
-        if name in boxes
+        if name in names
     )
-    whole = Manifest(tensors, checkpoint.recipe)
-    return Wiring(whole, whole, tuple(_piece(n, box) for n in whole for box in boxes[n]))
+    return Manifest(tuple(tensors), checkpoint.recipe)
 
 
 def _piece(name: str, box: Shard) -> Piece:

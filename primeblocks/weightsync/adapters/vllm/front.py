@@ -59,7 +59,7 @@ class UpdateReport:
 async def describe(engine: Any, checkpoint: Manifest, *, timeout_s: float) -> list[Reads]:
     """Ask every worker of an engine what its loader reads of a checkpoint. No weights change.
 
-    `[one.wiring for one in reads]` are targets of `plan_sync`: each worker reads its own boxes.
+    They are the targets of `plan_sync`: each worker reads its own boxes.
     Local; the model's own `load_weights` runs once without data, between two steps of the engine.
 
     Args:

@@ -16,12 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....errors import EngineError, PlanError
-from ...convert.conversion import Conversion, Wiring
-from ...convert.families import checkpoint_to_vllm
-from ...convert.rules import split, unstack
+from ....errors import EngineError
+from ...convert.recorded import Reads
 from ...engines.remote import Step, Steps, drive, drive_sync
-from ...manifest import Manifest
 from ...observed import HELD, MULTIPLIED, Observed, Seen
 from ...observed import observe as observe_held
 from ...receive import Subscriber
@@ -30,16 +27,6 @@ from .server import VllmServer
 __all__ = ["look_into", "observe", "observe_llm", "observe_worker"]
 
 _ROWS = 256
-_EXPERTS = "{*head}.experts"
-_UNFUSED = Conversion(
-    (
-        split(f"{_EXPERTS}.gate_up_proj", [f"{_EXPERTS}.{n}_proj" for n in ("gate", "up")], dim=1),
-        *(
-            unstack(f"{_EXPERTS}.{n}_proj", f"{_EXPERTS}.{{e}}.{n}_proj.weight", index="e")
-            for n in ("gate", "up", "down")
-        ),
-    )
-)
 # Made from others, by attention.
 _DERIVED = ("W_UV", "W_UK_T", "W_UK_T_dcp_qrep")
 # Methods and backends that leave parameters as they were loaded, or have packed them for a CPU.
@@ -57,7 +44,7 @@ async def observe(engine: Any, *, timeout_s: float) -> list[Observed]:
 
     Raises:
         DeadlineError: it did not answer in time.
-        EngineError: it is dead, was not attached, or there is no table of its family.
+        EngineError: it is dead, or was not attached.
     """
     deadline = time.monotonic() + timeout_s
     if isinstance(engine, VllmServer):
@@ -82,20 +69,26 @@ def _steps() -> Steps:
     return [Observed.from_json(answer["observed"]) for answer in answers]
 
 
-def observe_worker(engine: Any, subscriber: Subscriber | None) -> dict[str, Any]:
+def observe_worker(
+    model: nn.Module, subscriber: Subscriber | None, reads: Reads | None
+) -> dict[str, Any]:
     """Worker: digest what it holds of its reader's part of the plan, or return the error it met.
 
     Args:
-        engine: a `PrimeblocksEngine`.
+        reads: what was recorded as the worker was attached.
     """
     try:
-        if subscriber is None:
+        if subscriber is None or reads is None or reads.into is None:
             raise EngineError("not attached; call attach() first")
-        wiring, places = _wiring(engine, subscriber.plan.target), _places(engine.model)
+        places, into = _places(model), reads.into
         seen = observe_held(
-            subscriber.plan, look_into(engine.model), reader=subscriber.reader, convert=wiring
+            subscriber.plan,
+            look_into(model),
+            reader=subscriber.reader,
+            convert=into,
+            lost=reads.lost,
         )
-        known = {id(_parameter(*places[name])) for name in wiring.targets if name in places}
+        known = {id(_parameter(*places[name])) for name in into.targets if name in places}
         extra = tuple(
             name
             for name, place in places.items()
@@ -106,24 +99,6 @@ def observe_worker(engine: Any, subscriber: Subscriber | None) -> dict[str, Any]
         return {"observed": None, "error": f"{type(met).__name__}: {met}"}
 
 
-def _wiring(engine: Any, checkpoint: Manifest) -> Wiring:
-    """Return the way from the checkpoint to this worker's parameters, by the family's table."""
-    config, parallel = engine.model_config.hf_text_config, engine.parallel_config
-    family, ranks = config.model_type, parallel.tensor_parallel_size
-    heads = getattr(config, "num_key_value_heads", None) or ranks
-    table = checkpoint_to_vllm(
-        family,
-        rank=parallel.rank % ranks,
-        ranks=ranks,
-        kv_copies=max(1, ranks // heads),
-        whole_experts=parallel.enable_expert_parallel,
-    )
-    try:
-        return table.bind(checkpoint)
-    except PlanError:  # Some loaders take fused experts too.
-        return (_UNFUSED + table).bind(checkpoint)
-
-
 def look_into(model: nn.Module) -> Callable[[str], Sequence[Seen] | str]:
     """Return a function that gives a parameter in all forms that the model computes with. Local."""
     places = _places(model)
@@ -131,7 +106,7 @@ def look_into(model: nn.Module) -> Callable[[str], Sequence[Seen] | str]:
     @lru_cache(4)  # Boxes of one parameter follow each other.
     def look(name: str) -> Sequence[Seen] | str:
         if name not in places:
-            return []
+            return "no parameter of this name is left after loading"
         module, attribute = places[name]
         parameter = _parameter(module, attribute)
         held = parameter.detach()

@@ -80,6 +80,7 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     # What was recorded for the last plan, which a sleeping engine is attached to again and again.
     _known: tuple[str, int] | None = None
     _role: tuple[int, Wiring | None] = 0, None
+    _reads: Reads | None = None
     _direct: Sequence[str] = ()
 
     @property
@@ -123,7 +124,8 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             loaded.update(model.load_weights(tensors) or ())
 
         with set_current_vllm_config(self.vllm_config), _unprocessed(model) as called:
-            reads = record_reads(load, checkpoint)
+            into = {_loader_name(name): one for name, one in model.named_parameters()}
+            reads = record_reads(load, checkpoint, into=into)
             return reads, [
                 prefix
                 for prefix, layer in model.named_modules()
@@ -141,7 +143,7 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         reader = first_reader + rank if len(plan.wants) > 1 else 0
         plan.check_reader(reader)
         wants = plan.wants[reader]
-        reads, self._direct = self._recorded(plan.target)
+        self._reads, self._direct = reads, _ = self._recorded(plan.target)
         if lacking := reads.lacking(wants):
             raise PlanError(
                 f"worker {rank} reads elements of {len(lacking)} tensors, such as {lacking[0]!r}, "
@@ -156,7 +158,7 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def observe(self) -> dict[str, Any]:
         """Digest what this worker computes with, or return the error that it met."""
         self._wait()
-        return observe_worker(self, self._subscriber)
+        return observe_worker(self.model, self._subscriber, self._reads)
 
     def verify(self, info: UpdateInfo) -> None:
         """Begin to check a version; what `receive_weights` loads is then this attempt's alone."""
