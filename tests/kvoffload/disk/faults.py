@@ -1,7 +1,9 @@
 """An operating system that fails or kills at chosen calls."""
 
+import errno
 import os
 import signal
+import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,6 +21,41 @@ class Fault:
         if self.error is None:
             os.kill(os.getpid(), signal.SIGKILL)
         raise OSError(self.error, os.strerror(self.error))
+
+    def strike_sql(self):
+        if self.error is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise sqlite_error(self.error)
+
+
+def sqlite_error(number):
+    """What SQLite makes of an error of the file system."""
+    error = sqlite3.OperationalError(os.strerror(number))
+    full = number == errno.ENOSPC
+    error.sqlite_errorcode = sqlite3.SQLITE_FULL if full else sqlite3.SQLITE_IOERR_WRITE
+    return error
+
+
+class FaultyConnection:
+    """Asks before a transaction is committed or the log copied; and kills after it as well."""
+
+    def __init__(self, connection, script):
+        self.__dict__ |= {"connection": connection, "script": script}
+
+    def execute(self, sql, *arguments):
+        name = {"COMMIT": "commit", "PRAGMA wal_checkpoint(PASSIVE)": "checkpoint"}.get(sql)
+        fault = self.script(name, 1) if name else None
+        if fault is not None:
+            if fault.written and fault.error is None:
+                self.connection.execute(sql, *arguments)
+            fault.strike_sql()
+        return self.connection.execute(sql, *arguments)
+
+    def __getattr__(self, name):
+        return getattr(self.connection, name)
+
+    def __setattr__(self, name, value):
+        setattr(self.connection, name, value)
 
 
 class FaultySystem(Unsynced):
@@ -55,8 +92,8 @@ class FaultySystem(Unsynced):
     def sync(self, descriptor):
         return self._asked("sync", super().sync, descriptor)
 
-    def replace(self, source, target):
-        return self._asked("replace", super().replace, source, target)
+    def connect(self, path):
+        return FaultyConnection(super().connect(path), self.script)
 
     def remove(self, path):
         return self._asked("remove", super().remove, path)

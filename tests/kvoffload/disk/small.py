@@ -8,7 +8,7 @@ from primeblocks.kvoffload.page import checksum
 from primeblocks.kvoffload.tier import Found, Record
 
 PAGE, EXTRA, FRAME = 48, 64, 4096
-LONG = 20_000  # bytes of a key of which a few make a journal long enough to be rewritten
+LONG = 20_000  # bytes of a key that takes several pages of the index
 
 
 def key_of(number):
@@ -47,6 +47,11 @@ class Unsynced(System):
 
     def sync_folder(self, folder):
         pass
+
+    def connect(self, path):
+        connection = super().connect(path)
+        connection.execute("PRAGMA synchronous = OFF")
+        return connection
 
 
 def open_tier(path, *, pages=4, **how):
