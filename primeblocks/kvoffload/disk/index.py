@@ -37,7 +37,6 @@ _MARK = struct.Struct("<8sQ")  # of the lock: this folder is ours; the age of th
 _MAGIC = b"pbkvix01"
 _SUM = struct.Struct("<Q")
 _DROPS = 256  # of one transaction
-_ROOM_BYTES = 16 << 10  # what a transaction takes beside the pages that it changes
 _ERRORS = {
     sqlite3.SQLITE_FULL: errno.ENOSPC,
     sqlite3.SQLITE_IOERR: errno.EIO,
@@ -72,6 +71,7 @@ class Index:
     Args:
         path: the database.
         lock: descriptor of a file that is ours alone.
+        log_pages: the log is copied into the file when it has so many pages of 4 KiB.
 
     Raises:
         UsageError: the file is somebody else's.
@@ -79,20 +79,26 @@ class Index:
     """
 
     def __init__(
-        self, path: Path, *, lock: int, page_bytes: int, attachment_bytes: int, system: System
+        self,
+        path: Path,
+        *,
+        lock: int,
+        page_bytes: int,
+        attachment_bytes: int,
+        log_pages: int = 1000,
+        system: System,
     ) -> None:
         self._path = path
         self._lock = lock
         self._sizes = (page_bytes, attachment_bytes)
+        self._log_pages = log_pages
         self._system = system
         self._pid = os.getpid()
         self._frames: dict[bytes, int] = {}  # by digest of the key, oldest first
         self._gone: dict[int, bytes] = {}  # rows that must go before anything else is written
         self._tally = self._newest = self._flushed = 0
         self.begun = False
-        self.short = False  # the last change found no room
-        with self._typed():
-            self._connection = system.connect(path)
+        self._connect()
         try:
             self._load()
         except (OSError, PrimeblocksError):
@@ -179,16 +185,6 @@ class Index:
                 found.append(Place(*row) if row else None)
         return found
 
-    def newest(self, count: int) -> list[tuple[PageKey, Place]]:
-        """Return the newest pages.
-
-        Raises:
-            OSError, CorruptionError: as `put`.
-        """
-        keys = self.keys()[-count:] if count else []
-        pairs = zip(keys, self.places(keys), strict=True)
-        return [(key, place) for key, place in pairs if place is not None]
-
     def keys(self) -> list[PageKey]:
         """Return all keys, oldest first.
 
@@ -205,16 +201,6 @@ class Index:
     def frames(self) -> list[int]:
         """Return the frames of all pages, oldest first."""
         return list(self._frames.values())
-
-    @property
-    def room_bytes(self) -> int:
-        """Bytes that a change may need on a full disk."""
-        with self._typed():
-            size, pages = (
-                self._connection.execute(f"PRAGMA {name}").fetchone()[0]
-                for name in ("page_size", "page_count")
-            )
-        return int(size * pages) + _ROOM_BYTES
 
     def close(self) -> None:
         """Let go of the file; in a forked child nothing happens."""
@@ -246,15 +232,13 @@ class Index:
     def _adopt(self, marked: int) -> None:
         """Believe what the file says, as far as it can be believed."""
         execute = self._connection.execute
-        self._connection.text_factory = bytes  # damage may turn bytes into text
         tables = [sql for (sql,) in execute("SELECT sql FROM sqlite_master ORDER BY rowid")]
         application = execute("PRAGMA application_id").fetchone()[0]
         if not tables and not application:
             return
         if application != _APPLICATION or tables != [each.encode() for each in _TABLES]:
             raise self._damaged("its tables are not those of this version")
-        execute("PRAGMA journal_mode = WAL")
-        execute("PRAGMA secure_delete = OFF")
+        self._set_up()
         execute("BEGIN IMMEDIATE")  # a damaged header may forbid it
         execute("ROLLBACK")
         newest, flushed, seal, *sizes = execute("SELECT * FROM state").fetchone() or [None] * 5
@@ -282,30 +266,39 @@ class Index:
 
     def _begin(self) -> None:
         """Make the file anew."""
-        self._newest += 1
-        self._mark()
+        newest = self._newest + 1
+        self._mark()  # ours from here on, whatever becomes of it
         with self._typed():
             self._connection.close()
             # In this order: a log without its database is ignored.
             self._system.remove(self._path)
             self._system.remove(self._path.with_name(f"{self._path.name}-wal"))
             self._system.sync_folder(self._path.parent)
-            self._connection = self._system.connect(self._path)
-            self._connection.text_factory = bytes
+            self._connect()
             execute = self._connection.execute
             execute("PRAGMA journal_mode = MEMORY")
             execute("BEGIN IMMEDIATE")
             for table in _TABLES:
                 execute(table)
-            seal = _seal(0, self._newest, self._newest, self._sizes)
-            row = (self._newest, self._newest, seal, *self._sizes)
+            row = (newest, newest, _seal(0, newest, newest, self._sizes), *self._sizes)
             execute("INSERT INTO state VALUES (?, ?, ?, ?, ?)", row)
             execute(f"PRAGMA application_id = {_APPLICATION}")
             execute("COMMIT")
-            execute("PRAGMA journal_mode = WAL")
-            execute("PRAGMA secure_delete = OFF")
-        self._flushed = self._newest
-        self.begun, self.short = True, False
+            self._set_up()
+        self._newest = self._flushed = newest
+        self.begun = True
+
+    def _connect(self) -> None:
+        with self._typed():
+            self._connection = self._system.connect(self._path)
+            self._connection.text_factory = bytes  # damage may turn bytes into text
+
+    def _set_up(self) -> None:
+        self._connection.execute("PRAGMA journal_mode = WAL")
+        self._connection.execute(f"PRAGMA synchronous = {self._system.synchronous}")
+        self._connection.execute(f"PRAGMA wal_autocheckpoint = {self._log_pages}")
+        # Some builds overwrite what is deleted with zeros: it would double what is written.
+        self._connection.execute("PRAGMA secure_delete = OFF")
 
     def _change(self, gone: dict[int, bytes], rows: list[tuple], names: dict[bytes, int]) -> None:
         """Delete and insert rows; what is in memory is the caller's."""
@@ -318,10 +311,8 @@ class Index:
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            self.short = True
             self._checkpoint()  # the log is written from its front again
             self._commit(gone, rows, state)
-        self.short = False
         self._tally, self._newest = tally, newest
         with suppress(OSError):  # an older mark notices less
             self._mark()

@@ -24,6 +24,8 @@ class System:
     touches a file.
     """
 
+    synchronous = "NORMAL"  # as SQLite has it: it syncs before and after a checkpoint alone
+
     def own(self, folder: Path) -> int:
         """Make a folder and lock it; closing the descriptor, or dying, gives it up.
 
@@ -56,7 +58,6 @@ class System:
             path, timeout=0, isolation_level=None, check_same_thread=False
         )
         connection.execute("PRAGMA locking_mode = EXCLUSIVE")  # needs no file for shared memory
-        connection.execute("PRAGMA synchronous = NORMAL")  # syncs around a checkpoint alone
         return connection
 
     def close(self, descriptor: int) -> None:

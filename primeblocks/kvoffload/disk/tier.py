@@ -29,6 +29,8 @@ from .system import System
 
 __all__ = ["DiskTier"]
 
+_ROOM_BYTES, _ROW_BYTES = 16 << 10, 128  # a generous guess at what the index takes
+
 
 class DiskTier:
     """A folder of pages that survives a crash.
@@ -237,6 +239,8 @@ class DiskTier:
                     lock=lock,
                     page_bytes=self.page_bytes,
                     attachment_bytes=self.attachment_bytes,
+                    # A 64th of the pages; a larger log than 4 MiB gains nothing.
+                    log_pages=min(1000, max(16, self.capacity_pages * self.frame_bytes >> 18)),
                     system=self._system,
                 )
                 opened.callback(self._index.close)
@@ -264,16 +268,15 @@ class DiskTier:
         begun = self._index.begun
         if not begun:
             self._frames.clear()
-        if self._index.short:
-            self._give_back()
         try:
             self._index.ready()
         except OSError as error:
-            if not full(error):
+            if not full(error) or self._gave_back:  # others took the room, and would again
                 raise
+            self._gave_back = True
             self._give_back()
             self._index.ready()
-        self._gave_back = self._index.short
+        self._gave_back = False
         if not begun:
             self._data.shrink(self.capacity_pages)
 
@@ -282,10 +285,7 @@ class DiskTier:
 
         What lies behind the end of the file is not adopted, so a crash finds no wrong page.
         """
-        if self._gave_back:  # others took the room, and would again
-            return
-        self._gave_back = True
-        needed = -(-self._index.room_bytes // self.frame_bytes)
+        needed = -(-(_ROOM_BYTES + _ROW_BYTES * len(self._index)) // self.frame_bytes)
         end = min(self._frames.end(), max(0, self._data.frames() - needed))
         self._data.shrink(end)
         self._frames.fence(end)
@@ -297,7 +297,9 @@ class DiskTier:
         The kernel counts pages whose write failed as written, and the next sync succeeds.
         """
         lost, frame = [], np.frombuffer(mmap.mmap(-1, self.frame_bytes), dtype=np.uint8)
-        for key, place in self._index.newest(self._unsynced):
+        keys = self._index.keys()[-self._unsynced :] if self._unsynced else []
+        for key, place in zip(keys, self._index.places(keys), strict=True):
+            assert place is not None
             (error,) = self._data.read([place.frame], [frame])
             if error is None and checksum(key, frame[: place.length]) == place.digest:
                 (error,) = self._data.write([place.frame], [frame])
@@ -333,17 +335,30 @@ class DiskTier:
             answers[record.key] = error and refusal(error, self.path)
         if any(isinstance(answer, CapacityError) for answer in answers.values()):
             self._frames.fence(self._data.frames())
+        self._release([frame for record, frame in placed if answers[record.key] is not None])
         places = [
             (record.key, Place(frame, record.content.nbytes, record.digest))
             for record, frame in placed
             if answers[record.key] is None
         ]
-        try:
-            self._release(self._index.put(places))
-            self._unsynced += len(places)
-        except (OSError, CorruptionError) as error:
-            answers |= {key: refusal(error, self.path) for key, _ in places}
-        self._release([frame for record, frame in placed if answers[record.key] is not None])
+        return answers | self._name(places)
+
+    def _name(self, places: Sequence[tuple[PageKey, Place]]) -> dict[PageKey, Answer]:
+        """Name the places of pages; the last ones give their room to a full index."""
+        answers: dict[PageKey, Answer] = {}
+        while places:
+            try:
+                self._release(self._index.put(places))
+                self._unsynced += len(places)
+                break
+            except (OSError, CorruptionError) as error:
+                kept = len(places) // 2 if isinstance(error, OSError) and full(error) else 0
+                answers |= {key: refusal(error, self.path) for key, _ in places[kept:]}
+            self._release([place.frame for _, place in places[kept:]])
+            places = places[:kept]
+            with suppress(OSError):
+                self._data.shrink(self._frames.end())
+                self._frames.fence(self._data.frames())
         return answers
 
     def _release(self, frames: Sequence[int]) -> None:

@@ -40,7 +40,7 @@ class FaultyConnection:
     """Asks before a transaction is committed or the log copied; and kills after it as well."""
 
     def __init__(self, connection, script):
-        self.__dict__ |= {"connection": connection, "script": script}
+        self.__dict__.update(connection=connection, script=script)
 
     def execute(self, sql, *arguments):
         name = {"COMMIT": "commit", "PRAGMA wal_checkpoint(PASSIVE)": "checkpoint"}.get(sql)

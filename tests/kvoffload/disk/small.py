@@ -42,16 +42,14 @@ def aligned(count=FRAME):
 class Unsynced(System):
     """Does not wait for the disk: what a power cut would leave is not looked at."""
 
+    synchronous = "OFF"
+
     def sync(self, descriptor):
         pass
 
     def sync_folder(self, folder):
         pass
 
-    def connect(self, path):
-        connection = super().connect(path)
-        connection.execute("PRAGMA synchronous = OFF")
-        return connection
 
 
 def open_tier(path, *, pages=4, **how):

@@ -2,10 +2,13 @@
 
 import errno
 import os
+import sqlite3
 import subprocess
 import sys
+import tracemalloc
 import warnings
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +21,7 @@ from primeblocks.errors import (
     UnsupportedError,
     UsageError,
 )
-from primeblocks.kvoffload import DiskTier, HostTier, TieredStore
+from primeblocks.kvoffload import DiskTier, HostTier, PageKey, TieredStore
 from primeblocks.kvoffload.disk import System
 from primeblocks.kvoffload.tier import Found, Record
 from tests.kvoffload import tier_conformance as conformance
@@ -85,9 +88,9 @@ def test_pages_that_are_written_together_move_together_once(tmp_path, io):
         system.writes.clear()
         system.reads.clear()
         assert tier.put([record(number, whole_frame=True) for number in range(6)]) == [None] * 6
-        data, journal = system.writes
+        data, mark = system.writes
         assert data == (6, 6 * FRAME)
-        assert journal[0] == 1
+        assert mark[1] < 64
         tier.get([key_of(n) for n in (5, 2, 1, 3, 4)], into=[aligned() for _ in range(5)])
         assert system.reads == [(5, 5 * FRAME)]
 
@@ -186,16 +189,41 @@ def test_an_empty_folder_takes_pages_of_another_size(tmp_path):
     other.close()
 
 
-@pytest.mark.parametrize("name", ["journal", "pages"])
+@pytest.mark.parametrize("name", ["index", "journal", "pages"])
 def test_files_of_something_else_are_left_alone(tmp_path, name):
-    (tmp_path / name).write_text("somebody's, and longer than any header of a journal is")
+    (tmp_path / name).write_text("somebody's, and longer than any header of an index is")
     with pytest.raises(UsageError, match="something else"):
         open_tier(tmp_path)
     (tmp_path / "lock").touch()
-    if name == "journal":
-        with pytest.raises(UsageError, match="no journal"):
+    if name == "index":
+        with pytest.raises(UsageError, match="no index"):
             open_tier(tmp_path)
-        assert "somebody's" in (tmp_path / name).read_text()
+    else:
+        open_tier(tmp_path).close()
+    assert "somebody's" in (tmp_path / name).read_text()
+
+
+@pytest.mark.parametrize("wal", [True, False])
+def test_a_database_of_something_else_is_left_alone(tmp_path, wal):
+    (tmp_path / "lock").touch()
+    with closing(sqlite3.connect(tmp_path / "index")) as other:
+        other.executescript(f"PRAGMA journal_mode = {'WAL' if wal else 'DELETE'}")
+        other.executescript("CREATE TABLE pages (mine); INSERT INTO pages VALUES (7)")
+    before = (tmp_path / "index").read_bytes()
+    with pytest.raises(UsageError, match="no index"):
+        open_tier(tmp_path)
+    assert (tmp_path / "index").read_bytes() == before
+
+
+def test_an_index_of_an_older_version_goes_and_its_pages_with_it(tmp_path, caplog):
+    (tmp_path / "lock").touch()
+    (tmp_path / "journal").write_bytes(b"pbkvjl01" + bytes(40))
+    (tmp_path / "pages").write_bytes(bytes(9 * FRAME))
+    with closing(open_tier(tmp_path)) as tier:
+        assert "journal is of an older version, and its pages are dropped" in caplog.text
+        assert len(tier) == 0
+        assert_serves(tier)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["index", "lock", "pages"]
 
 
 def test_folders_of_one_file_a_page_are_left_alone(tmp_path):
@@ -267,9 +295,39 @@ def test_a_forked_child_has_no_part_in_the_folder(tmp_path):
             os.close(descriptor)
 
 
+FORK = """
+import gc, os, sys
+from tests.kvoffload.disk.small import key_of, open_tier, record, state
+tier = open_tier(sys.argv[1])
+tier.put([record(0)])
+tier.drop([key_of(0)])
+tier.put([record(1)])
+child = os.fork()
+if child == 0:
+    tier.close()
+    del tier
+    gc.collect()
+    sys.exit()  # as programs do, and not _exit
+os.waitpid(child, 0)
+assert os.path.getsize(sys.argv[1] + "/index-wal") > 0
+assert tier.put([record(2)]) == [None]
+print(*state(tier))
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_forked_child_that_ends_leaves_the_log_alone(tmp_path):
+    """SQLite would copy the log, delete it, and with it what the parent writes from then on."""
+    command = [sys.executable, "-W", "ignore", "-c", FORK, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "1 2\n", done.stderr
+    with closing(open_tier(tmp_path)) as tier:
+        assert [*state(tier)] == [1, 2]
+
+
 OWN = """
 import sys
-from primeblocks.kvoffload import DiskTier, HostTier, TieredStore
+from primeblocks.kvoffload import DiskTier, HostTier, PageKey, TieredStore
 tier = DiskTier(sys.argv[1], capacity_bytes=9000, page_bytes=48, attachment_bytes=64)
 print("owned", flush=True)
 sys.stdin.read()
@@ -340,21 +398,42 @@ def test_clear_gives_the_room_back(tmp_path):
         tier.clear()
         assert (len(tier), tier.keys()) == (0, [])
         assert os.path.getsize(tmp_path / "pages") == 0
-        assert os.path.getsize(tmp_path / "journal") < 64
+        assert os.path.getsize(tmp_path / "index") <= 3 * 4096
         assert_serves(tier)
 
 
-def test_the_journal_stays_in_proportion(tmp_path):
+def test_the_index_stays_in_proportion(tmp_path):
+    """The file by what it has, the log by what SQLite lets it grow to."""
     with closing(open_tier(tmp_path)) as tier:
-        sizes = []
         for value in range(2000):
-            tier.put([record(value % 3, value)])
-            sizes.append(os.path.getsize(tmp_path / "journal"))
-        assert max(sizes) < 3 * 4 * 100 + (64 << 10)
-        assert sizes.index(max(sizes)) < len(sizes) - 1
+            assert tier.put([record(value % 3, value)]) == [None]
+            if value % 100 == 0:
+                sizes = {each.name: each.stat().st_size for each in tmp_path.iterdir()}
+                assert sizes["index"] <= 4 * 4096
+                assert sizes["index-wal"] < 5 << 20
         before = state(tier)
+    assert not (tmp_path / "index-wal").exists()
     with closing(open_tier(tmp_path)) as tier:
         assert state(tier) == before
+
+
+def test_the_memory_of_a_page_is_bounded(tmp_path):
+    count = 4000
+    with closing(open_tier(tmp_path, pages=count)) as tier:
+        records = [record(0) for _ in range(count)]
+        for number, each in enumerate(records):
+            key = PageKey("a salt", number.to_bytes(32, "big"), version=7, recipe="r" * 32)
+            records[number] = replace(each, key=key)
+        assert tier.put(records) == [None] * count
+    del records
+    tracemalloc.start()
+    try:
+        with closing(open_tier(tmp_path, pages=count)) as tier:
+            held, _ = tracemalloc.get_traced_memory()
+            assert len(tier) == count
+    finally:
+        tracemalloc.stop()
+    assert held / count < 250
 
 
 def test_a_closed_tier_says_so(tmp_path):
