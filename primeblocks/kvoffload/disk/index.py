@@ -33,7 +33,7 @@ _TABLES = [
     "CREATE TABLE state (newest INTEGER, flushed INTEGER, seal INTEGER, page_bytes INTEGER, "
     "attachment_bytes INTEGER)",
 ]
-_MARK = struct.Struct("<8sQ")  # of the lock: this folder is ours; the age of the newest change
+_MARK = struct.Struct("<8sQQ")  # of the lock: ours, and the ages of the newest change and flush
 _MAGIC = b"pbkvix01"
 _SUM = struct.Struct("<Q")
 _DROPS = 256  # of one transaction
@@ -163,9 +163,12 @@ class Index:
         Raises:
             OSError, CorruptionError: as `put`.
         """
-        self._flushed = self._newest
-        self._change({}, [], {})
-        self._checkpoint()
+        flushed = self._newest
+        self._change({}, [], {}, flushed=flushed)
+        # Emptied, too: a prefix of the log would hide what the file has.
+        self._checkpoint("TRUNCATE")
+        self._flushed = flushed  # not before: the lock must not promise what a power cut may take
+        self._mark()
 
     def places(self, keys: Iterable[PageKey]) -> list[Place | None]:
         """Return the places of pages; None for one that is not here.
@@ -216,20 +219,19 @@ class Index:
         return len(self._frames)
 
     def _load(self) -> None:
-        marked = self._marked()
-        self._newest = marked or 0
+        ours, self._newest, self._flushed = self._marked()
         try:
             with self._typed():
-                self._adopt(marked or 0)
+                self._adopt()
         except CorruptionError as error:
-            if marked is None:
+            if not ours:
                 raise UsageError(
                     f"{self._path} is no index of pages that this version can read. Delete its "
                     "folder, or give the tier another."
                 ) from error
             logger.warning("%s. Its pages are dropped, and it is begun anew.", error)
 
-    def _adopt(self, marked: int) -> None:
+    def _adopt(self) -> None:
         """Believe what the file says, as far as it can be believed."""
         execute = self._connection.execute
         tables = [sql for (sql,) in execute("SELECT sql FROM sqlite_master ORDER BY rowid")]
@@ -239,8 +241,12 @@ class Index:
         if application != _APPLICATION or tables != [each.encode() for each in _TABLES]:
             raise self._damaged("its tables are not those of this version")
         self._set_up()
-        execute("BEGIN IMMEDIATE")  # a damaged header may forbid it
+        execute("BEGIN IMMEDIATE")
+        execute("UPDATE state SET newest = newest")  # a damaged header may forbid it
         execute("ROLLBACK")
+        (check,) = execute("PRAGMA integrity_check(1)").fetchone()
+        if check != b"ok":
+            raise self._damaged(check.decode(errors="replace"))
         newest, flushed, seal, *sizes = execute("SELECT * FROM state").fetchone() or [None] * 5
         found = execute(
             "SELECT age, frame, key FROM pages "
@@ -248,7 +254,7 @@ class Index:
         )
         rows = sorted(((age, frame, _name(key)) for age, frame, key in found), key=itemgetter(0))
         tally = reduce(xor, (_mix(frame, name) for _, frame, name in rows), 0)
-        if seal != _seal(tally, newest, flushed, tuple(sizes)):
+        if seal != _seal(tally, newest, flushed, tuple(sizes)) or flushed < self._flushed:
             raise self._damaged("what it has is not what was written")
         if tuple(sizes) != self._sizes:
             logger.log(
@@ -258,10 +264,10 @@ class Index:
                 *(self._path.parent, *sizes, *self._sizes),
             )
             return
-        trusted = newest if newest >= marked else flushed
+        trusted = newest if newest >= self._newest else flushed
         self._frames = {name: frame for age, frame, name in rows if age <= trusted}
         self._gone = {frame: name for age, frame, name in rows if age > trusted}
-        self._tally, self._newest, self._flushed = tally, max(newest, marked), flushed
+        self._tally, self._newest, self._flushed = tally, max(newest, self._newest), flushed
         self.begun = True
 
     def _begin(self) -> None:
@@ -300,22 +306,29 @@ class Index:
         # Some builds overwrite what is deleted with zeros: it would double what is written.
         self._connection.execute("PRAGMA secure_delete = OFF")
 
-    def _change(self, gone: dict[int, bytes], rows: list[tuple], names: dict[bytes, int]) -> None:
+    def _change(
+        self,
+        gone: dict[int, bytes],
+        rows: list[tuple],
+        names: dict[bytes, int],
+        *,
+        flushed: int | None = None,
+    ) -> None:
         """Delete and insert rows; what is in memory is the caller's."""
+        flushed = self._flushed if flushed is None else flushed
         tally = reduce(xor, (_mix(frame, name) for frame, name in gone.items()), self._tally)
         tally = reduce(xor, (_mix(frame, name) for name, frame in names.items()), tally)
         newest = self._newest + max(1, len(rows))
-        state = (newest, self._flushed, _seal(tally, newest, self._flushed, self._sizes))
+        state = (newest, flushed, _seal(tally, newest, flushed, self._sizes))
         try:
             self._commit(gone, rows, state)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            self._checkpoint()  # the log is written from its front again
+            self._checkpoint("PASSIVE")  # the log is written from its front again
             self._commit(gone, rows, state)
         self._tally, self._newest = tally, newest
-        with suppress(OSError):  # an older mark notices less
-            self._mark()
+        self._mark()
 
     def _commit(self, gone: Iterable[int], rows: list[tuple], state: tuple) -> None:
         connection = self._connection
@@ -331,27 +344,27 @@ class Index:
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
 
-    def _checkpoint(self) -> None:
+    def _checkpoint(self, mode: str) -> None:
         """Copy the log into the database, with a sync before and after."""
         with self._typed():
-            row = self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+            row = self._connection.execute(f"PRAGMA wal_checkpoint({mode})").fetchone()
         if row[0] or row[1] != row[2]:
             raise OSError(errno.EIO, f"{self._path} cannot be brought up to date: {row}")
 
-    def _marked(self) -> int | None:
-        """Return the age that the lock says; None where it was never marked."""
+    def _marked(self) -> tuple[bool, int, int]:
+        """Return what the lock says: whether the folder is ours, and two ages."""
         mark = bytearray(_MARK.size + _SUM.size)
-        if self._system.read(self._lock, [mark], 0) < len(mark):
-            return None
-        magic, newest = _MARK.unpack_from(mark)
+        self._system.read(self._lock, [mark], 0)
+        magic, newest, flushed = _MARK.unpack_from(mark)
         (expected,) = _SUM.unpack_from(mark, _MARK.size)
         whole = xxhash.xxh3_64_intdigest(bytes(mark[: _MARK.size])) == expected
-        return newest if whole and magic == _MAGIC else None
+        return (True, newest, flushed) if whole and magic == _MAGIC else (False, 0, 0)
 
     def _mark(self) -> None:
-        mark = _MARK.pack(_MAGIC, self._newest)
+        mark = _MARK.pack(_MAGIC, self._newest, self._flushed)
         data = mark + _SUM.pack(xxhash.xxh3_64_intdigest(mark))
-        self._system.write(self._lock, [data], 0)
+        with suppress(OSError):  # an older mark notices less
+            self._system.write(self._lock, [data], 0)
 
     def _forget(self, names: Iterable[bytes]) -> list[int]:
         gone = {self._frames.pop(name): name for name in names if name in self._frames}

@@ -43,7 +43,7 @@ class FaultyConnection:
         self.__dict__.update(connection=connection, script=script)
 
     def execute(self, sql, *arguments):
-        name = {"COMMIT": "commit", "PRAGMA wal_checkpoint(PASSIVE)": "checkpoint"}.get(sql)
+        name = {"COMMIT": "commit", "PRAGMA wal_checkpoint": "checkpoint"}.get(sql.split("(")[0])
         fault = self.script(name, 1) if name else None
         if fault is not None:
             if fault.written and fault.error is None:

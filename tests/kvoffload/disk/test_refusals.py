@@ -148,7 +148,7 @@ def test_an_age_that_cannot_be_marked_costs_nothing(tmp_path):
     tier, script = filled(tmp_path)
     script.fail(after=2, fault=Fault(0, errno.EIO))
     assert tier.put([record(2)]) == [None]
-    assert script.seen[-2:] == [("commit", 1), ("write", 24)]
+    assert script.seen[-2:] == [("commit", 1), ("write", 32)]
     assert_serves(tier)
     assert_reopens(tmp_path, tier)
 
@@ -262,7 +262,6 @@ def test_a_file_system_that_is_really_full_keeps_what_fits(tmp_path):
             answers = tier.put([record(n, whole_frame=True) for n in range(45)])
             kept = [number for number, answer in enumerate(answers) if answer is None]
             assert kept == [*range(len(kept))]
-            print(len(kept))
             assert 10 <= len(kept) <= 28
             assert all(isinstance(each, CapacityError) for each in answers[len(kept) :])
             assert [*state(tier)] == kept
@@ -314,7 +313,6 @@ def test_a_file_system_that_is_full_for_long_keeps_taking_pages(tmp_path):
                 failed = failed + 1 if answer else min(failed, 1)
                 there += [] if answer else [number % 100]
                 assert failed < 5, number
-            print(len(tier), list((p.name,p.stat().st_size) for p in (tmp_path/"small").iterdir()))
             assert len(tier) > 30
             before = state(tier)
             assert b"" not in before.values()
