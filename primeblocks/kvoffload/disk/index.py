@@ -63,10 +63,11 @@ class Index:
     age is a number that grows with every change. The file keeps a seal over all keys and frames,
     and the lock the newest age, so what damage takes away or brings back is noticed: where the
     file is damaged it is begun anew, where its newest changes are lost, as after a power cut, only
-    pages that had been flushed are believed.
+    pages that had been flushed are believed. An index that is damaged, or of pages of another
+    size, stays as it is until the first change.
 
-    What cannot be served stays as it is until the first change: an index that is damaged, or of
-    pages of another size, or none.
+    Calls that read or change the file raise OSError where the file system refuses, and nothing is
+    changed; and CorruptionError where the file turns out to be damaged, and nothing is left.
 
     Args:
         path: the database.
@@ -106,12 +107,7 @@ class Index:
             raise
 
     def put(self, places: Sequence[tuple[PageKey, Place]]) -> list[int]:
-        """Name the places of pages, in one transaction, and return the frames of those replaced.
-
-        Raises:
-            OSError: the file system refused; nothing was changed.
-            CorruptionError: the file is damaged; nothing is left of it.
-        """
+        """Name the places of pages, in one transaction, and return the frames of those replaced."""
         rows, names = [], {}
         for age, (key, place) in enumerate(places, start=self._newest + 1):
             encoded = key.encode()
@@ -134,21 +130,12 @@ class Index:
         return self._forget({name for name, frame in self._frames.items() if frame >= frames})
 
     def clear(self) -> None:
-        """Forget everything, power cuts included.
-
-        Raises:
-            OSError: the file system refused. Nothing is served, but whoever opens the file next
-                may find it, unless another call succeeds first.
-        """
+        """Forget everything, power cuts included; with the next `ready` where it fails."""
         self._forsake()
         self._begin()
 
     def ready(self) -> None:
-        """Write what was forgotten, or begin the file.
-
-        Raises:
-            OSError, CorruptionError: as `put`.
-        """
+        """Write what was forgotten, or begin the file."""
         if not self.begun:
             self._begin()
         while self._gone:
@@ -158,11 +145,7 @@ class Index:
                 del self._gone[frame]
 
     def flush(self) -> None:
-        """Make every change survive a power cut.
-
-        Raises:
-            OSError, CorruptionError: as `put`.
-        """
+        """Make every change survive a power cut."""
         flushed = self._newest
         self._change({}, [], {}, flushed=flushed)
         # Emptied, too: a prefix of the log would hide what the file has.
@@ -171,11 +154,7 @@ class Index:
         self._mark()
 
     def places(self, keys: Iterable[PageKey]) -> list[Place | None]:
-        """Return the places of pages; None for one that is not here.
-
-        Raises:
-            OSError, CorruptionError: as `put`.
-        """
+        """Return the places of pages; None for one that is not here."""
         query = (
             "SELECT frame, length, digest FROM pages WHERE frame = ? "
             "AND typeof(length) = 'integer' AND typeof(digest) = 'blob'"
@@ -189,15 +168,10 @@ class Index:
         return found
 
     def keys(self) -> list[PageKey]:
-        """Return all keys, oldest first.
-
-        Raises:
-            OSError, CorruptionError: as `put`.
-        """
-        if not self._frames:
-            return []
+        """Return all keys, oldest first."""
         with self._typed():
-            encoded = dict(self._connection.execute("SELECT frame, key FROM pages"))
+            here = self._connection.execute("SELECT frame, key FROM pages") if self._frames else ()
+            encoded = dict(here)
         pairs = [(name, encoded.get(frame)) for name, frame in self._frames.items()]
         return [PageKey.decode(key) for name, key in pairs if key and _name(key) == name]
 

@@ -54,9 +54,7 @@ class System:
 
     def connect(self, path: Path) -> sqlite3.Connection:
         """Open a database, made if absent, for this process alone and any of its threads."""
-        connection = sqlite3.connect(
-            path, timeout=0, isolation_level=None, check_same_thread=False
-        )
+        connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
         connection.execute("PRAGMA locking_mode = EXCLUSIVE")  # needs no file for shared memory
         return connection
 

@@ -240,7 +240,7 @@ class DiskTier:
                     page_bytes=self.page_bytes,
                     attachment_bytes=self.attachment_bytes,
                     # A 64th of the pages; a larger log than 4 MiB gains nothing.
-                    log_pages=min(1000, max(16, self.capacity_pages * self.frame_bytes >> 18)),
+                    log_pages=min(1000, max(4, self.capacity_pages * self.frame_bytes >> 18)),
                     system=self._system,
                 )
                 opened.callback(self._index.close)

@@ -147,7 +147,7 @@ class MemorySystem(System):
         return Database(now.index, log)
 
     def _watch(self, before, *, cut):
-        """Look at what SQLite has done: only a checkpoint, or the making of it, writes the index."""
+        """Look at what SQLite did: only a checkpoint, or making a database, writes the index."""
         after = Database.of(self.index)
         if after.index == before.index and after.log is not None:
             return

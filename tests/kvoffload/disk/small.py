@@ -51,7 +51,6 @@ class Unsynced(System):
         pass
 
 
-
 def open_tier(path, *, pages=4, **how):
     sizes = {"page_bytes": PAGE, "attachment_bytes": EXTRA}
     how = {"io": "buffered", "system": Unsynced(), **sizes, **how}

@@ -19,7 +19,6 @@ from tests.kvoffload.disk.small import (
     state,
 )
 
-
 STEPS = [
     ("put", 0, 1),
     ("put", 1, 1),
@@ -56,7 +55,7 @@ class History:
     after `close`.
     """
 
-    def __init__(self, path, *, flush_at=(), steps=len(STEPS)):
+    def __init__(self, path, *, flush_at=(), steps=8):
         self.path = path
         self.states, self.killed = [], []
         with closing(tier_of(path)) as tier:
@@ -193,8 +192,9 @@ def test_a_log_that_a_kill_has_torn_is_the_state_before(tmp_path):
             torn = before | {"pages": files["pages"], "index-wal": log[:length]}
             # Its own change alone may have taken the place of a page.
             assert history.found(torn)[0] == history.states[after - 1], (after, length)
-        assert history.found(before | {"pages": files["pages"], "index-wal": log})[0] == (
-            history.states[after]
+        assert (
+            history.found(before | {"pages": files["pages"], "index-wal": log})[0]
+            == (history.states[after])
         )
 
 
