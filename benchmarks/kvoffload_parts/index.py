@@ -75,7 +75,7 @@ def _measure(room: Path, keys: list[PageKey]) -> dict[str, tuple[float, str]]:
     os.truncate(room / "pages", len(keys) * FRAME)
 
     def reopen() -> DiskTier:
-        return DiskTier(room, capacity_bytes=len(keys) * FRAME, **sizes)
+        return DiskTier(room, capacity_bytes=len(keys) * FRAME, page_bytes=FRAME)
 
     start = time.perf_counter()
     with closing(reopen()) as tier:

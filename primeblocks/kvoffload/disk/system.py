@@ -24,6 +24,7 @@ class System:
     touches a file.
     """
 
+    connection = sqlite3.Connection
     synchronous = "NORMAL"  # as SQLite has it: it syncs before and after a checkpoint alone
 
     def own(self, folder: Path) -> int:
@@ -54,7 +55,13 @@ class System:
 
     def connect(self, path: Path) -> sqlite3.Connection:
         """Open a database, made if absent, for this process alone and any of its threads."""
-        connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
+        connection = sqlite3.connect(
+            path,
+            timeout=0,
+            isolation_level=None,
+            check_same_thread=False,
+            factory=self.connection,
+        )
         connection.execute("PRAGMA locking_mode = EXCLUSIVE")  # needs no file for shared memory
         return connection
 

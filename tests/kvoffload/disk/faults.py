@@ -36,26 +36,19 @@ def sqlite_error(number):
     return error
 
 
-class FaultyConnection:
+class FaultyConnection(sqlite3.Connection):
     """Asks before a transaction is committed or the log copied; and kills after it as well."""
 
-    def __init__(self, connection, script):
-        self.__dict__.update(connection=connection, script=script)
+    script = None
 
     def execute(self, sql, *arguments):
         name = {"COMMIT": "commit", "PRAGMA wal_checkpoint": "checkpoint"}.get(sql.split("(")[0])
         fault = self.script(name, 1) if name else None
         if fault is not None:
             if fault.written and fault.error is None:
-                self.connection.execute(sql, *arguments)
+                super().execute(sql, *arguments)
             fault.strike_sql()
-        return self.connection.execute(sql, *arguments)
-
-    def __getattr__(self, name):
-        return getattr(self.connection, name)
-
-    def __setattr__(self, name, value):
-        setattr(self.connection, name, value)
+        return super().execute(sql, *arguments)
 
 
 class FaultySystem(Unsynced):
@@ -63,6 +56,8 @@ class FaultySystem(Unsynced):
 
     Only calls that change something are asked about.
     """
+
+    connection = FaultyConnection
 
     def __init__(self, script: Callable[[str, int], Fault | None]) -> None:
         self.script = script
@@ -93,7 +88,9 @@ class FaultySystem(Unsynced):
         return self._asked("sync", super().sync, descriptor)
 
     def connect(self, path):
-        return FaultyConnection(super().connect(path), self.script)
+        connection = super().connect(path)
+        connection.script = self.script
+        return connection
 
     def remove(self, path):
         return self._asked("remove", super().remove, path)

@@ -71,9 +71,10 @@ class Watched(sqlite3.Connection):
         changes = sql == "COMMIT" or "wal_checkpoint" in sql
         if changes:
             self.system._step()
-        before = Database.of(self.system.index)
+        before = self.system and Database.of(self.system.index)
         answer = super().execute(sql, *arguments)
-        self.system._watch(before, cut=changes)
+        if before:
+            self.system._watch(before, cut=changes)
         return answer
 
     def close(self):
@@ -104,6 +105,7 @@ class MemorySystem(System):
     It is a model: sectors are written whole, synced ones stay.
     """
 
+    connection = Watched
     synchronous = "OFF"  # the model waits
 
     def __init__(self, names=None, database=None):
@@ -157,15 +159,8 @@ class MemorySystem(System):
         self._synced = after
 
     def connect(self, path):
-        connection = sqlite3.connect(
-            self.index,
-            timeout=0,
-            isolation_level=None,
-            check_same_thread=False,
-            factory=Watched,
-        )
+        connection = super().connect(self.index)
         connection.system = self
-        connection.execute("PRAGMA locking_mode = EXCLUSIVE")
         return connection
 
     def own(self, folder):

@@ -118,6 +118,8 @@ def passed_states(operations):
 def torn_lengths(name, size, *, io):
     if name in ("commit", "checkpoint"):
         return [0, 1]  # before, and after
+    if name == "write" and size < 64:  # the mark of the lock
+        return [0, size]
     if name != "write":
         return [0]
     if io == "direct" and size % 4096 == 0:  # a device takes whole sectors
