@@ -368,7 +368,8 @@ class Index:
             number = _ERRORS.get(code & 0xFF)
             if number is None or code == sqlite3.SQLITE_IOERR_SHORT_READ:
                 raise self._damaged(error) from error
-            raise OSError(number, f"{error} ({self._path})") from error
+            name = getattr(error, "sqlite_errorname", "")
+            raise OSError(number, f"{error} ({name}, {self._path})") from error
 
 
 def _name(encoded: bytes) -> bytes:
