@@ -2,6 +2,7 @@
 
 - `host`: pages into host memory and back, against LMCache and a plain copy.
 - `disk`: against plain sequential reads and writes of the same file system.
+- `index`: 200,000 keys of a disk tier: rates, stalls, reopening, bytes.
 - `evict`: hit rates on simulated agents against LRU, ARC and Belady. Simulated, on all cores, so it
   comes last.
 
@@ -11,14 +12,14 @@
 from __future__ import annotations
 
 from .harness import main
-from .kvoffload_parts import disk, eviction, host
+from .kvoffload_parts import disk, eviction, host, index
 from .peers import restart_where
 
 __all__: list[str] = []
 
 
 def measure() -> dict[str, tuple[float, str, str]]:
-    return host.figures() | disk.figures() | eviction.figures()
+    return host.figures() | disk.figures() | index.figures() | eviction.figures()
 
 
 if __name__ == "__main__":

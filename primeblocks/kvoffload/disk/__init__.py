@@ -1,4 +1,4 @@
-"""Pages on a local disk: equal frames in one file, a journal beside it, crash-safe."""
+"""Pages on a local disk: equal frames in one file, an SQLite index beside it, crash-safe."""
 
 from .system import System
 from .tier import DiskTier

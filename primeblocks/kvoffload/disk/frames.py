@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 __all__ = ["Frames"]
 
 
@@ -20,12 +22,12 @@ class Frames:
         self._fence = count  # the disk had no room behind it
         self.free = count
 
-    def take(self, frame: int) -> None:
-        """Take a frame that is in use already; the sweep goes on behind it."""
-        assert not self._taken[frame]
-        self._taken[frame] = 1
-        self.free -= 1
-        self._head = frame + 1
+    def adopt(self, frames: Sequence[int]) -> None:
+        """Take frames that are in use already, oldest first; the sweep goes on behind the last."""
+        for frame in frames:
+            self._taken[frame] = 1
+        self.free -= len(frames)
+        self._head = frames[-1] + 1 if frames else 0
 
     def claim(self, count: int) -> list[int]:
         """Claim the next free frames, in the order of the sweep; fewer where fewer are free.

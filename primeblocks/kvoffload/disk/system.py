@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
+import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 __all__ = ["System"]
 
+logger = logging.getLogger(__name__)
+
+_JOURNAL = b"pbkvjl01"
+
 
 class System:
-    """The file system. Every call may raise OSError.
+    """The file system. Every call may raise OSError, and what `connect` returns sqlite3.Error.
 
     Tests of faults use a subclass that fails, tears or forgets; no other part of a disk tier
     touches a file.
     """
+
+    connection = sqlite3.Connection
+    synchronous = "NORMAL"  # as SQLite has it: it syncs before and after a checkpoint alone
 
     def own(self, folder: Path) -> int:
         """Make a folder and lock it; closing the descriptor, or dying, gives it up.
@@ -27,7 +36,7 @@ class System:
         """
         folder.mkdir(parents=True, exist_ok=True)
         lock = folder / "lock"
-        foreign = [name for name in ("journal", "pages") if (folder / name).exists()]
+        foreign = [name for name in ("index", "journal", "pages") if (folder / name).exists()]
         if foreign and not lock.exists():
             raise FileExistsError(f"{folder} holds {' and '.join(foreign)} of something else")
         descriptor = os.open(lock, os.O_CREAT | os.O_RDWR, 0o600)
@@ -36,13 +45,25 @@ class System:
         except OSError:
             os.close(descriptor)
             raise
+        _remove_old(folder / "journal")
         return descriptor
 
-    def open(self, path: Path, *, direct: bool = False, truncate: bool = False) -> int:
+    def open(self, path: Path, *, direct: bool = False) -> int:
         """Open a file for reading and writing, made if absent; `direct` is O_DIRECT."""
-        flags = os.O_CREAT | os.O_RDWR
-        flags |= (os.O_DIRECT if direct else 0) | (os.O_TRUNC if truncate else 0)
+        flags = os.O_CREAT | os.O_RDWR | (os.O_DIRECT if direct else 0)
         return os.open(path, flags, 0o600)
+
+    def connect(self, path: Path) -> sqlite3.Connection:
+        """Open a database, made if absent, for this process alone and any of its threads."""
+        connection = sqlite3.connect(
+            path,
+            timeout=0,
+            isolation_level=None,
+            check_same_thread=False,
+            factory=self.connection,
+        )
+        connection.execute("PRAGMA locking_mode = EXCLUSIVE")  # needs no file for shared memory
+        return connection
 
     def close(self, descriptor: int) -> None:
         os.close(descriptor)
@@ -65,10 +86,6 @@ class System:
         """Make what was written survive a power cut."""
         os.fdatasync(descriptor)
 
-    def replace(self, source: Path, target: Path) -> None:
-        """Rename a file, in place of the one that had the name."""
-        source.replace(target)
-
     def remove(self, path: Path) -> None:
         path.unlink(missing_ok=True)
 
@@ -79,3 +96,13 @@ class System:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _remove_old(journal: Path) -> None:
+    """Remove the index that came before SQLite, if it is one: its pages are dropped."""
+    if journal.is_file():
+        with journal.open("rb") as file:
+            ours = file.read(len(_JOURNAL)) == _JOURNAL
+        if ours:
+            logger.warning("%s is of an older version, and its pages are dropped", journal)
+            journal.unlink()

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -20,16 +19,17 @@ from ...errors import (
     PlanError,
     UsageError,
 )
-from ..page import ALIGNMENT, PageKey, checksum, frame_bytes
+from ..page import PageKey, checksum, frame_bytes
 from ..tier import Found, Record
 from .answers import Answer, full, misfit, refusal, refusing
 from .data import DataFile
 from .frames import Frames
-from .journal import Journal
-from .records import Place
+from .index import Index, Place
 from .system import System
 
 __all__ = ["DiskTier"]
+
+_ROOM_BYTES, _ROW_BYTES = 16 << 10, 128  # a generous guess at what the index takes
 
 
 class DiskTier:
@@ -37,24 +37,25 @@ class DiskTier:
 
     `pages` is cut into equal frames, and new pages go to the next free ones: pages written
     together lie together, each page is written once, and the file never outgrows `capacity_bytes`.
-    `journal` says which page lies where. A page counts once its record is there; its frame is used
-    again once its drop is there too. So after a crash, whoever opens the folder finds the state
-    after the last change that was answered, or a later one; after damage to the journal, fewer
-    pages. Damage to `pages` shows in the digest, which the caller compares.
+    `index`, an SQLite database, says which page lies where. A page counts once its row is
+    committed; its frame is used again once its drop is committed too. So after a crash, whoever
+    opens the folder finds the state after the last change that was answered, or a later one; after
+    damage to the index, fewer pages. Damage to `pages` shows in the digest, which the caller
+    compares.
 
     A power cut may undo the newest changes, drops too, back to the last `flush` or `clear`, and
     lose pages overwritten since. It cannot produce a wrong page. After `close`, and in a forked
-    child, everything but `holds`, `keys` and `len` raises ClosedError.
+    child, everything but `holds` and `len` raises ClosedError.
 
     On a full disk the tier goes on with the frames that it has, and gives up the last of them
-    where the journal needs room.
+    where the index needs room.
 
     Args:
         path: folder, made if absent; one owner at a time. Pages in it are adopted, those of
             another size dropped. It is free again after `close`, or when the tier is collected.
         capacity_bytes: bound of `pages`; a frame takes the page and its attachments, rounded up to
-            4096 bytes. The journal comes on top: for each frame 61 bytes and the encoded key, at
-            most three times that while it is rewritten, and 64 KiB.
+            4096 bytes. The index comes on top: for each frame some 50 bytes and the encoded key,
+            and a log of 4 MiB and as much as one call changes.
         page_bytes: bytes of a page.
         attachment_bytes: room beside each page for its packed attachments.
         io: "direct" bypasses the page cache, "buffered" does not, "auto" does where it can.
@@ -97,7 +98,7 @@ class DiskTier:
         self._open(io)
         self._unsynced = len(self)  # at most this many of the newest pages are not on the disk yet
         self._refused = False  # the last sync
-        self._gave_back = False  # since the journal had room
+        self._gave_back = False  # since the index had room
 
     @property
     def direct(self) -> bool:
@@ -105,12 +106,13 @@ class DiskTier:
         return self._data.direct
 
     def put(self, records: Sequence[Record]) -> list[Answer]:
-        """Keep pages: their data in runs of frames, then one write to the journal. Local.
+        """Keep pages: their data in runs of frames, then one transaction. Local.
 
         A page in place of another takes a new frame; where there is none, the old page goes first.
         Of several records with one key the last counts. A page that is not kept leaves what was
         there as it was; its answer is a `CapacityError` where quota or disk is full, a
-        `ShapeError` for content that does not fit, or else the `OSError`.
+        `ShapeError` for content that does not fit, a `CorruptionError` where the index turns out
+        to be damaged, which costs all pages, or else the `OSError`.
         """
         self._check_open()
         room = self.page_bytes + self.attachment_bytes
@@ -122,7 +124,7 @@ class DiskTier:
         try:
             self._ready()
             fitting = self._make_room(wanted)
-        except OSError as error:
+        except (OSError, CorruptionError) as error:
             answers |= {record.key: refusal(error, self.path) for record in wanted}
         else:
             full = CapacityError(f"all {self.capacity_pages} pages of {self.path} are taken")
@@ -134,11 +136,14 @@ class DiskTier:
 
         Returns:
             Length and digest that each page came with, which the caller compares; None for a page
-            that is not here, CorruptionError where the file ends before it, OSError where the file
-            system refuses.
+            that is not here, CorruptionError where the file ends before it or the index turns out
+            to be damaged, OSError where the file system refuses.
         """
         self._check_open()
-        places = [self._journal.places.get(key) for key in keys]
+        try:
+            places = self._index.places(keys)
+        except (OSError, CorruptionError) as error:
+            return [error] * len(keys)
         there = [(place.frame, each) for place, each in zip(places, into, strict=True) if place]
         errors = iter(self._data.read([frame for frame, _ in there], [each for _, each in there]))
         return [
@@ -147,17 +152,17 @@ class DiskTier:
         ]
 
     def drop(self, keys: Sequence[PageKey]) -> None:
-        """Forget pages; unknown keys are ignored. One write to the journal.
+        """Forget pages; unknown keys are ignored.
 
         Raises:
-            CapacityError, OSError: the journal could not be written. The pages are no longer
+            CapacityError, OSError: the index could not be written. The pages are no longer
                 served, and their drop is written before anything else is kept; until then a crash
                 brings them back.
+            CorruptionError: the index is damaged, and every page is lost.
         """
         self._check_open()
-        there = [key for key in dict.fromkeys(keys) if key in self._journal.places]
         with refusing(self.path):
-            self._leave(there)
+            self._leave(keys)
 
     def clear(self) -> None:
         """Forget every page and give the room back; not even a power cut brings them back.
@@ -168,7 +173,7 @@ class DiskTier:
         self._check_open()
         self._frames.clear()
         with refusing(self.path):
-            self._journal.clear()
+            self._index.clear()
             self._data.shrink(0)
             self._unsynced = 0
 
@@ -177,7 +182,8 @@ class DiskTier:
 
         Raises:
             CapacityError, OSError: the file system refused.
-            CorruptionError: it had refused before, and lost pages; the others do survive.
+            CorruptionError: it had refused before, and lost pages; the others do survive. Or as
+                `drop`.
         """
         self._check_open()
         with refusing(self.path):
@@ -186,33 +192,38 @@ class DiskTier:
             self._data.flush()
             self._refused, self._unsynced = False, 0
             self._leave(lost)
+            self._ready()
             self._system.sync_folder(self.path)
-            if not self._journal.begun:
-                self._ready()
-            self._journal.flush()
+            self._index.flush()
         if lost:
             raise CorruptionError(f"{len(lost)} pages of {self.path} were lost by a failed sync")
 
     def holds(self, keys: Sequence[PageKey]) -> list[bool]:
         """Tell for each page whether it is here. From any thread."""
-        return [key in self._journal.places for key in keys]
+        return [key in self._index for key in keys]
 
     def keys(self) -> list[PageKey]:
-        """Return all keys, in the order in which they were put."""
-        return list(self._journal.places)
+        """Return all keys, in the order in which they were put. They are read from the disk.
+
+        Raises:
+            OSError: the file system refused.
+            CorruptionError: as `drop`.
+        """
+        self._check_open()
+        return self._index.keys()
 
     def close(self) -> None:
         """Give the folder up; the pages stay. Does not flush. A second call does nothing."""
         if self._closed:
             return
-        if self._journal.begun:
-            with suppress(OSError):
+        if self._index.begun:
+            with suppress(OSError, CorruptionError):
                 self._ready()  # a drop that could not be written, perhaps it can now
         self._closed = True
         self._give_up()
 
     def __len__(self) -> int:
-        return len(self._journal.places)
+        return len(self._index)
 
     def _open(self, io: str) -> None:
         try:
@@ -223,13 +234,16 @@ class DiskTier:
                     self.path / "pages", stride=self.frame_bytes, io=io, system=self._system
                 )
                 opened.callback(self._data.close)
-                self._journal = Journal(
-                    self.path / "journal",
+                self._index = Index(
+                    self.path / "index",
+                    lock=lock,
                     page_bytes=self.page_bytes,
                     attachment_bytes=self.attachment_bytes,
+                    # A 64th of the pages; a larger log than 4 MiB gains nothing.
+                    log_pages=min(1000, max(4, self.capacity_pages * self.frame_bytes >> 18)),
                     system=self._system,
                 )
-                opened.callback(self._journal.close)
+                opened.callback(self._index.close)
                 self._adopt()
                 # Not at exit: a thread may still write to what would be another file by then.
                 self._give_up = weakref.finalize(self, opened.pop_all().close)
@@ -243,45 +257,39 @@ class DiskTier:
             raise UsageError(f"cannot keep pages in {self.path}: {error}") from error
 
     def _adopt(self) -> None:
-        """Adopt the pages that the journal names and the data file has."""
-        room = min(self.capacity_pages, self._data.frames())
-        for key, place in list(self._journal.places.items()):
-            if place.frame < room and place.length <= self.frame_bytes:
-                self._frames.take(place.frame)
-            else:
-                del self._journal.places[key]  # and from the file once its frame is used again
-        if self._journal.begun:  # otherwise pages of another size stay until the first change
+        """Adopt the pages that the index names and the data file has."""
+        self._index.cut(min(self.capacity_pages, self._data.frames()))
+        self._frames.adopt(self._index.frames())
+        if self._index.begun:  # otherwise what is there stays until the first change
             self._data.shrink(self.capacity_pages)
 
     def _ready(self) -> None:
-        """Repair the journal; on a full disk, with room that is taken from the last pages."""
-        begun = self._journal.begun
+        """Write what failed before; on a full disk, with room that is taken from the last pages."""
+        begun = self._index.begun
+        if not begun:
+            self._frames.clear()
         try:
-            self._journal.ready()
+            self._index.ready()
         except OSError as error:
             if not full(error) or self._gave_back:  # others took the room, and would again
                 raise
             self._gave_back = True
             self._give_back()
-            self._journal.ready()
+            self._index.ready()
         self._gave_back = False
         if not begun:
             self._data.shrink(self.capacity_pages)
 
     def _give_back(self) -> None:
-        """Free what the journal takes: frames behind the last page, then those of the last pages.
+        """Free what the index takes: frames behind the last page, then those of the last pages.
 
         What lies behind the end of the file is not adopted, so a crash finds no wrong page.
         """
-        here = self._journal.places
-        needed = -(-(self._journal.nbytes + ALIGNMENT) // self.frame_bytes)
+        needed = -(-(_ROOM_BYTES + _ROW_BYTES * len(self._index)) // self.frame_bytes)
         end = min(self._frames.end(), max(0, self._data.frames() - needed))
         self._data.shrink(end)
         self._frames.fence(end)
-        gone = [key for key, place in here.items() if place.frame >= end]
-        self._release([here[key] for key in gone])
-        if gone:
-            self._journal.forget(gone)
+        self._release(self._index.cut(end))
 
     def _write_again(self) -> list[PageKey]:
         """Write again what a failed sync may have lost; return the keys of pages that changed.
@@ -289,7 +297,9 @@ class DiskTier:
         The kernel counts pages whose write failed as written, and the next sync succeeds.
         """
         lost, frame = [], np.frombuffer(mmap.mmap(-1, self.frame_bytes), dtype=np.uint8)
-        for key, place in islice(reversed(self._journal.places.items()), self._unsynced):
+        keys = self._index.keys()[-self._unsynced :] if self._unsynced else []
+        for key, place in zip(keys, self._index.places(keys), strict=True):
+            assert place is not None
             (error,) = self._data.read([place.frame], [frame])
             if error is None and checksum(key, frame[: place.length]) == place.digest:
                 (error,) = self._data.write([place.frame], [frame])
@@ -301,7 +311,8 @@ class DiskTier:
 
     def _make_room(self, records: Sequence[Record]) -> list[Record]:
         """Return the records that fit; where frames are short, give up pages that they replace."""
-        here, free = self._journal.places, self._frames.free
+        free = self._frames.free
+        here = {each.key for each in records if each.key in self._index}
         refused = [each.key for each in records if each.key not in here][free:]
         fitting = [each for each in records if each.key not in refused]
         short = max(0, len(fitting) - free)
@@ -309,18 +320,13 @@ class DiskTier:
         return fitting
 
     def _leave(self, keys: Sequence[PageKey]) -> None:
-        if keys:
-            # Free at once, even if the drop is not written now: nothing is put before it is.
-            self._release([self._journal.places[key] for key in keys])
-            try:
-                self._journal.drop(keys)
-            except OSError as error:
-                if not full(error):
-                    raise
-                self._ready()
+        # Free at once, even if the drop is not written now: nothing is put before it is.
+        if gone := self._index.forget(keys):
+            self._release(gone)
+            self._ready()
 
     def _write(self, records: Sequence[Record]) -> dict[PageKey, Answer]:
-        here, frames = self._journal.places, self._frames.claim(len(records))
+        frames = self._frames.claim(len(records))
         placed = list(zip(records, frames, strict=True))
         answers: dict[PageKey, Answer] = {}
         # The whole frame where there is one, so that it goes out together with its neighbours.
@@ -329,26 +335,35 @@ class DiskTier:
             answers[record.key] = error and refusal(error, self.path)
         if any(isinstance(answer, CapacityError) for answer in answers.values()):
             self._frames.fence(self._data.frames())
+        self._release([frame for record, frame in placed if answers[record.key] is not None])
         places = [
             (record.key, Place(frame, record.content.nbytes, record.digest))
             for record, frame in placed
             if answers[record.key] is None
         ]
-        replaced = [here[key] for key, _ in places if key in here]
-        try:
-            self._journal.put(places)
-            self._unsynced += len(places)
-            self._release(replaced)
-        except OSError as error:
-            answers |= {key: refusal(error, self.path) for key, _ in places}
-        for record, frame in placed:
-            if answers[record.key] is not None:
-                self._frames.release(frame)
+        return answers | self._name(places)
+
+    def _name(self, places: Sequence[tuple[PageKey, Place]]) -> dict[PageKey, Answer]:
+        """Name the places of pages; the last ones give their room to a full index."""
+        answers: dict[PageKey, Answer] = {}
+        while places:
+            try:
+                self._release(self._index.put(places))
+                self._unsynced += len(places)
+                break
+            except (OSError, CorruptionError) as error:
+                kept = len(places) // 2 if isinstance(error, OSError) and full(error) else 0
+                answers |= {key: refusal(error, self.path) for key, _ in places[kept:]}
+            self._release([place.frame for _, place in places[kept:]])
+            places = places[:kept]
+            with suppress(OSError):
+                self._data.shrink(self._frames.end())
+                self._frames.fence(self._data.frames())
         return answers
 
-    def _release(self, places: Sequence[Place]) -> None:
-        for place in places:
-            self._frames.release(place.frame)
+    def _release(self, frames: Sequence[int]) -> None:
+        for frame in frames:
+            self._frames.release(frame)
 
     def _check_open(self) -> None:
         if self._closed:

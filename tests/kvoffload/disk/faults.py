@@ -1,7 +1,9 @@
 """An operating system that fails or kills at chosen calls."""
 
+import errno
 import os
 import signal
+import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,12 +22,42 @@ class Fault:
             os.kill(os.getpid(), signal.SIGKILL)
         raise OSError(self.error, os.strerror(self.error))
 
+    def strike_sql(self):
+        if self.error is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise sqlite_error(self.error)
+
+
+def sqlite_error(number):
+    """What SQLite makes of an error of the file system."""
+    error = sqlite3.OperationalError(os.strerror(number))
+    full = number == errno.ENOSPC
+    error.sqlite_errorcode = sqlite3.SQLITE_FULL if full else sqlite3.SQLITE_IOERR_WRITE
+    return error
+
+
+class FaultyConnection(sqlite3.Connection):
+    """Asks before a transaction is committed or the log copied; and kills after it as well."""
+
+    script = None
+
+    def execute(self, sql, *arguments):
+        name = {"COMMIT": "commit", "PRAGMA wal_checkpoint": "checkpoint"}.get(sql.split("(")[0])
+        fault = self.script(name, 1) if name else None
+        if fault is not None:
+            if fault.written and fault.error is None:
+                super().execute(sql, *arguments)
+            fault.strike_sql()
+        return super().execute(sql, *arguments)
+
 
 class FaultySystem(Unsynced):
     """Asks `script`, with the name of a call and the bytes it would write, for a fault or None.
 
     Only calls that change something are asked about.
     """
+
+    connection = FaultyConnection
 
     def __init__(self, script: Callable[[str, int], Fault | None]) -> None:
         self.script = script
@@ -55,8 +87,10 @@ class FaultySystem(Unsynced):
     def sync(self, descriptor):
         return self._asked("sync", super().sync, descriptor)
 
-    def replace(self, source, target):
-        return self._asked("replace", super().replace, source, target)
+    def connect(self, path):
+        connection = super().connect(path)
+        connection.script = self.script
+        return connection
 
     def remove(self, path):
         return self._asked("remove", super().remove, path)

@@ -8,7 +8,7 @@ from primeblocks.kvoffload.page import checksum
 from primeblocks.kvoffload.tier import Found, Record
 
 PAGE, EXTRA, FRAME = 48, 64, 4096
-LONG = 20_000  # bytes of a key of which a few make a journal long enough to be rewritten
+LONG = 20_000  # bytes of a key that takes several pages of the index
 
 
 def key_of(number):
@@ -41,6 +41,8 @@ def aligned(count=FRAME):
 
 class Unsynced(System):
     """Does not wait for the disk: what a power cut would leave is not looked at."""
+
+    synchronous = "OFF"
 
     def sync(self, descriptor):
         pass

@@ -2,13 +2,16 @@
 
 import os
 import shutil
+import sqlite3
 from contextlib import closing
 
 import pytest
 
-from primeblocks.errors import UsageError
+from primeblocks.errors import CorruptionError, UsageError
 from tests.kvoffload.disk.small import (
     FRAME,
+    Unsynced,
+    aligned,
     assert_serves,
     key_of,
     open_tier,
@@ -17,129 +20,237 @@ from tests.kvoffload.disk.small import (
     state,
 )
 
-
-def write_history(path, *, flush_at=(), steps=8):
-    """A short history, or its first steps; the states after each."""
-    states = [{}]
-    with closing(open_tier(path)) as tier:
-        for at, (what, number, value) in enumerate(
-            [
-                ("put", 0, 1),
-                ("put", 1, 1),
-                ("drop", 0, 0),
-                ("put", 2, 1),
-                ("put", 1, 2),
-                ("put", 3, 1),
-                ("drop", 2, 0),
-                ("put", 0, 3),
-            ][:steps]
-        ):
-            if what == "put":
-                assert tier.put([record(number, value)]) == [None]
-            else:
-                tier.drop([key_of(number)])
-            states.append(state(tier))
-            if at in flush_at:
-                tier.flush()
-    return states
+STEPS = [
+    ("put", 0, 1),
+    ("put", 1, 1),
+    ("drop", 0, 0),
+    ("put", 2, 1),
+    ("put", 1, 2),
+    ("put", 3, 1),
+    ("drop", 2, 0),
+    ("put", 0, 3),
+]
 
 
-class Files:
-    """The files of a history, to be put back after each damage."""
+class LongLog(sqlite3.Connection):
+    """Copies the log when it is asked to, and not where it has grown to some length."""
 
-    def __init__(self, path):
-        self.journal, self.pages = (path / "journal").read_bytes(), (path / "pages").read_bytes()
-        self.path = path
-
-    def damaged(self, journal):
-        (self.path / "journal").write_bytes(journal)
-        (self.path / "pages").write_bytes(self.pages)
-        return self.path
-
-    def flipped(self, at, flip):
-        return self.damaged(
-            self.journal[:at] + bytes([self.journal[at] ^ flip]) + self.journal[at + 1 :]
+    def execute(self, sql, *arguments):
+        return super().execute(
+            sql.replace("wal_autocheckpoint = 4", "wal_autocheckpoint = 0"), *arguments
         )
 
 
-def assert_normal(path, found):
+class SmallPages(Unsynced):
+    """An index of a few KiB, all of which can be damaged, and all of its changes in the log."""
+
+    connection = LongLog
+
+    def connect(self, path):
+        connection = super().connect(path)
+        connection.execute("PRAGMA page_size = 512")
+        return connection
+
+
+def tier_of(path):
+    return open_tier(path, system=SmallPages())
+
+
+def files_of(path):
+    return {each.name: each.read_bytes() for each in path.iterdir()}
+
+
+class History:
+    """A short history, or its first steps; the states after each, and the files.
+
+    `killed` are the files as a kill after each state leaves them, `closed` those of the last one
+    after `close`.
+    """
+
+    def __init__(self, path, *, flush_at=(), steps=8):
+        self.path = path
+        self.states, self.killed = [], []
+        with closing(tier_of(path)) as tier:
+            self._note(tier)
+            for at, (what, number, value) in enumerate(STEPS[:steps]):
+                if what == "put":
+                    assert tier.put([record(number, value)]) == [None]
+                else:
+                    tier.drop([key_of(number)])
+                if at in flush_at:
+                    tier.flush()
+                self._note(tier)
+        self.closed = files_of(path)
+
+    def _note(self, tier):
+        self.states.append(state(tier))
+        self.killed.append(files_of(self.path))
+
+    def write(self, files):
+        for each in self.path.iterdir():
+            each.unlink()
+        for name, data in files.items():
+            (self.path / name).write_bytes(data)
+        return self.path
+
+    def found(self, files):
+        """What a new owner of these files serves, and has under another digest."""
+        with closing(tier_of(self.write(files))) as tier:
+            found = state(tier)
+        return {number: content for number, content in found.items() if content}, found
+
+
+def flipped(files, name, at, flip):
+    data = bytearray(files[name])
+    data[at] ^= flip
+    return files | {name: bytes(data)}
+
+
+def assert_normal(path):
     """The tier serves what it found, takes new pages, and finds them again."""
-    with closing(open_tier(path)) as tier:
-        assert state(tier) == found
+    with closing(tier_of(path)) as tier:
+        tier.drop([key_of(number) for number, content in state(tier).items() if not content])
         assert_serves(tier)
         assert tier.put([record(0, 9)]) == [None]
         after = state(tier)
-    with closing(open_tier(path)) as tier:
+    with closing(tier_of(path)) as tier:
         assert state(tier) == after
 
 
-def test_a_flipped_byte_of_the_journal_costs_pages_and_brings_none_back(tmp_path):
-    states = write_history(tmp_path)
-    files, kept = Files(tmp_path), 0
-    for at in range(len(files.journal)):
-        path = files.flipped(at, (0x01, 0x80, 0xFF)[at % 3])
-        with closing(open_tier(path)) as tier:
-            found = state(tier)
-        assert found.items() <= states[-1].items(), at
-        kept += len(found)
+@pytest.mark.parametrize("flip", [0x01, 0x80, 0xFF])
+def test_a_flipped_byte_of_the_index_costs_pages_and_brings_none_back(tmp_path, flip):
+    history = History(tmp_path)
+    kept = 0
+    for at in range(flip % 3, len(history.closed["index"]), 3):
+        files = flipped(history.closed, "index", at, flip)
+        right, found = history.found(files)
+        assert right.items() <= history.states[-1].items(), at
+        assert len(found) in (0, len(history.states[-1])), at
+        kept += len(right)
         if at % 11 == 0:
-            assert_normal(path, found)
-    assert kept > len(files.journal)  # what came after the damage is kept
+            assert_normal(history.write(files))
+    assert kept > 100
+
+
+@pytest.mark.parametrize("at", [*range(110), *range(4096, 4106), *range(8192, 8202)])
+def test_so_it_is_with_pages_of_the_size_that_is_used(tmp_path, at):
+    with closing(open_tier(tmp_path)) as tier:
+        assert tier.put([record(number) for number in range(3)]) == [None] * 3
+        before = state(tier)
+    data = bytearray((tmp_path / "index").read_bytes())
+    data[at] ^= 0x41
+    (tmp_path / "index").write_bytes(data)
+    with closing(open_tier(tmp_path)) as tier:
+        found = state(tier)
+    assert found.items() <= before.items()
+    assert_normal(tmp_path)
+
+
+def test_a_flipped_byte_of_the_log_costs_pages_and_brings_none_back(tmp_path):
+    """What came after the damage is gone, so nothing says any more which pages were dropped."""
+    history = History(tmp_path)
+    for at in range(0, len(history.killed[-1]["index-wal"]), 29):
+        files = flipped(history.killed[-1], "index-wal", at, 0x10)
+        right, _ = history.found(files)
+        assert right.items() <= history.states[-1].items(), at
+        if at % 11 == 0:
+            assert_normal(history.write(files))
 
 
 def test_damage_after_a_flush_keeps_the_flushed_pages(tmp_path):
-    states = write_history(tmp_path, flush_at=[4])
-    files, flushed = Files(tmp_path), states[5]
-    behind_the_mark = files.journal.rindex(key_of(3).encode()) + 20
-    for at in range(0, len(files.journal), 5):
-        path = files.flipped(at, 0x10)
-        with closing(open_tier(path)) as tier:
-            found = state(tier)
+    history = History(tmp_path, flush_at=[4])
+    flushed, kept = history.states[5], 0
+    for at in range(0, len(history.killed[-1]["index-wal"]), 29):
+        files = flipped(history.killed[-1], "index-wal", at, 0x10)
+        right, _ = history.found(files)
         # Drops since the flush may be undone, older ones not.
-        assert all(
-            (n, content) in states[-1].items() | flushed.items() for n, content in found.items()
-        )
-        if at > behind_the_mark:
-            assert found[1] == flushed[1]
-        assert_normal(path, found)
+        assert right.items() <= history.states[-1].items() | flushed.items()
+        assert right[1] == flushed[1]
+        kept += len(right)
+        if at % 11 == 0:
+            assert_normal(history.write(files))
+    assert kept > 100
 
 
 def test_damage_before_a_flush_brings_nothing_back(tmp_path):
-    states = write_history(tmp_path, flush_at=[1, 6], steps=7)
-    files = Files(tmp_path)
-    last_mark = files.journal.rindex(key_of(2).encode())
-    for at in range(0, last_mark, 5):
-        with closing(open_tier(files.flipped(at, 0x10))) as tier:
-            assert state(tier).items() <= states[-1].items(), at
+    """Not even an older log in the place of the one that was emptied does."""
+    history = History(tmp_path, flush_at=[1, 6], steps=7)
+    assert history.killed[-1]["index-wal"] == b""
+    log = history.killed[-2]["index-wal"]
+    for length in (*range(0, len(log), 53), len(log)):
+        right, _ = history.found(history.killed[-1] | {"index-wal": log[:length]})
+        assert right.items() <= history.states[-1].items(), length
 
 
-def test_damage_after_the_journal_was_rewritten_brings_nothing_back(tmp_path):
-    sizes = [0]
-    with closing(open_tier(tmp_path)) as tier:
-        assert tier.put([record(0)]) == [None]
-        while os.path.getsize(tmp_path / "journal") >= sizes[-1]:
-            sizes.append(os.path.getsize(tmp_path / "journal"))
-            assert tier.put([record(100, len(sizes))]) == [None]
-        rewritten = os.path.getsize(tmp_path / "journal")
-        tier.drop([key_of(0)])
-        assert tier.put([record(1)]) == [None]
-    files = Files(tmp_path)
-    for at in range(rewritten, len(files.journal), 5):
-        with closing(open_tier(files.flipped(at, 0x10))) as tier:
-            assert not tier.holds([key_of(0)])[0], at
+def test_an_index_that_was_cut_brings_nothing_back(tmp_path):
+    history = History(tmp_path, flush_at=[4])
+    for files, name in ((history.closed, "index"), (history.killed[-1], "index-wal")):
+        for length in range(0, len(files[name]), 7):
+            right, _ = history.found(files | {name: files[name][:length]})
+            allowed = {*history.states[-1].items()}
+            allowed |= {*history.states[5].items()} if name == "index-wal" else set()
+            assert {*right.items()} <= allowed, length
+            if length % 11 == 0:
+                assert_normal(tmp_path)
 
 
-def test_a_journal_that_was_cut_is_a_prefix(tmp_path):
-    states = write_history(tmp_path)
-    files = Files(tmp_path)
-    for length in range(len(files.journal)):
-        path = files.damaged(files.journal[:length])
-        with closing(open_tier(path)) as tier:
-            found = state(tier)
-        # Frames of pages that were dropped later may have been used again: their digests tell.
-        right = {number: content for number, content in found.items() if content}
-        assert any(right.items() <= each.items() and found.keys() == each.keys() for each in states)
-    assert len(found) >= 2
+def test_a_log_that_a_kill_has_torn_is_the_state_before(tmp_path):
+    history = History(tmp_path)
+    for after in range(2, len(STEPS) + 1):
+        before, files = history.killed[after - 1], history.killed[after]
+        log, was = files["index-wal"], len(before["index-wal"])
+        assert was < len(log)
+        for length in range(was, len(log), 31):
+            torn = before | {"pages": files["pages"], "index-wal": log[:length]}
+            # Its own change alone may have taken the place of a page.
+            assert history.found(torn)[0] == history.states[after - 1], (after, length)
+        assert (
+            history.found(before | {"pages": files["pages"], "index-wal": log})[0]
+            == (history.states[after])
+        )
+
+
+def test_a_log_that_vanished_takes_what_was_not_flushed(tmp_path):
+    history = History(tmp_path, flush_at=[4])
+    files = dict(history.killed[-1])
+    del files["index-wal"]
+    right, _ = history.found(files)
+    assert right[1] == history.states[5][1]
+    assert right.items() <= history.states[-1].items() | history.states[5].items()
+    assert_normal(history.write(files))
+
+
+def test_a_damaged_lock_costs_nothing_and_keeps_the_folder_ours(tmp_path):
+    history = History(tmp_path)
+    for at in range(len(history.closed["lock"])):
+        for damaged in (
+            flipped(history.closed, "lock", at, 0x10),
+            history.closed | {"lock": history.closed["lock"][:at]},
+        ):
+            assert history.found(damaged)[0] == history.states[-1]
+            with closing(tier_of(tmp_path)) as tier:
+                assert tier.put([record(1, 5)]) == [None]
+            assert (tmp_path / "lock").read_bytes()[:8] == b"pbkvix01"
+
+
+def test_an_index_that_is_damaged_while_open_costs_its_pages_once(tmp_path, caplog):
+    numbers = range(100, 108)  # whose keys are long
+    with closing(open_tier(tmp_path, pages=8)) as tier:
+        assert tier.put([record(number) for number in numbers]) == [None] * 8
+        tier.flush()
+        tier._index._connection.execute("PRAGMA shrink_memory")
+        size = os.path.getsize(tmp_path / "index")
+        with (tmp_path / "index").open("r+b") as file:
+            file.seek(4096)
+            file.write(bytes([0x5A]) * (size - 4096))
+        found = tier.get([key_of(103), key_of(104)], into=[aligned(), aligned()])
+        assert all(isinstance(each, CorruptionError) for each in found)
+        assert (len(tier), tier.keys(), tier.holds([key_of(103)])) == (0, [], [False])
+        assert tier.put([record(3)]) == [None]
+        assert_serves(tier, pages=8)
+        before = state(tier)
+    with closing(open_tier(tmp_path, pages=8)) as tier:
+        assert state(tier) == before
 
 
 def test_flipped_bytes_of_pages_show_in_the_digest(tmp_path):
@@ -167,7 +278,9 @@ def test_pages_that_the_file_has_no_longer_are_forgotten(tmp_path, frames):
         before = state(tier)
     os.truncate(tmp_path / "pages", frames * FRAME + 100)
     found = {number: before[number] for number in range(frames)}
-    assert_normal(tmp_path, found)
+    with closing(open_tier(tmp_path)) as tier:
+        assert state(tier) == found
+    assert_normal(tmp_path)
 
 
 def test_pages_cut_off_while_open_are_errors(tmp_path):
@@ -181,7 +294,7 @@ def test_pages_cut_off_while_open_are_errors(tmp_path):
         assert None not in read(tier, range(3))
 
 
-@pytest.mark.parametrize("name", ["pages", "journal", "lock"])
+@pytest.mark.parametrize("name", ["pages", "index", "lock"])
 def test_a_file_that_vanished_costs_pages(tmp_path, name):
     with closing(open_tier(tmp_path)) as tier:
         assert tier.put([record(0), record(1)]) == [None, None]
@@ -194,7 +307,8 @@ def test_a_file_that_vanished_costs_pages(tmp_path, name):
             open_tier(tmp_path)
         (tmp_path / "lock").touch()
         return
-    assert_normal(tmp_path, {})
+    assert len(open_tier(tmp_path)) == 0
+    assert_normal(tmp_path)
 
 
 def test_a_folder_that_vanished_is_an_answer(tmp_path):
@@ -203,4 +317,5 @@ def test_a_folder_that_vanished_is_an_answer(tmp_path):
         shutil.rmtree(tmp_path / "pages")
         assert read(tier, [0]) == [record(0).content.tobytes()]
         assert tier.put([record(1)]) == [None]
-    assert_normal(tmp_path / "pages", {})
+    assert len(open_tier(tmp_path / "pages")) == 0
+    assert_normal(tmp_path / "pages")

@@ -2,10 +2,9 @@
 
 import errno
 import os
-import subprocess
-import sys
-import warnings
+import tracemalloc
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,9 +15,8 @@ from primeblocks.errors import (
     PlanError,
     ShapeError,
     UnsupportedError,
-    UsageError,
 )
-from primeblocks.kvoffload import DiskTier, HostTier, TieredStore
+from primeblocks.kvoffload import DiskTier, PageKey
 from primeblocks.kvoffload.disk import System
 from primeblocks.kvoffload.tier import Found, Record
 from tests.kvoffload import tier_conformance as conformance
@@ -85,9 +83,9 @@ def test_pages_that_are_written_together_move_together_once(tmp_path, io):
         system.writes.clear()
         system.reads.clear()
         assert tier.put([record(number, whole_frame=True) for number in range(6)]) == [None] * 6
-        data, journal = system.writes
+        data, mark = system.writes
         assert data == (6, 6 * FRAME)
-        assert journal[0] == 1
+        assert mark[1] < 64
         tier.get([key_of(n) for n in (5, 2, 1, 3, 4)], into=[aligned() for _ in range(5)])
         assert system.reads == [(5, 5 * FRAME)]
 
@@ -186,107 +184,12 @@ def test_an_empty_folder_takes_pages_of_another_size(tmp_path):
     other.close()
 
 
-@pytest.mark.parametrize("name", ["journal", "pages"])
-def test_files_of_something_else_are_left_alone(tmp_path, name):
-    (tmp_path / name).write_text("somebody's, and longer than any header of a journal is")
-    with pytest.raises(UsageError, match="something else"):
-        open_tier(tmp_path)
-    (tmp_path / "lock").touch()
-    if name == "journal":
-        with pytest.raises(UsageError, match="no journal"):
-            open_tier(tmp_path)
-        assert "somebody's" in (tmp_path / name).read_text()
-
-
-def test_folders_of_one_file_a_page_are_left_alone(tmp_path):
-    (tmp_path / "lock").touch()
-    (tmp_path / "ab").mkdir()
-    (tmp_path / "ab" / "abcd.page").write_text("old")
-    with closing(open_tier(tmp_path)) as tier:
-        assert len(tier) == 0
-        assert_serves(tier)
-    assert (tmp_path / "ab" / "abcd.page").read_text() == "old"
-
-
 @pytest.mark.parametrize("sizes", [(0, 0, FRAME), (48, -1, FRAME), (48, 64, FRAME - 1)])
 def test_a_tier_without_room_for_a_page_is_refused(sizes, tmp_path):
     page, extra, capacity = sizes
     with pytest.raises(PlanError):
         DiskTier(tmp_path, capacity_bytes=capacity, page_bytes=page, attachment_bytes=extra)
     assert not any(tmp_path.iterdir())
-
-
-def test_a_folder_has_one_owner(tmp_path):
-    first = open_tier(tmp_path)
-    with pytest.raises(UsageError, match="another store"):
-        open_tier(tmp_path)
-    first.close()
-    first.close()
-    open_tier(tmp_path).close()
-
-
-def test_a_tier_that_is_collected_leaves_the_folder_free(tmp_path):
-    tier = open_tier(tmp_path)
-    tier.put([record(0)])
-    del tier
-    host = HostTier(capacity_bytes=FRAME, page_bytes=PAGE, attachment_bytes=EXTRA)
-    with pytest.raises(PlanError, match="around"):
-        TieredStore([host, open_tier(tmp_path)], write="around")
-    with closing(open_tier(tmp_path)) as tier:
-        assert [*state(tier)] == [0]
-
-
-def test_a_forked_child_has_no_part_in_the_folder(tmp_path):
-    tier = open_tier(tmp_path)
-    tier.put([record(0)])
-    (asked, ask), (heard, say) = os.pipe(), os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # it has other threads
-        child = os.fork()
-    if child == 0:
-        try:
-            tier.put([record(1)])
-        except ClosedError:
-            tier.close()
-            os.write(say, b"closed")
-        os.read(asked, 1)  # and lives on
-        os._exit(0)
-    os.close(say)
-    try:
-        assert os.read(heard, 9) == b"closed"
-        with pytest.raises(UsageError, match="another store"):
-            open_tier(tmp_path)
-        assert tier.put([record(2)]) == [None]
-        tier.close()
-        with closing(open_tier(tmp_path)) as tier:
-            assert [*state(tier)] == [0, 2]
-    finally:
-        os.write(ask, b"1")
-        os.waitpid(child, 0)
-        for descriptor in (asked, ask, heard):
-            os.close(descriptor)
-
-
-OWN = """
-import sys
-from primeblocks.kvoffload import DiskTier, HostTier, TieredStore
-tier = DiskTier(sys.argv[1], capacity_bytes=9000, page_bytes=48, attachment_bytes=64)
-print("owned", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_a_killed_owner_leaves_the_folder_free(tmp_path):
-    command = [sys.executable, "-c", OWN, str(tmp_path)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdout.readline() == "owned\n"
-        with pytest.raises(UsageError, match="another store"):
-            open_tier(tmp_path)
-        other.kill()
-        other.wait()
-    open_tier(tmp_path).close()
 
 
 class WithoutDirect(Unsynced):
@@ -340,21 +243,42 @@ def test_clear_gives_the_room_back(tmp_path):
         tier.clear()
         assert (len(tier), tier.keys()) == (0, [])
         assert os.path.getsize(tmp_path / "pages") == 0
-        assert os.path.getsize(tmp_path / "journal") < 64
+        assert os.path.getsize(tmp_path / "index") <= 3 * 4096
         assert_serves(tier)
 
 
-def test_the_journal_stays_in_proportion(tmp_path):
+def test_the_index_stays_in_proportion(tmp_path):
+    """The file by what it has, the log by what SQLite lets it grow to."""
     with closing(open_tier(tmp_path)) as tier:
-        sizes = []
         for value in range(2000):
-            tier.put([record(value % 3, value)])
-            sizes.append(os.path.getsize(tmp_path / "journal"))
-        assert max(sizes) < 3 * 4 * 100 + (64 << 10)
-        assert sizes.index(max(sizes)) < len(sizes) - 1
+            assert tier.put([record(value % 3, value)]) == [None]
+            if value % 100 == 0:
+                sizes = {each.name: each.stat().st_size for each in tmp_path.iterdir()}
+                assert sizes["index"] <= 4 * 4096
+                assert sizes["index-wal"] < 5 << 20
         before = state(tier)
+    assert not (tmp_path / "index-wal").exists()
     with closing(open_tier(tmp_path)) as tier:
         assert state(tier) == before
+
+
+def test_the_memory_of_a_page_is_bounded(tmp_path):
+    count = 4000
+    with closing(open_tier(tmp_path, pages=count)) as tier:
+        records = [record(0) for _ in range(count)]
+        for number, each in enumerate(records):
+            key = PageKey("a salt", number.to_bytes(32, "big"), version=7, recipe="r" * 32)
+            records[number] = replace(each, key=key)
+        assert tier.put(records) == [None] * count
+    del records
+    tracemalloc.start()
+    try:
+        with closing(open_tier(tmp_path, pages=count)) as tier:
+            held, _ = tracemalloc.get_traced_memory()
+            assert len(tier) == count
+    finally:
+        tracemalloc.stop()
+    assert held / count < 250
 
 
 def test_a_closed_tier_says_so(tmp_path):

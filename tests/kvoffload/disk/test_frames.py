@@ -41,6 +41,5 @@ def test_claims_are_the_next_free_frames_of_the_sweep(count, steps):
 
 def test_a_sweep_goes_on_behind_the_newest_page():
     frames = Frames(5)
-    frames.take(3)
-    frames.take(1)
+    frames.adopt([3, 1])
     assert frames.claim(9) == [2, 4, 0]

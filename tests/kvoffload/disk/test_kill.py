@@ -1,9 +1,14 @@
-"""SIGKILL at every call that changes the disk, each write torn at several lengths as well."""
+"""SIGKILL at every call that changes the disk, each write torn at several lengths as well, before
+and after each transaction; and at any moment, also within SQLite.
+"""
 
 import os
+import random
+import shutil
 import signal
 import warnings
 from contextlib import closing
+from functools import partial
 
 import pytest
 
@@ -13,8 +18,8 @@ from tests.kvoffload.disk.small import assert_serves, content_of, key_of, open_t
 pytestmark = pytest.mark.stress
 
 PAGES = 4
-# Replacing, replacing without a spare frame, runs that wrap, drops, clears, flushes, and keys long
-# enough that the journal is rewritten.
+# Replacing, replacing without a spare frame, runs that wrap, drops, clears, flushes, and keys that
+# take several pages of the index.
 SCRIPT = [
     ("put", [(0, 1), (1, 1), (2, 1)]),
     ("drop", [1]),
@@ -66,40 +71,55 @@ def states_of(operation, state):
     return states
 
 
-def run(path, script, *, io, acknowledged=lambda: None):
+def run(path, script, *, io, acknowledged=lambda: None, operations=SCRIPT):
     tier = open_tier(path, pages=PAGES, io=io, system=FaultySystem(script))
-    for operation in SCRIPT:
+    for operation in operations:
         play(tier, operation, whole_frame=io == "direct")
         acknowledged()
 
 
-def killed(path, at, written, *, io):
-    """Play the script in a child that dies at call `at`; operations that were answered."""
+def killed(path, script, *, after=None, **how):
+    """Run in a child that `script` kills, or who is killed from outside `after` so many answers.
+
+    Returns:
+        How many operations were answered.
+    """
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # threads: the child uses none
         child = os.fork()
     if child == 0:
-        calls = iter(range(at + 1))
         try:
-            run(
-                path,
-                lambda *_: Fault(written) if next(calls) == at else None,
-                io=io,
-                acknowledged=lambda: os.write(writer, b"."),
-            )
+            run(path, script, acknowledged=lambda: os.write(writer, b"."), **how)
         finally:
             os._exit(1)
     os.close(writer)
-    with os.fdopen(reader, "rb") as answers:
-        count = len(answers.read())
+    with os.fdopen(reader, "rb", buffering=0) as answers:
+        count = 0
+        while answer := answers.read(1):
+            count += len(answer)
+            if count == after:
+                os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status)
     assert os.WTERMSIG(status) == signal.SIGKILL
     return count
 
 
+def passed_states(operations):
+    """The states that operations go through, and how many there are after each operation."""
+    passed, states = [0], [{}]
+    for operation in operations:
+        states += states_of(operation, states[-1])[1:]
+        passed.append(len(states) - 1)
+    return passed, states
+
+
 def torn_lengths(name, size, *, io):
+    if name in ("commit", "checkpoint"):
+        return [0, 1]  # before, and after
+    if name == "write" and size < 64:  # the mark of the lock
+        return [0, size]
     if name != "write":
         return [0]
     if io == "direct" and size % 4096 == 0:  # a device takes whole sectors
@@ -107,22 +127,25 @@ def torn_lengths(name, size, *, io):
     return sorted({0, 1, 12, size // 2, size - 1, size})
 
 
+def strike_at(at, count, fault, *_):
+    return fault if next(count) == at else None
+
+
 @pytest.mark.parametrize("io", ["buffered", "direct"])
 def test_a_kill_at_any_call_leaves_a_state_that_was_gone_through(tmp_path, io):
     calls = []
     run(tmp_path / "whole", lambda name, size: calls.append((name, size)), io=io)
     assert {name for name, _ in calls} == {
-        "open", "remove", "write", "sync", "replace", "sync_folder", "truncate",
+        "open", "remove", "write", "sync", "sync_folder", "truncate", "commit", "checkpoint",
     }  # fmt: skip
-    assert sum(name == "replace" for name, _ in calls) >= 2  # new, and rewritten
-    passed, states = [0], [{}]
-    for operation in SCRIPT:
-        states += states_of(operation, states[-1])[1:]
-        passed.append(len(states) - 1)
+    assert sum(name == "commit" for name, _ in calls) > len(SCRIPT)
+    passed, states = passed_states(SCRIPT)
     for at, (name, size) in enumerate(calls):
         for written in torn_lengths(name, size, io=io):
             path = tmp_path / f"{at}-{written}"
-            answered = killed(path, at, written, io=io)
+            count = iter(range(at + 1))
+            script = partial(strike_at, at, count, Fault(written))
+            answered = killed(path, script, io=io)
             last = min(answered + 1, len(SCRIPT))
             possible = states[passed[answered] : passed[last] + 1]
             with closing(open_tier(path, pages=PAGES, io=io)) as tier:
@@ -131,3 +154,21 @@ def test_a_kill_at_any_call_leaves_a_state_that_was_gone_through(tmp_path, io):
                 assert_serves(tier, pages=PAGES)
             with closing(open_tier(path, pages=PAGES, io=io)) as tier:
                 assert state(tier) == found
+
+
+def test_a_kill_at_any_moment_leaves_a_state_that_was_gone_through(tmp_path, full):
+    """The child goes on while it is killed: it may be anywhere, in a checkpoint too."""
+    operations = 20 * [("clear", []), *SCRIPT]
+    passed, states = passed_states(operations)
+    chance = random.Random(0)
+    for number in range(400 if full else 20):
+        path = tmp_path / str(number)
+        after = chance.randrange(1, len(operations) - 20)
+        answered = killed(path, lambda *_: None, after=after, io="buffered", operations=operations)
+        assert answered >= after
+        last = min(answered + 1, len(operations))
+        with closing(open_tier(path, pages=PAGES)) as tier:
+            found = state(tier)
+            assert found in states[passed[answered] : passed[last] + 1], (number, answered)
+            assert_serves(tier, pages=PAGES)
+        shutil.rmtree(path)

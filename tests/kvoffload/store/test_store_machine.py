@@ -134,7 +134,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.system.full = self.was_full = False
         try:
             self.open(self.evict, self.write)
-        except UsageError:  # nothing says any more that the journal is ours: the folder is lost
+        except UsageError:  # nothing says any more that the index is ours: the folder is lost
             shutil.rmtree(self.path)
             self.open(self.evict, self.write)
 
@@ -146,13 +146,13 @@ class StoreMachine(RuleBasedStateMachine):
         self.faultless &= not full
 
     @rule(
-        name=st.sampled_from(["pages", "journal"]),
+        name=st.sampled_from(["pages", "index", "index-wal"]),
         how=st.sampled_from(["flip", "truncate", "remove"]),
         where=st.floats(0, 1, exclude_max=True),
         bit=st.integers(0, 7),
     )
     def damage(self, name, how, where, bit):
-        """The journal is read when the store starts again, and not before."""
+        """Of the index some is read when it is wanted, the rest when the store starts again."""
         file = self.path / name
         if not file.exists():
             return

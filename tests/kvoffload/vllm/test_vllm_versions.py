@@ -261,8 +261,9 @@ def test_the_disk_is_full_and_bounded(results):
     used = column(results["versions"], "disk_bytes")
     assert max(each["pages"] for each in used) <= quota
     assert min(each["pages"] for each in used[2:]) > 0.95 * quota
-    journal = 3 * DISK_PAGES * (61 + 128) + (64 << 10)  # with keys below 128 bytes
-    assert max(sum(each.values()) for each in used) <= quota + journal
+    index = 2 * DISK_PAGES * (50 + 128) + (16 << 10)  # with keys below 128 bytes
+    log = max(4, quota >> 18) * 4120 + (256 << 10)
+    assert max(sum(each.values()) for each in used) <= quota + index + log
     disk = results["versions"][-1]["tiers"]["disk"]
     assert disk["evictions"] > 0
     assert disk["checksum_failures"] == disk["failures"] == 0
