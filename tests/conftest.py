@@ -87,7 +87,7 @@ def _strict_torch(request):
     if request.node.get_closest_marker("vllm"):  # An engine chooses its own settings.
         yield
         return
-    # A GPU has no other sum of a row than one that it refuses to call deterministic.
+    # On a GPU cumulative sums have no implementation that torch calls deterministic.
     torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())
     yield
     torch.use_deterministic_algorithms(False)

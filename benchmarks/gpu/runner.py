@@ -26,7 +26,7 @@ _ROOT = Path(__file__).parents[2]
 _HIDES = Path(__file__).parent / "hides"
 _TAIL_CHARS, _SHOWN_CHARS = 4000, 400
 # As many deadlines: kernels are interpreted, and others use the same processor.
-_DRY_TIMES = 4
+_DRY_TIMES = 10
 # Leaves time to kill, to read and to write.
 _LEAST_S = 5.0
 
