@@ -17,6 +17,7 @@ import pickle
 import shutil
 import signal as signals
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -40,6 +41,7 @@ _SETTLE_S = 0.5
 # A rank ends itself at the deadline; one that cannot (stopped, say) is ended this much later.
 _GRACE_S = 5.0
 
+_starting = threading.Lock()
 _preloaded = [
     "torch",
     "torch.distributed",
@@ -104,7 +106,7 @@ def preload(*modules: str) -> None:
 
     Worth it for what the modules of many bodies import. Local.
     """
-    if _server.cache_info().currsize:
+    if _started.cache_info().currsize:
         raise UsageError(f"preload {modules} before the first gang: the server is running")
     _preloaded.extend(modules)
 
@@ -297,9 +299,14 @@ class _Member:
         self.settle(_Hung(stack) if stack else death)
 
 
-@cache
 def _server() -> ForkServerContext:
     """Return the warm process server: a gang's clock must not pay for importing torch."""
+    with _starting:  # Gangs may start in several threads.
+        return _started()
+
+
+@cache
+def _started() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_preloaded)
     first = context.Process(target=os.getpid, daemon=True)

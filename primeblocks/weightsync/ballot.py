@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ..errors import DeadlineError, TransferError, UsageError
 from .marker import Marker
 from .transports.board import Board
+from .transports.own_files import open_own
 
 __all__ = ["Ballot", "Member", "Round"]
 
@@ -31,6 +32,7 @@ class _Notes(Protocol):
 
     def post_first(self, key: str, text: str, *, deadline: float) -> str: ...
     def look(self, key: str, *, deadline: float) -> str | None: ...
+    def remove(self, key: str, *, deadline: float) -> None: ...
 
 
 class Ballot:
@@ -43,17 +45,19 @@ class Ballot:
 
     Args:
         place: a directory of the readers' and the trainer's user, on a disk or in /dev/shm; or a
-            store that outlives them. It takes some 100 bytes a version and reader.
+            store that outlives them. Votes on a version are removed once two later ones stood.
         members: names of all readers.
 
     Raises:
-        UsageError: there are none, or two of a name.
+        UsageError: there are none, or two of a name; or others may write to the directory.
     """
 
     def __init__(self, place: str | Path | dist.Store, members: Sequence[str]) -> None:
         if not members or len(set(members)) < len(members):
             raise UsageError(f"members are {list(members)}; give each reader a name of its own")
         self.members = tuple(members)
+        self._rounds: list[Round] = []
+        self._stood: dict[str, int] = {}
         self._notes: _Notes = (
             Board(place, "ballot") if isinstance(place, dist.Store) else _Files(Path(place))
         )
@@ -81,11 +85,27 @@ class Ballot:
         if again and refused:
             attempt += 1
             self._notes.post_first(_key(run, version, attempt, "open"), "again", deadline=deadline)
-        elif refused:
+        turn = Round(self, run, version, attempt)
+        self._rounds.append(turn)
+        if refused and not again:
             raise TransferError(refused)
-        said = Round(self, run, version, attempt).await_decision("the trainer", deadline)
+        said = turn.await_decision("the trainer", deadline)
         if said:
             raise TransferError(said)
+        with suppress(TransferError):
+            self._forget(run, version)
+
+    def _forget(self, run: str, version: int) -> None:
+        """Remove what was said before the version that stood before this one.
+
+        All have voted on this one, so nobody waits for those; readers that come late take it.
+        """
+        before, self._stood[run] = self._stood.get(run, 0), version
+        gone = [one for one in self._rounds if one.run == run and one.version < before]
+        self._rounds = [one for one in self._rounds if one not in gone]
+        for one in gone:
+            for what in (*(f"vote/{name}" for name in self.members), "open", "decision"):
+                one._remove(what)
 
     def _attempt(self, run: str, version: int, deadline: float) -> tuple[int, str]:
         """Return the last attempt at a version, and why it was refused, if it was."""
@@ -189,18 +209,33 @@ class Round:
         key = _key(self.run, self.version, self.attempt, what)
         return self.ballot._notes.post_first(key, text, deadline=time.monotonic() + _GRACE_S)
 
+    def _remove(self, what: str) -> None:
+        key = _key(self.run, self.version, self.attempt, what)
+        self.ballot._notes.remove(key, deadline=time.monotonic() + _GRACE_S)
+
 
 class _Files:
-    """Notes as files of one directory."""
+    """Notes as files of one directory, to which nobody else can write."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = [directory.lstat(), directory.stat()]
+        except OSError as error:
+            raise UsageError(f"{directory} cannot be used: {error}. Choose another.") from error
+        if {one.st_uid for one in found} != {os.geteuid()} or found[1].st_mode & 0o022:
+            raise UsageError(
+                f"{directory} is of user {found[0].st_uid} with mode {found[1].st_mode & 0o777:o}; "
+                f"votes need one of user {os.geteuid()} that nobody else can write to."
+            )
 
     def post_first(self, key: str, text: str, *, deadline: float) -> str:
         scratch = self._directory / f".{secrets.token_hex(8)}"
         try:
-            scratch.write_text(text)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+            with open(os.open(scratch, flags, 0o600), "w") as file:
+                file.write(text)
             with suppress(FileExistsError):
                 os.link(scratch, self._path(key))  # All of it at once, or nothing.
             scratch.unlink()
@@ -213,11 +248,18 @@ class _Files:
 
     def look(self, key: str, *, deadline: float) -> str | None:
         try:
-            return self._path(key).read_text()
+            with open(open_own(self._path(key), os.O_RDONLY), errors="replace") as file:
+                return file.read()
         except FileNotFoundError:
             return None
-        except OSError as error:
+        except (OSError, UsageError) as error:
             raise TransferError(f"no vote can be read: {error}") from error
+
+    def remove(self, key: str, *, deadline: float) -> None:
+        try:
+            self._path(key).unlink(missing_ok=True)
+        except OSError as error:
+            raise TransferError(f"no vote can be removed: {error}") from error
 
     def _path(self, key: str) -> Path:
         return self._directory / quote(key, safe="")

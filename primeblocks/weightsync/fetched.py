@@ -7,6 +7,7 @@ are checked before a load begins, and a load gets copies of them, checked again.
 
 from __future__ import annotations
 
+import operator
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import CorruptionError, DeadlineError
+from ..errors import CorruptionError, DeadlineError, PlanError
 from ..layout import Shard
 from .delta.bucket import apply_payload, encode_payload
 from .digest import bucket_digest
@@ -27,7 +28,7 @@ from .marker import Marker
 from .plan import Plan
 from .transports.transport import Incoming
 
-__all__ = ["Feed", "Fetched", "bring", "check", "feeding", "undone"]
+__all__ = ["Feed", "Fetched", "bring", "check", "check_plan", "feeding", "undone"]
 
 # Less than this is done before a thread has started.
 _BYTES_A_THREAD = 8 << 20
@@ -53,6 +54,24 @@ class Fetched(NamedTuple):
     def loaded(self) -> Fetched:
         """Return the same weights, checked, and with nothing to go back to."""
         return self._replace(undo={}, is_checked=True)
+
+
+def check_plan(plan: Plan, marker: Marker) -> None:
+    """Look whether a version was sent by a plan, before anything is read of it.
+
+    Raises:
+        PlanError: it was sent by another one.
+        CorruptionError: the sizes in its marker are not of this plan.
+    """
+    if marker.plan != plan.fingerprint():
+        raise PlanError(
+            f"version {marker.version} was written by plan {marker.plan}, this is plan "
+            f"{plan.fingerprint()}. Build both from the same manifests."
+        )
+    sizes, whole = marker.sizes, tuple(bucket.bytes for bucket in plan.buckets)
+    fits = len(sizes) == len(whole) and all(map(operator.le, sizes, whole))
+    if not fits or (marker.base is None and sizes != whole):
+        raise CorruptionError(f"version {marker.version} has sizes that no version of it has")
 
 
 def bring(

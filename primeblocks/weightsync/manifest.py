@@ -14,12 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import PlanError, PrimeblocksError
 from ..layout import Layout, Shard, layout_of
+from .marker import UNREADABLE, is_count
 
 __all__ = [
     "Manifest",
     "NamedTensors",
     "TensorSpec",
     "as_plan_error",
+    "box_of",
     "describe",
     "gather_manifests",
     "named_tensors",
@@ -107,7 +109,7 @@ class Manifest(Mapping[str, TensorSpec]):
             recipe, rows = json.loads(text)
             tensors = []
             for name, dtype, shape, at, size in rows:
-                layout = Layout(tuple(shape), Shard(tuple(at), tuple(size)))
+                layout = Layout(box_of(shape, shape).sizes, box_of(at, size))
                 tensors.append((str(name), TensorSpec(_dtype(dtype), layout)))
             return cls(tuple(tensors), str(recipe))
 
@@ -119,10 +121,22 @@ def as_plan_error(what: str) -> Iterator[None]:
         yield
     except PrimeblocksError:
         raise
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
+    except UNREADABLE as error:
         raise PlanError(
-            f"no text of {what}: {type(error).__name__}: {error}. Pass on what to_json() gave."
+            f"no text of {what}: {type(error).__name__}: {str(error)[:200]}. "
+            "Pass on what to_json() gave."
         ) from error
+
+
+def box_of(offsets: list[int], sizes: list[int]) -> Shard:
+    """Return a box that somebody else has written.
+
+    Raises:
+        PlanError: it is none.
+    """
+    if not all(map(is_count, (*offsets, *sizes))):
+        raise PlanError(f"no box at {str(offsets)[:99]} of {str(sizes)[:99]}")
+    return Shard(tuple(offsets), tuple(sizes))
 
 
 def named_tensors(source: NamedTensors) -> dict[str, torch.Tensor]:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from typing import TypeGuard
 
 import xxhash
 
-from ..errors import CorruptionError
+from ..errors import CorruptionError, PrimeblocksError
 
-__all__ = ["Digests", "Marker", "Receipt"]
+__all__ = ["UNREADABLE", "Digests", "Marker", "Receipt", "as_corruption", "is_count"]
+
+UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""Errors of a parser that met what nobody wrote."""
 
 Digests = Mapping[str, Sequence[str]]
 """Name -> dtype and shape of a tensor, and the digests of its pieces."""
@@ -83,14 +88,39 @@ class Marker:
         Raises:
             CorruptionError: the text is not the one that was written.
         """
-        try:
+        with as_corruption("a commit marker"):
             raw = json.loads(text)
             lists = {"sizes": tuple(raw["sizes"]), "buckets": tuple(raw["buckets"])}
             given = cls(**{**raw, **lists})
             made = {f.name: getattr(given, f.name) for f in fields(cls) if f.name != "digest"}
-            right = cls.make(**made).digest == given.digest
-        except (ValueError, TypeError, KeyError) as error:
-            raise CorruptionError(f"a commit marker cannot be read: {error}") from error
+            right = cls.make(**made).digest == given.digest and given._is_sound()
         if not right:
             raise CorruptionError(f"the commit marker of version {given.version} fails its digest")
         return given
+
+    def _is_sound(self) -> bool:
+        """Tell whether somebody may have meant it: numbers are counts, its base came before."""
+        counts = [self.version, *self.sizes, *([] if self.base is None else [self.base])]
+        texts = [self.run, self.plan, *self.buckets]
+        return (
+            all(map(is_count, counts))
+            and all(isinstance(text, str) for text in texts)
+            and (self.base is None or self.base < self.version)
+            and len(self.sizes) == len(self.buckets)
+        )
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Tell whether a number that somebody else has written is a count, below 2**63."""
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+@contextmanager
+def as_corruption(what: str) -> Iterator[None]:
+    """Raise CorruptionError for a text that is not the one that was written."""
+    try:
+        yield
+    except PrimeblocksError:
+        raise
+    except UNREADABLE as error:
+        raise CorruptionError(f"{what} cannot be read: {str(error)[:200]}") from error

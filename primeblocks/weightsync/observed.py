@@ -15,7 +15,7 @@ from ..layout import Layout, Shard, local_part
 from .convert.conversion import Wiring
 from .convert.pieces import Piece
 from .digest import as_buffer
-from .manifest import NamedTensors, named_tensors, unwrapped
+from .manifest import NamedTensors, as_plan_error, box_of, named_tensors, unwrapped
 from .marker import Digests
 from .plan import Plan
 
@@ -86,12 +86,18 @@ class Observed:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Observed:
-        """Return what `to_json` made."""
-        forms = tuple(
-            tuple(Form(Shard(tuple(at), tuple(size)), *rest) for at, size, *rest in row)
-            for row in raw["forms"]
-        )
-        return cls(raw["plan"], raw["reader"], forms, tuple(raw["unexpected"]))
+        """Return what `to_json` made.
+
+        Raises:
+            PlanError: it is something else.
+        """
+        with as_plan_error("an observation"):
+            forms = tuple(
+                tuple(Form(box_of(at, size), *map(str, rest)) for at, size, *rest in row)
+                for row in raw["forms"]
+            )
+            unexpected = tuple(map(str, raw["unexpected"]))
+            return cls(str(raw["plan"]), int(raw["reader"]), forms, unexpected)
 
 
 def observe(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ..errors import PlanError
 from ..layout import Layout, Shard
 from .cover import owned_boxes
-from .manifest import Manifest, TensorSpec, as_plan_error
+from .manifest import Manifest, TensorSpec, as_plan_error, box_of
 
 __all__ = ["Boxes", "Bucket", "Copy", "Plan", "packed"]
 
@@ -201,14 +201,14 @@ class Plan:
             target = Manifest.from_json(head["target"])
             names = list(target)
             wants = tuple(
-                {names[at]: tuple(_box(*row) for row in rows) for at, rows in boxes}
+                {names[at]: tuple(box_of(*row) for row in rows) for at, rows in boxes}
                 for boxes in head["wants"]
             )
             buckets = tuple(
                 Bucket(
                     int(rank),
                     tuple(readers),
-                    packed(target, ((names[at], _box(*box)) for at, *box in copies)),
+                    packed(target, ((names[at], box_of(*box)) for at, *box in copies)),
                 )
                 for rank, readers, copies in head["buckets"]
             )
@@ -272,7 +272,3 @@ def _tensor_bytes(spec: TensorSpec) -> int:
 
 def _row(box: Shard) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return box.offsets, box.sizes
-
-
-def _box(offsets: list[int], sizes: list[int]) -> Shard:
-    return Shard(tuple(offsets), tuple(sizes))

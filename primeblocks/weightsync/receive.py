@@ -20,7 +20,7 @@ from ..errors import (
 )
 from .ballot import Member, Round
 from .convert.conversion import Wiring
-from .fetched import Feed, Fetched, bring, check, feeding, undone
+from .fetched import Feed, Fetched, bring, check, check_plan, feeding, undone
 from .held import Lent
 from .manifest import NamedTensors
 from .marker import Digests, Marker, Receipt
@@ -225,7 +225,7 @@ class Subscriber:
                 or (ahead and self._held is not None and last.marker in self._transport.markers())
             )
         ):
-            self._check_plan(last.marker)
+            check_plan(self.plan, last.marker)
             size = self.plan.read_bytes(self.reader)
             return Fetched(last.marker, last.whole(), size, {}, is_checked=False)
         try:
@@ -250,7 +250,8 @@ class Subscriber:
         return fetched
 
     def _bring(self, found: Sequence[Incoming], deadline: float) -> Fetched:
-        self._check_plan(found[-1].marker)
+        for each in found:
+            check_plan(self.plan, each.marker)
         base = None
         if found[0].marker.base is not None:
             # From here on it is neither of the two versions.
@@ -267,13 +268,6 @@ class Subscriber:
             undoable=undoable,
             threads=self._threads,
         )
-
-    def _check_plan(self, marker: Marker) -> None:
-        if marker.plan != self.plan.fingerprint():
-            raise PlanError(
-                f"version {marker.version} was written by plan {marker.plan}, this is plan "
-                f"{self.plan.fingerprint()}. Build both from the same manifests."
-            )
 
     def _load_or_go_back(self, new: Fetched, deadline: float) -> None:
         turn = self._enter(new, deadline)

@@ -19,8 +19,10 @@ from primeblocks.weightsync import (
     verify_engine,
 )
 from primeblocks.weightsync.adapters import vllm as adapter
-from primeblocks.weightsync.transports import FileTransport, IpcTransport
+from primeblocks.weightsync.marker import Receipt
+from primeblocks.weightsync.transports import FileTransport, GroupTransport
 from tests.engine_job import call
+from tests.weightsync.contents import PACKED, packed_end, store_at
 from tests.weightsync.vllm_site import ENGINE, SIZES, TIMEOUT_S, Requests, spans_of
 
 pytestmark = [
@@ -29,6 +31,7 @@ pytestmark = [
 ]
 
 RANKS, FULL_EVERY, BUCKET_BYTES = 2, 4, 1 << 16
+CARRIERS = ("shared_memory", "file", *PACKED, "group")
 # Twice as wide, so that two ranks have a head of keys and values each.
 WIDE = SIZES | {"hidden": 128}
 
@@ -118,8 +121,9 @@ async def _sync(folder, family, full):
     shared = plan_sync([source], [*targets, *targets], bucket_bytes=BUCKET_BYTES)
     planned = [plan.read_bytes(reader) for reader in range(RANKS)]
     saw["reads"] = [(one.bytes, dict(one.inexact)) for one in reads], planned
-    for kind, transport in _transports(folder):
-        with transport:
+    for kind in CARRIERS:
+        (folder / kind).mkdir()
+        with _transport(kind, folder / kind) as transport:
             updates = 10 if full or kind == "shared_memory" else 4
             used, first = (shared, RANKS) if kind == "file" else (plan, 0)
             await adapter.attach(engine, used, transport, first_reader=first, timeout_s=TIMEOUT_S)
@@ -144,12 +148,16 @@ async def _sync(folder, family, full):
     return saw
 
 
-def _transports(folder):
-    yield "shared_memory", SharedMemoryTransport("shards", owner=True, root=str(folder))
-    (folder / "files").mkdir()
-    yield "file", FileTransport(str(folder / "files"), owner=True)
-    (folder / "ipc").mkdir()
-    yield "ipc", IpcTransport("shards", owner=True, root=str(folder / "ipc"), keep=True)
+def _transport(kind, where):
+    """The trainer's end."""
+    if kind == "shared_memory":
+        return SharedMemoryTransport("shards", owner=True, root=str(where))
+    if kind == "file":
+        return FileTransport(str(where), owner=True)
+    if kind == "group":  # Its workers join it: gloo, beside their own.
+        counts = {"trainers": 1, "readers": RANKS}
+        return GroupTransport(store=store_at(where), rank=0, keep=True, **counts)
+    return packed_end(kind, where, owner=True, keep=True)
 
 
 async def _updates(requests, model, publisher, kind, updates):
@@ -157,11 +165,17 @@ async def _updates(requests, model, publisher, kind, updates):
     said, spans, sizes, engine = [], [], [], requests.engine
     for version in range(1, updates + 1):
         change(model)
-        receipt = publisher.publish(version, timeout_s=TIMEOUT_S)
+        sending = asyncio.to_thread(publisher.publish, version, timeout_s=TIMEOUT_S)
         name = f"{kind}-{version}-"
         running = requests.start(name, 100)
         await requests.reach(f"{name}0", tokens=5)
-        await adapter.update(engine, receipt, timeout_s=TIMEOUT_S)
+        if kind == "group":  # A publish waits for its readers.
+            coming = Receipt(version, 0, 0.0, "")
+            updating = adapter.update(engine, coming, timeout_s=TIMEOUT_S)
+            receipt, _ = await asyncio.gather(sending, updating)
+        else:
+            receipt = await sending
+            await adapter.update(engine, receipt, timeout_s=TIMEOUT_S)
         spans.append([spans_of(output) for output in await asyncio.gather(*running)])
         sizes.append(receipt.bytes)
         said.append(await requests.all(f"{name}now", 24))
@@ -175,13 +189,13 @@ def test_a_description_changes_nothing_and_is_a_shard(saw):
     assert reads == [(size, {}) for size in planned]
 
 
-@pytest.mark.parametrize("kind", ["shared_memory", "file", "ipc"])
+@pytest.mark.parametrize("kind", CARRIERS)
 def test_every_version_is_served_as_by_a_fresh_engine(saw, kind):
     said = saw["syncs"][kind]["said"]
     assert said == [saw["odd"], saw["even"]] * (len(said) // 2)
 
 
-@pytest.mark.parametrize("kind", ["shared_memory", "file", "ipc"])
+@pytest.mark.parametrize("kind", CARRIERS)
 def test_each_worker_reads_its_shard_alone(saw, kind):
     sync = saw["syncs"][kind]
     whole = max(sync["sizes"])
@@ -194,7 +208,7 @@ def test_each_worker_reads_its_shard_alone(saw, kind):
                 assert received < 0.1 * read
 
 
-@pytest.mark.parametrize("kind", ["shared_memory", "file", "ipc"])
+@pytest.mark.parametrize("kind", CARRIERS)
 def test_requests_in_flight_see_both_versions(saw, kind):
     for version, spans in enumerate(saw["syncs"][kind]["spans"], start=1):
         last = [each[-1][0] for each in spans]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...layout import Layout, Shard
 from ..cover import owned_boxes
-from ..manifest import Manifest, TensorSpec, as_plan_error
+from ..manifest import Manifest, TensorSpec, as_plan_error, box_of
 from ..plan import Boxes
 from .conversion import Wiring
 from .followed import Follower
@@ -78,7 +78,7 @@ class Reads:
         """
         with as_plan_error("reads"):
             rows, inexact = json.loads(text)
-            boxes = {n: tuple(Shard(tuple(o), tuple(s)) for o, s in b) for n, b in rows.items()}
+            boxes = {n: tuple(box_of(*box) for box in each) for n, each in rows.items()}
             return cls(filling(checkpoint, boxes), inexact)
 
 

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from ...errors import DeadlineError, TransferError, UnsupportedError
+from ...errors import DeadlineError, TransferError, UnsupportedError, check_version
+from ..marker import as_corruption
 
 __all__ = ["Board", "Go", "Transaction", "file_store", "store_spec", "tcp_store"]
 
@@ -60,7 +61,7 @@ class Board:
             while True:
                 for key in keys:
                     if self._store.check([self._key(key)]):
-                        return key, self._store.get(self._key(key)).decode()
+                        return key, self._store.get(self._key(key)).decode(errors="replace")
                 if time.monotonic() >= deadline:
                     return None
                 threading.Event().wait(_LOOK_S)
@@ -73,14 +74,18 @@ class Board:
         def there() -> str | None:
             if not self._store.check([self._key(key)]):
                 return None
-            return self._store.get(self._key(key)).decode()
+            return self._store.get(self._key(key)).decode(errors="replace")
 
         return self._call(there, deadline)
 
     def replace(self, key: str, old: str, new: str, *, deadline: float) -> str:
         """Write over a note if it is still the old one; return the one that stands."""
         said = self._call(lambda: self._store.compare_set(self._key(key), old, new), deadline)
-        return said.decode()
+        return said.decode(errors="replace")
+
+    def remove(self, key: str, *, deadline: float) -> None:
+        """Remove a note, if there is one."""
+        self._call(lambda: self._store.delete_key(self._key(key)), deadline)
 
     def read(self, key: str, *, deadline: float) -> str | None:
         """Wait for a note; None at the deadline."""
@@ -147,8 +152,11 @@ class Transaction:
         found = self._first_of("go", "begun", deadline=deadline)
         if found is None:
             return None
-        begun: dict[str, Any] = {} if found[0] == "go" else json.loads(found[1])
-        return begun
+        if found[0] == "go":
+            return {}
+        with as_corruption("a note of the group"):
+            begun = json.loads(found[1])
+            return {"version": check_version(begun["version"]), "plan": str(begun["plan"])}
 
     def read_join(self, reader: int, *, deadline: float) -> int | None:
         """Rank 0: wait for a reader; return the version that it holds.
@@ -160,9 +168,9 @@ class Transaction:
         if found is None:
             raise TransferError(f"reader {reader} did not ask in time")
         if found[0] == "go":
-            raise TransferError(Go(*json.loads(found[1])).error)
-        holds: int | None = json.loads(found[1])
-        return holds
+            raise TransferError(_go(found[1]).error)
+        with as_corruption("a note of the group"):
+            return _version(json.loads(found[1]))
 
     def go(self, base: int | None, *, deadline: float) -> Go:
         """Rank 0: begin, if nobody called it off. Returns the word that stands."""
@@ -175,7 +183,7 @@ class Transaction:
     def read_go(self, *, deadline: float) -> Go | None:
         """Reader: wait until it begins or is called off; None at the deadline."""
         found = self._first_of("go", deadline=deadline)
-        return None if found is None else Go(*json.loads(found[1]))
+        return None if found is None else _go(found[1])
 
     def read_or_abort(self, key: str, *, deadline: float) -> Any:
         """Wait for a note, unless the transaction is aborted.
@@ -189,7 +197,8 @@ class Transaction:
             raise DeadlineError(f"waited for the {key} in vain")
         if found[0] == "decision":
             raise TransferError(found[1])
-        return json.loads(found[1])
+        with as_corruption("a note of the group"):
+            return json.loads(found[1])
 
     def abort(self, why: str, *, deadline: float) -> str:
         """Decide that no rank loads it, and return the decision that stands: the first."""
@@ -222,7 +231,7 @@ class Transaction:
 
     def _first_go(self, go: Go, deadline: float) -> Go:
         said = self._board.post_first(self._key("go"), json.dumps(go), deadline=deadline)
-        return Go(*json.loads(said))
+        return _go(said)
 
     def _first_of(self, *keys: str, deadline: float) -> tuple[str, str] | None:
         found = self._board.read_any([self._key(key) for key in keys], deadline=deadline)
@@ -233,6 +242,16 @@ class Transaction:
 
     def _key(self, key: str) -> str:
         return f"{self.number}/{key}"
+
+
+def _go(text: str) -> Go:
+    with as_corruption("a note of the group"):
+        base, error = json.loads(text)
+        return Go(_version(base), str(error))
+
+
+def _version(value: Any) -> int | None:
+    return None if value is None else check_version(value)
 
 
 def store_spec(store: dist.Store) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from ...errors import CapacityError, ClosedError, CorruptionError, TransferError, UsageError
+from ...errors import CapacityError, ClosedError, TransferError, UsageError
 from ..lease import Hold
-from ..marker import Marker
+from ..marker import Marker, as_corruption
 from .commits import ANNOUNCED, last_chain
 from .own_files import open_own, read_own, removable, remove, write_over
 from .place import Owned, Place
@@ -117,11 +117,8 @@ class DirectoryCommits:
         if text is None:
             return ()
         if text != self._seen[0]:
-            try:
+            with as_corruption(f"{self.directory}/{_COMMITS}.json"):
                 self._seen = text, tuple(Marker.from_json(row) for row in json.loads(text))
-            except (ValueError, TypeError) as error:
-                path = self.directory / f"{_COMMITS}.json"
-                raise CorruptionError(f"{path} cannot be read: {error}") from error
         return self._seen[1]
 
     def hold(self, marker: Marker, *, deadline: float) -> Hold:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ...errors import DeadlineError, PlanError, TransferError, UnsupportedError, UsageError
 from ..agree import Agreement
 from ..held import Boxes
-from ..marker import Marker
+from ..marker import Marker, as_corruption
 from ..plan import Plan
 from .board import Board, Go, Transaction, store_spec
 from .group_wire import Arrived, Group, Link, Rounds, join, receive_buckets, send_buckets
@@ -306,7 +306,10 @@ class GroupTransport:
         if base is not None:
             for rank in sorted({plan.buckets[index].rank for index in sizes}):
                 said = now.read_or_abort(f"sizes/{rank}", deadline=deadline)
-                sizes.update((index, size) for index, size in said if index in sizes)
+                with as_corruption(f"the sizes of rank {rank}"):
+                    for index, size in said:
+                        if index in sizes:
+                            sizes[index] = range(plan.buckets[index].bytes + 1)[size]
         boxes = Boxes(plan, reader, stays=self._keep, device=self._device)
         arrived = Arrived(plan, boxes if base is None else None, settle=self._settle)
         messages = self._rounds_of(plan).by_reader.get(reader, [])

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...errors import CorruptionError, PlanError
 from ...layout import Shard
 from ..held import packed_views
-from ..marker import Marker
+from ..marker import Marker, is_count
 from ..plan import Copy, Plan
 from .transport import Outgoing
 
@@ -66,7 +66,7 @@ def noted(note: Mapping[str, Any], key: str) -> int:
         CorruptionError: there is none.
     """
     value = note.get(key) if isinstance(note, Mapping) else None
-    if type(value) is int and 0 <= value < 1 << 63:
+    if is_count(value):
         return value
     raise CorruptionError(f"the place of a buffer cannot be read: {str(note)[:100]!r}")
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...errors import CorruptionError, DeadlineError, TransferError
 from ..held import Held, Lent, copied
-from ..marker import Marker
+from ..marker import Marker, as_corruption
 from ..plan import Plan
 from .commits import Commits, await_versions, last_chain
 from .directory_commits import DirectoryCommits
@@ -301,10 +301,8 @@ def _note(rank: int) -> str:
 
 def _noted(said: str | None, rank: int, version: int) -> tuple[int, Mapping[str, Any]]:
     """Return the bytes and the place of a rank's buffer, from its note."""
-    try:
+    with as_corruption(f"the note of rank {rank}"):
         found = None if said is None else json.loads(said).get(str(version))
         if found is not None:
             return noted(found, "bytes"), dict(found["at"])
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CorruptionError(f"the note of rank {rank} cannot be read: {error}") from error
     raise TransferError(f"rank {rank} has not version {version} any more. Receive the newest.")

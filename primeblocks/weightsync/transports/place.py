@@ -19,8 +19,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...errors import CorruptionError, UnsupportedError, UsageError
+from ...errors import UnsupportedError, UsageError
 from ..lease import Hold
+from ..marker import as_corruption
 from .own_files import LOCK, open_own, read_own, remove, take_lock, write_over
 
 __all__ = ["OWNED", "DiskPlace", "Owned", "Place", "PrivatePlace", "sweep"]
@@ -230,15 +231,11 @@ class DiskPlace:
             text = read_own(path, user=self.user)
         except FileNotFoundError:
             return None
-        try:
+        with as_corruption(f"{path} (remove it, and start anew)"):
             note = json.loads(text)
             if re.fullmatch(_TOKEN, note["run"]):
                 return {"run": note["run"], "closed": bool(note["closed"])}
             raise ValueError(f"{note['run']!r} names no run")
-        except (ValueError, TypeError, KeyError) as error:
-            raise CorruptionError(
-                f"{path} cannot be read: {error}. Remove it, and start anew."
-            ) from error
 
     def _write_note(self, run: str, *, closed: bool) -> None:
         text = json.dumps({"run": run, "closed": closed}).encode()

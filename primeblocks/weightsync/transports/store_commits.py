@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ...errors import CapacityError, ClosedError, CorruptionError, TransferError, UsageError
-from ..marker import Marker
+from ...errors import CapacityError, ClosedError, TransferError, UsageError
+from ..marker import Marker, as_corruption
 from .board import Board, store_spec
 
 __all__ = ["StoreCommits"]
@@ -64,7 +64,7 @@ class StoreCommits:
         self.run = ""
         if owner:
             self.run = secrets.token_hex(8)
-            text = _text(_Record(self.run, lease_s, ()))
+            text = _text(_Record(self.run, float(lease_s), ()))
             self._board.post(_COMMITS, text, deadline=time.monotonic() + timeout_s)
 
     def spec(self) -> dict[str, Any]:
@@ -196,12 +196,10 @@ class _StoreLease:
 
 
 def _parsed(text: str) -> _Record:
-    try:
+    with as_corruption("the note of commits"):
         head = json.loads(text)
-        run, lease_s, rows = head["run"], head["lease_s"], head["markers"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CorruptionError(f"the note of commits cannot be read: {error}") from error
-    return _Record(run, lease_s, tuple(Marker.from_json(row) for row in rows))
+        markers = tuple(Marker.from_json(row) for row in head["markers"])
+        return _Record(str(head["run"]), float(head["lease_s"]), markers)
 
 
 def _text(record: _Record) -> str:
