@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -128,7 +128,7 @@ def as_plan_error(what: str) -> Iterator[None]:
         ) from error
 
 
-def box_of(offsets: list[int], sizes: list[int]) -> Shard:
+def box_of(offsets: Sequence[int], sizes: Sequence[int]) -> Shard:
     """Return a box that somebody else has written.
 
     Raises:

@@ -1,7 +1,14 @@
-"""A store that outlives the ranks of a test."""
+"""A store that outlives the ranks of a test, and a place where another user was first."""
+
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+
+STRANGER = 12345
 
 
 @pytest.fixture
@@ -10,3 +17,19 @@ def host():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield "127.0.0.1", store.port
     del store  # It lived as long as the test.
+
+
+@pytest.fixture
+def everybodys():
+    """A directory as /dev/shm is, and what runs a shell there as another user."""
+    root = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="pytest-"))
+    root.chmod(0o1777)
+    try:
+        yield (
+            root,
+            lambda script: subprocess.run(
+                ["sh", "-ec", script], cwd=root, user=STRANGER, check=False, capture_output=True
+            ),
+        )
+    finally:
+        shutil.rmtree(root)

@@ -1,4 +1,4 @@
-"""Mutated messages: bytes that were changed, and JSON whose values were."""
+"""Messages that were changed, byte by byte or value by value, and a pair who exchange them."""
 
 import json
 import os
@@ -8,7 +8,16 @@ from contextlib import contextmanager
 
 import xxhash
 
+from primeblocks import weightsync
+from primeblocks.errors import PrimeblocksError
+from primeblocks.weightsync import Publisher, Subscriber, describe, plan_sync
 from primeblocks.weightsync.marker import Marker
+from primeblocks.weightsync.transports import FileTransport
+from tests.weightsync.contents import Engine, packed_end, same_bytes
+from tests.weightsync.packed_site import parameters
+
+TIMEOUT_S = 60.0
+SOON_S = 0.2
 
 SIZES = (0, 1, 7, 255, 1 << 31, 1 << 32, 1 << 60, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
 VALUES = (
@@ -125,3 +134,69 @@ def watched(*roots, room_bytes=1 << 30):
     yield
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert not _opened, _opened
+
+
+def plan_of(weights):
+    manifest = describe(weights)
+    return plan_sync([manifest], manifest.whole(), bucket_bytes=1000)
+
+
+class Pair:
+    """A trainer that has published two versions, the second as a delta or in full."""
+
+    def __init__(self, kind, where, *, delta):
+        self.kind, self.where, self.weights = kind, where, parameters(1)
+        self.plan = plan_of(self.weights)
+        self.owner = self.end(owner=True)
+        weightsync.announce(self.owner, self.weights, bucket_bytes=1000)
+        self.publisher = Publisher(self.plan, self.weights, self.owner, full_every=4)
+        self.versions = {}
+        for version in (1, 2):
+            for name, tensor in parameters(version).items():
+                if delta:
+                    self.weights[name].view(-1)[version] = version
+                else:
+                    self.weights[name].copy_(tensor)
+            base = self.publisher.publish(version, timeout_s=TIMEOUT_S).bytes
+            self.versions[version] = {n: t.clone() for n, t in self.weights.items()}
+        assert (base < self.plan.bytes_total) is delta
+        self.reader = self.end(owner=False)
+
+    def end(self, *, owner):
+        if self.kind == "file":
+            return FileTransport(self.where, owner=owner)
+        if self.kind == "shared_memory":
+            return weightsync.SharedMemoryTransport("p", owner=owner, root=str(self.where))
+        return packed_end(self.kind, self.where, owner=owner)
+
+    @property
+    def commits(self):
+        return self.owner.commits
+
+    def receive(self, plan=None):
+        """Whether it was refused; a version that was not has its tensors."""
+        engine = Engine()
+        try:
+            with Subscriber(plan or self.plan, engine, self.reader) as subscriber:
+                version = subscriber.receive(timeout_s=SOON_S).version
+        except PrimeblocksError:
+            assert engine.loads == 0
+            return True
+        assert same_bytes(engine.tensors, self.versions[version])
+        return False
+
+    def close(self):
+        for one in (self.publisher, self.reader, self.owner):
+            one.close()
+
+
+def pairs(kinds, where, cases):
+    """Pairs of each kind, in full and with deltas, and the cases of each."""
+    for kind in kinds:
+        for delta in (False, True):
+            folder = where / f"{kind}-{delta}"
+            folder.mkdir()
+            pair = Pair(kind, folder, delta=delta)
+            assert not pair.receive()
+            yield pair, range(-(-cases // (2 * len(kinds))))
+            pair.close()

@@ -179,8 +179,8 @@ def ranks_of(store):
 
 def test_it_begins_once_all_have_come_or_is_called_off(ranks_of):
     trainer, reader, other = ranks_of
-    trainer.post("begun", {"version": 3}, deadline=soon())
-    assert reader.read_begun(deadline=soon()) == {"version": 3}
+    trainer.post("begun", {"version": 3, "plan": "p"}, deadline=soon())
+    assert reader.read_begun(deadline=soon()) == {"version": 3, "plan": "p"}
     reader.post("join/0", 2, deadline=soon())
     assert trainer.read_join(0, deadline=soon()) == 2
     with pytest.raises(TransferError, match="reader 1 did not ask in time"):

@@ -4,11 +4,9 @@ import errno
 import fcntl
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,12 +22,12 @@ from primeblocks.testing import ranks
 from primeblocks.weightsync import Publisher, SharedMemoryTransport, Subscriber, describe, plan_sync
 from primeblocks.weightsync.lease import Hold
 from primeblocks.weightsync.transports import FileTransport, IpcTransport
+from tests.weightsync.conftest import STRANGER
 from tests.weightsync.contents import Engine
 
 ranks.preload(__name__)
 
 TIMEOUT_S = 20.0
-STRANGER = 12345
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root acts as another user")
 PRIVATE = {"shared_memory": SharedMemoryTransport, "ipc": IpcTransport}
 
@@ -91,22 +89,6 @@ def received(plan, transport, timeout_s=TIMEOUT_S):
     return engine.tensors["w"][0].item()
 
 
-@pytest.fixture
-def everybodys():
-    """A directory as /dev/shm is, and what runs a shell there as another user."""
-    root = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="pytest-"))
-    root.chmod(0o1777)
-    try:
-        yield (
-            root,
-            lambda script: subprocess.run(
-                ["sh", "-ec", script], cwd=root, user=STRANGER, check=False, capture_output=True
-            ),
-        )
-    finally:
-        shutil.rmtree(root)
-
-
 @AS_ROOT
 def test_a_directory_and_a_link_made_beforehand_change_nothing(everybodys, tmp_path):
     root, stranger = everybodys
@@ -163,38 +145,6 @@ def test_nobody_else_can_read_what_is_sent(kind, everybodys):
         assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
         assert stranger(f"cat {folder}/*").returncode != 0
         assert stranger(f"cat {' '.join(map(str, files))}").stdout == b""
-
-
-@AS_ROOT
-@pytest.mark.parametrize("kind", ["shared_memory", "file"])
-@pytest.mark.parametrize("what", ["link", "owner", "mode", "pipe"])
-def test_a_file_that_others_could_have_written_is_not_read(kind, what, tmp_path):
-    make = (
-        (lambda **how: FileTransport(tmp_path, **how))
-        if kind == "file"
-        else (lambda **how: SharedMemoryTransport("policy", root=str(tmp_path), **how))
-    )
-    for name in ("commits.json", "version-1.safetensors", "version-2.0.delta"):
-        with make(owner=True) as owner:
-            plan = published(owner, 1.0, 2.0, full_every=4)
-            path = next(tmp_path.rglob(f"*/{name}"))
-            copy = tmp_path / "copy"
-            path.rename(copy)
-            if what == "link":
-                path.symlink_to(copy)
-            elif what == "pipe":
-                os.mkfifo(path, 0o600)
-            else:
-                shutil.copyfile(copy, path)
-                path.chmod(0o622 if what == "mode" else 0o600)
-                os.chown(path, STRANGER if what == "owner" else 0, 0)
-            with pytest.raises(UsageError, match=f"{name} (is not opened|belongs to user)"):
-                received(plan, make())
-            path.unlink()
-            copy.rename(path)
-            assert received(plan, make()) == 2.0
-        shutil.rmtree(tmp_path, ignore_errors=True)
-        tmp_path.mkdir(exist_ok=True)
 
 
 @AS_ROOT

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from primeblocks import weightsync
 from primeblocks.errors import PrimeblocksError
 from primeblocks.testing import ranks
-from primeblocks.weightsync import Publisher, Subscriber, describe, plan_sync
+from primeblocks.weightsync import describe, plan_sync
 from primeblocks.weightsync.convert.recorded import Reads, filling
 from primeblocks.weightsync.delta.bucket import apply_payload, encode_payload
 from primeblocks.weightsync.delta.tensors import (
@@ -32,12 +32,15 @@ from primeblocks.weightsync.manifest import Manifest
 from primeblocks.weightsync.marker import Marker
 from primeblocks.weightsync.observed import Observed, observe
 from primeblocks.weightsync.plan import Plan
-from primeblocks.weightsync.transports import FileTransport
 from primeblocks.weightsync.transports.board import Board, Transaction
-from tests.weightsync.contents import PACKED, Engine, packed_end, same_bytes
+from tests.weightsync.contents import PACKED
 from tests.weightsync.mutations import (
+    SOON_S,
+    TIMEOUT_S,
     mutated,
     mutated_bytes,
+    pairs,
+    plan_of,
     resealed,
     resealed_delta,
     watched,
@@ -45,14 +48,6 @@ from tests.weightsync.mutations import (
 from tests.weightsync.packed_site import parameters
 
 ranks.preload(__name__)
-
-TIMEOUT_S = 60.0
-SOON_S = 0.2
-
-
-def plan_of(weights):
-    manifest = describe(weights)
-    return plan_sync([manifest], manifest.whole(), bucket_bytes=1000)
 
 
 def refused(call, *args, **named):
@@ -152,67 +147,6 @@ def deltas(rng, cases, where):
 
 
 # --- what lies in a directory, in a store and in buffers ------------------------------------------
-
-
-class Pair:
-    """A trainer that has published two versions, the second as a delta or in full."""
-
-    def __init__(self, kind, where, *, delta):
-        self.kind, self.where, self.weights = kind, where, parameters(1)
-        self.plan = plan_of(self.weights)
-        self.owner = self.end(owner=True)
-        weightsync.announce(self.owner, self.weights, bucket_bytes=1000)
-        self.publisher = Publisher(self.plan, self.weights, self.owner, full_every=4)
-        self.versions = {}
-        for version in (1, 2):
-            for name, tensor in parameters(version).items():
-                if delta:
-                    self.weights[name].view(-1)[version] = version
-                else:
-                    self.weights[name].copy_(tensor)
-            base = self.publisher.publish(version, timeout_s=TIMEOUT_S).bytes
-            self.versions[version] = {n: t.clone() for n, t in self.weights.items()}
-        assert (base < self.plan.bytes_total) is delta
-        self.reader = self.end(owner=False)
-
-    def end(self, *, owner):
-        if self.kind == "file":
-            return FileTransport(self.where, owner=owner)
-        if self.kind == "shared_memory":
-            return weightsync.SharedMemoryTransport("p", owner=owner, root=str(self.where))
-        return packed_end(self.kind, self.where, owner=owner)
-
-    @property
-    def commits(self):
-        return self.owner.commits
-
-    def receive(self, plan=None):
-        """Whether it was refused; a version that was not has its tensors."""
-        engine = Engine()
-        try:
-            with Subscriber(plan or self.plan, engine, self.reader) as subscriber:
-                version = subscriber.receive(timeout_s=SOON_S).version
-        except PrimeblocksError:
-            assert engine.loads == 0
-            return True
-        assert same_bytes(engine.tensors, self.versions[version])
-        return False
-
-    def close(self):
-        for one in (self.publisher, self.reader, self.owner):
-            one.close()
-
-
-def pairs(kinds, where, cases):
-    """Pairs of each kind, in full and with deltas, and the cases of each."""
-    for kind in kinds:
-        for delta in (False, True):
-            folder = where / f"{kind}-{delta}"
-            folder.mkdir()
-            pair = Pair(kind, folder, delta=delta)
-            assert not pair.receive()
-            yield pair, range(-(-cases // (2 * len(kinds))))
-            pair.close()
 
 
 def notes(rng, cases, where):

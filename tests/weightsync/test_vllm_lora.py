@@ -13,9 +13,11 @@ import torch
 
 from primeblocks.plugins.vllm import register
 from primeblocks.testing import tiny_models
-from primeblocks.weightsync import describe, plan_sync
+from primeblocks.weightsync import Publisher, describe, plan_sync
 from primeblocks.weightsync.adapters import vllm as adapter
+from primeblocks.weightsync.transports import GroupTransport
 from tests.engine_job import call
+from tests.weightsync.contents import PACKED, packed_end, store_at
 from tests.weightsync.vllm_site import (
     LORA_ENGINE,
     PROMPTS,
@@ -98,6 +100,13 @@ def _refused_at_attach(llm, policy):
     narrow = {name: tensor[:, :-1] for name, tensor in policy.tensors.items() if "A" in name}
     source = describe(dict(policy.tensors) | narrow)
     return {
+        "group": error_of(
+            lora.attach_lora_llm,
+            llm,
+            policy.spec,
+            policy.plan,
+            GroupTransport(store=store_at(policy.root), trainers=1, readers=1, rank=0),
+        ),
         "rank": other("wide", r=9),
         "module": other("head", target_modules=["lm_head"]),
         "shape": attach(policy.spec, plan_sync([source], source.whole(), bucket_bytes=1 << 14)),
@@ -164,7 +173,28 @@ def _versions(llm, one, policy, critic):
     core = llm.llm_engine.engine_core.engine_core.model_executor
     core.driver_worker.worker.model_runner.reset_lora_state()
     saw["after_reset"] = [greedy(llm, two), greedy(llm)]
+    saw["carriers"] = {kind: _over(kind, llm, policy) for kind in PACKED}
     return saw
+
+
+def _over(kind, llm, policy):
+    """The first version of an adapter of the carrier's name."""
+    from primeblocks.weightsync.adapters.vllm import lora
+
+    where = policy.root / kind
+    where.mkdir()
+    spec = dataclasses.replace(policy.spec, name=kind)
+    policy.draw(1)
+    with (
+        packed_end(kind, where, owner=True) as transport,
+        Publisher(policy.plan, policy.tensors, transport) as publisher,
+    ):
+        lora.attach_lora_llm(llm, spec, policy.plan, transport)
+        sent = publisher.publish(1, timeout_s=TIMEOUT_S)
+        request = lora.update_lora_llm(llm, kind, sent, timeout_s=TIMEOUT_S)
+        said = greedy(llm, request)
+        lora.remove_lora_llm(llm, request)
+    return said
 
 
 def _refusal(llm, request):
@@ -242,6 +272,11 @@ def test_the_same_over_files(saw):
     assert saw["critic"] == saw["fresh"][0]
 
 
+@pytest.mark.parametrize("kind", PACKED)
+def test_the_same_over_every_carrier(saw, kind):
+    assert saw["carriers"][kind] == saw["fresh"][0]
+
+
 def test_peft_computes_the_same(saw):
     if "peft" not in saw:
         pytest.skip("compared in float32 only")
@@ -272,6 +307,7 @@ def test_a_flipped_byte_registers_nothing(saw):
     ("case", "kind", "message"),
     [
         ("unattached", "TransferError", "call attach_lora() first"),
+        ("group", "UnsupportedError", "Pass another transport"),
         ("rank", "UnsupportedError", "has rank 9, this engine takes 8"),
         ("module", "PlanError", "adapts no module 'lm_head'"),
         ("shape", "ShapeError", "takes 64 inputs to 64 outputs; the adapter 63 to 64"),

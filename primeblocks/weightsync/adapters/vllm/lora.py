@@ -108,7 +108,8 @@ async def attach_lora(
         keep: the most versions held at a time; each takes its bytes twice in each worker's memory.
 
     Raises:
-        UnsupportedError: the engine has no LoRA, or a lower max_lora_rank, or there are replicas.
+        UnsupportedError: the engine has no LoRA, or a lower max_lora_rank, or there are replicas;
+            or the transport is a process group.
         PlanError: this engine does not adapt one of the modules, or names are not PEFT's.
         ShapeError: a tensor does not fit its module.
         DeadlineError: the workers did not answer in time.
@@ -190,7 +191,12 @@ def remove_lora_llm(llm: Any, request: LoRARequest) -> None:
 
 
 def _attach_steps(spec: AdapterSpec, plan: Plan, transport: Transport, keep: int) -> Steps:
-    arguments = (spec.to_json(), plan.to_json(), transport.spec(), keep)
+    if (end := transport.spec())["kind"] == "group":
+        raise UnsupportedError(
+            "an adapter is loaded by the receipt of its publish, and over a process group that "
+            "ends once its readers have loaded. Pass another transport."
+        )
+    arguments = (spec.to_json(), plan.to_json(), end, keep)
     answers = yield _rpc(LoraWorkerExtension.primeblocks_attach_lora, *arguments)
     _raise_first(answers)
 

@@ -1,0 +1,212 @@
+"""Another user on the machine, who plants links, pipes, directories and files where ours go.
+
+As root the tests act as user 12345; without, those of another owner are left out.
+"""
+
+import os
+import shutil
+import signal
+import time
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from primeblocks import weightsync
+from primeblocks.errors import PrimeblocksError, TransferError, UsageError
+from primeblocks.weightsync import SharedMemoryTransport, doctor
+from primeblocks.weightsync.engines import Ballot
+from primeblocks.weightsync.transports import FileTransport, IpcTransport, ProcessWire
+from tests.weightsync.conftest import STRANGER
+from tests.weightsync.test_directory import AS_ROOT, published, received
+
+MAKES = {
+    "shared_memory": lambda where, **how: SharedMemoryTransport("p", root=str(where), **how),
+    "file": FileTransport,
+    "ipc": lambda where, **how: IpcTransport("p", root=str(where), **how),
+    "wire": lambda where, **how: IpcTransport("p", root=str(where), wire=ProcessWire(), **how),
+}
+WHAT = ("link", "dangling link", "pipe", "directory", "mode", "owner", "hard link")
+READ = {
+    "commits.json": tuple(MAKES),
+    "announced.json": tuple(MAKES),
+    "version-1.safetensors": ("shared_memory", "file"),
+    "version-2.0.delta": ("shared_memory", "file"),
+    "version-2.lock": ("ipc", "wire"),
+    "rank-0.json": ("ipc", "wire"),
+    "primeblocks-run.json": ("file",),
+}
+PLACES = [(kind, name) for name, kinds in READ.items() for kind in kinds]
+
+
+@contextmanager
+def in_time():
+    """Fail where a pipe is waited for."""
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+
+
+def plant(what, path, elsewhere):
+    """Put something in the place of a file."""
+    content = path.read_bytes() if path.is_file() else b""
+    path.unlink()
+    match what:
+        case "link":
+            elsewhere.write_bytes(content)
+            path.symlink_to(elsewhere)
+        case "dangling link":
+            path.symlink_to(elsewhere)
+        case "pipe":
+            os.mkfifo(path, 0o600)
+        case "directory":
+            path.mkdir(0o700)
+        case "mode":
+            path.write_bytes(content)
+            path.chmod(0o622)
+        case "owner":
+            path.write_bytes(content)
+            path.chmod(0o600)
+            os.chown(path, STRANGER, STRANGER)
+        case "hard link":
+            elsewhere.write_bytes(content)
+            os.chown(elsewhere, STRANGER, STRANGER)
+            path.hardlink_to(elsewhere)
+
+
+def unplant(path, content):
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    content.rename(path)
+
+
+def needs_root(what):
+    if what in ("owner", "hard link") and os.geteuid() != 0:
+        pytest.skip("only root acts as another user")
+
+
+@pytest.mark.parametrize("what", WHAT)
+@pytest.mark.parametrize(("kind", "name"), PLACES)
+def test_what_others_could_have_written_is_not_read(kind, name, what, tmp_path):
+    needs_root(what)
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    root.mkdir()
+    make = MAKES[kind]
+    with make(root, owner=True) as owner:
+        plan = published(owner, 1.0, 2.0, full_every=4)
+        weightsync.announce(owner, {"w": torch.zeros(1000)})
+        (path,) = root.rglob(name)
+        kept = tmp_path / "kept"
+        os.link(path, kept, follow_symlinks=False)
+        plant(what, path, elsewhere)
+        look = weightsync.find if name == "announced.json" else partial(received, plan)
+        with in_time(), pytest.raises(UsageError, match=f"{name} (is not opened|belongs to user)"):
+            look(make(root), timeout_s=0.2)
+        unplant(path, kept)
+        assert received(plan, make(root)) == 2.0
+        assert what == "dangling link" or not elsewhere.exists() or elsewhere.stat().st_nlink == 1
+
+
+@pytest.mark.parametrize("what", WHAT)
+@pytest.mark.parametrize("name", ["primeblocks.lock", "primeblocks-run.json"])
+def test_an_owner_takes_no_place_that_others_prepared(name, what, tmp_path):
+    needs_root(what)
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    root.mkdir()
+    (root / name).write_text("precious")
+    plant(what, root / name, elsewhere)
+    if what == "dangling link":
+        elsewhere.write_text("precious")
+    before = sorted(root.iterdir())
+    with in_time(), pytest.raises(UsageError, match=f"{name} (is not opened|belongs to user)"):
+        FileTransport(root, owner=True)
+    assert sorted(root.iterdir()) == before
+    assert not elsewhere.exists() or elsewhere.read_text() == "precious"
+
+
+@pytest.mark.parametrize("what", WHAT)
+def test_a_vote_that_others_could_have_cast_does_not_count(what, tmp_path):
+    needs_root(what)
+    ballot = Ballot(tmp_path / "votes", ["a"])
+    at = time.monotonic() + 60
+    ballot._notes.post_first("r/1/0/decision", "commit", deadline=at)
+    ballot.await_all("r", 1, again=False, deadline=at)
+    (path,) = (tmp_path / "votes").iterdir()
+    plant(what, path, tmp_path / "elsewhere")
+    with in_time(), pytest.raises(TransferError, match="no vote can be read"):
+        ballot.await_all("r", 1, again=False, deadline=at)
+    with in_time(), pytest.raises(TransferError, match="no vote can be"):
+        ballot._notes.post_first("r/1/0/decision", "abort", deadline=at)
+    assert [each.name[:1] for each in (tmp_path / "votes").iterdir()] == [path.name[:1]]
+
+
+def test_a_directory_of_votes_in_which_others_write_is_refused(tmp_path):
+    (tmp_path / "votes").mkdir()
+    (tmp_path / "votes").chmod(0o777)
+    with pytest.raises(UsageError, match="mode 777; votes need one"):
+        Ballot(tmp_path / "votes", ["a"])
+    with pytest.raises(UsageError, match="cannot be used"):
+        Ballot(Path("/proc/none"), ["a"])
+
+
+@AS_ROOT
+@pytest.mark.parametrize("what", ["directory", "link", "file"])
+def test_a_place_of_votes_that_another_user_made_first_is_refused(what, everybodys, tmp_path):
+    root, stranger = everybodys
+    (tmp_path / "mine").mkdir(mode=0o700)
+    made = {
+        "directory": "mkdir votes",
+        "link": f"ln -s {tmp_path}/mine votes",
+        "file": "touch votes",
+    }
+    assert stranger(made[what]).returncode == 0
+    with pytest.raises(UsageError, match="is of user 12345|cannot be used"):
+        Ballot(root / "votes", ["a"])
+    assert list((tmp_path / "mine").iterdir()) == []
+
+
+@AS_ROOT
+@pytest.mark.parametrize("kind", MAKES)
+def test_another_user_neither_reads_nor_opens_memory(kind, everybodys):
+    root, stranger = everybodys
+    with MAKES[kind](root, owner=True) as owner:
+        plan = published(owner, 1.0, 2.0, full_every=4)
+        memory = [one.path for one in doctor.examine() if f"/{os.getpid()}/" in str(one.path)]
+        assert bool(memory) is (kind in ("shared_memory", "ipc"))
+        assert {path.stat().st_mode & 0o777 for path in memory} <= {0o600}
+        folder = f"/proc/{os.getpid()}/fd"
+        assert stranger(f"cat {folder}/*").stdout == b""
+        assert stranger(f"cat /proc/{os.getpid()}/mem").stdout == b""
+        assert stranger("cat */* */*/*").stdout == b""
+        assert received(plan, MAKES[kind](root)) == 2.0
+
+
+@AS_ROOT
+def test_doctor_and_the_next_owner_leave_what_another_user_planted(everybodys, tmp_path):
+    root, stranger = everybodys
+    mine = tmp_path / "mine"
+    mine.mkdir(mode=0o700)
+    (mine / "version-1.safetensors").write_text("precious")
+    (mine / "primeblocks.lock").write_text("")
+    tokens = [f"primeblocks-{name}-{'0' * 15}{name}" for name in "abcd"]
+    planted = stranger(
+        f"ln -s {mine} {tokens[0]}; mkfifo {tokens[1]}; touch {tokens[2]}; "
+        f"mkdir -m 777 {tokens[3]}; ln -s {mine}/primeblocks.lock {tokens[3]}/primeblocks.lock; "
+        f"ln -s {mine}/version-1.safetensors {tokens[3]}/version-1.safetensors; "
+        "mkfifo vllm_offload_1.mmap; ln -s /etc/shadow vllm_offload_2.mmap"
+    )
+    assert planted.returncode == 0, planted.stderr
+    before = sorted(root.rglob("*"))
+    with in_time():
+        states = {found.state for found in doctor.examine(str(root)) if root in found.path.parents}
+        assert states == {"another user's", "vLLM's"}
+        assert doctor.clean(str(root)) == []
+        SharedMemoryTransport("b", owner=True, root=str(root)).close()
+        with SharedMemoryTransport("a", owner=True, root=str(root)) as owner:
+            plan = published(owner, 3.0)
+            assert received(plan, SharedMemoryTransport("a", root=str(root))) == 3.0
+        with pytest.raises(PrimeblocksError, match="of user"):
+            received(plan, SharedMemoryTransport("a", root=str(root)), timeout_s=0.05)
+    assert sorted(root.rglob("*")) == before
+    assert (mine / "version-1.safetensors").read_text() == "precious"
