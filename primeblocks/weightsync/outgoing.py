@@ -53,8 +53,9 @@ class History:
 
 
 class Shipment:
-    """An `Outgoing`: pieces of the parameters, with the bytes that were sent of them before.
+    """Buckets of one version that a trainer rank sends, which a transport asks for in any order.
 
+    They are made of pieces of the parameters, with the bytes that were sent of them before.
     A history becomes this version while the version is taken: where that or the commit fails, it is
     to be forgotten.
 
@@ -88,14 +89,13 @@ class Shipment:
         if history is not None:
             history.version = None  # From here on it is neither of the two versions.
 
-    def fill(self, index: int, into: Sequence[Tensor]) -> None:
-        self.fill_all([(index, into)])
-
     def fill_all(self, buckets: Iterable[tuple[int, Sequence[Tensor] | None]]) -> None:
+        """Copy buckets in full, several at a time: each of their copies, shaped as its box."""
         for index, digest in self._each(self._fill, buckets):
             self.digests[index], self.sizes[index] = digest, self.plan.buckets[index].bytes
 
     def payload(self, index: int) -> memoryview:
+        """Return a bucket as it travels: a delta if `base` is given and smaller, else packed."""
         if not self._payloads:
             mine = [(each, None) for each in self.plan.of_rank(self.rank)]
             for each, (digest, payload) in self._each(self._encode, mine):

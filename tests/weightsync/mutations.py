@@ -171,7 +171,7 @@ class Pair:
 
     @property
     def commits(self):
-        return getattr(self.owner, "commits", None)
+        return self.owner.commits
 
     def receive(self, plan=None):
         """Whether it was refused; a version that was not has its tensors."""

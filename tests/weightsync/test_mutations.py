@@ -18,7 +18,7 @@ from primeblocks import weightsync
 from primeblocks.errors import PrimeblocksError
 from primeblocks.testing import ranks
 from primeblocks.weightsync import describe, plan_sync
-from primeblocks.weightsync.convert.recorded import Reads
+from primeblocks.weightsync.convert.recorded import Reads, filling
 from primeblocks.weightsync.delta.bucket import apply_payload, encode_payload
 from primeblocks.weightsync.delta.tensors import (
     apply_delta,
@@ -66,7 +66,7 @@ def texts(rng, cases, where):
     """Texts that were read by whoever got them."""
     weights = parameters(0)
     plan = plan_of(weights)
-    reads = Reads(plan.target, plan.wants[0], {"a": "why"})
+    reads = Reads(filling(plan.target, plan.wants[0]), {"a": "why"})
     observed = json.dumps(observe(plan, weights).to_json())
     marker = Marker.make(
         run="r", version=7, plan=plan.fingerprint(), base=6, sizes=(12, 3), buckets=("aa", "bb")
@@ -154,7 +154,7 @@ def notes(rng, cases, where):
     count = 0
     for pair, each in pairs(PACKED, where, cases):
         until = time.monotonic() + 3600
-        note = pair.commits.look("rank-0", run=pair.commits.run, deadline=until)
+        note = pair.commits.look("rank-0", deadline=until)
         for _ in each:
             changed = mutated(rng, note).decode(errors="replace")
             pair.commits.post("rank-0", changed, deadline=until)
@@ -208,7 +208,7 @@ def announcements(rng, cases, where):
         text = pair.plan.to_json()
         for _ in each:
             changed = mutated(rng, text).decode(errors="replace")
-            pair.owner.announce(changed, deadline=time.monotonic() + 60)
+            pair.commits.post("announced", changed, deadline=time.monotonic() + 60)
             try:
                 plan, _ = weightsync.find(pair.reader, timeout_s=SOON_S)
             except PrimeblocksError:

@@ -1,5 +1,7 @@
 """What engines fetch from trainer ranks' memory, over all kinds of commits and carriers."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 

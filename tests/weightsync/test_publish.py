@@ -247,7 +247,7 @@ def test_a_lost_write_is_noticed_by_the_receiver(alone):
         def send(self, outgoing, *, deadline):
             for index in outgoing.plan.of_rank(0):
                 boxes = [copy.box.sizes for copy in outgoing.plan.buckets[index].copies]
-                outgoing.fill(index, [torch.empty(sizes) for sizes in boxes])
+                outgoing.fill_all([(index, [torch.empty(sizes) for sizes in boxes])])
 
     publisher = Publisher(plan, weights, transport)
     publisher._transport = Sieve()

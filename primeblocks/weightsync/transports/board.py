@@ -78,14 +78,14 @@ class Board:
 
         return self._call(there, deadline)
 
-    def remove(self, key: str, *, deadline: float) -> None:
-        """Remove a note, if there is one."""
-        self._call(lambda: self._store.delete_key(self._key(key)), deadline)
-
     def replace(self, key: str, old: str, new: str, *, deadline: float) -> str:
         """Write over a note if it is still the old one; return the one that stands."""
         said = self._call(lambda: self._store.compare_set(self._key(key), old, new), deadline)
-        return said.decode()
+        return said.decode(errors="replace")
+
+    def remove(self, key: str, *, deadline: float) -> None:
+        """Remove a note, if there is one."""
+        self._call(lambda: self._store.delete_key(self._key(key)), deadline)
 
     def read(self, key: str, *, deadline: float) -> str | None:
         """Wait for a note; None at the deadline."""

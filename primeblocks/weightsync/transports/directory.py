@@ -18,13 +18,14 @@ from ...errors import CorruptionError, TransferError, UnsupportedError
 from ..held import Blob, BlobFile, Held, Lent, Sealed
 from ..lease import FileLease, SealedLease
 from ..marker import Marker
+from ..outgoing import Shipment
 from ..plan import Plan
 from .blobs import DiskBlobs, MemoryBlobs, check_size
 from .commits import await_versions, last_chain
 from .directory_commits import DirectoryCommits, fsync
 from .packed import places_of_version
 from .place import DiskPlace, Place, PrivatePlace, sweep
-from .transport import Begun, Incoming, Outgoing, Request
+from .transport import Begun, Incoming, Request
 
 __all__ = ["DirectoryTransport", "FileTransport", "SharedMemoryTransport"]
 
@@ -86,7 +87,7 @@ class DirectoryTransport:
             blob[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         return Begun(self.commits.run, base)
 
-    def send(self, outgoing: Outgoing, *, deadline: float) -> None:
+    def send(self, outgoing: Shipment, *, deadline: float) -> None:
         """Trainer rank: write its boxes, or its file of deltas."""
         plan, version = outgoing.plan, outgoing.version
         mine = plan.of_rank(outgoing.rank)

@@ -23,7 +23,7 @@ from .place import Owned, Place
 
 __all__ = ["DirectoryCommits", "fsync"]
 
-_COMMITS = "commits"
+_COMMITS = "commits.json"
 
 
 class DirectoryCommits:
@@ -39,7 +39,7 @@ class DirectoryCommits:
         self._place, self._durable = place, durable
         self.committed: list[Marker] = []
         self._begun: set[int] = set()
-        self._seen: tuple[str, tuple[Marker, ...]] = ("", ())
+        self._seen: tuple[bytes, tuple[Marker, ...]] = (b"", ())
         self._closed = False
         self._owned: Owned | None = None
         self.hint = place.hint
@@ -113,11 +113,11 @@ class DirectoryCommits:
 
     def markers(self, *, deadline: float = 0.0) -> tuple[Marker, ...]:
         """Return the committed versions, oldest first: a look at one file."""
-        text = self.look(_COMMITS, deadline=deadline)
+        text = self.read(_COMMITS)
         if text is None:
             return ()
         if text != self._seen[0]:
-            with as_corruption(f"{self.directory / _COMMITS}.json"):
+            with as_corruption(f"{self.directory}/{_COMMITS}"):
                 self._seen = text, tuple(Marker.from_json(row) for row in json.loads(text))
         return self._seen[1]
 
@@ -262,9 +262,9 @@ def _names_that_stay(
     chain = last_chain(committed) if durable else ()
     versions = tuple(f"version-{marker.version}." for marker in chain)
     files = {path.name for path in directory.iterdir() if path.name.startswith(versions)}
-    return {f"{_COMMITS}.json", f"{ANNOUNCED}.json", *files} if chain else set()
+    return {_COMMITS, f"{ANNOUNCED}.json", *files} if chain else set()
 
 
 def _write_markers(directory: Path, markers: Sequence[Marker], *, durable: bool) -> None:
     text = json.dumps([marker.to_json() for marker in markers])
-    write_over(directory / f"{_COMMITS}.json", [text.encode()], durable=durable)
+    write_over(directory / _COMMITS, [text.encode()], durable=durable)

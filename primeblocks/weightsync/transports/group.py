@@ -14,10 +14,11 @@ from ...errors import DeadlineError, PlanError, TransferError, UnsupportedError,
 from ..agree import Agreement
 from ..held import Boxes
 from ..marker import Marker, as_corruption
+from ..outgoing import Shipment
 from ..plan import Plan
 from .board import Board, Go, Transaction, store_spec
 from .group_wire import Arrived, Group, Link, Rounds, join, receive_buckets, send_buckets
-from .transport import Begun, Incoming, Outgoing, Request
+from .transport import Begun, Incoming, Request
 
 __all__ = ["GroupTransport"]
 
@@ -167,7 +168,7 @@ class GroupTransport:
             raise TransferError(go.error)
         return Begun(str(self._generation), go.base)
 
-    def send(self, outgoing: Outgoing, *, deadline: float) -> None:
+    def send(self, outgoing: Shipment, *, deadline: float) -> None:
         """Trainer rank: send every bucket to each of its readers.
 
         Raises:

@@ -19,9 +19,9 @@ from torch import Tensor
 from ...errors import DeadlineError, TransferError
 from ..held import Boxes, Held, packed_views
 from ..marker import Marker
+from ..outgoing import Shipment
 from ..plan import Plan
 from .board import Board
-from .transport import Outgoing
 
 __all__ = [
     "Arrived",
@@ -160,7 +160,7 @@ class Arrived:
 
 
 def send_buckets(
-    link: Link, outgoing: Outgoing, messages: Sequence[Message], *, deadline: float
+    link: Link, outgoing: Shipment, messages: Sequence[Message], *, deadline: float
 ) -> None:
     """Send each bucket to each reader. Two buffers, each the size of the largest message.
 
@@ -246,7 +246,7 @@ def _buffers(link: Link, messages: Sequence[Message], size_bytes: int) -> list[T
     return [torch.empty(size_bytes, dtype=torch.uint8, device=link.device) for _ in range(count)]
 
 
-def _fill(outgoing: Outgoing, index: int, buffer: Tensor) -> Tensor:
+def _fill(outgoing: Shipment, index: int, buffer: Tensor) -> Tensor:
     if outgoing.base is not None:
         # Bytes of a delta may not be written to, which frombuffer asks for.
         payload = torch.frombuffer(bytearray(outgoing.payload(index)), dtype=torch.uint8)
@@ -254,7 +254,7 @@ def _fill(outgoing: Outgoing, index: int, buffer: Tensor) -> Tensor:
         filled.copy_(payload)
         return filled
     filled = buffer[: outgoing.plan.buckets[index].bytes]
-    outgoing.fill(index, packed_views(outgoing.plan, index, filled))
+    outgoing.fill_all([(index, packed_views(outgoing.plan, index, filled))])
     return filled
 
 

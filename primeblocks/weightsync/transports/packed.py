@@ -14,8 +14,8 @@ from ...errors import CorruptionError, PlanError
 from ...layout import Shard
 from ..held import packed_views
 from ..marker import Marker, is_count
+from ..outgoing import Shipment
 from ..plan import Copy, Plan
-from .transport import Outgoing
 
 __all__ = [
     "Borrowed",
@@ -124,7 +124,7 @@ def places_of_version(plan: Plan, marker: Marker, rank: int) -> tuple[dict[int, 
     return places(sizes, align_bytes=_ALIGN_BYTES if marker.base is None else 1)
 
 
-def pack_all(outgoing: Outgoing, pool: Pool) -> None:
+def pack_all(outgoing: Shipment, pool: Pool) -> None:
     """Write a rank's buckets to one buffer."""
     plan = outgoing.plan
     sizes = {index: plan.buckets[index].bytes for index in plan.of_rank(outgoing.rank)}
@@ -136,7 +136,7 @@ def pack_all(outgoing: Outgoing, pool: Pool) -> None:
     )
 
 
-def pack_payloads(outgoing: Outgoing, pool: Pool) -> None:
+def pack_payloads(outgoing: Shipment, pool: Pool) -> None:
     """Write a rank's deltas to one buffer."""
     payloads = {index: outgoing.payload(index) for index in outgoing.plan.of_rank(outgoing.rank)}
     sizes = {index: len(payload) for index, payload in payloads.items()}

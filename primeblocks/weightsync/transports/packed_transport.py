@@ -17,6 +17,7 @@ from torch import Tensor
 from ...errors import CorruptionError, DeadlineError, TransferError
 from ..held import Held, Lent, copied
 from ..marker import Marker, as_corruption
+from ..outgoing import Shipment
 from ..plan import Plan
 from .commits import Commits, await_versions, last_chain
 from .directory_commits import DirectoryCommits
@@ -35,7 +36,7 @@ from .packed import (
 )
 from .place import PrivatePlace
 from .store_commits import StoreCommits
-from .transport import Begun, Incoming, Outgoing, Request
+from .transport import Begun, Incoming, Request
 from .wire import Wire, WireCarrier
 
 __all__ = ["IpcTransport", "PackedTransport", "PullTransport"]
@@ -89,7 +90,7 @@ class PackedTransport:
         self.commits.begin(version, keep=last_chain(markers), deadline=deadline)
         return Begun(self.commits.run, base)
 
-    def send(self, outgoing: Outgoing, *, deadline: float) -> None:
+    def send(self, outgoing: Shipment, *, deadline: float) -> None:
         """Trainer rank: pack its buckets, and post their places."""
         kept = [marker.version for marker in self.commits.markers(deadline=deadline)]
         for pool in (self._full, self._deltas):

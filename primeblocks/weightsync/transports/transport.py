@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from torch import Tensor
-
 from ..held import Held, Lent
 from ..marker import Marker
+from ..outgoing import Shipment
 from ..plan import Plan
 
-__all__ = ["Begun", "Incoming", "Outgoing", "Request", "Transport"]
-
-
-class Outgoing(Protocol):
-    """Buckets of one version that a trainer rank sends. A transport asks for them in any order."""
-
-    plan: Plan
-    rank: int
-    version: int
-    base: int | None
-
-    def fill(self, index: int, into: Sequence[Tensor]) -> None:
-        """Copy one of this rank's buckets in full: each of its copies, shaped as its box."""
-        ...
-
-    def fill_all(self, buckets: Iterable[tuple[int, Sequence[Tensor]]]) -> None:
-        """Do so with many buckets, several at a time."""
-        ...
-
-    def payload(self, index: int) -> memoryview:
-        """Return a bucket as it travels: a delta if `base` is given and smaller, else packed."""
-        ...
+__all__ = ["Begun", "Incoming", "Request", "Transport"]
 
 
 class Begun(NamedTuple):
@@ -113,7 +91,7 @@ class Transport(Protocol):
         """
         ...
 
-    def send(self, outgoing: Outgoing, *, deadline: float) -> None:
+    def send(self, outgoing: Shipment, *, deadline: float) -> None:
         """Trainer rank: send its buckets; return once they are as safe as the transport promises.
 
         Raises:
