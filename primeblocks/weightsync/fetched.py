@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import CorruptionError, DeadlineError
 from ..layout import Shard
-from .delta.bucket import apply_payload, encode_payload
+from .delta.bucket import apply_payloads, encode_payload
 from .digest import bucket_digest
 from .held import Boxes, Held, Lent, Sealed, chunks_of, copied, pack
 from .marker import Marker
@@ -31,7 +31,7 @@ __all__ = ["Feed", "Fetched", "bring", "check", "feeding", "undone"]
 
 # Less than this is done before a thread has started.
 _BYTES_A_THREAD = 8 << 20
-# Buckets that are checked before a load asks for them.
+# Buckets that are checked beside a load before it asks for them.
 _AHEAD = 2
 
 
@@ -143,6 +143,8 @@ class Feed:
 
     Args:
         uses: the number of times that each tensor will be asked for; a copy is freed with the last.
+        ahead: the number of buckets that are checked before they are asked for.
+        beside: whether a load goes on meanwhile. Otherwise it waits, and copies from the cache.
     """
 
     def __init__(
@@ -152,8 +154,12 @@ class Feed:
         fetched: Fetched,
         uses: Mapping[str, int],
         pool: Executor,
+        *,
+        ahead: int,
+        beside: bool,
     ) -> None:
         self._plan, self._fetched, self._pool = plan, fetched, pool
+        self._ahead, self._beside = ahead, beside
         self._uses, self._copies = dict(uses), None
         held = fetched.held
         if isinstance(held, Lent):
@@ -180,21 +186,13 @@ class Feed:
             CorruptionError: its bytes are not what was sent.
         """
         places = self._places.get(name, ())
-        for index in self._order[len(self._checks) : max(places, default=-1) + 1 + _AHEAD]:
-            self._checks.append(self._pool.submit(self._check, index))
-        for place in places:
+        done, asked = len(self._checks), max(places, default=-1) + 1
+        if self._beside or asked > done:
+            for index in self._order[done : asked + self._ahead]:
+                self._checks.append(self._pool.submit(self._check, index))
+        for place in {*places, *(() if self._beside else range(done, len(self._checks)))}:
             self._checks[place].result()
         return self._held.box(name, box)
-
-    def check(self) -> None:
-        """Check all that is to be checked, before anything is asked for.
-
-        Raises:
-            CorruptionError: a byte is not the one that was sent.
-        """
-        self._checks = [self._pool.submit(self._check, index) for index in self._order]
-        for check in self._checks:
-            check.result()
 
     def used(self, names: Iterable[str]) -> None:
         """Say that the boxes asked for of these tensors are done with."""
@@ -218,15 +216,13 @@ def feeding(
     lent, cores = isinstance(fetched.held, Lent), len(os.sched_getaffinity(0))
     threads = _as_many(plan, plan.of_reader(reader), threads)
     # A load that has every core of this process is only slowed by checks beside it.
-    before = not lent and torch.get_num_threads() >= cores > 1
+    beside = lent or not torch.get_num_threads() >= cores > 1
     # Two for copies; more take from the load what memory gives, and hold more of it.
-    most = cores if before else 2 if lent else 1
-    with ThreadPoolExecutor(min(most, threads)) as pool:
-        feed = Feed(plan, reader, fetched, uses, pool)
+    threads = min(threads, cores if not beside else 2 if lent else 1)
+    with ThreadPoolExecutor(threads) as pool:
+        ahead = _AHEAD if beside else threads - 1
         try:
-            if before:
-                feed.check()
-            yield feed
+            yield Feed(plan, reader, fetched, uses, pool, ahead=ahead, beside=beside)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
             if isinstance(fetched.held, Sealed):
@@ -297,9 +293,7 @@ def _overwrite(
     assert not isinstance(held, Lent), "what is lent is copied before it is written to"
     pieces = held.views(index)
     before = pack(plan, index, pieces) if undoable else None
-    digest = ""
-    for payload in payloads:
-        digest = apply_payload(plan, index, pieces, payload)
+    digest = apply_payloads(plan, index, pieces, payloads)
     if before is None:
         return digest, None
     back = encode_payload(plan, index, before, pack(plan, index, pieces))

@@ -14,10 +14,13 @@ from ...errors import CorruptionError
 from ..digest import Digest, as_buffer, bucket_digest
 from ..plan import Copy, Plan
 from .format import Opened, open_delta, read_segments, seal_delta, segments
-from .scan import CHUNK, Bits, Entries, flat_bits, read_changes, write_entries
+from .scan import Bits, Entries, flat_bits, read_changes, write_entries
 
-__all__ = ["apply_payload", "encode_payload", "take_payload"]
+__all__ = ["CHUNK_BYTES", "Chunk", "apply_payloads", "encode_payload", "take_payload"]
 
+# Compared or written at a time. Each numpy call gives up the interpreter's lock: two threads that
+# work on less wait for each other longer than the cache saves.
+CHUNK_BYTES = 8 << 20
 _HEAD = struct.Struct("<BQ")
 _FULL, _DELTA = 0, 1
 # Bytes of an element by those of the dtype; 8 bytes count as twice 4, and 16 as four times.
@@ -47,27 +50,44 @@ def take_payload(
     return _encode(plan, index, chunks, old, update=True)
 
 
-def apply_payload(plan: Plan, index: int, pieces: Sequence[Tensor], payload: memoryview) -> str:
+def apply_payloads(
+    plan: Plan,
+    index: int,
+    pieces: Sequence[Tensor],
+    payloads: Sequence[memoryview],
+    *,
+    write: bool = True,
+) -> str:
     """Overwrite a bucket's copies with what changed, where they lie, and return their digest.
 
-    Local; idempotent; the bytes are digested while they are in the cache.
+    Local; idempotent; each chunk is written and digested while it is in the cache.
+
+    Args:
+        payloads: oldest first.
+        write: false returns the digest that they would have, and leaves them as they are.
 
     Raises:
-        CorruptionError: the payload is not what was written; some of it may be there.
+        CorruptionError: a payload is not what was written; some of it may be there.
     """
     are_plain = all(piece.is_contiguous() and piece.device.type == "cpu" for piece in pieces)
     plain = pieces if are_plain else [piece.contiguous() for piece in pieces]
-    digest = Digest()
-    if len(payload) == plan.buckets[index].bytes:
-        _copy(plain, payload, digest)
-    else:
-        _apply(plan, index, plain, payload, digest)
+    if not are_plain and not write:
+        plain = [piece.clone() for piece in plain]
+    runs, opened = list(_runs(plan, index)), [_open(plan, index, each) for each in payloads]
+    digest, rest = Digest(), list(plain)
+    for (copies, width), parts in zip(runs, zip(*opened, strict=True), strict=True):
+        mine, rest = rest[: len(copies)], rest[len(copies) :]
+        places = [
+            ((copy.offset - copies[0].offset) // width, flat_bits(piece, width))
+            for copy, piece in zip(copies, mine, strict=True)
+        ]
+        _write(parts, places, digest, write=write or not are_plain)
     if are_plain:
         return digest.hexdigest()
     for piece, made in zip(pieces, plain, strict=True):
-        if made is not piece:
+        if made is not piece and write:
             piece.copy_(made)
-    return bucket_digest(pieces)
+    return bucket_digest(plain)
 
 
 def _encode(
@@ -94,80 +114,89 @@ def _encode(
 
 def _read(stream: _Stream, numel: int, width: int, *, update: bool) -> Entries:
     """Return what changed in the next elements of a stream."""
-    found, start = [], stream.at
-    for new, old in stream.until(start + numel * width):
-        first = (stream.at - start - len(new)) // width
-        one, other = (side.view(f"u{width}") for side in (new, old))
-        found.append(read_changes(one, other, update=update))
-        found[-1].positions[:] += first
-    return Entries(*(np.concatenate(column) for column in zip(*found, strict=True)))
+    chunks = stream.until(stream.at + numel * width)
+    pairs = ((new.view(f"u{width}"), old.view(f"u{width}")) for new, old in chunks)
+    return read_changes(pairs, update=update)
 
 
-def _apply(
-    plan: Plan, index: int, pieces: Sequence[Tensor], payload: memoryview, digest: Digest
-) -> None:
-    at, bucket_at = 0, 0
-    rest = list(pieces)
+def _open(plan: Plan, index: int, payload: memoryview) -> list[Opened | np.ndarray]:
+    """Return the part of a payload for each run of a bucket: what changed, or all of its elements.
+
+    Raises:
+        CorruptionError: it is not of this bucket, or its digest is wrong.
+    """
+    parts: list[Opened | np.ndarray] = []
+    is_all, at = len(payload) == plan.buckets[index].bytes, 0
     for copies, width in _runs(plan, index):
-        if len(payload) < at + _HEAD.size:
-            raise CorruptionError(f"the delta of bucket {index} ends after {len(payload)} bytes")
-        kind, size = _HEAD.unpack_from(payload, at)
-        body = payload[at + _HEAD.size : at + _HEAD.size + size]
-        at += _HEAD.size + size
-        mine, rest = rest[: len(copies)], rest[len(copies) :]
-        end = copies[-1].offset + copies[-1].bytes
-        if kind == _DELTA:
-            starts = [(copy.offset - bucket_at) // width for copy in copies]
-            places = list(zip(starts, (flat_bits(piece, width) for piece in mine), strict=True))
-            _write(_open(index, body, width, (end - bucket_at) // width), places, digest)
-        elif kind == _FULL and len(body) == end - bucket_at:
-            _copy(mine, body, digest)
+        numel = (copies[-1].offset + copies[-1].bytes - copies[0].offset) // width
+        kind, size = _FULL, numel * width
+        if not is_all:
+            if len(payload) < at + _HEAD.size:
+                raise CorruptionError(
+                    f"the delta of bucket {index} ends after {len(payload)} bytes"
+                )
+            kind, size = _HEAD.unpack_from(payload, at)
+            at += _HEAD.size
+        body = payload[at : at + size]
+        at += size
+        if kind == _FULL and len(body) == numel * width:
+            parts.append(np.frombuffer(body, dtype=f"u{width}"))
+        elif kind == _DELTA:
+            parts.append(opened := open_delta(body))
+            if (opened.itemsize, opened.numel) != (width, numel):
+                raise CorruptionError(
+                    f"a delta is not of bucket {index}: of {opened.numel} elements of "
+                    f"{opened.itemsize} bytes, where the bucket has {numel} of {width}"
+                )
         else:
             raise CorruptionError(
                 f"{len(body)} bytes of kind {kind} in the delta of bucket {index}"
             )
-        bucket_at = end
     if at != len(payload):
         raise CorruptionError(f"{len(payload)} bytes in the delta of bucket {index}, {at} expected")
+    return parts
 
 
-def _open(index: int, body: memoryview, width: int, numel: int) -> Opened:
-    opened = open_delta(body)
-    if (opened.itemsize, opened.numel) != (width, numel):
-        raise CorruptionError(
-            f"a delta is not of bucket {index}: of {opened.numel} elements of {opened.itemsize} "
-            f"bytes, where the bucket has {numel} of {width}"
-        )
-    return opened
-
-
-def _write(opened: Opened, places: Sequence[tuple[int, Bits]], digest: Digest) -> None:
-    """Write the delta of a run to its pieces, each with the place of its first element."""
-    spans = segments(opened.numel)
-    for span, (positions, bits, mask) in zip(spans, read_segments(opened), strict=True):
+def _write(
+    parts: Sequence[Opened | np.ndarray],
+    places: Sequence[tuple[int, Bits]],
+    digest: Digest,
+    *,
+    write: bool,
+) -> None:
+    """Write the parts of a run to its pieces, each with the place of its first element."""
+    start, last = places[-1]
+    spans = segments(start + len(last))
+    for span, *rows in zip(spans, *(_rows(part, spans) for part in parts), strict=True):
         for start, target in places:
             end = min(start + len(target), span.stop)
-            for low in range(max(start, span.start), end, CHUNK):
-                high, first = min(low + CHUNK, end), low - span.start
-                here = slice(*np.searchsorted(positions, (first, high - span.start)))
-                entries = Entries(positions[here] - first, bits[here], mask[here])
+            step = CHUNK_BYTES // target.itemsize
+            for low in range(max(start, span.start), end, step):
+                high = min(low + step, end)
                 room = target[low - start : high - start]
-                write_entries(room, entries)
+                if not write:
+                    room = room.copy() if isinstance(room, np.ndarray) else room.clone()
+                for row in rows:
+                    _put(room, row, low - span.start, high - span.start)
                 if isinstance(room, np.ndarray):
                     digest.update(room.data)
 
 
-def _copy(pieces: Sequence[Tensor], body: memoryview, digest: Digest) -> None:
-    at = 0
-    for piece in pieces:
-        part = body[at : at + piece.nbytes]
-        if piece.device.type == "cpu":
-            np.copyto(np.asarray(as_buffer(piece)), np.frombuffer(part, dtype=np.uint8))
-            digest.update(as_buffer(piece))
-        else:
-            there = torch.frombuffer(bytearray(part), dtype=torch.uint8)
-            piece.view(-1).view(torch.uint8).copy_(there)
-        at += piece.nbytes
+def _rows(part: Opened | np.ndarray, spans: Sequence[slice]) -> Iterator[Entries | np.ndarray]:
+    if isinstance(part, np.ndarray):
+        return (part[span] for span in spans)
+    return read_segments(part)
+
+
+def _put(room: Bits, row: Entries | np.ndarray, first: int, end: int) -> None:
+    """Write the elements of a segment from one to another."""
+    if isinstance(row, Entries):
+        here = slice(*np.searchsorted(row.positions, (first, end)))
+        write_entries(room, Entries(row.positions[here] - first, row.bits[here], row.mask[here]))
+    elif isinstance(room, np.ndarray):
+        np.copyto(room, row[first:end])
+    else:
+        room.view(torch.uint8).copy_(torch.from_numpy(row[first:end].view(np.uint8).copy()))
 
 
 def _runs(plan: Plan, index: int) -> Iterator[tuple[list[Copy], int]]:
