@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ..errors import CorruptionError, DeadlineError
 from ..layout import Shard
-from .delta.bucket import apply_payloads, encode_payload
+from .delta.bucket import Log, apply_payloads, open_payload, undo
 from .digest import bucket_digest
-from .held import Boxes, Held, Lent, Sealed, chunks_of, copied, pack
+from .held import Boxes, Held, Lent, Sealed, chunks_of, copied
 from .marker import Marker
 from .plan import Plan
 from .transports.transport import Incoming
@@ -40,19 +40,26 @@ class Fetched(NamedTuple):
 
     Attributes:
         bytes: the number of bytes read for it.
-        undo: by bucket, the delta back to the version that it was made of.
+        undo: what leads back to the version that it was made of.
         is_checked: whether its bytes were found to be right.
+        is_served: whether they lie in the engine's own tensors.
     """
 
     marker: Marker
     held: Held | Lent
     bytes: int
-    undo: Mapping[int, memoryview]
+    undo: Sequence[Log] = ()
     is_checked: bool = True
+    is_served: bool = False
 
     def loaded(self) -> Fetched:
         """Return the same weights, checked, and with nothing to go back to."""
-        return self._replace(undo={}, is_checked=True)
+        return self._replace(undo=(), is_checked=True)
+
+    def put_back(self) -> None:
+        """Make it the version again that it was made of, where it lies."""
+        for log in self.undo:
+            undo(log)
 
 
 def bring(
@@ -69,7 +76,8 @@ def bring(
 
     Args:
         base: the version that the first of them is a delta to; it becomes the new one in place.
-        undoable: whether to keep the deltas that lead back to `base`; one more pass over both.
+            Where that is served, it is put back if that fails.
+        undoable: whether to keep what leads back to `base`.
         threads: the number of buckets worked on at a time, where there is enough to do.
 
     Raises:
@@ -84,32 +92,45 @@ def bring(
     else:
         assert base is not None, "a delta to what is not held"
         held = base.held
-    marker, mine, undo = found[-1].marker, plan.of_reader(reader), {}
+    marker, mine, logs = found[-1].marker, plan.of_reader(reader), list[Log]()
+    is_served = base is not None and base.is_served
     done = count()
 
     def bring_bucket(index: int) -> None:
         if time.monotonic() > deadline:
             raise DeadlineError(f"checked {next(done)} of {len(mine)} buckets in time")
-        found = ""
+        digest = ""
         if deltas:
-            payloads = [delta.payload(index) for delta in deltas]
-            found, back = _overwrite(plan, index, held, payloads, undoable=undoable)
-            if back is not None:
-                undo[index] = back
-        _check_bucket(plan, index, held, marker, found=found)
+            assert not isinstance(held, Lent), "what is lent is copied before it is written to"
+            pieces, payloads = held.views(index), [delta.payload(index) for delta in deltas]
+            log: Log | None = [] if undoable or is_served else None
+            if log is not None:
+                logs.append(log)
+            digest = apply_payloads(plan, index, pieces, payloads, log=log)
+            if is_served:  # Caches of what is made of them look at it.
+                counted = [piece for piece in pieces if not piece.is_inference()]
+                torch.autograd.graph.increment_version(counted)
+        _check_bucket(plan, index, held, marker, found=digest)
         next(done)
 
     try:
-        if deltas and (isinstance(held, Lent) or not held.is_own):
+        if is_served:  # What is damaged shows before anything is touched.
+            for index in mine:
+                for delta in deltas:
+                    open_payload(plan, index, delta.payload(index))
+        elif deltas and (isinstance(held, Lent) or not held.is_own):
             held = copied(plan, reader, held, stays=held.stays, deadline=deadline)
         _for_each(plan, mine, bring_bucket, threads=threads)
         if time.monotonic() > deadline:
             raise DeadlineError(f"checked all {len(mine)} buckets, and not in time")
     except BaseException:
+        if is_served:
+            for each in logs:
+                undo(each)
         held.close()
         raise
     size = sum(one.marker.sizes[index] for one in found for index in mine)
-    return Fetched(marker, held, size, undo)
+    return Fetched(marker, held, size, logs, is_served=is_served)
 
 
 def undone(plan: Plan, reader: int, fetched: Fetched, marker: Marker) -> Fetched:
@@ -118,9 +139,8 @@ def undone(plan: Plan, reader: int, fetched: Fetched, marker: Marker) -> Fetched
     Raises:
         CorruptionError: its bytes are not those that it had.
     """
-    for index, payload in fetched.undo.items():
-        _overwrite(plan, index, fetched.held, [payload], undoable=False)
-    old = Fetched(marker, fetched.held, fetched.bytes, {})
+    fetched.put_back()
+    old = Fetched(marker, fetched.held, fetched.bytes)
     check(plan, reader, old)
     return old
 
@@ -281,20 +301,3 @@ def _check_bucket(
             f"{bucket.bytes:,} bytes from rank {bucket.rank}, {len(names)} tensors such "
             f"as {names[0]!r}. Publish again."
         )
-
-
-def _overwrite(
-    plan: Plan, index: int, held: Held | Lent, payloads: Sequence[memoryview], *, undoable: bool
-) -> tuple[str, memoryview | None]:
-    """Apply deltas to a bucket, oldest first.
-
-    Returns its digest, and what undoes them, if that is asked for.
-    """
-    assert not isinstance(held, Lent), "what is lent is copied before it is written to"
-    pieces = held.views(index)
-    before = pack(plan, index, pieces) if undoable else None
-    digest = apply_payloads(plan, index, pieces, payloads)
-    if before is None:
-        return digest, None
-    back = encode_payload(plan, index, before, pack(plan, index, pieces))
-    return digest, before.numpy().data if back is None else memoryview(back)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +13,24 @@ from ..layout import Layout, local_part
 from .manifest import Manifest, NamedTensors, TensorSpec, describe, named_tensors
 from .plan import Plan
 
-__all__ = ["load_into"]
+__all__ = ["InPlace", "load_into"]
 
 
-def load_into(
-    target: NamedTensors, plan: Plan | Manifest, *, reader: int = 0
-) -> Callable[[Iterable[tuple[str, Tensor]]], None]:
+@runtime_checkable
+class InPlace(Protocol):
+    """A `Load` that copies each tensor, as it is, into one of the engine's, and does no more."""
+
+    def __call__(self, tensors: Iterable[tuple[str, Tensor]]) -> None: ...
+
+    def places(self) -> Mapping[str, Tensor]:
+        """Return this process's part of the engine's tensors, by the names that it is given."""
+        ...
+
+
+def load_into(target: NamedTensors, plan: Plan | Manifest, *, reader: int = 0) -> InPlace:
     """Return a `load` for `Subscriber` that copies each tensor into the one of its name. Local.
+
+    Of a delta, only what changed is written, once all of it was checked.
 
     Names, shapes, boxes and dtypes are compared at once, before anything is loaded. Every tensor of
     either side has to be on the other.
@@ -49,16 +61,25 @@ def load_into(
                 f"{spec.layout} in the plan. Plan with describe() of this target."
             )
 
-    @torch.no_grad()
-    def load(tensors: Iterable[tuple[str, Tensor]]) -> None:
-        places = named_tensors(target)  # A module's may be others at each load.
-        for name, tensor in tensors:
-            place = local_part(places[name]) if name in places else None
-            if place is None or place.shape != tensor.shape:  # copy_ would broadcast.
-                raise PlanError(f"{name!r} is not as it was at load_into(). Call it again.")
-            place.copy_(tensor)
+    return _Into(target)
 
-    return load
+
+class _Into:
+    def __init__(self, target: nn.Module | Mapping[str, Tensor]) -> None:
+        self._target = target
+
+    def places(self) -> dict[str, Tensor]:
+        # A module's may be others at each load.
+        places = named_tensors(self._target)
+        return {name: local_part(place.detach()) for name, place in places.items()}
+
+    @torch.no_grad()
+    def __call__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        places = self.places()
+        for name, tensor in tensors:
+            if name not in places or places[name].shape != tensor.shape:  # copy_ would broadcast.
+                raise PlanError(f"{name!r} is not as it was at load_into(). Call it again.")
+            places[name].copy_(tensor)
 
 
 def _of_reader(plan: Plan, reader: int) -> Manifest:

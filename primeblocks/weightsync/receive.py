@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NoReturn, Self
 
 import torch
@@ -21,7 +21,8 @@ from ..errors import (
 from .ballot import Member, Round
 from .convert.conversion import Wiring
 from .fetched import Feed, Fetched, bring, check, feeding, undone
-from .held import Lent
+from .held import Boxes, Lent, copied
+from .load import InPlace
 from .manifest import NamedTensors
 from .marker import Digests, Marker, Receipt
 from .observed import digest_tensors, kept
@@ -110,7 +111,7 @@ class Subscriber:
         that `receive` ends with a TransferError.
         """
         start = time.monotonic()
-        ready = self._get_ready(version, start + timeout_s)
+        ready = self._get_ready(version, start + timeout_s, loads=False)
         if isinstance(ready.held, Lent) and not ready.held.stays:
             self._verified = ready.marker
             self._drop_ready()
@@ -143,10 +144,9 @@ class Subscriber:
             ClosedError: after close().
         """
         start = time.monotonic()
-        verified, self._verified = self._verified, None
         deadline = start + timeout_s
-        ready = self._get_ready(version, deadline, ahead=self._ahead, verified=verified)
-        self._ready = None
+        ready = self._get_ready(version, deadline, loads=True)
+        self._ready = self._verified = None
         if ready.marker != self._served:
             self._load_or_go_back(ready, deadline)
         return self._receipt(ready, start, self._kept)
@@ -157,6 +157,8 @@ class Subscriber:
         The next `receive` loads even the version that is held, and has none to go back to.
         """
         self._served = None
+        if self._held is not None and self._held.is_served:
+            self._held = None
 
     def close(self) -> None:
         """Let go of the version that is held. Twice is fine; the transport stays open."""
@@ -172,27 +174,18 @@ class Subscriber:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _get_ready(
-        self,
-        version: int | None,
-        deadline: float,
-        *,
-        ahead: bool = False,
-        verified: Marker | None = None,
-    ) -> Fetched:
+    def _get_ready(self, version: int | None, deadline: float, *, loads: bool) -> Fetched:
         if self._closed:
             raise ClosedError("this Subscriber was closed")
         if version is not None:
             version = check_version(version)
         if self._ready is None or version not in (None, self._ready.marker.version):
             self._drop_ready()
-            self._ready = self._fetch(
-                version, deadline, served=self._served, ahead=ahead, verified=verified
-            )
+            self._ready = self._fetch(version, deadline, served=self._served, loads=loads)
         return self._ready
 
     def _drop_ready(self) -> None:
-        if self._ready is not None and self._ready != self._held:
+        if self._ready is not None and self._ready is not self._held:
             self._ready.held.close()
         self._ready = None
 
@@ -202,13 +195,12 @@ class Subscriber:
         deadline: float,
         *,
         served: Marker | None,
-        ahead: bool = False,
-        verified: Marker | None = None,
+        loads: bool = False,
     ) -> Fetched:
         """Return a version's bytes, all checked, once the other readers of it agree.
 
-        `ahead`: unchecked, where there is one to go back to and nobody waits for this reader.
-        `verified`: the same for this version, which was checked before.
+        `loads`: in the engine's own tensors, where that can be; or unchecked, where it was checked
+        before, or there is one to go back to and nobody waits for this reader.
         """
         held = None if self._held is None else self._held.marker
         if version is None and self._member is not None:
@@ -218,20 +210,15 @@ class Subscriber:
         last = found[-1]
         if last.marker == held and self._held is not None:
             return self._held
-        if (
-            len(found) == 1
-            and last.marker.base is None
-            and (
-                last.marker == verified
-                or (ahead and self._held is not None and last.marker in self._transport.markers())
-            )
-        ):
+        can_go_back = self._held is not None and last.marker in self._transport.markers()
+        is_sure = last.marker == self._verified or (self._ahead and can_go_back)
+        if loads and is_sure and len(found) == 1 and last.marker.base is None:
             self._check_plan(last.marker)
             size = self.plan.read_bytes(self.reader)
-            return Fetched(last.marker, last.whole(), size, {}, is_checked=False)
+            return Fetched(last.marker, last.whole(), size, is_checked=False)
         try:
             try:
-                fetched = self._bring(found, deadline)
+                fetched = self._bring(found, deadline, loads=loads)
             except CorruptionError:
                 # The base of its deltas, or a mapping of it, may be at fault.
                 if last.marker not in self._transport.markers():
@@ -239,26 +226,31 @@ class Subscriber:
                 again = self._transport.receive(
                     Request(self.plan, self.reader, last.marker.version, None, served, deadline)
                 )
-                fetched = self._bring(again, deadline)
+                fetched = self._bring(again, deadline, loads=loads)
         except BaseException as error:  # Others wait to hear of it.
             last.settle(f"{type(error).__name__}: {error}", deadline=deadline)
             raise
         try:
             last.settle("", deadline=deadline)
         except BaseException:
+            if fetched.is_served:
+                fetched.put_back()
             fetched.held.close()
             raise
         return fetched
 
-    def _bring(self, found: Sequence[Incoming], deadline: float) -> Fetched:
+    def _bring(self, found: Sequence[Incoming], deadline: float, *, loads: bool) -> Fetched:
         self._check_plan(found[-1].marker)
-        base = None
-        if found[0].marker.base is not None:
-            # From here on it is neither of the two versions.
-            base, self._held = self._held, None
         # A way back is needed where the transport cannot, or soon may not, give the base again.
         known = () if self._member else self._transport.markers()
+        base = None if found[0].marker.base is None else self._held
         undoable = base is not None and base.marker not in known
+        is_held = loads and base is not None and base.marker == self._served and not undoable
+        if base is not None and is_held and (places := self._places()):
+            boxes = Boxes(self.plan, self.reader, stays=True, served=places)
+            base = Fetched(base.marker, boxes, base.bytes, is_served=True)
+        elif base is not None:  # From here on it is neither of the two versions.
+            base, self._held = base._replace(is_served=False), None
         return bring(
             self.plan,
             self.reader,
@@ -269,6 +261,18 @@ class Subscriber:
             threads=self._threads,
         )
 
+    def _places(self) -> Mapping[str, Tensor]:
+        """Return the engine's tensors, where they are what `load` is given, as it is given it."""
+        if self._observe is not None or not isinstance(self._load, InPlace) or self._convert:
+            return {}
+        places, target = self._load.places(), self.plan.target
+        is_all = all(
+            name in places
+            and (places[name].dtype, places[name].shape) == (target[name].dtype, box.sizes)
+            for name, (box,) in self.plan.wants[self.reader].items()
+        )
+        return {name: places[name] for name in self.plan.wants[self.reader]} if is_all else {}
+
     def _check_plan(self, marker: Marker) -> None:
         if marker.plan != self.plan.fingerprint():
             raise PlanError(
@@ -277,9 +281,11 @@ class Subscriber:
             )
 
     def _load_or_go_back(self, new: Fetched, deadline: float) -> None:
+        if self._held is not None and self._held.is_served:
+            self._keep_served(new, self._held, deadline)
         turn = self._enter(new, deadline)
         served, self._served = self._served, None  # Torn, until it has one of them.
-        if new == self._held:
+        if new is self._held:
             self._held = None
         try:
             self._feed(new)
@@ -293,6 +299,13 @@ class Subscriber:
             self._held.held.close()
         self._serve(new.marker, new)
 
+    def _keep_served(self, new: Fetched, old: Fetched, deadline: float) -> None:
+        """Copy what is about to be overwritten, where the transport cannot give it again."""
+        self._held = None
+        if not new.is_served and (self._member or old.marker not in self._transport.markers()):
+            boxes = copied(self.plan, self.reader, old.held, stays=True, deadline=deadline)
+            self._held = Fetched(old.marker, boxes, old.bytes)
+
     def _enter(self, new: Fetched, deadline: float) -> Round | None:
         """Begin the vote on a version; if it was refused, hold the bytes of the one served."""
         if self._member is None:
@@ -302,7 +315,7 @@ class Subscriber:
         except TransferError:
             if new.undo and self._served is not None:
                 self._serve(self._served, undone(self.plan, self.reader, new, self._served))
-            elif new != self._held:
+            elif new is not self._held:
                 new.held.close()
             raise
 
@@ -358,6 +371,8 @@ class Subscriber:
 
     def _feed(self, fetched: Fetched) -> None:
         """Give `load` all tensors, each once its bytes were checked; then observe the engine."""
+        if fetched.is_served:  # It is there.
+            return
         taken, given = 0, dict[str, Sequence[str]]()
         wanted = self.plan.wants[self.reader] if self._convert is None else self._convert.targets
         uses = Counter(source for name in wanted for source in self._made_of(name))

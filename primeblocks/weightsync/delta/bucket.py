@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from ..plan import Copy, Plan
 from .format import Opened, open_delta, read_segments, seal_delta, segments
 from .scan import Bits, Entries, flat_bits, read_changes, write_entries
 
-__all__ = ["CHUNK_BYTES", "Chunk", "apply_payloads", "encode_payload", "take_payload"]
+__all__ = ["CHUNK_BYTES", "Chunk", "Log", "apply_payloads", "open_payload", "take_payload", "undo"]
 
 # Compared or written at a time. Each numpy call gives up the interpreter's lock: two threads that
 # work on less wait for each other longer than the cache saves.
@@ -27,14 +28,8 @@ _FULL, _DELTA = 0, 1
 _WIDTHS = {1: 1, 2: 2, 4: 4, 8: 4, 16: 4}
 
 Chunk = tuple[np.ndarray, np.ndarray]
-
-
-def encode_payload(
-    plan: Plan, index: int, new: UInt8[Tensor, " bytes"], old: UInt8[Tensor, " bytes"]
-) -> bytes | None:
-    """Return the delta from `old` to `new`, or None where that is no fewer bytes. Local."""
-    chunks = iter([(np.asarray(as_buffer(new)), np.asarray(as_buffer(old)))])
-    return _encode(plan, index, chunks, new, update=False)
+Log = list[tuple[Any, Any, Any]]
+"""What was overwritten: a tensor or its bits, where, and what was there."""
 
 
 def take_payload(
@@ -47,7 +42,19 @@ def take_payload(
     Args:
         chunks: the new bytes beside the old, in the order of the bucket; all are consumed.
     """
-    return _encode(plan, index, chunks, old, update=True)
+    parts: list[bytes | memoryview] = []
+    stream, at = _Stream(chunks), 0
+    for copies, width in _runs(plan, index):
+        end = copies[-1].offset + copies[-1].bytes
+        numel = (end - at) // width
+        rows = (_read(stream, span.stop - span.start, width) for span in segments(numel))
+        delta = seal_delta(width, numel, rows)
+        for new, place in stream.until(end):  # Where it gave up.
+            np.copyto(place, new)
+        body = as_buffer(old[at:end]) if delta is None else delta
+        parts += [_HEAD.pack(_FULL if delta is None else _DELTA, len(body)), body]
+        at = end
+    return b"".join(parts) if sum(map(len, parts)) < at else None
 
 
 def apply_payloads(
@@ -56,70 +63,55 @@ def apply_payloads(
     pieces: Sequence[Tensor],
     payloads: Sequence[memoryview],
     *,
-    write: bool = True,
+    log: Log | None = None,
 ) -> str:
     """Overwrite a bucket's copies with what changed, where they lie, and return their digest.
 
     Local; idempotent; each chunk is written and digested while it is in the cache.
 
     Args:
-        payloads: oldest first.
-        write: false returns the digest that they would have, and leaves them as they are.
+        payloads: oldest first. All are checked before anything is written.
+        log: gets what `undo` needs.
 
     Raises:
         CorruptionError: a payload is not what was written; some of it may be there.
     """
+    opened = [open_payload(plan, index, each) for each in payloads]
     are_plain = all(piece.is_contiguous() and piece.device.type == "cpu" for piece in pieces)
     plain = pieces if are_plain else [piece.contiguous() for piece in pieces]
-    if not are_plain and not write:
-        plain = [piece.clone() for piece in plain]
-    runs, opened = list(_runs(plan, index)), [_open(plan, index, each) for each in payloads]
+    if log is not None and not are_plain:
+        log += [(piece, ..., piece.clone()) for piece in pieces]
     digest, rest = Digest(), list(plain)
-    for (copies, width), parts in zip(runs, zip(*opened, strict=True), strict=True):
+    for (copies, width), parts in zip(_runs(plan, index), zip(*opened, strict=True), strict=True):
         mine, rest = rest[: len(copies)], rest[len(copies) :]
         places = [
             ((copy.offset - copies[0].offset) // width, flat_bits(piece, width))
             for copy, piece in zip(copies, mine, strict=True)
         ]
-        _write(parts, places, digest, write=write or not are_plain)
+        _write(parts, places, digest, log if are_plain else None)
     if are_plain:
         return digest.hexdigest()
     for piece, made in zip(pieces, plain, strict=True):
-        if made is not piece and write:
+        if made is not piece:
             piece.copy_(made)
     return bucket_digest(plain)
 
 
-def _encode(
-    plan: Plan, index: int, chunks: Iterator[Chunk], whole: UInt8[Tensor, " bytes"], *, update: bool
-) -> bytes | None:
-    """Encode runs. `whole`: the new bytes, once all chunks were read."""
-    parts: list[bytes | memoryview] = []
-    stream, at = _Stream(chunks), 0
-    for copies, width in _runs(plan, index):
-        end = copies[-1].offset + copies[-1].bytes
-        numel = (end - at) // width
-        rows = (
-            _read(stream, span.stop - span.start, width, update=update) for span in segments(numel)
-        )
-        delta = seal_delta(width, numel, rows)
-        for new, old in stream.until(end):  # Where it gave up.
-            if update:
-                np.copyto(old, new)
-        body = as_buffer(whole[at:end]) if delta is None else delta
-        parts += [_HEAD.pack(_FULL if delta is None else _DELTA, len(body)), body]
-        at = end
-    return b"".join(parts) if sum(map(len, parts)) < at else None
+def undo(log: Log) -> None:
+    """Write back what was there."""
+    while log:
+        target, where, before = log.pop()
+        target[where] = before
 
 
-def _read(stream: _Stream, numel: int, width: int, *, update: bool) -> Entries:
+def _read(stream: _Stream, numel: int, width: int) -> Entries:
     """Return what changed in the next elements of a stream."""
     chunks = stream.until(stream.at + numel * width)
     pairs = ((new.view(f"u{width}"), old.view(f"u{width}")) for new, old in chunks)
-    return read_changes(pairs, update=update)
+    return read_changes(pairs, update=True)
 
 
-def _open(plan: Plan, index: int, payload: memoryview) -> list[Opened | np.ndarray]:
+def open_payload(plan: Plan, index: int, payload: memoryview) -> list[Opened | np.ndarray]:
     """Return the part of a payload for each run of a bucket: what changed, or all of its elements.
 
     Raises:
@@ -161,8 +153,7 @@ def _write(
     parts: Sequence[Opened | np.ndarray],
     places: Sequence[tuple[int, Bits]],
     digest: Digest,
-    *,
-    write: bool,
+    log: Log | None,
 ) -> None:
     """Write the parts of a run to its pieces, each with the place of its first element."""
     start, last = places[-1]
@@ -174,10 +165,10 @@ def _write(
             for low in range(max(start, span.start), end, step):
                 high = min(low + step, end)
                 room = target[low - start : high - start]
-                if not write:
-                    room = room.copy() if isinstance(room, np.ndarray) else room.clone()
                 for row in rows:
-                    _put(room, row, low - span.start, high - span.start)
+                    before = _put(room, row, low - span.start, high - span.start)
+                    if log is not None:
+                        log.append((room, *before))
                 if isinstance(room, np.ndarray):
                     digest.update(room.data)
 
@@ -188,15 +179,19 @@ def _rows(part: Opened | np.ndarray, spans: Sequence[slice]) -> Iterator[Entries
     return read_segments(part)
 
 
-def _put(room: Bits, row: Entries | np.ndarray, first: int, end: int) -> None:
-    """Write the elements of a segment from one to another."""
+def _put(room: Bits, row: Entries | np.ndarray, first: int, end: int) -> tuple[Any, Any]:
+    """Write the elements of a segment from one to another; return where, and what was there."""
     if isinstance(row, Entries):
         here = slice(*np.searchsorted(row.positions, (first, end)))
-        write_entries(room, Entries(row.positions[here] - first, row.bits[here], row.mask[here]))
-    elif isinstance(room, np.ndarray):
+        entries = Entries(row.positions[here] - first, row.bits[here], row.mask[here])
+        return write_entries(room, entries)
+    if isinstance(room, np.ndarray):
+        before = room.copy()
         np.copyto(room, row[first:end])
-    else:
-        room.view(torch.uint8).copy_(torch.from_numpy(row[first:end].view(np.uint8).copy()))
+        return ..., before
+    kept = room.clone()
+    room.view(torch.uint8).copy_(torch.from_numpy(row[first:end].view(np.uint8).copy()))
+    return ..., kept
 
 
 def _runs(plan: Plan, index: int) -> Iterator[tuple[list[Copy], int]]:

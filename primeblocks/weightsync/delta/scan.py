@@ -79,18 +79,21 @@ def _scan(new: np.ndarray, old: np.ndarray, update: bool) -> Entries:
     return Entries(at, bits, mask)
 
 
-def write_entries(target: Bits, entries: Entries) -> None:
-    """Write entries in place. Idempotent."""
+def write_entries(target: Bits, entries: Entries) -> tuple[Bits, Bits]:
+    """Write entries in place; return where, and what was there. Idempotent."""
     positions, bits, mask = entries
-    if isinstance(target, Tensor):
-        dtype = str(target.dtype).removeprefix("torch.")
-        places, bits_there, keep = (
-            torch.from_numpy(array).to(target.device)
-            for array in (positions, bits.view(dtype), (~mask).view(dtype))
-        )
-        target[places] = target[places] & keep | bits_there
-        return
-    target[positions] = target.take(positions) & ~mask | bits
+    if isinstance(target, np.ndarray):
+        before = target.take(positions)
+        target[positions] = before & ~mask | bits
+        return positions, before
+    dtype = str(target.dtype).removeprefix("torch.")
+    places, bits_there, keep = (
+        torch.from_numpy(array).to(target.device)
+        for array in (positions, bits.view(dtype), (~mask).view(dtype))
+    )
+    was = target[places]
+    target[places] = was & keep | bits_there
+    return places, was
 
 
 def _places(differs: np.ndarray) -> np.ndarray:
