@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from ..errors import CorruptionError, DeadlineError
 from ..layout import Shard
+from .convert.conversion import Wiring
 from .delta.bucket import Log, apply_payloads, open_payload, undo
 from .digest import bucket_digest
 from .held import Boxes, Held, Lent, Sealed, chunks_of, copied
@@ -159,10 +161,11 @@ class Feed:
     """Tensors of a version for one load, each of bytes that were found to be right.
 
     Bytes that a reader has checked where nobody writes are given as they lie there. The rest is
-    checked in threads, some buckets ahead of what was asked for; of lent bytes, copies are given.
+    checked in threads, some buckets ahead of what was asked for; of lent bytes, copies are given,
+    each freed when it is used no more.
 
     Args:
-        uses: the number of times that each tensor will be asked for; a copy is freed with the last.
+        convert: the wiring to what is given.
         ahead: the number of buckets that are checked before they are asked for.
         beside: whether a load goes on meanwhile. Otherwise it waits, and copies from the cache.
     """
@@ -172,7 +175,7 @@ class Feed:
         plan: Plan,
         reader: int,
         fetched: Fetched,
-        uses: Mapping[str, int],
+        convert: Wiring | None,
         pool: Executor,
         *,
         ahead: int,
@@ -180,7 +183,10 @@ class Feed:
     ) -> None:
         self._plan, self._fetched, self._pool = plan, fetched, pool
         self._ahead, self._beside = ahead, beside
-        self._uses, self._copies = dict(uses), None
+        self._wants, self._convert = plan.wants[reader], convert
+        self.names = list(self._wants if convert is None else convert.targets)
+        self._uses = Counter(source for name in self.names for source in self._made_of(name))
+        self._copies = None
         held = fetched.held
         if isinstance(held, Lent):
             held = self._copies = Boxes(plan, reader, stays=False, device=held.device)
@@ -199,12 +205,37 @@ class Feed:
                 self._places.setdefault(name, []).append(place)
         self._checks: list[Future[None]] = []
 
-    def box(self, name: str, box: Shard) -> Tensor:
-        """Return a wanted box, or a part of one.
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what a load is given, each tensor until the next.
 
         Raises:
             CorruptionError: its bytes are not what was sent.
         """
+        for name in self.names:
+            yield name, self._tensor(name)
+            if self._copies is not None:
+                for source in self._made_of(name):
+                    self._uses[source] -= 1
+                    if self._uses[source] == 0:
+                        self._copies.drop(source)
+
+    def _made_of(self, name: str) -> Iterable[str]:
+        if self._convert is None:
+            return (name,)
+        return {piece.source for piece in self._convert.by_target[name]}
+
+    def _tensor(self, name: str) -> Tensor:
+        if self._convert is None:
+            (box,) = self._wants[name]
+            return self._box(name, box)
+        spec, pieces = self._convert.targets[name], self._convert.by_target[name]
+        made = torch.zeros(spec.shape, dtype=spec.dtype)  # Padding is zero.
+        for piece in pieces:
+            source = self._box(piece.source, piece.source_box)
+            made[piece.target_box.slices].copy_(piece.view(source, piece.source_box))
+        return made
+
+    def _box(self, name: str, box: Shard) -> Tensor:
         places = self._places.get(name, ())
         done, asked = len(self._checks), max(places, default=-1) + 1
         if self._beside or asked > done:
@@ -214,15 +245,6 @@ class Feed:
             self._checks[place].result()
         return self._held.box(name, box)
 
-    def used(self, names: Iterable[str]) -> None:
-        """Say that the boxes asked for of these tensors are done with."""
-        if self._copies is None:
-            return
-        for name in names:
-            self._uses[name] -= 1
-            if self._uses[name] == 0:
-                self._copies.drop(name)
-
     def _check(self, index: int) -> None:
         into = None if self._copies is None else self._copies.views(index)
         _check_bucket(self._plan, index, self._fetched.held, self._fetched.marker, into=into)
@@ -230,7 +252,7 @@ class Feed:
 
 @contextmanager
 def feeding(
-    plan: Plan, reader: int, fetched: Fetched, uses: Mapping[str, int], *, threads: int
+    plan: Plan, reader: int, fetched: Fetched, convert: Wiring | None, *, threads: int
 ) -> Iterator[Feed]:
     """Open a `Feed`, for as long as the load goes on."""
     lent, cores = isinstance(fetched.held, Lent), len(os.sched_getaffinity(0))
@@ -242,7 +264,7 @@ def feeding(
     with ThreadPoolExecutor(threads) as pool:
         ahead = _AHEAD if beside else threads - 1
         try:
-            yield Feed(plan, reader, fetched, uses, pool, ahead=ahead, beside=beside)
+            yield Feed(plan, reader, fetched, convert, pool, ahead=ahead, beside=beside)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
             if isinstance(fetched.held, Sealed):

@@ -23,7 +23,7 @@ class InPlace(Protocol):
     def __call__(self, tensors: Iterable[tuple[str, Tensor]]) -> None: ...
 
     def places(self) -> Mapping[str, Tensor]:
-        """Return this process's part of the engine's tensors, by the names that it is given."""
+        """Return the engine's tensors by the names that it is given; none where it casts them."""
         ...
 
 
@@ -61,25 +61,34 @@ def load_into(target: NamedTensors, plan: Plan | Manifest, *, reader: int = 0) -
                 f"{spec.layout} in the plan. Plan with describe() of this target."
             )
 
-    return _Into(target)
+    return _Into(target, sent)
 
 
 class _Into:
-    def __init__(self, target: nn.Module | Mapping[str, Tensor]) -> None:
-        self._target = target
+    def __init__(self, target: nn.Module | Mapping[str, Tensor], sent: Manifest) -> None:
+        self._target, self._sent = target, sent
 
     def places(self) -> dict[str, Tensor]:
-        # A module's may be others at each load.
-        places = named_tensors(self._target)
-        return {name: local_part(place.detach()) for name, place in places.items()}
+        places = self._local()
+        are_as_sent = all(
+            name in places
+            and (places[name].dtype, places[name].shape) == (spec.dtype, spec.layout.shard.sizes)
+            for name, spec in self._sent.items()
+        )
+        return {name: places[name] for name in self._sent} if are_as_sent else {}
 
     @torch.no_grad()
     def __call__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        places = self.places()
+        places = self._local()
         for name, tensor in tensors:
             if name not in places or places[name].shape != tensor.shape:  # copy_ would broadcast.
                 raise PlanError(f"{name!r} is not as it was at load_into(). Call it again.")
             places[name].copy_(tensor)
+
+    def _local(self) -> dict[str, Tensor]:
+        # A module's may be others at each load.
+        places = named_tensors(self._target)
+        return {name: local_part(place.detach()) for name, place in places.items()}
 
 
 def _of_reader(plan: Plan, reader: int) -> Manifest:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NoReturn, Self
 
-import torch
 from torch import Tensor
 
 from ..errors import (
@@ -245,12 +243,16 @@ class Subscriber:
         known = () if self._member else self._transport.markers()
         base = None if found[0].marker.base is None else self._held
         undoable = base is not None and base.marker not in known
-        is_held = loads and base is not None and base.marker == self._served and not undoable
-        if base is not None and is_held and (places := self._places()):
+        is_plain = self._convert is None and self._observe is None and not undoable
+        places: Mapping[str, Tensor] = {}
+        if loads and is_plain and isinstance(self._load, InPlace):
+            places = self._load.places()
+        if base is not None and base.marker == self._served and places:
             boxes = Boxes(self.plan, self.reader, stays=True, served=places)
             base = Fetched(base.marker, boxes, base.bytes, is_served=True)
         elif base is not None:  # From here on it is neither of the two versions.
             base, self._held = base._replace(is_served=False), None
+        threads = self._threads
         return bring(
             self.plan,
             self.reader,
@@ -258,20 +260,8 @@ class Subscriber:
             base,
             deadline=deadline,
             undoable=undoable,
-            threads=self._threads,
+            threads=threads,
         )
-
-    def _places(self) -> Mapping[str, Tensor]:
-        """Return the engine's tensors, where they are what `load` is given, as it is given it."""
-        if self._observe is not None or not isinstance(self._load, InPlace) or self._convert:
-            return {}
-        places, target = self._load.places(), self.plan.target
-        is_all = all(
-            name in places
-            and (places[name].dtype, places[name].shape) == (target[name].dtype, box.sizes)
-            for name, (box,) in self.plan.wants[self.reader].items()
-        )
-        return {name: places[name] for name in self.plan.wants[self.reader]} if is_all else {}
 
     def _check_plan(self, marker: Marker) -> None:
         if marker.plan != self.plan.fingerprint():
@@ -374,41 +364,21 @@ class Subscriber:
         if fetched.is_served:  # It is there.
             return
         taken, given = 0, dict[str, Sequence[str]]()
-        wanted = self.plan.wants[self.reader] if self._convert is None else self._convert.targets
-        uses = Counter(source for name in wanted for source in self._made_of(name))
 
         def tensors(feed: Feed) -> Iterator[tuple[str, Tensor]]:
             nonlocal taken
-            for name in wanted:
+            for name, tensor in feed.tensors():
                 taken += 1
-                tensor = self._tensor(name, feed)
                 if self._observe is not None:
                     given.update(digest_tensors({name: tensor}))
                 yield name, tensor
-                feed.used(self._made_of(name))
 
-        threads = self._threads
-        with feeding(self.plan, self.reader, fetched, uses, threads=threads) as feed:
+        plan, reader, threads = self.plan, self.reader, self._threads
+        with feeding(plan, reader, fetched, self._convert, threads=threads) as feed:
             self._load(tensors(feed))
-        if taken < len(wanted):
-            raise TransferError(f"load took {taken} of {len(wanted)} tensors")
+        if taken < len(feed.names):
+            raise TransferError(f"load took {taken} of {len(feed.names)} tensors")
         self._kept = None if self._observe is None else kept(given, self._observe())
-
-    def _made_of(self, name: str) -> Iterable[str]:
-        if self._convert is None:
-            return (name,)
-        return {piece.source for piece in self._convert.by_target[name]}
-
-    def _tensor(self, name: str, feed: Feed) -> Tensor:
-        if self._convert is None:
-            (box,) = self.plan.wants[self.reader][name]
-            return feed.box(name, box)
-        spec, pieces = self._convert.targets[name], self._convert.by_target[name]
-        made = torch.zeros(spec.shape, dtype=spec.dtype)  # Padding is zero.
-        for piece in pieces:
-            source = feed.box(piece.source, piece.source_box)
-            made[piece.target_box.slices].copy_(piece.view(source, piece.source_box))
-        return made
 
     def _receipt(self, done: Fetched, start: float, held: Digests | None) -> Receipt:
         seconds = time.monotonic() - start
