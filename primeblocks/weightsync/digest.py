@@ -17,11 +17,12 @@ __all__ = ["Digest", "as_buffer", "bucket_digest", "cast_and_digest", "crossing"
 # could write the commit as well as the weights.
 Digest = xxhash.xxh3_128
 
-# Cast, digested and written while in the cache. Smaller pieces cost more in calls than they save.
+# Cast, written and digested while in the cache. Smaller pieces cost more in calls than they save.
 _CHUNK_BYTES = 1 << 19
 # From a device: of each of two buffers of pinned memory.
 _PINNED_BYTES = 8 << 20
 
+Bytes = UInt8[np.ndarray, " chunk"]
 Parts = Iterator[tuple[Tensor, Tensor | None]]
 
 
@@ -32,8 +33,8 @@ def bucket_digest(pieces: Iterable[Tensor]) -> str:
         if piece.device.type == "cpu":
             digest.update(as_buffer(piece.contiguous()))
         else:
-            for _ in taken(piece, piece.dtype, None, digest):
-                pass  # Digested.
+            for new, _ in taken(piece, piece.dtype, None, _CHUNK_BYTES):
+                digest.update(new.data)
     return digest.hexdigest()
 
 
@@ -48,41 +49,42 @@ def cast_and_digest(
     digest = Digest()
     targets: Sequence[Tensor | None] = [None] * len(sources) if into is None else into
     for source, dtype, target in zip(sources, dtypes, targets, strict=True):
-        for new, room in taken(source, dtype, target, digest):
-            np.copyto(room, new)
+        for new, room in taken(source, dtype, target, _CHUNK_BYTES):
+            if room is None:
+                digest.update(new.data)
+            else:  # In this order a copy reads and writes memory at once, and a digest the cache.
+                np.copyto(room, new)
+                digest.update(room.data)
     return digest.hexdigest()
 
 
 def taken(
-    source: Tensor, dtype: torch.dtype, target: Tensor | None, digest: Digest
-) -> Iterator[tuple[UInt8[np.ndarray, " chunk"], UInt8[np.ndarray, " chunk"]]]:
-    """Cast and digest a tensor chunk by chunk; yield each one's bytes and the place of its copy.
+    source: Tensor, dtype: torch.dtype, target: Tensor | None, chunk_bytes: int
+) -> Iterator[tuple[Bytes, Bytes | None]]:
+    """Cast a tensor chunk by chunk; yield each one's bytes and the place of its copy.
 
-    A chunk is good until the next, and in the cache. What has no plain place on the host is copied
-    here, and not yielded. Bytes of a device cross the bus once, through pinned memory; what is
-    copied on the device stays there.
+    A chunk is good until the next. What has no plain place on the host is copied here, and comes
+    without one. Bytes of a device cross the bus once, through pinned memory; what is copied on the
+    device stays there.
     """
     if _are_plain(source, dtype, target):
         new = np.asarray(as_buffer(source))
         room = None if target is None else np.asarray(as_buffer(target))
-        for at in range(0, len(new), _CHUNK_BYTES):
-            chunk = new[at : at + _CHUNK_BYTES]
-            digest.update(chunk.data)
-            if room is not None:
-                yield chunk, room[at : at + _CHUNK_BYTES]
+        for at in range(0, len(new), chunk_bytes):
+            here = slice(at, at + chunk_bytes)
+            yield new[here], None if room is None else room[here]
         return
     is_here = source.device.type == "cpu"
-    size_bytes = _CHUNK_BYTES if is_here else _PINNED_BYTES
+    size_bytes = chunk_bytes if is_here else _PINNED_BYTES
     parts = _cast(_chunks(source, target, dtype.itemsize, size_bytes), dtype)
     for plain, place in parts if is_here else crossing(parts, _pinned, _send):
         new = np.asarray(as_buffer(plain))
-        digest.update(new.data)
-        if place is None:
-            continue
-        if place.is_contiguous():
+        if place is not None and place.is_contiguous():
             yield new, np.asarray(as_buffer(place))
-        else:
+            continue
+        if place is not None:
             place.copy_(plain)
+        yield new, None
 
 
 def crossing(

@@ -10,7 +10,8 @@ from __future__ import annotations
 import operator
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
@@ -21,9 +22,10 @@ from torch import Tensor
 
 from ..errors import CorruptionError, DeadlineError, PlanError
 from ..layout import Shard
-from .delta.bucket import apply_payload, encode_payload
+from .convert.conversion import Wiring
+from .delta.bucket import Log, apply_payloads, open_payload, undo
 from .digest import bucket_digest
-from .held import Boxes, Held, Lent, Sealed, chunks_of, copied, pack
+from .held import Boxes, Held, Lent, Sealed, chunks_of, copied
 from .marker import Marker
 from .plan import Plan
 from .transports.transport import Incoming
@@ -32,7 +34,7 @@ __all__ = ["Feed", "Fetched", "bring", "check", "check_plan", "feeding", "undone
 
 # Less than this is done before a thread has started.
 _BYTES_A_THREAD = 8 << 20
-# Buckets that are checked before a load asks for them.
+# Buckets that are checked beside a load before it asks for them.
 _AHEAD = 2
 
 
@@ -41,19 +43,26 @@ class Fetched(NamedTuple):
 
     Attributes:
         bytes: the number of bytes read for it.
-        undo: by bucket, the delta back to the version that it was made of.
+        undo: what leads back to the version that it was made of.
         is_checked: whether its bytes were found to be right.
+        is_served: whether they lie in the engine's own tensors.
     """
 
     marker: Marker
     held: Held | Lent
     bytes: int
-    undo: Mapping[int, memoryview]
+    undo: Sequence[Log] = ()
     is_checked: bool = True
+    is_served: bool = False
 
     def loaded(self) -> Fetched:
         """Return the same weights, checked, and with nothing to go back to."""
-        return self._replace(undo={}, is_checked=True)
+        return self._replace(undo=(), is_checked=True)
+
+    def put_back(self) -> None:
+        """Make it the version again that it was made of, where it lies."""
+        for log in self.undo:
+            undo(log)
 
 
 def check_plan(plan: Plan, marker: Marker) -> None:
@@ -88,7 +97,8 @@ def bring(
 
     Args:
         base: the version that the first of them is a delta to; it becomes the new one in place.
-        undoable: whether to keep the deltas that lead back to `base`; one more pass over both.
+            Where that is served, it is put back if that fails.
+        undoable: whether to keep what leads back to `base`.
         threads: the number of buckets worked on at a time, where there is enough to do.
 
     Raises:
@@ -103,32 +113,45 @@ def bring(
     else:
         assert base is not None, "a delta to what is not held"
         held = base.held
-    marker, mine, undo = found[-1].marker, plan.of_reader(reader), {}
+    marker, mine, logs = found[-1].marker, plan.of_reader(reader), list[Log]()
+    is_served = base is not None and base.is_served
     done = count()
 
     def bring_bucket(index: int) -> None:
         if time.monotonic() > deadline:
             raise DeadlineError(f"checked {next(done)} of {len(mine)} buckets in time")
-        found = ""
+        digest = ""
         if deltas:
-            payloads = [delta.payload(index) for delta in deltas]
-            found, back = _overwrite(plan, index, held, payloads, undoable=undoable)
-            if back is not None:
-                undo[index] = back
-        _check_bucket(plan, index, held, marker, found=found)
+            assert not isinstance(held, Lent), "what is lent is copied before it is written to"
+            pieces, payloads = held.views(index), [delta.payload(index) for delta in deltas]
+            log: Log | None = [] if undoable or is_served else None
+            if log is not None:
+                logs.append(log)
+            digest = apply_payloads(plan, index, pieces, payloads, log=log)
+            if is_served:  # Caches of what is made of them look at it.
+                counted = [piece for piece in pieces if not piece.is_inference()]
+                torch.autograd.graph.increment_version(counted)
+        _check_bucket(plan, index, held, marker, found=digest)
         next(done)
 
     try:
-        if deltas and (isinstance(held, Lent) or not held.is_own):
+        if is_served:  # What is damaged shows before anything is touched.
+            for index in mine:
+                for delta in deltas:
+                    open_payload(plan, index, delta.payload(index))
+        elif deltas and (isinstance(held, Lent) or not held.is_own):
             held = copied(plan, reader, held, stays=held.stays, deadline=deadline)
         _for_each(plan, mine, bring_bucket, threads=threads)
         if time.monotonic() > deadline:
             raise DeadlineError(f"checked all {len(mine)} buckets, and not in time")
     except BaseException:
+        if is_served:
+            for each in logs:
+                undo(each)
         held.close()
         raise
     size = sum(one.marker.sizes[index] for one in found for index in mine)
-    return Fetched(marker, held, size, undo)
+    return Fetched(marker, held, size, logs, is_served=is_served)
 
 
 def undone(plan: Plan, reader: int, fetched: Fetched, marker: Marker) -> Fetched:
@@ -137,9 +160,8 @@ def undone(plan: Plan, reader: int, fetched: Fetched, marker: Marker) -> Fetched
     Raises:
         CorruptionError: its bytes are not those that it had.
     """
-    for index, payload in fetched.undo.items():
-        _overwrite(plan, index, fetched.held, [payload], undoable=False)
-    old = Fetched(marker, fetched.held, fetched.bytes, {})
+    fetched.put_back()
+    old = Fetched(marker, fetched.held, fetched.bytes)
     check(plan, reader, old)
     return old
 
@@ -158,10 +180,13 @@ class Feed:
     """Tensors of a version for one load, each of bytes that were found to be right.
 
     Bytes that a reader has checked where nobody writes are given as they lie there. The rest is
-    checked in threads, some buckets ahead of what was asked for; of lent bytes, copies are given.
+    checked in threads, some buckets ahead of what was asked for; of lent bytes, copies are given,
+    each freed when it is used no more.
 
     Args:
-        uses: the number of times that each tensor will be asked for; a copy is freed with the last.
+        convert: the wiring to what is given.
+        ahead: the number of buckets that are checked before they are asked for.
+        beside: whether a load goes on meanwhile. Otherwise it waits, and copies from the cache.
     """
 
     def __init__(
@@ -169,11 +194,18 @@ class Feed:
         plan: Plan,
         reader: int,
         fetched: Fetched,
-        uses: Mapping[str, int],
+        convert: Wiring | None,
         pool: Executor,
+        *,
+        ahead: int,
+        beside: bool,
     ) -> None:
         self._plan, self._fetched, self._pool = plan, fetched, pool
-        self._uses, self._copies = dict(uses), None
+        self._ahead, self._beside = ahead, beside
+        self._wants, self._convert = plan.wants[reader], convert
+        self.names = list(self._wants if convert is None else convert.targets)
+        self._uses = Counter(source for name in self.names for source in self._made_of(name))
+        self._copies = None
         held = fetched.held
         if isinstance(held, Lent):
             held = self._copies = Boxes(plan, reader, stays=False, device=held.device)
@@ -192,37 +224,45 @@ class Feed:
                 self._places.setdefault(name, []).append(place)
         self._checks: list[Future[None]] = []
 
-    def box(self, name: str, box: Shard) -> Tensor:
-        """Return a wanted box, or a part of one.
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what a load is given, each tensor until the next.
 
         Raises:
             CorruptionError: its bytes are not what was sent.
         """
+        for name in self.names:
+            yield name, self._tensor(name)
+            if self._copies is not None:
+                for source in self._made_of(name):
+                    self._uses[source] -= 1
+                    if self._uses[source] == 0:
+                        self._copies.drop(source)
+
+    def _made_of(self, name: str) -> Iterable[str]:
+        if self._convert is None:
+            return (name,)
+        return {piece.source for piece in self._convert.by_target[name]}
+
+    def _tensor(self, name: str) -> Tensor:
+        if self._convert is None:
+            (box,) = self._wants[name]
+            return self._box(name, box)
+        spec, pieces = self._convert.targets[name], self._convert.by_target[name]
+        made = torch.zeros(spec.shape, dtype=spec.dtype)  # Padding is zero.
+        for piece in pieces:
+            source = self._box(piece.source, piece.source_box)
+            made[piece.target_box.slices].copy_(piece.view(source, piece.source_box))
+        return made
+
+    def _box(self, name: str, box: Shard) -> Tensor:
         places = self._places.get(name, ())
-        for index in self._order[len(self._checks) : max(places, default=-1) + 1 + _AHEAD]:
-            self._checks.append(self._pool.submit(self._check, index))
-        for place in places:
+        done, asked = len(self._checks), max(places, default=-1) + 1
+        if self._beside or asked > done:
+            for index in self._order[done : asked + self._ahead]:
+                self._checks.append(self._pool.submit(self._check, index))
+        for place in {*places, *(() if self._beside else range(done, len(self._checks)))}:
             self._checks[place].result()
         return self._held.box(name, box)
-
-    def check(self) -> None:
-        """Check all that is to be checked, before anything is asked for.
-
-        Raises:
-            CorruptionError: a byte is not the one that was sent.
-        """
-        self._checks = [self._pool.submit(self._check, index) for index in self._order]
-        for check in self._checks:
-            check.result()
-
-    def used(self, names: Iterable[str]) -> None:
-        """Say that the boxes asked for of these tensors are done with."""
-        if self._copies is None:
-            return
-        for name in names:
-            self._uses[name] -= 1
-            if self._uses[name] == 0:
-                self._copies.drop(name)
 
     def _check(self, index: int) -> None:
         into = None if self._copies is None else self._copies.views(index)
@@ -231,21 +271,19 @@ class Feed:
 
 @contextmanager
 def feeding(
-    plan: Plan, reader: int, fetched: Fetched, uses: Mapping[str, int], *, threads: int
+    plan: Plan, reader: int, fetched: Fetched, convert: Wiring | None, *, threads: int
 ) -> Iterator[Feed]:
     """Open a `Feed`, for as long as the load goes on."""
     lent, cores = isinstance(fetched.held, Lent), len(os.sched_getaffinity(0))
     threads = _as_many(plan, plan.of_reader(reader), threads)
     # A load that has every core of this process is only slowed by checks beside it.
-    before = not lent and torch.get_num_threads() >= cores > 1
+    beside = lent or not torch.get_num_threads() >= cores > 1
     # Two for copies; more take from the load what memory gives, and hold more of it.
-    most = cores if before else 2 if lent else 1
-    with ThreadPoolExecutor(min(most, threads)) as pool:
-        feed = Feed(plan, reader, fetched, uses, pool)
+    threads = min(threads, cores if not beside else 2 if lent else 1)
+    with ThreadPoolExecutor(threads) as pool:
+        ahead = _AHEAD if beside else threads - 1
         try:
-            if before:
-                feed.check()
-            yield feed
+            yield Feed(plan, reader, fetched, convert, pool, ahead=ahead, beside=beside)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
             if isinstance(fetched.held, Sealed):
@@ -304,22 +342,3 @@ def _check_bucket(
             f"{bucket.bytes:,} bytes from rank {bucket.rank}, {len(names)} tensors such "
             f"as {names[0]!r}. Publish again."
         )
-
-
-def _overwrite(
-    plan: Plan, index: int, held: Held | Lent, payloads: Sequence[memoryview], *, undoable: bool
-) -> tuple[str, memoryview | None]:
-    """Apply deltas to a bucket, oldest first.
-
-    Returns its digest, and what undoes them, if that is asked for.
-    """
-    assert not isinstance(held, Lent), "what is lent is copied before it is written to"
-    pieces = held.views(index)
-    before = pack(plan, index, pieces) if undoable else None
-    digest = ""
-    for payload in payloads:
-        digest = apply_payload(plan, index, pieces, payload)
-    if before is None:
-        return digest, None
-    back = encode_payload(plan, index, before, pack(plan, index, pieces))
-    return digest, before.numpy().data if back is None else memoryview(back)

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
 from typing import Protocol, runtime_checkable
@@ -32,7 +32,6 @@ __all__ = [
     "Sealed",
     "chunks_of",
     "copied",
-    "pack",
     "packed_views",
 ]
 
@@ -217,16 +216,27 @@ class BlobFile:
 
 
 class Boxes:
-    """The boxes that one reader wants, each a tensor of its own, in new memory at its first use."""
+    """The boxes that one reader wants, each a tensor of its own, in new memory at its first use.
+
+    Args:
+        served: an engine's own tensors, one for each name, instead of new memory.
+    """
 
     def __init__(
-        self, plan: Plan, reader: int, *, stays: bool, device: torch.device | str = "cpu"
+        self,
+        plan: Plan,
+        reader: int,
+        *,
+        stays: bool,
+        device: torch.device | str = "cpu",
+        served: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._plan, self.stays, self._device = plan, stays, torch.device(device)
-        self.is_own = True
+        self.is_own, self._wants = served is None, plan.wants[reader]
         self._allocator = CachingAllocator()
-        self._wants = plan.wants[reader]
-        self._boxes: dict[str, list[tuple[Shard, Tensor]]] = {}
+        self._boxes: dict[str, list[tuple[Shard, Tensor]]] = {
+            name: [(self._wants[name][0], tensor)] for name, tensor in (served or {}).items()
+        }
 
     def views(self, index: int) -> list[Tensor]:
         return [self.box(copy.name, copy.box) for copy in self._plan.buckets[index].copies]
@@ -326,14 +336,6 @@ def packed_views(plan: Plan, index: int, buffer: UInt8[Tensor, " bytes"]) -> lis
         buffer[c.offset : c.offset + c.bytes].view(plan.target[c.name].dtype).view(c.box.sizes)
         for c in plan.buckets[index].copies
     ]
-
-
-def pack(plan: Plan, index: int, pieces: Sequence[Tensor]) -> UInt8[Tensor, " bytes"]:
-    """Pack a bucket's pieces into a new buffer on the CPU."""
-    buffer = torch.empty(plan.buckets[index].bytes, dtype=torch.uint8)
-    for view, piece in zip(packed_views(plan, index, buffer), pieces, strict=True):
-        view.copy_(piece)
-    return buffer
 
 
 def _spans(

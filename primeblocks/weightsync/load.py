@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +13,24 @@ from ..layout import Layout, local_part
 from .manifest import Manifest, NamedTensors, TensorSpec, describe, named_tensors
 from .plan import Plan
 
-__all__ = ["load_into"]
+__all__ = ["InPlace", "load_into"]
 
 
-def load_into(
-    target: NamedTensors, plan: Plan | Manifest, *, reader: int = 0
-) -> Callable[[Iterable[tuple[str, Tensor]]], None]:
+@runtime_checkable
+class InPlace(Protocol):
+    """A `Load` that copies each tensor, as it is, into one of the engine's, and does no more."""
+
+    def __call__(self, tensors: Iterable[tuple[str, Tensor]]) -> None: ...
+
+    def places(self) -> Mapping[str, Tensor]:
+        """Return the engine's tensors by the names that it is given; none where it casts them."""
+        ...
+
+
+def load_into(target: NamedTensors, plan: Plan | Manifest, *, reader: int = 0) -> InPlace:
     """Return a `load` for `Subscriber` that copies each tensor into the one of its name. Local.
+
+    Of a delta, only what changed is written, once all of it was checked.
 
     Names, shapes, boxes and dtypes are compared at once, before anything is loaded. Every tensor of
     either side has to be on the other.
@@ -49,16 +61,34 @@ def load_into(
                 f"{spec.layout} in the plan. Plan with describe() of this target."
             )
 
-    @torch.no_grad()
-    def load(tensors: Iterable[tuple[str, Tensor]]) -> None:
-        places = named_tensors(target)  # A module's may be others at each load.
-        for name, tensor in tensors:
-            place = local_part(places[name]) if name in places else None
-            if place is None or place.shape != tensor.shape:  # copy_ would broadcast.
-                raise PlanError(f"{name!r} is not as it was at load_into(). Call it again.")
-            place.copy_(tensor)
+    return _Into(target, sent)
 
-    return load
+
+class _Into:
+    def __init__(self, target: nn.Module | Mapping[str, Tensor], sent: Manifest) -> None:
+        self._target, self._sent = target, sent
+
+    def places(self) -> dict[str, Tensor]:
+        places = self._local()
+        are_as_sent = all(
+            name in places
+            and (places[name].dtype, places[name].shape) == (spec.dtype, spec.layout.shard.sizes)
+            for name, spec in self._sent.items()
+        )
+        return {name: places[name] for name in self._sent} if are_as_sent else {}
+
+    @torch.no_grad()
+    def __call__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        places = self._local()
+        for name, tensor in tensors:
+            if name not in places or places[name].shape != tensor.shape:  # copy_ would broadcast.
+                raise PlanError(f"{name!r} is not as it was at load_into(). Call it again.")
+            places[name].copy_(tensor)
+
+    def _local(self) -> dict[str, Tensor]:
+        # A module's may be others at each load.
+        places = named_tensors(self._target)
+        return {name: local_part(place.detach()) for name, place in places.items()}
 
 
 def _of_reader(plan: Plan, reader: int) -> Manifest:

@@ -13,7 +13,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from ..errors import DeadlineError, TransferError
-from .delta.bucket import apply_payload, take_payload
+from .delta.bucket import CHUNK_BYTES, Chunk, apply_payloads, take_payload
 from .digest import Digest, as_buffer, cast_and_digest, taken
 from .held import packed_views
 from .parts import Parts
@@ -124,7 +124,7 @@ class Shipment:
         index, payload = max(self._payloads.items(), key=lambda item: len(item[1]))
         pieces = packed_views(self.plan, index, self._history.kept(self.plan, index))
         start = time.monotonic()
-        apply_payload(self.plan, index, pieces, payload)
+        apply_payloads(self.plan, index, pieces, [payload])
         return (time.monotonic() - start) / len(payload)
 
     def _fill(self, index: int, views: Views, into: Sequence[Tensor] | None) -> str:
@@ -140,12 +140,15 @@ class Shipment:
         assert self._history is not None, "a delta to what is not held"
         old, digest = self._history.kept(self.plan, index), Digest()
         rooms = packed_views(self.plan, index, old)
-        chunks = (
-            pair
-            for view, dtype, room in zip(*views, rooms, strict=True)
-            for pair in taken(view, dtype, room, digest)
-        )
-        coded = take_payload(self.plan, index, chunks, old)
+
+        def chunks() -> Iterator[Chunk]:
+            for view, dtype, room in zip(*views, rooms, strict=True):
+                for new, place in taken(view, dtype, room, CHUNK_BYTES):
+                    assert place is not None, "kept bytes are plain"
+                    digest.update(new.data)
+                    yield new, place
+
+        coded = take_payload(self.plan, index, chunks(), old)
         return digest.hexdigest(), as_buffer(old) if coded is None else memoryview(coded)
 
     def _each(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NoReturn, Self
 
-import torch
 from torch import Tensor
 
 from ..errors import (
@@ -21,7 +19,8 @@ from ..errors import (
 from .ballot import Member, Round
 from .convert.conversion import Wiring
 from .fetched import Feed, Fetched, bring, check, check_plan, feeding, undone
-from .held import Lent
+from .held import Boxes, Lent, copied
+from .load import InPlace
 from .manifest import NamedTensors
 from .marker import Digests, Marker, Receipt
 from .observed import digest_tensors, kept
@@ -52,9 +51,10 @@ class Subscriber:
         threads: the number that check bytes at a time, where there are many.
         check: "before": every byte is checked before `load` gets the first tensor. "ahead": each
             tensor's are, while `load` copies those before it: faster, but damage is found in the
-            middle of a load, and the version before is loaded again. Where there is none, for
-            deltas, and where torch's threads take all cores, all is checked before. Bytes that
-            others may still write to are copied for the load, and the copies are checked.
+            middle of a load, and the version before is loaded again. Where torch's threads take
+            all cores, checks and load take turns, bucket by bucket. Where there is no version to go
+            back to, and for deltas, all is checked before. Bytes that others may still write to are
+            copied for the load, and the copies are checked.
         member: this reader's part in a `Ballot`: `receive` returns when all have loaded the
             version, or all go back. The engine must not serve meanwhile.
         observe: returns what the engine holds, by the names that `load` gets: each tensor has to
@@ -109,7 +109,7 @@ class Subscriber:
         that `receive` ends with a TransferError.
         """
         start = time.monotonic()
-        ready = self._get_ready(version, start + timeout_s)
+        ready = self._get_ready(version, start + timeout_s, loads=False)
         if isinstance(ready.held, Lent) and not ready.held.stays:
             self._verified = ready.marker
             self._drop_ready()
@@ -142,10 +142,9 @@ class Subscriber:
             ClosedError: after close().
         """
         start = time.monotonic()
-        verified, self._verified = self._verified, None
         deadline = start + timeout_s
-        ready = self._get_ready(version, deadline, ahead=self._ahead, verified=verified)
-        self._ready = None
+        ready = self._get_ready(version, deadline, loads=True)
+        self._ready = self._verified = None
         if ready.marker != self._served:
             self._load_or_go_back(ready, deadline)
         return self._receipt(ready, start, self._kept)
@@ -156,6 +155,8 @@ class Subscriber:
         The next `receive` loads even the version that is held, and has none to go back to.
         """
         self._served = None
+        if self._held is not None and self._held.is_served:
+            self._held = None
 
     def close(self) -> None:
         """Let go of the version that is held. Twice is fine; the transport stays open."""
@@ -171,27 +172,18 @@ class Subscriber:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _get_ready(
-        self,
-        version: int | None,
-        deadline: float,
-        *,
-        ahead: bool = False,
-        verified: Marker | None = None,
-    ) -> Fetched:
+    def _get_ready(self, version: int | None, deadline: float, *, loads: bool) -> Fetched:
         if self._closed:
             raise ClosedError("this Subscriber was closed")
         if version is not None:
             version = check_version(version)
         if self._ready is None or version not in (None, self._ready.marker.version):
             self._drop_ready()
-            self._ready = self._fetch(
-                version, deadline, served=self._served, ahead=ahead, verified=verified
-            )
+            self._ready = self._fetch(version, deadline, served=self._served, loads=loads)
         return self._ready
 
     def _drop_ready(self) -> None:
-        if self._ready is not None and self._ready != self._held:
+        if self._ready is not None and self._ready is not self._held:
             self._ready.held.close()
         self._ready = None
 
@@ -201,13 +193,12 @@ class Subscriber:
         deadline: float,
         *,
         served: Marker | None,
-        ahead: bool = False,
-        verified: Marker | None = None,
+        loads: bool = False,
     ) -> Fetched:
         """Return a version's bytes, all checked, once the other readers of it agree.
 
-        `ahead`: unchecked, where there is one to go back to and nobody waits for this reader.
-        `verified`: the same for this version, which was checked before.
+        `loads`: in the engine's own tensors, where that can be; or unchecked, where it was checked
+        before, or there is one to go back to and nobody waits for this reader.
         """
         held = None if self._held is None else self._held.marker
         if version is None and self._member is not None:
@@ -217,20 +208,15 @@ class Subscriber:
         last = found[-1]
         if last.marker == held and self._held is not None:
             return self._held
-        if (
-            len(found) == 1
-            and last.marker.base is None
-            and (
-                last.marker == verified
-                or (ahead and self._held is not None and last.marker in self._transport.markers())
-            )
-        ):
+        can_go_back = self._held is not None and last.marker in self._transport.markers()
+        is_sure = last.marker == self._verified or (self._ahead and can_go_back)
+        if loads and is_sure and len(found) == 1 and last.marker.base is None:
             check_plan(self.plan, last.marker)
             size = self.plan.read_bytes(self.reader)
-            return Fetched(last.marker, last.whole(), size, {}, is_checked=False)
+            return Fetched(last.marker, last.whole(), size, is_checked=False)
         try:
             try:
-                fetched = self._bring(found, deadline)
+                fetched = self._bring(found, deadline, loads=loads)
             except CorruptionError:
                 # The base of its deltas, or a mapping of it, may be at fault.
                 if last.marker not in self._transport.markers():
@@ -238,27 +224,36 @@ class Subscriber:
                 again = self._transport.receive(
                     Request(self.plan, self.reader, last.marker.version, None, served, deadline)
                 )
-                fetched = self._bring(again, deadline)
+                fetched = self._bring(again, deadline, loads=loads)
         except BaseException as error:  # Others wait to hear of it.
             last.settle(f"{type(error).__name__}: {error}", deadline=deadline)
             raise
         try:
             last.settle("", deadline=deadline)
         except BaseException:
+            if fetched.is_served:
+                fetched.put_back()
             fetched.held.close()
             raise
         return fetched
 
-    def _bring(self, found: Sequence[Incoming], deadline: float) -> Fetched:
+    def _bring(self, found: Sequence[Incoming], deadline: float, *, loads: bool) -> Fetched:
         for each in found:
             check_plan(self.plan, each.marker)
-        base = None
-        if found[0].marker.base is not None:
-            # From here on it is neither of the two versions.
-            base, self._held = self._held, None
         # A way back is needed where the transport cannot, or soon may not, give the base again.
         known = () if self._member else self._transport.markers()
+        base = None if found[0].marker.base is None else self._held
         undoable = base is not None and base.marker not in known
+        is_plain = self._convert is None and self._observe is None and not undoable
+        places: Mapping[str, Tensor] = {}
+        if loads and is_plain and isinstance(self._load, InPlace):
+            places = self._load.places()
+        if base is not None and base.marker == self._served and places:
+            boxes = Boxes(self.plan, self.reader, stays=True, served=places)
+            base = Fetched(base.marker, boxes, base.bytes, is_served=True)
+        elif base is not None:  # From here on it is neither of the two versions.
+            base, self._held = base._replace(is_served=False), None
+        threads = self._threads
         return bring(
             self.plan,
             self.reader,
@@ -266,13 +261,15 @@ class Subscriber:
             base,
             deadline=deadline,
             undoable=undoable,
-            threads=self._threads,
+            threads=threads,
         )
 
     def _load_or_go_back(self, new: Fetched, deadline: float) -> None:
+        if self._held is not None and self._held.is_served:
+            self._keep_served(new, self._held, deadline)
         turn = self._enter(new, deadline)
         served, self._served = self._served, None  # Torn, until it has one of them.
-        if new == self._held:
+        if new is self._held:
             self._held = None
         try:
             self._feed(new)
@@ -286,6 +283,13 @@ class Subscriber:
             self._held.held.close()
         self._serve(new.marker, new)
 
+    def _keep_served(self, new: Fetched, old: Fetched, deadline: float) -> None:
+        """Copy what is about to be overwritten, where the transport cannot give it again."""
+        self._held = None
+        if not new.is_served and (self._member or old.marker not in self._transport.markers()):
+            boxes = copied(self.plan, self.reader, old.held, stays=True, deadline=deadline)
+            self._held = Fetched(old.marker, boxes, old.bytes)
+
     def _enter(self, new: Fetched, deadline: float) -> Round | None:
         """Begin the vote on a version; if it was refused, hold the bytes of the one served."""
         if self._member is None:
@@ -295,7 +299,7 @@ class Subscriber:
         except TransferError:
             if new.undo and self._served is not None:
                 self._serve(self._served, undone(self.plan, self.reader, new, self._served))
-            elif new != self._held:
+            elif new is not self._held:
                 new.held.close()
             raise
 
@@ -351,42 +355,24 @@ class Subscriber:
 
     def _feed(self, fetched: Fetched) -> None:
         """Give `load` all tensors, each once its bytes were checked; then observe the engine."""
+        if fetched.is_served:  # It is there.
+            return
         taken, given = 0, dict[str, Sequence[str]]()
-        wanted = self.plan.wants[self.reader] if self._convert is None else self._convert.targets
-        uses = Counter(source for name in wanted for source in self._made_of(name))
 
         def tensors(feed: Feed) -> Iterator[tuple[str, Tensor]]:
             nonlocal taken
-            for name in wanted:
+            for name, tensor in feed.tensors():
                 taken += 1
-                tensor = self._tensor(name, feed)
                 if self._observe is not None:
                     given.update(digest_tensors({name: tensor}))
                 yield name, tensor
-                feed.used(self._made_of(name))
 
-        threads = self._threads
-        with feeding(self.plan, self.reader, fetched, uses, threads=threads) as feed:
+        plan, reader, threads = self.plan, self.reader, self._threads
+        with feeding(plan, reader, fetched, self._convert, threads=threads) as feed:
             self._load(tensors(feed))
-        if taken < len(wanted):
-            raise TransferError(f"load took {taken} of {len(wanted)} tensors")
+        if taken < len(feed.names):
+            raise TransferError(f"load took {taken} of {len(feed.names)} tensors")
         self._kept = None if self._observe is None else kept(given, self._observe())
-
-    def _made_of(self, name: str) -> Iterable[str]:
-        if self._convert is None:
-            return (name,)
-        return {piece.source for piece in self._convert.by_target[name]}
-
-    def _tensor(self, name: str, feed: Feed) -> Tensor:
-        if self._convert is None:
-            (box,) = self.plan.wants[self.reader][name]
-            return feed.box(name, box)
-        spec, pieces = self._convert.targets[name], self._convert.by_target[name]
-        made = torch.zeros(spec.shape, dtype=spec.dtype)  # Padding is zero.
-        for piece in pieces:
-            source = feed.box(piece.source, piece.source_box)
-            made[piece.target_box.slices].copy_(piece.view(source, piece.source_box))
-        return made
 
     def _receipt(self, done: Fetched, start: float, held: Digests | None) -> Receipt:
         seconds = time.monotonic() - start

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from primeblocks.testing import ranks
-from primeblocks.weightsync.held import Blob, pack, packed_views
+from primeblocks.weightsync.held import Blob, packed_views
 from primeblocks.weightsync.transports import group_wire
 from tests.weightsync.contents import KINDS, PACKED, as_written
 from tests.weightsync.small_sync import PULL, RANKS, Small
@@ -54,7 +54,10 @@ def damage_file(path, transport, plan, fault, *, sizes):
     else:
         blob = Blob(plan, content[len(content) - plan.blob_bytes :])
         pair = pair_of(plan)
-        before = [pack(plan, index, blob.views(index)) for index in pair]
+        before = [
+            torch.cat([view.reshape(-1).view(torch.uint8) for view in blob.views(index)])
+            for index in pair
+        ]
         for index, message in zip(pair, damaged(fault, *before), strict=True):
             views = zip(blob.views(index), packed_views(plan, index, message), strict=True)
             for view, piece in views:

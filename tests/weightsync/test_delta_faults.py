@@ -22,9 +22,10 @@ from primeblocks.weightsync import (
     plan_sync,
     publish,
 )
-from primeblocks.weightsync.delta.bucket import apply_payload, encode_payload
+from primeblocks.weightsync.delta.bucket import apply_payloads
 from primeblocks.weightsync.held import packed_views
 from tests.weightsync.contents import Engine, directory, flip_sent, same_bytes
+from tests.weightsync.test_payload import encoded
 
 TIMEOUT_S = 10
 
@@ -184,14 +185,13 @@ def test_a_delta_of_another_bucket_is_refused(setup):
     old = torch.zeros(plan.buckets[places["n"]].bytes, dtype=torch.uint8)
     new = old.clone()
     new[8] = 1
-    payload = encode_payload(plan, places["n"], new, old)
-    apply_payload(plan, places["n"], packed_views(plan, places["n"], old), memoryview(payload))
+    payload = encoded(plan, places["n"], new, old)
+    apply_payloads(plan, places["n"], packed_views(plan, places["n"], old), [memoryview(payload)])
     assert old.equal(new)
     target = torch.zeros(plan.buckets[places["a"]].bytes, dtype=torch.uint8)
+    pieces = packed_views(plan, places["a"], target)
     with pytest.raises(CorruptionError, match="not of bucket"):
-        apply_payload(
-            plan, places["a"], packed_views(plan, places["a"], target), memoryview(payload)
-        )
+        apply_payloads(plan, places["a"], pieces, [memoryview(payload)])
     assert not target.any()
 
 

@@ -10,7 +10,7 @@ from primeblocks.errors import CorruptionError
 from primeblocks.weightsync import describe, plan_sync
 from primeblocks.weightsync.delta import bucket as buckets
 from primeblocks.weightsync.delta import format as delta_format
-from primeblocks.weightsync.delta.bucket import apply_payload, encode_payload, take_payload
+from primeblocks.weightsync.delta.bucket import apply_payloads, take_payload, undo
 from primeblocks.weightsync.digest import bucket_digest
 from primeblocks.weightsync.held import packed_views
 
@@ -34,6 +34,12 @@ def cases(draw):
     return plan, torch.from_numpy(old), torch.from_numpy(new)
 
 
+def encoded(plan, index, new, old):
+    """The delta between two whole buckets."""
+    old = old.clone()
+    return take_payload(plan, index, iter([(new.numpy(), old.numpy())]), old)
+
+
 def chunks_of(plan, new, old, size):
     """Chunks of whole elements, as pieces give them."""
     for pair in zip(packed_views(plan, 0, new), packed_views(plan, 0, old), strict=True):
@@ -47,8 +53,8 @@ def test_what_is_taken_in_chunks_is_what_is_encoded_at_once(case, size, segment)
     plan, old, new = case
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(delta_format, "_SEGMENT", segment)
-        patch.setattr(buckets, "CHUNK", 300)
-        whole, base = encode_payload(plan, 0, new, old), old.clone()
+        patch.setattr(buckets, "CHUNK_BYTES", 300)
+        whole, base = encoded(plan, 0, new, old), old.clone()
         payload = take_payload(plan, 0, chunks_of(plan, new, base, size), base)
         assert payload == whole
         assert base.equal(new)
@@ -57,7 +63,14 @@ def test_what_is_taken_in_chunks_is_what_is_encoded_at_once(case, size, segment)
         # Boxes of a larger tensor lie with gaps; those are not written to.
         gaps = [torch.zeros(*t.shape[:-1], t.shape[-1] + 3, dtype=t.dtype) for t in target]
         spread = [gap[..., : t.shape[-1]].copy_(t) for gap, t in zip(gaps, target, strict=True)]
-        digests = [apply_payload(plan, 0, pieces, sent) for pieces in (target, spread)]
+        kept = [piece.clone() for piece in target]
+        for pieces in (target, spread):
+            log = []
+            apply_payloads(plan, 0, pieces, [sent, sent], log=log)
+            undo(log)
+            for piece, before in zip(pieces, kept, strict=True):
+                assert piece.contiguous().view(torch.uint8).equal(before.view(torch.uint8))
+        digests = [apply_payloads(plan, 0, pieces, [sent]) for pieces in (target, spread)]
     assert old.equal(new)
     assert digests == [bucket_digest(packed_views(plan, 0, new))] * 2
     for gap, piece in zip(gaps, target, strict=True):
@@ -68,7 +81,7 @@ def test_what_is_taken_in_chunks_is_what_is_encoded_at_once(case, size, segment)
 @given(cases(), st.data())
 def test_a_payload_that_is_cut_or_flipped_is_refused(case, data):
     plan, old, new = case
-    payload = encode_payload(plan, 0, new, old)
+    payload = encoded(plan, 0, new, old)
     if payload is None:
         return
     wanted, at = (
@@ -79,7 +92,9 @@ def test_a_payload_that_is_cut_or_flipped_is_refused(case, data):
     flipped[at] ^= data.draw(st.integers(1, 255))
     for broken in (payload[:at], bytes(flipped)):
         try:
-            digest = apply_payload(plan, 0, packed_views(plan, 0, old.clone()), memoryview(broken))
+            digest = apply_payloads(
+                plan, 0, packed_views(plan, 0, old.clone()), [memoryview(broken)]
+            )
         except CorruptionError:
             continue
         assert digest != wanted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,24 +15,21 @@ from ...errors import CorruptionError
 from ..digest import Digest, as_buffer, bucket_digest
 from ..plan import Copy, Plan
 from .format import Opened, open_delta, read_segments, seal_delta, segments
-from .scan import CHUNK, Bits, Entries, flat_bits, read_changes, write_entries
+from .scan import Bits, Entries, flat_bits, read_changes, write_entries
 
-__all__ = ["apply_payload", "encode_payload", "take_payload"]
+__all__ = ["CHUNK_BYTES", "Chunk", "Log", "apply_payloads", "open_payload", "take_payload", "undo"]
 
+# Compared or written at a time. Each numpy call gives up the interpreter's lock: two threads that
+# work on less wait for each other longer than the cache saves.
+CHUNK_BYTES = 8 << 20
 _HEAD = struct.Struct("<BQ")
 _FULL, _DELTA = 0, 1
 # Bytes of an element by those of the dtype; 8 bytes count as twice 4, and 16 as four times.
 _WIDTHS = {1: 1, 2: 2, 4: 4, 8: 4, 16: 4}
 
 Chunk = tuple[np.ndarray, np.ndarray]
-
-
-def encode_payload(
-    plan: Plan, index: int, new: UInt8[Tensor, " bytes"], old: UInt8[Tensor, " bytes"]
-) -> bytes | None:
-    """Return the delta from `old` to `new`, or None where that is no fewer bytes. Local."""
-    chunks = iter([(np.asarray(as_buffer(new)), np.asarray(as_buffer(old)))])
-    return _encode(plan, index, chunks, new, update=False)
+Log = list[tuple[Any, Any, Any]]
+"""What was overwritten: a tensor or its bits, where, and what was there."""
 
 
 def take_payload(
@@ -44,130 +42,156 @@ def take_payload(
     Args:
         chunks: the new bytes beside the old, in the order of the bucket; all are consumed.
     """
-    return _encode(plan, index, chunks, old, update=True)
-
-
-def apply_payload(plan: Plan, index: int, pieces: Sequence[Tensor], payload: memoryview) -> str:
-    """Overwrite a bucket's copies with what changed, where they lie, and return their digest.
-
-    Local; idempotent; the bytes are digested while they are in the cache.
-
-    Raises:
-        CorruptionError: the payload is not what was written; some of it may be there.
-    """
-    are_plain = all(piece.is_contiguous() and piece.device.type == "cpu" for piece in pieces)
-    plain = pieces if are_plain else [piece.contiguous() for piece in pieces]
-    digest = Digest()
-    if len(payload) == plan.buckets[index].bytes:
-        _copy(plain, payload, digest)
-    else:
-        _apply(plan, index, plain, payload, digest)
-    if are_plain:
-        return digest.hexdigest()
-    for piece, made in zip(pieces, plain, strict=True):
-        if made is not piece:
-            piece.copy_(made)
-    return bucket_digest(pieces)
-
-
-def _encode(
-    plan: Plan, index: int, chunks: Iterator[Chunk], whole: UInt8[Tensor, " bytes"], *, update: bool
-) -> bytes | None:
-    """Encode runs. `whole`: the new bytes, once all chunks were read."""
     parts: list[bytes | memoryview] = []
     stream, at = _Stream(chunks), 0
     for copies, width in _runs(plan, index):
         end = copies[-1].offset + copies[-1].bytes
         numel = (end - at) // width
-        rows = (
-            _read(stream, span.stop - span.start, width, update=update) for span in segments(numel)
-        )
+        rows = (_read(stream, span.stop - span.start, width) for span in segments(numel))
         delta = seal_delta(width, numel, rows)
-        for new, old in stream.until(end):  # Where it gave up.
-            if update:
-                np.copyto(old, new)
-        body = as_buffer(whole[at:end]) if delta is None else delta
+        for new, place in stream.until(end):  # Where it gave up.
+            np.copyto(place, new)
+        body = as_buffer(old[at:end]) if delta is None else delta
         parts += [_HEAD.pack(_FULL if delta is None else _DELTA, len(body)), body]
         at = end
     return b"".join(parts) if sum(map(len, parts)) < at else None
 
 
-def _read(stream: _Stream, numel: int, width: int, *, update: bool) -> Entries:
-    """Return what changed in the next elements of a stream."""
-    found, start = [], stream.at
-    for new, old in stream.until(start + numel * width):
-        first = (stream.at - start - len(new)) // width
-        one, other = (side.view(f"u{width}") for side in (new, old))
-        found.append(read_changes(one, other, update=update))
-        found[-1].positions[:] += first
-    return Entries(*(np.concatenate(column) for column in zip(*found, strict=True)))
+def apply_payloads(
+    plan: Plan,
+    index: int,
+    pieces: Sequence[Tensor],
+    payloads: Sequence[memoryview],
+    *,
+    log: Log | None = None,
+) -> str:
+    """Overwrite a bucket's copies with what changed, where they lie, and return their digest.
 
+    Local; idempotent; each chunk is written and digested while it is in the cache.
 
-def _apply(
-    plan: Plan, index: int, pieces: Sequence[Tensor], payload: memoryview, digest: Digest
-) -> None:
-    at, bucket_at = 0, 0
-    rest = list(pieces)
-    for copies, width in _runs(plan, index):
-        if len(payload) < at + _HEAD.size:
-            raise CorruptionError(f"the delta of bucket {index} ends after {len(payload)} bytes")
-        kind, size = _HEAD.unpack_from(payload, at)
-        body = payload[at + _HEAD.size : at + _HEAD.size + size]
-        at += _HEAD.size + size
+    Args:
+        payloads: oldest first. All are checked before anything is written.
+        log: gets what `undo` needs.
+
+    Raises:
+        CorruptionError: a payload is not what was written; some of it may be there.
+    """
+    opened = [open_payload(plan, index, each) for each in payloads]
+    are_plain = all(piece.is_contiguous() and piece.device.type == "cpu" for piece in pieces)
+    plain = pieces if are_plain else [piece.contiguous() for piece in pieces]
+    if log is not None and not are_plain:
+        log += [(piece, ..., piece.clone()) for piece in pieces]
+    digest, rest = Digest(), list(plain)
+    for (copies, width), parts in zip(_runs(plan, index), zip(*opened, strict=True), strict=True):
         mine, rest = rest[: len(copies)], rest[len(copies) :]
-        end = copies[-1].offset + copies[-1].bytes
-        if kind == _DELTA:
-            starts = [(copy.offset - bucket_at) // width for copy in copies]
-            places = list(zip(starts, (flat_bits(piece, width) for piece in mine), strict=True))
-            _write(_open(index, body, width, (end - bucket_at) // width), places, digest)
-        elif kind == _FULL and len(body) == end - bucket_at:
-            _copy(mine, body, digest)
+        places = [
+            ((copy.offset - copies[0].offset) // width, flat_bits(piece, width))
+            for copy, piece in zip(copies, mine, strict=True)
+        ]
+        _write(parts, places, digest, log if are_plain else None)
+    if are_plain:
+        return digest.hexdigest()
+    for piece, made in zip(pieces, plain, strict=True):
+        if made is not piece:
+            piece.copy_(made)
+    return bucket_digest(plain)
+
+
+def undo(log: Log) -> None:
+    """Write back what was there."""
+    while log:
+        target, where, before = log.pop()
+        target[where] = before
+
+
+def _read(stream: _Stream, numel: int, width: int) -> Entries:
+    """Return what changed in the next elements of a stream."""
+    chunks = stream.until(stream.at + numel * width)
+    pairs = ((new.view(f"u{width}"), old.view(f"u{width}")) for new, old in chunks)
+    return read_changes(pairs, update=True)
+
+
+def open_payload(plan: Plan, index: int, payload: memoryview) -> list[Opened | np.ndarray]:
+    """Return the part of a payload for each run of a bucket: what changed, or all of its elements.
+
+    Raises:
+        CorruptionError: it is not of this bucket, or its digest is wrong.
+    """
+    parts: list[Opened | np.ndarray] = []
+    is_all, at = len(payload) == plan.buckets[index].bytes, 0
+    for copies, width in _runs(plan, index):
+        numel = (copies[-1].offset + copies[-1].bytes - copies[0].offset) // width
+        kind, size = _FULL, numel * width
+        if not is_all:
+            if len(payload) < at + _HEAD.size:
+                raise CorruptionError(
+                    f"the delta of bucket {index} ends after {len(payload)} bytes"
+                )
+            kind, size = _HEAD.unpack_from(payload, at)
+            at += _HEAD.size
+        body = payload[at : at + size]
+        at += size
+        if kind == _FULL and len(body) == numel * width:
+            parts.append(np.frombuffer(body, dtype=f"u{width}"))
+        elif kind == _DELTA:
+            parts.append(opened := open_delta(body))
+            if (opened.itemsize, opened.numel) != (width, numel):
+                raise CorruptionError(
+                    f"a delta is not of bucket {index}: of {opened.numel} elements of "
+                    f"{opened.itemsize} bytes, where the bucket has {numel} of {width}"
+                )
         else:
             raise CorruptionError(
                 f"{len(body)} bytes of kind {kind} in the delta of bucket {index}"
             )
-        bucket_at = end
     if at != len(payload):
         raise CorruptionError(f"{len(payload)} bytes in the delta of bucket {index}, {at} expected")
+    return parts
 
 
-def _open(index: int, body: memoryview, width: int, numel: int) -> Opened:
-    opened = open_delta(body)
-    if (opened.itemsize, opened.numel) != (width, numel):
-        raise CorruptionError(
-            f"a delta is not of bucket {index}: of {opened.numel} elements of {opened.itemsize} "
-            f"bytes, where the bucket has {numel} of {width}"
-        )
-    return opened
-
-
-def _write(opened: Opened, places: Sequence[tuple[int, Bits]], digest: Digest) -> None:
-    """Write the delta of a run to its pieces, each with the place of its first element."""
-    spans = segments(opened.numel)
-    for span, (positions, bits, mask) in zip(spans, read_segments(opened), strict=True):
+def _write(
+    parts: Sequence[Opened | np.ndarray],
+    places: Sequence[tuple[int, Bits]],
+    digest: Digest,
+    log: Log | None,
+) -> None:
+    """Write the parts of a run to its pieces, each with the place of its first element."""
+    start, last = places[-1]
+    spans = segments(start + len(last))
+    for span, *rows in zip(spans, *(_rows(part, spans) for part in parts), strict=True):
         for start, target in places:
             end = min(start + len(target), span.stop)
-            for low in range(max(start, span.start), end, CHUNK):
-                high, first = min(low + CHUNK, end), low - span.start
-                here = slice(*np.searchsorted(positions, (first, high - span.start)))
-                entries = Entries(positions[here] - first, bits[here], mask[here])
+            step = CHUNK_BYTES // target.itemsize
+            for low in range(max(start, span.start), end, step):
+                high = min(low + step, end)
                 room = target[low - start : high - start]
-                write_entries(room, entries)
+                for row in rows:
+                    before = _put(room, row, low - span.start, high - span.start)
+                    if log is not None:
+                        log.append((room, *before))
                 if isinstance(room, np.ndarray):
                     digest.update(room.data)
 
 
-def _copy(pieces: Sequence[Tensor], body: memoryview, digest: Digest) -> None:
-    at = 0
-    for piece in pieces:
-        part = body[at : at + piece.nbytes]
-        if piece.device.type == "cpu":
-            np.copyto(np.asarray(as_buffer(piece)), np.frombuffer(part, dtype=np.uint8))
-            digest.update(as_buffer(piece))
-        else:
-            there = torch.frombuffer(bytearray(part), dtype=torch.uint8)
-            piece.view(-1).view(torch.uint8).copy_(there)
-        at += piece.nbytes
+def _rows(part: Opened | np.ndarray, spans: Sequence[slice]) -> Iterator[Entries | np.ndarray]:
+    if isinstance(part, np.ndarray):
+        return (part[span] for span in spans)
+    return read_segments(part)
+
+
+def _put(room: Bits, row: Entries | np.ndarray, first: int, end: int) -> tuple[Any, Any]:
+    """Write the elements of a segment from one to another; return where, and what was there."""
+    if isinstance(row, Entries):
+        here = slice(*np.searchsorted(row.positions, (first, end)))
+        entries = Entries(row.positions[here] - first, row.bits[here], row.mask[here])
+        return write_entries(room, entries)
+    if isinstance(room, np.ndarray):
+        before = room.copy()
+        np.copyto(room, row[first:end])
+        return ..., before
+    kept = room.clone()
+    room.view(torch.uint8).copy_(torch.from_numpy(row[first:end].view(np.uint8).copy()))
+    return ..., kept
 
 
 def _runs(plan: Plan, index: int) -> Iterator[tuple[list[Copy], int]]:

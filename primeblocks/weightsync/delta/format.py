@@ -2,7 +2,7 @@
 
     header    "PBWD", format version (u8), bytes an element (u8), 0 (u16), elements (u64)
     counts    u32 [segments, layers]
-    streams   for each segment of 2**22 elements, for each layer: where, then which bits
+    streams   for each segment of 2**24 elements, for each layer: where, then which bits
     digest    xxh3-128 of all before
 
 The first layer says which elements changed, and their low bits; the next one which of *those*
@@ -42,8 +42,8 @@ __all__ = [
 Bytes = bytes | bytearray | memoryview
 
 _HEADER = struct.Struct("<4sBBHQ")
-_KIND, _FORMAT, _DIGEST_BYTES = b"PBWD", 1, 16
-_SEGMENT = 1 << 22
+_KIND, _FORMAT, _DIGEST_BYTES = b"PBWD", 2, 16
+_SEGMENT = 1 << 24
 # Up to which bit each layer writes: one step in the last place carries out of the low 4 bits in one
 # case of 16.
 _LAYERS = {1: (4, 8), 2: (4, 8, 16), 4: (4, 8, 16, 32)}

@@ -6,19 +6,18 @@ that only what changed crosses the bus.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["CHUNK", "Bits", "Entries", "flat_bits", "read_changes", "write_entries"]
+__all__ = ["Bits", "Entries", "flat_bits", "read_changes", "write_entries"]
 
 Bits = np.ndarray | Tensor
 """The elements of a tensor as integers, flat: numpy on the host, torch on a device."""
 
-CHUNK = 1 << 18  # elements; what is compared is still in the cache when it is gathered
-_AT_ONCE = 1 << 12  # entries
 _MANY = 0.57  # The share of groups of 8 in a random tenth; above, numpy's `nonzero` has no branch.
 _TORCH = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -43,52 +42,58 @@ def flat_bits(tensor: Tensor, width: int) -> Bits:
     return np.from_dlpack(flat).view(f"u{width}")
 
 
-def read_changes(new: Bits, old: Bits, *, update: bool = False) -> Entries:
-    """Return the elements of `new` that differ from `old`; the mask is their exclusive or.
+def read_changes(pairs: Iterable[tuple[Bits, Bits]], *, update: bool = False) -> Entries:
+    """Return the elements that differ between new and old; the mask is their exclusive or.
 
     Args:
-        update: whether to write them to `old`, while it is in the cache.
+        pairs: parts of both that follow each other, new first.
+        update: whether to write the new ones to the old.
     """
-    if isinstance(new, Tensor):
-        assert isinstance(old, Tensor)
-        places = (new != old).nonzero().view(-1)
-        after, before = new[places], old[places]
-        if update:
-            old[places] = after
-        bits, was = (side.cpu().numpy().view(f"u{new.itemsize}") for side in (after, before))
-        return Entries(places.cpu().numpy(), bits, bits ^ was)
-    assert isinstance(old, np.ndarray)
-    differs = np.zeros(-(-min(len(new), CHUNK) // 8) * 8, dtype=np.bool_)
-    chunks = []
-    for start in range(0, len(new), CHUNK):
-        one, other = new[start : start + CHUNK], old[start : start + CHUNK]
-        differs[len(one) :] = False
-        np.not_equal(one, other, out=differs[: len(one)])
-        at = _places(differs)
-        bits = one.take(at)
-        mask = bits ^ other.take(at)
-        if update:
-            other[at] = bits
+    start, found = 0, []
+    for new, old in pairs:
+        scan = _scan_there if isinstance(new, Tensor) else _scan
+        at, bits, mask = scan(new, old, update)  # type: ignore[arg-type]
         at += start
-        chunks.append((at, bits, mask))
-    return Entries(*(np.concatenate(column) for column in zip(*chunks, strict=True)))
+        start += len(new)
+        found.append((at, bits, mask))
+    return Entries(*(np.concatenate(column) for column in zip(*found, strict=True)))
 
 
-def write_entries(target: Bits, entries: Entries) -> None:
-    """Write entries in place. Idempotent."""
+def _scan_there(new: Tensor, old: Tensor, update: bool) -> Entries:
+    places = (new != old).nonzero().view(-1)
+    after, before = new[places], old[places]
+    if update:
+        old[places] = after
+    bits, was = (side.cpu().numpy().view(f"u{new.itemsize}") for side in (after, before))
+    return Entries(places.cpu().numpy(), bits, bits ^ was)
+
+
+def _scan(new: np.ndarray, old: np.ndarray, update: bool) -> Entries:
+    differs = np.zeros(-(-len(new) // 8) * 8, dtype=np.bool_)
+    np.not_equal(new, old, out=differs[: len(new)])
+    at = _places(differs)
+    bits = new.take(at)
+    mask = bits ^ old.take(at)
+    if update:
+        old[at] = bits
+    return Entries(at, bits, mask)
+
+
+def write_entries(target: Bits, entries: Entries) -> tuple[Bits, Bits]:
+    """Write entries in place; return where, and what was there. Idempotent."""
     positions, bits, mask = entries
-    if isinstance(target, Tensor):
-        dtype = str(target.dtype).removeprefix("torch.")
-        places, bits_there, keep = (
-            torch.from_numpy(array).to(target.device)
-            for array in (positions, bits.view(dtype), (~mask).view(dtype))
-        )
-        target[places] = target[places] & keep | bits_there
-        return
-    for start in range(0, len(positions), _AT_ONCE):  # What was read is written from the cache.
-        here = slice(start, start + _AT_ONCE)
-        at = positions[here]
-        target[at] = target.take(at) & ~mask[here] | bits[here]
+    if isinstance(target, np.ndarray):
+        before = target.take(positions)
+        target[positions] = before & ~mask | bits
+        return positions, before
+    dtype = str(target.dtype).removeprefix("torch.")
+    places, bits_there, keep = (
+        torch.from_numpy(array).to(target.device)
+        for array in (positions, bits.view(dtype), (~mask).view(dtype))
+    )
+    was = target[places]
+    target[places] = was & keep | bits_there
+    return places, was
 
 
 def _places(differs: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ Derivation and numbers: docs/weightsync.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,9 @@ from .format import ITEMSIZES, Bytes, open_delta, read_segments, seal_delta, seg
 from .scan import Bits, Entries, flat_bits, read_changes, write_entries
 
 __all__ = ["DeltaInfo", "apply_delta", "encode_delta", "inspect_delta", "merge_deltas"]
+
+# Elements; what is compared is still in the cache when it is gathered.
+_CHUNK = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,15 @@ def encode_delta(new: Tensor, old: Tensor) -> bytes | None:
     if new.device != old.device:
         raise UsageError(f"new is on {new.device}, old on {old.device}. Keep both on one device.")
     one, other = _bits_of(new), _bits_of(old)
-    return seal_delta(
-        new.itemsize,
-        new.numel(),
-        (read_changes(one[span], other[span]) for span in segments(new.numel())),
-    )
+
+    def chunks(span: slice) -> Iterator[tuple[Bits, Bits]]:
+        for at in range(span.start, span.stop, _CHUNK):
+            here = slice(at, min(at + _CHUNK, span.stop))
+            yield one[here], other[here]
+
+    numel = new.numel()
+    spans = segments(numel)
+    return seal_delta(new.itemsize, numel, (read_changes(chunks(span)) for span in spans))
 
 
 def apply_delta(target: Tensor, delta: Bytes) -> None:
