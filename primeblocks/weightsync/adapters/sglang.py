@@ -224,8 +224,10 @@ class Sglang:
         if not self._flush:
             raise UsageError("call pause('recompute') or pause('abort') before release_memory().")
         wanted = [part for part in parts if part not in self._released]
-        self._released.update(wanted)  # It may do so behind a deadline.
-        self._occupy("release", wanted, timeout_s)
+        if wanted:
+            self._released.update(wanted)
+            deadline = time.monotonic() + timeout_s
+            self._ask("POST", "/release_memory_occupation", {"tags": wanted}, deadline)
 
     def resume_memory(self, *parts: str, timeout_s: float) -> None:
         """Take released memory again. Weights need a `load` before `resume`.
@@ -233,14 +235,11 @@ class Sglang:
         Raises:
             DeadlineError, EngineError: as `load`.
         """
-        # SGLang ends itself when it shall resume what it has not released.
-        self._occupy("resume", [p for p in parts if p in self._released], timeout_s)
-        self._released.difference_update(parts)
-
-    def _occupy(self, how: str, parts: list[str], timeout_s: float) -> None:
-        if parts:
-            path, deadline = f"/{how}_memory_occupation", time.monotonic() + timeout_s
-            self._ask("POST", path, {"tags": parts}, deadline)
+        wanted = [part for part in parts if part in self._released]
+        if wanted:  # SGLang ends itself when it shall resume what it has not released.
+            deadline = time.monotonic() + timeout_s
+            self._ask("POST", "/resume_memory_occupation", {"tags": wanted}, deadline)
+            self._released.difference_update(wanted)
 
     def _attached(self) -> _Held:
         if self._held is None:
