@@ -111,7 +111,7 @@ def test_an_update_and_what_becomes_of_requests(
     assert (fake.path, engine.version, report.version) == (str(folder.path), 7, 7)
     assert (fake.running, fake.waiting, fake.aborted) == (running, 0, aborted)
     assert fake.cached == cached
-    assert engine.checksum == fake.checksum()
+    assert report.checksum == fake.checksum()
     assert 0 < report.pause_seconds <= report.seconds
 
 
@@ -127,12 +127,9 @@ def test_two_engines_of_one_version_have_one_checksum(trainer, fake, engine):
     twin = Sglang(other.url)
     twin.attach(timeout_s=TIMEOUT_S)
     one, two = trainer.folder(1), trainer.folder(2)
-    checksums = []
-    for folder in (one, two):
-        for each in (engine, twin):
-            each.update(folder, timeout_s=TIMEOUT_S)
-            checksums.append(each.checksum)
+    reports = [e.update(f, timeout_s=TIMEOUT_S) for f in (one, two) for e in (engine, twin)]
     other.close()
+    checksums = [report.checksum for report in reports]
     assert checksums[0] == checksums[1] != checksums[2] == checksums[3]
 
 

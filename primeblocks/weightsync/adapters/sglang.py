@@ -28,11 +28,10 @@ from ...errors import (
     UnsupportedError,
     UsageError,
 )
-from ..engines.fleet import UpdateReport
 from ..engines.model_folder import ModelFolder
 from .httpx import JsonServer
 
-__all__ = ["InFlight", "Sglang"]
+__all__ = ["InFlight", "Sglang", "SglangReport"]
 
 _OLDEST = (0, 5, 23)
 
@@ -43,6 +42,19 @@ _PAUSE: dict[str, tuple[str, bool]] = {
     "recompute": ("retract", True),
     "abort": ("abort", True),
 }
+
+
+@dataclass(frozen=True)
+class SglangReport:
+    """Cost of an update, and SGLang's checksum over the weights of all its ranks.
+
+    Engines that are sharded alike and hold the same version have equal checksums.
+    """
+
+    version: int
+    seconds: float
+    pause_seconds: float
+    checksum: str
 
 
 @dataclass(frozen=True)
@@ -80,14 +92,6 @@ class Sglang:
         label = "" if self._held is None else self._held.label
         return int(label) if label.isdecimal() else None
 
-    @property
-    def checksum(self) -> str:
-        """SGLang's checksum over the weights of all its ranks, as they were loaded last.
-
-        Engines that are sharded alike and hold the same version have equal ones.
-        """
-        return self._attached().checksum
-
     def attach(self, *, timeout_s: float) -> None:
         """Learn what the server holds, for a failed update to go back to. No weights change.
 
@@ -108,7 +112,7 @@ class Sglang:
 
     def update(
         self, folder: ModelFolder, *, in_flight: InFlight = "continue", timeout_s: float
-    ) -> UpdateReport:
+    ) -> SglangReport:
         """Pause, load, check, resume. Calling it again after a failure is safe.
 
         Responses say in `meta_info["weight_versions"]` which tokens came from which version, as
@@ -137,13 +141,13 @@ class Sglang:
         paused = time.monotonic()
         left_s = start + timeout_s - paused
         try:
-            self.load(folder, timeout_s=0.9 * left_s)
+            checksum = self.load(folder, timeout_s=0.9 * left_s)
         except TransferError:
             self.resume(timeout_s=0.1 * left_s)
             raise
         self.resume(timeout_s=0.1 * left_s)
         end = time.monotonic()
-        return UpdateReport(folder.version, end - start, end - paused)
+        return SglangReport(folder.version, end - start, end - paused, checksum)
 
     def pause(self, in_flight: InFlight, *, timeout_s: float) -> None:
         """Stop generating until `resume`. See `update` for what becomes of requests.
@@ -220,8 +224,10 @@ class Sglang:
         if not self._flush:
             raise UsageError("call pause('recompute') or pause('abort') before release_memory().")
         wanted = [part for part in parts if part not in self._released]
-        self._released.update(wanted)  # It may do so behind a deadline.
-        self._occupy("release", wanted, timeout_s)
+        if wanted:
+            self._released.update(wanted)
+            deadline = time.monotonic() + timeout_s
+            self._ask("POST", "/release_memory_occupation", {"tags": wanted}, deadline)
 
     def resume_memory(self, *parts: str, timeout_s: float) -> None:
         """Take released memory again. Weights need a `load` before `resume`.
@@ -229,14 +235,11 @@ class Sglang:
         Raises:
             DeadlineError, EngineError: as `load`.
         """
-        # SGLang ends itself when it shall resume what it has not released.
-        self._occupy("resume", [p for p in parts if p in self._released], timeout_s)
-        self._released.difference_update(parts)
-
-    def _occupy(self, how: str, parts: list[str], timeout_s: float) -> None:
-        if parts:
-            path, deadline = f"/{how}_memory_occupation", time.monotonic() + timeout_s
-            self._ask("POST", path, {"tags": parts}, deadline)
+        wanted = [part for part in parts if part in self._released]
+        if wanted:  # SGLang ends itself when it shall resume what it has not released.
+            deadline = time.monotonic() + timeout_s
+            self._ask("POST", "/resume_memory_occupation", {"tags": wanted}, deadline)
+            self._released.difference_update(wanted)
 
     def _attached(self) -> _Held:
         if self._held is None:
