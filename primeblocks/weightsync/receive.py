@@ -37,7 +37,8 @@ Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 class Subscriber:
     """A reader that loads committed versions, all or nothing. One per engine process.
 
-    It keeps the bytes loaded last, where the transport lets it, for deltas and to go back to.
+    It keeps the bytes loaded last, where the transport lets it, for deltas and to go back to. What
+    was written in place lies there alone, and is copied before it is overwritten if it has to be.
 
     Args:
         plan: the publisher's; `Plan.from_json` carries it between processes.
@@ -121,7 +122,7 @@ class Subscriber:
         Cost: one XXH3-128 of the bytes that this reader wants, then that of `load`; of bytes in a
         file or in the trainer's memory, one copy and one more XXH3-128 in threads beside `load`,
         with about a bucket of each trainer rank in memory at a time. Deltas are applied to the
-        bytes held, one copy each way for each bucket.
+        bytes held, or in place to those that `load_into` fills: then there is no load.
 
         It begins to load before the deadline, or not at all; buckets under way then, one for each
         of its threads, are checked to their end. A load that has begun may pass it, and so may

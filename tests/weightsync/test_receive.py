@@ -361,6 +361,32 @@ def test_checked_ahead_a_version_arrives_like_any_other(ahead):
     assert ahead.engine.loads == 3
 
 
+@pytest.mark.parametrize("ahead", ["in turns"], indirect=True)
+def test_where_a_load_takes_all_cores_no_check_goes_on_beside_it(ahead, monkeypatch):
+    check, begun, done, seen = fetched._check_bucket, [], [], []
+    if isinstance(ahead.transport, FileTransport):
+        return  # Copied in threads beside any load.
+
+    def counted(*args, **options):
+        begun.append(args)
+        check(*args, **options)
+        done.append(args)
+
+    def load(tensors):
+        for _ in tensors:
+            assert len(begun) == len(done)
+            seen.append(len(done))
+
+    ahead.publish(1)
+    ahead.receive()
+    ahead.publish(2)
+    monkeypatch.setattr(fetched, "_check_bucket", counted)
+    monkeypatch.setattr(fetched, "_BYTES_A_THREAD", 1)
+    ahead.subscriber._load = load
+    ahead.receive()
+    assert seen[-1] == len(ahead.plan.buckets)
+
+
 @pytest.mark.parametrize("offset", [0, 77, 300, 519])
 def test_checked_ahead_no_damaged_tensor_is_handed_out_and_the_old_version_comes_back(
     ahead, offset
