@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -17,6 +17,8 @@ from .cover import owned_boxes
 from .manifest import Manifest, TensorSpec, as_plan_error, box_of
 
 __all__ = ["Boxes", "Bucket", "Copy", "Plan", "packed"]
+
+_MOST_RANKS = 1 << 16  # What lists them must end.
 
 Boxes = Mapping[str, tuple[Shard, ...]]
 """Name -> disjoint boxes of that tensor."""
@@ -190,18 +192,30 @@ class Plan:
             target = Manifest.from_json(head["target"])
             names = list(target)
             wants = tuple(
-                {names[at]: tuple(box_of(*row) for row in rows) for at, rows in boxes}
+                {
+                    names[at]: tuple(_inside(target, names[at], row) for row in rows)
+                    for at, rows in boxes
+                }
                 for boxes in head["wants"]
             )
             buckets = tuple(
                 Bucket(
                     int(rank),
                     tuple(readers),
-                    packed(target, ((names[at], box_of(*box)) for at, *box in copies)),
+                    packed(
+                        target,
+                        ((names[at], _inside(target, names[at], box)) for at, *box in copies),
+                    ),
                 )
                 for rank, readers, copies in head["buckets"]
             )
-            return cls(target, int(head["world_size"]), wants, int(head["bucket_bytes"]), buckets)
+            ranks, readers = int(head["world_size"]), range(len(wants))
+            if not 0 < ranks <= _MOST_RANKS:
+                raise PlanError(f"a plan of {ranks} ranks; at most {_MOST_RANKS} are read")
+            for one in buckets:
+                if not (one.copies and 0 <= one.rank < ranks and {*one.readers} <= {*readers}):
+                    raise PlanError(f"no bucket of {ranks} ranks and {len(wants)} readers")
+            return cls(target, ranks, wants, int(head["bucket_bytes"]), buckets)
 
     def fingerprint(self) -> str:
         """Return 32 hex digits, which both sides compare before a byte is used."""
@@ -246,6 +260,16 @@ def packed(target: Manifest, boxes: Iterable[tuple[str, Shard]]) -> tuple[Copy, 
 
 def _tensor_bytes(spec: TensorSpec) -> int:
     return prod(spec.shape) * spec.dtype.itemsize
+
+
+def _inside(target: Manifest, name: str, row: Sequence[Sequence[int]]) -> Shard:
+    """Return a box that somebody else has written. Raises PlanError where it is not in its tensor.
+
+    Whoever reads it may ask the plan anything.
+    """
+    box = box_of(*row)
+    box.within(Layout.whole(target[name].shape).shard)
+    return box
 
 
 def _row(box: Shard) -> tuple[tuple[int, ...], tuple[int, ...]]:
