@@ -45,6 +45,7 @@ _ERRORS = {
     sqlite3.SQLITE_LOCKED: errno.EBUSY,
     sqlite3.SQLITE_NOMEM: errno.ENOMEM,
 }
+_CUT = (sqlite3.SQLITE_IOERR_SHORT_READ, sqlite3.SQLITE_IOERR_FSTAT)  # or removed
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,7 +367,7 @@ class Index:
         except sqlite3.Error as error:
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
             number = _ERRORS.get(code & 0xFF)
-            if number is None or code == sqlite3.SQLITE_IOERR_SHORT_READ:
+            if number is None or code in _CUT:
                 raise self._damaged(error) from error
             name = getattr(error, "sqlite_errorname", "")
             raise OSError(number, f"{error} ({name}, {self._path})") from error

@@ -311,6 +311,18 @@ def test_a_file_that_vanished_costs_pages(tmp_path, name):
     assert_normal(tmp_path)
 
 
+def test_an_index_that_vanished_before_its_log_was_made_is_begun_anew(tmp_path):
+    with closing(open_tier(tmp_path)) as tier:
+        tier.clear()
+        (tmp_path / "index").unlink()
+        assert isinstance(tier.put([record(0)])[0], CorruptionError)
+        assert tier.put([record(1)]) == [None]
+        before = state(tier)
+    with closing(open_tier(tmp_path)) as tier:
+        assert state(tier) == before
+    assert_normal(tmp_path)
+
+
 def test_a_folder_that_vanished_is_an_answer(tmp_path):
     with closing(open_tier(tmp_path / "pages")) as tier:
         assert tier.put([record(0)]) == [None]
