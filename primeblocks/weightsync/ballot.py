@@ -45,7 +45,8 @@ class Ballot:
 
     Args:
         place: a directory of the readers' and the trainer's user, on a disk or in /dev/shm; or a
-            store that outlives them. Votes on a version are removed once two later ones stood.
+            store that outlives them. Votes on a version are removed once two later ones stood; the
+            decision stays, some 100 bytes.
         members: names of all readers.
 
     Raises:
@@ -96,16 +97,16 @@ class Ballot:
             self._forget(run, version)
 
     def _forget(self, run: str, version: int) -> None:
-        """Remove what was said before the version that stood before this one.
+        """Remove the votes from before the version that stood before this one.
 
-        All have voted on this one, so nobody waits for those; readers that come late take it.
+        Their decisions stay, for readers that come late.
         """
         before, self._stood[run] = self._stood.get(run, 0), version
         gone = [one for one in self._rounds if one.run == run and one.version < before]
         self._rounds = [one for one in self._rounds if one not in gone]
         for one in gone:
-            for what in (*(f"vote/{name}" for name in self.members), "open", "decision"):
-                one._remove(what)
+            for name in self.members:
+                one._remove(f"vote/{name}")
 
     def _attempt(self, run: str, version: int, deadline: float) -> tuple[int, str]:
         """Return the last attempt at a version, and why it was refused, if it was."""

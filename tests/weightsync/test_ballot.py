@@ -262,12 +262,18 @@ def test_votes_are_removed_once_two_later_versions_stood(kind, tmp_path, host):
         else:
             assert entered.vote(deadline=time.monotonic() + LONG_S) == ""
             ballot.await_all("r", version, again=False, deadline=time.monotonic() + LONG_S)
-        looks = [f"r/{known}/0/decision" for known in range(1, version + 1)]
+        looks = [f"r/{known}/0/vote/a" for known in range(1, version + 1)]
         at = time.monotonic() + LONG_S
         kept.append(sum(ballot._notes.look(key, deadline=at) is not None for key in looks))
-    assert kept == [1, 2, 3, 3, 2, 3, 3, 2]
+    assert kept == [1, 2, 2, 2, 2, 2, 2, 2]
+    late = Marker.make(run="r", version=1, plan="", sizes=(), buckets=())
+    at = time.monotonic() + LONG_S
+    assert ballot.member("a").enter(late, deadline=at).vote(deadline=at) == ""  # As all others.
+    late = Marker.make(run="r", version=3, plan="", sizes=(), buckets=())
+    with pytest.raises(TransferError, match="no room"):
+        ballot.member("a").enter(late, deadline=at)
     if kind == "directory":
-        assert len(list(place.iterdir())) == 4
+        assert len(list(place.iterdir())) == 8 + 2 + 1  # Decisions, votes, that of the late one.
 
 
 def test_members_that_make_no_sense_are_refused(tmp_path):
