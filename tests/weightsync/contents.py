@@ -18,6 +18,7 @@ from primeblocks.weightsync.transports import (
     PullTransport,
     open_transport,
 )
+from primeblocks.weightsync.transports.directory import DirectoryTransport
 
 # Packed buffers: commits and the carrier.
 PACKED = ("directory-handles", "store-handles", "directory-wire", "store-wire")
@@ -168,3 +169,21 @@ class Side:
         if self.is_engine:
             return self.subscriber.receive(version, timeout_s=timeout_s)
         return self.publisher.publish(version, timeout_s=timeout_s)
+
+
+class Versions(DirectoryTransport):
+    """A transport whose steps are taken one by one."""
+
+    directory = property(lambda self: self.commits.directory)
+
+    def allocate(self, version, *, size_bytes, delta=False):
+        self._allocate(version, size_bytes, delta=delta)
+
+    def writable(self, version, *, size_bytes):
+        return self._writable(version, size_bytes)
+
+    def commit(self, marker):
+        super().commit(marker, deadline=0.0)
+
+    def lease(self, marker, *, size_bytes):
+        return self._lease(marker, size_bytes)

@@ -23,8 +23,8 @@ from primeblocks.weightsync.lease import SealedLease
 from primeblocks.weightsync.marker import Marker
 from primeblocks.weightsync.transports import blobs, directory, directory_commits
 from primeblocks.weightsync.transports.blobs import DiskBlobs, MemoryBlobs
-from primeblocks.weightsync.transports.directory import DirectoryTransport
 from primeblocks.weightsync.transports.place import DiskPlace, PrivatePlace
+from tests.weightsync.contents import Versions
 
 SIZE = 1000
 
@@ -48,24 +48,6 @@ def commits_at(path, *, owner=True, durable=False):
     place = DiskPlace(str(path / "versions")) if durable else PrivatePlace("versions", str(path))
     kind = DiskBlobs(None) if durable else MemoryBlobs()
     return Versions({}, place, kind, owner=owner)
-
-
-class Versions(DirectoryTransport):
-    """A transport whose steps are taken one by one."""
-
-    directory = property(lambda self: self.commits.directory)
-
-    def allocate(self, version, *, size_bytes, delta=False):
-        self._allocate(version, size_bytes, delta=delta)
-
-    def writable(self, version, *, size_bytes):
-        return self._writable(version, size_bytes)
-
-    def commit(self, marker):
-        super().commit(marker, deadline=0.0)
-
-    def lease(self, marker, *, size_bytes):
-        return self._lease(marker, size_bytes)
 
 
 def files(tmp_path):
