@@ -17,6 +17,8 @@ from .manifest import Manifest, TensorSpec, as_plan_error, box_of
 
 __all__ = ["Boxes", "Bucket", "Copy", "Plan", "packed"]
 
+_MOST_RANKS = 1 << 16  # What lists them must end.
+
 Boxes = Mapping[str, tuple[Shard, ...]]
 """Name -> disjoint boxes of that tensor."""
 
@@ -212,7 +214,10 @@ class Plan:
                 )
                 for rank, readers, copies in head["buckets"]
             )
-            return cls(target, int(head["world_size"]), wants, int(head["bucket_bytes"]), buckets)
+            ranks = int(head["world_size"])
+            if not 0 < ranks <= _MOST_RANKS:
+                raise PlanError(f"a plan of {ranks} ranks; at most {_MOST_RANKS} are read")
+            return cls(target, ranks, wants, int(head["bucket_bytes"]), buckets)
 
     def fingerprint(self) -> str:
         """Return 32 hex digits, which both sides compare before a byte is used."""
