@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -203,20 +203,29 @@ class Plan:
             target = Manifest.from_json(head["target"])
             names = list(target)
             wants = tuple(
-                {names[at]: tuple(box_of(*row) for row in rows) for at, rows in boxes}
+                {
+                    names[at]: tuple(_inside(target, names[at], row) for row in rows)
+                    for at, rows in boxes
+                }
                 for boxes in head["wants"]
             )
             buckets = tuple(
                 Bucket(
                     int(rank),
                     tuple(readers),
-                    packed(target, ((names[at], box_of(*box)) for at, *box in copies)),
+                    packed(
+                        target,
+                        ((names[at], _inside(target, names[at], box)) for at, *box in copies),
+                    ),
                 )
                 for rank, readers, copies in head["buckets"]
             )
-            ranks = int(head["world_size"])
+            ranks, readers = int(head["world_size"]), range(len(wants))
             if not 0 < ranks <= _MOST_RANKS:
                 raise PlanError(f"a plan of {ranks} ranks; at most {_MOST_RANKS} are read")
+            for one in buckets:
+                if not (one.copies and 0 <= one.rank < ranks and {*one.readers} <= {*readers}):
+                    raise PlanError(f"no bucket of {ranks} ranks and {len(wants)} readers")
             return cls(target, ranks, wants, int(head["bucket_bytes"]), buckets)
 
     def fingerprint(self) -> str:
@@ -273,6 +282,16 @@ def _grouped(pairs: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
 
 def _tensor_bytes(spec: TensorSpec) -> int:
     return prod(spec.shape) * spec.dtype.itemsize
+
+
+def _inside(target: Manifest, name: str, row: Sequence[Sequence[int]]) -> Shard:
+    """Return a box that somebody else has written. Raises PlanError where it is not in its tensor.
+
+    Whoever reads it may ask the plan anything.
+    """
+    box = box_of(*row)
+    box.within(Layout.whole(target[name].shape).shard)
+    return box
 
 
 def _row(box: Shard) -> tuple[tuple[int, ...], tuple[int, ...]]:
