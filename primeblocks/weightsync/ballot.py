@@ -23,6 +23,7 @@ from .transports.own_files import open_own
 __all__ = ["Ballot", "Member", "Round"]
 
 _COMMIT, _ABORT = "commit", "abort"
+_EMPTY = f"{_ABORT}: an empty note"  # As a disk may have it that lost power.
 _LOOK_S = 0.01
 _GRACE_S = 1.0
 
@@ -116,7 +117,7 @@ class Ballot:
                 return attempt, ""
             following = _key(run, version, attempt + 1, "open")
             if self._notes.look(following, deadline=deadline) is None:
-                return attempt, said
+                return attempt, said or _EMPTY
             attempt += 1
 
 
@@ -199,7 +200,7 @@ class Round:
                 said = self._post("decision", f"{_ABORT}: {who} waited in vain for {here}")
                 break
             threading.Event().wait(_LOOK_S)
-        return "" if said == _COMMIT else said
+        return "" if said == _COMMIT else said or _EMPTY
 
     def _look(self, what: str) -> str | None:
         key = _key(self.run, self.version, self.attempt, what)
