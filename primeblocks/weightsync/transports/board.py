@@ -107,12 +107,12 @@ class Board:
                 raise late
             self._hanging = None
         answers: list[T] = []
-        errors: list[RuntimeError] = []
+        errors: list[Exception] = []
 
         def run() -> None:
             try:
                 answers.append(work())
-            except RuntimeError as error:
+            except (RuntimeError, TypeError) as error:  # A key that a store cannot have, too.
                 errors.append(error)
 
         thread = threading.Thread(target=run, daemon=True)
