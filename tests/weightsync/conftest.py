@@ -1,4 +1,4 @@
-"""A store that outlives the ranks of a test, and a place where another user was first."""
+"""A store that outlives the ranks of a test, a place where another user was first, one pair."""
 
 import shutil
 import subprocess
@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+
+from primeblocks.weightsync import SharedMemoryTransport
+from primeblocks.weightsync.transports import FileTransport
+from tests.weightsync.one_pair import Setup
 
 STRANGER = 12345
 
@@ -33,3 +37,13 @@ def everybodys():
         )
     finally:
         shutil.rmtree(root)
+
+
+@pytest.fixture(params=["shared_memory", "file"])
+def setup(request, tmp_path):
+    if request.param == "file":
+        transport = FileTransport(tmp_path / "blobs", owner=True)
+    else:
+        transport = SharedMemoryTransport("policy", owner=True, root=str(tmp_path))
+    with transport:
+        yield Setup(transport, tmp_path)

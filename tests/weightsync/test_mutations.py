@@ -18,8 +18,8 @@ from primeblocks import weightsync
 from primeblocks.errors import PrimeblocksError
 from primeblocks.testing import ranks
 from primeblocks.weightsync import describe, plan_sync
-from primeblocks.weightsync.convert.recorded import Reads, filling
-from primeblocks.weightsync.delta.bucket import apply_payload, encode_payload
+from primeblocks.weightsync.convert.recorded import Reads
+from primeblocks.weightsync.delta.bucket import apply_payloads, take_payload
 from primeblocks.weightsync.delta.tensors import (
     apply_delta,
     encode_delta,
@@ -27,7 +27,7 @@ from primeblocks.weightsync.delta.tensors import (
     merge_deltas,
 )
 from primeblocks.weightsync.engines import Ballot
-from primeblocks.weightsync.held import Blob, pack
+from primeblocks.weightsync.held import Blob
 from primeblocks.weightsync.manifest import Manifest
 from primeblocks.weightsync.marker import Marker
 from primeblocks.weightsync.observed import Observed, observe
@@ -66,7 +66,7 @@ def texts(rng, cases, where):
     """Texts that were read by whoever got them."""
     weights = parameters(0)
     plan = plan_of(weights)
-    reads = Reads(filling(plan.target, plan.wants[0]), {"a": "why"})
+    reads = Reads(plan.target, plan.wants[0], {"a": "why"})
     observed = json.dumps(observe(plan, weights).to_json())
     marker = Marker.make(
         run="r", version=7, plan=plan.fingerprint(), base=6, sizes=(12, 3), buckets=("aa", "bb")
@@ -117,11 +117,11 @@ def deltas(rng, cases, where):
     mine = slice(4096, 4096 + plan.blob_bytes)
     old = room.clone()
     blob = Blob(plan, old[mine])
-    before = pack(plan, 0, blob.views(0)).clone()
+    before = torch.cat([view.flatten().view(torch.uint8) for view in blob.views(0)])
     after = before.clone()
     after.view(torch.int16)[::37] ^= 3
-    payload = bytes(encode_payload(plan, 0, after, before))
-    whole = before.view(torch.int16)
+    whole = before.clone().view(torch.int16)
+    payload = take_payload(plan, 0, iter([(after.numpy(), before.numpy())]), before)
     delta = encode_delta(after.view(torch.int16), whole)
     count = 0
     for _ in range(cases):
@@ -140,7 +140,7 @@ def deltas(rng, cases, where):
         if rng.random() < 0.3:
             sent = mutated_bytes(rng, sent)
         blob = Blob(plan, old[mine].copy_(room[mine]))
-        count += refused(apply_payload, plan, 0, blob.views(0), memoryview(sent))
+        count += refused(apply_payloads, plan, 0, blob.views(0), [memoryview(sent)])
         assert old[: mine.start].equal(room[: mine.start])
         assert old[mine.stop :].equal(room[mine.stop :])
     return count

@@ -1,13 +1,11 @@
 """One trainer rank and one engine in this process; every fault of a receiver."""
 
 import itertools
-import os
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from primeblocks.errors import (
     ClosedError,
@@ -20,7 +18,6 @@ from primeblocks.errors import (
 from primeblocks.testing.faults import FaultyTransport, ManualClock, flip_byte, truncate
 from primeblocks.weightsync import (
     Publisher,
-    SharedMemoryTransport,
     Subscriber,
     describe,
     fetched,
@@ -28,62 +25,8 @@ from primeblocks.weightsync import (
     plan_sync,
     receive,
 )
-from primeblocks.weightsync.transports import FileTransport
 from tests.weightsync.contents import flip_sent
-
-TIMEOUT_S = 10
-
-
-class Engine:
-    """Serves a copy of what it loaded last; `fail_at` breaks that load after so many tensors."""
-
-    def __init__(self):
-        self.serves, self.loads, self.fail_at = {}, 0, {}
-
-    def load(self, tensors):
-        self.loads += 1
-        fail_at = self.fail_at.get(self.loads)
-        for taken, (name, tensor) in enumerate(tensors):
-            if taken == fail_at:
-                raise RuntimeError("out of memory")
-            self.serves[name] = tensor.clone()
-
-
-class Setup:
-    def __init__(self, transport, path):
-        self.path = path
-        self.weights = {"a": torch.zeros(40, 3), "b": torch.zeros(5, dtype=torch.int64)}
-        manifest = describe(self.weights)
-        self.plan = plan_sync([manifest], manifest.whole(), bucket_bytes=64)
-        self.transport, self.engine = transport, Engine()
-        self.publisher = Publisher(self.plan, self.weights, transport)
-        self.subscriber = Subscriber(self.plan, self.engine.load, transport)
-
-    def publish(self, version):
-        for tensor in self.weights.values():
-            tensor.fill_(version)
-        return self.publisher.publish(version, timeout_s=TIMEOUT_S)
-
-    def receive(self, version=None, timeout_s=TIMEOUT_S):
-        return self.subscriber.receive(version, timeout_s=timeout_s)
-
-    def blob(self, version):
-        return next(self.path.rglob(f"version-{version}.safetensors"))
-
-    def served(self):
-        """The one version that every tensor has."""
-        (value,) = {float(v) for t in self.engine.serves.values() for v in t.flatten()}
-        return value
-
-
-@pytest.fixture(params=["shared_memory", "file"])
-def setup(request, tmp_path):
-    if request.param == "file":
-        transport = FileTransport(tmp_path / "blobs", owner=True)
-    else:
-        transport = SharedMemoryTransport("policy", owner=True, root=str(tmp_path))
-    with transport:
-        yield Setup(transport, tmp_path)
+from tests.weightsync.one_pair import TIMEOUT_S, Engine
 
 
 def test_the_newest_version_is_loaded_once(setup):
@@ -342,78 +285,3 @@ def test_an_engine_that_lost_its_weights_gets_the_version_again(setup):
     assert setup.subscriber.version is None
     assert setup.receive().version == 1
     assert (setup.served(), setup.engine.loads) == (1, 2)
-
-
-@pytest.fixture(params=["beside the load", "in turns"])
-def ahead(setup, request, monkeypatch):
-    setup.subscriber = Subscriber(setup.plan, setup.engine.load, setup.transport, check="ahead")
-    if request.param == "in turns":  # As where the load's threads take all cores.
-        monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    return setup
-
-
-def test_checked_ahead_a_version_arrives_like_any_other(ahead):
-    for version in (1, 2, 3):
-        ahead.publish(version)
-        assert ahead.receive().bytes == 520
-        assert ahead.served() == version
-    assert ahead.engine.loads == 3
-
-
-@pytest.mark.parametrize("ahead", ["in turns"], indirect=True)
-def test_where_a_load_takes_all_cores_no_check_goes_on_beside_it(ahead, monkeypatch):
-    check, begun, done, seen = fetched._check_bucket, [], [], []
-    if isinstance(ahead.transport, FileTransport):
-        return  # Copied in threads beside any load.
-
-    def counted(*args, **options):
-        begun.append(args)
-        check(*args, **options)
-        done.append(args)
-
-    def load(tensors):
-        for _ in tensors:
-            assert len(begun) == len(done)
-            seen.append(len(done))
-
-    ahead.publish(1)
-    ahead.receive()
-    ahead.publish(2)
-    monkeypatch.setattr(fetched, "_check_bucket", counted)
-    monkeypatch.setattr(fetched, "_BYTES_A_THREAD", 1)
-    ahead.subscriber._load = load
-    ahead.receive()
-    assert seen[-1] == len(ahead.plan.buckets)
-
-
-@pytest.mark.parametrize("offset", [0, 77, 300, 519])
-def test_checked_ahead_no_damaged_tensor_is_handed_out_and_the_old_version_comes_back(
-    ahead, offset
-):
-    seen = []
-    whole = ahead.engine.load
-
-    def load(tensors):
-        for name, tensor in tensors:
-            seen.append(tensor.unique().tolist())
-            ahead.engine.serves[name] = tensor.clone()
-
-    ahead.publish(1)
-    flip_sent(ahead.transport, ahead.path, 1, offset - 520)
-    with pytest.raises(CorruptionError):  # There is nothing to go back to: checked before.
-        ahead.receive()
-    assert ahead.engine.loads == 0
-    flip_sent(ahead.transport, ahead.path, 1, offset - 520)
-    ahead.receive()
-    ahead.publish(2)
-    flip_sent(ahead.transport, ahead.path, 2, offset - 520)
-    ahead.subscriber._load = load
-    with pytest.raises(TransferError, match="bucket .* fails .* Version 1 was loaded again"):
-        ahead.receive()
-    assert all(values in ([1], [2]) for values in seen)
-    assert (ahead.served(), ahead.subscriber.version) == (1, 1)
-    flip_sent(ahead.transport, ahead.path, 2, offset - 520)
-    ahead.subscriber._load = whole
-    assert ahead.receive().version == 2
-    assert ahead.served() == 2
