@@ -34,7 +34,7 @@ __all__ = ["Feed", "Fetched", "bring", "check", "check_plan", "feeding", "undone
 
 # Less than this is done before a thread has started.
 _BYTES_A_THREAD = 8 << 20
-# Buckets that are checked beside a load before it asks for them.
+# Buckets that are checked before a load asks for them.
 _AHEAD = 2
 
 
@@ -185,8 +185,6 @@ class Feed:
 
     Args:
         convert: the wiring to what is given.
-        ahead: the number of buckets that are checked before they are asked for.
-        beside: whether a load goes on meanwhile. Otherwise it waits, and copies from the cache.
     """
 
     def __init__(
@@ -196,12 +194,8 @@ class Feed:
         fetched: Fetched,
         convert: Wiring | None,
         pool: Executor,
-        *,
-        ahead: int,
-        beside: bool,
     ) -> None:
         self._plan, self._fetched, self._pool = plan, fetched, pool
-        self._ahead, self._beside = ahead, beside
         self._wants, self._convert = plan.wants[reader], convert
         self.names = list(self._wants if convert is None else convert.targets)
         self._uses = Counter(source for name in self.names for source in self._made_of(name))
@@ -238,6 +232,16 @@ class Feed:
                     if self._uses[source] == 0:
                         self._copies.drop(source)
 
+    def check(self) -> None:
+        """Check all that is to be checked, before anything is asked for.
+
+        Raises:
+            CorruptionError: a byte is not the one that was sent.
+        """
+        self._checks = [self._pool.submit(self._check, index) for index in self._order]
+        for check in self._checks:
+            check.result()
+
     def _made_of(self, name: str) -> Iterable[str]:
         if self._convert is None:
             return (name,)
@@ -256,11 +260,9 @@ class Feed:
 
     def _box(self, name: str, box: Shard) -> Tensor:
         places = self._places.get(name, ())
-        done, asked = len(self._checks), max(places, default=-1) + 1
-        if self._beside or asked > done:
-            for index in self._order[done : asked + self._ahead]:
-                self._checks.append(self._pool.submit(self._check, index))
-        for place in {*places, *(() if self._beside else range(done, len(self._checks)))}:
+        for index in self._order[len(self._checks) : max(places, default=-1) + 1 + _AHEAD]:
+            self._checks.append(self._pool.submit(self._check, index))
+        for place in places:
             self._checks[place].result()
         return self._held.box(name, box)
 
@@ -277,13 +279,15 @@ def feeding(
     lent, cores = isinstance(fetched.held, Lent), len(os.sched_getaffinity(0))
     threads = _as_many(plan, plan.of_reader(reader), threads)
     # A load that has every core of this process is only slowed by checks beside it.
-    beside = lent or not torch.get_num_threads() >= cores > 1
+    before = not lent and torch.get_num_threads() >= cores > 1
     # Two for copies; more take from the load what memory gives, and hold more of it.
-    threads = min(threads, cores if not beside else 2 if lent else 1)
-    with ThreadPoolExecutor(threads) as pool:
-        ahead = _AHEAD if beside else threads - 1
+    most = cores if before else 2 if lent else 1
+    with ThreadPoolExecutor(min(most, threads)) as pool:
+        feed = Feed(plan, reader, fetched, convert, pool)
         try:
-            yield Feed(plan, reader, fetched, convert, pool, ahead=ahead, beside=beside)
+            if before:
+                feed.check()
+            yield feed
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
             if isinstance(fetched.held, Sealed):

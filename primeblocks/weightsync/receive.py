@@ -52,10 +52,9 @@ class Subscriber:
         threads: the number that check bytes at a time, where there are many.
         check: "before": every byte is checked before `load` gets the first tensor. "ahead": each
             tensor's are, while `load` copies those before it: faster, but damage is found in the
-            middle of a load, and the version before is loaded again. Where torch's threads take
-            all cores, checks and load take turns, bucket by bucket. Where there is no version to go
-            back to, and for deltas, all is checked before. Bytes that others may still write to are
-            copied for the load, and the copies are checked.
+            middle of a load, and the version before is loaded again. Where there is none, for
+            deltas, and where torch's threads take all cores, all is checked before. Bytes that
+            others may still write to are copied for the load, and the copies are checked.
         member: this reader's part in a `Ballot`: `receive` returns when all have loaded the
             version, or all go back. The engine must not serve meanwhile.
         observe: returns what the engine holds, by the names that `load` gets: each tensor has to

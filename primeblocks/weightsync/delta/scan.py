@@ -18,6 +18,7 @@ __all__ = ["Bits", "Entries", "flat_bits", "read_changes", "write_entries"]
 Bits = np.ndarray | Tensor
 """The elements of a tensor as integers, flat: numpy on the host, torch on a device."""
 
+_AT_ONCE = 1 << 14  # entries
 _MANY = 0.57  # The share of groups of 8 in a random tenth; above, numpy's `nonzero` has no branch.
 _TORCH = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -83,8 +84,12 @@ def write_entries(target: Bits, entries: Entries) -> tuple[Bits, Bits]:
     """Write entries in place; return where, and what was there. Idempotent."""
     positions, bits, mask = entries
     if isinstance(target, np.ndarray):
-        before = target.take(positions)
-        target[positions] = before & ~mask | bits
+        before = np.empty_like(bits)
+        for start in range(0, len(positions), _AT_ONCE):  # What was read is written from the cache.
+            here = slice(start, start + _AT_ONCE)
+            at = positions[here]
+            before[here] = was = target.take(at)
+            target[at] = was & ~mask[here] | bits[here]
         return positions, before
     dtype = str(target.dtype).removeprefix("torch.")
     places, bits_there, keep = (
