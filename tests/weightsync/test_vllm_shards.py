@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+from functools import partial
 
 import pytest
 import torch
@@ -164,17 +165,16 @@ async def _updates(requests, model, publisher, kind, updates):
     said, spans, sizes, engine = [], [], [], requests.engine
     for version in range(1, updates + 1):
         change(model)
-        sending = asyncio.to_thread(publisher.publish, version, timeout_s=TIMEOUT_S)
+        publish = partial(publisher.publish, version, timeout_s=TIMEOUT_S)
+        receipt = Receipt(version, 0, 0.0, "") if kind == "group" else publish()
         name = f"{kind}-{version}-"
-        running = requests.start(name, 100)
+        running = requests.start(name, 300)
         await requests.reach(f"{name}0", tokens=5)
+        updating = adapter.update(engine, receipt, timeout_s=TIMEOUT_S)
         if kind == "group":  # A publish waits for its readers.
-            coming = Receipt(version, 0, 0.0, "")
-            updating = adapter.update(engine, coming, timeout_s=TIMEOUT_S)
-            receipt, _ = await asyncio.gather(sending, updating)
+            receipt, _ = await asyncio.gather(asyncio.to_thread(publish), updating)
         else:
-            receipt = await sending
-            await adapter.update(engine, receipt, timeout_s=TIMEOUT_S)
+            await updating
         spans.append([spans_of(output) for output in await asyncio.gather(*running)])
         sizes.append(receipt.bytes)
         said.append(await requests.all(f"{name}now", 24))
