@@ -88,8 +88,8 @@ def write_entries(target: Bits, entries: Entries) -> tuple[Bits, Bits]:
         for start in range(0, len(positions), _AT_ONCE):  # What was read is written from the cache.
             here = slice(start, start + _AT_ONCE)
             at = positions[here]
-            before[here] = was = target.take(at)
-            target[at] = was & ~mask[here] | bits[here]
+            before[here] = target.take(at)
+            target[at] = before[here] & ~mask[here] | bits[here]
         return positions, before
     dtype = str(target.dtype).removeprefix("torch.")
     places, bits_there, keep = (
