@@ -42,6 +42,8 @@ _SETTLE_S = 0.5
 _GRACE_S = 5.0
 
 _starting = threading.Lock()
+# Each start polls every process there is, and of two threads that poll one, one gets no exit code.
+_polling = threading.Lock()
 _preloaded = [
     "torch",
     "torch.distributed",
@@ -127,7 +129,8 @@ class Gang:
             process = context.Process(
                 target=rank_process.main, args=(seat, task, outbox), daemon=True
             )
-            process.start()
+            with _polling:
+                process.start()
             outbox.close()
             self._members.append(_Member(rank, process, inbox, seat.stack_file))
 
@@ -138,7 +141,7 @@ class Gang:
         member = self._members[rank]
         if not member.settled:
             member.settle(_Killed())
-        if member.process.exitcode is None and member.process.pid is not None:
+        if _ended(member.process, 0.0) is None and member.process.pid is not None:
             os.kill(member.process.pid, signal)
 
     def hear(self, rank: int) -> Any:
@@ -187,10 +190,9 @@ class Gang:
                 member.process.kill()
         until = time.monotonic() + _GRACE_S
         for member in self._members:
-            member.process.join(max(0.0, until - time.monotonic()))
-            if member.process.exitcode is None:
+            if _ended(member.process, until - time.monotonic()) is None:
                 member.process.kill()
-                member.process.join()
+                _ended(member.process, None)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> "Gang":
@@ -291,12 +293,18 @@ class _Member:
 
     def _bury(self) -> None:
         """Settle a rank that hung up without a result: it is dead."""
-        self.process.join(_GRACE_S)
+        exitcode = _ended(self.process, _GRACE_S)
         stack = self.stack_file.read_text() if self.stack_file.exists() else ""
-        exitcode = self.process.exitcode
         how = "closed its pipe and went on" if exitcode is None else how_it_ended(exitcode)
         death = _Failed(f"it {how}", died=True)
         self.settle(_Hung(stack) if stack else death)
+
+
+def _ended(process: ForkServerProcess, timeout_s: float | None) -> int | None:
+    """Wait for a process; return its exit code, None where it goes on."""
+    connection.wait([process.sentinel], None if timeout_s is None else max(0.0, timeout_s))
+    with _polling:
+        return process.exitcode
 
 
 def _server() -> ForkServerContext:
