@@ -246,6 +246,9 @@ def test_reads_travel_as_text_and_know_what_a_plan_lacks():
     assert reads.lacking({"w": (Shard((0, 0), (2, 6)),)}) == ["w"]
     with pytest.raises(PlanError, match="no text of reads"):
         Reads.from_json("[]", checkpoint)
+    for changed in ('[{"v": [[[0, 0], [2, 6]]]}, {}]', '[{"w": [[[9, 9], [2, 6]]]}, {}]'):
+        with pytest.raises(PlanError):  # Of no such tensor, or outside of it.
+            Reads.from_json(changed, checkpoint)
 
 
 def swapped(param, tensor):

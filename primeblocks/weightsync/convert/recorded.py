@@ -89,8 +89,11 @@ class Reads:
         """
         with as_plan_error("reads"):
             rows, inexact = json.loads(text)
-            boxes = {n: tuple(box_of(*box) for box in each) for n, each in rows.items()}
-            return cls(_whole(checkpoint, boxes), boxes, inexact)
+            boxes = {
+                name: tuple(Layout(checkpoint[name].shape, box_of(*box)).shard for box in each)
+                for name, each in rows.items()
+            }
+            return cls(_whole(checkpoint, boxes), boxes, dict(inexact))
 
 
 def record_reads(
