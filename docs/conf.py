@@ -63,7 +63,10 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|numpy|np|jaxtyping|hypothesis|st|multiprocessing|dist|nn|re)\..*"),
     ("py:.*", r"(openai|openenv|transformers|torchtitan|verifiers|vllm)\..*"),
-    ("py:.*", r"(_?asyncio|collections\.abc|enum|os|pathlib|signals?|threading|types|typing)\..*"),
+    (
+        "py:.*",
+        r"(_?asyncio|collections\.abc|enum|os|pathlib|signals?|sqlite3|threading|types|typing)\..*",
+    ),
     ("py:class", r"'.*'|[A-Z]|Tensor|Path"),
     (
         "py:class",
