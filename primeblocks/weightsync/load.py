@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Protocol, runtime_checkable
 
@@ -23,7 +24,10 @@ class InPlace(Protocol):
     def __call__(self, tensors: Iterable[tuple[str, Tensor]]) -> None: ...
 
     def places(self) -> Mapping[str, Tensor]:
-        """Return the engine's tensors by the names that it is given; none where it casts them."""
+        """Return the engine's tensors by the names that it is given.
+
+        None where it casts them, or where two of them share memory.
+        """
         ...
 
 
@@ -75,7 +79,8 @@ class _Into:
             and (places[name].dtype, places[name].shape) == (spec.dtype, spec.layout.shard.sizes)
             for name, spec in self._sent.items()
         )
-        return {name: places[name] for name in self._sent} if are_as_sent else {}
+        mine = {name: places[name] for name in self._sent} if are_as_sent else {}
+        return {} if _share_memory(mine.values()) else mine
 
     @torch.no_grad()
     def __call__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -100,6 +105,20 @@ def _of_reader(plan: Plan, reader: int) -> Manifest:
             for box in boxes
         )
     )
+
+
+def _share_memory(tensors: Iterable[Tensor]) -> bool:
+    """Return whether the bytes from first to last of one tensor meet those of another."""
+    spans = []
+    for tensor in tensors:
+        if tensor.numel():
+            last = sum(
+                step * (size - 1) for step, size in zip(tensor.stride(), tensor.shape, strict=True)
+            )
+            first = tensor.data_ptr()
+            spans.append((str(tensor.device), first, first + (last + 1) * tensor.element_size()))
+    neighbours = itertools.pairwise(sorted(spans))
+    return any(one[0] == after[0] and after[1] < one[2] for one, after in neighbours)
 
 
 def _takes(held: torch.dtype, sent: torch.dtype) -> bool:

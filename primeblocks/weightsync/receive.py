@@ -253,7 +253,6 @@ class Subscriber:
             base = Fetched(base.marker, boxes, base.bytes, is_served=True)
         elif base is not None:  # From here on it is neither of the two versions.
             base, self._held = base._replace(is_served=False), None
-        threads = self._threads
         return bring(
             self.plan,
             self.reader,
@@ -261,7 +260,7 @@ class Subscriber:
             base,
             deadline=deadline,
             undoable=undoable,
-            threads=threads,
+            threads=self._threads,
         )
 
     def _load_or_go_back(self, new: Fetched, deadline: float) -> None:

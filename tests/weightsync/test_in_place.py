@@ -4,8 +4,15 @@ import pytest
 import torch
 
 from primeblocks.errors import CorruptionError, DeadlineError, TransferError
-from primeblocks.weightsync import Subscriber, fetched, load_into
-from tests.weightsync.contents import same_bytes
+from primeblocks.weightsync import (
+    Publisher,
+    Subscriber,
+    describe,
+    fetched,
+    load_into,
+    plan_sync,
+)
+from tests.weightsync.contents import directory, same_bytes
 from tests.weightsync.test_delta_faults import TIMEOUT_S, Setup
 
 
@@ -153,3 +160,46 @@ def test_a_cast_is_loaded(tmp_path):
             setup.publish(version)
             subscriber.receive(timeout_s=TIMEOUT_S)
             assert held["a"].bfloat16().equal(setup.weights["a"])
+
+
+@pytest.mark.parametrize("bucket", range(1, 9))
+def test_tensors_that_share_memory_are_put_back(tmp_path, monkeypatch, bucket):
+    check, done, tied = fetched._check_bucket, [], torch.randn(50, 40)
+    weights, held = {"e": tied, "h": tied}, dict.fromkeys(("e", "h"), torch.zeros(50, 40))
+    plan = plan_sync([describe(weights)], describe(weights).whole(), bucket_bytes=2000)
+    with (
+        directory("shared_memory", tmp_path, owner=True) as transport,
+        Subscriber(plan, load_into(held, plan), transport) as subscriber,
+    ):
+        publisher = Publisher(plan, weights, transport, full_every=4)
+        publisher.publish(0, timeout_s=TIMEOUT_S)
+        subscriber.receive(timeout_s=TIMEOUT_S)
+        before = tied.clone()
+        tied.view(-1)[::100] += 1
+        assert publisher.publish(1, timeout_s=TIMEOUT_S).bytes < plan.bytes_total
+
+        def late(*args, **options):
+            done.append(args)
+            if len(done) == bucket:
+                raise DeadlineError("late")
+            check(*args, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(fetched, "_check_bucket", late)
+            with pytest.raises(DeadlineError, match="late"):
+                subscriber.receive(timeout_s=TIMEOUT_S)
+        assert held["e"].equal(before)
+        subscriber.receive(timeout_s=TIMEOUT_S)
+        assert held["e"].equal(tied)
+
+
+def test_only_tensors_apart_from_each_other_are_written_in_place():
+    buffer = torch.zeros(4, 6)
+
+    def places(**tensors):
+        return load_into(tensors, describe(tensors)).places()
+
+    assert places(a=buffer[:2], b=buffer[2:], none=buffer[:0]).keys() == {"a", "b", "none"}
+    assert places(a=buffer[:3], b=buffer[2:]) == {}
+    assert places(a=buffer, b=buffer.view(-1)[-1:]) == {}
+    assert places(a=buffer[:, :3], b=buffer[:, 3:]) == {}  # They may, as far as it looks.

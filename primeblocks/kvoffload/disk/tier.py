@@ -299,7 +299,9 @@ class DiskTier:
         lost, frame = [], np.frombuffer(mmap.mmap(-1, self.frame_bytes), dtype=np.uint8)
         keys = self._index.keys()[-self._unsynced :] if self._unsynced else []
         for key, place in zip(keys, self._index.places(keys), strict=True):
-            assert place is not None
+            if place is None:  # Its row is damaged.
+                lost.append(key)
+                continue
             (error,) = self._data.read([place.frame], [frame])
             if error is None and checksum(key, frame[: place.length]) == place.digest:
                 (error,) = self._data.write([place.frame], [frame])

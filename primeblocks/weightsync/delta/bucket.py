@@ -29,7 +29,7 @@ _WIDTHS = {1: 1, 2: 2, 4: 4, 8: 4, 16: 4}
 
 Chunk = tuple[np.ndarray, np.ndarray]
 Log = list[tuple[Any, Any, Any]]
-"""What was overwritten: a tensor or its bits, where, and what was there."""
+"""Overwritten elements: a tensor or its bits, where in it, and what was there."""
 
 
 def take_payload(
