@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import json
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -31,7 +32,6 @@ pytestmark = [
 
 CARRIERS = ("shared_memory", "file", *PACKED, "group")
 RULE = r"mlp\.(gate|up|down)_proj"
-SIZES = {"num_layers": 2, "hidden": 128}
 QUANTIZED = {
     "quant_method": "fp8",
     "activation_scheme": "dynamic",
@@ -42,20 +42,22 @@ QUANTIZED = {
 }
 
 
-@pytest.fixture(scope="module")
-def saw(tmp_path_factory):
-    return call(_see, tmp_path_factory.mktemp("fp8"))
+@pytest.fixture(scope="module", params=[1, 2])
+def saw(request, tmp_path_factory):
+    if request.param != 1 and not request.config.getoption("--full"):
+        pytest.skip("two engines of two workers more: --full")
+    return call(_see, tmp_path_factory.mktemp("fp8"), request.param)
 
 
-def _build(seed):
-    return tiny_models.build("qwen3", seed=seed, dtype="bfloat16", **SIZES)
+def _sizes(workers):
+    return {"dtype": "bfloat16", "num_layers": 2, "hidden": 128 * workers}
 
 
-def _checkpoint(path, seed):
+def _checkpoint(path, seed, sizes):
     """As a quantizer of checkpoints would write it."""
-    tiny_models.save("qwen3", path, seed=seed, dtype="bfloat16", **SIZES)
+    tiny_models.save("qwen3", path, seed=seed, **sizes)
     tensors = {}
-    for name, tensor in _build(seed).state_dict().items():
+    for name, tensor in tiny_models.build("qwen3", seed=seed, **sizes).state_dict().items():
         tensors[name] = tensor.contiguous()
         if any(f"mlp.{each}_proj" in name for each in ("gate", "up", "down")):
             made = fp8.quantize(tensor, fp8.Recipe().weights)
@@ -66,29 +68,35 @@ def _checkpoint(path, seed):
     return str(path)
 
 
-def _see(folder):
+def _see(folder, workers):
     import vllm
 
     def start(path):
-        return vllm.LLM(path, dtype="bfloat16", **ENGINE, **adapter.engine_args())
+        parallel = {"tensor_parallel_size": workers}
+        return vllm.LLM(path, dtype="bfloat16", **parallel, **ENGINE, **adapter.engine_args())
 
     register()
-    model, paths = _build(0), [_checkpoint(folder / str(seed), seed) for seed in (0, 1)]
+    sizes = _sizes(workers)
+    build = partial(tiny_models.build, "qwen3", **sizes)
+    model, paths = build(seed=0), [_checkpoint(folder / str(s), s, sizes) for s in (0, 1)]
     held = describe(model)
     encode = fp8.encode_weights(
         fp8.Recipe(), only=RULE, layouts={name: spec.layout for name, spec in held.items()}
     )
     encoded = encode.describe(held)
-    plan = plan_sync([encoded], encoded.whole(), bucket_bytes=1 << 16)
     llm = start(paths[0])
+    target = encoded.whole() if workers == 1 else adapter.describe_llm(llm, encoded.whole())
+    plan = plan_sync([encoded], target, bucket_bytes=1 << 16)
     saw = {"start": greedy(llm), "syncs": {}}
+    read = max(plan.read_bytes(reader) for reader in range(workers))
+    saw["shard"] = read * workers / plan_sync([encoded], encoded.whole()).bytes_total
     for kind in CARRIERS:
         where = folder / kind
         where.mkdir()
-        with _transport(kind, where) as transport:
+        with _transport(kind, where, workers) as transport:
             adapter.attach_llm(llm, plan, transport)
             with Publisher(plan, model, transport, encode=encode, full_every=4) as publisher:
-                saw["syncs"][kind] = list(_updates(llm, model, publisher))
+                saw["syncs"][kind] = list(_updates(llm, model, build, publisher))
     del llm
     gc.collect()
     fresh = start(paths[1])
@@ -96,21 +104,24 @@ def _see(folder):
     return saw
 
 
-def _transport(kind, where):
+def _transport(kind, where, workers):
     if kind == "shared_memory":
         return SharedMemoryTransport("fp8", owner=True, root=str(where))
     if kind == "file":
         return FileTransport(where, owner=True)
     if kind == "group":
-        return GroupTransport(store=store_at(where), trainers=1, readers=1, rank=0, keep=True)
+        counts = {"trainers": 1, "readers": workers}
+        return GroupTransport(store=store_at(where), rank=0, keep=True, **counts)
     return packed_end(kind, where, owner=True, keep=True)
 
 
-def _updates(llm, model, publisher):
+def _updates(llm, model, build, publisher):
     with ThreadPoolExecutor(1) as pool:
         for version, seed in ((1, 1), (2, 0), (3, 1)):
             with torch.no_grad():
-                for mine, new in zip(model.parameters(), _build(seed).parameters(), strict=True):
+                for mine, new in zip(
+                    model.parameters(), build(seed=seed).parameters(), strict=True
+                ):
                     mine.copy_(new)
             sent = pool.submit(publisher.publish, version, timeout_s=TIMEOUT_S)
             coming = Receipt(version, 0, 0.0, "")
@@ -124,3 +135,4 @@ def test_codes_and_scales_are_served_as_by_a_fresh_engine(saw, kind):
     assert errors == (("", ""),) * 3
     assert list(said) == [saw["fresh"], saw["start"], saw["fresh"]]
     assert saw["fresh"] != saw["start"]
+    assert saw["shard"] <= 1.05  # Of a worker's even share of all bytes.
