@@ -131,7 +131,9 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
     """
     assert actual.dtype == expected.dtype, f"{actual.dtype}, expected {expected.dtype}"
     assert actual.shape == expected.shape, f"shape {actual.shape}, expected {expected.shape}"
-    ours, theirs = (x.detach().cpu().contiguous().flatten() for x in (actual, expected))
+    sides = (actual.detach(), expected.detach())
+    # Not contiguous(): a single element is so with any stride.
+    ours, theirs = (torch.empty(x.shape, dtype=x.dtype).copy_(x).flatten() for x in sides)
     different = (ours.view(torch.uint8) != theirs.view(torch.uint8)).sum().item()
     total = ours.numel() * ours.element_size()
     assert different == 0, f"{different} of {total} bytes differ"

@@ -153,7 +153,9 @@ def as_buffer(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor on the CPU. No copy."""
     # Not .numpy(): it forbids resizing the storage ever after, as offloading does.
     plain = tensor.detach() if tensor.requires_grad else tensor
-    return np.from_dlpack(plain.view(-1).view(torch.uint8)).data
+    # Not view(-1): a single element may have any stride.
+    flat = plain.as_strided((plain.numel(),), (1,))
+    return np.from_dlpack(flat.view(torch.uint8)).data
 
 
 def _chunks(source: Tensor, target: Tensor | None, itemsize: int, size_bytes: int) -> Parts:

@@ -209,6 +209,15 @@ def test_views_parameters_and_matrices_are_written_in_place():
     assert same(whole[4003:], before[4003:])
 
 
+def test_a_single_element_may_have_any_stride():
+    old, new = torch.arange(12).view(3, 4)[:1, 2], torch.arange(30).view(5, 6)[:1, 3]
+    assert old.stride() == (4,)
+    bits = flat_bits(new, 4)
+    entries = read_changes([(bits, flat_bits(old, 4))])
+    write_entries(flat_bits(old, 4), entries)
+    assert same(old, new)
+
+
 def test_device_spelling_equals_the_host_s():
     """The torch path, on tensors of the host."""
     for dtype, view in DTYPES.items():

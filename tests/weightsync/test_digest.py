@@ -12,8 +12,9 @@ def test_copies_are_cast_and_digested_however_they_lie(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     wide = [torch.randn(10, 14, generator=generator) for _ in range(6)]
     sources = [wide[0], wide[1].t(), wide[2][:, 3:9], wide[3][0, 0], wide[4], wide[5][:0]]
+    sources.append(wide[3][:1, 5])  # A single element: contiguous, whatever its stride.
     dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.float32, torch.bfloat16]
-    dtypes.append(torch.float32)
+    dtypes += [torch.float32, torch.float32]
     into = [torch.empty(s.shape, dtype=dtype) for s, dtype in zip(sources, dtypes, strict=True)]
     into[4] = torch.empty(14, 10, dtype=torch.bfloat16).t()
     digest = cast_and_digest(sources, dtypes, into)

@@ -94,7 +94,7 @@ def _bytes_of(part: Any, *, writable: bool) -> np.ndarray | torch.Tensor:
             )
         if not part.is_contiguous():
             raise ShapeError(f"a page must be contiguous; got strides {part.stride()}")
-        flat = part.detach().reshape(-1).view(torch.uint8)
+        flat = part.detach().as_strided((part.numel(),), (1,)).view(torch.uint8)
         return flat if flat.is_cuda else flat.numpy()
     raw = memoryview(part)
     if not raw.c_contiguous:

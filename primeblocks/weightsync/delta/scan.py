@@ -36,7 +36,8 @@ class Entries(NamedTuple):
 
 def flat_bits(tensor: Tensor, width: int) -> Bits:
     """Return a view of a contiguous tensor's bits, `width` bytes each."""
-    flat = tensor.detach().view(-1).view(_TORCH[width])
+    # Not view(-1): a single element may have any stride.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(_TORCH[width])
     if tensor.device.type != "cpu":
         return flat
     # Not .numpy(): it forbids resizing the storage ever after, as offloading does.

@@ -20,6 +20,12 @@ def test_any_kind_of_buffer_is_a_page():
         assert bytes(frame) == b"\1" * 12
 
 
+def test_a_page_of_one_element_may_have_any_stride():
+    element = torch.zeros(2, 3, dtype=torch.float64)[:1, 1]
+    page_pieces(element, page_bytes=8, writable=True).scatter(np.full(8, 63, np.uint8))
+    assert element.view(torch.int64).item() == 0x3F3F3F3F3F3F3F3F
+
+
 @given(st.lists(st.binary(max_size=9), min_size=1, max_size=5))
 def test_scatter_after_gather_is_the_identity(parts):
     size = sum(map(len, parts))
