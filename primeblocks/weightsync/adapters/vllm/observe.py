@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ....errors import EngineError
 from ...convert.recorded import Reads
-from ...engines.remote import Step, Steps, drive, drive_sync
+from ...engines.remote import Steps, ask, drive, drive_sync
 from ...observed import HELD, MULTIPLIED, Observed, Seen
 from ...observed import observe as observe_held
 from ...receive import Subscriber
@@ -62,41 +62,34 @@ def observe_llm(llm: Any) -> list[Observed]:
 
 
 def _steps() -> Steps:
-    answers = yield Step("collective_rpc", ("primeblocks_observe",))
-    for rank, answer in enumerate(answers):
-        if answer["error"]:
-            raise EngineError(f"worker {rank} could not be observed: {answer['error']}")
-    return [Observed.from_json(answer["observed"]) for answer in answers]
+    answers = yield from ask("primeblocks_observe")
+    return [Observed.from_json(answer) for answer in answers]
 
 
 def observe_worker(
     model: nn.Module, subscriber: Subscriber | None, reads: Reads | None
-) -> dict[str, Any]:
-    """Worker: digest what it holds of its reader's part of the plan, or return the error it met.
+) -> Observed:
+    """Worker: digest what it holds of its reader's part of the plan.
 
     Args:
         reads: what was recorded as the worker was attached.
+
+    Raises:
+        EngineError: it was not attached.
     """
-    try:
-        if subscriber is None or reads is None or reads.into is None:
-            raise EngineError("not attached; call attach() first")
-        places, into = _places(model), reads.into
-        seen = observe_held(
-            subscriber.plan,
-            look_into(model),
-            reader=subscriber.reader,
-            convert=into,
-            lost=reads.lost,
-        )
-        known = {id(_parameter(*places[name])) for name in into.targets if name in places}
-        extra = tuple(
-            name
-            for name, place in places.items()
-            if place[1] not in _DERIVED and id(_parameter(*place)) not in known
-        )
-        return {"observed": replace(seen, unexpected=extra).to_json(), "error": ""}
-    except Exception as met:  # Reported: raised, it would jam the executor.
-        return {"observed": None, "error": f"{type(met).__name__}: {met}"}
+    if subscriber is None or reads is None or reads.into is None:
+        raise EngineError("not attached; call attach() first")
+    places, into = _places(model), reads.into
+    seen = observe_held(
+        subscriber.plan, look_into(model), reader=subscriber.reader, convert=into, lost=reads.lost
+    )
+    known = {id(_parameter(*places[name])) for name in into.targets if name in places}
+    extra = tuple(
+        name
+        for name, place in places.items()
+        if place[1] not in _DERIVED and id(_parameter(*place)) not in known
+    )
+    return replace(seen, unexpected=extra)
 
 
 def look_into(model: nn.Module) -> Callable[[str], Sequence[Seen] | str]:
