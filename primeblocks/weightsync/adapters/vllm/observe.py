@@ -7,7 +7,6 @@ order that the packing of their numbers shows. What cannot be seen is said to be
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -18,13 +17,10 @@ from torch import Tensor, nn
 
 from ....errors import EngineError
 from ...convert.recorded import Reads
-from ...engines.remote import Steps, ask, drive, drive_sync
-from ...observed import HELD, MULTIPLIED, Observed, Seen
-from ...observed import observe as observe_held
+from ...observed import HELD, MULTIPLIED, Observed, Seen, observe
 from ...receive import Subscriber
-from .server import VllmServer
 
-__all__ = ["look_into", "observe", "observe_llm", "observe_worker"]
+__all__ = ["look_into", "observe_worker"]
 
 _ROWS = 256
 # Made from others, by attention.
@@ -32,38 +28,6 @@ _DERIVED = ("W_UV", "W_UK_T", "W_UK_T_dcp_qrep")
 # Methods and backends that leave parameters as they were loaded, or have packed them for a CPU.
 _UNPACKED = ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 _PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")
-
-
-async def observe(engine: Any, *, timeout_s: float) -> list[Observed]:
-    """Digest what the workers of an engine hold, for `verify_engine`. Nothing changes.
-
-    Takes the time of a pass over the weights, between two steps of the engine.
-
-    Args:
-        engine: an `AsyncLLM` or a `VllmServer` that was attached.
-
-    Raises:
-        DeadlineError: it did not answer in time.
-        EngineError: it is dead, or was not attached.
-    """
-    deadline = time.monotonic() + timeout_s
-    if isinstance(engine, VllmServer):
-        engine = engine.until(deadline)
-    return list(await drive(engine, _steps(), "observe", deadline))
-
-
-def observe_llm(llm: Any) -> list[Observed]:
-    """Digest what the workers of an offline `LLM` hold, as `observe` does. Blocks.
-
-    Raises:
-        EngineError: as `observe`.
-    """
-    return list(drive_sync(llm, _steps()))
-
-
-def _steps() -> Steps:
-    answers = yield from ask("primeblocks_observe")
-    return [Observed.from_json(answer) for answer in answers]
 
 
 def observe_worker(
@@ -80,7 +44,7 @@ def observe_worker(
     if subscriber is None or reads is None or reads.into is None:
         raise EngineError("not attached; call attach() first")
     places, into = _places(model), reads.into
-    seen = observe_held(
+    seen = observe(
         subscriber.plan, look_into(model), reader=subscriber.reader, convert=into, lost=reads.lost
     )
     known = {id(_parameter(*places[name])) for name in into.targets if name in places}
