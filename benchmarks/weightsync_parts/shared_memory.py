@@ -2,12 +2,12 @@
 
 The roofline counts one copy each way, tensor by tensor, by torch's `copy_` with as many threads,
 into and out of shared memory that is mapped and touched already: what a transfer without names,
-versions or checks costs. `publish` is one copy, and one digest pass in a thread beside it;
-`receive` is one copy into the engine's parameters, and one digest pass in a thread ahead of it
-(`check="ahead"`; in "before", the default, four threads check all before the first copy). So both
-use a core that the roofline does not. push is copy over publish, pull is copy over receive;
-`copy_bandwidth_fraction` is both copies over publish + receive. All take turns in one run. Stages
-are timed on their own: a digest pass in one thread, and what a new mapping of known pages costs.
+versions or checks costs. `publish` is one copy, digested in the cache; so is `receive`, into the
+engine's parameters (`check="ahead"`; in "before", the default, all is checked before the first
+copy). Both take every core, also where the roofline has one thread. push is copy over publish,
+pull is copy over receive; `copy_bandwidth_fraction` is both copies over publish + receive. All take
+turns in one run. Stages are timed on their own: a digest pass in one thread, and what a new mapping
+of known pages costs.
 """
 
 from __future__ import annotations
@@ -75,8 +75,7 @@ def measure(trainer: Worker, engine: Worker, runs: int) -> dict[str, Timing]:
         round_s = {"push_copy": trainer.call("copy"), "publish": trainer.call("publish", version)}
         round_s["pull_copy"] = engine.call("copy")
         engine.call("forget")
-        received, loaded = engine.call("receive", version)
-        round_s |= {"receive": received, "load": loaded}
+        round_s["receive"], _ = engine.call("receive", version)
         if engine.call("digest") != sent:
             raise AssertionError(f"version {version} arrived with other bytes than were sent")
         round_s["push_digest"] = trainer.call("seconds_of_digest")

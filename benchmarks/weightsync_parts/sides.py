@@ -155,7 +155,7 @@ class Engine(_Side):
         scale: float,
         threads: int,
         check: Literal["before", "ahead"] = "ahead",
-        in_place: bool = False,
+        in_place: bool = True,
     ) -> None:
         super().__init__(name, scale, threads, seed=1, owner=False)
         load = load_into(self.parameters, self.plan)

@@ -11,7 +11,7 @@ import operator
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
@@ -24,13 +24,13 @@ from ..errors import CorruptionError, DeadlineError, PlanError
 from ..layout import Shard
 from .convert.conversion import Wiring
 from .delta.bucket import Log, apply_payloads, open_payload, undo
-from .digest import bucket_digest
+from .digest import bucket_digest, cast_and_digest
 from .held import Boxes, Held, Lent, Sealed, chunks_of, copied
 from .marker import Marker
 from .plan import Plan
 from .transports.transport import Incoming
 
-__all__ = ["Feed", "Fetched", "bring", "check", "check_plan", "feeding", "undone"]
+__all__ = ["Feed", "Fetched", "bring", "check", "check_plan", "feeding", "undone", "write"]
 
 # Less than this is done before a thread has started.
 _BYTES_A_THREAD = 8 << 20
@@ -128,9 +128,8 @@ def bring(
             if log is not None:
                 logs.append(log)
             digest = apply_payloads(plan, index, pieces, payloads, log=log)
-            if is_served:  # Caches of what is made of them look at it.
-                counted = [piece for piece in pieces if not piece.is_inference()]
-                torch.autograd.graph.increment_version(counted)
+            if is_served:
+                _count_write(pieces)
         _check_bucket(plan, index, held, marker, found=digest)
         next(done)
 
@@ -141,7 +140,7 @@ def bring(
                     open_payload(plan, index, delta.payload(index))
         elif deltas and (isinstance(held, Lent) or not held.is_own):
             held = copied(plan, reader, held, stays=held.stays, deadline=deadline)
-        _for_each(plan, mine, bring_bucket, threads=threads)
+        _for_each(plan, mine, bring_bucket, threads=_of_cores(held, threads))
         if time.monotonic() > deadline:
             raise DeadlineError(f"checked all {len(mine)} buckets, and not in time")
     except BaseException:
@@ -174,6 +173,29 @@ def check(plan: Plan, reader: int, fetched: Fetched) -> None:
     """
     for index in plan.of_reader(reader):
         _check_bucket(plan, index, fetched.held, fetched.marker)
+
+
+def write(
+    plan: Plan, reader: int, fetched: Fetched, places: Mapping[str, Tensor], *, threads: int
+) -> None:
+    """Copy a version into an engine's own tensors, and check what is there, in one pass.
+
+    Raises:
+        CorruptionError: a byte is not the one that was sent; some of them were written.
+    """
+    into = Boxes(plan, reader, stays=True, served=places)
+
+    def write_bucket(index: int) -> None:
+        pieces = into.views(index)
+        _count_write(pieces)
+        _check_bucket(plan, index, fetched.held, fetched.marker, into=pieces)
+
+    try:
+        threads = _of_cores(fetched.held, threads)
+        _for_each(plan, plan.of_reader(reader), write_bucket, threads=threads)
+    finally:
+        if isinstance(fetched.held, Sealed):
+            fetched.held.rest()
 
 
 class Feed:
@@ -294,10 +316,20 @@ def feeding(
                 fetched.held.rest()
 
 
+def _count_write(pieces: Iterable[Tensor]) -> None:
+    """Tell torch that tensors are written to: caches of what is made of them look at it."""
+    torch.autograd.graph.increment_version([each for each in pieces if not each.is_inference()])
+
+
 def _as_many(plan: Plan, indices: Sequence[int], threads: int) -> int:
     """Return the number of threads that are worth their start."""
     size = sum(plan.buckets[index].bytes for index in indices)
     return max(1, min(threads, len(indices), 1 + size // _BYTES_A_THREAD))
+
+
+def _of_cores(held: Held | Lent, threads: int) -> int:
+    """Return the number of threads: in memory, those beyond the cores only wait for each other."""
+    return threads if isinstance(held, Lent) else min(threads, len(os.sched_getaffinity(0)))
 
 
 def _for_each(
@@ -327,13 +359,15 @@ def _check_bucket(
     into: Sequence[Tensor] | None = None,
     found: str = "",
 ) -> None:
-    """Check one bucket. `into`: tensors that keep the copies of a lent one; `found`: its digest."""
+    """Check one bucket. `into`: tensors that get copies, which are checked; `found`: its digest."""
     bucket, wanted = plan.buckets[index], marker.buckets[index]
 
     def digest() -> str:
         if isinstance(held, Lent):
             return bucket_digest(chunks_of(plan, index, held, into))
-        return bucket_digest(held.views(index))
+        if into is None:
+            return bucket_digest(held.views(index))
+        return cast_and_digest(held.views(index), [piece.dtype for piece in into], into)
 
     is_right = (found or digest()) == wanted
     if not is_right and isinstance(held, Sealed):

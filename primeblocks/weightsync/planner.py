@@ -11,9 +11,8 @@ from ..errors import PlanError
 from ..layout import Layout, Shard
 from .convert.conversion import Wiring
 from .convert.recorded import Reads
-from .cover import cut, owned_boxes
 from .manifest import Manifest, TensorSpec
-from .plan import Boxes, Bucket, Plan, packed
+from .plan import Boxes, Bucket, Plan, cut, owned_boxes, packed
 
 __all__ = ["BUCKET_BYTES", "plan_sync"]
 

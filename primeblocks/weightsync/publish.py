@@ -18,8 +18,7 @@ from .ballot import Ballot
 from .convert.conversion import Wiring
 from .manifest import Manifest, NamedTensors
 from .marker import Marker, Receipt
-from .outgoing import History, Shipment
-from .pace import Pace, Sent
+from .outgoing import History, Pace, Sent, Shipment
 from .parts import Encode, Parts
 from .plan import Plan
 from .transports.transport import Transport

@@ -18,7 +18,7 @@ from ..errors import (
 )
 from .ballot import Member, Round
 from .convert.conversion import Wiring
-from .fetched import Feed, Fetched, bring, check, check_plan, feeding, undone
+from .fetched import Feed, Fetched, bring, check, check_plan, feeding, undone, write
 from .held import Boxes, Lent, copied
 from .load import InPlace
 from .manifest import NamedTensors
@@ -51,8 +51,9 @@ class Subscriber:
             targets of it, put together in new memory, one at a time.
         threads: the number that check bytes at a time, where there are many.
         check: "before": every byte is checked before `load` gets the first tensor. "ahead": each
-            tensor's are, while `load` copies those before it: faster, but damage is found in the
-            middle of a load, and the version before is loaded again. Where there is none, for
+            tensor's are, while `load` copies those before it, or once `load_into` has copied it:
+            faster, but damage is found in the middle of a load, and the version before is loaded
+            again. Where there is none, for
             deltas, and where torch's threads take all cores, all is checked before. Bytes that
             others may still write to are copied for the load, and the copies are checked.
         member: this reader's part in a `Ballot`: `receive` returns when all have loaded the
@@ -244,10 +245,7 @@ class Subscriber:
         known = () if self._member else self._transport.markers()
         base = None if found[0].marker.base is None else self._held
         undoable = base is not None and base.marker not in known
-        is_plain = self._convert is None and self._observe is None and not undoable
-        places: Mapping[str, Tensor] = {}
-        if loads and is_plain and isinstance(self._load, InPlace):
-            places = self._load.places()
+        places = self._places() if loads and not undoable else {}
         if base is not None and base.marker == self._served and places:
             boxes = Boxes(self.plan, self.reader, stays=True, served=places)
             base = Fetched(base.marker, boxes, base.bytes, is_served=True)
@@ -356,6 +354,11 @@ class Subscriber:
         """Give `load` all tensors, each once its bytes were checked; then observe the engine."""
         if fetched.is_served:  # It is there.
             return
+        is_lent = isinstance(fetched.held, Lent)
+        places = {} if fetched.is_checked or is_lent else self._places()
+        if places and all(place.device.type == "cpu" for place in places.values()):
+            write(self.plan, self.reader, fetched, places, threads=self._threads)
+            return
         taken, given = 0, dict[str, Sequence[str]]()
 
         def tensors(feed: Feed) -> Iterator[tuple[str, Tensor]]:
@@ -372,6 +375,11 @@ class Subscriber:
         if taken < len(feed.names):
             raise TransferError(f"load took {taken} of {len(feed.names)} tensors")
         self._kept = None if self._observe is None else kept(given, self._observe())
+
+    def _places(self) -> Mapping[str, Tensor]:
+        """Return the engine's own tensors, where `load` does no more than copy into them."""
+        is_plain = self._convert is None and self._observe is None
+        return self._load.places() if is_plain and isinstance(self._load, InPlace) else {}
 
     def _receipt(self, done: Fetched, start: float, held: Digests | None) -> Receipt:
         seconds = time.monotonic() - start

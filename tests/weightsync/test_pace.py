@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primeblocks.weightsync.pace import Pace, Sent
+from primeblocks.weightsync.outgoing import Pace, Sent
 
 GIGABYTE = 10**9
 

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from primeblocks.errors import PlanError
 from primeblocks.layout import Layout, Shard
 from primeblocks.weightsync import Plan, describe, plan_sync
-from primeblocks.weightsync.cover import cut, owned_boxes
 from primeblocks.weightsync.manifest import Manifest, TensorSpec
+from primeblocks.weightsync.plan import cut, owned_boxes
 from primeblocks.weightsync.transports import estimate
 from primeblocks.weightsync.transports.group_wire import Rounds
 from tests.weightsync.link_layouts import elements, layouts

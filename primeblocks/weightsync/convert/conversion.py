@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ...errors import PlanError
 from ...layout import Layout, Shard
-from ..cover import owned_boxes
 from ..manifest import Manifest, TensorSpec, describe
+from ..plan import owned_boxes
 from .pieces import Piece
 
 __all__ = ["Wiring", "union"]

@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ...layout import Layout, Shard
 from ..manifest import TensorSpec
-from .pieces import Piece
-from .strides import hull, pieces_in
+from .pieces import Piece, hull, pieces_in
 
 __all__ = ["Follower"]
 

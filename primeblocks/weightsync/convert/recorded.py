@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ...errors import PlanError
 from ...layout import Layout, Shard
-from ..cover import owned_boxes
 from ..manifest import (
     Manifest,
     NamedTensors,
@@ -28,7 +27,7 @@ from ..manifest import (
     describe,
     named_tensors,
 )
-from ..plan import Boxes
+from ..plan import Boxes, owned_boxes
 from .conversion import Wiring, union
 from .followed import Follower
 from .pieces import Piece, merge

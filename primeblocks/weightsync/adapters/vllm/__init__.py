@@ -16,12 +16,13 @@ from .front import (
     attach_llm,
     describe,
     describe_llm,
+    observe,
+    observe_llm,
     update,
     update_all,
     update_llm,
 )
 from .launch import BACKEND, engine_args, register, server_args
-from .observe import observe, observe_llm
 from .server import VllmServer
 
 if TYPE_CHECKING:

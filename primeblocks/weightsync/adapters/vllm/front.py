@@ -22,6 +22,7 @@ from ...engines.remote import (
 )
 from ...manifest import Manifest
 from ...marker import Receipt
+from ...observed import Observed
 from ...plan import Plan
 from ...transports.transport import Transport
 from .server import VllmServer
@@ -33,6 +34,8 @@ __all__ = [
     "attach_llm",
     "describe",
     "describe_llm",
+    "observe",
+    "observe_llm",
     "refuse_replicas",
     "update",
     "update_all",
@@ -72,9 +75,24 @@ async def describe(engine: Any, checkpoint: Manifest, *, timeout_s: float) -> li
         PrimeblocksError: whatever a worker met.
     """
     deadline = time.monotonic() + timeout_s
-    if isinstance(engine, VllmServer):
-        engine = engine.until(deadline)
-    return list(await drive(engine, _describe_steps(checkpoint), "describe", deadline))
+    steps = _describe_steps(checkpoint)
+    return list(await drive(_until(engine, deadline), steps, "describe", deadline))
+
+
+async def observe(engine: Any, *, timeout_s: float) -> list[Observed]:
+    """Digest what the workers of an engine hold, for `verify_engine`. Nothing changes.
+
+    Takes the time of a pass over the weights, between two steps of the engine.
+
+    Args:
+        engine: an `AsyncLLM` or a `VllmServer` that was attached.
+
+    Raises:
+        DeadlineError: it did not answer in time.
+        EngineError: it is dead, or was not attached.
+    """
+    deadline = time.monotonic() + timeout_s
+    return list(await drive(_until(engine, deadline), _observe_steps(), "observe", deadline))
 
 
 async def attach(
@@ -95,8 +113,8 @@ async def attach(
         EngineError: the engine is dead, or was built without `engine_args()`.
     """
     deadline = time.monotonic() + timeout_s
-    if isinstance(engine, VllmServer):
-        engine = engine.until(deadline)
+    is_server, engine = isinstance(engine, VllmServer), _until(engine, deadline)
+    if is_server:
         replicas = await call(engine, engine.replicas(), "answer", deadline)
     else:
         replicas = engine.vllm_config.parallel_config.data_parallel_size
@@ -154,10 +172,7 @@ async def update_all(
     start = time.monotonic()
     work_by, settle_by, resume_by = (start + part * timeout_s for part in (0.6, 0.8, 1.0))
     update, pause = Update(receipt.version), _PAUSE[in_flight]
-    fleet = [
-        _Member(index, one.until(resume_by) if isinstance(one, VllmServer) else one)
-        for index, one in enumerate(engines)
-    ]
+    fleet = [_Member(index, _until(one, resume_by)) for index, one in enumerate(engines)]
 
     async def pause_one(member: _Member) -> None:
         await call(member.engine, member.engine.pause_generation(**pause), "pause", work_by)
@@ -184,6 +199,15 @@ def describe_llm(llm: Any, checkpoint: Manifest) -> list[Reads]:
         PrimeblocksError: whatever a worker met.
     """
     return list(drive_sync(llm, _describe_steps(checkpoint)))
+
+
+def observe_llm(llm: Any) -> list[Observed]:
+    """Digest what the workers of an offline `LLM` hold, as `observe` does. Blocks.
+
+    Raises:
+        EngineError: as `observe`.
+    """
+    return list(drive_sync(llm, _observe_steps()))
 
 
 def attach_llm(llm: Any, plan: Plan, transport: Transport, *, first_reader: int = 0) -> None:
@@ -297,6 +321,16 @@ def refuse_replicas(replicas: int) -> None:
             f"one engine with {replicas} replicas reports on the first of them only. "
             "Start one engine for each replica, and update each."
         )
+
+
+def _until(engine: Any, deadline: float) -> Any:
+    """Return an `AsyncLLM`, or the calls of a server, which end by a deadline."""
+    return engine.until(deadline) if isinstance(engine, VllmServer) else engine
+
+
+def _observe_steps() -> Steps:
+    answers = yield from ask("primeblocks_observe")
+    return [Observed.from_json(answer) for answer in answers]
 
 
 def _describe_steps(checkpoint: Manifest) -> Steps:

@@ -7,7 +7,6 @@ order that the packing of their numbers shows. What cannot be seen is said to be
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -18,13 +17,10 @@ from torch import Tensor, nn
 
 from ....errors import EngineError
 from ...convert.recorded import Reads
-from ...engines.remote import Step, Steps, drive, drive_sync
-from ...observed import HELD, MULTIPLIED, Observed, Seen
-from ...observed import observe as observe_held
+from ...observed import HELD, MULTIPLIED, Observed, Seen, observe
 from ...receive import Subscriber
-from .server import VllmServer
 
-__all__ = ["look_into", "observe", "observe_llm", "observe_worker"]
+__all__ = ["look_into", "observe_worker"]
 
 _ROWS = 256
 # Made from others, by attention.
@@ -34,69 +30,30 @@ _UNPACKED = ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"
 _PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")
 
 
-async def observe(engine: Any, *, timeout_s: float) -> list[Observed]:
-    """Digest what the workers of an engine hold, for `verify_engine`. Nothing changes.
-
-    Takes the time of a pass over the weights, between two steps of the engine.
-
-    Args:
-        engine: an `AsyncLLM` or a `VllmServer` that was attached.
-
-    Raises:
-        DeadlineError: it did not answer in time.
-        EngineError: it is dead, or was not attached.
-    """
-    deadline = time.monotonic() + timeout_s
-    if isinstance(engine, VllmServer):
-        engine = engine.until(deadline)
-    return list(await drive(engine, _steps(), "observe", deadline))
-
-
-def observe_llm(llm: Any) -> list[Observed]:
-    """Digest what the workers of an offline `LLM` hold, as `observe` does. Blocks.
-
-    Raises:
-        EngineError: as `observe`.
-    """
-    return list(drive_sync(llm, _steps()))
-
-
-def _steps() -> Steps:
-    answers = yield Step("collective_rpc", ("primeblocks_observe",))
-    for rank, answer in enumerate(answers):
-        if answer["error"]:
-            raise EngineError(f"worker {rank} could not be observed: {answer['error']}")
-    return [Observed.from_json(answer["observed"]) for answer in answers]
-
-
 def observe_worker(
     model: nn.Module, subscriber: Subscriber | None, reads: Reads | None
-) -> dict[str, Any]:
-    """Worker: digest what it holds of its reader's part of the plan, or return the error it met.
+) -> Observed:
+    """Worker: digest what it holds of its reader's part of the plan.
 
     Args:
         reads: what was recorded as the worker was attached.
+
+    Raises:
+        EngineError: it was not attached.
     """
-    try:
-        if subscriber is None or reads is None or reads.into is None:
-            raise EngineError("not attached; call attach() first")
-        places, into = _places(model), reads.into
-        seen = observe_held(
-            subscriber.plan,
-            look_into(model),
-            reader=subscriber.reader,
-            convert=into,
-            lost=reads.lost,
-        )
-        known = {id(_parameter(*places[name])) for name in into.targets if name in places}
-        extra = tuple(
-            name
-            for name, place in places.items()
-            if place[1] not in _DERIVED and id(_parameter(*place)) not in known
-        )
-        return {"observed": replace(seen, unexpected=extra).to_json(), "error": ""}
-    except Exception as met:  # Reported: raised, it would jam the executor.
-        return {"observed": None, "error": f"{type(met).__name__}: {met}"}
+    if subscriber is None or reads is None or reads.into is None:
+        raise EngineError("not attached; call attach() first")
+    places, into = _places(model), reads.into
+    seen = observe(
+        subscriber.plan, look_into(model), reader=subscriber.reader, convert=into, lost=reads.lost
+    )
+    known = {id(_parameter(*places[name])) for name in into.targets if name in places}
+    extra = tuple(
+        name
+        for name, place in places.items()
+        if place[1] not in _DERIVED and id(_parameter(*place)) not in known
+    )
+    return replace(seen, unexpected=extra)
 
 
 def look_into(model: nn.Module) -> Callable[[str], Sequence[Seen] | str]:

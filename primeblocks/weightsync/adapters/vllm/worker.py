@@ -23,6 +23,7 @@ from ...convert.conversion import Wiring
 from ...convert.recorded import Reads, filling, record_reads
 from ...engines.remote import WorkerState
 from ...manifest import Manifest
+from ...observed import Observed
 from ...plan import Plan
 from ...receive import Subscriber
 from ..wires import open_transport
@@ -155,8 +156,8 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         )
         return reader, None if is_whole else filling(plan.target, wants)
 
-    def observe(self) -> dict[str, Any]:
-        """Digest what this worker computes with, or return the error that it met."""
+    def observe(self) -> Observed:
+        """Digest what this worker computes with."""
         self._wait()
         return observe_worker(self.model, self._subscriber, self._reads)
 
@@ -256,7 +257,7 @@ class WorkerExtension:
 
     def primeblocks_observe(self) -> dict[str, Any]:
         """Return digests of what this worker computes with, for the front end."""
-        return cast(dict[str, Any], self.weight_transfer_engine.observe())
+        return asdict(_told(lambda: self.weight_transfer_engine.observe().to_json()))
 
     def primeblocks_verify(self, info: dict[str, Any]) -> None:
         """Begin to check a version beside the engine's steps."""
