@@ -5,7 +5,7 @@ asks the tier only for what its own cache lost. A hit is a page that was asked f
 engine can use: it and all pages between it and the engine's own were there. A capacity is a share
 of the pages of the rollouts in flight, the median over all requests; `engine` is the share that the
 engine's own cache holds. 64 rollouts in flight, 40 tokens a second; medians of lengths and times,
-with the standard deviation of the logarithm in brackets. Five families:
+with the standard deviation of the logarithm in brackets. Six families:
 
 - `queue`: coding agents on an engine that runs 8, 16 or 32 of the 64 and holds as much; the others
   wait for a tool, or in the engine's queue, turn by turn. 12288 system tokens, 1500 of the prompt
@@ -23,15 +23,17 @@ with the standard deviation of the logarithm in brackets. Five families:
 - `chat`: people answer after a minute (1.0) and leave after 6 turns (0.6), without a word.
 - `partial`: rollouts go on with new weights and compute their context again; a version for every 8
   finished ones. `max_staleness` is 0.
+- `dropped`: `coding` where groups that are two versions old are dropped and begun again, over 12
+  versions; `unsaid`: nobody says that a rollout has ended.
 
-The policies of the package are told who waits for what, who runs, the queue, and, except in `chat`,
-who has ended. Belady knows which page is asked for when. Seeds start at 0; the policy was chosen on
-seed 101.
+The policies of the package are told who waits for what, who runs, the queue, and, except in `chat`
+and `unsaid`, who has ended. Belady knows which page is asked for when. Seeds start at 0; the policy
+was chosen on seed 101.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -104,6 +106,7 @@ AGENTS = Agents(
     page_tokens=2048,
 )
 SHORT = Agents(num_versions=8)
+DROPPED = replace(SHORT, max_staleness=2, num_versions=12)
 SEARCH = Tool("tool", Spread(1, 0.5), Spread(1500, 0.7, 8000))
 SAMPLES = replace(
     SHORT,
@@ -155,6 +158,10 @@ FAMILIES: dict[str, dict[str, Fleet]] = {
             replace(AGENTS, batch=8, partial=True, running=16), 0.25, max_staleness=0
         ),
     },
+    "dropped": {
+        "said": Fleet(DROPPED, 0.5, max_staleness=2),
+        "unsaid": Fleet(DROPPED, 0.5, max_staleness=2, says_ends=False),
+    },
 }
 CAPACITIES = (0.25, 0.5, 0.75, 1.0, 1.5)
 SEEDS = 2
@@ -176,13 +183,14 @@ class BySchedule:
         return ended(snapshot) or by_schedule(snapshot) or lru(snapshot)
 
 
-def figures(*, seeds: int = SEEDS) -> Figures:
+def figures(*, seeds: int = SEEDS, families: Iterable[str] = FAMILIES) -> Figures:
     """Medians over fleets, capacities and seeds, after a table."""
     answer: Figures = {}
     head = ("fleet", "capacity", "asked", "LRU hits", *POLICIES[1:])
     print("\nbehind an engine's own cache: hits over LRU's, medians of seeds")
     every: list[float] = []
-    for family, fleets in FAMILIES.items():
+    for family in families:
+        fleets = FAMILIES[family]
         print(f"\n{family}\n" + "".join(f"{name:>12}" for name in head))
         found = _family(fleets, seeds=seeds)
         for name in fleets:
