@@ -5,7 +5,7 @@ import random
 import pytest
 
 from primeblocks.kvoffload import PageKey
-from primeblocks.kvoffload.evict import VersionAware, arc, lru
+from primeblocks.kvoffload.evict import RolloutAware, VersionAware, lru
 from tests.kvoffload.store.schedules import Disk, Simulation
 
 pytestmark = pytest.mark.stress
@@ -41,7 +41,7 @@ def drive(simulation, chance, *, calls, content_addressed):
                 version += 1
                 simulation.catalogue.version = version
             case 11:
-                simulation.catalogue.end(chance.choice(["one", "two"]))
+                tell(simulation.catalogue, chance)
             case 12:
                 simulation.damage()
             case 13 if not content_addressed and chance.random() < 0.3:
@@ -52,7 +52,22 @@ def drive(simulation, chance, *, calls, content_addressed):
                 chance.choice([simulation.hang, simulation.fill, simulation.rest])()
 
 
-@pytest.mark.parametrize("evict", [lru, arc, VersionAware(1)], ids=["lru", "arc", "version aware"])
+def tell(catalogue, chance):
+    name = chance.choice(["one", "two"])
+    match chance.randrange(4):
+        case 0:
+            catalogue.end(name)
+        case 1:
+            catalogue.note(lambda ledger: ledger.pause(name, "tool"))
+        case 2:
+            catalogue.note(lambda ledger: ledger.resume(name))
+        case 3:
+            catalogue.note(lambda ledger: ledger.queue([name]))
+
+
+@pytest.mark.parametrize(
+    "evict", [lru, VersionAware(1), RolloutAware(1)], ids=["lru", "version aware", "rollout aware"]
+)
 @pytest.mark.parametrize("through", [False, True], ids=["back", "through"])
 def test_no_schedule_gives_a_wrong_page(evict, through, full):
     flushed = 0

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.kvoffload_parts.eviction_fleets import Agents, Spread, Tool, simulate
+from benchmarks.kvoffload_parts.eviction_traces import Advance, End, Use, Wait
 from primeblocks.errors import PlanError
-from primeblocks.kvoffload.evict.fleets import Agents, Spread, Tool, simulate
-from primeblocks.kvoffload.evict.traces import Advance, End, Use, Wait
 
 SMALL = Agents(
     concurrent=6, samples=3, batch=3, step_s=5.0, max_staleness=1, num_versions=6,
@@ -31,6 +31,7 @@ agents = st.builds(
     max_staleness=st.integers(0, 3),
     system_tokens=st.sampled_from([0, 100, 256, 1000]),
     running=st.none() | st.integers(1, 9),
+    groups=st.integers(1, 3),
     tools=st.sampled_from([SMALL.tools, TOOLS]),
 )
 
@@ -137,11 +138,31 @@ def test_tools_are_called_by_their_shares():
     assert 2 < looks / tests < 4
 
 
-def test_a_trace_without_waits_is_otherwise_the_same():
-    trace = simulate(replace(SMALL, running=2), seed=0)
-    bare = trace.without_waits()
-    assert bare.events == tuple(event for event in trace.events if not isinstance(event, Wait))
-    assert (bare.working_pages, bare.rollouts) == (trace.working_pages, trace.rollouts)
+def test_groups_begin_in_turn():
+    turns = replace(SMALL, groups=3, samples=2, num_versions=1, prompt_tokens=Spread(2000, 0))
+    prompts = {}
+    for event in simulate(turns, seed=0).events:
+        if isinstance(event, Use):
+            found = [key.hash.split(b"/")[0] for key in event.pages if key.hash[:1] == b"p"]
+            prompts.setdefault(event.rollout, found[:1])
+    began = [prompts[rollout] for rollout in range(6)]  # in flight together
+    assert [began.count([prompt]) for prompt in (b"p1", b"p2", b"p3")] == [2, 2, 1]
+    assert began[0] != began[1] != began[2] != began[0]
+
+
+def test_partial_rollouts_go_on_with_the_newest_version():
+    trace = simulate(replace(SMALL, partial=True, num_versions=4), seed=2)
+    version, moved, last = 0, 0, {}
+    for event in trace.events:
+        if isinstance(event, Advance):
+            version = event.version
+        elif isinstance(event, Use) and event.pages:
+            (own,) = {key.version for key in event.pages}
+            moved += last.get(event.rollout, own) < own
+            assert last.get(event.rollout, own) <= own <= version
+            last[event.rollout] = own
+    assert moved
+    assert trace.dropped == 0
 
 
 def test_a_spread_has_its_median_and_its_end():
