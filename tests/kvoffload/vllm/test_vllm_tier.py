@@ -257,11 +257,11 @@ def test_without_routes_rows_are_pages(adapter):
 def test_requests_say_what_they_are_told(adapter):
     said = adapter.request_args(7, rollout="a/3", ends=["a/2"])
     assert set(said) == {"kv_transfer_params"}
-    read = adapter.requests.read_request(said["kv_transfer_params"])
+    read = adapter.tier.read_request(said["kv_transfer_params"])
     assert (read.version, read.rollout, read.ends) == (7, "a/3", ("a/2",))
     assert adapter.request_args() == {"kv_transfer_params": {}}
     for nothing in (None, {}, {"do_remote_decode": True}):
-        assert adapter.requests.read_request(nothing) == adapter.requests.Request()
+        assert adapter.tier.read_request(nothing) == adapter.tier.Request()
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_malformed_requests_are_refused_in_front_and_ignored_behind(adapter, wro
         adapter.request_args(**wrong)
     good = adapter.request_args(1, rollout="x", ends=["y"])["kv_transfer_params"]
     (field,) = [each for each in good if each.endswith((name, f"that_{name[:-1]}"))]
-    assert adapter.requests.read_request({**good, field: value}) == adapter.requests.Request()
+    assert adapter.tier.read_request({**good, field: value}) == adapter.tier.Request()
     assert "are ignored" in caplog.text
 
 

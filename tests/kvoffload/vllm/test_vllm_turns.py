@@ -16,7 +16,7 @@ pytestmark = pytest.mark.vllm
 def turns_of():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # vLLM's own imports are deprecated in places
-        adapter = importlib.import_module("primeblocks.kvoffload.adapters.vllm.turns")
+        adapter = importlib.import_module("primeblocks.kvoffload.adapters.vllm.manager")
     return lambda pages, clock: adapter.Turns(pages, patience_s=1.0, clock=clock.now)
 
 
