@@ -100,7 +100,10 @@ def engine_args(
         spec.ROUTES: routes_bytes_per_token,
     }
     transfer = KVTransferConfig(
-        kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra
+        kv_connector="OffloadingConnector",
+        kv_connector_module_path=spec.__name__,
+        kv_role="kv_both",
+        kv_connector_extra_config=extra,
     )
     return {"kv_transfer_config": transfer, "enable_prefix_caching": True}
 
