@@ -201,9 +201,6 @@ class StoreTier(SecondaryTierManager):
 
     def queue(self, rollouts: list[str]) -> None:
         """Note which rollouts wait in the engine's queue, its head first."""
-        for rollout in rollouts:
-            if rollout not in self._queued:
-                self._store.pause(rollout, "queue")
         self._queued = rollouts
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
