@@ -42,9 +42,10 @@ from functools import partial
 from multiprocessing import get_context
 from statistics import median
 
-from primeblocks.kvoffload.evict import VersionAware, arc, lru
 from primeblocks.kvoffload.evict.belady import belady, play
 from primeblocks.kvoffload.evict.fleets import Agents, Spread, Tool, simulate
+
+from primeblocks.kvoffload.evict import VersionAware, arc, lru
 
 from .eviction_bound import bound
 

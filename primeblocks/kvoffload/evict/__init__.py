@@ -1,15 +1,35 @@
-"""Choices of the page that leaves a full tier, the ledger behind them, and traces to judge by."""
+"""Choices of the page that leaves a full tier, and the ledger of facts behind them."""
 
-from .arc import arc
-from .evict import Candidate, Choice, Evict, Live, Snapshot, VersionAware, lru
+from .evict import (
+    Candidate,
+    Choice,
+    Evict,
+    Facts,
+    Live,
+    RolloutAware,
+    Snapshot,
+    VersionAware,
+    by_schedule,
+    by_waits,
+    ended,
+    facts_of,
+    lru,
+    stale,
+)
 
 __all__ = [
     "Candidate",
     "Choice",
     "Evict",
+    "Facts",
     "Live",
+    "RolloutAware",
     "Snapshot",
     "VersionAware",
-    "arc",
+    "by_schedule",
+    "by_waits",
+    "ended",
+    "facts_of",
     "lru",
+    "stale",
 ]

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from enum import Flag, auto
+from typing import ClassVar, Protocol, TypeVar
 
 from ...errors import PlanError
 from ..page import PageKey
 
-__all__ = ["Candidate", "Choice", "Evict", "Live", "Snapshot", "VersionAware", "lru"]
+__all__ = [
+    "Candidate",
+    "Choice",
+    "Evict",
+    "Facts",
+    "Live",
+    "RolloutAware",
+    "Snapshot",
+    "VersionAware",
+    "by_schedule",
+    "by_waits",
+    "ended",
+    "facts_of",
+    "lru",
+    "stale",
+]
+
+
+class Facts(Flag):
+    """Facts that a store keeps for the policy in use; recency is always kept."""
+
+    NONE = 0
+    VERSIONS = auto()  # pages by policy version
+    ENDS = auto()  # users of each page, and whether all have ended
+    STATES = auto()  # rollouts that run, wait for a tool, or queue
+    WAITS = auto()  # running means of the waits
 
 
 @dataclass(slots=True, eq=False)
@@ -18,28 +44,30 @@ class Candidate:
 
     Args:
         last_used: tick of the last save or load. Each of them is one tick.
-        uses: saves and loads since it came; at least 2 if it had left not long before.
         rollouts: its users that have not ended; empty if all have ended, None if none was named.
     """
 
     key: PageKey
     last_used: int
-    uses: int = 1
     rollouts: set[Hashable] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """A page that may be used again, on behalf of all pages like it.
+    """A rollout that may come back, and the last of the pages that it alone uses.
 
     Args:
-        worth: expected uses per tick that it is kept from now on.
-        since: tick at which its rollouts' phase began, or of its last use.
+        state: "runs", "waits" or "queues".
+        since: tick at which the state began.
+        position: place in the engine's queue, 0 next; 0 in other states.
+        expected_ticks: until it runs again, by running means.
     """
 
     page: Candidate
-    worth: float
+    state: str
     since: int
+    position: int = 0
+    expected_ticks: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,27 +76,23 @@ class Snapshot:
 
     Args:
         version: the policy's.
-        once: the least recently used of the pages used once; None if there is none.
-        often: the same for the pages used more often.
-        once_pages: number of pages used once.
-        once_target: number of them that ARC would keep; its `p`.
-        from_often: whether the page that needs room left the tier as one used often.
-        by_version: the least recently used page of each version.
-        ended: the page whose last rollout ended first.
-        live: for each phase (writing, or a kind of wait), the last own pages of the rollouts that
-            began it first and last; and the least recently used page of several rollouts, and of
-            none.
+        oldest: the least recently used page of all.
+        by_version: the least recently used page of each version. Needs `VERSIONS`.
+        ended: the page whose last rollout ended first. Needs `ENDS`.
+        live: of the rollouts that run, or wait for one reason, the one that did so first; of the
+            queue, the last. Needs `STATES`.
+        shared: the least recently used page of several rollouts. Needs `ENDS`.
+        unnamed: the least recently used page of no rollout. Needs `ENDS`.
     """
 
     version: int
-    once: Candidate | None
-    often: Candidate | None
-    once_pages: int
-    once_target: float
-    from_often: bool
-    by_version: Sequence[Candidate]
-    ended: Candidate | None
-    live: Sequence[Live]
+    tick: int
+    oldest: Candidate
+    by_version: Sequence[Candidate] = ()
+    ended: Candidate | None = None
+    live: Sequence[Live] = ()
+    shared: Candidate | None = None
+    unnamed: Candidate | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,47 +109,140 @@ class Choice:
 
 
 class Evict(Protocol):
-    """A pure function of a snapshot; the tier has at least one page."""
+    """A pure function of a snapshot.
+
+    It declares the facts that it needs as an attribute `facts`; without one it sees recency alone.
+    """
 
     def __call__(self, snapshot: Snapshot) -> Choice: ...
 
 
+Part = TypeVar("Part", bound=Callable[..., object])
+
+
+def _needs(facts: Facts) -> Callable[[Part], Part]:
+    def declare(part: Part) -> Part:
+        vars(part)["facts"] = facts
+        return part
+
+    return declare
+
+
+def facts_of(*policies: Callable[..., object]) -> Facts:
+    """Return the facts that policies, or parts of them, declare."""
+    found = Facts.NONE
+    for policy in policies:
+        found |= getattr(policy, "facts", Facts.NONE)
+    return found
+
+
 def lru(snapshot: Snapshot) -> Choice:
     """Choose the least recently used page of all; always worth the next tier. Pure."""
-    found = [page for page in (snapshot.once, snapshot.often) if page is not None]
-    return Choice(min(found, key=lambda page: page.last_used))
+    return Choice(snapshot.oldest)
+
+
+@_needs(Facts.VERSIONS)
+def stale(snapshot: Snapshot, *, max_staleness: int) -> Choice | None:
+    """Choose a page of the oldest version below `version - max_staleness`. Not demoted. Pure."""
+    last = snapshot.version - max_staleness
+    dead = [page for page in snapshot.by_version if (page.key.version or 0) < last]
+    if not dead:
+        return None
+    return Choice(min(dead, key=lambda page: page.key.version or 0), demote=False)
+
+
+@_needs(Facts.ENDS)
+def ended(snapshot: Snapshot) -> Choice | None:
+    """Choose the page whose last rollout ended first. Not demoted. Pure."""
+    return Choice(snapshot.ended, demote=False) if snapshot.ended is not None else None
+
+
+@_needs(Facts.ENDS | Facts.STATES)
+def by_schedule(snapshot: Snapshot) -> Choice | None:
+    """Choose by the scheduler's state: who runs, then who waits, then the end of the queue. Pure.
+
+    The engine itself has the pages of those that run. Pages of no rollout count as waiting.
+    """
+    far = {(_rank(live), -live.since, live.page.last_used): live.page for live in snapshot.live}
+    if (page := snapshot.unnamed) is not None:
+        far[(1, 0), -page.last_used, page.last_used] = page
+    return Choice(far[max(far)]) if far else None
+
+
+def _rank(live: Live) -> tuple[int, int]:
+    return ("queues", "waits", "runs").index(live.state), live.position
+
+
+@_needs(Facts.ENDS | Facts.STATES | Facts.WAITS)
+def by_waits(snapshot: Snapshot) -> Choice | None:
+    """Choose whose next run is farthest, by the running means of the waits. Pure.
+
+    Of those that wait for the same, who has waited longest. A page of no rollout is expected after
+    as long as it has not been used, one of several rollouts after an eighth of that.
+    """
+    far = [(live.expected_ticks, -live.since, live.page) for live in snapshot.live]
+    for page, share in ((snapshot.shared, 1 / 8), (snapshot.unnamed, 1)):
+        if page is not None:
+            far.append((share * (snapshot.tick - page.last_used), -page.last_used, page))
+    return Choice(max(far, key=lambda each: each[:2])[2]) if far else None
 
 
 @dataclass(frozen=True)
 class VersionAware:
-    """A policy that evicts pages that no rollout will use, then those least worth their place.
+    """A policy that evicts pages that no rollout will use first, then the least recently used.
 
     1. Pages of versions below `version - max_staleness`, the oldest version first: the trainer
        refuses their rollouts. Not demoted.
     2. Pages whose rollouts have all ended, in the order of the ends. Not demoted.
-    3. The page with the fewest expected uses per tick. A rollout's last page goes first: a page
-       is of no use without those before it.
-
-    Rule 2 needs callers that name rollouts and end them. Rule 3 knows as much as it is told:
-    which rollout uses which page, and what it waits for. Untold, it is least recently used.
 
     Raises:
         PlanError: `max_staleness` is negative.
     """
 
+    facts: ClassVar[Facts] = facts_of(stale, ended)
     max_staleness: int
 
     def __post_init__(self) -> None:
-        if self.max_staleness < 0:
-            raise PlanError(f"max_staleness counts versions; got {self.max_staleness}")
+        _check(self.max_staleness)
 
     def __call__(self, snapshot: Snapshot) -> Choice:
-        dead = [page for page in snapshot.by_version if self._dead(page, snapshot.version)]
-        if dead:
-            return Choice(min(dead, key=lambda page: page.key.version or 0), demote=False)
-        if snapshot.ended is not None:
-            return Choice(snapshot.ended, demote=False)
-        return Choice(min(snapshot.live, key=lambda live: (live.worth, live.since)).page)
+        found = stale(snapshot, max_staleness=self.max_staleness) or ended(snapshot)
+        return found or lru(snapshot)
 
-    def _dead(self, page: Candidate, version: int) -> bool:
-        return page.key.version is not None and page.key.version < version - self.max_staleness
+
+@dataclass(frozen=True)
+class RolloutAware:
+    """A policy that evicts what no rollout will use, then what is needed last.
+
+    1. Pages of versions below `version - max_staleness`, and of ended rollouts, as `VersionAware`.
+    2. The last page of the rollout that is expected to run last: of those in the engine's queue by
+       their place, of the others by running means of what they wait for. A page is of no use
+       without those before it.
+
+    It knows as much as it is told: who uses which page, `pause`, `queue`, `end`. Untold, it is
+    least recently used.
+
+    Args:
+        max_staleness: None to keep all versions.
+
+    Raises:
+        PlanError: `max_staleness` is negative.
+    """
+
+    facts: ClassVar[Facts] = facts_of(stale, ended, by_waits)
+    max_staleness: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_staleness is not None:
+            _check(self.max_staleness)
+
+    def __call__(self, snapshot: Snapshot) -> Choice:
+        found = None
+        if self.max_staleness is not None:
+            found = stale(snapshot, max_staleness=self.max_staleness)
+        return found or ended(snapshot) or by_waits(snapshot) or lru(snapshot)
+
+
+def _check(max_staleness: int) -> None:
+    if max_staleness < 0:
+        raise PlanError(f"max_staleness counts versions; got {max_staleness}")

@@ -1,54 +1,43 @@
-"""The ledger of a tier: recency, use, versions and rollouts of its pages."""
+"""The ledger of a tier: recency, versions, rollouts; each only if the policy declares it."""
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 
 from ...errors import UsageError
 from ..page import PageKey
-from .arc import Ghosts
-from .evict import Candidate, Evict, Live, Snapshot, lru
-from .reuse import BACK, Reuse
-from .rollouts import Phases
+from .evict import Candidate, Evict, Facts, Snapshot, lru
+from .rollouts import Pages, Rollouts
 
 __all__ = ["Ledger"]
 
 logger = logging.getLogger(__name__)
 
-_Pages = OrderedDict[PageKey, Candidate]
+_REMEMBERS = 256
 
 
 class Ledger:
     """The facts behind a `Snapshot`, kept as pages come, are used and go.
 
-    A use costs O(1); a choice O(versions + kinds of waits), with at most 33 kinds; the end of a
-    rollout O(its pages). Beyond the tier's pages it remembers the keys of five times as many that
-    left, at least `remembers`.
+    A use costs O(1); a choice O(versions + reasons to wait); the end of a rollout O(its pages).
 
     Args:
-        remembers: least number of keys of pages that left, and of rollouts without pages, kept
-            however small the tier.
+        keys: pages that are there already, oldest first.
+        remembers: rollouts without pages whose state is kept.
     """
 
-    def __init__(
-        self, keys: Iterable[PageKey] = (), *, capacity_pages: int, remembers: int = 256
-    ) -> None:
-        self._pages: dict[PageKey, Candidate] = {}
-        self._once: _Pages = OrderedDict()
-        self._often: _Pages = OrderedDict()
-        self._by_version: dict[int, _Pages] = {}
-        # Each page is in one of these, or is its only rollout's own.
-        self._ended: _Pages = OrderedDict()
-        self._several: _Pages = OrderedDict()
-        self._unnamed: _Pages = OrderedDict()
-        self._shelves: dict[PageKey, tuple[_Pages, Hashable]] = {}
-        self._rollouts = Phases(remember=max(remembers, capacity_pages))
-        self._reuse = Reuse()
-        self._left: OrderedDict[PageKey, tuple[str, int]] = OrderedDict()
-        self._memory = max(remembers, 4 * capacity_pages)
-        self._ghosts = Ghosts(capacity_pages=capacity_pages)
+    def __init__(self, keys: Iterable[PageKey] = (), *, remembers: int = _REMEMBERS) -> None:
+        self._facts = Facts.NONE
+        self._pages: Pages = OrderedDict()
+        self._by_version: dict[int, Pages] = {}
+        # With STATES each page is in one of these, or is its only rollout's own.
+        self._ended: Pages = OrderedDict()
+        self._shared: Pages = OrderedDict()
+        self._unnamed: Pages = OrderedDict()
+        self._shelves: dict[PageKey, tuple[Pages, Hashable]] = {}
+        self._rollouts = Rollouts(remember=remembers)
         self._tick = 0
         for key in keys:
             self.touch(key)
@@ -56,9 +45,13 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._pages)
 
-    def arrive(self, key: PageKey) -> None:
-        """Announce a page that will be there; call before its victims are chosen."""
-        self._ghosts.arrive(key, once_pages=len(self._once), often_pages=len(self._often))
+    def keep(self, facts: Facts) -> None:
+        """Keep these facts from now on, beside recency."""
+        self._facts = facts
+        for page in self._pages.values():
+            self._file(page)
+            if Facts.ENDS in facts:
+                self._shelve(page, front=False)
 
     def touch(
         self,
@@ -74,30 +67,30 @@ class Ledger:
             by: those of them that used it now; None if all did.
             front: the page was not used but demoted, after the pages behind it.
         """
-        users = tuple(rollouts)
         self._tick += 1
-        page, before, sort, last_used = self._seen(key)
-        if last_used is not None and sort != _OWN and not front:
-            self._reuse.add(sort, self._tick - last_used, then=BACK)
-        for name in users:
-            page.rollouts = page.rollouts or set()
-            page.rollouts.add(name)
-            self._rollouts.join(name, page, tick=self._tick)
+        page = self._pages.get(key)
+        if page is None:
+            page = self._pages[key] = Candidate(key, self._tick)
+        page.last_used = self._tick
+        self._pages.move_to_end(key)
         self._file(page)
-        self._shelve(page, front=front)
-        for name in () if front else users if by is None else by:
-            again = last_used is not None if before is None else name in before
-            alone = last_used if sort == _OWN and again else None
-            self._rollouts.turn(name, tick=self._tick, again=again, alone=alone)
+        if Facts.ENDS in self._facts:
+            self._use(page, tuple(rollouts), by, front=front)
 
-    def wait(self, rollout: Hashable, what: Hashable) -> None:
-        """Note that a rollout stopped writing: it waits for `what` until it uses its pages again.
+    def pause(self, rollout: Hashable, reason: Hashable) -> None:
+        """Note that a rollout waits for `reason` until it uses its pages again or queues."""
+        if Facts.STATES in self._facts:
+            self._rollouts.pause(rollout, reason, tick=self._tick)
 
-        Args:
-            what: one of a few names, of tools or of the engine's queue; those beyond 32 count as
-                one.
-        """
-        self._rollouts.wait(rollout, what, tick=self._tick)
+    def resume(self, rollout: Hashable) -> None:
+        """Note that a rollout writes again."""
+        if Facts.STATES in self._facts:
+            self._rollouts.run(rollout, tick=self._tick)
+
+    def queue(self, rollouts: Sequence[Hashable]) -> None:
+        """Note the engine's whole queue, its head first."""
+        if Facts.STATES in self._facts:
+            self._rollouts.queue(rollouts, tick=self._tick)
 
     def rollouts(self, key: PageKey) -> tuple[Hashable, ...]:
         """Return the rollouts that use the page and have not ended."""
@@ -105,7 +98,7 @@ class Ledger:
 
     def end(self, rollout: Hashable) -> None:
         """End a rollout, which asks for no more pages; unknown ones are ignored."""
-        for page in self._rollouts.end(rollout, tick=self._tick):
+        for page in self._rollouts.end(rollout):
             assert page.rollouts is not None
             page.rollouts.discard(rollout)
             # A page that is one rollout's now was part of its prompt.
@@ -116,27 +109,13 @@ class Ledger:
         page = self._pages.pop(key, None)
         if page is None:
             return
-        self._once.pop(key, None)
-        self._often.pop(key, None)
-        if key.version is not None:
+        if key.version in self._by_version:
             del self._by_version[key.version][key]
             if not self._by_version[key.version]:
                 del self._by_version[key.version]
         self._unshelve(page)
         for name in page.rollouts or ():
             self._rollouts.leave(name, page)
-
-    def evicted(self, key: PageKey) -> None:
-        """Note that the page left for want of room and may come back."""
-        page = self._pages[key]
-        self._ghosts.leave(key, often=page.uses > 1, once_pages=len(self._once))
-        if (sort := _sort(page)) != _ENDED:
-            self._left[key] = sort, page.last_used
-            if len(self._left) > self._memory:
-                _, (sort, last_used) = self._left.popitem(last=False)
-                if sort != _OWN:
-                    self._reuse.add(sort, self._tick - last_used, then=None)
-        self.remove(key)
 
     def victim(self, evict: Evict, *, version: int) -> tuple[PageKey, bool]:
         """Return the page that `evict` chooses, and whether to demote it."""
@@ -152,86 +131,71 @@ class Ledger:
 
     def snapshot(self, *, version: int) -> Snapshot:
         """Return the facts as of now."""
-        live = self._rollouts.live(tick=self._tick)
-        for sort, pages in ((_SEVERAL, self._several), (_UNNAMED, self._unnamed)):
-            if (page := _first(pages)) is not None:
-                worth = self._reuse.worth(sort, self._tick - page.last_used)
-                live.append(Live(page, worth, page.last_used))
+        oldest = _first(self._pages)
+        assert oldest is not None
         return Snapshot(
             version=version,
-            once=_first(self._once),
-            often=_first(self._often),
-            once_pages=len(self._once),
-            once_target=self._ghosts.target,
-            from_often=self._ghosts.from_often,
+            tick=self._tick,
+            oldest=oldest,
             by_version=[pages[next(iter(pages))] for pages in self._by_version.values()],
             ended=_first(self._ended),
-            live=live,
+            live=self._rollouts.live(tick=self._tick),
+            shared=_first(self._shared),
+            unnamed=_first(self._unnamed),
         )
 
-    def _seen(self, key: PageKey) -> tuple[Candidate, frozenset[Hashable] | None, str, int | None]:
-        """Return the page, its users, its former sort and the tick of its last use before now.
-
-        For a page that had left, the users are None; for a new one, the last use as well.
-        """
-        page = self._pages.get(key)
-        if page is not None:
-            before = frozenset(page.rollouts or ())
-            seen = page, before, _sort(page), page.last_used
-            page.last_used = self._tick
-            page.uses += 1
-            return seen
-        sort, last_used = self._left.pop(key, (_UNNAMED, None))
-        page = self._pages[key] = Candidate(key, self._tick)
-        if self._ghosts.forget(key):
-            page.uses = 2
-        return page, None, sort, last_used
-
     def _file(self, page: Candidate) -> None:
-        """Put the page last among those used as often, and in its version."""
-        if page.uses == 1:
-            self._once[page.key] = page
-        else:
-            self._once.pop(page.key, None)
-            self._often[page.key] = page
-            self._often.move_to_end(page.key)
-        if page.key.version is not None:
-            pages = self._by_version.setdefault(page.key.version, OrderedDict())
+        """Put the page last in its version."""
+        version = page.key.version
+        if Facts.VERSIONS in self._facts and version is not None:
+            pages = self._by_version.setdefault(version, OrderedDict())
             pages[page.key] = page
             pages.move_to_end(page.key)
 
+    def _use(
+        self,
+        page: Candidate,
+        users: tuple[Hashable, ...],
+        by: Iterable[Hashable] | None,
+        *,
+        front: bool,
+    ) -> None:
+        for name in users:
+            if page.rollouts is None:
+                page.rollouts = set()
+            page.rollouts.add(name)
+            self._rollouts.join(name, page, tick=self._tick)
+        self._shelve(page, front=front)
+        if Facts.STATES in self._facts and not front:
+            for name in users if by is None else by:
+                self._rollouts.run(name, tick=self._tick)
+
     def _shelve(self, page: Candidate, *, front: bool) -> None:
         """Put the page last in its sort; pages of one rollout stay in order of arrival."""
-        sort, owner = _sort(page), None
-        if sort == _OWN:
-            owner = next(iter(page.rollouts or ()))
+        users, owner = page.rollouts, None
+        if users is None:
+            shelf = self._unnamed
+        elif len(users) == 1:
+            (owner,) = users
             shelf = self._rollouts.own(owner)
         else:
-            shelf = {_ENDED: self._ended, _SEVERAL: self._several, _UNNAMED: self._unnamed}[sort]
+            shelf = self._shared if users else self._ended
         if self._shelves.get(page.key, (None, None))[0] is not shelf:
             self._unshelve(page)
             shelf[page.key] = page
             self._shelves[page.key] = shelf, owner
-        if sort != _OWN or front:
-            shelf.move_to_end(page.key, last=sort != _OWN)
-        if sort == _OWN:
+        if owner is None or front:
+            shelf.move_to_end(page.key, last=owner is None)
+        if owner is not None:
             self._rollouts.settle(owner)
 
     def _unshelve(self, page: Candidate) -> None:
         shelf, owner = self._shelves.pop(page.key, (None, None))
         if shelf is not None:
             del shelf[page.key]
-            self._rollouts.settle(owner)
+            if owner is not None:
+                self._rollouts.settle(owner)
 
 
-_ENDED, _OWN, _SEVERAL, _UNNAMED = "ended", "own", "several", "unnamed"
-
-
-def _sort(page: Candidate) -> str:
-    if page.rollouts is None:
-        return _UNNAMED
-    return (_ENDED, _OWN, _SEVERAL)[min(len(page.rollouts), 2)]
-
-
-def _first(pages: _Pages) -> Candidate | None:
+def _first(pages: Pages) -> Candidate | None:
     return pages[next(iter(pages))] if pages else None

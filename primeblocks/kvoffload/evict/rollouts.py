@@ -1,47 +1,49 @@
-"""Phases of the rollouts of a tier: writing, or waiting for something."""
+"""The rollouts of a tier: running, waiting for a tool, or in the engine's queue."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from ..page import PageKey
 from .evict import Candidate, Live
-from .reuse import BACK, Reuse
+from .waits import Waits
 
-__all__ = ["Phases"]
-
-_WRITES, _WAITS = "writes", "waits"
-_KINDS = 32
+__all__ = ["Rollouts"]
 
 Pages = OrderedDict[PageKey, Candidate]
-_Phase = tuple[str, Hashable]
-_WRITING: _Phase = (_WRITES, None)
+_State = tuple[str, Hashable]
+_RUNS: _State = ("runs", None)
+_QUEUES: _State = ("queues", None)
 
 
 @dataclass(slots=True, eq=False)
 class _Rollout:
     since: int
-    phase: _Phase = _WRITING
+    state: _State = _RUNS
     pages: dict[PageKey, Candidate] = field(default_factory=dict)
     own: Pages = field(default_factory=OrderedDict)
 
 
-class Phases:
-    """Rollouts by phase, in the order in which the phases began, and the lengths of phases.
+class Rollouts:
+    """Rollouts by state, in the order in which they came to it, and the means of their waits.
+
+    Those that run are in the order of their last use.
 
     Args:
-        remember: number of rollouts without pages whose phase is kept.
+        remember: number of rollouts without pages whose state is kept.
     """
 
     def __init__(self, *, remember: int) -> None:
-        self._reuse = Reuse()
+        self._waits = Waits()
         self._all: dict[Hashable, _Rollout] = {}
-        self._lanes: dict[_Phase, OrderedDict[Hashable, _Rollout]] = {}
+        self._lanes: dict[_State, OrderedDict[Hashable, _Rollout]] = {}
         self._bare: OrderedDict[Hashable, None] = OrderedDict()
         self._remember = remember
-        self._kinds: set[Hashable] = set()
+        self._queue: dict[Hashable, int] = {}
+        self._tail: list[Hashable] = []  # of the queue; those at its end that have no pages are cut
+        self._served = 0  # tick of the last service, or of the first in an empty queue
 
     def own(self, name: Hashable) -> Pages:
         """Return the pages that it alone uses, first page first. Call `settle` after a change."""
@@ -52,13 +54,17 @@ class Phases:
         rollout = self._all.get(name)
         if rollout is None:
             return
-        lane = self._lanes.setdefault(rollout.phase, OrderedDict())
+        if rollout.state is _QUEUES:
+            if rollout.own and name not in self._tail[-1:]:
+                self._tail = list(self._queue)
+            return
+        lane = self._lanes.setdefault(rollout.state, OrderedDict())
         if rollout.own:
             lane.setdefault(name, rollout)
         else:
             lane.pop(name, None)
             if not lane:
-                del self._lanes[rollout.phase]
+                del self._lanes[rollout.state]
 
     def join(self, name: Hashable, page: Candidate, *, tick: int) -> None:
         """Note that the rollout uses the page."""
@@ -72,53 +78,80 @@ class Phases:
         if not rollout.pages:
             self._keep_bare(name)
 
-    def turn(self, name: Hashable, *, tick: int, again: bool, alone: int | None) -> None:
-        """Note that the rollout used a page, which begins a turn if it had done so in the last one.
+    def run(self, name: Hashable, *, tick: int) -> None:
+        """Note that the rollout was active: it runs, unless the queue has it, or it has ended."""
+        rollout = self._all.get(name)
+        if rollout is None or rollout.state is _QUEUES:
+            return
+        if rollout.state is _RUNS:
+            rollout.since = tick
+            if (lane := self._lanes.get(_RUNS)) is not None and name in lane:
+                lane.move_to_end(name)
+            return
+        self._waits.add(rollout.state[1], tick - rollout.since)
+        self._move(name, rollout, _RUNS, tick=tick)
 
-        Args:
-            again: the rollout had used the page before.
-            alone: tick of that use, if no other rollout uses the page.
-        """
-        rollout = self._all[name]
-        writes = rollout.phase == _WRITING
-        if (alone is not None and alone >= rollout.since) if writes else again:
-            self._begin(name, rollout, _WRITING, tick=tick, then=BACK)
-
-    def wait(self, name: Hashable, what: Hashable, *, tick: int) -> None:
-        """Note that the rollout waits for `what`."""
-        if what not in self._kinds and len(self._kinds) >= _KINDS:
-            what = None
-        self._kinds.add(what)
-        phase = (_WAITS, what)
+    def pause(self, name: Hashable, reason: Hashable, *, tick: int) -> None:
+        """Note that the rollout waits for `reason`."""
         rollout = self._found(name, tick)
         if not rollout.pages:
             self._keep_bare(name)
-        self._begin(name, rollout, phase, tick=tick, then=phase)
+        self._queue.pop(name, None)
+        self._move(name, rollout, ("waits", reason), tick=tick)
 
-    def end(self, name: Hashable, *, tick: int) -> list[Candidate]:
+    def queue(self, names: Sequence[Hashable], *, tick: int) -> None:
+        """Note the engine's queue; those that are in it no longer, and do not wait, run."""
+        before, self._queue = self._queue, {name: place for place, name in enumerate(names)}
+        served = [name for name in before if name not in self._queue]
+        for name in served:
+            self._waits.add_service((tick - self._served) / len(served))
+            if name in self._all:
+                self._move(name, self._all[name], _RUNS, tick=tick)
+        if served or not before:
+            self._served = tick
+        for name in names:
+            rollout = self._all.get(name)
+            if rollout is not None and rollout.state is not _QUEUES:
+                if rollout.state is not _RUNS:
+                    self._waits.add(rollout.state[1], tick - rollout.since)
+                self._move(name, rollout, _QUEUES, tick=tick)
+        self._tail = list(self._queue)
+
+    def end(self, name: Hashable) -> list[Candidate]:
         """End the rollout and return the pages that it used. Its own pages are to be moved."""
         rollout = self._all.pop(name, None)
+        self._queue.pop(name, None)
         if rollout is None:
             return []
         self._bare.pop(name, None)
         self._leave_lane(name, rollout)
-        self._reuse.add(rollout.phase, tick - rollout.since, then=None)
         return list(rollout.pages.values())
 
     def live(self, *, tick: int) -> list[Live]:
-        """Return for each phase the last own pages of the rollouts that began it first and last."""
-        found = []
-        for phase, lane in self._lanes.items():
-            for name in dict.fromkeys((next(iter(lane)), next(reversed(lane)))):
-                rollout = lane[name]
-                worth = self._reuse.worth(phase, tick - rollout.since)
-                page = rollout.own[next(reversed(rollout.own))]
-                found.append(Live(page, worth, rollout.since))
-        return found
+        """Return the rollout that came first to each lane, and the last of the queue."""
+        names = [next(iter(lane)) for lane in self._lanes.values()]
+        while self._tail and not self._queues(self._tail[-1]):
+            self._tail.pop()
+        return [self._live(name, tick) for name in (*names, *self._tail[-1:])]
+
+    def _queues(self, name: Hashable) -> bool:
+        return name in self._queue and name in self._all and bool(self._all[name].own)
+
+    def _live(self, name: Hashable, tick: int) -> Live:
+        rollout = self._all[name]
+        (state, reason), since, waits = rollout.state, rollout.since, self._waits
+        position = self._queue[name] if state == "queues" else 0
+        if state == "queues":
+            expected = waits.service(position + 1)
+        else:
+            expected = waits.expected(reason, age=tick - since, queue=len(self._queue) + 1)
+        page = rollout.own[next(reversed(rollout.own))]
+        return Live(page, state, since, position, expected)
 
     def _found(self, name: Hashable, tick: int) -> _Rollout:
         if name not in self._all:
-            self._all[name] = _Rollout(tick)
+            state = _QUEUES if name in self._queue else _RUNS
+            self._all[name] = _Rollout(tick, state)
         return self._all[name]
 
     def _keep_bare(self, name: Hashable) -> None:
@@ -128,15 +161,12 @@ class Phases:
             oldest, _ = self._bare.popitem(last=False)
             del self._all[oldest]
 
-    def _begin(
-        self, name: Hashable, rollout: _Rollout, phase: _Phase, *, tick: int, then: Hashable
-    ) -> None:
+    def _move(self, name: Hashable, rollout: _Rollout, state: _State, *, tick: int) -> None:
         self._leave_lane(name, rollout)
-        self._reuse.add(rollout.phase, tick - rollout.since, then=then)
-        rollout.phase, rollout.since = phase, tick
+        rollout.state, rollout.since = state, tick
         self.settle(name)
 
     def _leave_lane(self, name: Hashable, rollout: _Rollout) -> None:
-        lane = self._lanes.get(rollout.phase)
+        lane = self._lanes.get(rollout.state)
         if lane is not None and lane.pop(name, None) is not None and not lane:
-            del self._lanes[rollout.phase]
+            del self._lanes[rollout.state]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 from ...errors import CapacityError
-from ..evict.evict import Evict
+from ..evict.evict import Evict, facts_of
 from ..evict.ledger import Ledger
 from ..page import PageKey
 from ..tier import Saved, TierStatistics
@@ -72,7 +72,8 @@ class Catalogue:
         self._free = list(range(frames - 1, -1, -1))
         self._pages: dict[PageKey, HostPage] = {}
         self._here = 0  # pages in the ledger
-        self._ledger = Ledger(capacity_pages=frames)
+        self._ledger = Ledger()
+        self._ledger.keep(facts_of(evict))
         self._leaving: OrderedDict[PageKey, HostPage] = OrderedDict()
         self._waiting: deque[HostPage] = deque()
         self._coming: dict[HostPage, None] = {}
@@ -114,9 +115,9 @@ class Catalogue:
         self.moves += self._below.clear()
         self._settle()
 
-    def pause(self, rollout: Hashable, what: Hashable) -> None:
+    def note(self, fact: Callable[[Ledger], None]) -> None:
         for ledger in self._ledgers():
-            ledger.wait(rollout, what)
+            fact(ledger)
 
     def end(self, rollout: Hashable) -> None:
         for ledger in self._ledgers():
@@ -237,7 +238,6 @@ class Catalogue:
     def _serve(self, page: HostPage, request: LoadRequest) -> None:
         if page.state is State.LEAVING:
             del self._leaving[page.key]
-            self._ledger.arrive(page.key)
             self._enter(page, (*page.users, *request.users), by=request.users)
         elif not page.gone:
             self._ledger.touch(page.key, rollouts=request.users)
@@ -270,7 +270,6 @@ class Catalogue:
     def _expect(self, page: HostPage) -> None:
         self._pages[page.key] = page
         self._coming[page] = None
-        self._ledger.arrive(page.key)
         self._waiting.append(page)
         self._settle()
 
@@ -363,7 +362,7 @@ class Catalogue:
         key, demote = self._ledger.victim(self._evict, version=self.version)
         page = self._pages[key]
         page.users = self._ledger.rollouts(key)
-        self._ledger.evicted(key)
+        self._ledger.remove(key)
         self._here -= 1
         page.state = State.LEAVING
         self._leaving[key] = page

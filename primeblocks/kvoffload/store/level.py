@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from time import monotonic
 
 from ...errors import CapacityError, CorruptionError
-from ..evict.evict import Evict
+from ..evict.evict import Evict, facts_of
 from ..evict.ledger import Ledger
 from ..page import PageKey
 from ..tier import Tier, TierStatistics
@@ -47,7 +47,7 @@ class Level:
         self.shared = shared
         self.capacity_pages = 0 if shared else capacity_pages
         self.copies = {key: Copy(here=True) for key in keys}
-        self.ledger = Ledger(self.copies, capacity_pages=max(1, self.capacity_pages))
+        self.ledger = Ledger(self.copies)
         self.counts: Counter[str] = Counter()
         self.refusal: Exception | None = None  # the last of a write
         self.refusals = 0
@@ -84,11 +84,10 @@ class Level:
         if self._closed and not trial and len(self.copies) >= room:
             self.counts["skipped"] += 1
             return None, []
-        self.ledger.arrive(key)
         victims: list[PageKey] = []
         while len(self.copies) >= room and len(self.copies) > len(self._coming):
             victim, _ = self.ledger.victim(evict, version=version)
-            self.ledger.evicted(victim)
+            self.ledger.remove(victim)
             del self.copies[victim]
             self.counts["evictions"] += 1
             victims.append(victim)
@@ -263,6 +262,8 @@ class Levels:
     def __init__(self, each: Sequence[Level], evict: Evict) -> None:
         self._each = each
         self._evict = evict
+        for level in each:
+            level.ledger.keep(facts_of(evict))
 
     def have(self, page: HostPage) -> bool:
         """Whether a lower tier has the page or will have it."""

@@ -8,7 +8,7 @@ from functools import partial
 from operator import itemgetter
 from threading import Condition
 from time import monotonic
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 from weakref import WeakSet
 
 from ...errors import ClosedError, DeadlineError, PlanError, UsageError, check_version
@@ -30,8 +30,6 @@ __all__ = ["TieredStore"]
 
 logger = logging.getLogger(__name__)
 
-R = TypeVar("R", SaveRequest, LoadRequest)
-
 _PART = 16
 
 
@@ -45,10 +43,9 @@ class TieredStore:
 
     Args:
         tiers: fastest first; the first must be a `HostTier`. The store closes them.
-        evict: policy that chooses the page to leave: `lru`, `arc` or `VersionAware(...)`.
+        evict: chooses the page to leave: `lru`, `VersionAware(...)` or `RolloutAware(...)`.
         max_pending: pages that may wait for room in host memory; further saves are declined.
-        write: "back" saves writes to the tiers below, "through" loses less in a crash and shares
-            pages sooner.
+        write: "back" saves writes below, "through" loses less in a crash and shares pages sooner.
         copy_threads: threads that copy between the caller's buffers and host memory.
         patience_s: seconds that saves wait for a tier below that does not keep up. Then pages leave
             host memory without being written there; a tier that does not answer is not read either.
@@ -199,17 +196,20 @@ class TieredStore:
                 raise UsageError(f"the store is at version {now}; got {version}")
             self._catalogue.version = version
 
-    def pause(self, rollout: Hashable, what: Hashable) -> None:
-        """Note that a rollout stopped writing, and waits before it uses its pages again. Local.
+    def pause(self, rollout: Hashable, reason: Hashable) -> None:
+        """Note that a rollout waits for `reason`, one of a few names such as "pytest". Local."""
+        users_of(rollout, reason)
+        self._ask(lambda: self._catalogue.note(lambda ledger: ledger.pause(rollout, reason)))
 
-        The store learns how long each kind of wait takes, and `VersionAware` keeps the pages that
-        are worth it. The next save or load that names the rollout ends the pause.
+    def resume(self, rollout: Hashable) -> None:
+        """Note that a rollout writes again; a save or load that names it says so too. Local."""
+        users_of(rollout)
+        self._ask(lambda: self._catalogue.note(lambda ledger: ledger.resume(rollout)))
 
-        Args:
-            what: one of a few names, of tools ("pytest") or of the engine's queue.
-        """
-        users_of(rollout, what)
-        self._ask(lambda: self._catalogue.pause(rollout, what))
+    def queue(self, rollouts: Sequence[Hashable]) -> None:
+        """Note the engine's whole queue, who runs next first. Who left it runs. Local."""
+        names = users_of(*rollouts)
+        self._ask(lambda: self._catalogue.note(lambda ledger: ledger.queue(names)))
 
     def end(self, rollout: Hashable) -> None:
         """End a rollout: its own pages go next. A caller that names rollouts ends them. Local."""
@@ -285,7 +285,7 @@ class TieredStore:
         self._ask(lambda: self._in_parts(self._catalogue.load, requests), batch.pending)
         return batch.pending
 
-    def _in_parts(self, ask: Callable[[list[R]], None], requests: list[R]) -> None:
+    def _in_parts(self, ask: Callable[[list[Any]], None], requests: list[Any]) -> None:
         """Ask in parts: the first pages are copied while the catalogue looks at the others."""
         for start in range(0, len(requests), _PART):
             ask(requests[start : start + _PART])

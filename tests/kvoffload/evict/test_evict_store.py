@@ -1,12 +1,10 @@
 """A store that is told of rollouts and versions, over two tiers."""
 
-from functools import partial
-
 import numpy as np
 import pytest
 
 from primeblocks.kvoffload import PageKey, TieredStore
-from primeblocks.kvoffload.evict import VersionAware, arc, lru
+from primeblocks.kvoffload.evict import RolloutAware, VersionAware, lru
 
 PAGE, SOON = 48, 5.0
 
@@ -71,7 +69,7 @@ def test_users_follow_a_page_to_disk_and_back(host, disk):
         assert all(key_of("b", number) in store for number in range(4))
 
 
-@pytest.mark.parametrize("evict", [lru, arc, VersionAware(1)])
+@pytest.mark.parametrize("evict", [lru, VersionAware(1), RolloutAware(1)])
 def test_every_policy_fills_and_turns_over_a_store(host, disk, evict):
     with TieredStore([host(3), disk(5)], evict=evict) as store:
         for turn in range(6):
@@ -85,10 +83,10 @@ def test_every_policy_fills_and_turns_over_a_store(host, disk, evict):
         assert count["disk"].pages <= 5
 
 
-def hits(host, disk, *, told):
-    """Two rollouts whose tools are quick and eight whose tools are slow; room for five pages."""
+def hits(host, *, told):
+    """Two rollouts whose tools are quick and eight whose tools are slow; room for two pages."""
     found = 0
-    with TieredStore([host(3), disk(2)], evict=VersionAware(1)) as store:
+    with TieredStore([host(2)], evict=RolloutAware()) as store:
         for turn in range(200):
             slow = turn % 8
             for name, tool in (("a", "quick"), ("b", "quick"), (f"slow {slow}", "slow")):
@@ -102,6 +100,18 @@ def hits(host, disk, *, told):
     return found
 
 
-def test_what_rollouts_wait_for_is_learnt(host, disk, tmp_path):
-    told = hits(host, partial(disk, path=tmp_path / "told"), told=True)
-    assert told > hits(host, partial(disk, path=tmp_path / "untold"), told=False)
+def test_what_rollouts_wait_for_is_learnt(host):
+    assert hits(host, told=True) > hits(host, told=False)
+
+
+def test_the_queue_is_kept_from_its_head(host):
+    with TieredStore([host(3)], evict=RolloutAware()) as store:
+        for name in "abcd":
+            save(store, key_of(name, 0), name)
+            store.pause(name, "tool")
+            store.queue([other for other in "abcd" if other <= name])
+        assert [load(store, key_of(name, 0)) for name in "abcd"] == ["host", "host", None, "host"]
+        store.queue(["d", "a"])  # b runs now, and the engine has its pages
+        store.resume("b")
+        save(store, key_of("e", 0))
+        assert [load(store, key_of(name, 0)) for name in "ad"] == ["host", "host"]

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from primeblocks.kvoffload import PageKey
-from primeblocks.kvoffload.evict import VersionAware, arc, lru
+from primeblocks.kvoffload.evict import RolloutAware, VersionAware, lru
 from tests.kvoffload.store.schedules import Disk, Simulation
 
 pytestmark = pytest.mark.stress
@@ -52,7 +52,9 @@ def drive(simulation, chance, *, calls, content_addressed):
                 chance.choice([simulation.hang, simulation.fill, simulation.rest])()
 
 
-@pytest.mark.parametrize("evict", [lru, arc, VersionAware(1)], ids=["lru", "arc", "version aware"])
+@pytest.mark.parametrize(
+    "evict", [lru, VersionAware(1), RolloutAware(1)], ids=["lru", "version aware", "rollout aware"]
+)
 @pytest.mark.parametrize("through", [False, True], ids=["back", "through"])
 def test_no_schedule_gives_a_wrong_page(evict, through, full):
     flushed = 0

@@ -2,7 +2,7 @@
 
 from primeblocks.errors import CorruptionError
 from primeblocks.kvoffload import PageKey
-from primeblocks.kvoffload.evict import lru
+from primeblocks.kvoffload.evict import VersionAware, lru
 from primeblocks.kvoffload.store.catalogue import Catalogue
 from primeblocks.kvoffload.store.level import Level
 from primeblocks.kvoffload.store.moves import (
@@ -192,7 +192,7 @@ def rollouts(ledger, number):
 
 def test_rollouts_go_down_and_up_with_their_pages():
     below = disk()
-    steps = Steps(1, below)
+    steps = Steps(1, below, evict=VersionAware(9))
     host = steps.catalogue._ledger
     steps.save(0, users=("one",))
     steps.load(0, users=("two",))
@@ -209,7 +209,7 @@ def test_rollouts_go_down_and_up_with_their_pages():
 
 def test_a_page_that_is_saved_from_leaving_keeps_its_rollouts():
     below = disk()
-    steps = Steps(1, below)
+    steps = Steps(1, below, evict=VersionAware(9))
     steps.save(0, users=("one",))
     _, (write,) = steps.save(1, hold=Write)
     steps.load(0, users=("two",), hold=Write)
@@ -218,7 +218,7 @@ def test_a_page_that_is_saved_from_leaving_keeps_its_rollouts():
 
 
 def test_a_rollout_ends_once_for_a_page_that_leaves_again():
-    steps = Steps(1, disk())
+    steps = Steps(1, disk(), evict=VersionAware(9))
     host = steps.catalogue._ledger
     steps.save(0, users=("one",))
     steps.save(1, hold=Write)  # For which page 0 has to leave, again and again.
@@ -250,6 +250,6 @@ def test_one_page_in_sixteen_is_written_before_its_frame_is_needed():
 
 
 def test_a_page_of_a_shared_tier_has_the_rollout_that_asked():
-    steps = Steps(1, common())
+    steps = Steps(1, common(), evict=VersionAware(9))
     steps.load(5, users=("one",), shared={5})
     assert rollouts(steps.catalogue._ledger, 5) == {"one"}

@@ -5,7 +5,7 @@ import pytest
 
 from primeblocks.errors import CorruptionError
 from primeblocks.kvoffload import TieredStore
-from primeblocks.kvoffload.evict import lru
+from primeblocks.kvoffload.evict import VersionAware, lru
 from primeblocks.kvoffload.store.catalogue import Catalogue
 from primeblocks.kvoffload.store.level import Level
 from primeblocks.kvoffload.store.moves import (
@@ -118,7 +118,7 @@ def test_a_page_that_is_used_before_it_left_was_not_evicted():
 @pytest.mark.parametrize("held", [CopyIn, Write])
 def test_a_rollout_that_ended_stays_ended(held):
     level = Level("disk", [], capacity_pages=8, shared=False)
-    catalogue, _ = catalogue_of(1, [level])
+    catalogue, _ = catalogue_of(1, [level], evict=VersionAware(9))
     put(catalogue, 0, users=("one",))
     waiting = settle(catalogue, hold=held)
     if held is Write:

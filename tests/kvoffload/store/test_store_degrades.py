@@ -301,6 +301,8 @@ def test_a_name_that_cannot_be_hashed_is_refused(host, name):
             lambda: store.load(key_of(0), into=page_of(0), rollout=name),
             lambda: store.pause(name, "pytest"),
             lambda: store.pause("a", name),
+            lambda: store.resume(name),
+            lambda: store.queue(["a", name]),
             lambda: store.end(name),
         ):
             with pytest.raises(UsageError, match="hashed"):

@@ -8,7 +8,7 @@ import pytest
 
 from primeblocks.errors import CancelledError, DeadlineError
 from primeblocks.kvoffload import PageKey, TieredStore
-from primeblocks.kvoffload.evict import VersionAware, arc, lru
+from primeblocks.kvoffload.evict import RolloutAware, VersionAware, lru
 from tests.kvoffload.conftest import PAGE
 
 pytestmark = pytest.mark.stress
@@ -96,7 +96,9 @@ class Caller:
             assert np.array_equal(into, before), "written after it was given up"
 
 
-@pytest.mark.parametrize("evict", [lru, arc, VersionAware(1)], ids=["lru", "arc", "version aware"])
+@pytest.mark.parametrize(
+    "evict", [lru, VersionAware(1), RolloutAware(1)], ids=["lru", "version aware", "rollout aware"]
+)
 @pytest.mark.parametrize("write", ["back", "through"])
 def test_threads_never_see_a_wrong_page(host, memory, evict, write, full):
     with TieredStore([host(5), memory(9)], evict=evict, write=write, copy_threads=3) as store:

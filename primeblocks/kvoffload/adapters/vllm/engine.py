@@ -47,7 +47,7 @@ def engine_args(
             `persist` is given.
         disk_bytes: their quota.
         max_staleness: evict pages of versions older than this first (see `request_args`); None
-            means least recently used.
+            keeps all versions alike.
         eviction_policy: vLLM's policy for the transit pool, "lru" or "arc".
         offload_prompt_only: leave generated tokens out.
         routes_bytes_per_token: with routed-expert capture, bytes captured for each token

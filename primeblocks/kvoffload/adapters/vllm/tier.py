@@ -34,7 +34,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from ....errors import PrimeblocksError, UsageError, check_version
 from ... import DiskTier, HostTier, PageKey, Tier, TieredStore
 from ...attachments import pack_attachments
-from ...evict import VersionAware, lru
+from ...evict import RolloutAware
 from ...jobs import Job, PageJobs
 from .routes import Tail
 
@@ -162,8 +162,7 @@ class StoreTier(SecondaryTierManager):
             replica = f"engine-{offloading_spec.config.parallel.data_parallel_index}"
             directory = os.path.join(disk_path, replica)
             tiers.append(DiskTier(directory, capacity_bytes=disk_bytes, **sizes))
-        evict = lru if max_staleness is None else VersionAware(max_staleness)
-        self._store = TieredStore(tiers, evict=evict)
+        self._store = TieredStore(tiers, evict=RolloutAware(max_staleness))
         self._persists = persist is not None
         self._salt = os.urandom(16) if persist is None else persist.encode()
         self._recipe = recipe(offloading_spec)
@@ -176,7 +175,6 @@ class StoreTier(SecondaryTierManager):
         self._reported: Counter[tuple[str, str]] = Counter()
         self._version = 0
         self._active: Counter[str] = Counter()  # requests of rollouts
-        self._queued: list[str] = []
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         request = read_request(req_context.kv_transfer_params)
@@ -201,7 +199,7 @@ class StoreTier(SecondaryTierManager):
 
     def queue(self, rollouts: list[str]) -> None:
         """Note which rollouts wait in the engine's queue, its head first."""
-        self._queued = rollouts
+        self._store.queue(rollouts)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         found = self._page_key(key, read_state(req_context)) in self._store

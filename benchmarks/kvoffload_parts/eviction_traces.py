@@ -1,11 +1,11 @@
-"""Agentic rollouts in time: the pages that they ask for, when, and what they wait for."""
+"""Rollouts in time: the pages that they ask for, when, and what they wait for."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from ..page import PageKey
+from primeblocks.kvoffload import PageKey
 
 __all__ = ["Advance", "End", "Event", "Trace", "Use", "Wait"]
 
@@ -26,7 +26,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The start of a wait: no writing until `what`, a tool or the queue, is over."""
+    """The start of a wait: no writing until `what`, a tool or the "queue", is over."""
 
     rollout: Hashable
     what: Hashable
@@ -62,7 +62,3 @@ class Trace:
     working_pages: int
     rollouts: int = 0
     dropped: int = 0
-
-    def without_waits(self) -> Trace:
-        """Return the same trace for a tier that is not told what rollouts wait for."""
-        return replace(self, events=tuple(e for e in self.events if not isinstance(e, Wait)))

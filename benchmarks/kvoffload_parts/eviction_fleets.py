@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from random import Random
 from statistics import median
 
-from ...errors import PlanError
-from ..page import PageKey
-from .traces import Advance, End, Event, Trace, Use, Wait
+from primeblocks.errors import PlanError
+from primeblocks.kvoffload import PageKey
+
+from .eviction_traces import Advance, End, Event, Trace, Use, Wait
 
 __all__ = ["Agents", "Spread", "Tool", "simulate"]
 
