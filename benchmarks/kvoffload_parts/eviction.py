@@ -1,55 +1,60 @@
-"""Pages of agentic rollouts that are still there when asked for, by policy.
+"""Pages of rollouts that a tier behind an engine's own prefix cache still has, by policy.
 
-Simulated and deterministic; no clock is read. 64 rollouts in flight, in groups of 8 of one prompt;
-40 tokens a second; a version for every 16 finished rollouts, and groups that are 8 versions old are
-dropped. Medians, with the standard deviation of the logarithm in brackets.
+Simulated and deterministic; no clock is read. `eviction_engine` has the model of the engine, which
+asks the tier only for what its own cache lost. A hit is a page that was asked for and that the
+engine can use: it and all pages between it and the engine's own were there. A capacity is a share
+of the pages of the rollouts in flight, the median over all requests; `engine` is the share that the
+engine's own cache holds. 64 rollouts in flight, 40 tokens a second; medians of lengths and times,
+with the standard deviation of the logarithm in brackets. Five families:
 
-The family of the figures, `engine`: coding agents on an engine that has room for 8, 16 or 32 of the
-64 rollouts (one with room for all would need no tier below it); the others wait for a tool, or in
-the engine's queue, turn by turn. 12288 system tokens and 1500 of the prompt (0.8), 30 turns (0.5),
-answers of 230 tokens (1.2) and of tools of 600 (1.4), contexts that end at 131072 tokens: like the
-trials of SWE-bench Pro in Inferact/codex_swebenchpro_traces (30 calls, p90 57; 12278 tokens at the
-start and 84482 at the end; 520 written a call on average). Tools by shares and times of 430,000
-calls (Zhu et al., TraceLab, arXiv:2606.30560: 76 % shell with a median of 0.85 s and a p99 of
-235 s, 11 % edits of 95 ms, 9 % reads of 36 ms; of all 61 % below 1 s, 27 % below 10 s, 8 % below
-1 min), at most 300 s. The shell is four kinds of commands, as Continuum (Li et al.,
-arXiv:2511.02230) tells tools apart by a command's first word. That split is ours, such that those
-numbers come out (0.9 s and 150 s; 60 %, 27 %, 9 %). Other families, printed beside:
+- `queue`: coding agents on an engine that runs 8, 16 or 32 of the 64 and holds as much; the others
+  wait for a tool, or in the engine's queue, turn by turn. 12288 system tokens, 1500 of the prompt
+  (0.8), 30 turns (0.5), answers of 230 tokens (1.2) and of tools of 600 (1.4), contexts that end at
+  131072 tokens: like the trials of SWE-bench Pro in Inferact/codex_swebenchpro_traces. Tools by
+  shares and times of 430,000 calls (Zhu et al., TraceLab, arXiv:2606.30560). The shell is four
+  kinds of commands, as Continuum (Li et al., arXiv:2511.02230) tells tools apart by a command's
+  first word; that split is ours, such that TraceLab's numbers come out. `shell`: one name for all
+  four, 16 running.
+- `no_queue`: the same where the engine runs all 64 and holds `half` or `most` (three quarters) of
+  their pages; `shell`: most, one name; and shorter agents with one tool and an engine that holds
+  half: `coding` (3 s, 1.5), `tests` (30 s, 0.5), `search` (1 s, 0.5).
+- `samples`: one turn, 16 samples of each of 64 prompts, begun in turn, so that an engine that is
+  short of memory has lost a prompt when the next sample begins.
+- `chat`: people answer after a minute (1.0) and leave after 6 turns (0.6), without a word.
+- `partial`: rollouts go on with new weights and compute their context again; a version for every 8
+  finished ones. `max_staleness` is 0.
 
-- `one_shell`: the same with room for 16, where the tier is told "shell" for all four.
-- `all_run`: the same, where the engine has room for all, so nobody queues.
-- `independent`: four fleets without queues, whose pauses nothing announces. coding: 15 turns (0.6),
-  answers of 200 tokens (0.8), one tool of 3 s (1.5) and 400 tokens (1.0). fresh: at most 4 versions
-  behind, which drops one in five. tests: a tool of 30 s (0.5). search: 8 turns (0.5), a tool of
-  1 s (0.5) and 1500 tokens (0.7); a version for every 64 rollouts.
-
-A capacity is a share of the pages of the rollouts in flight, the median over all requests. A hit is
-a page that was asked for, by a rollout that the trainer may still use, and was there; `prefix`
-counts those that were there with all pages before them, which an engine can use. Requests that fill
-the tier at the start count as well. LRU, ARC and Belady make no
-use of what rollouts wait for; `untold` is `VersionAware` with named rollouts alone. Belady knows
-how long each answer and each tool will take; `bound`, of families without a queue, is the most that
-a policy without such knowledge can have (`eviction_bound`). Reported seeds start at 0; the policy
-was chosen on seeds from 101 on, and has no constants that were fitted.
+The policies of the package are told who waits for what, who runs, the queue, and, except in `chat`,
+who has ended. Belady knows which page is asked for when. Seeds start at 0; the policy was chosen on
+seed 101.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from statistics import median
 
-from primeblocks.kvoffload.evict.belady import belady, play
-from primeblocks.kvoffload.evict.fleets import Agents, Spread, Tool, simulate
+from primeblocks.kvoffload.evict import (
+    Choice,
+    RolloutAware,
+    Snapshot,
+    VersionAware,
+    by_schedule,
+    ended,
+    facts_of,
+    lru,
+)
 
-from primeblocks.kvoffload.evict import VersionAware, arc, lru
+from .eviction_engine import Behind, Ours, Queue, Resume, behind, play
+from .eviction_fleets import Agents, Spread, Tool, simulate
+from .eviction_policies import Arc, Belady, LfuDa, Lru, S3Fifo, Sieve
+from .eviction_traces import End, Wait
 
-from .eviction_bound import bound
-
-__all__ = ["figures"]
+__all__ = ["FAMILIES", "Fleet", "figures", "hits"]
 
 ANSWERS = Spread(600, 1.4, 20_000)
 SHELL = {"look": (0.4, 0.58), "script": (2.5, 0.26), "test": (15, 0.11), "build": (60, 0.05)}
@@ -71,9 +76,25 @@ def tools(*, shell: str | None = None) -> tuple[Tool, ...]:
     )
 
 
-ALL_RUN = Agents(
+@dataclass(frozen=True)
+class Fleet:
+    """Agents, and the engine in front of the tier.
+
+    Args:
+        engine: share of their pages that the engine's own cache holds.
+        says_ends: whether the tier is told that a rollout has ended.
+        max_staleness: that of the policies which look at versions.
+    """
+
+    agents: Agents
+    engine: float
+    says_ends: bool = True
+    max_staleness: int = 8
+
+
+AGENTS = Agents(
     step_s=60,
-    num_versions=8,
+    num_versions=4,
     system_tokens=12_288,
     prompt_tokens=Spread(1500, 0.8, 8000),
     turns=Spread(30, 0.5, 100),
@@ -82,111 +103,166 @@ ALL_RUN = Agents(
     max_tokens=131_072,
     page_tokens=2048,
 )
-CODING = Agents()
-FAMILIES: dict[str, dict[str, Agents]] = {
-    "engine": {f"{room} of 64": replace(ALL_RUN, running=room) for room in (8, 16, 32)},
-    "one_shell": {"16 of 64": replace(ALL_RUN, running=16, tools=tools(shell="shell"))},
-    "all_run": {"64 of 64": ALL_RUN},
-    "independent": {
-        "coding": CODING,
-        "fresh": replace(CODING, max_staleness=4),
-        "tests": replace(CODING, tools=(Tool("tool", Spread(30, 0.5), Spread(400, 1.0, 8000)),)),
-        "search": replace(
-            CODING,
-            batch=64,
-            num_versions=6,
-            turns=Spread(8, 0.5, 30),
-            tools=(Tool("tool", Spread(1, 0.5), Spread(1500, 0.7, 8000)),),
+SHORT = Agents(num_versions=8)
+SEARCH = Tool("tool", Spread(1, 0.5), Spread(1500, 0.7, 8000))
+SAMPLES = replace(
+    SHORT,
+    samples=16,
+    groups=64,
+    batch=64,
+    prompt_tokens=Spread(6000, 0.8, 16_000),
+    turns=Spread(1, 0),
+    answer_tokens=Spread(3000, 1.0, 16_000),
+)
+CHAT = replace(
+    SHORT,
+    samples=1,
+    batch=64,
+    max_staleness=100,
+    prompt_tokens=Spread(300, 0.8, 4000),
+    turns=Spread(6, 0.6, 40),
+    answer_tokens=Spread(300, 0.8, 4000),
+    tools=(Tool("person", Spread(60, 1.0, 1800), Spread(100, 1.0, 4000)),),
+)
+
+
+def _queue(running: int, **how: object) -> Fleet:
+    return Fleet(replace(AGENTS, running=running, **how), running / AGENTS.concurrent)
+
+
+FAMILIES: dict[str, dict[str, Fleet]] = {
+    "queue": {f"{room} of 64": _queue(room) for room in (8, 16, 32)}
+    | {"shell": _queue(16, tools=tools(shell="shell"))},
+    "no_queue": {
+        "half": Fleet(AGENTS, 0.5),
+        "most": Fleet(AGENTS, 0.75),
+        "shell": Fleet(replace(AGENTS, tools=tools(shell="shell")), 0.75),
+        "coding": Fleet(SHORT, 0.5),
+        "tests": Fleet(replace(SHORT, tools=(Tool("tool", Spread(30, 0.5), ANSWERS),)), 0.5),
+        "search": Fleet(replace(SHORT, batch=64, turns=Spread(8, 0.5, 30), tools=(SEARCH,)), 0.5),
+    },
+    "samples": {
+        "half": Fleet(SAMPLES, 0.5),
+        "16 of 64": Fleet(replace(SAMPLES, running=16), 0.25),
+    },
+    "chat": {
+        "quarter": Fleet(CHAT, 0.25, says_ends=False),
+        "half": Fleet(CHAT, 0.5, says_ends=False),
+    },
+    "partial": {
+        "half": Fleet(replace(AGENTS, batch=8, partial=True), 0.5, max_staleness=0),
+        "16 of 64": Fleet(
+            replace(AGENTS, batch=8, partial=True, running=16), 0.25, max_staleness=0
         ),
     },
 }
-BOUNDED = ("all_run", "independent")
 CAPACITIES = (0.25, 0.5, 0.75, 1.0, 1.5)
-SEEDS = {"engine": 3, "one_shell": 2, "all_run": 2, "independent": 2}
-POLICIES = ("lru", "arc", "untold", "version", "belady")
+SEEDS = 2
+PEERS = {"lru": Lru, "sieve": Sieve, "s3-fifo": S3Fifo, "lfu-da": LfuDa, "arc": Arc}
+POLICIES = (*PEERS, "belady", "versions", "schedule", "no versions", "ours")
 
-Rates = dict[str, float]
+Hits = dict[str, int]
 Figures = dict[str, tuple[float, str, str]]
+_FIGURE = "kvoffload.evict.behind_engine_cache"
 
 
-def figures(*, seeds: Mapping[str, int] = SEEDS) -> Figures:
+@dataclass(frozen=True)
+class BySchedule:
+    """The scheduler's state without the means of the waits."""
+
+    facts = facts_of(ended, by_schedule)
+
+    def __call__(self, snapshot: Snapshot) -> Choice:
+        return ended(snapshot) or by_schedule(snapshot) or lru(snapshot)
+
+
+def figures(*, seeds: int = SEEDS) -> Figures:
     """Medians over fleets, capacities and seeds, after a table."""
     answer: Figures = {}
+    head = ("fleet", "capacity", "asked", "LRU hits", *POLICIES[1:])
+    print("\nbehind an engine's own cache: hits over LRU's, medians of seeds")
+    every: list[float] = []
     for family, fleets in FAMILIES.items():
-        found = _family(family, fleets, seeds=seeds[family])
-        everything = [rates for by_share in found.values() for rates in by_share]
-        if family != "engine":
-            answer |= _ratios(everything, f".{family}", bounded=family in BOUNDED)
-            continue
-        answer |= _ratios(everything)
-        for share, rates in found.items():
-            answer |= _ratios(rates, f".capacity_{share:.0%}".rstrip("%"))
-        for figure, ours, theirs in (
-            ("hit_ratio_vs_lru.untold", "untold", "lru"),
-            ("prefix_hit_ratio_vs_lru", "version prefix", "lru prefix"),
-        ):
-            ratio = median(one[ours] / one[theirs] for one in everything)
-            answer[f"kvoffload.evict.{figure}"] = ratio, "ratio", "LRU"
+        print(f"\n{family}\n" + "".join(f"{name:>12}" for name in head))
+        found = _family(fleets, seeds=seeds)
+        for name in fleets:
+            rows = {share: found[name, share] for share in CAPACITIES}
+            for share, row in rows.items():
+                print(_row(name, share, row), flush=True)
+            fleet = [_over(one, "ours") for row in rows.values() for one in row]
+            every.append(median(fleet))
+            answer[f"{_FIGURE}.{family}.{name.replace(' ', '_')}.hit_ratio_vs_lru"] = (
+                every[-1],
+                "ratio",
+                "LRU",
+            )
+        answer |= _medians(family, found)
+    answer[f"{_FIGURE}.hit_ratio_vs_lru.worst_fleet"] = min(every), "ratio", "LRU"
     return answer
 
 
-def _family(family: str, fleets: Mapping[str, Agents], *, seeds: int) -> dict[float, list[Rates]]:
-    head = ("rollouts", "capacity", *POLICIES, "/lru", "/arc", "/belady", "prefix")
-    print(f"\n{family}: hit rates, medians of seeds; prefix: its share of the hits of version")
-    print("".join(f"{name:>10}" for name in head) + f"{'bound':>10}" * (family in BOUNDED))
-    found: dict[float, list[Rates]] = {share: [] for share in CAPACITIES}
-    jobs = [(name, share, seed) for name in fleets for share in CAPACITIES for seed in range(seeds)]
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        work = partial(_rates, fleets, bounded=family in BOUNDED)
-        rates = dict(zip(jobs, pool.map(work, jobs), strict=True))
-    for name in fleets:
-        for share in CAPACITIES:
-            rows = [rates[name, share, seed] for seed in range(seeds)]
-            print(_row(name, share, rows), flush=True)
-            found[share] += rows
+def _medians(family: str, found: Mapping[tuple[str, float], list[Hits]]) -> Figures:
+    answer: Figures = {}
+    short = [one for (_, share), row in found.items() if share < 1 for one in row]
+    for name in POLICIES[1:]:
+        ratio = median(_over(one, name) for one in short)
+        figure = f"{_FIGURE}.{family}.short_of_room.{name.replace(' ', '_')}.hit_ratio_vs_lru"
+        answer[figure] = ratio, "ratio", "LRU"
+    worst = min(_over(one, "ours") for row in found.values() for one in row)
+    answer[f"{_FIGURE}.{family}.worst_row.hit_ratio_vs_lru"] = worst, "ratio", "LRU"
+    if family == "queue":
+        ratio = median(_over(one, "ours") for one in short)
+        answer[f"{_FIGURE}.hit_ratio_vs_lru"] = ratio, "ratio", "LRU"
+    return answer
+
+
+def _family(fleets: Mapping[str, Fleet], *, seeds: int) -> dict[tuple[str, float], list[Hits]]:
+    jobs = [(name, seed) for name in fleets for seed in range(seeds)]
+    found: dict[tuple[str, float], list[Hits]] = {}
+    with ProcessPoolExecutor(max_workers=2, mp_context=get_context("spawn")) as pool:
+        for (name, _), rows in zip(jobs, pool.map(partial(_play, fleets), jobs), strict=True):
+            for share, row in rows.items():
+                found.setdefault((name, share), []).append(row)
     return found
 
 
-def _rates(fleets: Mapping[str, Agents], job: tuple[str, float, int], *, bounded: bool) -> Rates:
-    name, share, seed = job
-    agents = fleets[name]
-    trace = simulate(agents, seed=seed)
-    pages = max(1, round(share * trace.working_pages))
-    ours, untold = VersionAware(agents.max_staleness), trace.without_waits()
-    played = {
-        "lru": play(untold, evict=lru, capacity_pages=pages),
-        "arc": play(untold, evict=arc, capacity_pages=pages),
-        "untold": play(untold, evict=ours, capacity_pages=pages),
-        "version": play(trace, evict=ours, capacity_pages=pages),
-        "belady": belady(untold, capacity_pages=pages),
-    }
-    rates = {name: outcome.hit_rate for name, outcome in played.items()}
-    for name in ("lru", "version"):
-        rates[f"{name} prefix"] = played[name].prefix_hits / played[name].asked
-    if bounded:
-        rates["bound"] = min(rates["belady"], bound(trace, capacity_pages=pages))
-    return rates
-
-
-def _over(rates: Sequence[Rates], other: str) -> float:
-    return median(one["version"] / one[other] for one in rates)
-
-
-def _ratios(rates: Sequence[Rates], tail: str = "", *, bounded: bool = False) -> Figures:
-    names = {
-        "hit_ratio_vs_lru": "lru",
-        "hit_ratio_vs_arc": "arc",
-        "fraction_of_belady": "belady",
-    } | ({"fraction_of_bound": "bound"} if bounded else {})
+def _play(fleets: Mapping[str, Fleet], job: tuple[str, int]) -> dict[float, Hits]:
+    name, seed = job
+    fleet = fleets[name]
+    trace = simulate(fleet.agents, seed=seed)
+    seen = behind(trace, engine_pages=round(fleet.engine * trace.working_pages))
+    tells = (Wait, Resume, Queue, End) if fleet.says_ends else (Wait, Resume, Queue)
     return {
-        f"kvoffload.evict.{figure}{tail}": (_over(rates, other), "ratio", other)
-        for figure, other in names.items()
+        share: hits(
+            seen,
+            capacity_pages=max(1, round(share * trace.working_pages)),
+            tells=tells,
+            max_staleness=fleet.max_staleness,
+        )
+        for share in CAPACITIES
     }
 
 
-def _row(name: str, share: float, rates: Sequence[Rates]) -> str:
-    values = [median(one[policy] for one in rates) for policy in POLICIES]
-    values += [_over(rates, other) for other in ("lru", "arc", "belady")]
-    values += [median(one["version prefix"] / one["version"] for one in rates)]
-    values += [median(one["bound"] for one in rates)] if "bound" in rates[0] else []
-    return f"{name:>10}{share:>10}" + "".join(f"{value:>10.3f}" for value in values)
+def hits(seen: Behind, *, capacity_pages: int, tells: tuple[type, ...], max_staleness: int) -> Hits:
+    """Return the hits of each policy, and what was `asked`."""
+    ours = {
+        "versions": VersionAware(max_staleness),
+        "schedule": BySchedule(),
+        "no versions": RolloutAware(),
+        "ours": RolloutAware(max_staleness),
+    }
+    tiers = {name: tier(capacity_pages) for name, tier in PEERS.items()}
+    tiers |= {"belady": Belady(capacity_pages, seen)}
+    tiers |= {name: Ours(evict, capacity_pages, tells=tells) for name, evict in ours.items()}
+    return {name: play(seen, tier).hits for name, tier in tiers.items()} | {"asked": seen.asked}
+
+
+def _over(hits: Hits, name: str) -> float:
+    """One page is added to both, for tiers that are too small for any hit."""
+    return (hits[name] + 1) / (hits["lru"] + 1)
+
+
+def _row(name: str, share: float, rows: list[Hits]) -> str:
+    asked, base = (round(median(one[key] for one in rows)) for key in ("asked", "lru"))
+    ratios = (median(_over(one, policy) for one in rows) for policy in POLICIES[1:])
+    return f"{name:>12}{share:>12}{asked:>12}{base:>12}" + "".join(f"{r:>12.3f}" for r in ratios)

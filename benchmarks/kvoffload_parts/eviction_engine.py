@@ -184,7 +184,8 @@ class Ours:
     """The ledger of a store, and a policy.
 
     Args:
-        tells: kinds of steps that the tier is told beside the names of rollouts.
+        tells: kinds of steps that the tier is told.
+        names: whether it is told the names of rollouts.
     """
 
     def __init__(
@@ -193,7 +194,9 @@ class Ours:
         capacity_pages: int,
         *,
         tells: tuple[type, ...] = (Wait, Resume, Queue, End),
+        names: bool = True,
     ) -> None:
+        self._names = names
         self._evict, self._capacity, self._tells = evict, capacity_pages, tells
         self._ledger = Ledger()
         self._ledger.keep(facts_of(evict))
@@ -205,7 +208,7 @@ class Ours:
 
     def load(self, rollout: Hashable, pages: Sequence[PageKey]) -> None:
         for page in reversed(pages):
-            self._ledger.touch(page, rollouts=(rollout,))
+            self._ledger.touch(page, rollouts=(rollout,) if self._names else ())
 
     def save(self, rollout: Hashable, page: PageKey) -> None:
         if len(self._keys) >= self._capacity:
@@ -213,7 +216,7 @@ class Ours:
             self._ledger.remove(victim)
             self._keys.remove(victim)
         self._keys.add(page)
-        self._ledger.touch(page, rollouts=(rollout,))
+        self._ledger.touch(page, rollouts=(rollout,) if self._names else ())
 
     def note(self, step: Step) -> None:
         if isinstance(step, Advance):

@@ -63,6 +63,9 @@ class Agents:
         running: rollouts that the engine has room for at once; the others queue for it, first come,
             first served, turn by turn. None means all.
         samples: rollouts of one prompt; they share its pages.
+        groups: prompts whose samples begin in turn; with 1, those of one prompt begin in a row.
+        partial: a rollout goes on with the newest version in each turn, and computes its context
+            again; otherwise it keeps the one that its group began with, or is dropped.
         batch: rollouts that the trainer waits for before it makes the next version.
         step_s: least seconds between two versions.
         max_staleness: versions that a group may be behind.
@@ -83,6 +86,8 @@ class Agents:
     concurrent: int = 64
     running: int | None = None
     samples: int = 8
+    groups: int = 1
+    partial: bool = False
     batch: int = 16
     step_s: float = 30.0
     max_staleness: int = 8
@@ -97,7 +102,15 @@ class Agents:
     page_tokens: int = 512
 
     def __post_init__(self) -> None:
-        for name in ("concurrent", "samples", "batch", "num_versions", "max_tokens", "page_tokens"):
+        for name in (
+            "concurrent",
+            "samples",
+            "groups",
+            "batch",
+            "num_versions",
+            "max_tokens",
+            "page_tokens",
+        ):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} must be at least 1; got {getattr(self, name)}")
         if self.running is not None and self.running < 1:
@@ -127,6 +140,7 @@ class _Rollout:
     group: _Group
     turns: int
     tokens: int
+    version: int
     pages: list[PageKey] = field(default_factory=list)
     writing: bool = False
     over: bool = False
@@ -142,7 +156,7 @@ class _Play:
         self.dropped = 0
         self.begun = 0
         self.prompts = 0
-        self.group: _Group | None = None
+        self.groups: deque[_Group] = deque()
         self.again: deque[int] = deque()  # prompt lengths of dropped groups
         self.known: set[PageKey] = set()
         self.users: Counter[PageKey] = Counter()
@@ -172,14 +186,20 @@ class _Play:
         return Trace(tuple(self.events), working, self.begun, self.dropped)
 
     def begin(self) -> None:
-        """Begin the next sample of the current group, or the first of the next."""
-        if self.group is None or self.group.begun == self.agents.samples:
-            self.group = self.next_group()
-        group = self.group
+        """Begin the next sample of the group whose turn it is, or of a new one."""
+        agents = self.agents
+        oldest = 0 if agents.partial else self.version - agents.max_staleness
+        self.groups = deque(
+            one for one in self.groups if one.begun < agents.samples and one.version >= oldest
+        )
+        if len(self.groups) < agents.groups:
+            self.groups.appendleft(self.next_group())
+        group = self.groups.popleft()
+        self.groups.append(group)
         group.begun += 1
         turns = max(1, round(self.agents.turns.draw(self.random)))
         tokens = self.agents.system_tokens + group.prompt_tokens
-        rollout = _Rollout(self.begun, group, turns, tokens)
+        rollout = _Rollout(self.begun, group, turns, tokens, group.version)
         self.begun += 1
         self.live[rollout.number] = rollout
         self.later(rollout, 0.0)
@@ -195,6 +215,9 @@ class _Play:
 
     def ask(self, rollout: _Rollout) -> None:
         """Begin a turn: all pages so far are read or computed, then the model writes."""
+        if self.agents.partial and rollout.version < self.version:
+            self.forget(rollout)
+            rollout.version = self.version
         self.grow(rollout)
         asked = sum(page in self.known for page in rollout.pages)
         self.events.append(Use(rollout.number, tuple(rollout.pages), asked))
@@ -244,10 +267,14 @@ class _Play:
         rollout.over = True
         self.room += rollout.writing
         del self.live[rollout.number]
+        self.forget(rollout)
+
+    def forget(self, rollout: _Rollout) -> None:
         self.users.subtract(rollout.pages)
         for page in rollout.pages:
             if not self.users[page]:
                 del self.users[page]
+        rollout.pages = []
 
     def advance(self) -> None:
         """Make the next version if batch and trainer are ready; end groups that are too old."""
@@ -258,11 +285,15 @@ class _Play:
         self.stepped = self.now
         self.version += 1
         self.events.append(Advance(self.version))
-        old = [
-            rollout
-            for rollout in self.live.values()
-            if self.version - rollout.group.version > agents.max_staleness
-        ]
+        old = (
+            []
+            if agents.partial
+            else [
+                rollout
+                for rollout in self.live.values()
+                if self.version - rollout.group.version > agents.max_staleness
+            ]
+        )
         for group in dict.fromkeys(rollout.group for rollout in old):
             self.again.append(group.prompt_tokens)
             group.begun = agents.samples
@@ -280,6 +311,6 @@ class _Play:
             owner = (
                 "s" if at < system else f"p{group.number}" if at < shared else f"r{rollout.number}"
             )
-            key = PageKey(str(group.version), f"{owner}/{at}".encode(), version=group.version)
+            key = PageKey(str(rollout.version), f"{owner}/{at}".encode(), version=rollout.version)
             rollout.pages.append(key)
             self.users[key] += 1

@@ -144,7 +144,9 @@ class Rollouts:
         if state == "queues":
             expected = waits.service(position + 1)
         else:
-            expected = waits.expected(reason, age=tick - since, queue=len(self._queue) + 1)
+            expected = waits.expected(
+                reason, age=tick - since, queue=len(self._queue) + 1, runs=state == "runs"
+            )
         page = rollout.own[next(reversed(rollout.own))]
         return Live(page, state, since, position, expected)
 

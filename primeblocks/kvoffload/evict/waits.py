@@ -8,6 +8,7 @@ __all__ = ["Waits"]
 
 _MEMORY = 64  # a mean follows the last of so many
 _REASONS = 64  # others count as any wait
+_RUNS = 1.5  # who runs waits later: half a mean wait, or more, from now
 _LOST = 8  # who has waited so many times the mean may not come back
 
 
@@ -44,12 +45,12 @@ class Waits:
         """Return the ticks until so many have been served."""
         return position * self._service.value
 
-    def expected(self, reason: Hashable, *, age: int, queue: int) -> float:
-        """Return the ticks of a wait, and of the queue behind it; any wait, for one who runs.
+    def expected(self, reason: Hashable, *, age: int, queue: int, runs: bool = False) -> float:
+        """Return the ticks of a wait, and of the queue behind it.
 
         Who has waited for much longer is expected after as long again, and so is everybody while
         nothing is known: that is the order of least recent use.
         """
-        mean = self._by_reason.get(reason, self._any)
-        ticks = mean.value + self.service(queue)
+        mean = self._any if runs else self._by_reason.get(reason, self._any)
+        ticks = mean.value * (_RUNS if runs else 1) + self.service(queue)
         return float(age) if mean.count == 0 or age > _LOST * ticks else ticks

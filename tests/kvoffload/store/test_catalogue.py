@@ -41,7 +41,7 @@ def drive(simulation, chance, *, calls, content_addressed):
                 version += 1
                 simulation.catalogue.version = version
             case 11:
-                simulation.catalogue.end(chance.choice(["one", "two"]))
+                tell(simulation.catalogue, chance)
             case 12:
                 simulation.damage()
             case 13 if not content_addressed and chance.random() < 0.3:
@@ -50,6 +50,19 @@ def drive(simulation, chance, *, calls, content_addressed):
                 simulation.flush()
             case 15 if simulation.disks:
                 chance.choice([simulation.hang, simulation.fill, simulation.rest])()
+
+
+def tell(catalogue, chance):
+    name = chance.choice(["one", "two"])
+    match chance.randrange(4):
+        case 0:
+            catalogue.end(name)
+        case 1:
+            catalogue.note(lambda ledger: ledger.pause(name, "tool"))
+        case 2:
+            catalogue.note(lambda ledger: ledger.resume(name))
+        case 3:
+            catalogue.note(lambda ledger: ledger.queue([name]))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,187 @@
+"""A trace is what a fleet of agents may really do."""
+
+from collections import Counter
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.kvoffload_parts.eviction_fleets import Agents, Spread, Tool, simulate
+from benchmarks.kvoffload_parts.eviction_traces import Advance, End, Use, Wait
+from primeblocks.errors import PlanError
+
+SMALL = Agents(
+    concurrent=6, samples=3, batch=3, step_s=5.0, max_staleness=1, num_versions=6,
+    system_tokens=600, prompt_tokens=Spread(700, 0.5), turns=Spread(4, 0.5), max_tokens=6000,
+)  # fmt: skip
+
+TOOLS = (
+    Tool("look", Spread(0.1, 1.0), Spread(400, 1.0), share=3),
+    Tool("test", Spread(30, 0.5), Spread(900, 1.0), share=1),
+)
+
+agents = st.builds(
+    replace,
+    st.just(SMALL),
+    concurrent=st.integers(1, 9),
+    samples=st.integers(1, 4),
+    batch=st.integers(1, 4),
+    max_staleness=st.integers(0, 3),
+    system_tokens=st.sampled_from([0, 100, 256, 1000]),
+    running=st.none() | st.integers(1, 9),
+    groups=st.integers(1, 3),
+    tools=st.sampled_from([SMALL.tools, TOOLS]),
+)
+
+
+@settings(max_examples=30)
+@given(agents, st.integers(0, 99))
+def test_every_trace_obeys_the_rules(agents, seed):
+    trace = simulate(agents, seed=seed)
+    assert trace == simulate(agents, seed=seed)
+    version, live, writing, due, seen, chains = 0, set(), set(), set(), set(), {}
+    for event in trace.events:
+        if isinstance(event, Advance):
+            version += 1
+            assert event.version == version
+            old = version - agents.max_staleness
+            due = {r for r in live if chains[r] and chains[r][0].version < old}
+        elif isinstance(event, End):
+            live.discard(event.rollout)  # dropped, perhaps before its first request
+            writing.discard(event.rollout)
+        elif isinstance(event, Wait):
+            assert event.what in {tool.what for tool in agents.tools} | {"queue"}
+            if event.what == "queue":
+                assert len(writing) == agents.running
+            else:
+                writing.remove(event.rollout)
+        else:
+            rollout, pages = event.rollout, event.pages
+            # No inadmissible rollout asks: those that became too old have ended.
+            assert rollout not in due & live
+            assert {key.version for key in pages} <= set(range(version + 1))
+            assert all(version - key.version <= agents.max_staleness for key in pages)
+            assert len({key.version for key in pages}) <= 1
+            asked = [key in seen for key in pages]
+            assert asked == [True] * event.asked + [False] * (len(pages) - event.asked)
+            chain = chains.setdefault(rollout, [])
+            if event.asked or not chain:
+                assert list(pages[: len(chain)]) == chain
+                chain[:] = pages
+            elif pages[0] not in chain:
+                chain += pages
+            writing.add(rollout)
+            assert len(writing) <= (agents.running or agents.concurrent)
+            seen.update(pages)
+            live.add(rollout)
+            assert len(live) <= agents.concurrent
+    assert version == agents.num_versions
+
+
+def test_siblings_share_their_prompt_and_all_share_the_system_prompt():
+    trace = simulate(SMALL, seed=0)
+    users = {}
+    for event in trace.events:
+        if isinstance(event, Use):
+            for key in event.pages:
+                users.setdefault(key, set()).add(event.rollout)
+    shared = Counter(key.hash[:1] for key, who in users.items() if len(who) > 1)
+    assert shared[b"s"]
+    assert shared[b"p"]
+    assert not shared[b"r"]
+    assert max(len(who) for key, who in users.items() if key.hash[:1] == b"p") == SMALL.samples
+
+
+def test_rollouts_that_become_too_old_are_dropped_and_asked_again():
+    slow = replace(SMALL, max_staleness=0, tools=(Tool("tool", Spread(5, 2.0), Spread(400, 1.0)),))
+    trace = simulate(slow, seed=3)
+    assert 0 < trace.dropped < trace.rollouts
+    never = simulate(replace(slow, max_staleness=slow.num_versions), seed=3)
+    assert never.dropped == 0
+
+
+def test_contexts_grow_turn_by_turn():
+    trace = simulate(SMALL, seed=1)
+    lengths = {}
+    for event in trace.events:
+        if isinstance(event, Use) and event.asked:
+            lengths.setdefault(event.rollout, []).append(len(event.pages))
+    assert all(found == sorted(found) for found in lengths.values())
+    assert max(len(found) for found in lengths.values()) > 3
+    assert 0 < trace.working_pages < SMALL.concurrent * SMALL.max_tokens // SMALL.page_tokens
+
+
+def waits_of(trace, what):
+    return [event for event in trace.events if isinstance(event, Wait) and event.what == what]
+
+
+def test_an_engine_with_room_for_few_makes_the_others_queue():
+    assert not waits_of(simulate(SMALL, seed=1), "queue")
+    assert waits_of(simulate(replace(SMALL, running=1), seed=1), "queue")
+
+
+def test_the_queue_is_served_in_its_order():
+    trace = simulate(replace(SMALL, running=2, max_staleness=6), seed=4)
+    queue = []
+    for event in trace.events:
+        if isinstance(event, Wait) and event.what == "queue":
+            queue.append(event.rollout)
+        elif isinstance(event, Use) and event.rollout in queue:
+            assert queue.pop(0) == event.rollout
+
+
+def test_tools_are_called_by_their_shares():
+    trace = simulate(replace(SMALL, tools=TOOLS, num_versions=20), seed=0)
+    looks, tests = len(waits_of(trace, "look")), len(waits_of(trace, "test"))
+    assert 2 < looks / tests < 4
+
+
+def test_groups_begin_in_turn():
+    turns = replace(SMALL, groups=3, samples=2, num_versions=1, prompt_tokens=Spread(2000, 0))
+    prompts = {}
+    for event in simulate(turns, seed=0).events:
+        if isinstance(event, Use):
+            found = [key.hash.split(b"/")[0] for key in event.pages if key.hash[:1] == b"p"]
+            prompts.setdefault(event.rollout, found[:1])
+    began = [prompts[rollout] for rollout in range(6)]
+    assert began[:3] == began[3:]
+    assert len(set(map(str, began))) == 3
+
+
+def test_partial_rollouts_go_on_with_the_newest_version():
+    trace = simulate(replace(SMALL, partial=True, num_versions=4), seed=2)
+    version, moved, last = 0, 0, {}
+    for event in trace.events:
+        if isinstance(event, Advance):
+            version = event.version
+        elif isinstance(event, Use) and event.pages:
+            (own,) = {key.version for key in event.pages}
+            moved += last.get(event.rollout, own) < own
+            assert last.get(event.rollout, own) <= own <= version
+            last[event.rollout] = own
+    assert moved
+    assert trace.dropped == 0
+
+
+def test_a_spread_has_its_median_and_its_end():
+    random, spread = Random(0), Spread(10, 1.0, 15)
+    draws = sorted(spread.draw(random) for _ in range(2001))
+    assert 9 < draws[1000] < 11
+    assert draws[-1] == 15
+    assert Spread(7, 0.0).draw(random) == 7
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"concurrent": 0}, {"page_tokens": -1}, {"max_staleness": -1}, {"running": 0}],
+)
+def test_impossible_agents_are_refused(wrong):
+    with pytest.raises(PlanError, match=str(*wrong.values())):
+        replace(SMALL, **wrong)
+
+
+def test_agents_without_tools_are_refused():
+    with pytest.raises(PlanError, match="no tools"):
+        replace(SMALL, tools=())
