@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import xxhash
@@ -19,12 +20,13 @@ _SIZES = struct.Struct("<BIII")
 _TAIL = struct.Struct("<I?q")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PageKey:
     """The name of one page.
 
     Two keys are equal where all fields are equal, so a page saved under one salt, one version or
-    one recipe is never found under another.
+    one recipe is never found under another. The store's tables compare `digest`, the SHA-256 of all
+    fields, which is made once.
 
     Args:
         salt: namespace of one policy; `b""` where `hash` already contains it.
@@ -42,6 +44,7 @@ class PageKey:
     group: int = 0
     version: int | None = None
     recipe: str = ""
+    digest: bytes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.group < 1 << 32:
@@ -49,10 +52,16 @@ class PageKey:
         if self.version is not None and not -(1 << 63) <= self.version < 1 << 63:
             raise PlanError(f"a version fits in 64 bits; got {self.version}")
         try:
-            hash(self)
-            self.encode()
+            hash(self.hash)
+            object.__setattr__(self, "digest", hashlib.sha256(self.encode()).digest())
         except (UnicodeEncodeError, AttributeError, TypeError, struct.error) as error:
             raise PlanError(f"{self} cannot be written as bytes: {error}") from error
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PageKey) and self.digest == other.digest
 
     def encode(self) -> bytes:
         """Encode the key as bytes; different keys give different bytes. Local."""

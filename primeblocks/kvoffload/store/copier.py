@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from threading import Thread
 
@@ -11,60 +10,23 @@ import numpy as np
 
 from ..attachments import unpack_attachments
 from ..host import HostTier
-from ..tier import Loaded, Saved
-from .batch import Batch
-from .buffers import Pieces
+from ..tier import Loaded
+from .buffers import Buffer, copy_pages
 from .moves import CopyIn, CopyOut
 
-__all__ = ["Copied", "Copiers", "Source", "Target"]
+__all__ = ["Copiers", "Copies"]
 
-Copied = CopyIn | CopyOut
+Copies = Sequence[CopyIn | CopyOut]  # of one batch, in one direction
 
-_TOGETHER = 8
+_TOGETHER = 256
 _TICK_S = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """The origin of a page, and the packed attachments that follow it in its frame."""
-
-    batch: Batch[Saved]
-    index: int
-    pieces: Pieces
-    extra: bytes
-
-    def copy(self, frame: np.ndarray) -> bool:
-        """Fill the frame; return false if the caller gave up."""
-        with self.batch.pending.buffers() as held:
-            if held:
-                self.pieces.gather(frame)
-        end = self.pieces.nbytes
-        frame[end : end + len(self.extra)] = np.frombuffer(self.extra, dtype=np.uint8)
-        return held
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The destination of a page."""
-
-    batch: Batch[Loaded]
-    index: int
-    pieces: Pieces
-
-    def copy(self, frame: np.ndarray) -> None:
-        with self.batch.pending.buffers() as held:
-            if held:
-                self.pieces.scatter(frame)
-
-    def finish(self, tier: str | None, attachments: Mapping[str, bytes]) -> None:
-        self.batch.finish(self.index, Loaded(tier, attachments))
 
 
 class Copiers:
     """A few threads that make copies in order of arrival.
 
     Args:
-        report: called with finished moves, and whether a page was copied; while idle, with none,
+        report: called with copies that are over, and whether they were made; while idle, with none,
             ten times a second.
         broke: called with an error that ended a thread.
     """
@@ -74,13 +36,13 @@ class Copiers:
         host: HostTier,
         *,
         threads: int,
-        report: Callable[[list[tuple[Copied, bool]]], None],
+        report: Callable[[list[tuple[Copies, bool]]], None],
         broke: Callable[[BaseException], None],
     ) -> None:
         self._host = host
         self._report = report
         self._broke = broke
-        self._queue: SimpleQueue[Copied | None] = SimpleQueue()
+        self._queue: SimpleQueue[Copies | None] = SimpleQueue()
         self._threads = [
             Thread(target=self._run, name=f"primeblocks-kvoffload-copy-{number}", daemon=True)
             for number in range(threads)
@@ -88,8 +50,9 @@ class Copiers:
         for thread in self._threads:
             thread.start()
 
-    def give(self, move: Copied) -> None:
-        self._queue.put(move)
+    def give(self, copies: Copies) -> None:
+        """Give copies of one batch and in one direction, which are made together."""
+        self._queue.put(copies)
 
     def stop(self) -> list[Thread]:
         """End after the copies given so far; return the threads to be joined."""
@@ -103,7 +66,7 @@ class Copiers:
         except BaseException as error:
             self._broke(error)
 
-    def _wait(self) -> Copied | None:
+    def _wait(self) -> Copies | None:
         while True:
             try:
                 return self._queue.get(timeout=_TICK_S)
@@ -111,40 +74,48 @@ class Copiers:
                 self._report([])
 
     def _serve(self) -> None:
-        # Several are reported together: after a page has gone through the processor's caches, the
-        # store's bookkeeping is slow the first time.
-        done: list[tuple[Copied, bool]] = []
+        # Many are reported together: the store's lock may be held while more are handed out.
+        done: list[tuple[Copies, bool]] = []
+        pages = 0
         while True:
             try:
-                move = self._queue.get_nowait()  # For that reason without a timeout.
+                copies = self._queue.get_nowait()
             except Empty:
-                move = self._wait()
-            if move is None:
+                copies = self._wait()
+            if copies is None:
                 break
-            frame = self._host.frame(move.page.frame)
-            if isinstance(move, CopyIn):
-                done.append((move, self._take(move.request.source, frame)))
-            else:
-                self._give(move, frame)
-                done.append((move, True))
-            if len(done) >= _TOGETHER or self._queue.empty():
+            done.append((copies, self._copy(copies)))
+            pages += len(copies)
+            if pages >= _TOGETHER or self._queue.empty():
                 self._report(done)
-                done = []
+                done, pages = [], 0
         if done:
             self._report(done)
 
-    def _take(self, source: Source, frame: np.ndarray) -> bool:
+    def _copy(self, copies: Copies) -> bool:
+        """Make the copies; return false if the caller gave them up or they failed."""
+        copies = sorted(copies, key=lambda copy: copy.page.frame)
+        buffers: list[Buffer] = [copy.request.buffer for copy in copies]
+        batch = buffers[0].batch
         try:
-            return source.copy(frame)
+            with batch.pending.buffers() as held:
+                if held:
+                    rooms = self._host.pages([copy.page.frame for copy in copies])
+                    copy_pages(buffers, rooms, out=isinstance(copies[0], CopyOut))
+            for copy in copies:
+                if extra := copy.request.buffer.extra:
+                    end = self._host.page_bytes
+                    room = self._host.frame(copy.page.frame)[end : end + len(extra)]
+                    room[:] = np.frombuffer(extra, dtype=np.uint8)
+            batch.finish([self._loaded(copy) for copy in copies if isinstance(copy, CopyOut)])
+            return held
         except Exception as error:  # handed to the waiting caller
-            source.batch.pending.fail(error)
+            batch.pending.fail(error)
             return False
 
-    def _give(self, move: CopyOut, frame: np.ndarray) -> None:
-        target: Target = move.request.target
-        try:
-            target.copy(frame)
-            packed = frame[self._host.page_bytes : move.page.length].tobytes()
-            target.finish(move.request.tier, unpack_attachments(packed))
-        except Exception as error:  # handed to the waiting caller
-            target.batch.pending.fail(error)
+    def _loaded(self, copy: CopyOut) -> tuple[int, Loaded]:
+        size, attachments = self._host.page_bytes, {}
+        if copy.page.length > size:
+            packed = self._host.frame(copy.page.frame)[size : copy.page.length].tobytes()
+            attachments = unpack_attachments(packed)
+        return copy.request.buffer.index, Loaded(copy.request.tier, attachments)

@@ -10,10 +10,9 @@ from ..attachments import pack_attachments
 from ..host import HostTier
 from ..page import PageKey
 from ..tier import Loaded, Saved, Tier
-from .batch import Batch
-from .buffers import page_pieces
-from .copier import Source, Target
+from .buffers import page_buffer
 from .moves import LoadRequest, SaveRequest
+from .pending import Batch
 
 __all__ = ["in_order", "load_requests", "same_length", "save_requests", "users_of"]
 
@@ -38,16 +37,11 @@ def save_requests(
     users = users_of(rollout)
     requests = []
     for index, (key, page, named) in enumerate(zip(keys, pages, attachments, strict=True)):
-        pieces = page_pieces(page, page_bytes=page_bytes, writable=False)
-        extra = pack_attachments(named or {})
-        if len(extra) > attachment_bytes:
-            raise ShapeError(
-                f"the packed attachments have {len(extra)} bytes; the tiers keep "
-                f"{attachment_bytes}. Make them with attachment_bytes={len(extra)} or more."
-            )
-        source = Source(batch, index, pieces, extra)
+        buffer = page_buffer(batch, index, page, page_bytes=page_bytes, writable=False)
+        if named:
+            buffer.extra = _packed(named, attachment_bytes)
         _check(key)
-        requests.append(SaveRequest(key, page_bytes + len(extra), users, source))
+        requests.append(SaveRequest(key, page_bytes + len(buffer.extra), users, buffer))
     return requests
 
 
@@ -69,9 +63,9 @@ def load_requests(
     users = users_of(rollout)
     requests = []
     for index, (key, page) in enumerate(zip(keys, into, strict=True)):
-        pieces = page_pieces(page, page_bytes=page_bytes, writable=True)
+        buffer = page_buffer(batch, index, page, page_bytes=page_bytes, writable=True)
         _check(key)
-        requests.append(LoadRequest(key, users, Target(batch, index, pieces)))
+        requests.append(LoadRequest(key, users, buffer))
     return requests
 
 
@@ -86,6 +80,16 @@ def users_of(*names: Hashable) -> tuple[Hashable, ...]:
                 f"got {name!r}"
             ) from error
     return tuple(name for name in names if name is not None)
+
+
+def _packed(attachments: Mapping[str, bytes], room: int) -> bytes:
+    packed = pack_attachments(attachments)
+    if len(packed) > room:
+        raise ShapeError(
+            f"the packed attachments have {len(packed)} bytes; the tiers keep "
+            f"{room}. Make them with attachment_bytes={len(packed)} or more."
+        )
+    return packed
 
 
 def _check(key: PageKey) -> None:

@@ -16,13 +16,12 @@ from ..evict.evict import Evict, lru
 from ..host import HostTier
 from ..page import PageKey
 from ..tier import Loaded, Saved, Tier, TierStatistics
-from .batch import Batch
 from .catalogue import Catalogue
-from .copier import Copied, Copiers
+from .copier import Copiers, Copies
 from .level import Level, levels_of
 from .moves import Ask, CopyIn, CopyOut, LoadRequest, Read, Recall, SaveRequest, Write
 from .order import Holds, Until
-from .pending import Pending
+from .pending import Batch, Pending
 from .requests import in_order, load_requests, same_length, save_requests, users_of
 from .worker import Outcome, TierWorker
 
@@ -32,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 R = TypeVar("R", SaveRequest, LoadRequest)
 
-_PART = 16
+_TOGETHER_BYTES, _TOGETHER_PAGES = 2 << 20, 64  # of one copy
 
 
 class TieredStore:
@@ -82,6 +81,7 @@ class TieredStore:
         self.page_bytes, self.attachment_bytes = host.page_bytes, host.attachment_bytes
         self._host = host
         host.claim()
+        self._together = max(1, min(_TOGETHER_PAGES, _TOGETHER_BYTES // host.frame_bytes))
         self._answers: list[tuple[SaveRequest | LoadRequest, Saved | None]] = []
         self._catalogue = Catalogue(
             frames=host.capacity_pages,
@@ -287,8 +287,8 @@ class TieredStore:
 
     def _in_parts(self, ask: Callable[[list[R]], None], requests: list[R]) -> None:
         """Ask in parts: the first pages are copied while the catalogue looks at the others."""
-        for start in range(0, len(requests), _PART):
-            ask(requests[start : start + _PART])
+        for start in range(0, len(requests), self._together):
+            ask(requests[start : start + self._together])
             self._hand_out()
 
     def _after(self, what: Callable[[], Exception | None], *, flush: bool = False) -> Pending[None]:
@@ -308,7 +308,7 @@ class TieredStore:
                     self._look_for_lost(levels[index], self._workers[index])
                 if (error := error or missing) is not None:
                     batch.pending.fail(error)
-                batch.finish(index, None)
+                batch.finish([(index, None)])
 
             for index, worker in enumerate(self._workers):
                 worker.give(Until(partial(done, index), flush=flush))
@@ -347,11 +347,12 @@ class TieredStore:
             answers, self._answers = self._answers, []
             if self._closed:
                 self._changed.notify_all()
+            results: dict[Batch[Any], list[tuple[int, Any]]] = {}
             for request, outcome in answers:
-                if isinstance(request, SaveRequest):
-                    request.source.batch.finish(request.source.index, outcome)
-                else:
-                    request.target.finish(None, {})
+                result = Loaded(None) if outcome is None else outcome
+                results.setdefault(request.buffer.batch, []).append((request.buffer.index, result))
+            for batch, each in results.items():
+                batch.finish(each)
 
     def _break(self, error: BaseException) -> None:
         """Stop using the catalogue, which may be half changed, and tell waiting callers."""
@@ -366,21 +367,28 @@ class TieredStore:
     def _hand_out(self) -> None:
         while moves := self._catalogue.moves:
             self._catalogue.moves = []
+            together: list[Any] = []
             for move in moves:
                 if isinstance(move, CopyIn | CopyOut):
-                    self._copiers.give(move)
+                    if len(together) == self._together or not _alike(move, together):
+                        self._copiers.give(together)
+                        together = []
+                    together.append(move)
                 elif isinstance(move, Recall):
                     self._tell(self._workers[move.depth].recall())
                 else:
                     self._workers[move.depth].give(move)
+            if together:
+                self._copiers.give(together)
 
-    def _copied(self, done: list[tuple[Copied, bool]]) -> None:
+    def _copied(self, done: list[tuple[Copies, bool]]) -> None:
         def tell() -> None:
-            for move, copied in done:
-                if isinstance(move, CopyIn):
-                    self._catalogue.copied_in(move, copied=copied)
-                else:
-                    self._catalogue.copied_out(move)
+            for copies, copied in done:
+                for copy in copies:
+                    if isinstance(copy, CopyIn):
+                        self._catalogue.copied_in(copy, copied=copied)
+                    else:
+                        self._catalogue.copied_out(copy)
             if not done:
                 self._catalogue.tick()
 
@@ -398,3 +406,11 @@ class TieredStore:
                     self._catalogue.read(outcome.move, length=outcome.length, error=outcome.error)
                 case Ask():
                     self._catalogue.asked(outcome.move, held=outcome.held)
+
+
+def _alike(move: CopyIn | CopyOut, copies: list[Any]) -> bool:
+    """Whether a copy can be made together with these: of one batch, in one direction."""
+    if not copies:
+        return True
+    first = copies[0]
+    return type(move) is type(first) and move.request.buffer.batch is first.request.buffer.batch
