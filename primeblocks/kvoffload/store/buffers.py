@@ -20,7 +20,7 @@ _Fences = dict[torch.device, torch.cuda.Event]
 
 # Above it torch would start threads of its own for one copy: it counts elements, at most 32,768.
 _SERIAL_BYTES = 32 << 10
-_WIDE_BYTES = 8 * _SERIAL_BYTES
+_WIDE_BYTES = 64 << 10  # larger ones are faster one by one
 
 
 @dataclass(slots=True, eq=False)

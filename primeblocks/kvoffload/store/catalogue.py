@@ -91,6 +91,7 @@ class Catalogue:
                 self._answer(request, Saved(False, declined))
             else:
                 self._expect(HostPage(request.key, length=request.length, request=request))
+        self._settle()
 
     def load(self, requests: Iterable[LoadRequest]) -> None:
         for request in requests:
@@ -247,7 +248,8 @@ class Catalogue:
 
     def _hand_out(self, page: HostPage, request: LoadRequest) -> None:
         page.pins += 1
-        self._do(CopyOut(page, request))
+        self._underway += 1
+        self.moves.append(CopyOut(page, request))
 
     def _look_below(self, request: LoadRequest, start: int) -> None:
         for depth in range(start, len(self.levels)):
@@ -271,12 +273,17 @@ class Catalogue:
         self._pages[page.key] = page
         self._coming[page] = None
         self._ledger.arrive(page.key)
-        self._waiting.append(page)
-        self._settle()
+        if self._free and not self._waiting:
+            page.frame = self._free.pop()
+            self._start(page)
+        else:
+            self._waiting.append(page)
+            self._settle()
 
     def _start(self, page: HostPage) -> None:
         if page.request is not None:
-            self._do(CopyIn(page, page.request))
+            self._underway += 1
+            self.moves.append(CopyIn(page, page.request))
         else:
             assert page.origin is not None
             depth, copy = page.origin
@@ -338,6 +345,8 @@ class Catalogue:
 
     def _settle(self) -> None:
         """Give frames to waiting pages, and make room ahead of need."""
+        if not self._waiting and len(self._free) >= self._reserve:
+            return
         while True:
             while self._waiting and (frame := self._take_frame()) is not None:
                 page = self._waiting.popleft()
