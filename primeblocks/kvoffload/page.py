@@ -1,23 +1,34 @@
-"""A page of keys and values: its key, its bytes, its checksum."""
+"""A page of keys and values: its key, its checksum, and named bytes that travel with it."""
 
 from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import xxhash
 
-from ..errors import CorruptionError, PlanError
+from ..errors import CorruptionError, PlanError, ShapeError
 
-__all__ = ["ALIGNMENT", "DIGEST_BYTES", "PageKey", "checksum", "frame_bytes"]
+__all__ = [
+    "ALIGNMENT",
+    "DIGEST_BYTES",
+    "PageKey",
+    "checksum",
+    "frame_bytes",
+    "pack_attachments",
+    "unpack_attachments",
+]
 
 ALIGNMENT = 4096  # what direct I/O asks of addresses and lengths
 DIGEST_BYTES = 16
 
 _SIZES = struct.Struct("<BIII")
 _TAIL = struct.Struct("<I?q")
+_ITEM = struct.Struct("<HQ")  # of an attachment
+_COUNT = struct.Struct("<I")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,3 +136,36 @@ def frame_bytes(*, page_bytes: int, attachment_bytes: int) -> int:
             "the first must be positive, the second not negative"
         )
     return -(-(page_bytes + attachment_bytes) // ALIGNMENT) * ALIGNMENT
+
+
+def pack_attachments(attachments: Mapping[str, bytes]) -> bytes:
+    """Pack named bytes into one string of bytes; empty for no attachments.
+
+    Raises:
+        ShapeError: a name of more than 65535 bytes.
+    """
+    if not attachments:
+        return b""
+    parts = [_COUNT.pack(len(attachments))]
+    for name, data in attachments.items():
+        label, content = name.encode(), bytes(data)
+        if len(label) >= 1 << 16:
+            raise ShapeError(f"the name of an attachment has {len(label)} bytes; at most 65535 fit")
+        parts += [_ITEM.pack(len(label), len(content)), label, content]
+    return b"".join(parts)
+
+
+def unpack_attachments(data: bytes) -> dict[str, bytes]:
+    """Invert `pack_attachments`; `data` has passed its checksum."""
+    if not data:
+        return {}
+    (count,) = _COUNT.unpack_from(data)
+    attachments, at = {}, _COUNT.size
+    for _ in range(count):
+        label_bytes, data_bytes = _ITEM.unpack_from(data, at)
+        at += _ITEM.size
+        label = data[at : at + label_bytes].decode()
+        at += label_bytes
+        attachments[label] = data[at : at + data_bytes]
+        at += data_bytes
+    return attachments

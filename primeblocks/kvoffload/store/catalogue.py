@@ -29,6 +29,7 @@ from .moves import (
 
 __all__ = ["Catalogue"]
 
+_STORED = Saved(stored=True)
 _SUPERSEDED = "a later save of the same page, or a clear, came first"
 _RESERVE = 16  # one page in so many is chosen, and written down, before its frame is needed
 
@@ -123,7 +124,7 @@ class Catalogue:
         for ledger in self._ledgers():
             ledger.end(rollout)
         for page in (*self._coming, *self._leaving.values()):
-            page.ended.add(rollout)
+            page.ended |= {rollout}
 
     def write_down(self) -> CapacityError | None:
         """Start writing every page that no lower tier has; return an error if some find no room."""
@@ -162,8 +163,7 @@ class Catalogue:
         if not copied:
             self._lose(page, 0)
             return
-        reason = _SUPERSEDED if page.gone else ""
-        self._answer(move.request, Saved(not page.gone, reason))
+        self._answer(move.request, Saved(False, _SUPERSEDED) if page.gone else _STORED)
         self._arrive(page, move.request.users, by=move.request.users)
         for waiter in page.waiters:
             self._serve(page, waiter)
@@ -231,7 +231,7 @@ class Catalogue:
 
     def _join(self, page: HostPage, request: LoadRequest) -> None:
         if page.state is State.COMING:
-            page.waiters.append(request)
+            page.waiters += (request,)
         else:
             self._serve(page, request)
 
@@ -265,7 +265,7 @@ class Catalogue:
         self._answer(request, None)
 
     def _promote(self, request: LoadRequest, depth: int, copy: Copy) -> None:
-        self._expect(HostPage(request.key, origin=(depth, copy), waiters=[request]))
+        self._expect(HostPage(request.key, origin=(depth, copy), waiters=(request,)))
 
     # Frames.
 
@@ -306,7 +306,7 @@ class Catalogue:
         self._here += 1
         self._ledger.touch(page.key, rollouts=dict.fromkeys((*users, *by)), by=by)
         self._end_again(self._ledger, page)
-        page.ended.clear()
+        page.ended = frozenset()
 
     def _detach(self, page: HostPage) -> None:
         del self._pages[page.key]

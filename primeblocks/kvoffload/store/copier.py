@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby, islice
 from queue import Empty, SimpleQueue
 from threading import Thread
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from ..attachments import unpack_attachments
 from ..host import HostTier
+from ..page import unpack_attachments
 from ..tier import Loaded
-from .buffers import Buffer, copy_pages
 from .moves import CopyIn, CopyOut
+from .requests import Parts
 
-__all__ = ["Copiers", "Copies"]
+__all__ = ["Copiers", "Copies", "copy_pages"]
 
 Copies = Sequence[CopyIn | CopyOut]  # of one batch, in one direction
 
-_TOGETHER = 256
+_TOGETHER_BYTES, _TOGETHER_PAGES = 2 << 20, 64  # of one copy
+_REPORTED_PAGES = 256
 _TICK_S = 0.1
+
+# Above it torch would start threads of its own for one copy: it counts elements, at most 32,768.
+_SERIAL_BYTES = 32 << 10
+_WIDE_BYTES = 64 << 10  # larger ones are faster one by one
 
 
 class Copiers:
@@ -29,6 +37,9 @@ class Copiers:
         report: called with copies that are over, and whether they were made; while idle, with none,
             ten times a second.
         broke: called with an error that ended a thread.
+
+    Attributes:
+        together: most pages of one copy.
     """
 
     def __init__(
@@ -39,6 +50,7 @@ class Copiers:
         report: Callable[[list[tuple[Copies, bool]]], None],
         broke: Callable[[BaseException], None],
     ) -> None:
+        self.together = max(1, min(_TOGETHER_PAGES, _TOGETHER_BYTES // host.frame_bytes))
         self._host = host
         self._report = report
         self._broke = broke
@@ -51,8 +63,10 @@ class Copiers:
             thread.start()
 
     def give(self, copies: Copies) -> None:
-        """Give copies of one batch and in one direction, which are made together."""
-        self._queue.put(copies)
+        """Give copies; those of one batch and in one direction are made together."""
+        for _, alike in groupby(copies, lambda copy: (type(copy), id(copy.request.batch))):
+            while part := list(islice(alike, self.together)):
+                self._queue.put(part)
 
     def stop(self) -> list[Thread]:
         """End after the copies given so far; return the threads to be joined."""
@@ -86,7 +100,7 @@ class Copiers:
                 break
             done.append((copies, self._copy(copies)))
             pages += len(copies)
-            if pages >= _TOGETHER or self._queue.empty():
+            if pages >= _REPORTED_PAGES or self._queue.empty():
                 self._report(done)
                 done, pages = [], 0
         if done:
@@ -95,18 +109,18 @@ class Copiers:
     def _copy(self, copies: Copies) -> bool:
         """Make the copies; return false if the caller gave them up or they failed."""
         copies = sorted(copies, key=lambda copy: copy.page.frame)
-        buffers: list[Buffer] = [copy.request.buffer for copy in copies]
-        batch = buffers[0].batch
+        batch, size = copies[0].request.batch, self._host.page_bytes
         try:
             with batch.pending.buffers() as held:
                 if held:
+                    parts = [batch.parts[copy.request.index] for copy in copies]
                     rooms = self._host.pages([copy.page.frame for copy in copies])
-                    copy_pages(buffers, rooms, out=isinstance(copies[0], CopyOut))
-            for copy in copies:
-                if extra := copy.request.buffer.extra:
-                    end = self._host.page_bytes
-                    room = self._host.frame(copy.page.frame)[end : end + len(extra)]
-                    room[:] = np.frombuffer(extra, dtype=np.uint8)
+                    out = isinstance(copies[0], CopyOut)
+                    copy_pages(parts, rooms, out=out, fences=batch.fences)
+            for copy in copies if batch.extras else ():
+                extra = batch.extras.get(copy.request.index, b"")
+                room = self._host.frame(copy.page.frame)[size : size + len(extra)]
+                room[:] = np.frombuffer(extra, dtype=np.uint8)
             batch.finish([self._loaded(copy) for copy in copies if isinstance(copy, CopyOut)])
             return held
         except Exception as error:  # handed to the waiting caller
@@ -118,4 +132,50 @@ class Copiers:
         if copy.page.length > size:
             packed = self._host.frame(copy.page.frame)[size : copy.page.length].tobytes()
             attachments = unpack_attachments(packed)
-        return copy.request.buffer.index, Loaded(copy.request.tier, attachments)
+        return copy.request.index, Loaded(copy.request.tier, attachments)
+
+
+def copy_pages(
+    pages: Sequence[Parts],
+    rooms: Sequence[Tensor],
+    *,
+    out: bool,
+    fences: Mapping[torch.device, torch.cuda.Event],
+) -> None:
+    """Copy pages into rooms of host memory, or `out` of them: small ones together.
+
+    A copy that is one call lets go of the interpreter once. With a call for each page, the thread
+    would wait for it after each.
+    """
+    parts: list[Tensor] = []
+    spaces: list[Tensor] = []
+    streams = {device: torch.cuda.Stream(device) for device in fences}
+    try:
+        for device, fence in fences.items():
+            streams[device].wait_event(fence)
+        for page, room in zip(pages, rooms, strict=True):
+            at = 0
+            for part in page if isinstance(page, list) else (page,):
+                size = part.nbytes
+                space = room if size == room.nbytes else room[at : at + size]
+                at += size
+                if isinstance(part, np.ndarray):
+                    np.copyto(space.numpy(), part)
+                elif part.is_cuda:
+                    with torch.cuda.stream(streams[part.device]):
+                        target, source = (part, space) if out else (space, part)
+                        target.copy_(source, non_blocking=True)
+                elif size <= _SERIAL_BYTES:
+                    parts.append(part)
+                    spaces.append(space)
+                elif size <= _WIDE_BYTES and size % 8 == 0:
+                    parts.append(part.view(torch.int64))
+                    spaces.append(space.view(torch.int64))
+                else:
+                    pair = part.numpy(), space.numpy()
+                    np.copyto(*(pair if out else pair[::-1]))
+        if parts:
+            torch._foreach_copy_(*((parts, spaces) if out else (spaces, parts)))
+    finally:
+        for stream in streams.values():
+            stream.synchronize()

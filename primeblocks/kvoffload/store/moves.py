@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
@@ -39,21 +39,23 @@ class Copy:
 
 @dataclass(slots=True, eq=False)
 class SaveRequest:
-    """A page that a caller saves. `buffer` is whatever the copier understands."""
+    """A page that a caller saves: page `index` of whatever batch the copier understands."""
 
     key: PageKey
     length: int
     users: tuple[Hashable, ...] = ()
-    buffer: Any = None
+    batch: Any = None
+    index: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class LoadRequest:
-    """A page that a caller asks for. `buffer` is whatever the copier understands."""
+    """A page that a caller asks for: page `index` of whatever batch the copier understands."""
 
     key: PageKey
     users: tuple[Hashable, ...] = ()
-    buffer: Any = None
+    batch: Any = None
+    index: int = 0
     tier: str = "host"  # where it was found, once it was
 
 
@@ -92,10 +94,10 @@ class HostPage:
     shared: bool = False
     gone: bool = False
     users: tuple[Hashable, ...] = ()
-    ended: set[Hashable] = field(default_factory=set)
+    ended: frozenset[Hashable] = frozenset()
     request: SaveRequest | None = None
     origin: tuple[int, Copy] | None = None
-    waiters: list[LoadRequest] = field(default_factory=list)
+    waiters: tuple[LoadRequest, ...] = ()
 
     @property
     def busy(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import Condition, Lock
 from typing import Any, Generic, TypeVar
@@ -119,14 +119,22 @@ class Pending(Generic[T]):
 
 
 class Batch(Generic[T]):
-    """One result for several pages: `pending` is over when each of them is.
+    """Pages that a caller handed over together: `pending` is over when each of them is.
 
     Args:
         result: makes the result of the batch from those of its pages.
+
+    Attributes:
+        parts: for each page, its bytes where they lie: one part, or several in a row.
+        extras: packed attachments, by page; they follow it in its frame.
+        fences: copies on a device wait for this work, which the caller gave to it before.
     """
 
     def __init__(self, pages: int, result: Callable[[list[T]], Any] = list) -> None:
         self.pending: Pending[Any] = Pending()
+        self.parts: Sequence[Any] = ()
+        self.extras: dict[int, bytes] = {}
+        self.fences: dict[Any, Any] = {}
         self._lock = Lock()
         self._result = result
         self._results: list[T | None] = [None] * pages

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
@@ -30,8 +31,6 @@ __all__ = ["TieredStore"]
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R", SaveRequest, LoadRequest)
-
-_TOGETHER_BYTES, _TOGETHER_PAGES = 2 << 20, 64  # of one copy
 
 
 class TieredStore:
@@ -81,7 +80,6 @@ class TieredStore:
         self.page_bytes, self.attachment_bytes = host.page_bytes, host.attachment_bytes
         self._host = host
         host.claim()
-        self._together = max(1, min(_TOGETHER_PAGES, _TOGETHER_BYTES // host.frame_bytes))
         self._answers: list[tuple[SaveRequest | LoadRequest, Saved | None]] = []
         self._catalogue = Catalogue(
             frames=host.capacity_pages,
@@ -92,6 +90,7 @@ class TieredStore:
             answer=lambda request, outcome: self._answers.append((request, outcome)),
         )
         self._changed = Condition()
+        self._pid = os.getpid()
         self._closed = False
         self._error: ClosedError | None = None  # the store broke
         self._pending: WeakSet[Pending[Any]] = WeakSet()
@@ -245,6 +244,8 @@ class TieredStore:
         Raises:
             DeadlineError: the store's threads did not finish.
         """
+        if os.getpid() != self._pid:  # a fork has none of the threads, and perhaps a lock
+            return
         end = monotonic() + timeout_s
         late = DeadlineError(f"the page store did not finish its work within {timeout_s} s")
         with self._changed:
@@ -287,8 +288,8 @@ class TieredStore:
 
     def _in_parts(self, ask: Callable[[list[R]], None], requests: list[R]) -> None:
         """Ask in parts: the first pages are copied while the catalogue looks at the others."""
-        for start in range(0, len(requests), self._together):
-            ask(requests[start : start + self._together])
+        for start in range(0, len(requests), self._copiers.together):
+            ask(requests[start : start + self._copiers.together])
             self._hand_out()
 
     def _after(self, what: Callable[[], Exception | None], *, flush: bool = False) -> Pending[None]:
@@ -325,6 +326,8 @@ class TieredStore:
             level.lose({key: here[key] for key in lost})
 
     def _ask(self, what: Callable[[], None], pending: Pending[Any] | None = None) -> None:
+        if os.getpid() != self._pid:
+            raise ClosedError("the page store is its parent's in a forked process; make a new one")
         with self._changed:
             if self._closed:
                 raise ClosedError("the page store is closed")
@@ -350,7 +353,7 @@ class TieredStore:
             results: dict[Batch[Any], list[tuple[int, Any]]] = {}
             for request, outcome in answers:
                 result = Loaded(None) if outcome is None else outcome
-                results.setdefault(request.buffer.batch, []).append((request.buffer.index, result))
+                results.setdefault(request.batch, []).append((request.index, result))
             for batch, each in results.items():
                 batch.finish(each)
 
@@ -367,19 +370,12 @@ class TieredStore:
     def _hand_out(self) -> None:
         while moves := self._catalogue.moves:
             self._catalogue.moves = []
-            together: list[Any] = []
             for move in moves:
-                if isinstance(move, CopyIn | CopyOut):
-                    if len(together) == self._together or not _alike(move, together):
-                        self._copiers.give(together)
-                        together = []
-                    together.append(move)
-                elif isinstance(move, Recall):
+                if isinstance(move, Recall):
                     self._tell(self._workers[move.depth].recall())
-                else:
+                elif not isinstance(move, CopyIn | CopyOut):
                     self._workers[move.depth].give(move)
-            if together:
-                self._copiers.give(together)
+            self._copiers.give([move for move in moves if isinstance(move, CopyIn | CopyOut)])
 
     def _copied(self, done: list[tuple[Copies, bool]]) -> None:
         def tell() -> None:
@@ -406,11 +402,3 @@ class TieredStore:
                     self._catalogue.read(outcome.move, length=outcome.length, error=outcome.error)
                 case Ask():
                     self._catalogue.asked(outcome.move, held=outcome.held)
-
-
-def _alike(move: CopyIn | CopyOut, copies: list[Any]) -> bool:
-    """Whether a copy can be made together with these: of one batch, in one direction."""
-    if not copies:
-        return True
-    first = copies[0]
-    return type(move) is type(first) and move.request.buffer.batch is first.request.buffer.batch

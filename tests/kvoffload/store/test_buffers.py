@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primeblocks.errors import ShapeError, UnsupportedError
-from primeblocks.kvoffload.attachments import pack_attachments, unpack_attachments
-from primeblocks.kvoffload.store.buffers import copy_pages, page_buffer
-from primeblocks.kvoffload.store.pending import Batch
+from primeblocks.kvoffload.page import pack_attachments, unpack_attachments
+from primeblocks.kvoffload.store.copier import copy_pages
+from primeblocks.kvoffload.store.requests import page_parts
 
 
 def gather(page, frame):
@@ -22,8 +22,8 @@ def scatter(page, frame):
 
 def copy(page, frame, *, out, size=None):
     size = len(frame) if size is None else size
-    buffer = page_buffer(Batch(1), 0, page, page_bytes=size, writable=out)
-    copy_pages([buffer], [torch.from_numpy(frame)], out=out)
+    parts = page_parts(page, page_bytes=size, writable=out)
+    copy_pages([parts], [torch.from_numpy(frame)], out=out, fences={})
 
 
 def test_any_kind_of_buffer_is_a_page():
@@ -59,12 +59,12 @@ def test_scatter_after_gather_is_the_identity(parts):
 )
 def test_pages_that_do_not_fit_are_refused(page, message):
     with pytest.raises(ShapeError, match=message):
-        page_buffer(Batch(1), 0, page, page_bytes=16, writable=True)
+        page_parts(page, page_bytes=16, writable=True)
 
 
 def test_a_page_on_a_device_is_refused():
     with pytest.raises(UnsupportedError, match=r"meta.*\.cpu\(\)"):
-        page_buffer(Batch(1), 0, torch.zeros(4, device="meta"), page_bytes=16, writable=False)
+        page_parts(torch.zeros(4, device="meta"), page_bytes=16, writable=False)
 
 
 @given(st.dictionaries(st.text(max_size=5), st.binary(max_size=20), max_size=4))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from primeblocks.kvoffload import TieredStore
-from primeblocks.kvoffload.store import copier, tiered
+from primeblocks.kvoffload.store import copier
 from primeblocks.kvoffload.store.moves import (
     Ask,
     Copy,
@@ -120,15 +120,15 @@ def test_closing_finishes_what_a_save_leads_to(host, memory, monkeypatch):
 def test_a_batch_that_failed_touches_no_buffer_later(host, monkeypatch):
     go, entered, copy = threading.Event(), threading.Event(), copier.copy_pages
 
-    def slow(buffers, rooms, *, out):
+    def slow(pages, rooms, **how):
         if rooms[0][0] == 1:
             entered.wait(SOON)
             raise RuntimeError("CUDA")
         entered.set()
         go.wait(QUICK)
-        copy(buffers, rooms, out=out)
+        copy(pages, rooms, **how)
 
-    monkeypatch.setattr(tiered, "_TOGETHER_PAGES", 1)  # so that two threads copy
+    monkeypatch.setattr(copier, "_TOGETHER_PAGES", 1)  # so that two threads copy
     with TieredStore([host(3)]) as store:
         for number in (1, 2):
             save(store, number)
@@ -175,10 +175,10 @@ def test_what_a_tier_could_not_do_is_said_once(host, memory, call):
 def test_giving_up_waits_for_a_copy_that_began(host, monkeypatch):
     go, entered, copy = threading.Event(), threading.Event(), copier.copy_pages
 
-    def slow(buffers, rooms, *, out):
+    def slow(pages, rooms, **how):
         entered.set()
         go.wait(SOON)
-        copy(buffers, rooms, out=out)
+        copy(pages, rooms, **how)
 
     with TieredStore([host(1)]) as store:
         save(store, 0)
@@ -208,7 +208,7 @@ def test_what_was_given_up_is_not_even_read(host, memory, monkeypatch):
 
 
 def test_a_copy_that_fails_is_heard_and_stores_nothing(host, monkeypatch):
-    def broken(buffers, rooms, *, out):
+    def broken(pages, rooms, **how):
         raise RuntimeError("CUDA")
 
     with TieredStore([host(1)]) as store:

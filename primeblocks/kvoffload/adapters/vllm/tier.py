@@ -32,9 +32,9 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from ....errors import PrimeblocksError
 from ... import DiskTier, HostTier, PageKey, Tier, TieredStore
-from ...attachments import pack_attachments
 from ...evict import VersionAware, lru
 from ...jobs import Job, PageJobs
+from ...page import pack_attachments
 from .requests import Request, read_request
 from .routes import Tail
 
