@@ -33,9 +33,9 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from ....errors import PrimeblocksError, UsageError, check_version
 from ... import DiskTier, HostTier, PageKey, Tier, TieredStore
-from ...attachments import pack_attachments
 from ...evict import RolloutAware
 from ...jobs import Job, PageJobs
+from ...page import pack_attachments
 from .routes import Tail
 
 __all__ = [
