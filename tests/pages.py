@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from primeblocks.async_loop import Rollout
+from primeblocks.kvoffload import PageKey
 from primeblocks.replay import impose, record
 from primeblocks.testing import tiny_models
 from primeblocks.weightsync import SharedMemoryTransport
@@ -130,6 +131,24 @@ def fp8():
 
 @contextmanager
 def kvoffload():
+    with vllm_without_engines() as (_, offline):
+        model = tiny_models.save("qwen3_moe", "model", **SIZES)
+        names = {"model": str(model), "page_bytes": 1 << 20, "ids": [5, 6]}
+        yield names
+        assert offline.generate.call_count == 1
+    assert len(names["lead"]) == 1
+
+
+@contextmanager
+def kvoffload_vllm():
+    with vllm_without_engines():
+        names = {"model": str(tiny_models.save("qwen3_moe", "model", **SIZES))}
+        yield names
+        assert_served(["--model", "model", *names["words"]])
+
+
+@contextmanager
+def kvoffload_disk():
     master = FakeMaster()
     package, store = ModuleType("mooncake"), ModuleType("mooncake.store")
 
@@ -141,21 +160,24 @@ def kvoffload():
             return 0
 
     store.MooncakeDistributedStore = MooncakeDistributedStore
+    names = {}
     with (
         mock.patch.dict(sys.modules, {package.__name__: package, store.__name__: store}),
         socket.create_server(("127.0.0.1", 0)) as listener,
         found_at({"10.0.0.1:50051": listener.getsockname()[1]}),
-        vllm_without_engines() as (_, offline),
     ):
-        model = tiny_models.save("qwen3_moe", "model", **SIZES)
-        config = tiny_models.config("qwen3_moe")
-        names = {"config": config, "model": str(model), "page_bytes": 1 << 20, "ids": [5, 6]}
         yield names
-        with names["store"]:
-            names["store"].save(names["key"], names["page"]).wait(timeout_s=60)
-        assert offline.generate.call_count == 1
-        assert_served(["--model", "model", *names["words"]])
+        with names["store"] as tiers:
+            page = np.zeros(tiers.page_bytes, np.uint8)
+            tiers.save(PageKey("s", b"1"), page).wait(timeout_s=60)
     assert "put" in master.calls
+
+
+@contextmanager
+def kvoffload_capacity():
+    names = {"config": tiny_models.config("qwen3_moe")}
+    yield names
+    assert names["plan"].fits
 
 
 @contextmanager
@@ -356,6 +378,9 @@ PAGES = {
     "docs/dsa.md": sparse_attention,
     "docs/fp8.md": fp8,
     "docs/kvoffload.md": kvoffload,
+    "docs/kvoffload_capacity.md": kvoffload_capacity,
+    "docs/kvoffload_disk.md": kvoffload_disk,
+    "docs/kvoffload_vllm.md": kvoffload_vllm,
     "docs/losses.md": losses,
     "docs/parallel.md": parallel,
     "docs/plan.md": a_plan,

@@ -16,7 +16,12 @@ from .pages import PAGES
 
 ROOT = Path(__file__).parent.parent
 SHARED = ("docs/dsa.md", "docs/parallel.md")
-VLLM = ("docs/async_loop.md", "docs/kvoffload.md", "docs/weightsync.md")
+VLLM = (
+    "docs/async_loop.md",
+    "docs/kvoffload.md",
+    "docs/kvoffload_vllm.md",
+    "docs/weightsync.md",
+)
 
 
 def snippets(page):

@@ -2,8 +2,10 @@
 
 Serves one prompt at a time to one real engine with our tiers behind it, and asks for one token. In
 turn: a prompt under a new salt, which is computed, and one whose pages have left the engine and
-vLLM's pool and lie in the tier named. Prints JSON: seconds of each, after checking that tokens,
-log-probabilities and routes equal the first run of the prompt and that all pages came from there.
+vLLM's pool and lie in the tier named; the latter alone, or in the queue behind a request that the
+engine has room for alone. Prints JSON: seconds of each, from the call or from the last token of the
+request in front, after checking that tokens, log-probabilities and routes equal the first run of
+the prompt and that all pages came from there.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 import numpy as np
 
 PAGE_TOKENS, PROMPTS = 32, 5
+FRONT_TOKENS = 24  # that the request in front writes
 WARM = 1
 CLOSE = 1e-4  # float32 log-probabilities, prefill of one page or of all
 
@@ -43,7 +46,7 @@ class Server:
             dtype="float32",
             max_model_len=tokens + PAGE_TOKENS,
             max_num_batched_tokens=tokens + PAGE_TOKENS,
-            max_num_seqs=2,
+            max_num_seqs=1,
             block_size=PAGE_TOKENS,
             num_gpu_blocks_override=self.pages + 8,
             skip_tokenizer_init=True,
@@ -61,25 +64,37 @@ class Server:
         )
 
     def ask(self, prompt: list[int], salt: str, *, offload: bool) -> tuple[float, Any]:
-        import vllm
-
-        parameters = vllm.SamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            logprobs=0,
-            detokenize=False,
-            extra_args=None if offload else {"kv_transfer_params": {"max_offload_tokens": 0}},
-        )
         start = time.perf_counter()
-        (answer,) = self.engine.generate(
-            {"prompt_token_ids": prompt, "cache_salt": salt}, parameters, use_tqdm=False
-        )
+        (answer,) = self._serve([(prompt, salt)], [_parameters(1, offload=offload)])
         return time.perf_counter() - start, answer
+
+    def ask_behind(self, front: list[int], prompt: list[int], salt: str) -> tuple[float, Any]:
+        """Ask while another request runs; the time is that from its end."""
+        parameters = [_parameters(FRONT_TOKENS, offload=False), _parameters(1, offload=True)]
+        one, other = self._serve([(front, "front"), (prompt, salt)], parameters)
+        return other.metrics.first_token_ts - one.metrics.last_token_ts, other
+
+    def _serve(self, prompts: list[tuple[list[int], str]], parameters: list[Any]) -> list[Any]:
+        asked = [{"prompt_token_ids": ids, "cache_salt": salt} for ids, salt in prompts]
+        return self.engine.generate(asked, parameters, use_tqdm=False)
 
     def hits(self, tier: str) -> int:
         from primeblocks.kvoffload.adapters.vllm import engine_statistics
 
         return engine_statistics().tiers.get(tier, {}).get("hits", 0)
+
+
+def _parameters(max_tokens: int, *, offload: bool) -> Any:
+    import vllm
+
+    return vllm.SamplingParams(
+        max_tokens=max_tokens,
+        temperature=0.0,
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+        extra_args=None if offload else {"kv_transfer_params": {"max_offload_tokens": 0}},
+    )
 
 
 def must_equal(answer: Any, first: Any) -> None:
@@ -94,12 +109,15 @@ def main(folder: Path, tokens: int, tier: str, rounds: int) -> None:
     server = Server(folder, tokens, tier)
     prompts = np.random.default_rng(0).integers(4, 2048, (PROMPTS, tokens + 1)).tolist()
     first = [server.ask(prompt, "kept", offload=True)[1] for prompt in prompts]
-    times: dict[str, list[float]] = {"computed": [], "hit": []}
-    for turn in range(WARM * PROMPTS + rounds):
-        index = turn % PROMPTS
+    times: dict[str, list[float]] = {"computed": [], "hit": [], "queued": []}
+    for turn in range(WARM * PROMPTS + 2 * rounds):
+        index, name = turn % PROMPTS, ("hit", "queued")[turn % 2]
         computed_s, computed = server.ask(prompts[index], f"new {turn}", offload=False)
         before = server.hits(tier)
-        hit_s, hit = server.ask(prompts[index], "kept", offload=True)
+        if name == "hit":
+            hit_s, hit = server.ask(prompts[index], "kept", offload=True)
+        else:
+            hit_s, hit = server.ask_behind(prompts[index - 1][:2], prompts[index], "kept")
         assert computed.num_cached_tokens == 0
         assert hit.num_cached_tokens == server.pages * PAGE_TOKENS
         must_equal(computed, first[index])
@@ -107,7 +125,7 @@ def main(folder: Path, tokens: int, tier: str, rounds: int) -> None:
         if turn >= WARM * PROMPTS:
             assert server.hits(tier) - before == server.pages
             times["computed"].append(computed_s)
-            times["hit"].append(hit_s)
+            times[name].append(hit_s)
     print(json.dumps(times))
     server.engine.llm_engine.engine_core.shutdown()
 

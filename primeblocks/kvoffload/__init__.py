@@ -2,16 +2,15 @@
 
 `TieredStore` holds pages in host memory, on disk and in stores that engines share:
 content-addressed, checksummed, within a quota, and aware of policy versions. Loading gives the page
-that was saved or a miss, never a wrong page. `plan_capacity` says how many GPUs hold a batch of
-rollouts.
+that was saved or a miss, never a wrong page. `capacity.plan_capacity` says how many GPUs
+hold a batch of rollouts.
 """
 
 from . import capacity, evict
-from .capacity import plan_capacity
 from .disk import DiskTier
 from .host import HostTier
 from .page import PageKey
-from .reference import ReferenceStore
+from .prefix import load_prefix, page_hashes
 from .store.pending import Pending
 from .store.tiered import TieredStore
 from .tier import Found, Loaded, Record, Saved, Tier, TierStatistics
@@ -24,12 +23,12 @@ __all__ = [
     "PageKey",
     "Pending",
     "Record",
-    "ReferenceStore",
     "Saved",
     "Tier",
     "TierStatistics",
     "TieredStore",
     "capacity",
     "evict",
-    "plan_capacity",
+    "load_prefix",
+    "page_hashes",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,7 @@ class HostTier:
         if pinned and not torch.cuda.is_available():
             raise UnsupportedError("pinned=True needs a CUDA device; leave it out on the CPU")
         self._slab = _reserve(self.capacity_pages * self.frame_bytes)
+        self._pages = torch.from_numpy(self._slab).view(-1, self.frame_bytes)[:, :page_bytes]
         self._claimed = False
         if pinned:
             _cuda("cudaHostRegister", self._slab.ctypes.data, self._slab.nbytes, 0)
@@ -75,11 +77,24 @@ class HostTier:
         """Return the bytes of a frame: a view, aligned to 4096 bytes."""
         return self._slab[number * self.frame_bytes : (number + 1) * self.frame_bytes]
 
+    def pages(self, frames: Sequence[int]) -> list[torch.Tensor]:
+        """Return the bytes of the pages in these frames; frames in a row cost one call."""
+        pages: list[torch.Tensor] = []
+        start = 0
+        while start < len(frames):
+            stop, first = start + 1, frames[start]
+            while stop < len(frames) and frames[stop] == first + stop - start:
+                stop += 1
+            pages += self._pages[first : first + stop - start].unbind()
+            start = stop
+        return pages
+
     def close(self) -> None:
         """Release the slab once the last view of it is gone. A second call does nothing."""
         if self.pinned and self._slab.nbytes:
             _cuda("cudaHostUnregister", self._slab.ctypes.data)
         self._slab = np.empty(0, dtype=np.uint8)
+        self._pages = torch.empty(0, dtype=torch.uint8)
 
 
 def _reserve(size: int) -> np.ndarray:

@@ -1,30 +1,43 @@
-"""A page of keys and values: its key, its bytes, its checksum."""
+"""A page of keys and values: its key, its checksum, and named bytes that travel with it."""
 
 from __future__ import annotations
 
+import hashlib
 import struct
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import xxhash
 
-from ..errors import CorruptionError, PlanError
+from ..errors import CorruptionError, PlanError, ShapeError
 
-__all__ = ["ALIGNMENT", "DIGEST_BYTES", "PageKey", "checksum", "frame_bytes"]
+__all__ = [
+    "ALIGNMENT",
+    "DIGEST_BYTES",
+    "PageKey",
+    "checksum",
+    "frame_bytes",
+    "pack_attachments",
+    "unpack_attachments",
+]
 
 ALIGNMENT = 4096  # what direct I/O asks of addresses and lengths
 DIGEST_BYTES = 16
 
 _SIZES = struct.Struct("<BIII")
 _TAIL = struct.Struct("<I?q")
+_ITEM = struct.Struct("<HQ")  # of an attachment
+_COUNT = struct.Struct("<I")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PageKey:
     """The name of one page.
 
     Two keys are equal where all fields are equal, so a page saved under one salt, one version or
-    one recipe is never found under another.
+    one recipe is never found under another. The store's tables compare `digest`, the SHA-256 of all
+    fields, which is made once.
 
     Args:
         salt: namespace of one policy; `b""` where `hash` already contains it.
@@ -42,6 +55,7 @@ class PageKey:
     group: int = 0
     version: int | None = None
     recipe: str = ""
+    digest: bytes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.group < 1 << 32:
@@ -49,10 +63,16 @@ class PageKey:
         if self.version is not None and not -(1 << 63) <= self.version < 1 << 63:
             raise PlanError(f"a version fits in 64 bits; got {self.version}")
         try:
-            hash(self)
-            self.encode()
+            hash(self.hash)
+            object.__setattr__(self, "digest", hashlib.sha256(self.encode()).digest())
         except (UnicodeEncodeError, AttributeError, TypeError, struct.error) as error:
             raise PlanError(f"{self} cannot be written as bytes: {error}") from error
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PageKey) and self.digest == other.digest
 
     def encode(self) -> bytes:
         """Encode the key as bytes; different keys give different bytes. Local."""
@@ -116,3 +136,36 @@ def frame_bytes(*, page_bytes: int, attachment_bytes: int) -> int:
             "the first must be positive, the second not negative"
         )
     return -(-(page_bytes + attachment_bytes) // ALIGNMENT) * ALIGNMENT
+
+
+def pack_attachments(attachments: Mapping[str, bytes]) -> bytes:
+    """Pack named bytes into one string of bytes; empty for no attachments.
+
+    Raises:
+        ShapeError: a name of more than 65535 bytes.
+    """
+    if not attachments:
+        return b""
+    parts = [_COUNT.pack(len(attachments))]
+    for name, data in attachments.items():
+        label, content = name.encode(), bytes(data)
+        if len(label) >= 1 << 16:
+            raise ShapeError(f"the name of an attachment has {len(label)} bytes; at most 65535 fit")
+        parts += [_ITEM.pack(len(label), len(content)), label, content]
+    return b"".join(parts)
+
+
+def unpack_attachments(data: bytes) -> dict[str, bytes]:
+    """Invert `pack_attachments`; `data` has passed its checksum."""
+    if not data:
+        return {}
+    (count,) = _COUNT.unpack_from(data)
+    attachments, at = {}, _COUNT.size
+    for _ in range(count):
+        label_bytes, data_bytes = _ITEM.unpack_from(data, at)
+        at += _ITEM.size
+        label = data[at : at + label_bytes].decode()
+        at += label_bytes
+        attachments[label] = data[at : at + data_bytes]
+        at += data_bytes
+    return attachments

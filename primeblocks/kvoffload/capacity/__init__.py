@@ -1,9 +1,8 @@
 """The number of GPUs that hold a batch of rollouts."""
 
-from .footprint import Rollouts
 from .kv_shapes import KvGroup, kv_groups
 from .plan import CapacityPlan, Gpu, KvTier, Recompute, Weights
-from .planner import plan_capacity
+from .planner import Rollouts, plan_capacity
 
 __all__ = [
     "CapacityPlan",

@@ -29,6 +29,7 @@ from .moves import (
 
 __all__ = ["Catalogue"]
 
+_STORED = Saved(stored=True)
 _SUPERSEDED = "a later save of the same page, or a clear, came first"
 _RESERVE = 16  # one page in so many is chosen, and written down, before its frame is needed
 
@@ -92,6 +93,7 @@ class Catalogue:
                 self._answer(request, Saved(False, declined))
             else:
                 self._expect(HostPage(request.key, length=request.length, request=request))
+        self._settle()
 
     def load(self, requests: Iterable[LoadRequest]) -> None:
         for request in requests:
@@ -123,7 +125,7 @@ class Catalogue:
         for ledger in self._ledgers():
             ledger.end(rollout)
         for page in (*self._coming, *self._leaving.values()):
-            page.ended.add(rollout)
+            page.ended |= {rollout}
 
     def write_down(self) -> CapacityError | None:
         """Start writing every page that no lower tier has; return an error if some find no room."""
@@ -162,8 +164,7 @@ class Catalogue:
         if not copied:
             self._lose(page, 0)
             return
-        reason = _SUPERSEDED if page.gone else ""
-        self._answer(move.request, Saved(not page.gone, reason))
+        self._answer(move.request, Saved(False, _SUPERSEDED) if page.gone else _STORED)
         self._arrive(page, move.request.users, by=move.request.users)
         for waiter in page.waiters:
             self._serve(page, waiter)
@@ -231,7 +232,7 @@ class Catalogue:
 
     def _join(self, page: HostPage, request: LoadRequest) -> None:
         if page.state is State.COMING:
-            page.waiters.append(request)
+            page.waiters += (request,)
         else:
             self._serve(page, request)
 
@@ -247,7 +248,8 @@ class Catalogue:
 
     def _hand_out(self, page: HostPage, request: LoadRequest) -> None:
         page.pins += 1
-        self._do(CopyOut(page, request))
+        self._underway += 1
+        self.moves.append(CopyOut(page, request))
 
     def _look_below(self, request: LoadRequest, start: int) -> None:
         for depth in range(start, len(self.levels)):
@@ -263,19 +265,24 @@ class Catalogue:
         self._answer(request, None)
 
     def _promote(self, request: LoadRequest, depth: int, copy: Copy) -> None:
-        self._expect(HostPage(request.key, origin=(depth, copy), waiters=[request]))
+        self._expect(HostPage(request.key, origin=(depth, copy), waiters=(request,)))
 
     # Frames.
 
     def _expect(self, page: HostPage) -> None:
         self._pages[page.key] = page
         self._coming[page] = None
-        self._waiting.append(page)
-        self._settle()
+        if self._free and not self._waiting:
+            page.frame = self._free.pop()
+            self._start(page)
+        else:
+            self._waiting.append(page)
+            self._settle()
 
     def _start(self, page: HostPage) -> None:
         if page.request is not None:
-            self._do(CopyIn(page, page.request))
+            self._underway += 1
+            self.moves.append(CopyIn(page, page.request))
         else:
             assert page.origin is not None
             depth, copy = page.origin
@@ -298,7 +305,7 @@ class Catalogue:
         self._here += 1
         self._ledger.touch(page.key, rollouts=dict.fromkeys((*users, *by)), by=by)
         self._end_again(self._ledger, page)
-        page.ended.clear()
+        page.ended = frozenset()
 
     def _detach(self, page: HostPage) -> None:
         del self._pages[page.key]
@@ -337,6 +344,8 @@ class Catalogue:
 
     def _settle(self) -> None:
         """Give frames to waiting pages, and make room ahead of need."""
+        if not self._waiting and len(self._free) >= self._reserve:
+            return
         while True:
             while self._waiting and (frame := self._take_frame()) is not None:
                 page = self._waiting.popleft()

@@ -2,71 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby, islice
 from queue import Empty, SimpleQueue
 from threading import Thread
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from ..attachments import unpack_attachments
 from ..host import HostTier
-from ..tier import Loaded, Saved
-from .batch import Batch
-from .buffers import Pieces
+from ..page import unpack_attachments
+from ..tier import Loaded
 from .moves import CopyIn, CopyOut
+from .requests import Parts
 
-__all__ = ["Copied", "Copiers", "Source", "Target"]
+__all__ = ["Copiers", "Copies", "copy_pages"]
 
-Copied = CopyIn | CopyOut
+Copies = Sequence[CopyIn | CopyOut]  # of one batch, in one direction
 
-_TOGETHER = 8
+_TOGETHER_BYTES, _TOGETHER_PAGES = 2 << 20, 64  # of one copy
+_REPORTED_PAGES = 256
 _TICK_S = 0.1
 
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """The origin of a page, and the packed attachments that follow it in its frame."""
-
-    batch: Batch[Saved]
-    index: int
-    pieces: Pieces
-    extra: bytes
-
-    def copy(self, frame: np.ndarray) -> bool:
-        """Fill the frame; return false if the caller gave up."""
-        with self.batch.pending.buffers() as held:
-            if held:
-                self.pieces.gather(frame)
-        end = self.pieces.nbytes
-        frame[end : end + len(self.extra)] = np.frombuffer(self.extra, dtype=np.uint8)
-        return held
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The destination of a page."""
-
-    batch: Batch[Loaded]
-    index: int
-    pieces: Pieces
-
-    def copy(self, frame: np.ndarray) -> None:
-        with self.batch.pending.buffers() as held:
-            if held:
-                self.pieces.scatter(frame)
-
-    def finish(self, tier: str | None, attachments: Mapping[str, bytes]) -> None:
-        self.batch.finish(self.index, Loaded(tier, attachments))
+# Above it torch would start threads of its own for one copy: it counts elements, at most 32,768.
+_SERIAL_BYTES = 32 << 10
+_WIDE_BYTES = 64 << 10  # larger ones are faster one by one
 
 
 class Copiers:
     """A few threads that make copies in order of arrival.
 
     Args:
-        report: called with finished moves, and whether a page was copied; while idle, with none,
+        report: called with copies that are over, and whether they were made; while idle, with none,
             ten times a second.
         broke: called with an error that ended a thread.
+
+    Attributes:
+        together: most pages of one copy.
     """
 
     def __init__(
@@ -74,13 +47,14 @@ class Copiers:
         host: HostTier,
         *,
         threads: int,
-        report: Callable[[list[tuple[Copied, bool]]], None],
+        report: Callable[[list[tuple[Copies, bool]]], None],
         broke: Callable[[BaseException], None],
     ) -> None:
+        self.together = max(1, min(_TOGETHER_PAGES, _TOGETHER_BYTES // host.frame_bytes))
         self._host = host
         self._report = report
         self._broke = broke
-        self._queue: SimpleQueue[Copied | None] = SimpleQueue()
+        self._queue: SimpleQueue[Copies | None] = SimpleQueue()
         self._threads = [
             Thread(target=self._run, name=f"primeblocks-kvoffload-copy-{number}", daemon=True)
             for number in range(threads)
@@ -88,8 +62,11 @@ class Copiers:
         for thread in self._threads:
             thread.start()
 
-    def give(self, move: Copied) -> None:
-        self._queue.put(move)
+    def give(self, copies: Copies) -> None:
+        """Give copies; those of one batch and in one direction are made together."""
+        for _, alike in groupby(copies, lambda copy: (type(copy), id(copy.request.batch))):
+            while part := list(islice(alike, self.together)):
+                self._queue.put(part)
 
     def stop(self) -> list[Thread]:
         """End after the copies given so far; return the threads to be joined."""
@@ -103,7 +80,7 @@ class Copiers:
         except BaseException as error:
             self._broke(error)
 
-    def _wait(self) -> Copied | None:
+    def _wait(self) -> Copies | None:
         while True:
             try:
                 return self._queue.get(timeout=_TICK_S)
@@ -111,40 +88,94 @@ class Copiers:
                 self._report([])
 
     def _serve(self) -> None:
-        # Several are reported together: after a page has gone through the processor's caches, the
-        # store's bookkeeping is slow the first time.
-        done: list[tuple[Copied, bool]] = []
+        # Many are reported together: the store's lock may be held while more are handed out.
+        done: list[tuple[Copies, bool]] = []
+        pages = 0
         while True:
             try:
-                move = self._queue.get_nowait()  # For that reason without a timeout.
+                copies = self._queue.get_nowait()
             except Empty:
-                move = self._wait()
-            if move is None:
+                copies = self._wait()
+            if copies is None:
                 break
-            frame = self._host.frame(move.page.frame)
-            if isinstance(move, CopyIn):
-                done.append((move, self._take(move.request.source, frame)))
-            else:
-                self._give(move, frame)
-                done.append((move, True))
-            if len(done) >= _TOGETHER or self._queue.empty():
+            done.append((copies, self._copy(copies)))
+            pages += len(copies)
+            if pages >= _REPORTED_PAGES or self._queue.empty():
                 self._report(done)
-                done = []
+                done, pages = [], 0
         if done:
             self._report(done)
 
-    def _take(self, source: Source, frame: np.ndarray) -> bool:
+    def _copy(self, copies: Copies) -> bool:
+        """Make the copies; return false if the caller gave them up or they failed."""
+        copies = sorted(copies, key=lambda copy: copy.page.frame)
+        batch, size = copies[0].request.batch, self._host.page_bytes
         try:
-            return source.copy(frame)
+            with batch.pending.buffers() as held:
+                if held:
+                    parts = [batch.parts[copy.request.index] for copy in copies]
+                    rooms = self._host.pages([copy.page.frame for copy in copies])
+                    out = isinstance(copies[0], CopyOut)
+                    copy_pages(parts, rooms, out=out, fences=batch.fences)
+            for copy in copies if batch.extras else ():
+                extra = batch.extras.get(copy.request.index, b"")
+                room = self._host.frame(copy.page.frame)[size : size + len(extra)]
+                room[:] = np.frombuffer(extra, dtype=np.uint8)
+            batch.finish([self._loaded(copy) for copy in copies if isinstance(copy, CopyOut)])
+            return held
         except Exception as error:  # handed to the waiting caller
-            source.batch.pending.fail(error)
+            batch.pending.fail(error)
             return False
 
-    def _give(self, move: CopyOut, frame: np.ndarray) -> None:
-        target: Target = move.request.target
-        try:
-            target.copy(frame)
-            packed = frame[self._host.page_bytes : move.page.length].tobytes()
-            target.finish(move.request.tier, unpack_attachments(packed))
-        except Exception as error:  # handed to the waiting caller
-            target.batch.pending.fail(error)
+    def _loaded(self, copy: CopyOut) -> tuple[int, Loaded]:
+        size, attachments = self._host.page_bytes, {}
+        if copy.page.length > size:
+            packed = self._host.frame(copy.page.frame)[size : copy.page.length].tobytes()
+            attachments = unpack_attachments(packed)
+        return copy.request.index, Loaded(copy.request.tier, attachments)
+
+
+def copy_pages(
+    pages: Sequence[Parts],
+    rooms: Sequence[Tensor],
+    *,
+    out: bool,
+    fences: Mapping[torch.device, torch.cuda.Event],
+) -> None:
+    """Copy pages into rooms of host memory, or `out` of them: small ones together.
+
+    A copy that is one call lets go of the interpreter once. With a call for each page, the thread
+    would wait for it after each.
+    """
+    parts: list[Tensor] = []
+    spaces: list[Tensor] = []
+    streams = {device: torch.cuda.Stream(device) for device in fences}
+    try:
+        for device, fence in fences.items():
+            streams[device].wait_event(fence)
+        for page, room in zip(pages, rooms, strict=True):
+            at = 0
+            for part in page if isinstance(page, list) else (page,):
+                size = part.nbytes
+                space = room if size == room.nbytes else room[at : at + size]
+                at += size
+                if isinstance(part, np.ndarray):
+                    np.copyto(space.numpy(), part)
+                elif part.is_cuda:
+                    with torch.cuda.stream(streams[part.device]):
+                        target, source = (part, space) if out else (space, part)
+                        target.copy_(source, non_blocking=True)
+                elif size <= _SERIAL_BYTES:
+                    parts.append(part)
+                    spaces.append(space)
+                elif size <= _WIDE_BYTES and size % 8 == 0:
+                    parts.append(part.view(torch.int64))
+                    spaces.append(space.view(torch.int64))
+                else:
+                    pair = part.numpy(), space.numpy()
+                    np.copyto(*(pair if out else pair[::-1]))
+        if parts:
+            torch._foreach_copy_(*((parts, spaces) if out else (spaces, parts)))
+    finally:
+        for stream in streams.values():
+            stream.synchronize()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from time import monotonic
@@ -15,8 +16,10 @@ from .moves import Clear, Copy, Drop, HostPage, Recall, Recalled, Write
 
 __all__ = ["Level", "Levels", "levels_of", "statistics_of"]
 
+logger = logging.getLogger(__name__)
+
 _REST_S = 1.0  # until a tier that refused is tried again, twice as long each time
-_LONGEST_REST_S = 30.0
+_LONGEST_REST_S = 8.0
 _COUNTS = ("hits", "misses", "stores", "evictions", "checksum_failures", "failures", "skipped")
 
 
@@ -246,7 +249,7 @@ def levels_of(
     return [
         Level(
             tier.name,
-            tier.keys(),
+            _keys_of(tier),
             capacity_pages=tier.capacity_pages,
             shared=tier.shared,
             patience_s=patience_s,
@@ -254,6 +257,14 @@ def levels_of(
         )
         for tier in tiers
     ]
+
+
+def _keys_of(tier: Tier) -> list[PageKey]:
+    try:
+        return tier.keys()
+    except CorruptionError as error:  # of the tier's index: it has no pages then
+        logger.warning("%s: %s", tier.name, error)
+        return []
 
 
 class Levels:

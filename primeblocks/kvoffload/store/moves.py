@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
@@ -39,21 +39,23 @@ class Copy:
 
 @dataclass(slots=True, eq=False)
 class SaveRequest:
-    """A page that a caller saves. `source` is whatever the copier understands."""
+    """A page that a caller saves: page `index` of whatever batch the copier understands."""
 
     key: PageKey
     length: int
     users: tuple[Hashable, ...] = ()
-    source: Any = None
+    batch: Any = None
+    index: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class LoadRequest:
-    """A page that a caller asks for. `target` is whatever the copier understands."""
+    """A page that a caller asks for: page `index` of whatever batch the copier understands."""
 
     key: PageKey
     users: tuple[Hashable, ...] = ()
-    target: Any = None
+    batch: Any = None
+    index: int = 0
     tier: str = "host"  # where it was found, once it was
 
 
@@ -92,10 +94,10 @@ class HostPage:
     shared: bool = False
     gone: bool = False
     users: tuple[Hashable, ...] = ()
-    ended: set[Hashable] = field(default_factory=set)
+    ended: frozenset[Hashable] = frozenset()
     request: SaveRequest | None = None
     origin: tuple[int, Copy] | None = None
-    waiters: list[LoadRequest] = field(default_factory=list)
+    waiters: tuple[LoadRequest, ...] = ()
 
     @property
     def busy(self) -> bool:
@@ -103,7 +105,7 @@ class HostPage:
         return self.pins > 0 or self.writes > 0 or self.state is State.COMING
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class CopyIn:
     """A copy from a caller's buffers into a frame."""
 
@@ -111,7 +113,7 @@ class CopyIn:
     request: SaveRequest
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class CopyOut:
     """A copy from a frame into a caller's buffers."""
 
@@ -119,7 +121,7 @@ class CopyOut:
     request: LoadRequest
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Write:
     """A write from a frame into a lower tier. `copy` stands for the page there."""
 
@@ -128,7 +130,7 @@ class Write:
     copy: Copy
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Read:
     """A read from a lower tier into a frame."""
 
@@ -137,7 +139,7 @@ class Read:
     copy: Copy
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Ask:
     """A question to a shared tier about one page; `clears` clears came before."""
 
@@ -146,7 +148,7 @@ class Ask:
     clears: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Drop:
     """An order to a lower tier to forget a page."""
 

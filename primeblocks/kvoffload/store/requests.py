@@ -5,17 +5,29 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from ...errors import PlanError, ShapeError, UnsupportedError, UsageError
-from ..attachments import pack_attachments
-from ..host import HostTier
-from ..page import PageKey
-from ..tier import Loaded, Saved, Tier
-from .batch import Batch
-from .buffers import page_pieces
-from .copier import Source, Target
-from .moves import LoadRequest, SaveRequest
+import numpy as np
+import torch
+from torch import Tensor
 
-__all__ = ["in_order", "load_requests", "same_length", "save_requests", "users_of"]
+from ...errors import PlanError, ShapeError, UnsupportedError, UsageError
+from ..host import HostTier
+from ..page import PageKey, pack_attachments
+from ..tier import Loaded, Saved, Tier
+from .moves import LoadRequest, SaveRequest
+from .pending import Batch
+
+__all__ = [
+    "Parts",
+    "in_order",
+    "load_requests",
+    "page_parts",
+    "same_length",
+    "save_requests",
+    "users_of",
+]
+
+Part = Tensor | np.ndarray  # an array where it is read-only
+Parts = Part | list[Part]
 
 
 def save_requests(
@@ -36,19 +48,19 @@ def save_requests(
         UsageError: a key is no `PageKey`, or the rollout's name is not hashable.
     """
     users = users_of(rollout)
-    requests = []
-    for index, (key, page, named) in enumerate(zip(keys, pages, attachments, strict=True)):
-        pieces = page_pieces(page, page_bytes=page_bytes, writable=False)
-        extra = pack_attachments(named or {})
-        if len(extra) > attachment_bytes:
-            raise ShapeError(
-                f"the packed attachments have {len(extra)} bytes; the tiers keep "
-                f"{attachment_bytes}. Make them with attachment_bytes={len(extra)} or more."
-            )
-        source = Source(batch, index, pieces, extra)
-        _check(key)
-        requests.append(SaveRequest(key, page_bytes + len(extra), users, source))
-    return requests
+    _refer(batch, keys, pages, page_bytes=page_bytes, writable=False)
+    for index, named in enumerate(attachments):
+        if named:
+            extra = batch.extras[index] = pack_attachments(named)
+            if len(extra) > attachment_bytes:
+                raise ShapeError(
+                    f"the packed attachments have {len(extra)} bytes; the tiers keep "
+                    f"{attachment_bytes}. Make them with attachment_bytes={len(extra)} or more."
+                )
+    return [
+        SaveRequest(key, page_bytes + len(batch.extras.get(index, b"")), users, batch, index)
+        for index, key in enumerate(keys)
+    ]
 
 
 def load_requests(
@@ -67,12 +79,74 @@ def load_requests(
         UsageError: a key is no `PageKey`, or the rollout's name is not hashable.
     """
     users = users_of(rollout)
-    requests = []
-    for index, (key, page) in enumerate(zip(keys, into, strict=True)):
-        pieces = page_pieces(page, page_bytes=page_bytes, writable=True)
-        _check(key)
-        requests.append(LoadRequest(key, users, Target(batch, index, pieces)))
-    return requests
+    _refer(batch, keys, into, page_bytes=page_bytes, writable=True)
+    return [LoadRequest(key, users, batch, index) for index, key in enumerate(keys)]
+
+
+def _refer(
+    batch: Batch[Any],
+    keys: Sequence[PageKey],
+    pages: Sequence[Any],
+    *,
+    page_bytes: int,
+    writable: bool,
+) -> None:
+    for key in keys:
+        if not isinstance(key, PageKey):
+            raise UsageError(f"a page is named by a PageKey; got {key!r}")
+    batch.parts = [page_parts(page, page_bytes=page_bytes, writable=writable) for page in pages]
+    batch.fences = {
+        part.device: torch.cuda.current_stream(part.device).record_event()
+        for parts in batch.parts
+        for part in (parts if isinstance(parts, list) else (parts,))
+        if isinstance(part, Tensor) and part.is_cuda
+    }
+
+
+def page_parts(page: Any, *, page_bytes: int, writable: bool) -> Parts:
+    """Refer to the bytes of a page, without a copy.
+
+    Args:
+        page: a contiguous tensor, array or buffer, or a list or tuple of them: the pieces of a page
+            that is not contiguous, such as one for each layer.
+        writable: whether they are to be written to.
+
+    Raises:
+        ShapeError: wrong number of bytes, not contiguous, or read-only where `writable`.
+        UnsupportedError: a tensor that is neither in host memory nor on a CUDA device.
+    """
+    parts: Parts
+    if isinstance(page, list | tuple):
+        parts = [each for part in page if (each := _bytes_of(part, writable=writable)).nbytes]
+        size = sum(part.nbytes for part in parts)
+    else:
+        parts = _bytes_of(page, writable=writable)
+        size = parts.nbytes
+    if size != page_bytes:
+        raise ShapeError(f"a page of this store has {page_bytes} bytes; got {size}")
+    return parts
+
+
+def _bytes_of(part: Any, *, writable: bool) -> Part:
+    if isinstance(part, Tensor):
+        if not (part.is_cpu or part.is_cuda):
+            raise UnsupportedError(
+                f"pages lie in host memory or on CUDA devices; got a tensor on {part.device}. "
+                "Copy it with .cpu(), or let the engine's own worker copy."
+            )
+        if not part.is_contiguous():
+            raise ShapeError(f"a page must be contiguous; got strides {part.stride()}")
+        if part.dtype is torch.uint8 and part.stride() == (1,):
+            return part
+        return part.detach().as_strided((part.numel(),), (1,)).view(torch.uint8)
+    raw = memoryview(part)
+    if not raw.c_contiguous:
+        raise ShapeError(f"a page must be contiguous; got strides {raw.strides}")
+    if writable and raw.readonly:
+        raise ShapeError("a page is loaded into a writable buffer; got a read-only one")
+    if raw.readonly or not raw.nbytes:  # torch refers to neither
+        return np.frombuffer(raw, dtype=np.uint8)
+    return torch.frombuffer(raw, dtype=torch.uint8)
 
 
 def users_of(*names: Hashable) -> tuple[Hashable, ...]:
@@ -86,6 +160,16 @@ def users_of(*names: Hashable) -> tuple[Hashable, ...]:
                 f"got {name!r}"
             ) from error
     return tuple(name for name in names if name is not None)
+
+
+def _packed(attachments: Mapping[str, bytes], room: int) -> bytes:
+    packed = pack_attachments(attachments)
+    if len(packed) > room:
+        raise ShapeError(
+            f"the packed attachments have {len(packed)} bytes; the tiers keep "
+            f"{room}. Make them with attachment_bytes={len(packed)} or more."
+        )
+    return packed
 
 
 def _check(key: PageKey) -> None:

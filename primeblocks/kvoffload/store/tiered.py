@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
@@ -16,21 +17,18 @@ from ..evict.evict import Evict, lru
 from ..host import HostTier
 from ..page import PageKey
 from ..tier import Loaded, Saved, Tier, TierStatistics
-from .batch import Batch
 from .catalogue import Catalogue
-from .copier import Copied, Copiers
+from .copier import Copiers, Copies
 from .level import Level, levels_of
 from .moves import Ask, CopyIn, CopyOut, LoadRequest, Read, Recall, SaveRequest, Write
 from .order import Holds, Until
-from .pending import Pending
+from .pending import Batch, Pending
 from .requests import in_order, load_requests, same_length, save_requests, users_of
 from .worker import Outcome, TierWorker
 
 __all__ = ["TieredStore"]
 
 logger = logging.getLogger(__name__)
-
-_PART = 16
 
 
 class TieredStore:
@@ -89,6 +87,7 @@ class TieredStore:
             answer=lambda request, outcome: self._answers.append((request, outcome)),
         )
         self._changed = Condition()
+        self._pid = os.getpid()
         self._closed = False
         self._error: ClosedError | None = None  # the store broke
         self._pending: WeakSet[Pending[Any]] = WeakSet()
@@ -245,6 +244,8 @@ class TieredStore:
         Raises:
             DeadlineError: the store's threads did not finish.
         """
+        if os.getpid() != self._pid:  # a fork has none of the threads, and perhaps a lock
+            return
         end = monotonic() + timeout_s
         late = DeadlineError(f"the page store did not finish its work within {timeout_s} s")
         with self._changed:
@@ -287,8 +288,8 @@ class TieredStore:
 
     def _in_parts(self, ask: Callable[[list[Any]], None], requests: list[Any]) -> None:
         """Ask in parts: the first pages are copied while the catalogue looks at the others."""
-        for start in range(0, len(requests), _PART):
-            ask(requests[start : start + _PART])
+        for start in range(0, len(requests), self._copiers.together):
+            ask(requests[start : start + self._copiers.together])
             self._hand_out()
 
     def _after(self, what: Callable[[], Exception | None], *, flush: bool = False) -> Pending[None]:
@@ -308,7 +309,7 @@ class TieredStore:
                     self._look_for_lost(levels[index], self._workers[index])
                 if (error := error or missing) is not None:
                     batch.pending.fail(error)
-                batch.finish(index, None)
+                batch.finish([(index, None)])
 
             for index, worker in enumerate(self._workers):
                 worker.give(Until(partial(done, index), flush=flush))
@@ -325,6 +326,8 @@ class TieredStore:
             level.lose({key: here[key] for key in lost})
 
     def _ask(self, what: Callable[[], None], pending: Pending[Any] | None = None) -> None:
+        if os.getpid() != self._pid:
+            raise ClosedError("the page store is its parent's in a forked process; make a new one")
         with self._changed:
             if self._closed:
                 raise ClosedError("the page store is closed")
@@ -347,11 +350,12 @@ class TieredStore:
             answers, self._answers = self._answers, []
             if self._closed:
                 self._changed.notify_all()
+            results: dict[Batch[Any], list[tuple[int, Any]]] = {}
             for request, outcome in answers:
-                if isinstance(request, SaveRequest):
-                    request.source.batch.finish(request.source.index, outcome)
-                else:
-                    request.target.finish(None, {})
+                result = Loaded(None) if outcome is None else outcome
+                results.setdefault(request.batch, []).append((request.index, result))
+            for batch, each in results.items():
+                batch.finish(each)
 
     def _break(self, error: BaseException) -> None:
         """Stop using the catalogue, which may be half changed, and tell waiting callers."""
@@ -367,20 +371,20 @@ class TieredStore:
         while moves := self._catalogue.moves:
             self._catalogue.moves = []
             for move in moves:
-                if isinstance(move, CopyIn | CopyOut):
-                    self._copiers.give(move)
-                elif isinstance(move, Recall):
+                if isinstance(move, Recall):
                     self._tell(self._workers[move.depth].recall())
-                else:
+                elif not isinstance(move, CopyIn | CopyOut):
                     self._workers[move.depth].give(move)
+            self._copiers.give([move for move in moves if isinstance(move, CopyIn | CopyOut)])
 
-    def _copied(self, done: list[tuple[Copied, bool]]) -> None:
+    def _copied(self, done: list[tuple[Copies, bool]]) -> None:
         def tell() -> None:
-            for move, copied in done:
-                if isinstance(move, CopyIn):
-                    self._catalogue.copied_in(move, copied=copied)
-                else:
-                    self._catalogue.copied_out(move)
+            for copies, copied in done:
+                for copy in copies:
+                    if isinstance(copy, CopyIn):
+                        self._catalogue.copied_in(copy, copied=copied)
+                    else:
+                        self._catalogue.copied_out(copy)
             if not done:
                 self._catalogue.tick()
 

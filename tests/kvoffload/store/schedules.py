@@ -212,7 +212,7 @@ class Simulation:
         if isinstance(move, CopyIn):
             copied = move.request not in self.given_up
             if copied:
-                self.frames[move.page.frame] = move.request.source
+                self.frames[move.page.frame] = move.request.batch
             self.catalogue.copied_in(move, copied=copied)
             return
         assert move.page.pins > 0

@@ -7,22 +7,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primeblocks.errors import ShapeError, UnsupportedError
-from primeblocks.kvoffload.attachments import pack_attachments, unpack_attachments
-from primeblocks.kvoffload.store.buffers import page_pieces
+from primeblocks.kvoffload.page import pack_attachments, unpack_attachments
+from primeblocks.kvoffload.store.copier import copy_pages
+from primeblocks.kvoffload.store.requests import page_parts
+
+
+def gather(page, frame):
+    copy(page, frame, out=False)
+
+
+def scatter(page, frame):
+    copy(page, frame, out=True)
+
+
+def copy(page, frame, *, out, size=None):
+    size = len(frame) if size is None else size
+    parts = page_parts(page, page_bytes=size, writable=out)
+    copy_pages([parts], [torch.from_numpy(frame)], out=out, fences={})
 
 
 def test_any_kind_of_buffer_is_a_page():
     tensor = torch.zeros(2, 3, dtype=torch.bfloat16)
     for page in (tensor, np.zeros((3, 4), np.uint8), bytearray(12)):
-        page_pieces(page, page_bytes=12, writable=True).scatter(np.ones(12, np.uint8))
+        scatter(page, np.ones(12, np.uint8))
         frame = np.zeros(12, np.uint8)
-        page_pieces(page, page_bytes=12, writable=False).gather(frame)
+        gather(page, frame)
         assert bytes(frame) == b"\1" * 12
 
 
 def test_a_page_of_one_element_may_have_any_stride():
     element = torch.zeros(2, 3, dtype=torch.float64)[:1, 1]
-    page_pieces(element, page_bytes=8, writable=True).scatter(np.full(8, 63, np.uint8))
+    copy(element, np.full(8, 63, np.uint8), out=True, size=8)
     assert element.view(torch.int64).item() == 0x3F3F3F3F3F3F3F3F
 
 
@@ -30,10 +45,10 @@ def test_a_page_of_one_element_may_have_any_stride():
 def test_scatter_after_gather_is_the_identity(parts):
     size = sum(map(len, parts))
     frame = np.zeros(size + 3, np.uint8)
-    page_pieces(parts, page_bytes=size, writable=False).gather(frame)
+    copy(parts, frame, out=False, size=size)
     assert frame.tobytes() == b"".join(parts) + bytes(3)
     into = [bytearray(len(part)) for part in parts]
-    page_pieces(into, page_bytes=size, writable=True).scatter(frame)
+    copy(into, frame, out=True, size=size)
     assert into == parts
 
 
@@ -50,12 +65,12 @@ def test_scatter_after_gather_is_the_identity(parts):
 )
 def test_pages_that_do_not_fit_are_refused(page, message):
     with pytest.raises(ShapeError, match=message):
-        page_pieces(page, page_bytes=16, writable=True)
+        page_parts(page, page_bytes=16, writable=True)
 
 
 def test_a_page_on_a_device_is_refused():
     with pytest.raises(UnsupportedError, match=r"meta.*\.cpu\(\)"):
-        page_pieces(torch.zeros(4, device="meta"), page_bytes=16, writable=False)
+        page_parts(torch.zeros(4, device="meta"), page_bytes=16, writable=False)
 
 
 @given(st.dictionaries(st.text(max_size=5), st.binary(max_size=20), max_size=4))

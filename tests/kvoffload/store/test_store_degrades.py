@@ -1,5 +1,6 @@
 """Full, failing, slow and hung tiers cost pages, callers' mistakes cost the call, not the store."""
 
+import os
 import random
 import subprocess
 import threading
@@ -9,7 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from primeblocks.errors import CapacityError, ClosedError, DeadlineError, UsageError
+from primeblocks.errors import (
+    CapacityError,
+    ClosedError,
+    CorruptionError,
+    DeadlineError,
+    UsageError,
+)
 from primeblocks.kvoffload import DiskTier, TieredStore
 from primeblocks.kvoffload.evict import Choice, lru
 from primeblocks.testing.faults import ManualClock
@@ -34,6 +41,50 @@ def test_a_host_tier_has_one_store(host, memory):
         TieredStore([slab, memory(1)])
     with pytest.raises(UsageError, match="another store"):
         TieredStore([slab])  # which was released
+
+
+def test_a_tier_whose_index_is_found_damaged_is_empty(host, memory):
+    below = memory(4)
+
+    def damaged():
+        raise CorruptionError("no such table: pages")
+
+    below.keys = damaged
+    with TieredStore([host(1), below]) as store:
+        save(store, 0)
+        save(store, 1)
+        assert load(store, 0) == "memory"
+
+
+def test_tiers_of_one_page_each(host, memory):
+    """Whatever way pages go, the newest two are here, one in each."""
+    with TieredStore([host(1), memory(1)]) as store:
+        for number in range(20):
+            assert save(store, number).stored
+            assert load(store, number) == "host"
+        counts = store.statistics()
+        assert (counts["host"].pages, counts["memory"].pages) == (1, 1)
+
+
+def test_a_forked_child_is_told_at_once(host, disk):
+    """Its threads are its parent's, and so may be a lock of the store."""
+    with TieredStore([host(2), disk(8)]) as store:
+        for number in range(4):
+            save(store, number)
+        with store._changed:
+            child = os.fork()
+            if child == 0:
+                told = 0
+                for call in (lambda: save(store, 5), lambda: load(store, 1), store.flush):
+                    try:
+                        call()
+                    except ClosedError:
+                        told += 1
+                store.close()
+                os._exit(told)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 3
+        assert [load(store, number) for number in (0, 3)] == ["disk", "host"]
 
 
 def test_flush_says_how_many_pages_find_no_room(host, disk):
@@ -239,7 +290,7 @@ def test_a_tier_fuller_than_its_quota_still_takes_pages(host, memory):
         count = store.statistics()["memory"]
         assert (count.stores, count.failures) == (4, 1)  # 0, 1, not 2, then 3 and 4 in their places
         assert [load(store, n) for n in (5, 4)] == ["host", "memory"]
-        for seconds in (1, 2, 4, 8, 16, 30, 30):  # between the trials
+        for seconds in (1, 2, 4, 8, 8, 8):  # between the trials
             clock.advance(seconds - 0.01)
             for number in range(20):
                 save(store, number)
@@ -274,10 +325,9 @@ def test_a_full_file_system_keeps_its_pages_and_takes_more_when_there_is_room(
             with suppress(CapacityError):
                 store.flush().wait(timeout_s=SOON)
             ballast.unlink()
-            clock.advance(30.0)
-            for number in range(250):
+            for number in range(250):  # of the room, 0.9 is taken again within 10 s
                 save(store, number)
-                clock.advance(0.02)
+                clock.advance(0.04)
             assert store.statistics()["disk"].pages >= 45
             for number in range(250):
                 into = np.zeros(PAGE, np.uint8)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from primeblocks.kvoffload import TieredStore
-from primeblocks.kvoffload.store.buffers import Pieces
+from primeblocks.kvoffload.store import copier
 from primeblocks.kvoffload.store.moves import (
     Ask,
     Copy,
@@ -108,8 +108,8 @@ def test_flush_says_what_was_not_written(host, memory):
 
 
 def test_closing_finishes_what_a_save_leads_to(host, memory, monkeypatch):
-    go, gather = threading.Event(), Pieces.gather
-    monkeypatch.setattr(Pieces, "gather", lambda *a: (go.wait(0.2), gather(*a)))
+    go, copy = threading.Event(), copier.copy_pages
+    monkeypatch.setattr(copier, "copy_pages", lambda *a, **to: (go.wait(0.2), copy(*a, **to)))
     below = memory(4)
     store = TieredStore([host(3), below], write="through")
     store.save(key_of(0), page_of(0))
@@ -118,20 +118,21 @@ def test_closing_finishes_what_a_save_leads_to(host, memory, monkeypatch):
 
 
 def test_a_batch_that_failed_touches_no_buffer_later(host, monkeypatch):
-    go, entered, scatter = threading.Event(), threading.Event(), Pieces.scatter
+    go, entered, copy = threading.Event(), threading.Event(), copier.copy_pages
 
-    def slow(pieces, frame):
-        if frame[0] == 1:
+    def slow(pages, rooms, **how):
+        if rooms[0][0] == 1:
             entered.wait(SOON)
             raise RuntimeError("CUDA")
         entered.set()
         go.wait(QUICK)
-        scatter(pieces, frame)
+        copy(pages, rooms, **how)
 
+    monkeypatch.setattr(copier, "_TOGETHER_PAGES", 1)  # so that two threads copy
     with TieredStore([host(3)]) as store:
         for number in (1, 2):
             save(store, number)
-        monkeypatch.setattr(Pieces, "scatter", slow)
+        monkeypatch.setattr(copier, "copy_pages", slow)
         into = [np.zeros(PAGE, np.uint8) for _ in range(2)]
         pending = store.load_batch([key_of(1), key_of(2)], into=into)
         with pytest.raises(RuntimeError, match="CUDA"):
@@ -172,16 +173,16 @@ def test_what_a_tier_could_not_do_is_said_once(host, memory, call):
 
 
 def test_giving_up_waits_for_a_copy_that_began(host, monkeypatch):
-    go, entered, scatter = threading.Event(), threading.Event(), Pieces.scatter
+    go, entered, copy = threading.Event(), threading.Event(), copier.copy_pages
 
-    def slow(pieces, frame):
+    def slow(pages, rooms, **how):
         entered.set()
         go.wait(SOON)
-        scatter(pieces, frame)
+        copy(pages, rooms, **how)
 
     with TieredStore([host(1)]) as store:
         save(store, 0)
-        monkeypatch.setattr(Pieces, "scatter", slow)
+        monkeypatch.setattr(copier, "copy_pages", slow)
         into = np.ones(PAGE, np.uint8)
         pending = store.load(key_of(0), into=into)
         assert entered.wait(SOON)
@@ -196,8 +197,7 @@ def test_what_was_given_up_is_not_even_read(host, memory, monkeypatch):
     with TieredStore([host(1), below]) as store:
         save(store, 0)
         copies = []
-        for name in ("gather", "scatter"):
-            monkeypatch.setattr(Pieces, name, lambda pieces, frame, name=name: copies.append(name))
+        monkeypatch.setattr(copier, "copy_pages", lambda *pages, **to: copies.append(pages))
         slow = store.save(key_of(1), page_of(1))
         assert below.entered.wait(SOON)
         late = store.load(key_of(1), into=np.zeros(PAGE, np.uint8))
@@ -208,12 +208,12 @@ def test_what_was_given_up_is_not_even_read(host, memory, monkeypatch):
 
 
 def test_a_copy_that_fails_is_heard_and_stores_nothing(host, monkeypatch):
-    def broken(pieces, frame):
+    def broken(pages, rooms, **how):
         raise RuntimeError("CUDA")
 
     with TieredStore([host(1)]) as store:
         with monkeypatch.context() as patch:
-            patch.setattr(Pieces, "gather", broken)
+            patch.setattr(copier, "copy_pages", broken)
             with pytest.raises(RuntimeError, match="CUDA"):
                 save(store, 0)
         assert load(store, 0) is None

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from primeblocks.errors import CapacityError, UsageError
-from primeblocks.kvoffload import DiskTier, HostTier, PageKey, ReferenceStore, TieredStore
+from primeblocks.kvoffload import DiskTier, HostTier, PageKey, TieredStore
 from primeblocks.kvoffload.disk import System
 from primeblocks.kvoffload.evict import RolloutAware, VersionAware, lru
+from primeblocks.kvoffload.reference import ReferenceStore
 from primeblocks.testing.faults import ManualClock
 from tests.kvoffload.conftest import FRAME, PAGE, SIZES
 from tests.kvoffload.memory_tier import SOON

@@ -10,4 +10,4 @@ def be_patient() -> None:
     from primeblocks.kvoffload.adapters.vllm import manager
 
     TieredStore.__init__.__kwdefaults__["patience_s"] = 60.0
-    manager._PATIENCE_S = 60.0
+    manager.Speeds.patience_s = lambda speeds, pages: 60.0

@@ -6,6 +6,7 @@ As far as they go without a GPU, NIXL or Mooncake: to the connector of the sched
 import importlib
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,6 +55,7 @@ def _see(folder: Path) -> dict[str, Any]:
         "accepted": _accepted(model, folder),
         "refused": _refused(model, folder),
         "unnoticed": _unnoticed(model),
+        "expected": _expected(model),
     }
 
 
@@ -228,6 +230,34 @@ def _unnoticed(model: str) -> dict[str, Any]:
     }
 
 
+def _expected(model: str) -> dict[str, Any]:
+    """Pages that our manager expects a queued request to load, the engine having its first."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.kv_offload.base import get_offload_block_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(PAGE_TOKENS, sha256)
+    ours = _adapter().engine_args(primary_bytes=MIB, host_bytes=MIB)
+    found = {}
+    several = _adapter().multi(_adapter().nixl("decode"), ours)
+    for name, arguments in {"alone": ours, "in multi": several}.items():
+        engine = Engine(model, arguments)
+        cache = SimpleNamespace(find_longest_cache_hit=lambda hashes, most: ((), PAGE_TOKENS, 0))
+        connector = getattr(engine.connector, "sub_connectors", [engine.connector])[-1]
+        connector._kv_cache_manager = SimpleNamespace(coordinator=cache)
+        tokens = list(range(3 * PAGE_TOKENS + 1))
+        request = Request("r", tokens, SamplingParams(), None, block_hasher=hasher)
+        engine.connector.on_new_request(request)
+        wanted = connector.connector_scheduler.manager._queue["r"].wanted()
+        hashes = [get_offload_block_hash(key) for key in wanted]
+        found[name] = [hashes == request.block_hashes[1:], len(hashes)]
+        engine.connector.shutdown()
+    return found
+
+
 POOL = {"chunks": 16, "policy": "LRUCachePolicy", "store_threshold": 1, "blocks_per_chunk": 1}
 OURS = {**POOL, "manager": "StoreManager", "offload_prompt_only": False, "threads": []}
 STOCK = {**POOL, "manager": "TieringOffloadingManager", "threads": [6]}
@@ -291,6 +321,10 @@ def test_vllm_refuses_it_late_and_we_at_once(facts, adapter, case):
     assert theirs in facts["refused"][case]
     with pytest.raises((PlanError, UnsupportedError)):
         getattr(adapter, builder)(**wrong)
+
+
+def test_the_manager_expects_what_a_queued_request_will_load(facts):
+    assert facts["expected"] == {"alone": [True, 2], "in multi": [True, 2]}
 
 
 def test_names_that_vllm_no_longer_knows_or_never_knew(facts):

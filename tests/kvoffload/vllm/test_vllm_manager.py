@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from primeblocks.errors import PlanError, UnsupportedError
+from primeblocks.testing.faults import ManualClock
 
 pytestmark = pytest.mark.vllm
 
@@ -65,10 +66,21 @@ class Scheduler:
         self.manager = spec.get_manager()
         self.rows = np.asarray(self.manager.primary_tier.get_kv_memoryview())
 
-    def request(self, name):
-        context = self.context(name)
+    def request(self, name, **said):
+        context = self.context(name, **said)
         self.manager.on_new_request(context)
         return context
+
+    def queue(self, name, numbers, **said):
+        """A request that waits in the engine's queue and would load these pages."""
+        context = self.request(name, **said)
+        self.manager.expect(context, lambda: keys(numbers))
+        return context
+
+    def step(self, *, begins=(), preempts=(), computes=()):
+        self.manager.on_schedule_end(self.end(begins, preempts))
+        for number in computes:
+            assert self.manager.prepare_store(keys([number]), self.request(f"new {number}"))
 
     def settle(self):
         for _ in range(STEPS):
@@ -250,3 +262,134 @@ def test_chunks_carry_the_hashes_of_their_pages(adapter):
     it.settle()
     it.rows = None
     it.manager.shutdown()
+
+
+# --- the queue -------------------------------------------------------------------------------
+
+
+def test_pages_of_a_queued_request_are_there_when_its_turn_comes(scheduler):
+    it = scheduler(pool_pages=8)
+    it.store([*range(4), *range(100, 108)])
+    queued, late = it.queue("queued", [0, 1, 2, 3, 50, 4]), it.request("late")
+    it.settle()
+    assert it._look_up(queued, range(4)) == 4, "at the first look"
+    assert it._look_up(late, [100]) is None
+    assert it._look_up(queued, [50]) == 0
+    for request in (queued, late):
+        it.manager.on_request_finished(request)
+    it.settle()
+
+
+def test_the_head_of_the_queue_gets_the_room(scheduler):
+    it = scheduler(pool_pages=5)
+    it.store([*range(8), *range(100, 110)])
+    head, second = it.queue("head", range(4)), it.queue("second", range(4, 8))
+    it.settle()
+    in_pool = [it.manager.primary_tier.lookup(key, head).name == "HIT" for key in keys(range(8))]
+    assert in_pool == [True] * 5 + [False] * 3
+    assert it._look_up(head, range(4)) == 4
+    it.manager.prepare_load(keys(range(4)), head)
+    it.manager.complete_load(keys(range(4)), head)
+    it.settle()
+    assert it._look_up(second, range(4, 8)) == 4
+    for request in (head, second):
+        it.manager.on_request_finished(request)
+
+
+def test_what_is_brought_ahead_gives_way(scheduler):
+    """To a request that runs before those that came earlier: a queue by priority."""
+    it = scheduler(pool_pages=4)
+    it.store([*range(8), *range(100, 108)])
+    queued = it.queue("queued", range(4))
+    it.settle()
+    served, steps = it.serve({"urgent": [4, 5, 6, 7]})
+    assert served == {"urgent": [4, 5, 6, 7]}
+    assert steps <= 2
+    it.manager.on_request_finished(queued)
+    assert not it.manager._queue
+    assert not it.manager._turns._pages_ahead
+
+
+def test_a_step_looks_up_only_some_pages_ahead(scheduler, adapter, monkeypatch):
+    monkeypatch.setattr(adapter.manager, "_AHEAD", 3)
+    it = scheduler(pool_pages=16)
+    it.store([*range(8), *range(100, 116)])
+    queued = it.queue("queued", range(8))
+    for expected in (3, 6, 8):
+        it.step()
+        asked = [it.manager.primary_tier.lookup(key, queued).name for key in keys(range(8))]
+        assert [name != "MISS" for name in asked].count(True) == expected
+    it.settle()
+    it.manager.on_request_finished(queued)
+
+
+def test_the_tier_knows_the_queue(scheduler, adapter, monkeypatch):
+    told = []
+    monkeypatch.setattr(adapter.StoreTier, "queue", lambda tier, rollouts: told.append(rollouts))
+    it = scheduler(pool_pages=8)
+
+    def named(rollout):
+        return adapter.request_args(rollout=rollout)
+
+    a = it.queue("1", [], **named("a"))
+    it.queue("2", [], **named("b"))
+    it.queue("3", [], **named("a"))
+    it.queue("4", [])
+    it.step()
+    it.step()
+    it.step(begins=["1"])
+    it.step(begins=["2", "3"], preempts=["1"])
+    it.manager.on_request_finished(a)
+    it.step()
+    assert told == [["a", "b"], ["b", "a"], ["a"], []]
+
+
+# --- how long to wait ------------------------------------------------------------------------
+
+
+def test_waiting_is_worth_what_loading_saves(adapter):
+    speeds = adapter.manager.Speeds()
+    assert speeds.patience_s(7) == 1.0
+    speeds.load.add(4, 2.0)
+    assert speeds.patience_s(7) == 1.0, "nothing was computed yet"
+    speeds.compute.add(10, 30.0)
+    assert speeds.patience_s(7) == 7 * (3.0 - 0.5)
+    for _ in range(200):
+        speeds.load.add(4, 40.0)
+    assert speeds.patience_s(7) == 0.0, "computing is faster now"
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_steps_that_begin_requests_tell_how_fast_pages_are_computed(scheduler, overlap):
+    """With overlap, the engine plans a step while the one before runs."""
+    it, clock = scheduler(pool_pages=16), ManualClock()
+    it.manager._clock = clock.now
+    it.manager.set_overlap(steps=overlap)
+    spans = [(("a",), (1, 2, 3), 6.0), ((), (4,), 5.0), (("b",), (), 9.0)]
+    for begins, computes, seconds in spans:
+        it.step(begins=begins, computes=computes)
+        clock.advance(seconds)
+    it.step()
+    compute = it.manager._speeds.compute
+    assert (compute.pages, compute.seconds) == (3, 5.0 if overlap else 6.0)
+
+
+def test_a_request_waits_as_long_as_its_pages_are_worth(scheduler):
+    it, clock = scheduler(pool_pages=2), ManualClock()
+    it.manager._clock = it.manager._turns._clock = clock.now
+    it.store([*range(5), *range(10, 12)])
+    assert it.manager._speeds.load.pages == 0
+    first = it.request("first")
+    assert it._look_up(first, [0, 1]) is None
+    it.settle()
+    assert it.manager._speeds.load.pages == 2, "measured"
+    it.manager._speeds.load.seconds = 2.0
+    it.manager._speeds.compute.add(1, 4.0)
+    second = it.queue("second", [1, 2, 3, 4, 50])  # 1 is in the pool, nobody has 50
+    assert it._look_up(second, [2, 3, 4]) is None
+    clock.advance(8.9)
+    assert it._look_up(second, [2, 3, 4]) is None
+    clock.advance(0.1)
+    assert it._look_up(second, [2, 3, 4]) == 0, "three pages of 4 s, less 1 s each to load them"
+    for request in (first, second):
+        it.manager.on_request_finished(request)

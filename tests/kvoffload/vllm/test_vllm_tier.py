@@ -255,13 +255,14 @@ def test_without_routes_rows_are_pages(adapter):
 
 
 def test_requests_say_what_they_are_told(adapter):
-    said = adapter.request_args(7, rollout="a/3", ends=["a/2"])
+    said = adapter.request_args(7, rollout="a/3", ends=["a/2"], waits={"a/1": "pytest"})
     assert set(said) == {"kv_transfer_params"}
-    read = adapter.requests.read_request(said["kv_transfer_params"])
+    read = adapter.tier.read_request(said["kv_transfer_params"])
     assert (read.version, read.rollout, read.ends) == (7, "a/3", ("a/2",))
+    assert read.waits == {"a/1": "pytest"}
     assert adapter.request_args() == {"kv_transfer_params": {}}
     for nothing in (None, {}, {"do_remote_decode": True}):
-        assert adapter.requests.read_request(nothing) == adapter.requests.Request()
+        assert adapter.tier.read_request(nothing) == adapter.tier.Request()
 
 
 @pytest.mark.parametrize(
@@ -274,15 +275,17 @@ def test_requests_say_what_they_are_told(adapter):
         {"rollout": 3},
         {"ends": "a"},
         {"ends": [1]},
+        {"waits": ["a"]},
+        {"waits": {"a": 1}},
     ],
 )
 def test_malformed_requests_are_refused_in_front_and_ignored_behind(adapter, wrong, caplog):
     ((name, value),) = wrong.items()
     with pytest.raises(UsageError, match=re.escape(repr(value))):
         adapter.request_args(**wrong)
-    good = adapter.request_args(1, rollout="x", ends=["y"])["kv_transfer_params"]
+    good = adapter.request_args(1, rollout="x", ends=["y"], waits={"z": "t"})["kv_transfer_params"]
     (field,) = [each for each in good if each.endswith((name, f"that_{name[:-1]}"))]
-    assert adapter.requests.read_request({**good, field: value}) == adapter.requests.Request()
+    assert adapter.tier.read_request({**good, field: value}) == adapter.tier.Request()
     assert "are ignored" in caplog.text
 
 
@@ -305,3 +308,14 @@ def test_one_request_cannot_make_every_page_stale(pool, monkeypatch, caplog, lea
         pool.request(version=version)
     assert versions == [5, 6, 6 + (1 << 20)]
     assert f"version {leap} after 5" in caplog.text
+
+
+def test_rollouts_between_turns_wait_for_a_tool(pool, monkeypatch):
+    said = []
+    monkeypatch.setattr(pool.tier._store, "pause", lambda *what: said.append(what))
+    first = pool.request(rollout="a")
+    pool.request(waits={"a": "pytest"})
+    assert said == [], "it runs: what was said is too old"
+    pool.tier.on_request_finished(first)
+    pool.request(rollout="b", waits={"a": "pytest", "b": "search"})
+    assert said == [("a", "turn"), ("a", "pytest")]

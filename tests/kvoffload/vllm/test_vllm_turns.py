@@ -16,8 +16,10 @@ pytestmark = pytest.mark.vllm
 def turns_of():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # vLLM's own imports are deprecated in places
-        adapter = importlib.import_module("primeblocks.kvoffload.adapters.vllm.turns")
-    return lambda pages, clock: adapter.Turns(pages, patience_s=1.0, clock=clock.now)
+        adapter = importlib.import_module("primeblocks.kvoffload.adapters.vllm.manager")
+    return lambda pages, clock: adapter.Turns(
+        pages, patience_s=lambda request: 1.0, clock=clock.now
+    )
 
 
 def test_requests_bring_pages_while_all_fit(turns_of):

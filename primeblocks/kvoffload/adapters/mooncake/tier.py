@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ....errors import (
+    CapacityError,
     ClosedError,
     CorruptionError,
     DeadlineError,
@@ -20,10 +23,8 @@ from ....errors import (
     PrimeblocksError,
 )
 from ...host import HostTier
-from ...page import PageKey
+from ...page import DIGEST_BYTES, PageKey
 from ...tier import Found, Record
-from .codes import LOST, MISS, error_of
-from .value import HEADER_BYTES, fingerprint, pack_header, unpack_header
 
 __all__ = ["MooncakeTier"]
 
@@ -31,6 +32,33 @@ _BATCH = 64
 _CLOSE_S = 120.0  # twice the longest call that was measured
 _NAMESPACE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _INVALID_PARAMS = -600
+_MAGIC = b"pbpage\x00\x01"
+_HEADER = struct.Struct(f"<8s32s{DIGEST_BYTES}sQ")
+_HEADER_BYTES = _HEADER.size
+
+# ErrorCode in mooncake-store/include/types.h, 0.3.13.
+# REPLICA_IS_NOT_READY, OBJECT_NOT_FOUND, REPLICA_NOT_FOUND, REPLICA_IS_GONE
+_MISS = frozenset({-703, -704, -710, -712})
+
+_Kind = type[PrimeblocksError] | type[OSError]
+_NO_ROOM = (CapacityError, "Mooncake has no room for the page")
+_NO_CONNECTION = (ConnectionError, "Mooncake lost its connection")
+_NO_ANSWER = (DeadlineError, "Mooncake was not answered in time")
+_ERRORS: dict[int, tuple[_Kind, str]] = {
+    -200: _NO_ROOM,  # NO_AVAILABLE_HANDLE
+    -1602: _NO_ROOM,  # DFS_QUOTA_EXCEEDED
+    -1700: _NO_ROOM,  # TENANT_QUOTA_EXCEEDED
+    -800: _NO_CONNECTION,  # TRANSFER_FAIL
+    -900: _NO_CONNECTION,  # RPC_FAIL
+    -1601: _NO_CONNECTION,  # DFS_SERVICE_UNAVAILABLE
+    -901: _NO_ANSWER,  # RPC_TIMEOUT
+    -1600: _NO_ANSWER,  # DFS_NETWORK_TIMEOUT
+    -707: (DeadlineError, "Mooncake's lease ended before the page was read"),  # LEASE_EXPIRED
+    -801: (CorruptionError, "Mooncake read other bytes than it wrote"),  # CHECKSUM_MISMATCH
+}
+
+# After these, the next call is likely to wait just as long.
+_LOST = frozenset(code for code, is_ in _ERRORS.items() if is_ in (_NO_CONNECTION, _NO_ANSWER))
 
 Wrong = PrimeblocksError | OSError
 
@@ -84,9 +112,9 @@ class MooncakeTier:
         self._client = client
         self._changed = threading.Condition()
         self._calls, self._closed = 0, False
-        scratch = np.zeros(_BATCH * HEADER_BYTES + host.frame_bytes - host.page_bytes, np.uint8)
-        self._headers = scratch[: _BATCH * HEADER_BYTES].reshape(_BATCH, HEADER_BYTES)
-        self._zeros = scratch[_BATCH * HEADER_BYTES :]
+        scratch = np.zeros(_BATCH * _HEADER_BYTES + host.frame_bytes - host.page_bytes, np.uint8)
+        self._headers = scratch[: _BATCH * _HEADER_BYTES].reshape(_BATCH, _HEADER_BYTES)
+        self._zeros = scratch[_BATCH * _HEADER_BYTES :]
         self._registered: list[int] = []
         for memory, size in (
             (host.frame(0), host.capacity_pages * host.frame_bytes),
@@ -191,7 +219,7 @@ class MooncakeTier:
         paths, addresses, sizes = [], [], []
         for record, header in zip(records, self._headers, strict=False):
             name, length = self._fingerprint(record.key), record.content.nbytes
-            packed = pack_header(name, digest=record.digest, length=length)
+            packed = _pack_header(name, digest=record.digest, length=length)
             header[:] = np.frombuffer(packed, dtype=np.uint8)
             parts = [header, record.content, self._zeros[: self._frame_bytes - length]]
             paths.append(self._path(name))
@@ -213,7 +241,7 @@ class MooncakeTier:
             [header.ctypes.data, frame.ctypes.data]
             for header, frame in zip(headers, into, strict=True)
         ]
-        sizes = [[HEADER_BYTES, self._frame_bytes]] * len(keys)
+        sizes = [[_HEADER_BYTES, self._frame_bytes]] * len(keys)
         with self._call() as client:
             codes = client.batch_get_into_multi_buffers(
                 [self._path(name) for name in names], addresses, sizes
@@ -226,11 +254,11 @@ class MooncakeTier:
         return answers
 
     def _answer(self, code: int, header: np.ndarray, name: bytes) -> Found | Wrong | None:
-        if code in MISS:
+        if code in _MISS:
             return None
         if code == _INVALID_PARAMS:
             return CorruptionError(f"Mooncake holds a larger value than a page: error {code}")
-        return self._error(code) or unpack_header(header.tobytes(), name)
+        return self._error(code) or _unpack_header(header.tobytes(), name)
 
     def _forget_wrong(self, names: Sequence[bytes], answers: Sequence[object]) -> None:
         """Remove wrong values: a put would leave them, and every read would find them."""
@@ -243,10 +271,10 @@ class MooncakeTier:
     def _remove(self, names: Sequence[bytes]) -> None:
         with self._call() as client:
             codes = client.batch_remove([self._path(name) for name in names], True)
-        self._expect([code for code in codes if code not in MISS])
+        self._expect([code for code in codes if code not in _MISS])
 
     def _fingerprint(self, key: PageKey) -> bytes:
-        return fingerprint(key, page_bytes=self.page_bytes, attachment_bytes=self.attachment_bytes)
+        return _fingerprint(key, page_bytes=self.page_bytes, attachment_bytes=self.attachment_bytes)
 
     def _path(self, name: bytes) -> str:
         return f"{self._namespace}/{name.hex()}"
@@ -271,9 +299,9 @@ class MooncakeTier:
                 raise error
 
     def _error(self, code: int) -> Wrong | None:
-        if code in LOST:
+        if code in _LOST:
             self._rests_until = self._clock() + self._rest_s
-        return error_of(code)
+        return _error_of(code)
 
     def _resting(self) -> bool:
         return self._clock() < self._rests_until
@@ -292,3 +320,30 @@ def _batches(keys: Sequence[PageKey]) -> Iterator[slice]:
         seen.add(key)
     if seen:
         yield slice(start, len(keys))
+
+
+def _fingerprint(key: PageKey, *, page_bytes: int, attachment_bytes: int) -> bytes:
+    """Return 32 bytes that name a page; stores with other sizes have other names for it."""
+    sizes = struct.pack("<QQ", page_bytes, attachment_bytes)
+    return hashlib.sha256(sizes + key.encode()).digest()
+
+
+def _pack_header(name: bytes, *, digest: bytes, length: int) -> bytes:
+    """Pack the header of a value; `length` counts page and attachments."""
+    return _HEADER.pack(_MAGIC, name, digest, length)
+
+
+def _unpack_header(data: bytes, name: bytes) -> Found | CorruptionError:
+    """Invert `_pack_header` if `data` is the header of this page, else return an error."""
+    magic, named, digest, length = _HEADER.unpack(data)
+    if magic != _MAGIC or named != name:
+        return CorruptionError(f"Mooncake holds something else under the name {name.hex()}")
+    return Found(length, digest)
+
+
+def _error_of(code: int) -> PrimeblocksError | OSError | None:
+    """Return the error that a code stands for; None if it is not negative."""
+    if code >= 0:
+        return None
+    kind, what = _ERRORS.get(code, (OSError, "Mooncake refused"))
+    return kind(f"{what}: error {code}")

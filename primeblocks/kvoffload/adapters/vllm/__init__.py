@@ -18,14 +18,13 @@ if not vllm.__version__.startswith("0.32."):
         "Its offloading interface changes between releases: install vllm==0.32.*."
     )
 
-from .compose import command_line, multi, server_args
-from .configs import mooncake, mooncake_settings, native, nixl
-from .engine import EngineStatistics, engine_args, engine_statistics
-from .requests import request_args
+from .engine import EngineStatistics, engine_args, engine_statistics, server_args
 from .spec import StoreOffloadingSpec
-from .tier import StoreTier
+from .stock import OPTIONS, command_line, mooncake, mooncake_settings, multi, native, nixl
+from .tier import StoreTier, request_args
 
 __all__ = [
+    "OPTIONS",
     "EngineStatistics",
     "StoreOffloadingSpec",
     "StoreTier",

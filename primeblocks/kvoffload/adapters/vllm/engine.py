@@ -14,9 +14,10 @@ from vllm.v1.metrics.reader import get_metrics_snapshot
 
 from ....errors import PlanError, UnsupportedError
 from . import spec, tier
+from .stock import command_line
 from .tier import COUNTED, METRIC
 
-__all__ = ["EngineStatistics", "engine_args", "engine_statistics"]
+__all__ = ["EngineStatistics", "engine_args", "engine_statistics", "server_args"]
 
 # What vLLM calls reused tokens that came from a tier like ours; its own pools are "device", "host".
 _TOKENS, _SOURCE = "vllm:prompt_tokens_cached_by_source", "external_unspecified"
@@ -46,7 +47,7 @@ def engine_args(
             `persist` is given.
         disk_bytes: their quota.
         max_staleness: evict pages of versions older than this first (see `request_args`); None
-            means least recently used.
+            keeps all versions alike.
         eviction_policy: vLLM's policy for the transit pool, "lru" or "arc".
         offload_prompt_only: leave generated tokens out.
         routes_bytes_per_token: with routed-expert capture, bytes captured for each token
@@ -99,9 +100,17 @@ def engine_args(
         spec.ROUTES: routes_bytes_per_token,
     }
     transfer = KVTransferConfig(
-        kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra
+        kv_connector="OffloadingConnector",
+        kv_connector_module_path=spec.__name__,
+        kv_role="kv_both",
+        kv_connector_extra_config=extra,
     )
     return {"kv_transfer_config": transfer, "enable_prefix_caching": True}
+
+
+def server_args(**settings: Any) -> list[str]:
+    """Return `engine_args` as words of a server's command line; same arguments and errors. Pure."""
+    return command_line(engine_args(**settings))
 
 
 @dataclass(frozen=True)

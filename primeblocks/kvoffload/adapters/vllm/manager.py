@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
@@ -13,32 +16,205 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
     ScheduleEndContext,
 )
-from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
+from vllm.v1.kv_offload.tiering.base import JobResult
+from vllm.v1.kv_offload.tiering.manager import JobMetadata, TieringOffloadingManager
 
 from .routes import NamedChunks
-from .tier import StoreTier
-from .turns import Turns
+from .tier import StoreTier, read_state
 
-__all__ = ["StoreManager"]
+__all__ = ["Speeds", "StoreManager", "Turns"]
 
-_PATIENCE_S = 1.0
+_UNMEASURED_S = 1.0
+_FORGET = 0.9  # weight of what was measured before, at each new measurement
+_AHEAD = 64  # pages of queued requests that a step looks up
+
+
+@dataclass
+class _Speed:
+    pages: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, pages: int, seconds: float) -> None:
+        self.pages = self.pages * _FORGET + pages
+        self.seconds = self.seconds * _FORGET + seconds
+
+
+class Speeds:
+    """Measured times of loading a page from the tiers and of computing it.
+
+    Attributes:
+        load: pages that came, and the time from asking for them.
+        compute: prompt pages of steps that began requests, and the time of these steps.
+    """
+
+    def __init__(self) -> None:
+        self.load, self.compute = _Speed(), _Speed()
+
+    def patience_s(self, pages: int) -> float:
+        """Return how long waiting for room for these pages may take: what loading them saves.
+
+        A request that waits so long and then computes takes at most twice as long as the better of
+        the two. One second before both speeds are known.
+        """
+        if not self.load.pages or not self.compute.pages:
+            return _UNMEASURED_S
+        load, compute = (each.seconds / each.pages for each in (self.load, self.compute))
+        return pages * max(0.0, compute - load)
+
+
+@dataclass
+class _Turn:
+    pages: set[Hashable] = field(default_factory=set)
+    waits_until_s: float | None = None
+
+
+class Turns:
+    """A first-come, first-served queue: requests do not evict each other's pages for ever.
+
+    The first request may bring all of its pages. Those behind it may bring theirs while all fit
+    together, and wait otherwise. A request that has waited longer than its patience, or needs more
+    pages than the pool has, is told to go on without. What is brought ahead, for requests that have
+    not asked yet, fills the room that is left, and gives way to those that ask.
+
+    Args:
+        capacity: pages of the pool.
+        patience_s: seconds that a request may wait in all, asked when it begins to wait.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        patience_s: Callable[[str], float],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._capacity = capacity
+        self._patience_s = patience_s
+        self._clock = clock
+        self._turns: dict[str, _Turn] = {}
+        self._ahead: dict[str, set[Hashable]] = {}
+        self._pages = 0  # of all requests that asked
+        self._pages_ahead = 0
+
+    def is_first(self, request: str) -> bool:
+        """Whether this request came before all others that have not left."""
+        return next(iter(self._turns), None) == request
+
+    def hold(self, request: str, page: Hashable) -> None:
+        """Record that the pool has this page and the request will use it."""
+        turn = self._turn(request)
+        self._pages += page not in turn.pages
+        turn.pages.add(page)
+
+    def ask(self, request: str, page: Hashable) -> Literal["come", "wait", "go on"]:
+        """Tell whether the request may bring this page into the pool now."""
+        turn = self._turn(request)
+        is_new = page not in turn.pages
+        if len(turn.pages) + is_new > self._capacity:
+            return "go on"
+        if not self.is_first(request) and self._pages + is_new > self._capacity:
+            return self.wait(request)
+        self.hold(request, page)
+        return "come"
+
+    def ask_ahead(self, request: str, page: Hashable) -> bool:
+        """Whether there is room for a page that a queued request will ask for."""
+        pages = self._ahead.setdefault(request, set())
+        if page not in pages:
+            if self._pages + self._pages_ahead >= self._capacity:
+                return False
+            pages.add(page)
+            self._pages_ahead += 1
+        return True
+
+    def has_asked(self, request: str) -> bool:
+        """Whether the request asks for itself."""
+        return request in self._turns
+
+    def wait(self, request: str) -> Literal["wait", "go on"]:
+        """Tell whether the request may wait for room that transfers under way still take."""
+        turn, now = self._turn(request), self._clock()
+        if turn.waits_until_s is None:
+            turn.waits_until_s = now + self._patience_s(request)
+        return "wait" if now < turn.waits_until_s else "go on"
+
+    def leave(self, request: str) -> None:
+        """Remove a request that has its pages or no longer needs them."""
+        self._pages_ahead -= len(self._ahead.pop(request, ()))
+        turn = self._turns.pop(request, None)
+        if turn is not None:
+            self._pages -= len(turn.pages)
+
+    def _turn(self, request: str) -> _Turn:
+        if request not in self._turns:
+            self._pages_ahead -= len(self._ahead.pop(request, ()))
+            self._turns[request] = _Turn()
+        return self._turns[request]
+
+
+@dataclass
+class _Queued:
+    """A request that is not scheduled, and the number of its pages that were brought ahead."""
+
+    context: ReqContext
+    find: Callable[[], Sequence[OffloadKey]]
+    at: int = 0
+    found: Sequence[OffloadKey] | None = None
+
+    def wanted(self) -> Sequence[OffloadKey]:
+        if self.found is None:
+            self.found = self.find()
+        return self.found
+
+
+@dataclass
+class _Step:
+    """A step of the engine: whether it began requests, and the pages that it computes."""
+
+    began_s: float
+    begins: bool
+    pages: int = 0
 
 
 class StoreManager(TieringOffloadingManager):
-    """The stock manager, except for three things.
+    """The stock manager, except for five things.
 
     - A reset reaches our tier. Stock vLLM leaves secondary tiers alone when the connector is reset
       after a weight update, and then serves pages of the old weights.
-    - A request waits, up to a second, for room in the pool on behalf of a page that a tier has.
-      Stock vLLM takes a full pool for a miss and computes the rest of the prompt, and requests
-      evict each other's pages before any has all of its own.
+    - A request waits for room in the pool on behalf of a page that a tier has, for as long as
+      loading is measured to save (`Speeds`). Stock vLLM takes a full pool for a miss and computes
+      the rest of the prompt, and requests evict each other's pages before any has all of its own.
+    - Pages of queued requests come into the pool before they are scheduled, the head of the queue
+      first, as far as nobody else needs the room.
+    - Our tier knows the queue.
     - Workers learn the hashes of the pages they move, if routes travel with them.
     """
 
-    def __init__(self, *tiers: Any, names_chunks: bool) -> None:
+    def __init__(
+        self, *tiers: Any, names_chunks: bool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         super().__init__(*tiers)
         self._names_chunks = names_chunks
-        self._turns = Turns(self.primary_tier._num_chunks, patience_s=_PATIENCE_S)
+        self._clock = clock
+        self._speeds = Speeds()
+        capacity = self.primary_tier._num_chunks
+        self._turns = Turns(capacity, patience_s=self._patience_s, clock=clock)
+        self._queue: dict[str, _Queued] = {}  # head first
+        self._told: list[str] = []
+        self.set_overlap(steps=0)
+
+    def expect(self, context: ReqContext, find: Callable[[], Sequence[OffloadKey]]) -> None:
+        """Note that a request is last in the engine's queue.
+
+        Args:
+            find: returns the keys of the pages that it would load if it was scheduled now.
+        """
+        self._queue[context.req_id] = _Queued(context, find)
+
+    def set_overlap(self, *, steps: int) -> None:
+        """Say how many steps the engine plans while one runs."""
+        self._steps = deque([_Step(self._clock(), begins=False)], maxlen=steps + 1)
 
     def lookup(
         self, key: OffloadKey, req_context: ReqContext, *, exclude_tier_idx: int | None = None
@@ -65,27 +241,37 @@ class StoreManager(TieringOffloadingManager):
         return LookupResult.RETRY if answer == "wait" else LookupResult.MISS
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        self._turns.leave(req_context.req_id)
+        self._leave(req_context.req_id)
         chunks = super().prepare_load(keys, req_context)
         return NamedChunks(chunks, list(keys)) if self._names_chunks else chunks
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
+        self._steps[-1].pages += len(keys)
         output = super().prepare_store(keys, req_context)
         if output is not None and self._names_chunks:
             output.store_spec = NamedChunks(output.store_spec, output.keys_to_store)
         return output
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        now, step = self._clock(), self._steps[0]
+        if step.begins and step.pages:
+            self._speeds.compute.add(step.pages, now - self._steps[-1].began_s)
+        self._steps.append(_Step(now, begins=bool(context.new_req_ids)))
         for request in context.new_req_ids:
-            self._turns.leave(request)
+            self._leave(request)
+        for request in context.preempted_req_ids:
+            if (state := self._req_state.get(request)) is not None:
+                self._queue = {request: _Queued(state.req_context, tuple)} | self._queue
+        self._bring_ahead()
         super().on_schedule_end(context)
+        self._tell_queue()
 
     def on_request_finished(
         self, req_context: ReqContext, *, exclude_tier_idx: int | None = None
     ) -> None:
-        self._turns.leave(req_context.req_id)
+        self._leave(req_context.req_id)
         super().on_request_finished(req_context, exclude_tier_idx=exclude_tier_idx)
 
     def reset_cache(self) -> None:
@@ -100,3 +286,52 @@ class StoreManager(TieringOffloadingManager):
             allows(tier.medium, tier.locality) and tier.lookup(key, req_context) is LookupResult.HIT
             for tier in self.secondary_tiers
         )
+
+    def _complete_promotion(self, job_metadata: JobMetadata, completed_job: JobResult) -> None:
+        if completed_job.success and completed_job.transfer_time is not None:
+            self._speeds.load.add(len(job_metadata.transfer_job.keys), completed_job.transfer_time)
+        super()._complete_promotion(job_metadata, completed_job)
+
+    def _bring_ahead(self) -> None:
+        """Bring pages of queued requests into the pool, as long as there is room."""
+        left = _AHEAD
+        for request, queued in self._queue.items():
+            keys = () if self._turns.has_asked(request) else queued.wanted()
+            if queued.at < len(keys):
+                self.primary_tier.touch(keys[: queued.at], queued.context)  # not to push them out
+            while queued.at < len(keys):
+                key = keys[queued.at]
+                if not left or not self._turns.ask_ahead(request, key):
+                    return
+                left -= 1
+                if super().lookup(key, queued.context) is not LookupResult.MISS:
+                    self.primary_tier.touch([key], queued.context)
+                elif self._is_below(key, queued.context):
+                    return  # every chunk of the pool is on its way somewhere
+                else:
+                    queued.at = len(keys)
+                queued.at += 1
+
+    def _patience_s(self, request: str) -> float:
+        queued = self._queue.get(request)
+        if queued is None:
+            return _UNMEASURED_S
+        missing = (
+            self._is_below(key, queued.context)
+            for key in queued.wanted()
+            if self.primary_tier.lookup(key, queued.context) is LookupResult.MISS
+        )
+        return self._speeds.patience_s(sum(missing))
+
+    def _tell_queue(self) -> None:
+        named = (read_state(queued.context).rollout for queued in self._queue.values())
+        rollouts = [name for name in dict.fromkeys(named) if name is not None]
+        if rollouts != self._told:
+            self._told = rollouts
+            for tier in self.secondary_tiers:
+                if isinstance(tier, StoreTier):
+                    tier.queue(rollouts)
+
+    def _leave(self, request: str) -> None:
+        self._turns.leave(request)
+        self._queue.pop(request, None)

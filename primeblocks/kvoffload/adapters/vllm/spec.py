@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole, offloading_connector
 from vllm.platforms import current_platform
 from vllm.utils.math_utils import round_up
 from vllm.v1.kv_offload.base import (
@@ -16,6 +19,7 @@ from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     OffloadingManager,
     OffloadingWorker,
+    OffloadKey,
     TransferResult,
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
@@ -23,14 +27,64 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+from vllm.v1.request import Request
 
 from ....errors import PlanError, UnsupportedError
 from .manager import StoreManager
 from .routes import RoutesWorker, Tail
 
-__all__ = ["ROUTES", "HostCopyWorker", "StoreOffloadingSpec", "UnlinkedRegion"]
+__all__ = [
+    "ROUTES",
+    "HostCopyWorker",
+    "OffloadingConnector",
+    "StoreOffloadingSpec",
+    "UnlinkedRegion",
+]
 
 ROUTES = "primeblocks_routes_bytes_per_token"
+
+
+class OffloadingConnector(offloading_connector.OffloadingConnector):
+    """The stock connector, which tells our manager what a request will load before it may run.
+
+    It has the stock one's name, by which vLLM finds metrics and layouts.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if self.connector_scheduler is not None:
+            overlap = int(bool(vllm_config.scheduler_config.async_scheduling))
+            self._manager().set_overlap(steps=overlap)
+
+    def on_new_request(self, request: Request) -> None:
+        super().on_new_request(request)
+        state = self.scheduler._req_status[request.request_id]
+        self._manager().expect(state.req_context, partial(self._keys, request))
+
+    def _manager(self) -> StoreManager:
+        manager = self.scheduler.manager
+        assert isinstance(manager, StoreManager)
+        return manager
+
+    def _keys(self, request: Request) -> list[OffloadKey]:
+        """Return the keys of the pages that a request would load now, of full attention.
+
+        Windows are left out, whose pages depend on how much of the rest is found.
+        """
+        state, pages = self.scheduler._req_status[request.request_id], self._kv_cache_manager
+        if request.skip_reading_prefix_cache or state.max_load_tokens is not None or pages is None:
+            return []
+        state.update_offload_keys()
+        most = request.num_tokens - 1
+        here = pages.coordinator.find_longest_cache_hit(request.block_hashes, most)[1]
+        found = []
+        for index in self.scheduler._full_attention_groups:
+            tokens = self.scheduler.config.kv_group_configs[index].tokens_per_chunk
+            keys = state.group_states[index].offload_keys
+            found += keys[here // tokens : -(-most // tokens)]
+        return found
 
 
 class StoreOffloadingSpec(TieringOffloadingSpec):

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
 
@@ -30,24 +31,101 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from ....errors import PrimeblocksError
+from ....errors import PrimeblocksError, UsageError, check_version
 from ... import DiskTier, HostTier, PageKey, Tier, TieredStore
-from ...attachments import pack_attachments
-from ...evict import VersionAware, lru
+from ...evict import RolloutAware
 from ...jobs import Job, PageJobs
-from .requests import Request, read_request
+from ...page import pack_attachments
 from .routes import Tail
 
-__all__ = ["COUNTED", "METRIC", "StoreTier", "recipe"]
+__all__ = [
+    "COUNTED",
+    "METRIC",
+    "Request",
+    "StoreTier",
+    "read_request",
+    "read_state",
+    "recipe",
+    "request_args",
+]
 
 METRIC = "vllm:primeblocks_kvoffload_"
 COUNTED = ("hits", "stores", "evictions", "checksum_failures", "failures", "bytes_read")
+_VERSION = "primeblocks_policy_version"
+_ROLLOUT = "primeblocks_rollout"
+_ENDS = "primeblocks_rollouts_that_end"
+_WAITS = "primeblocks_rollouts_that_wait"
 _ROUTES = "routes"
 _TIMEOUT_S = 30.0
 _BREATH_S = 2e-4
 _LEAP = 1 << 20  # updates between two requests
 
 logger = logging.getLogger(__name__)
+
+
+def request_args(
+    version: Any = None, *, rollout: Any = None, ends: Any = (), waits: Any = None
+) -> dict[str, Any]:
+    """Name a request for our tier: `SamplingParams(extra_args=request_args(7, rollout="a/3"))`.
+
+    The same dictionary goes into the JSON of a request to vLLM's server. It complements the
+    request's `cache_salt` and does not replace it. Pure.
+
+    Args:
+        version: the policy's, a count of updates; the tier advances with the largest that it has
+            seen, and keys of different versions differ. A version 2**20 ahead of all before does
+            not advance it: a mistake in one request would make everybody's pages stale.
+        rollout: name of the rollout that will need the pages again, in its next turn. Several
+            samples of one prompt in a request (`n`) share it.
+        ends: names of rollouts that need their pages no longer once this request is over: its own
+            in its last turn, or others that ended without one.
+        waits: for rollouts between two turns, the tool that each waits for: {"a/2": "pytest"}. A
+            rollout of which nobody says it waits for "turn".
+
+    Raises:
+        UsageError: names that are not text, or a version that is no integer below 2**63.
+    """
+    if version is not None:
+        version = check_version(version)
+    is_list = isinstance(ends, list | tuple)
+    if not is_list or not all(isinstance(name, str) for name in ends):
+        raise UsageError(f"ends is a list of names of rollouts; got {ends!r}")
+    if rollout is not None and not isinstance(rollout, str):
+        raise UsageError(f"a rollout is named by text; got {rollout!r}")
+    waits = {} if waits is None else waits
+    is_map = isinstance(waits, dict)
+    if not is_map or not all(isinstance(name, str) for pair in waits.items() for name in pair):
+        raise UsageError(f"waits names a tool for each of some rollouts; got {waits!r}")
+    said = {_VERSION: version, _ROLLOUT: rollout, _ENDS: list(ends) or None, _WAITS: waits or None}
+    return {"kv_transfer_params": {name: each for name, each in said.items() if each is not None}}
+
+
+@dataclass(frozen=True)
+class Request:
+    """The version and rollouts that a request named; empty where it named none."""
+
+    version: int | None = None
+    rollout: str | None = None
+    ends: tuple[str, ...] = ()
+    waits: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_request(parameters: Mapping[str, Any] | None) -> Request:
+    """Read `kv_transfer_params`.
+
+    Malformed values are left out with a warning, not raised: they came over the network, and an
+    error here would end the engine.
+    """
+    if not parameters:
+        return Request()
+    version, rollout = parameters.get(_VERSION), parameters.get(_ROLLOUT)
+    ends, waits = parameters.get(_ENDS) or [], parameters.get(_WAITS) or {}
+    try:
+        request_args(version, rollout=rollout, ends=ends, waits=waits)
+    except UsageError as error:
+        logger.warning("a request's rollout and version are ignored: %s", error)
+        return Request()
+    return Request(version, rollout, tuple(ends), waits)
 
 
 class StoreTier(SecondaryTierManager):
@@ -84,8 +162,7 @@ class StoreTier(SecondaryTierManager):
             replica = f"engine-{offloading_spec.config.parallel.data_parallel_index}"
             directory = os.path.join(disk_path, replica)
             tiers.append(DiskTier(directory, capacity_bytes=disk_bytes, **sizes))
-        evict = lru if max_staleness is None else VersionAware(max_staleness)
-        self._store = TieredStore(tiers, evict=evict)
+        self._store = TieredStore(tiers, evict=RolloutAware(max_staleness))
         self._persists = persist is not None
         self._salt = os.urandom(16) if persist is None else persist.encode()
         self._recipe = recipe(offloading_spec)
@@ -97,23 +174,35 @@ class StoreTier(SecondaryTierManager):
         self._moving: dict[int, TransferJob] = {}
         self._reported: Counter[tuple[str, str]] = Counter()
         self._version = 0
+        self._active: Counter[str] = Counter()  # requests of rollouts
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         request = read_request(req_context.kv_transfer_params)
         req_context.set_state(request)
         if request.version is not None and request.version > self._version:
             self._advance(request.version)
+        if request.rollout is not None:
+            self._active[request.rollout] += 1
+        for rollout, tool in request.waits.items():
+            if not self._active[rollout]:  # else its next turn has come already
+                self._store.pause(rollout, tool)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        request = _request(req_context)
+        request = read_state(req_context)
         if request.rollout is not None:
+            self._active[request.rollout] -= 1
+            self._active = +self._active
             self._store.pause(request.rollout, "turn")
         for rollout in request.ends:
             self._store.end(rollout)
 
+    def queue(self, rollouts: list[str]) -> None:
+        """Note which rollouts wait in the engine's queue, its head first."""
+        self._store.queue(rollouts)
+
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        found = self._page_key(key, _request(req_context)) in self._store
+        found = self._page_key(key, read_state(req_context)) in self._store
         return LookupResult.HIT if found else LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
@@ -211,7 +300,7 @@ class StoreTier(SecondaryTierManager):
 
     def _batch(self, job: TransferJob) -> tuple[list[np.ndarray], list[PageKey], str | None]:
         self._moving[job.job_id] = job
-        request = _request(job.req_context)
+        request = read_state(job.req_context)
         keys = [self._page_key(key, request) for key in job.keys]
         return [self._rows[chunk] for chunk in job.chunk_ids], keys, request.rollout
 
@@ -240,5 +329,6 @@ def recipe(spec: OffloadingSpec) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 
 
-def _request(context: ReqContext) -> Request:
+def read_state(context: ReqContext) -> Request:
+    """Return what a request named, read once."""
     return context.get_state(Request) or read_request(context.kv_transfer_params)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ...errors import PlanError
-from .footprint import Rollouts
-from .kv_shapes import KvGroup
+from primeblocks.errors import PlanError
+from primeblocks.kvoffload.capacity import KvGroup, Rollouts
 
 __all__ = ["Simulator"]
 

@@ -1,0 +1,345 @@
+"""Arguments of engines with vLLM's own KV tiers and transfers, in place of or beside our store.
+
+vLLM passes over settings that it does not know and checks others only when its workers start; here
+a wrong value is refused at once. `OPTIONS` lists what each builder takes. Call a builder once for
+each engine: the configuration names its engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from operator import itemgetter
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from vllm.config import KVTransferConfig
+
+from ....errors import PlanError, UnsupportedError
+
+__all__ = [
+    "OPTIONS",
+    "Option",
+    "command_line",
+    "mooncake",
+    "mooncake_settings",
+    "multi",
+    "native",
+    "nixl",
+]
+
+_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
+_REQUIRED: Any = object()
+
+
+class Option(NamedTuple):
+    """An option of a builder.
+
+    Args:
+        name: vLLM's name for it; empty where the builder makes something else of it.
+        allowed: the least whole number, a tuple of values, a pattern of text, `bool`, `str`,
+            `list` (of names), or None for anything.
+        meaning: what it sets, or what a pattern stands for.
+        default: value where none is given; None is allowed where it is None.
+        hint: what a refusal adds.
+    """
+
+    name: str
+    allowed: Any
+    meaning: str
+    default: Any = _REQUIRED
+    hint: str = ""
+
+
+_CAPTURE = Option("", bool, "the engine returns routed experts", False)
+_ON_FAILURE = Option("", ("recompute", "fail"), "what follows a page that is lost", "recompute")
+_4_GIB = " For 4 GiB pass 4 << 30."
+_LEASE = " vLLM renews a lease every lease_s // 6 seconds."
+_NATIVE = {
+    # vLLM rounds each page of its host pool up to 4096.
+    "cpu_bytes": Option("cpu_bytes_to_use", 4096, "pool of all workers", hint=_4_GIB),
+    "disk_path": Option("", None, "directory of vLLM's file tier", None),
+    "disk_threads": Option("", 1, "threads that read, and as many that write", 16),
+    "eviction_policy": Option("eviction_policy", ("lru", "arc"), "that of the pool", "lru"),
+    "store_threshold": Option("", 0, "computations of a page before it is offloaded", 0),
+    "blocks_per_chunk": Option("blocks_per_chunk", 1, "engine pages that move as one", 1),
+    "offload_prompt_only": Option("offload_prompt_only", bool, "leave generated tokens out", False),
+    "capture": _CAPTURE,
+}
+_NIXL = {
+    "role": Option("", ("prefill", "decode"), "what this engine does"),
+    "push": Option("", bool, "prefill writes to decode, instead of decode reading", False),
+    "backends": Option("backends", list, "NIXL's plug-ins", ("UCX",)),
+    "num_threads": Option("num_threads", 1, "threads of UCX; each takes doorbell pages", None),
+    "lease_s": Option("kv_lease_duration", 6, "time that unread pages are kept", 30, _LEASE),
+    "bidirectional": Option("bidirectional_kv_xfer", bool, "prefill reads from decode", False),
+    "on_load_failure": _ON_FAILURE,
+    "capture": _CAPTURE,
+}
+_MOONCAKE = {
+    # vLLM joins the parts of a key with "@".
+    "run": Option("cache_prefix", "[^@]+", 'text in front of every key, without "@"'),
+    "role": Option("", tuple(_ROLES), "decode saves what it generates, others all", "both"),
+    "save_generated": Option("save_decode_cache", bool, "it begins the next prompt", True),
+    "lookup_async": Option("lookup_async", bool, "ask without holding up steps", False),
+    "preferred_segment": Option("preferred_segment", r".*\S.*", "a node for new pages", None),
+    "on_load_failure": _ON_FAILURE,
+    "capture": _CAPTURE,
+}
+_SETTINGS = {
+    "master": Option("master_server_address", r".+:\d+", '"host:port"'),
+    "segment_bytes": Option("global_segment_size", 0, "memory that each worker adds"),
+    "buffer_bytes": Option("local_buffer_size", 1, "a worker's buffer for transfers", 4 << 30),
+    "metadata": Option("metadata_server", str, "the metadata server", "P2PHANDSHAKE"),
+    "protocol": Option("protocol", ("rdma", "tcp"), "that of the transfers", "rdma"),
+    "device": Option("device_name", str, "RDMA devices, separated by commas", ""),
+    "disk": Option("enable_offload", bool, "the pool's owner has a disk", False),
+}
+OPTIONS: Mapping[str, Mapping[str, Option]] = MappingProxyType(
+    {
+        "native": _NATIVE,
+        "nixl": _NIXL,
+        "mooncake": _MOONCAKE,
+        "mooncake_settings": _SETTINGS,
+    }
+)
+
+_Given = dict[str, Any]
+# Values that vLLM, or router replay, cannot have together.
+_CLASHES: Mapping[str, Mapping[str, Callable[[_Given], Any]]] = {
+    "native": {
+        "store_threshold={store_threshold} with a disk: vLLM counts uses without a disk only. "
+        "Leave it 0, or drop disk_path.": lambda it: it["disk_path"] and it["store_threshold"] > 1,
+        "capture=True with vLLM's file tier: its files hold no routed experts and outlive "
+        "those that vLLM keeps in memory; a hit would come without its routes. Use engine_args, "
+        "whose pages carry them, or drop disk_path.": lambda it: it["disk_path"] and it["capture"],
+    },
+    "nixl": {
+        "num_threads={num_threads} with backends={backends}: vLLM passes it to UCX alone. Drop one "
+        "of the two.": lambda it: it["num_threads"] and list(it["backends"]) != ["UCX"],
+        "push=True with bidirectional=True: vLLM's push goes one way only": lambda it: (
+            it["push"] and it["bidirectional"]
+        ),
+        'capture=True with NIXL: vLLM refuses it ("PD auxiliary output is not supported"), the '
+        "routes of a prefill do not reach the decoding engine. Let one engine do both.": (
+            itemgetter("capture")
+        ),
+    },
+    "mooncake": {
+        "capture=True with Mooncake: vLLM accepts it, but a page that another engine computed "
+        "has no routed experts here. Use engine_args, whose pages carry them.": (
+            itemgetter("capture")
+        ),
+    },
+}
+
+
+def native(**options: Any) -> dict[str, Any]:
+    """Configure vLLM's offloading to host memory, and to files if a path is given. Pure.
+
+    Its files have no checksum, no quota and no policy version, and stay when the engine ends: use
+    a new directory or new `cache_salt`s for each run. `engine_args` has none of these limits. It
+    needs a GPU: on the CPU platform vLLM refuses to start it.
+
+    Raises:
+        PlanError: a value that vLLM would refuse or misread.
+        UnsupportedError: values that vLLM, or router replay, cannot have together.
+    """
+    if options.get("disk_path") is not None and options.get("cpu_bytes") == 0:
+        raise UnsupportedError(
+            "cpu_bytes=0: vLLM has no disk alone, pages pass through host memory. Give it room for "
+            "the pages of the longest prompts in flight."
+        )
+    given, extra = _read("native", options)
+    if given["disk_path"] is None:
+        extra |= {"spec_name": "CPUOffloadingSpec", "store_threshold": given["store_threshold"]}
+    else:
+        names = ("n_read_threads", "n_write_threads")
+        tier = dict.fromkeys(names, given["disk_threads"])
+        tier |= {"type": "fs", "root_dir": os.fspath(given["disk_path"])}
+        extra |= {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier]}
+    # Host copies cannot fail in vLLM, and a failed file is a miss: there is no policy to choose.
+    transfer = _transfer("OffloadingConnector", "kv_both", extra, "fail")
+    return transfer | {"enable_prefix_caching": True}
+
+
+def nixl(role: str, **options: Any) -> dict[str, Any]:
+    """Configure transfers from engines that prefill to engines that decode, by NIXL. Pure.
+
+    Across machines each engine needs its own `VLLM_NIXL_SIDE_CHANNEL_HOST` in its environment.
+
+    Raises:
+        PlanError: a value that vLLM would refuse or misread.
+        UnsupportedError: values that vLLM cannot have together.
+    """
+    given, extra = _read("nixl", {"role": role, **options})
+    extra["backends"] = list(given["backends"])
+    connector = "NixlPushConnector" if given["push"] else "NixlConnector"
+    return _transfer(connector, _ROLES[role], extra, given["on_load_failure"])
+
+
+def mooncake(run: str, **options: Any) -> dict[str, Any]:
+    """Configure a pool of pages that several engines share, in Mooncake's store. Pure.
+
+    The engine finds the store by the file that `MOONCAKE_CONFIG_PATH` names (`mooncake_settings`).
+    The store outlives engines and knows a model by the last part of its path: two runs with one
+    name would use each other's pages.
+
+    Raises:
+        PlanError: a value that vLLM would refuse or misread.
+        UnsupportedError: capture.
+    """
+    given, extra = _read("mooncake", {"run": run, **options})
+    role, policy = _ROLES[given["role"]], given["on_load_failure"]
+    transfer = _transfer("MooncakeStoreConnector", role, extra, policy)
+    return transfer | {"enable_prefix_caching": True}
+
+
+def mooncake_settings(**options: Any) -> str:
+    """Return the JSON text of the file that an engine's `MOONCAKE_CONFIG_PATH` names. Pure.
+
+    `segment_bytes` is 0 where a Mooncake client owns the memory.
+
+    Raises:
+        PlanError: a value that vLLM or Mooncake would refuse.
+    """
+    given, settings = _read("mooncake_settings", options)
+    if given["device"] and given["protocol"] != "rdma":
+        raise PlanError(f'device={given["device"]!r}: only protocol="rdma" has devices')
+    settings["mode"] = "embedded" if given["segment_bytes"] else "standalone-store"
+    return json.dumps(settings, indent=2)
+
+
+def multi(*parts: Mapping[str, Any], on_load_failure: str = "recompute") -> dict[str, Any]:
+    """Combine connectors in one engine: `multi(nixl("prefill"), native(cpu_bytes=...))`. Pure.
+
+    Saves go to all. A request loads from the first part that has *any* of its tokens and computes
+    the rest, so NIXL comes first: a short prefix in a cache would keep a whole prompt from it.
+
+    Args:
+        parts: what `native`, `nixl`, `mooncake` and `engine_args` return.
+        on_load_failure: policy of all parts; replaces their own.
+
+    Raises:
+        PlanError: fewer than two parts, a part that no builder returned, or parts that
+            want different values of one argument.
+        UnsupportedError: parts that vLLM cannot have together, or not in this order.
+    """
+    if on_load_failure not in ("recompute", "fail"):
+        raise PlanError(f"on_load_failure is recompute or fail; got {on_load_failure!r}")
+    if len(parts) < 2:
+        raise PlanError(f"multi joins two parts or more; got {len(parts)}. Pass one as it is.")
+    joined: dict[str, Any] = {}
+    children = []
+    for part in parts:
+        rest = dict(part)
+        config = rest.pop("kv_transfer_config", None)
+        if not isinstance(config, KVTransferConfig):
+            raise PlanError(f"no KVTransferConfig in {part!r}: pass what a builder returned")
+        children.append({**_settings(config), "kv_load_failure_policy": on_load_failure})
+        for key in rest.keys() & joined.keys():
+            if rest[key] != joined[key]:
+                raise PlanError(f"two parts want {key}={joined[key]!r} and {rest[key]!r}")
+        joined |= rest
+    _check_order([child["kv_connector"] for child in children])
+    return joined | _transfer(
+        "MultiConnector", "kv_both", {"connectors": children}, on_load_failure
+    )
+
+
+def command_line(arguments: Mapping[str, Any]) -> list[str]:
+    """Return engine arguments as words for `python -m vllm.entrypoints.openai.api_server`. Pure.
+
+    Raises:
+        PlanError: a value that has no form on a command line.
+    """
+    words = []
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, KVTransferConfig):
+            words += [f"--{flag}", json.dumps(_settings(value))]
+        elif isinstance(value, Mapping):
+            words += [f"--{flag}", json.dumps(value)]
+        elif isinstance(value, (str, int, float)):
+            words += [f"--{flag}", str(value)]
+        else:
+            raise PlanError(f"{name} is a {type(value).__name__}, which is no word; got {value!r}")
+    return words
+
+
+def _read(builder: str, options: Mapping[str, Any]) -> tuple[_Given, _Given]:
+    """Return all options of a builder, and those that vLLM has a name for under that name."""
+    table = OPTIONS[builder]
+    if unknown := options.keys() - table.keys():
+        raise PlanError(f"{builder} takes {', '.join(table)}; got {', '.join(sorted(unknown))}")
+    given = {name: options.get(name, option.default) for name, option in table.items()}
+    for name, value in given.items():
+        if value is _REQUIRED:
+            raise PlanError(f"{builder} needs {name}: {table[name].meaning}")
+        if value is not table[name].default and (wanted := _wanted(table[name], value)):
+            raise PlanError(f"{name} is {wanted}; got {value!r}.{table[name].hint}")
+    for message, clash in _CLASHES.get(builder, {}).items():
+        if clash(given):
+            raise UnsupportedError(message.format(**given))
+    named = {option.name: given[name] for name, option in table.items() if option.name}
+    return given, {name: value for name, value in named.items() if value is not None}
+
+
+def _wanted(option: Option, value: Any) -> str | None:
+    """Return what a value should be; None if it is that."""
+    match option.allowed:
+        case int() as least:
+            fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
+            wanted = f"a whole number from {least}"
+        case tuple() as known:
+            fits, wanted = value in known, f"one of {', '.join(known)}"
+        case str() as pattern:
+            fits = isinstance(value, str) and bool(re.fullmatch(pattern, value))
+            wanted = option.meaning
+        case kind if kind is list:
+            fits = not isinstance(value, str) and bool(value) and all(value)
+            wanted = 'a list of names, such as ["UCX"]'
+        case None:
+            fits, wanted = True, ""
+        case kind:
+            fits, wanted = isinstance(value, kind), f"of type {kind.__name__}"
+    return None if fits else wanted
+
+
+def _check_order(names: list[str]) -> None:
+    if "MultiConnector" in names or len(set(names)) < len(names):
+        raise UnsupportedError(
+            f"parts {names}: vLLM keeps statistics by these names, and two offloading pools of one "
+            "engine would be one file. Use each kind once, and do not nest."
+        )
+    if late := [name for name in names[1:] if name.startswith("Nixl")]:
+        raise UnsupportedError(
+            f"parts {names}: {late[0]} would load only prompts of which no part in front has a "
+            "token. Put it first."
+        )
+
+
+def _transfer(connector: str, role: str, extra: _Given, on_load_failure: str) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "kv_connector": connector,
+        "kv_role": role,
+        "kv_connector_extra_config": extra,
+        "kv_load_failure_policy": on_load_failure,
+    }
+    return {"kv_transfer_config": KVTransferConfig(**settings)}
+
+
+def _settings(config: KVTransferConfig) -> dict[str, Any]:
+    """Return the settings that differ from vLLM's defaults, without the engine's own identity."""
+    default = KVTransferConfig()
+    settings = {each.name: getattr(config, each.name) for each in fields(config)}
+    return {
+        name: value
+        for name, value in settings.items()
+        if name != "engine_id" and value != getattr(default, name)
+    }

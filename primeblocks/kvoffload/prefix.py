@@ -1,0 +1,73 @@
+"""Pages of prompts that begin alike: their names, and the longest prefix that a store has."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Sequence
+from itertools import takewhile
+from time import monotonic
+from typing import Any
+
+import numpy as np
+
+from ..errors import PlanError
+from .page import PageKey
+from .store.tiered import TieredStore
+from .tier import Loaded
+
+__all__ = ["load_prefix", "page_hashes"]
+
+
+def page_hashes(tokens: Any, *, page_tokens: int) -> list[bytes]:
+    """Return a hash for each whole page of a prompt, of all tokens up to the page's end. Pure.
+
+    Prompts that begin alike have equal hashes as far as whole pages are equal. Each is the SHA-256
+    of the one before and the page's tokens, as 64-bit integers with the lowest byte first.
+
+    Args:
+        tokens: token ids: a list, an array, or a tensor in host memory.
+        page_tokens: tokens of one page; what is left behind the last whole page has no hash.
+
+    Raises:
+        PlanError: `page_tokens` is below 1, or `tokens` are no line of integers.
+    """
+    ids = np.asarray(tokens)
+    if page_tokens < 1 or ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise PlanError(
+            "a prompt is a line of integers and a page has at least 1 token; got "
+            f"{ids.dtype} of shape {ids.shape} and page_tokens={page_tokens}"
+        )
+    hashes, last = [], b""
+    for end in range(page_tokens, ids.size + 1, page_tokens):
+        page = ids[end - page_tokens : end].astype("<i8")
+        last = hashlib.sha256(last + page.tobytes()).digest()
+        hashes.append(last)
+    return hashes
+
+
+def load_prefix(
+    store: TieredStore,
+    keys: Sequence[PageKey],
+    *,
+    into: Sequence[Any],
+    timeout_s: float,
+    rollout: Hashable = None,
+) -> list[Loaded]:
+    """Load the pages of a prompt up to the first that is missing, and wait for them.
+
+    The result has an entry for each of these lead pages. Pages that the store does not know are
+    not asked for. Buffers behind the lead pages may have been written, where one was damaged.
+
+    Args:
+        keys: the prompt's pages, in order; `page_hashes` names them.
+        into: a buffer for each, as in `TieredStore.load`.
+        rollout: who asks, as in `TieredStore.load`.
+
+    Raises:
+        DeadlineError: not ready within `timeout_s`; the loads are given up.
+    """
+    end = monotonic() + timeout_s
+    held = store.holds(keys).wait(timeout_s=timeout_s)
+    lead = sum(takewhile(bool, held))
+    pending = store.load_batch(keys[:lead], into=into[:lead], rollout=rollout)
+    return list(takewhile(bool, pending.wait(timeout_s=max(0.0, end - monotonic()))))
