@@ -99,7 +99,7 @@ class Index:
         self._frames: dict[bytes, int] = {}  # by digest of the key, oldest first
         self._gone: dict[int, bytes] = {}  # rows that must go before anything else is written
         self._tally = self._newest = self._flushed = 0
-        self.begun = False
+        self.begun = self.cleared = False
         self._connect()
         try:
             self._load()
@@ -133,6 +133,7 @@ class Index:
     def clear(self) -> None:
         """Forget everything, power cuts included; with the next `ready` where it fails."""
         self._forsake()
+        self.cleared = True  # what the file has must not come back
         self._begin()
 
     def ready(self) -> None:
@@ -267,7 +268,7 @@ class Index:
             execute("COMMIT")
             self._set_up()
         self._newest = self._flushed = newest
-        self.begun = True
+        self.begun, self.cleared = True, False
 
     def _connect(self) -> None:
         with self._typed():

@@ -216,9 +216,9 @@ class DiskTier:
         """Give the folder up; the pages stay. Does not flush. A second call does nothing."""
         if self._closed:
             return
-        if self._index.begun:
+        if self._index.begun or self._index.cleared:
             with suppress(OSError, CorruptionError):
-                self._ready()  # a drop that could not be written, perhaps it can now
+                self._ready()  # what could not be written, perhaps it can now
         self._closed = True
         self._give_up()
 

@@ -214,6 +214,16 @@ def test_a_drop_that_is_not_written_is_written_on_close(tmp_path):
     assert_reopens(tmp_path, tier)
 
 
+def test_a_clear_that_is_not_written_is_written_on_close(tmp_path):
+    tier, script = filled(tmp_path)
+    script.faults = {"always": Fault(0, errno.ENOSPC)}
+    with pytest.raises(CapacityError):
+        tier.clear()
+    assert state(tier) == {}
+    script.faults = {}
+    assert_reopens(tmp_path, tier)
+
+
 @pytest.mark.parametrize("call", ["sync", "sync_folder", "commit", "checkpoint"])
 def test_after_a_flush_that_failed_the_next_one_holds(tmp_path, call):
     tier, script = filled(tmp_path)
