@@ -21,9 +21,7 @@ from ...errors import (
 )
 from ..page import PageKey, checksum, frame_bytes
 from ..tier import Found, Record
-from .answers import Answer, full, misfit, refusal, refusing
-from .data import DataFile
-from .frames import Frames
+from .data import Answer, DataFile, Frames, full, misfit, refusal, refusing
 from .index import Index, Place
 from .system import System
 

@@ -150,9 +150,8 @@ class Catalogue:
 
     def statistics(self) -> dict[str, TierStatistics]:
         """Return the counts of every tier, by its name."""
-        host = statistics_of(
-            self._counts, pages=self._here + len(self._leaving), capacity_pages=self._frames
-        )
+        pages = self._here + len(self._leaving)
+        host = statistics_of(self._counts, pages=pages, capacity_pages=self._frames)
         return {"host": host} | {level.name: level.statistics() for level in self.levels}
 
     # Results of moves.
@@ -188,7 +187,9 @@ class Catalogue:
             if level.refused(page.key, move.copy, error):
                 self.moves.append(Drop(move.depth, page.key))
         else:
-            level.written(page.key, move.copy, length=page.length, users=self._users(page))
+            here = page.state is State.HERE and not page.gone
+            users = self._ledger.rollouts(page.key) if here else page.users
+            level.written(page.key, move.copy, length=page.length, users=users)
             if level.found(page.key):
                 self._end_again(level.ledger, page)
             page.shared |= level.shared
@@ -208,11 +209,11 @@ class Catalogue:
             return
         level.served(length)
         page.length, page.shared = length, level.shared
-        first, *others = page.waiters
+        first = page.waiters[0]
         self._arrive(page, level.users(page.key) or first.users, by=first.users)
         first.tier = level.name
         self._hand_out(page, first)
-        for waiter in others:
+        for waiter in page.waiters[1:]:
             self._serve(page, waiter)
         self._settle()
 
@@ -223,7 +224,8 @@ class Catalogue:
         if (page := self._pages.get(request.key)) is not None:
             self._join(page, request)
         elif held and move.clears == self._clears:
-            self._promote(request, move.depth, Copy(here=True))
+            origin = move.depth, Copy(here=True)
+            self._expect(HostPage(request.key, origin=origin, waiters=(request,)))
         else:
             self.levels[move.depth].counts["misses"] += 1
             self._answer(request, None)  # a shared tier is the last
@@ -248,8 +250,7 @@ class Catalogue:
 
     def _hand_out(self, page: HostPage, request: LoadRequest) -> None:
         page.pins += 1
-        self._underway += 1
-        self.moves.append(CopyOut(page, request))
+        self._do(CopyOut(page, request))
 
     def _look_below(self, request: LoadRequest, start: int) -> None:
         for depth in range(start, len(self.levels)):
@@ -259,13 +260,10 @@ class Catalogue:
                 return
             if not level.hung() and (copy := level.found(request.key)) is not None:
                 level.ledger.touch(request.key, rollouts=request.users)
-                self._promote(request, depth, copy)
+                self._expect(HostPage(request.key, origin=(depth, copy), waiters=(request,)))
                 return
             level.counts["misses"] += 1
         self._answer(request, None)
-
-    def _promote(self, request: LoadRequest, depth: int, copy: Copy) -> None:
-        self._expect(HostPage(request.key, origin=(depth, copy), waiters=(request,)))
 
     # Frames.
 
@@ -281,8 +279,7 @@ class Catalogue:
 
     def _start(self, page: HostPage) -> None:
         if page.request is not None:
-            self._underway += 1
-            self.moves.append(CopyIn(page, page.request))
+            self._do(CopyIn(page, page.request))
         else:
             assert page.origin is not None
             depth, copy = page.origin
@@ -395,10 +392,6 @@ class Catalogue:
 
     def _ledgers(self) -> list[Ledger]:
         return [self._ledger, *(level.ledger for level in self.levels)]
-
-    def _users(self, page: HostPage) -> tuple[Hashable, ...]:
-        here = page.state is State.HERE and not page.gone
-        return self._ledger.rollouts(page.key) if here else page.users
 
     def _do(self, move: Move) -> None:
         self._underway += not isinstance(move, Drop)

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from ...errors import CancelledError, DeadlineError
 
-__all__ = ["Batch", "Pending"]
+__all__ = ["Batch", "Pending", "finish_all"]
 
 T = TypeVar("T")
 
@@ -152,3 +152,12 @@ class Batch(Generic[T]):
                 over = self._missing == 0
         if over:
             self.pending.finish(self._result(self._results))  # type: ignore[arg-type]
+
+
+def finish_all(results: Iterable[tuple[Batch[Any], int, Any]]) -> None:
+    """Set the results of pages of several batches."""
+    by_batch: dict[Batch[Any], list[tuple[int, Any]]] = {}
+    for batch, index, result in results:
+        by_batch.setdefault(batch, []).append((index, result))
+    for batch, each in by_batch.items():
+        batch.finish(each)

@@ -36,8 +36,7 @@ def save_requests(
     pages: Sequence[Any],
     attachments: Sequence[Mapping[str, bytes] | None],
     *,
-    page_bytes: int,
-    attachment_bytes: int,
+    host: HostTier,
     rollout: Hashable,
 ) -> list[SaveRequest]:
     """Make one save request for each page.
@@ -48,17 +47,17 @@ def save_requests(
         UsageError: a key is no `PageKey`, or the rollout's name is not hashable.
     """
     users = users_of(rollout)
-    _refer(batch, keys, pages, page_bytes=page_bytes, writable=False)
+    _refer(batch, keys, pages, page_bytes=host.page_bytes, writable=False)
     for index, named in enumerate(attachments):
         if named:
             extra = batch.extras[index] = pack_attachments(named)
-            if len(extra) > attachment_bytes:
+            if len(extra) > (room := host.attachment_bytes):
                 raise ShapeError(
-                    f"the packed attachments have {len(extra)} bytes; the tiers keep "
-                    f"{attachment_bytes}. Make them with attachment_bytes={len(extra)} or more."
+                    f"the packed attachments have {len(extra)} bytes; the tiers keep {room}. "
+                    f"Make them with attachment_bytes={len(extra)} or more."
                 )
     return [
-        SaveRequest(key, page_bytes + len(batch.extras.get(index, b"")), users, batch, index)
+        SaveRequest(key, host.page_bytes + len(batch.extras.get(index, b"")), users, batch, index)
         for index, key in enumerate(keys)
     ]
 
@@ -68,7 +67,7 @@ def load_requests(
     keys: Sequence[PageKey],
     into: Sequence[Any],
     *,
-    page_bytes: int,
+    host: HostTier,
     rollout: Hashable,
 ) -> list[LoadRequest]:
     """Make one load request for each page.
@@ -79,7 +78,7 @@ def load_requests(
         UsageError: a key is no `PageKey`, or the rollout's name is not hashable.
     """
     users = users_of(rollout)
-    _refer(batch, keys, into, page_bytes=page_bytes, writable=True)
+    _refer(batch, keys, into, page_bytes=host.page_bytes, writable=True)
     return [LoadRequest(key, users, batch, index) for index, key in enumerate(keys)]
 
 

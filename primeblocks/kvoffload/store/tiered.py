@@ -20,9 +20,9 @@ from ..tier import Loaded, Saved, Tier, TierStatistics
 from .catalogue import Catalogue
 from .copier import Copiers, Copies
 from .level import Level, levels_of
-from .moves import Ask, CopyIn, CopyOut, LoadRequest, Read, Recall, SaveRequest, Write
+from .moves import Ask, CopyIn, CopyOut, Read, Recall, Write
 from .order import Holds, Until
-from .pending import Batch, Pending
+from .pending import Batch, Pending, finish_all
 from .requests import in_order, load_requests, same_length, save_requests, users_of
 from .worker import Outcome, TierWorker
 
@@ -77,14 +77,16 @@ class TieredStore:
         self.page_bytes, self.attachment_bytes = host.page_bytes, host.attachment_bytes
         self._host = host
         host.claim()
-        self._answers: list[tuple[SaveRequest | LoadRequest, Saved | None]] = []
+        self._answers: list[tuple[Batch[Any], int, Saved | Loaded]] = []
         self._catalogue = Catalogue(
             frames=host.capacity_pages,
             levels=levels_of(below, patience_s=patience_s, clock=clock),
             evict=evict,
             max_pending=max_pending,
             through=write == "through",
-            answer=lambda request, outcome: self._answers.append((request, outcome)),
+            answer=lambda request, outcome: self._answers.append(
+                (request.batch, request.index, outcome or Loaded(None))
+            ),
         )
         self._changed = Condition()
         self._pid = os.getpid()
@@ -274,23 +276,27 @@ class TieredStore:
         attachments: Sequence[Mapping[str, bytes] | None],
         rollout: Hashable,
     ) -> Pending[Any]:
-        sizes = {"page_bytes": self.page_bytes, "attachment_bytes": self.attachment_bytes}
-        requests = save_requests(batch, keys, pages, attachments, rollout=rollout, **sizes)
-        self._ask(lambda: self._in_parts(self._catalogue.save, requests), batch.pending)
-        return batch.pending
+        requests = save_requests(batch, keys, pages, attachments, host=self._host, rollout=rollout)
+        return self._in_parts(batch, requests, self._catalogue.save)
 
     def _load(
         self, batch: Batch[Loaded], keys: Sequence[PageKey], into: Sequence[Any], rollout: Hashable
     ) -> Pending[Any]:
-        requests = load_requests(batch, keys, into, page_bytes=self.page_bytes, rollout=rollout)
-        self._ask(lambda: self._in_parts(self._catalogue.load, requests), batch.pending)
-        return batch.pending
+        requests = load_requests(batch, keys, into, host=self._host, rollout=rollout)
+        return self._in_parts(batch, requests, self._catalogue.load)
 
-    def _in_parts(self, ask: Callable[[list[Any]], None], requests: list[Any]) -> None:
+    def _in_parts(
+        self, batch: Batch[Any], requests: list[Any], ask: Callable[[list[Any]], None]
+    ) -> Pending[Any]:
         """Ask in parts: the first pages are copied while the catalogue looks at the others."""
-        for start in range(0, len(requests), self._copiers.together):
-            ask(requests[start : start + self._copiers.together])
-            self._hand_out()
+
+        def give() -> None:
+            for start in range(0, len(requests), self._copiers.together):
+                ask(requests[start : start + self._copiers.together])
+                self._hand_out()
+
+        self._ask(give, batch.pending)
+        return batch.pending
 
     def _after(self, what: Callable[[], Exception | None], *, flush: bool = False) -> Pending[None]:
         """Do `what`, and finish when every lower tier has done what it was given so far."""
@@ -350,12 +356,7 @@ class TieredStore:
             answers, self._answers = self._answers, []
             if self._closed:
                 self._changed.notify_all()
-            results: dict[Batch[Any], list[tuple[int, Any]]] = {}
-            for request, outcome in answers:
-                result = Loaded(None) if outcome is None else outcome
-                results.setdefault(request.batch, []).append((request.index, result))
-            for batch, each in results.items():
-                batch.finish(each)
+            finish_all(answers)
 
     def _break(self, error: BaseException) -> None:
         """Stop using the catalogue, which may be half changed, and tell waiting callers."""
@@ -379,12 +380,11 @@ class TieredStore:
 
     def _copied(self, done: list[tuple[Copies, bool]]) -> None:
         def tell() -> None:
-            for copies, copied in done:
-                for copy in copies:
-                    if isinstance(copy, CopyIn):
-                        self._catalogue.copied_in(copy, copied=copied)
-                    else:
-                        self._catalogue.copied_out(copy)
+            for copy, copied in [(copy, copied) for copies, copied in done for copy in copies]:
+                if isinstance(copy, CopyIn):
+                    self._catalogue.copied_in(copy, copied=copied)
+                else:
+                    self._catalogue.copied_out(copy)
             if not done:
                 self._catalogue.tick()
 

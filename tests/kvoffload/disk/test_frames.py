@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primeblocks.kvoffload.disk.frames import Frames
+from primeblocks.kvoffload.disk.data import Frames
 
 
 @given(

@@ -1,6 +1,5 @@
 """Full, failing, slow and hung tiers cost pages, callers' mistakes cost the call, not the store."""
 
-import os
 import random
 import subprocess
 import threading
@@ -54,37 +53,6 @@ def test_a_tier_whose_index_is_found_damaged_is_empty(host, memory):
         save(store, 0)
         save(store, 1)
         assert load(store, 0) == "memory"
-
-
-def test_tiers_of_one_page_each(host, memory):
-    """Whatever way pages go, the newest two are here, one in each."""
-    with TieredStore([host(1), memory(1)]) as store:
-        for number in range(20):
-            assert save(store, number).stored
-            assert load(store, number) == "host"
-        counts = store.statistics()
-        assert (counts["host"].pages, counts["memory"].pages) == (1, 1)
-
-
-def test_a_forked_child_is_told_at_once(host, disk):
-    """Its threads are its parent's, and so may be a lock of the store."""
-    with TieredStore([host(2), disk(8)]) as store:
-        for number in range(4):
-            save(store, number)
-        with store._changed:
-            child = os.fork()
-            if child == 0:
-                told = 0
-                for call in (lambda: save(store, 5), lambda: load(store, 1), store.flush):
-                    try:
-                        call()
-                    except ClosedError:
-                        told += 1
-                store.close()
-                os._exit(told)
-        _, status = os.waitpid(child, 0)
-        assert os.waitstatus_to_exitcode(status) == 3
-        assert [load(store, number) for number in (0, 3)] == ["disk", "host"]
 
 
 def test_flush_says_how_many_pages_find_no_room(host, disk):

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from primeblocks.errors import CapacityError, UsageError
+from primeblocks.errors import CapacityError, CorruptionError, UsageError
 from primeblocks.kvoffload import DiskTier, HostTier, PageKey, TieredStore
 from primeblocks.kvoffload.disk import System
 from primeblocks.kvoffload.evict import RolloutAware, VersionAware, lru
@@ -48,7 +48,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.version = 0
         self.clock = ManualClock()
         self.system = FullDisk()
-        self.was_full = False
+        self.was_full = self.damaged = False
         self.faultless = True
         self.keys = set()
         self.store = None
@@ -94,7 +94,8 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def flush(self):
         """Says what could not be written or dropped since the last one."""
-        with contextlib.suppress(CapacityError) if self.was_full else contextlib.nullcontext():
+        errors = [CapacityError] * self.was_full + [CorruptionError] * self.damaged
+        with contextlib.suppress(*errors):
             here = list(self.store._catalogue._pages)
             self.store.flush().wait(timeout_s=SOON)
             assert all(self.disk.holds(here)), "flushed, and not on disk"
@@ -132,7 +133,7 @@ class StoreMachine(RuleBasedStateMachine):
         """What was in host memory alone is lost; what was on disk is still right."""
         self.store.close(timeout_s=SOON)
         self.faultless = False
-        self.system.full = self.was_full = False
+        self.system.full = self.was_full = self.damaged = False
         try:
             self.open(self.evict, self.write)
         except UsageError:  # nothing says any more that the index is ours: the folder is lost
@@ -158,6 +159,7 @@ class StoreMachine(RuleBasedStateMachine):
         if not file.exists():
             return
         self.faultless = False
+        self.damaged = True  # which a flush may be the first to see
         if how == "remove":
             file.unlink()
             return

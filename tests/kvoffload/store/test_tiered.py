@@ -1,6 +1,5 @@
 """What the store does with its tiers, and everything that can go wrong around it."""
 
-import asyncio
 import errno
 import os
 import re
@@ -385,31 +384,3 @@ def test_a_closed_store_says_so(host):
         store.save(key_of(0), page_of(0))
     with pytest.raises(ClosedError):
         store.load(key_of(0), into=bytearray(PAGE))
-
-
-def test_results_are_awaited_as_well_as_waited_for(host, memory):
-    below = memory(4)
-
-    async def use(store):
-        saved = await store.save(key_of(0), page_of(0))
-        into = np.zeros(PAGE, np.uint8)
-        loaded = await asyncio.gather(*(store.load(key_of(n), into=into) for n in (0, 7)))
-        return saved.stored, [each.tier for each in loaded], bytes(into)
-
-    async def give_up(store):
-        below.stuck = True
-        pending = store.save(key_of(3), page_of(3))
-        task = asyncio.ensure_future(pending)
-        while not below.entered.is_set():
-            await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        return pending
-
-    with TieredStore([host(1), below]) as store:
-        assert asyncio.run(use(store)) == (True, ["host", None], page_of(0).tobytes())
-        pending = asyncio.run(give_up(store))
-        with pytest.raises(CancelledError):
-            pending.wait(timeout_s=0)
-        below.release.set()

@@ -1,0 +1,101 @@
+"""Results in asyncio, in forked children and beside a second process; tiers of one page."""
+
+import asyncio
+import os
+
+import numpy as np
+import pytest
+
+from primeblocks.errors import CancelledError, ClosedError, UsageError
+from primeblocks.kvoffload import DiskTier, TieredStore
+from tests.kvoffload.conftest import FRAME, PAGE, SIZES
+from tests.kvoffload.memory_tier import SOON
+from tests.kvoffload.store.calls import key_of, load, page_of, save
+
+
+def in_child(body):
+    """Return what `body` returns in a forked child, which leaves without any clean-up."""
+    child = os.fork()
+    if child == 0:
+        os._exit(body())
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def test_results_are_awaited_as_well_as_waited_for(host, memory):
+    below = memory(4)
+
+    async def use(store):
+        saved = await store.save(key_of(0), page_of(0))
+        into = np.zeros(PAGE, np.uint8)
+        loaded = await asyncio.gather(*(store.load(key_of(n), into=into) for n in (0, 7)))
+        return saved.stored, [each.tier for each in loaded], bytes(into)
+
+    async def give_up(store):
+        below.stuck = True
+        pending = store.save(key_of(3), page_of(3))
+        task = asyncio.ensure_future(pending)
+        while not below.entered.is_set():
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return pending
+
+    with TieredStore([host(1), below]) as store:
+        assert asyncio.run(use(store)) == (True, ["host", None], page_of(0).tobytes())
+        pending = asyncio.run(give_up(store))
+        with pytest.raises(CancelledError):
+            pending.wait(timeout_s=0)
+        below.release.set()
+
+
+def test_tiers_of_one_page_each(host, memory):
+    """Whatever way pages go, the newest two are here, one in each."""
+    with TieredStore([host(1), memory(1)]) as store:
+        for number in range(20):
+            assert save(store, number).stored
+            assert load(store, number) == "host"
+        counts = store.statistics()
+        assert (counts["host"].pages, counts["memory"].pages) == (1, 1)
+
+
+def test_a_forked_child_is_told_at_once(host, disk):
+    """Its threads are its parent's, and so may be a lock of the store."""
+    with TieredStore([host(2), disk(8)]) as store:
+        for number in range(4):
+            save(store, number)
+
+        def calls():
+            told = 0
+            for call in (lambda: save(store, 5), lambda: load(store, 1), store.flush):
+                try:
+                    call()
+                except ClosedError:
+                    told += 1
+            store.close()
+            return told
+
+        with store._changed:
+            assert in_child(calls) == 3
+        assert [load(store, number) for number in (0, 3)] == ["disk", "host"]
+
+
+def test_a_folder_that_another_process_has_is_refused_and_then_adopted(host, tmp_path):
+    def open_it():
+        return DiskTier(tmp_path / "pages", capacity_bytes=8 * FRAME, **SIZES)
+
+    def save_and_flush():
+        with TieredStore([host(2), open_it()]) as store:
+            for number in range(6):
+                save(store, number)
+            store.flush().wait(timeout_s=SOON)
+        return 7
+
+    with TieredStore([host(2), open_it()]) as store:
+        save(store, 9)
+        with pytest.raises(UsageError, match="another store"):
+            open_it()
+    assert in_child(save_and_flush) == 7
+    with TieredStore([host(2), open_it()]) as store:
+        assert [load(store, number) for number in range(6)] == ["disk"] * 6
