@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from primeblocks.async_loop import Rollout
-from primeblocks.kvoffload import PageKey
+from primeblocks.kvoffload import HostTier, PageKey, TieredStore
 from primeblocks.replay import impose, record
 from primeblocks.testing import tiny_models
 from primeblocks.weightsync import SharedMemoryTransport
@@ -137,6 +137,12 @@ def kvoffload():
         yield names
         assert offline.generate.call_count == 1
     assert len(names["lead"]) == 1
+
+
+@contextmanager
+def kvoffload_eviction():
+    with TieredStore([HostTier(capacity_bytes=1 << 20, page_bytes=4096)]) as store:
+        yield {"store": store}
 
 
 @contextmanager
@@ -380,6 +386,7 @@ PAGES = {
     "docs/kvoffload.md": kvoffload,
     "docs/kvoffload_capacity.md": kvoffload_capacity,
     "docs/kvoffload_disk.md": kvoffload_disk,
+    "docs/kvoffload_eviction.md": kvoffload_eviction,
     "docs/kvoffload_vllm.md": kvoffload_vllm,
     "docs/losses.md": losses,
     "docs/parallel.md": parallel,

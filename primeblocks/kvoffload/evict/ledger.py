@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from ...errors import UsageError
 from ..page import PageKey
 from .evict import Candidate, Evict, Facts, Snapshot, lru
-from .rollouts import Pages, Rollouts
+from .schedule import Pages, Schedule
 
 __all__ = ["Ledger"]
 
@@ -37,7 +37,7 @@ class Ledger:
         self._shared: Pages = OrderedDict()
         self._unnamed: Pages = OrderedDict()
         self._shelves: dict[PageKey, tuple[Pages, Hashable]] = {}
-        self._rollouts = Rollouts(remember=remembers)
+        self._rollouts = Schedule(remember=remembers)
         self._tick = 0
         for key in keys:
             self.touch(key)

@@ -93,9 +93,10 @@ class TieredStore:
         self._closed = False
         self._error: ClosedError | None = None  # the store broke
         self._pending: WeakSet[Pending[Any]] = WeakSet()
-        threads = {"broke": self._break}
+        threads: dict[str, Any] = {"broke": self._break}
         self._copiers = Copiers(host, threads=copy_threads, report=self._copied, **threads)
-        self._workers = [TierWorker(tier, host, report=self._report, **threads) for tier in below]
+        threads["report"] = lambda outcomes: self._change(lambda: self._tell(outcomes))
+        self._workers = [TierWorker(tier, host, **threads) for tier in below]
 
     def save(
         self,
@@ -147,9 +148,7 @@ class TieredStore:
             rollout: name of the rollout that asks, as in `save`.
 
         Raises:
-            ShapeError: `into` has the wrong size or is read-only.
-            UnsupportedError: `into` is not in host memory.
-            ClosedError: the store is closed.
+            ShapeError: `into` has the wrong size or is read-only. Or as `save`.
         """
         return self._load(Batch[Loaded](1, itemgetter(0)), [key], [into], rollout)
 
@@ -191,9 +190,8 @@ class TieredStore:
         Raises:
             UsageError: the version went backwards, or is no version.
         """
-        version = check_version(version)
         with self._changed:
-            if version < (now := self._catalogue.version):
+            if (version := check_version(version)) < (now := self._catalogue.version):
                 raise UsageError(f"the store is at version {now}; got {version}")
             self._catalogue.version = version
 
@@ -389,9 +387,6 @@ class TieredStore:
                 self._catalogue.tick()
 
         self._change(tell)
-
-    def _report(self, outcomes: list[Outcome]) -> None:
-        self._change(lambda: self._tell(outcomes))
 
     def _tell(self, outcomes: list[Outcome]) -> None:
         for outcome in outcomes:

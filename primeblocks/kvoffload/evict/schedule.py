@@ -10,7 +10,7 @@ from ..page import PageKey
 from .evict import Candidate, Live
 from .waits import Waits
 
-__all__ = ["Rollouts"]
+__all__ = ["Schedule"]
 
 Pages = OrderedDict[PageKey, Candidate]
 _State = tuple[str, Hashable]
@@ -26,7 +26,7 @@ class _Rollout:
     own: Pages = field(default_factory=OrderedDict)
 
 
-class Rollouts:
+class Schedule:
     """Rollouts by state, in the order in which they came to it, and the means of their waits.
 
     Those that run are in the order of their last use.
