@@ -6,6 +6,10 @@ and into the same memory. All files have been written before; dropping the pages
 not timed. Every page is compared once before. `raw_bandwidth_fraction` is the raw seconds of a
 write and a read over ours, with direct I/O where the file system has it. Nothing is synced, so
 buffered figures are those of the page cache.
+
+`hung.save_fraction` is what is left of the rate of saves into a full host tier when the disk below
+hangs: seconds of a store without a disk over those of one whose disk answers nothing, batches of
+both in turn. The first of them wait `patience_s`, which is `hung.first_s`, and are not in it.
 """
 
 from __future__ import annotations
@@ -15,12 +19,15 @@ import os
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import numpy as np
 
-from primeblocks.kvoffload import DiskTier, PageKey
+from primeblocks.kvoffload import DiskTier, HostTier, PageKey, TieredStore
+from primeblocks.kvoffload.disk import System
 from primeblocks.kvoffload.page import checksum
 from primeblocks.kvoffload.tier import Found, Record
 
@@ -31,6 +38,8 @@ __all__ = ["figures", "raw_rate"]
 PAGE_BYTES, PAGES, BATCH = 2 << 20, 128, 16
 CHUNKS = {"8_mib": 8 << 20, "32_mib": 32 << 20}
 RUNS = 7
+HUNG_BYTES, HUNG_PAGES = 64 << 10, 512  # of a page; in host memory
+
 
 Figures = dict[str, tuple[float, str, str]]
 
@@ -42,6 +51,7 @@ def figures(*, folder: str | None = None, pages: int = PAGES, runs: int = RUNS) 
         for io in ("auto", "buffered"):
             measured = _figures(Path(room) / io, io, pages, runs)
             found |= {f"kvoffload.disk.{io}.{name}": each for name, each in measured.items()}
+        found |= _hung(Path(room) / "hung", runs)
     name = "raw_bandwidth_fraction"
     return {f"kvoffload.disk.{name}": found[f"kvoffload.disk.auto.{name}"]} | found
 
@@ -106,6 +116,50 @@ def _answer(times: dict[str, Timing], size: int, direct: bool) -> Figures:
         answer[f"{key}.mb_per_s"] = (size / timing.median / 1e6, "MB/s", "")
         answer[f"{key}.spread"] = (timing.spread, "ratio", "")
     return answer
+
+
+class _Hanging(System):
+    """A file system that does not return from a write of pages until it is released."""
+
+    def __init__(self) -> None:
+        self.released = Event()
+
+    def write(self, descriptor: int, buffers: Sequence[Any], offset: int) -> int:
+        if len(buffers[0]) >= HUNG_BYTES:
+            self.released.wait()
+        return super().write(descriptor, buffers, offset)
+
+
+def _hung(folder: Path, runs: int) -> Figures:
+    """The rate of saves above a disk that hangs, relative to that without a disk."""
+    system, capacity = _Hanging(), HUNG_PAGES * HUNG_BYTES
+    sizes = {"capacity_bytes": capacity, "page_bytes": HUNG_BYTES}
+    alone = TieredStore([HostTier(**sizes)])
+    hung = TieredStore([HostTier(**sizes), DiskTier(folder, system=system, **sizes)])
+    pages = list(np.random.default_rng(0).integers(0, 256, (BATCH, HUNG_BYTES), dtype=np.uint8))
+    seconds: dict[TieredStore, list[float]] = {alone: [], hung: []}
+    number = 0
+    try:
+        for _ in range((runs + 2) * HUNG_PAGES // BATCH):
+            keys = [PageKey("benchmark", (number + at).to_bytes(8, "big")) for at in range(BATCH)]
+            number += BATCH
+            for store, taken in seconds.items():
+                start = time.perf_counter()
+                saved = store.save_batch(keys, pages).wait(timeout_s=60.0)
+                taken.append(time.perf_counter() - start)
+                assert all(each.stored for each in saved)
+        assert hung.statistics()["disk"].skipped, "the disk did not hang"
+    finally:
+        system.released.set()
+        for store in seconds:
+            store.close()
+    warm = 2 * HUNG_PAGES // BATCH  # host memory is full, and the disk was given up
+    rates = {store: Timing(tuple(taken[warm:])) for store, taken in seconds.items()}
+    fraction = rates[alone].median / rates[hung].median
+    return {
+        "kvoffload.disk.hung.save_fraction": (fraction, "ratio", "no disk"),
+        "kvoffload.disk.hung.first_s": (max(seconds[hung][:warm]), "s", ""),
+    }
 
 
 class _Ours:

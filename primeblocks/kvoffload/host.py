@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import CapacityError, PlanError, UnsupportedError, UsageError
-from .page import frame_bytes
+from ..errors import CapacityError, UnsupportedError, UsageError
+from .page import frames_of
 
 __all__ = ["HostTier"]
 
@@ -44,17 +44,15 @@ class HostTier:
         attachment_bytes: int = 0,
         pinned: bool = False,
     ) -> None:
-        self.frame_bytes = frame_bytes(page_bytes=page_bytes, attachment_bytes=attachment_bytes)
+        self.frame_bytes, self.capacity_pages = frames_of(
+            self.name,
+            capacity_bytes=capacity_bytes,
+            page_bytes=page_bytes,
+            attachment_bytes=attachment_bytes,
+        )
         self.page_bytes = page_bytes
         self.attachment_bytes = attachment_bytes
-        self.capacity_pages = capacity_bytes // self.frame_bytes
         self.pinned = pinned
-        if self.capacity_pages < 1:
-            raise PlanError(
-                f"a host tier of {capacity_bytes} bytes does not hold one frame of "
-                f"{self.frame_bytes}: a page of {page_bytes} bytes and {attachment_bytes} bytes of "
-                "attachments, rounded up to 4096"
-            )
         if pinned and not torch.cuda.is_available():
             raise UnsupportedError("pinned=True needs a CUDA device; leave it out on the CPU")
         self._slab = _reserve(self.capacity_pages * self.frame_bytes)

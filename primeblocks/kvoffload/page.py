@@ -17,7 +17,7 @@ __all__ = [
     "DIGEST_BYTES",
     "PageKey",
     "checksum",
-    "frame_bytes",
+    "frames_of",
     "pack_attachments",
     "unpack_attachments",
 ]
@@ -124,18 +124,27 @@ def checksum(key: PageKey, content: np.ndarray) -> bytes:
     return digest.digest()
 
 
-def frame_bytes(*, page_bytes: int, attachment_bytes: int) -> int:
-    """Return the bytes that a page and its attachments take, in memory and on disk.
+def frames_of(
+    tier: str, *, capacity_bytes: int, page_bytes: int, attachment_bytes: int
+) -> tuple[int, int]:
+    """Return the bytes that a page and its attachments take in a tier, and how many fit.
 
     Raises:
-        PlanError: sizes that are not positive.
+        PlanError: sizes that are not positive, or not even one page fits.
     """
     if page_bytes <= 0 or attachment_bytes < 0:
         raise PlanError(
             f"a page has {page_bytes} bytes, its attachments {attachment_bytes}; "
             "the first must be positive, the second not negative"
         )
-    return -(-(page_bytes + attachment_bytes) // ALIGNMENT) * ALIGNMENT
+    frame_bytes = -(-(page_bytes + attachment_bytes) // ALIGNMENT) * ALIGNMENT
+    if capacity_bytes < frame_bytes:
+        raise PlanError(
+            f"a {tier} tier of {capacity_bytes} bytes does not hold one frame of {frame_bytes}: "
+            f"a page of {page_bytes} bytes and {attachment_bytes} bytes of attachments, rounded "
+            f"up to {ALIGNMENT}"
+        )
+    return frame_bytes, capacity_bytes // frame_bytes
 
 
 def pack_attachments(attachments: Mapping[str, bytes]) -> bytes:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from primeblocks.errors import CorruptionError, PlanError
 from primeblocks.kvoffload import PageKey
-from primeblocks.kvoffload.page import checksum, frame_bytes
+from primeblocks.kvoffload.page import checksum, frames_of
 
 keys = st.builds(
     PageKey,
@@ -62,8 +62,10 @@ def test_the_checksum_covers_key_and_content():
 
 @given(st.integers(1, 10**6), st.integers(0, 10**4))
 def test_a_frame_is_the_smallest_multiple_of_4096_that_holds_a_page(page, attachments):
-    frame = frame_bytes(page_bytes=page, attachment_bytes=attachments)
+    sizes = {"page_bytes": page, "attachment_bytes": attachments}
+    frame, pages = frames_of("host", capacity_bytes=10**8, **sizes)
     assert frame % 4096 == 0
+    assert pages == 10**8 // frame
     assert 0 <= frame - page - attachments < 4096
 
 

@@ -12,14 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ...errors import (
-    CapacityError,
-    ClosedError,
-    CorruptionError,
-    PlanError,
-    UsageError,
-)
-from ..page import PageKey, checksum, frame_bytes
+from ...errors import CapacityError, ClosedError, CorruptionError, UsageError
+from ..page import PageKey, checksum, frames_of
 from ..tier import Found, Record
 from .data import Answer, DataFile, Frames, full, misfit, refusal, refusing
 from .index import Index, Place
@@ -82,14 +76,12 @@ class DiskTier:
         self.path = Path(path)
         self.page_bytes = page_bytes
         self.attachment_bytes = attachment_bytes
-        self.frame_bytes = frame_bytes(page_bytes=page_bytes, attachment_bytes=attachment_bytes)
-        self.capacity_pages = capacity_bytes // self.frame_bytes
-        if self.capacity_pages < 1:
-            raise PlanError(
-                f"a disk tier of {capacity_bytes} bytes does not hold one frame of "
-                f"{self.frame_bytes}: a page of {page_bytes} bytes and {attachment_bytes} bytes of "
-                "attachments, rounded up to 4096"
-            )
+        self.frame_bytes, self.capacity_pages = frames_of(
+            self.name,
+            capacity_bytes=capacity_bytes,
+            page_bytes=page_bytes,
+            attachment_bytes=attachment_bytes,
+        )
         self._system = System() if system is None else system
         self._frames = Frames(self.capacity_pages)
         self._closed = False

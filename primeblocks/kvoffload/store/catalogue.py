@@ -69,7 +69,7 @@ class Catalogue:
         self._through = through
         self._answer = answer
         self._frames = frames
-        self._reserve = frames // _RESERVE
+        self._reserve = frames // _RESERVE if levels else 0  # without one, nothing is written
         self._free = list(range(frames - 1, -1, -1))
         self._pages: dict[PageKey, HostPage] = {}
         self._here = 0  # pages in the ledger

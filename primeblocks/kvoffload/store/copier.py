@@ -80,31 +80,23 @@ class Copiers:
         except BaseException as error:
             self._broke(error)
 
-    def _wait(self) -> Copies | None:
-        while True:
-            try:
-                return self._queue.get(timeout=_TICK_S)
-            except Empty:
-                self._report([])
-
     def _serve(self) -> None:
         # Many are reported together: the store's lock may be held while more are handed out.
         done: list[tuple[Copies, bool]] = []
         pages = 0
         while True:
             try:
-                copies = self._queue.get_nowait()
+                copies = self._queue.get(timeout=0 if done else _TICK_S)
             except Empty:
-                copies = self._wait()
-            if copies is None:
-                break
-            done.append((copies, self._copy(copies)))
-            pages += len(copies)
-            if pages >= _REPORTED_PAGES or self._queue.empty():
+                copies = ()
+            if copies:
+                done.append((copies, self._copy(copies)))
+                pages += len(copies)
+            if not copies or pages >= _REPORTED_PAGES:
                 self._report(done)
                 done, pages = [], 0
-        if done:
-            self._report(done)
+            if copies is None:
+                return
 
     def _copy(self, copies: Copies) -> bool:
         """Make the copies; return false if the caller gave them up or they failed."""

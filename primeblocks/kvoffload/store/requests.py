@@ -161,21 +161,6 @@ def users_of(*names: Hashable) -> tuple[Hashable, ...]:
     return tuple(name for name in names if name is not None)
 
 
-def _packed(attachments: Mapping[str, bytes], room: int) -> bytes:
-    packed = pack_attachments(attachments)
-    if len(packed) > room:
-        raise ShapeError(
-            f"the packed attachments have {len(packed)} bytes; the tiers keep "
-            f"{room}. Make them with attachment_bytes={len(packed)} or more."
-        )
-    return packed
-
-
-def _check(key: PageKey) -> None:
-    if not isinstance(key, PageKey):
-        raise UsageError(f"a page is named by a PageKey; got {key!r}")
-
-
 def same_length(**sequences: Sequence[Any]) -> None:
     """Raise `ShapeError` unless a batch has one of each for every page."""
     lengths = {name: len(each) for name, each in sequences.items()}

@@ -104,7 +104,7 @@ def test_a_full_tier_is_written_in_batches_too(host, memory):
 
 
 def test_a_page_that_is_used_before_it_left_was_not_evicted():
-    catalogue, _ = catalogue_of(16)
+    catalogue, _ = catalogue_of(16, [Level("disk", [], capacity_pages=64, shared=False)])
     put(catalogue, *range(16))
     settle(catalogue)
     for _ in range(50):
@@ -113,6 +113,18 @@ def test_a_page_that_is_used_before_it_left_was_not_evicted():
         settle(catalogue)
     count = catalogue.statistics()["host"]
     assert (count.stores, count.pages, count.evictions) == (16, 16, 0)
+
+
+def test_without_a_tier_below_no_page_is_chosen_ahead_of_need():
+    asked = []
+    catalogue, _ = catalogue_of(32, evict=lambda snapshot: asked.append(1) or lru(snapshot))
+    put(catalogue, *range(32))
+    settle(catalogue)
+    catalogue.load([LoadRequest(key_of(number)) for number in range(32)])
+    settle(catalogue)
+    assert len(asked) == 0
+    put(catalogue, 40)
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("held", [CopyIn, Write])

@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -205,6 +206,18 @@ def test_what_was_given_up_is_not_even_read(host, memory, monkeypatch):
         assert late.cancel()
         below.release.set()
     assert copies == []
+
+
+def test_copies_are_reported_though_another_thread_takes_what_is_next(host, monkeypatch):
+    class Raced(SimpleQueue):
+        """Has something, and nothing any more for who comes then."""
+
+        def empty(self):
+            return False
+
+    monkeypatch.setattr(copier, "SimpleQueue", Raced)
+    with TieredStore([host(1)]) as store:
+        assert save(store, 0).stored
 
 
 def test_a_copy_that_fails_is_heard_and_stores_nothing(host, monkeypatch):
