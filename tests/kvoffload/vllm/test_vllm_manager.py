@@ -344,6 +344,26 @@ def test_the_tier_knows_the_queue(scheduler, adapter, monkeypatch):
     assert told == [["a", "b"], ["b", "a"], ["a"], []]
 
 
+def test_a_step_without_work_rests_while_pages_come(scheduler, adapter, monkeypatch):
+    rested = []
+    jobs = adapter.tier.PageJobs
+    monkeypatch.setattr(jobs, "rest", lambda jobs, job_id, *, at_most_s: rested.append(job_id))
+    it = scheduler(pool_pages=8)
+    it.store([*range(2), *range(100, 108)])
+    it.manager.rest()
+    assert rested == [], "no page comes"
+    request = it.request("a")
+    assert it._look_up(request, [0, 1]) is None
+    it.step()
+    it.manager.rest()
+    it.manager.rest()
+    assert rested == [next(iter(it.manager._jobs))] * 2
+    it.settle()
+    it.manager.rest()
+    assert len(rested) == 2
+    it.manager.on_request_finished(request)
+
+
 # --- how long to wait ------------------------------------------------------------------------
 
 
