@@ -345,8 +345,7 @@ def test_the_tier_knows_the_queue(scheduler, adapter, monkeypatch):
 
 
 def test_a_step_without_work_rests_while_pages_come(scheduler, adapter, monkeypatch):
-    rested = []
-    jobs = adapter.tier.PageJobs
+    jobs, rested = adapter.tier.PageJobs, []
     monkeypatch.setattr(jobs, "rest", lambda jobs, job_id, *, at_most_s: rested.append(job_id))
     it = scheduler(pool_pages=8)
     it.store([*range(2), *range(100, 108)])
