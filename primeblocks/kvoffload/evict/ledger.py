@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from ...errors import UsageError
 from ..page import PageKey
-from .evict import Candidate, Evict, Facts, Snapshot, lru
+from . import Candidate, Evict, Facts, Snapshot, lru
 from .schedule import Pages, Schedule
 
 __all__ = ["Ledger"]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 from ...errors import CapacityError
-from ..evict.evict import Evict, facts_of
+from ..evict import Evict, facts_of
 from ..evict.ledger import Ledger
 from ..page import PageKey
 from ..tier import Saved, TierStatistics

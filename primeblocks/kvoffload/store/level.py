@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from time import monotonic
 
 from ...errors import CapacityError, CorruptionError
-from ..evict.evict import Evict, facts_of
+from ..evict import Evict, facts_of
 from ..evict.ledger import Ledger
 from ..page import PageKey
 from ..tier import Tier, TierStatistics

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 from weakref import WeakSet
 
 from ...errors import ClosedError, DeadlineError, PlanError, UsageError, check_version
-from ..evict.evict import Evict, lru
+from ..evict import Evict, lru
 from ..host import HostTier
 from ..page import PageKey
 from ..tier import Loaded, Saved, Tier, TierStatistics

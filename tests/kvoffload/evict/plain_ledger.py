@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 
 from primeblocks.kvoffload import PageKey
-from primeblocks.kvoffload.evict.waits import Waits
+from primeblocks.kvoffload.evict.schedule import Waits
 
-CAPACITY = 3
 ROLLOUTS = 3
 
 numbers = st.integers(0, 6)
@@ -21,10 +20,10 @@ steps = st.one_of(
     uses,
     st.tuples(st.just("pause"), names, st.sampled_from(["tool", "test"])),
     st.tuples(st.just("resume"), names),
-    st.tuples(st.just("queue"), st.lists(names, unique=True)),
+    st.tuples(st.just("queue"), st.lists(names | st.just("unknown"), unique=True)),
     st.tuples(st.just("end"), names),
     st.tuples(st.just("remove"), keys),
-    st.tuples(st.just("advance")),
+    st.tuples(st.just("advance"), st.integers(1, 3)),
 )
 histories = st.lists(steps, max_size=60)
 
@@ -197,18 +196,18 @@ class Plain:
         return min(pages, key=lambda page: page.place).key if pages else None
 
 
-def play(history, ledger, plain, check):
+def play(history, ledger, plain, check, *, capacity):
     """Play a history on both; `check(version)` compares them, and names who leaves when full."""
     version = 0
     for step, *what in history:
         if step == "advance":
-            version += 1
+            version += what[0]
         elif step != "use":
             getattr(ledger, step)(*what)
             getattr(plain, step)(*what)
         else:
             key, users, first_alone, front = what
-            if plain.find(key) is None and len(plain.pages) == CAPACITY:
+            if plain.find(key) is None and len(plain.pages) == capacity:
                 victim = check(version)
                 ledger.remove(victim)
                 plain.remove(victim)

@@ -4,16 +4,28 @@ from random import Random
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from primeblocks.errors import PlanError
 from primeblocks.kvoffload import PageKey
-from primeblocks.kvoffload.evict import Facts, RolloutAware, VersionAware, facts_of, lru
+from primeblocks.kvoffload.evict import (
+    Candidate,
+    Choice,
+    Facts,
+    RolloutAware,
+    VersionAware,
+    facts_of,
+    lru,
+)
 from primeblocks.kvoffload.evict.ledger import Ledger
 from tests.kvoffload.evict.plain_ledger import Plain, histories, long_history, play
 
 
 def key_of(number, version=None):
     return PageKey("", number.to_bytes(2), version=version)
+
+
+FOREIGN = Choice(Candidate(key_of(0), last_used=1))
 
 
 def ledger_for(policy=None, **how):
@@ -70,7 +82,7 @@ def test_stale_versions_go_first_then_what_ended_and_neither_is_demoted(policy):
     assert numbers == [(3, False), (2, False), (1, False), (0, True)]
 
 
-def compare(history, policy):
+def compare(history, policy, *, capacity):
     """Every fact of every snapshot, and the choice where it is one of them."""
     ledger, plain = ledger_for(policy), Plain()
 
@@ -89,19 +101,19 @@ def compare(history, policy):
         assert {page.key.version: page.key for page in seen.by_version} == by_version
         return ledger.victim(policy, version=version)[0]
 
-    play(history, ledger, plain, check)
+    play(history, ledger, plain, check, capacity=capacity)
 
 
 @pytest.mark.stress
-@given(histories)
-def test_facts_equal_a_search_through_all_pages(history):
-    compare(history, RolloutAware(1))
+@given(histories, st.integers(1, 4))
+def test_facts_equal_a_search_through_all_pages(history, capacity):
+    compare(history, RolloutAware(1), capacity=capacity)
 
 
 @pytest.mark.stress
 @pytest.mark.parametrize("seed", range(20))
 def test_means_equal_a_search_through_all_pages(seed):
-    compare(long_history(Random(seed)), RolloutAware(0))
+    compare(long_history(Random(seed)), RolloutAware(0), capacity=1 + seed % 4)
 
 
 def test_the_last_page_of_a_rollout_leaves_before_those_in_front_of_it():
@@ -258,6 +270,14 @@ def test_a_rollout_that_has_pages_again_is_not_forgotten():
     ledger.end("a")
     assert ledger.rollouts(page) == ()
     assert ledger.snapshot(version=0).ended.key == page
+
+
+@pytest.mark.parametrize("wrong", [lambda _: 1 / 0, lambda _: None, lambda _: FOREIGN])
+def test_after_a_policy_that_fails_the_least_recently_used_page_leaves(wrong, caplog):
+    ledger = ledger_for(wrong)
+    keys = [use(ledger, number, "a") for number in (0, 1, 0)]
+    assert ledger.victim(wrong, version=0) == (keys[1], True)
+    assert "the least recently used page leaves" in caplog.text
 
 
 def test_facts_of_pages_that_a_tier_had_when_it_was_opened():
