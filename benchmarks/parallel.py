@@ -11,6 +11,7 @@ pages: page faults of fresh allocations would take most of the time of both side
   38 in bfloat16 (the same in float32, and conversions).
 - The gather of dispatch against a plain copy of the rows that it makes: 1 where rows are long.
 - Bytes that leave a rank, forward and backward, counted in the collectives on gloo.
+- Operations of a dispatch for which the host waits, counted on four ranks.
 - The busiest rank's cost over the mean: one document, lengths as in RL, 60 short documents.
 """
 
@@ -20,10 +21,11 @@ from . import peers
 def measure() -> dict[str, tuple[float, str, str]]:
     import torch
 
-    from .parallel_parts import balance, permute, wire
+    from .parallel_parts import balance, host_reads, permute, wire
 
     torch.set_num_threads(1)
-    return {**permute.figures(), **wire.figures(), **balance.figures()}
+    counted = {**wire.figures(), **host_reads.figures(), **balance.figures()}
+    return {**permute.figures(), **counted}
 
 
 if __name__ == "__main__":

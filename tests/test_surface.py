@@ -296,6 +296,18 @@ def _repository_files():
     return [ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
 
 
+def test_no_module_hides_a_name():
+    """A module that is imported after its package replaces what the package has of that name."""
+    hidden = set()
+    for file in (file for file in FILES if file.endswith("__init__.py")):
+        imported, package = {*_imported(file)}, _module(file)
+        for name in _declared(file) or ():
+            own = {f"{package}.{name}", f"{package}.{name}.{name}"}
+            if file.replace("__init__", name) in FILES and not own & imported:
+                hidden.add(f"{package}.{name}")
+    assert hidden == set()
+
+
 def test_files_are_small():
     too_long = {}
     for file in _repository_files():

@@ -1,11 +1,12 @@
 """Pages of rollouts that a tier behind an engine's own prefix cache still has, by policy.
 
-Simulated and deterministic; no clock is read. `eviction_engine` has the model of the engine, which
-asks the tier only for what its own cache lost. A hit is a page that was asked for and that the
-engine can use: it and all pages between it and the engine's own were there. A capacity is a share
-of the pages of the rollouts in flight, the median over all requests; `engine` is the share that the
-engine's own cache holds. 64 rollouts in flight, 40 tokens a second; medians of lengths and times,
-with the standard deviation of the logarithm in brackets. Six families:
+Deterministic, and simulated but for one family; no clock is read. `eviction_engine` has the model
+of the engine, which asks the tier only for what its own cache lost. A hit is a page that was asked
+for and that the engine can use: it and all pages between it and the engine's own were there. A
+capacity is a share of the pages of the rollouts in flight, the median over all requests; `engine`
+is the share that the engine's own cache holds. Simulated are 64 rollouts in flight, 40 tokens a
+second; medians of lengths and times, with the standard deviation of the logarithm in brackets.
+Eight families:
 
 - `queue`: coding agents on an engine that runs 8, 16 or 32 of the 64 and holds as much; the others
   wait for a tool, or in the engine's queue, turn by turn. 12288 system tokens, 1500 of the prompt
@@ -20,11 +21,14 @@ with the standard deviation of the logarithm in brackets. Six families:
   half: `coding` (3 s, 1.5), `tests` (30 s, 0.5), `search` (1 s, 0.5).
 - `samples`: one turn, 16 samples of each of 64 prompts, begun in turn, so that an engine that is
   short of memory has lost a prompt when the next sample begins.
+- `few_prompts`: the same, of 16, 24 or 32 prompts in turn.
 - `chat`: people answer after a minute (1.0) and leave after 6 turns (0.6), without a word.
 - `partial`: rollouts go on with new weights and compute their context again; a version for every 8
   finished ones. `max_staleness` is 0.
 - `dropped`: `coding` where groups that are two versions old are dropped and begun again, over 12
   versions; `unsaid`: nobody says that a rollout has ended.
+- `recorded`: 24 agents with real tools on a real vLLM (`record`) that runs 4 of them, or all;
+  behind the model of a cache of about the size that it had, or half as large (`less`).
 
 The policies of the package are told who waits for what, who runs, the queue, and, except in `chat`
 and `unsaid`, who has ended. Belady knows which page is asked for when. Seeds start at 0; the policy
@@ -54,7 +58,7 @@ from primeblocks.kvoffload.evict import (
 from .eviction_engine import Behind, Ours, Queue, Resume, behind, play
 from .eviction_fleets import Agents, Spread, Tool, simulate
 from .eviction_policies import Arc, Belady, LfuDa, Lru, S3Fifo, Sieve
-from .eviction_traces import End, Wait
+from .eviction_traces import End, Wait, recorded
 
 __all__ = ["FAMILIES", "Fleet", "figures", "hits"]
 
@@ -83,15 +87,18 @@ class Fleet:
     """Agents, and the engine in front of the tier.
 
     Args:
+        agents: simulated ones, or the name of a recorded run.
         engine: share of their pages that the engine's own cache holds.
         says_ends: whether the tier is told that a rollout has ended.
         max_staleness: that of the policies which look at versions.
+        capacities: of tiers, as shares of the pages of the rollouts in flight.
     """
 
-    agents: Agents
+    agents: Agents | str
     engine: float
     says_ends: bool = True
     max_staleness: int = 8
+    capacities: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0, 1.5)
 
 
 AGENTS = Agents(
@@ -129,6 +136,11 @@ CHAT = replace(
 )
 
 
+def _few(prompts: int, engine: float, **how: object) -> Fleet:
+    agents = replace(SAMPLES, groups=prompts, **how)
+    return Fleet(agents, engine, capacities=(0.5, 0.75, 1.0, 1.5, 2.0, 3.0))
+
+
 def _queue(running: int, **how: object) -> Fleet:
     return Fleet(replace(AGENTS, running=running, **how), running / AGENTS.concurrent)
 
@@ -148,6 +160,8 @@ FAMILIES: dict[str, dict[str, Fleet]] = {
         "half": Fleet(SAMPLES, 0.5),
         "16 of 64": Fleet(replace(SAMPLES, running=16), 0.25),
     },
+    "few_prompts": {f"{n}, half": _few(n, 0.5) for n in (16, 24, 32)}
+    | {f"{n}, 16 of 64": _few(n, 0.25, running=16) for n in (16, 24, 32)},
     "chat": {
         "quarter": Fleet(CHAT, 0.25, says_ends=False),
         "half": Fleet(CHAT, 0.5, says_ends=False),
@@ -162,9 +176,15 @@ FAMILIES: dict[str, dict[str, Fleet]] = {
         "said": Fleet(DROPPED, 0.5, max_staleness=2),
         "unsaid": Fleet(DROPPED, 0.5, max_staleness=2, says_ends=False),
     },
+    "recorded": {
+        "4 of 24": Fleet("queue", 0.55),
+        "4, less": Fleet("queue", 0.25),
+        "all 24": Fleet("no_queue", 0.5),
+        "all, less": Fleet("no_queue", 0.25),
+    },
 }
-CAPACITIES = (0.25, 0.5, 0.75, 1.0, 1.5)
 SEEDS = 2
+FLOOR = 0.97
 PEERS = {"lru": Lru, "sieve": Sieve, "s3-fifo": S3Fifo, "lfu-da": LfuDa, "arc": Arc}
 POLICIES = (*PEERS, "belady", "versions", "schedule", "no versions", "ours")
 
@@ -184,48 +204,44 @@ class BySchedule:
 
 
 def figures(*, seeds: int = SEEDS, families: Iterable[str] = FAMILIES) -> Figures:
-    """Medians over fleets, capacities and seeds, after a table."""
-    answer: Figures = {}
+    """Medians over fleets, capacities and seeds, after a table.
+
+    Raises:
+        AssertionError: on some fleet, tier and seed `RolloutAware` has too few of LRU's hits.
+    """
+    ratios: dict[str, float] = {}
+    every: list[float] = []
     head = ("fleet", "capacity", "asked", "LRU hits", *POLICIES[1:])
     print("\nbehind an engine's own cache: hits over LRU's, medians of seeds")
-    every: list[float] = []
     for family in families:
-        fleets = FAMILIES[family]
         print(f"\n{family}\n" + "".join(f"{name:>12}" for name in head))
-        found = _family(fleets, seeds=seeds)
-        for name in fleets:
-            rows = {share: found[name, share] for share in CAPACITIES}
-            for share, row in rows.items():
-                print(_row(name, share, row), flush=True)
-            fleet = [_over(one, "ours") for row in rows.values() for one in row]
-            every.append(median(fleet))
-            answer[f"{_FIGURE}.{family}.{name.replace(' ', '_')}.hit_ratio_vs_lru"] = (
-                every[-1],
-                "ratio",
-                "LRU",
-            )
-        answer |= _medians(family, found)
-    answer[f"{_FIGURE}.hit_ratio_vs_lru.worst_fleet"] = min(every), "ratio", "LRU"
-    return answer
-
-
-def _medians(family: str, found: Mapping[tuple[str, float], list[Hits]]) -> Figures:
-    answer: Figures = {}
-    short = [one for (_, share), row in found.items() if share < 1 for one in row]
-    for name in POLICIES[1:]:
-        ratio = median(_over(one, name) for one in short)
-        figure = f"{_FIGURE}.{family}.short_of_room.{name.replace(' ', '_')}.hit_ratio_vs_lru"
-        answer[figure] = ratio, "ratio", "LRU"
-    worst = min(_over(one, "ours") for row in found.values() for one in row)
-    answer[f"{_FIGURE}.{family}.worst_row.hit_ratio_vs_lru"] = worst, "ratio", "LRU"
-    if family == "queue":
-        ratio = median(_over(one, "ours") for one in short)
-        answer[f"{_FIGURE}.hit_ratio_vs_lru"] = ratio, "ratio", "LRU"
-    return answer
+        found = _family(FAMILIES[family], seeds=seeds)
+        for (name, share), rows in found.items():
+            print(_row(name, share, rows), flush=True)
+        for name in FAMILIES[family]:
+            of_fleet = [one for (fleet, _), rows in found.items() if fleet == name for one in rows]
+            every.append(_median(of_fleet, "ours"))
+            ratios[f"{family}.{name}.hit_ratio_vs_lru"] = every[-1]
+        short = [one for (_, share), rows in found.items() if share < 1 for one in rows]
+        for name in POLICIES[1:]:
+            ratios[f"{family}.short_of_room.{name}.hit_ratio_vs_lru"] = _median(short, name)
+        worst = min(_over(one, "ours") for rows in found.values() for one in rows)
+        assert worst >= FLOOR, f"{family}: a row with {worst} of LRU's hits, less than {FLOOR}"
+        ratios[f"{family}.worst_row.hit_ratio_vs_lru"] = worst
+        if family == "queue":
+            ratios["hit_ratio_vs_lru"] = _median(short, "ours")
+    ratios["hit_ratio_vs_lru.worst_fleet"] = min(every)
+    named = ((name.replace(",", "").replace(" ", "_"), ratio) for name, ratio in ratios.items())
+    return {f"{_FIGURE}.{name}": (ratio, "ratio", "LRU") for name, ratio in named}
 
 
 def _family(fleets: Mapping[str, Fleet], *, seeds: int) -> dict[tuple[str, float], list[Hits]]:
-    jobs = [(name, seed) for name in fleets for seed in range(seeds)]
+    """Return hits by fleet and capacity, one for each seed; of a recorded run, one."""
+    jobs = [
+        (name, seed)
+        for name, fleet in fleets.items()
+        for seed in range(1 if isinstance(fleet.agents, str) else seeds)
+    ]
     found: dict[tuple[str, float], list[Hits]] = {}
     with ProcessPoolExecutor(max_workers=2, mp_context=get_context("spawn")) as pool:
         for (name, _), rows in zip(jobs, pool.map(partial(_play, fleets), jobs), strict=True):
@@ -236,19 +252,13 @@ def _family(fleets: Mapping[str, Fleet], *, seeds: int) -> dict[tuple[str, float
 
 def _play(fleets: Mapping[str, Fleet], job: tuple[str, int]) -> dict[float, Hits]:
     name, seed = job
-    fleet = fleets[name]
-    trace = simulate(fleet.agents, seed=seed)
+    fleet, agents = fleets[name], fleets[name].agents
+    trace = recorded(agents) if isinstance(agents, str) else simulate(agents, seed=seed)
     seen = behind(trace, engine_pages=round(fleet.engine * trace.working_pages))
     tells = (Wait, Resume, Queue, End) if fleet.says_ends else (Wait, Resume, Queue)
-    return {
-        share: hits(
-            seen,
-            capacity_pages=max(1, round(share * trace.working_pages)),
-            tells=tells,
-            max_staleness=fleet.max_staleness,
-        )
-        for share in CAPACITIES
-    }
+    sizes = {share: max(1, round(share * trace.working_pages)) for share in fleet.capacities}
+    how = {"tells": tells, "max_staleness": fleet.max_staleness}
+    return {share: hits(seen, capacity_pages=size, **how) for share, size in sizes.items()}
 
 
 def hits(seen: Behind, *, capacity_pages: int, tells: tuple[type, ...], max_staleness: int) -> Hits:
@@ -270,7 +280,11 @@ def _over(hits: Hits, name: str) -> float:
     return (hits[name] + 1) / (hits["lru"] + 1)
 
 
+def _median(rows: Iterable[Hits], name: str) -> float:
+    return median(_over(one, name) for one in rows)
+
+
 def _row(name: str, share: float, rows: list[Hits]) -> str:
     asked, base = (round(median(one[key] for one in rows)) for key in ("asked", "lru"))
-    ratios = (median(_over(one, policy) for one in rows) for policy in POLICIES[1:])
+    ratios = (_median(rows, policy) for policy in POLICIES[1:])
     return f"{name:>12}{share:>12}{asked:>12}{base:>12}" + "".join(f"{r:>12.3f}" for r in ratios)

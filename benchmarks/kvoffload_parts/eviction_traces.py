@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import gzip
+import json
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
 
 from primeblocks.kvoffload import PageKey
 
-__all__ = ["Advance", "End", "Event", "Trace", "Use", "Wait"]
+__all__ = ["TRACES", "Advance", "End", "Event", "Trace", "Use", "Wait", "read", "recorded"]
+
+TRACES = Path(__file__).parents[1] / "traces"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +70,47 @@ class Trace:
     working_pages: int
     rollouts: int = 0
     dropped: int = 0
+
+
+def recorded(name: str) -> Trace:
+    """Read a run that `record` wrote."""
+    with gzip.open(TRACES / f"{name}.jsonl.gz", "rt") as file:
+        return read(map(json.loads, file))
+
+
+def read(lines: Iterable[Mapping[str, Any]]) -> Trace:
+    """Return what requests used and what the store was told; saves and loads are left out."""
+    events: list[Event] = []
+    chains: dict[str, tuple[PageKey, ...]] = {}
+    known: set[PageKey] = set()
+    users: Counter[PageKey] = Counter()
+    queue: list[str] = []
+    working: list[int] = []
+    ended: set[str] = set()
+    for line in lines:
+        match line:
+            case {"begin": name, "pages": new} | {"finish": name, "pages": new}:
+                before, version = chains.get(name, ()), line["version"]
+                added = [PageKey("", bytes.fromhex(page), version=version) for page in new]
+                pages = chains[name] = (*before[: line["keep"]], *added)
+                users.update(pages)
+                users.subtract(before)
+                if "begin" in line:
+                    asked = [*(page in known for page in pages), False].index(False)
+                    events.append(Use(name, pages, asked))
+                    working.append(len(+users))
+                else:
+                    events.append(Use(name, tuple(added), 0))
+                known.update(pages)
+            case {"pause": name, "reason": reason}:
+                events.append(Wait(name, reason))
+            case {"queue": names}:
+                events += [Wait(name, "queue") for name in names if name not in queue]
+                queue = names
+            case {"end": name}:
+                events.append(End(name))
+                users.subtract(chains.pop(name, ()))
+                ended.add(name)
+            case {"advance": version}:
+                events.append(Advance(version))
+    return Trace(tuple(events), int(median(working)), len(ended | chains.keys()))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from math import comb
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from primeblocks.parallel.experts import AllToAllDispatcher, OncePerRankDispatcher, TokenDispatcher
 from primeblocks.testing import ranks
-from primeblocks.testing.oracles import max_relative_error
+from primeblocks.testing.oracles import StepCounter, max_relative_error
 
 from .routing import EXPERTS, HIDDEN, TOP_K, draw, exact, outputs_of_experts
 
@@ -25,38 +23,8 @@ DISPATCHERS: dict[str, Callable[[dist.ProcessGroup], TokenDispatcher]] = {
 }
 
 
-class Traffic(TorchDispatchMode):
-    """Counts the bytes that this rank sends to others. What it keeps does not travel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes_sent = 0
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func.namespace == "c10d":
-            self.bytes_sent += _bytes_of(func.name(), args)
-        return func(*args, **(kwargs or {}))
-
-
-def _bytes_of(operation: str, args: Sequence[Any]) -> int:
-    size, own = dist.get_world_size(), dist.get_rank()
-    if operation == "c10d::alltoall_base_":
-        sent, splits = args[1], args[4]
-        rows = sum(splits) - splits[own]
-        return rows * sent[:1].nbytes
-    if operation == "c10d::allgather_":
-        return sum(x.nbytes for x in args[1]) * (size - 1)
-    raise NotImplementedError(f"how many bytes does {operation} send?")
-
-
 def _count() -> dict[str, tuple[int, float]]:
-    """On one rank, by dispatcher: bytes sent, forward and backward, and the largest error."""
+    """On one rank, by dispatcher: bytes received, forward and backward, and the largest error."""
     group = dist.group.WORLD
     assert group is not None
     rank, share = group.rank(), EXPERTS // group.size()
@@ -64,13 +32,13 @@ def _count() -> dict[str, tuple[int, float]]:
     found = {}
     for name, kind in DISPATCHERS.items():
         dispatcher = kind(group)
-        with Traffic() as traffic:
+        with StepCounter() as step:
             sent = dispatcher.dispatch(batch.x, batch.scores, batch.ids, num_experts=EXPERTS)
             y = outputs_of_experts(sent.tokens, sent.counts, first_expert=rank * share)
             out = dispatcher.combine(y, sent)
             grads = torch.autograd.grad(out, (batch.x, batch.scores), batch.grad)
         pairs = zip((out, *grads), exact(batch), strict=True)
-        found[name] = (traffic.bytes_sent, max(max_relative_error(a, e) for a, e in pairs))
+        found[name] = (step.received_bytes.total(), max(max_relative_error(a, e) for a, e in pairs))
     return found
 
 

@@ -38,8 +38,8 @@ class Job:
 class PageJobs:
     """Batches of pages in flight, for the scheduler of an engine. Not thread-safe.
 
-    No call but `drain` waits for memory or disks. The pages of a batch belong to it until it is
-    over, or until its deadline, when all of them count as failed.
+    No call but `rest` and `drain` waits for memory or disks. The pages of a batch belong to it
+    until it is over, or until its deadline, when all of them count as failed.
 
     Args:
         store: where the pages go.
@@ -94,6 +94,11 @@ class PageJobs:
             if each.pending.done() or now >= each.started_s + self._timeout_s
         ]
         return [self._finish(job_id, wait_s=0.0) for job_id in over]
+
+    def rest(self, job_id: int, *, at_most_s: float) -> None:
+        """Sleep until a batch is over, or so long; it stays in flight."""
+        if (job := self._running.get(job_id)) is not None:
+            job.pending.done(within_s=at_most_s)
 
     def drain(self, *, timeout_s: float) -> list[Job]:
         """End every batch, and give up those that take longer."""

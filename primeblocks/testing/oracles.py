@@ -3,7 +3,8 @@
 Two questions, two oracles. Is the algorithm right? Run it in float64 and compare with a plain
 reference: `assert_close_float64`, gradients included (`gradients_of`). Is the precision right? The
 error is at most twice that of the naive computation in the same dtype: `assert_as_precise`.
-Tensors that were only moved must have the same bits: `assert_same_bits`.
+Tensors that were only moved must have the same bits: `assert_same_bits`. What will run on a GPU
+is held by counts that a CPU can take: `StepCounter`.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,8 +15,11 @@ from torch import Tensor
 
 from primeblocks.errors import UsageError
 
+from .oracles_of_steps import StepCounter
+
 __all__ = [
     "Gradients",
+    "StepCounter",
     "assert_as_precise",
     "assert_close_float64",
     "assert_same_bits",

@@ -1,5 +1,7 @@
 """Batches for a caller that must not wait."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -119,6 +121,23 @@ def test_a_late_answer_of_success_is_kept(host):
         store.load(keys(1)[0], into=rows(0)[0]).wait(timeout_s=SOON)
         clock.advance(9)
         assert [job.succeeded for job in jobs.finished()] == [(True,)]
+
+
+def test_rest_ends_with_the_batch_and_gives_nothing_up():
+    store = StuckStore()
+    jobs = PageJobs(store, timeout_s=SOON)
+    jobs.load(0, keys(1), rows(0))
+    jobs.rest(0, at_most_s=1e-3)
+    assert jobs.finished() == []
+    with store.pending.buffers() as held:
+        assert held
+    ends = threading.Thread(target=lambda: store.pending.finish([Loaded("disk")]))
+    with store.pending._changed:  # rest waits in here, or comes later
+        ends.start()
+        jobs.rest(0, at_most_s=60.0)
+    ends.join()
+    assert [job.succeeded for job in jobs.finished()] == [(True,)]
+    jobs.rest(0, at_most_s=60.0)
 
 
 def test_nothing_starts_on_a_closed_store(jobs, store):

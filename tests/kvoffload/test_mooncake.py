@@ -18,8 +18,8 @@ from primeblocks.errors import (
     PlanError,
 )
 from primeblocks.kvoffload import PageKey, TieredStore
+from primeblocks.kvoffload.adapters import mooncake
 from primeblocks.kvoffload.adapters.mooncake import MooncakeTier, connect
-from primeblocks.kvoffload.adapters.mooncake import tier as mooncake_tier
 from tests.kvoffload.mooncake_fake import FakeClient, FakeMaster
 from tests.kvoffload.tier_conformance import (
     CHECKS,
@@ -273,7 +273,7 @@ def test_close_waits_for_calls_of_other_threads(engine, master):
 
 
 def test_close_gives_up_on_calls_that_hang(engine, master, monkeypatch):
-    monkeypatch.setattr(mooncake_tier, "_CLOSE_S", 0.05)
+    monkeypatch.setattr(mooncake, "_CLOSE_S", 0.05)
     bench = engine()
     called, go_on = threading.Event(), threading.Event()
 

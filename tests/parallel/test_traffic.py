@@ -5,56 +5,16 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from primeblocks.errors import PlanError
 from primeblocks.parallel import StepSizes, plan_mesh, plan_sequence, plan_traffic
 from primeblocks.parallel.attention import ring_attention, ulysses_attention
 from primeblocks.parallel.experts import OncePerRankDispatcher
 from primeblocks.testing import ranks, tiny_models
+from primeblocks.testing.oracles import StepCounter
 
 ATTENTIONS = {"ring": ring_attention, "ulysses": ulysses_attention}
 TOKENS, EXPERTS, TOP_K = 240, 16, 4
-
-
-class Received(TorchDispatchMode):
-    """Bytes that reach this rank from others, by the number of ranks and the operation."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "c10d":
-            kind = function.name().removeprefix("c10d::")
-            self.bytes[kind] += _received(kind, args)
-        return function(*args, **(kwargs or {}))
-
-
-def _received(kind, args):
-    return RECEIVED[kind](*args)
-
-
-def _of_rows(target, source, group, splits, *rest):
-    far = sum(splits) - splits[dist.ProcessGroup.unbox(group).rank()]
-    return far * target[:1].nbytes
-
-
-def _of_sums(tensors, group, *rest):
-    size = dist.ProcessGroup.unbox(group).size()
-    return sum(2 * x.nbytes * (size - 1) // size for x in tensors)
-
-
-# A collective that is not here is an error.
-RECEIVED = {
-    "recv_": lambda tensors, *rest: sum(x.nbytes for x in tensors),
-    "send": lambda *rest: 0,
-    "alltoall_base_": _of_rows,
-    "allreduce_": _of_sums,
-    "_allgather_base_": lambda whole, part, *rest: whole.nbytes - part.nbytes,
-    "_reduce_scatter_base_": lambda part, whole, *rest: whole.nbytes - part.nbytes,
-    "allgather_": lambda *rest: 0,  # Agreement before an exchange.
-}
 
 
 def _step(degrees, dispatch, attention, recompute):
@@ -75,10 +35,10 @@ def _step(degrees, dispatch, attention, recompute):
     g = torch.Generator().manual_seed(meshes.batch.get_local_rank())
     tokens = torch.randint(4, 512, (TOKENS,), generator=g)
     inputs = local_inputs(tokens, sequence=sequence, group=meshes.context.get_group())
-    with Received() as received:
+    with StepCounter() as step:
         model(**inputs).logits.square().mean().backward()
     planned = plan_traffic(plan, sizes, dispatch=dispatch, attention=attention)
-    return dict(received.bytes), {axis: planned.of(axis) for axis, *_ in planned.rows}
+    return dict(step.received_bytes), {axis: planned.of(axis) for axis, *_ in planned.rows}
 
 
 def _sizes(model, recompute, tokens):

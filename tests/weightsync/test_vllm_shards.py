@@ -216,8 +216,12 @@ def test_requests_in_flight_see_both_versions(saw, kind):
 
 
 def test_each_worker_is_seen_to_hold_its_shard(saw):
-    assert saw["held"].is_proved, saw["held"].table()
-    assert saw["held"].tensors > 20
+    held = saw["held"]
+    assert (held.differing, held.missing, held.unexpected) == ({}, {}, {}), held.table()
+    # The loader of gpt_oss makes zeros of this bias in all workers but the first: they hold none.
+    for name, where in held.unobservable.items():
+        assert (name.rpartition(".")[2], where[:9]) == ("down_proj_bias", "reader 1,"), held.table()
+    assert held.tensors > 20
     assert list(saw["wrong"].differing) == ["model.layers.1.self_attn.o_proj.weight"]
     assert "reader 1" in saw["wrong"].table()  # Whose columns are the last.
 

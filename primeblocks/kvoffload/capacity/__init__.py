@@ -1,8 +1,7 @@
 """The number of GPUs that hold a batch of rollouts."""
 
-from .kv_shapes import KvGroup, kv_groups
-from .plan import CapacityPlan, Gpu, KvTier, Recompute, Weights
-from .planner import Rollouts, plan_capacity
+from .kv_shapes import KvGroup, Rollouts, kv_groups
+from .plan import CapacityPlan, Gpu, KvTier, Recompute, Weights, plan_capacity
 
 __all__ = [
     "CapacityPlan",

@@ -1,13 +1,18 @@
-"""The values of a capacity plan: memory of a GPU, sizes of weights, the plan itself."""
+"""Plans of memory: from rollouts to the fewest GPUs that hold them, and the load of each tier.
+
+The most pages that rollouts can hold, and the cost of computing them again, are closed forms.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ...errors import PlanError
-from .kv_shapes import KvGroup
+from ...errors import CapacityError, PlanError
+from .kv_shapes import Footprint, KvGroup, Rollouts, footprint, prefill_flops
 
-__all__ = ["CapacityPlan", "Gpu", "KvTier", "Recompute", "Weights"]
+__all__ = ["CapacityPlan", "Gpu", "KvTier", "Recompute", "Weights", "plan_capacity"]
 
 
 @dataclass(frozen=True)
@@ -93,14 +98,6 @@ class Recompute:
     tokens: int
     flops: int
 
-    def __add__(self, other: Recompute) -> Recompute:
-        return Recompute(
-            self.rollouts + other.rollouts, self.tokens + other.tokens, self.flops + other.flops
-        )
-
-    def __mul__(self, times: int) -> Recompute:
-        return Recompute(self.rollouts * times, self.tokens * times, self.flops * times)
-
 
 @dataclass(frozen=True)
 class CapacityPlan:
@@ -174,3 +171,198 @@ class CapacityPlan:
             for name, cost in again.items()
         ]
         return "\n".join(lines)
+
+
+def plan_capacity(
+    groups: Sequence[KvGroup],
+    rollouts: Sequence[Rollouts],
+    *,
+    gpu: Gpu,
+    weights: Weights,
+    tensor: int = 1,
+    gpus: int | None = None,
+    page_tokens: int = 16,
+    host_bytes: int = 0,
+    disk_bytes: int = 0,
+) -> CapacityPlan:
+    """Plan the memory of rollouts that are all in flight at once. Pure.
+
+    `gpus` are replicas of attention of `tensor` ranks each. Whole prompts are dealt to replicas in
+    turn, the largest first. Weights and key-value heads split over a replica; heads that are fewer
+    than its ranks, and latents, are on every rank. The promise is for every order in which
+    rollouts may grow: with the planned GPUs nothing is evicted before it ends. An engine that
+    computes prompts in chunks frees a window's pages after each chunk, not after each token; give
+    it the chunk's pages of windowed layers in `Gpu.reserve_bytes`. Page sizes of groups are added
+    as they are, not padded to one size.
+
+    Args:
+        groups: layers with equal caches, from `kv_groups` or written by hand.
+        rollouts: one entry for each shape.
+        tensor: ranks of one replica.
+        gpus: number of GPUs; None finds the fewest that hold everything.
+        page_tokens: tokens of a page, the engine's block size.
+        host_bytes: memory of all hosts together, for rollouts that the GPUs do not hold. A page is
+            there once, whatever the number of ranks that hold it.
+        disk_bytes: room on all disks together, behind the hosts.
+
+    Raises:
+        PlanError: numbers that do not fit together.
+        CapacityError: no number of GPUs is enough, or not even the weights fit on `gpus`.
+    """
+    limits = {"host": host_bytes, "disk": disk_bytes}
+    _check(groups, rollouts, {"tensor": tensor, "page_tokens": page_tokens}, limits, gpus)
+    sizes = [
+        (kind, footprint(groups, kind, page_tokens=page_tokens, tensor=tensor)) for kind in rollouts
+    ]
+    load = _Load(sorted(sizes, key=lambda size: -size[1].total_bytes), gpu, weights, tensor)
+    data = load.fewest() if gpus is None else gpus // tensor
+    room, peak = load.room(data), load.peak(data)
+    if room < 0:
+        raise CapacityError(
+            f"weights need {-room} bytes more on each of {data * tensor} GPUs. "
+            "Raise tensor, gpus or memory_fraction, or spread experts."
+        )
+    tiers, left = _place(groups, load, data, page_tokens=page_tokens, limits=limits)
+    longest = max(rollouts, key=lambda kind: kind.tokens)
+    priced = [(1, longest, longest.samples > 1)]
+    one = _price(groups, priced, page_tokens, weights.active_parameters)
+    priced = [(prompts, kind, False) for kind, prompts in left]
+    priced += [(prompts * (kind.samples - 1), kind, True) for kind, prompts in left]
+    return CapacityPlan(
+        groups=tuple(groups),
+        gpus=data * tensor,
+        tensor=tensor,
+        page_tokens=page_tokens,
+        weight_bytes=weights.rank_bytes(tensor=tensor, data=data),
+        kv_bytes=room,
+        peak_bytes=peak.total_bytes,
+        pages=peak.pages,
+        tiers=tiers,
+        one_eviction=one,
+        left_over=_price(groups, priced, page_tokens, weights.active_parameters),
+    )
+
+
+@dataclass(frozen=True)
+class _Load:
+    """The load of the fullest replica, for any number of replicas."""
+
+    kinds: list[tuple[Rollouts, Footprint]]
+    gpu: Gpu
+    weights: Weights
+    tensor: int
+
+    def room(self, data: int) -> int:
+        """Return the bytes for pages on each GPU."""
+        return self.gpu.usable_bytes - self.weights.rank_bytes(tensor=self.tensor, data=data)
+
+    def peak(self, data: int) -> Footprint:
+        """Return the most that the fullest replica holds."""
+        dealt = list(zip(self.kinds, self.dealt(0, data), strict=True))
+        columns = zip(
+            *([count * each for each in size.pages] for (_, size), count in dealt), strict=True
+        )
+        return Footprint(
+            tuple(map(sum, columns)), sum(size.total_bytes * count for (_, size), count in dealt)
+        )
+
+    def dealt(self, replica: int, data: int) -> list[int]:
+        """Return the prompts of each kind on one replica; replica 0 has the most."""
+        counts, end = [], 0
+        for kind, _ in self.kinds:
+            begin, end = end, end + kind.prompts
+            counts.append((end - replica - 1) // data - (begin - replica - 1) // data)
+        return counts
+
+    def fewest(self) -> int:
+        """Find the fewest replicas by bisection: with more of them, each never holds more."""
+        most = max(sum(kind.prompts for kind, _ in self.kinds), self.weights.experts, 1)
+
+        def lack(data: int) -> int:
+            return self.peak(data).total_bytes - self.room(data)
+
+        if lack(most) > 0:
+            raise CapacityError(
+                f"{most} replicas of tensor={self.tensor} are not enough: one prompt with its "
+                f"samples and the weights need {lack(most)} bytes more on a GPU. Raise tensor, "
+                "shorten rollouts, use an fp8 cache, or give up sharing: write samples as prompts "
+                "of their own."
+            )
+        return bisect_left(range(1, most), True, key=lambda data: lack(data) <= 0) + 1
+
+
+def _place(
+    groups: Sequence[KvGroup],
+    load: _Load,
+    data: int,
+    *,
+    page_tokens: int,
+    limits: dict[str, int],
+) -> tuple[tuple[KvTier, ...], list[tuple[Rollouts, int]]]:
+    """Place whole prompts at their largest in the first tier with room; return those left too."""
+    budget = load.room(data)
+    used = dict.fromkeys(("gpu", *limits), 0)
+    held = dict.fromkeys(used, 0)
+    waiting = [0] * len(load.kinds)
+    for replica in range(data):
+        free = budget
+        for index, prompts in enumerate(load.dealt(replica, data)):
+            kind, size = load.kinds[index]
+            fit = min(prompts, free // size.total_bytes)
+            free -= fit * size.total_bytes
+            held["gpu"] += fit * kind.samples
+            waiting[index] += prompts - fit
+        used["gpu"] += (budget - free) * load.tensor
+    for index, (kind, _) in enumerate(load.kinds):
+        each = footprint(groups, kind, page_tokens=page_tokens).total_bytes
+        for name, limit in limits.items():
+            fit = min(waiting[index], (limit - used[name]) // each)
+            used[name] += fit * each
+            held[name] += fit * kind.samples
+            waiting[index] -= fit
+    limits = {"gpu": budget * load.tensor * data, **limits}
+    tiers = tuple(KvTier(name, held[name], used[name], limits[name]) for name in used)
+    return tiers, [(kind, n) for (kind, _), n in zip(load.kinds, waiting, strict=True) if n]
+
+
+def _price(
+    groups: Sequence[KvGroup],
+    evicted: Iterable[tuple[int, Rollouts, bool]],
+    page_tokens: int,
+    active_parameters: int,
+) -> Recompute:
+    """Price so many rollouts of a kind each, whose shared prompt is still there or not."""
+    # A state after the shared part is not kept: a model with states begins at token 0.
+    reused = not any(group.state_head_bytes for group in groups)
+    rollouts = tokens = flops = 0
+    for count, kind, sibling in evicted:
+        start = kind.shared_pages(page_tokens) * page_tokens if sibling and reused else 0
+        rollouts += count
+        tokens += count * (kind.tokens - start)
+        flops += count * prefill_flops(
+            groups, start=start, end=kind.tokens, active_parameters=active_parameters
+        )
+    return Recompute(rollouts, tokens, flops)
+
+
+def _check(
+    groups: Sequence[KvGroup],
+    rollouts: Sequence[Rollouts],
+    numbers: dict[str, int],
+    sizes: dict[str, int],
+    gpus: int | None,
+) -> None:
+    if not groups or not rollouts:
+        raise PlanError(f"needs groups and rollouts; got {len(groups)} and {len(rollouts)}")
+    for name, number in (numbers | ({} if gpus is None else {"gpus": gpus})).items():
+        if number < 1:
+            raise PlanError(f"{name} must be at least 1; got {number}")
+    for name, size in sizes.items():
+        if size < 0:
+            raise PlanError(f"{name} counts bytes; got {size}")
+    tensor = numbers["tensor"]
+    if gpus is not None and gpus % tensor:
+        raise PlanError(
+            f"gpus={gpus} are not whole replicas of tensor={tensor}. "
+            f"Use {gpus // tensor * tensor or tensor} or {-(-gpus // tensor) * tensor}."
+        )

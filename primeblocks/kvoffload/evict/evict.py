@@ -136,6 +136,9 @@ def facts_of(*policies: Callable[..., object]) -> Facts:
     return found
 
 
+_PROMPT = 8  # so much sooner, or later, than a page's age tells, is the next use of a prompt
+
+
 def lru(snapshot: Snapshot) -> Choice:
     """Choose the least recently used page of all; always worth the next tier. Pure."""
     return Choice(snapshot.oldest)
@@ -178,13 +181,18 @@ def by_waits(snapshot: Snapshot) -> Choice | None:
     """Choose whose next run is farthest, by the running means of the waits. Pure.
 
     Of those that wait for the same, who has waited longest. A page of no rollout is expected after
-    as long as it has not been used, one of several rollouts after an eighth of that.
+    as long as it has not been used, one of several rollouts after an eighth of that, and one of
+    ended rollouts, which may be a prompt of the next, after eight times that. It is not demoted.
     """
     far = [(live.expected_ticks, -live.since, live.page) for live in snapshot.live]
-    for page, share in ((snapshot.shared, 1 / 8), (snapshot.unnamed, 1)):
+    ages = (snapshot.shared, 1 / _PROMPT), (snapshot.unnamed, 1), (snapshot.ended, _PROMPT)
+    for page, times in ages:
         if page is not None:
-            far.append((share * (snapshot.tick - page.last_used), -page.last_used, page))
-    return Choice(max(far, key=lambda each: each[:2])[2]) if far else None
+            far.append((times * (snapshot.tick - page.last_used), -page.last_used, page))
+    if not far:
+        return None
+    page = max(far, key=lambda each: each[:2])[2]
+    return Choice(page, demote=page is not snapshot.ended)
 
 
 @dataclass(frozen=True)
@@ -214,10 +222,10 @@ class VersionAware:
 class RolloutAware:
     """A policy that evicts what no rollout will use, then what is needed last.
 
-    1. Pages of versions below `version - max_staleness`, and of ended rollouts, as `VersionAware`.
-    2. The last page of the rollout that is expected to run last: of those in the engine's queue by
-       their place, of the others by running means of what they wait for. A page is of no use
-       without those before it.
+    1. Pages of versions below `version - max_staleness`, as `VersionAware`.
+    2. The page that is needed last: of those in the engine's queue by their place, of the others by
+       running means of what they wait for; of ended rollouts, as `by_waits` tells. Of a rollout it
+       is the last page, which is of no use without those before it.
 
     It knows as much as it is told: who uses which page, `pause`, `queue`, `end`. Untold, it is
     least recently used.
@@ -229,7 +237,7 @@ class RolloutAware:
         PlanError: `max_staleness` is negative.
     """
 
-    facts: ClassVar[Facts] = facts_of(stale, ended, by_waits)
+    facts: ClassVar[Facts] = facts_of(stale, by_waits)
     max_staleness: int | None = None
 
     def __post_init__(self) -> None:
@@ -240,7 +248,7 @@ class RolloutAware:
         found = None
         if self.max_staleness is not None:
             found = stale(snapshot, max_staleness=self.max_staleness)
-        return found or ended(snapshot) or by_waits(snapshot) or lru(snapshot)
+        return found or by_waits(snapshot) or lru(snapshot)
 
 
 def _check(max_staleness: int) -> None:

@@ -101,7 +101,7 @@ class Ledger:
 
     def end(self, rollout: Hashable) -> None:
         """End a rollout, which asks for no more pages; unknown ones are ignored."""
-        for page in self._rollouts.end(rollout):
+        for page in reversed(self._rollouts.end(rollout)):
             assert page.rollouts is not None
             page.rollouts.discard(rollout)
             # A page that is one rollout's now was part of its prompt.

@@ -92,12 +92,14 @@ class Schedule:
         self._move(name, rollout, _RUNS, tick=tick)
 
     def pause(self, name: Hashable, reason: Hashable, *, tick: int) -> None:
-        """Note that the rollout waits for `reason`."""
+        """Note that the rollout waits for `reason`. Who waits already does so since it began."""
         rollout = self._found(name, tick)
         if not rollout.pages:
             self._keep_bare(name)
         self._queue.pop(name, None)
-        self._move(name, rollout, ("waits", reason), tick=tick)
+        if rollout.state != ("waits", reason):
+            since = rollout.since if rollout.state[0] == "waits" else tick
+            self._move(name, rollout, ("waits", reason), tick=since)
 
     def queue(self, names: Sequence[Hashable], *, tick: int) -> None:
         """Note the engine's queue; those that are in it no longer, and do not wait, run."""

@@ -31,8 +31,11 @@ class Pending(Generic[T]):
         self._error: BaseException | None = None
         self._then: list[Callable[[], object]] = []
 
-    def done(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+    def done(self, *, within_s: float = 0.0) -> bool:
+        """Whether `wait` would return, or raise, at once; sleeps until then, at most so long."""
+        if within_s and not self._finished:
+            with self._changed:
+                self._changed.wait_for(lambda: self._finished, within_s)
         return self._finished
 
     def wait(self, *, timeout_s: float) -> T:

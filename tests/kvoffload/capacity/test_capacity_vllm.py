@@ -4,9 +4,7 @@ import dataclasses
 
 import pytest
 
-from primeblocks.kvoffload.capacity.kv_shapes import kv_groups
-from primeblocks.kvoffload.capacity.plan import Gpu, Weights
-from primeblocks.kvoffload.capacity.planner import Rollouts, plan_capacity
+from primeblocks.kvoffload.capacity import Gpu, Rollouts, Weights, kv_groups, plan_capacity
 from primeblocks.testing import tiny_models
 from tests.engine_job import call
 

@@ -132,9 +132,12 @@ class Plain:
             self.move(name, ("runs", None))
 
     def pause(self, name, reason):
-        self.rollouts.setdefault(name, Rollout(self.tick))
+        rollout = self.rollouts.setdefault(name, Rollout(self.tick))
         self.line.pop(name, None)
-        self.move(name, ("waits", reason))
+        if rollout.state != ("waits", reason):
+            self.move(name, ("waits", reason))
+            if rollout.state[0] == "waits":
+                self.rollouts[name].since = rollout.since
 
     def queue(self, names):
         served = [name for name in self.line if name not in names]
@@ -152,7 +155,7 @@ class Plain:
         self.line.pop(name, None)
         if self.rollouts.pop(name, None) is None:
             return
-        for page in map(self.find, self.chains.pop(name, ())):
+        for page in map(self.find, reversed(self.chains.pop(name, {}))):
             held = {other for other in self.rollouts if self.own(other)}
             page.users.discard(name)
             page.place = self.next_place(front=page.sort == "own")

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.kvoffload_parts.eviction_fleets import Agents, Spread, Tool, simulate
-from benchmarks.kvoffload_parts.eviction_traces import Advance, End, Use, Wait
+from benchmarks.kvoffload_parts.eviction_traces import Advance, End, Use, Wait, read, recorded
 from primeblocks.errors import PlanError
+from primeblocks.kvoffload import PageKey
 
 SMALL = Agents(
     concurrent=6, samples=3, batch=3, step_s=5.0, max_staleness=1, num_versions=6,
@@ -185,3 +186,45 @@ def test_impossible_agents_are_refused(wrong):
 def test_agents_without_tools_are_refused():
     with pytest.raises(PlanError, match="no tools"):
         replace(SMALL, tools=())
+
+
+def test_lines_of_a_recorded_run():
+    def line(kind, name, keep, *pages):
+        return {kind: name, "version": 1, "keep": keep, "pages": list(pages)}
+
+    lines = [
+        {"advance": 1},
+        line("begin", "a", 0, "00", "01"),
+        {"queue": ["b"]},
+        {"save": "a", "pages": ["00", "01"]},
+        line("finish", "a", 2, "02"),
+        {"pause": "a", "reason": "turn"},
+        {"queue": []},
+        line("begin", "b", 0, "00", "11"),
+        {"end": "b"},
+        line("begin", "a", 2, "02", "03"),
+    ]
+    zero, one, two, three, other = (
+        PageKey("", bytes([number]), version=1) for number in (0, 1, 2, 3, 0x11)
+    )
+    trace = read(lines)
+    assert trace.events == (
+        Advance(1),
+        Use("a", (zero, one), 0),
+        Wait("b", "queue"),
+        Use("a", (two,), 0),
+        Wait("a", "turn"),
+        Use("b", (zero, other), 1),
+        End("b"),
+        Use("a", (zero, one, two, three), 3),
+    )
+    assert (trace.working_pages, trace.rollouts) == (4, 2)  # 2, 4 and 4 pages in flight
+
+
+@pytest.mark.parametrize("name", ["queue", "no_queue"])
+def test_recorded_runs_are_read(name):
+    trace = recorded(name)
+    waits = Counter(event.what for event in trace.events if isinstance(event, Wait))
+    assert {"turn", "read", "search", "python", "pytest"} < waits.keys()
+    assert trace.rollouts == 72
+    assert 24 < trace.working_pages < 24 * 48

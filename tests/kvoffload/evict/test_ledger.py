@@ -125,6 +125,28 @@ def test_a_prompt_that_one_sample_still_uses_leaves_after_its_own_pages():
     assert leave(ledger, pages=2) == [own, prompt]
 
 
+@pytest.mark.parametrize(("age", "first"), [(7, 1), (8, 0), (9, 0)])
+def test_a_page_of_an_ended_rollout_counts_as_eight_times_as_old(age, first):
+    """It may be the prompt of the next sample, which least recent use would keep."""
+    ledger = ledger_for()
+    use(ledger, 0, "live")
+    for _ in range(age - 2):
+        use(ledger, 9)
+    use(ledger, 1, "done")
+    ledger.end("done")
+    use(ledger, 9)
+    ledger.remove(key_of(9))
+    key, demote = ledger.victim(RolloutAware(), version=0)
+    assert (key, demote) == (key_of(first), first == 0)
+
+
+def test_of_an_ended_rollout_the_last_page_leaves_first():
+    ledger = ledger_for()
+    keys = [use(ledger, number, "a") for number in range(3)]
+    ledger.end("a")
+    assert leave(ledger, pages=3) == keys[::-1]
+
+
 def test_a_rollout_that_waits_for_a_quick_tool_outlives_one_that_waits_for_a_slow_one():
     ledger = ledger_for()
     rollouts = {"quick": (1, 3), "slow": (2, 300)}
@@ -165,6 +187,16 @@ def test_who_leaves_the_queue_runs_and_who_pauses_is_in_it_no_more():
     assert states == {"runs": key_of(97), "waits": key_of(98), "queues": key_of(99)}
     use(ledger, 99, "c")  # its pages come ahead of its turn
     assert states == {x.state: x.page.key for x in ledger.snapshot(version=0).live}
+
+
+def test_a_wait_that_is_told_again_or_by_another_name_goes_on():
+    """An agent loop says with each request who waits for what."""
+    ledger = ledger_for()
+    use(ledger, 0, "a")
+    for reason in ("turn", "pytest", "pytest"):
+        ledger.pause("a", reason)
+        use(ledger, 9)
+    assert ledger.snapshot(version=0).live[0].since == 1
 
 
 def test_a_page_of_a_sibling_says_nothing_of_who_waits():

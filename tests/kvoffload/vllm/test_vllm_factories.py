@@ -253,9 +253,22 @@ def _expected(model: str) -> dict[str, Any]:
         engine.connector.on_new_request(request)
         wanted = connector.connector_scheduler.manager._queue["r"].wanted()
         hashes = [get_offload_block_hash(key) for key in wanted]
-        found[name] = [hashes == request.block_hashes[1:], len(hashes)]
+        found[name] = [hashes == request.block_hashes[1:], len(hashes), _rests(connector)]
         engine.connector.shutdown()
     return found
+
+
+def _rests(connector: Any) -> list[int]:
+    """The numbers of tokens, 0 or 1, that steps in which our manager rests compute."""
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    rested: list[int] = []
+    connector.connector_scheduler.manager.rest = lambda: rested.append(tokens)
+    for tokens in (0, 1):
+        output = SchedulerOutput.make_empty()
+        output.total_num_scheduled_tokens = tokens
+        connector.build_connector_meta(output)
+    return rested
 
 
 POOL = {"chunks": 16, "policy": "LRUCachePolicy", "store_threshold": 1, "blocks_per_chunk": 1}
@@ -323,8 +336,8 @@ def test_vllm_refuses_it_late_and_we_at_once(facts, adapter, case):
         getattr(adapter, builder)(**wrong)
 
 
-def test_the_manager_expects_what_a_queued_request_will_load(facts):
-    assert facts["expected"] == {"alone": [True, 2], "in multi": [True, 2]}
+def test_the_manager_expects_what_a_queued_request_will_load_and_rests_in_empty_steps(facts):
+    assert facts["expected"] == {"alone": [True, 2, [0]], "in multi": [True, 2, [0]]}
 
 
 def test_names_that_vllm_no_longer_knows_or_never_knew(facts):

@@ -344,19 +344,24 @@ def test_the_tier_knows_the_queue(scheduler, adapter, monkeypatch):
     assert told == [["a", "b"], ["b", "a"], ["a"], []]
 
 
+def test_a_step_without_work_rests_while_pages_come(scheduler, adapter, monkeypatch):
+    jobs, rested = adapter.tier.PageJobs, []
+    monkeypatch.setattr(jobs, "rest", lambda jobs, job_id, *, at_most_s: rested.append(job_id))
+    it = scheduler(pool_pages=8)
+    it.store([*range(2), *range(100, 108)])
+    it.manager.rest()
+    request = it.request("a")
+    assert it._look_up(request, [0, 1]) is None
+    it.step()
+    it.manager.rest()
+    assert rested == [*it.manager._jobs], "once, while a page comes"
+    it.settle()
+    it.manager.rest()
+    assert len(rested) == 1
+    it.manager.on_request_finished(request)
+
+
 # --- how long to wait ------------------------------------------------------------------------
-
-
-def test_waiting_is_worth_what_loading_saves(adapter):
-    speeds = adapter.manager.Speeds()
-    assert speeds.patience_s(7) == 1.0
-    speeds.load.add(4, 2.0)
-    assert speeds.patience_s(7) == 1.0, "nothing was computed yet"
-    speeds.compute.add(10, 30.0)
-    assert speeds.patience_s(7) == 7 * (3.0 - 0.5)
-    for _ in range(200):
-        speeds.load.add(4, 40.0)
-    assert speeds.patience_s(7) == 0.0, "computing is faster now"
 
 
 @pytest.mark.parametrize("overlap", [0, 1])

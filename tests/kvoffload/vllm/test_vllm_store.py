@@ -242,7 +242,6 @@ def test_arguments_for_an_engine(tmp_path, adapter):
         ({"disk_path": "d"}, PlanError, "both or neither"),
         ({"disk_bytes": 1}, PlanError, "both or neither"),
         ({"disk_path": "d", "disk_bytes": -1}, PlanError, "-1"),
-        ({"eviction_policy": "fifo"}, PlanError, "fifo"),
         ({"persist": "run"}, PlanError, "persist='run' needs a disk"),
         ({"routes_bytes_per_token": -1}, PlanError, "must not be negative; got -1"),
     ],

@@ -13,11 +13,15 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")
-def turns_of():
+def manager():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # vLLM's own imports are deprecated in places
-        adapter = importlib.import_module("primeblocks.kvoffload.adapters.vllm.manager")
-    return lambda pages, clock: adapter.Turns(
+        return importlib.import_module("primeblocks.kvoffload.adapters.vllm.manager")
+
+
+@pytest.fixture(scope="module")
+def turns_of(manager):
+    return lambda pages, clock: manager.Turns(
         pages, patience_s=lambda request: 1.0, clock=clock.now
     )
 
@@ -94,3 +98,15 @@ def test_everybody_gets_through(turns_of, sizes, capacity, order):
             if "wait" not in answers:
                 turns.leave(name)
                 del waiting[name]
+
+
+def test_waiting_is_worth_what_loading_saves(manager):
+    speeds = manager.Speeds()
+    assert speeds.patience_s(7) == 1.0
+    speeds.load.add(4, 2.0)
+    assert speeds.patience_s(7) == 1.0, "nothing was computed yet"
+    speeds.compute.add(10, 30.0)
+    assert speeds.patience_s(7) == 7 * (3.0 - 0.5)
+    for _ in range(200):
+        speeds.load.add(4, 40.0)
+    assert speeds.patience_s(7) == 0.0, "computing is faster now"

@@ -30,7 +30,6 @@ def engine_args(
     disk_path: str | os.PathLike[str] | None = None,
     disk_bytes: int = 0,
     max_staleness: int | None = None,
-    eviction_policy: str = "lru",
     offload_prompt_only: bool = False,
     routes_bytes_per_token: int = 0,
     persist: str | None = None,
@@ -48,7 +47,6 @@ def engine_args(
         disk_bytes: their quota.
         max_staleness: evict pages of versions older than this first (see `request_args`); None
             keeps all versions alike.
-        eviction_policy: vLLM's policy for the transit pool, "lru" or "arc".
         offload_prompt_only: leave generated tokens out.
         routes_bytes_per_token: with routed-expert capture, bytes captured for each token
             (`RouterShape.bytes_per_token` of primeblocks.replay): routes then travel with their
@@ -73,8 +71,6 @@ def engine_args(
         raise PlanError(
             f"disk_path={disk_path!r} with disk_bytes={disk_bytes}: give both or neither"
         )
-    if eviction_policy not in ("lru", "arc"):
-        raise PlanError(f'eviction_policy is "lru" or "arc"; got {eviction_policy!r}')
     if routes_bytes_per_token < 0:
         raise PlanError(
             f"routes_bytes_per_token must not be negative; got {routes_bytes_per_token}"
@@ -94,7 +90,6 @@ def engine_args(
         "spec_name": "StoreOffloadingSpec",
         "spec_module_path": spec.__name__,
         "cpu_bytes_to_use": primary_bytes,
-        "eviction_policy": eviction_policy,
         "offload_prompt_only": offload_prompt_only,
         "secondary_tiers": [ours],
         spec.ROUTES: routes_bytes_per_token,

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any, Literal
 
 from vllm.v1.kv_offload.base import (
@@ -64,8 +65,8 @@ class Speeds:
 
 @dataclass
 class _Turn:
-    pages: set[Hashable] = field(default_factory=set)
     waits_until_s: float | None = None
+    pages: set[Hashable] = field(default_factory=set)
 
 
 class Turns:
@@ -158,14 +159,8 @@ class _Queued:
     """A request that is not scheduled, and the number of its pages that were brought ahead."""
 
     context: ReqContext
-    find: Callable[[], Sequence[OffloadKey]]
+    wanted: Callable[[], Sequence[OffloadKey]]
     at: int = 0
-    found: Sequence[OffloadKey] | None = None
-
-    def wanted(self) -> Sequence[OffloadKey]:
-        if self.found is None:
-            self.found = self.find()
-        return self.found
 
 
 @dataclass
@@ -202,6 +197,7 @@ class StoreManager(TieringOffloadingManager):
         self._turns = Turns(capacity, patience_s=self._patience_s, clock=clock)
         self._queue: dict[str, _Queued] = {}  # head first
         self._told: list[str] = []
+        self._ours = [tier for tier in self.secondary_tiers if isinstance(tier, StoreTier)]
         self.set_overlap(steps=0)
 
     def expect(self, context: ReqContext, find: Callable[[], Sequence[OffloadKey]]) -> None:
@@ -210,7 +206,7 @@ class StoreManager(TieringOffloadingManager):
         Args:
             find: returns the keys of the pages that it would load if it was scheduled now.
         """
-        self._queue[context.req_id] = _Queued(context, find)
+        self._queue[context.req_id] = _Queued(context, cache(find))
 
     def set_overlap(self, *, steps: int) -> None:
         """Say how many steps the engine plans while one runs."""
@@ -219,23 +215,19 @@ class StoreManager(TieringOffloadingManager):
     def lookup(
         self, key: OffloadKey, req_context: ReqContext, *, exclude_tier_idx: int | None = None
     ) -> LookupResult:
-        def stock() -> LookupResult:
-            return super(StoreManager, self).lookup(
-                key, req_context, exclude_tier_idx=exclude_tier_idx
-            )
-
+        look = partial(super().lookup, key, req_context, exclude_tier_idx=exclude_tier_idx)
         self._maybe_process_finished_jobs()
         request = req_context.req_id
         if self.primary_tier.lookup(key, req_context) is not LookupResult.MISS:
             self._turns.hold(request, key)
             if self._turns.is_first(request):
                 self.primary_tier.touch([key], req_context)  # evict the others' before these
-            return stock()
+            return look()
         if exclude_tier_idx is not None or not self._is_below(key, req_context):
-            return stock()
+            return look()
         answer: str = self._turns.ask(request, key)
         if answer == "come":
-            if (found := stock()) is not LookupResult.MISS:
+            if (found := look()) is not LookupResult.MISS:
                 return found
             answer = self._turns.wait(request)  # every chunk of the pool is on its way somewhere
         return LookupResult.RETRY if answer == "wait" else LookupResult.MISS
@@ -274,11 +266,15 @@ class StoreManager(TieringOffloadingManager):
         self._leave(req_context.req_id)
         super().on_request_finished(req_context, exclude_tier_idx=exclude_tier_idx)
 
+    def rest(self) -> None:
+        """Give the tiers' threads a few milliseconds: the engine has nothing to compute."""
+        for tier in self._ours:
+            tier.rest()
+
     def reset_cache(self) -> None:
         super().reset_cache()
-        for tier in self.secondary_tiers:
-            if isinstance(tier, StoreTier):
-                tier.forget()
+        for tier in self._ours:
+            tier.forget()
 
     def _is_below(self, key: OffloadKey, req_context: ReqContext) -> bool:
         allows = req_context.load_tier_filter.allows
@@ -328,9 +324,8 @@ class StoreManager(TieringOffloadingManager):
         rollouts = [name for name in dict.fromkeys(named) if name is not None]
         if rollouts != self._told:
             self._told = rollouts
-            for tier in self.secondary_tiers:
-                if isinstance(tier, StoreTier):
-                    tier.queue(rollouts)
+            for tier in self._ours:
+                tier.queue(rollouts)
 
     def _leave(self, request: str) -> None:
         self._turns.leave(request)

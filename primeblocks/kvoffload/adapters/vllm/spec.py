@@ -11,8 +11,13 @@ import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole, offloading_connector
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+)
 from vllm.platforms import current_platform
 from vllm.utils.math_utils import round_up
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
@@ -62,6 +67,13 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
         super().on_new_request(request)
         state = self.scheduler._req_status[request.request_id]
         self._manager().expect(state.req_context, partial(self._keys, request))
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        meta = super().build_connector_meta(scheduler_output)
+        assert isinstance(meta, OffloadingConnectorMetadata)
+        if not scheduler_output.total_num_scheduled_tokens and not meta.load_jobs:
+            self._manager().rest()
+        return meta
 
     def _manager(self) -> StoreManager:
         manager = self.scheduler.manager

@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from operator import itemgetter
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from vllm.config import KVTransferConfig
@@ -58,54 +57,50 @@ _CAPTURE = Option("", bool, "the engine returns routed experts", False)
 _ON_FAILURE = Option("", ("recompute", "fail"), "what follows a page that is lost", "recompute")
 _4_GIB = " For 4 GiB pass 4 << 30."
 _LEASE = " vLLM renews a lease every lease_s // 6 seconds."
-_NATIVE = {
-    # vLLM rounds each page of its host pool up to 4096.
-    "cpu_bytes": Option("cpu_bytes_to_use", 4096, "pool of all workers", hint=_4_GIB),
-    "disk_path": Option("", None, "directory of vLLM's file tier", None),
-    "disk_threads": Option("", 1, "threads that read, and as many that write", 16),
-    "eviction_policy": Option("eviction_policy", ("lru", "arc"), "that of the pool", "lru"),
-    "store_threshold": Option("", 0, "computations of a page before it is offloaded", 0),
-    "blocks_per_chunk": Option("blocks_per_chunk", 1, "engine pages that move as one", 1),
-    "offload_prompt_only": Option("offload_prompt_only", bool, "leave generated tokens out", False),
-    "capture": _CAPTURE,
+OPTIONS: Mapping[str, Mapping[str, Option]] = {
+    "native": {
+        # vLLM rounds each page of its host pool up to 4096.
+        "cpu_bytes": Option("cpu_bytes_to_use", 4096, "pool of all workers", hint=_4_GIB),
+        "disk_path": Option("", None, "directory of vLLM's file tier", None),
+        "disk_threads": Option("", 1, "threads that read, and as many that write", 16),
+        "eviction_policy": Option("eviction_policy", ("lru", "arc"), "that of the pool", "lru"),
+        "store_threshold": Option("", 0, "computations of a page before it is offloaded", 0),
+        "blocks_per_chunk": Option("blocks_per_chunk", 1, "engine pages that move as one", 1),
+        "offload_prompt_only": Option(
+            "offload_prompt_only", bool, "leave generated tokens out", False
+        ),
+        "capture": _CAPTURE,
+    },
+    "nixl": {
+        "role": Option("", ("prefill", "decode"), "what this engine does"),
+        "push": Option("", bool, "prefill writes to decode, instead of decode reading", False),
+        "backends": Option("backends", list, "NIXL's plug-ins", ("UCX",)),
+        "num_threads": Option("num_threads", 1, "threads of UCX; each takes doorbell pages", None),
+        "lease_s": Option("kv_lease_duration", 6, "time that unread pages are kept", 30, _LEASE),
+        "bidirectional": Option("bidirectional_kv_xfer", bool, "prefill reads from decode", False),
+        "on_load_failure": _ON_FAILURE,
+        "capture": _CAPTURE,
+    },
+    "mooncake": {
+        # vLLM joins the parts of a key with "@".
+        "run": Option("cache_prefix", "[^@]+", 'text in front of every key, without "@"'),
+        "role": Option("", tuple(_ROLES), "decode saves what it generates, others all", "both"),
+        "save_generated": Option("save_decode_cache", bool, "it begins the next prompt", True),
+        "lookup_async": Option("lookup_async", bool, "ask without holding up steps", False),
+        "preferred_segment": Option("preferred_segment", r".*\S.*", "a node for new pages", None),
+        "on_load_failure": _ON_FAILURE,
+        "capture": _CAPTURE,
+    },
+    "mooncake_settings": {
+        "master": Option("master_server_address", r".+:\d+", '"host:port"'),
+        "segment_bytes": Option("global_segment_size", 0, "memory that each worker adds"),
+        "buffer_bytes": Option("local_buffer_size", 1, "a worker's buffer for transfers", 4 << 30),
+        "metadata": Option("metadata_server", str, "the metadata server", "P2PHANDSHAKE"),
+        "protocol": Option("protocol", ("rdma", "tcp"), "that of the transfers", "rdma"),
+        "device": Option("device_name", str, "RDMA devices, separated by commas", ""),
+        "disk": Option("enable_offload", bool, "the pool's owner has a disk", False),
+    },
 }
-_NIXL = {
-    "role": Option("", ("prefill", "decode"), "what this engine does"),
-    "push": Option("", bool, "prefill writes to decode, instead of decode reading", False),
-    "backends": Option("backends", list, "NIXL's plug-ins", ("UCX",)),
-    "num_threads": Option("num_threads", 1, "threads of UCX; each takes doorbell pages", None),
-    "lease_s": Option("kv_lease_duration", 6, "time that unread pages are kept", 30, _LEASE),
-    "bidirectional": Option("bidirectional_kv_xfer", bool, "prefill reads from decode", False),
-    "on_load_failure": _ON_FAILURE,
-    "capture": _CAPTURE,
-}
-_MOONCAKE = {
-    # vLLM joins the parts of a key with "@".
-    "run": Option("cache_prefix", "[^@]+", 'text in front of every key, without "@"'),
-    "role": Option("", tuple(_ROLES), "decode saves what it generates, others all", "both"),
-    "save_generated": Option("save_decode_cache", bool, "it begins the next prompt", True),
-    "lookup_async": Option("lookup_async", bool, "ask without holding up steps", False),
-    "preferred_segment": Option("preferred_segment", r".*\S.*", "a node for new pages", None),
-    "on_load_failure": _ON_FAILURE,
-    "capture": _CAPTURE,
-}
-_SETTINGS = {
-    "master": Option("master_server_address", r".+:\d+", '"host:port"'),
-    "segment_bytes": Option("global_segment_size", 0, "memory that each worker adds"),
-    "buffer_bytes": Option("local_buffer_size", 1, "a worker's buffer for transfers", 4 << 30),
-    "metadata": Option("metadata_server", str, "the metadata server", "P2PHANDSHAKE"),
-    "protocol": Option("protocol", ("rdma", "tcp"), "that of the transfers", "rdma"),
-    "device": Option("device_name", str, "RDMA devices, separated by commas", ""),
-    "disk": Option("enable_offload", bool, "the pool's owner has a disk", False),
-}
-OPTIONS: Mapping[str, Mapping[str, Option]] = MappingProxyType(
-    {
-        "native": _NATIVE,
-        "nixl": _NIXL,
-        "mooncake": _MOONCAKE,
-        "mooncake_settings": _SETTINGS,
-    }
-)
 
 _Given = dict[str, Any]
 # Values that vLLM, or router replay, cannot have together.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -24,7 +23,6 @@ from vllm.v1.kv_offload.base import (
     OffloadKey,
     ReqContext,
     RequestOffloadingContext,
-    ScheduleEndContext,
     get_offload_block_hash,
     get_offload_group_idx,
 )
@@ -57,7 +55,7 @@ _ENDS = "primeblocks_rollouts_that_end"
 _WAITS = "primeblocks_rollouts_that_wait"
 _ROUTES = "routes"
 _TIMEOUT_S = 30.0
-_BREATH_S = 2e-4
+_REST_S = 5e-3
 _LEAP = 1 << 20  # updates between two requests
 
 logger = logging.getLogger(__name__)
@@ -231,11 +229,15 @@ class StoreTier(SecondaryTierManager):
                 transfer_bytes=sum(job.succeeded) * self.block_size_bytes,
             )
 
-    def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        if any(job.is_promotion for job in self._moving.values()):
-            # A scheduler with nothing but waiting requests steps without a pause, and the threads
-            # that copy would get the interpreter only every five milliseconds.
-            time.sleep(_BREATH_S)
+    def rest(self) -> None:
+        """Sleep until pages have come, for a few milliseconds at most; not at all if none come.
+
+        A scheduler that has nothing but waiting requests steps without a pause, and the threads
+        that read and copy would hardly get the interpreter.
+        """
+        loads = (job.job_id for job in self._moving.values() if job.is_promotion)
+        if (first := next(loads, None)) is not None:
+            self._jobs.rest(first, at_most_s=_REST_S)
 
     def drain_jobs(self) -> None:
         self._drained += self._jobs.drain(timeout_s=_TIMEOUT_S)

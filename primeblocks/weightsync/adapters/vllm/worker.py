@@ -27,8 +27,8 @@ from ...observed import Observed
 from ...plan import Plan
 from ...receive import Subscriber
 from ..wires import open_transport
+from .kernels import observe_worker
 from .lora_worker import Adapters
-from .observe import observe_worker
 
 try:
     from vllm.distributed.weight_transfer.base import (

@@ -1,9 +1,23 @@
-"""Pages in a Mooncake Store."""
+"""A tier in Mooncake Store, which engines on several machines share.
+
+    host = HostTier(capacity_bytes=..., page_bytes=...)
+    client = connect("10.0.0.1:50051", hostname="10.0.0.7", segment_bytes=64 << 30, protocol="rdma")
+    store = TieredStore([host, MooncakeTier(client, host, namespace="glm-5")])
+
+A page that one engine wrote is found by all that use the same namespace and keys. Mooncake moves
+bytes between our host slab and the memory of other machines, without a copy between; its master
+decides what is evicted.
+
+Written to the source of Mooncake 0.3.13 (store_py.cpp, real_client.cpp and types.h), and run with
+it: a master and clients over TCP on one machine without CUDA, from the wheel
+`mooncake-transfer-engine-non-cuda`. RDMA was not run. Only `connect` imports Mooncake.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import re
+import socket
 import struct
 import threading
 import time
@@ -13,54 +27,106 @@ from typing import Any
 
 import numpy as np
 
-from ....errors import (
+from ...errors import (
     CapacityError,
     ClosedError,
     CorruptionError,
     DeadlineError,
     EngineError,
+    MissingPackageError,
     PlanError,
     PrimeblocksError,
 )
-from ...host import HostTier
-from ...page import DIGEST_BYTES, PageKey
-from ...tier import Found, Record
+from ..host import HostTier
+from ..page import DIGEST_BYTES, PageKey
+from ..tier import Found, Record
 
-__all__ = ["MooncakeTier"]
+__all__ = ["MooncakeTier", "connect"]
 
 _BATCH = 64
-_CLOSE_S = 120.0  # twice the longest call that was measured
-_NAMESPACE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _INVALID_PARAMS = -600
+_CLOSE_S = 120.0  # twice the longest call that was measured
 _MAGIC = b"pbpage\x00\x01"
-_HEADER = struct.Struct(f"<8s32s{DIGEST_BYTES}sQ")
-_HEADER_BYTES = _HEADER.size
+_HEADER = struct.Struct(f"<8s32s{DIGEST_BYTES}sQ")  # magic, name, digest, bytes of the content
 
 # ErrorCode in mooncake-store/include/types.h, 0.3.13.
 # REPLICA_IS_NOT_READY, OBJECT_NOT_FOUND, REPLICA_NOT_FOUND, REPLICA_IS_GONE
 _MISS = frozenset({-703, -704, -710, -712})
-
-_Kind = type[PrimeblocksError] | type[OSError]
-_NO_ROOM = (CapacityError, "Mooncake has no room for the page")
-_NO_CONNECTION = (ConnectionError, "Mooncake lost its connection")
-_NO_ANSWER = (DeadlineError, "Mooncake was not answered in time")
-_ERRORS: dict[int, tuple[_Kind, str]] = {
-    -200: _NO_ROOM,  # NO_AVAILABLE_HANDLE
-    -1602: _NO_ROOM,  # DFS_QUOTA_EXCEEDED
-    -1700: _NO_ROOM,  # TENANT_QUOTA_EXCEEDED
-    -800: _NO_CONNECTION,  # TRANSFER_FAIL
-    -900: _NO_CONNECTION,  # RPC_FAIL
-    -1601: _NO_CONNECTION,  # DFS_SERVICE_UNAVAILABLE
-    -901: _NO_ANSWER,  # RPC_TIMEOUT
-    -1600: _NO_ANSWER,  # DFS_NETWORK_TIMEOUT
-    -707: (DeadlineError, "Mooncake's lease ended before the page was read"),  # LEASE_EXPIRED
-    -801: (CorruptionError, "Mooncake read other bytes than it wrote"),  # CHECKSUM_MISMATCH
+_ERRORS: dict[int, tuple[type[PrimeblocksError] | type[OSError], str]] = {
+    **dict.fromkeys(  # NO_AVAILABLE_HANDLE, DFS_QUOTA_EXCEEDED, TENANT_QUOTA_EXCEEDED
+        (-200, -1602, -1700), (CapacityError, "Mooncake has no room for the page")
+    ),
+    **dict.fromkeys(  # TRANSFER_FAIL, RPC_FAIL, DFS_SERVICE_UNAVAILABLE
+        (-800, -900, -1601), (ConnectionError, "Mooncake lost its connection")
+    ),
+    **dict.fromkeys(  # RPC_TIMEOUT, DFS_NETWORK_TIMEOUT
+        (-901, -1600), (DeadlineError, "Mooncake was not answered in time")
+    ),
+    # LEASE_EXPIRED, CHECKSUM_MISMATCH
+    -707: (DeadlineError, "Mooncake's lease ended before the page was read"),
+    -801: (CorruptionError, "Mooncake read other bytes than it wrote"),
 }
-
 # After these, the next call is likely to wait just as long.
-_LOST = frozenset(code for code, is_ in _ERRORS.items() if is_ in (_NO_CONNECTION, _NO_ANSWER))
+_LOST = frozenset({-800, -900, -1601, -901, -1600})
 
 Wrong = PrimeblocksError | OSError
+
+
+def connect(
+    master: str,
+    *,
+    hostname: str,
+    segment_bytes: int = 0,
+    buffer_bytes: int = 16 << 20,
+    protocol: str = "tcp",
+    devices: str = "",
+    metadata: str = "P2PHANDSHAKE",
+    timeout_s: float = 10.0,
+) -> Any:
+    """Join a Mooncake Store. Local, but for the connection.
+
+    Args:
+        master: host and port of the master's RPC server.
+        hostname: name under which other clients reach this machine.
+        segment_bytes: memory of this process that holds pages for everybody: 0, or 16 MiB and more.
+        buffer_bytes: Mooncake's own buffer, for values that it reads from a disk.
+        protocol: "tcp" or "rdma".
+        devices: RDMA devices, separated by commas.
+        metadata: Mooncake's metadata server; the default needs none.
+        timeout_s: limit for reaching the master. Without a master, Mooncake's own setup would
+            block the whole interpreter for 90 s (measured, 0.3.13).
+
+    Raises:
+        MissingPackageError: Mooncake, or a library that it links, is not installed.
+        PlanError: `master` is not host:port.
+        DeadlineError: nobody answers at `master`.
+        EngineError: nobody listens there, or Mooncake refuses to set the client up.
+    """
+    try:
+        from mooncake.store import MooncakeDistributedStore
+    except ImportError as error:
+        remedy = (
+            "Run: pip install mooncake-transfer-engine, or mooncake-transfer-engine-non-cuda on a "
+            f"machine without CUDA; both link libibverbs.so.1 (apt install libibverbs1). {error}"
+        )
+        raise MissingPackageError("mooncake", remedy=remedy) from error
+    host, _, port = master.rpartition(":")
+    if not host or not port.isdecimal():
+        raise PlanError(f"the master of a Mooncake Store is host:port; got {master!r}")
+    try:
+        socket.create_connection((host, int(port)), timeout=timeout_s).close()
+    except TimeoutError as error:
+        raise DeadlineError(f"no Mooncake master answers at {master} in {timeout_s} s") from error
+    except OSError as error:
+        raise EngineError(f"no Mooncake master listens at {master}: {error}") from error
+    client = MooncakeDistributedStore()
+    code = client.setup(hostname, metadata, segment_bytes, buffer_bytes, protocol, devices, master)
+    if code:
+        raise EngineError(
+            f"Mooncake refused a client of {master} on {hostname} over {protocol} with "
+            f"{segment_bytes} bytes for others: {code}. Its log on stderr says why."
+        )
+    return client
 
 
 class MooncakeTier:
@@ -99,7 +165,7 @@ class MooncakeTier:
         rest_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if not _NAMESPACE.fullmatch(namespace):
+        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", namespace):
             raise PlanError(
                 "a namespace has 1 to 64 letters, digits, dots, dashes and underscores; got "
                 f"{namespace!r}"
@@ -112,9 +178,10 @@ class MooncakeTier:
         self._client = client
         self._changed = threading.Condition()
         self._calls, self._closed = 0, False
-        scratch = np.zeros(_BATCH * _HEADER_BYTES + host.frame_bytes - host.page_bytes, np.uint8)
-        self._headers = scratch[: _BATCH * _HEADER_BYTES].reshape(_BATCH, _HEADER_BYTES)
-        self._zeros = scratch[_BATCH * _HEADER_BYTES :]
+        headers_bytes = _BATCH * _HEADER.size
+        scratch = np.zeros(headers_bytes + host.frame_bytes - host.page_bytes, np.uint8)
+        self._headers = scratch[:headers_bytes].reshape(_BATCH, _HEADER.size)
+        self._zeros = scratch[headers_bytes:]
         self._registered: list[int] = []
         for memory, size in (
             (host.frame(0), host.capacity_pages * host.frame_bytes),
@@ -153,7 +220,9 @@ class MooncakeTier:
         if self._resting():
             raise self._at_rest()
         if keys:
-            self._remove([self._fingerprint(key) for key in keys])
+            with self._call() as client:
+                codes = client.batch_remove([self._path(self._named(key)) for key in keys], True)
+            self._expect([code for code in codes if code not in _MISS])
 
     def clear(self) -> None:
         """Remove all pages of the namespace, for everybody: one request.
@@ -177,7 +246,7 @@ class MooncakeTier:
         if not keys or self._resting():
             return [False] * len(keys)
         with self._call() as client:
-            codes = client.batch_is_exist([self._path(self._fingerprint(key)) for key in keys])
+            codes = client.batch_is_exist([self._path(self._named(key)) for key in keys])
         self._expect(codes)
         return [code == 1 for code in codes]
 
@@ -218,8 +287,8 @@ class MooncakeTier:
             return [self._at_rest() for _ in records]
         paths, addresses, sizes = [], [], []
         for record, header in zip(records, self._headers, strict=False):
-            name, length = self._fingerprint(record.key), record.content.nbytes
-            packed = _pack_header(name, digest=record.digest, length=length)
+            name, length = self._named(record.key), record.content.nbytes
+            packed = _HEADER.pack(_MAGIC, name, record.digest, length)
             header[:] = np.frombuffer(packed, dtype=np.uint8)
             parts = [header, record.content, self._zeros[: self._frame_bytes - length]]
             paths.append(self._path(name))
@@ -234,23 +303,21 @@ class MooncakeTier:
     ) -> list[Found | Wrong | None]:
         if self._resting():
             return [self._at_rest() for _ in keys]
-        names = [self._fingerprint(key) for key in keys]
-        headers = self._headers[: len(keys)]
+        names = [self._named(key) for key in keys]
+        paths, headers = [self._path(name) for name in names], self._headers[: len(keys)]
         headers[:] = 0
         addresses = [
             [header.ctypes.data, frame.ctypes.data]
             for header, frame in zip(headers, into, strict=True)
         ]
-        sizes = [[_HEADER_BYTES, self._frame_bytes]] * len(keys)
+        sizes = [[_HEADER.size, self._frame_bytes]] * len(keys)
         with self._call() as client:
-            codes = client.batch_get_into_multi_buffers(
-                [self._path(name) for name in names], addresses, sizes
-            )
-        answers = [
-            self._answer(code, header, name)
-            for code, header, name in zip(codes, headers, names, strict=True)
-        ]
-        self._forget_wrong(names, answers)
+            codes = client.batch_get_into_multi_buffers(paths, addresses, sizes)
+            answers = list(map(self._answer, codes, headers, names))
+            pairs = zip(paths, answers, strict=True)
+            # A put would leave a wrong value, and every read would find it.
+            if wrong := [path for path, each in pairs if isinstance(each, CorruptionError)]:
+                client.batch_remove(wrong, True)
         return answers
 
     def _answer(self, code: int, header: np.ndarray, name: bytes) -> Found | Wrong | None:
@@ -258,23 +325,17 @@ class MooncakeTier:
             return None
         if code == _INVALID_PARAMS:
             return CorruptionError(f"Mooncake holds a larger value than a page: error {code}")
-        return self._error(code) or _unpack_header(header.tobytes(), name)
+        if error := self._error(code):
+            return error
+        magic, named, digest, length = _HEADER.unpack(header.tobytes())
+        if magic != _MAGIC or named != name:
+            return CorruptionError(f"Mooncake holds something else under the name {name.hex()}")
+        return Found(length, digest)
 
-    def _forget_wrong(self, names: Sequence[bytes], answers: Sequence[object]) -> None:
-        """Remove wrong values: a put would leave them, and every read would find them."""
-        pairs = zip(names, answers, strict=True)
-        wrong = [self._path(name) for name, each in pairs if isinstance(each, CorruptionError)]
-        if wrong:
-            with self._call() as client:
-                client.batch_remove(wrong, True)
-
-    def _remove(self, names: Sequence[bytes]) -> None:
-        with self._call() as client:
-            codes = client.batch_remove([self._path(name) for name in names], True)
-        self._expect([code for code in codes if code not in _MISS])
-
-    def _fingerprint(self, key: PageKey) -> bytes:
-        return _fingerprint(key, page_bytes=self.page_bytes, attachment_bytes=self.attachment_bytes)
+    def _named(self, key: PageKey) -> bytes:
+        """Return 32 bytes that name a page; stores with other sizes have other names for it."""
+        sizes = struct.pack("<QQ", self.page_bytes, self.attachment_bytes)
+        return hashlib.sha256(sizes + key.encode()).digest()
 
     def _path(self, name: bytes) -> str:
         return f"{self._namespace}/{name.hex()}"
@@ -299,9 +360,13 @@ class MooncakeTier:
                 raise error
 
     def _error(self, code: int) -> Wrong | None:
+        """Return the error that a code stands for; None if it is not negative."""
+        if code >= 0:
+            return None
         if code in _LOST:
             self._rests_until = self._clock() + self._rest_s
-        return _error_of(code)
+        kind, what = _ERRORS.get(code, (OSError, "Mooncake refused"))
+        return kind(f"{what}: error {code}")
 
     def _resting(self) -> bool:
         return self._clock() < self._rests_until
@@ -320,30 +385,3 @@ def _batches(keys: Sequence[PageKey]) -> Iterator[slice]:
         seen.add(key)
     if seen:
         yield slice(start, len(keys))
-
-
-def _fingerprint(key: PageKey, *, page_bytes: int, attachment_bytes: int) -> bytes:
-    """Return 32 bytes that name a page; stores with other sizes have other names for it."""
-    sizes = struct.pack("<QQ", page_bytes, attachment_bytes)
-    return hashlib.sha256(sizes + key.encode()).digest()
-
-
-def _pack_header(name: bytes, *, digest: bytes, length: int) -> bytes:
-    """Pack the header of a value; `length` counts page and attachments."""
-    return _HEADER.pack(_MAGIC, name, digest, length)
-
-
-def _unpack_header(data: bytes, name: bytes) -> Found | CorruptionError:
-    """Invert `_pack_header` if `data` is the header of this page, else return an error."""
-    magic, named, digest, length = _HEADER.unpack(data)
-    if magic != _MAGIC or named != name:
-        return CorruptionError(f"Mooncake holds something else under the name {name.hex()}")
-    return Found(length, digest)
-
-
-def _error_of(code: int) -> PrimeblocksError | OSError | None:
-    """Return the error that a code stands for; None if it is not negative."""
-    if code >= 0:
-        return None
-    kind, what = _ERRORS.get(code, (OSError, "Mooncake refused"))
-    return kind(f"{what}: error {code}")
