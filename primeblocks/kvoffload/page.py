@@ -25,8 +25,8 @@ __all__ = [
 ALIGNMENT = 4096  # what direct I/O asks of addresses and lengths
 DIGEST_BYTES = 16
 
-_SIZES = struct.Struct("<BIII")
-_TAIL = struct.Struct("<I?q")
+_SIZES = struct.Struct("<BIII")  # of a key: whether the salt is text, and lengths, then the rest
+_KEY = "<BIII%ds%ds%dsI?q"
 _ITEM = struct.Struct("<HQ")  # of an attachment
 _COUNT = struct.Struct("<I")
 
@@ -79,10 +79,9 @@ class PageKey:
         text = isinstance(self.salt, str)
         salt = self.salt.encode() if isinstance(self.salt, str) else self.salt
         recipe = self.recipe.encode()
-        version = self.version if self.version is not None else 0
-        head = _SIZES.pack(text, len(salt), len(self.hash), len(recipe))
-        tail = _TAIL.pack(self.group, self.version is not None, version)
-        return b"".join((head, salt, self.hash, recipe, tail))
+        sizes = len(salt), len(self.hash), len(recipe)
+        parts = salt, self.hash, recipe, self.group, self.version is not None, self.version or 0
+        return struct.pack(_KEY % sizes, text, *sizes, *parts)
 
     @classmethod
     def decode(cls, data: bytes) -> PageKey:
@@ -93,12 +92,8 @@ class PageKey:
         """
         try:
             text, *sizes = _SIZES.unpack_from(data)
-            at, parts = _SIZES.size, []
-            for size in sizes:
-                parts.append(data[at : at + size])
-                at += size
-            salt, digest, recipe = parts
-            group, versioned, version = _TAIL.unpack(data[at:])
+            parts = struct.unpack(_KEY % tuple(sizes), data)[len(sizes) + 1 :]
+            salt, digest, recipe, group, versioned, version = parts
             key = cls(
                 salt.decode() if text else salt,
                 digest,

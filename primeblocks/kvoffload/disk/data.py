@@ -224,10 +224,10 @@ class Frames:
         self._taken[frame] = 0
         self.free += 1
 
-    def fence(self, frames: int | None = None) -> None:
-        """Sweep from the front; frames behind the first `frames` come last, unless it is None."""
+    def fence(self, frames: int) -> None:
+        """Sweep from the front; frames behind the first `frames` come last."""
         self._head = 0
-        self._fence = len(self._taken) if frames is None else min(frames, len(self._taken))
+        self._fence = min(frames, len(self._taken))
 
     def end(self) -> int:
         """Return the number of the frame behind the last taken one."""
@@ -236,10 +236,7 @@ class Frames:
     def clear(self) -> None:
         self._taken = bytearray(len(self._taken))
         self.free = len(self._taken)
-        self.fence()
-
-    def __len__(self) -> int:
-        return len(self._taken)
+        self.fence(self.free)
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -30,6 +30,7 @@ class Ledger:
 
     def __init__(self, keys: Iterable[PageKey] = (), *, remembers: int = _REMEMBERS) -> None:
         self._facts = Facts.NONE
+        self._versions = self._ends = False
         self._pages: Pages = OrderedDict()
         self._by_version: dict[int, Pages] = {}
         # With STATES each page is in one of these, or is its only rollout's own.
@@ -48,9 +49,11 @@ class Ledger:
     def keep(self, facts: Facts) -> None:
         """Keep these facts from now on, beside recency."""
         self._facts = facts
+        # Asking a flag costs as much as the rest of a use.
+        self._versions, self._ends = Facts.VERSIONS in facts, Facts.ENDS in facts
         for page in self._pages.values():
             self._file(page)
-            if Facts.ENDS in facts:
+            if self._ends:
                 self._shelve(page, front=False)
 
     def touch(
@@ -74,7 +77,7 @@ class Ledger:
         page.last_used = self._tick
         self._pages.move_to_end(key)
         self._file(page)
-        if Facts.ENDS in self._facts:
+        if self._ends:
             self._use(page, tuple(rollouts), by, front=front)
 
     def pause(self, rollout: Hashable, reason: Hashable) -> None:
@@ -147,7 +150,7 @@ class Ledger:
     def _file(self, page: Candidate) -> None:
         """Put the page last in its version."""
         version = page.key.version
-        if Facts.VERSIONS in self._facts and version is not None:
+        if self._versions and version is not None:
             pages = self._by_version.setdefault(version, OrderedDict())
             pages[page.key] = page
             pages.move_to_end(page.key)

@@ -92,8 +92,8 @@ class TierWorker:
 
     def _change(self, moves: Sequence[Write | Drop]) -> None:
         """Drop first, to make room, then write. A page written here is not dropped afterwards."""
-        if drops := [move for move in moves if isinstance(move, Drop)]:
-            self._drop(drops)
+        if drops := [move.key for move in moves if isinstance(move, Drop)]:
+            self._try(lambda: self._tier.drop(drops))
         if writes := [move for move in moves if isinstance(move, Write)]:
             self._write(writes)
 
@@ -137,9 +137,6 @@ class TierWorker:
     def _holds(self, moves: Sequence[Holds]) -> None:
         for move in moves:
             move.done(self._held(move.keys))
-
-    def _drop(self, moves: Sequence[Drop]) -> None:
-        self._try(lambda: self._tier.drop([move.key for move in moves]))
 
     def _clear(self, moves: Sequence[Clear]) -> None:
         self._error = None  # what was not dropped is now, or is said again

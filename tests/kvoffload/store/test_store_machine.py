@@ -13,15 +13,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from primeblocks.errors import CapacityError, CorruptionError, UsageError
 from primeblocks.kvoffload import DiskTier, HostTier, PageKey, TieredStore
-from primeblocks.kvoffload.disk import System
 from primeblocks.kvoffload.evict import RolloutAware, VersionAware, lru
 from primeblocks.kvoffload.reference import ReferenceStore
 from primeblocks.testing.faults import ManualClock
 from tests.kvoffload.conftest import FRAME, PAGE, SIZES
+from tests.kvoffload.disk.small import Unsynced
 from tests.kvoffload.memory_tier import SOON
 
 
-class FullDisk(System):
+class FullDisk(Unsynced):
     """Refuses every write while `full`."""
 
     full = False
