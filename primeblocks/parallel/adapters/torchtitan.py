@@ -102,7 +102,7 @@ class ForTorchtitan(LocalTokenDispatcher):
         """Return the rows of the local experts, how many each has, and what `combine` needs."""
         del counts  # Ours counts for itself, and checks the ids as it does.
         sent = self.dispatcher.dispatch(x, scores, expert_ids, num_experts=self.num_experts)
-        return sent.tokens, sent.counts.to(x.device, non_blocking=True), sent
+        return sent.tokens, sent.counts, sent
 
     def combine(self, y: Tensor, dispatched: Dispatched, x: Tensor) -> Tensor:
         """Return each token's expert outputs, weighted and summed in our dispatcher's way."""
@@ -145,7 +145,7 @@ class FromTorchtitan:
             x, scores.contiguous(), expert_ids.contiguous(), chosen
         )
         # It asks for the tokens again in combine, but for their shape and dtype alone.
-        return Dispatched(tokens, counts.cpu(), (metadata, x.detach()))
+        return Dispatched(tokens, counts, (metadata, x.detach()))
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
         """Bring results back, as `TokenDispatcher.combine`."""

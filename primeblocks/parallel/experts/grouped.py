@@ -43,11 +43,12 @@ def grouped_linear(
 
     Args:
         tokens: grouped by expert, as `Dispatched.tokens`.
-        counts: rows of each expert, on the host, adding up to `slots`.
+        counts: rows of each expert, adding up to `slots`, or to less: results of rows behind them
+            are undefined. They are read where they lie on the host, and where there is no kernel.
 
     Raises:
-        ShapeError: shapes do not fit, counts and experts differ in number, or the counts do not add
-            up to the rows.
+        ShapeError: shapes do not fit, counts and experts differ in number, or the counts, where
+            they are read, add up to more than the rows.
     """
     check_tensors(tokens=tokens, counts=counts, weight=weight)
     if counts.ndim != 1 or weight.ndim != 3 or tokens.shape[1:] != weight.shape[2:]:
@@ -55,26 +56,29 @@ def grouped_linear(
             "needs tokens [slots, in], counts [experts] and weight [experts, out, in]; got "
             f"{tuple(tokens.shape)}, {tuple(counts.shape)}, {tuple(weight.shape)}."
         )
-    rows = counts.tolist()
-    if len(rows) != len(weight):
+    if len(counts) != len(weight):
         raise ShapeError(
-            f"{len(rows)} counts for {len(weight)} experts. A dispatcher must lie over the ranks "
+            f"{len(counts)} counts for {len(weight)} experts. A dispatcher must lie over the ranks "
             "that share the experts: AllToAllDispatcher(meshes.expert.get_group())."
         )
-    if sum(rows) != tokens.shape[0]:
-        raise ShapeError(f"counts add up to {sum(rows)}; tokens has {tokens.shape[0]} rows.")
     # torch's kernel ignores autocast and the loop does not: a rank without rows would differ.
     tokens, weight = autocast(tokens), autocast(weight)
-    if _fits_kernel(tokens, weight):
-        ends = counts.cumsum(0).to(tokens.device, torch.int32)
+    kernel = _fits_kernel(tokens, weight)
+    rows = [] if kernel and counts.device.type != "cpu" else counts.tolist()
+    if sum(rows) > len(tokens):
+        raise ShapeError(f"counts add up to {sum(rows)}; tokens has {len(tokens)} rows.")
+    if kernel:
+        ends = counts.cumsum(0, dtype=torch.int32).to(tokens.device)
         out = F.grouped_mm(tokens.contiguous(), weight.transpose(1, 2), offs=ends)
         if out.requires_grad:
             out.register_hook(torch.Tensor.contiguous)  # The kernel refuses an expanded gradient.
     else:
-        pairs = zip(tokens.split(rows), weight.unbind(), strict=True)
-        out = torch.cat([F.linear(x, w) for x, w in pairs])
+        *parts, behind = tokens.split([*rows, len(tokens) - sum(rows)])
+        out = torch.cat([F.linear(x, w) for x, w in zip(parts, weight.unbind(), strict=True)])
+        if len(behind):
+            out = F.pad(out, (0, 0, 0, len(behind)))
     if bias is not None:
-        out = out + _of_rows(bias, counts, sum(rows))
+        out = out + _of_rows(bias, counts, len(tokens))
     return out
 
 
@@ -178,13 +182,16 @@ def _other_product(
     weight: Tensor,
     bias: Tensor | None,
 ) -> Tensor:
-    offsets = counts.cumsum(0).to(tokens.device, torch.int32)
+    offsets = counts.cumsum(0, dtype=torch.int32).to(tokens.device)
     out = product(name, autocast(tokens), weight, offsets)
     return out if bias is None else out + _of_rows(bias, counts, len(tokens))
 
 
 def _of_rows(bias: Tensor, counts: Tensor, rows: int) -> Tensor:
-    return autocast(bias).repeat_interleave(counts.to(bias.device), 0, output_size=rows)
+    counts = counts.to(bias.device)
+    behind = torch.cat((counts, (rows - counts.sum())[None]))
+    of_each = F.pad(autocast(bias), (0, 0, 0, 1))
+    return of_each.repeat_interleave(behind, 0, output_size=rows)
 
 
 def _fits_kernel(tokens: Tensor, weight: Tensor) -> bool:

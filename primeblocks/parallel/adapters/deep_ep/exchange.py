@@ -19,6 +19,7 @@ from ...experts.dispatcher import (
     check_outputs,
     check_slots,
     checked_alignment,
+    pad_rows,
     sort_slots,
     unalign,
 )
@@ -133,11 +134,18 @@ class DeepEpDispatcher:
             expert_ids = F.pad(expert_ids, (0, 0, 0, 1), value=-1)
         x, scores = x.contiguous(), scores.to(SCORES).contiguous()
         rows, gates, ids, handle = _Send.apply(x, scores, expert_ids, buffer, num_experts)
-        row, choice = (ids >= 0).nonzero(as_tuple=True)
-        ordered = sort_slots(ids[row, choice], num_experts=num_experts // self.group.size())
-        row_map = map_rows(row[ordered.slots], tokens=len(rows))
-        arrived, counts, places = align(permute(rows, row_map), ordered.counts, self.alignment)
-        weights = gates[row, choice][ordered.slots[row_map.rows]]
+        share, top_k = num_experts // self.group.size(), ids.shape[1]
+        slots, counts = sort_slots(ids.masked_fill(ids < 0, share).flatten(), num_experts=share)
+        padded = pad_rows(counts, self.alignment)
+        # DeepEP's own list has these, but not in all of its versions: one read more than its own.
+        chosen, most = torch.stack((counts.sum(), padded.sum())).tolist()
+        slots = slots[:chosen]
+        row_map = map_rows(slots // top_k, tokens=len(rows))
+        arrived, places = permute(rows, row_map), None
+        if self.alignment > 1:
+            arrived, places = align(arrived, counts, padded, rows=most)
+        counts = padded
+        weights = gates.flatten()[slots[row_map.rows]]
         return Dispatched(arrived, counts, _Sent(handle, row_map, weights, places, tokens))
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
