@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from primeblocks.errors import PlanError, RankError
 from primeblocks.parallel.experts import (
@@ -101,6 +102,43 @@ def _layer():
 
 def test_a_layer_reads_nothing_more():
     assert ranks.run(_layer, world_size=2) == [{}, {}]
+
+
+@pytest.fixture
+def eighth():
+    """Rank 0 of eight, the others of which are not there."""
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("kind", "operators", "peaks"),
+    [("local", (25, 235), (1.25, 1.25)), ("capacity", (75, 235), (3.1, 2.1))],
+)
+def test_no_float32_copy_of_all_rows(eighth, kind, operators, peaks):
+    """Qwen3-30B-A3B: operators each way, and peak bytes in those of all rows in bfloat16.
+
+    On the meta device, where nothing has a value that could be read. A float32 copy would be 2.
+    Over ranks rows are sent, arrive and are grouped: three times they.
+    """
+    tokens, hidden, top_k, experts = 32768, 2048, 8, 128
+    rows = tokens * top_k
+    rules = {"capacity_rows": rows // 8} if kind == "capacity" else {}
+    dispatcher = KINDS[kind][0](*([eighth] if rules else []), check=False, **rules)
+    x = torch.empty(tokens, hidden, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    scores = torch.empty(tokens, top_k, device="meta", requires_grad=True)
+    ids = torch.empty(tokens, top_k, dtype=torch.int64, device="meta")
+    steps = [StepCounter(device="meta") for _ in range(2)]
+    with steps[0]:
+        sent = dispatcher.dispatch(x, scores, ids, num_experts=experts)
+        out = dispatcher.combine(sent.tokens, sent)
+    with steps[1]:
+        out.backward(out.detach())
+    for step, most, peak in zip(steps, operators, peaks, strict=True):
+        assert not step.host_reads
+        assert step.operators.total() <= most
+        assert step.peak_bytes <= peak * rows * hidden * 2
 
 
 def _with_capacity(tokens_by_rank, alignment, check):

@@ -11,6 +11,9 @@ from torch.autograd.function import once_differentiable
 
 __all__ = ["RowMap", "map_choices", "map_rows", "permute", "regroup", "spread", "unpermute"]
 
+# Of rows that are widened at a time.
+_WIDE_BYTES = 4 << 20
+
 
 class RowMap(NamedTuple):
     """The token of each row and the rows of each token, so that nothing has to scatter.
@@ -175,15 +178,19 @@ def _bags(rows: Tensor, chosen: Tensor, starts: Tensor, weights: Tensor | None) 
 def _dots(rows: Tensor, grad: Tensor, source: Tensor) -> Tensor:
     """`[rows]`: each row times the gradient of its token, in float32 for low precision."""
     wide = torch.promote_types(rows.dtype, torch.float32)
-    grad, step = grad.to(wide), max(len(rows), 1)
-    if rows.dtype != wide:  # By parts: on a CPU they stay in its cache while they are wide.
-        step = 512 if rows.device.type == "cpu" else 65536
-    found = grad.new_empty(len(rows))
+    step = max(len(rows), 1)
+    if rows.dtype != wide:  # By parts: on a CPU they stay in its cache, on a GPU memory is short.
+        on_cpu = rows.device.type == "cpu"
+        step = max(1, (_WIDE_BYTES if on_cpu else 16 * _WIDE_BYTES) // max(4 * rows.shape[1], 1))
+        grad = grad.to(wide) if on_cpu else grad
+    found = rows.new_empty(len(rows), dtype=wide)
     for start in range(0, len(rows), step):
-        part, tokens = rows[start : start + step].to(wide), source[start : start + step]
-        each = torch.arange(len(part), device=rows.device)
+        part, at = rows[start : start + step].to(wide), source[start : start + step]
+        each, against = torch.arange(len(part), device=rows.device), grad
+        if grad.dtype != wide:
+            against, at = grad.index_select(0, at).to(wide), each
         # Autograd's own function for the weights of an embedding bag: a dot product each, no copy.
         found[start : start + step] = torch.ops.aten._embedding_bag_per_sample_weights_backward(
-            grad, part, each, each, tokens, 0
+            against, part, each, each, at, 0
         )
     return found
