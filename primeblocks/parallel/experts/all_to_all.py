@@ -73,16 +73,16 @@ class AllToAllDispatcher:
     ) -> Dispatched:
         ranks, capacity = self.group.size(), self._owners.capacity_rows
 
-        def count() -> tuple[tuple[Tensor, Tensor], Tensor]:
+        def count() -> tuple[Tensor, Tensor]:
             # Experts are dealt in order, so sorting by expert also sorts by owner.
             slots, counts = sort_slots(expert_ids.flatten(), num_experts=num_experts)
-            mine = counts.view(ranks, -1)
-            return (slots, mine), mine.sum(1)[None]
+            return slots, counts.view(ranks, -1)
 
-        (slots, mine), splits = self._owners.admit(x, scores, expert_ids, num_experts, count)
-        send, receive = splits.send, splits.receive
+        slots, mine, splits = self._owners.admit(x, scores, expert_ids, num_experts, count, _rows)
+        send, receive, arriving = splits.send, splits.receive, splits.arriving
         row_map = map_choices(slots, tokens=x.shape[0], top_k=expert_ids.shape[1])
-        arriving = self._owners.exchange(mine, [1] * ranks, [1] * ranks)
+        if arriving is None:
+            arriving = self._owners.exchange(mine, [1] * ranks, [1] * ranks)
         counts = arriving.sum(0)
         if capacity is not None:
             row_map = spread(row_map, mine.sum(1), room=capacity)
@@ -132,9 +132,9 @@ class OncePerRankDispatcher:
             wanted.scatter_(1, owner, True)
             choices = torch.zeros(ranks, dtype=torch.int64, device=x.device)
             choices.scatter_add_(0, owner.flatten(), torch.ones_like(owner).flatten())
-            return (owner, wanted), torch.stack((wanted.sum(0), choices))
+            return (owner, wanted), torch.stack((wanted.sum(0), choices), dim=1)
 
-        (owner, wanted), splits = self._owners.admit(x, scores, expert_ids, num_experts, count)
+        (owner, wanted), _, splits = self._owners.admit(x, scores, expert_ids, num_experts, count)
         send, receive, share = splits.send, splits.receive, num_experts // ranks
         # The pairs of a rank and a token that it gets, in this order.
         pairs = wanted.t().flatten().byte().argsort(descending=True, stable=True)[: sum(send)]
@@ -188,11 +188,21 @@ def _aligned(
 
 
 class _Splits(NamedTuple):
-    """Rows to and from each rank, and the choices that arrive with them; 0 if nobody counted."""
+    """Rows to and from each rank, the choices that arrive with them if they were counted, and the
+    numbers that ranks told this one if they were exchanged."""
 
     send: list[int]
     receive: list[int]
     choices: int
+    arriving: Tensor | None
+
+
+def _rows(counts: Tensor) -> Tensor:
+    return counts.sum(1, keepdim=True)
+
+
+def _as_it_is(counts: Tensor) -> Tensor:
+    return counts
 
 
 @dataclass(frozen=True)
@@ -217,12 +227,14 @@ class _Owners:
         expert_ids: Tensor,
         num_experts: int,
         count: Callable[[], tuple[T, Tensor]],
-    ) -> tuple[T, _Splits]:
+        rows: Callable[[Tensor], Tensor] = _as_it_is,
+    ) -> tuple[T, Tensor, _Splits]:
         """Agree on a call, and on how many rows go where. Collective.
 
         Args:
-            count: returns what its caller needs later, and for each rank the rows that it gets, and
-                in a second row, if there is one, the choices among them.
+            count: returns what its caller needs later, and `[ranks, ...]` counts.
+            rows: makes of counts what the host needs: the rows of each rank, and in a second
+                column, if there is one, the choices among them.
         """
         ranks, counted = self.group.size(), []
 
@@ -243,12 +255,12 @@ class _Owners:
         def carry() -> Carried:
             counted.append(count())
             values = measure_slots(scores, expert_ids)
-            return Carried(torch.cat((values, counted[0][1].flatten())), judge)
+            return Carried(torch.cat((values, rows(counted[0][1]).t().flatten())), judge)
 
         call, operands = f"{self.dispatcher}.dispatch", (x, scores, expert_ids)
         told = settle(call, look, *operands, group=self.group, check=self.check, carry=carry)
-        kept, numbers = counted[0] if self.check else count()
-        return kept, self._splits([row[3:] for row in told], numbers)
+        kept, counts = counted[0] if self.check else count()
+        return kept, counts, self._splits([row[3:] for row in told], counts, rows)
 
     def _crowded(self, rows: list[int]) -> UsageError | None:
         most = max(rows[: self.group.size()], default=0)
@@ -259,22 +271,24 @@ class _Owners:
             "leave it out: the host then reads the counts."
         )
 
-    def _splits(self, told: list[list[int]], numbers: Tensor) -> _Splits:
+    def _splits(
+        self, told: list[list[int]], counts: Tensor, rows: Callable[[Tensor], Tensor]
+    ) -> _Splits:
         """Take them from what all ranks told, or ask each for its own."""
-        ranks, own = self.group.size(), self.group.rank()
-        if self.capacity_rows is not None:
+        ranks, own, room = self.group.size(), self.group.rank(), self.capacity_rows
+        if room is not None:
             if not self.check:
-                fits = numbers.max() <= self.capacity_rows
-                torch._assert_async(fits, f"over capacity_rows={self.capacity_rows}")
-            return _Splits([self.capacity_rows] * ranks, [self.capacity_rows] * ranks, 0)
+                torch._assert_async(rows(counts).max() <= room, f"over capacity_rows={room}")
+            return _Splits([room] * ranks, [room] * ranks, 0, None)
+        arriving = None
         if told:
-            mine, theirs = told[own], [[row[own], *row[ranks + own :][:1]] for row in told]
+            sent, theirs = told[own], [[row[own], *row[ranks + own :][:1]] for row in told]
         else:
-            sent = numbers.t().contiguous()
-            arriving = self.exchange(sent, [1] * ranks, [1] * ranks)
-            both = torch.cat((sent, arriving)).tolist()
-            mine, theirs = [pair[0] for pair in both[:ranks]], both[ranks:]
-        return _Splits(mine[:ranks], [t[0] for t in theirs], sum(t[-1] for t in theirs))
+            arriving = self.exchange(counts, [1] * ranks, [1] * ranks)
+            both = torch.cat((rows(counts), rows(arriving))).tolist()
+            sent, theirs = [pair[0] for pair in both[:ranks]], both[ranks:]
+        choices = sum(each[-1] for each in theirs)
+        return _Splits(sent[:ranks], [each[0] for each in theirs], choices, arriving)
 
     def admit_back(self, y: Tensor, dispatched: Dispatched) -> None:
         call = f"{self.dispatcher}.combine"
