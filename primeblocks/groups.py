@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .errors import PlanError, RankError, ShapeError, UsageError
 
 __all__ = [
+    "Carried",
     "agree",
     "all_gather_rows",
     "all_to_all_rows",
@@ -166,13 +168,18 @@ def settle(
     *operands: object,
     group: dist.ProcessGroup,
     check: bool,
-) -> None:
+    carry: Callable[[], Carried] | None = None,
+) -> list[list[int]]:
     """Look at this rank's arguments, then agree with the others. Collective if `check`, or local.
 
     Args:
         look: raises a UsageError at what is wrong here, and returns what must be equal on all
             ranks.
         operands: the first tensor tells where the backend takes tensors.
+        carry: called where `check` is on and nothing was wrong here.
+
+    Returns:
+        As `agree`; nothing without `check`.
 
     Raises:
         UsageError: what `look` raised.
@@ -187,9 +194,25 @@ def settle(
         problem = error
     if check:
         device = next((x.device for x in operands if isinstance(x, Tensor)), "cpu")
-        agree(call, facts, problem=problem, group=group, device=device)
-    elif problem is not None:
+        carried = None if carry is None or problem is not None else carry()
+        return agree(call, facts, problem=problem, group=group, device=device, carried=carried)
+    if problem is not None:
         raise problem
+    return []
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Numbers of a device that travel with an agreement, so that the host waits once for both.
+
+    Attributes:
+        numbers: int64, at most 3 and 2 a rank of the group.
+        judge: what is wrong with one rank's numbers, or None; equal on all ranks, and content with
+            zeros.
+    """
+
+    numbers: Tensor
+    judge: Callable[[list[int]], UsageError | None]
 
 
 def agree(
@@ -199,12 +222,14 @@ def agree(
     problem: UsageError | None = None,
     group: dist.ProcessGroup,
     device: torch.device | str = "cpu",
-) -> None:
+    carried: Carried | None = None,
+) -> list[list[int]]:
     """Raise on every rank if one of them has a problem, or if calls or facts differ between ranks.
 
     Called before a larger exchange, it makes one rank's mistake an error on all of them, where
-    the others would wait in vain. Collective: one gather of 16 bytes a rank, which the host waits
-    for; one more, of two kilobytes, before something is raised. A rank alone sends nothing.
+    the others would wait in vain. Collective: one gather of 40 + 16 x ranks bytes a rank, which
+    the host reads once; one more, of two kilobytes, before something is raised. A rank alone sends
+    nothing.
 
     Args:
         call: what is about to be done; two functions that start alike must not meet.
@@ -212,6 +237,10 @@ def agree(
             shown, as text.
         problem: what this rank would have raised.
         device: where the backend of `group` takes tensors.
+        carried: numbers of this rank that all are to know.
+
+    Returns:
+        Each rank's carried numbers, and zeros after them.
 
     Raises:
         UsageError: `problem` itself, on the rank that has it.
@@ -220,41 +249,63 @@ def agree(
         PlanError: the call or a fact differs.
     """
     check_group(group)
-    if group.size() == 1:
-        if problem is not None:
-            raise problem
-        return
     told = {"the call": call} | {name: str(fact) for name, fact in facts.items()}
     text = json.dumps(told) if problem is None else f"{type(problem).__name__}: {problem}"
     assert problem is not None or len(text.encode()) <= _TEXT_BYTES, text
-    digest = xxhash.xxh3_64_intdigest(text.encode()) >> 1
-    mine = torch.tensor([problem is not None, digest], dtype=torch.int64, device=device)
-    heads = [head.tolist() for head in _gather(mine, call, group)]
-    if problem is None and all(head == heads[0] for head in heads):
-        return
+    if group.size() == 1:
+        rows = [] if problem is not None or carried is None else [carried.numbers.tolist()]
+        problem = problem if carried is None or not rows else carried.judge(rows[0])
+        if problem is not None:
+            raise problem
+        return rows
+    heads = _gather(_head(text, problem, carried, group.size(), device), call, group).tolist()
+    rows = [head[2:] for head in heads]
+    bad = [] if carried is None else [carried.judge(row) for row in rows]
+    if not any(bad) and all(head[:2] == [0, heads[0][1]] for head in heads):
+        return rows
+    if any(bad) and problem is None and (problem := bad[group.rank()]) is not None:
+        text = f"{type(problem).__name__}: {problem}"
     raw = text.encode()[: _TEXT_BYTES if problem is None else _REASON_BYTES].ljust(_TEXT_BYTES)
     letters = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(device)
     texts = [
-        bytes(x.tolist()).decode(errors="replace").strip() for x in _gather(letters, call, group)
+        bytes(x).decode(errors="replace").strip() for x in _gather(letters, call, group).tolist()
     ]
     if problem is not None:
         raise problem
-    for rank, (refused, _) in enumerate(heads):
-        if refused:
-            raise RankError(f"rank {rank} of the group refused its arguments: {texts[rank]}")
+    for rank, said in enumerate(texts):
+        if not said.startswith("{"):
+            raise RankError(f"rank {rank} of the group refused its arguments: {said}")
     by_rank: list[dict[str, str]] = [json.loads(said) for said in texts]
-    for name in dict.fromkeys(name for said in by_rank for name in said):
-        values = [said.get(name, "nothing") for said in by_rank]
+    for name in dict.fromkeys(name for each in by_rank for name in each):
+        values = [each.get(name, "nothing") for each in by_rank]
         if len(set(values)) > 1:
             raise PlanError(
                 f"{name} must be equal on all ranks; by rank it is [{', '.join(values)}]."
             )
+    raise AssertionError(texts)
 
 
-def _gather(x: Tensor, call: str, group: dist.ProcessGroup) -> list[Tensor]:
-    everyone = [torch.empty_like(x) for _ in range(group.size())]
+def _head(
+    text: str,
+    problem: UsageError | None,
+    carried: Carried | None,
+    ranks: int,
+    device: torch.device | str,
+) -> Tensor:
+    """One size for all calls over a group. Filled on the device: a copy would wait for it."""
+    digest = xxhash.xxh3_64_intdigest(text.encode()) >> 1
+    numbers = torch.zeros(5 + 2 * ranks, dtype=torch.int64, device=device)
+    numbers[0].fill_(problem is not None)
+    numbers[1].fill_(digest)
+    if carried is not None:
+        numbers[2 : 2 + len(carried.numbers)] = carried.numbers
+    return numbers
+
+
+def _gather(x: Tensor, call: str, group: dist.ProcessGroup) -> Tensor:
+    everyone = x.new_empty(group.size(), len(x))
     try:
-        dist.all_gather(everyone, x, group=group)
+        dist.all_gather(list(everyone.unbind()), x, group=group)
     except RuntimeError as error:  # gloo and NCCL raise it at a timeout, or when a rank died.
         raise RankError(
             f"{call}: the {group.size()} ranks of the group did not all come to it, or one died. "

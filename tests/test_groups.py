@@ -3,7 +3,7 @@ import torch
 import torch.distributed as dist
 
 from primeblocks.errors import PlanError, RankError, ShapeError
-from primeblocks.groups import agree, all_to_all_rows
+from primeblocks.groups import Carried, agree, all_to_all_rows
 from primeblocks.testing import ranks
 
 DTYPES = [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8]
@@ -171,3 +171,31 @@ def _alone():
 
 def test_a_rank_alone_waits_for_no_device():
     assert ranks.run(_alone, world_size=1) == [0]
+
+
+def _carried(bad):
+    """What each rank carries comes to all, and one whose numbers are bad refuses for all."""
+    rank = dist.get_rank()
+
+    def judge(numbers):
+        return ShapeError(f"{numbers[0]} is too much") if numbers[0] == 7 else None
+
+    mine = torch.tensor([7 if rank == bad else rank, 2**62, -3])
+    try:
+        rows = agree("a call", {}, group=dist.group.WORLD, carried=Carried(mine, judge))
+    except (RankError, ShapeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return [row[:3] for row in rows]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_numbers_travel_with_an_agreement(size):
+    everyone = [[rank, 2**62, -3] for rank in range(size)]
+    assert ranks.run(_carried, None, world_size=size) == [everyone] * size
+
+
+def test_numbers_that_are_bad_are_refused():
+    first, *others = ranks.run(_carried, 0, world_size=3)
+    assert first == "ShapeError: 7 is too much"
+    assert others == [f"RankError: rank 0 of the group refused its arguments: {first}"] * 2
+    assert ranks.run(_carried, 0, world_size=1) == ["ShapeError: 7 is too much"]

@@ -27,6 +27,7 @@ def _dispatchers(check: bool) -> dict[str, TokenDispatcher]:
         "local": LocalDispatcher(check=check),
         "once_per_choice": AllToAllDispatcher(group, check=check),
         "once_per_rank": OncePerRankDispatcher(group, check=check),
+        "capacity": AllToAllDispatcher(group, check=check, capacity_rows=TOKENS * TOP_K),
     }
 
 

@@ -30,11 +30,13 @@ _COPIES = {"_to_copy", "copy_"}
 class StepCounter(TorchDispatchMode):
     """Counts what a step asks of a device, within `with StepCounter() as step`.
 
-    Runs on CPU tensors, where each stands for one of the device unless it was read from there
-    (`cpu()`) or computed of such ones alone; so reads of what a script makes on the host count too,
-    and copies to the device do not. Under `FakeTensorMode` enter it last, with `device="cuda"`; a
-    `tolist` counts there once a number, and other reads of values need a `ShapeEnv`. What one
-    operator of `torch.library` or a compiled kernel does inside is not seen. Local.
+    Each CPU tensor stands for one of the device, unless it was read from there (`cpu()`) or
+    computed of such ones alone. So what a script makes on the host counts as read too, and copies
+    to the device do not. On the meta device steps of any size are counted, and a read of values
+    raises. Under `FakeTensorMode` enter it last: reads need a `ShapeEnv`, and a `tolist` counts
+    once a number. A fake CUDA takes few operators, and no gradients, in a torch that was built
+    without it. The inside of an operator of `torch.library` or a compiled kernel is not seen.
+    Local.
 
     Args:
         device: the type of the device whose tensors are watched.

@@ -100,8 +100,9 @@ class _Destroyable:
 class EPHandle:
     """FAKE."""
 
-    def __init__(self, num_sms, _layout=None):
+    def __init__(self, num_sms, num_recv_tokens_per_expert_list, _layout=None):
         self.num_sms = num_sms
+        self.num_recv_tokens_per_expert_list = num_recv_tokens_per_expert_list
         self._layout = _layout
 
 
@@ -143,7 +144,7 @@ class ElasticBuffer(_Destroyable):
         ids = topk_idx.sort(1).values
         assert not ((ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)).any(), "an expert twice: traps"
         layout = _Layout(self, topk_idx.clone(), num_experts, self.group, not self.deterministic)
-        handle = EPHandle(num_sms or 24, layout)
+        handle = EPHandle(num_sms or 24, layout.counts, layout)
         weights = layout.weights_there(topk_weights)
         return layout.there(x), layout.local.clone(), weights, handle, None
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import _disable_current_modes
 
 from primeblocks.errors import (
     ClosedError,
@@ -22,7 +23,7 @@ from primeblocks.parallel import reference
 from primeblocks.parallel.adapters.deep_ep import buffer_dispatcher, elastic_dispatcher, exchange
 from primeblocks.parallel.experts import TokenDispatcher
 from primeblocks.testing import ranks
-from primeblocks.testing.oracles import assert_as_precise, assert_close_float64
+from primeblocks.testing.oracles import StepCounter, assert_as_precise, assert_close_float64
 from tests.parallel import fake_deep_ep
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 12, 3, 8, 3
@@ -41,7 +42,7 @@ def _build(kind, *, alignment=1, **changed):
     if kind == "elastic":
         sizes = {"max_tokens": 9, "hidden": HIDDEN, "top_k": TOP_K, "alignment": alignment}
         return elastic_dispatcher(group, **sizes | changed)
-    return buffer_dispatcher(group, hidden=HIDDEN, alignment=alignment)
+    return buffer_dispatcher(group, hidden=HIDDEN, alignment=alignment, **changed)
 
 
 def _batch(tokens, *, seed):
@@ -336,3 +337,42 @@ def _three_ranks():
 
 def test_with_a_fake_deep_ep_a_size_without_settings_is_refused():
     ranks.run(_three_ranks, world_size=3)
+
+
+class _Alone:
+    """A buffer whose own reads are not counted: the fake's are many, DeepEP's is one."""
+
+    def __init__(self, buffer):
+        self._buffer = buffer
+
+    def __getattr__(self, name):
+        def call(*args):
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                return getattr(self._buffer, name)(*args)
+
+        return call
+
+
+def _reads(kind):
+    _fake()
+    x, scores, ids = _batch(6, seed=dist.get_rank())
+    found = []
+    for check in (True, False):
+        with _build(kind, alignment=4, check=check) as dispatcher:
+            dispatcher._buffer = _Alone(dispatcher._buffer)
+            leaf = x.clone().requires_grad_()
+            steps = [StepCounter() for _ in range(3)]
+            with steps[0]:
+                sent = dispatcher.dispatch(leaf, scores, ids, num_experts=EXPERTS)
+            with steps[1]:
+                out = dispatcher.combine(sent.tokens, sent)
+            with steps[2]:
+                out.backward(out)
+        found.append([step.host_reads.total() for step in steps])
+    return found
+
+
+@pytest.mark.parametrize("kind", ["elastic", "buffer"])
+def test_with_a_fake_deep_ep_its_own_wait_is_the_only_one(kind):
+    """With `check` one more, of what ranks agree on."""
+    assert ranks.run(_reads, kind) == [[[1, 1, 0], [0, 0, 0]]] * 2

@@ -1,16 +1,14 @@
 """Bytes, memory and launches of sparse attention over a split sequence, counted."""
 
-import weakref
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from primeblocks.parallel import plan_sequence
 from primeblocks.parallel.attention import dsa, dsa_attention
 from primeblocks.parallel.attention.dsa.plan import DsaSizes, dsa_cost, plan_dsa
 from primeblocks.testing import ranks
+from primeblocks.testing.oracles import StepCounter
 from tests.fp8.launches import Launches
 from tests.parallel.test_dsa import (
     HEADS,
@@ -24,21 +22,6 @@ from tests.parallel.test_dsa import (
 )
 
 
-class _Wire(TorchDispatchMode):
-    """Bytes that this rank receives from others, by operation."""
-
-    def __init__(self):
-        super().__init__()
-        self.received = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            size = dist.get_world_size()
-            whole = args[0].nbytes if "allgather" in func.name() else args[1].nbytes
-            self.received.append((func.name().split("::")[1], whole // size * (size - 1)))
-        return func(*args, **(kwargs or {}))
-
-
 def _traffic(lengths, dtype, shared):
     group = dist.group.WORLD
     plan = plan_sequence(lengths, ranks=group.size(), chunk_tokens=3)
@@ -47,14 +30,14 @@ def _traffic(lengths, dtype, shared):
     indexer = dsa.IndexerInputs(part["index_q"], part["index_k"], part["weights"])
     rules = {"sequence": plan, "group": group, "rows": ROWS, "check": False}
     q, kv = (part[name].requires_grad_() for name in ("q", "kv"))
-    with _Wire() as forward:
+    with StepCounter() as forward:
         out, indices = dsa_attention(q, kv, indexer, selector=dsa.TopK(4), **rules)
     if shared:
-        with _Wire() as forward:
+        with StepCounter() as forward:
             out = dsa.sparse_attention(q, kv, indices, **rules)
-    with _Wire() as backward:
+    with StepCounter() as backward:
         out.backward(part["grad"])
-    return forward.received, backward.received
+    return forward.received_bytes, backward.received_bytes, forward.collectives
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["indexer", "shared"])
@@ -70,29 +53,14 @@ def test_bytes_are_those_of_the_plan(dtype, shared):
         )  # fmt: skip
         planned = plan_dsa(plan, sizes)
         forward = planned.gather_bytes + (0 if shared else planned.index_gather_bytes)
-        for there, back in ranks.run(_traffic, PACKING, dtype, shared, world_size=world_size):
-            assert [size for _, size in there] == [forward]
-            assert [size for _, size in back] == [planned.gather_bytes, planned.scatter_bytes]
-
-
-class _Peak(TorchDispatchMode):
-    """The most bytes that results of operators took at once, beside what was there before."""
-
-    def __init__(self):
-        super().__init__()
-        self.live, self.most = {}, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        before = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, tuple | list) else (out,):
-            storage = x.untyped_storage()
-            if storage.data_ptr() in self.live.keys() | (before - self.live.keys()):
-                continue  # A view, or written in place.
-            self.live[storage.data_ptr()] = storage.nbytes()
-            weakref.finalize(x, self.live.pop, storage.data_ptr(), None)
-        self.most = max(self.most, sum(self.live.values()))
-        return out
+        for there, back, calls in ranks.run(
+            _traffic, PACKING, dtype, shared, world_size=world_size
+        ):
+            assert (dict(there), calls.total()) == ({"_allgather_base_": forward}, 1)
+            assert back == {
+                "_allgather_base_": planned.gather_bytes,
+                "_reduce_scatter_base_": planned.scatter_bytes,
+            }
 
 
 def test_scores_take_the_memory_that_is_planned():
@@ -108,11 +76,11 @@ def test_scores_take_the_memory_that_is_planned():
         torch.randn(*s, generator=generator) for s in ((2048, 2, 8), (tokens, 8), (2048, 2))
     )
     # Not by `select`, whose operator shows nothing of its inside.
-    with _Peak() as peak, torch.no_grad():
+    with StepCounter() as step, torch.no_grad():
         indices = dsa.TopK(k, chunk_bytes=1 << 20).select(
             q, weights, keys, sequence=plan, rank=7, scores=dsa.index_scores
         )
-    most = peak.most - indices.nbytes
+    most = step.peak_bytes - indices.nbytes
     assert planned.score_bytes // 3 < most <= planned.score_bytes
 
 

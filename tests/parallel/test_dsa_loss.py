@@ -10,9 +10,8 @@ from primeblocks.errors import PlanError, ShapeError, UnsupportedError
 from primeblocks.parallel import plan_sequence, reference
 from primeblocks.parallel.attention import dsa
 from primeblocks.testing import ranks, strategies
-from primeblocks.testing.oracles import assert_close_float64, assert_same_bits
+from primeblocks.testing.oracles import StepCounter, assert_close_float64, assert_same_bits
 from tests.parallel.test_dsa import ORDERS, PACKING, _inputs
-from tests.parallel.test_dsa_costs import _Peak, _Wire
 
 HEADS, LATENT, ROPE = 3, 5, 3
 ROWS = dsa.Rows.latent(LATENT, ROPE)
@@ -162,14 +161,14 @@ def _traffic():
     for name in LEARNS:
         part[name].requires_grad_()
     indices = torch.zeros(len(part["q"]), 1, 2, dtype=torch.int32)
-    with _Wire() as forward:
+    with StepCounter() as forward:
         loss = dsa.indexer_loss(
             part["q"], part["kv"], _indexer(part), indices, sequence=plan, group=group, rows=ROWS,
             check=False,
         )  # fmt: skip
-    with _Wire() as backward:
+    with StepCounter() as backward:
         loss.backward()
-    return forward.received, backward.received
+    return forward.received_bytes, backward.received_bytes
 
 
 def test_bytes_are_those_of_the_docstring():
@@ -179,8 +178,9 @@ def test_bytes_are_those_of_the_docstring():
         index_dim = _inputs(1)["index_k"].shape[1]
         rows = (world_size - 1) * max(plan.counts)
         for there, back in ranks.run(_traffic, world_size=world_size):
-            assert [size for _, size in there] == [rows * (LATENT + ROPE + index_dim) * 4]
-            assert [size for _, size in back] == [rows * index_dim * 4] * 2
+            assert there == {"_allgather_base_": rows * (LATENT + ROPE + index_dim) * 4}
+            keys = rows * index_dim * 4
+            assert back == {"_allgather_base_": keys, "_reduce_scatter_base_": keys}
 
 
 def _memory(chunk_bytes):
@@ -190,15 +190,17 @@ def _memory(chunk_bytes):
     for name in LEARNS:
         part[name].requires_grad_()
     indices = torch.arange(k, dtype=torch.int32).expand(tokens, 1, k).contiguous()
-    with _Peak() as forward:
+    with StepCounter() as forward:
         loss = dsa.indexer_loss(
             part["q"], part["kv"], _indexer(part), indices, sequence=plan, group=group, rows=ROWS,
             chunk_bytes=chunk_bytes,
         )  # fmt: skip
-    with _Peak() as backward:
+    with StepCounter() as backward:
         loss.backward()
     slopes = tokens * k * 4
-    return forward.most - slopes, backward.most - sum(part[name].nbytes for name in LEARNS)
+    return forward.peak_bytes - slopes, backward.peak_bytes - sum(
+        part[name].nbytes for name in LEARNS
+    )
 
 
 def test_memory_is_that_of_a_chunk():

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from primeblocks.errors import PlanError, ShapeError, UnsupportedError
 from primeblocks.parallel import plan_sequence
@@ -22,9 +21,8 @@ from primeblocks.parallel.attention.dsa.selectors import (
     all_entries,
 )
 from primeblocks.testing import ranks, strategies
-from primeblocks.testing.oracles import assert_close_float64, assert_same_bits
+from primeblocks.testing.oracles import StepCounter, assert_close_float64, assert_same_bits
 from tests.parallel.dsa_models import HIDDEN, MODELS, Place, StableTopK, as_computed
-from tests.parallel.test_dsa_costs import _Peak
 
 ORDERS = ["balanced", "contiguous", "zigzag"]
 # Of one token, shorter than a window and than k, cut by every order, empty; as long as a window.
@@ -293,17 +291,6 @@ SELECTORS = {
 }
 
 
-class _Waits(TorchDispatchMode):
-    """Operators for which the host waits for a GPU."""
-
-    WAITING = ("_local_scalar_dense", "nonzero", "is_nonzero", "unique", "equal")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.name().partition("::")[2].partition(".")[0]
-        assert not name.startswith(self.WAITING), name
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("name", SELECTORS)
 def test_scores_take_the_memory_of_a_chunk_and_the_host_waits_for_nothing(name):
     """4,096 tokens on four ranks: the matrix of scores would take 16 MiB, a chunk 256 KiB."""
@@ -315,11 +302,12 @@ def test_scores_take_the_memory_of_a_chunk_and_the_host_waits_for_nothing(name):
     # Not by `select`, whose operator shows nothing of its inside.
     rules = {"sequence": plan, "rank": 3, "scores": index_scores}
     selector.select(*operands, **rules)  # What is kept for the next layer.
-    with _Peak() as peak, _Waits(), torch.no_grad():
+    with StepCounter() as step, torch.no_grad():
         indices = selector.select(*operands, **rules)
+    assert not step.host_reads
     # Beside the result: lists of pools, tiles or entries, and a chunk.
     lists = 1024 * 16 * 4
-    assert (1 << 16) < peak.most - indices.nbytes <= lists + (1 << 18)
+    assert (1 << 16) < step.peak_bytes - indices.nbytes <= lists + (1 << 18)
 
 
 def test_nan_is_selected():

@@ -102,7 +102,7 @@ class ForTorchtitan(LocalTokenDispatcher):
         """Return the rows of the local experts, how many each has, and what `combine` needs."""
         del counts  # Ours counts for itself, and checks the ids as it does.
         sent = self.dispatcher.dispatch(x, scores, expert_ids, num_experts=self.num_experts)
-        return sent.tokens, sent.counts.to(x.device, non_blocking=True), sent
+        return sent.tokens, sent.counts, sent
 
     def combine(self, y: Tensor, dispatched: Dispatched, x: Tensor) -> Tensor:
         """Return each token's expert outputs, weighted and summed in our dispatcher's way."""
@@ -115,7 +115,7 @@ class FromTorchtitan:
 
     It rounds the experts' outputs to float32 before it weighs them, float64 ones too, and adds
     up a token's choices in the dtype of the tokens. Collective as the one inside is: three
-    all-to-alls forward and two backward, and the host waits for counts three times. On gloo it
+    all-to-alls forward and two backward, and the host waits as often as it does there. On gloo it
     needs torchtitan's backend "partial_dtensor".
 
     Args:
@@ -140,12 +140,14 @@ class FromTorchtitan:
                 for other numbers of experts and choices.
         """
         self._admit(x, scores, expert_ids, num_experts)
-        chosen = torch.bincount(expert_ids.flatten(), minlength=num_experts)
+        flat = expert_ids.flatten().long()
+        # Not by bincount, for which a host waits.
+        chosen = flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat))
         tokens, counts, metadata = self.theirs.dispatch(
             x, scores.contiguous(), expert_ids.contiguous(), chosen
         )
         # It asks for the tokens again in combine, but for their shape and dtype alone.
-        return Dispatched(tokens, counts.cpu(), (metadata, x.detach()))
+        return Dispatched(tokens, counts, (metadata, x.detach()))
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
         """Bring results back, as `TokenDispatcher.combine`."""

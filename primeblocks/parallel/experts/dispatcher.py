@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Integral
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
-from ...errors import PlanError, ShapeError
+from ...errors import PlanError, ShapeError, UsageError
 from ...groups import check_tensors, facts_of, settle
-from .permute import map_rows, permute, unpermute
+from .permute import map_choices, permute, unpermute
 
 __all__ = [
     "Dispatched",
@@ -24,6 +25,9 @@ __all__ = [
     "check_outputs",
     "check_slots",
     "checked_alignment",
+    "judge_slots",
+    "measure_slots",
+    "pad_rows",
     "settle_outputs",
     "sort_slots",
     "unalign",
@@ -38,13 +42,19 @@ class Dispatched:
         tokens: one row a slot, grouped by local expert. Inside an expert the order is that of the
             one-rank batch: by source rank, then token, then choice. With an alignment each
             expert's rows end in rows of zeros.
-        counts: rows of each local expert, on the host; they add up to the rows.
+        counts: rows of each local expert, on the device of `tokens`, adding up to the rows. With a
+            capacity there are rows behind them, which `combine` leaves out.
         handle: what the dispatcher needs to combine; private to it.
     """
 
     tokens: Float[Tensor, "slots hidden"]
     counts: Int64[Tensor, " local_experts"]
     handle: Any
+
+    @cached_property
+    def offs(self) -> Int32[Tensor, " local_experts"]:
+        """The row behind each expert's last, on the device, as grouped products take it."""
+        return self.counts.cumsum(0, dtype=torch.int32)
 
 
 @runtime_checkable
@@ -88,8 +98,9 @@ class LocalDispatcher:
 
     Args:
         alignment: rows of each expert are padded with zeros to a multiple of this (fp8: 128).
-        check: look at the values of ids and scores, which a GPU has to wait for. Without it,
-            values out of range give undefined results.
+        check: look at the values of ids and scores, which the host has to wait for. Without it,
+            values out of range give undefined results, and the host waits for the number of rows
+            alone, where an alignment makes it unknown.
     """
 
     def __init__(self, *, alignment: int = 1, check: bool = True) -> None:
@@ -98,17 +109,30 @@ class LocalDispatcher:
     def dispatch(
         self, x: Tensor, scores: Tensor, expert_ids: Tensor, *, num_experts: int
     ) -> Dispatched:
-        check_slots(x, scores, expert_ids, num_experts=num_experts, values=self.check)
+        check_slots(x, scores, expert_ids, num_experts=num_experts, values=False)
         ordered = sort_slots(expert_ids.flatten(), num_experts=num_experts)
-        row_map = map_rows(ordered.slots // expert_ids.shape[1], tokens=x.shape[0])
-        tokens, counts, places = align(permute(x, row_map), ordered.counts, self.alignment)
-        return Dispatched(tokens, counts, (scores.flatten(), ordered, row_map, places))
+        counts, rows = ordered.counts, expert_ids.numel()
+        asked = [measure_slots(scores, expert_ids)] if self.check else []
+        if self.alignment > 1:
+            counts = pad_rows(counts, self.alignment)
+            asked.append(counts.sum()[None])
+        if asked:
+            told = torch.cat(asked).tolist()
+            problem = judge_slots(told, num_experts, scores.numel()) if self.check else None
+            if problem is not None:
+                raise problem
+            rows = told[-1] if self.alignment > 1 else rows
+        top_k = expert_ids.shape[1]
+        row_map = map_choices(ordered.slots, tokens=x.shape[0], top_k=top_k)
+        tokens = permute(x, row_map)
+        places = None
+        if self.alignment > 1:
+            tokens, places = align(tokens, ordered.counts, counts, rows=rows)
+        return Dispatched(tokens, counts, (scores.flatten(), row_map, places))
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
         check_outputs(y, dispatched)
-        scores, ordered, row_map, places = dispatched.handle
-        # A token's slots are sorted by expert; its scores are wanted in the same order.
-        weights = scores[ordered.slots[row_map.rows]]
+        weights, row_map, places = dispatched.handle
         return unpermute(unalign(y, places), row_map, weights)
 
 
@@ -117,7 +141,7 @@ class SortedSlots(NamedTuple):
 
     Attributes:
         slots: `[slots]`, stable.
-        counts: `[experts]`, on the host.
+        counts: `[experts]`, on their device.
     """
 
     slots: Tensor
@@ -125,22 +149,30 @@ class SortedSlots(NamedTuple):
 
 
 def sort_slots(expert_of_slot: Tensor, *, num_experts: int) -> SortedSlots:
-    """Sort slots by expert. Local; the host waits for the counts."""
+    """Sort slots by expert; those of no expert, beyond the last one, come last. Local."""
     small = torch.int16 if num_experts < 2**15 else torch.int64  # Radix sort: fewer passes.
-    slots = expert_of_slot.to(small).argsort(stable=True)
-    return SortedSlots(slots, torch.bincount(expert_of_slot, minlength=num_experts).cpu())
+    ordered, slots = expert_of_slot.to(small).sort(stable=True)
+    experts = torch.arange(num_experts, dtype=small, device=slots.device)
+    ends = torch.searchsorted(ordered, experts, right=True)
+    return SortedSlots(slots, ends.diff(prepend=ends.new_zeros(1)))
 
 
-def align(tokens: Tensor, counts: Tensor, alignment: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Pad each group of rows with zeros; return rows, counts, and where the rows went."""
-    if alignment == 1:
-        return tokens, counts, None
-    padded = (counts + alignment - 1) // alignment * alignment
-    shift = (padded.cumsum(0) - padded) - (counts.cumsum(0) - counts)
-    places = torch.arange(len(tokens)) + shift.repeat_interleave(counts)
-    places = places.to(tokens.device)
-    rows = tokens.new_zeros(int(padded.sum()), tokens.shape[1])
-    return rows.index_copy(0, places, tokens), padded, places
+def pad_rows(counts: Tensor, alignment: int) -> Tensor:
+    """Round counts up to multiples of `alignment`."""
+    return (counts + alignment - 1) // alignment * alignment
+
+
+def align(tokens: Tensor, counts: Tensor, padded: Tensor, *, rows: int) -> tuple[Tensor, Tensor]:
+    """Pad each group of rows with zeros; return `rows` rows, and where the tokens went.
+
+    Tokens behind the last group stay behind it.
+    """
+    shift = torch.cat((counts.new_zeros(1), (padded - counts).cumsum(0)))
+    groups = torch.cat((counts, (len(tokens) - counts.sum())[None]))
+    places = torch.arange(len(tokens), device=tokens.device)
+    places = places + shift.repeat_interleave(groups, output_size=len(tokens))
+    empty = tokens.new_zeros(rows, tokens.shape[1])
+    return empty.index_copy(0, places, tokens), places
 
 
 def unalign(y: Tensor, places: Tensor | None) -> Tensor:
@@ -172,18 +204,34 @@ def check_slots(
         raise ShapeError(f"expert_ids must be integers; got {expert_ids.dtype}.")
     if not x.is_floating_point() or not scores.is_floating_point():
         raise ShapeError(f"x and scores must be floating; got {x.dtype} and {scores.dtype}.")
-    if not values or expert_ids.numel() == 0:
-        return
-    low, high = (int(end) for end in expert_ids.aminmax())
+    if values:
+        told = measure_slots(scores, expert_ids).tolist()
+        problem = judge_slots(told, num_experts, scores.numel())
+        if problem is not None:
+            raise problem
+
+
+def measure_slots(scores: Tensor, expert_ids: Tensor) -> Tensor:
+    """The lowest id, the highest and how many scores are no numbers, on their device. Local."""
+    if expert_ids.numel() == 0:
+        return torch.zeros(3, dtype=torch.int64, device=expert_ids.device)
+    low, high = expert_ids.aminmax()
+    bad = (~scores.detach().isfinite()).sum()
+    return torch.stack((low.long(), high.long(), bad))
+
+
+def judge_slots(told: list[int], num_experts: int, entries: int) -> UsageError | None:
+    """Say what is wrong with values that were measured. Local."""
+    low, high, bad = told[:3]
     if low < 0 or high >= num_experts:
-        raise ShapeError(
+        return ShapeError(
             f"expert_ids lie in [{low}, {high}]; the layer has experts 0 to {num_experts - 1}."
         )
-    bad = int((~scores.detach().isfinite()).sum())
     if bad:
-        raise ShapeError(
-            f"{bad} of {scores.numel()} scores are NaN or infinite. Look at the router's input."
+        return ShapeError(
+            f"{bad} of {entries} scores are NaN or infinite. Look at the router's input."
         )
+    return None
 
 
 def settle_outputs(

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from ...errors import ShapeError
+from ...errors import ShapeError, UnsupportedError
 from ...groups import check_tensors, outside_graphs
 from ...layout import local_part
 from ..attention.inputs import autocast
@@ -43,11 +43,12 @@ def grouped_linear(
 
     Args:
         tokens: grouped by expert, as `Dispatched.tokens`.
-        counts: rows of each expert, on the host, adding up to `slots`.
+        counts: rows of each expert, adding up to `slots`, or to less: results of rows behind them
+            are undefined. They are read where they lie on the host, and where there is no kernel.
 
     Raises:
-        ShapeError: shapes do not fit, counts and experts differ in number, or the counts do not add
-            up to the rows.
+        ShapeError: shapes do not fit, counts and experts differ in number, or the counts, where
+            they are read, add up to more than the rows.
     """
     check_tensors(tokens=tokens, counts=counts, weight=weight)
     if counts.ndim != 1 or weight.ndim != 3 or tokens.shape[1:] != weight.shape[2:]:
@@ -55,26 +56,29 @@ def grouped_linear(
             "needs tokens [slots, in], counts [experts] and weight [experts, out, in]; got "
             f"{tuple(tokens.shape)}, {tuple(counts.shape)}, {tuple(weight.shape)}."
         )
-    rows = counts.tolist()
-    if len(rows) != len(weight):
+    if len(counts) != len(weight):
         raise ShapeError(
-            f"{len(rows)} counts for {len(weight)} experts. A dispatcher must lie over the ranks "
+            f"{len(counts)} counts for {len(weight)} experts. A dispatcher must lie over the ranks "
             "that share the experts: AllToAllDispatcher(meshes.expert.get_group())."
         )
-    if sum(rows) != tokens.shape[0]:
-        raise ShapeError(f"counts add up to {sum(rows)}; tokens has {tokens.shape[0]} rows.")
     # torch's kernel ignores autocast and the loop does not: a rank without rows would differ.
     tokens, weight = autocast(tokens), autocast(weight)
-    if _fits_kernel(tokens, weight):
-        ends = counts.cumsum(0).to(tokens.device, torch.int32)
+    kernel = _fits_kernel(tokens, weight)
+    rows = [] if kernel and counts.device.type != "cpu" else counts.tolist()
+    if sum(rows) > len(tokens):
+        raise ShapeError(f"counts add up to {sum(rows)}; tokens has {len(tokens)} rows.")
+    if kernel:
+        ends = counts.cumsum(0, dtype=torch.int32).to(tokens.device)
         out = F.grouped_mm(tokens.contiguous(), weight.transpose(1, 2), offs=ends)
         if out.requires_grad:
             out.register_hook(torch.Tensor.contiguous)  # The kernel refuses an expanded gradient.
     else:
-        pairs = zip(tokens.split(rows), weight.unbind(), strict=True)
-        out = torch.cat([F.linear(x, w) for x, w in pairs])
+        *parts, behind = tokens.split([*rows, len(tokens) - sum(rows)])
+        out = torch.cat([F.linear(x, w) for x, w in zip(parts, weight.unbind(), strict=True)])
+        if len(behind):
+            out = F.pad(out, (0, 0, 0, len(behind)))
     if bias is not None:
-        out = out + _of_rows(bias, counts, sum(rows))
+        out = out + _of_rows(bias, counts, len(tokens))
     return out
 
 
@@ -137,7 +141,14 @@ class GroupedExperts(nn.Module):
         return self.dispatcher.combine(y, sent)
 
 
-def expert_linear(module: Any, name: str, tokens: Tensor, counts: Tensor) -> Tensor:
+def expert_linear(
+    module: Any,
+    name: str,
+    tokens: Tensor,
+    counts: Tensor,
+    *,
+    fetch: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """Run each expert's rows through one weight of `module`, its adapter included. Local.
 
     With `module.grouped_mm` if it has one: `grouped_mm(name, tokens, weight, offsets)`.
@@ -145,21 +156,32 @@ def expert_linear(module: Any, name: str, tokens: Tensor, counts: Tensor) -> Ten
     Args:
         name: `[experts, out, in]`, or `[experts, in, out]` if `module.is_transposed`; beside it
             there may be `NAME_bias`, and the factors of `add_expert_lora`.
+        fetch: makes the experts that the rows are for of those that this rank owns; collective if
+            `Placement.copies` is.
 
     Raises:
         ShapeError: the counts do not add up to the rows.
+        UnsupportedError: `fetch` beside another product, which may know weights by their name.
     """
 
     def local(suffix: str) -> Tensor | None:
         found = getattr(module, name + suffix, None)
-        return None if found is None else local_part(found)
+        if found is None or fetch is None:
+            return None if found is None else local_part(found)
+        return fetch(local_part(found))
 
-    weight = local_part(getattr(module, name))
+    weight = local("")
+    assert weight is not None, name
     if getattr(module, "is_transposed", False):
         weight = weight.transpose(1, 2)
     product = getattr(module, "grouped_mm", None)
     if product is None:
         out = grouped_linear(tokens, counts, weight, local("_bias"))
+    elif fetch is not None:
+        raise UnsupportedError(
+            "copies of experts are multiplied by torch's product alone. Leave out the placement, "
+            "or the other product (of fp8, say)."
+        )
     else:
         out = _other_product(product, name, tokens, counts, weight, local("_bias"))
     a, b = local("_lora_A"), local("_lora_B")
@@ -178,13 +200,16 @@ def _other_product(
     weight: Tensor,
     bias: Tensor | None,
 ) -> Tensor:
-    offsets = counts.cumsum(0).to(tokens.device, torch.int32)
+    offsets = counts.cumsum(0, dtype=torch.int32).to(tokens.device)
     out = product(name, autocast(tokens), weight, offsets)
     return out if bias is None else out + _of_rows(bias, counts, len(tokens))
 
 
 def _of_rows(bias: Tensor, counts: Tensor, rows: int) -> Tensor:
-    return autocast(bias).repeat_interleave(counts.to(bias.device), 0, output_size=rows)
+    counts = counts.to(bias.device)
+    behind = torch.cat((counts, (rows - counts.sum())[None]))
+    of_each = F.pad(autocast(bias), (0, 0, 0, 1))
+    return of_each.repeat_interleave(behind, 0, output_size=rows)
 
 
 def _fits_kernel(tokens: Tensor, weight: Tensor) -> bool:

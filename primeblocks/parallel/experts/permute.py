@@ -9,27 +9,77 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["RowMap", "map_rows", "permute", "unpermute"]
+__all__ = ["RowMap", "map_choices", "map_rows", "permute", "regroup", "spread", "unpermute"]
+
+# Of rows that are widened at a time.
+_WIDE_BYTES = 4 << 20
 
 
 class RowMap(NamedTuple):
     """The token of each row and the rows of each token, so that nothing has to scatter.
 
     Attributes:
-        source: `[rows]`, the token of each row.
-        rows: `[rows]`, the rows of each token, token after token.
-        starts: `[tokens]`, where each token's rows begin in `rows`.
+        source: `[rows]`, the token of each row; any token for a row that nobody reads.
+        rows: the rows of each token that are read, token after token.
+        starts: `[tokens]`, where each token's rows begin in `rows`; None where each has one.
     """
 
     source: Tensor
     rows: Tensor
-    starts: Tensor
+    starts: Tensor | None
 
 
 def map_rows(source: Tensor, *, tokens: int) -> RowMap:
     """Return both directions of `source`, in the order of rows; a token may have no row. Local."""
-    counts = torch.bincount(source, minlength=tokens)
-    return RowMap(source, source.argsort(stable=True), counts.cumsum(0) - counts)
+    ordered, rows = source.sort(stable=True)
+    each = torch.arange(tokens, dtype=source.dtype, device=source.device)
+    return RowMap(source, rows, torch.searchsorted(ordered, each))
+
+
+def map_choices(slots: Tensor, *, tokens: int, top_k: int) -> RowMap:
+    """Return both directions of a sort of choices; a token's rows in its order of them. Local."""
+    inverse = torch.empty_like(slots).scatter_(0, slots, _count(len(slots), slots))
+    return RowMap(slots // max(top_k, 1), inverse, _count(tokens, slots) * top_k)
+
+
+def regroup(counts: Tensor, *, rows: int) -> RowMap:
+    """Return the way of rows that arrived by (source, expert) to (expert, source). Local.
+
+    Args:
+        counts: `[sources, experts]`, adding up to `rows`.
+    """
+    by_expert = counts.t()
+    arrived = _before(counts)
+    wanted = _before(by_expert).t()
+    places = _count(rows, counts) + _of_rows(wanted - arrived, counts, rows)
+    source = _count(rows, counts) + _of_rows((arrived - wanted).t(), by_expert, rows)
+    return RowMap(source, places, None)
+
+
+def spread(row_map: RowMap, counts: Tensor, *, room: int) -> RowMap:
+    """Give each of several groups of rows as much room, the rest of which nobody reads. Local.
+
+    Args:
+        counts: rows of each group, consecutive, adding up to all; what is over `room` is lost.
+    """
+    rows, size = len(row_map.source), len(counts) * room
+    free = torch.arange(0, size, room, device=counts.device) - _before(counts)
+    places = (_count(rows, counts) + _of_rows(free, counts, rows)).clamp(max=size - 1)
+    source = row_map.source.new_zeros(size).scatter_(0, places, row_map.source)
+    return RowMap(source, places[row_map.rows], row_map.starts)
+
+
+def _count(size: int, like: Tensor) -> Tensor:
+    return torch.arange(size, device=like.device)
+
+
+def _before(counts: Tensor) -> Tensor:
+    """The rows in front of each entry, entries in the order in which they are read."""
+    return (counts.flatten().cumsum(0) - counts.flatten()).view(counts.shape)
+
+
+def _of_rows(values: Tensor, counts: Tensor, rows: int) -> Tensor:
+    return values.flatten().repeat_interleave(counts.flatten(), output_size=rows)
 
 
 def permute(x: Tensor, row_map: RowMap) -> Tensor:
@@ -55,7 +105,7 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, row_map: RowMap) -> Tensor:
         ctx.save_for_backward(*row_map)
-        return x.index_select(0, row_map.source)
+        return _copies(x, row_map.source)
 
     @staticmethod
     @once_differentiable
@@ -82,19 +132,30 @@ class _Unpermute(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, Tensor | None]:
         (grad,) = grads
         if ctx.source is not None:
-            return grad.index_select(0, ctx.source), None, None
+            return _copies(grad, ctx.source), None, None
         source, order, weights, rows = ctx.saved_tensors
         grad = grad.contiguous()
-        by_row = torch.empty_like(weights)
+        if not len(grad):
+            none = None if rows is None else torch.zeros_like(weights)
+            return _copies(grad, source), None, none
+        by_row = weights.new_zeros(len(source))  # Of rows that nobody reads it stays so.
         by_row[order] = weights
         # A bag of one row is a gather that multiplies in passing.
-        of_rows = _bags(grad, source, torch.arange(len(source), device=grad.device), by_row)
+        of_rows = _bags(grad, source, _count(len(source), source), by_row)
         if rows is None:
             return of_rows, None, None
         return of_rows, None, _dots(rows, grad, source)[order].to(weights.dtype)
 
 
+def _copies(x: Tensor, source: Tensor) -> Tensor:
+    # Without tokens there may be rows still, that nobody reads.
+    return x.index_select(0, source) if len(x) else x.new_zeros(len(source), x.shape[1])
+
+
 def _sum(rows: Tensor, row_map: RowMap, weights: Tensor | None) -> Tensor:
+    if row_map.starts is None:
+        assert weights is None
+        return rows.index_select(0, row_map.rows)
     if not len(rows):  # An empty table has no row to look up, not even for an empty bag.
         return rows.new_zeros(len(row_map.starts), rows.shape[1])
     return _bags(rows.contiguous(), row_map.rows, row_map.starts, weights)
@@ -117,15 +178,19 @@ def _bags(rows: Tensor, chosen: Tensor, starts: Tensor, weights: Tensor | None) 
 def _dots(rows: Tensor, grad: Tensor, source: Tensor) -> Tensor:
     """`[rows]`: each row times the gradient of its token, in float32 for low precision."""
     wide = torch.promote_types(rows.dtype, torch.float32)
-    grad, step = grad.to(wide), max(len(rows), 1)
-    if rows.dtype != wide:  # By parts: on a CPU they stay in its cache while they are wide.
-        step = 512 if rows.device.type == "cpu" else 65536
-    found = grad.new_empty(len(rows))
+    step = max(len(rows), 1)
+    if rows.dtype != wide:  # By parts: on a CPU they stay in its cache, on a GPU memory is short.
+        on_cpu = rows.device.type == "cpu"
+        step = max(1, (_WIDE_BYTES if on_cpu else 16 * _WIDE_BYTES) // max(4 * rows.shape[1], 1))
+        grad = grad.to(wide) if on_cpu else grad
+    found = rows.new_empty(len(rows), dtype=wide)
     for start in range(0, len(rows), step):
-        part, tokens = rows[start : start + step].to(wide), source[start : start + step]
-        each = torch.arange(len(part), device=rows.device)
+        part, at = rows[start : start + step].to(wide), source[start : start + step]
+        each, against = torch.arange(len(part), device=rows.device), grad
+        if grad.dtype != wide:
+            against, at = grad.index_select(0, at).to(wide), each
         # Autograd's own function for the weights of an embedding bag: a dot product each, no copy.
         found[start : start + step] = torch.ops.aten._embedding_bag_per_sample_weights_backward(
-            grad, part, each, each, tokens, 0
+            against, part, each, each, at, 0
         )
     return found

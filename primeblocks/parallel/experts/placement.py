@@ -12,7 +12,7 @@ plan is made from counts, on the host. Used in a layer, between router and exper
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral
@@ -105,7 +105,9 @@ class Placement:
             lines.append(f"{rank:>4}{before[rank]:>12.1f}{after:>12.1f}  {experts}")
         return "\n".join(lines)
 
-    def assign(self, expert_ids: Tensor, *, rank: int) -> Int64[Tensor, "tokens top_k"]:
+    def assign(
+        self, expert_ids: Tensor, *, rank: int, check: bool = True
+    ) -> Int64[Tensor, "tokens top_k"]:
         """Choose a physical expert for each choice of a logical one. Local.
 
         The choices of an expert go round its copies, in their order in `expert_ids`, so that
@@ -114,20 +116,26 @@ class Placement:
         Args:
             expert_ids: `[tokens, top_k]`, integers in `[0, num_experts)`.
             rank: this rank, in the group that shares the experts.
+            check: look at the ids, for which the host waits. Without it those out of range become
+                -1, which a dispatcher refuses that looks at them.
 
         Raises:
             ShapeError: another shape or dtype, or ids out of range.
         """
-        self._check_ids(expert_ids)
+        self._check_ids(expert_ids, values=check)
+        asked = expert_ids.flatten().long()
+        flat = asked.clamp(0, self.num_experts - 1)
         device = expert_ids.device
-        flat = expert_ids.flatten().long()
-        physical, copies = (table.to(device) for table in self._tables)
-        chosen = torch.bincount(flat, minlength=self.num_experts)
-        order = flat.argsort(stable=True)
-        nth = torch.empty_like(flat)
-        nth[order] = torch.arange(flat.numel(), device=device) - _starts(chosen)[flat[order]]
+        physical = self._table("physical", device, self._physical)
+        copies = self._table("copies", device, lambda: torch.tensor(self._copies))
+        experts = torch.arange(self.num_experts, device=device)
+        ordered, order = flat.sort(stable=True)
+        nth = torch.arange(flat.numel(), device=flat.device)
+        nth = torch.empty_like(flat).scatter_(
+            0, order, nth - torch.searchsorted(ordered, experts)[ordered]
+        )
         which = _starts(copies)[flat] + (nth + rank) % copies[flat]
-        return physical[which].view(expert_ids.shape)
+        return physical[which].masked_fill(asked != flat, -1).view(expert_ids.shape)
 
     @outside_graphs
     def copies(self, own: Tensor, *, group: dist.ProcessGroup, check: bool = True) -> Tensor:
@@ -157,10 +165,11 @@ class Placement:
         settle("Placement.copies", look, own, group=group, check=check)
         share, me = self.num_experts // self.ranks, group.rank()
         to = [self._sent(me, other) for other in range(self.ranks)]
-        rows = torch.tensor([e - me * share for run in to for e in run], device=own.device)
+        mine = [e - me * share for run in to for e in run]
+        rows = self._table(f"rows of {me}", own.device, lambda: torch.tensor(mine).long())
         # What comes is ordered by owner, as the physical experts are: nothing to rearrange.
         return all_to_all_rows(
-            own.index_select(0, rows.long()),
+            own.index_select(0, rows),
             send_counts=[len(run) for run in to],
             receive_counts=[len(self._sent(other, me)) for other in range(self.ranks)],
             group=group,
@@ -170,12 +179,19 @@ class Placement:
     def _copies(self) -> list[int]:
         return np.bincount(self.logical_of_physical, minlength=self.num_experts).tolist()
 
+    def _physical(self) -> Tensor:
+        """Physical experts sorted by the logical one."""
+        return torch.tensor(self.logical_of_physical).argsort(stable=True)
+
+    def _table(self, name: str, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
+        """Copy to a device once: each copy makes the host wait."""
+        if (name, device) not in self._tables:
+            self._tables[name, device] = make().to(device)
+        return self._tables[name, device]
+
     @cached_property
-    def _tables(self) -> tuple[Tensor, Tensor]:
-        """Physical experts sorted by the logical one, and how many of these each has."""
-        return torch.tensor(self.logical_of_physical).argsort(stable=True), torch.tensor(
-            self._copies
-        )
+    def _tables(self) -> dict[tuple[str, torch.device], Tensor]:
+        return {}
 
     def _held(self, rank: int) -> tuple[int, ...]:
         return self.logical_of_physical[
@@ -202,16 +218,16 @@ class Placement:
                 "copies."
             )
 
-    def _check_ids(self, expert_ids: Tensor) -> None:
+    def _check_ids(self, expert_ids: Tensor, *, values: bool) -> None:
         check_tensors(expert_ids=expert_ids)
         if expert_ids.ndim != 2 or expert_ids.is_floating_point() or expert_ids.dtype == torch.bool:
             raise ShapeError(
                 f"expert_ids must be integers [tokens, top_k]; "
                 f"got {expert_ids.dtype} {tuple(expert_ids.shape)}."
             )
-        if expert_ids.numel() == 0:
+        if expert_ids.numel() == 0 or not values:
             return
-        low, high = (int(end) for end in expert_ids.aminmax())
+        low, high = torch.stack(expert_ids.aminmax()).tolist()
         if low < 0 or high >= self.num_experts:
             raise ShapeError(
                 f"expert_ids lie in [{low}, {high}]; the plan has experts 0 to "

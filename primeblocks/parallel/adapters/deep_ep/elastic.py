@@ -15,7 +15,7 @@ __all__ = ["elastic_dispatcher"]
 
 _NEEDED = {
     "topk_idx_t": (),
-    "EPHandle": ("num_sms",),
+    "EPHandle": ("num_sms", "num_recv_tokens_per_expert_list"),
     "ElasticBuffer": (
         *("group", "num_max_tokens_per_rank", "hidden", "num_topk"),
         *("deterministic", "explicitly_destroy"),
@@ -102,7 +102,7 @@ class _ElasticBuffer:
             num_experts=num_experts,
             num_sms=self._num_sms,
         )
-        return Received(rows, gates, ids, handle)
+        return Received(rows, gates, ids, handle.num_recv_tokens_per_expert_list, handle)
 
     def send_again(self, x: Tensor, handle: Any) -> Tensor:
         # Given a handle, DeepEP would derive num_sms from a num_experts that it does not know yet.

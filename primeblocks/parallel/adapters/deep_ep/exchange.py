@@ -11,14 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ....errors import ClosedError, PlanError, ShapeError, UnsupportedError
-from ....groups import check_group, check_tensors, facts_of, settle
+from ....errors import ClosedError, PlanError, ShapeError, UnsupportedError, UsageError
+from ....groups import Carried, check_group, check_tensors, facts_of, settle
 from ...experts.dispatcher import (
     Dispatched,
     align,
     check_outputs,
     check_slots,
     checked_alignment,
+    judge_slots,
+    measure_slots,
+    pad_rows,
     sort_slots,
     unalign,
 )
@@ -48,12 +51,14 @@ class Received(NamedTuple):
     Attributes:
         scores: `[rows, top_k]`, as sent; undefined where the expert lives elsewhere.
         expert_ids: `[rows, top_k]`, local; -1 where the expert lives elsewhere.
+        counts: choices of each local expert, on the host: DeepEP has waited for them.
         handle: DeepEP's own, which remembers the layout.
     """
 
     rows: Tensor
     scores: Tensor
     expert_ids: Tensor
+    counts: list[int]
     handle: Any
 
 
@@ -132,12 +137,19 @@ class DeepEpDispatcher:
             x, scores = F.pad(x, (0, 0, 0, 1)), F.pad(scores, (0, 0, 0, 1))
             expert_ids = F.pad(expert_ids, (0, 0, 0, 1), value=-1)
         x, scores = x.contiguous(), scores.to(SCORES).contiguous()
-        rows, gates, ids, handle = _Send.apply(x, scores, expert_ids, buffer, num_experts)
-        row, choice = (ids >= 0).nonzero(as_tuple=True)
-        ordered = sort_slots(ids[row, choice], num_experts=num_experts // self.group.size())
-        row_map = map_rows(row[ordered.slots], tokens=len(rows))
-        arrived, counts, places = align(permute(rows, row_map), ordered.counts, self.alignment)
-        weights = gates[row, choice][ordered.slots[row_map.rows]]
+        received = _Send.apply(x, scores, expert_ids, buffer, num_experts)
+        rows, gates, ids, chosen, handle = received
+        share = len(chosen)
+        slots, counts = sort_slots(ids.masked_fill(ids < 0, share).flatten(), num_experts=share)
+        slots = slots[: sum(chosen)]
+        row_map = map_rows(slots // ids.shape[1], tokens=len(rows))
+        arrived, places = permute(rows, row_map), None
+        if self.alignment > 1:
+            padded = pad_rows(counts, self.alignment)
+            most = sum(-(-count // self.alignment) for count in chosen) * self.alignment
+            arrived, places = align(arrived, counts, padded, rows=most)
+            counts = padded
+        weights = gates.flatten()[slots[row_map.rows]]
         return Dispatched(arrived, counts, _Sent(handle, row_map, weights, places, tokens))
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
@@ -189,21 +201,26 @@ class DeepEpDispatcher:
         def look() -> dict[str, object]:
             check_tensors(x=x)
             _check_rows("x", x, self.hidden)
-            check_slots(x, scores, expert_ids, num_experts=num_experts, values=self.check)
+            check_slots(x, scores, expert_ids, num_experts=num_experts, values=False)
             self._check_room(x.shape[0], expert_ids.shape[1])
             if num_experts % self.group.size():
                 raise PlanError(
                     f"{num_experts} experts cannot be shared equally by {self.group.size()} ranks. "
                     f"Plan with an expert degree that divides {num_experts}."
                 )
-            if self.check:
-                _check_distinct(expert_ids)
             facts = {"num_experts": num_experts, "top_k": expert_ids.shape[1]}
             facts |= {"hidden": self.hidden, "max_tokens": self.max_tokens or 0}
             return facts | facts_of("x", x) | facts_of("scores", scores)
 
+        def judge(told: list[int]) -> UsageError | None:
+            return judge_slots(told, num_experts, scores.numel()) or _judge_distinct(told[3])
+
+        def carry() -> Carried:
+            found = torch.cat((measure_slots(scores, expert_ids), _count_twice(expert_ids)))
+            return Carried(found, judge)
+
         call = "DeepEpDispatcher.dispatch"
-        settle(call, look, x, scores, group=self.group, check=self.check)
+        settle(call, look, x, scores, group=self.group, check=self.check, carry=carry)
 
     def _check_room(self, tokens: int, top_k: int) -> None:
         if self.max_tokens is not None and tokens > self.max_tokens:
@@ -270,10 +287,15 @@ def _check_rows(name: str, x: Tensor, hidden: int) -> None:
         )
 
 
-def _check_distinct(expert_ids: Tensor) -> None:
+def _count_twice(expert_ids: Tensor) -> Tensor:
     ids = expert_ids.sort(1).values
-    if bool((ids[:, 1:] == ids[:, :-1]).any()):
-        raise UnsupportedError(
-            "a token chose an expert twice, at which DeepEP's kernel aborts. Merge the choices, "
-            "or use AllToAllDispatcher."
-        )
+    return (ids[:, 1:] == ids[:, :-1]).sum()[None]
+
+
+def _judge_distinct(twice: int) -> UsageError | None:
+    if not twice:
+        return None
+    return UnsupportedError(
+        "a token chose an expert twice, at which DeepEP's kernel aborts. Merge the choices, "
+        "or use AllToAllDispatcher."
+    )

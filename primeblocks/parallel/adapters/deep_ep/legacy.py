@@ -95,7 +95,7 @@ class _LegacyBuffer:
         per_rank, per_node, per_expert, in_rank, _ = self._buffer.get_dispatch_layout(
             ids, num_experts
         )
-        rows, row_ids, gates, _, handle, _ = self._buffer.dispatch(
+        rows, row_ids, gates, counts, handle, _ = self._buffer.dispatch(
             x,
             num_tokens_per_rank=per_rank,
             num_tokens_per_rdma_rank=per_node,
@@ -105,7 +105,7 @@ class _LegacyBuffer:
             topk_weights=scores,
             config=self._dispatching,
         )
-        return Received(rows, gates, row_ids, handle)
+        return Received(rows, gates, row_ids, counts, handle)
 
     def send_again(self, x: Tensor, handle: Any) -> Tensor:
         return self._buffer.dispatch(x, handle=handle, config=self._dispatching)[0]

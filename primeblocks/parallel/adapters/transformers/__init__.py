@@ -13,6 +13,7 @@ except ImportError as error:
     raise MissingPackageError("transformers", "transformers") from error
 
 from .checkpoint import load_pretrained, save_pretrained
+from .experts import place_experts
 from .families import FAMILIES, Family
 from .indexed import IndexedAttention
 from .parallelize import local_inputs, parallelize
@@ -24,6 +25,7 @@ __all__ = [
     "load_pretrained",
     "local_inputs",
     "parallelize",
+    "place_experts",
     "save_pretrained",
 ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,12 +17,13 @@ from ....errors import PlanError, UnsupportedError
 from ...attention.ulysses import ulysses_attention
 from ...experts.all_to_all import AllToAllDispatcher
 from ...experts.dispatcher import LocalDispatcher, TokenDispatcher
+from ...experts.placement import Placement
 from ...fsdp import check_dispatcher, fully_shard_moe
 from ...mesh import Meshes
 from ...sequence import SequencePlan
 from .attention import Context, install_attention
 from .checkpoint import materialize
-from .experts import experts_of, install_experts, routers_of
+from .experts import experts_of, install_experts, place_experts, routers_of
 from .families import FAMILIES, Family
 from .indexed import IndexedAttention, install_indexed_attention, scorers_of
 from .recurrence import install_recurrence
@@ -37,6 +38,7 @@ def parallelize(
     attention: Callable[..., Tensor] | IndexedAttention | None = None,
     precision: MixedPrecisionPolicy | None = None,
     dispatcher: TokenDispatcher | None = None,
+    placements: Sequence[Placement | None] = (),
 ) -> None:
     """Run a causal language model's experts, sequences and FSDP2 over `meshes`, in place.
 
@@ -56,6 +58,8 @@ def parallelize(
         precision: see `fully_shard_moe`; routers and the weights of indexers stay in float32.
         dispatcher: must share experts over `meshes.expert`; default: `AllToAllDispatcher`, and
             `LocalDispatcher` where there is one rank to share them.
+        placements: copies of hot experts, a plan for each layer that has some; default: no copies.
+            With them this is collective: see `place_experts`, which takes newer plans later.
 
     Raises:
         UnsupportedError: a model that no test covers, or one that cannot be split so; from the
@@ -95,6 +99,8 @@ def parallelize(
     elif dispatcher is None:
         dispatcher = AllToAllDispatcher(meshes.expert.get_group())
     install_experts(experts, dispatcher)
+    if placements:
+        place_experts(model, placements, meshes=meshes)
     if not family.context:
         _install(model, attention, family, meshes.context.get_group())
     for module in model.modules():
