@@ -140,12 +140,6 @@ def kvoffload():
 
 
 @contextmanager
-def kvoffload_eviction():
-    with TieredStore([HostTier(capacity_bytes=1 << 20, page_bytes=4096)]) as store:
-        yield {"store": store}
-
-
-@contextmanager
 def kvoffload_vllm():
     with vllm_without_engines():
         names = {"model": str(tiny_models.save("qwen3_moe", "model", **SIZES))}
@@ -203,6 +197,12 @@ def sparse_attention():
         "layer": torch.nn.Linear(4, 4),
         **drawn,
     }
+
+
+@contextmanager
+def serving():
+    yield (names := {name: mock.AsyncMock() for name in ("engine_a", "engine_b")})
+    assert names["fleet"].states(names["describe"]([1, 2, 3, 4], ""))[0].matched == 1
 
 
 @contextmanager
@@ -386,12 +386,15 @@ PAGES = {
     "docs/kvoffload.md": kvoffload,
     "docs/kvoffload_capacity.md": kvoffload_capacity,
     "docs/kvoffload_disk.md": kvoffload_disk,
-    "docs/kvoffload_eviction.md": kvoffload_eviction,
+    "docs/kvoffload_eviction.md": lambda: nullcontext(
+        {"store": TieredStore([HostTier(capacity_bytes=1 << 20, page_bytes=4096)])}
+    ),
     "docs/kvoffload_vllm.md": kvoffload_vllm,
     "docs/losses.md": losses,
     "docs/parallel.md": parallel,
     "docs/plan.md": a_plan,
     "docs/replay.md": replay,
+    "docs/serving.md": serving,
     "docs/weightsync.md": weightsync,
     "docs/weightsync_proof.md": lambda: nullcontext({}),
 }

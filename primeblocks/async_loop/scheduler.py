@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from ..errors import EngineError, UsageError
+from ..errors import UsageError
 
-__all__ = ["AdaptiveLimit", "Admission", "LeastLoaded", "Retries"]
+__all__ = ["AdaptiveLimit", "Admission", "Retries"]
 
 
 @dataclass(frozen=True)
@@ -144,36 +142,3 @@ class Retries:
     def wait_s(self, attempt: int) -> float:
         """Seconds before the attempt after number `attempt`, which counts from 1. Pure."""
         return self.backoff_s * 2.0 ** (attempt - 1)
-
-
-class LeastLoaded:
-    """Several engines behind one `generate`: each request goes to the one with the fewest.
-
-    Args:
-        engines: `generate` callables, one an engine.
-
-    Raises:
-        UsageError: there is none.
-    """
-
-    def __init__(self, engines: Sequence[Callable[..., Any]]) -> None:
-        if not engines:
-            raise UsageError("needs at least one engine")
-        self.engines = list(engines)
-        self.in_flight = [0] * len(self.engines)
-
-    async def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Await the call of one engine.
-
-        Raises:
-            EngineError: with the engine's position, from the engine.
-        """
-        place = min(range(len(self.engines)), key=lambda i: (self.in_flight[i], i))
-        self.in_flight[place] += 1
-        try:
-            return await self.engines[place](*args, **kwargs)
-        except EngineError as error:
-            error.engines = (place,)
-            raise
-        finally:
-            self.in_flight[place] -= 1

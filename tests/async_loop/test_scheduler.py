@@ -1,14 +1,12 @@
 """Limits on what an engine gets, and what becomes of requests that fail."""
 
-import asyncio
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from primeblocks.async_loop import StalenessPolicy
-from primeblocks.async_loop.scheduler import AdaptiveLimit, Admission, LeastLoaded, Retries
-from primeblocks.errors import EngineError, UsageError
+from primeblocks.async_loop.scheduler import AdaptiveLimit, Admission, Retries
+from primeblocks.errors import UsageError
 
 
 def test_the_limit_grows_by_addition_while_it_binds_and_there_is_room():
@@ -64,41 +62,6 @@ def test_retries_wait_twice_as_long_each_time():
     for wrong in ({"attempts": 0}, {"backoff_s": -1.0}, {"give_up_after": 0}):
         with pytest.raises(UsageError, match="needs attempts"):
             Retries(**wrong)
-
-
-def test_requests_go_to_the_engine_that_has_the_fewest():
-    async def main():
-        held = [asyncio.Event() for _ in range(3)]
-        came = [[], [], []]
-
-        def engine(place):
-            async def generate(prompt, *, version):
-                came[place].append(prompt)
-                await held[place].wait()
-                if prompt == "broken":
-                    raise EngineError("lost")
-                return prompt, version
-
-            return generate
-
-        spread = LeastLoaded([engine(place) for place in range(3)])
-        first = [asyncio.ensure_future(spread(i, version=7)) for i in range(4)]
-        await asyncio.sleep(0)
-        assert came == [[0, 3], [1], [2]]
-        held[1].set()
-        assert await first[1] == (1, 7)
-        broken = asyncio.ensure_future(spread("broken", version=7))
-        with pytest.raises(EngineError, match="lost") as raised:
-            await broken
-        assert raised.value.engines == (1,)
-        for event in held:
-            event.set()
-        await asyncio.gather(*first)
-        assert spread.in_flight == [0, 0, 0]
-
-    asyncio.run(main())
-    with pytest.raises(UsageError, match="at least one engine"):
-        LeastLoaded([])
 
 
 @given(

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ...errors import EngineError, UsageError
 from ..rollout import Group, Rollout
-from ..scheduler import LeastLoaded
+from ..routing import Fleet
 from .distribution import Distribution
 from .engine import EngineModel, SimulatedEngine
 
@@ -97,7 +97,7 @@ class World:
     def open(self) -> None:
         """Start the engines, in the running event loop."""
         self._engines = [SimulatedEngine(model) for model in self._models]
-        self._ask = LeastLoaded([engine.generate for engine in self._engines])
+        self._ask = Fleet({str(place): each.generate for place, each in enumerate(self._engines)})
 
     def prompts(self) -> Iterator[_Prompt]:
         """Yield prompts without end."""

@@ -1,0 +1,1 @@
+"""What `benchmarks.serving` measures, one question a file."""

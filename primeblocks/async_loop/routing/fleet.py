@@ -1,0 +1,178 @@
+"""A fleet: engines that come and go, what each has, and a route between them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ...errors import EngineError, UsageError
+from .routes import EngineState, Request, Route, least_loaded
+
+__all__ = ["Fleet"]
+
+
+@dataclass(eq=False)
+class _Engine:
+    generate: Callable[..., Any]
+    max_in_flight: int
+    bit: int
+    in_flight: int = 0
+    is_open: bool = True
+    pages: OrderedDict[Hashable, None] = field(default_factory=OrderedDict)
+
+
+class Fleet:
+    """Several engines behind one `generate`, each request to the one that `route` chooses.
+
+    What an engine holds is not asked for: it is believed to hold the pages of the requests that it
+    got last. An engine that raises `EngineError` gets no more requests until it is added again; the
+    error reaches the caller, whose retry goes elsewhere (`scheduler.Retries`). Local; for one event
+    loop.
+
+    Args:
+        engines: `generate` callables by name.
+        route: chooses among engines that are open.
+        describe: makes a `Request` of a call's arguments; by default nothing is known of it.
+        max_in_flight: requests that one engine takes, or a number by name.
+        cache_pages: pages that one engine holds; 0 where `route` does not look at them.
+
+    Raises:
+        UsageError: there is no engine, or a number is out of range.
+    """
+
+    def __init__(
+        self,
+        engines: Mapping[str, Callable[..., Any]],
+        *,
+        route: Route = least_loaded,
+        describe: Callable[..., Request] | None = None,
+        max_in_flight: int | Mapping[str, int] = 64,
+        cache_pages: int = 0,
+    ) -> None:
+        if not engines or cache_pages < 0:
+            raise UsageError(
+                f"needs at least one engine and cache_pages >= 0; got {len(engines)} and "
+                f"{cache_pages}"
+            )
+        self._route, self._describe, self._cache_pages = route, describe, cache_pages
+        self._max_in_flight, self._routed = max_in_flight, 0
+        self._engines: dict[str, _Engine] = {}
+        self._held: dict[Hashable, int] = {}  # by page, a bit for each engine that has it
+        for name, generate in engines.items():
+            self.add(name, generate)
+
+    async def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Await the call of one engine.
+
+        Raises:
+            EngineError: from the engine, with its name as a note; or all engines are closed.
+        """
+        request = Request() if self._describe is None else self._describe(*args, **kwargs)
+        name = self.choose(request)
+        engine = self._engines[name]
+        self._believe(engine, request.pages)
+        engine.in_flight += 1
+        try:
+            return await engine.generate(*args, **kwargs)
+        except EngineError as error:
+            error.add_note(f"It is engine {name!r} of the fleet.")
+            if self._engines.get(name) is engine:
+                self.drain(name)
+            raise
+        finally:
+            engine.in_flight -= 1
+
+    def choose(self, request: Request) -> str:
+        """Return the name of the engine that gets a request.
+
+        Raises:
+            EngineError: no engine is open.
+            UsageError: the route names none of those that it was given.
+        """
+        states = self.states(request)
+        if not states:
+            raise EngineError(f"all {len(self._engines)} engines of the fleet are closed or gone")
+        place = self._route(replace(request, ordinal=self._routed), states)
+        if not 0 <= place < len(states):
+            raise UsageError(f"the route chose engine {place} of {len(states)}")
+        self._routed += 1
+        return states[place].name
+
+    def states(self, request: Request | None = None) -> Sequence[EngineState]:
+        """Return the engines that are open, and what they have of `request`."""
+        request = Request() if request is None else request
+        matched = self._matched(request.pages)
+        return [
+            EngineState(name, engine.in_flight, engine.max_in_flight, matched.get(engine.bit, 0))
+            for name, engine in self._engines.items()
+            if engine.is_open
+        ]
+
+    def drain(self, name: str) -> None:
+        """Give an engine no more requests; it ends those that it has, and its pages are forgotten.
+
+        Raises:
+            UsageError: there is none of that name.
+        """
+        engine = self._named(name)
+        engine.is_open = False
+        self._forget(engine)
+
+    def add(self, name: str, generate: Callable[..., Any]) -> None:
+        """Add an engine, or open one again: it holds no page. Give it the current weights first.
+
+        Raises:
+            UsageError: `max_in_flight` has no number for it.
+        """
+        limit = self._max_in_flight
+        most = limit if isinstance(limit, int) else limit.get(name, 0)
+        if most < 1:
+            raise UsageError(f"max_in_flight of engine {name!r} must be at least 1; got {most}")
+        if (before := self._engines.get(name)) is not None:
+            self._forget(before)
+        bit = 1 << len(self._engines) if before is None else before.bit
+        self._engines[name] = _Engine(generate, most, bit)
+
+    def _named(self, name: str) -> _Engine:
+        if name not in self._engines:
+            raise UsageError(f"no engine {name!r} in the fleet: {sorted(self._engines)}")
+        return self._engines[name]
+
+    def _matched(self, pages: Sequence[Hashable]) -> dict[int, int]:
+        """Return the lead pages that each engine holds, by its bit."""
+        if not self._cache_pages:
+            return {}
+        found, here = {}, (1 << len(self._engines)) - 1
+        for count, page in enumerate([*pages, None]):
+            still = here & self._held.get(page, 0) if count < len(pages) else 0
+            gone = here & ~still
+            while gone:
+                bit = gone & -gone
+                found[bit] = count
+                gone ^= bit
+            if not (here := still):
+                break
+        return found
+
+    def _believe(self, engine: _Engine, pages: Sequence[Hashable]) -> None:
+        if not self._cache_pages:
+            return
+        # The last page goes first, as in an engine's own cache.
+        for page in reversed(pages[: self._cache_pages]):
+            engine.pages[page] = None
+            engine.pages.move_to_end(page)
+            self._held[page] = self._held.get(page, 0) | engine.bit
+        while len(engine.pages) > self._cache_pages:
+            self._leave(engine, engine.pages.popitem(last=False)[0])
+
+    def _forget(self, engine: _Engine) -> None:
+        for page in engine.pages:
+            self._leave(engine, page)
+        engine.pages.clear()
+
+    def _leave(self, engine: _Engine, page: Hashable) -> None:
+        self._held[page] &= ~engine.bit
+        if not self._held[page]:
+            del self._held[page]

@@ -1,0 +1,126 @@
+"""Routes: pure choices of the engine that gets a request, from facts about both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from ...errors import UsageError
+
+__all__ = [
+    "EngineState",
+    "PrefixAndLoad",
+    "Request",
+    "Route",
+    "consistent_hash",
+    "least_loaded",
+    "round_robin",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Facts of a request that no engine has yet.
+
+    Args:
+        session: the conversation that it belongs to, as text.
+        pages: names of the whole pages of its prompt, first page first, the cache's salt in each:
+            a page of another policy version is another page. `kvoffload.page_hashes` names them.
+        ordinal: requests of the fleet before it.
+    """
+
+    session: str = ""
+    pages: tuple[Hashable, ...] = ()
+    ordinal: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """One engine that may get a request, at this moment.
+
+    Args:
+        name: its name in the fleet.
+        in_flight: requests that it has.
+        max_in_flight: requests beyond which they wait for each other, or for its cache.
+        matched: lead pages of the request that it is believed to hold.
+    """
+
+    name: str
+    in_flight: int
+    max_in_flight: int
+    matched: int = 0
+
+    @property
+    def load(self) -> float:
+        """Requests in flight over what it takes."""
+        return self.in_flight / self.max_in_flight
+
+
+Route = Callable[[Request, Sequence[EngineState]], int]
+
+
+def round_robin(request: Request, engines: Sequence[EngineState]) -> int:
+    """Choose one engine after the other."""
+    return request.ordinal % len(engines)
+
+
+def least_loaded(request: Request, engines: Sequence[EngineState]) -> int:
+    """Choose the engine with the least load, the first of several."""
+    return min(range(len(engines)), key=lambda place: engines[place].load)
+
+
+def consistent_hash(request: Request, engines: Sequence[EngineState]) -> int:
+    """Choose the same engine for a session each time, whatever its load.
+
+    Where an engine leaves or joins, the sessions move that it had or gets, and no others. It is
+    here to be compared with: a session stays with an engine that is saturated while others idle.
+
+    Source: highest random weight, Thaler and Ravishankar 1998.
+    """
+
+    def weight(place: int) -> int:
+        return xxhash.xxh3_64_intdigest(f"{engines[place].name}\0{request.session}".encode())
+
+    return max(range(len(engines)), key=weight)
+
+
+@dataclass(frozen=True)
+class PrefixAndLoad:
+    """Choose by the part of the prompt that an engine holds, less `beta` times its relative load.
+
+    That is its requests in flight over the mean of all engines. A saturated engine gets nothing
+    while another has room: a session moves, and computes its prompt once more there.
+
+    Args:
+        beta: the part of a prompt that as many requests as the mean are worth. 0 is prefix alone;
+            the more, the sooner a session moves.
+        saturated: load from which an engine has no room.
+
+    Raises:
+        UsageError: a number is negative, or `saturated` is 0.
+
+    Source: the score is that of vLLM's production-stack, #1035.
+    """
+
+    beta: float = 0.4
+    saturated: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.beta >= 0 or not self.saturated > 0:
+            raise UsageError(
+                f"needs beta >= 0 and saturated > 0; got {self.beta} and {self.saturated}"
+            )
+
+    def __call__(self, request: Request, engines: Sequence[EngineState]) -> int:
+        # With few requests one more or less says nothing.
+        mean = max(1.0, sum(engine.in_flight for engine in engines) / len(engines))
+
+        def score(place: int) -> tuple[bool, float, float]:
+            engine = engines[place]
+            held = engine.matched / max(1, len(request.pages))
+            has_room = engine.load < self.saturated
+            return has_room, held - self.beta * engine.in_flight / mean, -engine.load
+
+        return max(range(len(engines)), key=score)
