@@ -71,7 +71,7 @@ nitpick_ignore_regex = [
     (
         "py:class",
         r"Encode|Fault|Optimizer|ParamsT|Generate|Ledger|Limit|Load|LoRARequest|Make|NamedTensors|"
-        r"PreTrainedTokenizerBase|Publish|StepResult|Tensors|Train",
+        r"PreTrainedTokenizerBase|Publish|Route|StepResult|Tensors|Train",
     ),
 ]
 
