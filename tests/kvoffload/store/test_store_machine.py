@@ -160,17 +160,18 @@ class StoreMachine(RuleBasedStateMachine):
             return
         self.faultless = False
         self.damaged = True  # which a flush may be the first to see
-        if how == "remove":
-            file.unlink()
-            return
-        content = bytearray(file.read_bytes())
-        at = int(where * len(content))
-        with file.open("r+b") as opened:
-            if how == "truncate":
-                opened.truncate(at)
-            elif content:
-                opened.seek(at)
-                opened.write(bytes([content[at] ^ 1 << bit]))
+        with contextlib.suppress(FileNotFoundError):  # the store's thread removed it meanwhile
+            if how == "remove":
+                file.unlink()
+                return
+            content = bytearray(file.read_bytes())
+            at = int(where * len(content))
+            with file.open("r+b") as opened:
+                if how == "truncate":
+                    opened.truncate(at)
+                elif content:
+                    opened.seek(at)
+                    opened.write(bytes([content[at] ^ 1 << bit]))
 
     def teardown(self):
         if self.store is not None:
