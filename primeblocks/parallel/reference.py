@@ -54,6 +54,7 @@ def attention(
     causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
+    softcap: float | None = None,
     sinks: Float[Tensor, " heads"] | None = None,
 ) -> Float[Tensor, "tokens heads value_dim"]:
     """Compute what `ring_attention` and `ulysses_attention` do: all scores, masked. Local.
@@ -63,6 +64,8 @@ def attention(
     q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[0] // x.shape[0], 0) for x in (k, v))
     scores = q @ k.transpose(1, 2) * (q.shape[2] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     document = torch.arange(len(document_lengths)).repeat_interleave(torch.tensor(document_lengths))
     place = torch.arange(len(document))
     behind = place[:, None] - place

@@ -35,7 +35,8 @@ class StepCounter(TorchDispatchMode):
     to the device do not. On the meta device steps of any size are counted, and a read of values
     raises. Under `FakeTensorMode` enter it last: reads need a `ShapeEnv`, and a `tolist` counts
     once a number. A fake CUDA takes few operators, and no gradients, in a torch that was built
-    without it. The inside of an operator of `torch.library` or a compiled kernel is not seen.
+    without it. The inside of an operator of `torch.library`, of FlexAttention or of a
+    compiled kernel is not seen.
     Local.
 
     Args:
@@ -49,6 +50,8 @@ class StepCounter(TorchDispatchMode):
         received_bytes: of each collective, from other ranks. Of a sum, what a ring would bring.
         peak_bytes: the most that storages made in the step took at one time.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, *, device: str = "cpu") -> None:
         super().__init__()
@@ -79,7 +82,7 @@ class StepCounter(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         named = kwargs or {}
-        name = function.name().partition("::")[2].partition(".")[0]
+        name = function.name().rpartition("::")[2].partition(".")[0]
         given = list(_tensors((args, named)))
         before = {_key(x) for x in given}
         on_host = self._device == "cpu" and given and all(self._is_of_host(x) for x in given)
@@ -87,7 +90,7 @@ class StepCounter(TorchDispatchMode):
         if function.namespace in _RECEIVED:
             self._count_collective(function.namespace, name, args, out)
             return out
-        if function.namespace != "prim" and not function.is_view:
+        if function.namespace != "prim" and not getattr(function, "is_view", False):
             self.operators[name] += 1
         if self._waits(name, args, named, out):
             self.host_reads[name] += 1

@@ -5,6 +5,7 @@ Who computes is an `AttentionKernel`, passed as `kernel=`.
 
 from . import dsa
 from .dsa import dsa_attention
+from .flex import FlexKernel
 from .kernel import AttentionKernel, AttentionSpec, Hop
 from .rectangles import RectangleKernel
 from .ring import ring_attention
@@ -13,6 +14,7 @@ from .ulysses import ulysses_attention
 __all__ = [
     "AttentionKernel",
     "AttentionSpec",
+    "FlexKernel",
     "Hop",
     "RectangleKernel",
     "dsa",

@@ -21,15 +21,18 @@ class FusedRectangle:
         causal: queries and keys are the same tokens, and each sees those up to itself.
         mask: `[queries, keys]`, bool, what each query sees; None for all.
         scale: of the scores.
+        softcap: scores become `softcap * tanh(score / softcap)`; None: they stay.
     """
 
-    def __init__(self, causal: bool, mask: Tensor | None, scale: float) -> None:
-        self.causal, self.mask, self.scale = causal, mask, scale
+    def __init__(
+        self, causal: bool, mask: Tensor | None, scale: float, softcap: float | None = None
+    ) -> None:
+        self.causal, self.mask, self.scale, self.softcap = causal, mask, scale, softcap
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The output, and the logarithm of the sum of exponentials, `[tokens, heads]`."""
         q_, k_, v_ = (x.transpose(0, 1).unsqueeze(0) for x in _same_width(q, k, v))
-        if q.device.type == "cpu":
+        if q.device.type == "cpu" and self.softcap is None:
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 q_, k_, v_, 0.0, self.causal, attn_mask=self._bias(q), scale=self.scale
             )
@@ -57,7 +60,7 @@ class FusedRectangle:
             F.pad(x, (0, width - x.shape[2])).transpose(0, 1).unsqueeze(0) for x in (grad, out)
         )
         lse_ = lse.transpose(0, 1).unsqueeze(0).contiguous()
-        if q.device.type == "cpu":
+        if q.device.type == "cpu" and self.softcap is None:
             found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad_, q_, k_, v_, out_, lse_, 0.0, self.causal,
                 attn_mask=self._bias(q), scale=self.scale,
@@ -80,7 +83,8 @@ class FusedRectangle:
         return zero.masked_fill(~self.mask, -torch.inf)
 
     def _fits_flash(self, q: Tensor) -> bool:
-        return self.mask is None and q.dtype in (torch.bfloat16, torch.float16)
+        plain = self.mask is None and self.softcap is None
+        return plain and q.dtype in (torch.bfloat16, torch.float16)
 
     def _flash_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
@@ -93,10 +97,12 @@ class FusedRectangle:
         )  # fmt: skip
         return dq, _summed(dk, groups), _summed(dv, groups)
 
-    def _probabilities(self, q: Tensor, k: Tensor, groups: int) -> Tensor:
+    def _scores(self, q: Tensor, k: Tensor, groups: int) -> Tensor:
         """Scores in the dtype of sums, -inf where a query does not look."""
         dtype = accumulator_dtype(q)
         scores = q.to(dtype) @ _repeated(k, k, groups)[0].to(dtype).transpose(2, 3) * self.scale
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
         seen = self.mask
         if self.causal:
             seen = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).tril()
@@ -104,7 +110,7 @@ class FusedRectangle:
 
     def _plain(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         groups = q.shape[1] // k.shape[1]
-        scores = self._probabilities(q, k, groups)
+        scores = self._scores(q, k, groups)
         lse = scores.logsumexp(-1)
         weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp()
         return (weights @ _repeated(v, v, groups)[0].to(scores.dtype)).to(q.dtype), lse
@@ -113,11 +119,15 @@ class FusedRectangle:
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         groups, dtype = q.shape[1] // k.shape[1], accumulator_dtype(q)
-        weights = (self._probabilities(q, k, groups) - lse.unsqueeze(-1)).exp()
+        scores = self._scores(q, k, groups)
+        weights = (scores - lse.unsqueeze(-1)).exp()
         all_k, all_v = (x.to(dtype) for x in _repeated(k, v, groups))
         grad, out = grad.to(dtype), out.to(dtype)
         slope = grad @ all_v.transpose(2, 3) - (grad * out).sum(-1, keepdim=True)
         slope = weights * slope * self.scale
+        if self.softcap is not None:  # The slope of tanh, 0 where a query does not look.
+            seen = scores.masked_fill(scores == -torch.inf, 0.0)
+            slope = slope * (1 - (seen / self.softcap).square())
         dk, dv = slope.transpose(2, 3) @ q.to(dtype), weights.transpose(2, 3) @ grad
         return slope @ all_k, _summed(dk, groups), _summed(dv, groups)
 

@@ -29,6 +29,7 @@ def checked(
     causal: bool,
     scale: float | None,
     window: int | None,
+    softcap: float | None,
     kernel: AttentionKernel | None,
     check: bool,
 ) -> tuple[Tensor, Tensor, Tensor, float, AttentionKernel]:
@@ -48,12 +49,14 @@ def checked(
             )
         cast_q, cast_k, cast_v = map(autocast, (q, k, v))
         tokens = sequence.counts[group.rank()]
-        _check(cast_q, cast_k, cast_v, sinks, tokens, causal=causal, scale=scale, window=window)
+        _check(cast_q, cast_k, cast_v, sinks, tokens)
+        _check_rules(causal=causal, scale=scale, window=window, softcap=softcap)
         facts: dict[str, object] = {
             "plan": sequence.fingerprint,
             "window": window or 0,
             "causal": int(bool(causal)),
             "scale": scale,
+            "softcap": softcap,
             # 1 without gradient, 2 with one.
             "sinks": 0 if sinks is None else 1 + (torch.is_grad_enabled() and sinks.requires_grad),
         }
@@ -88,10 +91,6 @@ def _check(
     v: Tensor,
     sinks: Tensor | None,
     tokens: int,
-    *,
-    causal: bool,
-    scale: float | None,
-    window: int | None,
 ) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 3:
@@ -117,8 +116,15 @@ def _check(
         raise ShapeError(
             f"needs one sink a head, [{q.shape[1]}]; got {tuple(sinks.shape)} of {sinks.dtype}."
         )
+
+
+def _check_rules(
+    *, causal: bool, scale: float | None, window: int | None, softcap: float | None
+) -> None:
     if not isinstance(scale, Real | None):
         raise PlanError(f"scale must be a number; got {scale!r}.")
+    if not isinstance(softcap, Real | None) or (softcap is not None and not softcap > 0):
+        raise PlanError(f"softcap must be a number over 0, or None; got {softcap!r}.")
     if not isinstance(window, Integral | None) or (
         window is not None and (window < 1 or not causal)
     ):

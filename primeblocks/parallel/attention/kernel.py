@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..sequence import SequencePlan, kept_on_plan
 
-__all__ = ["AttentionKernel", "AttentionSpec", "Hop", "accumulator_dtype"]
+__all__ = ["AttentionKernel", "AttentionSpec", "Hop", "accumulator_dtype", "seen_rows"]
 
 
 def accumulator_dtype(x: Tensor) -> torch.dtype:
@@ -28,12 +28,14 @@ class AttentionSpec:
         causal: a token sees itself and those before it.
         scale: of the scores.
         window: a token sees itself and the `window - 1` before it; None for all.
+        softcap: scores become `softcap * tanh(score / softcap)`; None: they stay.
     """
 
     plan: SequencePlan
     causal: bool
     scale: float
-    window: int | None
+    window: int | None = None
+    softcap: float | None = None
 
     def hop(self, query_rank: int, key_rank: int) -> Hop:
         """Describe the queries of one rank and the keys of another. Pure."""
@@ -63,7 +65,7 @@ class Hop:
         the last. Pure.
         """
         plan, causal, window = self.spec.plan, self.spec.causal, self.spec.window
-        return _seen_rows(plan, self.query_rank, self.key_rank, causal, window)
+        return seen_rows(plan, self.query_rank, self.key_rank, causal, window)
 
 
 @runtime_checkable
@@ -84,7 +86,7 @@ class AttentionKernel(Protocol):
             q: `[queries, heads, head_dim]`.
             k: `[keys, key_heads, head_dim]`.
             v: `[keys, key_heads, value_dim]`.
-            hop: who sees whom, and the scale.
+            hop: who sees whom, and what becomes of scores.
 
         Returns:
             `[queries, heads, value_dim]` in the dtype of q or of its sums, and `[queries, heads]`
@@ -108,11 +110,11 @@ def _pairs(
     plan: SequencePlan, query_rank: int, causal: bool, window: int | None
 ) -> tuple[int, ...]:
     """By rank of keys: pairs of a query of `query_rank` and a key that it sees."""
-    seen = (_seen_rows(plan, query_rank, rank, causal, window) for rank in range(plan.ranks))
+    seen = (seen_rows(plan, query_rank, rank, causal, window) for rank in range(plan.ranks))
     return tuple(int((last - first).sum(dtype=np.int64)) for first, last in seen)
 
 
-def _seen_rows(
+def seen_rows(
     plan: SequencePlan, query_rank: int, key_rank: int, causal: bool, window: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
     queries, keys = plan.indices(query_rank).numpy(), plan.indices(key_rank).numpy()

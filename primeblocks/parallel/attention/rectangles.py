@@ -83,7 +83,8 @@ def rectangles_of(hop: Hop, device: torch.device) -> Iterator[tuple[slice, slice
         if seen is not None:
             mask = _mask_of(found, *seen)
             mask = None if mask.all() else mask.to(device)
-        yield found.queries, found.keys, FusedRectangle(found.kind == "causal", mask, spec.scale)
+        fused = FusedRectangle(found.kind == "causal", mask, spec.scale, spec.softcap)
+        yield found.queries, found.keys, fused
 
 
 class _Rectangle(NamedTuple):

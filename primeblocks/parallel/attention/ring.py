@@ -25,6 +25,7 @@ def ring_attention(
     causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
+    softcap: float | None = None,
     sinks: Tensor | None = None,
     kernel: AttentionKernel | None = None,
     check: bool = True,
@@ -45,6 +46,7 @@ def ring_attention(
         causal: a token sees itself and those before it; otherwise its whole document.
         scale: of the scores; default: head_dim ** -0.5.
         window: a token sees itself and the `window - 1` before it; None for all.
+        softcap: scores become `softcap * tanh(score / softcap)`; None: they stay.
         sinks: `[heads]`, the score of one more key a head, whose value is zero.
         kernel: who computes a hop; default: `RectangleKernel()`, on every device.
         check: agree on shapes, dtypes and the plan first, so that a mistake on one rank is an
@@ -62,7 +64,7 @@ def ring_attention(
     """
     q, k, v, scale, kernel = checked(
         "ring_attention", q, k, v, sinks, sequence=sequence, group=group, causal=causal,
-        scale=scale, window=window, kernel=kernel, check=check,
+        scale=scale, window=window, softcap=softcap, kernel=kernel, check=check,
     )  # fmt: skip
-    spec = AttentionSpec(sequence, causal=causal, scale=scale, window=window)
+    spec = AttentionSpec(sequence, causal=causal, scale=scale, window=window, softcap=softcap)
     return attend(Hops(spec, kernel, 1, v.shape[2], group), sinks, q, k, v)

@@ -26,6 +26,7 @@ def ulysses_attention(
     causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
+    softcap: float | None = None,
     sinks: Tensor | None = None,
     kernel: AttentionKernel | None = None,
     check: bool = True,
@@ -44,7 +45,7 @@ def ulysses_attention(
     """
     q, k, v, scale, kernel = checked(
         "ulysses_attention", q, k, v, sinks, sequence=sequence, group=group, causal=causal,
-        scale=scale, window=window, kernel=kernel, check=check,
+        scale=scale, window=window, softcap=softcap, kernel=kernel, check=check,
     )  # fmt: skip
     ranks, rank, heads = group.size(), group.rank(), q.shape[1]
     per_key = heads // k.shape[1]
@@ -59,7 +60,7 @@ def ulysses_attention(
     if k_.shape[1] and (len(own) % k_.shape[1] or _uneven(own, of_keys[rank], per_key)):
         index = torch.tensor([h // per_key - of_keys[rank].start for h in own], device=q.device)
         k_, v_ = k_.index_select(1, index), v_.index_select(1, index)
-    spec = AttentionSpec(sequence.whole, causal=causal, scale=scale, window=window)
+    spec = AttentionSpec(sequence.whole, causal=causal, scale=scale, window=window, softcap=softcap)
     mine = None if sinks is None else sinks[own.start : own.stop]
     out = attend(Hops(spec, kernel, 1, v.shape[2], None), mine, q_, k_, v_)
     return far.scatter(out, of_queries)

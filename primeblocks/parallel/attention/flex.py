@@ -1,0 +1,219 @@
+"""FlexAttention as the kernel of a hop: one launch for any order, documents and window."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.torch_version import TorchVersion
+
+from ...errors import PlanError, UnsupportedError
+from .blocks import block_lists
+from .kernel import Hop
+
+__all__ = ["FlexKernel"]
+
+# From this version on torch compiles FlexAttention's backward by itself.
+_BACKWARD_ALONE = "2.13"
+# Here torch computes it densely, which is the reference of its kernels.
+_DENSE = ("cpu", "meta")
+
+
+class FlexKernel:
+    """`AttentionKernel` by torch's FlexAttention, compiled: one launch forward, one backward.
+
+    Blocks that nobody sees are skipped, those that every query sees are computed without a mask;
+    their lists come from the plan (`block_lists`). Key heads are not repeated. Keep one object: it
+    holds the compiled functions.
+
+    On a CPU torch computes all scores densely, `[heads, queries, keys]`, and in float64 exactly;
+    that is for tests.
+
+    Args:
+        block_tokens: queries and keys of a block, a multiple of 128 on a GPU.
+        list_bytes: the most that the lists of one plan, query rank and window may take.
+        recompute: in backward run the forward of a hop again, and differentiate it with respect to
+            its `lse` too, instead of giving FlexAttention's backward the `lse` of all hops. The
+            same sum, for two products of matrices more than five. None: where torch is older than
+            2.13, which cannot compile that backward by itself. Always so with a softcap.
+        compile: what compiles a function; None for `torch.compile`, but nothing on a CPU.
+        options: `kernel_options` of FlexAttention.
+
+    Raises:
+        PlanError: a number under 1.
+
+    Source: arXiv:2412.05496.
+    """
+
+    def __init__(
+        self,
+        *,
+        block_tokens: int = 128,
+        list_bytes: int = 256 << 20,
+        recompute: bool | None = None,
+        compile: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if min(block_tokens, list_bytes) < 1:
+            raise PlanError(
+                f"block_tokens and list_bytes must be at least 1; got {block_tokens}, {list_bytes}."
+            )
+        older = TorchVersion(torch.__version__) < TorchVersion(_BACKWARD_ALONE)
+        self.block_tokens, self.list_bytes = block_tokens, list_bytes
+        self.recompute = older if recompute is None else recompute
+        self.options = dict(options or {})
+        self._compile = compile
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, hop: Hop) -> tuple[Tensor, Tensor]:
+        run: Callable[..., Any] = self._compiled_forward if self._compiles(q) else _dense_forward
+        out, lse = run(q, k, v, *self._rules(hop, q.device))
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, hop: Hop
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # torch 2.13 cannot differentiate what becomes of scores in a backward by itself.
+        if self.recompute or hop.spec.softcap is not None:
+            return self._differentiated(grad, q, k, v, out, lse, hop)
+        run: Callable[..., Any] = self._compiled_backward if self._compiles(q) else _backward
+        dq, dk, dv = run(grad, q, k, v, out, lse, *self._rules(hop, q.device))
+        return dq, dk, dv
+
+    def _differentiated(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, hop: Hop
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Differentiate a hop, as what it adds to `out` and `lse` of all hops. With
+        `weight = exp(own_lse - lse)` the output is the sum of `weight * own_out` over hops.
+        """
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            own_out, own_lse = self.forward(*leaves, hop=hop)
+        weight = (own_lse.detach() - lse).exp()
+        of_lse = weight * (grad * (own_out.detach() - out)).sum(-1)
+        of_out = (grad * weight.unsqueeze(-1)).to(own_out.dtype)
+        dq, dk, dv = torch.autograd.grad(
+            (own_out, own_lse), leaves, (of_out, of_lse.to(own_lse.dtype))
+        )
+        return dq, dk, dv
+
+    def _rules(self, hop: Hop, device: torch.device) -> tuple[Any, ...]:
+        """Mask, scale, softcap and options of one hop."""
+        from torch.nn.attention.flex_attention import BlockMask
+
+        lists = block_lists(hop, device, self.block_tokens, self.list_bytes)._asdict()
+        first, last = lists.pop("first"), lists.pop("last")
+        mask = BlockMask(
+            seq_lengths=(len(first), hop.spec.plan.counts[hop.key_rank]),
+            BLOCK_SIZE=(self.block_tokens, self.block_tokens),
+            mask_mod=_seen(first, last),
+            **lists,
+        )
+        return mask, hop.spec.scale, hop.spec.softcap, self.options
+
+    def _compiles(self, q: Tensor) -> bool:
+        if self._compile is None and q.device.type in _DENSE:
+            return False
+        if q.dtype == torch.float64 and q.device.type not in _DENSE:
+            raise UnsupportedError(
+                "FlexAttention's kernels have no float64. Use kernel=RectangleKernel()."
+            )
+        return True
+
+    @cached_property
+    def _compiled_forward(self) -> Callable[..., Any]:
+        return (self._compile or _whole_graph)(_forward)
+
+    @cached_property
+    def _compiled_backward(self) -> Callable[..., Any]:
+        return (self._compile or _whole_graph)(_backward)
+
+
+def _whole_graph(function: Callable[..., Any]) -> Callable[..., Any]:
+    # Past its limit of compilations torch would compute densely otherwise, out of memory.
+    return torch.compile(function, fullgraph=True)
+
+
+def _seen(first: Tensor, last: Tensor) -> Callable[..., Tensor]:
+    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key >= first[query]) & (key < last[query])
+
+    return seen
+
+
+def _capped(softcap: float | None) -> Callable[..., Tensor]:
+    def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return score if softcap is None else softcap * torch.tanh(score / softcap)
+
+    return capped
+
+
+# Compiled functions turn tensors themselves: torch watches what a view that it is given is of.
+def _heads_first(*tensors: Tensor) -> list[Tensor]:
+    return [x.transpose(0, 1).unsqueeze(0) for x in tensors]
+
+
+def _tokens_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.squeeze(0).transpose(0, 1) for x in tensors)
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    scale: float,
+    softcap: float | None,
+    options: dict[str, Any],
+) -> tuple[Tensor, ...]:
+    """Call FlexAttention as torch documents it; for compilers."""
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    q, k, v = _heads_first(q, k, v)
+    attend: Any = flex_attention
+    out, more = attend(
+        q, k, v, _capped(softcap), mask, scale, enable_gqa=True,
+        return_aux=AuxRequest(lse=True), kernel_options=options,
+    )  # fmt: skip
+    return _tokens_first(out, more.lse)
+
+
+def _dense_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    scale: float,
+    softcap: float | None,
+    options: dict[str, Any],
+) -> tuple[Tensor, ...]:
+    """Call the operator under it: the documented function would compile."""
+    out, lse, _ = torch.ops.higher_order.flex_attention(
+        *_heads_first(q, k, v), _capped(softcap), mask.as_tuple(), scale, options, (), ()
+    )
+    return _tokens_first(out, lse * math.log(2))
+
+
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Any,
+    scale: float,
+    softcap: None,
+    options: dict[str, Any],
+) -> tuple[Tensor, ...]:
+    grad, q, k, v, out, lse = _heads_first(grad, q, k, v, out, lse)
+    # The operator's logarithms are of base 2; its kernel does not look at their strides.
+    lse = (lse / math.log(2)).contiguous()
+    dq, dk, dv, _ = torch.ops.higher_order.flex_attention_backward(
+        q, k, v, out, lse, grad, None, _capped(softcap), None, mask.as_tuple(), scale, options,
+        (), (),
+    )  # fmt: skip
+    return _tokens_first(dq, dk, dv)
