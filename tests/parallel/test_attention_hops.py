@@ -6,13 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from primeblocks.errors import ShapeError
 from primeblocks.parallel import plan_sequence, reference
 from primeblocks.parallel.attention import RectangleKernel, hops, ring_attention
 from primeblocks.parallel.attention.fused import FusedRectangle
 from primeblocks.parallel.attention.rectangles import OnlineSoftmax
 from primeblocks.testing import ranks
 from primeblocks.testing.oracles import assert_as_precise, assert_close_float64
-from tests.parallel.test_attention import HEADS, _cotangent, _inputs, _naive
+from tests.parallel.test_attention import ATTENTIONS, HEADS, PACKINGS, _cotangent, _inputs, _naive
 
 
 class _Logged(RectangleKernel):
@@ -151,3 +152,30 @@ def test_plain_matrices_add_up_in_float32():
     exact = _whole_of(reference.attention, (q, k, v), grad, torch.float64)
     for got, theirs, right in zip((out, *grads), naive, exact, strict=True):
         assert_as_precise(got[0].transpose(0, 1).bfloat16(), naive=theirs, exact=right)
+
+
+def _batched():
+    """A batch of three rows with one plan, beside the rows one by one."""
+    group = dist.group.WORLD
+    plan = plan_sequence(PACKINGS[1], ranks=group.size(), chunk_tokens=3)
+    own, found = plan.indices(group.rank()), []
+    for attention in ATTENTIONS.values():
+        *qkv, sinks = _inputs(plan.tokens, HEADS[2])
+        qkv = [torch.stack([x, 2 * x, -x])[:, own].requires_grad_() for x in qkv]
+        sinks.requires_grad_()
+        rules = {"sequence": plan, "group": group, "sinks": sinks}
+        out = attention(*qkv, **rules)
+        rows = torch.stack([attention(*row, **rules) for row in zip(*qkv, strict=True)])
+        grads = [torch.autograd.grad(x.square().sum(), [*qkv, sinks]) for x in (out, rows)]
+        for *_, of_sinks in grads:  # Each rank has those of its tokens, or of its heads.
+            dist.all_reduce(of_sinks)
+        found.append(([out.detach(), *grads[0]], [rows.detach(), *grads[1]]))
+        with pytest.raises(ShapeError, match="one batch"):
+            attention(qkv[0], *(x[:2] for x in qkv[1:]), **rules)
+    return found
+
+
+def test_rows_of_a_batch_share_a_plan():
+    for by_attention in ranks.run(_batched, world_size=3):
+        for together, one_by_one in by_attention:
+            assert_close_float64(together, one_by_one)

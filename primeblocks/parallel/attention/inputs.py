@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from numbers import Integral, Real
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,31 @@ from ..sequence import SequencePlan, check_plan
 from .kernel import AttentionKernel
 from .rectangles import RectangleKernel
 
-__all__ = ["autocast", "checked"]
+__all__ = ["Inputs", "autocast", "checked"]
+
+
+class Inputs(NamedTuple):
+    """What a call computes with: rows of a batch are heads, cast where autocast is on.
+
+    Attributes:
+        q: `[local_tokens, batch * heads, head_dim]`; k and v likewise.
+        sinks: `[batch * heads]`.
+        batch: rows of the batch, or None where there is no such dim.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None
+    scale: float
+    kernel: AttentionKernel
+    batch: int | None
+
+    def unfold(self, out: Tensor) -> Tensor:
+        """Give the output the dims of the input."""
+        if self.batch is None:
+            return out
+        return out.unflatten(1, (self.batch, -1)).transpose(0, 1)
 
 
 def checked(
@@ -32,8 +57,8 @@ def checked(
     softcap: float | None,
     kernel: AttentionKernel | None,
     check: bool,
-) -> tuple[Tensor, Tensor, Tensor, float, AttentionKernel]:
-    """Return q, k and v, cast where autocast is on, scale and kernel. Collective if `check`.
+) -> Inputs:
+    """Check the arguments, cast and fold tensors. Collective if `check`.
 
     Raises:
         ShapeError, PlanError, RankError: as `ring_attention` says.
@@ -47,9 +72,14 @@ def checked(
                 f"kernel must be an AttentionKernel; got {kernel!r:.80}. Pass FlexKernel(), "
                 "RectangleKernel() or None."
             )
-        cast_q, cast_k, cast_v = map(autocast, (q, k, v))
+        cast_q, cast_k, cast_v = (_fold(autocast(x)) for x in (q, k, v))
         tokens = sequence.counts[group.rank()]
-        _check(cast_q, cast_k, cast_v, sinks, tokens)
+        if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
+            raise ShapeError(
+                f"q, k and v need one batch; got {tuple(q.shape)}, {tuple(k.shape)}, "
+                f"{tuple(v.shape)}."
+            )
+        _check(cast_q, cast_k, cast_v, None if sinks is None else _repeat(sinks, q), tokens)
         _check_rules(causal=causal, scale=scale, window=window, softcap=softcap)
         facts: dict[str, object] = {
             "plan": sequence.fingerprint,
@@ -57,6 +87,7 @@ def checked(
             "causal": int(bool(causal)),
             "scale": scale,
             "softcap": softcap,
+            "batch": q.shape[0] if q.ndim == 4 else 0,
             # 1 without gradient, 2 with one.
             "sinks": 0 if sinks is None else 1 + (torch.is_grad_enabled() and sinks.requires_grad),
         }
@@ -67,9 +98,24 @@ def checked(
         return facts
 
     settle(call, look, q, k, v, group=group, check=check)
-    q, k, v = map(autocast, (q, k, v))
-    scale = q.shape[2] ** -0.5 if scale is None else float(scale)
-    return q, k, v, scale, RectangleKernel() if kernel is None else kernel
+    return Inputs(
+        q=_fold(autocast(q)),
+        k=_fold(autocast(k)),
+        v=_fold(autocast(v)),
+        sinks=None if sinks is None else _repeat(sinks, q),
+        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        kernel=RectangleKernel() if kernel is None else kernel,
+        batch=q.shape[0] if q.ndim == 4 else None,
+    )
+
+
+def _fold(x: Tensor) -> Tensor:
+    """Take the rows of a batch, all of one plan, for heads of their own."""
+    return x.transpose(0, 1).flatten(1, 2) if x.ndim == 4 else x
+
+
+def _repeat(sinks: Tensor, q: Tensor) -> Tensor:
+    return sinks.repeat(q.shape[0]) if q.ndim == 4 and sinks.ndim == 1 else sinks
 
 
 def autocast(x: Tensor) -> Tensor:
@@ -94,7 +140,9 @@ def _check(
 ) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 3:
-        raise ShapeError(f"needs [local_tokens, heads, head_dim]; got {shapes}.")
+        raise ShapeError(
+            f"needs [local_tokens, heads, head_dim], or a batch of these; got {shapes}."
+        )
     if not q.shape[0] == k.shape[0] == v.shape[0] == tokens:
         raise ShapeError(
             f"the plan gives this rank {tokens} tokens; got {shapes}. Split by the same plan."

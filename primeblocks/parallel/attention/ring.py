@@ -39,7 +39,8 @@ def ring_attention(
     gradients in the dtype of sums, once around.
 
     Args:
-        q: `[local_tokens, heads, head_dim]`, rotary embedding applied.
+        q: `[local_tokens, heads, head_dim]`, rotary embedding applied. All may have a batch as
+            first dim, whose rows have one plan; that costs a copy of each.
         k: `[local_tokens, key_heads, head_dim]`; key_heads divides heads.
         v: `[local_tokens, key_heads, value_dim]`.
         sequence: the plan of which rank holds which tokens; equal on all ranks.
@@ -62,9 +63,10 @@ def ring_attention(
 
     Source: arXiv:2310.01889.
     """
-    q, k, v, scale, kernel = checked(
+    given = checked(
         "ring_attention", q, k, v, sinks, sequence=sequence, group=group, causal=causal,
         scale=scale, window=window, softcap=softcap, kernel=kernel, check=check,
     )  # fmt: skip
-    spec = AttentionSpec(sequence, causal=causal, scale=scale, window=window, softcap=softcap)
-    return attend(Hops(spec, kernel, 1, v.shape[2], group), sinks, q, k, v)
+    spec = AttentionSpec(sequence, causal, given.scale, window, softcap)
+    hops = Hops(spec, given.kernel, 1, given.v.shape[2], group)
+    return given.unfold(attend(hops, given.sinks, given.q, given.k, given.v))

@@ -43,10 +43,11 @@ def ulysses_attention(
 
     Source: arXiv:2309.14509.
     """
-    q, k, v, scale, kernel = checked(
+    given = checked(
         "ulysses_attention", q, k, v, sinks, sequence=sequence, group=group, causal=causal,
         scale=scale, window=window, softcap=softcap, kernel=kernel, check=check,
     )  # fmt: skip
+    q, k, v = given.q, given.k, given.v
     ranks, rank, heads = group.size(), group.rank(), q.shape[1]
     per_key = heads // k.shape[1]
     of_queries = [range(heads * r // ranks, heads * (r + 1) // ranks) for r in range(ranks)]
@@ -60,10 +61,10 @@ def ulysses_attention(
     if k_.shape[1] and (len(own) % k_.shape[1] or _uneven(own, of_keys[rank], per_key)):
         index = torch.tensor([h // per_key - of_keys[rank].start for h in own], device=q.device)
         k_, v_ = k_.index_select(1, index), v_.index_select(1, index)
-    spec = AttentionSpec(sequence.whole, causal=causal, scale=scale, window=window, softcap=softcap)
-    mine = None if sinks is None else sinks[own.start : own.stop]
-    out = attend(Hops(spec, kernel, 1, v.shape[2], None), mine, q_, k_, v_)
-    return far.scatter(out, of_queries)
+    spec = AttentionSpec(sequence.whole, causal, given.scale, window, softcap)
+    mine = None if given.sinks is None else given.sinks[own.start : own.stop]
+    out = attend(Hops(spec, given.kernel, 1, v.shape[2], None), mine, q_, k_, v_)
+    return given.unfold(far.scatter(out, of_queries))
 
 
 class _Heads:
