@@ -190,11 +190,14 @@ def _read(model: PreTrainedModel, path: str | Path) -> dict[str, Tensor]:
     return state
 
 
-def materialize(model: PreTrainedModel, device: str) -> None:
+def materialize(model: PreTrainedModel, device: str, *, parts: str | None = None) -> None:
     """Give a model from the meta device memory for its parts, and nothing else. Local.
 
     Parameters hold NaN until they are loaded, so that a forgotten one does not pass for a weight.
     Buffers that no checkpoint holds, such as frequencies, are computed as at construction.
+
+    Args:
+        parts: where parameters go, if not to `device`.
 
     Raises:
         PlanError: some parameters are on the meta device and others are not.
@@ -207,7 +210,7 @@ def materialize(model: PreTrainedModel, device: str) -> None:
         raise PlanError(
             f"{bare} of {every} parameters are on the meta device. Build the whole model there."
         )
-    model.to_empty(device=device)  # FSDP keeps tied weights tied.
+    model.to_empty(device=device if parts is None else parts)  # FSDP keeps tied weights tied.
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
@@ -218,6 +221,9 @@ def materialize(model: PreTrainedModel, device: str) -> None:
             for module in owner.modules():
                 if any(True for _ in module.buffers(recurse=False)):
                     owner._init_weights(module)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
 def class_before(model: PreTrainedModel) -> Any:
