@@ -10,7 +10,7 @@ the share agrees with dense attention in float64 at a small size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from primeblocks.parallel import SequencePlan, plan_sequence
-from primeblocks.parallel.attention.merge import AttentionBackward, AttentionSpec, OnlineSoftmax
+from primeblocks.parallel.attention import AttentionKernel, AttentionSpec, Hop, RectangleKernel
+from primeblocks.parallel.attention.hops import merge
+from primeblocks.parallel.attention.rectangles import rectangles_of
 
 from ..harness import Timing, compare, main
 
@@ -50,7 +52,10 @@ SMALL = Sizes(tokens=(2048,), gate_tokens=200, heads=2, key_heads=1, dim=16, run
 class Share:
     """One rank's queries, the keys of all ranks, and the plan that they lie by."""
 
-    def __init__(self, order: str, tokens: int, sizes: Sizes, device: str) -> None:
+    def __init__(
+        self, order: str, tokens: int, sizes: Sizes, device: str, kernel: AttentionKernel
+    ) -> None:
+        self.kernel = kernel
         self.plan = plan_sequence([tokens], ranks=RANKS, order=order)
         pairs = [_pairs(self.plan, rank) for rank in range(RANKS)]
         self.pairs = max(pairs)
@@ -66,30 +71,27 @@ class Share:
         self.keys = [(draw(n, sizes.key_heads), draw(n, sizes.key_heads)) for n in self.plan.counts]
         self.spec = AttentionSpec(self.plan, causal=True, scale=sizes.dim**-0.5, window=None)
 
-    @property
-    def rectangles(self) -> int:
-        return sum(
-            1 for rank in range(RANKS) for _ in self.spec.rectangles(self.rank, rank, self.q)
-        )
+    def hops(self) -> Iterator[tuple[Hop, Tensor, Tensor]]:
+        """Hops with something to see, own keys first."""
+        for step in range(RANKS):
+            hop = self.spec.hop(self.rank, (self.rank - step) % RANKS)
+            if hop.pairs:
+                yield hop, *self.keys[hop.key_rank]
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        merge = OnlineSoftmax(self.q, self.keys[0][1])
-        for rank, (k, v) in enumerate(self.keys):
-            for rows, keys, kernel in self.spec.rectangles(self.rank, rank, self.q):
-                merge.add(rows, *kernel.forward(self.q[rows], k[keys], v[keys]))
-        return merge.result(), merge.lse
+        merged = None
+        for hop, k, v in self.hops():
+            merged = merge(merged, *self.kernel.forward(self.q, k, v, hop=hop))
+        assert merged is not None
+        return merged[0].to(self.q.dtype), merged[1]
 
     def both(self) -> Tensor:
         """Forward and backward; the gradient of the queries."""
         out, lse = self.forward()
-        gradients = AttentionBackward(self.grad, self.q, out, lse)
-        for rank, (k, v) in enumerate(self.keys):
-            sums = torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v).float()
-            for rows, keys, kernel in self.spec.rectangles(self.rank, rank, self.q):
-                more = gradients.add(rows, kernel, k[keys], v[keys])
-                sums[0][keys] += more[0]
-                sums[1][keys] += more[1]
-        return gradients.dq
+        total = torch.zeros_like(self.q, dtype=torch.float32)
+        for hop, k, v in self.hops():
+            total += self.kernel.backward(self.grad, self.q, k, v, out, lse, hop=hop)[0]
+        return total
 
     def dense(self) -> Tensor:
         """The same attention in float64, without a plan."""
@@ -116,17 +118,21 @@ def figures(device: str = "cuda", sizes: Sizes | None = None) -> Figures:
     for order in ORDERS:
         gate(order, sizes, device)
         for tokens in sizes.tokens:
-            share = Share(order, tokens, sizes, device)
+            share = Share(order, tokens, sizes, device, RectangleKernel())
             whole = _flash_of(share, sizes, device)
             forward, both, flash, flash_both = compare(
                 share.forward, share.both, *whole, agree=lambda: None, runs=sizes.runs
             )
             name = f"parallel.ring_share.gpu.{order}.{tokens}"
             flops = 4.0 * share.pairs * sizes.dim * sizes.heads  # Two products of each pair.
-            found[f"{name}.rectangles"] = share.rectangles, "count", ""
+            found[f"{name}.rectangles"] = _rectangles(share), "count", ""
             found |= _rates(f"{name}.forward", flops, forward, flash)
             found |= _rates(f"{name}.forward_backward", 3.5 * flops, both, flash_both)
     return found
+
+
+def _rectangles(share: Share) -> int:
+    return sum(1 for hop, *_ in share.hops() for _ in rectangles_of(hop, share.q.device))
 
 
 def _pairs(plan: SequencePlan, rank: int) -> int:
@@ -135,7 +141,7 @@ def _pairs(plan: SequencePlan, rank: int) -> int:
 
 
 def gate(order: str, sizes: Sizes, device: str) -> None:
-    share = Share(order, sizes.gate_tokens, sizes, device)
+    share = Share(order, sizes.gate_tokens, sizes, device, RectangleKernel())
     out, _ = share.forward()
     right = share.dense()
     off = float((out.double() - right).norm() / right.norm())

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from primeblocks.parallel import plan_sequence, reference
-from primeblocks.parallel.attention import ring, ring_attention, ulysses_attention
-from primeblocks.parallel.attention.kernel import Kernel
-from primeblocks.parallel.attention.merge import AttentionBackward, OnlineSoftmax
+from primeblocks.parallel.attention import ring_attention, ulysses_attention
+from primeblocks.parallel.attention.fused import FusedRectangle
 from primeblocks.testing import ranks, strategies
 from primeblocks.testing.oracles import assert_as_precise, assert_close_float64
 
@@ -187,82 +186,6 @@ def _naive(q, k, v, lengths, *, window=10**6, sinks=None):
     return torch.cat(out)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_keys_one_by_one_make_one_attention(dtype):
-    """However the keys are cut, and though a query sees nothing in many parts."""
-    tokens, heads = 96, (4, 2, 16, 16)
-    q, k, v, _ = _inputs(tokens, heads, dtype=torch.bfloat16)
-    grad = _cotangent(tokens, heads).bfloat16()
-    q, k, v, grad = (x.to(dtype) for x in (q, k, v, grad))
-    rows = slice(0, tokens)
-    parts = [slice(key, key + 1) for key in reversed(range(tokens))]
-    kernels = [Kernel(False, torch.arange(tokens)[:, None] >= part.start, 0.25) for part in parts]
-    merge = OnlineSoftmax(q, v)
-    for part, kernel in zip(parts, kernels, strict=True):
-        merge.add(rows, *kernel.forward(q, k[part], v[part]))
-    gradients = AttentionBackward(grad, q, merge.result(), merge.lse)
-    by_part = [
-        gradients.add(rows, kernel, k[part], v[part])
-        for part, kernel in zip(parts, kernels, strict=True)
-    ]
-    dk, dv = (torch.cat(x[::-1]) for x in zip(*by_part, strict=True))
-    assert gradients.dq.dtype == merge.out.dtype == torch.promote_types(dtype, torch.float32)
-    found = [x.to(dtype) for x in (merge.result(), gradients.dq, dk, dv)]
-    exact = _whole_of(reference.attention, (q, k, v), grad, torch.float64)
-    if dtype == torch.float64:
-        assert_close_float64(found, exact)
-        return
-    for got, naive, right in zip(
-        found, _whole_of(_naive, (q, k, v), grad, dtype), exact, strict=True
-    ):
-        assert_as_precise(got, naive=naive, exact=right)
-
-
-def _whole_of(attention, qkv, grad, dtype):
-    leaves = [x.detach().to(dtype, copy=True).requires_grad_() for x in qkv]
-    out = attention(*leaves, [len(grad)])
-    out.backward(grad.to(dtype))
-    return [out.detach(), *(leaf.grad for leaf in leaves)]
-
-
-@pytest.mark.parametrize("kind", ["full", "causal", "masked"])
-@pytest.mark.parametrize("key_heads", [1, 2, 4])
-def test_plain_matrices_compute_what_the_fused_kernel_does(kind, key_heads):
-    q, k, v, _ = _inputs(9, (4, key_heads, 8, 6))
-    grad = _cotangent(9, (4, key_heads, 8, 6))
-    mask = None
-    if kind == "masked":
-        mask = torch.rand(9, 9, generator=torch.Generator().manual_seed(2)) < 0.4
-        mask[3] = False
-    kernel = Kernel(kind == "causal", mask, 0.4)
-    out, lse = kernel.forward(q, k, v)
-    pad = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
-    plain_out, plain_lse = kernel._plain(*pad)
-    seen = lse[:, 0] > -torch.inf
-    assert torch.equal(seen, torch.ones(9, dtype=torch.bool) if mask is None else mask.any(1))
-    assert_close_float64(out[seen], plain_out[0].transpose(0, 1)[seen])
-    assert not plain_out[:, :, ~seen].any()  # Zero, and no NaN.
-    assert_close_float64(lse, plain_lse[0].transpose(0, 1))
-    lse = lse.masked_fill(lse == -torch.inf, 0.0)
-    fused = kernel.backward(grad, q, k, v, out, lse)
-    heads_first = [x.transpose(0, 1).unsqueeze(0) for x in (grad, q, k, v, out)]
-    plain = kernel._plain_backward(*heads_first, lse.transpose(0, 1).unsqueeze(0))
-    assert_close_float64(list(fused), [x[0].transpose(0, 1) for x in plain])
-
-
-def test_plain_matrices_add_up_in_float32():
-    q, k, v, _ = _inputs(64, (4, 2, 16, 16), dtype=torch.bfloat16)
-    grad, kernel = _cotangent(64, (4, 2, 16, 16)).bfloat16(), Kernel(True, None, 0.25)
-    heads_first = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
-    out, lse = kernel._plain(*heads_first)
-    grads = kernel._plain_backward(grad.transpose(0, 1).unsqueeze(0), *heads_first, out, lse)
-    assert {x.dtype for x in (lse, *grads)} == {torch.float32}
-    naive = _whole_of(_naive, (q, k, v), grad, torch.bfloat16)
-    exact = _whole_of(reference.attention, (q, k, v), grad, torch.float64)
-    for got, theirs, right in zip((out, *grads), naive, exact, strict=True):
-        assert_as_precise(got[0].transpose(0, 1).bfloat16(), naive=theirs, exact=right)
-
-
 def _by_group():
     """Ranks 0 and 2, 1 and 3: not the whole world, and not neighbours."""
     rank = dist.get_rank()
@@ -280,13 +203,13 @@ def test_groups_inside_the_world():
 def _strided(lengths, order):
     """Numbers of a head that do not lie side by side, in queries, keys, values and gradients."""
     arguments = (list(ATTENTIONS), lengths, order, HEADS[1], {}, False)
-    lie, inner = [], Kernel.backward
+    lie, inner = [], FusedRectangle.backward
 
     def backward(kernel, grad, *more):
         lie.append(grad.is_contiguous())  # As kernels for GPUs ask for; this one copes.
         return inner(kernel, grad, *more)
 
-    with mock.patch.object(Kernel, "backward", backward):
+    with mock.patch.object(FusedRectangle, "backward", backward):
         found = _split_in(dist.group.WORLD, *arguments, strided=True)
     assert all(lie)
     return found
@@ -373,18 +296,6 @@ def test_several_attentions_in_one_graph():
         own = plan.indices(rank)
         for results in found:
             assert_close_float64(results, [y.detach()[own], x.grad[own]])
-
-
-def _around():
-    """How many hops are under way or done when each rank's keys are worked on."""
-    plan = plan_sequence([7], ranks=3, order="contiguous")
-    k, world = torch.zeros(plan.counts[dist.get_rank()], 1, 2), dist.group.WORLD
-    with mock.patch.object(ring, "_Hop", side_effect=ring._Hop) as hops:
-        return [(source, hops.call_count) for source, *_ in ring._around(k, k, plan, world)]
-
-
-def test_keys_travel_while_those_at_hand_are_worked_on():
-    assert ranks.run(_around, world_size=3)[1] == [(1, 1), (0, 2), (2, 2)]
 
 
 def _twice():

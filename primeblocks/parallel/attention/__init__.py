@@ -1,8 +1,22 @@
-"""Softmax attention over a sequence that ranks share."""
+"""Softmax attention over a sequence that ranks share.
+
+Who computes is an `AttentionKernel`, passed as `kernel=`.
+"""
 
 from . import dsa
 from .dsa import dsa_attention
+from .kernel import AttentionKernel, AttentionSpec, Hop
+from .rectangles import RectangleKernel
 from .ring import ring_attention
 from .ulysses import ulysses_attention
 
-__all__ = ["dsa", "dsa_attention", "ring_attention", "ulysses_attention"]
+__all__ = [
+    "AttentionKernel",
+    "AttentionSpec",
+    "Hop",
+    "RectangleKernel",
+    "dsa",
+    "dsa_attention",
+    "ring_attention",
+    "ulysses_attention",
+]

@@ -11,6 +11,8 @@ from torch import Tensor
 from ...errors import PlanError, ShapeError
 from ...groups import check_tensors, facts_of, settle
 from ..sequence import SequencePlan, check_plan
+from .kernel import AttentionKernel
+from .rectangles import RectangleKernel
 
 __all__ = ["autocast", "checked"]
 
@@ -27,9 +29,10 @@ def checked(
     causal: bool,
     scale: float | None,
     window: int | None,
+    kernel: AttentionKernel | None,
     check: bool,
-) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Return q, k and v, cast where autocast is on, and the scale. Collective if `check`.
+) -> tuple[Tensor, Tensor, Tensor, float, AttentionKernel]:
+    """Return q, k and v, cast where autocast is on, scale and kernel. Collective if `check`.
 
     Raises:
         ShapeError, PlanError, RankError: as `ring_attention` says.
@@ -38,6 +41,11 @@ def checked(
     def look() -> dict[str, object]:
         check_plan(sequence, group)
         check_tensors(q=q, k=k, v=v, **({} if sinks is None else {"sinks": sinks}))
+        if not isinstance(kernel, AttentionKernel | None):
+            raise PlanError(
+                f"kernel must be an AttentionKernel; got {kernel!r:.80}. Pass FlexKernel(), "
+                "RectangleKernel() or None."
+            )
         cast_q, cast_k, cast_v = map(autocast, (q, k, v))
         tokens = sequence.counts[group.rank()]
         _check(cast_q, cast_k, cast_v, sinks, tokens, causal=causal, scale=scale, window=window)
@@ -57,13 +65,16 @@ def checked(
 
     settle(call, look, q, k, v, group=group, check=check)
     q, k, v = map(autocast, (q, k, v))
-    return q, k, v, q.shape[2] ** -0.5 if scale is None else scale
+    scale = q.shape[2] ** -0.5 if scale is None else float(scale)
+    return q, k, v, scale, RectangleKernel() if kernel is None else kernel
 
 
 def autocast(x: Tensor) -> Tensor:
     """Cast as autocast would, where it is on: it leaves float64 and integers alone. Local."""
     kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or x.dtype not in _CAST:
+    if x.dtype not in _CAST or not torch.amp.is_autocast_available(kind):
+        return x
+    if not torch.is_autocast_enabled(kind):
         return x
     return x.to(torch.get_autocast_dtype(kind))
 

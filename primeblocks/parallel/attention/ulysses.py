@@ -8,8 +8,9 @@ from torch import Tensor
 
 from ...groups import all_to_all_rows, outside_graphs
 from ..sequence import SequencePlan
+from .hops import Hops, attend
 from .inputs import checked
-from .merge import AttentionSpec, packed_attention
+from .kernel import AttentionKernel, AttentionSpec
 
 __all__ = ["ulysses_attention"]
 
@@ -26,23 +27,24 @@ def ulysses_attention(
     scale: float | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
+    kernel: AttentionKernel | None = None,
     check: bool = True,
 ) -> Tensor:
     """Attention inside each document of a sequence that is split over `group`.
 
     Each rank trades its part of the tokens for a part of the heads, computes attention over the
-    whole sequence, and trades back. Heads need not divide evenly; where there are fewer key heads
-    than ranks, a key head goes to every rank that has a query head for it. Differentiable.
-    Collective: one all-to-all of q, k and v, and one of the output; the backward the same.
-    A rank holds all tokens of its heads meanwhile.
+    whole sequence in one call of `kernel`, and trades back. Heads need not divide evenly; where
+    there are fewer key heads than ranks, a key head goes to every rank that has a query head for
+    it. Differentiable. Collective: one all-to-all of q, k and v, and one of the output; the
+    backward the same. A rank holds all tokens of its heads meanwhile.
 
     Args, Returns, Raises: as `ring_attention`.
 
     Source: arXiv:2309.14509.
     """
-    q, k, v, scale = checked(
+    q, k, v, scale, kernel = checked(
         "ulysses_attention", q, k, v, sinks, sequence=sequence, group=group, causal=causal,
-        scale=scale, window=window, check=check,
+        scale=scale, window=window, kernel=kernel, check=check,
     )  # fmt: skip
     ranks, rank, heads = group.size(), group.rank(), q.shape[1]
     per_key = heads // k.shape[1]
@@ -59,7 +61,8 @@ def ulysses_attention(
         k_, v_ = k_.index_select(1, index), v_.index_select(1, index)
     spec = AttentionSpec(sequence.whole, causal=causal, scale=scale, window=window)
     mine = None if sinks is None else sinks[own.start : own.stop]
-    return far.scatter(packed_attention(q_, k_, v_, mine, spec=spec), of_queries)
+    out = attend(Hops(spec, kernel, 1, v.shape[2], None), mine, q_, k_, v_)
+    return far.scatter(out, of_queries)
 
 
 class _Heads:

@@ -1,0 +1,182 @@
+"""Attention in hops: a kernel for each, tensors that travel meanwhile, and results merged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .kernel import AttentionSpec, accumulator_dtype
+
+__all__ = ["Hops", "attend", "merge"]
+
+
+class Hops(NamedTuple):
+    """One attention call: its rules, its kernel, its ranks.
+
+    Attributes:
+        kernel: an `AttentionKernel`, or one of more tensors: its calls take those that stay, then
+            those that travel, and its backward returns gradients in that order. Of an
+            `AttentionKernel` q stays, keys and values travel.
+        staying: tensors that stay, the queries first.
+        value_dim: of the output.
+        group: None where a rank has the keys of all.
+    """
+
+    spec: AttentionSpec
+    kernel: Any
+    staying: int
+    value_dim: int
+    group: dist.ProcessGroup | None
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else self.group.rank()
+
+
+def attend(hops: Hops, sinks: Tensor | None, *tensors: Tensor) -> Tensor:
+    """Attention of this rank's queries to the keys of all ranks. Collective; differentiable.
+
+    While a hop is computed, the tensors of the next one travel; in backward the gradients of
+    travelling tensors go around with them, in the dtype of sums.
+
+    Args:
+        sinks: `[heads]`, the score of one more key a head, whose value is zero.
+        tensors: those that stay, the queries first, `[local_tokens, heads, head_dim]`; then those
+            that travel, `[local_tokens, ...]`.
+
+    Returns:
+        `[local_tokens, heads, value_dim]`.
+    """
+    return _Attend.apply(hops, sinks, *tensors)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hops: Hops, sinks: Tensor | None, *tensors: Tensor) -> Tensor:
+        own, travelling = tensors[: hops.staying], tensors[hops.staying :]
+        merged: tuple[Tensor, Tensor] | None = None
+        for source, far in _around(travelling, hops):
+            hop = hops.spec.hop(hops.rank, source)
+            if hop.pairs and own[0].numel():
+                merged = merge(merged, *hops.kernel.forward(*own, *far, hop=hop))
+        out, lse = _nothing_seen(own[0], hops.value_dim) if merged is None else merged
+        if sinks is not None:
+            out, lse = _with_sinks(out, lse, sinks)
+        out = out.to(own[0].dtype)
+        ctx.save_for_backward(sinks, out, lse, *tensors)
+        ctx.hops = hops
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        hops: Hops = ctx.hops
+        sinks, out, lse, *tensors = ctx.saved_tensors
+        own, travelling = tensors[: hops.staying], tensors[hops.staying :]
+        grad = grads[0].contiguous()
+        of_own: list[Tensor] | None = None
+        arriving: _Exchange | None = None
+        for source, far in _around(tuple(travelling), hops):
+            hop = hops.spec.hop(hops.rank, source)
+            found: list[Tensor] = []
+            if hop.pairs and own[0].numel():
+                found = list(hops.kernel.backward(grad, *own, *far, out, lse, hop=hop))
+                of_own = _add(of_own, found[: hops.staying], hops)
+            # What the ranks before this one found for the same rows arrives meanwhile.
+            before = None if arriving is None else list(arriving.wait())
+            of_far = _add(before, found[hops.staying :], hops) or _zeros(far)
+            arriving = _Exchange(tuple(of_far), source, hops)
+        assert arriving is not None
+        every = [*(of_own or _zeros(own)), *arriving.wait()]
+        of_sinks = None if sinks is None else _of_sinks(grad, out, lse, sinks)
+        cast = (g.to(x.dtype) for g, x in zip(every, tensors, strict=True))
+        return None, of_sinks, *cast
+
+
+def merge(merged: tuple[Tensor, Tensor] | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Take in the attention to more keys, in the dtype of sums.
+
+    The first keys are a rank's own, of which every query sees one, so `lse` is -inf in none.
+
+    Source: arXiv:1805.02867 (online softmax).
+    """
+    if merged is None:
+        return out, lse
+    before, total = merged
+    before = before.to(lse.dtype)
+    weight = torch.sigmoid(lse - total).unsqueeze(-1)
+    return before.addcmul_(out - before, weight), torch.logaddexp(total, lse)
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    total = torch.logaddexp(lse, sinks.to(lse.dtype))
+    return out * (lse - total).exp().unsqueeze(-1), total
+
+
+def _of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """A sink changes `lse` and nothing else."""
+    weight = (sinks.to(lse.dtype) - lse).exp()
+    delta = (grad * out).sum(-1, dtype=lse.dtype)
+    return -(weight * delta).sum(0).to(sinks.dtype)
+
+
+def _nothing_seen(q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
+    lse = q.new_full(q.shape[:2], -torch.inf, dtype=accumulator_dtype(q))
+    return q.new_zeros(*q.shape[:2], value_dim), lse
+
+
+def _add(sums: list[Tensor] | None, found: list[Tensor], hops: Hops) -> list[Tensor] | None:
+    """Add gradients up, in the dtype of sums where there may be more than one hop."""
+    if sums is None and hops.group is not None and hops.group.size() > 1:
+        return [x.to(accumulator_dtype(x)).contiguous() for x in found] or None
+    if sums is None or not found:
+        return sums or found or None
+    return [total.add_(x) for total, x in zip(sums, found, strict=True)]
+
+
+def _zeros(tensors: tuple[Tensor, ...] | list[Tensor]) -> list[Tensor]:
+    return [x.new_zeros(x.shape, dtype=accumulator_dtype(x)) for x in tensors]
+
+
+def _around(travelling: tuple[Tensor, ...], hops: Hops) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+    """Yield the tensors of every rank, own ones first; the next arrive during the work."""
+    ranks = 1 if hops.group is None else hops.group.size()
+    held = tuple(x.contiguous() for x in travelling) if ranks > 1 else travelling
+    for step in range(ranks):
+        source = (hops.rank - step) % ranks
+        exchange = _Exchange(held, source, hops) if step + 1 < ranks else None
+        yield source, held
+        if exchange is not None:
+            held = exchange.wait()
+
+
+class _Exchange:
+    """Tensors of one rank on their way to the next one, while those of the rank before arrive."""
+
+    def __init__(self, held: tuple[Tensor, ...], source: int, hops: Hops) -> None:
+        group = hops.group
+        if group is None or group.size() == 1:
+            self._arriving, self._sent, self._work = held, held, []
+            return
+        rows = hops.spec.plan.counts[(source - 1) % group.size()]
+        self._arriving = tuple(x.new_empty((rows, *x.shape[1:])) for x in held)
+        self._sent = held  # Alive until it has left.
+        # The group of one rank after the other: every rank sends forward and receives from behind.
+        after, before = (
+            dist.get_global_rank(group, (group.rank() + d) % group.size()) for d in (1, -1)
+        )
+        operations = [dist.P2POp(dist.isend, x, after, group) for x in held if x.numel()]
+        operations += [
+            dist.P2POp(dist.irecv, x, before, group) for x in self._arriving if x.numel()
+        ]
+        self._work = dist.batch_isend_irecv(operations) if operations else []
+
+    def wait(self) -> tuple[Tensor, ...]:
+        for work in self._work:
+            work.wait()
+        return self._arriving

@@ -1,0 +1,153 @@
+"""Hops of attention: what travels while a kernel works, and rectangles merged into one."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from primeblocks.parallel import plan_sequence, reference
+from primeblocks.parallel.attention import RectangleKernel, hops, ring_attention
+from primeblocks.parallel.attention.fused import FusedRectangle
+from primeblocks.parallel.attention.rectangles import OnlineSoftmax
+from primeblocks.testing import ranks
+from primeblocks.testing.oracles import assert_as_precise, assert_close_float64
+from tests.parallel.test_attention import HEADS, _cotangent, _inputs, _naive
+
+
+class _Logged(RectangleKernel):
+    """Says when it is called."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def forward(self, *tensors, hop):
+        self.log.append(("forward", hop.key_rank))
+        return super().forward(*tensors, hop=hop)
+
+    def backward(self, *tensors, hop):
+        self.log.append(("backward", hop.key_rank))
+        return super().backward(*tensors, hop=hop)
+
+
+def _logged():
+    """Calls of the kernel, and of the exchanges around them, in order."""
+    plan, world = plan_sequence([7], ranks=3, order="contiguous"), dist.group.WORLD
+    log, start, wait = [], hops._Exchange.__init__, hops._Exchange.wait
+
+    def started(exchange, held, source, *more):
+        log.append(("send", source, len(held)))
+        exchange.source = source
+        start(exchange, held, source, *more)
+
+    def waited(exchange):
+        log.append(("wait", exchange.source))
+        return wait(exchange)
+
+    q, k, v = (x[plan.indices(world.rank())] for x in _inputs(7, HEADS[0])[:3])
+    with (
+        mock.patch.object(hops._Exchange, "__init__", started),
+        mock.patch.object(hops._Exchange, "wait", waited),
+    ):
+        rules = {"sequence": plan, "group": world, "kernel": _Logged(log)}
+        out = ring_attention(q.requires_grad_(), k, v, **rules, causal=False)
+        forward = log.copy()
+        log.clear()
+        out.sum().backward()
+    return forward, log
+
+
+def test_tensors_travel_while_those_at_hand_are_worked_on():
+    forward, backward = ranks.run(_logged, world_size=3)[1]
+    assert forward == [
+        *(("send", 1, 2), ("forward", 1), ("wait", 1)),
+        *(("send", 0, 2), ("forward", 0), ("wait", 0)),
+        ("forward", 2),
+    ]
+    # Keys of the next hop leave before a hop is computed. Gradients follow after it, and are
+    # waited for when the next one has been computed.
+    assert backward == [
+        *(("send", 1, 2), ("backward", 1), ("send", 1, 2), ("wait", 1)),
+        *(("send", 0, 2), ("backward", 0), ("wait", 1), ("send", 0, 2), ("wait", 0)),
+        *(("backward", 2), ("wait", 0), ("send", 2, 2), ("wait", 2)),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_keys_one_by_one_make_one_attention(dtype):
+    """However the keys are cut, and though a query sees nothing in many parts."""
+    tokens, heads = 96, (4, 2, 16, 16)
+    q, k, v, _ = _inputs(tokens, heads, dtype=torch.bfloat16)
+    grad = _cotangent(tokens, heads).bfloat16()
+    q, k, v, grad = (x.to(dtype) for x in (q, k, v, grad))
+    rows = slice(0, tokens)
+    parts = [slice(key, key + 1) for key in reversed(range(tokens))]
+    seen = [torch.arange(tokens)[:, None] >= part.start for part in parts]
+    rectangles = [FusedRectangle(False, mask, 0.25) for mask in seen]
+    merge = OnlineSoftmax(q, v)
+    for part, rectangle in zip(parts, rectangles, strict=True):
+        merge.add(rows, *rectangle.forward(q, k[part], v[part]))
+    out = merge.out.to(dtype)
+    assert merge.out.dtype == torch.promote_types(dtype, torch.float32)
+    by_part = [
+        rectangle.backward(grad, q, k[part], v[part], out, merge.lse)
+        for part, rectangle in zip(parts, rectangles, strict=True)
+    ]
+    dq = torch.zeros_like(merge.out)
+    for one, _, _ in by_part:
+        dq += one
+    dk, dv = (torch.cat(x[::-1]) for x in [*zip(*by_part, strict=True)][1:])
+    found = [x.to(dtype) for x in (out, dq, dk, dv)]
+    exact = _whole_of(reference.attention, (q, k, v), grad, torch.float64)
+    if dtype == torch.float64:
+        assert_close_float64(found, exact)
+        return
+    for got, naive, right in zip(
+        found, _whole_of(_naive, (q, k, v), grad, dtype), exact, strict=True
+    ):
+        assert_as_precise(got, naive=naive, exact=right)
+
+
+def _whole_of(attention, qkv, grad, dtype):
+    leaves = [x.detach().to(dtype, copy=True).requires_grad_() for x in qkv]
+    out = attention(*leaves, [len(grad)])
+    out.backward(grad.to(dtype))
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize("kind", ["full", "causal", "masked"])
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+def test_plain_matrices_compute_what_the_fused_kernel_does(kind, key_heads):
+    q, k, v, _ = _inputs(9, (4, key_heads, 8, 6))
+    grad = _cotangent(9, (4, key_heads, 8, 6))
+    mask = None
+    if kind == "masked":
+        mask = torch.rand(9, 9, generator=torch.Generator().manual_seed(2)) < 0.4
+        mask[3] = False
+    kernel = FusedRectangle(kind == "causal", mask, 0.4)
+    out, lse = kernel.forward(q, k, v)
+    pad = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
+    plain_out, plain_lse = kernel._plain(*pad)
+    seen = lse[:, 0] > -torch.inf
+    assert torch.equal(seen, torch.ones(9, dtype=torch.bool) if mask is None else mask.any(1))
+    assert_close_float64(out[seen], plain_out[0].transpose(0, 1)[seen])
+    assert not plain_out[:, :, ~seen].any()  # Zero, and no NaN.
+    assert_close_float64(lse, plain_lse[0].transpose(0, 1))
+    lse = lse.masked_fill(lse == -torch.inf, 0.0)
+    fused = kernel.backward(grad, q, k, v, out, lse)
+    heads_first = [x.transpose(0, 1).unsqueeze(0) for x in (grad, q, k, v, out)]
+    plain = kernel._plain_backward(*heads_first, lse.transpose(0, 1).unsqueeze(0))
+    assert_close_float64(list(fused), [x[0].transpose(0, 1) for x in plain])
+
+
+def test_plain_matrices_add_up_in_float32():
+    q, k, v, _ = _inputs(64, (4, 2, 16, 16), dtype=torch.bfloat16)
+    grad, kernel = _cotangent(64, (4, 2, 16, 16)).bfloat16(), FusedRectangle(True, None, 0.25)
+    heads_first = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
+    out, lse = kernel._plain(*heads_first)
+    grads = kernel._plain_backward(grad.transpose(0, 1).unsqueeze(0), *heads_first, out, lse)
+    assert {x.dtype for x in (lse, *grads)} == {torch.float32}
+    naive = _whole_of(_naive, (q, k, v), grad, torch.bfloat16)
+    exact = _whole_of(reference.attention, (q, k, v), grad, torch.float64)
+    for got, theirs, right in zip((out, *grads), naive, exact, strict=True):
+        assert_as_precise(got[0].transpose(0, 1).bfloat16(), naive=theirs, exact=right)
