@@ -6,6 +6,7 @@ Who computes is an `AttentionKernel`, passed as `kernel=`.
 from . import dsa
 from .dsa import dsa_attention
 from .kernel import AttentionKernel, AttentionSpec, Hop
+from .latent import latent_ring_attention, latent_ulysses_attention
 from .rectangles import RectangleKernel
 from .ring import ring_attention
 from .ulysses import ulysses_attention
@@ -17,6 +18,8 @@ __all__ = [
     "RectangleKernel",
     "dsa",
     "dsa_attention",
+    "latent_ring_attention",
+    "latent_ulysses_attention",
     "ring_attention",
     "ulysses_attention",
 ]

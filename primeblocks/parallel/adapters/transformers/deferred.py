@@ -17,7 +17,7 @@ __all__ = ["Deferred", "Piece", "Source"]
 
 
 class Source(Protocol):
-    """What a deferred tensor is read from."""
+    """Something with a shape and a dtype, of which a deferred tensor is made."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -109,7 +109,7 @@ class Deferred(Tensor):
         return cls(shape, source.dtype, [Piece(whole, source, whole.offsets, dims)])
 
     def within(self, box: Shard) -> Iterator[Piece]:
-        """What fills a box, in coordinates that start at its corner."""
+        """The pieces that fill a box, in coordinates that start at its corner."""
         for piece in self.pieces:
             cut = piece.cut(box)
             if cut is not None:
