@@ -14,12 +14,18 @@ from primeblocks.parallel.attention import (
     RectangleKernel,
     latent_ring_attention,
     latent_ulysses_attention,
+    ring_attention,
+    ulysses_attention,
 )
 from primeblocks.testing import ranks, strategies
 from primeblocks.testing.oracles import StepCounter, assert_as_precise, assert_close_float64
 
 HEADS, NOPE, ROPE, VALUE, LATENT = 3, 5, 4, 7, 8
 ATTENTIONS = {"ring": latent_ring_attention, "ulysses": latent_ulysses_attention}
+SPLIT = ATTENTIONS | {
+    "ring of heads": lambda *x, **more: ring_attention(*_expanded(*x), **more),
+    "ulysses of heads": lambda *x, **more: ulysses_attention(*_expanded(*x), **more),
+}
 ORDERS = ["balanced", "contiguous", "zigzag"]
 PACKINGS = [[13, 6], [5, 1, 0, 14, 2], [2], [0]]
 
@@ -60,7 +66,7 @@ def _split(jobs, heads=HEADS, dtype=torch.float64):
         own = plan.indices(group.rank())
         q, latents, up = _operands(plan.tokens, dtype, heads)
         leaves = [x.requires_grad_() for x in (q[own], latents[own], up)]
-        out = ATTENTIONS[name](*leaves, sequence=plan, group=group, causal=causal)
+        out = SPLIT[name](*leaves, sequence=plan, group=group, causal=causal)
         out.backward(_cotangent(plan.tokens, heads)[own].to(dtype))
         dist.all_reduce(leaves[2].grad)
         results.append([out.detach(), *(leaf.grad for leaf in leaves)])
@@ -101,26 +107,23 @@ def test_any_packing_equals_one_rank(world_size, heads, lengths, order):
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)
-def test_bfloat16_errs_like_heads_expanded_in_it(name):
+def test_bfloat16_errs_like_heads_that_travel(name):
     lengths = [40, 24]
-    job = [(name, lengths, "zigzag", True)]
-    found = ranks.run(_split, job, HEADS, torch.bfloat16)
-    leaves = [x.requires_grad_() for x in _operands(64, torch.bfloat16)]
-    naive = reference.attention(*_expanded(*leaves), lengths)
-    naive.backward(_cotangent(64).bfloat16())
-    exact = [x.detach().double().requires_grad_() for x in leaves]
-    out = reference.attention(*_expanded(*exact), lengths)
-    out.backward(_cotangent(64).bfloat16().double())
+    jobs = [(kind, lengths, "zigzag", True) for kind in (name, f"{name} of heads")]
+    found = ranks.run(_split, jobs, HEADS, torch.bfloat16)
+    leaves = [x.double().requires_grad_() for x in _operands(64, torch.bfloat16)]
+    exact = reference.attention(*_expanded(*leaves), lengths)
+    exact.backward(_cotangent(64).bfloat16().double())
     plan = plan_sequence(lengths, ranks=2, order="zigzag", chunk_tokens=4)
     order = torch.cat([plan.indices(rank) for rank in range(2)])
-    joined = [torch.cat([found[r][0][i] for r in range(2)]) for i in range(3)] + [found[0][0][3]]
-    for got, theirs, want in zip(
-        joined,
-        [naive.detach()[order], *(x.grad[order] for x in leaves[:2]), leaves[2].grad],
-        [out.detach()[order], *(x.grad[order] for x in exact[:2]), exact[2].grad],
-        strict=True,
-    ):
-        assert_as_precise(got, naive=theirs, exact=want)
+    want = [x[order] for x in (exact.detach(), leaves[0].grad, leaves[1].grad)]
+    ours, naive = (
+        [torch.cat([found[rank][job][at] for rank in range(2)]) for at in range(3)]
+        + [found[0][job][3]]
+        for job in range(2)
+    )
+    for got, theirs, wanted in zip(ours, naive, [*want, leaves[2].grad], strict=True):
+        assert_as_precise(got, naive=theirs, exact=wanted)
 
 
 def _bytes(name):
