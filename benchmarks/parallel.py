@@ -12,6 +12,10 @@ pages: page faults of fresh allocations would take most of the time of both side
 - The gather of dispatch against a plain copy of the rows that it makes: 1 where rows are long.
 - Bytes that leave a rank, forward and backward, counted in the collectives on gloo.
 - Operations of a dispatch for which the host waits, counted on four ranks.
+- Bytes of latent attention that a rank receives, over those of the latents that it lacks; the same
+  attention with expanded heads beside it.
+- Private memory of a rank that fills its shard from a checkpoint, and saves one, over shard plus
+  largest tensor: RssAnon of fresh processes, sampled.
 - The busiest rank's cost over the mean: one document, lengths as in RL, 60 short documents.
 """
 
@@ -21,11 +25,12 @@ from . import peers
 def measure() -> dict[str, tuple[float, str, str]]:
     import torch
 
-    from .parallel_parts import balance, host_reads, permute, wire
+    from .parallel_parts import balance, host_reads, latent, permute, start, wire
 
     torch.set_num_threads(1)
     counted = {**wire.figures(), **host_reads.figures(), **balance.figures()}
-    return {**permute.figures(), **counted}
+    counted |= latent.figures()
+    return {**permute.figures(), **counted, **start.figures()}
 
 
 if __name__ == "__main__":

@@ -13,7 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from ..errors import PlanError, ShapeError, UnsupportedError
@@ -33,6 +38,8 @@ def fully_shard_moe(
     experts: Iterable[nn.Module],
     routers: Iterable[nn.Module] = (),
     precision: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool = True,
+    offload_policy: OffloadPolicy | None = None,
 ) -> None:
     """Shard a mixture-of-experts model in place; names of parameters stay.
 
@@ -54,10 +61,17 @@ def fully_shard_moe(
             would have less: a small error of a score picks another expert. Their outputs are not
             cast.
         precision: dtypes of compute and reduction; default: as the parameters are.
+        reshard_after_forward: free gathered parameters after forward, and gather them again for
+            backward. False keeps those of layers, experts and routers until then, once a step
+            instead of twice over the wire. What is in no layer is kept in either case, as FSDP2
+            does.
+        offload_policy: `CPUOffloadPolicy()` keeps parts, gradients and optimizer states on the
+            host; default: on the device.
 
     Raises:
         PlanError: the expert degree does not divide the experts, or there are none; a named
-            module is not in `model`; a dispatcher of experts lies over other ranks.
+            module is not in `model`; a dispatcher of experts lies over other ranks; a number for
+            `reshard_after_forward`, which would have to divide several meshes.
         UnsupportedError: parameters that are gathered together have different dtypes.
     """
     check_meshes(meshes)
@@ -67,7 +81,17 @@ def fully_shard_moe(
     )
     if meshes.plan.expert > 1 and not experts:
         raise PlanError(f"expert={meshes.plan.expert}, but no experts were given. Use expert=1.")
+    if not isinstance(reshard_after_forward, bool):
+        raise PlanError(
+            f"reshard_after_forward must be True or False; got {reshard_after_forward!r}. Ranks to "
+            "keep parts of layers on would differ between dense parameters and experts."
+        )
     policy = MixedPrecisionPolicy() if precision is None else precision
+    offload = OffloadPolicy() if offload_policy is None else offload_policy
+    kept: dict[str, Any] = {
+        "offload_policy": offload,
+        "reshard_after_forward": reshard_after_forward,
+    }
     low = torch.bfloat16, torch.float16
     exact = policy.param_dtype in low or policy.reduce_dtype in low
     _check_dtypes([*experts, *(routers if exact else ()), *layers, model])
@@ -76,15 +100,15 @@ def fully_shard_moe(
         check_dispatcher(getattr(module, "dispatcher", None), meshes)
     for module in experts:
         _deal_experts(module, meshes)
-        _fully_shard_experts(module, meshes, policy)
+        _fully_shard_experts(module, meshes, policy, kept)
     if exact:
         compute = torch.float32 if policy.param_dtype in low else policy.param_dtype
         full = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
         for module in routers:
-            fully_shard(module, mesh=meshes.fsdp, mp_policy=full)
+            fully_shard(module, mesh=meshes.fsdp, mp_policy=full, **kept)
     for layer in layers:
-        fully_shard(layer, mesh=meshes.fsdp, mp_policy=policy)
-    fully_shard(model, mesh=meshes.fsdp, mp_policy=policy)
+        fully_shard(layer, mesh=meshes.fsdp, mp_policy=policy, **kept)
+    fully_shard(model, mesh=meshes.fsdp, mp_policy=policy, offload_policy=offload)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The default divides by the size of the module's own mesh, which differs between
@@ -240,7 +264,9 @@ def _deal_experts(module: nn.Module, meshes: Meshes) -> None:
             setattr(owner, name, nn.Parameter(dealt, requires_grad=parameter.requires_grad))
 
 
-def _fully_shard_experts(module: nn.Module, meshes: Meshes, policy: MixedPrecisionPolicy) -> None:
+def _fully_shard_experts(
+    module: nn.Module, meshes: Meshes, policy: MixedPrecisionPolicy, kept: dict[str, Any]
+) -> None:
     ranks = meshes.plan.expert_fsdp
     if policy.cast_forward_inputs and policy.param_dtype is not None:
         # FSDP2 would cast the scores as well: rounded gates, and rounded gradients of routers.
@@ -253,7 +279,8 @@ def _fully_shard_experts(module: nn.Module, meshes: Meshes, policy: MixedPrecisi
         uneven = local.shape[0] % ranks != 0
         return Shard(1) if uneven and local.ndim > 1 and local.shape[1] % ranks == 0 else Shard(0)
 
-    fully_shard(module, mesh=meshes.expert_fsdp, mp_policy=policy, shard_placement_fn=placement)
+    mesh = meshes.expert_fsdp
+    fully_shard(module, mesh=mesh, mp_policy=policy, shard_placement_fn=placement, **kept)
 
 
 def _cast_tokens(dtype: torch.dtype) -> Callable[..., tuple[Any, Any]]:

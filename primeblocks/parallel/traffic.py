@@ -22,7 +22,8 @@ class StepSizes:
         tokens: of one rank.
         hidden: width of the rows that travel to experts.
         expert_layers: layers with experts.
-        layers: layers with attention; for latent attention `key_heads` is `heads`.
+        layers: layers with attention.
+        head_dim: of queries, keys and values; their mean where they differ.
         root_parameters: outside of the layers, such as embedding and head.
         layer_parameters: of all layers, without their experts.
         expert_parameters: of all experts of all layers.
@@ -30,6 +31,8 @@ class StepSizes:
         gradient_bytes: of one reduced gradient.
         activation_bytes: of one activation; sums of gradients travel in 4 at least.
         recompute: activation checkpointing runs the layers' forward twice.
+        latent_dim: in latent attention, numbers of a token that travel for all heads, such as
+            512 + 64; 0 where keys and values do.
     """
 
     tokens: int
@@ -48,6 +51,7 @@ class StepSizes:
     gradient_bytes: int = 4
     activation_bytes: int = 2
     recompute: bool = False
+    latent_dim: int = 0
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,8 @@ def _experts(plan: MeshPlan, sizes: StepSizes, dispatch: str) -> float:
 def _attention(plan: MeshPlan, sizes: StepSizes, attention: str) -> float:
     ranks, width, item = plan.context, sizes.head_dim, sizes.activation_bytes
     if attention == "ring":
-        pair, forward = 2 * sizes.key_heads * width, 2 + sizes.recompute
+        pair = sizes.latent_dim or 2 * sizes.key_heads * width
+        forward = 2 + sizes.recompute
         # Keys and values come by again in backward; their gradients go all around.
         each = pair * ((ranks - 1) * forward * item + ranks * max(item, 4) * (ranks > 1))
         return sizes.layers * sizes.tokens * each
@@ -160,5 +165,10 @@ def _attention(plan: MeshPlan, sizes: StepSizes, attention: str) -> float:
     # A rank holds its heads of all tokens, and its tokens of all heads afterwards.
     queries = sizes.heads / ranks
     trip = (ranks - 1) * width * item
-    exchanged = trip * 2 * (queries + keys) * (2 + sizes.recompute)
+    exchanged = trip * 2 * queries * (2 + sizes.recompute)
+    if sizes.latent_dim:  # Gathered forward, and their gradients summed backward.
+        row = item * (1 + sizes.recompute) + max(item, 4)
+        exchanged += (ranks - 1) * sizes.latent_dim * row
+    else:
+        exchanged += trip * 2 * keys * (2 + sizes.recompute)
     return sizes.layers * sizes.tokens * exchanged

@@ -217,6 +217,10 @@ def _of_lists(out: Any, lists: Any, parts: Sequence[Tensor], *_: Any) -> int:
     return sum(x.nbytes for x in _tensors(lists)) - sum(x.nbytes for x in parts)
 
 
+def _of_gather(out: Any, lists: Any, parts: Sequence[Tensor], *_: Any) -> int:
+    return max(0, _of_lists(out, lists, parts))  # One rank has lists.
+
+
 def _of_broadcast(out: Any, tensors: Sequence[Tensor], group: Any, root: int, *_: Any) -> int:
     own = dist.ProcessGroup.unbox(group).rank() == root
     return 0 if own else sum(x.nbytes for x in tensors)
@@ -231,6 +235,7 @@ _RECEIVED: dict[str, dict[str, Callable[..., int]]] = {
         "alltoall_base_": _of_rows,
         "barrier": lambda *_: 0,
         "broadcast_": _of_broadcast,
+        "gather_": _of_gather,
         "recv_": lambda out, tensors, *_: sum(x.nbytes for x in tensors),
         "send": lambda *_: 0,
     },

@@ -16,7 +16,13 @@ from primeblocks.parallel import (
     plan_mesh,
     plan_sequence,
 )
-from primeblocks.parallel.attention import dsa, ring_attention, ulysses_attention
+from primeblocks.parallel.attention import (
+    dsa,
+    latent_ring_attention,
+    latent_ulysses_attention,
+    ring_attention,
+    ulysses_attention,
+)
 from primeblocks.parallel.experts import AllToAllDispatcher, OncePerRankDispatcher, plan_placement
 from primeblocks.parallel.linear import (
     causal_conv1d,
@@ -33,6 +39,8 @@ TYPED = ("PlanError: ", "RankError: ", "ShapeError: ")
 CALLS = [
     "ring",
     "ulysses",
+    "latent ring",
+    "latent ulysses",
     "dsa",
     "sparse",
     "loss",
@@ -83,6 +91,8 @@ def _calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     heads |= {"v": _drawn(tokens, 2, 8, grad=True), "sinks": _drawn(4)}
     rules = {"scale": 0.5, "window": 2, "causal": True}
     sparse = {"q": heads["q"], "kv": _drawn(tokens, 8, grad=True), "sinks": _drawn(4)}
+    latent = {"q": heads["q"], "latents": _drawn(tokens, 6, grad=True)}
+    latent |= {"up": _drawn(4, 9, 4, grad=True), "scale": 0.5, "causal": True}
     indexer = {"index_q": _drawn(tokens, 2, 4), "index_k": _drawn(tokens, 4)}
     indexer |= {"weights": _drawn(tokens, 2)}
     indices = torch.arange(2, dtype=torch.int32).expand(tokens, 1, 2).contiguous()
@@ -97,6 +107,8 @@ def _calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     found = {
         "ring": (ring_attention, {**heads, **where, **rules}),
         "ulysses": (ulysses_attention, {**heads, **where, **rules}),
+        "latent ring": (latent_ring_attention, {**latent, **where}),
+        "latent ulysses": (latent_ulysses_attention, {**latent, **where}),
         "dsa": (_dsa, {**sparse, **indexer, "scale": 0.5, **where}),
         "sparse": (_sparse, {**sparse, "indices": indices, "scale": 0.5, **where}),
         "loss": (_loss, {**sparse, **indexer, "indices": indices, "scale": 0.5, **where}),

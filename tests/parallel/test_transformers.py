@@ -114,6 +114,28 @@ def _error(model, whole, tensor_of):
     return worst
 
 
+def _three_steps(degrees):
+    """Weights after three clipped steps of AdamW, whose moments remember the earlier ones."""
+    model, meshes, count = _sharded("qwen3_moe", degrees, torch.float64)
+    whole = _model("qwen3_moe").double()
+    clips = (
+        lambda m: clip_grad_norm_(m.parameters(), 0.1, meshes=meshes),
+        lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.1),
+    )
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, whole)]
+    errors = {}
+    for step in range(3):
+        _run(model, dist.get_rank(), count, impose=True)
+        for rank in range(dist.get_world_size()):
+            _run(whole, rank, count, impose=True)
+        for m, clip, optimizer in zip((model, whole), clips, optimizers, strict=True):
+            clip(m)
+            optimizer.step()
+            optimizer.zero_grad()
+        errors[step] = _error(model, whole, lambda p: p)
+    return errors
+
+
 def _train(degrees, *, family="qwen3_moe", impose=False, checkpointing=False):
     model, meshes, count = _sharded(family, degrees, torch.float64, checkpointing=checkpointing)
     loss = _run(model, dist.get_rank(), count, impose=impose)
@@ -148,6 +170,10 @@ def _assert_equals_one_rank(results):
 )
 def test_a_step_equals_one_rank(world_size, degrees):
     _assert_equals_one_rank(ranks.run(_train, degrees, world_size=world_size))
+
+
+def test_three_steps_equal_one_rank():
+    _assert_equals_one_rank(ranks.run(_three_steps, {"expert": 2}, world_size=4))
 
 
 @pytest.mark.parametrize(

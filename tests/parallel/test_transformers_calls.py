@@ -203,3 +203,36 @@ def _alone():
 
 def test_one_rank_alone_has_every_loss():
     ranks.run(_alone, world_size=1)
+
+
+def _recurrence_kernels():
+    from primeblocks.parallel.adapters.transformers import local_inputs, parallelize
+    from primeblocks.parallel.linear.kernels import chunk_gated_delta_rule, chunk_state_space
+
+    meshes, calls = plan_mesh(world_size=1).build("cpu"), []
+    for family in ("llama", "minimax", "glm_moe_dsa"):
+        model = _model(family)
+        with pytest.raises(UnsupportedError, match="no recurrent layers for recurrence_kernel="):
+            parallelize(model, meshes, recurrence_kernel=chunk_state_space)
+        assert type(model).__name__[:4] != "FSDP"
+    for family, kernel in [
+        ("nemotron_h", chunk_state_space),
+        ("qwen3_next", chunk_gated_delta_rule),
+        ("qwen3_5_moe", chunk_gated_delta_rule),
+    ]:
+
+        def counted(*args, family=family, kernel=kernel, **more):
+            calls.append(family)
+            return kernel(*args, **more)
+
+        model = _model(family)
+        parallelize(model, meshes, recurrence_kernel=counted)
+        plan = plan_sequence(DOCUMENTS, ranks=1)
+        model(**local_inputs(_tokens(0), sequence=plan, group=meshes.context.get_group()))
+    return {family: calls.count(family) for family in calls}
+
+
+def test_recurrent_layers_take_a_kernel():
+    lengths = len(set(DOCUMENTS))  # Runs of equal length share a call.
+    (calls,) = ranks.run(_recurrence_kernels, world_size=1)
+    assert calls == dict.fromkeys(["nemotron_h", "qwen3_next", "qwen3_5_moe"], lengths)

@@ -152,7 +152,7 @@ def test_a_family_equals_one_rank(family, world_size, full):
             assert max(errors.values()) < 1e-12, by_case
 
 
-@pytest.mark.parametrize("family", ["glm_moe_dsa", "gpt_oss", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm_moe_dsa", "gpt_oss", "qwen3_5_moe"])
 def test_three_ranks_equal_one(family):
     test_a_family_equals_one_rank(family, 3, full=True)
 

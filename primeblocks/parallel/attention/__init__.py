@@ -7,6 +7,7 @@ from . import dsa
 from .dsa import dsa_attention
 from .flex import FlexKernel
 from .kernel import AttentionKernel, AttentionSpec, Hop
+from .latent import latent_ring_attention, latent_ulysses_attention
 from .rectangles import RectangleKernel
 from .ring import ring_attention
 from .ulysses import ulysses_attention
@@ -19,6 +20,8 @@ __all__ = [
     "RectangleKernel",
     "dsa",
     "dsa_attention",
+    "latent_ring_attention",
+    "latent_ulysses_attention",
     "ring_attention",
     "ulysses_attention",
 ]

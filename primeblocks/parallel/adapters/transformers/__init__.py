@@ -12,7 +12,8 @@ try:
 except ImportError as error:
     raise MissingPackageError("transformers", "transformers") from error
 
-from .checkpoint import load_pretrained, save_pretrained
+from .checkpoint import load_pretrained
+from .checkpoint_save import save_pretrained
 from .experts import place_experts
 from .families import FAMILIES, Family
 from .indexed import IndexedAttention

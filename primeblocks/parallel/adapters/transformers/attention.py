@@ -7,11 +7,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ....errors import PlanError, ShapeError
+from ....errors import PlanError, ShapeError, UnsupportedError
+from ...attention import (
+    latent_ring_attention,
+    latent_ulysses_attention,
+    ring_attention,
+    ulysses_attention,
+)
 from ...sequence import SequencePlan
 
 __all__ = ["Context", "install_attention", "sequence_of", "use_attention"]
@@ -41,6 +48,9 @@ def install_attention(model: nn.Module, context: Context) -> None:
     AttentionMaskInterface.register(_IMPLEMENTATION, _no_mask)
     for module in use_attention(_IMPLEMENTATION, model.modules(), context.group):
         module.context_parallel = context
+        # A rank alone expands its latents as ever: nothing travels.
+        if hasattr(module, "expand_kv") and context.group.size() > 1:
+            module.expand_kv = partial(_keep_latents, module, module.expand_kv)
 
 
 def use_attention(name: str, modules: Iterable[nn.Module], group: dist.ProcessGroup) -> list[Any]:
@@ -95,6 +105,40 @@ def _no_mask(*sizes: Any, **arguments: Any) -> None:
     """Make no mask: a plan knows the documents, and `parallelize` has masks refused beside it."""
 
 
+def _of_latents(module: Any) -> Callable[..., Tensor] | None:
+    """Attention over latents like the one that was asked for, or None: their heads travel.
+
+    It takes the weight of `kv_b_proj` apart, so that layer must be no more than its weight.
+    """
+    asked: Any = module.context_parallel.attention
+    given: dict[str, Any] = {}
+    if isinstance(asked, partial) and not asked.args:
+        asked, given = asked.func, asked.keywords
+    layer = getattr(module, "kv_b_proj", None)
+    hooks = layer is not None and (layer._forward_hooks or layer._forward_pre_hooks)
+    plain = type(layer) is nn.Linear and "forward" not in vars(layer) and layer.bias is None
+    if not plain or hooks or not given.keys() <= {"kernel", "check"}:
+        return None
+    found = _LATENT.get(asked)
+    return None if found is None else partial(found, **given)
+
+
+_LATENT: dict[Any, Callable[..., Tensor]] = {
+    ring_attention: latent_ring_attention,
+    ulysses_attention: latent_ulysses_attention,
+}
+
+
+def _keep_latents(
+    module: Any, own: Callable[..., tuple[Tensor, Tensor]], latents: Tensor, rotated: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Take the place of `expand_kv`: `_forward` gets the latents of keys and values."""
+    if _of_latents(module) is None:
+        return own(latents, rotated)
+    kv = torch.cat([latents, rotated], dim=-1)
+    return kv, kv
+
+
 def _forward(
     module: Any,
     query: Tensor,
@@ -113,12 +157,17 @@ def _forward(
     if dropout:
         raise PlanError(f"attention over split sequences has no dropout; got {dropout}. Use 0.")
     context: Context = module.context_parallel
+    where = {"sequence": sequence, "group": context.group, "scale": scaling}
+    over_latents = _of_latents(module) if "expand_kv" in vars(module) else None
+    if over_latents is not None:
+        if sliding_window is not None or s_aux is not None:
+            raise UnsupportedError("attention over latents has no windows and no sinks.")
+        up = module.kv_b_proj.weight.unflatten(0, (query.shape[1], -1))
+        return over_latents(query[0].transpose(0, 1), key[0, 0], up, **where)[None], None
     out = context.attention(
         *(x[0].transpose(0, 1) for x in (query, key, value)),
-        sequence=sequence,
-        group=context.group,
-        scale=scaling,
         window=sliding_window,
         sinks=s_aux,
+        **where,
     )
     return out.unsqueeze(0), None

@@ -1,7 +1,11 @@
-"""Checkpoints of transformers, written from and read into a sharded model."""
+"""Fill a sharded model from a checkpoint of transformers, box by box."""
 
 from __future__ import annotations
 
+import copy
+import re
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,104 +13,191 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
 
 from ....errors import PlanError, UnsupportedError
 from ....groups import agree
+from ....layout import Shard, layout_of, local_part
+from .checkpoint_files import open_checkpoint
+from .deferred import Deferred
 
-__all__ = ["load_pretrained", "materialize", "save_pretrained"]
-
-
-def save_pretrained(model: PreTrainedModel, path: str | Path) -> None:
-    """Write the whole model, as its own `save_pretrained` would from one rank. Collective.
-
-    Rank 0 gathers one parameter after the other in host memory and writes them all; it returns
-    last. To resume a run, save its parts instead: docs/parallel.md.
-
-    Args:
-        model: what `parallelize` was called with.
-
-    Raises:
-        UnsupportedError: it has adapters, under whose names nothing could load it.
-    """
-    _refuse_adapters(model)
-    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_model_state_dict(model, options=whole)
-    if dist.get_rank() != 0:
-        return
-    for name, source in model.all_tied_weights_keys.items():
-        state[name] = state[source]  # Gathered one by one, they no longer share memory.
-    sharded: Any = type(model)
-    # transformers finds the names of a checkpoint by the name of the class, which FSDP changed.
-    model.__class__ = _kind(model)
-    try:
-        model.save_pretrained(path, state_dict=state)
-    finally:
-        model.__class__ = sharded
+__all__ = ["class_before", "load_pretrained", "materialize", "refuse_adapters", "reshard"]
 
 
 def load_pretrained(model: PreTrainedModel, path: str | Path) -> None:
     """Fill the parts with the weights of a checkpoint of transformers. Collective.
 
-    Rank 0 reads the whole model into host memory; each parameter is sent to all ranks, which keep
-    their part of it, in the dtype that it has there.
+    Each rank reads the boxes that it holds from the files, in the dtype that they have there, and
+    nothing else: transformers' own conversions run on tensors that know where their bytes are.
+    Nothing is sent but an agreement, so every rank must see the folder; from the Hub, rank 0
+    fetches before the others.
 
     Args:
         model: what `parallelize` was called with; it may have come from the meta device.
 
     Raises:
         UnsupportedError: it has adapters, whose names no such checkpoint holds.
-        PlanError: rank 0 cannot read it, or it holds other names or shapes.
-        RankError: raised on the other ranks where rank 0 raises PlanError.
+        PlanError: this rank cannot read it, or it holds other names or shapes.
+        RankError: raised on the other ranks where one raises PlanError.
+
+    Warns:
+        UserWarning: the weights are quantized, or must be computed with before they are placed;
+            then rank 0 reads the whole into host memory, and sends it. Or the checkpoint holds
+            weights that the model has no place for.
     """
-    _refuse_adapters(model)
+    refuse_adapters(model)
+    reshard(model)
+    everyone, first = dist.group.WORLD, dist.get_rank() == 0
+    assert everyone is not None
+    device, told = next(model.parameters()).device, {}
+    wanted: dict[str, Deferred] | str = {}
+    problem = None
+    for turn in (True, False):  # Rank 0 before the others, to fetch, and to name what is wrong.
+        if turn == first:
+            try:
+                wanted = _plan(model, path)
+                told = {} if isinstance(wanted, str) else _boxes(model)
+            except PlanError as error:
+                problem = error
+        agree("load_pretrained", {"turn": turn}, problem=problem, group=everyone, device=device)
+    how = wanted if isinstance(wanted, str) else f"{_stored_bytes(wanted)} bytes"
+    agree("load_pretrained", {"the checkpoint": how}, group=everyone, device=device)
+    if isinstance(wanted, str):
+        _load_whole(model, path, wanted)
+        return
+    try:
+        _fill(model, wanted, told)
+    except (OSError, SafetensorError) as error:
+        problem = PlanError(f"{path} could not be read to its end: {error}")
+    agree("load_pretrained, at its end", {}, problem=problem, group=everyone, device=device)
+
+
+def _plan(model: PreTrainedModel, path: str | Path) -> dict[str, Deferred] | str:
+    """What to read, by the model's names; or why transformers must read the whole. Local."""
+    kind = class_before(model)
+    try:
+        told, _ = kind.config_class.get_config_dict(path)
+        if told.get("quantization_config"):
+            return "its weights are quantized"
+        stored = open_checkpoint(path)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise PlanError(f"{path} cannot be read as a {kind.__name__}: {error}") from error
+    shadow = _shadow(model)
+    mapping = get_model_conversion_mapping(shadow)
+    config = LoadStateDictConfig(weight_mapping=mapping)
+    info, _ = convert_and_load_state_dict_in_model(shadow, stored, config)
+    if info.conversion_errors:
+        name, said = next(iter(info.conversion_errors.items()))
+        return f"{name} cannot be read by the box: {said.strip().splitlines()[-2:]}"
+    found = {name: x for name, x in _state(shadow).items() if isinstance(x, Deferred)}
+    odd = {name: tuple(there) for name, there, _ in info.mismatched_keys}
+    _check(model, path, found, odd)
+    _warn_of_others(model, info.unexpected_keys)
+    return found
+
+
+def _stored_bytes(wanted: dict[str, Deferred]) -> int:
+    pieces = (piece for x in wanted.values() for piece in x.pieces)
+    return sum(piece.box.numel * piece.source.dtype.itemsize for piece in pieces)
+
+
+def _shadow(model: PreTrainedModel) -> PreTrainedModel:
+    """The model's names and shapes, for transformers to put deferred tensors in."""
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = config._experts_implementation = "eager"
+    with torch.device("meta"):
+        shadow: PreTrainedModel = class_before(model)(config)
+    return shadow
+
+
+def _state(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The state dict, where one of two tied names stands for the other."""
+    state = model.state_dict(keep_vars=True)
+    for name, source in model.all_tied_weights_keys.items():
+        for one, other in ((name, source), (source, name)):
+            if isinstance(state[one], Deferred) and not isinstance(state[other], Deferred):
+                state[other] = state[one]
+    return state
+
+
+def _check(
+    model: PreTrainedModel, path: str | Path, found: Mapping[str, Tensor], odd: dict[str, Any]
+) -> None:
+    for name, here in sorted(model.state_dict().items()):
+        there: Any = tuple(found[name].shape) if name in found else odd.get(name, "missing")
+        if there != tuple(here.shape):
+            raise PlanError(
+                f"{path} is no checkpoint of this model: {name} is {there} there and "
+                f"{tuple(here.shape)} here. Build the model from the configuration of its "
+                "checkpoint."
+            )
+
+
+def _warn_of_others(model: PreTrainedModel, names: set[str]) -> None:
+    known = model._keys_to_ignore_on_load_unexpected or ()
+    others = sorted(x for x in names if not any(re.search(pattern, x) for pattern in known))
+    if others and dist.get_rank() == 0:
+        shown = ", ".join(others[:3])
+        warnings.warn(f"{len(others)} weights of the checkpoint have no place: {shown} ...",
+                      stacklevel=4)  # fmt: skip
+
+
+def _boxes(model: PreTrainedModel) -> dict[str, Shard]:
+    return {name: layout_of(x).shard for name, x in model.state_dict().items()}
+
+
+def _fill(model: PreTrainedModel, wanted: dict[str, Deferred], boxes: dict[str, Shard]) -> None:
+    """Read into each local part, box by box."""
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            local = local_part(tensor)
+            for piece in wanted[name].within(boxes[name]):
+                read = piece.source.read(piece.box)
+                local[piece.place.slices].copy_(piece.arrange(read))
+
+
+def _load_whole(model: PreTrainedModel, path: str | Path, why: str) -> None:
+    """Let transformers read on rank 0, and send each parameter from there."""
     state: dict[str, Any] = {}
     problem, everyone = None, dist.group.WORLD
     assert everyone is not None
     if dist.get_rank() == 0:
+        warnings.warn(f"rank 0 reads the whole of {path}: {why}", stacklevel=3)
         try:
             state = _read(model, path)
         except PlanError as error:
             problem = error
     device = next(model.parameters()).device
     agree("load_pretrained", {}, problem=problem, group=everyone, device=device)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):  # After a forward without a backward some are whole.
-            module.reshard()
     sent = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, state, options=sent)
 
 
 def _read(model: PreTrainedModel, path: str | Path) -> dict[str, Tensor]:
-    kind = _kind(model)
+    kind = class_before(model)
     try:
         whole, told = kind.from_pretrained(path, dtype=model.dtype, output_loading_info=True)
     except (OSError, RuntimeError, SafetensorError, ValueError) as error:
         raise PlanError(f"{path} cannot be read as a {kind.__name__}: {error}") from error
     state = whole.state_dict()
-    wanted = {name: tuple(x.shape) for name, x in model.state_dict().items()}
-    found = {name: tuple(x.shape) for name, x in state.items() if name not in told["missing_keys"]}
-    for name in sorted(wanted.keys() | found.keys()):
-        if wanted.get(name) != found.get(name):
-            raise PlanError(
-                f"{path} is no checkpoint of this model: {name} is {found.get(name, 'missing')} "
-                f"there and {wanted.get(name, 'missing')} here. Build the model from the "
-                "configuration of its checkpoint."
-            )
+    found = {name: x for name, x in state.items() if name not in told["missing_keys"]}
+    _check(model, path, found, {})
     return state
 
 
-def materialize(model: PreTrainedModel, device: str) -> None:
+def materialize(model: PreTrainedModel, device: str, *, parts: str | None = None) -> None:
     """Give a model from the meta device memory for its parts, and nothing else. Local.
 
     Parameters hold NaN until they are loaded, so that a forgotten one does not pass for a weight.
     Buffers that no checkpoint holds, such as frequencies, are computed as at construction.
+
+    Args:
+        parts: where parameters go, if not to `device`.
 
     Raises:
         PlanError: some parameters are on the meta device and others are not.
@@ -119,7 +210,7 @@ def materialize(model: PreTrainedModel, device: str) -> None:
         raise PlanError(
             f"{bare} of {every} parameters are on the meta device. Build the whole model there."
         )
-    model.to_empty(device=device)  # FSDP keeps tied weights tied.
+    model.to_empty(device=device if parts is None else parts)  # FSDP keeps tied weights tied.
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
@@ -130,14 +221,25 @@ def materialize(model: PreTrainedModel, device: str) -> None:
             for module in owner.modules():
                 if any(True for _ in module.buffers(recurse=False)):
                     owner._init_weights(module)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
-def _kind(model: PreTrainedModel) -> Any:
+def class_before(model: PreTrainedModel) -> Any:
     """The class that the model had before it was sharded."""
     return next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
 
 
-def _refuse_adapters(model: nn.Module) -> None:
+def reshard(model: nn.Module) -> None:
+    """Leave each rank its parts: after a forward without a backward some are whole. Local."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def refuse_adapters(model: nn.Module) -> None:
+    """Refuse a model with adapters. Local."""
     for name, _ in model.named_parameters():
         if "lora_" in name or ".base_layer." in name:
             raise UnsupportedError(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from transformers import PreTrainedModel
 
 from ....errors import PlanError, UnsupportedError
@@ -26,7 +26,7 @@ from .checkpoint import materialize
 from .experts import experts_of, install_experts, place_experts, routers_of
 from .families import FAMILIES, Family
 from .indexed import IndexedAttention, install_indexed_attention, scorers_of
-from .recurrence import install_recurrence
+from .recurrence import install_recurrence, recurrent_layers
 
 __all__ = ["local_inputs", "parallelize"]
 
@@ -39,6 +39,9 @@ def parallelize(
     precision: MixedPrecisionPolicy | None = None,
     dispatcher: TokenDispatcher | None = None,
     placements: Sequence[Placement | None] = (),
+    recurrence_kernel: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    reshard_after_forward: bool = True,
+    offload_policy: OffloadPolicy | None = None,
 ) -> None:
     """Run a causal language model's experts, sequences and FSDP2 over `meshes`, in place.
 
@@ -60,6 +63,11 @@ def parallelize(
             `LocalDispatcher` where there is one rank to share them.
         placements: copies of hot experts, a plan for each layer that has some; default: no copies.
             With them this is collective: see `place_experts`, which takes newer plans later.
+        recurrence_kernel: for the recurrent layers of calls with a plan: the `kernel` of
+            `gated_delta_rule` (Qwen3-Next, Qwen3.5) or of `state_space` (Nemotron-H), such as
+            `partial(chunk_gated_delta_rule, output_final_state=True)` of
+            flash-linear-attention; default: plain torch.
+        reshard_after_forward, offload_policy: see `fully_shard_moe`.
 
     Raises:
         UnsupportedError: a model that no test covers, or one that cannot be split so; from the
@@ -82,6 +90,10 @@ def parallelize(
     _check_attention(kind, family, attention)
     if plan.expert > 1 and not family.experts:
         raise UnsupportedError(f"{kind} has no experts to share. Use expert=1.")
+    if recurrence_kernel is not None and (family.context or not recurrent_layers(model)):
+        raise UnsupportedError(
+            f"{kind} has no recurrent layers for recurrence_kernel= to serve. Leave it out."
+        )
     check_dispatcher(dispatcher, meshes)
     _own_configs(model)
     experts = experts_of(model)
@@ -92,8 +104,11 @@ def parallelize(
         experts=experts,
         routers=routers_of(model) + scorers_of(model),
         precision=precision,
+        reshard_after_forward=reshard_after_forward,
+        offload_policy=offload_policy,
     )
-    materialize(model, meshes.loss.device_type)
+    offloaded = isinstance(offload_policy, CPUOffloadPolicy)
+    materialize(model, meshes.loss.device_type, parts="cpu" if offloaded else None)
     if dispatcher is None and plan.expert == 1:
         dispatcher = LocalDispatcher()
     elif dispatcher is None:
@@ -102,7 +117,7 @@ def parallelize(
     if placements:
         place_experts(model, placements, meshes=meshes)
     if not family.context:
-        _install(model, attention, family, meshes.context.get_group())
+        _install(model, attention, family, meshes.context.get_group(), recurrence_kernel)
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             admit = partial(_admit_sequence, kind, family)
@@ -164,6 +179,7 @@ def _install(
     attention: Callable[..., Tensor] | IndexedAttention | None,
     family: Family,
     group: dist.ProcessGroup,
+    recurrence_kernel: Callable[..., tuple[Tensor, Tensor]] | None,
 ) -> None:
     if family.indexed:
         assert attention is None or isinstance(attention, IndexedAttention)
@@ -172,7 +188,7 @@ def _install(
     assert not isinstance(attention, IndexedAttention)
     context = Context(group, ulysses_attention if attention is None else attention)
     install_attention(model, context)
-    install_recurrence(model, context)
+    install_recurrence(model, context, recurrence_kernel)
 
 
 def _own_configs(model: PreTrainedModel) -> None:

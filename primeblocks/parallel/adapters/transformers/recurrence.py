@@ -17,15 +17,26 @@ from torch import Tensor, nn
 from ...linear import causal_conv1d, gated_delta_rule, state_space
 from .attention import Context, sequence_of
 
-__all__ = ["install_recurrence"]
+__all__ = ["install_recurrence", "recurrent_layers"]
 
 
-def install_recurrence(model: nn.Module, context: Context) -> None:
-    """Hand the states of recurrent layers from rank to rank. Local."""
-    for module in model.modules():
-        layer = _LAYERS.get(type(module).__name__)
-        if layer is not None:
-            module.forward = partial(_forward, module, layer, context, module.forward)
+def recurrent_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers that `install_recurrence` serves."""
+    return [module for module in model.modules() if type(module).__name__ in _LAYERS]
+
+
+def install_recurrence(
+    model: nn.Module, context: Context, kernel: Callable[..., tuple[Tensor, Tensor]] | None
+) -> None:
+    """Hand the states of recurrent layers from rank to rank. Local.
+
+    Args:
+        kernel: what `gated_delta_rule` or `state_space` is to call; None: plain torch.
+    """
+    chosen = {} if kernel is None else {"kernel": kernel}
+    for module in recurrent_layers(model):
+        layer = partial(_LAYERS[type(module).__name__], chosen=chosen)
+        module.forward = partial(_forward, module, layer, context, module.forward)
 
 
 def _forward(
@@ -49,31 +60,33 @@ def _forward(
     return layer(module, hidden_states[0], sequence=sequence, group=context.group).unsqueeze(0)
 
 
-def _qwen3_5(m: Any, hidden: Tensor, **where: Any) -> Tensor:
+def _qwen3_5(m: Any, hidden: Tensor, chosen: dict[str, Any], **where: Any) -> Tensor:
     mixed, z, b, a = (f(hidden) for f in (m.in_proj_qkv, m.in_proj_z, m.in_proj_b, m.in_proj_a))
-    return _delta_net(m, mixed, z, b, a, **where)
+    return _delta_net(m, mixed, z, b, a, chosen, **where)
 
 
-def _qwen3_next(m: Any, hidden: Tensor, **where: Any) -> Tensor:
+def _qwen3_next(m: Any, hidden: Tensor, chosen: dict[str, Any], **where: Any) -> Tensor:
     projected = m.in_proj_qkvz(hidden[None]), m.in_proj_ba(hidden[None])
     q, k, v, z, b, a = (x[0] for x in m.fix_query_key_value_ordering(*projected))
     mixed = torch.cat([x.flatten(1) for x in (q, k, v)], dim=-1)
-    return _delta_net(m, mixed, z.flatten(1), b, a, **where)
+    return _delta_net(m, mixed, z.flatten(1), b, a, chosen, **where)
 
 
-def _delta_net(m: Any, mixed: Tensor, z: Tensor, b: Tensor, a: Tensor, **where: Any) -> Tensor:
+def _delta_net(
+    m: Any, mixed: Tensor, z: Tensor, b: Tensor, a: Tensor, chosen: dict[str, Any], **where: Any
+) -> Tensor:
     mixed = F.silu(causal_conv1d(mixed, m.conv1d.weight.squeeze(1), m.conv1d.bias, **where))
     q, k, v = mixed.split([m.key_dim, m.key_dim, m.value_dim], dim=-1)
     q, k = (_unit(x.unflatten(-1, (-1, m.head_k_dim))) for x in (q, k))
     q, k = (x.repeat_interleave(m.num_v_heads // m.num_k_heads, dim=1) for x in (q, k))
     g = -_wide(m.A_log).exp() * F.softplus(_wide(a) + m.dt_bias)
     v = v.unflatten(-1, (-1, m.head_v_dim))
-    out = gated_delta_rule(q, k, v, g, b.sigmoid(), **where)
+    out = gated_delta_rule(q, k, v, g, b.sigmoid(), **chosen, **where)
     out = m.norm(out.reshape(-1, m.head_v_dim), z.reshape(-1, m.head_v_dim))
     return m.out_proj(out.view(-1, m.value_dim))
 
 
-def _nemotron_h(m: Any, hidden: Tensor, **where: Any) -> Tensor:
+def _nemotron_h(m: Any, hidden: Tensor, chosen: dict[str, Any], **where: Any) -> Tensor:
     sizes = [m.intermediate_size, m.conv_dim, m.num_heads]
     gate, mixed, dt = m.in_proj(hidden).split(sizes, dim=-1)
     mixed = m.act(causal_conv1d(mixed, m.conv1d.weight.squeeze(1), m.conv1d.bias, **where))
@@ -82,7 +95,7 @@ def _nemotron_h(m: Any, hidden: Tensor, **where: Any) -> Tensor:
     b, c = (t.unflatten(-1, (m.n_groups, -1)) for t in (b, c))
     dt = F.softplus(dt + m.dt_bias.to(dt.dtype)).clamp(*m.time_step_limit)
     x = x.unflatten(-1, (m.num_heads, -1))
-    out = state_space(x, dt, -_wide(m.A_log).exp(), b, c, m.D, **where)
+    out = state_space(x, dt, -_wide(m.A_log).exp(), b, c, m.D, **chosen, **where)
     return m.out_proj(m.norm(out.flatten(1), gate).to(hidden.dtype))
 
 

@@ -1,0 +1,91 @@
+"""From a checkpoint of transformers into the parts of many ranks, some steps, and back.
+
+No rank ever holds the whole. Run it twice, the second time on another number of ranks: it resumes.
+
+    torchrun --nproc-per-node 4 examples/pretrained_to_shards.py
+    torchrun --nproc-per-node 2 examples/pretrained_to_shards.py
+"""
+
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
+
+from primeblocks import parallel
+from primeblocks.layout import local_part
+from primeblocks.parallel.adapters.transformers import (
+    load_pretrained,
+    parallelize,
+    save_pretrained,
+)
+
+FOLDER = Path(tempfile.gettempdir()) / "pretrained_to_shards"
+CHECKPOINT = FOLDER / "pretrained"  # Made here if missing; else a folder, or "Qwen/Qwen3-30B-A3B".
+STEPS, ROWS, TOKENS, RATE = 2, 8, 32, 1e-2  # Of each run; rows of a batch, over all ranks.
+CONFIG = Qwen3MoeConfig(
+    vocab_size=512, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=16,
+    num_key_value_heads=2, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64,
+    intermediate_size=128, dtype="float32",
+)  # fmt: skip
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randint(512, (ROWS, TOKENS), generator=torch.manual_seed(step))
+
+
+def train(model, optimizer, meshes, step: int) -> float:
+    """One step on this rank's rows, and the mean loss of all."""
+    ids = batch(step).tensor_split(dist.get_world_size())[dist.get_rank()]
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].log_softmax(-1)
+    loss = -logits.gather(-1, ids[:, 1:, None]).sum() / (ROWS * (TOKENS - 1))
+    loss.backward()
+    parallel.clip_grad_norm_(model.parameters(), 1.0, meshes=meshes)
+    optimizer.step()
+    optimizer.zero_grad()
+    loss = loss.detach()
+    dist.all_reduce(loss)
+    return loss.item()
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if rank == 0 and not CHECKPOINT.exists():
+        AutoModelForCausalLM.from_config(CONFIG).save_pretrained(CHECKPOINT)
+    dist.barrier()
+
+    with torch.device("meta"):  # Names and shapes alone.
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(CHECKPOINT))
+    meshes = parallel.plan_mesh(world_size=ranks, expert=2).build("cpu")
+    parallelize(model, meshes)  # Memory for this rank's parts.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+
+    saved = sorted(FOLDER.glob("step-*"), key=lambda path: int(path.name[5:]))
+    start = int(saved[-1].name[5:]) if saved else 0
+    if saved:  # Weights and moments, whatever number of ranks wrote them.
+        weights, moments = get_state_dict(model, optimizer)
+        dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=saved[-1])
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    else:  # Each rank reads its boxes from the files.
+        load_pretrained(model, CHECKPOINT)
+    held = sum(local_part(p).numel() for p in model.parameters())
+    if rank == 0:
+        print(f"{ranks} ranks, from step {start}: rank 0 holds {held} of {model.num_parameters()}")
+
+    end = start + STEPS
+    for step in range(start, end):
+        loss = train(model, optimizer, meshes, step)
+        if rank == 0:
+            print(f"step {step}, loss {loss:.6f}")
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=FOLDER / f"step-{end}")
+    save_pretrained(model, FOLDER / "trained")  # What from_pretrained and engines read.
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

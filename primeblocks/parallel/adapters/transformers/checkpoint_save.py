@@ -1,0 +1,231 @@
+"""Save a sharded model as transformers would, one tensor of the checkpoint at a time."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor, Replicate
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import split_torch_state_dict_into_shards
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from ....errors import PlanError, UnsupportedError
+from ....groups import agree
+from ....layout import Shard, layout_of, local_part
+from .checkpoint import class_before, refuse_adapters, reshard
+from .checkpoint_files import TensorFile, in_file_order
+from .deferred import Deferred, Piece
+
+__all__ = ["save_pretrained"]
+
+
+def save_pretrained(
+    model: PreTrainedModel, path: str | Path, *, max_shard_size: int | str = "50GB"
+) -> None:
+    """Write the whole model, as its own `save_pretrained` would from one rank. Collective.
+
+    Rank 0 writes one tensor of the checkpoint after the other: each rank sends it the part that it
+    holds, and no rank holds more of the whole than that tensor. To resume a run, save its parts
+    instead: docs/parallel.md.
+
+    Args:
+        model: what `parallelize` was called with.
+        max_shard_size: of a file; a larger checkpoint is several, with an index.
+
+    Raises:
+        UnsupportedError: it has adapters, under whose names nothing could load it.
+        PlanError: rank 0 cannot write there.
+        RankError: raised on the other ranks where rank 0 raises PlanError.
+
+    Warns:
+        UserWarning: the names of the checkpoint cannot be told tensor by tensor; rank 0 gathers
+            the whole in host memory.
+    """
+    refuse_adapters(model)
+    reshard(model)
+    with _as_before(model):
+        try:
+            tensors: dict[str, Any] = revert_weight_conversion(model, _deferred(model))
+        except UnsupportedError as error:
+            _save_whole(model, path, max_shard_size, str(error))
+            return
+        problem = None
+        if dist.get_rank() == 0:
+            try:  # All but the weights.
+                model.save_pretrained(path, state_dict={})
+            except OSError as error:
+                problem = PlanError(f"{path} cannot be written: {error}")
+    _agree(model, problem)
+    split = split_torch_state_dict_into_shards(
+        {name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in tensors.items()},
+        filename_pattern=SAFE_WEIGHTS_NAME.replace(".", "{suffix}."),
+        max_shard_size=max_shard_size,
+    )
+    boxes = _boxes(model)
+    for file, names in split.filename_to_tensors.items():
+        held = {name: tensors[name] for name in names}
+        problem = _write(Path(path) / file, held, boxes) if problem is None else problem
+    if dist.get_rank() == 0 and split.is_sharded and problem is None:
+        total = {"total_parameters": model.num_parameters(), **split.metadata}
+        index = {"metadata": total, "weight_map": split.tensor_to_filename}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (Path(path) / SAFE_WEIGHTS_INDEX_NAME).write_text(text)
+    _agree(model, problem)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A tensor of the model, of which each rank holds a part."""
+
+    name: str
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+
+def _deferred(model: PreTrainedModel) -> dict[str, Tensor]:
+    """What a checkpoint holds, by the model's names: tied weights once."""
+    left_out = {*model.all_tied_weights_keys, *(model._keys_to_ignore_on_save or ())}
+    state = model.state_dict()
+    return {name: Deferred.of(_Held(name, state[name])) for name in state if name not in left_out}
+
+
+def _boxes(model: PreTrainedModel) -> list[dict[str, Shard]]:
+    """By rank, the boxes that it will send, on rank 0 alone. Collective.
+
+    Raises:
+        PlanError: as `layout_of` says.
+    """
+    mine = {name: box for name, x in model.state_dict().items() if (box := _sent_box(x))}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(mine, everyone if dist.get_rank() == 0 else None)
+    return everyone if dist.get_rank() == 0 else []
+
+
+def _sent_box(x: Tensor) -> Shard | None:
+    """The box of which this rank is the first holder."""
+    if not isinstance(x, DTensor):
+        return layout_of(x).shard if dist.get_rank() == 0 else None
+    at = x.device_mesh.get_coordinate()
+    if at is None or any(
+        isinstance(p, Replicate) and i for p, i in zip(x.placements, at, strict=True)
+    ):
+        return None
+    box = layout_of(x).shard
+    return None if 0 in box.sizes else box
+
+
+def _write(path: Path, tensors: dict[str, Any], boxes: list[dict[str, Shard]]) -> PlanError | None:
+    """Write a file, and say what went wrong. Collective: rank 0 takes all that is sent."""
+    file, problem = None, None
+    try:
+        file = TensorFile(path, tensors) if dist.get_rank() == 0 else None
+    except OSError as error:
+        problem = PlanError(f"{path} cannot be written: {error}")
+    for name in in_file_order(tensors):
+        if dist.get_rank() != 0:
+            _send(tensors[name])
+            continue
+        whole = _receive(tensors[name], boxes)
+        try:
+            if problem is None and file is not None:
+                file.write(whole)
+        except OSError as error:
+            problem = PlanError(f"{path} cannot be written: {error}")
+        del whole  # Before the next one is made.
+    try:
+        if file is not None:
+            file.close()
+    except OSError as error:
+        problem = PlanError(f"{path} cannot be written: {error}")
+    return problem
+
+
+def _send(tensor: Deferred) -> None:
+    for piece in tensor.pieces:
+        held = piece.source.tensor
+        box = _sent_box(held)
+        part = None if box is None else piece.filled_by(box)
+        if box is not None and part is not None:
+            dist.send(_staged(held, part, box), 0)
+
+
+def _receive(tensor: Deferred, boxes: list[dict[str, Shard]]) -> Tensor:
+    out = torch.empty(tensor.shape, dtype=tensor.dtype)
+    for piece in tensor.pieces:
+        held = piece.source
+        for rank, box in ((r, b[held.name]) for r, b in enumerate(boxes) if held.name in b):
+            part = piece.filled_by(box)
+            if part is None:
+                continue
+            target = out[part.place.slices]
+            if rank == 0:
+                target.copy_(part.arrange(local_part(held.tensor)[part.box.within(box).slices]))
+                continue
+            device, straight = _device(held.tensor), [d for d in part.dims if d is not None]
+            if device == "cpu" and target.is_contiguous() and straight == sorted(straight):
+                dist.recv(target.view(part.box.sizes), rank)  # No second copy of it.
+                continue
+            staged = torch.empty(part.box.sizes, dtype=held.dtype, device=device)
+            dist.recv(staged, rank)
+            target.copy_(part.arrange(staged))
+    return out
+
+
+def _staged(held: Tensor, part: Piece, box: Shard) -> Tensor:
+    """What is sent of this rank's box, where the backend takes it."""
+    cut = local_part(held).detach()[part.box.within(box).slices]
+    return cut.to(_device(held)).contiguous()
+
+
+def _device(held: Tensor) -> str:
+    return held.device_mesh.device_type if isinstance(held, DTensor) else held.device.type
+
+
+def _agree(model: PreTrainedModel, problem: PlanError | None) -> None:
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    device = _device(next(model.parameters()))
+    agree("save_pretrained", {}, problem=problem, group=everyone, device=device)
+
+
+@contextmanager
+def _as_before(model: PreTrainedModel) -> Iterator[None]:
+    """transformers finds the names of a checkpoint by the name of the class, which FSDP changed."""
+    sharded: Any = type(model)
+    model.__class__ = class_before(model)
+    try:
+        yield
+    finally:
+        model.__class__ = sharded
+
+
+def _save_whole(
+    model: PreTrainedModel, path: str | Path, max_shard_size: int | str, why: str
+) -> None:
+    """Let transformers write what rank 0 gathered."""
+    if dist.get_rank() == 0:
+        warnings.warn(f"rank 0 gathers the whole model: {why}", stacklevel=3)
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(model, options=whole)
+    if dist.get_rank() == 0:
+        for name, source in model.all_tied_weights_keys.items():
+            state[name] = state[source]  # Gathered one by one, they no longer share memory.
+        model.save_pretrained(path, state_dict=state, max_shard_size=max_shard_size)

@@ -1,0 +1,233 @@
+"""Multi-head latent attention over a split sequence: latents travel, and each rank expands them."""
+
+from __future__ import annotations
+
+from numbers import Real
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ...errors import PlanError, ShapeError
+from ...groups import check_tensors, facts_of, outside_graphs, settle
+from ..sequence import SequencePlan, check_plan
+from .dsa.gather import gather_tokens, scatter_gradients
+from .hops import Hops, attend
+from .inputs import autocast
+from .kernel import AttentionKernel, AttentionSpec, Hop, accumulator_dtype
+from .rectangles import RectangleKernel
+from .ulysses import _Heads as Heads
+
+__all__ = ["latent_ring_attention", "latent_ulysses_attention"]
+
+
+@outside_graphs
+def latent_ring_attention(
+    q: Tensor,
+    latents: Tensor,
+    up: Tensor,
+    *,
+    sequence: SequencePlan,
+    group: dist.ProcessGroup,
+    causal: bool = True,
+    scale: float | None = None,
+    kernel: AttentionKernel | None = None,
+    check: bool = True,
+) -> Tensor:
+    """`ring_attention` whose keys and values are expanded from latents where they are needed.
+
+    Latents travel, one row a token for all heads; every hop expands those at hand to keys and
+    values, and its backward expands them again. Differentiable. Collective: (ranks - 1) x latents
+    are sent and received by each rank; the backward sends these again, and their gradients in the
+    dtype of sums, once around.
+
+    Args:
+        q: `[local_tokens, heads, nope_dim + rope_dim]`, the last part rotated.
+        latents: `[local_tokens, latent_dim + rope_dim]`: normalised, and behind it the part of the
+            key that all heads share, rotated.
+        up: `[heads, nope_dim + value_dim, latent_dim]`: of each head, to its part of the key, and
+            to its value.
+        scale: of the scores; default: (nope_dim + rope_dim) ** -0.5.
+        sequence, group, causal, kernel, check: as in `ring_attention`.
+
+    Returns:
+        `[local_tokens, heads, value_dim]`.
+
+    Raises:
+        ShapeError, PlanError, RankError: as `ring_attention`.
+
+    Source: arXiv:2405.04434 (latent attention), arXiv:2310.01889 (the ring).
+    """
+    q, latents, up, scale, kernel = _checked(
+        "latent_ring_attention", q, latents, up, sequence=sequence, group=group, causal=causal,
+        scale=scale, kernel=kernel, check=check,
+    )  # fmt: skip
+    spec = AttentionSpec(sequence, causal=causal, scale=scale, window=None)
+    expanded = _Expanded(kernel, q.shape[2] - latents.shape[1] + up.shape[2])
+    return attend(Hops(spec, expanded, 2, expanded.value_dim(up), group), None, q, up, latents)
+
+
+@outside_graphs
+def latent_ulysses_attention(
+    q: Tensor,
+    latents: Tensor,
+    up: Tensor,
+    *,
+    sequence: SequencePlan,
+    group: dist.ProcessGroup,
+    causal: bool = True,
+    scale: float | None = None,
+    kernel: AttentionKernel | None = None,
+    check: bool = True,
+) -> Tensor:
+    """`ulysses_attention` whose keys and values are expanded from latents where they are needed.
+
+    Queries are traded for heads; latents are gathered whole, and each rank expands its own heads
+    of them. Differentiable. Collective: one all-to-all of q, one of the output, and one gather of
+    latents, each rank's padded to the fullest one's; the backward the same, with a reduce-scatter
+    of the latents' gradients in the dtype of sums.
+
+    Args, Returns, Raises: as `latent_ring_attention`.
+
+    Source: arXiv:2405.04434 (latent attention), arXiv:2309.14509.
+    """
+    q, latents, up, scale, kernel = _checked(
+        "latent_ulysses_attention", q, latents, up, sequence=sequence, group=group, causal=causal,
+        scale=scale, kernel=kernel, check=check,
+    )  # fmt: skip
+    ranks, rank, heads = group.size(), group.rank(), q.shape[1]
+    parts = [range(heads * r // ranks, heads * (r + 1) // ranks) for r in range(ranks)]
+    own, far = parts[rank], Heads(sequence, group)
+    whole = _Gathered.apply(latents, sequence, group)
+    spec = AttentionSpec(sequence.whole, causal=causal, scale=scale, window=None)
+    expanded = _Expanded(kernel, q.shape[2] - latents.shape[1] + up.shape[2])
+    hops = Hops(spec, expanded, 2, expanded.value_dim(up), None)
+    out = attend(hops, None, far.gather(q, parts), up[own.start : own.stop], whole)
+    return far.scatter(out, parts)
+
+
+class _Expanded:
+    """A kernel of latents, by one of keys and values.
+
+    Calls take q and `up`, which stay, then latents, which travel.
+    """
+
+    def __init__(self, inner: AttentionKernel, nope_dim: int) -> None:
+        self.inner, self.nope_dim = inner, nope_dim
+
+    def value_dim(self, up: Tensor) -> int:
+        return up.shape[1] - self.nope_dim
+
+    def forward(self, q: Tensor, up: Tensor, latents: Tensor, *, hop: Hop) -> tuple[Tensor, Tensor]:
+        return self.inner.forward(q, *self._keys_and_values(up, latents), hop=hop)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, up: Tensor, latents: Tensor, out: Tensor, lse: Tensor,
+        *, hop: Hop,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        k, v = self._keys_and_values(up, latents)
+        dq, dk, dv = self.inner.backward(grad, q, k, v, out, lse, hop=hop)
+        dtype = accumulator_dtype(q)
+        of_heads = torch.cat([dk[..., : self.nope_dim], dv], dim=-1).to(latents.dtype).flatten(1)
+        latent = latents[:, : up.shape[2]]
+        of_up = (of_heads.mT @ latent).view(up.shape)
+        of_shared = dk[..., self.nope_dim :].sum(1, dtype=dtype)
+        of_latents = torch.cat([(of_heads @ up.flatten(0, 1)).to(dtype), of_shared], dim=-1)
+        return dq, of_up, of_latents
+
+    def _keys_and_values(self, up: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
+        heads, _, latent = up.shape
+        expanded = (latents[:, :latent] @ up.flatten(0, 1).mT).unflatten(1, (heads, -1))
+        part, v = expanded.split([self.nope_dim, self.value_dim(up)], dim=-1)
+        shared = latents[:, None, latent:].expand(-1, heads, -1)
+        return torch.cat([part, shared], dim=-1), v
+
+
+class _Gathered(torch.autograd.Function):
+    """Latents of all ranks, in the order of the sequence."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, latents: Tensor, sequence: SequencePlan, group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.where, ctx.dtype = (sequence, group), latents.dtype
+        (whole,) = gather_tokens(latents, sequence=sequence, group=group)
+        return whole.view_as(whole)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        sequence, group = ctx.where
+        wide = grads[0].to(accumulator_dtype(grads[0]))
+        return scatter_gradients(wide, sequence=sequence, group=group).to(ctx.dtype), None, None
+
+
+def _checked(
+    call: str,
+    q: Tensor,
+    latents: Tensor,
+    up: Tensor,
+    *,
+    sequence: SequencePlan,
+    group: dist.ProcessGroup,
+    causal: bool,
+    scale: float | None,
+    kernel: AttentionKernel | None,
+    check: bool,
+) -> tuple[Tensor, Tensor, Tensor, float, AttentionKernel]:
+    """Return the operands, cast where autocast is on. Collective if `check`."""
+
+    def look() -> dict[str, object]:
+        check_plan(sequence, group)
+        check_tensors(q=q, latents=latents, up=up)
+        if not isinstance(kernel, AttentionKernel | None):
+            raise PlanError(
+                f"kernel must be an AttentionKernel; got {kernel!r:.80}. Pass FlexKernel(), "
+                "RectangleKernel() or None."
+            )
+        if not isinstance(scale, Real | None):
+            raise PlanError(f"scale must be a number; got {scale!r}.")
+        cast = {"q": autocast(q), "latents": autocast(latents), "up": autocast(up)}
+        _check(cast["q"], cast["latents"], cast["up"], sequence.counts[group.rank()])
+        facts: dict[str, object] = {
+            "plan": sequence.fingerprint,
+            "causal": int(bool(causal)),
+            "scale": scale,
+        }
+        for name, x in cast.items():
+            facts |= facts_of(name, x)
+        return facts
+
+    settle(call, look, q, latents, up, group=group, check=check)
+    q, latents, up = map(autocast, (q, latents, up))
+    scale = q.shape[2] ** -0.5 if scale is None else float(scale)
+    return q, latents, up, scale, RectangleKernel() if kernel is None else kernel
+
+
+def _check(q: Tensor, latents: Tensor, up: Tensor, tokens: int) -> None:
+    shapes = f"q {tuple(q.shape)}, latents {tuple(latents.shape)}, up {tuple(up.shape)}"
+    if (q.ndim, latents.ndim, up.ndim) != (3, 2, 3):
+        raise ShapeError(
+            "needs q [local_tokens, heads, head_dim], latents [local_tokens, latent_dim + rope_dim]"
+            f" and up [heads, nope_dim + value_dim, latent_dim]; got {shapes}."
+        )
+    if not q.shape[0] == latents.shape[0] == tokens:
+        raise ShapeError(
+            f"the plan gives this rank {tokens} tokens; got {shapes}. Split by the same plan."
+        )
+    rope = latents.shape[1] - up.shape[2]
+    nope = q.shape[2] - rope
+    if q.shape[1] != up.shape[0] or 0 in up.shape or rope < 0 or not 0 <= nope < up.shape[1]:
+        raise ShapeError(
+            "q and up need the same heads, latents at least latent_dim numbers, q those behind "
+            f"them and as many as up gives a key; got {shapes}."
+        )
+    if not q.dtype == latents.dtype == up.dtype or not q.dtype.is_floating_point:
+        raise ShapeError(
+            f"q, latents and up need one floating dtype; got {q.dtype}, {latents.dtype}, "
+            f"{up.dtype}. Cast them."
+        )
+    if not q.device == latents.device == up.device:
+        raise ShapeError(f"q, latents, up lie on {q.device}, {latents.device}, {up.device}.")

@@ -1,0 +1,62 @@
+"""The example runs as it is, and trains as one rank would that never stopped."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from primeblocks.errors import how_it_ended
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "pretrained_to_shards.py"
+STEPS, ROWS, TOKENS, RATE = 4, 8, 32, 1e-2
+
+
+def _run(ranks, folder):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*torchrun, "--nproc-per-node", str(ranks), EXAMPLE],
+        capture_output=True,
+        text=True,
+        timeout=270,
+        check=False,
+        env=os.environ | {"TMPDIR": str(folder)},
+    )
+    assert done.returncode == 0, f"torchrun {how_it_ended(done.returncode)}\n{done.stderr}"
+    return done.stdout
+
+
+def _one_rank(path):
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    losses = []
+    for step in range(STEPS):
+        ids = torch.randint(512, (ROWS, TOKENS), generator=torch.Generator().manual_seed(step))
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+@pytest.mark.example
+def test_a_run_goes_on_on_fewer_ranks_as_one_rank_would(tmp_path):
+    said = _run(4, tmp_path) + _run(2, tmp_path)
+    counts = re.findall(r"^(\d) ranks, from step (\d): rank 0 holds (\d+) of (\d+)$", said, re.M)
+    assert [(ranks, step) for ranks, step, *_ in counts] == [("4", "0"), ("2", "2")]
+    assert all(int(held) * int(ranks) == int(whole) for ranks, _, held, whole in counts)
+    folder = tmp_path / "pretrained_to_shards"
+    losses, weights = _one_rank(folder / "pretrained")
+    printed = [float(x) for x in re.findall(r"^step \d, loss (\S+)$", said, re.M)]
+    assert printed == pytest.approx(losses, abs=1e-4)
+    trained = AutoModelForCausalLM.from_pretrained(folder / "trained").state_dict()
+    for name, weight in weights.items():
+        # Adam divides by moments: an error is a step of the rate.
+        torch.testing.assert_close(trained[name], weight, rtol=0, atol=STEPS * RATE * 1e-2)

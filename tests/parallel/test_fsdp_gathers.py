@@ -1,0 +1,155 @@
+"""When FSDP2 gathers, frees and offloads the layers of a mixture-of-experts model."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from primeblocks.errors import PlanError
+from primeblocks.parallel import clip_grad_norm_, fully_shard_moe, plan_mesh
+from primeblocks.parallel.experts import AllToAllDispatcher, GroupedExperts, LocalDispatcher
+from primeblocks.testing import ranks
+
+EXPERTS, HIDDEN, LAYERS = 4, 6, 3
+
+
+class Layer(nn.Module):
+    """Its experts, and what is left of it, have sizes of their own, to be told apart by."""
+
+    def __init__(self, index):
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, EXPERTS, bias=False)
+        self.own = nn.Linear(HIDDEN, 4 * index + 4)
+        self.experts = GroupedExperts(EXPERTS, HIDDEN, 4 + 2 * index, dispatcher=LocalDispatcher())
+
+    def forward(self, x):
+        scores, ids = self.gate(x).softmax(-1).topk(2, dim=-1)
+        return x + self.experts(x, ids, scores) + self.own(x).sum(-1, keepdim=True)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(map(Layer, range(LAYERS)))
+        self.head = nn.Linear(HIDDEN, 50)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Exchanges(TorchDispatchMode):
+    """Gathers of weights by layer, and exchanges of tokens, in the order in which they start."""
+
+    def __init__(self, sizes):
+        super().__init__()
+        self.sizes, self.seen = sizes, []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.name()
+        if "allgather_base" in name:
+            self.seen.append(self.sizes.get(args[0].numel(), "other"))
+        elif "alltoall_base" in name and (not self.seen or self.seen[-1] != "tokens"):
+            self.seen.append("tokens")
+        return function(*args, **(kwargs or {}))
+
+
+def _exchanges(**more):
+    """Of a forward and of a backward."""
+    torch.manual_seed(0)
+    model = Model()
+    meshes = plan_mesh(world_size=4, expert=2).build("cpu")
+    for layer in model.layers:
+        layer.experts.dispatcher = AllToAllDispatcher(meshes.expert.get_group(), check=False)
+    sizes = {}
+    for index, layer in enumerate(model.layers):
+        experts = sum(p.numel() for p in layer.experts.parameters())
+        sizes[experts // 2] = f"experts {index}"
+        sizes[_padded(p for n, p in layer.named_parameters() if "experts" not in n)] = index
+    assert len(sizes) == 2 * LAYERS
+    experts = [layer.experts for layer in model.layers]
+    fully_shard_moe(model, meshes, layers=model.layers, experts=experts, **more)
+    x = torch.randn(5, HIDDEN)
+    with Exchanges(sizes) as forward:
+        loss = model(x).square().sum()
+    with Exchanges(sizes) as backward:
+        loss.backward()
+    return forward.seen, backward.seen
+
+
+def _padded(parameters):
+    """Elements of a gather over four ranks: FSDP2 pads what they cannot share equally."""
+    return sum(-(-p.shape[0] // 4) * 4 * p[:1].numel() for p in parameters)
+
+
+def test_the_next_layer_is_gathered_before_this_ones_tokens_travel():
+    """The host waits for the counts of tokens: what is gathered after it would start late."""
+    for forward, backward in ranks.run(_exchanges, world_size=4):
+        # Runs of exchanges without a gather between them are one.
+        assert forward == [
+            "other", 0, 1, "experts 1", "experts 0", "tokens",
+            2, "experts 2", "tokens",
+        ]  # fmt: skip
+        assert backward == [
+            2, 1, "experts 1", "experts 2", "tokens",
+            0, "experts 0", "tokens",
+        ]  # fmt: skip
+
+
+def test_gathered_weights_may_be_kept_for_backward():
+    for forward, backward in ranks.run(_exchanges_kept, world_size=4):
+        assert sum(x != "tokens" for x in forward) == 1 + 2 * LAYERS
+        assert set(backward) <= {"tokens", "other"}
+
+
+def _exchanges_kept():
+    return _exchanges(reshard_after_forward=False)
+
+
+def _offloaded():
+    """Steps with parts on the host and without: on a CPU the same place, by other code."""
+    from tests.parallel.test_fsdp import Model as Tested
+
+    steps = {}
+    for policy in (None, CPUOffloadPolicy(pin_memory=False)):
+        torch.manual_seed(0)
+        model = Tested()
+        meshes = plan_mesh(world_size=2, expert=2).build("cpu")
+        experts = [layer.experts for layer in model.layers]
+        for module in experts:
+            module.dispatcher = AllToAllDispatcher(meshes.expert.get_group())
+        fully_shard_moe(
+            model, meshes, layers=model.layers, experts=experts,
+            routers=[layer.gate for layer in model.layers], offload_policy=policy,
+        )  # fmt: skip
+        units = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        groups = [m._get_fsdp_state()._fsdp_param_group for m in units]
+        taken = {p.offload_to_cpu for group in groups if group for p in group.fsdp_params}
+        assert taken == {policy is not None}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(2):
+            model(torch.ones(3, 6, dtype=torch.float64) * (dist.get_rank() + 1)).sum().backward()
+            clip_grad_norm_(model.parameters(), 0.1, meshes=meshes)
+            optimizer.step()
+            optimizer.zero_grad()
+        steps[policy is None] = [p.full_tensor() for p in model.parameters()]
+    return all(torch.equal(a, b) for a, b in zip(*steps.values(), strict=True))
+
+
+def test_parts_may_stay_on_the_host():
+    assert ranks.run(_offloaded) == [True, True]
+
+
+def _refused():
+    model = Model()
+    meshes = plan_mesh(world_size=2).build("cpu")
+    with pytest.raises(PlanError, match="reshard_after_forward must be True or False; got 2"):
+        fully_shard_moe(model, meshes, layers=[], experts=[], reshard_after_forward=2)
+    return isinstance(model, FSDPModule)
+
+
+def test_a_number_of_ranks_is_refused():
+    assert ranks.run(_refused) == [False, False]

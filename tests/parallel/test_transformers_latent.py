@@ -1,0 +1,94 @@
+"""Latent attention of transformers over split sequences: what travels, and where heads do."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from primeblocks.parallel import plan_mesh, plan_sequence
+from primeblocks.parallel.attention import RectangleKernel, ring_attention, ulysses_attention
+from primeblocks.testing import ranks, tiny_models
+from primeblocks.testing.oracles import StepCounter
+
+TOKENS, LAYERS, LATENT, ROPE = 32, 2, 512, 64
+
+
+def _seen(family, attention, change=None):
+    """Logits and gradients, and bytes received by hops and by trades of heads in the forward."""
+    from primeblocks.parallel.adapters.transformers import local_inputs, parallelize
+
+    sizes = {"num_layers": LAYERS, "hidden": 64, "vocab": 32}
+    model = tiny_models.build(family, dtype="float32", **sizes).train()
+    meshes = plan_mesh(world_size=2, context=2).build("cpu")
+    if change is not None:
+        change(model)
+    parallelize(model, meshes, attention=attention)
+    group = meshes.context.get_group()
+    plan = plan_sequence([TOKENS], ranks=2, order="contiguous")
+    inputs = local_inputs(torch.arange(TOKENS), sequence=plan, group=group)
+    with StepCounter() as step:
+        logits = model(**inputs).logits
+    logits.square().sum().backward()
+    grads = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+    return (
+        logits.detach(),
+        grads,
+        step.received_bytes["recv_"],
+        step.received_bytes["alltoall_base_"],
+    )
+
+
+def _doubled(q, k, v, *, sequence, group, **more):
+    """Some attention of the user's own."""
+    return ring_attention(q, k, v, sequence=sequence, group=group, **more)
+
+
+def _hooked(model):
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj.register_forward_hook(lambda module, args, out: out)
+
+
+def _lora(model):
+    for layer in model.model.layers:
+        own = layer.self_attn.kv_b_proj
+        layer.self_attn.kv_b_proj = nn.Sequential(own)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe_lite"])
+def test_latents_travel(family):
+    row = 4 * (LATENT + ROPE)
+    kernel = partial(ring_attention, kernel=RectangleKernel(), check=False)
+    for attention in (ring_attention, kernel):
+        for *_, received, _ in ranks.run(_seen, family, attention):
+            assert received == LAYERS * TOKENS // 2 * row
+
+
+def _heads_instead():
+    """What takes more than the weight of `kv_b_proj`, or another attention, and its errors."""
+    want, grads, latents, _ = _seen("deepseek_v3", ring_attention)
+    errors = []
+    for attention, change in [
+        (_doubled, None), (ring_attention, _hooked), (ring_attention, _lora),
+        (partial(ring_attention, causal=True), None),
+    ]:  # fmt: skip
+        got, found, received, _ = _seen("deepseek_v3", attention, change)
+        assert received > latents
+        errors.append(float((got - want).abs().max() / want.abs().max()))
+        for name, grad in grads.items():
+            other = found[name.replace("kv_b_proj.", "kv_b_proj.0.") if change is _lora else name]
+            errors.append(float((other - grad).norm() / grad.norm().clamp_min(1e-20)))
+    return max(errors)
+
+
+def test_heads_travel_where_latents_cannot():
+    # Sums of some hundred numbers in float32, in another order, through two layers.
+    assert max(ranks.run(_heads_instead)) < 1e-4
+
+
+def test_ulysses_trades_queries_and_outputs_alone():
+    received = [found[3] for found in ranks.run(_seen, "deepseek_v3", ulysses_attention)]
+    heads, width = 2, 128 + 64 + 128  # Of queries and of outputs.
+    experts = ranks.run(_seen, "deepseek_v3", ring_attention)
+    trades = [a - b[3] for a, b in zip(received, experts, strict=True)]
+    assert trades == [LAYERS * TOKENS // 2 * heads // 2 * width * 4] * 2
