@@ -165,7 +165,8 @@ class _Layer:
         self.router = router
         self.reached = False
         self._layers = len(columns)
-        self._column = columns.index(router.layer_id)
+        # Torch compiles for 0 and for 1 by themselves, and once for all other numbers.
+        self._column = columns.index(router.layer_id) + 2
         self._min_score_ratio = ratio
         self._inside = False
         self._rows: torch.Tensor | None = None
@@ -215,7 +216,7 @@ class _Layer:
                 f" got {tensor.dtype} {list(tensor.shape)}. Routes.tensor(batch=) makes it; a part"
                 " of the model takes routes.select_layers(layer_ids)."
             )
-        return tensor[:, :, self._column].flatten(0, 1)
+        return tensor.select(2, self._column - 2).flatten(0, 1)
 
 
 def _read(ids: torch.Tensor, weights: torch.Tensor | None) -> Rows:
