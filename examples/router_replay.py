@@ -45,12 +45,7 @@ def main() -> None:
         tiny_models.save("qwen3_moe", path, init_std=0.06, **MODEL)
     trainer = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     config = trainer.config
-    shape = capture.RouterShape(
-        num_layers=config.num_hidden_layers,
-        moe_layers=tuple(router.layer_id for router in routers(trainer)),
-        num_experts=routers(trainer)[0].num_experts,
-        top_k=routers(trainer)[0].top_k,
-    )
+    shape = capture.RouterShape.from_config(config)
 
     room = capture.plan_capture_bytes(shape, page_tokens=PAGE_TOKENS, device_pages=PAGES)
     engine = vllm.LLM(

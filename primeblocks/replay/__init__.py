@@ -8,7 +8,8 @@ top-p. `measure_mismatch` and `compare` say how far the two sides are apart, `at
 
 from . import gates, mismatch, sampling
 from .attribution import attribute
-from .impose import Imposed, allow_compile, impose
+from .follow import follow
+from .impose import allow_compile, impose
 from .mismatch import compare, measure_mismatch
 from .record import Tape, record
 from .router import Router
@@ -17,7 +18,6 @@ from .sampling import KeptTokens
 from .store import RouteStore
 
 __all__ = [
-    "Imposed",
     "KeptTokens",
     "RouteStore",
     "Router",
@@ -26,6 +26,7 @@ __all__ = [
     "allow_compile",
     "attribute",
     "compare",
+    "follow",
     "gates",
     "impose",
     "measure_mismatch",

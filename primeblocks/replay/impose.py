@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import PlanError, ShapeError, UsageError
-from .imposed_layer import ImposedLayer, Tally
+from .imposed_layer import ImposedLayer, Rows, Tally
 from .router import Router, check_routers
 from .routes import Routes
 
@@ -172,8 +172,8 @@ def _plan(
     if gates is not None:
         weights = _upload(np.asarray(gates), devices, columns)
     return [
-        ImposedLayer(*fields, min_score_ratio)
-        for fields in zip(routers, ids, missing, padding, weights, strict=True)
+        ImposedLayer(router, Rows(*rows), min_score_ratio)
+        for router, *rows in zip(routers, ids, missing, padding, weights, strict=True)
     ]
 
 

@@ -1,8 +1,8 @@
-"""The forward hook that puts imposed choices into one router's output."""
+"""Imposed choices in one router's output, and the forward hook of `impose` that puts them there."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int64
@@ -11,7 +11,7 @@ from torch import nn
 from ..errors import ShapeError, UsageError
 from .router import Router, chosen_ids
 
-__all__ = ["ImposedLayer", "Tally", "keep_scored"]
+__all__ = ["ImposedLayer", "Rows", "Tally", "keep_scored", "replaced", "weigh"]
 
 
 class Tally:
@@ -20,27 +20,29 @@ class Tally:
     replaced: Any = None
 
 
+class Rows(NamedTuple):
+    """The choices of one micro-batch in one layer."""
+
+    ids: torch.Tensor
+    """Integers `[tokens, top_k]`, narrow or not."""
+    missing: torch.Tensor | None = None
+    """bool `[tokens]`: what chooses for itself, whatever its ids; None where nothing does."""
+    padding: torch.Tensor | None = None
+    """bool `[tokens]`: what the filter of scores leaves alone."""
+    weights: torch.Tensor | None = None
+    """Gates to compute with, `[tokens, top_k]`."""
+
+
 class ImposedLayer:
     """The forward hook of one router: read-only rows, so running twice is harmless.
 
     torch.compile traces it once for all contexts: what differs between them is in tensors.
     """
 
-    def __init__(
-        self,
-        router: Router,
-        ids: torch.Tensor,
-        missing: torch.Tensor | None,
-        padding: torch.Tensor | None,
-        weights: torch.Tensor | None,
-        min_score_ratio: float | None,
-    ) -> None:
+    def __init__(self, router: Router, rows: Rows, min_score_ratio: float | None) -> None:
         self.router = router
         self.tally = Tally()
-        self._ids = ids
-        self._missing = missing
-        self._padding = padding
-        self._weights = weights
+        self._rows = rows
         self._min_score_ratio = min_score_ratio
         self._ran_with_grad = False
         self._ran_without_grad = False
@@ -53,33 +55,16 @@ class ImposedLayer:
         return self._impose(output, check=False)
 
     def _impose(self, output: Any, *, check: bool) -> Any:
-        own = chosen_ids(self.router, output)
-        if own.shape[0] != self._ids.shape[0]:
-            raise ShapeError(
-                f"layer {self.router.layer_id} runs on {own.shape[0]} tokens, the routes hold"
-                f" {self._ids.shape[0]}. Rows follow the flattened input [batch * sequence]; fill"
-                " up with routes.pad(tokens)."
-            )
+        ids, gates, self.tally.replaced = weigh(
+            self.router, output, self._rows, min_score_ratio=self._min_score_ratio
+        )
         if torch.is_grad_enabled():
             self._ran_with_grad = True
         else:
             self._ran_without_grad = True
-        rows = self._rows(output, own.to(torch.int64))
-        gates = self.router.gates(output, rows)
-        if gates.shape != rows.shape:
-            raise ShapeError(
-                f"layer {self.router.layer_id}: Router.gates returns {list(gates.shape)} for"
-                f" choices {list(rows.shape)}"
-            )
-        if self._weights is not None:
-            # Adding the zero leaves the recorded value as it is, and the gradient to the live one.
-            recorded = self._weights.to(own.device).to(gates.dtype) + (gates - gates.detach())
-            gates = recorded if self._missing is None else self._where_missing(gates, recorded)
         if check:
             gates = _SameMicroBatch.apply(gates, self)
-        replaced = self.router.replace(output, rows, gates)
-        _check_alike(self.router.layer_id, output, replaced)
-        return replaced
+        return replaced(self.router, output, ids, gates)
 
     def _leave_what_is_compiled_inside_a_checkpoint(self, output: Any) -> Any:
         # Compiled code keeps no object to compare a recomputation with. Under fullgraph torch
@@ -101,27 +86,57 @@ class ImposedLayer:
                 " routes: call backward inside. If no gradient is wanted, open it in no_grad()."
             )
 
-    def _rows(self, output: Any, own: torch.Tensor) -> torch.Tensor:
-        # Widened on the device only; a no-op copy unless the device was guessed wrongly.
-        rows = self._ids.to(own.device).to(torch.int64)
-        if self._missing is not None:
-            rows = self._where_missing(own, rows)
-        if self._min_score_ratio is None:
-            self.tally.replaced = 0
-            return rows
-        rows, self.tally.replaced = keep_scored(
-            self.router,
-            output,
-            own,
-            rows,
-            ratio=self._min_score_ratio,
-            exempt=None if self._padding is None else self._padding.to(own.device),
-        )
-        return rows
 
-    def _where_missing(self, there: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
-        assert self._missing is not None
-        return torch.where(self._missing.to(there.device)[:, None], there, here)
+def weigh(
+    router: Router, output: Any, rows: Rows, *, min_score_ratio: float | None
+) -> tuple[Int64[torch.Tensor, "tokens top_k"], torch.Tensor, Any]:
+    """The choices that stand in the end, their live gates, and how many the filter replaced. Local.
+
+    Raises:
+        ShapeError: rows of another number of tokens, or gates of another shape than the choices.
+    """
+    own = chosen_ids(router, output)
+    if own.shape[0] != rows.ids.shape[0]:
+        raise ShapeError(
+            f"layer {router.layer_id} runs on {own.shape[0]} tokens, the routes hold"
+            f" {rows.ids.shape[0]}. Rows follow the flattened input [batch * sequence]; fill"
+            " up with routes.pad(tokens)."
+        )
+    # Widened on the device only; a no-op copy unless the device was guessed wrongly.
+    ids = rows.ids.to(own.device).to(torch.int64)
+    own = own.to(torch.int64)
+    if rows.missing is not None:
+        ids = _where(rows.missing, own, ids)
+    count: Any = 0
+    if min_score_ratio is not None:
+        exempt = None if rows.padding is None else rows.padding.to(own.device)
+        ids, count = keep_scored(router, output, own, ids, ratio=min_score_ratio, exempt=exempt)
+    gates = router.gates(output, ids)
+    if gates.shape != ids.shape:
+        raise ShapeError(
+            f"layer {router.layer_id}: Router.gates returns {list(gates.shape)} for"
+            f" choices {list(ids.shape)}"
+        )
+    if rows.weights is not None:
+        # Adding the zero leaves the recorded value as it is, and the gradient to the live one.
+        recorded = rows.weights.to(own.device).to(gates.dtype) + (gates - gates.detach())
+        gates = recorded if rows.missing is None else _where(rows.missing, gates, recorded)
+    return ids, gates, count
+
+
+def replaced(router: Router, output: Any, ids: torch.Tensor, gates: torch.Tensor) -> Any:
+    """`Router.replace`, checked.
+
+    Raises:
+        ShapeError: the output would change the host's arithmetic.
+    """
+    changed = router.replace(output, ids, gates)
+    _check_alike(router.layer_id, output, changed)
+    return changed
+
+
+def _where(mask: torch.Tensor, there: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
+    return torch.where(mask.to(there.device)[:, None], there, here)
 
 
 def keep_scored(

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from numbers import Integral
 
 import numpy as np
+import torch
 
 from ..errors import ShapeError, UsageError
 from . import codec
 from .codec import Bytes
-from .sets import rows_with_duplicates
+from .sets import far_apart, refuse_duplicates
 
 __all__ = ["Routes"]
 
@@ -99,7 +99,7 @@ class Routes:
             array = np.where(missing[:, None, None], 0, array)
         codec.check_range(array, num_experts)
         experts = array.astype(codec.expert_dtype(num_experts), copy=False)
-        _check_distinct(experts, missing)
+        refuse_duplicates(experts, missing)
         return cls(experts, num_experts, tuple(int(i) for i in layer_ids), missing)
 
     @property
@@ -288,6 +288,24 @@ class Routes:
         experts = self.experts[:, columns]
         return Routes(experts, self.num_experts, tuple(layer_ids), self.missing, self.padding)
 
+    def tensor(self, *, batch: int = 1) -> torch.Tensor:
+        """int16 `[batch, sequence, layers, top_k]`: the argument `routed_experts` of `follow`.
+
+        A missing row holds -1, and one of padding `-2 - id`. Local; one copy, on the host.
+
+        Raises:
+            ShapeError: the tokens are no `batch` rows of one length.
+        """
+        if batch < 1 or self.tokens % batch:
+            raise ShapeError(
+                f"{self.tokens} tokens are no {batch} rows of one length."
+                " Routes.join(rows, pad_to=width) makes them so."
+            )
+        ids = self.experts.astype(np.int16)
+        ids = np.where(self.padding[:, None, None], -2 - ids, ids)
+        ids[self.missing] = -1
+        return torch.from_numpy(ids).view(batch, self.tokens // batch, *ids.shape[1:])
+
     def pack(self, *, coding: str = "raw", start: int = 0, into: Bytes | None = None) -> memoryview:
         """Return one self-describing, checksummed buffer; see `codec`. Local; raw is one copy.
 
@@ -365,35 +383,13 @@ class Routes:
 
     def _turns(self, rows: int, *, start: int) -> np.ndarray:
         """`[rows, top_k]`: every expert once before any comes again, from `start` on."""
-        order = _far_apart(self.num_experts)
+        order = far_apart(self.num_experts)
         first = np.flatnonzero(order == start)[0]
         turns = (first + np.arange(rows * self.top_k)) % self.num_experts
         return order[turns].reshape(rows, self.top_k).astype(self.experts.dtype)
-
-
-@lru_cache
-def _far_apart(num_experts: int) -> np.ndarray:
-    """All experts, neighbours far apart: their bits reversed (van der Corput's sequence)."""
-    bits = (num_experts - 1).bit_length()
-    index = np.arange(1 << bits)
-    turned = sum(((index >> bit) & 1) << (bits - 1 - bit) for bit in range(bits)) + 0 * index
-    return turned[turned < num_experts]
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:
     view = array.view()
     view.flags.writeable = False
     return view
-
-
-def _check_distinct(array: np.ndarray, missing: np.ndarray) -> None:
-    tokens, layers, top_k = array.shape
-    twice = rows_with_duplicates(array.reshape(-1, top_k)).reshape(tokens, layers)
-    twice &= ~missing[:, None]
-    if twice.any():
-        token, layer = (int(i) for i in np.argwhere(twice)[0])
-        raise UsageError(
-            f"{int(twice.sum())} rows name an expert twice, first token {token} of layer position"
-            f" {layer}: {array[token, layer].tolist()}. An engine compiled before its capture was"
-            " bound returns zeros (run it eagerly); dense layers must be left out."
-        )

@@ -22,7 +22,7 @@ import numpy as np
 
 from ..errors import CorruptionError, UnsupportedError, UsageError
 
-__all__ = ["SetCode", "rows_with_duplicates", "same_sets"]
+__all__ = ["SetCode", "far_apart", "refuse_duplicates", "rows_with_duplicates", "same_sets"]
 
 _PIECE = 1 << 15  # rows; a multiple of 8, so that bit planes of pieces meet at whole bytes
 _MAX_EXPERTS = 1024
@@ -275,3 +275,25 @@ def _read(whole: np.ndarray, planes: np.ndarray) -> np.ndarray:
         ones = np.unpackbits(plane, count=rows).astype(np.int64)
         numbers |= ones << (8 * width + bit)
     return numbers
+
+
+@lru_cache
+def far_apart(num_experts: int) -> np.ndarray:
+    """All experts, neighbours far apart: their bits reversed (van der Corput's sequence)."""
+    bits = (num_experts - 1).bit_length()
+    index = np.arange(1 << bits)
+    turned = sum(((index >> bit) & 1) << (bits - 1 - bit) for bit in range(bits)) + 0 * index
+    return turned[turned < num_experts]
+
+
+def refuse_duplicates(array: np.ndarray, missing: np.ndarray) -> None:
+    tokens, layers, top_k = array.shape
+    twice = rows_with_duplicates(array.reshape(-1, top_k)).reshape(tokens, layers)
+    twice &= ~missing[:, None]
+    if twice.any():
+        token, layer = (int(i) for i in np.argwhere(twice)[0])
+        raise UsageError(
+            f"{int(twice.sum())} rows name an expert twice, first token {token} of layer position"
+            f" {layer}: {array[token, layer].tolist()}. An engine compiled before its capture was"
+            " bound returns zeros (run it eagerly); dense layers must be left out."
+        )

@@ -28,7 +28,7 @@ def samples():
     return list(zip(tokens, logprobs, routes, advantages.tolist(), strict=True))
 
 
-def contribution(model, mine):
+def contribution(model, mine, way=replay.impose):
     """The loss of some samples, summed over their tokens; its backward runs under their routes."""
     from primeblocks.replay.adapters.transformers import routers
 
@@ -43,15 +43,18 @@ def contribution(model, mine):
         mask[i, PROMPT - 1 : len(row) - 1] = True
         advantages[i] = advantage
     routes = replay.Routes.join([routes for _, _, routes, _ in mine], pad_to=width)
-    with replay.impose(routers(model), routes):
-        logits = model(input_ids=tokens, use_cache=False).logits
+    found, rows = routers(model), {}
+    if way is replay.follow:
+        rows = {"routed_experts": routes.tensor(batch=len(mine))}
+    with way(model, found) if rows else way(found, routes):
+        logits = model(input_ids=tokens, use_cache=False, **rows).logits
         logprobs = logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
         loss = grpo_loss(logprobs, rollout, advantages, mask=mask)
         yield loss
         # The caller's backward has run by now, inside the context.
 
 
-def gradients_on_this_rank(shares):
+def gradients_on_this_rank(shares, way):
     """What a rank of the gang returns: every gradient in full, and the clipped norm."""
     from primeblocks.parallel.adapters.transformers import parallelize
 
@@ -60,7 +63,7 @@ def gradients_on_this_rank(shares):
     meshes = parallel.plan_mesh(world_size=2, expert=2).build("cpu")
     parallelize(model, meshes)
     mine = [samples()[i] for i in shares[rank]]
-    for loss in contribution(model, mine):
+    for loss in contribution(model, mine, way):
         count = parallel.global_token_count(loss.tokens, meshes)
         (loss.sum / count).backward()
     norm = parallel.clip_grad_norm_(model.parameters(), 1e9, meshes=meshes)
@@ -77,10 +80,11 @@ def gradients_on_one_rank():
     return {name: p.grad.numpy() for name, p in model.named_parameters()}, float(norm)
 
 
+@pytest.mark.parametrize("way", [replay.impose, replay.follow])
 @pytest.mark.parametrize("shares", [((0, 2), (1, 3)), ((0,), (1, 2, 3))], ids=["even", "uneven"])
-def test_gradients_equal_those_of_one_rank(shares):
+def test_gradients_equal_those_of_one_rank(shares, way):
     expected, expected_norm = gradients_on_one_rank()
-    for gradients, norm in ranks.run(gradients_on_this_rank, shares, world_size=2):
+    for gradients, norm in ranks.run(gradients_on_this_rank, shares, way, world_size=2):
         assert gradients.keys() == expected.keys()
         for name, gradient in gradients.items():
             scale = np.abs(expected[name]).max()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from primeblocks.parallel import plan_mesh, plan_sequence
-from primeblocks.replay import Routes, impose, record
+from primeblocks.replay import Routes, follow, impose, record
 from primeblocks.replay.adapters.transformers import routers
 from primeblocks.testing import ranks
 from primeblocks.testing.oracles import max_relative_error
@@ -26,12 +26,13 @@ from tests.parallel.test_transformers_families import (
 
 FAMILIES = ("deepseek_v3", "gpt_oss", "qwen3_moe")
 MESHES = [(2, {"context": 2}), (4, {"context": 2, "expert": 2})]
-CASES = [  # Whose routes, order, attention, reentrant checkpointing.
-    ("own", "balanced", "ring", False),
-    ("foreign", "balanced", "ulysses", None),
-    ("foreign", "contiguous", "ulysses", False),
-    ("foreign", "zigzag", "ring", None),
-    ("foreign", "balanced", "ring", True),
+CASES = [  # Whose routes, and by what; order, attention, reentrant checkpointing.
+    ("own", None, "balanced", "ring", False),
+    ("foreign", impose, "balanced", "ulysses", None),
+    ("foreign", follow, "contiguous", "ulysses", False),
+    ("foreign", impose, "zigzag", "ring", None),
+    ("foreign", impose, "contiguous", "ring", False),
+    ("foreign", follow, "balanced", "ring", True),
 ]
 
 
@@ -59,10 +60,14 @@ def _foreign(found, batch):
     )
 
 
-def _step(model, inputs, labels, routes):
+def _step(model, inputs, labels, routes, way):
     """Logits, loss and what the routers did; `routes` of None leave them their own choices."""
     found = routers(model)
-    imposed = nullcontext() if routes is None else impose(found, routes)
+    imposed = nullcontext()
+    if way is impose:
+        imposed = impose(found, routes)
+    elif way is follow:
+        imposed, inputs = follow(model, found), {**inputs, "routed_experts": routes.tensor()}
     with imposed, record(found) as tape:
         logits = model(**inputs).logits[0]
         loss = _loss(logits, labels)
@@ -84,6 +89,7 @@ def _one_rank(model, batch, routes):
                 {"input_ids": document[None], "use_cache": False},
                 torch.cat([document[1:], torch.tensor([-100])]),
                 own,
+                None if own is None else impose,
             )
             for document, own in zip(tokens, rows, strict=True)
         ),
@@ -92,7 +98,7 @@ def _one_rank(model, batch, routes):
     return torch.cat(logits), torch.stack(losses).sum(), Routes.join(seen)
 
 
-def _split(model, meshes, plan, routes):
+def _split(model, meshes, plan, routes, way):
     """All documents in one row: this rank's tokens under their rows, joined afterwards."""
     from primeblocks.parallel.adapters.transformers import local_inputs
 
@@ -103,6 +109,7 @@ def _split(model, meshes, plan, routes):
         local_inputs(tokens, sequence=plan, group=group),
         plan.split(plan.labels(tokens), group=group),
         None if routes is None else routes.take(plan.indices(group.rank())),
+        way,
     )
     parts = [None] * plan.ranks
     dist.all_gather_object(parts, seen, group=group)
@@ -137,7 +144,7 @@ def _compare(family, degrees):
         with Float64():
             wanted = [_one_rank(whole, b, rows) for b, rows in enumerate(routes)]
         one_rank[whose] = whole, routes[batch], wanted[batch]
-    for whose, order, attention, checkpoint in CASES:
+    for whose, way, order, attention, checkpoint in CASES:
         whole, routes, wanted = one_rank[whose]
         model = _model(family)
         if checkpoint is not None:
@@ -145,8 +152,8 @@ def _compare(family, degrees):
         parallelize(model, meshes, attention=ATTENTIONS[attention])
         plan = plan_sequence(DOCUMENTS, ranks=meshes.plan.context, order=order, chunk_tokens=3)
         with Float64():
-            found = _split(model, meshes, plan, routes)
-        errors[whose, order, attention, checkpoint] = _error(model, whole, found, wanted)
+            found = _split(model, meshes, plan, routes, way)
+        errors[whose, way, order, attention, checkpoint] = _error(model, whole, found, wanted)
     return errors
 
 

@@ -275,7 +275,7 @@ def test_layers_without_experts_have_no_rows(family):
 
 
 def test_models_without_a_known_router_are_refused():
-    with pytest.raises(UnsupportedError, match=r"no module of Linear .* qwen3_moe"):
+    with pytest.raises(UnsupportedError, match=r"no module of Linear .*Qwen3MoeTopKRouter"):
         adapter.routers(nn.Linear(2, 2))
 
     class OtherRouter(nn.Module):

@@ -1,15 +1,22 @@
 """Routers of Hugging Face transformers models.
 
-Each family below returns `(logits, gate weights, indices)` from its router module and computes
-the weights from the logits alone, so a forward hook can weigh other experts without running the
-router again.
+Each router below returns `(logits, gate weights, indices)` and computes the weights from the logits
+alone, so a forward hook can weigh other experts without running the router again. Routers are told
+by the code of their `forward`, of which a dozen families often share one.
 """
 
 from __future__ import annotations
 
+import ast
+import hashlib
+import inspect
+import io
 import re
+import textwrap
+import tokenize
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -54,32 +61,19 @@ def _afmoe(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> torch.Te
     return sigmoid_gates(logits, experts, renormalise=True, scale=router.route_scale)
 
 
-# By class name within transformers.models.<family>: importing every family would take seconds.
-_FAMILIES: dict[tuple[str, str], Gates] = {
-    ("afmoe", "AfmoeTokenChoiceRouter"): _afmoe,
-    ("axk2", "AXK2TopkRouter"): _sigmoid,
-    ("deepseek_v3", "DeepseekV3TopkRouter"): _sigmoid,
-    ("deepseek_v32", "DeepseekV32TopkRouter"): _sigmoid,
-    ("dots1", "Dots1TopkRouter"): _sigmoid,
-    ("exaone_moe", "ExaoneMoeTopkRouter"): _sigmoid,
-    ("flex_olmo", "FlexOlmoTopKRouter"): _softmax,
-    ("glm4_moe", "Glm4MoeTopkRouter"): _sigmoid,
-    ("glm4_moe_lite", "Glm4MoeLiteTopkRouter"): _sigmoid,
-    ("glm_moe_dsa", "GlmMoeDsaTopkRouter"): _sigmoid,
-    ("gpt_oss", "GptOssTopKRouter"): _chosen,
-    ("hy_v4", "HYV4TopkRouter"): _sigmoid,
-    ("laguna", "LagunaTopKRouter"): _plain_sigmoid,
-    ("minimax", "MiniMaxTopKRouter"): _renormalised,
-    ("minimax_m2", "MiniMaxM2TopKRouter"): _plain_sigmoid,
-    ("mixtral", "MixtralTopKRouter"): _renormalised,
-    ("nemotron_h", "NemotronHTopkRouter"): _sigmoid,
-    ("olmoe", "OlmoeTopKRouter"): _softmax,
-    ("qwen2_moe", "Qwen2MoeTopKRouter"): _softmax,
-    ("qwen3_5_moe", "Qwen3_5MoeTopKRouter"): _renormalised,
-    ("qwen3_moe", "Qwen3MoeTopKRouter"): _softmax,
-    ("qwen3_next", "Qwen3NextTopKRouter"): _softmax,
-    ("qwen3_vl_moe", "Qwen3VLMoeTextTopKRouter"): _renormalised,
-    ("solar_open", "SolarOpenTopkRouter"): _sigmoid,
+# By the `_fingerprint` of a router's forward: the same code weighs alike, whatever its class is.
+# Named is one class of each; the code of 5.17, 5.18 and 5.19 is the same.
+_FORWARDS: dict[str, tuple[str, Gates]] = {
+    "326317c95c49": ("AfmoeTokenChoiceRouter", _afmoe),
+    "4f4bacf9f275": ("AXK2TopkRouter", _sigmoid),
+    "965df9ff5d9b": ("DeepseekV3TopkRouter", _sigmoid),
+    "6e84e609f201": ("GptOssTopKRouter", _chosen),
+    "8d3da601c943": ("LagunaTopKRouter", _plain_sigmoid),
+    "6a93c0d924e3": ("MiniMaxM2TopKRouter", _plain_sigmoid),
+    "f6d4a87f9e01": ("MiniMaxM3VLTopKRouter", _plain_sigmoid),
+    "c1c3f895b73b": ("MixtralTopKRouter", _renormalised),
+    "41389237432e": ("Qwen3_5MoeTopKRouter", _renormalised),
+    "0a10b13df9dd": ("Qwen3MoeTopKRouter", _softmax),
 }
 
 
@@ -168,23 +162,40 @@ def _trained_apart(module: nn.Module) -> nn.Module:
 
 
 def _gates_of(module: nn.Module) -> Gates | None:
-    # FSDP2 gives a module a new class that derives from its own.
+    # FSDP2 gives a module a new class that derives from its own, and inherits its forward.
     kind: Any = type(module)
-    for cls in kind.__mro__:
-        parts = cls.__module__.split(".")
-        if parts[:2] == ["transformers", "models"]:
-            gates = _FAMILIES.get((parts[2], cls.__name__))
-            if gates is not None:
-                # Somebody's subclass may choose or weigh in another way.
-                return gates if kind.forward is cls.forward else None
-    return None
+    known = _FORWARDS.get(_fingerprint(kind.forward))
+    return None if known is None else known[1]
+
+
+@cache
+def _fingerprint(forward: Callable[..., Any]) -> str:
+    """A digest of what a function does: its tokens without name, annotations and comments."""
+    try:
+        source = textwrap.dedent(inspect.getsource(forward))
+    except (OSError, TypeError):  # No source: made at run time, or written in C.
+        return ""
+    function = ast.parse(source).body[0]
+    if not isinstance(function, ast.FunctionDef) or function.decorator_list:
+        return ""
+    first = function.body[1 if ast.get_docstring(function) is not None else 0]
+    body = "\n".join(source.splitlines()[first.lineno - 1 :])
+    tokens = tokenize.generate_tokens(io.StringIO(textwrap.dedent(body)).readline)
+    words = " ".join(token.string for token in tokens if token.type not in _LAYOUT)
+    return hashlib.sha256(words.encode()).hexdigest()[:12]
+
+
+_LAYOUT = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
+    *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
+}
 
 
 def _unsupported(what: str) -> UnsupportedError:
-    families = ", ".join(sorted(family for family, _ in _FAMILIES))
+    known = ", ".join(name for name, _ in _FORWARDS.values())
     return UnsupportedError(
-        f"{what} a router that this adapter was tested with (families {families})."
-        " Write a replay.Router for this model, see docs/replay.md."
+        f"{what} a router that this adapter was tested with: its forward is that of none of {known}"
+        f" in transformers 5.17 to 5.19. Write a replay.Router for this model, see docs/replay.md."
     )
 
 

@@ -5,7 +5,7 @@ import math
 from typing import Any, Literal
 
 from ....errors import UsageError
-from .rows import RouterShape
+from .shape import RouterShape
 
 __all__ = ["engine_args", "plan_capture_bytes", "server_args"]
 

@@ -24,7 +24,8 @@ import numpy as np
 from ....errors import CorruptionError, UsageError
 from ...codec import Bytes, seal, unseal
 from ...routes import Routes
-from .rows import RouterShape, missing_rows, read_npy, routes_from_rows
+from .rows import missing_rows, read_npy, routes_from_rows
+from .shape import RouterShape
 
 __all__ = ["MEDIA_TYPE", "Answer", "RoutesMiddleware", "read_answer"]
 

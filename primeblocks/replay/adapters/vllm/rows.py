@@ -3,7 +3,6 @@
 import base64
 import binascii
 import re
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -11,10 +10,10 @@ import numpy as np
 from ....errors import CorruptionError, ShapeError, UnsupportedError, UsageError
 from ...codec import Bytes
 from ...routes import Routes
+from .shape import RouterShape
 
 __all__ = [
     "CompletionOutput",
-    "RouterShape",
     "missing_rows",
     "read_npy",
     "routes_from_base64",
@@ -28,45 +27,6 @@ _NPY = re.compile(
     rb"\x93NUMPY\x01\x00(?s:..)\{'descr': '([|<>][iu][1248])', 'fortran_order': False,"
     rb" 'shape': \((\d{1,18},|\d{1,18}(?:, \d{1,18}){1,7})\), \} *\n"
 )
-
-
-@dataclass(frozen=True)
-class RouterShape:
-    """The shape of a model's captured rows.
-
-    Args:
-        num_layers: all hidden layers; vLLM returns a row for each, zeros for dense ones.
-        moe_layers: which of them route, in rising order.
-        num_experts: routed experts in each such layer, shared experts not counted.
-        top_k: experts for each token.
-
-    Raises:
-        UsageError: a layer or a count is out of range.
-    """
-
-    num_layers: int
-    moe_layers: tuple[int, ...]
-    num_experts: int
-    top_k: int
-
-    def __post_init__(self) -> None:
-        inside = all(0 <= layer < self.num_layers for layer in self.moe_layers)
-        rising = list(self.moe_layers) == sorted(set(self.moe_layers))
-        if not self.moe_layers or not inside or not rising:
-            raise UsageError(
-                f"moe_layers must rise within 0..{self.num_layers - 1}; got {self.moe_layers}."
-            )
-        if not 1 <= self.top_k <= self.num_experts:
-            raise UsageError(f"top_k must be in 1..{self.num_experts}; got {self.top_k}.")
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype of vLLM's rows and of ours: it follows the number of experts, never the ids."""
-        return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
-
-    @property
-    def bytes_per_token(self) -> int:
-        return self.num_layers * self.top_k * self.dtype.itemsize
 
 
 @runtime_checkable

@@ -1,0 +1,287 @@
+"""Choices as an argument of the forward: they travel with the batch, as position ids do."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import PlanError, ShapeError, UsageError
+from .imposed_layer import ImposedLayer, Rows, replaced, weigh
+from .router import Router, check_routers
+
+__all__ = ["Following", "follow"]
+
+_NAME = "routed_experts"
+_WEIGHTS = "routed_experts_weights"
+
+
+def follow(
+    model: nn.Module,
+    routers: Sequence[Router],
+    *,
+    layer_ids: Iterable[int] | None = None,
+    min_score_ratio: float | None = None,
+) -> Following:
+    """Make `model(..., routed_experts=rows)` follow these rows. Call once, before the first step.
+
+    `rows` are integers `[batch, sequence, layers, top_k]`, from `Routes.tensor`; -1 in every slot
+    of a row means that the token chooses for itself in that layer. Where
+    `routed_experts_weights`, floats of the same shape, is given too, the model computes with these
+    gates, as under `impose(gates=)`; else gates are computed again from the live scores. A call
+    without rows is a plain one.
+
+    The rows go to each layer as an argument of its call, so that any number of micro-batches may
+    be in flight, and an activation checkpoint of the layer, reentrant or not, recomputes it under
+    the rows it had. A model whose forward takes further keywords has to hand them on to its
+    layers, as those of transformers do; for one that does not, hooks give them to the layers, or
+    to the `checkpoint_wrapper` around them (torchtitan). Nothing is held between two calls.
+
+    Local; forward hooks on the model, its layers and routers. A layer's rows are widened on their
+    device where they are used, and nothing waits for it. Before `torch.compile`, not after it.
+
+    Args:
+        model: what is called with the rows: the model, or this rank's stage of a pipeline.
+        routers: those inside `model`, from an adapter. A stage takes its own ones of those found
+            in the whole model, whose layer ids are then the whole model's.
+        layer_ids: the layers whose rows `routed_experts` holds, in its order (`routes.layer_ids`
+            where a stage is given all of them); by default those of the routers, rising.
+        min_score_ratio: as in `impose`; padding that `Routes.pad` added is left alone.
+
+    Returns:
+        The hooks, which `close()` or the end of a `with` takes away.
+
+    Raises:
+        PlanError: a router is not inside the model, or its layer not among `layer_ids`.
+        UsageError: a ratio outside (0, 1]; a router follows already, or is in no list of layers.
+            From within the forward: the rows did not reach each router, they meet an `impose`, or
+            a part of a layer was recomputed without the layer.
+        ShapeError: from within the forward, rows of other tokens, layers or top_k.
+
+    Source: arXiv:2510.11370, routing replay; prime-rl, the argument's name and shape.
+    """
+    ordered = check_routers(routers)
+    columns = tuple(layer_ids) if layer_ids is not None else tuple(r.layer_id for r in ordered)
+    absent = [router.layer_id for router in ordered if router.layer_id not in columns]
+    if absent or len(set(columns)) != len(columns):
+        raise PlanError(f"layer_ids must name each layer once, {absent} included; got {columns}")
+    if min_score_ratio is not None and not 0 < min_score_ratio <= 1:
+        raise UsageError(f"min_score_ratio must be in (0, 1]; got {min_score_ratio}")
+    again = [router.layer_id for router in ordered if _follows(router.module)]
+    if again:
+        raise UsageError(f"layers {again} follow already. close() the first one.")
+    return Following(model, ordered, columns, min_score_ratio)
+
+
+class Following:
+    """Routers that follow the argument of a forward, until `close`. Made by `follow`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        routers: Sequence[Router],
+        columns: tuple[int, ...],
+        min_score_ratio: float | None,
+    ) -> None:
+        places = _places(model, routers)
+        parameters = inspect.signature(model.forward).parameters
+        self._hands_on = _NAME in parameters or any(
+            parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+        )
+        self._running = False
+        self._given: dict[str, torch.Tensor] = {}
+        self._layers: list[_Layer] = []
+        self._handles: list[Any] = [
+            model.register_forward_pre_hook(self._enter, with_kwargs=True),
+            model.register_forward_hook(self._leave, always_call=True),
+        ]
+        for router, (outer, _) in zip(routers, places, strict=True):
+            layer = _Layer(router, columns, min_score_ratio)
+            self._layers.append(layer)
+            self._handles += [
+                outer.register_forward_pre_hook(self._hand_to, with_kwargs=True),
+                _inside(outer).register_forward_pre_hook(layer.bind, with_kwargs=True),
+                router.module.register_forward_hook(layer),
+            ]
+        followed = {outer for outer, _ in places}
+        for other in {child for _, stack in places for child in stack.children()} - followed:
+            self._handles.append(other.register_forward_pre_hook(_drop, with_kwargs=True))
+
+    def __enter__(self) -> Following:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the hooks away. Local; a second call does nothing."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        given, others = _taken_from(kwargs)
+        self._running = True
+        self._given = given
+        for layer in self._layers:
+            layer.reached = False
+        return None if self._hands_on else (args, others)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        given, self._given, self._running = self._given, {}, False
+        # Without an output the forward failed, for a reason of its own.
+        if output is not None and given:
+            silent = [layer.router.layer_id for layer in self._layers if not layer.reached]
+            if silent:
+                raise UsageError(
+                    f"{_NAME} did not reach layers {silent}: {type(module).__name__}.forward takes"
+                    " it and does not hand it on as a keyword to its layers' calls, or the model"
+                    " was compiled before follow()."
+                )
+
+    def _hand_to(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Give a layer, or the checkpoint around it, what the model's own forward does not."""
+        if self._hands_on or _NAME in kwargs:
+            return None
+        if not self._running:
+            raise UsageError(
+                f"a layer runs outside of its model's call, and the model's forward takes no"
+                f" {_NAME}: a checkpoint inside that forward cannot know the rows. Hand **kwargs"
+                " on from the model to its layers, or use torch's checkpoint_wrapper on them."
+            )
+        return args, {**kwargs, _NAME: None, **self._given}
+
+
+class _Layer:
+    """One layer's rows, from the call of the layer to that of its router inside.
+
+    Held for that long only: a recomputation starts with the layer's call, and brings its own.
+    """
+
+    def __init__(self, router: Router, columns: tuple[int, ...], ratio: float | None) -> None:
+        self.router = router
+        self.reached = False
+        self._layers = len(columns)
+        # Torch compiles for 0 and for 1 by themselves, and once for all other numbers.
+        self._column = columns.index(router.layer_id) + 2
+        self._min_score_ratio = ratio
+        self._inside = False
+        self._rows: torch.Tensor | None = None
+        self._weights: torch.Tensor | None = None
+
+    def bind(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        given, others = _taken_from(kwargs)
+        self._inside = True
+        self._rows = self._own_part(given, _NAME)
+        self._weights = self._own_part(given, _WEIGHTS)
+        self.reached = self._rows is not None
+        return args, others
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        inside, rows, weights = self._inside, self._rows, self._weights
+        self._inside, self._rows, self._weights = False, None, None
+        if not inside:
+            raise UsageError(
+                f"the router of layer {self.router.layer_id} runs without its layer: a checkpoint"
+                " inside the layer recomputes it without its rows. Checkpoint the whole layer."
+            )
+        if rows is None:
+            return None
+        if not torch.compiler.is_compiling() and _is_imposed(module):
+            raise UsageError(
+                f"layer {self.router.layer_id} is given {_NAME} under impose. Use one of the two."
+            )
+        ids, gates, _ = weigh(
+            self.router, output, _read(rows, weights), min_score_ratio=self._min_score_ratio
+        )
+        return replaced(self.router, output, ids, gates)
+
+    def _own_part(self, given: dict[str, torch.Tensor], name: str) -> torch.Tensor | None:
+        tensor = given.get(name)
+        if tensor is None:
+            return None
+        is_kind = (
+            tensor.is_floating_point()
+            if name == _WEIGHTS
+            else not (tensor.is_floating_point() or tensor.dtype == torch.bool)
+        )
+        expected = (self._layers, self.router.top_k)
+        if not is_kind or tensor.ndim != 4 or tuple(tensor.shape[2:]) != expected:
+            kind = "float" if name == _WEIGHTS else "integers"
+            raise ShapeError(
+                f"{name} must be {kind} [batch, sequence, {expected[0]} layers, {expected[1]}];"
+                f" got {tensor.dtype} {list(tensor.shape)}. Routes.tensor(batch=) makes it; a part"
+                " of the model takes routes.select_layers(layer_ids)."
+            )
+        return tensor.select(2, self._column - 2).flatten(0, 1)
+
+
+def _read(ids: torch.Tensor, weights: torch.Tensor | None) -> Rows:
+    """Take apart what `Routes.tensor` put together: ids, -1 for missing, -2 - id for padding."""
+    ids = ids.to(torch.int64)
+    missing, padding = (ids == -1).any(-1), (ids < -1).any(-1)
+    return Rows(torch.where(ids < -1, -2 - ids, ids), missing, padding, weights)
+
+
+def _taken_from(kwargs: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """What was given of ours, and the other keywords."""
+    ours = {name: kwargs[name] for name in (_NAME, _WEIGHTS) if kwargs.get(name) is not None}
+    if _WEIGHTS in ours and _NAME not in ours:
+        raise UsageError(f"{_WEIGHTS} are of choices: pass {_NAME} too")
+    return ours, {name: x for name, x in kwargs.items() if name not in (_NAME, _WEIGHTS)}
+
+
+def _drop(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Keep our keywords from a layer without a router."""
+    return args, _taken_from(kwargs)[1]
+
+
+def _places(model: nn.Module, routers: Sequence[Router]) -> list[tuple[nn.Module, nn.Module]]:
+    """The layer of each router, as its list of layers has it, and that list."""
+    names = {module: name for name, module in model.named_modules()}
+    places = []
+    for router in routers:
+        if router.module not in names:
+            raise PlanError(
+                f"the router of layer {router.layer_id} is not inside this {type(model).__name__}."
+                " A stage follows with its own routers of those found in the whole model."
+            )
+        for stack, child in _steps(model, names[router.module]):
+            if isinstance(stack, nn.ModuleList | nn.ModuleDict):
+                places.append((child, stack))
+                break
+        else:
+            raise UsageError(
+                f"the router {names[router.module]!r} is in no nn.ModuleList or nn.ModuleDict of"
+                " layers: which call brings its rows cannot be told. Use impose."
+            )
+    if len({layer for layer, _ in places}) != len(routers):
+        raise PlanError("two routers are in one layer: each layer's call brings one row a token")
+    return places
+
+
+def _steps(model: nn.Module, name: str) -> Iterator[tuple[nn.Module, nn.Module]]:
+    for part in name.split("."):
+        child = model.get_submodule(part)
+        yield model, child
+        model = child
+
+
+def _inside(layer: nn.Module) -> nn.Module:
+    """The layer in torch's checkpoint_wrapper, or in what torch.compile returned."""
+    for name in ("_checkpoint_wrapped_module", "_orig_mod"):
+        inner = layer._modules.get(name)
+        if inner is not None:
+            return _inside(inner)
+    return layer
+
+
+def _is_imposed(module: nn.Module) -> bool:
+    return any(isinstance(hook, ImposedLayer) for hook in module._forward_hooks.values())
+
+
+def _follows(module: nn.Module) -> bool:
+    return any(isinstance(hook, _Layer) for hook in module._forward_hooks.values())

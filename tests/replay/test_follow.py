@@ -1,0 +1,374 @@
+"""Routes as an argument: against `impose`, which has its own oracles, and against naive ways."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
+from torch.utils.checkpoint import checkpoint
+
+from primeblocks.errors import PlanError, ShapeError, UsageError
+from primeblocks.replay import Routes, follow, impose, record
+from tests.replay.conftest import ToyModel
+
+KINDS = ["softmax", "renormalised", "chosen", "sigmoid"]
+CHECKPOINTS = [None, False, True]
+
+
+class Model(ToyModel):
+    """Hands keywords on to its layers, in a checkpoint or not."""
+
+    def forward(self, x, **kwargs):
+        for layer in self.layers:
+            run = partial(layer, **kwargs)
+            x = (
+                run(x)
+                if self.reentrant is None
+                else checkpoint(run, x, use_reentrant=self.reentrant)
+            )
+        return x
+
+
+def wrapped(reentrant):
+    """A model that hands nothing on, its layers wrapped as torchtitan wraps them."""
+    model = ToyModel()
+    if reentrant is not None:
+        kind = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+        for i, layer in enumerate(model.layers):
+            model.layers[i] = checkpoint_wrapper(layer, checkpoint_impl=kind)
+    return model
+
+
+WAYS = {
+    "handed on": lambda reentrant: Model(checkpoint=reentrant),
+    "wrapped": wrapped,
+}
+
+
+def routers_of(model):
+    return [m for m in model.modules() if hasattr(m, "kind")]
+
+
+def outcome(model, out, x):
+    names = [
+        name.replace("_checkpoint_wrapped_module.", "") for name, _ in model.named_parameters()
+    ]
+    grads = [p.grad.clone() for p in model.parameters()]
+    return [out.detach(), x.grad], dict(zip(names, grads, strict=True))
+
+
+def step(model, x, **kwargs):
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    out = model(x, **kwargs)
+    out.square().sum().backward()
+    return outcome(model, out, x)
+
+
+def assert_equal(a, b):
+    assert all(torch.equal(x, y) for x, y in zip(a[0], b[0], strict=True))
+    assert a[1].keys() == b[1].keys()
+    for name in a[1]:
+        assert torch.equal(a[1][name], b[1][name]), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("reentrant", CHECKPOINTS)
+def test_an_argument_gives_the_bits_of_impose(inputs, foreign, kind, reentrant):
+    routes, plain = foreign(), ToyModel(kind)
+    with impose(plain.routers, routes), record(plain.routers) as expected:
+        wanted = step(plain, inputs)
+    model = Model(kind, checkpoint=reentrant)
+    with follow(model, model.routers), record(model.routers) as tape:
+        found = step(model, inputs, routed_experts=routes.tensor(batch=2))
+    assert_equal(found, wanted)
+    assert tape.routes == expected.routes
+    assert_equal(step(model, inputs), step(plain, inputs))  # The hooks are gone.
+
+
+@pytest.mark.parametrize("reentrant", CHECKPOINTS)
+def test_layers_are_given_what_the_model_does_not_hand_on(inputs, foreign, reentrant):
+    routes, plain = foreign(), ToyModel()
+    own = step(plain, inputs)
+    with impose(plain.routers, routes):
+        wanted = step(plain, inputs)
+    model = wrapped(reentrant)
+    with follow(model, routers_of(model)):
+        assert_equal(step(model, inputs, routed_experts=routes.tensor(batch=2)), wanted)
+        assert_equal(step(model, inputs), own)
+        assert_equal(step(model, inputs, routed_experts=None), own)
+
+
+def batches(inputs, foreign, count=3):
+    return [((i + 1) * inputs, foreign(seed=i + 2)) for i in range(count)]
+
+
+def one_at_a_time(inputs, foreign):
+    model = ToyModel()
+    leaves = []
+    for x, routes in batches(inputs, foreign):
+        leaves.append(x.clone().requires_grad_())
+        with impose(model.routers, routes):
+            model(leaves[-1]).square().sum().backward()
+    return [leaf.grad for leaf in leaves], {n: p.grad for n, p in model.named_parameters()}
+
+
+def in_flight(model, inputs, foreign, order, call):
+    """All forwards, then the backwards in some order."""
+    work = batches(inputs, foreign)
+    leaves = [x.clone().requires_grad_() for x, _ in work]
+    losses = [
+        call(model, x, routes).square().sum() for x, (_, routes) in zip(leaves, work, strict=True)
+    ]
+    for i in order:
+        losses[i].backward()
+    (_, grads) = outcome(model, losses[0], leaves[0])
+    return [leaf.grad for leaf in leaves], grads
+
+
+def by_argument(model, x, routes):
+    return model(x, routed_experts=routes.tensor(batch=2))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)], ids=str)
+@pytest.mark.parametrize("reentrant", CHECKPOINTS)
+@pytest.mark.parametrize("way", WAYS)
+def test_micro_batches_in_flight_keep_their_rows(inputs, foreign, way, reentrant, order):
+    model = WAYS[way](reentrant)
+    with follow(model, routers_of(model)):
+        found = in_flight(model, inputs, foreign, order, by_argument)
+    torch.testing.assert_close(found, one_at_a_time(inputs, foreign), rtol=1e-12, atol=1e-12)
+
+
+class LastCallWins:
+    """What a module's state would do: the rows of the latest call, whoever asks."""
+
+    def __init__(self, model):
+        self.calls = []
+        for column, router in enumerate(model.routers):
+            router.register_forward_hook(partial(self.put, column))
+
+    def put(self, column, router, args, output):
+        ids = torch.from_numpy(self.rows()[:, column].astype(np.int64))
+        return router.replace(output, ids, router.gates(output, ids))
+
+    def rows(self):
+        return self.calls[-1]
+
+    def call(self, model, x, routes):
+        self.calls += [routes.experts] * self.runs
+        return model(x)
+
+    runs = 1
+
+
+class Queue(LastCallWins):
+    """What a queue would do: each run of a router takes what is next."""
+
+    runs = 3
+
+    def rows(self):
+        return self.calls.pop(0) if len(self.calls) > 1 else self.calls[0]
+
+
+@pytest.mark.parametrize("naive", [LastCallWins, Queue])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_naive_ways_are_told_apart(inputs, foreign, naive, reentrant):
+    """The batches above would notice a queue, and rows that stay in a module."""
+    known = partial(_without_missing, foreign)
+    model = ToyModel(checkpoint=reentrant)
+    leaves, grads = in_flight(model, inputs, known, (0, 1, 2), naive(model).call)
+    wanted_leaves, wanted = one_at_a_time(inputs, known)
+    name = "layers.2.gate.weight"
+    assert not torch.allclose(grads[name], wanted[name], rtol=1e-3)
+    assert not torch.allclose(leaves[0], wanted_leaves[0], rtol=1e-3)
+
+
+def _without_missing(foreign, seed):
+    routes = foreign(seed=seed)
+    return Routes(routes.experts, 6, routes.layer_ids, np.zeros(8, dtype=np.bool_))
+
+
+@pytest.mark.parametrize("reentrant", CHECKPOINTS)
+def test_recorded_gates_travel_too(inputs, foreign, reentrant):
+    routes, plain = foreign(), ToyModel()
+    gates = torch.rand(8, 3, 2, generator=torch.Generator().manual_seed(5))
+    with impose(plain.routers, routes, gates=gates):
+        wanted = step(plain, inputs)
+    model = Model(checkpoint=reentrant)
+    with follow(model, model.routers):
+        rows = {
+            "routed_experts": routes.tensor(batch=2),
+            "routed_experts_weights": gates.view(2, 4, 3, 2),
+        }
+        assert_equal(step(model, inputs, **rows), wanted)
+
+
+@pytest.mark.parametrize("reentrant", CHECKPOINTS)
+def test_the_score_filter_leaves_padding_alone(inputs, foreign, reentrant):
+    routes, plain = foreign()[:5].pad(8), ToyModel()
+    with impose(plain.routers, routes, min_score_ratio=0.9) as imposed:
+        wanted = step(plain, inputs)
+    assert imposed.replacement_rate > 0.2
+    model = Model(checkpoint=reentrant)
+    with follow(model, model.routers, min_score_ratio=0.9), record(model.routers) as tape:
+        assert_equal(step(model, inputs, routed_experts=routes.tensor(batch=2)), wanted)
+    assert np.array_equal(tape.routes.experts[5:], routes.experts[5:])
+
+
+def test_a_row_may_be_missing_in_one_layer_only(inputs, foreign):
+    model, rows = Model(), foreign().tensor(batch=2)
+    rows[0, 1, 2] = -1
+    with record(model.routers) as own:
+        model(inputs)
+    with follow(model, model.routers), record(model.routers) as tape:
+        model(inputs, routed_experts=rows)
+    assert np.array_equal(tape.routes.experts[1, :2], rows[0, 1, :2])
+    # Not the choice of the plain run: the layers before were imposed.
+    assert not np.array_equal(own.routes.experts[1, :2], rows[0, 1, :2])
+    assert (tape.routes.experts[1, 2] < 6).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
+def test_rows_may_be_any_integers_and_have_other_layers_too(inputs, foreign, dtype):
+    routes = _without_missing(partial(foreign, layers=3), 2)
+    model = Model()
+    with impose(model.routers, routes):
+        wanted = step(model, inputs)
+    # As prime-rl has them: a row for each layer, dense ones included.
+    rows = torch.zeros(2, 4, 5, 2, dtype=dtype)
+    rows[:, :, [4, 0, 2]] = routes.tensor(batch=2).to(dtype)
+    with follow(model, model.routers, layer_ids=[1, 7, 2, 9, 0]):
+        assert_equal(step(model, inputs, routed_experts=rows), wanted)
+
+
+@pytest.mark.parametrize("layers", [(0,), (1, 2), (2,)])
+def test_a_part_of_the_model_takes_a_part_of_the_rows(inputs, foreign, layers):
+    routes, whole = foreign(), Model()
+    part = Model()
+    part.layers = nn.ModuleList(whole.layers[i] for i in layers)
+    with impose(part.routers, routes.select_layers(layers)):
+        wanted = step(part, inputs)
+    with follow(part, part.routers):
+        rows = routes.select_layers(layers).tensor(batch=2)
+        assert_equal(step(part, inputs, routed_experts=rows), wanted)
+    with follow(part, part.routers, layer_ids=routes.layer_ids):
+        assert_equal(step(part, inputs, routed_experts=routes.tensor(batch=2)), wanted)
+    with follow(part, part.routers), pytest.raises(ShapeError, match=r"select_layers"):
+        part(inputs, routed_experts=routes.tensor(batch=2))
+
+
+def test_the_tensor_of_routes(foreign):
+    routes = foreign()[:5].pad(8)
+    rows = routes.tensor(batch=2)
+    assert rows.shape == (2, 4, 3, 2)
+    assert rows.dtype == torch.int16
+    flat = rows.flatten(0, 1).numpy()
+    assert (flat[2] == -1).all()
+    assert np.array_equal(flat[[0, 1, 3, 4]], routes.experts[[0, 1, 3, 4]])
+    assert np.array_equal(-2 - flat[5:], routes.experts[5:])
+    assert foreign()[:0].tensor().shape == (1, 0, 3, 2)
+    for batch in (0, 3, 16):
+        with pytest.raises(ShapeError, match=f"8 tokens are no {batch} rows"):
+            routes.tensor(batch=batch)
+
+
+def test_no_tokens(foreign):
+    model = Model()
+    with follow(model, model.routers):
+        out = model(
+            torch.zeros(1, 0, 5, dtype=torch.float64), routed_experts=foreign()[:0].tensor()
+        )
+    assert out.shape == (1, 0, 5)
+
+
+class Swallows(Model):
+    def forward(self, x, **kwargs):
+        return super().forward(x)
+
+
+class Bare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = ToyModel(layers=1).layers[0]
+
+
+def test_what_cannot_work_is_refused(inputs, foreign):
+    rows, model = foreign().tensor(batch=2), Model()
+    with pytest.raises(PlanError, match=r"layer 0 is not inside this Model"):
+        follow(Model(), model.routers)
+    with pytest.raises(PlanError, match=r"\[1, 2\] included"):
+        follow(model, model.routers, layer_ids=[0])
+    with pytest.raises(UsageError, match="min_score_ratio must be"):
+        follow(model, model.routers, min_score_ratio=1.5)
+    bare = Bare()
+    with pytest.raises(UsageError, match="'layer.gate' is in no nn.ModuleList"):
+        follow(bare, [bare.layer.gate])
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in [*model.modules(), bare])
+    following = follow(model, model.routers)
+    with pytest.raises(UsageError, match=r"\[0, 1, 2\] follow already"):
+        follow(model, model.routers)
+    with pytest.raises(UsageError, match="under impose"), impose(model.routers, foreign()):
+        model(inputs, routed_experts=rows)
+    with pytest.raises(UsageError, match="pass routed_experts too"):
+        model(inputs, routed_experts_weights=rows.double())
+    for wrong in (rows.double(), rows[0], rows[:, :, :2], rows[..., :1], rows > 0):
+        with pytest.raises(ShapeError, match=r"integers \[batch, sequence, 3 layers, 2\]"):
+            model(inputs, routed_experts=wrong)
+    with pytest.raises(ShapeError, match="float .*routed_experts_weights|routed_experts_weights"):
+        model(inputs, routed_experts=rows, routed_experts_weights=rows)
+    with pytest.raises(ShapeError, match="runs on 8 tokens, the routes hold 4"):
+        model(inputs, routed_experts=rows[:1])
+    following.close()
+    following.close()
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+
+def test_rows_that_are_not_handed_on_are_noticed(inputs, foreign):
+    model = Swallows()
+    with follow(model, model.routers):
+        model(inputs)
+        with pytest.raises(UsageError, match=r"did not reach layers \[0, 1, 2\].*Swallows.forward"):
+            model(inputs, routed_experts=foreign().tensor(batch=2))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_in_a_forward_that_hands_nothing_on_is_noticed(inputs, foreign, reentrant):
+    model = ToyModel(checkpoint=reentrant)
+    with follow(model, model.routers):
+        out = model(inputs.requires_grad_(), routed_experts=foreign().tensor(batch=2))
+        with pytest.raises(UsageError, match="outside of its model's call"):
+            out.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_inside_a_layer_is_noticed(inputs, foreign, reentrant):
+    model = Model()
+    for router in model.routers:
+        router.forward = partial(checkpoint, router.forward, use_reentrant=reentrant)
+    rows = foreign().tensor(batch=2)
+    with follow(model, model.routers):  # The hook is outside this checkpoint: it may stay.
+        model(inputs.requires_grad_(), routed_experts=rows).sum().backward()
+    for layer in model.layers:
+        gate = layer.gate
+        layer.gate = nn.Module()
+        layer.gate.inner = gate
+        layer.gate.forward = partial(checkpoint, gate, use_reentrant=reentrant)
+    with follow(model, [layer.gate.inner for layer in model.layers]):
+        out = model(inputs, routed_experts=rows)
+        with pytest.raises(UsageError, match="layer 2 runs without its layer"):
+            out.sum().backward()
+
+
+def test_an_error_in_the_forward_leaves_nothing_behind(inputs, foreign):
+    model, rows = wrapped(None), foreign().tensor(batch=2)
+    own = step(model, inputs)
+    with follow(model, model.routers):
+        with pytest.raises(ShapeError):
+            model(inputs[:1], routed_experts=rows)
+        assert_equal(step(model, inputs), own)

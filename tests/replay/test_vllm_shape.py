@@ -1,0 +1,73 @@
+"""What `RouterShape` reads from a configuration, against the routers of the model it builds."""
+
+import json
+import re
+
+import pytest
+
+from primeblocks.errors import UnsupportedError, UsageError
+from primeblocks.replay.adapters.transformers import routers
+from primeblocks.replay.adapters.vllm import RouterShape
+from tests.replay.test_transformers_routers import FAMILIES, build
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_configuration_tells_what_the_model_has(family):
+    model = build(family)
+    if family == "solar_open":  # The tiny model is given what its family does not have.
+        del model.config.first_k_dense_replace
+    found = routers(model)
+    expected = RouterShape(
+        num_layers=3,
+        moe_layers=tuple(router.layer_id for router in found),
+        num_experts=found[0].num_experts,
+        top_k=found[0].top_k,
+    )
+    assert RouterShape.from_config(model.config) == expected
+    assert RouterShape.from_config(json.loads(model.config.to_json_string())) == expected
+
+
+SIZES = {"num_hidden_layers": 6, "num_experts": 8, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("published", "moe_layers"),
+    [
+        ({}, (0, 1, 2, 3, 4, 5)),
+        ({"first_k_dense_replace": 2}, (2, 3, 4, 5)),
+        ({"first_k_dense_replace": 1, "moe_layer_freq": 2}, (2, 4)),
+        ({"moe_layer_freq": [0, 1, 1, 0, 1, 1]}, (1, 2, 4, 5)),
+        ({"decoder_sparse_step": 2}, (1, 3, 5)),
+        ({"decoder_sparse_step": 1, "mlp_only_layers": [0, 4]}, (1, 2, 3, 5)),
+        ({"num_dense_layers": 5}, (5,)),
+        ({"hybrid_override_pattern": "MEM*E"}, (1, 4)),
+        ({"mlp_layer_types": ["dense"] * 5 + ["sparse"]}, (5,)),
+    ],
+    ids=str,
+)
+def test_the_ways_in_which_layers_are_told(published, moe_layers):
+    shape = RouterShape.from_config(SIZES | published)
+    assert shape.moe_layers == moe_layers
+    for name in ("text_config", "thinker_config"):
+        assert RouterShape.from_config({name: SIZES | published}) == shape
+    assert RouterShape.from_config({"thinker_config": {"text_config": SIZES | published}}) == shape
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("num_hidden_layers", "['num_hidden_layers']"),
+        ("num_experts", "['num_experts', 'num_local_experts', 'n_routed_experts']"),
+        ("num_experts_per_tok", "['num_experts_per_tok', 'num_experts_per_token']"),
+    ],
+)
+def test_what_is_missing_is_named(name, named):
+    for empty in ({}, {name: None}):
+        config = {key: value for key, value in SIZES.items() if key != name} | empty
+        with pytest.raises(UnsupportedError, match=re.escape(f"'tiny' has none of {named}")):
+            RouterShape.from_config(config | {"model_type": "tiny"})
+
+
+def test_a_model_without_experts_is_refused():
+    with pytest.raises(UsageError, match="moe_layers must rise"):
+        RouterShape.from_config(SIZES | {"mlp_layer_types": ["dense"] * 6})
