@@ -108,7 +108,8 @@ class Catalogue:
         if (page := self._pages.get(key)) is not None:
             self._detach(page)
             self._settle()
-        self.moves += self._below.forget(key)
+        if self.levels:
+            self.moves += self._below.forget(key)
 
     def clear(self) -> None:
         self._clears += 1
@@ -250,13 +251,13 @@ class Catalogue:
 
     def _hand_out(self, page: HostPage, request: LoadRequest) -> None:
         page.pins += 1
-        self._do(CopyOut(page, request))
+        self._copy(CopyOut(page, request))
 
     def _look_below(self, request: LoadRequest, start: int) -> None:
         for depth in range(start, len(self.levels)):
             level = self.levels[depth]
             if level.shared and not level.hung():
-                self._do(Ask(depth, request, self._clears))
+                self._move(Ask(depth, request, self._clears))
                 return
             if not level.hung() and (copy := level.found(request.key)) is not None:
                 level.ledger.touch(request.key, rollouts=request.users)
@@ -279,11 +280,11 @@ class Catalogue:
 
     def _start(self, page: HostPage) -> None:
         if page.request is not None:
-            self._do(CopyIn(page, page.request))
+            self._copy(CopyIn(page, page.request))
         else:
             assert page.origin is not None
             depth, copy = page.origin
-            self._do(Read(depth, page, copy))
+            self._move(Read(depth, page, copy))
 
     def _arrive(
         self, page: HostPage, users: tuple[Hashable, ...], *, by: tuple[Hashable, ...]
@@ -301,8 +302,9 @@ class Catalogue:
         page.state = State.HERE
         self._here += 1
         self._ledger.touch(page.key, rollouts=dict.fromkeys((*users, *by)), by=by)
-        self._end_again(self._ledger, page)
-        page.ended = frozenset()
+        if page.ended:
+            self._end_again(self._ledger, page)
+            page.ended = frozenset()
 
     def _detach(self, page: HostPage) -> None:
         del self._pages[page.key]
@@ -382,7 +384,7 @@ class Catalogue:
         feed = None if always else max(1, self._reserve)
         moves = self._below.write(page, version=self.version, feed=feed)
         for move in moves:
-            self._do(move)
+            self._move(move)
         return [move.key for move in moves if isinstance(move, Drop)]
 
     def _end_again(self, ledger: Ledger, page: HostPage) -> None:
@@ -393,8 +395,12 @@ class Catalogue:
     def _ledgers(self) -> list[Ledger]:
         return [self._ledger, *(level.ledger for level in self.levels)]
 
-    def _do(self, move: Move) -> None:
-        self._underway += not isinstance(move, Drop)
-        if isinstance(move, Write | Read | Ask):
+    def _copy(self, move: CopyIn | CopyOut) -> None:
+        self._underway += 1
+        self.moves.append(move)
+
+    def _move(self, move: Write | Read | Ask | Drop) -> None:
+        if not isinstance(move, Drop):
+            self._underway += 1
             self.levels[move.depth].given(write=isinstance(move, Write))
         self.moves.append(move)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby, islice
+from itertools import groupby
 from queue import Empty, SimpleQueue
 from threading import Thread
 
@@ -21,7 +21,8 @@ __all__ = ["Copiers", "Copies", "copy_pages"]
 
 Copies = Sequence[CopyIn | CopyOut]  # of one batch, in one direction
 
-_TOGETHER_BYTES, _TOGETHER_PAGES = 2 << 20, 64  # of one copy
+_TOGETHER_BYTES, _TOGETHER_PAGES = 16 << 20, 256  # most of one copy
+_SHARED_BYTES = 1 << 20  # least of one, where threads share a batch
 _REPORTED_PAGES = 256
 _TICK_S = 0.1
 
@@ -37,9 +38,6 @@ class Copiers:
         report: called with copies that are over, and whether they were made; while idle, with none,
             ten times a second.
         broke: called with an error that ended a thread.
-
-    Attributes:
-        together: most pages of one copy.
     """
 
     def __init__(
@@ -50,7 +48,8 @@ class Copiers:
         report: Callable[[list[tuple[Copies, bool]]], None],
         broke: Callable[[BaseException], None],
     ) -> None:
-        self.together = max(1, min(_TOGETHER_PAGES, _TOGETHER_BYTES // host.frame_bytes))
+        self._most = max(1, min(_TOGETHER_PAGES, _TOGETHER_BYTES // host.frame_bytes))
+        self._least = max(1, _SHARED_BYTES // host.frame_bytes)
         self._host = host
         self._report = report
         self._broke = broke
@@ -64,9 +63,12 @@ class Copiers:
 
     def give(self, copies: Copies) -> None:
         """Give copies; those of one batch and in one direction are made together."""
-        for _, alike in groupby(copies, lambda copy: (type(copy), id(copy.request.batch))):
-            while part := list(islice(alike, self.together)):
-                self._queue.put(part)
+        for _, each in groupby(copies, lambda copy: (type(copy), copy.request.batch)):
+            alike = list(each)
+            share = -(-len(alike) // len(self._threads))
+            pages = min(self._most, max(self._least, share))
+            for start in range(0, len(alike), pages):
+                self._queue.put(alike[start : start + pages])
 
     def stop(self) -> list[Thread]:
         """End after the copies given so far; return the threads to be joined."""
@@ -113,18 +115,19 @@ class Copiers:
                 extra = batch.extras.get(copy.request.index, b"")
                 room = self._host.frame(copy.page.frame)[size : size + len(extra)]
                 room[:] = np.frombuffer(extra, dtype=np.uint8)
-            batch.finish([self._loaded(copy) for copy in copies if isinstance(copy, CopyOut)])
+            if type(copies[0]) is CopyOut:
+                batch.finish([self._loaded(copy) for copy in copies])
             return held
         except Exception as error:  # handed to the waiting caller
             batch.pending.fail(error)
             return False
 
     def _loaded(self, copy: CopyOut) -> tuple[int, Loaded]:
-        size, attachments = self._host.page_bytes, {}
-        if copy.page.length > size:
-            packed = self._host.frame(copy.page.frame)[size : copy.page.length].tobytes()
-            attachments = unpack_attachments(packed)
-        return copy.request.index, Loaded(copy.request.tier, attachments)
+        page, size, request = copy.page, self._host.page_bytes, copy.request
+        if page.length == size:
+            return request.index, Loaded(request.tier)
+        packed = self._host.frame(page.frame)[size : page.length].tobytes()
+        return request.index, Loaded(request.tier, unpack_attachments(packed))
 
 
 def copy_pages(
@@ -150,7 +153,6 @@ def copy_pages(
             for part in page if isinstance(page, list) else (page,):
                 size = part.nbytes
                 space = room if size == room.nbytes else room[at : at + size]
-                at += size
                 if isinstance(part, np.ndarray):
                     np.copyto(space.numpy(), part)
                 elif part.is_cuda:
@@ -160,12 +162,13 @@ def copy_pages(
                 elif size <= _SERIAL_BYTES:
                     parts.append(part)
                     spaces.append(space)
-                elif size <= _WIDE_BYTES and size % 8 == 0:
+                elif size <= _WIDE_BYTES and not (size | at | part.storage_offset()) % 8:
                     parts.append(part.view(torch.int64))
                     spaces.append(space.view(torch.int64))
                 else:
                     pair = part.numpy(), space.numpy()
                     np.copyto(*(pair if out else pair[::-1]))
+                at += size
         if parts:
             torch._foreach_copy_(*((parts, spaces) if out else (spaces, parts)))
     finally:

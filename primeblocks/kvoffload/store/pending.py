@@ -107,7 +107,7 @@ class Pending(Generic[T]):
             self._give_up(error)
 
     def _give_up(self, error: BaseException) -> None:
-        """Give up once no copy is under way; each lasts as long as copying a few MiB in memory."""
+        """Give up once no copy is under way; each lasts as long as copying 16 MiB in memory."""
         self._given_up = True
         self._changed.wait_for(lambda: self._busy == 0)
         if not self._finished:
