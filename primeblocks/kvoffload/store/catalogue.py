@@ -75,7 +75,8 @@ class Catalogue:
         self._here = 0  # pages in the ledger
         self._ledger = Ledger()
         self._ledger.keep(facts_of(evict))
-        self._leaving: OrderedDict[PageKey, HostPage] = OrderedDict()
+        self._leaving: dict[HostPage, None] = {}
+        self._ready: OrderedDict[HostPage, None] = OrderedDict()  # leaving, and not busy
         self._waiting: deque[HostPage] = deque()
         self._coming: dict[HostPage, None] = {}
         self._counts: Counter[str] = Counter()
@@ -125,7 +126,7 @@ class Catalogue:
     def end(self, rollout: Hashable) -> None:
         for ledger in self._ledgers():
             ledger.end(rollout)
-        for page in (*self._coming, *self._leaving.values()):
+        for page in (*self._coming, *self._leaving):
             page.ended |= {rollout}
 
     def write_down(self) -> CapacityError | None:
@@ -241,7 +242,7 @@ class Catalogue:
 
     def _serve(self, page: HostPage, request: LoadRequest) -> None:
         if page.state is State.LEAVING:
-            del self._leaving[page.key]
+            self._stop_leaving(page)
             self._enter(page, (*page.users, *request.users), by=request.users)
         elif not page.gone:
             self._ledger.touch(page.key, rollouts=request.users)
@@ -313,7 +314,7 @@ class Catalogue:
             self._here -= 1
             self._ledger.remove(page.key)
         elif page.state is State.LEAVING:
-            del self._leaving[page.key]
+            self._stop_leaving(page)
         elif page.request is not None and page.frame < 0 and not page.waiters:
             del self._coming[page]
             self._waiting.remove(page)  # it need not come at all
@@ -336,10 +337,14 @@ class Catalogue:
                 self._look_below(waiter, depth)
 
     def _release(self, page: HostPage) -> None:
-        """Take back the frame of a page that is gone, once nothing needs it."""
-        if page.gone and not page.busy and page.frame >= 0:
+        """Take back the frame of a page that is gone or leaves, once nothing needs it."""
+        if page.busy or page.frame < 0:
+            return
+        if page.gone:
             self._free.append(page.frame)
             page.frame = -1
+        elif page.state is State.LEAVING:
+            self._ready[page] = None
 
     def _settle(self) -> None:
         """Give frames to waiting pages, and make room ahead of need."""
@@ -359,9 +364,10 @@ class Catalogue:
     def _take_frame(self) -> int | None:
         if self._free:
             return self._free.pop()
-        for key, page in self._leaving.items():
-            if not page.busy:
-                del self._leaving[key], self._pages[key]
+        while self._ready:
+            page, _ = self._ready.popitem(last=False)
+            if not page.busy:  # a flush may write it; it is released again then
+                del self._leaving[page], self._pages[page.key]
                 self._counts["evictions"] += 1
                 return page.frame
         return None
@@ -373,9 +379,14 @@ class Catalogue:
         self._ledger.remove(key)
         self._here -= 1
         page.state = State.LEAVING
-        self._leaving[key] = page
+        self._leaving[page] = None
         if demote:
             self._write(page)
+        self._release(page)
+
+    def _stop_leaving(self, page: HostPage) -> None:
+        del self._leaving[page]
+        self._ready.pop(page, None)
 
     # Lower tiers.
 

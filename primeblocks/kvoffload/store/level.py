@@ -145,9 +145,11 @@ class Level:
 
     def forget(self, key: PageKey) -> bool:
         """Forget a page that is to be dropped; return whether there is one."""
+        if self.copies.pop(key, None) is None:
+            return False
         self.ledger.remove(key)
         self._coming.discard(key)
-        return self.copies.pop(key, None) is not None
+        return True
 
     def here(self) -> dict[PageKey, Copy]:
         """Return the copies that were written."""
@@ -319,7 +321,11 @@ class Levels:
 
     def late(self) -> int:
         """Count the pages whose writes are not waited for."""
-        return max((level.writing for level in self._each if level.late()), default=0)
+        most = 0
+        for level in self._each:
+            if level.late():
+                most = max(most, level.writing)
+        return most
 
     def blocking(self) -> list[Recall]:
         """Return the recalls that a page waiting for a frame makes necessary."""
