@@ -10,12 +10,17 @@ buffered figures are those of the page cache.
 `hung.save_fraction` is what is left of the rate of saves into a full host tier when the disk below
 hangs: seconds of a store without a disk over those of one whose disk answers nothing, batches of
 both in turn. The first of them wait `patience_s`, which is `hung.first_s`, and are not in it.
+
+`small.put` and `small.get` are pages of 4 KiB in batches of 256 through a whole store that writes
+back: host memory and disk are full, each save makes a page leave both, and each load finds its page
+on the disk alone. Nothing is skipped. Beside the rate, the processor time of all threads.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import statistics
 import tempfile
 import time
 from collections import defaultdict
@@ -39,6 +44,7 @@ PAGE_BYTES, PAGES, BATCH = 2 << 20, 128, 16
 CHUNKS = {"8_mib": 8 << 20, "32_mib": 32 << 20}
 RUNS = 7
 HUNG_BYTES, HUNG_PAGES = 64 << 10, 512  # of a page; in host memory
+SMALL_BYTES, SMALL_HOST, SMALL_DISK, SMALL_BATCH = 4096, 2048, 8192, 256
 
 
 Figures = dict[str, tuple[float, str, str]]
@@ -51,7 +57,7 @@ def figures(*, folder: str | None = None, pages: int = PAGES, runs: int = RUNS) 
         for io in ("auto", "buffered"):
             measured = _figures(Path(room) / io, io, pages, runs)
             found |= {f"kvoffload.disk.{io}.{name}": each for name, each in measured.items()}
-        found |= _hung(Path(room) / "hung", runs)
+        found |= _hung(Path(room) / "hung", runs) | _small(Path(room) / "small", runs)
     name = "raw_bandwidth_fraction"
     return {f"kvoffload.disk.{name}": found[f"kvoffload.disk.auto.{name}"]} | found
 
@@ -160,6 +166,44 @@ def _hung(folder: Path, runs: int) -> Figures:
         "kvoffload.disk.hung.save_fraction": (fraction, "ratio", "no disk"),
         "kvoffload.disk.hung.first_s": (max(seconds[hung][:warm]), "s", ""),
     }
+
+
+def _small(folder: Path, runs: int) -> Figures:
+    """Pages a second through host memory onto a disk, and back, while pages leave both."""
+    host = HostTier(capacity_bytes=SMALL_HOST * SMALL_BYTES, page_bytes=SMALL_BYTES)
+    disk = DiskTier(folder, capacity_bytes=SMALL_DISK * SMALL_BYTES, page_bytes=SMALL_BYTES)
+    random = np.random.default_rng(0)
+    pages = list(random.integers(0, 256, (SMALL_BATCH, SMALL_BYTES), dtype=np.uint8))
+    into = [np.empty_like(page) for page in pages]
+    taken: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    with TieredStore([host, disk], patience_s=60.0) as store:
+        for run in range(runs + 2):
+            numbers = range(run * SMALL_DISK, (run + 1) * SMALL_DISK)
+            keys = [PageKey("benchmark", number.to_bytes(8, "big")) for number in numbers]
+            batches = [keys[at : at + SMALL_BATCH] for at in range(0, SMALL_DISK, SMALL_BATCH)]
+            # The oldest of a run are on the disk alone, the newest in host memory alone.
+            below = batches[len(batches) // 4 : len(batches) // 2]
+            for name, each in (("put", batches), ("get", below)):
+                start, cpu = time.perf_counter(), time.process_time()
+                for batch in each:
+                    if name == "put":
+                        saved = store.save_batch(batch, pages).wait(timeout_s=60.0)
+                        assert all(one.stored for one in saved)
+                    else:
+                        found = store.load_batch(batch, into=into).wait(timeout_s=60.0)
+                        tiers = {one.tier for one in found}
+                        assert tiers == {"disk"}, tiers
+                wall, cpu = time.perf_counter() - start, time.process_time() - cpu
+                count = len(each) * SMALL_BATCH
+                taken[name] += [(wall / count, cpu / count)] if run > 1 else []
+            assert all(map(np.array_equal, pages, into)), "a page came back with other bytes"
+        assert not store.statistics()["disk"].skipped, "the disk did not keep up"
+    found = {}
+    for name, times in taken.items():
+        wall, cpu = (statistics.median(each) for each in zip(*times, strict=True))
+        found[f"kvoffload.disk.small.{name}.pages_per_s"] = (1 / wall, "1/s", "")
+        found[f"kvoffload.disk.small.{name}.processor_us"] = (cpu * 1e6, "us", "")
+    return found
 
 
 class _Ours:
