@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -96,6 +98,49 @@ def test_a_forked_child_is_told_at_once(host, disk):
         with store._changed:
             assert in_child(calls) == 3
         assert [load(store, number) for number in (0, 3)] == ["disk", "host"]
+
+
+FORK = """
+import gc, os, sys
+from primeblocks.kvoffload import DiskTier, HostTier, TieredStore
+from tests.kvoffload.conftest import FRAME, SIZES
+from tests.kvoffload.store.calls import load, save
+
+def open_it(folder):
+    disk = DiskTier(sys.argv[1] + folder, capacity_bytes=16 * FRAME, **SIZES)
+    return TieredStore([HostTier(capacity_bytes=2 * FRAME, **SIZES), disk])
+
+store = open_it("/parent")
+for number in range(5):
+    save(store, number)
+child = os.fork()
+if child == 0:
+    store.close()
+    del store
+    gc.collect()
+    with open_it("/child") as own:
+        for number in range(5, 9):
+            save(own, number)
+        print(*(n for n in range(12) if load(own, n)), flush=True)
+    sys.exit()  # as programs do, and not _exit
+assert os.waitpid(child, 0)[1] == 0
+for number in range(9, 12):
+    save(store, number)
+store.flush().wait(timeout_s=5)
+print(*(n for n in range(12) if load(store, n)), flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_forked_child_makes_its_own_store_and_ends_as_programs_do(host, tmp_path):
+    """The parent goes on, and what it flushed after that outlives it."""
+    command = [sys.executable, "-W", "ignore", "-c", FORK, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "5 6 7 8\n0 1 2 3 4 9 10 11\n", done.stderr
+    disk = DiskTier(tmp_path / "parent", capacity_bytes=16 * FRAME, **SIZES)
+    with TieredStore([host(2), disk]) as store:
+        kept = [load(store, number) for number in range(12)]
+    assert kept == ["disk"] * 5 + [None] * 4 + ["disk"] * 3
 
 
 def test_a_folder_that_another_process_has_is_refused_and_then_adopted(host, tmp_path):
