@@ -14,6 +14,11 @@ both in turn. The first of them wait `patience_s`, which is `hung.first_s`, and 
 `small.put` and `small.get` are pages of 4 KiB in batches of 256 through a whole store that writes
 back: host memory and disk are full, each save makes a page leave both, and each load finds its page
 on the disk alone. Nothing is skipped. Beside the rate, the processor time of all threads.
+
+`full` is a file system that is really full, a tmpfs of 64 MiB, where one can be mounted: a store
+saves without a pause, other files take 24 MiB of it until the tier has refused pages for 20 s (its
+longest rest is 8 s by then), and then leave. `full.recovery_s` are the seconds until 0.9 of the
+room is taken, `full.kept_fraction` is what pages had of what the other files left.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from __future__ import annotations
 import mmap
 import os
 import statistics
+import subprocess
 import tempfile
 import time
 from collections import defaultdict
@@ -44,6 +50,7 @@ PAGE_BYTES, PAGES, BATCH = 2 << 20, 128, 16
 CHUNKS = {"8_mib": 8 << 20, "32_mib": 32 << 20}
 RUNS = 7
 HUNG_BYTES, HUNG_PAGES = 64 << 10, 512  # of a page; in host memory
+FULL_BYTES, FULL_OTHER_BYTES, FULL_S = 64 << 20, 24 << 20, 20.0
 SMALL_BYTES, SMALL_HOST, SMALL_DISK, SMALL_BATCH = 4096, 2048, 8192, 256
 
 
@@ -58,6 +65,7 @@ def figures(*, folder: str | None = None, pages: int = PAGES, runs: int = RUNS) 
             measured = _figures(Path(room) / io, io, pages, runs)
             found |= {f"kvoffload.disk.{io}.{name}": each for name, each in measured.items()}
         found |= _hung(Path(room) / "hung", runs) | _small(Path(room) / "small", runs)
+        found |= _full(Path(room) / "full")
     name = "raw_bandwidth_fraction"
     return {f"kvoffload.disk.{name}": found[f"kvoffload.disk.auto.{name}"]} | found
 
@@ -204,6 +212,46 @@ def _small(folder: Path, runs: int) -> Figures:
         found[f"kvoffload.disk.small.{name}.pages_per_s"] = (1 / wall, "1/s", "")
         found[f"kvoffload.disk.small.{name}.processor_us"] = (cpu * 1e6, "us", "")
     return found
+
+
+def _full(folder: Path) -> Figures:
+    """How much a full file system keeps, and how soon room on it is taken; none if unmountable."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={FULL_BYTES}", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        return {}
+    other = folder / "other"
+    other.write_bytes(bytes(FULL_OTHER_BYTES))
+    try:
+        host = HostTier(capacity_bytes=32 * HUNG_BYTES, page_bytes=HUNG_BYTES)
+        disk = DiskTier(folder / "pages", capacity_bytes=2 * FULL_BYTES, page_bytes=HUNG_BYTES)
+        with TieredStore([host, disk]) as store:
+            kept, _ = _saved_until(store, lambda pages: False, at_most_s=FULL_S)
+            assert store.statistics()["disk"].failures, "the disk was never full"
+            other.unlink()
+            wanted = int(0.9 * FULL_BYTES / HUNG_BYTES)
+            _, recovery_s = _saved_until(store, lambda pages: pages >= wanted, at_most_s=60.0)
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+    room = (FULL_BYTES - FULL_OTHER_BYTES) / HUNG_BYTES
+    return {
+        "kvoffload.disk.full.kept_fraction": (kept / room, "ratio", "room"),
+        "kvoffload.disk.full.recovery_s": (recovery_s, "s", ""),
+    }
+
+
+def _saved_until(
+    store: TieredStore, enough: Callable[[int], bool], *, at_most_s: float
+) -> tuple[int, float]:
+    """Save new pages until the disk has enough of them; return how many it has, and the seconds."""
+    page, start = np.zeros(HUNG_BYTES, dtype=np.uint8), time.monotonic()
+    while (taken := time.monotonic() - start) < at_most_s:
+        key = PageKey("benchmark", os.urandom(16))
+        assert store.save(key, page).wait(timeout_s=60.0).stored
+        if enough(store.statistics()["disk"].pages):
+            break
+        time.sleep(0.002)  # 30 MB/s
+    return store.statistics()["disk"].pages, taken
 
 
 class _Ours:

@@ -2,8 +2,6 @@
 
 import asyncio
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -79,7 +77,7 @@ def test_a_batch_larger_than_tiers_of_one_page(host, disk):
             assert np.array_equal(page, page_of(number) if hit else np.zeros(PAGE))
 
 
-def test_a_forked_child_is_told_at_once(host, disk):
+def test_a_forked_child_is_told_at_once_and_makes_its_own_store(host, disk, tmp_path):
     """Its threads are its parent's, and so may be a lock of the store."""
     with TieredStore([host(2), disk(8)]) as store:
         for number in range(4):
@@ -93,54 +91,16 @@ def test_a_forked_child_is_told_at_once(host, disk):
                 except ClosedError:
                     told += 1
             store.close()
-            return told
+            with TieredStore([host(2), disk(8, path=tmp_path / "own")]) as own:
+                for number in range(5, 9):
+                    save(own, number)
+                return 10 * told + sum(load(own, number) is not None for number in range(9))
 
         with store._changed:
-            assert in_child(calls) == 3
-        assert [load(store, number) for number in (0, 3)] == ["disk", "host"]
-
-
-FORK = """
-import gc, os, sys
-from primeblocks.kvoffload import DiskTier, HostTier, TieredStore
-from tests.kvoffload.conftest import FRAME, SIZES
-from tests.kvoffload.store.calls import load, save
-
-def open_it(folder):
-    disk = DiskTier(sys.argv[1] + folder, capacity_bytes=16 * FRAME, **SIZES)
-    return TieredStore([HostTier(capacity_bytes=2 * FRAME, **SIZES), disk])
-
-store = open_it("/parent")
-for number in range(5):
-    save(store, number)
-child = os.fork()
-if child == 0:
-    store.close()
-    del store
-    gc.collect()
-    with open_it("/child") as own:
-        for number in range(5, 9):
-            save(own, number)
-        print(*(n for n in range(12) if load(own, n)), flush=True)
-    sys.exit()  # as programs do, and not _exit
-assert os.waitpid(child, 0)[1] == 0
-for number in range(9, 12):
-    save(store, number)
-print(*(n for n in range(12) if load(store, n) == "disk"), flush=True)
-os.kill(os.getpid(), 9)
-"""
-
-
-def test_a_forked_child_makes_its_own_store_and_ends_as_programs_do(host, tmp_path):
-    """The parent goes on, and what it wrote after that outlives it."""
-    command = [sys.executable, "-W", "ignore", "-c", FORK, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    child, parent = ([*map(int, line.split())] for line in done.stdout.splitlines())
-    assert child == [5, 6, 7, 8], done.stderr
-    assert {*range(5), 9} <= {*parent} <= {*range(5), 9, 10, 11}, done.stderr
-    disk = DiskTier(tmp_path / "parent", capacity_bytes=16 * FRAME, **SIZES)
-    with TieredStore([host(2), disk]) as store:
-        assert [load(store, number) for number in parent] == ["disk"] * len(parent)
+            assert in_child(calls) == 34
+        save(store, 9)
+        assert [load(store, number) for number in (0, 5)] == ["disk", None]
+        assert all(load(store, number) for number in (1, 2, 3, 9))
 
 
 def test_a_folder_that_another_process_has_is_refused_and_then_adopted(host, tmp_path):
