@@ -24,6 +24,7 @@ from .moves import (
     Read,
     SaveRequest,
     State,
+    Users,
     Write,
 )
 
@@ -109,8 +110,7 @@ class Catalogue:
         if (page := self._pages.get(key)) is not None:
             self._detach(page)
             self._settle()
-        if self.levels:
-            self.moves += self._below.forget(key)
+        self.moves += self._below.forget(key)
 
     def clear(self) -> None:
         self._clears += 1
@@ -120,12 +120,11 @@ class Catalogue:
         self._settle()
 
     def note(self, fact: Callable[[Ledger], None]) -> None:
-        for ledger in self._ledgers():
+        for ledger in (self._ledger, *(level.ledger for level in self.levels)):
             fact(ledger)
 
     def end(self, rollout: Hashable) -> None:
-        for ledger in self._ledgers():
-            ledger.end(rollout)
+        self.note(lambda ledger: ledger.end(rollout))
         for page in (*self._coming, *self._leaving):
             page.ended |= {rollout}
 
@@ -192,8 +191,8 @@ class Catalogue:
             here = page.state is State.HERE and not page.gone
             users = self._ledger.rollouts(page.key) if here else page.users
             level.written(page.key, move.copy, length=page.length, users=users)
-            if level.found(page.key):
-                self._end_again(level.ledger, page)
+            for rollout in page.ended if level.found(page.key) else ():
+                level.ledger.end(rollout)
             page.shared |= level.shared
         self._release(page)
         self._settle()
@@ -252,13 +251,14 @@ class Catalogue:
 
     def _hand_out(self, page: HostPage, request: LoadRequest) -> None:
         page.pins += 1
-        self._copy(CopyOut(page, request))
+        self._do(CopyOut(page, request))
 
     def _look_below(self, request: LoadRequest, start: int) -> None:
         for depth in range(start, len(self.levels)):
             level = self.levels[depth]
             if level.shared and not level.hung():
-                self._move(Ask(depth, request, self._clears))
+                level.given(write=False)
+                self._do(Ask(depth, request, self._clears))
                 return
             if not level.hung() and (copy := level.found(request.key)) is not None:
                 level.ledger.touch(request.key, rollouts=request.users)
@@ -281,15 +281,14 @@ class Catalogue:
 
     def _start(self, page: HostPage) -> None:
         if page.request is not None:
-            self._copy(CopyIn(page, page.request))
+            self._do(CopyIn(page, page.request))
         else:
             assert page.origin is not None
             depth, copy = page.origin
-            self._move(Read(depth, page, copy))
+            self.levels[depth].given(write=False)
+            self._do(Read(depth, page, copy))
 
-    def _arrive(
-        self, page: HostPage, users: tuple[Hashable, ...], *, by: tuple[Hashable, ...]
-    ) -> None:
+    def _arrive(self, page: HostPage, users: Users, *, by: Users) -> None:
         del self._coming[page]
         page.state = State.HERE
         self._counts["stores"] += 1
@@ -297,15 +296,13 @@ class Catalogue:
         if not page.gone:
             self._enter(page, users, by=by)
 
-    def _enter(
-        self, page: HostPage, users: tuple[Hashable, ...], *, by: tuple[Hashable, ...]
-    ) -> None:
+    def _enter(self, page: HostPage, users: Users, *, by: Users) -> None:
         page.state = State.HERE
         self._here += 1
         self._ledger.touch(page.key, rollouts=dict.fromkeys((*users, *by)), by=by)
-        if page.ended:
-            self._end_again(self._ledger, page)
-            page.ended = frozenset()
+        for rollout in page.ended:  # while no ledger had the page
+            self._ledger.end(rollout)
+        page.ended = frozenset()
 
     def _detach(self, page: HostPage) -> None:
         del self._pages[page.key]
@@ -394,24 +391,10 @@ class Catalogue:
         """Write a page down; return the keys of pages that leave for it."""
         feed = None if always else max(1, self._reserve)
         moves = self._below.write(page, version=self.version, feed=feed)
-        for move in moves:
-            self._move(move)
+        self._underway += sum(isinstance(move, Write) for move in moves)
+        self.moves += moves
         return [move.key for move in moves if isinstance(move, Drop)]
 
-    def _end_again(self, ledger: Ledger, page: HostPage) -> None:
-        """End, in a ledger that has the page now, the rollouts that ended while none had it."""
-        for rollout in page.ended:
-            ledger.end(rollout)
-
-    def _ledgers(self) -> list[Ledger]:
-        return [self._ledger, *(level.ledger for level in self.levels)]
-
-    def _copy(self, move: CopyIn | CopyOut) -> None:
+    def _do(self, move: CopyIn | CopyOut | Read | Ask) -> None:
         self._underway += 1
-        self.moves.append(move)
-
-    def _move(self, move: Write | Read | Ask | Drop) -> None:
-        if not isinstance(move, Drop):
-            self._underway += 1
-            self.levels[move.depth].given(write=isinstance(move, Write))
         self.moves.append(move)

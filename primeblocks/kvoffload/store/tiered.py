@@ -19,12 +19,18 @@ from ..page import PageKey
 from ..tier import Loaded, Saved, Tier, TierStatistics
 from .catalogue import Catalogue
 from .copier import Copiers, Copies
-from .level import Level, levels_of
+from .level import Level, in_order, levels_of
 from .moves import Ask, CopyIn, CopyOut, Read, Recall, Write
-from .order import Holds, Until
-from .pending import Batch, Pending, finish_all
-from .requests import in_order, load_requests, same_length, save_requests, users_of
-from .worker import Outcome, TierWorker
+from .pending import (
+    Batch,
+    Pending,
+    finish_all,
+    load_requests,
+    same_length,
+    save_requests,
+    users_of,
+)
+from .worker import Holds, Outcome, TierWorker, Until
 
 __all__ = ["TieredStore"]
 

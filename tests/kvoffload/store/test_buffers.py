@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from primeblocks.errors import ShapeError, UnsupportedError
 from primeblocks.kvoffload.page import pack_attachments, unpack_attachments
-from primeblocks.kvoffload.store.copier import copy_pages
-from primeblocks.kvoffload.store.requests import page_parts
+from primeblocks.kvoffload.store.copier import copy_pages, page_parts
 
 
 def gather(page, frame):
