@@ -118,8 +118,7 @@ class Copiers:
                 extra = batch.extras.get(copy.request.index, b"")
                 room = self._host.frame(copy.page.frame)[size : size + len(extra)]
                 room[:] = np.frombuffer(extra, dtype=np.uint8)
-            if type(copies[0]) is CopyOut:
-                batch.finish([self._loaded(copy) for copy in copies])
+            batch.finish([self._loaded(copy) for copy in copies if isinstance(copy, CopyOut)])
             return held
         except Exception as error:  # handed to the waiting caller
             batch.pending.fail(error)
@@ -165,7 +164,7 @@ def copy_pages(
                 elif size <= _SERIAL_BYTES:
                     parts.append(part)
                     spaces.append(space)
-                elif size <= _WIDE_BYTES and not (size | at | part.storage_offset()) % 8:
+                elif size <= _WIDE_BYTES and not (size | at | int(part.storage_offset())) % 8:
                     parts.append(part.view(torch.int64))
                     spaces.append(space.view(torch.int64))
                 else:

@@ -61,7 +61,7 @@ class Order:
     """
 
     def __init__(self, *, reads: int, writes: int) -> None:
-        self._changed = Condition()
+        self.changed = Condition()
         self._reads, self._writes = reads, writes
         self._first: deque[_Question] = deque()
         self._in_turn: deque[Given] = deque()
@@ -70,17 +70,17 @@ class Order:
         self._stopping = False
 
     def give(self, move: Given) -> None:
-        with self._changed:
+        with self.changed:
             if isinstance(move, _Question) and not self._clears:
                 self._first.append(move)
             else:
                 self._clears += isinstance(move, Clear)
                 self._in_turn.append(move)
-            self._changed.notify()
+            self.changed.notify()
 
     def recall(self) -> list[Write | Read]:
         """Take back the writes and reads that `next` has not handed out yet."""
-        with self._changed:
+        with self.changed:
             queues = (self._first, self._in_turn)
             taken = [move for queue in queues for move in queue if isinstance(move, Write | Read)]
             for queue in queues:
@@ -90,17 +90,17 @@ class Order:
             return taken
 
     def stop(self) -> None:
-        with self._changed:
+        with self.changed:
             self._stopping = True
-            self._changed.notify()
+            self.changed.notify()
 
     def next(self) -> list[Any]:
         """Wait for moves of one kind, `Write` and `Drop` being one; return none after `stop`.
 
         A batch does not drop a page after writing it, and does not write it twice.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._first or self._in_turn or self._stopping)
+        with self.changed:
+            self.changed.wait_for(lambda: self._first or self._in_turn or self._stopping)
             queue = self._queue()
             moves: list[Any] = []
             kind = _KINDS.get(type(queue[0]), type(queue[0])) if queue else ()
