@@ -13,7 +13,7 @@ from .store.pending import Pending
 from .store.tiered import TieredStore
 from .tier import Loaded, Saved
 
-__every_ = ["Job", "PageJobs"]
+__all__ = ["Job", "PageJobs"]
 
 _SAVED = Saved(stored=True)
 
@@ -92,8 +92,8 @@ class PageJobs:
     ) -> None:
         """Start loading a batch; a miss leaves its page as it was."""
         pending = self._store.load_batch(keys, into=into, rollout=rollout)
-        every = range(len(keys))
-        self._running[job_id] = _Running(of, len(keys), every, pending, self._clock())
+        pages = range(len(keys))
+        self._running[job_id] = _Running(of, len(keys), pages, pending, self._clock())
 
     def finished(self) -> list[Job]:
         """Return the batches that ended since the last call; never waits."""
