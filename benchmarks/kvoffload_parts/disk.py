@@ -10,12 +10,23 @@ buffered figures are those of the page cache.
 `hung.save_fraction` is what is left of the rate of saves into a full host tier when the disk below
 hangs: seconds of a store without a disk over those of one whose disk answers nothing, batches of
 both in turn. The first of them wait `patience_s`, which is `hung.first_s`, and are not in it.
+
+`small.put` and `small.get` are pages of 4 KiB in batches of 256 through a whole store that writes
+back: host memory and disk are full, each save makes a page leave both, and each load finds its page
+on the disk alone. Nothing is skipped. Beside the rate, the processor time of all threads.
+
+`full` is a file system that is really full, a tmpfs of 64 MiB, where one can be mounted: a store
+saves without a pause, other files take 24 MiB of it until the tier has refused pages for 20 s (its
+longest rest is 8 s by then), and then leave. `full.recovery_s` are the seconds until 0.9 of the
+room is taken, `full.kept_fraction` is what pages had of what the other files left.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import statistics
+import subprocess
 import tempfile
 import time
 from collections import defaultdict
@@ -39,6 +50,8 @@ PAGE_BYTES, PAGES, BATCH = 2 << 20, 128, 16
 CHUNKS = {"8_mib": 8 << 20, "32_mib": 32 << 20}
 RUNS = 7
 HUNG_BYTES, HUNG_PAGES = 64 << 10, 512  # of a page; in host memory
+FULL_BYTES, FULL_OTHER_BYTES, FULL_S = 64 << 20, 24 << 20, 20.0
+SMALL_BYTES, SMALL_HOST, SMALL_DISK, SMALL_BATCH = 4096, 2048, 8192, 256
 
 
 Figures = dict[str, tuple[float, str, str]]
@@ -51,7 +64,8 @@ def figures(*, folder: str | None = None, pages: int = PAGES, runs: int = RUNS) 
         for io in ("auto", "buffered"):
             measured = _figures(Path(room) / io, io, pages, runs)
             found |= {f"kvoffload.disk.{io}.{name}": each for name, each in measured.items()}
-        found |= _hung(Path(room) / "hung", runs)
+        found |= _hung(Path(room) / "hung", runs) | _small(Path(room) / "small", runs)
+        found |= _full(Path(room) / "full")
     name = "raw_bandwidth_fraction"
     return {f"kvoffload.disk.{name}": found[f"kvoffload.disk.auto.{name}"]} | found
 
@@ -160,6 +174,84 @@ def _hung(folder: Path, runs: int) -> Figures:
         "kvoffload.disk.hung.save_fraction": (fraction, "ratio", "no disk"),
         "kvoffload.disk.hung.first_s": (max(seconds[hung][:warm]), "s", ""),
     }
+
+
+def _small(folder: Path, runs: int) -> Figures:
+    """Pages a second through host memory onto a disk, and back, while pages leave both."""
+    host = HostTier(capacity_bytes=SMALL_HOST * SMALL_BYTES, page_bytes=SMALL_BYTES)
+    disk = DiskTier(folder, capacity_bytes=SMALL_DISK * SMALL_BYTES, page_bytes=SMALL_BYTES)
+    random = np.random.default_rng(0)
+    pages = list(random.integers(0, 256, (SMALL_BATCH, SMALL_BYTES), dtype=np.uint8))
+    into = [np.empty_like(page) for page in pages]
+    taken: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    with TieredStore([host, disk], patience_s=60.0) as store:
+        for run in range(runs + 2):
+            numbers = range(run * SMALL_DISK, (run + 1) * SMALL_DISK)
+            keys = [PageKey("benchmark", number.to_bytes(8, "big")) for number in numbers]
+            batches = [keys[at : at + SMALL_BATCH] for at in range(0, SMALL_DISK, SMALL_BATCH)]
+            # The oldest of a run are on the disk alone, the newest in host memory alone.
+            below = batches[len(batches) // 4 : len(batches) // 2]
+            for name, each in (("put", batches), ("get", below)):
+                start, cpu = time.perf_counter(), time.process_time()
+                for batch in each:
+                    if name == "put":
+                        saved = store.save_batch(batch, pages).wait(timeout_s=60.0)
+                        assert all(one.stored for one in saved)
+                    else:
+                        found = store.load_batch(batch, into=into).wait(timeout_s=60.0)
+                        tiers = {one.tier for one in found}
+                        assert tiers == {"disk"}, tiers
+                wall, cpu = time.perf_counter() - start, time.process_time() - cpu
+                count = len(each) * SMALL_BATCH
+                taken[name] += [(wall / count, cpu / count)] if run > 1 else []
+            assert all(map(np.array_equal, pages, into)), "a page came back with other bytes"
+        assert not store.statistics()["disk"].skipped, "the disk did not keep up"
+    found = {}
+    for name, times in taken.items():
+        wall, cpu = (statistics.median(each) for each in zip(*times, strict=True))
+        found[f"kvoffload.disk.small.{name}.pages_per_s"] = (1 / wall, "1/s", "")
+        found[f"kvoffload.disk.small.{name}.processor_us"] = (cpu * 1e6, "us", "")
+    return found
+
+
+def _full(folder: Path) -> Figures:
+    """How much a full file system keeps, and how soon room on it is taken; none if unmountable."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={FULL_BYTES}", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        return {}
+    other = folder / "other"
+    other.write_bytes(bytes(FULL_OTHER_BYTES))
+    try:
+        host = HostTier(capacity_bytes=32 * HUNG_BYTES, page_bytes=HUNG_BYTES)
+        disk = DiskTier(folder / "pages", capacity_bytes=2 * FULL_BYTES, page_bytes=HUNG_BYTES)
+        with TieredStore([host, disk]) as store:
+            kept, _ = _saved_until(store, lambda pages: False, at_most_s=FULL_S)
+            assert store.statistics()["disk"].failures, "the disk was never full"
+            other.unlink()
+            wanted = int(0.9 * FULL_BYTES / HUNG_BYTES)
+            _, recovery_s = _saved_until(store, lambda pages: pages >= wanted, at_most_s=60.0)
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+    room = (FULL_BYTES - FULL_OTHER_BYTES) / HUNG_BYTES
+    return {
+        "kvoffload.disk.full.kept_fraction": (kept / room, "ratio", "room"),
+        "kvoffload.disk.full.recovery_s": (recovery_s, "s", ""),
+    }
+
+
+def _saved_until(
+    store: TieredStore, enough: Callable[[int], bool], *, at_most_s: float
+) -> tuple[int, float]:
+    """Save new pages until the disk has enough of them; return how many it has, and the seconds."""
+    page, start = np.zeros(HUNG_BYTES, dtype=np.uint8), time.monotonic()
+    while (taken := time.monotonic() - start) < at_most_s:
+        key = PageKey("benchmark", os.urandom(16))
+        assert store.save(key, page).wait(timeout_s=60.0).stored
+        if enough(store.statistics()["disk"].pages):
+            break
+        time.sleep(0.002)  # 30 MB/s
+    return store.statistics()["disk"].pages, taken
 
 
 class _Ours:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +24,14 @@ class Job:
 
     Args:
         id: the caller's number.
+        of: whatever else the caller gave with it.
         succeeded: for each page, in order, whether it was saved or loaded.
         attachments: for each page, those loaded with it; empty mappings for a save.
         seconds: time from the start of the batch to its end.
     """
 
     id: int
+    of: Any
     succeeded: tuple[bool, ...]
     attachments: tuple[Mapping[str, bytes], ...]
     seconds: float
@@ -67,6 +69,7 @@ class PageJobs:
         *,
         attachments: Sequence[Mapping[str, bytes] | None],
         rollout: Hashable = None,
+        of: Any = None,
     ) -> None:
         """Start saving a batch; pages that the store already has count as saved."""
         new = [index for index, key in enumerate(keys) if key not in self._store]
@@ -76,14 +79,21 @@ class PageJobs:
             attachments=[attachments[index] for index in new],
             rollout=rollout,
         )
-        self._start(job_id, len(keys), new, pending)
+        self._running[job_id] = _Running(of, len(keys), new, pending, self._clock())
 
     def load(
-        self, job_id: int, keys: Sequence[PageKey], into: Sequence[Any], *, rollout: Hashable = None
+        self,
+        job_id: int,
+        keys: Sequence[PageKey],
+        into: Sequence[Any],
+        *,
+        rollout: Hashable = None,
+        of: Any = None,
     ) -> None:
         """Start loading a batch; a miss leaves its page as it was."""
         pending = self._store.load_batch(keys, into=into, rollout=rollout)
-        self._start(job_id, len(keys), range(len(keys)), pending)
+        pages = range(len(keys))
+        self._running[job_id] = _Running(of, len(keys), pages, pending, self._clock())
 
     def finished(self) -> list[Job]:
         """Return the batches that ended since the last call; never waits."""
@@ -94,6 +104,10 @@ class PageJobs:
             if each.pending.done() or now >= each.started_s + self._timeout_s
         ]
         return [self._finish(job_id, wait_s=0.0) for job_id in over]
+
+    def running(self) -> Iterator[tuple[int, Any]]:
+        """Tell the batches in flight: the caller's number, and what it gave with it."""
+        return ((job_id, each.of) for job_id, each in self._running.items())
 
     def rest(self, job_id: int, *, at_most_s: float) -> None:
         """Sleep until a batch is over, or so long; it stays in flight."""
@@ -108,9 +122,6 @@ class PageJobs:
             for job_id in list(self._running)
         ]
 
-    def _start(self, job_id: int, pages: int, moved: Sequence[int], pending: Pending[Any]) -> None:
-        self._running[job_id] = _Running(pages, moved, pending, self._clock())
-
     def _finish(self, job_id: int, *, wait_s: float) -> Job:
         job = self._running.pop(job_id)
         outcomes: list[Saved | Loaded] = [_SAVED] * job.pages
@@ -122,6 +133,7 @@ class PageJobs:
             outcomes[index] = outcome
         return Job(
             job_id,
+            job.of,
             tuple(each.stored if isinstance(each, Saved) else bool(each) for each in outcomes),
             tuple({} if isinstance(each, Saved) else each.attachments for each in outcomes),
             self._clock() - job.started_s,
@@ -130,6 +142,7 @@ class PageJobs:
 
 @dataclass(frozen=True)
 class _Running:
+    of: Any
     pages: int
     moved: Sequence[int]
     pending: Pending[Any]

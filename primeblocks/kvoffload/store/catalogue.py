@@ -24,6 +24,7 @@ from .moves import (
     Read,
     SaveRequest,
     State,
+    Users,
     Write,
 )
 
@@ -75,7 +76,8 @@ class Catalogue:
         self._here = 0  # pages in the ledger
         self._ledger = Ledger()
         self._ledger.keep(facts_of(evict))
-        self._leaving: OrderedDict[PageKey, HostPage] = OrderedDict()
+        self._leaving: dict[HostPage, None] = {}
+        self._ready: OrderedDict[HostPage, None] = OrderedDict()  # leaving, and not busy
         self._waiting: deque[HostPage] = deque()
         self._coming: dict[HostPage, None] = {}
         self._counts: Counter[str] = Counter()
@@ -118,13 +120,12 @@ class Catalogue:
         self._settle()
 
     def note(self, fact: Callable[[Ledger], None]) -> None:
-        for ledger in self._ledgers():
+        for ledger in (self._ledger, *(level.ledger for level in self.levels)):
             fact(ledger)
 
     def end(self, rollout: Hashable) -> None:
-        for ledger in self._ledgers():
-            ledger.end(rollout)
-        for page in (*self._coming, *self._leaving.values()):
+        self.note(lambda ledger: ledger.end(rollout))
+        for page in (*self._coming, *self._leaving):
             page.ended |= {rollout}
 
     def write_down(self) -> CapacityError | None:
@@ -190,8 +191,8 @@ class Catalogue:
             here = page.state is State.HERE and not page.gone
             users = self._ledger.rollouts(page.key) if here else page.users
             level.written(page.key, move.copy, length=page.length, users=users)
-            if level.found(page.key):
-                self._end_again(level.ledger, page)
+            for rollout in page.ended if level.found(page.key) else ():
+                level.ledger.end(rollout)
             page.shared |= level.shared
         self._release(page)
         self._settle()
@@ -240,7 +241,7 @@ class Catalogue:
 
     def _serve(self, page: HostPage, request: LoadRequest) -> None:
         if page.state is State.LEAVING:
-            del self._leaving[page.key]
+            self._stop_leaving(page)
             self._enter(page, (*page.users, *request.users), by=request.users)
         elif not page.gone:
             self._ledger.touch(page.key, rollouts=request.users)
@@ -256,6 +257,7 @@ class Catalogue:
         for depth in range(start, len(self.levels)):
             level = self.levels[depth]
             if level.shared and not level.hung():
+                level.given(write=False)
                 self._do(Ask(depth, request, self._clears))
                 return
             if not level.hung() and (copy := level.found(request.key)) is not None:
@@ -283,11 +285,10 @@ class Catalogue:
         else:
             assert page.origin is not None
             depth, copy = page.origin
+            self.levels[depth].given(write=False)
             self._do(Read(depth, page, copy))
 
-    def _arrive(
-        self, page: HostPage, users: tuple[Hashable, ...], *, by: tuple[Hashable, ...]
-    ) -> None:
+    def _arrive(self, page: HostPage, users: Users, *, by: Users) -> None:
         del self._coming[page]
         page.state = State.HERE
         self._counts["stores"] += 1
@@ -295,13 +296,12 @@ class Catalogue:
         if not page.gone:
             self._enter(page, users, by=by)
 
-    def _enter(
-        self, page: HostPage, users: tuple[Hashable, ...], *, by: tuple[Hashable, ...]
-    ) -> None:
+    def _enter(self, page: HostPage, users: Users, *, by: Users) -> None:
         page.state = State.HERE
         self._here += 1
         self._ledger.touch(page.key, rollouts=dict.fromkeys((*users, *by)), by=by)
-        self._end_again(self._ledger, page)
+        for rollout in page.ended:  # while no ledger had the page
+            self._ledger.end(rollout)
         page.ended = frozenset()
 
     def _detach(self, page: HostPage) -> None:
@@ -311,7 +311,7 @@ class Catalogue:
             self._here -= 1
             self._ledger.remove(page.key)
         elif page.state is State.LEAVING:
-            del self._leaving[page.key]
+            self._stop_leaving(page)
         elif page.request is not None and page.frame < 0 and not page.waiters:
             del self._coming[page]
             self._waiting.remove(page)  # it need not come at all
@@ -334,10 +334,14 @@ class Catalogue:
                 self._look_below(waiter, depth)
 
     def _release(self, page: HostPage) -> None:
-        """Take back the frame of a page that is gone, once nothing needs it."""
-        if page.gone and not page.busy and page.frame >= 0:
+        """Take back the frame of a page that is gone or leaves, once nothing needs it."""
+        if page.busy or page.frame < 0:
+            return
+        if page.gone:
             self._free.append(page.frame)
             page.frame = -1
+        elif page.state is State.LEAVING:
+            self._ready[page] = None
 
     def _settle(self) -> None:
         """Give frames to waiting pages, and make room ahead of need."""
@@ -357,9 +361,10 @@ class Catalogue:
     def _take_frame(self) -> int | None:
         if self._free:
             return self._free.pop()
-        for key, page in self._leaving.items():
-            if not page.busy:
-                del self._leaving[key], self._pages[key]
+        while self._ready:
+            page, _ = self._ready.popitem(last=False)
+            if not page.busy:  # a flush may write it; it is released again then
+                del self._leaving[page], self._pages[page.key]
                 self._counts["evictions"] += 1
                 return page.frame
         return None
@@ -371,9 +376,14 @@ class Catalogue:
         self._ledger.remove(key)
         self._here -= 1
         page.state = State.LEAVING
-        self._leaving[key] = page
+        self._leaving[page] = None
         if demote:
             self._write(page)
+        self._release(page)
+
+    def _stop_leaving(self, page: HostPage) -> None:
+        del self._leaving[page]
+        self._ready.pop(page, None)
 
     # Lower tiers.
 
@@ -381,20 +391,10 @@ class Catalogue:
         """Write a page down; return the keys of pages that leave for it."""
         feed = None if always else max(1, self._reserve)
         moves = self._below.write(page, version=self.version, feed=feed)
-        for move in moves:
-            self._do(move)
+        self._underway += sum(isinstance(move, Write) for move in moves)
+        self.moves += moves
         return [move.key for move in moves if isinstance(move, Drop)]
 
-    def _end_again(self, ledger: Ledger, page: HostPage) -> None:
-        """End, in a ledger that has the page now, the rollouts that ended while none had it."""
-        for rollout in page.ended:
-            ledger.end(rollout)
-
-    def _ledgers(self) -> list[Ledger]:
-        return [self._ledger, *(level.ledger for level in self.levels)]
-
-    def _do(self, move: Move) -> None:
-        self._underway += not isinstance(move, Drop)
-        if isinstance(move, Write | Read | Ask):
-            self.levels[move.depth].given(write=isinstance(move, Write))
+    def _do(self, move: CopyIn | CopyOut | Read | Ask) -> None:
+        self._underway += 1
         self.moves.append(move)

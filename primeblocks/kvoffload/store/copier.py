@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby, islice
+from itertools import groupby
 from queue import Empty, SimpleQueue
 from threading import Thread
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ...errors import ShapeError, UnsupportedError
 from ..host import HostTier
 from ..page import unpack_attachments
 from ..tier import Loaded
 from .moves import CopyIn, CopyOut
-from .requests import Parts
 
-__all__ = ["Copiers", "Copies", "copy_pages"]
+__all__ = ["Copiers", "Copies", "copy_pages", "page_parts"]
 
+Part = Tensor | np.ndarray  # an array where it is read-only
+Parts = Part | list[Part]
 Copies = Sequence[CopyIn | CopyOut]  # of one batch, in one direction
 
-_TOGETHER_BYTES, _TOGETHER_PAGES = 2 << 20, 64  # of one copy
+_TOGETHER_BYTES, _TOGETHER_PAGES = 16 << 20, 256  # most of one copy
+_SHARED_BYTES = 1 << 20  # least of one, where threads share a batch
 _REPORTED_PAGES = 256
 _TICK_S = 0.1
 
@@ -37,9 +41,6 @@ class Copiers:
         report: called with copies that are over, and whether they were made; while idle, with none,
             ten times a second.
         broke: called with an error that ended a thread.
-
-    Attributes:
-        together: most pages of one copy.
     """
 
     def __init__(
@@ -50,7 +51,8 @@ class Copiers:
         report: Callable[[list[tuple[Copies, bool]]], None],
         broke: Callable[[BaseException], None],
     ) -> None:
-        self.together = max(1, min(_TOGETHER_PAGES, _TOGETHER_BYTES // host.frame_bytes))
+        self._most = max(1, min(_TOGETHER_PAGES, _TOGETHER_BYTES // host.frame_bytes))
+        self._least = max(1, _SHARED_BYTES // host.frame_bytes)
         self._host = host
         self._report = report
         self._broke = broke
@@ -64,9 +66,12 @@ class Copiers:
 
     def give(self, copies: Copies) -> None:
         """Give copies; those of one batch and in one direction are made together."""
-        for _, alike in groupby(copies, lambda copy: (type(copy), id(copy.request.batch))):
-            while part := list(islice(alike, self.together)):
-                self._queue.put(part)
+        for _, each in groupby(copies, lambda copy: (type(copy), copy.request.batch)):
+            alike = list(each)
+            share = -(-len(alike) // len(self._threads))
+            pages = min(self._most, max(self._least, share))
+            for start in range(0, len(alike), pages):
+                self._queue.put(alike[start : start + pages])
 
     def stop(self) -> list[Thread]:
         """End after the copies given so far; return the threads to be joined."""
@@ -120,11 +125,11 @@ class Copiers:
             return False
 
     def _loaded(self, copy: CopyOut) -> tuple[int, Loaded]:
-        size, attachments = self._host.page_bytes, {}
-        if copy.page.length > size:
-            packed = self._host.frame(copy.page.frame)[size : copy.page.length].tobytes()
-            attachments = unpack_attachments(packed)
-        return copy.request.index, Loaded(copy.request.tier, attachments)
+        page, size, request = copy.page, self._host.page_bytes, copy.request
+        if page.length == size:
+            return request.index, Loaded(request.tier)
+        packed = self._host.frame(page.frame)[size : page.length].tobytes()
+        return request.index, Loaded(request.tier, unpack_attachments(packed))
 
 
 def copy_pages(
@@ -150,7 +155,6 @@ def copy_pages(
             for part in page if isinstance(page, list) else (page,):
                 size = part.nbytes
                 space = room if size == room.nbytes else room[at : at + size]
-                at += size
                 if isinstance(part, np.ndarray):
                     np.copyto(space.numpy(), part)
                 elif part.is_cuda:
@@ -160,14 +164,61 @@ def copy_pages(
                 elif size <= _SERIAL_BYTES:
                     parts.append(part)
                     spaces.append(space)
-                elif size <= _WIDE_BYTES and size % 8 == 0:
+                elif size <= _WIDE_BYTES and not (size | at | int(part.storage_offset())) % 8:
                     parts.append(part.view(torch.int64))
                     spaces.append(space.view(torch.int64))
                 else:
                     pair = part.numpy(), space.numpy()
                     np.copyto(*(pair if out else pair[::-1]))
+                at += size
         if parts:
             torch._foreach_copy_(*((parts, spaces) if out else (spaces, parts)))
     finally:
         for stream in streams.values():
             stream.synchronize()
+
+
+def page_parts(page: Any, *, page_bytes: int, writable: bool) -> Parts:
+    """Refer to the bytes of a page, without a copy.
+
+    Args:
+        page: a contiguous tensor, array or buffer, or a list or tuple of them: the pieces of a page
+            that is not contiguous, such as one for each layer.
+        writable: whether they are to be written to.
+
+    Raises:
+        ShapeError: wrong number of bytes, not contiguous, or read-only where `writable`.
+        UnsupportedError: a tensor that is neither in host memory nor on a CUDA device.
+    """
+    parts: Parts
+    if isinstance(page, list | tuple):
+        parts = [each for part in page if (each := _bytes_of(part, writable=writable)).nbytes]
+        size = sum(part.nbytes for part in parts)
+    else:
+        parts = _bytes_of(page, writable=writable)
+        size = parts.nbytes
+    if size != page_bytes:
+        raise ShapeError(f"a page of this store has {page_bytes} bytes; got {size}")
+    return parts
+
+
+def _bytes_of(part: Any, *, writable: bool) -> Part:
+    if isinstance(part, Tensor):
+        if not (part.is_cpu or part.is_cuda):
+            raise UnsupportedError(
+                f"pages lie in host memory or on CUDA devices; got a tensor on {part.device}. "
+                "Copy it with .cpu(), or let the engine's own worker copy."
+            )
+        if not part.is_contiguous():
+            raise ShapeError(f"a page must be contiguous; got strides {part.stride()}")
+        if part.dtype is torch.uint8 and part.stride() == (1,):
+            return part
+        return part.detach().as_strided((part.numel(),), (1,)).view(torch.uint8)
+    raw = memoryview(part)
+    if not raw.c_contiguous:
+        raise ShapeError(f"a page must be contiguous; got strides {raw.strides}")
+    if writable and raw.readonly:
+        raise ShapeError("a page is loaded into a writable buffer; got a read-only one")
+    if raw.readonly or not raw.nbytes:  # torch refers to neither
+        return np.frombuffer(raw, dtype=np.uint8)
+    return torch.frombuffer(raw, dtype=torch.uint8)

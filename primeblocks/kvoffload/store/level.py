@@ -7,14 +7,15 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from time import monotonic
 
-from ...errors import CapacityError, CorruptionError
+from ...errors import CapacityError, CorruptionError, PlanError, UnsupportedError
 from ..evict import Evict, facts_of
 from ..evict.ledger import Ledger
+from ..host import HostTier
 from ..page import PageKey
 from ..tier import Tier, TierStatistics
 from .moves import Clear, Copy, Drop, HostPage, Recall, Recalled, Write
 
-__all__ = ["Level", "Levels", "levels_of", "statistics_of"]
+__all__ = ["Level", "Levels", "in_order", "levels_of", "statistics_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -145,9 +146,11 @@ class Level:
 
     def forget(self, key: PageKey) -> bool:
         """Forget a page that is to be dropped; return whether there is one."""
+        if self.copies.pop(key, None) is None:
+            return False
         self.ledger.remove(key)
         self._coming.discard(key)
-        return self.copies.pop(key, None) is not None
+        return True
 
     def here(self) -> dict[PageKey, Copy]:
         """Return the copies that were written."""
@@ -242,6 +245,30 @@ class Level:
         return self._troubled() and self._trial is None and self._clock() >= self._again_s
 
 
+def in_order(tiers: Sequence[HostTier | Tier]) -> tuple[HostTier, list[Tier]]:
+    """Split tiers into host memory and those below it.
+
+    Raises:
+        UnsupportedError: no host tier in front, or a tier below one that others write to.
+        PlanError: the tiers differ in their page or attachment size.
+    """
+    names = [tier.name for tier in tiers]
+    if not tiers or not isinstance(tiers[0], HostTier):
+        raise UnsupportedError(
+            f"the first tier must be a HostTier; got {names}. Put HostTier(...) in front."
+        )
+    host = tiers[0]
+    below = [tier for tier in tiers[1:] if not isinstance(tier, HostTier)]
+    if len(below) != len(tiers) - 1 or len(set(names)) != len(names):
+        raise UnsupportedError(f"tiers need different names and one host tier; got {names}")
+    if any(tier.shared for tier in below[:-1]):
+        raise UnsupportedError(f"a tier that others write to must be the last; got {names}")
+    sizes = {(tier.page_bytes, tier.attachment_bytes) for tier in tiers}
+    if len(sizes) != 1:
+        raise PlanError(f"tiers with different (page, attachment) bytes: {sorted(sizes)}")
+    return host, below
+
+
 def levels_of(
     tiers: Sequence[Tier], *, patience_s: float, clock: Callable[[], float]
 ) -> list[Level]:
@@ -293,6 +320,7 @@ class Levels:
             moves += [Drop(depth, victim) for victim in victims]
             if copy is not None:
                 page.writes += 1
+                level.given(write=True)
                 moves.append(Write(depth, page, copy))
         return moves
 
@@ -319,7 +347,11 @@ class Levels:
 
     def late(self) -> int:
         """Count the pages whose writes are not waited for."""
-        return max((level.writing for level in self._each if level.late()), default=0)
+        most = 0
+        for level in self._each:
+            if level.late():
+                most = max(most, level.writing)
+        return most
 
     def blocking(self) -> list[Recall]:
         """Return the recalls that a page waiting for a frame makes necessary."""

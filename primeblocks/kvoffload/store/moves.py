@@ -25,8 +25,11 @@ __all__ = [
     "Recalled",
     "SaveRequest",
     "State",
+    "Users",
     "Write",
 ]
+
+Users = tuple[Hashable, ...]  # names of rollouts
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +46,7 @@ class SaveRequest:
 
     key: PageKey
     length: int
-    users: tuple[Hashable, ...] = ()
+    users: Users = ()
     batch: Any = None
     index: int = 0
 
@@ -53,7 +56,7 @@ class LoadRequest:
     """A page that a caller asks for: page `index` of whatever batch the copier understands."""
 
     key: PageKey
-    users: tuple[Hashable, ...] = ()
+    users: Users = ()
     batch: Any = None
     index: int = 0
     tier: str = "host"  # where it was found, once it was
@@ -93,7 +96,7 @@ class HostPage:
     writes: int = 0
     shared: bool = False
     gone: bool = False
-    users: tuple[Hashable, ...] = ()
+    users: Users = ()
     ended: frozenset[Hashable] = frozenset()
     request: SaveRequest | None = None
     origin: tuple[int, Copy] | None = None

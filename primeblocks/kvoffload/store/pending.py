@@ -1,16 +1,32 @@
-"""A result that is on its way."""
+"""Pages that a caller handed over, as requests, and their result, which is on its way."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from threading import Condition, Lock
 from typing import Any, Generic, TypeVar
 
-from ...errors import CancelledError, DeadlineError
+import torch
+from torch import Tensor
 
-__all__ = ["Batch", "Pending", "finish_all"]
+from ...errors import CancelledError, DeadlineError, ShapeError, UsageError
+from ..host import HostTier
+from ..page import PageKey, pack_attachments
+from ..tier import Loaded, Saved
+from .copier import page_parts
+from .moves import LoadRequest, SaveRequest
+
+__all__ = [
+    "Batch",
+    "Pending",
+    "finish_all",
+    "load_requests",
+    "same_length",
+    "save_requests",
+    "users_of",
+]
 
 T = TypeVar("T")
 
@@ -107,7 +123,7 @@ class Pending(Generic[T]):
             self._give_up(error)
 
     def _give_up(self, error: BaseException) -> None:
-        """Give up once no copy is under way; each lasts as long as copying a few MiB in memory."""
+        """Give up once no copy is under way; each lasts as long as copying 16 MiB in memory."""
         self._given_up = True
         self._changed.wait_for(lambda: self._busy == 0)
         if not self._finished:
@@ -164,3 +180,95 @@ def finish_all(results: Iterable[tuple[Batch[Any], int, Any]]) -> None:
         by_batch.setdefault(batch, []).append((index, result))
     for batch, each in by_batch.items():
         batch.finish(each)
+
+
+def save_requests(
+    batch: Batch[Saved],
+    keys: Sequence[PageKey],
+    pages: Sequence[Any],
+    attachments: Sequence[Mapping[str, bytes] | None],
+    *,
+    host: HostTier,
+    rollout: Hashable,
+) -> list[SaveRequest]:
+    """Make one save request for each page.
+
+    Raises:
+        ShapeError: a page or its packed attachments have the wrong size.
+        UnsupportedError: a page is not in host memory.
+        UsageError: a key is no `PageKey`, or the rollout's name is not hashable.
+    """
+    users = users_of(rollout)
+    _refer(batch, keys, pages, page_bytes=host.page_bytes, writable=False)
+    for index, named in enumerate(attachments):
+        if named:
+            extra = batch.extras[index] = pack_attachments(named)
+            if len(extra) > (room := host.attachment_bytes):
+                raise ShapeError(
+                    f"the packed attachments have {len(extra)} bytes; the tiers keep {room}. "
+                    f"Make them with attachment_bytes={len(extra)} or more."
+                )
+    return [
+        SaveRequest(key, host.page_bytes + len(batch.extras.get(index, b"")), users, batch, index)
+        for index, key in enumerate(keys)
+    ]
+
+
+def load_requests(
+    batch: Batch[Loaded],
+    keys: Sequence[PageKey],
+    into: Sequence[Any],
+    *,
+    host: HostTier,
+    rollout: Hashable,
+) -> list[LoadRequest]:
+    """Make one load request for each page.
+
+    Raises:
+        ShapeError: a buffer has the wrong size or is read-only.
+        UnsupportedError: a buffer is not in host memory.
+        UsageError: a key is no `PageKey`, or the rollout's name is not hashable.
+    """
+    users = users_of(rollout)
+    _refer(batch, keys, into, page_bytes=host.page_bytes, writable=True)
+    return [LoadRequest(key, users, batch, index) for index, key in enumerate(keys)]
+
+
+def _refer(
+    batch: Batch[Any],
+    keys: Sequence[PageKey],
+    pages: Sequence[Any],
+    *,
+    page_bytes: int,
+    writable: bool,
+) -> None:
+    for key in keys:
+        if not isinstance(key, PageKey):
+            raise UsageError(f"a page is named by a PageKey; got {key!r}")
+    batch.parts = [page_parts(page, page_bytes=page_bytes, writable=writable) for page in pages]
+    batch.fences = {
+        part.device: torch.cuda.current_stream(part.device).record_event()
+        for parts in batch.parts
+        for part in (parts if isinstance(parts, list) else (parts,))
+        if isinstance(part, Tensor) and part.is_cuda
+    }
+
+
+def users_of(*names: Hashable) -> tuple[Hashable, ...]:
+    """Return the names that are not None; raise `UsageError` for one that is not hashable."""
+    for name in names:
+        try:
+            hash(name)
+        except TypeError as error:
+            raise UsageError(
+                f"rollouts, and what they wait for, have names that can be hashed, such as text; "
+                f"got {name!r}"
+            ) from error
+    return tuple(name for name in names if name is not None)
+
+
+def same_length(**sequences: Sequence[Any]) -> None:
+    """Raise `ShapeError` unless a batch has one of each for every page."""
+    lengths = {name: len(each) for name, each in sequences.items()}
+    if len(set(lengths.values())) != 1:
+        raise ShapeError(f"a batch has one of each for every page; got {lengths}")

@@ -19,12 +19,18 @@ from ..page import PageKey
 from ..tier import Loaded, Saved, Tier, TierStatistics
 from .catalogue import Catalogue
 from .copier import Copiers, Copies
-from .level import Level, levels_of
+from .level import Level, in_order, levels_of
 from .moves import Ask, CopyIn, CopyOut, Read, Recall, Write
-from .order import Holds, Until
-from .pending import Batch, Pending, finish_all
-from .requests import in_order, load_requests, same_length, save_requests, users_of
-from .worker import Outcome, TierWorker
+from .pending import (
+    Batch,
+    Pending,
+    finish_all,
+    load_requests,
+    same_length,
+    save_requests,
+    users_of,
+)
+from .worker import Holds, Outcome, TierWorker, Until
 
 __all__ = ["TieredStore"]
 
@@ -275,25 +281,14 @@ class TieredStore:
         rollout: Hashable,
     ) -> Pending[Any]:
         requests = save_requests(batch, keys, pages, attachments, host=self._host, rollout=rollout)
-        return self._in_parts(batch, requests, self._catalogue.save)
+        self._ask(lambda: self._catalogue.save(requests), batch.pending)
+        return batch.pending
 
     def _load(
         self, batch: Batch[Loaded], keys: Sequence[PageKey], into: Sequence[Any], rollout: Hashable
     ) -> Pending[Any]:
         requests = load_requests(batch, keys, into, host=self._host, rollout=rollout)
-        return self._in_parts(batch, requests, self._catalogue.load)
-
-    def _in_parts(
-        self, batch: Batch[Any], requests: list[Any], ask: Callable[[list[Any]], None]
-    ) -> Pending[Any]:
-        """Ask in parts: the first pages are copied while the catalogue looks at the others."""
-
-        def give() -> None:
-            for start in range(0, len(requests), self._copiers.together):
-                ask(requests[start : start + self._copiers.together])
-                self._hand_out()
-
-        self._ask(give, batch.pending)
+        self._ask(lambda: self._catalogue.load(requests), batch.pending)
         return batch.pending
 
     def _after(self, what: Callable[[], Exception | None], *, flush: bool = False) -> Pending[None]:
@@ -369,20 +364,24 @@ class TieredStore:
     def _hand_out(self) -> None:
         while moves := self._catalogue.moves:
             self._catalogue.moves = []
+            copies = []
             for move in moves:
-                if isinstance(move, Recall):
+                if isinstance(move, CopyIn | CopyOut):
+                    copies.append(move)
+                elif isinstance(move, Recall):
                     self._tell(self._workers[move.depth].recall())
-                elif not isinstance(move, CopyIn | CopyOut):
+                else:
                     self._workers[move.depth].give(move)
-            self._copiers.give([move for move in moves if isinstance(move, CopyIn | CopyOut)])
+            self._copiers.give(copies)
 
     def _copied(self, done: list[tuple[Copies, bool]]) -> None:
         def tell() -> None:
-            for copy, copied in [(copy, copied) for copies, copied in done for copy in copies]:
-                if isinstance(copy, CopyIn):
-                    self._catalogue.copied_in(copy, copied=copied)
-                else:
-                    self._catalogue.copied_out(copy)
+            for copies, copied in done:
+                for copy in copies:
+                    if isinstance(copy, CopyIn):
+                        self._catalogue.copied_in(copy, copied=copied)
+                    else:
+                        self._catalogue.copied_out(copy)
             if not done:
                 self._catalogue.tick()
 

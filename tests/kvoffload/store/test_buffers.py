@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from primeblocks.errors import ShapeError, UnsupportedError
 from primeblocks.kvoffload.page import pack_attachments, unpack_attachments
-from primeblocks.kvoffload.store.copier import copy_pages
-from primeblocks.kvoffload.store.requests import page_parts
+from primeblocks.kvoffload.store.copier import copy_pages, page_parts
 
 
 def gather(page, frame):
@@ -39,6 +38,24 @@ def test_a_page_of_one_element_may_have_any_stride():
     element = torch.zeros(2, 3, dtype=torch.float64)[:1, 1]
     copy(element, np.full(8, 63, np.uint8), out=True, size=8)
     assert element.view(torch.int64).item() == 0x3F3F3F3F3F3F3F3F
+
+
+@pytest.mark.parametrize("size", [32 << 10, 40_000, 64 << 10, 72 << 10])
+@pytest.mark.parametrize("offsets", [[0], [3], [0, 5, 8], [0, 0, 5]])
+def test_pages_of_every_size_may_begin_anywhere(size, offsets):
+    """Copied as bytes, as words, and one by one."""
+    random = np.random.default_rng(size)
+    pieces, into = [], []
+    for offset in offsets:
+        array = random.integers(0, 256, size + offset, np.uint8)
+        pieces.append(torch.from_numpy(array)[offset:])
+        into.append(torch.zeros(size + offset, dtype=torch.uint8)[offset:])
+    before, page = torch.zeros(offsets[-1], dtype=torch.uint8), offsets[-1] + size * len(offsets)
+    frame = np.zeros(page, np.uint8)
+    copy([before, *pieces], frame, out=False, size=page)
+    assert frame.tobytes() == b"".join(piece.numpy().tobytes() for piece in (before, *pieces))
+    copy([before, *into], frame, out=True, size=page)
+    assert all(map(torch.equal, into, pieces))
 
 
 @given(st.lists(st.binary(max_size=9), min_size=1, max_size=5))

@@ -10,12 +10,14 @@ from primeblocks.kvoffload.store.moves import (
     CopyIn,
     CopyOut,
     Drop,
+    HostPage,
     LoadRequest,
     Read,
     Recalled,
     SaveRequest,
     Write,
 )
+from primeblocks.testing.faults import ManualClock
 
 
 def key_of(number):
@@ -97,6 +99,28 @@ def test_a_frame_given_back_goes_to_who_waits_at_once():
         act(steps)
         steps.settle(Write)
         assert steps.answers[waits] is not None
+
+
+def test_a_save_looks_at_no_page_that_a_hung_tier_holds(monkeypatch):
+    looks, busy = [], HostPage.busy
+    monkeypatch.setattr(HostPage, "busy", property(lambda page: looks.append(1) or busy.fget(page)))
+    counts = []
+    for held in (2, 14):
+        clock = ManualClock()
+        level = Level("disk", [], capacity_pages=200, shared=False, clock=clock.now)
+        steps = Steps(32, level, max_pending=held)
+        steps.save(*range(32 + held), hold=Write)
+        clock.advance(2)
+        steps.catalogue.tick()
+        steps.settle(Write)
+        assert level.hung()
+        assert level.writing > held
+        looks.clear()
+        for number in range(100, 120):
+            (request,), _ = steps.save(number, hold=Write)
+            assert steps.answers[request].stored
+        counts.append(len(looks))
+    assert counts[0] == counts[1]
 
 
 def test_a_superseded_save_is_not_stored():

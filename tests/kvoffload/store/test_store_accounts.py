@@ -109,7 +109,7 @@ def test_a_page_that_is_used_before_it_left_was_not_evicted():
     settle(catalogue)
     for _ in range(50):
         (leaving,) = catalogue._leaving
-        catalogue.load([LoadRequest(leaving)])
+        catalogue.load([LoadRequest(leaving.key)])
         settle(catalogue)
     count = catalogue.statistics()["host"]
     assert (count.stores, count.pages, count.evictions) == (16, 16, 0)

@@ -50,17 +50,34 @@ def test_results_are_awaited_as_well_as_waited_for(host, memory):
         below.release.set()
 
 
-def test_tiers_of_one_page_each(host, memory):
+@pytest.mark.parametrize("write", ["back", "through"])
+@pytest.mark.parametrize("below", ["disk", "memory"])
+def test_tiers_of_one_page_each(host, request, below, write):
     """Whatever way pages go, the newest two are here, one in each."""
-    with TieredStore([host(1), memory(1)]) as store:
+    with TieredStore([host(1), request.getfixturevalue(below)(1)], write=write) as store:
         for number in range(20):
             assert save(store, number).stored
             assert load(store, number) == "host"
+        store.flush().wait(timeout_s=SOON)
         counts = store.statistics()
-        assert (counts["host"].pages, counts["memory"].pages) == (1, 1)
+        assert (counts["host"].pages, counts[below].pages) == (1, 1)
+        assert load(store, 19) == "host"
+        assert [load(store, number) for number in range(18)] == [None] * 18
 
 
-def test_a_forked_child_is_told_at_once(host, disk):
+def test_a_batch_larger_than_tiers_of_one_page(host, disk):
+    """Pages pass through the one frame in turn, and each load gets its own."""
+    with TieredStore([host(1), disk(1)]) as store:
+        keys, into = [key_of(n) for n in range(9)], [np.zeros(PAGE, np.uint8) for _ in range(9)]
+        saved = store.save_batch(keys, [page_of(n) for n in range(9)]).wait(timeout_s=SOON)
+        assert all(each.stored for each in saved)
+        loaded = store.load_batch(keys, into=into).wait(timeout_s=SOON)
+        assert loaded[-1].tier == "host"
+        for number, (page, hit) in enumerate(zip(into, loaded, strict=True)):
+            assert np.array_equal(page, page_of(number) if hit else np.zeros(PAGE))
+
+
+def test_a_forked_child_is_told_at_once_and_makes_its_own_store(host, disk, tmp_path):
     """Its threads are its parent's, and so may be a lock of the store."""
     with TieredStore([host(2), disk(8)]) as store:
         for number in range(4):
@@ -74,11 +91,16 @@ def test_a_forked_child_is_told_at_once(host, disk):
                 except ClosedError:
                     told += 1
             store.close()
-            return told
+            with TieredStore([host(2), disk(8, path=tmp_path / "own")]) as own:
+                for number in range(5, 9):
+                    save(own, number)
+                return 10 * told + sum(load(own, number) is not None for number in range(9))
 
         with store._changed:
-            assert in_child(calls) == 3
-        assert [load(store, number) for number in (0, 3)] == ["disk", "host"]
+            assert in_child(calls) == 34
+        save(store, 9)
+        assert [load(store, number) for number in (0, 5)] == ["disk", None]
+        assert all(load(store, number) for number in (1, 2, 3, 9))
 
 
 def test_a_folder_that_another_process_has_is_refused_and_then_adopted(host, tmp_path):

@@ -11,8 +11,7 @@ from primeblocks.kvoffload.store.moves import (
     Read,
     Write,
 )
-from primeblocks.kvoffload.store.order import Holds, Until
-from primeblocks.kvoffload.store.worker import TierWorker
+from primeblocks.kvoffload.store.worker import Holds, TierWorker, Until
 from tests.kvoffload.conftest import EXTRA, PAGE
 from tests.kvoffload.memory_tier import SOON
 

@@ -169,7 +169,6 @@ class StoreTier(SecondaryTierManager):
         self._jobs = PageJobs(self._store, timeout_s=_TIMEOUT_S)
         self._drained: list[Job] = []
         self._rows = np.asarray(primary_kv_view)
-        self._moving: dict[int, TransferJob] = {}
         self._reported: Counter[tuple[str, str]] = Counter()
         self._version = 0
         self._active: Counter[str] = Counter()  # requests of rollouts
@@ -207,17 +206,18 @@ class StoreTier(SecondaryTierManager):
         rows, keys, rollout = self._batch(job_metadata)
         attachments = [self._routes_of(*each) for each in zip(rows, keys, strict=True)]
         pages = [row[: self._page_bytes] for row in rows]
-        self._jobs.save(job_metadata.job_id, keys, pages, attachments=attachments, rollout=rollout)
+        named = {"attachments": attachments, "rollout": rollout, "of": job_metadata}
+        self._jobs.save(job_metadata.job_id, keys, pages, **named)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         rows, keys, rollout = self._batch(job_metadata)
         into = [row[: self._page_bytes] for row in rows]
-        self._jobs.load(job_metadata.job_id, keys, into, rollout=rollout)
+        self._jobs.load(job_metadata.job_id, keys, into, rollout=rollout, of=job_metadata)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         over, self._drained = [*self._drained, *self._jobs.finished()], []
         for job in over:
-            transfer = self._moving.pop(job.id)
+            transfer: TransferJob = job.of
             if transfer.is_promotion and self._tail is not None:
                 for chunk, attachments in zip(transfer.chunk_ids, job.attachments, strict=True):
                     self._tail.restore(self._rows[chunk], attachments.get(_ROUTES))
@@ -235,7 +235,7 @@ class StoreTier(SecondaryTierManager):
         A scheduler that has nothing but waiting requests steps without a pause, and the threads
         that read and copy would hardly get the interpreter.
         """
-        loads = (job.job_id for job in self._moving.values() if job.is_promotion)
+        loads = (job_id for job_id, job in self._jobs.running() if job.is_promotion)
         if (first := next(loads, None)) is not None:
             self._jobs.rest(first, at_most_s=_REST_S)
 
@@ -301,7 +301,6 @@ class StoreTier(SecondaryTierManager):
         )
 
     def _batch(self, job: TransferJob) -> tuple[list[np.ndarray], list[PageKey], str | None]:
-        self._moving[job.job_id] = job
         request = read_state(job.req_context)
         keys = [self._page_key(key, request) for key in job.keys]
         return [self._rows[chunk] for chunk in job.chunk_ids], keys, request.rollout
