@@ -1,14 +1,14 @@
 """Captured routes that vLLM 0.33 keeps, and the pages of a tier that count as hits because of it.
 
-0.33 keeps routes by the hash of a page, apart from the page: those of pages that a finished request
-left in the engine's memory, up to twice as many as that memory has, the longest unused leave first
-(`distributed/aux_output_connector/connector.py`, lines 77, 138 to 174 and 216 to 225 of the wheel).
-`v1/core/sched/scheduler.py`, lines 1189 to 1197, then takes no page from a tier at all if the routes of
-one page of the prompt are gone. `RouteCap` is that rule. Beside it: routes that lie with their pages,
-as `kvoffload` moves them, where every page of a tier counts.
+0.33 keeps routes by the hash of a page, apart from the page: those of pages that a finished
+request left in the engine's memory, up to twice as many as that memory has, the longest unused
+leave first (`distributed/aux_output_connector/connector.py`, lines 77, 138 to 174 and 216 to 225
+of the wheel). `v1/core/sched/scheduler.py`, lines 1189 to 1197, then takes no page from a tier at
+all if the routes of one page of the prompt are gone. `RouteCap` is that rule. Beside it: routes
+that lie with their pages, as `kvoffload` moves them, where every page of a tier counts.
 
-Bookkeeping of pages, no clock: coding agents take turns on one engine, so that between two turns of
-one the others fill its memory. No request waits or is preempted.
+Bookkeeping of pages, no clock: coding agents take turns on one engine, so that between two turns
+of one the others fill its memory. No request waits or is preempted.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Sessions of coding agents, drawn after published figures.
 
 Turns: those of 610 recorded sessions, 5 / 29 / 56 / 85 / 99 at least, at the 50th, 90th and 99th
-percentile, and at most (NVIDIA-NeMo/RL #3663). Answers: 523 tokens on average, of 357,161 model calls
-of coding agents (TraceLab, arXiv:2606.30560: 186.9 million tokens). What tools say is 1,650 tokens on
-average here, less than there (6,400, which would take 99 turns past 700,000 tokens): an assumption.
-Between percentiles turns are linear, and tokens lognormal: the tails of no trace.
+percentile, and at most (NVIDIA-NeMo/RL #3663). Answers: 523 tokens on average, of 357,161 model
+calls of coding agents (TraceLab, arXiv:2606.30560: 186.9 million tokens). What tools say is 1,650
+tokens on average here, less than there (6,400, which would take 99 turns past 700,000 tokens): an
+assumption. Between percentiles turns are linear, and tokens lognormal: the tails of no trace.
 """
 
 from __future__ import annotations

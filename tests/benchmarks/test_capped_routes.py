@@ -1,4 +1,4 @@
-"""The benchmark's rule of vLLM 0.33 against 0.33's own class, and both against ours under a scheduler.
+"""The benchmark's rule of vLLM 0.33 against 0.33's own class, and both beside ours.
 
 With 0.32 the rule is put into its scheduler; in 0.33, unpacked, it is there (scripts/peers).
 """
@@ -57,7 +57,7 @@ def test_it_is_the_rule_of_vllm_0_33():
 
 
 def _compare() -> int:
-    """Ask both about random prompts while pages come and go; return how often pages were refused."""
+    """Ask both about random prompts as pages come and go; return how often one was refused."""
     from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 
     refused = 0
@@ -65,7 +65,8 @@ def _compare() -> int:
         draw = random.Random(seed)
         memory: set[bytes] = set()
         pool = SimpleNamespace(
-            hash_block_size=1, get_cached_block=lambda key, groups: key in memory or None
+            hash_block_size=1,
+            get_cached_block=lambda key, groups, memory=memory: key in memory or None,
         )
         coordinator = SimpleNamespace(
             single_type_managers=[SimpleNamespace(block_size=1, block_pool=pool)]
@@ -172,7 +173,8 @@ def test_the_places_that_it_names_are_those_of_the_wheel():
     if not root.exists():
         pytest.skip("no vLLM 0.33 here; scripts/peers unpacks it")
     lines = (root / "distributed/aux_output_connector/connector.py").read_text().splitlines()
-    assert "num_blocks" in lines[76] and "2 if kv_connector" in lines[77]
+    assert "num_blocks" in lines[76]
+    assert "2 if kv_connector" in lines[77]
     assert [lines[at].split("(")[0].split()[-1] for at in (137, 147, 161, 215)] == [
         "max_cache_hit",
         "cap_external_hit",

@@ -1,7 +1,7 @@
 """Every symbol of vLLM that we touch, looked up in the installed 0.32 and in an unpacked 0.33.
 
-0.33 has no build for CPUs. `scripts/peers` unpacks its wheel into `.venv-peers/vllm-0.33`; sources are
-read, nothing of them is imported here. Where 0.33 is absent its half is skipped.
+0.33 has no build for CPUs. `scripts/peers` unpacks its wheel into `.venv-peers/vllm-0.33`; sources
+are read, nothing of them is imported here. Where 0.33 is absent its half is skipped.
 """
 
 import ast

@@ -1,12 +1,13 @@
 """vLLM's entry point (`vllm.general_plugins`), loaded by vLLM in every process that it starts.
 
 It registers the blocks' adapters with vLLM's factories and looks at each engine's configuration.
-Code without a hook is patched once a configuration asks for it: an engine that uses nothing of ours
-stays as it is. Each patch names its reason and symbols, has a self-test, says so when it is applied
-and is applied to the tested versions only; any other vLLM is left alone with one warning, so that
-installing primeblocks never breaks an engine. A version that was compared and never run (0.33, which
-has no build for CPUs) is patched only for an engine that names a tier of ours, and says so. `PRIMEBLOCKS_VLLM_PATCHES_OFF="name,name"` switches
-patches off (why that is a variable: docs/decisions/vllm_plugin.md).
+Code without a hook is patched once a configuration asks for it: an engine that uses nothing of
+ours stays as it is. Each patch names its reason and symbols, has a self-test, says so when it is
+applied and is applied to the tested versions only; any other vLLM is left alone with one warning,
+so that installing primeblocks never breaks an engine. A version that was compared and never run
+(0.33, which has no build for CPUs) is patched only for an engine that names a tier of ours, and
+says so. `PRIMEBLOCKS_VLLM_PATCHES_OFF="name,name"` switches patches off (why that is a variable:
+docs/decisions/vllm_plugin.md).
 """
 
 import logging
