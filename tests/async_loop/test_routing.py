@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from primeblocks.async_loop.plan import EngineModel, decode_latency
 from primeblocks.async_loop.plan.serving import ServingModel, Session, Turn, simulate_serving
 from primeblocks.async_loop.routing import (
+    AddedSeconds,
     EngineState,
     Fleet,
     PrefixAndLoad,
     Request,
     consistent_hash,
+    engines_to_restart,
     least_loaded,
     round_robin,
 )
@@ -68,6 +70,53 @@ def test_prefix_against_load():
 def test_weights_that_make_no_sense_are_refused(wrong):
     with pytest.raises(UsageError, match="needs beta"):
         PrefixAndLoad(**wrong)
+
+
+def seconds_of_all(token_s, page_s, tokens, missing, loads, place):
+    """What a request adds, one token after the other: a prompt stops all, a token takes all along."""
+    others = loads[place]
+    before = others * (token_s(others) if others else 0.0)
+    after = (others + 1) * token_s(others + 1)
+    return sum([page_s] * missing) * (others + 1) + sum([after - before] * tokens)
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=5, max_size=5),
+    st.lists(st.integers(0, 4), min_size=5, max_size=5),
+    st.integers(0, 300),
+)
+def test_added_seconds_are_those_of_everybody(loads, matched, tokens):
+    def token_s(running):
+        return 0.01 + 0.003 * running**0.5
+
+    route = AddedSeconds(token_s, page_s=0.5, tokens=tokens)
+    chosen = route(Request(pages=tuple("abcd")), states(loads, matched))
+    added = [
+        seconds_of_all(token_s, 0.5, tokens, 4 - matched[place], loads, place) for place in range(5)
+    ]
+    assert added[chosen] <= min(added) * (1 + 1e-12)
+
+
+def test_sessions_stay_where_many_would_wait_and_move_where_few_do():
+    route = AddedSeconds(lambda running: 0.01 * running, page_s=0.5, tokens=200)
+    request, held = Request(pages=tuple("abcd")), [4, 0, 0, 0, 0]
+    assert route(request, states([9, 6, 9, 9, 9], held)) == 0
+    assert route(request, states([3, 0, 3, 3, 3], held)) == 1
+    assert route(request, states([10, 9, 9, 9, 9], held)) != 0, "it is saturated"
+    assert route(Request(), states([3, 2, 1, 1, 4])) == 2
+    for wrong in ({"page_s": -1}, {"tokens": float("nan")}, {"saturated": 0}):
+        with pytest.raises(UsageError, match="needs page_s"):
+            AddedSeconds(**({"token_s": float, "page_s": 1, "tokens": 1} | wrong))
+
+
+def test_a_prefill_engine_that_restarts_takes_along_who_holds_its_agents():
+    pull = {"d0": {"p0", "p1"}, "d1": {"p1"}, "d2": {"p2"}}
+    assert engines_to_restart("p0", pull) == ("d0",)
+    assert engines_to_restart("p1", pull) == ("d0", "d1")
+    assert engines_to_restart("d0", pull) == ()
+    both = pull | {"p0": {"d0"}, "p1": {"d0", "d1"}, "p2": {"d2"}}
+    assert engines_to_restart("p0", both) == ("d0", "p1", "d1")
+    assert engines_to_restart("gone", both) == ()
 
 
 class Engines:

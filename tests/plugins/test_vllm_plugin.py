@@ -32,11 +32,48 @@ def test_tested_versions_on_cpu_get_every_patch():
         assert plugin.refusals(**CPU | {"release": release}) == {}
 
 
-@pytest.mark.parametrize("release", ["0.31.2", "0.33.0", "1.32.0", "0.320.0", "dev"])
+@pytest.mark.parametrize("release", ["0.31.2", "0.34.0", "1.33.0", "0.320.0", "0.330.1", "dev"])
 def test_other_versions_get_none(release):
     refused = plugin.refusals(**CPU | {"release": release})
     assert set(refused) == NAMES
     assert all(release in why and "vllm==0.32.*" in why for why in refused.values())
+
+
+def test_a_version_that_was_compared_gets_what_was_compared():
+    refused = plugin.refusals(release="0.33.0", is_cpu=False, off="")
+    assert set(refused) == NAMES - {"routes_with_pages"}
+    assert set(plugin.refusals(**CPU | {"release": "0.33.1"})) == set(refused)
+
+
+def test_and_only_in_an_engine_whose_tier_carries_rows(monkeypatch):
+    from primeblocks.plugins.vllm import routes_with_pages as rows
+    from primeblocks.plugins.vllm.scheduled_blocks import ROUTES, carries_routes, lift_cap
+
+    ours = SimpleNamespace(kv_connector_extra_config={ROUTES: 8})
+    others = SimpleNamespace(kv_connector_extra_config={"cpu_bytes_to_use": 1 << 30, ROUTES: 0})
+    applied = []
+    monkeypatch.setattr(plugin, "_apply", lambda patch: applied.append(patch.name))
+    for release, expected in (("0.32.0", [1, 1, 1, 0]), ("0.33.0", [1, 0, 0, 0])):
+        here = {"release": release, "is_cpu": False, "off": ""}
+        monkeypatch.setattr(plugin, "_here", lambda here=here: here)
+        for transfer, capture, times in zip(
+            (ours, others, None, ours), (True, True, True, False), expected, strict=True
+        ):
+            applied.clear()
+            plugin._apply_asked([rows.PATCH], config(capture=capture, transfer=transfer))
+            assert len(applied) == times
+
+    def allowed(transfer, control):
+        engine = config(capture=True, transfer=transfer)
+        assert carries_routes(engine) == (transfer is ours)
+        lift_cap(SimpleNamespace(aux_output_connector=control), engine)
+        return control.cap_external_hit(SimpleNamespace(num_tokens=9), 0, 8)
+
+    assert allowed(ours, SimpleNamespace(cap_external_hit=lambda *_: 0)) == 8
+    assert allowed(others, SimpleNamespace(cap_external_hit=lambda *_: 0)) == 0
+    before = SimpleNamespace()  # 0.32 has no cap
+    lift_cap(SimpleNamespace(aux_output_connector=before), config(capture=True, transfer=ours))
+    assert vars(before) == {}
 
 
 def test_other_platforms_get_what_is_not_about_cpus():

@@ -29,6 +29,16 @@ ROW_BYTES = LAYERS * TOP_K
 pytestmark = pytest.mark.vllm
 
 
+def vllm_release() -> str:
+    return call(_release)
+
+
+def _release() -> str:
+    import vllm
+
+    return vllm.__version__[:4]
+
+
 def schedules(folder: Path, mode: str, count: int) -> Counter[str]:
     if not (folder / "model").exists():
         tiny_models.save("qwen3_moe", folder / "model", num_layers=LAYERS)
@@ -56,6 +66,8 @@ def test_every_row_is_that_of_the_kv_that_is_there(folder, mode, full):
 @pytest.mark.timeout(1500)
 def test_tiers_without_rows_bring_missing_ones_at_worst(folder, full):
     """Pages of such a tier are known by their hash alone: missing where it was computed twice."""
+    if vllm_release() == "0.33":
+        pytest.skip("the plug-in leaves engines of 0.33 alone that have no tier which carries rows")
     counts = schedules(folder, "hashed", 1000 if full else 60)
     print(dict(counts))
     assert counts["wrong"] == 0
@@ -68,7 +80,7 @@ class Engine:
     next one is scheduled first, as on a GPU.
     """
 
-    def __init__(self, config: Any, seed: int, mode: str) -> None:
+    def __init__(self, config: Any, seed: int, mode: str, *, blocks: int = 0) -> None:
         import torch
         from vllm.distributed.aux_output_connector import worker
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -90,7 +102,7 @@ class Engine:
         self.random = random = np.random.default_rng(seed)
         self.counts: Counter[str] = Counter()
         self.is_async = bool(random.random() < 0.5)
-        blocks, page_bytes = int(random.integers(12, 28)), PAGE * TOKEN_BYTES
+        blocks, page_bytes = blocks or int(random.integers(12, 28)), PAGE * TOKEN_BYTES
         config.cache_config.num_gpu_blocks = blocks
         self.kv = torch.zeros((blocks, PAGE), dtype=torch.int64)
         spec = FullAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=1, dtype=torch.float32)
@@ -331,7 +343,7 @@ def _run(config: Any, seed: int, mode: str, events: int = 80) -> Counter[str]:
     return engine.counts
 
 
-def _configuration(model: str, mode: str) -> Any:
+def configuration(model: str, mode: str, *, primary_pages: int = 12, host_pages: int = 2) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     from primeblocks.replay.adapters.vllm import engine_args
@@ -341,7 +353,8 @@ def _configuration(model: str, mode: str) -> Any:
         from primeblocks.kvoffload.adapters.vllm import engine_args as offload_args
 
         rows = ROW_BYTES if mode == "carried" else 0
-        more = offload_args(primary_bytes=12 * 4096, host_bytes=8192, routes_bytes_per_token=rows)
+        sizes = {"primary_bytes": primary_pages * 4096, "host_bytes": host_pages * 4096}
+        more = offload_args(**sizes, routes_bytes_per_token=rows)
     capture = engine_args(max_bytes=4096 * PAGE * ROW_BYTES, device="cpu")
     config = EngineArgs(
         model, max_model_len=128, max_num_seqs=4, max_num_batched_tokens=24, **capture, **more
@@ -350,8 +363,10 @@ def _configuration(model: str, mode: str) -> Any:
     return config
 
 
-def _schedules(mode: str, model: str, count: int) -> Counter[str]:
+def prepare() -> None:
+    """Patch vLLM in this process, so that it needs no model."""
     import torch
+    import vllm
     from vllm.distributed.aux_output_connector import worker
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import init_none_hash
@@ -359,8 +374,11 @@ def _schedules(mode: str, model: str, count: int) -> Counter[str]:
     from primeblocks.plugins import vllm as plugin
 
     plugin.register()
-    for name in ("missing_routes_survive", "routes_with_pages"):
-        plugin.require(name)
+    plugin.require("routes_with_pages")
+    if vllm.__version__.startswith("0.32."):
+        plugin.require("missing_routes_survive")
+    else:  # 0.33 unpacked: no CPU build, so nothing lets its CPU configuration have capture
+        vllm.config.VllmConfig._verify_aux_output_compatibility = lambda self: None
     # The connector without a model: it asks for the shape of a row, and for its rank.
     shape = SimpleNamespace(shape_per_token=(LAYERS, TOP_K), output_dtype_name="uint8")
     worker.RoutedExpertsCapturer = lambda **_: shape
@@ -368,7 +386,11 @@ def _schedules(mode: str, model: str, count: int) -> Counter[str]:
     worker.get_tp_group = lambda: SimpleNamespace(is_first_rank=True)
     torch.set_num_threads(1)
     init_none_hash(sha256)
-    config, total = _configuration(model, mode), Counter[str]()
+
+
+def _schedules(mode: str, model: str, count: int) -> Counter[str]:
+    prepare()
+    config, total = configuration(model, mode), Counter[str]()
     for seed in range(count):
         counts = _run(config, seed, mode)
         if counts["wrong"] or (counts["missing"] and mode != "hashed"):

@@ -1,7 +1,8 @@
 """Several engines behind one `generate`: routes, which are pure, and the fleet that follows one."""
 
-from .fleet import Fleet
+from .fleet import Fleet, engines_to_restart
 from .routes import (
+    AddedSeconds,
     EngineState,
     PrefixAndLoad,
     Request,
@@ -12,12 +13,14 @@ from .routes import (
 )
 
 __all__ = [
+    "AddedSeconds",
     "EngineState",
     "Fleet",
     "PrefixAndLoad",
     "Request",
     "Route",
     "consistent_hash",
+    "engines_to_restart",
     "least_loaded",
     "round_robin",
 ]

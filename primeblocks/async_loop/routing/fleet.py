@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...errors import EngineError, UsageError
 from .routes import EngineState, Request, Route, least_loaded
 
-__all__ = ["Fleet"]
+__all__ = ["Fleet", "engines_to_restart"]
+
+
+def engines_to_restart(restarted: str, agents: Mapping[str, Collection[str]]) -> tuple[str, ...]:
+    """Return the engines that must restart because one did, in their order. Pure.
+
+    A prefill engine that restarts leaves its transfer agent behind in every engine that read from
+    it, and the next transfer hangs or ends that engine. Drain them, restart them, and add them again.
+
+    Args:
+        agents: for each engine those whose agents it holds: of a decode engine its prefill engines,
+            and the other way round too where transfers go both ways.
+
+    Source: llm-d #2187, vLLM #49238 and #50047.
+    """
+    found = [restarted]
+    for gone in found:  # which grows: who restarts leaves an agent behind as well
+        found += [name for name, held in agents.items() if gone in held and name not in found]
+    return tuple(found[1:])
 
 
 @dataclass(eq=False)

@@ -10,6 +10,7 @@ import xxhash
 from ...errors import UsageError
 
 __all__ = [
+    "AddedSeconds",
     "EngineState",
     "PrefixAndLoad",
     "Request",
@@ -124,3 +125,46 @@ class PrefixAndLoad:
             return has_room, held - self.beta * engine.in_flight / mean, -engine.load
 
         return max(range(len(engines)), key=score)
+
+
+@dataclass(frozen=True)
+class AddedSeconds:
+    """Choose the engine where a request costs all agents together the fewest seconds.
+
+    A prompt stops whoever decodes there, so each page that must be computed counts for all of them.
+    An answer slows them. With many on every engine a session stays where its pages are; as engines
+    empty, it moves. A saturated engine gets nothing while another has room.
+
+    Args:
+        token_s: seconds between two tokens of a request where so many run: `EngineModel.token_s`
+            of the plan, or a table of measurements.
+        page_s: seconds that an engine computes on a page of a prompt.
+        tokens: answered where the session goes now: one answer times the turns that it may stay.
+        saturated: load from which an engine has no room.
+
+    Raises:
+        UsageError: a number is negative, or `saturated` is 0.
+    """
+
+    token_s: Callable[[int], float]
+    page_s: float
+    tokens: float
+    saturated: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.page_s >= 0 or not self.tokens >= 0 or not self.saturated > 0:
+            raise UsageError(
+                "needs page_s >= 0, tokens >= 0 and saturated > 0; got "
+                f"{self.page_s}, {self.tokens} and {self.saturated}"
+            )
+
+    def __call__(self, request: Request, engines: Sequence[EngineState]) -> int:
+        def added(place: int) -> tuple[bool, float]:
+            engine = engines[place]
+            others = engine.in_flight
+            prompt_s = self.page_s * (len(request.pages) - engine.matched)
+            slower_s = others * (self.token_s(others + 1) - self.token_s(others)) if others else 0.0
+            token_s = self.token_s(others + 1) + slower_s
+            return engine.load >= self.saturated, prompt_s * (others + 1) + self.tokens * token_s
+
+        return min(range(len(engines)), key=added)

@@ -1,11 +1,13 @@
 """vLLM's entry point (`vllm.general_plugins`), loaded by vLLM in every process that it starts.
 
 It registers the blocks' adapters with vLLM's factories and looks at each engine's configuration.
-Code without a hook is patched once a configuration asks for it: an engine that uses nothing of ours
-stays as it is. Each patch names its reason and symbols, has a self-test, says so when it is applied
-and is applied to the tested versions only; any other vLLM is left alone with one warning, so that
-installing primeblocks never breaks an engine. `PRIMEBLOCKS_VLLM_PATCHES_OFF="name,name"` switches
-patches off (why that is a variable: docs/decisions/vllm_plugin.md).
+Code without a hook is patched once a configuration asks for it: an engine that uses nothing of
+ours stays as it is. Each patch names its reason and symbols, has a self-test, says so when it is
+applied and is applied to the tested versions only; any other vLLM is left alone with one warning,
+so that installing primeblocks never breaks an engine. A version that was compared and never run
+(0.33, which has no build for CPUs) is patched only for an engine that names a tier of ours, and
+says so. `PRIMEBLOCKS_VLLM_PATCHES_OFF="name,name"` switches patches off (why that is a variable:
+docs/decisions/vllm_plugin.md).
 """
 
 import logging
@@ -17,11 +19,12 @@ from typing import Any
 from ...errors import MissingPackageError, UnsupportedError, UsageError
 from ..patch import Patch, replace
 from . import amx, missing_routes, moe_reload, routed_experts, routes_with_pages
-from .scheduled_blocks import watch_loads
+from .scheduled_blocks import carries_routes, lift_cap, watch_loads
 
-__all__ = ["LOGGER", "OFF", "PATCHES", "TESTED", "refusals", "register", "require"]
+__all__ = ["COMPARED", "LOGGER", "OFF", "PATCHES", "TESTED", "refusals", "register", "require"]
 
 TESTED = "0.32"
+COMPARED = "0.33"  # signatures, and its Python without an engine
 OFF = "PRIMEBLOCKS_VLLM_PATCHES_OFF"
 LOGGER = "vllm.primeblocks"  # vLLM shows its own loggers only, at VLLM_LOGGING_LEVEL
 PATCHES = (
@@ -37,8 +40,8 @@ _WORKER = "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device"
 _ENGINE = "vllm.v1.core.sched.scheduler:Scheduler.__init__"
 
 
-def _is_tested(release: str) -> bool:
-    return release.split(".")[:2] == TESTED.split(".")
+def _is(version: str, release: str) -> bool:
+    return release.split(".")[:2] == version.split(".")
 
 
 def refusals(*, release: str, is_cpu: bool, off: str) -> dict[str, str]:
@@ -46,7 +49,7 @@ def refusals(*, release: str, is_cpu: bool, off: str) -> dict[str, str]:
     switched_off = {name.strip() for name in off.split(",")}
     refused = {}
     for patch in PATCHES:
-        if not _is_tested(release):
+        if not _is(TESTED, release) and not (patch.compared and _is(COMPARED, release)):
             refused[patch.name] = f"vLLM {release} was not tested; install {patch.tested}"
         elif patch.cpu_only and not is_cpu:
             refused[patch.name] = "it is for vLLM's CPU platform; other platforms need no patch"
@@ -83,6 +86,8 @@ def _apply_asked(patches: Iterable[Patch], config: Any) -> None:
     """Apply the patches that a configuration asks for; warn of those that it cannot have."""
     here = _here()
     refused = refusals(**here)
+    if _is(COMPARED, here["release"]) and not carries_routes(config):
+        return
     for patch in patches:
         if (patch.cpu_only and not here["is_cpu"]) or not patch.asked(config):
             continue
@@ -136,6 +141,7 @@ def _looking_engine(stock_init: Callable[..., None]) -> Callable[..., None]:
         stock_init(scheduler, vllm_config, *args, **kwargs)
         if routes_with_pages.PATCH.applied():
             watch_loads(scheduler)
+            lift_cap(scheduler, vllm_config)
 
     return init
 
@@ -149,7 +155,12 @@ def register() -> None:
     """
     here = _here()
     names = [patch.name for patch in PATCHES]
-    if not _is_tested(here["release"]):
+    if _is(COMPARED, here["release"]):
+        _warn_once(
+            f"primeblocks was run with vLLM {TESTED}.*; of {COMPARED} signatures were compared and "
+            "parts run without an engine, and no engine ever was."
+        )
+    elif not _is(TESTED, here["release"]):
         _warn_once(
             f"primeblocks does nothing in vLLM {here['release']}: it was tested with {TESTED}.*. "
             f"Left out: {', '.join(names)} and the weight-transfer engines."

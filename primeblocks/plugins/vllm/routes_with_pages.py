@@ -1,6 +1,6 @@
 """Captured routes that lie beside the KV pages they belong to.
 
-vLLM 0.32 keeps captured rows by page hash. One hash can be computed twice, and in bfloat16 the
+vLLM keeps captured rows by page hash. One hash can be computed twice, and in bfloat16 the
 second computation picks other experts, so the hash does not say which rows belong to a page that
 hits. The patched connector keeps rows by *block*, the place in the engine's memory where the keys
 and values lie: a request that computes a position writes its row, and one that finds the block
@@ -375,4 +375,5 @@ PATCH = Patch(
     self_test=_test,
     asked=lambda config: config.aux_output_config.enabled,
     cpu_only=False,
+    compared="vllm==0.33.*",
 )

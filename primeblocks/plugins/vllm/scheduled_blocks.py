@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Assigned", "build_with_blocks", "watch_loads"]
+__all__ = ["ROUTES", "Assigned", "build_with_blocks", "carries_routes", "lift_cap", "watch_loads"]
+
+ROUTES = "primeblocks_routes_bytes_per_token"  # our tier's setting: rows travel with its pages
 
 
 @dataclass
@@ -85,3 +87,23 @@ def watch_loads(scheduler: Any) -> None:
 
     connector.get_num_new_matched_tokens = get_num_new_matched_tokens
     connector.update_state_after_alloc = update_state_after_alloc
+
+
+def carries_routes(config: Any) -> bool:
+    """Whether an engine captures routes and all pages of its tiers bring theirs. Pure."""
+    transfer = config.kv_transfer_config
+    extra = {} if transfer is None else transfer.kv_connector_extra_config
+    return bool(config.aux_output_config.enabled and extra.get(ROUTES))
+
+
+def lift_cap(scheduler: Any, config: Any) -> None:
+    """Let all pages of tiers that carry routes count as hits. Local.
+
+    vLLM 0.33 keeps routes by hash, for twice the pages of the engine's memory at most, and takes no
+    page from a tier if it has forgotten the routes of one. Here they come with the pages.
+    """
+    control = scheduler.aux_output_connector
+    if not hasattr(control, "cap_external_hit") or not carries_routes(config):
+        return
+    control.max_cache_hit = lambda request: request.num_tokens - 1
+    control.cap_external_hit = lambda request, num_local, num_external: num_external

@@ -60,7 +60,10 @@ class Scheduler:
     """A fake of vLLM's: asks for requests in order, loads those that have all they can get."""
 
     def __init__(self, spec):
+        import vllm
         from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
+
+        self.stores_come_last = vllm.__version__.startswith("0.32.")  # 0.33: in front
 
         self.results, self.context, self.end = LookupResult, ReqContext, ScheduleEndContext
         self.manager = spec.get_manager()
@@ -78,9 +81,12 @@ class Scheduler:
         return context
 
     def step(self, *, begins=(), preempts=(), computes=()):
-        self.manager.on_schedule_end(self.end(begins, preempts))
+        if self.stores_come_last:
+            self.manager.on_schedule_end(self.end(begins, preempts))
         for number in computes:
             assert self.manager.prepare_store(keys([number]), self.request(f"new {number}"))
+        if not self.stores_come_last:
+            self.manager.on_schedule_end(self.end(begins, preempts))
 
     def settle(self):
         for _ in range(STEPS):

@@ -1,9 +1,14 @@
-"""vLLM 0.32: a `TieredStore` as a secondary tier of its offloading connector.
+"""vLLM 0.32 and 0.33: a `TieredStore` as a secondary tier of their offloading connector.
 
 vLLM moves pages ("blocks") from the device into a primary pool in host memory that it shares
 with our tier; the tier copies them into our store and back. On the CPU platform, where vLLM's own
 copy worker refuses to start, ours takes its place; on CUDA the stock worker is used.
+
+0.32 was run. Of 0.33, which has no build for CPUs, the Python of scheduler, manager and connector was
+run without an engine; no engine of it ever was.
 """
+
+import logging
 
 from ....errors import MissingPackageError, UnsupportedError
 
@@ -12,10 +17,16 @@ try:
 except ImportError as error:
     raise MissingPackageError("vllm", "vllm") from error
 
-if not vllm.__version__.startswith("0.32."):
+if not vllm.__version__.startswith(("0.32.", "0.33.")):
     raise UnsupportedError(
-        f"primeblocks.kvoffload was tested with vLLM 0.32; this is {vllm.__version__}. "
-        "Its offloading interface changes between releases: install vllm==0.32.*."
+        "primeblocks.kvoffload was run with vLLM 0.32, and compared with 0.33 without an engine; "
+        f"this is {vllm.__version__}. Its offloading interface changes between releases: install "
+        "vllm==0.32.*."
+    )
+if vllm.__version__.startswith("0.33."):
+    logging.getLogger(__name__).warning(
+        "primeblocks.kvoffload was compared with vLLM 0.33, but no engine of it was ever run; "
+        "vllm==0.32.* was."
     )
 
 from .engine import EngineStatistics, engine_args, engine_statistics, server_args

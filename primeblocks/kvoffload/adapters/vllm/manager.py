@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Literal
 
+import vllm
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     LookupResult,
@@ -28,6 +29,8 @@ __all__ = ["Speeds", "StoreManager", "Turns"]
 _UNMEASURED_S = 1.0
 _FORGET = 0.9  # weight of what was measured before, at each new measurement
 _AHEAD = 64  # pages of queued requests that a step looks up
+# Of a step: 0.32 says that it is planned, then prepares its stores; 0.33 the other way round.
+_STORES_COME_LAST = vllm.__version__.startswith("0.32.")
 
 
 @dataclass
@@ -197,6 +200,7 @@ class StoreManager(TieringOffloadingManager):
         self._turns = Turns(capacity, patience_s=self._patience_s, clock=clock)
         self._queue: dict[str, _Queued] = {}  # head first
         self._told: list[str] = []
+        self._pages = 0  # prepared to be stored, of no step yet
         self._ours = [tier for tier in self.secondary_tiers if isinstance(tier, StoreTier)]
         self.set_overlap(steps=0)
 
@@ -223,7 +227,9 @@ class StoreManager(TieringOffloadingManager):
             if self._turns.is_first(request):
                 self.primary_tier.touch([key], req_context)  # evict the others' before these
             return look()
-        if exclude_tier_idx is not None or not self._is_below(key, req_context):
+        # After a reset vLLM 0.33 brings no page before its workers have reported.
+        is_held = getattr(self, "_promotions_held", False)
+        if is_held or exclude_tier_idx is not None or not self._is_below(key, req_context):
             return look()
         answer: str = self._turns.ask(request, key)
         if answer == "come":
@@ -240,17 +246,20 @@ class StoreManager(TieringOffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        self._steps[-1].pages += len(keys)
+        self._pages += len(keys)
         output = super().prepare_store(keys, req_context)
         if output is not None and self._names_chunks:
             output.store_spec = NamedChunks(output.store_spec, output.keys_to_store)
         return output
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        if _STORES_COME_LAST:
+            self._steps[-1].pages, self._pages = self._pages, 0
         now, step = self._clock(), self._steps[0]
         if step.begins and step.pages:
             self._speeds.compute.add(step.pages, now - self._steps[-1].began_s)
-        self._steps.append(_Step(now, begins=bool(context.new_req_ids)))
+        self._steps.append(_Step(now, begins=bool(context.new_req_ids), pages=self._pages))
+        self._pages = 0
         for request in context.new_req_ids:
             self._leave(request)
         for request in context.preempted_req_ids:

@@ -171,7 +171,14 @@ class RoutesWorker(OffloadingWorker):
         self._stores[job_id] = _Store(pages, later)
         return self._inner.submit_store(job_id, src_spec, dst_spec)
 
-    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+    def submit_load(
+        self,
+        job_id: int,
+        src_spec: LoadStoreSpec,
+        dst_spec: GPULoadStoreSpec,
+        expedited: bool = False,
+    ) -> bool:
+        assert not expedited  # the spec refuses the setting that vLLM 0.33 has for it
         assert isinstance(src_spec, NamedChunks)
         connector = self._connector()
         self._loads[job_id] = (

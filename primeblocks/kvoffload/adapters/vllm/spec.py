@@ -125,12 +125,19 @@ class StoreOffloadingSpec(TieringOffloadingSpec):
                 f"here pages have {sorted(tokens)}. Use one block size for all groups of layers "
                 "and blocks_per_chunk=1, or leave out routes_bytes_per_token."
             )
+        if self.extra_config.get("sync_load_budget_bytes"):
+            raise UnsupportedError(
+                "routes travel with pages that are loaded before their request runs, not within "
+                "its first step: leave out sync_load_budget_bytes or routes_bytes_per_token"
+            )
         copies = 1 if self.replicated_layout else self.config.parallel.world_size
         self.tail = Tail(
             self.cpu_page_size_per_worker * copies, bytes_per_token * self.tokens_per_hash
         )
         self.kv_bytes_per_chunk = round_up(self.tail.end, self.BLOCK_SIZE_ALIGNMENT)
         self.num_chunks = self.extra_config["cpu_bytes_to_use"] // self.kv_bytes_per_chunk
+        if (facts := getattr(self, "cpu_info", None)) is not None:  # a metric of vLLM 0.33
+            self.cpu_info = facts.from_config(self.config, self.num_chunks, self.kv_bytes_per_chunk)
 
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
@@ -203,7 +210,13 @@ class HostCopyWorker(OffloadingWorker):
     ) -> bool:
         return self._transfer(job_id, src_spec, dst_spec, store=True)
 
-    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+    def submit_load(
+        self,
+        job_id: int,
+        src_spec: LoadStoreSpec,
+        dst_spec: GPULoadStoreSpec,
+        expedited: bool = False,
+    ) -> bool:
         return self._transfer(job_id, dst_spec, src_spec, store=False)
 
     def get_finished(self) -> list[TransferResult]:

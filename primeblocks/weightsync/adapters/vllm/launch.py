@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ....errors import MissingPackageError
+from ....errors import MissingPackageError, UnsupportedError
 
 __all__ = ["BACKEND", "engine_args", "register", "server_args"]
 
@@ -17,13 +17,22 @@ _EXTENSION = f"{_WORKER}.WorkerExtension"
 def register() -> None:
     """Make the backend known to vLLM in this process. Idempotent; local.
 
+    Run with vLLM 0.32. Of 0.33 the signatures were compared, and no engine ever was run.
+
     Raises:
         MissingPackageError: vLLM is not installed.
+        UnsupportedError: it is another one.
     """
     try:
+        import vllm
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     except ModuleNotFoundError as error:
         raise MissingPackageError("vllm", "vllm") from error
+    if not vllm.__version__.startswith(("0.32.", "0.33.")):
+        raise UnsupportedError(
+            "primeblocks.weightsync was run with vLLM 0.32, and its signatures were compared with "
+            f"0.33; this is {vllm.__version__}. Install vllm==0.32.*."
+        )
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, _WORKER, "PrimeblocksEngine")
 
