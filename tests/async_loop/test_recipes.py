@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from primeblocks.async_loop.recipes import (
     FEATURES,
     MODELS,
+    Deployment,
     Model,
     Process,
-    Recipe,
     colocated,
     prefill_decode,
     replicas,
@@ -28,7 +28,7 @@ CAPTURE = ["--enable-return-routed-experts", "--aux-output-config", '{"max_bytes
 HOSTS = ["10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4"]
 
 
-def split(tensor: int = 1) -> Recipe:
+def split(tensor: int = 1) -> Deployment:
     prefill = replicas(GLM, 1, tensor=tensor, gpus=range(4))
     return prefill_decode(prefill, replicas(GLM, 1, tensor=4, gpus=range(4, 8), port=8100))
 
@@ -252,6 +252,24 @@ class TestRefusals:
             (lambda: replicas(QWEN, 0), "count must be at least 1; got 0"),
             (lambda: replicas(QWEN, tensor=0), "tensor must be at least 1"),
             (lambda: replicas(QWEN, hosts=[]), "hosts must be at least 1"),
+            (lambda: replicas(QWEN, hosts="10.0.0.1"), r"Pass \['10.0.0.1'\]"),
+            (lambda: replicas(QWEN, tensor=2, gpus=[3, 3]), r"GPU twice: gpus=\[3, 3\]"),
+            (lambda: replicas(QWEN, 2, port=65535), "ports are 1 to 65535"),
+            (lambda: replicas(QWEN).merge(environment={"A B": "1"}), r"variable: \['A B'\]"),
+            (
+                lambda: replicas(QWEN).merge({"pipeline_parallel_size": "two"}),
+                "--pipeline-parallel-size is a whole number from 1; got 'two'",
+            ),
+            (
+                lambda: prefill_decode(with_router(replicas(GLM, hosts=["a"]), host="a"), split()),
+                "got .'decode', 'prefill', 'router'",
+            ),
+            (
+                lambda: prefill_decode(
+                    replicas(GLM, hosts=["a"]), replicas(GLM, hosts=["b"]), transfer={"both": []}
+                ),
+                'transfer has "prefill" and "decode"',
+            ),
             (lambda: replicas(QWEN, 9), "need 2 hosts of 8 GPUs; got 1"),
             (lambda: replicas(QWEN, tensor=16), "larger hosts"),
             (lambda: replicas(QWEN, tensor=3), "32 attention heads"),
@@ -269,7 +287,7 @@ class TestRefusals:
             (lambda: with_router(with_router(replicas(QWEN))), "got .'engine', 'router'"),
             (lambda: with_router(replicas(QWEN), policy="best"), "policy is one of cache_aware"),
             (lambda: colocated(replicas(QWEN)), "got role engine"),
-            (lambda: Recipe(()), "at least one process"),
+            (lambda: Deployment(()), "at least one process"),
             (lambda: replicas(QWEN).merge(CAPTURE, roles=["router"]), "no process is router"),
             (
                 lambda: replicas(QWEN).merge(environment={"CUDA_VISIBLE_DEVICES": "7"}),

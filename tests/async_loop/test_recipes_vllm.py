@@ -19,8 +19,8 @@ import pytest
 from primeblocks.async_loop.recipes import (
     FEATURES,
     REFUSED,
+    Deployment,
     Model,
-    Recipe,
     colocated,
     prefill_decode,
     replicas,
@@ -55,7 +55,7 @@ RUN = {
 }
 
 
-def shapes(model: Model) -> dict[str, Recipe]:
+def shapes(model: Model) -> dict[str, Deployment]:
     """A recipe of every shape, at sizes that eight GPUs a host can hold."""
     split = prefill_decode(
         replicas(model, 1, tensor=4, hosts=HOSTS[:1]), replicas(model, 1, tensor=8, hosts=HOSTS[1:])
@@ -158,18 +158,18 @@ def _refusal(model: Model, pair: tuple[str, str]) -> Any:
 
 
 def _ask_past_recipes(model: Model, settings: list[Any]) -> Any:
-    from primeblocks.async_loop.recipes import recipe as module
+    from primeblocks.async_loop.recipes import deployment as module
 
     refused, module.REFUSED = module.REFUSED, {}  # type: ignore[misc]
     try:
         process = replicas(model).processes[0]
         plain = {k: v for k, v in process.arguments.items() if "parallel" not in k}
-        return _ask(Recipe((replace(process, arguments=plain),)).merge(*settings))
+        return _ask(Deployment((replace(process, arguments=plain),)).merge(*settings))
     finally:
         module.REFUSED = refused  # type: ignore[misc]
 
 
-def _ask(recipe: Recipe) -> Any:
+def _ask(recipe: Deployment) -> Any:
     """What vLLM's configuration knows of each engine, or its reason to refuse one."""
     from primeblocks.async_loop.adapters.vllm.commands import parse_commands
 
@@ -259,7 +259,7 @@ class TestEngines:
             call(_parse, replicas(Model("m", 8, 4, 2, 1)).merge(["--dtype", "float7"]))
 
 
-def _parse(recipe: Recipe) -> None:
+def _parse(recipe: Deployment) -> None:
     from primeblocks.async_loop.adapters.vllm.commands import parse_commands
 
     parse_commands(recipe)
@@ -269,7 +269,7 @@ def _table() -> dict[frozenset[str], str]:
     """The cells of the table "What composes with what" in the docs."""
     text = (ROOT / "docs/serving.md").read_text()
     lines = text.split("### What composes with what")[1].split("\n\n")[2].splitlines()
-    columns, _, *rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines]
+    columns, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     key = {title: name for name, title in NAMES.items()}
     return {
         frozenset((key[row[0]], key[column])): cell
@@ -319,7 +319,7 @@ class TestRouter:
         assert HOSTS[0] in str(found["prefill_urls"])
         assert HOSTS[1] in str(found["decode_urls"])
 
-    def read(self, recipe: Recipe) -> dict[str, Any]:
+    def read(self, recipe: Deployment) -> dict[str, Any]:
         line = shlex.split(recipe.commands()[-1])
         assert line[0] == "vllm-router"
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What engines can be asked for beside their shape, and which of it vLLM refuses together."""
+"""Features of engines beside their shape, and the pairs of them that vLLM refuses."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from ...errors import PlanError
 from .arguments import Arguments
 
 __all__ = ["FEATURES", "REFUSED", "features_of", "number_of"]
@@ -54,9 +55,16 @@ def _word(arguments: Arguments, flag: str) -> str:
     return " ".join(word for use in arguments.get(flag, ()) for word in use)
 
 
-def number_of(arguments: Arguments, flag: str) -> int:
-    """Return the count that a flag was given, 1 without it. Pure."""
-    return int(_word(arguments, flag) or 1)
+def number_of(arguments: Arguments, flag: str, *, default: int = 1) -> int:
+    """Return the count that a flag was given. Pure.
+
+    Raises:
+        PlanError: it was given something else.
+    """
+    word = _word(arguments, flag) if flag in arguments else str(default)
+    if not word.isdecimal() or int(word) < default:
+        raise PlanError(f"{flag} is a whole number from {default}; got {word!r}")
+    return int(word)
 
 
 _SIGNS: Mapping[str, Callable[[Arguments], bool]] = {

@@ -8,9 +8,9 @@ from typing import Literal, TypeVar
 
 from ...errors import PlanError
 from .arguments import Settings, arguments_of, merge
+from .deployment import Deployment, Process
 from .features import number_of
 from .models import Model
-from .recipe import Process, Recipe
 
 __all__ = ["POLICIES", "colocated", "prefill_decode", "replicas", "wide_ep", "with_router"]
 
@@ -37,7 +37,7 @@ def replicas(
     hosts: Sequence[str] = _LOCAL,
     gpus: Sequence[int] = _GPUS,
     port: int = 8000,
-) -> Recipe:
+) -> Deployment:
     """Return engines that know nothing of each other; one of them is the single node. Pure.
 
     Hosts are filled in turn. An engine lies on one host.
@@ -51,7 +51,7 @@ def replicas(
         PlanError: counts that are not positive, too few GPUs, or a degree that does not divide
             the model.
     """
-    _check_counts(count=count, tensor=tensor, hosts=len(hosts))
+    _check_counts(hosts, count=count, tensor=tensor)
     room = len(gpus) // tensor
     if count > room * len(hosts):
         raise PlanError(
@@ -64,7 +64,7 @@ def replicas(
         own = tuple(gpus[place * tensor : (place + 1) * tensor])
         settings = {"tensor_parallel_size": tensor}
         processes.append(_engine(model, host, port + place, own, settings))
-    return Recipe(tuple(processes))
+    return Deployment(tuple(processes))
 
 
 def wide_ep(
@@ -77,7 +77,7 @@ def wide_ep(
     port: int = 8000,
     rpc_port: int = 13345,
     servers: Literal["first", "each"] = "first",
-) -> Recipe:
+) -> Deployment:
     """Return one engine over many GPUs: attention is replicated, experts are spread. Pure.
 
     Args:
@@ -90,7 +90,7 @@ def wide_ep(
         PlanError: counts that are not positive, ranks that do not fill the hosts, or degrees
             that do not divide the model.
     """
-    _check_counts(data=data, tensor=tensor, hosts=len(hosts))
+    _check_counts(hosts, data=data, tensor=tensor)
     if servers not in ("first", "each"):
         raise PlanError(f'servers is "first" or "each"; got {servers!r}')
     local = len(gpus) // tensor
@@ -106,7 +106,7 @@ def wide_ep(
     degrees: dict[str, object] = {"tensor_parallel_size": tensor, "data_parallel_size": data}
     if len(hosts) == 1:
         settings = {**degrees, "enable_expert_parallel": True}
-        return Recipe((_engine(model, hosts[0], port, own, settings),))
+        return Deployment((_engine(model, hosts[0], port, own, settings),))
     processes = []
     for index, host in enumerate(hosts):
         served = port if index == 0 or servers == "each" else None
@@ -127,16 +127,16 @@ def wide_ep(
         processes.append(_engine(model, host, served, own, settings))
     first = processes[0]
     ports = {**first.ports, "rpc": range(rpc_port, rpc_port + 1)}
-    return Recipe((replace(first, ports=ports), *processes[1:]))
+    return Deployment((replace(first, ports=ports), *processes[1:]))
 
 
 def prefill_decode(
-    prefill: Recipe,
-    decode: Recipe,
+    prefill: Deployment,
+    decode: Deployment,
     *,
     transfer: Mapping[str, Settings] | None = None,
     side_port: int = 5600,
-) -> Recipe:
+) -> Deployment:
     """Return engines that compute prompts and engines that go on from their pages, by NIXL. Pure.
 
     Put `with_router` around it: a request goes through one engine of each kind. Where NIXL cannot
@@ -155,14 +155,15 @@ def prefill_decode(
         UnsupportedError: capture of routes, which vLLM does not carry over.
     """
     _check_degrees(prefill, decode)
+    if transfer is not None and transfer.keys() != {"prefill", "decode"}:
+        raise PlanError(f'transfer has "prefill" and "decode"; got {sorted(transfer)}')
     taken: dict[str, int] = {}
     processes = []
-    for role, recipe in (("prefill", prefill), ("decode", decode)):
+    for role, deployment in (("prefill", prefill), ("decode", decode)):
         settings = _nixl(role) if transfer is None else transfer[role]
-        for process in recipe.processes:
+        for process in deployment.processes:
             given = process.arguments
-            start = number_of(given, "--data-parallel-start-rank")
-            start = start if "--data-parallel-start-rank" in given else 0
+            start = number_of(given, "--data-parallel-start-rank", default=0)
             ranks = max(1, len(process.gpus) // process.tensor)
             base = side_port + taken.get(process.host, 0)
             taken[process.host] = taken.get(process.host, 0) + start + ranks
@@ -179,10 +180,10 @@ def prefill_decode(
                     ports={**process.ports, "nixl": range(base + start, base + start + ranks)},
                 )
             )
-    return Recipe(tuple(processes))
+    return Deployment(tuple(processes))
 
 
-def colocated(recipe: Recipe) -> Recipe:
+def colocated(deployment: Deployment) -> Deployment:
     """Return the same engines, each of which computes prompts and goes on from them. Pure.
 
     The fallback of `prefill_decode` where there is no fast network, or with capture. Transfers and
@@ -192,7 +193,7 @@ def colocated(recipe: Recipe) -> Recipe:
         PlanError: an engine is neither prefill nor decode.
     """
     processes = []
-    for process in recipe.processes:
+    for process in deployment.processes:
         if process.role not in ("prefill", "decode"):
             raise PlanError(
                 f"colocated takes what prefill_decode returned; got role {process.role}"
@@ -206,29 +207,29 @@ def colocated(recipe: Recipe) -> Recipe:
                 ports=_without(process.ports, "nixl"),
             )
         )
-    return Recipe(tuple(processes))
+    return Deployment(tuple(processes))
 
 
 def with_router(
-    recipe: Recipe,
+    deployment: Deployment,
     *,
     policy: str = "cache_aware",
     host: str = _LOCAL[0],
     port: int = 30000,
     metrics_port: int = 29000,
-) -> Recipe:
-    """Return the recipe with vllm-router 0.1.17 in front of its servers. Pure.
+) -> Deployment:
+    """Return the deployment with vllm-router 0.1.17 in front of its servers. Pure.
 
     Control calls (weights, pause, sleep) that go to the router reach *one* engine: send them to
     every engine. Pass its further flags by `merge(..., roles=["router"])`.
 
     Raises:
-        PlanError: an unknown policy, or a recipe with only one kind of prefill and decode.
+        PlanError: an unknown policy, or a deployment with only one kind of prefill and decode.
     """
     if policy not in POLICIES:
         raise PlanError(f"policy is one of {', '.join(POLICIES)}; got {policy!r}")
     urls: dict[str, list[str]] = {}
-    for process in recipe.processes:
+    for process in deployment.processes:
         if process.url is not None:
             urls.setdefault(process.role, []).append(process.url)
     if set(urls) == {"engine"}:
@@ -244,7 +245,7 @@ def with_router(
     metrics = {"prometheus_host": host, "prometheus_port": metrics_port}
     ports = {"http": range(port, port + 1), "metrics": range(metrics_port, metrics_port + 1)}
     arguments = merge(workers, arguments_of({**own, **metrics}))
-    return recipe + Recipe((Process("router", host, ("vllm-router",), arguments, ports),))
+    return deployment + Deployment((Process("router", host, ("vllm-router",), arguments, ports),))
 
 
 def _engine(
@@ -267,13 +268,17 @@ def _engine(
     )
 
 
-def _check_counts(**counts: int) -> None:
-    for name, count in counts.items():
+def _check_counts(hosts: Sequence[str], **counts: int) -> None:
+    if isinstance(hosts, str):
+        raise PlanError(f"hosts is a list of names; got {hosts!r}. Pass [{hosts!r}].")
+    for name, count in (*counts.items(), ("hosts", len(hosts))):
         if count < 1:
             raise PlanError(f"{name} must be at least 1; got {count}")
 
 
-def _check_degrees(prefill: Recipe, decode: Recipe) -> None:
+def _check_degrees(prefill: Deployment, decode: Deployment) -> None:
+    if others := {each.role for each in (prefill + decode).processes} - {"engine"}:
+        raise PlanError(f"prefill_decode takes engines; got {sorted(others)}. Add a router last.")
     for one in prefill.processes:
         for other in decode.processes:
             if one.model != other.model:

@@ -1,4 +1,4 @@
-"""A recipe's command lines, read by vLLM's own parser."""
+"""A deployment's command lines, read by vLLM's own parser."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from ....errors import PlanError
-from ...recipes import Recipe
+from ...recipes import Deployment
 
 __all__ = ["parse_commands"]
 
@@ -21,7 +21,7 @@ class _Parser(FlexibleArgumentParser):
         raise PlanError(f"vLLM's command line refuses this: {message}")
 
 
-def parse_commands(recipe: Recipe) -> tuple[AsyncEngineArgs, ...]:
+def parse_commands(deployment: Deployment) -> tuple[AsyncEngineArgs, ...]:
     """Return what vLLM reads from the line of each engine, in their order. Local.
 
     `create_engine_config()` of each goes on to vLLM's configuration, which reads the model's own
@@ -31,7 +31,7 @@ def parse_commands(recipe: Recipe) -> tuple[AsyncEngineArgs, ...]:
         PlanError: a flag or a value that vLLM does not take.
     """
     found = []
-    for process in recipe.processes:
+    for process in deployment.processes:
         if process.program[:2] != ("vllm", "serve"):
             continue
         parsed: Any = make_arg_parser(_Parser()).parse_args(process.words()[2:])

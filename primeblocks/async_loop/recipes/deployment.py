@@ -13,7 +13,7 @@ from .arguments import Arguments, Settings, arguments_of, merge, words_of
 from .features import REFUSED, features_of, number_of
 from .models import Model
 
-__all__ = ["Process", "Recipe"]
+__all__ = ["Deployment", "Process"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ class Process:
         model: what it serves; None for a router.
 
     Raises:
-        PlanError: parallel degrees that do not divide the model.
+        PlanError: a GPU twice, a port or a variable that cannot be, or parallel degrees that do
+            not divide the model.
         UnsupportedError: features that vLLM refuses together.
     """
 
@@ -42,6 +43,13 @@ class Process:
     model: Model | None = None
 
     def __post_init__(self) -> None:
+        if len(set(self.gpus)) < len(self.gpus):
+            raise PlanError(f"{self.role} would see a GPU twice: gpus={list(self.gpus)}")
+        for name, ports in self.ports.items():
+            if not ports or ports[0] < 1 or ports[-1] > 65535:
+                raise PlanError(f"ports are 1 to 65535; got {ports} for {name}")
+        if wrong := [name for name in self.environment if not name.isidentifier()]:
+            raise PlanError(f"no name of a variable: {wrong}")
         found = features_of(self.arguments)
         for pair, reason in REFUSED.items():
             if set(pair) <= set(found):
@@ -73,7 +81,7 @@ class Process:
 
     @property
     def url(self) -> str | None:
-        """Where requests go; None where another process takes them for it."""
+        """Address of its server; None where another process takes requests for it."""
         return f"http://{self.host}:{self.ports['http'][0]}" if "http" in self.ports else None
 
     @property
@@ -96,7 +104,7 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Deployment:
     """Processes that serve together. A plain value: nothing is started.
 
     Raises:
@@ -107,22 +115,22 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if not self.processes:
-            raise PlanError("a recipe has at least one process; got none")
+            raise PlanError("a deployment has at least one process; got none")
         for one, other in combinations(self.processes, 2):
             if one.host == other.host:
                 _check_apart(one, other)
 
-    def __add__(self, other: Recipe) -> Recipe:
+    def __add__(self, other: Deployment) -> Deployment:
         """Return the processes of both, whose ports and GPUs must differ. Pure."""
-        return Recipe(self.processes + other.processes)
+        return Deployment(self.processes + other.processes)
 
     def merge(
         self,
         *settings: Settings,
         environment: Mapping[str, str] | None = None,
         roles: Collection[str] = ("engine", "prefill", "decode"),
-    ) -> Recipe:
-        """Return the recipe with settings added to the processes of these roles. Pure.
+    ) -> Deployment:
+        """Return the deployment with settings added to the processes of these roles. Pure.
 
         Args:
             settings: words of a command line, as the blocks' `server_args` return them, or engine
@@ -134,7 +142,7 @@ class Recipe:
         """
         if not any(process.role in roles for process in self.processes):
             present = sorted({process.role for process in self.processes})
-            raise PlanError(f"no process is {' or '.join(roles)}; this recipe has {present}")
+            raise PlanError(f"no process is {' or '.join(roles)}; this deployment has {present}")
         nothing: Arguments = {}
         added = reduce(merge, map(arguments_of, settings), nothing)
         variables = dict(environment or {})
@@ -142,14 +150,14 @@ class Recipe:
         def changed(process: Process) -> Process:
             for name in variables.keys() & process.environment.keys():
                 if variables[name] != process.environment[name]:
-                    raise PlanError(f"{name} is {process.environment[name]!r} in this recipe")
+                    raise PlanError(f"{name} is {process.environment[name]!r} in this deployment")
             return replace(
                 process,
                 arguments=merge(process.arguments, added),
                 environment={**process.environment, **variables},
             )
 
-        return Recipe(tuple(changed(p) if p.role in roles else p for p in self.processes))
+        return Deployment(tuple(changed(p) if p.role in roles else p for p in self.processes))
 
     def commands(self) -> tuple[str, ...]:
         """Return a line for a shell for each process, in the order to start them. Pure."""
