@@ -6,7 +6,6 @@ are a fake (`h100.py`). Models are published configurations without weights. Not
 
 import itertools
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -296,35 +295,31 @@ class TestTable:
 
 ROUTER = ROOT / ".venv-router/bin/python"
 _READ = """
-import argparse, json, sys
+import json, sys
 from vllm_router.launch_router import parse_router_args
-print(json.dumps(vars(parse_router_args(sys.argv[1:])), default=str))
+found = [vars(parse_router_args(words)) for words in json.loads(sys.argv[1])]
+print(json.dumps(found, default=str))
 """
 
 
 @pytest.mark.skipif(not ROUTER.exists(), reason="scripts/peers installs vllm-router")
-class TestRouter:
-    @pytest.mark.parametrize("policy", POLICIES)
-    def test_a_policy_is_known(self, policy):
-        assert self.read(with_router(replicas(Model("m", 8, 8, 2, 1)), policy=policy))
-
-    def test_workers_arrive(self):
-        found = self.read(with_router(replicas(Model("m", 8, 8, 2, 1), 2), port=31000))
+def test_the_router_reads_what_was_meant():
+    model = Model("m", 256, 64, 2, 1)
+    deployments = [
+        *(with_router(replicas(model, 2), policy=policy, port=31000) for policy in POLICIES),
+        shapes(model)["prefill/decode"],
+    ]
+    lines = [shlex.split(each.commands()[-1]) for each in deployments]
+    assert all(line[0] == "vllm-router" for line in lines)
+    done = subprocess.run(
+        [ROUTER, "-c", _READ, json.dumps([line[1:] for line in lines])],
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    *plain, split = json.loads(done.stdout.splitlines()[-1])
+    for policy, found in zip(POLICIES, plain, strict=True):
         assert found["worker_urls"] == ["http://127.0.0.1:8000", "http://127.0.0.1:8001"]
-        assert found["port"] == 31000
-
-    def test_prefill_and_decode_arrive(self):
-        found = self.read(shapes(Model("m", 256, 64, 2, 1))["prefill/decode"])
-        assert found["vllm_pd_disaggregation"]
-        assert HOSTS[0] in str(found["prefill_urls"])
-        assert HOSTS[1] in str(found["decode_urls"])
-
-    def read(self, recipe: Deployment) -> dict[str, Any]:
-        line = shlex.split(recipe.commands()[-1])
-        assert line[0] == "vllm-router"
-        done = subprocess.run(
-            [ROUTER, "-c", _READ, *line[1:]], capture_output=True, text=True, check=False,
-            env=dict(os.environ), timeout=60,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
+        assert (found["policy"], found["port"]) == (policy, 31000)
+    assert split["vllm_pd_disaggregation"]
+    assert split["prefill_urls"] == [[f"http://{HOSTS[0]}:8000", None]]
+    assert split["decode_urls"] == [f"http://{HOSTS[1]}:8000"]
