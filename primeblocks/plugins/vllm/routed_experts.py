@@ -1,8 +1,8 @@
 """vLLM's routed-expert return on the V1 model runner of the CPU platform."""
 
 import inspect
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from ...errors import UnsupportedError
@@ -37,7 +37,7 @@ def check_capture(config: Any) -> None:
     """Refuse a `VllmConfig` under which captured rows would be wrong. Local.
 
     Raises:
-        UnsupportedError: capture under torch.compile, or with speculative decoding.
+        UnsupportedError: capture under torch.compile.
     """
     if not config.aux_output_config.enabled or config.use_v2_model_runner:
         return
@@ -50,11 +50,6 @@ def check_capture(config: Any) -> None:
             "before the capture hook is bound, and every captured expert would be 0 "
             f"(compilation mode {mode.name}). Pass enforce_eager=True."
         )
-    if config.speculative_config is not None:
-        raise UnsupportedError(
-            "routed experts cannot be captured with speculative decoding on CPU: rows of rejected "
-            "tokens would be kept. Drop speculative_config."
-        )
 
 
 def _runner(base: type) -> type:
@@ -62,6 +57,7 @@ def _runner(base: type) -> type:
 
     class RoutedExpertsRunner(base):
         aux_output_connector: Any = None
+        _drafts: Mapping[str, Sequence[int]] = MappingProxyType({})
 
         def initialize_kv_cache(
             self, kv_cache_config: Any, is_profiling: bool = False, **kwargs: Any
@@ -80,10 +76,11 @@ def _runner(base: type) -> type:
         def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             if self.aux_output_connector is not None:
                 self.aux_output_connector.begin_step(scheduler_output.aux_output_connector_metadata)
+                self._drafts = scheduler_output.scheduled_spec_decode_tokens
             return super().execute_model(scheduler_output, *args, **kwargs)
 
         def sample_tokens(self, grammar_output: Any) -> Any:
-            pending = None
+            pending, drafts = None, self._drafts
             if self.aux_output_connector is not None and self.execute_model_state is not None:
                 pending = self.aux_output_connector.prepare_output(_batch_of(self))
             output = super().sample_tokens(grammar_output)
@@ -92,7 +89,11 @@ def _runner(base: type) -> type:
 
                 # A request in the middle of its prefill samples nothing.
                 sampled = np.array([len(ids) for ids in output.sampled_token_ids], dtype=np.int32)
-                pending.enqueue_cpu_copy(sampled, np.zeros_like(sampled))
+                drafted = np.array([len(drafts.get(each, ())) for each in pending.request_ids])
+                # The token after the last accepted draft is sampled too. Without drafts nothing
+                # is rejected, whether a token was sampled or not.
+                rejected = np.where(drafted > 0, drafted + 1 - sampled, 0)
+                pending.enqueue_cpu_copy(sampled, rejected)
                 output.aux_output_connector_output = pending.process_output()
             return output
 
