@@ -64,6 +64,8 @@ def follow(
     Source: arXiv:2510.11370, routing replay; prime-rl, the argument's name and shape.
     """
     ordered = check_routers(routers)
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"pass the model that is called with the rows; got {type(model).__name__}")
     columns = tuple(layer_ids) if layer_ids is not None else tuple(r.layer_id for r in ordered)
     absent = [router.layer_id for router in ordered if router.layer_id not in columns]
     if absent or len(set(columns)) != len(columns):
@@ -242,7 +244,7 @@ def _drop(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
 def _places(model: nn.Module, routers: Sequence[Router]) -> list[tuple[nn.Module, nn.Module]]:
     """The layer of each router, as its list of layers has it, and that list."""
     names = {module: name for name, module in model.named_modules()}
-    places = []
+    places: list[tuple[nn.Module, nn.Module]] = []
     for router in routers:
         if router.module not in names:
             raise PlanError(
