@@ -205,14 +205,11 @@ class _Layer:
         tensor = given.get(name)
         if tensor is None:
             return None
-        is_kind = (
-            tensor.is_floating_point()
-            if name == _WEIGHTS
-            else not (tensor.is_floating_point() or tensor.dtype == torch.bool)
-        )
+        floats = tensor.is_floating_point()
+        is_kind = floats if name == _WEIGHTS else not floats and tensor.dtype != torch.bool
         expected = (self._layers, self.router.top_k)
         if not is_kind or tensor.ndim != 4 or tuple(tensor.shape[2:]) != expected:
-            kind = "float" if name == _WEIGHTS else "integers"
+            kind = "floats" if name == _WEIGHTS else "integers"
             raise ShapeError(
                 f"{name} must be {kind} [batch, sequence, {expected[0]} layers, {expected[1]}];"
                 f" got {tensor.dtype} {list(tensor.shape)}. Routes.tensor(batch=) makes it; a part"
@@ -231,6 +228,11 @@ def _read(ids: torch.Tensor, weights: torch.Tensor | None) -> Rows:
 def _taken_from(kwargs: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """What was given of ours, and the other keywords."""
     ours = {name: kwargs[name] for name in (_NAME, _WEIGHTS) if kwargs.get(name) is not None}
+    for name, given in ours.items():
+        if not isinstance(given, torch.Tensor):
+            raise UsageError(
+                f"{name} takes a tensor, as Routes.tensor(batch=) makes it; got {given!r}"
+            )
     if _WEIGHTS in ours and _NAME not in ours:
         raise UsageError(f"{_WEIGHTS} are of choices: pass {_NAME} too")
     return ours, {name: x for name, x in kwargs.items() if name not in (_NAME, _WEIGHTS)}

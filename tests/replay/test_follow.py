@@ -317,10 +317,13 @@ def test_what_cannot_work_is_refused(inputs, foreign):
         model(inputs, routed_experts=rows)
     with pytest.raises(UsageError, match="pass routed_experts too"):
         model(inputs, routed_experts_weights=rows.double())
+    for wrong in (foreign(), rows.numpy()):
+        with pytest.raises(UsageError, match="takes a tensor, as Routes.tensor"):
+            model(inputs, routed_experts=wrong)
     for wrong in (rows.double(), rows[0], rows[:, :, :2], rows[..., :1], rows > 0):
         with pytest.raises(ShapeError, match=r"integers \[batch, sequence, 3 layers, 2\]"):
             model(inputs, routed_experts=wrong)
-    with pytest.raises(ShapeError, match="float .*routed_experts_weights|routed_experts_weights"):
+    with pytest.raises(ShapeError, match="routed_experts_weights must be floats"):
         model(inputs, routed_experts=rows, routed_experts_weights=rows)
     with pytest.raises(ShapeError, match="runs on 8 tokens, the routes hold 4"):
         model(inputs, routed_experts=rows[:1])
