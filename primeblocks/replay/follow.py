@@ -154,7 +154,7 @@ class Following:
                 f" {_NAME}: a checkpoint inside that forward cannot know the rows. Hand **kwargs"
                 " on from the model to its layers, or use torch's checkpoint_wrapper on them."
             )
-        return args, {**kwargs, _NAME: None, **self._given}
+        return args, {**kwargs, **self._given}
 
 
 class _Layer:

@@ -263,6 +263,24 @@ def test_a_part_of_the_model_takes_a_part_of_the_rows(inputs, foreign, layers):
         part(inputs, routed_experts=routes.tensor(batch=2))
 
 
+class Dense(nn.Module):
+    """Takes no keywords."""
+
+    def forward(self, x):
+        return 2 * x
+
+
+def test_layers_without_a_router_are_spared_the_argument(inputs, foreign):
+    model, plain = Model(), ToyModel()
+    for each in (model, plain):
+        each.layers.insert(0, Dense())
+    routes = foreign()
+    with impose(routers_of(plain), routes):
+        wanted = step(plain, inputs)
+    with follow(model, routers_of(model)):
+        assert_equal(step(model, inputs, routed_experts=routes.tensor(batch=2)), wanted)
+
+
 def test_the_tensor_of_routes(foreign):
     routes = foreign()[:5].pad(8)
     rows = routes.tensor(batch=2)
