@@ -231,18 +231,18 @@ def parallel():
 @contextmanager
 def replay():
     from primeblocks.replay.adapters.transformers import routers
+    from tests.replay.test_follow_pipeline import one_stage
 
     engine, trainer = (tiny_models.build("qwen3_moe", seed=seed, **SIZES) for seed in (0, 1))
     with record(routers(trainer)) as tape:
         logits = trainer(TOKENS).logits
-    logprobs = torch.rand(2, 1, 16).log()
     names = {
         "engine_model": engine,
         "trainer": trainer,
         "tokens": TOKENS,
         "loss_of": loss_of,
-        "trainer_logprobs": logprobs[0],
-        "rollout_logprobs": logprobs[1],
+        **one_stage(tiny_models.build("qwen3_moe", **SIZES), TOKENS),
+        **dict.fromkeys(("trainer_logprobs", "rollout_logprobs"), torch.rand(1, 16).log()),
         "mask": TOKENS > 0,
         "other_routes": tape.routes,
         "torch": torch,

@@ -141,11 +141,16 @@ PARALLEL = {
     "a model to optimize": lambda: parallel.memory.CpuAdamW(torch.nn.Linear(1, 1)),
 }
 ROUTES = replay.Routes.from_array(np.zeros((2, 1, 1), int), num_experts=2, layer_ids=[0])
+MODEL = torch.nn.Linear(2, 2)
 REPLAY = {
     "half a token to pad": lambda: ROUTES.pad(3.5),
     "no tokens to pad": lambda: ROUTES.pad(None),
     "nothing to compare": lambda: replay.compare(None, ROUTES),
     "nothing to compare with": lambda: replay.compare(ROUTES, None),
+    "half a row of a batch": lambda: ROUTES.tensor(batch=0.5),
+    "a batch in words": lambda: ROUTES.tensor(batch="2"),
+    "a model to follow without its routers": lambda: replay.follow(MODEL, MODEL),
+    "no routers to follow": lambda: replay.follow(MODEL, []),
     "an array to compare with": lambda: replay.compare(ROUTES, ROUTES.experts),
 }
 

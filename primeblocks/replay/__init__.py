@@ -2,8 +2,9 @@
 
 `record` writes a router's choices down, `Routes` carries them (sliced, joined, packed for the
 wire), `RouteStore` keeps them by KV page, and `impose` makes another model's routers follow them
-while the gate weights and their gradients stay live. `KeptTokens` does the same for top-k and
-top-p. `measure_mismatch` and `compare` say how far the two sides are apart, `attribute` why.
+while the gate weights and their gradients stay live; `follow` does so by an argument of the
+forward, for pipelines. `KeptTokens` does the same for top-k and top-p. `measure_mismatch` and
+`compare` say how far the two sides are apart, `attribute` why.
 """
 
 from . import gates, mismatch, sampling

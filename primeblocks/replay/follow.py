@@ -64,6 +64,8 @@ def follow(
     Source: arXiv:2510.11370, routing replay; prime-rl, the argument's name and shape.
     """
     ordered = check_routers(routers)
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"pass the model that is called with the rows; got {type(model).__name__}")
     columns = tuple(layer_ids) if layer_ids is not None else tuple(r.layer_id for r in ordered)
     absent = [router.layer_id for router in ordered if router.layer_id not in columns]
     if absent or len(set(columns)) != len(columns):
@@ -152,7 +154,7 @@ class Following:
                 f" {_NAME}: a checkpoint inside that forward cannot know the rows. Hand **kwargs"
                 " on from the model to its layers, or use torch's checkpoint_wrapper on them."
             )
-        return args, {**kwargs, _NAME: None, **self._given}
+        return args, {**kwargs, **self._given}
 
 
 class _Layer:
@@ -203,14 +205,11 @@ class _Layer:
         tensor = given.get(name)
         if tensor is None:
             return None
-        is_kind = (
-            tensor.is_floating_point()
-            if name == _WEIGHTS
-            else not (tensor.is_floating_point() or tensor.dtype == torch.bool)
-        )
+        floats = tensor.is_floating_point()
+        is_kind = floats if name == _WEIGHTS else not floats and tensor.dtype != torch.bool
         expected = (self._layers, self.router.top_k)
         if not is_kind or tensor.ndim != 4 or tuple(tensor.shape[2:]) != expected:
-            kind = "float" if name == _WEIGHTS else "integers"
+            kind = "floats" if name == _WEIGHTS else "integers"
             raise ShapeError(
                 f"{name} must be {kind} [batch, sequence, {expected[0]} layers, {expected[1]}];"
                 f" got {tensor.dtype} {list(tensor.shape)}. Routes.tensor(batch=) makes it; a part"
@@ -229,6 +228,11 @@ def _read(ids: torch.Tensor, weights: torch.Tensor | None) -> Rows:
 def _taken_from(kwargs: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """What was given of ours, and the other keywords."""
     ours = {name: kwargs[name] for name in (_NAME, _WEIGHTS) if kwargs.get(name) is not None}
+    for name, given in ours.items():
+        if not isinstance(given, torch.Tensor):
+            raise UsageError(
+                f"{name} takes a tensor, as Routes.tensor(batch=) makes it; got {given!r}"
+            )
     if _WEIGHTS in ours and _NAME not in ours:
         raise UsageError(f"{_WEIGHTS} are of choices: pass {_NAME} too")
     return ours, {name: x for name, x in kwargs.items() if name not in (_NAME, _WEIGHTS)}
@@ -242,7 +246,7 @@ def _drop(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
 def _places(model: nn.Module, routers: Sequence[Router]) -> list[tuple[nn.Module, nn.Module]]:
     """The layer of each router, as its list of layers has it, and that list."""
     names = {module: name for name, module in model.named_modules()}
-    places = []
+    places: list[tuple[nn.Module, nn.Module]] = []
     for router in routers:
         if router.module not in names:
             raise PlanError(

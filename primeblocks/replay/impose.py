@@ -173,7 +173,9 @@ def _plan(
         weights = _upload(np.asarray(gates), devices, columns)
     return [
         ImposedLayer(router, Rows(*rows), min_score_ratio)
-        for router, *rows in zip(routers, ids, missing, padding, weights, strict=True)
+        for router, rows in zip(
+            routers, zip(ids, missing, padding, weights, strict=True), strict=True
+        )
     ]
 
 

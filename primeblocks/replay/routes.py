@@ -296,9 +296,9 @@ class Routes:
         Raises:
             ShapeError: the tokens are no `batch` rows of one length.
         """
-        if batch < 1 or self.tokens % batch:
+        if not isinstance(batch, Integral) or batch < 1 or self.tokens % batch:
             raise ShapeError(
-                f"{self.tokens} tokens are no {batch} rows of one length."
+                f"{self.tokens} tokens are no {batch!r} rows of one length."
                 " Routes.join(rows, pad_to=width) makes them so."
             )
         ids = self.experts.astype(np.int16)

@@ -263,6 +263,24 @@ def test_a_part_of_the_model_takes_a_part_of_the_rows(inputs, foreign, layers):
         part(inputs, routed_experts=routes.tensor(batch=2))
 
 
+class Dense(nn.Module):
+    """Takes no keywords."""
+
+    def forward(self, x):
+        return 2 * x
+
+
+def test_layers_without_a_router_are_spared_the_argument(inputs, foreign):
+    model, plain = Model(), ToyModel()
+    for each in (model, plain):
+        each.layers.insert(0, Dense())
+    routes = foreign()
+    with impose(routers_of(plain), routes):
+        wanted = step(plain, inputs)
+    with follow(model, routers_of(model)):
+        assert_equal(step(model, inputs, routed_experts=routes.tensor(batch=2)), wanted)
+
+
 def test_the_tensor_of_routes(foreign):
     routes = foreign()[:5].pad(8)
     rows = routes.tensor(batch=2)
@@ -317,10 +335,13 @@ def test_what_cannot_work_is_refused(inputs, foreign):
         model(inputs, routed_experts=rows)
     with pytest.raises(UsageError, match="pass routed_experts too"):
         model(inputs, routed_experts_weights=rows.double())
+    for wrong in (foreign(), rows.numpy()):
+        with pytest.raises(UsageError, match="takes a tensor, as Routes.tensor"):
+            model(inputs, routed_experts=wrong)
     for wrong in (rows.double(), rows[0], rows[:, :, :2], rows[..., :1], rows > 0):
         with pytest.raises(ShapeError, match=r"integers \[batch, sequence, 3 layers, 2\]"):
             model(inputs, routed_experts=wrong)
-    with pytest.raises(ShapeError, match="float .*routed_experts_weights|routed_experts_weights"):
+    with pytest.raises(ShapeError, match="routed_experts_weights must be floats"):
         model(inputs, routed_experts=rows, routed_experts_weights=rows)
     with pytest.raises(ShapeError, match="runs on 8 tokens, the routes hold 4"):
         model(inputs, routed_experts=rows[:1])

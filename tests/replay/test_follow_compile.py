@@ -44,7 +44,7 @@ def _compiled(way, whole, checkpoint):
         part.compile(backend=counter, fullgraph=True)
     eager, counts = ToyModel(), []
     # Shapes change, and are symbols from then on.
-    for i, sequence in enumerate((4, 6, 7, 8)):
+    for i, sequence in enumerate((4, 6, 7)):
         seeds = (i, i + 1, None)
         found = _flight(model, seeds, sequence, _by_argument)
         wanted = _flight(eager, seeds, sequence, _by_context)
@@ -63,8 +63,8 @@ def _compiled(way, whole, checkpoint):
     ],
 )
 def test_compiled_models_follow_with_code_they_share(way, whole, checkpoint):
-    (counts,) = ranks.run(_compiled, way, whole, checkpoint, world_size=1)
-    assert counts[2] == counts[3] <= 12, counts
+    (counts,) = ranks.run(_compiled, way, whole, checkpoint, world_size=1, timeout_s=300)
+    assert counts[1] == counts[2] <= 12, counts
 
 
 def _not_handed_on():

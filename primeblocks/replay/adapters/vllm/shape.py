@@ -1,4 +1,4 @@
-"""What the rows of a model look like, from its configuration."""
+"""The shape of a model's rows, from its configuration."""
 
 from __future__ import annotations
 
