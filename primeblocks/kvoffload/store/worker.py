@@ -17,7 +17,7 @@ from ..page import PageKey, checksum
 from ..tier import Found, Record, Tier
 from .moves import Ask, Clear, Drop, Read, Recalled, Write
 
-__all__ = ["Holds", "Outcome", "TierWorker", "Until"]
+__all__ = ["Holds", "Order", "Outcome", "TierWorker", "Until"]
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from primeblocks.errors import CorruptionError
-from primeblocks.kvoffload import TieredStore
+from primeblocks.kvoffload import HostTier, TieredStore
 from primeblocks.kvoffload.evict import VersionAware, lru
+from primeblocks.kvoffload.store import copier
 from primeblocks.kvoffload.store.catalogue import Catalogue
 from primeblocks.kvoffload.store.level import Level
 from primeblocks.kvoffload.store.moves import (
@@ -186,3 +187,25 @@ def test_damage_in_a_shared_tier_is_dropped(host, memory):
         assert load(store, 0) is None
         store.flush().wait(timeout_s=SOON)
         assert key_of(0) not in below.pages
+
+
+@pytest.mark.parametrize(
+    ("page_bytes", "pages", "threads", "parts"),
+    [(1 << 20, 8, 2, [4, 4]), (64 << 10, 8, 2, [8]), (1 << 20, 20, 1, [16, 4])],
+    ids=["threads share large pages", "not a few small ones", "at most 16 MiB together"],
+)
+def test_a_batch_is_copied_in_few_parts(page_bytes, pages, threads, parts, monkeypatch):
+    made, copy = [], copier.copy_pages
+    monkeypatch.setattr(
+        copier,
+        "copy_pages",
+        lambda pages, *a, **to: (made.append(len(pages)), copy(pages, *a, **to)),
+    )
+    slab = HostTier(capacity_bytes=pages * page_bytes, page_bytes=page_bytes)
+    with TieredStore([slab], copy_threads=threads) as store:
+        keys = [key_of(number) for number in range(pages)]
+        page = np.ones(page_bytes, np.uint8)
+        store.save_batch(keys, [page] * pages).wait(timeout_s=SOON)
+        assert sorted(made, reverse=True) == parts
+        store.load_batch(keys, into=[page] * pages).wait(timeout_s=SOON)
+        assert sorted(made, reverse=True) == sorted([*parts, *parts], reverse=True)

@@ -206,8 +206,8 @@ class StoreTier(SecondaryTierManager):
         rows, keys, rollout = self._batch(job_metadata)
         attachments = [self._routes_of(*each) for each in zip(rows, keys, strict=True)]
         pages = [row[: self._page_bytes] for row in rows]
-        named = {"attachments": attachments, "rollout": rollout, "of": job_metadata}
-        self._jobs.save(job_metadata.job_id, keys, pages, **named)
+        job = job_metadata
+        self._jobs.save(job.job_id, keys, pages, attachments=attachments, rollout=rollout, of=job)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         rows, keys, rollout = self._batch(job_metadata)
