@@ -7,7 +7,9 @@ PAGE = 4096
 _NAMES = count()
 
 
-def make_spec(adapter, *, pool_pages, group_tokens=(32,), blocks_per_chunk=1, routes=0, **how):
+def make_spec(
+    adapter, *, pool_pages, group_tokens=(32,), blocks_per_chunk=1, routes=0, extra=(), **how
+):
     """The spec that vLLM makes from our arguments, for pages of 4096 bytes."""
     from vllm.v1.kv_offload import config
 
@@ -27,7 +29,7 @@ def make_spec(adapter, *, pool_pages, group_tokens=(32,), blocks_per_chunk=1, ro
             ),
             worker_kv_bytes_per_block=PAGE,
             enable_kv_cache_events=False,
-            extra_config=arguments["kv_transfer_config"].kv_connector_extra_config,
+            extra_config=arguments["kv_transfer_config"].kv_connector_extra_config | dict(extra),
             engine_id=f"test-{os.getpid()}-{next(_NAMES)}",
             model=config.OffloadingModelConfig("model", "float32"),
             cache=config.OffloadingCacheConfig(32, blocks_per_chunk),
