@@ -69,6 +69,11 @@ class TestArguments:
             "m.Two",
         ]
 
+    def test_middleware_that_both_have_is_named_once(self):
+        one = arguments_of({"middleware": "m.One"})
+        both = merge(one, arguments_of({"middleware": "m.Two"}))
+        assert merge(one, both) == merge(both, one) == both
+
     @pytest.mark.parametrize(
         ("one", "other", "named"),
         [
@@ -149,7 +154,9 @@ class TestShapes:
         found = replicas(QWEN, count, tensor=tensor, hosts=HOSTS[:hosts], gpus=gpus).processes
         assert [len(process.gpus) for process in found] == [tensor] * count
         assert len({(p.host, gpu) for p in found for gpu in p.gpus}) == count * tensor
-        assert len({process.url for process in found}) == count
+        for host in {process.host for process in found}:
+            urls = [process.url for process in found if process.host == host]
+            assert urls == [f"http://{host}:{8000 + index}" for index in range(len(urls))]
         assert {gpu for process in found for gpu in process.gpus} <= set(gpus)
 
     @given(
