@@ -127,7 +127,7 @@ class TestInAProcess:
         assert facts["registered"]["same_symbols"]
 
     def test_an_engine_that_uses_nothing_of_ours_is_vllms(self, facts):
-        """The configurations before it had capture on, and asked for two patches in this process."""
+        """The configurations before it had capture on, and asked for two patches here."""
         assert facts["plain_engine"] == ["routed_experts_on_cpu", "routes_over_nixl"]
         assert facts["log of plain_engine"] == []
 

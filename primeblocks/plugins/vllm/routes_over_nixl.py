@@ -68,9 +68,8 @@ def _test() -> SelfTest:
 
 PATCH = Patch(
     name="routes_over_nixl",
-    reason="Capture is refused beside NIXL, for rows of pages that another engine computed would be "
-    "asked for and end the engine. With `routes_with_pages` they come back missing, and each engine "
-    "tells the rows that it computed.",
+    reason="Capture is refused beside NIXL: an engine has no rows of pages that another computed, "
+    "and would end. With `routes_with_pages` such rows come back missing.",
     tested="vllm==0.32.*",
     replacements={VERIFY: _verify},
     self_test=_test,
