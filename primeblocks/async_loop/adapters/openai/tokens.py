@@ -78,7 +78,7 @@ async def generate_split(
 
     Returns the prompt with one token that the first server sampled, and the completions of the
     second, which sampled that token anew. Each has the routes that its server computed:
-    `replay.adapters.vllm.join_prefill` makes them those of one engine. A router of prefill and decode servers
+    `replay.adapters.vllm.join_prefill` makes them those of one engine. A router of such servers
     returns the second alone.
 
     Args:
