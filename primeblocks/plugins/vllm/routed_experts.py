@@ -8,9 +8,9 @@ from typing import Any
 from ...errors import UnsupportedError
 from ..patch import Patch, SelfTest, ours, stock
 
-__all__ = ["PATCH", "VERIFY", "check_capture"]
+__all__ = ["PATCH", "check_capture"]
 
-VERIFY = "vllm.config.vllm:VllmConfig._verify_aux_output_compatibility"
+_VERIFY = "vllm.config.vllm:VllmConfig._verify_aux_output_compatibility"
 _RUNNER = "vllm.v1.worker.cpu_worker:CPUModelRunner"
 
 
@@ -142,9 +142,9 @@ def _test_routed_experts() -> SelfTest:
         return ""
 
     step = inspect.unwrap(stock(_RUNNER).execute_model).__code__.co_names
-    refused = "Model Runner V2" in refusal(stock(VERIFY), prefix_caching=True)
-    accepted = refusal(ours(VERIFY), prefix_caching=True) == ""
-    still_checked = "prefix caching" in refusal(ours(VERIFY), prefix_caching=False)
+    refused = "Model Runner V2" in refusal(stock(_VERIFY), prefix_caching=True)
+    accepted = refusal(ours(_VERIFY), prefix_caching=True) == ""
+    still_checked = "prefix caching" in refusal(ours(_VERIFY), prefix_caching=False)
     return SelfTest(
         needed=refused and "aux_output_connector_metadata" not in step,
         effective=accepted and still_checked and hasattr(ours(_RUNNER), "aux_output_connector"),
@@ -156,7 +156,7 @@ PATCH = Patch(
     reason="Routed-expert return is wired to Model Runner V2 only, which needs a Triton with a CPU "
     "backend; the V1 CPU runner lacks a few calls on the same in-tree connector.",
     tested="vllm==0.32.*",
-    replacements={VERIFY: _verify, _RUNNER: _runner},
+    replacements={_VERIFY: _verify, _RUNNER: _runner},
     self_test=_test_routed_experts,
     asked=lambda config: config.aux_output_config.enabled,
 )

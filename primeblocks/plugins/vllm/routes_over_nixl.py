@@ -5,10 +5,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..patch import Patch, SelfTest, ours, stock
-from .routed_experts import VERIFY
 
 __all__ = ["PATCH"]
 
+_VERIFY = "vllm.config.vllm:VllmConfig._verify_aux_output_compatibility"
 _NIXL = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
 
 
@@ -59,10 +59,10 @@ def _test() -> SelfTest:
             return str(error)
         return ""
 
-    others = all(refusal(ours(VERIFY), name) for name in ("MooncakeConnector", "MoRIIOConnector"))
+    others = all(refusal(ours(_VERIFY), name) for name in ("MooncakeConnector", "MoRIIOConnector"))
     return SelfTest(
-        needed=all("PD auxiliary output" in refusal(stock(VERIFY), name) for name in _NIXL),
-        effective=others and not any(refusal(ours(VERIFY), name) for name in _NIXL),
+        needed=all("PD auxiliary output" in refusal(stock(_VERIFY), name) for name in _NIXL),
+        effective=others and not any(refusal(ours(_VERIFY), name) for name in _NIXL),
     )
 
 
@@ -71,7 +71,7 @@ PATCH = Patch(
     reason="Capture is refused beside NIXL: an engine has no rows of pages that another computed, "
     "and would end. With `routes_with_pages` such rows come back missing.",
     tested="vllm==0.32.*",
-    replacements={VERIFY: _verify},
+    replacements={_VERIFY: _verify},
     self_test=_test,
     asked=lambda config: config.aux_output_config.enabled and _over_nixl(config),
     cpu_only=False,

@@ -92,9 +92,7 @@ async def generate_split(
     tokens, extra = [int(token) for token in prompt], dict(extra_body or {})
     clock = MonotonicClock() if clock is None else clock
     end = clock.now() + timeout_s
-    remote = ("engine_id", "block_ids", "host", "port")
     wanted = {"do_remote_decode": True, "do_remote_prefill": False}
-    wanted |= {f"remote_{each}": None for each in remote}
     body = _request(tokens, cache_salt, extra | {_TRANSFER: wanted}, n=1, max_tokens=1)
     what = f"a prompt of {len(tokens)} tokens by {prefill.base_url}"
     text = await _post(prefill, body, what, timeout_s, clock)

@@ -200,11 +200,11 @@ class VllmFleet:
                 failed |= dict.fromkeys(lost, error)
                 names = [name for name in names if name not in lost]
         self._published, self._is_settled = published, True
-        for name, error in failed.items():
+        for name, met in failed.items():
             self._fleet.drain(name)
             logging.getLogger(__name__).warning(
                 "engine %r is drained: it did not load version %d, which %s now hold. %s: %s",
-                *(name, published.version, names, type(error).__name__, error),
+                *(name, published.version, names, type(met).__name__, met),
             )
         return FleetUpdate(published.version, tuple(names), failed)
 
