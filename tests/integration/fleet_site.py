@@ -30,6 +30,7 @@ ROUTER = shutil.which("vllm-router")
 needs_router = pytest.mark.skipif(ROUTER is None, reason="vllm-router is not installed")
 PROMPTS = np.random.default_rng(0).integers(4, 512, (6, 40)).tolist()
 CAPTURE = [*server_args(max_bytes=1 << 22, device="cpu"), "--block-size", "32"]
+TO_THE_END: dict[str, Any] = {"sampling_params": {"ignore_eos": True}}
 # Float32 sums of up to 512 terms, over log-probabilities of about -8.
 ROUNDING = 8 * 512 * 2**-24
 
@@ -157,7 +158,7 @@ async def retried(ask: Any, *args: Any, attempts: int = 3, **kwargs: Any) -> tup
 def member_of(served: Any) -> Member:
     from primeblocks.async_loop.adapters.openai import generate_tokens
 
-    return Member(partial(generate_tokens, client_of(served.url)), served.engine)
+    return Member(partial(generate_tokens, client_of(served.url), **TO_THE_END), served.engine)
 
 
 def updating() -> Any:

@@ -22,6 +22,7 @@ from tests.integration.fleet_site import (
     PROMPTS,
     ROUTER,
     START_S,
+    TO_THE_END,
     Policies,
     check,
     client_of,
@@ -200,7 +201,7 @@ async def _run_routed(folder: Path, start: Any, pair: Any, address: str) -> dict
 
     policies, seen = Policies(folder), {}
     members = {name: member_of(served) for name, served in pair.items()}
-    through = partial(generate_tokens, client_of(address))
+    through = partial(generate_tokens, client_of(address), **TO_THE_END)
     fleet = VllmFleet(members, update=updating(), through=through)
     for each in members.values():
         await policies.attach(each.engine)
@@ -263,12 +264,12 @@ def test_rollouts_through_a_router_are_of_the_versions_that_they_name(routed):
 
 
 @needs_router
-def test_a_control_call_through_a_router_reaches_onemember_of(routed):
+def test_a_control_call_through_a_router_reaches_one_server(routed):
     assert sorted(routed["paused"]) == [False, True]
 
 
 @needs_router
-def test_a_router_and_a_fleet_survive_the_death_of_amember_of(routed):
+def test_a_router_and_a_fleet_survive_the_death_of_a_server(routed):
     assert max(routed["failures"]) < 9
     check(routed["survived"], 2)
     assert routed["without"] == [("a",), ["b"]]
