@@ -370,7 +370,7 @@ def test_decode_is_sent_what_prefill_said_of_its_pages():
             return {"choices": [one], "kv_transfer_params": {"remote_block_ids": [[1, 2]]}}
         return {"choices": [token_choice(routed_experts="of the answer")]}
 
-    first, (second,) = split(reply, cache_salt="v4", extra_body={"priority": 1}, prompt_id="p")
+    first, second = split(reply, cache_salt="v4", extra_body={"priority": 1}, prompt_id="p")
     prefill, decode = asked
     assert prefill["sampling_params"]["max_tokens"] == 1
     assert decode["sampling_params"]["max_tokens"] == 8
@@ -380,6 +380,24 @@ def test_decode_is_sent_what_prefill_said_of_its_pages():
     assert (first.tokens.tolist(), first.prompt_id) == ([*PROMPT, 7], "p")
     assert second.attachments["routed_experts"] == "of the answer"
     assert second.versions.tolist() == [4, 5]
+
+
+def test_pages_are_read_once_whatever_the_client_retries():
+    decoded = []
+
+    def reply(_: str, body: Any) -> Any:
+        if body["kv_transfer_params"].get("do_remote_decode"):
+            return {"choices": [token_choice()], "kv_transfer_params": {"remote_port": 1}}
+        decoded.append(body)
+        return 503, {"message": "busy"}
+
+    async def use(client: Any) -> None:
+        eager = client.with_options(max_retries=3)
+        with pytest.raises(EngineError, match="status 503"):
+            await generate_split(eager, eager, PROMPT, max_tokens=8, timeout_s=60.0)
+
+    asyncio.run(on_server(reply, use))
+    assert len(decoded) == 1
 
 
 @pytest.mark.parametrize("told", [None, [], "x"])

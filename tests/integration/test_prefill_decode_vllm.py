@@ -87,16 +87,24 @@ async def _run_split(folder: Path, pair: Any, address: str | None) -> dict[str, 
         await fleet.update(policies.publish(version), timeout_s=TIMEOUT_S)
         before, compared = _hits(pair["decode"].url), []
         for prompt in prompts:
-            first, (second,) = await fleet.generate(prompt, **greedy)
+            first, second = await fleet.generate(prompt, **greedy)
             (single,) = await generate_tokens(decode, prompt, cache_salt=f"one-{version}", **greedy)
             compared.append(_compared(policies, first, second, single))
         hits = _hits(pair["decode"].url) - before
         seen["rounds"].append({"version": version, "hits": hits, "compared": compared})
+    # The next turn of a conversation: what the decode server generated begins its prompt.
+    turn, kept = [*map(int, second.tokens), *prompts[0][:40]], (len(second.tokens) - 1) // 32 * 32
+    first, second = await fleet.generate(turn, **greedy)
+    (single,) = await generate_tokens(decode, turn, cache_salt="one-2", **greedy)
+    seen["turn"] = _compared(policies, first, second, single)
+    # Of the pages that decode still has, it computed the rows from the prompt's last token on.
+    seen["known"] = max(0, kept - len(prompts[0]) + 1)
+    seen["turn"]["prompt"] = len(turn)
     seen["prompt"] = sum(map(len, prompts))
     # The prompt was computed before an update, the answer after it.
     first, _ = await fleet.generate(prompts[0], **greedy)
     await fleet.update(policies.publish(3), timeout_s=TIMEOUT_S)
-    _, (second,) = await fleet.generate(prompts[0], **greedy)
+    _, second = await fleet.generate(prompts[0], **greedy)
     try:
         _join(policies, first, second)
     except PrimeblocksError as error:
@@ -165,6 +173,13 @@ def test_routes_of_both_engines_join_to_those_of_one(split):
 
 def test_a_prompt_of_other_weights_is_refused(split):
     assert "version 2 computed the prompt, and version 3 went on" in split["mixed"]
+
+
+def test_a_second_turn_has_rows_of_both_engines(split):
+    turn = split["turn"]
+    assert turn["same_routes"]
+    check([turn["judged"]], 2)
+    assert turn["sent"] == turn["prompt"] - 1 - split["known"]
 
 
 @needs_router

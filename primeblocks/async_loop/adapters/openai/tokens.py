@@ -59,7 +59,7 @@ async def generate_tokens(
     )  # fmt: skip
     what = f"a completion of {len(tokens)} tokens by {client.base_url}"
     text = await _post(client, body, what, timeout_s, clock)
-    choices = choices_of(text, what, body["sampling_params"]["n"])
+    choices = choices_of(text, what, body["sampling_params"].get("n", 1))
     return tuple(_rollout(choice, tokens, what, prompt_id) for choice in choices)
 
 
@@ -73,16 +73,17 @@ async def generate_split(
     extra_body: Mapping[str, Any] | None = None,
     clock: Clock | None = None,
     **options: Any,
-) -> tuple[Rollout, tuple[Rollout, ...]]:
+) -> tuple[Rollout, Rollout]:
     """Have one server compute the prompt, and another go on from its keys and values.
 
-    Returns the prompt with one token that the first server sampled, and the completions of the
-    second, which sampled that token anew. Each has the routes that its server computed:
+    Returns the prompt with one token that the first server sampled, and the completion of the
+    second, which sampled that token anew. Pages are read once: the second is asked once, for one
+    completion. Each has the routes that its server computed:
     `replay.adapters.vllm.join_prefill` makes them those of one engine. A router of such servers
     returns the second alone.
 
     Args:
-        options: of `generate_tokens`.
+        options: of `generate_tokens`, `n` apart.
 
     Raises:
         UnsupportedError: the first server has no connector for transfers.
@@ -103,16 +104,17 @@ async def generate_split(
             f"{what} came without {_TRANSFER}: start both servers with --kv-transfer-config, such "
             'as \'{"kv_connector": "NixlConnector", "kv_role": "kv_both"}\'.'
         )
-    completions = await generate_tokens(
-        decode,
+    (completion,) = await generate_tokens(
+        decode.with_options(max_retries=0),
         tokens,
         timeout_s=end - clock.now(),
         cache_salt=cache_salt,
         extra_body=extra | {_TRANSFER: transfer},
         clock=clock,
+        n=1,
         **options,
     )
-    return _rollout(choice, tokens, what, options.get("prompt_id")), completions
+    return _rollout(choice, tokens, what, options.get("prompt_id")), completion
 
 
 def _request(

@@ -217,8 +217,8 @@ class VllmFleet:
                     f"engine {name!r} says that its weights are {label!r} after an update to "
                     f"version {self.version}; it is not opened"
                 )
-        self._members[name] = member
         self._fleet.add(name, member.generate)
+        self._members[name] = member
 
     async def _load(self, members: Sequence[Member], published: Published, end: float) -> None:
         engines = [member.engine for member in members]
