@@ -4,8 +4,6 @@ With vLLM's own server: tests/replay/test_vllm_server.py.
 """
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -17,8 +15,6 @@ openai = pytest.importorskip("openai")
 
 from primeblocks.async_loop.adapters.openai import (  # noqa: E402
     generate,
-    generate_split,
-    generate_tokens,
     served_version,
 )
 from primeblocks.errors import (  # noqa: E402
@@ -29,13 +25,7 @@ from primeblocks.errors import (  # noqa: E402
     UsageError,
 )
 from primeblocks.testing.faults import ManualClock  # noqa: E402
-
-PROMPT = [7, 8, 9]
-Reply = Callable[[str, Any], Any]
-
-
-class Died(Exception):
-    """The connection ends without an answer."""
+from tests.async_loop.client_site import ANYTHING, PROMPT, Died, Reply, on_server  # noqa: E402
 
 
 def choice(index: int = 0, **other: Any) -> dict[str, Any]:
@@ -54,42 +44,6 @@ def choice(index: int = 0, **other: Any) -> dict[str, Any]:
 
 def logprobs(*values: Any, names: Any = None) -> dict[str, Any]:
     return choice(logprobs={"tokens": names, "token_logprobs": list(values)})
-
-
-async def on_server(reply: Reply, use: Callable[[Any], Awaitable[Any]]) -> Any:
-    """Use a client of a server that answers `reply(path, body)`: JSON, text, or status and JSON."""
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-            size = (
-                int(head.split("content-length: ")[1].split()[0]) if "content-length" in head else 0
-            )
-            body = await reader.readexactly(size)
-            answer = reply(head.split()[1], json.loads(body or b"null"))
-            if asyncio.iscoroutine(answer):
-                answer = await answer
-            status, answer = answer if isinstance(answer, tuple) else (200, answer)
-            data = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
-            writer.write(
-                b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\nconnection: close\r\n"
-                b"content-length: %d\r\n\r\n%s" % (status, len(data), data)
-            )
-            await writer.drain()
-        except Died:
-            pass
-        finally:
-            writer.close()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    async with (
-        server,
-        openai.AsyncOpenAI(
-            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0
-        ) as client,
-    ):
-        return await use(client)
 
 
 def ask(reply: Reply, **other: Any) -> Any:
@@ -153,11 +107,6 @@ def test_any_other_answer_is_a_typed_error(answer, error, match):
     assert type(caught.value) is error
 
 
-ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-    max_leaves=4,
-)
 PLACES = ["index", "token_ids", "prompt_token_ids", "logprobs", "finish_reason", "routed_experts"]
 
 
@@ -248,185 +197,3 @@ def test_weights_that_change_meanwhile_are_refused():
 def test_a_label_that_is_no_version_is_refused(answer, error):
     with pytest.raises(error):
         asyncio.run(on_server(lambda *_: answer, served_version))
-
-
-# --- vLLM's own protocol -------------------------------------------------------------------------
-
-
-def token_choice(index: int = 0, **other: Any) -> dict[str, Any]:
-    """One choice of `/inference/v1/generate`; the weights changed after its first token."""
-    ids, logprobs = [20 + index, 21], [-0.1 - index, -1 / 3]
-    content = [
-        {"token_id": token, "logprob": logprob, "rank": None, "top_logprobs": []}
-        for token, logprob in zip(ids, logprobs, strict=True)
-    ]
-    spans = [{"version": "4", "start": 0, "end": 1}, {"version": "5", "start": 1, "end": 2}]
-    return {
-        "index": index,
-        "finish_reason": "length",
-        "token_ids": ids,
-        "logprobs": {"content": content},
-        "weight_versions": spans,
-        "routed_experts": None,
-    } | other
-
-
-def ask_tokens(reply: Reply, **other: Any) -> Any:
-    arguments = {"max_tokens": 8, "timeout_s": 60.0} | other
-    return asyncio.run(
-        on_server(reply, lambda client: generate_tokens(client, PROMPT, **arguments))
-    )
-
-
-def test_every_token_has_the_version_that_sampled_it():
-    asked = []
-
-    def reply(path: str, body: Any) -> Any:
-        asked.append((path, body))
-        return {"choices": [token_choice(1, routed_experts="text"), token_choice(0)]}
-
-    first, second = ask_tokens(
-        reply, n=2, seed=3, cache_salt="v4", stop_token_ids=[9], prompt_id="p",
-        sampling_params={"top_p": 0.5}, extra_body={"priority": 1},
-    )  # fmt: skip
-    ((path, body),) = asked
-    assert path == "/inference/v1/generate"
-    assert {"token_ids": PROMPT, "cache_salt": "v4", "priority": 1}.items() <= body.items()
-    assert body["sampling_params"] == {
-        "logprobs": 0, "detokenize": False, "n": 2, "max_tokens": 8, "temperature": 1.0, "seed": 3,
-        "stop_token_ids": [9], "top_p": 0.5,
-    }  # fmt: skip
-    assert first.tokens.tolist() == [*PROMPT, 20, 21]
-    np.testing.assert_array_equal(second.logprobs, [-1.1, -1 / 3])
-    np.testing.assert_array_equal(first.versions, [4, 5])
-    assert (first.finish_reason, first.prompt_id, first.prompt_length) == ("length", "p", 3)
-    assert (dict(first.attachments), dict(second.attachments)) == ({}, {"routed_experts": "text"})
-
-
-def spans(*each: Any) -> dict[str, Any]:
-    named = [dict(zip(("version", "start", "end"), one, strict=True)) for one in each]
-    return token_choice(weight_versions=named)
-
-
-@pytest.mark.parametrize(
-    ("answer", "error", "match"),
-    [
-        ("<html>", EngineError, "no answer of this protocol"),
-        ({"choices": [token_choice(1)]}, EngineError, r"choices \[1\] where 1"),
-        ({"choices": [token_choice(token_ids=None)]}, EngineError, "that are none"),
-        ({"choices": [token_choice(token_ids=[20])]}, EngineError, "1 tokens"),
-        ({"choices": [token_choice(token_ids=[21, 20])]}, EngineError, "log-probabilities of"),
-        ({"choices": [token_choice(logprobs=None)]}, UnsupportedError, "no log-probabilities"),
-        ({"choices": [token_choice(logprobs={"content": [1]})]}, EngineError, "no choice of this"),
-        ({"choices": [token_choice(weight_versions=None)]}, UnsupportedError, "weight_versions"),
-        ({"choices": [token_choice(weight_versions=[7])]}, EngineError, "no choice of this"),
-        ({"choices": [spans(("default", 0, 2))]}, EngineError, "labelled 'default'.*update it"),
-        ({"choices": [spans((4, 0, 2))]}, EngineError, "labelled 4"),
-        ({"choices": [spans(("4", 0, 1))]}, EngineError, "do not fit: .* end at 1 of 2"),
-        ({"choices": [spans(("4", 0, None))]}, EngineError, "of tokens 0 to None"),
-        ((503, {"message": "no worker"}), EngineError, "status 503.*no worker"),
-        ((403, {"message": "--enable-scale-out"}), UsageError, "status 403"),
-    ],
-)
-def test_any_other_answer_of_vllm_is_a_typed_error(answer, error, match):
-    with pytest.raises(PrimeblocksError, match=match) as caught:
-        ask_tokens(lambda *_: answer)
-    assert type(caught.value) is error
-
-
-@given(
-    st.sampled_from(["index", "token_ids", "logprobs", "weight_versions", "finish_reason"]),
-    ANYTHING,
-)
-def test_anything_in_the_place_of_a_part_of_vllms_is_an_answer_or_a_typed_error(name, value):
-    answer = {"choices": [token_choice() | {name: value}]}
-    try:
-        (rollout,) = ask_tokens(lambda *_: answer)
-    except PrimeblocksError:
-        return
-    assert rollout.tokens.tolist() == PROMPT + answer["choices"][0]["token_ids"]
-
-
-def split(reply: Reply, **other: Any) -> Any:
-    arguments = {"max_tokens": 8, "timeout_s": 60.0} | other
-    return asyncio.run(
-        on_server(reply, lambda client: generate_split(client, client, PROMPT, **arguments))
-    )
-
-
-def test_decode_is_sent_what_prefill_said_of_its_pages():
-    asked = []
-
-    def reply(_: str, body: Any) -> Any:
-        asked.append(body)
-        if body["kv_transfer_params"].get("do_remote_decode"):
-            content = [{"token_id": 7, "logprob": -1.0}]
-            one = token_choice(
-                token_ids=[7],
-                logprobs={"content": content},
-                weight_versions=[{"version": "4", "start": 0, "end": 1}],
-                routed_experts="of the prompt",
-            )
-            return {"choices": [one], "kv_transfer_params": {"remote_block_ids": [[1, 2]]}}
-        return {"choices": [token_choice(routed_experts="of the answer")]}
-
-    first, second = split(reply, cache_salt="v4", extra_body={"priority": 1}, prompt_id="p")
-    prefill, decode = asked
-    assert prefill["sampling_params"]["max_tokens"] == 1
-    assert decode["sampling_params"]["max_tokens"] == 8
-    assert decode["kv_transfer_params"] == {"remote_block_ids": [[1, 2]]}
-    assert all((each["cache_salt"], each["priority"]) == ("v4", 1) for each in asked)
-    assert first.attachments["routed_experts"] == "of the prompt"
-    assert (first.tokens.tolist(), first.prompt_id) == ([*PROMPT, 7], "p")
-    assert second.attachments["routed_experts"] == "of the answer"
-    assert second.versions.tolist() == [4, 5]
-
-
-def test_pages_are_read_once_whatever_the_client_retries():
-    decoded = []
-
-    def reply(_: str, body: Any) -> Any:
-        if body["kv_transfer_params"].get("do_remote_decode"):
-            return {"choices": [token_choice()], "kv_transfer_params": {"remote_port": 1}}
-        decoded.append(body)
-        return 503, {"message": "busy"}
-
-    async def use(client: Any) -> None:
-        eager = client.with_options(max_retries=3)
-        with pytest.raises(EngineError, match="status 503"):
-            await generate_split(eager, eager, PROMPT, max_tokens=8, timeout_s=60.0)
-
-    asyncio.run(on_server(reply, use))
-    assert len(decoded) == 1
-
-
-@pytest.mark.parametrize("told", [None, [], "x"])
-def test_a_prefill_that_sends_nothing_is_told_how_to_start(told):
-    answer = {"choices": [token_choice()], "kv_transfer_params": told}
-    with pytest.raises(UnsupportedError, match="--kv-transfer-config.*NixlConnector"):
-        split(lambda *_: answer)
-
-
-def test_prefill_and_decode_have_one_deadline():
-    arrived, never = asyncio.Event(), asyncio.Event()
-    clock = ManualClock()
-
-    async def reply(_: str, body: Any) -> Any:
-        if body["kv_transfer_params"].get("do_remote_decode"):
-            clock.advance(4.0)
-            return {"choices": [token_choice()], "kv_transfer_params": {"remote_port": 1}}
-        arrived.set()
-        await never.wait()
-        raise Died
-
-    async def use(client: Any) -> None:
-        asked = asyncio.ensure_future(
-            generate_split(client, client, PROMPT, max_tokens=8, timeout_s=5.0, clock=clock)
-        )
-        await arrived.wait()
-        clock.advance(1.0)
-        with pytest.raises(DeadlineError, match="within 1 s"):
-            await asked
-        never.set()
-
-    asyncio.run(on_server(reply, use))
