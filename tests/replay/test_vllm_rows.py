@@ -279,6 +279,9 @@ def test_halves_that_are_no_halves_are_refused():
     for wrong in (0, 4, 7):
         with pytest.raises(ShapeError, match=f"a prompt of {wrong} tokens .* got 6 and 9"):
             join_prefill(prefill, decode, **asked | {"prompt_tokens": wrong})
+    for wrong in (-1, 6):
+        with pytest.raises(ShapeError, match=f"prompt_start {wrong}"):
+            join_prefill(prefill, decode, **asked | {"prompt_start": wrong})
     with pytest.raises(ShapeError, match="got 6 and 4 tokens"):
         join_prefill(prefill, decode[:4], **asked)
     other = Routes.from_array(array[:6], num_experts=9, layer_ids=(1, 2))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....errors import MissingPackageError
 from .completion import Completion
-from .fleet import FleetUpdate, Member, VllmFleet
+from .fleet import FleetUpdate, Member, Published, VllmFleet
 
 if TYPE_CHECKING:
     from .engine import VllmEngine, base_engine_args
@@ -23,6 +23,7 @@ __all__ = [
     "Completion",
     "FleetUpdate",
     "Member",
+    "Published",
     "VllmEngine",
     "VllmFleet",
     "base_engine_args",

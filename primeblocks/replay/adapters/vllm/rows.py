@@ -158,10 +158,12 @@ def join_prefill(
             "are the routes of no policy. Ask again; update both engines together."
         )
     one_more = prefill.tokens in (prompt_tokens, prompt_tokens + 1)
-    if not 1 <= prompt_tokens <= decode.tokens or not one_more:
+    inside = 0 <= prompt_start <= prompt_tokens and 1 <= prompt_tokens <= decode.tokens
+    if not inside or not one_more:
         raise ShapeError(
             f"a prompt of {prompt_tokens} tokens needs routes of it, or of one token more, and of "
-            f"it and a completion; got {prefill.tokens} and {decode.tokens} tokens"
+            f"it and a completion; got {prefill.tokens} and {decode.tokens} tokens, prompt_start "
+            f"{prompt_start}"
         )
     sent = prefill[:prompt_tokens].with_missing(after=decode.tokens - prompt_tokens)
     joined = decode.fill(sent)
