@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primeblocks.async_loop import AsyncLoop, Rollout, RolloutBuffer, StalenessPolicy
-from primeblocks.async_loop.adapters.vllm import Member, VllmFleet
+from primeblocks.async_loop.adapters.vllm import FleetMember, VllmFleet
 from primeblocks.async_loop.scheduler import Retries
 from primeblocks.errors import DeadlineError, EngineError, PrimeblocksError, TransferError
 from primeblocks.testing.faults import ManualClock
@@ -40,7 +40,7 @@ class Engine(FakeEngine):
 
     @property
     def member(self):
-        return Member(self.generate, self)
+        return FleetMember(self.generate, self)
 
 
 def published(version):
@@ -258,7 +258,7 @@ def test_servers_get_calls_with_a_deadline_and_a_router_all_requests():
         async def routed(prompt, *, cache_salt):
             return "router", prompt, cache_salt
 
-        member = Member(engine.generate, SimpleNamespace(until=until))
+        member = FleetMember(engine.generate, SimpleNamespace(until=until))
         fleet = VllmFleet({"a": member}, update=load, through=routed, clock=clock)
         await fleet.update(published(7), timeout_s=TIMEOUT_S)
         assert await fleet.versions(timeout_s=5) == {"a": "7"}
@@ -377,7 +377,7 @@ def test_a_fleet_needs_no_vllm_and_an_engine_says_that_it_does():
     code = (
         "import sys; sys.modules['vllm'] = None\n"
         "from primeblocks.async_loop.adapters import vllm\n"
-        "vllm.VllmFleet({'a': vllm.Member(print, None)}, update=print)\n"
+        "vllm.VllmFleet({'a': vllm.FleetMember(print, None)}, update=print)\n"
         "for name in ('VllmEngine', 'base_engine_args', 'generate_in_parts', 'nonsense'):\n"
         "    try: getattr(vllm, name)\n"
         "    except (ImportError, AttributeError) as error: print(type(error).__name__, error)\n"

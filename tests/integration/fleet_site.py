@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from primeblocks.async_loop.adapters.vllm import Member
+from primeblocks.async_loop.adapters.vllm import FleetMember
 from primeblocks.errors import EngineError, how_it_ended
 from primeblocks.replay import compare, record
 from primeblocks.replay.adapters.transformers import routers
@@ -155,10 +155,10 @@ async def retried(ask: Any, *args: Any, attempts: int = 3, **kwargs: Any) -> tup
     raise AssertionError
 
 
-def member_of(served: Any) -> Member:
+def member_of(served: Any) -> FleetMember:
     from primeblocks.async_loop.adapters.openai import generate_tokens
 
-    return Member(partial(generate_tokens, client_of(served.url), **TO_THE_END), served.engine)
+    return FleetMember(partial(generate_tokens, client_of(served.url), **TO_THE_END), served.engine)
 
 
 def updating() -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from primeblocks.async_loop.adapters.vllm import Member, VllmFleet
+from primeblocks.async_loop.adapters.vllm import FleetMember, VllmFleet
 from primeblocks.errors import PrimeblocksError
 from primeblocks.plugins.vllm import register
 from tests.engine_job import call
@@ -44,7 +44,7 @@ pytestmark = [
 ]
 
 
-async def _local(folder: Path) -> tuple[Any, Member]:
+async def _local(folder: Path) -> tuple[Any, FleetMember]:
     from primeblocks.async_loop.adapters.vllm import VllmEngine, base_engine_args
     from primeblocks.replay.adapters.vllm import engine_args as capture_args
     from primeblocks.weightsync.adapters import vllm as into_vllm
@@ -58,7 +58,7 @@ async def _local(folder: Path) -> tuple[Any, Member]:
     async def generate(prompt: list[int], **options: Any) -> Any:
         return [each.to_rollout() for each in await engine.generate(prompt, **options)]
 
-    return engine, Member(generate, engine.llm)
+    return engine, FleetMember(generate, engine.llm)
 
 
 async def _rollouts(fleet: VllmFleet, tokens: int, prompts: Any = PROMPTS) -> list[Any]:
@@ -75,6 +75,8 @@ async def _in_flight(fleet: VllmFleet, served: Any, receipt: Any) -> list[Any]:
     served.before_long = await asyncio.to_thread(served.generated)
     asked = asyncio.ensure_future(_rollouts(fleet, LONG))
     await asyncio.wait_for(served.amid(""), START_S)
+    # So that none ends before; the update lets them go on.
+    await fleet.pause(mode="keep", clear_cache=False, timeout_s=TIMEOUT_S)
     await fleet.update(receipt, timeout_s=2 * TIMEOUT_S)
     return await asked
 

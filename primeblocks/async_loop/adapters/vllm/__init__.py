@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....errors import MissingPackageError
 from .completion import Completion
-from .fleet import FleetUpdate, Member, Published, VllmFleet
+from .fleet import FleetMember, FleetUpdate, Published, VllmFleet
 
 if TYPE_CHECKING:
     from .engine import VllmEngine, base_engine_args
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Completion",
+    "FleetMember",
     "FleetUpdate",
-    "Member",
     "Published",
     "VllmEngine",
     "VllmFleet",

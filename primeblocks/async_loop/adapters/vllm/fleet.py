@@ -17,7 +17,7 @@ from ...clock import Clock, MonotonicClock, within
 from ...routing import Fleet
 from ...staleness import cache_salt
 
-__all__ = ["FleetUpdate", "Member", "Published", "VllmFleet"]
+__all__ = ["FleetMember", "FleetUpdate", "Published", "VllmFleet"]
 
 
 class Published(Protocol):
@@ -28,7 +28,7 @@ class Published(Protocol):
 
 
 @dataclass(frozen=True)
-class Member:
+class FleetMember:
     """One engine of a fleet.
 
     Args:
@@ -75,7 +75,7 @@ class VllmFleet:
 
     def __init__(
         self,
-        members: Mapping[str, Member],
+        members: Mapping[str, FleetMember],
         *,
         update: Callable[..., Awaitable[Any]],
         through: Callable[..., Awaitable[Any]] | None = None,
@@ -133,7 +133,7 @@ class VllmFleet:
         what = f"the update of the fleet to version {published.version}"
         return await self._next(lambda end: self._update_open(published, end), timeout_s, what)
 
-    async def join(self, name: str, member: Member, *, timeout_s: float) -> None:
+    async def join(self, name: str, member: FleetMember, *, timeout_s: float) -> None:
         """Give an engine the current version, look whether it says so, and open it.
 
         Under a new name, or in the place of one that is gone. It must know where weights come from
@@ -208,7 +208,7 @@ class VllmFleet:
             )
         return FleetUpdate(published.version, tuple(names), failed)
 
-    async def _join(self, name: str, member: Member, end: float) -> None:
+    async def _join(self, name: str, member: FleetMember, end: float) -> None:
         if self._published is not None:
             await self._load([member], self._published, end)
             label = await self._call(member, "get_weight_version", end)
@@ -220,11 +220,11 @@ class VllmFleet:
         self._fleet.add(name, member.generate)
         self._members[name] = member
 
-    async def _load(self, members: Sequence[Member], published: Published, end: float) -> None:
+    async def _load(self, members: Sequence[FleetMember], published: Published, end: float) -> None:
         engines = [member.engine for member in members]
         await self._update(engines, published, timeout_s=(end - self._clock.now()) / 2)
 
-    async def _call(self, member: Member, method: str, end: float, **arguments: Any) -> Any:
+    async def _call(self, member: FleetMember, method: str, end: float, **arguments: Any) -> Any:
         calls = member.engine.until(end) if hasattr(member.engine, "until") else member.engine
         called, left_s = getattr(calls, method)(**arguments), end - self._clock.now()
         return await within(called, timeout_s=left_s, clock=self._clock, what=method)
