@@ -30,6 +30,7 @@ from primeblocks.weightsync import SharedMemoryTransport
 from primeblocks.weightsync.engines.remote import WorkerState
 from tests.engine_job import ENVIRONMENT
 from tests.kvoffload.mooncake_fake import FakeClient, FakeMaster
+from tests.serving_page import serving
 from tests.weightsync.fake_engine import FakeEngine
 from tests.weightsync.sglang_fake import FakeSglang
 from tests.weightsync.test_vllm_server import FakeServer
@@ -197,12 +198,6 @@ def sparse_attention():
         "layer": torch.nn.Linear(4, 4),
         **drawn,
     }
-
-
-@contextmanager
-def serving():
-    yield (names := {name: mock.AsyncMock() for name in ("engine_a", "engine_b")})
-    assert names["fleet"].states(names["describe"]([1, 2, 3, 4], ""))[0].matched == 1
 
 
 @contextmanager

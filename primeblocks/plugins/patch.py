@@ -50,8 +50,7 @@ class Patch:
     def applied(self) -> bool:
         """Say whether every symbol is ours in this process. Local; imports their modules."""
         return all(
-            _owner(symbol) is not None
-            and getattr(ours(symbol), "primeblocks_patch", "") == self.name
+            _owner(symbol) is not None and self.name in _patches(symbol)
             for symbol in self.replacements
         )
 
@@ -72,8 +71,8 @@ def replace(replacements: Mapping[str, Callable[[Any], Any]], *, name: str, test
             f"with {tested}; install that."
         )
     for symbol, replacement_of in replacements.items():
-        original = ours(symbol)
-        if getattr(original, "primeblocks_patch", "") != name:
+        if name not in _patches(symbol):
+            original = ours(symbol)
             replacement = replacement_of(original)
             replacement.primeblocks_patch = name
             replacement.primeblocks_stock = original
@@ -86,9 +85,20 @@ def ours(symbol: str) -> Any:
 
 
 def stock(symbol: str) -> Any:
-    """Return what `module:path` named before a patch replaced it. Local."""
-    current = ours(symbol)
-    return getattr(current, "primeblocks_stock", current)
+    """Return what `module:path` named before patches replaced it. Local."""
+    return _layers(symbol)[-1]
+
+
+def _patches(symbol: str) -> set[str]:
+    """Return the names of the patches that `module:path` has, one over the other."""
+    return {layer.primeblocks_patch for layer in _layers(symbol)[:-1]}
+
+
+def _layers(symbol: str) -> list[Any]:
+    layers = [ours(symbol)]
+    while hasattr(layers[-1], "primeblocks_stock"):
+        layers.append(layers[-1].primeblocks_stock)
+    return layers
 
 
 def _owner(symbol: str) -> Any:

@@ -4,8 +4,6 @@ With vLLM's own server: tests/replay/test_vllm_server.py.
 """
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,10 @@ from hypothesis import strategies as st
 
 openai = pytest.importorskip("openai")
 
-from primeblocks.async_loop.adapters.openai import generate, served_version  # noqa: E402
+from primeblocks.async_loop.adapters.openai import (  # noqa: E402
+    generate,
+    served_version,
+)
 from primeblocks.errors import (  # noqa: E402
     DeadlineError,
     EngineError,
@@ -24,13 +25,7 @@ from primeblocks.errors import (  # noqa: E402
     UsageError,
 )
 from primeblocks.testing.faults import ManualClock  # noqa: E402
-
-PROMPT = [7, 8, 9]
-Reply = Callable[[str, Any], Any]
-
-
-class Died(Exception):
-    """The connection ends without an answer."""
+from tests.async_loop.client_site import ANYTHING, PROMPT, Died, Reply, on_server  # noqa: E402
 
 
 def choice(index: int = 0, **other: Any) -> dict[str, Any]:
@@ -49,42 +44,6 @@ def choice(index: int = 0, **other: Any) -> dict[str, Any]:
 
 def logprobs(*values: Any, names: Any = None) -> dict[str, Any]:
     return choice(logprobs={"tokens": names, "token_logprobs": list(values)})
-
-
-async def on_server(reply: Reply, use: Callable[[Any], Awaitable[Any]]) -> Any:
-    """Use a client of a server that answers `reply(path, body)`: JSON, text, or status and JSON."""
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-            size = (
-                int(head.split("content-length: ")[1].split()[0]) if "content-length" in head else 0
-            )
-            body = await reader.readexactly(size)
-            answer = reply(head.split()[1], json.loads(body or b"null"))
-            if asyncio.iscoroutine(answer):
-                answer = await answer
-            status, answer = answer if isinstance(answer, tuple) else (200, answer)
-            data = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
-            writer.write(
-                b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\nconnection: close\r\n"
-                b"content-length: %d\r\n\r\n%s" % (status, len(data), data)
-            )
-            await writer.drain()
-        except Died:
-            pass
-        finally:
-            writer.close()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    async with (
-        server,
-        openai.AsyncOpenAI(
-            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0
-        ) as client,
-    ):
-        return await use(client)
 
 
 def ask(reply: Reply, **other: Any) -> Any:
@@ -148,11 +107,6 @@ def test_any_other_answer_is_a_typed_error(answer, error, match):
     assert type(caught.value) is error
 
 
-ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-    max_leaves=4,
-)
 PLACES = ["index", "token_ids", "prompt_token_ids", "logprobs", "finish_reason", "routed_experts"]
 
 

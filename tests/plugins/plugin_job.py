@@ -87,12 +87,20 @@ def refused(model: str) -> dict[str, tuple[str, str] | None]:
         "no_capture": attempt(model, enable_return_routed_experts=False),
         "speculative": attempt(model, enforce_eager=True, speculative_config=speculative),
         "no_prefix_caching": attempt(model, enforce_eager=True, enable_prefix_caching=False),
+        "mooncake": attempt(model, enforce_eager=True, kv_transfer_config=over("Mooncake")),
+        "nixl": attempt(model, enforce_eager=True, kv_transfer_config=over("Nixl")),
     }
     del os.environ["TORCH_COMPILE_DISABLE"]  # which would make every mode an eager one
     found["default"] = attempt(model)
     found["stock_torch_compile"] = attempt(model, compilation_config={"mode": 1})
     os.environ["TORCH_COMPILE_DISABLE"] = "1"
     return found
+
+
+def over(connector: str) -> Any:
+    from vllm.config import KVTransferConfig
+
+    return KVTransferConfig(kv_connector=f"{connector}Connector", kv_role="kv_both")
 
 
 def phase(name: str) -> None:

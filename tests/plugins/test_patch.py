@@ -76,6 +76,14 @@ def test_a_missing_module_is_a_missing_symbol(host):
     assert not absent.applied()
 
 
-def test_another_patch_of_the_same_symbol_does_not_count(host):
-    patch("limit", name="first").apply()
-    assert not patch("limit", name="second").applied()
+def test_patches_of_one_symbol_lie_over_each_other(host):
+    first, second = (patch("limit", name=name) for name in ("first", "second"))
+    original = host.limit
+    first.apply()
+    assert not second.applied()
+    for each in (second, first, second):
+        each.apply()
+    assert host.limit() == "1 and ours and ours"
+    assert first.applied()
+    assert second.applied()
+    assert stock(f"{HOST}:limit") is original

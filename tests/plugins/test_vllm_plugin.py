@@ -16,7 +16,8 @@ from tests.engine_job import run_job
 
 CPU = {"release": "0.32.0", "is_cpu": True, "off": ""}
 CPU_ONLY = {"amx_on_cpu", "routed_experts_on_cpu", "moe_reload_on_cpu"}
-NAMES = CPU_ONLY | {"missing_routes_survive", "routes_with_pages"}
+NAMES = CPU_ONLY | {"missing_routes_survive", "routes_with_pages", "routes_over_nixl"}
+CAPTURE = NAMES - {"amx_on_cpu", "routes_over_nixl"}
 EXACT_K3 = 1e-11  # float32 rounding; a fault costs 0.1 and more
 
 
@@ -103,6 +104,8 @@ OUR_TIER = SimpleNamespace(
     kv_connector_extra_config={"spec_module_path": "primeblocks.kvoffload.adapters.vllm.spec"}
 )
 
+NIXL = SimpleNamespace(kv_connector="NixlConnector", kv_connector_extra_config={})
+
 
 @pytest.mark.parametrize(
     ("settings", "asked"),
@@ -111,8 +114,10 @@ OUR_TIER = SimpleNamespace(
         ({"dtype": "float16", "backend": "nccl", "transfer": THEIR_TIER}, set()),
         ({"backend": "primeblocks"}, {"moe_reload_on_cpu"}),
         ({"transfer": OUR_TIER}, {"moe_reload_on_cpu"}),
-        ({"capture": True}, NAMES - {"amx_on_cpu"}),
-        ({"capture": True, "transfer": THEIR_TIER}, NAMES - {"amx_on_cpu"}),
+        ({"transfer": NIXL}, set()),
+        ({"capture": True}, CAPTURE),
+        ({"capture": True, "transfer": THEIR_TIER}, CAPTURE),
+        ({"capture": True, "transfer": NIXL}, CAPTURE | {"routes_over_nixl"}),
         ({"dtype": "bfloat16"}, {"amx_on_cpu"}),
     ],
 )
@@ -161,17 +166,19 @@ class TestInAProcess:
         assert facts["registered"]["same_symbols"]
 
     def test_an_engine_that_uses_nothing_of_ours_is_vllms(self, facts):
-        """The configurations before it had capture on, and asked for one patch in this process."""
-        assert facts["plain_engine"] == ["routed_experts_on_cpu"]
+        """The configurations before it had capture on, and asked for two patches here."""
+        assert facts["plain_engine"] == ["routed_experts_on_cpu", "routes_over_nixl"]
         assert facts["log of plain_engine"] == []
 
     def test_capture_in_the_configuration_applies_its_patch_and_says_so_once(self, facts):
-        assert facts["capture"] == ["routed_experts_on_cpu"]
+        assert facts["capture"] == ["routed_experts_on_cpu", "routes_over_nixl"]
         assert facts["checked_again"] == ""
         assert facts["refused"]["nothing"] is None
         assert facts["refused"]["no_capture"] is None
-        (line,) = facts["log of capture"]
-        assert re.search("INFO .* patches vLLM in this process: routed_experts_on_cpu", line)
+        assert [
+            re.findall("INFO .* patches vLLM in this process: ([a-z_]+)", line)
+            for line in facts["log of capture"]
+        ] == [["routed_experts_on_cpu"], ["routes_over_nixl"]]
 
     def test_the_off_switch_holds_and_typing_errors_are_named(self, facts):
         (warning,) = facts["log of registered"]
@@ -187,7 +194,7 @@ class TestInAProcess:
         assert set(facts["all_required"]["applied"]) == NAMES
         log = facts["log of all_required"]
         assert [re.findall("INFO .* in this process: ([a-z_]+)", line) for line in log] == [
-            [patch.name] for patch in plugin.PATCHES if patch.name != "routed_experts_on_cpu"
+            [patch.name] for patch in plugin.PATCHES if patch.name not in facts["capture"]
         ]
 
     def test_stock_reload_of_the_same_weights_corrupts_and_ours_does_not(self, facts):
@@ -205,6 +212,12 @@ class TestInAProcess:
     def test_capture_with_speculative_decoding_is_accepted(self, facts):
         """tests/replay/test_vllm_speculation.py looks at the rows."""
         assert facts["refused"]["speculative"] is None
+
+    def test_prefill_and_decode_over_nixl_are_accepted_and_over_others_refused(self, facts):
+        assert facts["refused"]["nixl"] is None
+        kind, message = facts["refused"]["mooncake"]
+        assert kind != "UnsupportedError"
+        assert "MooncakeConnector; PD auxiliary output is not supported" in message
 
     def test_in_tree_refusals_stay(self, facts):
         kind, message = facts["refused"]["no_prefix_caching"]

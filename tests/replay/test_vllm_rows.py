@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primeblocks.errors import CorruptionError, ShapeError, UnsupportedError, UsageError
+from primeblocks.replay import Routes
 from primeblocks.replay.adapters.vllm import (
     RouterShape,
     engine_args,
+    join_prefill,
     plan_capture_bytes,
     routes_from_base64,
     routes_from_output,
@@ -217,3 +219,71 @@ def test_engine_args_are_eager_on_cpu_only():
     }
     with pytest.raises(UsageError, match="plan_capture_bytes"):
         engine_args(max_bytes=0, device="cpu")
+
+
+# --- prefill and decode as two engines ------------------------------------------------------------
+
+
+def known(array: np.ndarray, which: list[bool]) -> Routes:
+    missing = ~np.array(which, np.bool_)
+    return Routes.from_array(array, num_experts=8, layer_ids=(1, 2), missing=missing)
+
+
+@st.composite
+def halves(draw: Any) -> Any:
+    """Rows of one sequence as two engines tell them, each with its own computation of a row."""
+    prompt, completion = draw(st.integers(1, 9)), draw(st.integers(1, 6))
+    tokens = prompt + completion
+    both = rows(2 * tokens)[:, 1:]
+    of_prefill, of_decode = both[:tokens], both[tokens:]
+    prefill_knows = draw(st.lists(st.booleans(), min_size=prompt, max_size=prompt))
+    decode_knows = draw(st.lists(st.booleans(), min_size=prompt, max_size=prompt))
+    sampled = draw(st.booleans())
+    prefill = known(of_prefill[: prompt + sampled], prefill_knows + [False] * sampled)
+    decode = known(of_decode, decode_knows + [True] * (completion - 1) + [False])
+    return prompt, prefill, decode, draw(st.integers(0, prompt))
+
+
+@given(halves())
+def test_rows_of_two_engines_are_joined_or_the_gap_is_named(case):
+    prompt, prefill, decode, start = case
+    asked = {"prompt_tokens": prompt, "versions": (4, 4), "prompt_start": start}
+    # Row by row, without masks.
+    expected, gaps = [], []
+    for token in range(decode.tokens):
+        if not decode.missing[token]:
+            expected.append(decode.experts[token].tolist())
+        elif token < prompt and not prefill.missing[token]:
+            expected.append(prefill.experts[token].tolist())
+        else:
+            expected.append(None)
+            gaps += [token] * (start <= token < decode.tokens - 1)
+    if gaps:
+        with pytest.raises(ShapeError, match=f"^{len(gaps)} of .* first that of token {gaps[0]}"):
+            join_prefill(prefill, decode, **asked)
+        return
+    joined = join_prefill(prefill, decode, **asked)
+    pairs = zip(joined.experts.tolist(), joined.missing, strict=True)
+    assert [None if missing else row for row, missing in pairs] == expected
+
+
+def test_halves_that_are_no_halves_are_refused():
+    array = rows(9)[:, 1:]
+    prefill = known(array[:6], [True] * 5 + [False])
+    decode = known(array, [False] * 4 + [True] * 4 + [False])
+    asked = {"prompt_tokens": 5, "versions": (4, 4)}
+    whole = join_prefill(prefill, decode, **asked)
+    assert whole == known(array, [True] * 8 + [False])
+    with pytest.raises(UsageError, match="version 3 computed the prompt, and version 4 went on"):
+        join_prefill(prefill, decode, **asked | {"versions": (3, 4)})
+    for wrong in (0, 4, 7):
+        with pytest.raises(ShapeError, match=f"a prompt of {wrong} tokens .* got 6 and 9"):
+            join_prefill(prefill, decode, **asked | {"prompt_tokens": wrong})
+    for wrong in (-1, 6):
+        with pytest.raises(ShapeError, match=f"prompt_start {wrong}"):
+            join_prefill(prefill, decode, **asked | {"prompt_start": wrong})
+    with pytest.raises(ShapeError, match="got 6 and 4 tokens"):
+        join_prefill(prefill, decode[:4], **asked)
+    other = Routes.from_array(array[:6], num_experts=9, layer_ids=(1, 2))
+    with pytest.raises(ShapeError, match="not of the same tokens and model"):
+        join_prefill(other, decode, **asked)

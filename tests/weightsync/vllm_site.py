@@ -239,18 +239,20 @@ class InProcess:
 
 
 class Served:
-    """A server of the fleet, asked over HTTP."""
+    """A server of the fleet, asked over HTTP; `words` are further ones of its command line."""
 
-    def __init__(self, checkpoint: Path, log: Path) -> None:
+    def __init__(
+        self, checkpoint: Path, log: Path, *words: str, environment: dict[str, str] | None = None
+    ) -> None:
         port = free_port()
         arguments = ["--model", str(checkpoint), "--port", str(port), "--host", "127.0.0.1"]
         arguments += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
         arguments += ["--max-num-seqs", "8", "--skip-tokenizer-init", "--enable-scale-out"]
-        arguments += ["--logprobs-mode", "processed_logprobs", *adapter.server_args()]
+        arguments += ["--logprobs-mode", "processed_logprobs", *adapter.server_args(), *words]
         self.log = log.open("w")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments],
-            env={**os.environ, "VLLM_SERVER_DEV_MODE": "1"},
+            env={**os.environ, "VLLM_SERVER_DEV_MODE": "1", **(environment or {})},
             stdout=self.log,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -18,7 +18,14 @@ from typing import Any
 
 from ...errors import MissingPackageError, UnsupportedError, UsageError
 from ..patch import Patch, replace
-from . import amx, missing_routes, moe_reload, routed_experts, routes_with_pages
+from . import (
+    amx,
+    missing_routes,
+    moe_reload,
+    routed_experts,
+    routes_over_nixl,
+    routes_with_pages,
+)
 from .scheduled_blocks import carries_routes, lift_cap, watch_loads
 
 __all__ = ["COMPARED", "LOGGER", "OFF", "PATCHES", "TESTED", "refusals", "register", "require"]
@@ -33,6 +40,7 @@ PATCHES = (
     moe_reload.PATCH,
     missing_routes.PATCH,
     routes_with_pages.PATCH,
+    routes_over_nixl.PATCH,
 )
 _CONFIG = "vllm.config.vllm:VllmConfig.__post_init__"
 _FRONT = "vllm.engine.arg_utils:EngineArgs.create_engine_config"
@@ -101,10 +109,10 @@ def _apply_asked(patches: Iterable[Patch], config: Any) -> None:
 
 
 def _looking_config(stock_post_init: Callable[..., None]) -> Callable[..., None]:
-    """Apply the patch of a configuration's check before it runs, in front end and engine."""
+    """Apply the patches of a configuration's check before it runs, in front end and engine."""
 
     def post_init(config: Any, *more: Any, **kwargs: Any) -> None:
-        _apply_asked([routed_experts.PATCH], config)
+        _apply_asked([routed_experts.PATCH, routes_over_nixl.PATCH], config)
         stock_post_init(config, *more, **kwargs)
 
     return post_init

@@ -175,7 +175,6 @@ def test_the_file_of_mooncake_is_what_vllm_reads(adapter, tmp_path):
             UnsupportedError,
             r"\['GDS'\].*UCX alone",
         ),
-        ("nixl", {"capture": True}, UnsupportedError, "PD auxiliary output is not supported"),
         ("mooncake", {"run": ""}, PlanError, "got ''"),
         ("mooncake", {"run": "a@b"}, PlanError, "a@b"),
         ("mooncake", {"role": "reader"}, PlanError, "got 'reader'"),

@@ -313,7 +313,6 @@ REFUSED = {
         "nixl",
         {"role": "decode", "push": True, "bidirectional": True},
     ),
-    "capture": ("PD auxiliary output", "nixl", {"role": "prefill", "capture": True}),
 }
 
 
@@ -344,6 +343,7 @@ def test_names_that_vllm_no_longer_knows_or_never_knew(facts):
     assert "Unknown secondary tier type: 'fs_python'" in facts["refused"]["old name"]
     assert "unexpected keyword argument 'root'" in facts["refused"]["misspelt"]
     assert "PD auxiliary output" in facts["refused"]["capture in multi"]
+    assert facts["refused"]["capture"] == ""
 
 
 def test_what_vllm_lets_pass_is_why_we_check(facts):

@@ -3,19 +3,46 @@
 The environment variables that vLLM reads are the caller's business; docs/async_loop.md says
 which ones a CPU needs. The engine is a *spawned* child process, so a script that starts one
 needs `if __name__ == "__main__":`.
+
+vLLM is imported with `VllmEngine` and what goes with it: a trainer drives a fleet of servers
+without it.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from ....errors import MissingPackageError
-
-try:
-    import vllm  # noqa: F401
-except ModuleNotFoundError as error:
-    if error.name != "vllm":
-        raise
-    raise MissingPackageError("vllm", "vllm") from error
-
 from .completion import Completion
-from .engine import VllmEngine, base_engine_args
-from .parts import generate_in_parts
+from .fleet import FleetMember, FleetUpdate, Published, VllmFleet
 
-__all__ = ["Completion", "VllmEngine", "base_engine_args", "generate_in_parts"]
+if TYPE_CHECKING:
+    from .engine import VllmEngine, base_engine_args
+    from .parts import generate_in_parts
+
+__all__ = [
+    "Completion",
+    "FleetMember",
+    "FleetUpdate",
+    "Published",
+    "VllmEngine",
+    "VllmFleet",
+    "base_engine_args",
+    "generate_in_parts",
+]
+
+_OF_VLLM = {
+    "VllmEngine": "engine",
+    "base_engine_args": "engine",
+    "generate_in_parts": "parts",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OF_VLLM:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(import_module(f".{_OF_VLLM[name]}", __name__), name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "vllm":
+            raise
+        raise MissingPackageError("vllm", "vllm") from error

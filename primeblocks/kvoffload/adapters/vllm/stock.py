@@ -79,7 +79,6 @@ OPTIONS: Mapping[str, Mapping[str, Option]] = {
         "lease_s": Option("kv_lease_duration", 6, "time that unread pages are kept", 30, _LEASE),
         "bidirectional": Option("bidirectional_kv_xfer", bool, "prefill reads from decode", False),
         "on_load_failure": _ON_FAILURE,
-        "capture": _CAPTURE,
     },
     "mooncake": {
         # vLLM joins the parts of a key with "@".
@@ -117,10 +116,6 @@ _CLASHES: Mapping[str, Mapping[str, Callable[[_Given], Any]]] = {
         "of the two.": lambda it: it["num_threads"] and list(it["backends"]) != ["UCX"],
         "push=True with bidirectional=True: vLLM's push goes one way only": lambda it: (
             it["push"] and it["bidirectional"]
-        ),
-        'capture=True with NIXL: vLLM refuses it ("PD auxiliary output is not supported"), the '
-        "routes of a prefill do not reach the decoding engine. Let one engine do both.": (
-            itemgetter("capture")
         ),
     },
     "mooncake": {

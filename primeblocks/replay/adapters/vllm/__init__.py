@@ -7,7 +7,7 @@ it. On the CPU platform the engine needs our patch `routed_experts_on_cpu` (prim
 from .capture import engine_args, plan_capture_bytes, server_args
 from .http import MEDIA_TYPE, Answer, RoutesMiddleware, read_answer
 from .pages import CapturedPages
-from .rows import CompletionOutput, routes_from_base64, routes_from_output
+from .rows import CompletionOutput, join_prefill, routes_from_base64, routes_from_output
 from .shape import RouterShape
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "RouterShape",
     "RoutesMiddleware",
     "engine_args",
+    "join_prefill",
     "plan_capture_bytes",
     "read_answer",
     "routes_from_base64",

@@ -14,6 +14,7 @@ from .shape import RouterShape
 
 __all__ = [
     "CompletionOutput",
+    "join_prefill",
     "missing_rows",
     "read_npy",
     "routes_from_base64",
@@ -85,6 +86,55 @@ def routes_from_base64(
             f"{len(text)} characters of routed experts are no base64: {error}."
         ) from error
     return routes_from_rows(read_npy(file), shape, tokens=tokens, prompt_start=prompt_start)
+
+
+def join_prefill(
+    prefill: Routes,
+    decode: Routes,
+    *,
+    prompt_tokens: int,
+    versions: tuple[int, int],
+    prompt_start: int = 0,
+) -> Routes:
+    """Join the routes of a prompt, and those of the engine that went on from its keys and values.
+
+    A row that both know is the decoding engine's: its keys and values are those that later tokens
+    saw. It computes the last token of the prompt again. Local; one copy.
+
+    Args:
+        prefill: of the prompt, and of the token that the first engine sampled for nobody.
+        decode: of prompt and completion; what the engine was sent is missing.
+        versions: of the weights that computed the prompt, and the first token of the completion.
+        prompt_start: rows before it were not asked for, and stay missing.
+
+    Raises:
+        UsageError: the prompt was computed by other weights.
+        ShapeError: the two are not of one prompt or one model; or rows from `prompt_start` on,
+            other than the last token's, are known to neither.
+    """
+    if versions[0] != versions[1]:
+        raise UsageError(
+            f"version {versions[0]} computed the prompt, and version {versions[1]} went on: these "
+            "are the routes of no policy. Ask again; update both engines together."
+        )
+    one_more = prefill.tokens in (prompt_tokens, prompt_tokens + 1)
+    inside = 0 <= prompt_start <= prompt_tokens and 1 <= prompt_tokens <= decode.tokens
+    if not inside or not one_more:
+        raise ShapeError(
+            f"a prompt of {prompt_tokens} tokens needs routes of it, or of one token more, and of "
+            f"it and a completion; got {prefill.tokens} and {decode.tokens} tokens, prompt_start "
+            f"{prompt_start}"
+        )
+    sent = prefill[:prompt_tokens].with_missing(after=decode.tokens - prompt_tokens)
+    joined = decode.fill(sent)
+    gap = prompt_start + np.flatnonzero(joined.missing[prompt_start:-1])
+    if gap.size:
+        raise ShapeError(
+            f"{gap.size} of {joined.tokens - 1 - prompt_start} rows are known to neither engine, "
+            f"first that of token {gap[0]}. Were both started with engine_args(...), with room for "
+            "their pages? `decode.fill` joins what is known."
+        )
+    return joined
 
 
 def read_npy(file: Bytes) -> np.ndarray:

@@ -1,44 +1,20 @@
-"""An OpenAI-compatible server as an engine: token ids in; ids, log-probabilities and versions out.
-
-The server takes ids on `/v1/completions` and answers with ids: vLLM (run with 0.32) and newer
-SGLang (never run) do so for `return_token_ids`. Start vLLM with `--logprobs-mode
-processed_logprobs`, or it tells log-probabilities of another distribution than it sampled from,
-and with `--generation-config vllm`, or the checkpoint's own sampling defaults apply.
-"""
+"""The OpenAI protocol, with token ids in and out."""
 
 import json
-import math
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from openai import AsyncOpenAI
 
-from ...errors import (
-    DeadlineError,
-    EngineError,
-    MissingPackageError,
-    UnsupportedError,
-    UsageError,
-    check_version,
-)
-from ..clock import Clock, MonotonicClock, within
-from ..rollout import Rollout
-
-try:
-    from openai import APIConnectionError, APIStatusError, APITimeoutError, AsyncOpenAI
-except ModuleNotFoundError as error:
-    if error.name != "openai":
-        raise
-    raise MissingPackageError("openai", "openai") from error
+from ....errors import EngineError, UnsupportedError, UsageError, check_version
+from ...clock import Clock
+from ...rollout import Rollout
+from .exchange import OTHER, check_sampled, choices_of, typed
 
 __all__ = ["generate", "served_version"]
 
 Version = int | Callable[[], Awaitable[int]]
-
-# vLLM sends it where it has no log-probability, and for minus infinity.
-_NO_LOGPROB = -9999.0
-# Of JSON that is not what was expected.
-_OTHER = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
 async def generate(
@@ -95,13 +71,13 @@ async def generate(
         return before, raw.text, await _ask(version)
 
     what = f"a completion of {len(tokens)} tokens by {client.base_url}"
-    before, text, after = await _typed(exchange(), what, timeout_s, clock)
+    before, text, after = await typed(exchange(), what, timeout_s, clock)
     if before != after:
         raise EngineError(
             f"the weights went from version {before} to {after} during {what}, and the server does "
             "not say at which token. Ask again, for fewer tokens, or hold requests during updates."
         )
-    choices = _choices(text, what, n)
+    choices = choices_of(text, what, n)
     return tuple(_rollout(choice, tokens, before, what, prompt_id) for choice in choices)
 
 
@@ -117,10 +93,10 @@ async def served_version(
     what = f"the version of the weights of {client.base_url}"
     url = str(client.base_url.join("/weight_info"))
     asked = client.get(url, cast_to=str, options={"timeout": timeout_s})
-    text = await _typed(asked, what, timeout_s, clock)
+    text = await typed(asked, what, timeout_s, clock)
     try:
         label = json.loads(text)["weight_version"]
-    except _OTHER as error:
+    except OTHER as error:
         raise EngineError(f"{what}: the server answered {text[:200]!r}") from error
     if not isinstance(label, str) or not label.isdecimal():
         raise UsageError(
@@ -132,35 +108,6 @@ async def served_version(
 
 async def _ask(version: Version) -> int:
     return check_version(await version() if callable(version) else version)
-
-
-async def _typed(
-    awaitable: Awaitable[Any], what: str, timeout_s: float, clock: Clock | None
-) -> Any:
-    clock = MonotonicClock() if clock is None else clock
-    try:
-        return await within(awaitable, timeout_s=timeout_s, clock=clock, what=what)
-    except APITimeoutError as error:
-        raise DeadlineError(f"{what} did not end within {timeout_s:g} s") from error
-    except APIConnectionError as error:
-        cause = error.__cause__ or error
-        raise EngineError(f"{what} failed: {type(cause).__name__}: {cause}") from error
-    except APIStatusError as error:
-        busy = error.status_code >= 500 or error.status_code in (408, 429)
-        kind = EngineError if busy else UsageError
-        raise kind(f"{what} got status {error.status_code}: {error.message[:1000]}") from error
-
-
-def _choices(text: str, what: str, n: int) -> list[dict[str, Any]]:
-    try:
-        choices = json.loads(text)["choices"]
-        choices.sort(key=lambda choice: choice["index"])
-        found = [choice["index"] for choice in choices]
-    except _OTHER as error:
-        raise EngineError(f"{what} got no answer of this protocol: {text[:200]!r}") from error
-    if found != list(range(n)):
-        raise EngineError(f"{what} got choices {found} where {n} were asked for")
-    return choices
 
 
 def _rollout(
@@ -195,17 +142,9 @@ def _sampled(choice: dict[str, Any], what: str) -> tuple[list[int], list[float]]
         )
     if values is None:
         raise UnsupportedError(f"{what} got no log-probabilities, though it asked for them.")
-    if not isinstance(ids, list) or not all(
-        type(each) is int and 0 <= each < 2**63 for each in ids
-    ):
-        raise EngineError(f"{what} got token_ids that are none: {ids!r:.200}")
-    if not ids or not isinstance(values, list) or len(values) != len(ids):
-        raise EngineError(f"{what} got {len(ids)} tokens with log-probabilities {values!r:.200}")
+    check_sampled(ids, values, what)
     named = [str(name) for name in names] if isinstance(names, list) else []
     by_id = any(name.startswith("token_id:") for name in named)
     if by_id and named != [f"token_id:{token}" for token in ids]:
         raise EngineError(f"{what} got log-probabilities of {named!r:.200} for {ids!r:.200}")
-    for at, value in enumerate(values):
-        if type(value) not in (int, float) or not _NO_LOGPROB < value < math.inf:
-            raise EngineError(f"{what} got {value!r} as the log-probability of token {at}")
     return ids, values

@@ -1,0 +1,74 @@
+"""Calls of the client with typed errors, and what answers of both protocols have in common."""
+
+import json
+import math
+from collections.abc import Awaitable
+from typing import Any
+
+from openai import APIConnectionError, APIStatusError, APITimeoutError
+
+from ....errors import DeadlineError, EngineError, UsageError
+from ...clock import Clock, MonotonicClock, within
+
+__all__ = ["OTHER", "check_sampled", "choices_of", "typed"]
+
+# Of JSON that is not what was expected.
+OTHER = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+# vLLM sends it where it has no log-probability, and for minus infinity.
+_NO_LOGPROB = -9999.0
+
+
+async def typed(awaitable: Awaitable[Any], what: str, timeout_s: float, clock: Clock | None) -> Any:
+    """Await a call of the client until a deadline.
+
+    Raises:
+        DeadlineError: no answer in time.
+        EngineError: the server died, failed or has no room.
+        UsageError: it refused.
+    """
+    clock = MonotonicClock() if clock is None else clock
+    try:
+        return await within(awaitable, timeout_s=timeout_s, clock=clock, what=what)
+    except APITimeoutError as error:
+        raise DeadlineError(f"{what} did not end within {timeout_s:g} s") from error
+    except APIConnectionError as error:
+        cause = error.__cause__ or error
+        raise EngineError(f"{what} failed: {type(cause).__name__}: {cause}") from error
+    except APIStatusError as error:
+        busy = error.status_code >= 500 or error.status_code in (408, 429)
+        kind = EngineError if busy else UsageError
+        raise kind(f"{what} got status {error.status_code}: {error.message[:1000]}") from error
+
+
+def choices_of(text: str, what: str, n: int) -> list[dict[str, Any]]:
+    """Return the `n` choices of an answer, in order.
+
+    Raises:
+        EngineError: it is no such answer.
+    """
+    try:
+        choices = json.loads(text)["choices"]
+        choices.sort(key=lambda choice: choice["index"])
+        found = [choice["index"] for choice in choices]
+    except OTHER as error:
+        raise EngineError(f"{what} got no answer of this protocol: {text[:200]!r}") from error
+    if found != list(range(n)):
+        raise EngineError(f"{what} got choices {found} where {n} were asked for")
+    return choices
+
+
+def check_sampled(ids: Any, values: Any, what: str) -> None:
+    """Look whether these are token ids, and a log-probability for each.
+
+    Raises:
+        EngineError: they are not.
+    """
+    if not isinstance(ids, list) or not all(
+        type(each) is int and 0 <= each < 2**63 for each in ids
+    ):
+        raise EngineError(f"{what} got token_ids that are none: {ids!r:.200}")
+    if not ids or not isinstance(values, list) or len(values) != len(ids):
+        raise EngineError(f"{what} got {len(ids)} tokens with log-probabilities {values!r:.200}")
+    for at, value in enumerate(values):
+        if type(value) not in (int, float) or not _NO_LOGPROB < value < math.inf:
+            raise EngineError(f"{what} got {value!r} as the log-probability of token {at}")

@@ -1,0 +1,78 @@
+"""Captured routes where prefill and decode are engines of their own, joined by NIXL."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from ..patch import Patch, SelfTest, ours, stock
+
+__all__ = ["PATCH"]
+
+_VERIFY = "vllm.config.vllm:VllmConfig._verify_aux_output_compatibility"
+_NIXL = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
+
+
+class _NoTransfer:
+    """A view of a VllmConfig for the one check that looks for connectors by name."""
+
+    kv_transfer_config = None
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+def _over_nixl(config: Any) -> bool:
+    return getattr(config.kv_transfer_config, "kv_connector", None) in _NIXL
+
+
+def _verify(inner: Callable[[Any], None]) -> Callable[[Any], None]:
+    def verify(config: Any) -> None:
+        inner(_NoTransfer(config) if _over_nixl(config) else config)
+
+    return verify
+
+
+def _test() -> SelfTest:
+    """Ask the check about NIXL, and about a connector that stays refused; no engine starts."""
+
+    def refusal(verify: Callable[[Any], None], connector: str) -> str:
+        transfer = SimpleNamespace(kv_connector=connector, has_connector=connector.__eq__)
+        config = SimpleNamespace(
+            aux_output_config=SimpleNamespace(enabled=True),
+            use_v2_model_runner=True,
+            model_config=SimpleNamespace(runner_type="generate", is_moe=True),
+            cache_config=SimpleNamespace(enable_prefix_caching=True),
+            speculative_config=None,
+            parallel_config=SimpleNamespace(
+                pipeline_parallel_size=1,
+                decode_context_parallel_size=1,
+                prefill_context_parallel_size=1,
+            ),
+            kv_transfer_config=transfer,
+        )
+        try:
+            verify(config)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    others = all(refusal(ours(_VERIFY), name) for name in ("MooncakeConnector", "MoRIIOConnector"))
+    return SelfTest(
+        needed=all("PD auxiliary output" in refusal(stock(_VERIFY), name) for name in _NIXL),
+        effective=others and not any(refusal(ours(_VERIFY), name) for name in _NIXL),
+    )
+
+
+PATCH = Patch(
+    name="routes_over_nixl",
+    reason="Capture is refused beside NIXL: an engine has no rows of pages that another computed, "
+    "and would end. With `routes_with_pages` such rows come back missing.",
+    tested="vllm==0.32.*",
+    replacements={_VERIFY: _verify},
+    self_test=_test,
+    asked=lambda config: config.aux_output_config.enabled and _over_nixl(config),
+    cpu_only=False,
+)

@@ -1,0 +1,179 @@
+"""What tests of real fleets share: policies by version, and a judge of rollouts token by token."""
+
+import contextlib
+import shutil
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from primeblocks.async_loop.adapters.vllm import FleetMember
+from primeblocks.errors import EngineError, how_it_ended
+from primeblocks.replay import compare, record
+from primeblocks.replay.adapters.transformers import routers
+from primeblocks.replay.adapters.vllm import RouterShape, routes_from_base64, server_args
+from primeblocks.replay.adapters.vllm.rows import routes_from_rows
+from primeblocks.testing import tiny_models
+from primeblocks.weightsync.adapters import vllm as into_vllm
+from tests.ports import free_port
+from tests.weightsync.vllm_site import SIZES, TIMEOUT_S, Served, Trainer
+
+START_S = 300.0
+ROUTER = shutil.which("vllm-router")
+needs_router = pytest.mark.skipif(ROUTER is None, reason="vllm-router is not installed")
+PROMPTS = np.random.default_rng(0).integers(4, 512, (6, 40)).tolist()
+CAPTURE = [*server_args(max_bytes=1 << 22, device="cpu"), "--block-size", "32"]
+TO_THE_END: dict[str, Any] = {"sampling_params": {"ignore_eos": True}}
+# Float32 sums of up to 512 terms, over log-probabilities of about -8.
+ROUNDING = 8 * 512 * 2**-24
+
+
+class Policies:
+    """A trainer whose version v has the weights of seed v % 2, and what each version says."""
+
+    def __init__(self, folder: Path) -> None:
+        self.trainer = Trainer("float32", folder)
+        self.models = [self.trainer.build(seed=seed) for seed in (0, 1)]
+        config: Any = self.models[0].config
+        self.shape = RouterShape(
+            config.num_hidden_layers,
+            tuple(range(config.num_hidden_layers)),
+            config.num_experts,
+            config.num_experts_per_tok,
+        )
+
+    def publish(self, version: int) -> Any:
+        return self.trainer.publish(version, seed=version % 2)
+
+    async def attach(self, engine: Any) -> None:
+        plan, transport = self.trainer.plan, self.trainer.transport
+        await into_vllm.attach(engine, plan, transport, timeout_s=TIMEOUT_S)
+
+    def routes(self, rollout: Any) -> Any:
+        told, tokens = rollout.attachments["routed_experts"], len(rollout.tokens)
+        if isinstance(told, str):
+            return routes_from_base64(told, self.shape, tokens=tokens)
+        return routes_from_rows(told, self.shape, tokens=tokens, prompt_start=0)
+
+    @torch.no_grad()
+    def judge(self, rollout: Any, *, routes: Any = None) -> dict[str, Any]:
+        """Versions of a rollout; how far its tokens are from the policies that it names, and from
+        the others at least; which part of its routes are theirs, and how many rows were compared.
+        """
+        ids, start = torch.from_numpy(rollout.tokens.copy()), rollout.prompt_length
+        routes = self.routes(rollout) if routes is None else routes
+        gaps, others, agreed = [], [], []
+        # A row is of the weights that sampled the token after it; the prompt's of the first.
+        by_row = np.concatenate([np.full(start - 1, rollout.versions[0]), rollout.versions])
+        for seed, model in enumerate(self.models):
+            with record(routers(model)) as tape:
+                logits = model(input_ids=ids[None], use_cache=False).logits[0, start - 1 : -1]
+            mine = logits.double().log_softmax(-1).gather(-1, ids[start:, None])[:, 0].numpy()
+            named = rollout.versions % 2 == seed
+            far = np.abs(mine - rollout.logprobs)
+            gaps += far[named].tolist()
+            others.append(far[~named].max(initial=0.0))
+            rows = np.append(by_row % 2 == seed, False)
+            if rows.any():
+                agreed.append((compare(routes, tape.routes, mask=rows).overall, int(rows.sum())))
+        return {
+            "versions": sorted({int(each) for each in rollout.versions}),
+            "is_rising": bool((np.diff(rollout.versions) >= 0).all()),
+            "gap": max(gaps),
+            "other": max(others),
+            "agreement": min(part for part, _ in agreed),
+            "rows": sum(count for _, count in agreed),
+            "missing": int(routes.missing.sum()),
+            "tokens": len(ids),
+        }
+
+
+def save(folder: Path) -> Path:
+    """Write the checkpoint that all engines start from: seed 0."""
+    return tiny_models.save("qwen3_moe", folder / "start", seed=0, dtype="float32", **SIZES)
+
+
+@contextlib.contextmanager
+def servers(folder: Path) -> Iterator[Any]:
+    """Start servers by name, more of them later, and end them all."""
+    with contextlib.ExitStack() as stack:
+
+        def start(name: str, *words: str, **more: Any) -> Served:
+            served = Served(folder / "start", folder / f"{name}.log", *CAPTURE, *words, **more)
+            stack.callback(served.close)
+            return served
+
+        yield start
+
+
+@contextlib.contextmanager
+def router(program: str, log: Path, *words: str) -> Iterator[str]:
+    """Run vllm-router until it answers; its address."""
+    port = free_port()
+    command = [program, "--host", "127.0.0.1", "--port", str(port), *words]
+    command += ["--prometheus-port", str(free_port()), "--prometheus-host", "127.0.0.1"]
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            for _ in range(int(START_S)):
+                ended = process.poll()
+                assert ended is None, f"the router {how_it_ended(ended)}\n{log.read_text()[-4000:]}"
+                with (
+                    contextlib.suppress(OSError, urllib.error.URLError),
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2),
+                ):
+                    break
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(1.0)  # there is no event to wait for
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.kill()
+            process.wait()
+
+
+def client_of(url: str) -> Any:
+    import openai
+
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+async def retried(ask: Any, *args: Any, attempts: int = 3, **kwargs: Any) -> tuple[Any, int]:
+    """Ask again after an `EngineError`, as `AsyncLoop` does; how often it failed."""
+    for failures in range(attempts):
+        try:
+            return await ask(*args, **kwargs), failures
+        except EngineError:
+            if failures == attempts - 1:
+                raise
+    raise AssertionError
+
+
+def member_of(served: Any) -> FleetMember:
+    from primeblocks.async_loop.adapters.openai import generate_tokens
+
+    return FleetMember(partial(generate_tokens, client_of(served.url), **TO_THE_END), served.engine)
+
+
+def updating() -> Any:
+    """KV of requests in flight is computed again: each token is of one version's weights."""
+    from primeblocks.weightsync.adapters import vllm as into_vllm
+
+    return partial(into_vllm.update_all, in_flight="recompute")
+
+
+def check(judged: list[dict[str, Any]], *versions: int) -> None:
+    assert judged
+    for each in judged:
+        assert set(each["versions"]) <= set(versions)
+        assert each["is_rising"]
+        assert each["gap"] < ROUNDING
+        assert each["other"] > 100 * ROUNDING
+        assert each["agreement"] == 1.0
+        assert (each["rows"], each["missing"]) == (each["tokens"] - 1, 1)
