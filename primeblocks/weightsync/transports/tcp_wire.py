@@ -108,7 +108,7 @@ class TcpWire:
 
 
 class _Server(socketserver.ThreadingTCPServer):
-    daemon_threads, block_on_close, allow_reuse_address = True, False, True
+    daemon_threads, allow_reuse_address = True, True
     request_queue_size = 1024  # All engines come at once.
 
     def __init__(self, at: _Address, family: int, shared: Mapping[bytes, Tensor]) -> None:
