@@ -166,10 +166,11 @@ def versions_from_spans(spans: Iterable[tuple[int, int, int]], *, length: int) -
 
 def pickled(item: Any) -> tuple[Callable[[], Any], tuple[()]]:
     """Return what `__reduce__` does for a trajectory: it is made anew, and checked, elsewhere."""
+    kind: Callable[..., Any] = type(item)
     made_of = {one.name: getattr(item, one.name) for one in fields(item)}
     # Views of dictionaries that cannot be written to, which pickle refuses.
     views = {name: dict(x) for name, x in made_of.items() if isinstance(x, MappingProxyType)}
-    return partial(type(item), **made_of | views), ()
+    return partial(kind, **made_of | views), ()
 
 
 def freeze_trajectory(item: Any, *, least: int) -> None:

@@ -155,7 +155,7 @@ class _Answers(socketserver.BaseRequestHandler):
                 self.request.sendall(_REFUSED)
                 continue
             self.request.sendall(_GRANTED)
-            view = memoryview(buffer.numpy())[start : start + size]
+            view = buffer.numpy().data[start : start + size]
             for at in range(0, size, _STEP_BYTES):
                 self.request.sendall(view[at : at + _STEP_BYTES])
 
@@ -200,7 +200,7 @@ def _read(link: socket.socket, read: Read, deadline: float) -> None:
         raise ConnectionResetError("the other process hung up")
     if answer != _GRANTED:
         raise TransferError(f"{len(read.target):,} bytes from {read.start:,} on are not there")
-    room, done = memoryview(read.target.numpy()), 0
+    room, done = read.target.numpy().data, 0
     while done < len(room):
         link.settimeout(_left_s(deadline))
         count = link.recv_into(room[done : done + _STEP_BYTES])
