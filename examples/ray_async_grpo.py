@@ -62,7 +62,7 @@ LOCAL_CLUSTER = {
 # --- the run: the task, the model and its learning rates are the demo's ---
 STEPS, KILL_AT = demo.STEPS, 30
 MAX_IN_FLIGHT = demo.MAX_IN_FLIGHT * demo.GROUP  # requests
-START_S, TIMEOUT_S = 300.0, demo.TIMEOUT_S
+START_S, TIMEOUT_S = 600.0, demo.TIMEOUT_S
 HANG_S = 1.5 * TIMEOUT_S  # An actor has its own deadlines, which are shorter.
 
 
