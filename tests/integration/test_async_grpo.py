@@ -19,9 +19,6 @@ from tests.engine_job import ENVIRONMENT
 pytestmark = pytest.mark.vllm
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "async_grpo_moe.py"
-WALLS = ["unshare", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc", "--ipc"]
-if subprocess.run([*WALLS, "true"], check=False, capture_output=True).returncode != 0:
-    WALLS = []
 KEYS = {
     "engine",
     "reward_before",
@@ -63,13 +60,21 @@ def start_node(out: Path, rank: int, *, port: int, steps: int) -> subprocess.Pop
     # Its address, with its process's number, is the name of a node; behind walls numbers are equal.
     command += ["--local-addr", f"127.0.0.{1 + rank}", "--nnodes", "2", "--nproc-per-node", "1"]
     command += [str(EXAMPLE), "--out", str(node), "--warm-steps", "30", "--steps", str(steps)]
-    if WALLS:
-        # It sees no process of the other, and has a /dev/shm of its own.
-        inside = f"mount -t tmpfs tmpfs /dev/shm && exec {shlex.join(command)}"
-        command = [*WALLS, "sh", "-c", inside]
     environment = os.environ | ENVIRONMENT | {"TMPDIR": str(node)}
     with (node / "log").open("w") as log:
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, text=True)
+        return subprocess.Popen(walled(command), env=environment, stdout=log, stderr=log, text=True)
+
+
+def walled(command: list[str]) -> list[str]:
+    """It sees no other processes and has a /dev/shm of its own, where this machine lets it."""
+    walls = ["unshare", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc", "--ipc"]
+    own = "mount -t tmpfs tmpfs /dev/shm"
+    if shutil.which("unshare") is None:
+        return command
+    tried = subprocess.run([*walls, "sh", "-c", own], check=False, capture_output=True)
+    if tried.returncode != 0:
+        return command
+    return [*walls, "sh", "-c", f"{own} && exec {shlex.join(command)}"]
 
 
 def descendants(pid: int) -> list[int]:
