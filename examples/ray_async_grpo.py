@@ -365,6 +365,7 @@ def loop_over(run: Run, prompts: list[str], *, version: int) -> async_loop.Async
         batch_size=demo.PROMPTS,
         max_in_flight=MAX_IN_FLIGHT,
         group_size=demo.GROUP,
+        retries=async_loop.Retries(attempts=9),  # For minutes, should all engines be gone.
         version=version,
         step_timeout_s=2 * HANG_S,
     )
