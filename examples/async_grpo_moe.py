@@ -9,6 +9,11 @@ for the dense weights, each rank with half of the experts), vLLM goes on samplin
 its own; after every optimizer step the ranks' shards go straight into the running engine.
 With `--state FOLDER` a run that was killed and is started again goes on where it was.
 
+On several nodes, which need share neither memory nor files, the weights go over TCP; on each:
+
+    torchrun --nnodes 2 --nproc-per-node 1 --rdzv-id RUN --rdzv-backend c10d \
+        --rdzv-endpoint FIRST_NODE:29400 examples/async_grpo_moe.py
+
 Everything an experiment would change is a constant below. The engine takes a GPU if there is one,
 the trainer too where there is one more for each of its ranks; else it stays on the CPU.
 """
@@ -45,6 +50,7 @@ for name, value in {
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from async_grpo.nodes import checkpoint_on_all, transport_between_ranks
 from async_grpo.saved import WARM_VERSION, SavedRun
 from async_grpo.task import PAD, answer_of, prompt_of, snippets
 from torch import Tensor
@@ -99,7 +105,13 @@ class Trainer:
     """Two ranks: dense weights sharded by FSDP2, experts dealt out, routes imposed."""
 
     def __init__(
-        self, checkpoint: Path, device: torch.device, *, use_fp8: bool, loss: str = "grpo"
+        self,
+        checkpoint: Path,
+        device: torch.device,
+        transport: weightsync.transports.Transport,
+        *,
+        use_fp8: bool = False,
+        loss: str = "grpo",
     ) -> None:
         self.rank, self.world_size, self.device = dist.get_rank(), dist.get_world_size(), device
         self.loss = LOSSES[loss]
@@ -134,10 +146,7 @@ class Trainer:
             fp8.WeightCache(model, self.optimizer)
         sources = weightsync.convert.gather_manifests(held)
         self.sync_plan = weightsync.plan_sync(sources, whole, bucket_bytes=1 << 20)
-        self.transport = weightsync.SharedMemoryTransport(
-            f"demo-{os.environ.get('TORCHELASTIC_RUN_ID', 'run')}-{os.environ['MASTER_PORT']}",
-            owner=self.rank == 0,
-        )
+        self.transport = transport
         self.publisher = weightsync.Publisher(
             self.sync_plan, model, self.transport, encode=transfer_encoding
         )
@@ -435,7 +444,11 @@ def main() -> None:
     parser.add_argument("--max-off-policy-steps", type=int, default=MAX_OFF_POLICY_STEPS)
     parser.add_argument("--loss", choices=LOSSES, default="grpo")
     parser.add_argument("--out", type=Path, default=Path("outputs/demo"))
-    parser.add_argument("--state", type=Path, help="save the run here, and go on from what is here")
+    parser.add_argument(
+        "--state",
+        type=Path,
+        help="save the run here, and go on from what is here; several nodes have to share it",
+    )
     parser.add_argument(
         "--fp8",
         action="store_true",
@@ -450,16 +463,12 @@ def main() -> None:
     device = trainer_device()
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, timeout=timedelta(seconds=2 * TIMEOUT_S))
-    is_first = dist.get_rank() == 0
-    folder = tempfile.TemporaryDirectory(prefix="primeblocks-") if is_first else None
-    names = [folder.name if folder else ""]
-    dist.broadcast_object_list(names, src=0)
-    checkpoint = Path(names[0]) / "checkpoint"
-    if is_first:
-        tiny_models.save("qwen3_moe", checkpoint, seed=SEED, **MODEL)
-    dist.barrier()
-    trainer = Trainer(checkpoint, device, use_fp8=options.fp8, loss=options.loss)
-    if is_first:
+    folder = tempfile.TemporaryDirectory(prefix="primeblocks-")
+    checkpoint = Path(folder.name) / "checkpoint"
+    checkpoint_on_all(checkpoint, partial(tiny_models.save, "qwen3_moe", seed=SEED, **MODEL))
+    transport = transport_between_ranks()
+    trainer = Trainer(checkpoint, device, transport, use_fp8=options.fp8, loss=options.loss)
+    if trainer.rank == 0:
         asyncio.run(drive(trainer, checkpoint, options))
     else:
         follow(trainer)

@@ -217,12 +217,12 @@ class _Answering:
 
 def trainer() -> Walk:
     """A step of examples/async_grpo_moe.py on one rank, from the engine's answer on."""
-    os.environ |= {"MASTER_PORT": str(os.getpid())}  # In the name of the transport.
     import async_grpo_moe as example
     import torch.distributed as dist
     from async_grpo.rollouts import Rollouts, router_shape
     from async_grpo.task import answer_of, prompt_of
 
+    from primeblocks import weightsync
     from primeblocks.async_loop import AsyncLoop, RolloutBuffer, StalenessPolicy
     from primeblocks.async_loop.adapters.vllm import VllmEngine
     from primeblocks.async_loop.clock import MonotonicClock
@@ -231,7 +231,8 @@ def trainer() -> Walk:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         tiny_models.save("qwen3_moe", folder, **example.MODEL | {"num_layers": 1})
-        one_rank = example.Trainer(Path(folder), torch.device("cpu"), use_fp8=False)
+        transport = weightsync.SharedMemoryTransport(f"walks-{os.getpid()}", owner=True)
+        one_rank = example.Trainer(Path(folder), torch.device("cpu"), transport)
     shape = router_shape(one_rank.model.config)
     tokens = len(prompt_of(TEXT)) + len(answer_of(TEXT))
     every = np.tile(np.arange(shape.num_experts, dtype=np.uint8), (tokens - 1, 1, 1))

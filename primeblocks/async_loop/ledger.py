@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, NoReturn, Protocol
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UsageError, check_version
-from .rollout import UNSAMPLED, Group, Rollout, freeze_trajectory
+from .rollout import UNSAMPLED, Group, Rollout, freeze_trajectory, pickled
 
 __all__ = ["MOVES", "Draft", "Ledger", "Partial", "Progress", "PromptState", "Restored", "refuse"]
 
@@ -65,6 +65,9 @@ class Partial:
 
     def __post_init__(self) -> None:
         freeze_trajectory(self, least=0)
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return pickled(self)
 
     @property
     def completion(self) -> NDArray[np.int64]:

@@ -1,9 +1,9 @@
 """A rollout: what an engine generated, and which policy version generated each token."""
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, TypeGuard
 
@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from ..errors import ShapeError, UsageError, check_version
 from .attachments import check_inside, nbytes_of
 
-__all__ = ["UNSAMPLED", "Group", "Rollout", "freeze_trajectory", "versions_from_spans"]
+__all__ = ["UNSAMPLED", "Group", "Rollout", "freeze_trajectory", "pickled", "versions_from_spans"]
 
 # In the place of a version: a token of the completion that no policy sampled.
 UNSAMPLED = -1
@@ -66,6 +66,9 @@ class Rollout:
         for name, reward in {"reward": self.reward, **self.rewards}.items():
             if reward is not None and not math.isfinite(reward):
                 raise UsageError(f"{name} is {reward}, which is not finite")
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return pickled(self)
 
     @property
     def prompt(self) -> NDArray[np.int64]:
@@ -159,6 +162,15 @@ def versions_from_spans(spans: Iterable[tuple[int, int, int]], *, length: int) -
     if position != length:
         raise ShapeError(f"version spans end at {position} of {length} tokens")
     return versions
+
+
+def pickled(item: Any) -> tuple[Callable[[], Any], tuple[()]]:
+    """Return what `__reduce__` does for a trajectory: it is made anew, and checked, elsewhere."""
+    kind: Callable[..., Any] = type(item)
+    made_of = {one.name: getattr(item, one.name) for one in fields(item)}
+    # Views of dictionaries that cannot be written to, which pickle refuses.
+    views = {name: dict(x) for name, x in made_of.items() if isinstance(x, MappingProxyType)}
+    return partial(kind, **made_of | views), ()
 
 
 def freeze_trajectory(item: Any, *, least: int) -> None:

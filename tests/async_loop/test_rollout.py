@@ -1,4 +1,6 @@
+import copy
 import dataclasses
+import pickle
 import re
 
 import numpy as np
@@ -12,6 +14,8 @@ from primeblocks.async_loop import (
     cache_salt,
     staleness,
 )
+from primeblocks.async_loop.codec import pack_trajectory
+from primeblocks.async_loop.ledger import Partial
 from primeblocks.async_loop.rollout import versions_from_spans
 from primeblocks.errors import ShapeError, UsageError
 
@@ -25,6 +29,30 @@ def test_a_rollout_knows_its_parts(make_rollout):
     assert (rollout.oldest_version, rollout.newest_version) == (3, 5)
     with pytest.raises(ValueError, match="read-only"):
         rollout.tokens[0] = 9
+
+
+def test_it_goes_to_another_process_by_pickle(make_rollout):
+    extras = {"rewards": {"style": 0.5}, "attachments": {"routes": b"abc"}}
+    counts = np.array([True, False, True])
+    rollout = make_rollout(versions=(3, 3, 5), loss_mask=counts, **extras)
+    group = Group("p", (rollout, rollout), 3, 0.5, 7)
+    assert group.newest_version == 5
+    parts = ("tokens", "prompt_length", "logprobs", "versions", "loss_mask", "attachments")
+    partial = Partial(**{name: getattr(rollout, name) for name in parts})
+
+    def content(trajectory):
+        return pack_trajectory(trajectory, name="")
+
+    for copied in (pickle.loads(pickle.dumps(group)), copy.deepcopy(group)):
+        assert (copied.prompt, copied.version, copied.generate_s, copied.ordinal) == (
+            ("p", 3, 0.5, 7)
+        )
+        assert [*map(content, copied.rollouts)] == [content(rollout)] * 2
+        with pytest.raises(ValueError, match="read-only"):
+            copied.rollouts[0].logprobs[0] = -2
+        with pytest.raises(TypeError, match="does not support item assignment"):
+            copied.rollouts[0].attachments["routes"] = b""
+    assert content(pickle.loads(pickle.dumps(partial))) == content(partial)
 
 
 @pytest.mark.parametrize(

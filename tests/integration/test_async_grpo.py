@@ -1,9 +1,11 @@
-"""The example itself: two trainer ranks and a real vLLM; then with an engine that is killed."""
+"""The example itself: two trainer ranks and a real vLLM; killed engines, killed runs, two nodes."""
 
 import json
 import os
+import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -47,6 +49,32 @@ def start(out: Path, *, steps: int, state: Path | None = None) -> subprocess.Pop
         return subprocess.Popen(
             command, env=os.environ | ENVIRONMENT, stdout=log, stderr=log, text=True
         )
+
+
+def start_node(out: Path, rank: int, *, port: int, steps: int) -> subprocess.Popen:
+    """One of two agents with a rank each, which share no files; nor memory, where it is walled."""
+    node = out / f"node-{rank}"
+    node.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", run_id(out)]
+    # Its address, with its process's number, is the name of a node; behind walls numbers are equal.
+    command += ["--local-addr", f"127.0.0.{1 + rank}", "--nnodes", "2", "--nproc-per-node", "1"]
+    command += [str(EXAMPLE), "--out", str(node), "--warm-steps", "30", "--steps", str(steps)]
+    environment = os.environ | ENVIRONMENT | {"TMPDIR": str(node)}
+    with (node / "log").open("w") as log:
+        return subprocess.Popen(walled(command), env=environment, stdout=log, stderr=log, text=True)
+
+
+def walled(command: list[str]) -> list[str]:
+    """It sees no other processes and has a /dev/shm of its own, where this machine lets it."""
+    walls = ["unshare", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc", "--ipc"]
+    own = "mount -t tmpfs tmpfs /dev/shm"
+    if shutil.which("unshare") is None:
+        return command
+    tried = subprocess.run([*walls, "sh", "-c", own], check=False, capture_output=True)
+    if tried.returncode != 0:
+        return command
+    return [*walls, "sh", "-c", f"{own} && exec {shlex.join(command)}"]
 
 
 def descendants(pid: int) -> list[int]:
@@ -95,6 +123,33 @@ def test_it_runs_and_keeps_its_bounds(tmp_path):
     pictures = {"reward.png", "mismatch_kl.png", "staleness.png", "time.png"}
     assert pictures <= {path.name for path in tmp_path.iterdir()}
     assert shared_memory(tmp_path) == []
+
+
+@pytest.mark.example
+def test_two_nodes_share_no_memory(tmp_path):
+    """Simulated by two agents on one machine, over its loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    nodes = [start_node(tmp_path, rank, port=port, steps=6) for rank in range(2)]
+    logs = [tmp_path / f"node-{rank}" / "log" for rank in range(2)]
+    try:
+        deadline = time.monotonic() + 400
+        while any(node.poll() is None for node in nodes) and time.monotonic() < deadline:
+            assert shared_memory(tmp_path) == []
+            time.sleep(0.5)
+        ended = [node.poll() for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+            node.wait()
+    assert ended == [0, 0], "\n".join(log.read_text()[-4000:] for log in logs)
+    summary = json.loads((tmp_path / "node-0" / "summary.json").read_text())
+    assert not (tmp_path / "node-1" / "summary.json").exists()
+    assert (summary["steps"], summary["dropped"]) == (6, 0)
+    assert summary["versions_seen"] >= 3
+    # What the engine samples with are the weights of both ranks.
+    assert 0 < summary["mismatch_kl_with_replay"] < summary["mismatch_kl_without_replay"]
+    assert summary["sync_bytes"] > 1 << 20
 
 
 @pytest.mark.example

@@ -16,12 +16,13 @@ from primeblocks.weightsync.transports import (
     IpcTransport,
     ProcessWire,
     PullTransport,
+    TcpWire,
     open_transport,
 )
 from primeblocks.weightsync.transports.directory import DirectoryTransport
 
 # Packed buffers: commits and the carrier.
-PACKED = ("directory-handles", "store-handles", "directory-wire", "store-wire")
+PACKED = ("directory-handles", "store-handles", "directory-wire", "store-wire", "store-tcp")
 # All readers commit, or none: over a group of theirs, or one that they make over a store.
 TOGETHER = ("group", "joined")
 KINDS = ("shared_memory", "file", *TOGETHER, *PACKED)
@@ -134,7 +135,7 @@ def joined(store, plan, *, keep):
 def packed_end(kind, where, *, wire=None, **options):
     """One process's end of packed buffers, at a folder or a store."""
     if wire is None and not kind.endswith("handles"):
-        wire = ProcessWire()
+        wire = TcpWire("127.0.0.1") if kind.endswith("tcp") else ProcessWire()
     if kind.startswith("directory"):
         return IpcTransport("policy", root=str(where), wire=wire, **options)
     return PullTransport(store_at(where), wire, **options)

@@ -5,6 +5,7 @@ from .group import GroupTransport
 from .group_wire import Estimate, estimate
 from .open import open_transport
 from .packed_transport import IpcTransport, PackedTransport, PullTransport
+from .tcp_wire import TcpWire
 from .transport import Transport
 from .wire import ProcessWire, Read, Wire
 
@@ -18,6 +19,7 @@ __all__ = [
     "PullTransport",
     "Read",
     "SharedMemoryTransport",
+    "TcpWire",
     "Transport",
     "Wire",
     "estimate",

@@ -15,6 +15,7 @@ from .handles import HandleCarrier
 from .packed_transport import PackedTransport
 from .place import DiskPlace, PrivatePlace
 from .store_commits import StoreCommits
+from .tcp_wire import TcpWire
 from .transport import Transport
 from .wire import ProcessWire, Wire, WireCarrier
 
@@ -36,6 +37,7 @@ _KINDS: Mapping[str, Callable[..., Any]] = {
     "handles": HandleCarrier,
     "wire": WireCarrier,
     "process": ProcessWire,
+    "tcp": TcpWire,
 }
 _OWNERS = {"owner", "rank"}  # Arguments of the other ends.
 
@@ -44,7 +46,8 @@ def open_transport(spec: Mapping[str, Any], *, wires: Wires | None = None) -> Tr
     """Open the reading end of the transport whose `spec()` this is.
 
     Args:
-        wires: constructors of wires by their kind, beside "process", with what their `spec()` says.
+        wires: constructors of wires by their kind, beside "process" and "tcp", with what their
+            `spec()` says.
 
     Raises:
         UnsupportedError: the kind is unknown here.

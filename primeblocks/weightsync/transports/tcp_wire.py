@@ -1,0 +1,227 @@
+"""A wire over plain TCP: reads from any host that can connect, without RDMA and without NIXL."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import socketserver
+import struct
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from torch import Tensor
+
+from ...errors import CorruptionError, DeadlineError, TransferError, UnsupportedError, UsageError
+from .packed import noted
+from .wire import Read
+
+__all__ = ["TcpWire"]
+
+_TOKEN_BYTES = 16
+_REQUEST = struct.Struct(f"!{_TOKEN_BYTES}sQQ")  # of which buffer, from where, how many bytes
+_GRANTED, _REFUSED = b"\x01", b"\x00"
+_EVERYWHERE = ("", "0.0.0.0", "::")
+_STEP_BYTES = 16 << 20  # Between two looks at the clock.
+_IDLE_S = 60.0  # The time that a reader has for a step, and until its next request.
+
+_Address = tuple[str, int]
+
+
+class TcpWire:
+    """Reads over TCP, of memory on CPUs. A process with a `host` serves; one without only reads.
+
+    A thread for each connected reader sends bytes from where they lie; a `read` connects once to
+    each process that it reads from. Whoever knows the random token in a buffer's note may read it,
+    and nothing is encrypted: it is for networks that only trusted machines are on. What arrives is
+    digested by a `Subscriber` as over any carrier.
+
+    Args:
+        host: an address of this machine that readers reach; it alone is listened on.
+        port: the port to listen on; 0 takes a free one.
+
+    Raises:
+        UsageError: there cannot be listened on it, or it names no machine.
+    """
+
+    def __init__(self, host: str | None = None, *, port: int = 0) -> None:
+        self._shared: dict[bytes, Tensor] = {}
+        self._host = host
+        self._server = None if host is None else _serve(host, port, self._shared)
+
+    def spec(self) -> dict[str, Any]:
+        """Return what opens the reading end in another process."""
+        return {"kind": "tcp"}
+
+    def share(self, buffer: Tensor) -> dict[str, Any]:
+        """Let readers have a buffer, and return what they need for it.
+
+        Raises:
+            UnsupportedError: it is not in memory of the CPU.
+        """
+        if buffer.device.type != "cpu":
+            raise UnsupportedError(
+                f"TcpWire reads and sends memory of the CPU; got a buffer on {buffer.device}. "
+                'Make the transport with device="cpu".'
+            )
+        if self._server is None:
+            return {}  # What is read is put here.
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        self._shared[token] = buffer
+        return {"host": self._host, "port": self._server.server_address[1], "token": token.hex()}
+
+    def unshare(self, buffer: Tensor) -> None:
+        """Refuse reads of a buffer from now on."""
+        for token, shared in list(self._shared.items()):
+            if shared is buffer:
+                del self._shared[token]
+
+    def read(self, reads: Sequence[Read], *, deadline: float) -> None:
+        """Do all reads, one after the other.
+
+        Raises:
+            TransferError: the other process is gone, or has no such buffer any more.
+            DeadlineError: not in time.
+            CorruptionError: a note is none of this wire's.
+        """
+        links: dict[_Address, socket.socket] = {}
+        with ExitStack() as until_read:
+            for place, read in enumerate(reads):
+                at = _address(read.note)
+                try:
+                    if at not in links:
+                        links[at] = until_read.enter_context(_connected(at, deadline))
+                    _read(links[at], read, deadline)
+                except TimeoutError as error:
+                    raise DeadlineError(f"{place} of {len(reads)} reads in time") from error
+                except OSError as error:
+                    where = f"{at[0]}:{at[1]}"
+                    raise TransferError(f"a read from {where} failed: {error}") from error
+
+    def close(self) -> None:
+        """Let go of everything. Twice is fine."""
+        self._shared.clear()
+        if self._server is not None:
+            self._server.end()
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads, allow_reuse_address = True, True
+    request_queue_size = 1024  # All engines come at once.
+
+    def __init__(self, at: _Address, family: int, shared: Mapping[bytes, Tensor]) -> None:
+        self.address_family = family
+        self.shared, self._links = shared, set[Any]()
+        super().__init__(at, _Answers)
+        self._thread = threading.Thread(target=self.serve_forever, daemon=True, name="tcp-wire")
+        self._thread.start()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._links.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._links.discard(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: a reader that went away has its own error, and may come again."""
+
+    def end(self) -> None:
+        """Listen no more, and hang up. Twice is fine."""
+        if self._thread.is_alive():
+            self.shutdown()
+            self._thread.join()
+        self.server_close()
+        for link in list(self._links):
+            with suppress(OSError):  # Its own thread closes it.
+                link.shutdown(socket.SHUT_RDWR)
+
+
+class _Answers(socketserver.BaseRequestHandler):
+    """The requests of one reader, one after the other, until it hangs up."""
+
+    server: _Server
+
+    def handle(self) -> None:
+        self.request.settimeout(_IDLE_S)
+        self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while (asked := _receive(self.request, _REQUEST.size)) is not None:
+            token, start, size = _REQUEST.unpack(asked)
+            buffer = self.server.shared.get(token)
+            if buffer is None or start + size > len(buffer):
+                self.request.sendall(_REFUSED)
+                continue
+            self.request.sendall(_GRANTED)
+            view = buffer.numpy().data[start : start + size]
+            for at in range(0, size, _STEP_BYTES):
+                self.request.sendall(view[at : at + _STEP_BYTES])
+
+
+def _serve(host: str, port: int, shared: Mapping[bytes, Tensor]) -> _Server:
+    why: object = "readers could not connect to it"
+    try:
+        if host not in _EVERYWHERE:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            return _Server((host, port), family, shared)
+    except (OSError, OverflowError) as error:
+        why = error
+    raise UsageError(
+        f"cannot listen on {host!r}, port {port}: {why}. Give an address of this machine that "
+        "readers reach."
+    )
+
+
+def _address(note: Mapping[str, Any]) -> _Address:
+    port, host = noted(note, "port"), note.get("host")
+    if isinstance(host, str) and 0 < port < 1 << 16:
+        return host, port
+    raise CorruptionError(f"the place of a buffer cannot be read: {str(note)[:100]!r}")
+
+
+def _connected(at: _Address, deadline: float) -> socket.socket:
+    link = socket.create_connection(at, timeout=_left_s(deadline))
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return link
+
+
+def _read(link: socket.socket, read: Read, deadline: float) -> None:
+    try:
+        token = bytes.fromhex(read.note["token"])
+        request = _REQUEST.pack(token, read.start, len(read.target))
+    except (KeyError, TypeError, ValueError, struct.error) as error:
+        raise CorruptionError(f"the place of a buffer cannot be read: {error}") from error
+    link.settimeout(_left_s(deadline))
+    link.sendall(request)
+    answer = _receive(link, len(_GRANTED))
+    if answer is None:
+        raise ConnectionResetError("the other process hung up")
+    if answer != _GRANTED:
+        raise TransferError(f"{len(read.target):,} bytes from {read.start:,} on are not there")
+    room, done = read.target.numpy().data, 0
+    while done < len(room):
+        link.settimeout(_left_s(deadline))
+        count = link.recv_into(room[done : done + _STEP_BYTES])
+        if count == 0:
+            raise ConnectionResetError(f"the other process hung up after {done:,} bytes")
+        done += count
+
+
+def _receive(link: socket.socket, size: int) -> bytes | None:
+    """Return so many bytes, or None where the other end hung up."""
+    received = b""
+    while len(received) < size:
+        more = link.recv(size - len(received))
+        if not more:
+            return None
+        received += more
+    return received
+
+
+def _left_s(deadline: float) -> float:
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    return left_s
