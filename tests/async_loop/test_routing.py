@@ -73,7 +73,7 @@ def test_weights_that_make_no_sense_are_refused(wrong):
 
 
 def seconds_of_all(token_s, page_s, tokens, missing, loads, place):
-    """What a request adds, one token after the other: a prompt stops all, a token takes all along."""
+    """What a request adds, one token after the other: a prompt stops all, each token slows all."""
     others = loads[place]
     before = others * (token_s(others) if others else 0.0)
     after = (others + 1) * token_s(others + 1)

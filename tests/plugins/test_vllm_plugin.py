@@ -49,6 +49,8 @@ def test_and_only_in_an_engine_whose_tier_carries_rows(monkeypatch):
     from primeblocks.plugins.vllm import routes_with_pages as rows
     from primeblocks.plugins.vllm.scheduled_blocks import ROUTES, carries_routes, lift_cap
 
+    there = Path(__file__).parents[2] / "primeblocks/kvoffload/adapters/vllm/spec.py"
+    assert f'ROUTES = "{ROUTES}"' in there.read_text()
     ours = SimpleNamespace(kv_connector_extra_config={ROUTES: 8})
     others = SimpleNamespace(kv_connector_extra_config={"cpu_bytes_to_use": 1 << 30, ROUTES: 0})
     applied = []

@@ -176,6 +176,25 @@ def test_the_table_has_all_that_we_import():
 
 
 @pytest.mark.vllm
+def test_versions_that_nobody_looked_at_are_refused(monkeypatch):
+    warnings.simplefilter("ignore")  # vLLM's own imports are deprecated in places
+    import vllm
+
+    from primeblocks.errors import UnsupportedError
+    from primeblocks.weightsync.adapters.vllm import register
+
+    adapter = importlib.import_module("primeblocks.kvoffload.adapters.vllm")
+    for release in ("0.31.2", "0.34.0", "0.3.3"):
+        monkeypatch.setattr(vllm, "__version__", release)
+        with pytest.raises(UnsupportedError, match=release):
+            register()
+        with pytest.raises(UnsupportedError, match=release):
+            importlib.reload(adapter)
+    monkeypatch.setattr(vllm, "__version__", "0.33.4")
+    register()
+
+
+@pytest.mark.vllm
 def test_our_methods_take_what_either_vllm_passes(version):
     """Any call that fits vLLM's own signature, by position or by name, fits ours."""
     warnings.simplefilter("ignore")  # vLLM's own imports are deprecated in places

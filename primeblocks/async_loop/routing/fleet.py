@@ -17,7 +17,7 @@ def engines_to_restart(restarted: str, agents: Mapping[str, Collection[str]]) ->
     """Return the engines that must restart because one did, in their order. Pure.
 
     A prefill engine that restarts leaves its transfer agent behind in every engine that read from
-    it, and the next transfer hangs or ends that engine. Drain them, restart them, and add them again.
+    it, and the next transfer hangs or ends that engine: drain these, restart them, and add them.
 
     Args:
         agents: for each engine those whose agents it holds: of a decode engine its prefill engines,

@@ -1,21 +1,18 @@
 """Our manager and tier under a scheduler that is a loop: who gets pages through a small pool."""
 
 import importlib
-import os
 import warnings
-from itertools import count
 
 import numpy as np
 import pytest
 
 from primeblocks.errors import PlanError, UnsupportedError
 from primeblocks.testing.faults import ManualClock
+from tests.kvoffload.vllm.specs import PAGE, make_spec
 
 pytestmark = pytest.mark.vllm
 
-PAGE = 4096
 STEPS = 200
-_NAMES = count()
 
 
 @pytest.fixture(scope="module")
@@ -25,37 +22,6 @@ def adapter():
         return importlib.import_module("primeblocks.kvoffload.adapters.vllm")
 
 
-def make_spec(adapter, *, pool_pages, group_tokens=(32,), blocks_per_chunk=1, routes=0, **how):
-    """The spec that vLLM makes from our arguments, for pages of 4096 bytes."""
-    from vllm.v1.kv_offload import config
-
-    arguments = adapter.engine_args(
-        primary_bytes=pool_pages * PAGE,
-        host_bytes=256 * PAGE,
-        routes_bytes_per_token=routes,
-        **how,
-    )
-    one = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size", "data_parallel_size")
-    zero = ("rank", "data_parallel_index", "data_parallel_rank_local")
-    return adapter.StoreOffloadingSpec(
-        config.OffloadingConfig(
-            groups=tuple(
-                config.OffloadingGroupConfig(tokens, (f"layer{index}",), index)
-                for index, tokens in enumerate(group_tokens)
-            ),
-            worker_kv_bytes_per_block=PAGE,
-            enable_kv_cache_events=False,
-            extra_config=arguments["kv_transfer_config"].kv_connector_extra_config,
-            engine_id=f"test-{os.getpid()}-{next(_NAMES)}",
-            model=config.OffloadingModelConfig("model", "float32"),
-            cache=config.OffloadingCacheConfig(32, blocks_per_chunk),
-            parallel=config.OffloadingParallelConfig(
-                **dict.fromkeys(one, 1), **dict.fromkeys(zero, 0), is_parallelism_agnostic=True
-            ),
-        )
-    )
-
-
 class Scheduler:
     """A fake of vLLM's: asks for requests in order, loads those that have all they can get."""
 
@@ -63,8 +29,7 @@ class Scheduler:
         import vllm
         from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 
-        self.stores_come_last = vllm.__version__.startswith("0.32.")  # 0.33: in front
-
+        self.planned_first = vllm.__version__.startswith("0.32.")  # before a step's stores
         self.results, self.context, self.end = LookupResult, ReqContext, ScheduleEndContext
         self.manager = spec.get_manager()
         self.rows = np.asarray(self.manager.primary_tier.get_kv_memoryview())
@@ -81,12 +46,12 @@ class Scheduler:
         return context
 
     def step(self, *, begins=(), preempts=(), computes=()):
-        if self.stores_come_last:
-            self.manager.on_schedule_end(self.end(begins, preempts))
-        for number in computes:
-            assert self.manager.prepare_store(keys([number]), self.request(f"new {number}"))
-        if not self.stores_come_last:
-            self.manager.on_schedule_end(self.end(begins, preempts))
+        for is_planned in (self.planned_first, not self.planned_first):
+            if is_planned:
+                self.manager.on_schedule_end(self.end(begins, preempts))
+                continue
+            for number in computes:
+                assert self.manager.prepare_store(keys([number]), self.request(f"new {number}"))
 
     def settle(self):
         for _ in range(STEPS):
@@ -365,6 +330,13 @@ def test_a_step_without_work_rests_while_pages_come(scheduler, adapter, monkeypa
     it.manager.rest()
     assert len(rested) == 1
     it.manager.on_request_finished(request)
+
+
+def test_routes_and_loads_within_a_step_are_refused(adapter):
+    within = {"sync_load_budget_bytes": 1 << 20}  # vLLM 0.33 has it
+    make_spec(adapter, pool_pages=4, extra=within)
+    with pytest.raises(UnsupportedError, match="leave out sync_load_budget_bytes"):
+        make_spec(adapter, pool_pages=4, routes=8, extra=within)
 
 
 # --- how long to wait ------------------------------------------------------------------------

@@ -4,8 +4,8 @@ vLLM moves pages ("blocks") from the device into a primary pool in host memory t
 with our tier; the tier copies them into our store and back. On the CPU platform, where vLLM's own
 copy worker refuses to start, ours takes its place; on CUDA the stock worker is used.
 
-0.32 was run. Of 0.33, which has no build for CPUs, the Python of scheduler, manager and connector was
-run without an engine; no engine of it ever was.
+0.32 was run. Of 0.33, which has no build for CPUs, the Python of scheduler, manager and connector
+was run without an engine; no engine of it ever was.
 """
 
 import logging

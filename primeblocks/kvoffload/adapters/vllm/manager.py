@@ -227,9 +227,7 @@ class StoreManager(TieringOffloadingManager):
             if self._turns.is_first(request):
                 self.primary_tier.touch([key], req_context)  # evict the others' before these
             return look()
-        # After a reset vLLM 0.33 brings no page before its workers have reported.
-        is_held = getattr(self, "_promotions_held", False)
-        if is_held or exclude_tier_idx is not None or not self._is_below(key, req_context):
+        if exclude_tier_idx is not None or not self._is_below(key, req_context):
             return look()
         answer: str = self._turns.ask(request, key)
         if answer == "come":
