@@ -42,6 +42,7 @@ from transformers import AutoConfig
 from primeblocks import async_loop, weightsync
 from primeblocks.async_loop.adapters.vllm import VllmEngine
 from primeblocks.async_loop.routing import Fleet
+from primeblocks.async_loop.scheduler import Retries
 from primeblocks.errors import EngineError, PrimeblocksError
 from primeblocks.testing import tiny_models
 from primeblocks.weightsync.adapters import vllm as into_vllm
@@ -55,7 +56,6 @@ LOCAL_CLUSTER = {
     "num_cpus": RANKS + ENGINES,  # A promise that nobody checks: a laptop may have fewer.
     "object_store_memory": 200 << 20,
     "include_dashboard": False,
-    "_node_ip_address": "127.0.0.1",
     # Else the process of an engine would outlive its actor.
     "_system_config": {"process_group_cleanup_enabled": True},
 }
@@ -64,6 +64,11 @@ STEPS, KILL_AT = demo.STEPS, 30
 MAX_IN_FLIGHT = demo.MAX_IN_FLIGHT * demo.GROUP  # requests
 START_S, TIMEOUT_S = 600.0, demo.TIMEOUT_S
 HANG_S = 1.5 * TIMEOUT_S  # An actor has its own deadlines, which are shorter.
+
+
+def own_address() -> str:
+    """The address at which actors reach this one."""
+    return "127.0.0.1" if ADDRESS == "local" else ray.util.get_node_ip_address()
 
 
 @ray.remote
@@ -77,8 +82,7 @@ class TrainerRank:
         dist.init_process_group(
             "gloo", store=meeting, rank=rank, world_size=RANKS, timeout=patience
         )
-        here = ray.util.get_node_ip_address()
-        transport = transport_over_tcp(*store, host=here, owner=rank == 0)
+        transport = transport_over_tcp(*store, host=own_address(), owner=rank == 0)
         with tempfile.TemporaryDirectory(prefix="primeblocks-") as folder:
             write_files(Path(folder), files)
             self.trainer = demo.Trainer(Path(folder), torch.device("cpu"), transport)
@@ -331,7 +335,7 @@ class Run:
 
 def place_actors() -> tuple:
     """Start the trainer's ranks, where Ray has room for all; the engines follow."""
-    here = ray.util.get_node_ip_address()
+    here = own_address()
     # This process outlives the actors, and with it what they leave here for each other.
     store = dist.TCPStore(here, 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="primeblocks-") as folder:
@@ -365,7 +369,7 @@ def loop_over(run: Run, prompts: list[str], *, version: int) -> async_loop.Async
         batch_size=demo.PROMPTS,
         max_in_flight=MAX_IN_FLIGHT,
         group_size=demo.GROUP,
-        retries=async_loop.Retries(attempts=9),  # For minutes, should all engines be gone.
+        retries=Retries(attempts=9),  # For minutes, should all engines be gone.
         version=version,
         step_timeout_s=2 * HANG_S,
     )
