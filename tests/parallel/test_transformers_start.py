@@ -289,9 +289,13 @@ def _refusals(path):
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         load_pretrained(model, path / "more")
-    assert [str(w.message) for w in warned] == (
-        [] if rank else ["1 weights of the checkpoint have no place: model.extra ..."]
-    )
+        with pytest.raises(error, match="cannot be read as a Qwen3Moe.* nothing we know"):
+            load_pretrained(model, path / "q")
+    said = [str(w.message).replace(str(path), "") for w in warned]
+    assert said == [] if rank else [
+        "1 weights of the checkpoint have no place: model.extra ...",
+        "rank 0 reads the whole of /q: its weights are quantized",
+    ]  # fmt: skip
     load_pretrained(model, path / "one")  # And all is well again.
     return float(sum(p.full_tensor().isnan().sum() for p in model.parameters()))
 
