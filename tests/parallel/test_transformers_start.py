@@ -289,8 +289,7 @@ def _refusals(path):
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         load_pretrained(model, path / "more")
-        with pytest.raises(error, match="cannot be read as a Qwen3Moe.* nothing we know"):
-            load_pretrained(model, path / "q")
+        load_pretrained(model, path / "q")  # transformers takes no heed of a method it lacks.
     said = [str(w.message).replace(str(path), "") for w in warned]
     assert said == [] if rank else [
         "1 weights of the checkpoint have no place: model.extra ...",
