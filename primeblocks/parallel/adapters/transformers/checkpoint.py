@@ -235,7 +235,7 @@ def materialize(model: PreTrainedModel, device: str, *, parts: str | None = None
 
 
 def backend_device(tensor: Tensor) -> str:
-    """Where the backend of its ranks takes tensors: its parts may lie on the host."""
+    """The device from which the backend of its ranks sends: its parts may lie on the host."""
     return tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device.type
 
 
