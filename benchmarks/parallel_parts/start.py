@@ -90,7 +90,7 @@ def figures() -> dict[str, tuple[float, str, str]]:
         model = tiny_models.build("qwen3_moe", dtype="float32", **SIZES)
         model.save_pretrained(folder)  # type: ignore[operator]
         del model
-        by_rank = ranks.run(_measure, Path(folder), world_size=4)
+        by_rank = ranks.run(_measure, Path(folder), world_size=4, timeout_s=300)
     return {
         f"parallel.{name}": (max(one[name] for one in by_rank), _unit(name), "")
         for name in by_rank[0]

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -26,7 +27,14 @@ from ....layout import Shard, layout_of, local_part
 from .checkpoint_files import open_checkpoint
 from .deferred import Deferred
 
-__all__ = ["class_before", "load_pretrained", "materialize", "refuse_adapters", "reshard"]
+__all__ = [
+    "backend_device",
+    "class_before",
+    "load_pretrained",
+    "materialize",
+    "refuse_adapters",
+    "reshard",
+]
 
 
 def load_pretrained(model: PreTrainedModel, path: str | Path) -> None:
@@ -54,7 +62,7 @@ def load_pretrained(model: PreTrainedModel, path: str | Path) -> None:
     reshard(model)
     everyone, first = dist.group.WORLD, dist.get_rank() == 0
     assert everyone is not None
-    device, told = next(model.parameters()).device, {}
+    device, told = backend_device(next(model.parameters())), {}
     wanted: dict[str, Deferred] | str = {}
     problem = None
     for turn in (True, False):  # Rank 0 before the others, to fetch, and to name what is wrong.
@@ -172,7 +180,7 @@ def _load_whole(model: PreTrainedModel, path: str | Path, why: str) -> None:
             state = _read(model, path)
         except PlanError as error:
             problem = error
-    device = next(model.parameters()).device
+    device = backend_device(next(model.parameters()))
     agree("load_pretrained", {}, problem=problem, group=everyone, device=device)
     sent = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, state, options=sent)
@@ -224,6 +232,11 @@ def materialize(model: PreTrainedModel, device: str, *, parts: str | None = None
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
+
+
+def backend_device(tensor: Tensor) -> str:
+    """The device from which the backend of its ranks sends: its parts may lie on the host."""
+    return tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device.type
 
 
 def class_before(model: PreTrainedModel) -> Any:

@@ -23,7 +23,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from ....errors import PlanError, UnsupportedError
 from ....groups import agree
 from ....layout import Shard, layout_of, local_part
-from .checkpoint import class_before, refuse_adapters, reshard
+from .checkpoint import backend_device, class_before, refuse_adapters, reshard
 from .checkpoint_files import TensorFile, in_file_order
 from .deferred import Deferred, Piece
 
@@ -179,7 +179,7 @@ def _receive(tensor: Deferred, boxes: list[dict[str, Shard]]) -> Tensor:
             if rank == 0:
                 target.copy_(part.arrange(local_part(held.tensor)[part.box.within(box).slices]))
                 continue
-            device, straight = _device(held.tensor), [d for d in part.dims if d is not None]
+            device, straight = backend_device(held.tensor), [d for d in part.dims if d is not None]
             if device == "cpu" and target.is_contiguous() and straight == sorted(straight):
                 dist.recv(target.view(part.box.sizes), rank)  # No second copy of it.
                 continue
@@ -192,17 +192,13 @@ def _receive(tensor: Deferred, boxes: list[dict[str, Shard]]) -> Tensor:
 def _staged(held: Tensor, part: Piece, box: Shard) -> Tensor:
     """What is sent of this rank's box, where the backend takes it."""
     cut = local_part(held).detach()[part.box.within(box).slices]
-    return cut.to(_device(held)).contiguous()
-
-
-def _device(held: Tensor) -> str:
-    return held.device_mesh.device_type if isinstance(held, DTensor) else held.device.type
+    return cut.to(backend_device(held)).contiguous()
 
 
 def _agree(model: PreTrainedModel, problem: PlanError | None) -> None:
     everyone = dist.group.WORLD
     assert everyone is not None
-    device = _device(next(model.parameters()))
+    device = backend_device(next(model.parameters()))
     agree("save_pretrained", {}, problem=problem, group=everyone, device=device)
 
 
