@@ -105,6 +105,7 @@ def _forward(
     scaling: float | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
+    softcap: float | None = None,
     dropout: float = 0.0,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
@@ -120,5 +121,6 @@ def _forward(
         scale=scaling,
         window=sliding_window,
         sinks=s_aux,
+        **({} if softcap is None else {"softcap": softcap}),
     )
     return out.unsqueeze(0), None
