@@ -1,7 +1,7 @@
 """Dispatch of tokens to experts against torchtitan 0.3.0, bytes on the wire, balance of sequences.
 
-`python -m benchmarks.parallel` from the repository; two minutes, one core, 6 GB. It restarts itself
-in the Python of `scripts/peers`, where torchtitan is, and with an allocator that keeps its
+`python -m benchmarks.parallel` from the repository; three minutes, one core, 6 GB. It restarts
+itself in the Python of `scripts/peers`, where torchtitan is, and with an allocator that keeps its
 pages: page faults of fresh allocations would take most of the time of both sides.
 
 - Permute and combine, forward and backward, of 4096 tokens x 2048, top 8 of 64 experts, one thread.
@@ -12,6 +12,8 @@ pages: page faults of fresh allocations would take most of the time of both side
 - The gather of dispatch against a plain copy of the rows that it makes: 1 where rows are long.
 - Bytes that leave a rank, forward and backward, counted in the collectives on gloo.
 - Operations of a dispatch for which the host waits, counted on four ranks.
+- Kernels that `ring_attention` launches a layer, of 131,072 tokens on 8 ranks, balanced, counted on
+  meta tensors.
 - Bytes of latent attention that a rank receives, over those of the latents that it lacks; the same
   attention with expanded heads beside it.
 - Private memory of a rank that fills its shard from a checkpoint, and saves one, over shard plus
@@ -25,10 +27,10 @@ from . import peers
 def measure() -> dict[str, tuple[float, str, str]]:
     import torch
 
-    from .parallel_parts import balance, host_reads, latent, permute, start, wire
+    from .parallel_parts import balance, host_reads, latent, launches, permute, start, wire
 
     torch.set_num_threads(1)
-    counted = {**wire.figures(), **host_reads.figures(), **balance.figures()}
+    counted = {**wire.figures(), **host_reads.figures(), **balance.figures(), **launches.figures()}
     counted |= latent.figures()
     return {**permute.figures(), **counted, **start.figures()}
 

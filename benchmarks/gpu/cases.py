@@ -107,7 +107,7 @@ CASES = (
     _figures("B", "dsa", "dsa_parts.gpu", deadline_s=150.0),
     _figures("B", "dsa_peer", "dsa_parts.gpu_peer", deadline_s=75.0, needs=("attn_gym",)),
     _figures("B", "token_logprobs", "async_loop_parts.logprobs_gpu", deadline_s=75.0),
-    _figures("C", "attention", "parallel_parts.gpu_attention", deadline_s=180.0),
+    _figures("C", "attention", "parallel_parts.gpu_attention", deadline_s=210.0),
     _figures("C", "dispatch", "parallel_parts.gpu_dispatch", deadline_s=90.0),
     _figures("C", "layers", "parallel_parts.gpu_layers", deadline_s=180.0, needs=("transformers",)),
     _figures("D", "pages", "kvoffload_parts.device", deadline_s=60.0),

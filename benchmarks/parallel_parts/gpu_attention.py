@@ -3,9 +3,11 @@ a GPU; on a CPU, with `--dry-run`, its code runs at sizes that say nothing about
 
 What the busiest of eight ranks computes of `ring_attention`: its queries against the keys of all,
 which lie on the device already; forward and backward, bfloat16, 32 heads over 4 of keys, 128
-columns, in each order of tokens. Beside it torch's flash attention of one causal document with as
-many operations on one rank. Counted: rectangles, each a call of a kernel. Nothing is timed before
-the share agrees with dense attention in float64 at a small size.
+columns, in each order of tokens, by each `AttentionKernel`. Beside it torch's flash attention of
+one causal document with as many operations on one rank; and FlexAttention's backward that
+recomputes, beside its backward by itself where torch can compile that. Counted: rectangles, each a
+call of a fused kernel, and hops. Nothing is timed before the share agrees with dense attention in
+float64 at a small size, gradients of the queries too.
 """
 
 from __future__ import annotations
@@ -13,13 +15,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from primeblocks.parallel import SequencePlan, plan_sequence
-from primeblocks.parallel.attention import AttentionKernel, AttentionSpec, Hop, RectangleKernel
+from primeblocks.parallel.attention import (
+    AttentionKernel,
+    AttentionSpec,
+    FlexKernel,
+    Hop,
+    RectangleKernel,
+)
 from primeblocks.parallel.attention.hops import merge
 from primeblocks.parallel.attention.rectangles import rectangles_of
 
@@ -93,14 +102,14 @@ class Share:
             total += self.kernel.backward(self.grad, self.q, k, v, out, lse, hop=hop)[0]
         return total
 
-    def dense(self) -> Tensor:
+    def dense(self, q: Tensor) -> Tensor:
         """The same attention in float64, without a plan."""
         where = [torch.as_tensor(self.plan.indices(rank)) for rank in range(RANKS)]
         order = torch.cat(where).to(self.q.device)
         k, v = (torch.cat([pair[i] for pair in self.keys]).double() for i in (0, 1))
         groups = self.q.shape[1] // k.shape[1]
         k, v = (x.repeat_interleave(groups, 1).transpose(0, 1) for x in (k, v))
-        q = self.q.double().transpose(0, 1)
+        q = q.transpose(0, 1)
         seen = where[self.rank].to(self.q.device)[:, None] >= order[None, :]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(0, 1)
 
@@ -115,20 +124,30 @@ def figures(device: str = "cuda", sizes: Sizes | None = None) -> Figures:
         raise SystemExit("benchmarks.parallel_parts.gpu_attention needs a CUDA device")
     sizes = sizes or Sizes()
     found: Figures = {}
-    for order in ORDERS:
-        gate(order, sizes, device)
+    kernels = {"rectangles": RectangleKernel(), **_flex_kernels()}
+    for order, (engine, kernel) in product(ORDERS, kernels.items()):
+        gate(order, sizes, device, kernel)
         for tokens in sizes.tokens:
-            share = Share(order, tokens, sizes, device, RectangleKernel())
+            share = Share(order, tokens, sizes, device, kernel)
             whole = _flash_of(share, sizes, device)
             forward, both, flash, flash_both = compare(
                 share.forward, share.both, *whole, agree=lambda: None, runs=sizes.runs
             )
-            name = f"parallel.ring_share.gpu.{order}.{tokens}"
+            name = f"parallel.ring_share.gpu.{engine}.{order}.{tokens}"
             flops = 4.0 * share.pairs * sizes.dim * sizes.heads  # Two products of each pair.
-            found[f"{name}.rectangles"] = _rectangles(share), "count", ""
+            found[f"{name}.hops"] = sum(1 for _ in share.hops()), "count", ""
+            if engine == "rectangles":
+                found[f"{name}.rectangles"] = _rectangles(share), "count", ""
             found |= _rates(f"{name}.forward", flops, forward, flash)
             found |= _rates(f"{name}.forward_backward", 3.5 * flops, both, flash_both)
     return found
+
+
+def _flex_kernels() -> dict[str, AttentionKernel]:
+    """Both ways of backward, where this torch has both."""
+    found: dict[str, AttentionKernel] = {"flex_recompute": FlexKernel(recompute=True)}
+    kernel = FlexKernel()
+    return found if kernel.recompute else {"flex": kernel, **found}
 
 
 def _rectangles(share: Share) -> int:
@@ -140,12 +159,15 @@ def _pairs(plan: SequencePlan, rank: int) -> int:
     return int((torch.as_tensor(plan.indices(rank)) + 1).sum())
 
 
-def gate(order: str, sizes: Sizes, device: str) -> None:
-    share = Share(order, sizes.gate_tokens, sizes, device, RectangleKernel())
-    out, _ = share.forward()
-    right = share.dense()
-    off = float((out.double() - right).norm() / right.norm())
-    assert off <= BF16_ERROR, f"{order}: the relative error is {off}, over {BF16_ERROR}"
+def gate(order: str, sizes: Sizes, device: str, kernel: AttentionKernel) -> None:
+    share = Share(order, sizes.gate_tokens, sizes, device, kernel)
+    q = share.q.double().requires_grad_()
+    right = share.dense(q)
+    right.backward(share.grad.double())
+    assert q.grad is not None
+    for found, exact in ((share.forward()[0], right), (share.both(), q.grad)):
+        off = float((found.double() - exact).norm() / exact.norm())
+        assert off <= BF16_ERROR, f"{order}: the relative error is {off}, over {BF16_ERROR}"
 
 
 def _flash_of(share: Share, sizes: Sizes, device: str) -> tuple[Callable[[], object], ...]:

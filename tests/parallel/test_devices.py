@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from primeblocks.parallel import plan_sequence, reference
-from primeblocks.parallel.attention import ring_attention, ulysses_attention
+from primeblocks.parallel.attention import (
+    FlexKernel,
+    RectangleKernel,
+    ring_attention,
+    ulysses_attention,
+)
 from primeblocks.parallel.experts import GroupedExperts, LocalDispatcher
 from primeblocks.parallel.experts.lora import merged_expert_weights
 from primeblocks.testing.oracles import assert_close_float64
@@ -12,6 +17,11 @@ from tests.parallel import test_lora
 from tests.parallel.linear_cases import CASES, drawn
 
 LENGTHS = [130, 1, 61]
+KERNELS = {
+    "rectangles": RectangleKernel(),
+    "flex": FlexKernel(),
+    "flex_recompute": FlexKernel(recompute=True),
+}
 # Of the norm: operands, weights, results and gradients are each rounded, to 8 bits or to 24.
 ERRORS = {torch.bfloat16: 0.02, torch.float32: 2e-6}
 
@@ -37,7 +47,12 @@ def _draw(*shape, seed):
 @pytest.mark.parametrize("attention", [ring_attention, ulysses_attention])
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_attention(group, device, attention, window, dtype):
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_attention(group, device, attention, window, dtype, kernel):
+    if kernel.startswith("flex") and device == "pretend":
+        pytest.skip("nothing compiles for a device that is none")
+    if kernel.startswith("flex") and device == "cuda" and dtype == torch.float64:
+        pytest.skip("FlexAttention compiles no float64")
     tokens = sum(LENGTHS)
     plan = plan_sequence(LENGTHS, ranks=1)
     inputs = [_draw(tokens, heads, 64, seed=heads) for heads in (4, 2, 2)]
@@ -45,7 +60,8 @@ def test_attention(group, device, attention, window, dtype):
     cotangent = _draw(tokens, 4, 64, seed=9).to(dtype).to(device)
 
     def ours(q, k, v, sinks):
-        return attention(q, k, v, sequence=plan, group=group, window=window, sinks=sinks)
+        rules = {"window": window, "sinks": sinks, "kernel": KERNELS[kernel]}
+        return attention(q, k, v, sequence=plan, group=group, **rules)
 
     def exact(q, k, v, sinks):
         return reference.attention(q, k, v, LENGTHS, window=window, sinks=sinks)

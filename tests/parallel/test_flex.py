@@ -223,7 +223,7 @@ def _compiled():
 def test_few_compilations_serve_every_plan():
     """Two of forward, two of backward: the first plan, and all others."""
     (count,) = ranks.run(_compiled, world_size=1)
-    assert 2 <= count <= 6
+    assert 2 <= count <= 4
 
 
 @pytest.mark.parametrize(("tokens", "rank"), [(2048, 0), (131_072, 7)])

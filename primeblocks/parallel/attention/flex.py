@@ -17,7 +17,7 @@ from .kernel import Hop
 
 __all__ = ["FlexKernel"]
 
-# From this version on torch compiles FlexAttention's backward by itself.
+# From this version on torch compiles FlexAttention's backward by itself: pytorch#178357.
 _BACKWARD_ALONE = "2.13"
 # Here torch computes it densely, which is the reference of its kernels.
 _DENSE = ("cpu", "meta")

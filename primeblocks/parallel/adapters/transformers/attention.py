@@ -149,6 +149,7 @@ def _forward(
     scaling: float | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
+    softcap: float | None = None,
     dropout: float = 0.0,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
@@ -160,14 +161,15 @@ def _forward(
     where = {"sequence": sequence, "group": context.group, "scale": scaling}
     over_latents = _of_latents(module) if "expand_kv" in vars(module) else None
     if over_latents is not None:
-        if sliding_window is not None or s_aux is not None:
-            raise UnsupportedError("attention over latents has no windows and no sinks.")
+        if any(rule is not None for rule in (sliding_window, s_aux, softcap)):
+            raise UnsupportedError("attention over latents has no windows, sinks or soft-caps.")
         up = module.kv_b_proj.weight.unflatten(0, (query.shape[1], -1))
         return over_latents(query[0].transpose(0, 1), key[0, 0], up, **where)[None], None
     out = context.attention(
         *(x[0].transpose(0, 1) for x in (query, key, value)),
         window=sliding_window,
         sinks=s_aux,
+        **({} if softcap is None else {"softcap": softcap}),
         **where,
     )
     return out.unsqueeze(0), None
