@@ -113,11 +113,12 @@ class FlexKernel:
 
         lists = tile_lists(hop, device, self.tile_tokens, self.list_bytes)
         *listed, first, last = lists
+        named: dict[str, Any] = dict(zip(_NAMES, listed, strict=True))
         mask = BlockMask(
             seq_lengths=(len(first), hop.spec.plan.counts[hop.key_rank]),
             BLOCK_SIZE=(self.tile_tokens, self.tile_tokens),
             mask_mod=_seen(first, last),
-            **dict(zip(_NAMES, listed, strict=True)),
+            **named,
         )
         return mask, hop.spec.scale, hop.spec.softcap, self.options
 

@@ -47,9 +47,9 @@ def tile_lists(hop: Hop, device: torch.device, tile_tokens: int, limit_bytes: in
     need = _bytes(spec.plan, hop.query_rank, tile_tokens)
     if need > limit_bytes:
         raise CapacityError(
-            f"lists of tiles of {tile_tokens} tokens take {need} bytes for {spec.plan.tokens} tokens on "
-            f"{spec.plan.ranks} ranks, over {limit_bytes}. Use FlexKernel(tile_tokens={2 * tile_tokens})"
-            " or a larger list_bytes."
+            f"lists of tiles of {tile_tokens} tokens take {need} bytes for {spec.plan.tokens} "
+            f"tokens on {spec.plan.ranks} ranks, over {limit_bytes}. Use "
+            f"FlexKernel(tile_tokens={2 * tile_tokens}) or a larger list_bytes."
         )
     every = _of_rank(spec.plan, hop.query_rank, spec.causal, spec.window, tile_tokens, device)
     return every[hop.key_rank]
