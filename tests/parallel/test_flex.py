@@ -17,7 +17,8 @@ from benchmarks.parallel_parts import launches
 from primeblocks.errors import CapacityError, PlanError, UnsupportedError
 from primeblocks.parallel import plan_sequence, reference
 from primeblocks.parallel.attention import AttentionSpec, FlexKernel, RectangleKernel
-from primeblocks.parallel.attention.blocks import block_lists
+from primeblocks.parallel.attention.flex import _NAMES
+from primeblocks.parallel.attention.tiles import tile_lists
 from primeblocks.testing import ranks, strategies
 from primeblocks.testing.oracles import assert_as_precise, assert_close_float64
 from tests.parallel.test_attention import (
@@ -37,7 +38,7 @@ CPU = torch.device("cpu")
 
 
 def _with_flex(lengths, order, heads, rules, with_sinks, more, dtype=torch.float64):
-    kernel = FlexKernel(**{"block_tokens": 4} | more)
+    kernel = FlexKernel(**{"tile_tokens": 4} | more)
     rules = rules | {"kernel": kernel}
     world = dist.group.WORLD
     return _split_in(world, list(ATTENTIONS), lengths, order, heads, rules, with_sinks, dtype)
@@ -86,7 +87,7 @@ def test_any_packing_equals_one_rank(world_size, lengths, order, heads, rules, w
 def test_bfloat16_is_as_precise_as_plain_attention(recompute):
     lengths, heads, rules = [150, 33, 73], (4, 2, 16, 16), {"window": 60}
     arguments = (lengths, "balanced", heads, rules, True)
-    more = {"block_tokens": 16, "recompute": recompute}
+    more = {"tile_tokens": 16, "recompute": recompute}
     found = ranks.run(_with_flex, *arguments, more, torch.bfloat16, world_size=3)
     plan = plan_sequence(lengths, ranks=3, chunk_tokens=3)
     naive = _step(_naive, lengths, heads, rules, True, torch.bfloat16)
@@ -129,7 +130,7 @@ def test_lists_are_those_of_create_block_mask(lengths, world_size, order, rules,
         assert hop.pairs == seen.sum()
         if not hop.pairs:
             continue
-        lists = block_lists(hop, CPU, block, 1 << 20)
+        lists = tile_lists(hop, CPU, block, 1 << 20)
         rows, columns = torch.arange(seen.shape[0])[:, None], torch.arange(seen.shape[1])
         assert torch.equal((columns >= lists.first[rows]) & (columns < lists.last[rows]), seen)
 
@@ -137,8 +138,8 @@ def test_lists_are_those_of_create_block_mask(lengths, world_size, order, rules,
             return seen[query, key]
 
         right = create_block_mask(mask, None, None, *seen.shape, device="cpu", BLOCK_SIZE=block)
-        for name in lists._fields[:-2]:
-            found, expected = getattr(lists, name), getattr(right, name)
+        for name, list_ in zip(_NAMES, lists[:-2], strict=True):
+            found, expected = list_, getattr(right, name)
             if name.endswith("indices"):  # Behind those that are counted stands anything.
                 count = getattr(right, name.replace("indices", "num_blocks"))
                 listed = torch.arange(expected.shape[-1]) < count.unsqueeze(-1)
@@ -186,17 +187,17 @@ def test_what_is_planned_lives_as_long_as_the_plan(kernel):
 
 def test_lists_over_their_bound_are_refused():
     (hop,) = _hops([4096], 1, "contiguous")
-    lists = block_lists(hop, CPU, 128, 1 << 20)
+    lists = tile_lists(hop, CPU, 128, 1 << 20)
     size = sum(x.nbytes for x in lists)
-    for kernel in (FlexKernel(list_bytes=size - 1), FlexKernel(list_bytes=1, block_tokens=256)):
+    for kernel in (FlexKernel(list_bytes=size - 1), FlexKernel(list_bytes=1, tile_tokens=256)):
         x = torch.empty(4096, 1, 16, device="meta")
-        with pytest.raises(CapacityError, match=f"block_tokens={2 * kernel.block_tokens}"):
+        with pytest.raises(CapacityError, match=f"tile_tokens={2 * kernel.tile_tokens}"):
             kernel.forward(x, x, x, hop=hop)
-    assert block_lists(hop, CPU, 128, size) is not None
+    assert tile_lists(hop, CPU, 128, size) is not None
 
 
 def test_wrong_arguments_are_refused():
-    for wrong in ({"block_tokens": 0}, {"list_bytes": 0}):
+    for wrong in ({"tile_tokens": 0}, {"list_bytes": 0}):
         with pytest.raises(PlanError, match="at least 1"):
             FlexKernel(**wrong)
 
@@ -205,7 +206,7 @@ def _compiled():
     """Count compilations, traced as for a GPU and computed densely, of 12 plans."""
     counter = CompileCounterWithBackend("aot_eager")
     compiled = partial(torch.compile, backend=counter, fullgraph=True)
-    kernel, heads = FlexKernel(block_tokens=4, recompute=False, compile=compiled), (4, 2, 8, 6)
+    kernel, heads = FlexKernel(tile_tokens=4, recompute=False, compile=compiled), (4, 2, 8, 6)
     for tokens in range(20, 44, 2):
         lengths = [tokens // 3, tokens - tokens // 3]
         rules = {"window": 9 if tokens % 4 else None}

@@ -12,13 +12,20 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from ...errors import PlanError, UnsupportedError
-from .blocks import block_lists
 from .kernel import Hop
+from .tiles import tile_lists
 
 __all__ = ["FlexKernel"]
 
 # From this version on torch compiles FlexAttention's backward by itself: pytorch#178357.
 _BACKWARD_ALONE = "2.13"
+# What torch calls the lists of tiles, in their order.
+_NAMES = tuple(
+    f"{full}{side}_{what}"
+    for side in ("kv", "q")
+    for full in ("", "full_")
+    for what in ("num_blocks", "indices")
+)
 # Here torch computes it densely, which is the reference of its kernels.
 _DENSE = ("cpu", "meta")
 
@@ -27,14 +34,14 @@ class FlexKernel:
     """`AttentionKernel` by torch's FlexAttention, compiled: one launch forward, one backward.
 
     Blocks that nobody sees are skipped, those that every query sees are computed without a mask;
-    their lists come from the plan (`block_lists`). Key heads are not repeated. Keep one object: it
+    their lists come from the plan (`tile_lists`). Key heads are not repeated. Keep one object: it
     holds the compiled functions.
 
     On a CPU torch computes all scores densely, `[heads, queries, keys]`, and in float64 exactly;
     that is for tests.
 
     Args:
-        block_tokens: queries and keys of a block, a multiple of 128 on a GPU.
+        tile_tokens: queries and keys of a block, a multiple of 128 on a GPU.
         list_bytes: the most that the lists of one plan, query rank and window may take.
         recompute: in backward run the forward of a hop again, and differentiate it with respect to
             its `lse` too, instead of giving FlexAttention's backward the `lse` of all hops. The
@@ -52,18 +59,18 @@ class FlexKernel:
     def __init__(
         self,
         *,
-        block_tokens: int = 128,
+        tile_tokens: int = 128,
         list_bytes: int = 256 << 20,
         recompute: bool | None = None,
         compile: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        if min(block_tokens, list_bytes) < 1:
+        if min(tile_tokens, list_bytes) < 1:
             raise PlanError(
-                f"block_tokens and list_bytes must be at least 1; got {block_tokens}, {list_bytes}."
+                f"tile_tokens and list_bytes must be at least 1; got {tile_tokens}, {list_bytes}."
             )
         older = TorchVersion(torch.__version__) < TorchVersion(_BACKWARD_ALONE)
-        self.block_tokens, self.list_bytes = block_tokens, list_bytes
+        self.tile_tokens, self.list_bytes = tile_tokens, list_bytes
         self.recompute = older if recompute is None else recompute
         self.options = dict(options or {})
         self._compile = compile
@@ -104,13 +111,14 @@ class FlexKernel:
         """Mask, scale, softcap and options of one hop."""
         from torch.nn.attention.flex_attention import BlockMask
 
-        lists = block_lists(hop, device, self.block_tokens, self.list_bytes)._asdict()
-        first, last = lists.pop("first"), lists.pop("last")
+        lists = tile_lists(hop, device, self.tile_tokens, self.list_bytes)
+        *listed, first, last = lists
+        named: dict[str, Any] = dict(zip(_NAMES, listed, strict=True))
         mask = BlockMask(
             seq_lengths=(len(first), hop.spec.plan.counts[hop.key_rank]),
-            BLOCK_SIZE=(self.block_tokens, self.block_tokens),
+            BLOCK_SIZE=(self.tile_tokens, self.tile_tokens),
             mask_mod=_seen(first, last),
-            **lists,
+            **named,
         )
         return mask, hop.spec.scale, hop.spec.softcap, self.options
 

@@ -19,7 +19,7 @@ __all__ = ["Inputs", "autocast", "checked"]
 
 
 class Inputs(NamedTuple):
-    """What a call computes with: rows of a batch are heads, cast where autocast is on.
+    """Tensors and rules of one call: rows of a batch are heads, cast where autocast is on.
 
     Attributes:
         q: `[local_tokens, batch * heads, head_dim]`; k and v likewise.
@@ -67,7 +67,7 @@ def checked(
     def look() -> dict[str, object]:
         check_plan(sequence, group)
         check_tensors(q=q, k=k, v=v, **({} if sinks is None else {"sinks": sinks}))
-        if not isinstance(kernel, AttentionKernel | None):
+        if isinstance(kernel, type) or not isinstance(kernel, AttentionKernel | None):
             raise PlanError(
                 f"kernel must be an AttentionKernel; got {kernel!r:.80}. Pass FlexKernel(), "
                 "RectangleKernel() or None."

@@ -1,4 +1,4 @@
-"""Lists of the blocks of a hop's attention matrix, as FlexAttention reads them, from the plan."""
+"""Lists of the tiles of a hop's attention matrix, as FlexAttention reads them, from the plan."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from ...errors import CapacityError
 from ..sequence import SequencePlan, kept_on_plan
 from .kernel import Hop, seen_rows
 
-__all__ = ["BlockLists", "block_lists"]
+__all__ = ["TileLists", "tile_lists"]
 
 
-class BlockLists(NamedTuple):
-    """The blocks of one hop, int32; `[1, 1, rows of blocks, ...]` but for the last two.
+class TileLists(NamedTuple):
+    """The tiles of one hop, int32; `[1, 1, rows of tiles, ...]` but for the last two.
 
-    "full" are blocks in which every query sees every key, the others those in which some do; by
-    row of blocks how many there are, and their columns, ascending, those without behind. The same
+    "full" are tiles in which every query sees every key, the others those in which some do; by
+    row of tiles how many there are, and their columns, ascending, those without behind. The same
     by column. The last two, `[queries]`, are the rows of keys that a query sees.
     """
 
-    kv_num_blocks: Tensor
-    kv_indices: Tensor
-    full_kv_num_blocks: Tensor
-    full_kv_indices: Tensor
-    q_num_blocks: Tensor
-    q_indices: Tensor
-    full_q_num_blocks: Tensor
-    full_q_indices: Tensor
+    key_counts: Tensor
+    key_tiles: Tensor
+    full_key_counts: Tensor
+    full_key_tiles: Tensor
+    query_counts: Tensor
+    query_tiles: Tensor
+    full_query_counts: Tensor
+    full_query_tiles: Tensor
     first: Tensor
     last: Tensor
 
 
-def block_lists(hop: Hop, device: torch.device, block: int, limit_bytes: int) -> BlockLists:
+def tile_lists(hop: Hop, device: torch.device, tile_tokens: int, limit_bytes: int) -> TileLists:
     """Return the lists of one hop, on the device. Local; planned once for all hops of a rank.
 
     They live as long as the plan, at most `limit_bytes` for each query rank, window and `causal`.
@@ -44,23 +44,23 @@ def block_lists(hop: Hop, device: torch.device, block: int, limit_bytes: int) ->
         CapacityError: they would take more.
     """
     spec = hop.spec
-    need = _bytes(spec.plan, hop.query_rank, block)
+    need = _bytes(spec.plan, hop.query_rank, tile_tokens)
     if need > limit_bytes:
         raise CapacityError(
-            f"lists of blocks of {block} tokens take {need} bytes for {spec.plan.tokens} tokens on "
-            f"{spec.plan.ranks} ranks, over {limit_bytes}. Use FlexKernel(block_tokens={2 * block})"
-            " or a larger list_bytes."
+            f"lists of tiles of {tile_tokens} tokens take {need} bytes for {spec.plan.tokens} "
+            f"tokens on {spec.plan.ranks} ranks, over {limit_bytes}. Use "
+            f"FlexKernel(tile_tokens={2 * tile_tokens}) or a larger list_bytes."
         )
-    every = _of_rank(spec.plan, hop.query_rank, spec.causal, spec.window, block, device)
+    every = _of_rank(spec.plan, hop.query_rank, spec.causal, spec.window, tile_tokens, device)
     return every[hop.key_rank]
 
 
-def _bytes(plan: SequencePlan, query_rank: int, block: int) -> int:
+def _bytes(plan: SequencePlan, query_rank: int, tile_tokens: int) -> int:
     """The size of all lists of one rank's queries."""
-    rows = -(-plan.counts[query_rank] // block)
+    rows = -(-plan.counts[query_rank] // tile_tokens)
     total = 0
     for keys in plan.counts:
-        columns = -(-keys // block)
+        columns = -(-keys // tile_tokens)
         sizes = [rows, rows * columns, columns, rows * columns] * 2
         sizes += [plan.counts[query_rank]] * 2
         total += sum(sizes)
@@ -73,41 +73,43 @@ def _of_rank(
     query_rank: int,
     causal: bool,
     window: int | None,
-    block: int,
+    tile_tokens: int,
     device: torch.device,
-) -> tuple[BlockLists, ...]:
+) -> tuple[TileLists, ...]:
     """By rank of keys, the lists. One copy to the device brings all."""
     by_rank = []
     for rank in range(plan.ranks):
         first, last = seen_rows(plan, query_rank, rank, causal, window)
-        by_rank.append(_plan_lists(first, last, plan.counts[rank], block))
+        by_rank.append(_plan_lists(first, last, plan.counts[rank], tile_tokens))
     arrays = [x.ravel() for lists in by_rank for x in lists]
     there = torch.from_numpy(np.concatenate(arrays)).to(device)
     parts = iter(there.split([x.size for x in arrays]))
     return tuple(
         # Tensors of their own: torch compiles anew where a view begins elsewhere.
-        BlockLists(*(next(parts).view(x.shape).clone() for x in lists))
+        TileLists(*(next(parts).view(x.shape).clone() for x in lists))
         for lists in by_rank
     )
 
 
-def _plan_lists(first: np.ndarray, last: np.ndarray, keys: int, block: int) -> list[np.ndarray]:
-    """Arrays in the order of `BlockLists`, from the rows of keys that each query sees. Pure.
+def _plan_lists(
+    first: np.ndarray, last: np.ndarray, keys: int, tile_tokens: int
+) -> list[np.ndarray]:
+    """Arrays in the order of `TileLists`, from the rows of keys that each query sees. Pure.
 
-    Each query adds one to the blocks of its interval, by differences along the row of blocks.
+    Each query adds one to the tiles of its interval, by differences along the row of tiles.
     """
-    rows, columns = -(-len(first) // block), -(-keys // block)
+    rows, columns = -(-len(first) // tile_tokens), -(-keys // tile_tokens)
     seeing = first < last
-    row = np.arange(len(first)) // block
+    row = np.arange(len(first)) // tile_tokens
     touched, whole = (np.zeros((rows, columns + 1), np.int32) for _ in range(2))
-    inside = -(-first // block), last // block
+    inside = -(-first // tile_tokens), last // tile_tokens
     for counts, low, high, where in (
-        (touched, first // block, (last - 1) // block + 1, seeing),
+        (touched, first // tile_tokens, (last - 1) // tile_tokens + 1, seeing),
         (whole, *inside, inside[0] < inside[1]),
     ):
         np.add.at(counts, (row[where], low[where]), 1)
         np.add.at(counts, (row[where], high[where]), -1)
-    full = whole.cumsum(1)[:, :columns] == block
+    full = whole.cumsum(1)[:, :columns] == tile_tokens
     partial = (touched.cumsum(1)[:, :columns] > 0) & ~full
     return [*_listed(partial), *_listed(full), *_listed(partial.T), *_listed(full.T), first, last]
 
