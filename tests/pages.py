@@ -30,7 +30,7 @@ from primeblocks.weightsync import SharedMemoryTransport
 from primeblocks.weightsync.engines.remote import WorkerState
 from tests.engine_job import ENVIRONMENT
 from tests.kvoffload.mooncake_fake import FakeClient, FakeMaster
-from tests.serving_page import serving
+from tests.serving_page import serving, serving_vllm
 from tests.weightsync.fake_engine import FakeEngine
 from tests.weightsync.sglang_fake import FakeSglang
 from tests.weightsync.test_vllm_server import FakeServer
@@ -390,6 +390,8 @@ PAGES = {
     "docs/plan.md": a_plan,
     "docs/replay.md": replay,
     "docs/serving.md": serving,
+    "docs/serving_shapes.md": lambda: nullcontext({}),
+    "docs/serving_vllm.md": serving_vllm,
     "docs/weightsync.md": weightsync,
     "docs/weightsync_proof.md": lambda: nullcontext({}),
 }

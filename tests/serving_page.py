@@ -1,4 +1,4 @@
-"""What docs/serving.md presupposes: engines that are mocks, and servers that are fakes."""
+"""What the pages on serving presuppose: engines that are mocks, and servers that are fakes."""
 
 import os
 from contextlib import closing, contextmanager
@@ -31,6 +31,13 @@ class TokenServer(FakeServer):
 
 @contextmanager
 def serving():
+    names = {name: mock.AsyncMock() for name in ("engine_a", "engine_b")}
+    yield names
+    assert names["fleet"].states(names["describe"]([1, 2, 3, 4], ""))[0].matched == 1
+
+
+@contextmanager
+def serving_vllm():
     model = torch.nn.Linear(2, 2)
     source = describe(model)
     plan = plan_sync([source], source.whole())
@@ -39,7 +46,7 @@ def serving():
         closing(TokenServer()) as other,
         SharedMemoryTransport("fleet", owner=True, root=os.getcwd()) as transport,
     ):
-        names = {name: mock.AsyncMock() for name in ("engine_a", "engine_b")} | {
+        names = {
             "plan": plan,
             "transport": transport,
             "publisher": Publisher(plan, model, transport),
@@ -50,4 +57,3 @@ def serving():
         assert one.engine.serving == other.engine.serving == ((7, 7), "7")
         assert set(names["served"].open) == set(names["urls"])
     assert [rollout.versions.tolist() for rollout in names["rollouts"]] == [[7]]
-    assert names["fleet"].states(names["describe"]([1, 2, 3, 4], ""))[0].matched == 1

@@ -330,8 +330,6 @@ class TestRefusals:
             build()
 
     def test_what_vllm_refuses_together_is_refused_with_its_reason(self):
-        with pytest.raises(UnsupportedError, match=r"prefill: replay with .*recipes\.colocated"):
-            split(tensor=4).merge(CAPTURE)
         with pytest.raises(UnsupportedError, match="pipeline"):
             replicas(QWEN).merge(CAPTURE, {"pipeline_parallel_size": 2})
         with pytest.raises(UnsupportedError, match="prefix cache"):

@@ -35,7 +35,7 @@ from tests.engine_job import call
 ROOT = Path(__file__).parents[2]
 HOSTS = ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
 CAPTURE = replay.server_args(max_bytes=1 << 30, device="cuda")
-# What the table of docs/serving.md has columns for, as arguments of an engine.
+# What the table of docs/serving_shapes.md has columns for, as arguments of an engine.
 NAMES = {
     "replay": "router replay",
     "tiers": "KV tiers",
@@ -51,7 +51,7 @@ NAMES = {
 RUN = {
     frozenset(pair): "tests/replay/test_vllm_speculation.py"
     for pair in itertools.combinations(["replay", "tiers", "mtp", "chunked prefill"], 2)
-}
+} | {frozenset(("replay", "prefill/decode")): "tests/integration/test_prefill_decode_vllm.py"}
 
 
 def shapes(model: Model) -> dict[str, Deployment]:
@@ -170,7 +170,7 @@ def _ask_past_recipes(model: Model, settings: list[Any]) -> Any:
 
 def _ask(recipe: Deployment) -> Any:
     """What vLLM's configuration knows of each engine, or its reason to refuse one."""
-    from primeblocks.async_loop.adapters.vllm.commands import parse_commands
+    from primeblocks.async_loop.adapters.vllm import parse_commands
 
     found = []
     engines = [process for process in recipe.processes if process.role != "router"]
@@ -259,15 +259,15 @@ class TestEngines:
 
 
 def _parse(recipe: Deployment) -> None:
-    from primeblocks.async_loop.adapters.vllm.commands import parse_commands
+    from primeblocks.async_loop.adapters.vllm import parse_commands
 
     parse_commands(recipe)
 
 
 def _table() -> dict[frozenset[str], str]:
     """The cells of the table "What composes with what" in the docs."""
-    text = (ROOT / "docs/serving.md").read_text()
-    lines = text.split("### What composes with what")[1].split("\n\n")[2].splitlines()
+    text = (ROOT / "docs/serving_shapes.md").read_text()
+    lines = text.split("## What composes with what")[1].split("\n\n")[2].splitlines()
     columns, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     key = {title: name for name, title in NAMES.items()}
     return {

@@ -33,10 +33,6 @@ FEATURES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 # ask vLLM for each pair of the features.
 REFUSED: Mapping[tuple[str, str], str] = MappingProxyType(
     {
-        ("replay", "prefill/decode"): (
-            "vLLM does not carry routes from prefill to decode. Colocate both in one engine "
-            "(recipes.colocated), or leave capture out."
-        ),
         ("replay", "pipeline"): (
             "vLLM captures routes on one pipeline stage only. Use tensor or expert parallelism."
         ),
