@@ -27,6 +27,7 @@ from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType, MappingProxyType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -314,12 +315,17 @@ def shard() -> Walk:
 def page() -> Walk:
     """A page that leaves host memory for a disk when another is saved, and is loaded again."""
     from primeblocks.kvoffload import DiskTier, HostTier, PageKey, TieredStore
+    from primeblocks.kvoffload.store import copier
 
     pages = np.random.default_rng(0).integers(0, 256, (2, 256), dtype=np.uint8)
     keys = [PageKey("walks", bytes([number])) for number in (0, 1)]
     into = np.zeros_like(pages[0])
     sizes = {"page_bytes": pages[0].nbytes}
-    with tempfile.TemporaryDirectory() as folder, Walk(pages[0][:32].tobytes()) as walk:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(copier, "_TICK_S", TIMEOUT_S),  # No step of the way goes by the clock.
+        Walk(pages[0][:32].tobytes()) as walk,
+    ):
         tiers = (
             HostTier(capacity_bytes=4096, **sizes),
             DiskTier(folder, capacity_bytes=1 << 16, io="buffered", **sizes),

@@ -93,11 +93,14 @@ class Trainer:
         self.transport = SharedMemoryTransport("policy", owner=True, root=str(self.root))
         self.publisher = Publisher(self.plan, self.model, self.transport)
 
-    def publish(self, version: int, *, seed: int) -> Any:
+    def take(self, *, seed: int) -> None:
         pairs = zip(self.model.parameters(), self.build(seed=seed).parameters(), strict=True)
         with torch.no_grad():
             for mine, new in pairs:
                 mine.copy_(new)
+
+    def publish(self, version: int, *, seed: int) -> Any:
+        self.take(seed=seed)
         return self.publisher.publish(version, timeout_s=TIMEOUT_S)
 
     def flip(self, version: int) -> None:
