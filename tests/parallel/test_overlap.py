@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from primeblocks.parallel import plan_mesh, reference
 from primeblocks.parallel.experts import AllToAllDispatcher, OncePerRankDispatcher, grouped_swiglu
 from primeblocks.testing import ranks, tiny_models
-from primeblocks.testing.oracles import StepCounter, assert_close_float64
+from primeblocks.testing.oracles import StepCounter, assert_close_float64, assert_same_bits
 from tests.parallel.float64 import Float64
 
 EXPERTS, TOP_K, HIDDEN = 12, 2, 5
@@ -229,6 +229,20 @@ def _raising():
 
 def test_rows_land_although_the_work_fails():
     ranks.run(_raising)
+
+
+def _in_float8():
+    x, scores, ids = _tokens(8, dist.get_rank())
+    x, dispatcher = x.to(torch.float8_e4m3fn), AllToAllDispatcher(dist.group.WORLD)
+    sent = [
+        dispatcher.dispatch(x, scores, ids, num_experts=EXPERTS, **more).tokens
+        for more in ({}, {"meanwhile": lambda: None})
+    ]
+    assert_same_bits(*sent)
+
+
+def test_float8_travels_too():
+    ranks.run(_in_float8)
 
 
 SHARED_LAST = (

@@ -56,9 +56,10 @@ def install_experts(model: nn.Module, dispatcher: TokenDispatcher) -> None:
         module.placed, module.shared = None, None
     if isinstance(dispatcher, AllToAllDispatcher | OncePerRankDispatcher):
         for block in model.modules():
-            module, shared = (getattr(block, name, None) for name in ("experts", "shared_experts"))
-            if module in experts and isinstance(shared, nn.Module):
-                module.shared = _SharedExperts(block, shared)
+            routed: Any = getattr(block, "experts", None)
+            shared = getattr(block, "shared_experts", None)
+            if routed in experts and isinstance(shared, nn.Module):
+                routed.shared = _SharedExperts(block, shared)
 
 
 class _SharedExperts:
