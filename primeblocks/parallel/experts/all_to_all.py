@@ -25,6 +25,7 @@ from .dispatcher import (
     sort_slots,
     unalign,
 )
+from .overlap import Meanwhile, overlapped_all_to_all
 from .permute import RowMap, map_choices, map_rows, permute, regroup, spread, unpermute
 
 __all__ = ["AllToAllDispatcher", "OncePerRankDispatcher"]
@@ -38,6 +39,9 @@ class AllToAllDispatcher:
     Works on gloo and NCCL, with ragged and empty ranks. Collective: in dispatch the counts, those
     of each expert and the rows, in combine the rows; their backwards the rows once each. The host
     reads the counts once, or never with a capacity and without `check`.
+
+    `dispatch` and `combine` take `meanwhile=`, such as a layer's shared experts: it is called once,
+    while the rows travel, and differentiated while their gradients do.
 
     Args:
         group: the ranks that share the experts; rank r owns the r-th share.
@@ -69,7 +73,13 @@ class AllToAllDispatcher:
 
     @outside_graphs
     def dispatch(
-        self, x: Tensor, scores: Tensor, expert_ids: Tensor, *, num_experts: int
+        self,
+        x: Tensor,
+        scores: Tensor,
+        expert_ids: Tensor,
+        *,
+        num_experts: int,
+        meanwhile: Meanwhile | None = None,
     ) -> Dispatched:
         ranks, capacity = self.group.size(), self._owners.capacity_rows
 
@@ -87,7 +97,7 @@ class AllToAllDispatcher:
         if capacity is not None:
             row_map = spread(row_map, mine.sum(1), room=capacity)
             arriving = torch.cat((arriving, capacity - arriving.sum(1, keepdim=True)), dim=1)
-        rows = self._owners.exchange(permute(x, row_map), send, receive)
+        rows = self._owners.exchange(permute(x, row_map), send, receive, meanwhile)
         again = regroup(arriving, rows=len(rows))
         tokens, counts, places = _aligned(
             permute(rows, again), counts, self.alignment, exact=capacity is None
@@ -96,10 +106,13 @@ class AllToAllDispatcher:
         return Dispatched(tokens, counts, _Sent(weights, row_map, again, places, send, receive))
 
     @outside_graphs
-    def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
+    def combine(
+        self, y: Tensor, dispatched: Dispatched, *, meanwhile: Meanwhile | None = None
+    ) -> Tensor:
         self._owners.admit_back(y, dispatched)
         weights, row_map, again, places, send, receive = dispatched.handle
-        rows = self._owners.exchange(unpermute(unalign(y, places), again), receive, send)
+        rows = unpermute(unalign(y, places), again)
+        rows = self._owners.exchange(rows, receive, send, meanwhile)
         return unpermute(rows, row_map, weights)
 
 
@@ -120,7 +133,13 @@ class OncePerRankDispatcher:
 
     @outside_graphs
     def dispatch(
-        self, x: Tensor, scores: Tensor, expert_ids: Tensor, *, num_experts: int
+        self,
+        x: Tensor,
+        scores: Tensor,
+        expert_ids: Tensor,
+        *,
+        num_experts: int,
+        meanwhile: Meanwhile | None = None,
     ) -> Dispatched:
         ranks = self.group.size()
 
@@ -145,7 +164,7 @@ class OncePerRankDispatcher:
         ids = (expert_ids[token] - target[:, None] * share).masked_fill(~here, share)
         ids = self._owners.exchange(ids.to(torch.int32), send, receive)
         gates = self._owners.exchange(scores[token] * here, send, receive)
-        rows = self._owners.exchange(permute(x, row_map), send, receive)
+        rows = self._owners.exchange(permute(x, row_map), send, receive, meanwhile)
         slots, counts = sort_slots(ids.flatten(), num_experts=share)
         slots = slots[: splits.choices]
         again = map_rows(slots // max(ids.shape[1], 1), tokens=len(rows))
@@ -154,11 +173,13 @@ class OncePerRankDispatcher:
         return Dispatched(arrived, counts, _Sent(weights, row_map, again, places, send, receive))
 
     @outside_graphs
-    def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
+    def combine(
+        self, y: Tensor, dispatched: Dispatched, *, meanwhile: Meanwhile | None = None
+    ) -> Tensor:
         self._owners.admit_back(y, dispatched)
         weights, row_map, again, places, send, receive = dispatched.handle
         partial = unpermute(unalign(y, places), again, weights)
-        return unpermute(self._owners.exchange(partial, receive, send), row_map)
+        return unpermute(self._owners.exchange(partial, receive, send, meanwhile), row_map)
 
 
 class _Sent(NamedTuple):
@@ -294,5 +315,13 @@ class _Owners:
         call = f"{self.dispatcher}.combine"
         settle_outputs(call, y, dispatched, group=self.group, check=self.check)
 
-    def exchange(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
+    def exchange(
+        self,
+        rows: Tensor,
+        send: list[int],
+        receive: list[int],
+        meanwhile: Meanwhile | None = None,
+    ) -> Tensor:
+        if meanwhile is not None:
+            return overlapped_all_to_all(rows, send, receive, group=self.group, meanwhile=meanwhile)
         return all_to_all_rows(rows, send_counts=send, receive_counts=receive, group=self.group)

@@ -11,6 +11,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from ....errors import PlanError, UnsupportedError
 from ....groups import settle
+from ...experts.all_to_all import AllToAllDispatcher, OncePerRankDispatcher
 from ...experts.dispatcher import TokenDispatcher
 from ...experts.grouped import expert_linear
 from ...experts.placement import Placement
@@ -44,14 +45,52 @@ def routers_of(model: nn.Module) -> list[nn.Module]:
     return [router for router in found if isinstance(router, nn.Module)]
 
 
-def install_experts(experts: list[Any], dispatcher: TokenDispatcher) -> None:
-    """Send the tokens of `experts` through `dispatcher` from now on. Local."""
+def install_experts(model: nn.Module, dispatcher: TokenDispatcher) -> None:
+    """Send the tokens of all experts through `dispatcher` from now on. Local."""
+    experts = experts_of(model)
     ExpertsInterface.register(_IMPLEMENTATION, _forward)
     for module in experts:
         module.config._experts_implementation = _IMPLEMENTATION
         module.dispatcher = dispatcher
         module.grouped_mm = getattr(module, "grouped_mm", None)
-        module.placed = None
+        module.placed, module.shared = None, None
+    if isinstance(dispatcher, AllToAllDispatcher | OncePerRankDispatcher):
+        for block in model.modules():
+            routed: Any = getattr(block, "experts", None)
+            shared = getattr(block, "shared_experts", None)
+            if routed in experts and isinstance(shared, nn.Module):
+                routed.shared = _SharedExperts(block, shared)
+
+
+class _SharedExperts:
+    """The shared experts of a block, computed while its rows travel to the others.
+
+    transformers calls them when all results are back, and has no hook to do so earlier: their
+    forward is replaced by one that returns what was computed meanwhile. Where the block calls them
+    first (AFMoE, Laguna), or with something else than its input, it computes as before.
+    """
+
+    def __init__(self, block: nn.Module, shared: nn.Module) -> None:
+        self._own, self._given, self._found = shared.forward, None, None
+        block.register_forward_pre_hook(self._enter)
+        # After an error too: a checkpoint stops recomputing by one.
+        block.register_forward_hook(self._leave, always_call=True)
+        shared.forward = self._forward
+
+    def compute(self) -> None:
+        if self._given is not None:
+            self._found = self._own(self._given)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        given, found = self._given, self._found
+        self._given = self._found = None
+        return found if found is not None and x is given else self._own(x)
+
+    def _enter(self, block: nn.Module, args: tuple[Any, ...]) -> None:
+        self._given, self._found = (args[0] if args else None), None
+
+    def _leave(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._given = self._found = None
 
 
 def place_experts(
@@ -104,8 +143,9 @@ def _forward(
         top_k_index = placement.assign(top_k_index, rank=group.rank(), check=False)
         num_experts = placement.num_physical
         fetch = partial(placement.copies, group=group, check=False)
+    meanwhile = {} if module.shared is None else {"meanwhile": module.shared.compute}
     sent = module.dispatcher.dispatch(
-        hidden_states, top_k_weights, top_k_index, num_experts=num_experts
+        hidden_states, top_k_weights, top_k_index, num_experts=num_experts, **meanwhile
     )
 
     def linear(name: str, rows: Tensor) -> Tensor:

@@ -113,7 +113,7 @@ def parallelize(
         dispatcher = LocalDispatcher()
     elif dispatcher is None:
         dispatcher = AllToAllDispatcher(meshes.expert.get_group())
-    install_experts(experts, dispatcher)
+    install_experts(model, dispatcher)
     if placements:
         place_experts(model, placements, meshes=meshes)
     if not family.context:
