@@ -267,9 +267,9 @@ def test_the_innermost_block_is_followed():
 
 
 def _compiled():
-    """A compiled model inside the block and outside of it: the graph ends before each call."""
+    """A compiled layer inside the block and outside of it: the graph ends before each call."""
     x = _inputs(8)[0][:, PLAN.indices(dist.get_rank())]
-    model, block = _Model(), ContextParallel(PLAN, group=dist.group.WORLD)
+    model, block = _Model().layers[0], ContextParallel(PLAN, group=dist.group.WORLD)
     run = torch.compile(model, backend="aot_eager")
 
     def step(call):
@@ -286,9 +286,9 @@ def _compiled():
         assert_close_float64(step(run), outside)
         with block:
             assert_close_float64(step(run), inside)
-    whole = torch.compile(model, backend="aot_eager", fullgraph=True)
+    whole = torch.compile(_call, backend="aot_eager", fullgraph=True)
     with block, pytest.raises(RuntimeError, match="should not be traced"):
-        whole(x)
+        whole(*_qkv(), is_causal=True)
 
 
 def test_compiled_layers_are_the_same():
