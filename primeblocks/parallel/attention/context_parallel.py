@@ -25,9 +25,6 @@ __all__ = ["ContextParallel"]
 class ContextParallel(TorchFunctionMode):
     """A `with` block in which `F.scaled_dot_product_attention` looks at the whole sequence.
 
-        with ContextParallel(sequence, group=group):
-            out = model(local)
-
     Layers need to know neither plan nor group: a call gives `[batch, heads, local_tokens,
     head_dim]` of this rank, rotary embedding applied, and `attention` takes its place, as
     collective as ever. The rows of a batch share the plan. A block may be entered again; of nested
@@ -72,14 +69,11 @@ class ContextParallel(TorchFunctionMode):
 
     @staticmethod
     def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Contexts in which `torch.utils.checkpoint` recomputes as in the block around it. Local.
-
-        A `context_fn`; outside of any block these do nothing.
-        """
+        """Contexts for `torch.utils.checkpoint` that keep the block around it, if any. Local."""
         found: Any = (nullcontext(), nullcontext())
         if has_torch_function((None,)):  # A mode is on. Each asks the next, until a block answers.
             found = handle_torch_function(ContextParallel.checkpoint_contexts, ())
-        return found  # type: ignore[no-any-return]
+        return found
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -89,7 +83,7 @@ class ContextParallel(TorchFunctionMode):
         if func is ContextParallel.checkpoint_contexts:
             return nullcontext(), self
         if func is F.multi_head_attention_forward:
-            self._refuse(UnsupportedError(_OTHER_ATTENTION), *args)
+            self._refuse(UnsupportedError(_MULTI_HEAD), *args)
         return func(*args, **(kwargs or {}))
 
     def _attend(
@@ -145,15 +139,12 @@ class ContextParallel(TorchFunctionMode):
         settle("ContextParallel", look, *operands, group=self._group, check=self._check)
 
 
-_OTHER_ATTENTION = (
-    "nn.MultiheadAttention, and nn.TransformerEncoderLayer with it, would see this rank's tokens "
-    "alone. Call F.scaled_dot_product_attention in a layer of your own."
-)
+_MULTI_HEAD = "nn.MultiheadAttention would stay local: call F.scaled_dot_product_attention instead."
 
 
 def _is_in_reentrant_checkpoint() -> bool:
     """Whether a caller runs without gradients now, and with them in backward."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
-        frame = frame.f_back
-    return frame is not None
+    caller = inspect.currentframe()
+    while caller is not None and caller.f_code is not CheckpointFunction.forward.__code__:
+        caller = caller.f_back
+    return caller is not None
