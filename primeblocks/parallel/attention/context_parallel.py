@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -68,9 +68,9 @@ class ContextParallel(TorchFunctionMode):
         self._causal, self._check = causal, check
 
     @staticmethod
-    def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    def checkpoint_contexts() -> Any:
         """Contexts for `torch.utils.checkpoint` that keep the block around it, if any. Local."""
-        found: Any = (nullcontext(), nullcontext())
+        found = nullcontext(), nullcontext()
         if has_torch_function((None,)):  # A mode is on. Each asks the next, until a block answers.
             found = handle_torch_function(ContextParallel.checkpoint_contexts, ())
         return found
