@@ -1,6 +1,7 @@
 """Every family, its experts and its sequences split, against itself on one rank."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,12 @@ import torch.distributed as dist
 
 from primeblocks.errors import PlanError, ShapeError, UnsupportedError
 from primeblocks.parallel import global_token_count, plan_mesh, plan_sequence
-from primeblocks.parallel.attention import ring_attention, ulysses_attention
+from primeblocks.parallel.attention import (
+    FlexKernel,
+    RectangleKernel,
+    ring_attention,
+    ulysses_attention,
+)
 from primeblocks.parallel.experts import OncePerRankDispatcher
 from primeblocks.testing import ranks, tiny_models
 from tests.parallel.float64 import Float64, StableTopK
@@ -20,7 +26,29 @@ INDEXED = ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4")
 EAGER = ("gpt_oss", *NO_CONTEXT, *INDEXED)
 NO_EXPERTS = ("llama", "qwen3")
 FAMILIES = sorted((*tiny_models.FAMILIES, *tiny_models.OTHER_FAMILIES))
-ATTENTIONS = {"ring": ring_attention, "ulysses": ulysses_attention}
+
+
+class _Counted:
+    """A kernel that says how often it was called."""
+
+    def __init__(self, kernel):
+        self.kernel, self.forwards, self.backwards = kernel, 0, 0
+
+    def forward(self, *tensors, hop):
+        self.forwards += 1
+        return self.kernel.forward(*tensors, hop=hop)
+
+    def backward(self, *tensors, hop):
+        self.backwards += 1
+        return self.kernel.backward(*tensors, hop=hop)
+
+
+ATTENTIONS = {
+    "ring": ring_attention,
+    "ulysses": ulysses_attention,
+    "ring, kernel": partial(ring_attention, kernel=_Counted(RectangleKernel())),
+    "ulysses, kernel": partial(ulysses_attention, kernel=_Counted(FlexKernel(tile_tokens=4))),
+}
 
 
 def _model(family):
@@ -155,6 +183,23 @@ def test_a_family_equals_one_rank(family, world_size, full):
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm_moe_dsa", "gpt_oss", "qwen3_5_moe"])
 def test_three_ranks_equal_one(family):
     test_a_family_equals_one_rank(family, 3, full=True)
+
+
+def _with_kernel(family, attention):
+    cases = [({"context": 2}, "contiguous", attention, False, True)]
+    (errors,) = _compare(family, cases).values()
+    kernel = ATTENTIONS[attention].keywords["kernel"]
+    return max(errors.values()), kernel.forwards, kernel.backwards
+
+
+@pytest.mark.parametrize("attention", ["ring, kernel", "ulysses, kernel"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "qwen3_moe"])
+def test_a_model_may_be_given_a_kernel(family, attention):
+    """Of 2 layers that run twice: each hop is a call, rank 0 sees no keys of rank 1."""
+    for rank, found in enumerate(ranks.run(_with_kernel, family, attention)):
+        hops = 1 + rank if attention.startswith("ring") else 1
+        assert found[0] < 1e-12
+        assert found[1:] == (4 * hops, 2 * hops)
 
 
 def test_the_table_holds_what_is_tested():

@@ -4,6 +4,7 @@ Who computes is an `AttentionKernel`, passed as `kernel=`.
 """
 
 from . import dsa
+from .context_parallel import ContextParallel
 from .dsa import dsa_attention
 from .flex import FlexKernel
 from .kernel import AttentionKernel, AttentionSpec, Hop
@@ -15,6 +16,7 @@ from .ulysses import ulysses_attention
 __all__ = [
     "AttentionKernel",
     "AttentionSpec",
+    "ContextParallel",
     "FlexKernel",
     "Hop",
     "RectangleKernel",

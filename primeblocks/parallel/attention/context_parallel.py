@@ -1,0 +1,150 @@
+"""Layers that call torch's `scaled_dot_product_attention`, over a split sequence as they are."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+from torch.utils.checkpoint import CheckpointFunction
+
+from ...errors import PlanError, ShapeError, UnsupportedError, UsageError
+from ...groups import settle
+from ..sequence import SequencePlan, check_plan
+from .ring import ring_attention
+
+__all__ = ["ContextParallel"]
+
+
+class ContextParallel(TorchFunctionMode):
+    """A `with` block in which `F.scaled_dot_product_attention` looks at the whole sequence.
+
+    Layers need to know neither plan nor group: a call gives `[batch, heads, local_tokens,
+    head_dim]` of this rank, rotary embedding applied, and `attention` takes its place, as
+    collective as ever. The rows of a batch share the plan. A block may be entered again; of nested
+    ones the innermost is followed. It holds in the thread that enters it, and hands on each call
+    of torch in Python.
+
+    Checkpointed layers run again in backward and must find the block there: pass
+    `checkpoint(..., use_reentrant=False, context_fn=ContextParallel.checkpoint_contexts)`. Without
+    that torch raises CheckpointError, because other tensors are saved.
+
+    Args:
+        sequence: the plan of which rank holds which tokens; equal on all ranks.
+        attention: `ring_attention`, `ulysses_attention`, or one with their signature, such as
+            `functools.partial(ring_attention, kernel=kernel)`.
+        causal: what calls must say by `is_causal`; if False a token sees its whole document.
+        check: see `ring_attention`; what is refused here is then an error on all ranks, too.
+
+    Raises:
+        PlanError: the group does not fit the plan, or `attention` is no function; in a call, a
+            mask, dropout, or another `is_causal`.
+        ShapeError: in a call, other dims or token counts, or key heads without `enable_gqa`.
+        UnsupportedError: in a call, `nn.MultiheadAttention`, or a checkpoint that is reentrant.
+    """
+
+    def __init__(
+        self,
+        sequence: SequencePlan,
+        *,
+        group: dist.ProcessGroup,
+        attention: Callable[..., Tensor] = ring_attention,
+        causal: bool = True,
+        check: bool = True,
+    ) -> None:
+        super().__init__()
+        check_plan(sequence, group)
+        if isinstance(attention, type) or not callable(attention):
+            raise PlanError(
+                f"attention must be a function like ring_attention; got {attention!r:.80}."
+            )
+        self._sequence, self._group, self._attention = sequence, group, attention
+        self._causal, self._check = causal, check
+
+    @staticmethod
+    def checkpoint_contexts() -> Any:
+        """Contexts for `torch.utils.checkpoint` that keep the block around it, if any. Local."""
+        found = nullcontext(), nullcontext()
+        if has_torch_function((None,)):  # A mode is on. Each asks the next, until a block answers.
+            found = handle_torch_function(ContextParallel.checkpoint_contexts, ())
+        return found
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return self._attend(*args, **(kwargs or {}))
+        if func is ContextParallel.checkpoint_contexts:
+            return nullcontext(), self
+        if func is F.multi_head_attention_forward:
+            self._refuse(UnsupportedError(_MULTI_HEAD), *args)
+        return func(*args, **(kwargs or {}))
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Take the place of `F.scaled_dot_product_attention`, whose signature this is."""
+        try:
+            self._check_call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+        except UsageError as problem:
+            self._refuse(problem, query)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        out = self._attention(
+            q, k, v, sequence=self._sequence, group=self._group, causal=self._causal, scale=scale,
+            check=self._check,
+        )  # fmt: skip
+        return out.transpose(1, 2)
+
+    def _check_call(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float, causal: bool, gqa: bool
+    ) -> None:
+        shapes = f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        if not q.ndim == k.ndim == v.ndim == 4:
+            raise ShapeError(f"needs [batch, heads, local_tokens, head_dim]; got {shapes}.")
+        if q.shape[1] != k.shape[1] and not gqa:
+            raise ShapeError(f"fewer key heads than heads need enable_gqa=True; got {shapes}.")
+        if mask is not None:
+            raise PlanError("the plan says who sees whom, beside an attn_mask. Pass None.")
+        if dropout:
+            raise PlanError(f"attention over split sequences has no dropout; got {dropout}. Use 0.")
+        if bool(causal) != self._causal:
+            raise PlanError(f"got is_causal={causal}, ContextParallel causal={self._causal}.")
+        if not torch.is_grad_enabled() and _is_in_reentrant_checkpoint():
+            raise UnsupportedError(
+                "a checkpoint with use_reentrant=True would recompute this without its plan. Use "
+                "use_reentrant=False, context_fn=ContextParallel.checkpoint_contexts."
+            )
+
+    def _refuse(self, problem: UsageError, *operands: Any) -> None:
+        """Raise, and with `check` tell the ranks that have come to `attention` meanwhile."""
+
+        def look() -> dict[str, object]:
+            raise problem
+
+        settle("ContextParallel", look, *operands, group=self._group, check=self._check)
+
+
+_MULTI_HEAD = "nn.MultiheadAttention would stay local: call F.scaled_dot_product_attention instead."
+
+
+def _is_in_reentrant_checkpoint() -> bool:
+    """Whether a caller runs without gradients now, and with them in backward."""
+    caller = inspect.currentframe()
+    while caller is not None and caller.f_code is not CheckpointFunction.forward.__code__:
+        caller = caller.f_back
+    return caller is not None
