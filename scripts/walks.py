@@ -27,7 +27,6 @@ from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType, MappingProxyType, SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -321,11 +320,8 @@ def page() -> Walk:
     keys = [PageKey("walks", bytes([number])) for number in (0, 1)]
     into = np.zeros_like(pages[0])
     sizes = {"page_bytes": pages[0].nbytes}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(copier, "_TICK_S", TIMEOUT_S),  # No step of the way goes by the clock.
-        Walk(pages[0][:32].tobytes()) as walk,
-    ):
+    copier._TICK_S = TIMEOUT_S  # No step of the way goes by the clock.
+    with tempfile.TemporaryDirectory() as folder, Walk(pages[0][:32].tobytes()) as walk:
         tiers = (
             HostTier(capacity_bytes=4096, **sizes),
             DiskTier(folder, capacity_bytes=1 << 16, io="buffered", **sizes),
