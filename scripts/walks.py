@@ -317,16 +317,13 @@ def page() -> Walk:
     from primeblocks.kvoffload.store import copier
 
     pages = np.random.default_rng(0).integers(0, 256, (2, 256), dtype=np.uint8)
-    keys = [PageKey("walks", bytes([number])) for number in (0, 1)]
+    keys = [PageKey("walks", b"0"), PageKey("walks", b"1")]
     into = np.zeros_like(pages[0])
-    sizes = {"page_bytes": pages[0].nbytes}
     copier._TICK_S = TIMEOUT_S  # No step of the way goes by the clock.
     with tempfile.TemporaryDirectory() as folder, Walk(pages[0][:32].tobytes()) as walk:
-        tiers = (
-            HostTier(capacity_bytes=4096, **sizes),
-            DiskTier(folder, capacity_bytes=1 << 16, io="buffered", **sizes),
-        )
-        with TieredStore(tiers, copy_threads=1) as store:
+        host = HostTier(capacity_bytes=4096, page_bytes=256)
+        disk = DiskTier(folder, capacity_bytes=1 << 16, io="buffered", page_bytes=256)
+        with TieredStore([host, disk], copy_threads=1) as store:
             for key, data in zip(keys, pages, strict=True):
                 assert store.save(key, data).wait(timeout_s=TIMEOUT_S).stored
             assert store.load(keys[0], into=into).wait(timeout_s=TIMEOUT_S).tier == "disk"
