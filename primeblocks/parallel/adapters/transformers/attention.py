@@ -115,18 +115,19 @@ def _of_latents(module: Any) -> Callable[..., Tensor] | None:
     if isinstance(asked, partial) and not asked.args:
         asked, given = asked.func, asked.keywords
     layer = getattr(module, "kv_b_proj", None)
-    hooks = layer is not None and (layer._forward_hooks or layer._forward_pre_hooks)
+    hooks = any(getattr(layer, name, None) for name in _HOOKS)
     plain = type(layer) is nn.Linear and "forward" not in vars(layer) and layer.bias is None
     if not plain or hooks or not given.keys() <= {"kernel", "check"}:
         return None
-    found = _LATENT.get(asked)
+    found = next((latent for own, latent in _LATENT if own is asked), None)
     return None if found is None else partial(found, **given)
 
 
-_LATENT: dict[Any, Callable[..., Tensor]] = {
-    ring_attention: latent_ring_attention,
-    ulysses_attention: latent_ulysses_attention,
-}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_LATENT: tuple[tuple[Callable[..., Tensor], Callable[..., Tensor]], ...] = (
+    (ring_attention, latent_ring_attention),
+    (ulysses_attention, latent_ulysses_attention),
+)
 
 
 def _keep_latents(
