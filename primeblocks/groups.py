@@ -18,7 +18,14 @@ import xxhash
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .errors import PlanError, RankError, ShapeError, UsageError
+from .errors import (
+    CapacityError,
+    PlanError,
+    PrimeblocksError,
+    RankError,
+    ShapeError,
+    UsageError,
+)
 
 __all__ = [
     "Carried",
@@ -173,8 +180,8 @@ def settle(
     """Look at this rank's arguments, then agree with the others. Collective if `check`, or local.
 
     Args:
-        look: raises a UsageError at what is wrong here, and returns what must be equal on all
-            ranks.
+        look: raises a UsageError, or CapacityError, at what is wrong here, and returns what must be
+            equal on all ranks.
         operands: the first tensor tells where the backend takes tensors.
         carry: called where `check` is on and nothing was wrong here.
 
@@ -182,15 +189,15 @@ def settle(
         As `agree`; nothing without `check`.
 
     Raises:
-        UsageError: what `look` raised.
+        UsageError, CapacityError: what `look` raised.
         RankError, PlanError: as `agree`.
     """
     check_group(group)
     facts: Mapping[str, object] = {}
-    problem = None
+    problem: PrimeblocksError | None = None
     try:
         facts = look()
-    except UsageError as error:
+    except (CapacityError, UsageError) as error:
         problem = error
     if check:
         device = next((x.device for x in operands if isinstance(x, Tensor)), "cpu")
@@ -219,7 +226,7 @@ def agree(
     call: str,
     facts: Mapping[str, object],
     *,
-    problem: UsageError | None = None,
+    problem: PrimeblocksError | None = None,
     group: dist.ProcessGroup,
     device: torch.device | str = "cpu",
     carried: Carried | None = None,
@@ -243,7 +250,7 @@ def agree(
         Each rank's carried numbers, and zeros after them.
 
     Raises:
-        UsageError: `problem` itself, on the rank that has it.
+        PrimeblocksError: `problem` itself, on the rank that has it.
         RankError: another rank has a problem, and the message repeats the first one; or not all
             ranks came before the timeout of the group.
         PlanError: the call or a fact differs.
@@ -287,7 +294,7 @@ def agree(
 
 def _head(
     text: str,
-    problem: UsageError | None,
+    problem: PrimeblocksError | None,
     carried: Carried | None,
     ranks: int,
     device: torch.device | str,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property, wraps
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
@@ -65,6 +65,10 @@ class SequencePlan:
             f"<SequencePlan of {len(self.document_lengths)} documents, {self.tokens} tokens, "
             f"{self.ranks} ranks, order={self.order!r}>"
         )
+
+    def __getstate__(self) -> dict[str, object]:
+        # A copy computes for itself what was kept: it may be large, and of another device.
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @property
     def ranks(self) -> int:
@@ -257,13 +261,10 @@ def kept_on_plan(function: Callable[Concatenate[SequencePlan, P], R]) -> Callabl
     selective checkpointing refuses operators that the forward did not need.
     """
 
-    # Its name, for plans are pickled with what is kept on them.
-    name = f"{function.__module__}.{function.__qualname__}"
-
     @wraps(function)
     def call(sequence: SequencePlan, *args: P.args, **kwargs: P.kwargs) -> R:
         kept: dict[Any, R] = sequence.__dict__.setdefault("_kept", {})
-        key = (name, args, tuple(kwargs.items()))
+        key = (function, args, tuple(kwargs.items()))
         if key not in kept:
             kept[key] = function(sequence, *args, **kwargs)
         return kept[key]

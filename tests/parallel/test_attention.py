@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from primeblocks.parallel import plan_sequence, reference
-from primeblocks.parallel.attention import ring_attention, ulysses_attention
+from primeblocks.parallel.attention import (
+    FlexKernel,
+    RectangleKernel,
+    ring_attention,
+    ulysses_attention,
+)
 from primeblocks.parallel.attention.fused import FusedRectangle
 from primeblocks.testing import ranks, strategies
 from primeblocks.testing.oracles import assert_as_precise, assert_close_float64
@@ -220,6 +225,26 @@ def test_any_strides(order):
     lengths = PACKINGS[order == "zigzag"]
     found = ranks.run(_strided, lengths, order)
     _assert_equal_whole(found, lengths, order, HEADS[1], {}, False)
+
+
+def _strided_in_turn(kernel):
+    """On one rank, where nothing is copied in order to travel."""
+    plan = plan_sequence(PACKINGS[1], ranks=1)
+    qkv, found = _inputs(plan.tokens, HEADS[1])[:3], []
+    for strided in range(3):
+        leaves = [(_columns(x) if at == strided else x).detach() for at, x in enumerate(qkv)]
+        leaves = [x.requires_grad_() for x in leaves]
+        out = ring_attention(*leaves, sequence=plan, group=dist.group.WORLD, kernel=kernel)
+        out.backward(_cotangent(plan.tokens, HEADS[1]))
+        found.append([out.detach(), *(x.grad for x in leaves)])
+    return found
+
+
+@pytest.mark.parametrize("kernel", [RectangleKernel(), FlexKernel(tile_tokens=4)], ids=["", "flex"])
+def test_strides_of_each_on_one_rank(kernel):
+    expected = _whole(PACKINGS[1], HEADS[1], {}, False)
+    for results in ranks.run(_strided_in_turn, kernel, world_size=1)[0]:
+        assert_close_float64(results, expected)
 
 
 def _frozen(names):

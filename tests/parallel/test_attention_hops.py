@@ -8,11 +8,16 @@ import torch.distributed as dist
 
 from primeblocks.errors import ShapeError
 from primeblocks.parallel import plan_sequence, reference
-from primeblocks.parallel.attention import RectangleKernel, hops, ring_attention
+from primeblocks.parallel.attention import (
+    RectangleKernel,
+    hops,
+    latent_ring_attention,
+    ring_attention,
+)
 from primeblocks.parallel.attention.fused import FusedRectangle
 from primeblocks.parallel.attention.rectangles import OnlineSoftmax
 from primeblocks.testing import ranks
-from primeblocks.testing.oracles import assert_as_precise, assert_close_float64
+from primeblocks.testing.oracles import StepCounter, assert_as_precise, assert_close_float64
 from tests.parallel.test_attention import ATTENTIONS, HEADS, PACKINGS, _cotangent, _inputs, _naive
 
 
@@ -152,6 +157,38 @@ def test_plain_matrices_add_up_in_float32():
     exact = _whole_of(reference.attention, (q, k, v), grad, torch.float64)
     for got, theirs, right in zip((out, *grads), naive, exact, strict=True):
         assert_as_precise(got[0].transpose(0, 1).bfloat16(), naive=theirs, exact=right)
+
+
+def test_the_gradient_of_a_sink_adds_up_in_float32():
+    generator = torch.Generator().manual_seed(0)
+    grad, out = (torch.randn(64, 2, 256, generator=generator).bfloat16() for _ in range(2))
+    lse, sinks = torch.randn(64, 2, generator=generator), torch.zeros(2)
+    found = hops._of_sinks(grad, out, lse, sinks)
+    exact = hops._of_sinks(grad.double(), out.double(), lse.double(), sinks.double())
+    magnitude = hops._of_sinks(grad.abs().double(), out.abs().double(), lse.double(), sinks)
+    assert ((found - exact).abs() <= 256 * 2**-24 * magnitude.abs()).all()
+
+
+def _operators(cast, attention, *operands):
+    with torch.autocast("cpu", torch.bfloat16, enabled=cast), StepCounter() as step:
+        plan = plan_sequence([16], ranks=1)
+        attention(*operands, sequence=plan, group=dist.group.WORLD, check=False)
+    return step.operators
+
+
+def _copies():
+    q, k = torch.randn(3, 16, 2, 8), torch.randn(16, 2, 8)
+    latents, up = torch.randn(16, 12), torch.randn(2, 12, 8)
+    return [
+        _operators(False, ring_attention, q, q, q)["clone"],
+        _operators(True, ring_attention, k, k, k)["_to_copy"],
+        _operators(True, latent_ring_attention, torch.randn(16, 2, 9), latents, up)["_to_copy"],
+    ]
+
+
+def test_operands_are_folded_and_cast_once():
+    """Three each; the output is cast too, to the dtype of queries."""
+    assert ranks.run(_copies, world_size=1) == [[3, 3 + 1, 3 + 1]]
 
 
 def _batched():

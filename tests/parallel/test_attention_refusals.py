@@ -61,6 +61,7 @@ CHANGES = {
     "not causal": lambda **_: {"causal": False},
     "bad window": lambda **_: {"window": 0},
     "window without causal": lambda **_: {"window": 2, "causal": False},
+    "no cap": lambda **_: {"softcap": float("inf")},
     "sinks": lambda **_: {"sinks": torch.zeros(4, dtype=torch.float64)},
     "bad sinks": lambda **_: {"sinks": torch.zeros(3, dtype=torch.float64)},
 }
@@ -89,6 +90,7 @@ SAID = {
     "not causal": EQUAL.format("causal", "1, 0"),
     "bad window": "PlanError: a window needs causal=True and at least 1 token; got window=0",
     "window without causal": "PlanError: a window needs causal=True",
+    "no cap": "PlanError: softcap must be a finite number over 0, or None; got inf",
     "sinks": EQUAL.format("sinks", "0, 1"),
     "bad sinks": r"ShapeError: needs one sink a head, \[4\]; got \(3,\)",
 }

@@ -14,9 +14,15 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import create_block_mask
 
 from benchmarks.parallel_parts import launches
-from primeblocks.errors import CapacityError, PlanError, UnsupportedError
+from primeblocks.errors import CapacityError, PlanError, RankError, UnsupportedError
 from primeblocks.parallel import plan_sequence, reference
-from primeblocks.parallel.attention import AttentionSpec, FlexKernel, RectangleKernel
+from primeblocks.parallel.attention import (
+    AttentionSpec,
+    FlexKernel,
+    RectangleKernel,
+    latent_ring_attention,
+    latent_ulysses_attention,
+)
 from primeblocks.parallel.attention.flex import _NAMES
 from primeblocks.parallel.attention.tiles import tile_lists
 from primeblocks.testing import ranks, strategies
@@ -194,6 +200,33 @@ def test_lists_over_their_bound_are_refused():
         with pytest.raises(CapacityError, match=f"tile_tokens={2 * kernel.tile_tokens}"):
             kernel.forward(x, x, x, hop=hop)
     assert tile_lists(hop, CPU, 128, size) is not None
+
+
+def _too_small():
+    """Lists that are too large on one rank alone, and ranks without tokens or heads."""
+    group, latents, up = dist.group.WORLD, torch.randn(301, 7), torch.randn(1, 8, 5)
+    ragged = plan_sequence([301], ranks=2, chunk_tokens=256)
+    alone = plan_sequence([1], ranks=2, order="contiguous")
+    assert (ragged.counts, alone.counts) == ((256, 45), (0, 1))
+    for plan, limit in ((ragged, 10_000), (alone, 10)):
+        q = torch.randn(plan.counts[group.rank()], 1, 6)
+        operands = [(a, (q, q, q)) for a in ATTENTIONS.values()]
+        operands += [
+            (a, (q, latents[: len(q)], up))
+            for a in (latent_ring_attention, latent_ulysses_attention)
+        ]
+        for attention, tensors in operands:
+            for check in (True, False):
+                kernel = FlexKernel(tile_tokens=8, list_bytes=limit)
+                with pytest.raises(CapacityError, match="list_bytes"):
+                    attention(*tensors, sequence=plan, group=group, kernel=kernel, check=check)
+            kernel = FlexKernel(tile_tokens=8, list_bytes=limit if group.rank() else 1 << 20)
+            with pytest.raises(CapacityError if group.rank() else RankError, match="list_bytes"):
+                attention(*tensors, sequence=plan, group=group, kernel=kernel)
+
+
+def test_lists_that_one_rank_cannot_hold_are_refused_on_all():
+    ranks.run(_too_small)
 
 
 def test_wrong_arguments_are_refused():

@@ -182,6 +182,7 @@ def _refusals():
             (ShapeError, "as many as up gives", (q, latents, up[:, :5]), {}),
             (ShapeError, "one floating dtype", (q, latents, up.float()), {}),
             (PlanError, "AttentionKernel", (q, latents, up), {"kernel": "flash"}),
+            (PlanError, "AttentionKernel", (q, latents, up), {"kernel": RectangleKernel}),
             (PlanError, "scale must be", (q, latents, up), {"scale": "1"}),
         ]:
             with pytest.raises(error, match=said):

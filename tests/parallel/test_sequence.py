@@ -1,3 +1,6 @@
+import copy
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +10,8 @@ from hypothesis import strategies as st
 
 from primeblocks.errors import PlanError, ShapeError
 from primeblocks.parallel import plan_sequence
+from primeblocks.parallel.attention import AttentionSpec
+from primeblocks.parallel.attention.tiles import tile_lists
 from primeblocks.testing import ranks, strategies
 
 ORDERS = ["balanced", "contiguous", "zigzag"]
@@ -109,6 +114,19 @@ def test_equal_arguments_make_equal_plans():
     assert one == same
     assert one.fingerprint == same.fingerprint
     assert 0 <= one.fingerprint < 2**63
+
+
+def test_copies_leave_behind_what_was_kept():
+    plan = plan_sequence([30_000], ranks=4)
+    size = len(pickle.dumps(plan))
+    lists = tile_lists(AttentionSpec(plan, True, 1.0).hop(0, 0), torch.device("cpu"), 128, 1 << 28)
+    assert plan.row_of_token.nbytes + sum(x.nbytes for x in lists) > 100 * size
+    assert len(pickle.dumps(plan)) == size
+    for other in (copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
+        assert vars(other).keys() == {"document_lengths", "order", "pieces", "costs"}
+        assert other == plan
+        assert other.costs == plan.costs
+        assert torch.equal(other.row_of_token, plan.row_of_token)
 
 
 def test_other_plans_have_other_fingerprints():

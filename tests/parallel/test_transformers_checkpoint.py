@@ -1,16 +1,18 @@
 """A model in parts, saved and loaded: whole as by transformers, and in parts for other ranks."""
 
+import json
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
 from primeblocks.errors import PlanError, RankError, UnsupportedError
+from primeblocks.layout import layout_of, local_part
 from primeblocks.parallel import plan_mesh
 from primeblocks.parallel.experts import add_expert_lora
 from primeblocks.testing import ranks, tiny_models
@@ -190,3 +192,160 @@ def test_the_meta_device_loses_no_buffer(family):
     for (name, got), (same, want) in zip(bare.named_buffers(), one.named_buffers(), strict=True):
         assert name == same
         assert name in kept or torch.equal(got, want), name
+
+
+def _fill(model, value):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().fill_(value)
+
+
+def _older(path):
+    """One file where several were, and several where one was, by the box and by transformers."""
+    from primeblocks.parallel.adapters.transformers import checkpoint_save, load_pretrained
+
+    model, _ = _start("qwen3_moe", {"expert": 2})
+    save, own = checkpoint_save.save_pretrained, checkpoint_save.revert_weight_conversion
+    for value, size in enumerate(("50GB", "100KB", "50GB", "100KB", "50GB")):
+        if value == 3:
+            checkpoint_save.revert_weight_conversion = _no_conversion
+        _fill(model, value)
+        with warnings.catch_warnings(record=True) as warned:
+            save(model, path, max_shard_size=size)
+        assert bool(warned) == (value > 2 and dist.get_rank() == 0)
+        several = size == "100KB"
+        assert (path / "model.safetensors").exists() != several
+        assert (path / "model.safetensors.index.json").exists() == several
+        assert (len([*path.glob("model-*")]) > 1) == several
+        read, _ = _start("qwen3_moe", {"expert": 2}, device="meta")
+        load_pretrained(read, path)
+        assert all((p.to_local() == value).all() for p in read.parameters())
+        dist.barrier()
+    checkpoint_save.revert_weight_conversion = own
+
+
+def _no_conversion(*_):
+    raise UnsupportedError("it must be computed with")
+
+
+def test_an_older_checkpoint_is_not_taken_for_the_new_one(tmp_path):
+    ranks.run(_older, tmp_path)
+
+
+def _full(path):
+    """A disk that takes nothing, and other troubles of rank 0 alone."""
+    from primeblocks.parallel.adapters.transformers import checkpoint_save
+
+    model, _ = _start("qwen3_moe", {"expert": 2})
+    file, save = checkpoint_save.TensorFile, checkpoint_save.save_pretrained
+    written, own, error = [], file.write, RankError if dist.get_rank() else PlanError
+
+    def full(*_):
+        written.append(1)
+        raise OSError(28, "No space left on device")
+
+    file.write = full
+    with pytest.raises(error, match="No space left"):
+        save(model, path / "full", max_shard_size="100KB")
+    assert len(written) == (dist.get_rank() == 0)  # Nothing more, in no file.
+    file.write = own
+    if dist.get_rank() == 0:
+        (path / "taken" / "model.safetensors.index.json").mkdir(parents=True)
+        (path / "a file").write_text("")
+    dist.barrier()
+    for size in ("100KB", "50GB"):
+        with pytest.raises(error, match=r"index.json"):
+            save(model, path / "taken", max_shard_size=size)
+    with pytest.raises(error, match=r"a file.* cannot be written"):
+        save(model, path / "a file")
+    own = checkpoint_save.revert_weight_conversion
+    checkpoint_save.revert_weight_conversion = _no_conversion
+    with warnings.catch_warnings(record=True):
+        for wrong in (path / "a file", path / "taken"):
+            with pytest.raises(error, match="cannot be written"):
+                save(model, wrong)
+    model.generation_config.temperature = 0.6
+    for convert in (_no_conversion, own):
+        checkpoint_save.revert_weight_conversion = convert
+        with warnings.catch_warnings(record=True), pytest.raises(error, match="temperature"):
+            save(model, path / "odd")
+    model.generation_config.temperature = None
+    save(model, path / "well")  # And all is well again.
+
+
+def test_what_rank_0_cannot_write_is_an_error_on_all_ranks(tmp_path):
+    ranks.run(_full, tmp_path)
+
+
+def _cast(path):
+    """A conversion of transformers that casts, as it may."""
+    from primeblocks.parallel.adapters.transformers import checkpoint_save
+
+    own, model = checkpoint_save.revert_weight_conversion, _start("qwen3_moe", {"expert": 2})[0]
+
+    def casting(*given):
+        return {name: x.to(torch.bfloat16) for name, x in own(*given).items()}
+
+    checkpoint_save.save_pretrained(model, path / "wide")
+    checkpoint_save.revert_weight_conversion = casting
+    checkpoint_save.save_pretrained(model, path / "narrow")
+
+
+def test_what_a_conversion_casts_is_cast_when_it_is_received(tmp_path):
+    ranks.run(_cast, tmp_path)
+    wide, narrow = (load_file(tmp_path / x / "model.safetensors") for x in ("wide", "narrow"))
+    assert wide.keys() == narrow.keys()
+    assert all(torch.equal(wide[name].bfloat16(), narrow[name]) for name in wide)
+
+
+def test_a_deferred_tensor_splits_as_torch_splits():
+    from primeblocks.parallel.adapters.transformers.deferred import Deferred
+
+    for tokens, size in ((5, 2), (4, 2), (5, [0, 3, 0, 2]), (0, 2), (0, [0, 0])):
+        x = torch.empty(3, tokens)
+        found = [part.shape for part in torch.split(Deferred.of(x), size, dim=1)]
+        assert found == [part.shape for part in torch.split(x, size, dim=1)]
+
+
+def _quantized(path):
+    """What transformers keeps as codes where a GPU computes with them: the check is a fake's."""
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    from primeblocks.parallel.adapters.transformers import load_pretrained
+
+    warnings.filterwarnings("ignore", "rank 0 reads the whole")
+    FineGrainedFP8HfQuantizer.validate_environment = lambda *_, **__: None
+    error, whole = RankError if dist.get_rank() else PlanError, _model("qwen3_moe").state_dict()
+    if dist.get_rank() == 0:
+        _model("qwen3_moe").save_pretrained(path)
+        tensors = load_file(path / "model.safetensors")
+        for name in [n for n in tensors if n.endswith("_proj.weight")]:
+            codes = (tensors[name] * 64).to(torch.float8_e4m3fn)
+            sizes = [-(-size // 128) for size in codes.shape]
+            tensors[name], tensors[f"{name}_scale_inv"] = codes, torch.full(sizes, 1 / 64)
+        save_file(tensors, path / "model.safetensors", {"format": "pt"})
+        config = json.loads((path / "config.json").read_text())
+        config["quantization_config"] = {
+            "quant_method": "fp8", "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["lm_head", "gate"],
+        }  # fmt: skip
+        (path / "config.json").write_text(json.dumps(config))
+    dist.barrier()
+    model, _ = _start("qwen3_moe", {"expert": 2}, device="meta")
+    load_pretrained(model, path)
+    for name, part in model.state_dict().items():
+        want = whole[name][layout_of(part).shard.slices]
+        if "_proj" in name:  # Codes of 3 bits, the smallest a multiple of 2 ** -9.
+            want = (want * 64).to(torch.float8_e4m3fn).float() / 64
+        assert torch.equal(local_part(part), want), name
+
+    def keep(quantizer, **_):
+        quantizer.quantization_config.dequantize = False
+
+    FineGrainedFP8HfQuantizer.validate_environment = keep
+    with pytest.raises(error, match=r"stays quantized \(fp8\)"):
+        load_pretrained(model, path)
+
+
+def test_quantized_weights_are_read_as_numbers_whatever_the_device(tmp_path):
+    ranks.run(_quantized, tmp_path)

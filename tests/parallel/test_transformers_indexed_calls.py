@@ -201,10 +201,11 @@ def _refusals():
         model(**inputs)
     attention.attention_dropout = 0.0
     with torch.no_grad():
-        handle = attention.kv_b_proj.register_forward_hook(lambda *_: None)
-        with pytest.raises(UnsupportedError, match="is a Linear with hooks; attention"):
-            model(**inputs)
-        handle.remove()
+        for kind in ("register_forward_hook", "register_full_backward_hook"):
+            handle = getattr(attention.kv_b_proj, kind)(lambda *_: None)
+            with pytest.raises(UnsupportedError, match="is a Linear with hooks; attention"):
+                model(**inputs)
+            handle.remove()
         attention.kv_b_proj.__class__ = type("Fp8Linear", (nn.Linear,), {})
         with pytest.raises(UnsupportedError, match=r"is a Fp8Linear; .*out of fp8's rules"):
             model(**inputs)

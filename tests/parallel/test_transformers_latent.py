@@ -1,5 +1,6 @@
 """Latent attention of transformers over split sequences: what travels, and where heads do."""
 
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -39,14 +40,23 @@ def _seen(family, attention, change=None):
     )
 
 
-def _doubled(q, k, v, *, sequence, group, **more):
-    """Some attention of the user's own."""
-    return ring_attention(q, k, v, sequence=sequence, group=group, **more)
+@dataclass
+class _Own:
+    """Some attention of the user's own, that no dictionary takes."""
+
+    causal: bool = True
+
+    def __call__(self, q, k, v, *, sequence, group, **more):
+        return ring_attention(q, k, v, sequence=sequence, group=group, causal=self.causal, **more)
 
 
-def _hooked(model):
+def _hooked(model, kind="register_forward_hook"):
     for layer in model.model.layers:
-        layer.self_attn.kv_b_proj.register_forward_hook(lambda module, args, out: out)
+        getattr(layer.self_attn.kv_b_proj, kind)(lambda *_: None)
+
+
+_hooked_after = partial(_hooked, kind="register_full_backward_hook")
+_hooked_before = partial(_hooked, kind="register_full_backward_pre_hook")
 
 
 def _lora(model):
@@ -69,7 +79,8 @@ def _heads_instead():
     want, grads, latents, _ = _seen("deepseek_v3", ring_attention)
     errors = []
     for attention, change in [
-        (_doubled, None), (ring_attention, _hooked), (ring_attention, _lora),
+        (_Own(), None), (ring_attention, _hooked), (ring_attention, _hooked_after),
+        (ring_attention, _hooked_before), (ring_attention, _lora),
         (partial(ring_attention, causal=True), None),
     ]:  # fmt: skip
         got, found, received, _ = _seen("deepseek_v3", attention, change)

@@ -21,10 +21,12 @@ NO_EXPERTS = ("llama", "qwen3")
 SIZES = {"num_experts": 6, "hidden": 64, "vocab": 30, "num_layers": 2}
 
 
-def _model(family, *, device="cpu", dtype=torch.float32, **sizes):
+def _model(family, *, device="cpu", dtype=torch.float32, tied=None, **sizes):
     layers = {"num_layers": 4} if family == "nemotron_h" else {}
     torch.manual_seed(0)
     config = tiny_models.config(family, **SIZES | layers | sizes)
+    if tied is not None:
+        config.tie_word_embeddings = tied
     with torch.device(device):
         return tiny_models._model_class(family).from_config(config, dtype=dtype).train()
 
@@ -251,6 +253,7 @@ def _refusals(path):
     from primeblocks.parallel.adapters.transformers import load_pretrained, save_pretrained
 
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "rank 0 reads the whole")
     rank, expert = dist.get_rank(), "model.layers.1.mlp.experts.5.down_proj.weight"
     if rank == 0:
         _model("qwen3_moe").save_pretrained(path / "one")
@@ -269,6 +272,11 @@ def _refusals(path):
         shutil.copytree(path / "one", quantized)
         config["quantization_config"] = {"quant_method": "nothing we know"}
         (quantized / "config.json").write_text(json.dumps(config))
+        shutil.copytree(path / "one", path / "gptq")
+        config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+        (path / "gptq" / "config.json").write_text(json.dumps(config))
+        _model("qwen3_moe").save_pretrained(path / "index", max_shard_size="100KB")
+        (path / "index" / "model.safetensors.index.json").write_text("{}")
     dist.barrier()
     model = _start("qwen3_moe")
     error = PlanError if rank == 0 else RankError
@@ -276,6 +284,8 @@ def _refusals(path):
         ("fewer", r"experts.down_proj is \(5, 64, 64\) there and \(6, 64, 64\) here"),
         ("wider", r"lm_head.weight is \(31, 64\) there and \(30, 64\) here"),
         ("bin", "cannot be read as a Qwen3MoeForCausalLM"),
+        ("index", "cannot be read as a Qwen3MoeForCausalLM: KeyError: 'weight_map'"),
+        ("gptq", "cannot be read as a Qwen3MoeForCausalLM: ImportError"),
     ]:
         with pytest.raises(error, match=said):
             load_pretrained(model, path / name)
@@ -326,3 +336,36 @@ def _full_disk(model, path, error):
 
 def test_what_cannot_be_read_or_written_is_an_error_on_all_ranks(tmp_path):
     assert ranks.run(_refusals, tmp_path) == [0.0, 0.0]
+
+
+def _tied(path):
+    """Tied weights under one name, under both, and under both with other rows on the last rank."""
+    from primeblocks.parallel.adapters.transformers import load_pretrained
+
+    warnings.filterwarnings("ignore", "rank 0 reads the whole")
+    first, name = dist.get_rank() == 0, "lm_head.weight"
+    model = _start("qwen3_moe", tied=True)
+    if first:
+        _model("qwen3_moe", tied=True).save_pretrained(path / "one")
+        for folder, more in (("both", 0), ("apart", 1), ("read whole", 1)):
+            file, tensors = _damage(path, folder)
+            tensors[name] = tensors["model.embed_tokens.weight"].clone()
+            tensors[name][-1, -1] += more
+            save_file(tensors, file, {"format": "pt"})
+        config = json.loads((path / "one" / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": "nothing we know"}
+        (path / "read whole" / "config.json").write_text(json.dumps(config))
+    dist.barrier()
+    held = sum(local_part(p).nbytes for p in model.parameters())  # Tied weights once.
+    second = local_part(model.lm_head.weight).nbytes
+    for folder, size in (("one", held), ("both", held + second)):
+        with Reads() as reads:
+            load_pretrained(model, path / folder)
+        assert sum(reads.sizes) == size
+    for folder, raises in (("apart", not first), ("read whole", first)):
+        with pytest.raises(PlanError if raises else RankError, match=f"{name} .* they differ"):
+            load_pretrained(model, path / folder)
+
+
+def test_tied_weights_that_differ_are_refused(tmp_path):
+    ranks.run(_tied, tmp_path)

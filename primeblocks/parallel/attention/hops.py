@@ -121,7 +121,7 @@ def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
 def _of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """A sink changes `lse` and nothing else."""
     weight = (sinks.to(lse.dtype) - lse).exp()
-    delta = (grad * out).sum(-1, dtype=lse.dtype)
+    delta = (grad.to(lse.dtype) * out).sum(-1)
     return -(weight * delta).sum(0).to(sinks.dtype)
 
 

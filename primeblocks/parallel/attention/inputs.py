@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from numbers import Integral, Real
 from typing import NamedTuple
 
@@ -12,10 +13,12 @@ from torch import Tensor
 from ...errors import PlanError, ShapeError
 from ...groups import check_tensors, facts_of, settle
 from ..sequence import SequencePlan, check_plan
+from .flex import FlexKernel
 from .kernel import AttentionKernel
 from .rectangles import RectangleKernel
+from .tiles import check_lists
 
-__all__ = ["Inputs", "autocast", "checked"]
+__all__ = ["Inputs", "autocast", "check_kernel", "checked"]
 
 
 class Inputs(NamedTuple):
@@ -57,29 +60,32 @@ def checked(
     softcap: float | None,
     kernel: AttentionKernel | None,
     check: bool,
+    whole: bool,
 ) -> Inputs:
     """Check the arguments, cast and fold tensors. Collective if `check`.
 
+    Args:
+        whole: kernels will see the whole sequence at once, and not a hop of it.
+
     Raises:
-        ShapeError, PlanError, RankError: as `ring_attention` says.
+        ShapeError, PlanError, CapacityError, RankError: as `ring_attention` says.
     """
+
+    cast: list[Tensor] = []
 
     def look() -> dict[str, object]:
         check_plan(sequence, group)
         check_tensors(q=q, k=k, v=v, **({} if sinks is None else {"sinks": sinks}))
-        if isinstance(kernel, type) or not isinstance(kernel, AttentionKernel | None):
-            raise PlanError(
-                f"kernel must be an AttentionKernel; got {kernel!r:.80}. Pass FlexKernel(), "
-                "RectangleKernel() or None."
-            )
-        cast_q, cast_k, cast_v = (_fold(autocast(x)) for x in (q, k, v))
+        # Once: a cast or a fold is a copy.
+        q_, k_, v_ = (_fold(autocast(x)) for x in (q, k, v))
+        cast.extend((q_, k_, v_))
         tokens = sequence.counts[group.rank()]
         if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
             raise ShapeError(
                 f"q, k and v need one batch; got {tuple(q.shape)}, {tuple(k.shape)}, "
                 f"{tuple(v.shape)}."
             )
-        _check(cast_q, cast_k, cast_v, None if sinks is None else _repeat(sinks, q), tokens)
+        _check(q_, k_, v_, None if sinks is None else _repeat(sinks, q), tokens)
         _check_rules(causal=causal, scale=scale, window=window, softcap=softcap)
         facts: dict[str, object] = {
             "plan": sequence.fingerprint,
@@ -93,20 +99,36 @@ def checked(
         }
         if sinks is not None:
             facts["sinks dtype"] = sinks.dtype
-        for name, x in (("q", cast_q), ("k", cast_k), ("v", cast_v)):
+        check_kernel(kernel, sequence.whole if whole else sequence)
+        for name, x in zip("qkv", cast, strict=True):
             facts |= facts_of(name, x)
         return facts
 
     settle(call, look, q, k, v, group=group, check=check)
     return Inputs(
-        q=_fold(autocast(q)),
-        k=_fold(autocast(k)),
-        v=_fold(autocast(v)),
+        q=cast[0],
+        k=cast[1],
+        v=cast[2],
         sinks=None if sinks is None else _repeat(sinks, q),
         scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
         kernel=RectangleKernel() if kernel is None else kernel,
         batch=q.shape[0] if q.ndim == 4 else None,
     )
+
+
+def check_kernel(kernel: object, plan: SequencePlan) -> None:
+    """Refuse what is no kernel, and one that is too small for some rank of the plan. Local.
+
+    Raises:
+        PlanError, CapacityError: alike on all ranks, those without tokens or heads too.
+    """
+    if isinstance(kernel, type) or not isinstance(kernel, AttentionKernel | None):
+        raise PlanError(
+            f"kernel must be an AttentionKernel; got {kernel!r:.80}. Pass FlexKernel(), "
+            "RectangleKernel() or None."
+        )
+    if isinstance(kernel, FlexKernel):
+        check_lists(plan, kernel.tile_tokens, kernel.list_bytes)
 
 
 def _fold(x: Tensor) -> Tensor:
@@ -171,8 +193,8 @@ def _check_rules(
 ) -> None:
     if not isinstance(scale, Real | None):
         raise PlanError(f"scale must be a number; got {scale!r}.")
-    if not isinstance(softcap, Real | None) or (softcap is not None and not softcap > 0):
-        raise PlanError(f"softcap must be a number over 0, or None; got {softcap!r}.")
+    if not isinstance(softcap, Real | None) or not 0 < (1 if softcap is None else softcap) < inf:
+        raise PlanError(f"softcap must be a finite number over 0, or None; got {softcap!r}.")
     if not isinstance(window, Integral | None) or (
         window is not None and (window < 1 or not causal)
     ):

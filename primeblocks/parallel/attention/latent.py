@@ -15,10 +15,10 @@ from ...groups import check_tensors, facts_of, outside_graphs, settle
 from ..sequence import SequencePlan, check_plan
 from .dsa.gather import gather_tokens, scatter_gradients
 from .hops import Hops, attend
-from .inputs import autocast
+from .inputs import autocast, check_kernel
 from .kernel import AttentionKernel, AttentionSpec, Hop, accumulator_dtype
 from .rectangles import RectangleKernel
-from .ulysses import _Heads as Heads
+from .ulysses import Heads
 
 __all__ = ["latent_ring_attention", "latent_ulysses_attention"]
 
@@ -56,13 +56,13 @@ def latent_ring_attention(
         `[local_tokens, heads, value_dim]`.
 
     Raises:
-        ShapeError, PlanError, RankError: as `ring_attention`.
+        ShapeError, PlanError, CapacityError, RankError: as `ring_attention`.
 
     Source: arXiv:2405.04434 (latent attention), arXiv:2310.01889 (the ring).
     """
     q, latents, up, scale, kernel = _checked(
         "latent_ring_attention", q, latents, up, sequence=sequence, group=group, causal=causal,
-        scale=scale, kernel=kernel, check=check,
+        scale=scale, kernel=kernel, check=check, whole=False,
     )  # fmt: skip
     spec = AttentionSpec(sequence, causal=causal, scale=scale, window=None)
     expanded = _Expanded(kernel, q.shape[2] - latents.shape[1] + up.shape[2])
@@ -95,7 +95,7 @@ def latent_ulysses_attention(
     """
     q, latents, up, scale, kernel = _checked(
         "latent_ulysses_attention", q, latents, up, sequence=sequence, group=group, causal=causal,
-        scale=scale, kernel=kernel, check=check,
+        scale=scale, kernel=kernel, check=check, whole=True,
     )  # fmt: skip
     ranks, rank, heads = group.size(), group.rank(), q.shape[1]
     parts = [range(heads * r // ranks, heads * (r + 1) // ranks) for r in range(ranks)]
@@ -176,32 +176,30 @@ def _checked(
     scale: float | None,
     kernel: AttentionKernel | None,
     check: bool,
+    whole: bool,
 ) -> tuple[Tensor, Tensor, Tensor, float, AttentionKernel]:
     """Return the operands, cast where autocast is on. Collective if `check`."""
+    cast: list[Tensor] = []
 
     def look() -> dict[str, object]:
         check_plan(sequence, group)
         check_tensors(q=q, latents=latents, up=up)
-        if not isinstance(kernel, AttentionKernel | None):
-            raise PlanError(
-                f"kernel must be an AttentionKernel; got {kernel!r:.80}. Pass FlexKernel(), "
-                "RectangleKernel() or None."
-            )
+        check_kernel(kernel, sequence.whole if whole else sequence)
         if not isinstance(scale, Real | None):
             raise PlanError(f"scale must be a number; got {scale!r}.")
-        cast = {"q": autocast(q), "latents": autocast(latents), "up": autocast(up)}
-        _check(cast["q"], cast["latents"], cast["up"], sequence.counts[group.rank()])
+        cast.extend(map(autocast, (q, latents, up)))
+        _check(cast[0], cast[1], cast[2], sequence.counts[group.rank()])
         facts: dict[str, object] = {
             "plan": sequence.fingerprint,
             "causal": int(bool(causal)),
             "scale": scale,
         }
-        for name, x in cast.items():
+        for name, x in zip(("q", "latents", "up"), cast, strict=True):
             facts |= facts_of(name, x)
         return facts
 
     settle(call, look, q, latents, up, group=group, check=check)
-    q, latents, up = map(autocast, (q, latents, up))
+    q, latents, up = cast
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
     return q, latents, up, scale, RectangleKernel() if kernel is None else kernel
 

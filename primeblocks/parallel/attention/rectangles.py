@@ -27,8 +27,7 @@ class RectangleKernel:
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, hop: Hop) -> tuple[Tensor, Tensor]:
-        # Fused kernels take the numbers of a head to lie side by side, and do not look.
-        q = q if q.stride(2) == 1 else q.contiguous()
+        q, k, v = _side_by_side(q, k, v)
         merge = OnlineSoftmax(q, v)
         for rows, keys, fused in rectangles_of(hop, q.device):
             merge.add(rows, *fused.forward(q[rows], k[keys], v[keys]))
@@ -37,7 +36,7 @@ class RectangleKernel:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, hop: Hop
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q = q if q.stride(2) == 1 else q.contiguous()
+        grad, q, k, v = _side_by_side(grad, q, k, v)
         dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v))
         for rows, keys, fused in rectangles_of(hop, q.device):
             more_q, more_k, more_v = fused.backward(
@@ -47,6 +46,11 @@ class RectangleKernel:
             dk[keys] += more_k
             dv[keys] += more_v
         return dq, dk, dv
+
+
+def _side_by_side(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Fused kernels take the numbers of a head to lie side by side, and do not look."""
+    return tuple(x if x.stride(2) == 1 else x.contiguous() for x in tensors)
 
 
 class OnlineSoftmax:

@@ -59,6 +59,7 @@ def ring_attention(
     Raises:
         ShapeError: shapes, dtypes or heads do not fit each other or the plan.
         PlanError: the group does not fit the plan, or ranks hold different plans.
+        CapacityError: the kernel is too small for some rank.
         RankError: another rank refused its arguments.
 
     Source: arXiv:2310.01889.
@@ -66,6 +67,7 @@ def ring_attention(
     given = checked(
         "ring_attention", q, k, v, sinks, sequence=sequence, group=group, causal=causal,
         scale=scale, window=window, softcap=softcap, kernel=kernel, check=check,
+        whole=False,
     )  # fmt: skip
     spec = AttentionSpec(sequence, causal, given.scale, window, softcap)
     hops = Hops(spec, given.kernel, 1, given.v.shape[2], group)

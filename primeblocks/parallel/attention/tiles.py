@@ -12,7 +12,7 @@ from ...errors import CapacityError
 from ..sequence import SequencePlan, kept_on_plan
 from .kernel import Hop, seen_rows
 
-__all__ = ["TileLists", "tile_lists"]
+__all__ = ["TileLists", "check_lists", "tile_lists"]
 
 
 class TileLists(NamedTuple):
@@ -41,28 +41,38 @@ def tile_lists(hop: Hop, device: torch.device, tile_tokens: int, limit_bytes: in
     They live as long as the plan, at most `limit_bytes` for each query rank, window and `causal`.
 
     Raises:
-        CapacityError: they would take more.
+        CapacityError: those of some rank would take more.
     """
     spec = hop.spec
-    need = _bytes(spec.plan, hop.query_rank, tile_tokens)
-    if need > limit_bytes:
-        raise CapacityError(
-            f"lists of tiles of {tile_tokens} tokens take {need} bytes for {spec.plan.tokens} "
-            f"tokens on {spec.plan.ranks} ranks, over {limit_bytes}. Use "
-            f"FlexKernel(tile_tokens={2 * tile_tokens}) or a larger list_bytes."
-        )
+    check_lists(spec.plan, tile_tokens, limit_bytes)
     every = _of_rank(spec.plan, hop.query_rank, spec.causal, spec.window, tile_tokens, device)
     return every[hop.key_rank]
 
 
-def _bytes(plan: SequencePlan, query_rank: int, tile_tokens: int) -> int:
-    """The size of all lists of one rank's queries."""
-    rows = -(-plan.counts[query_rank] // tile_tokens)
+def check_lists(plan: SequencePlan, tile_tokens: int, limit_bytes: int) -> None:
+    """Refuse a plan whose lists of tiles are too large on some rank, on all ranks alike. Local.
+
+    Raises:
+        CapacityError: those of the rank with the most tokens take more than `limit_bytes`.
+    """
+    need = _bytes(plan, tile_tokens)
+    if need > limit_bytes:
+        raise CapacityError(
+            f"lists of tiles of {tile_tokens} tokens take {need} bytes for {plan.tokens} "
+            f"tokens on {plan.ranks} ranks, over {limit_bytes}. Use "
+            f"FlexKernel(tile_tokens={2 * tile_tokens}) or a larger list_bytes."
+        )
+
+
+def _bytes(plan: SequencePlan, tile_tokens: int) -> int:
+    """The size of all lists of the queries of one rank, that with the most."""
+    queries = max(plan.counts)
+    rows = -(-queries // tile_tokens)
     total = 0
     for keys in plan.counts:
         columns = -(-keys // tile_tokens)
         sizes = [rows, rows * columns, columns, rows * columns] * 2
-        sizes += [plan.counts[query_rank]] * 2
+        sizes += [queries] * 2
         total += sum(sizes)
     return 4 * total
 

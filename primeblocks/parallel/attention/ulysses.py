@@ -12,7 +12,7 @@ from .hops import Hops, attend
 from .inputs import checked
 from .kernel import AttentionKernel, AttentionSpec
 
-__all__ = ["ulysses_attention"]
+__all__ = ["Heads", "ulysses_attention"]
 
 
 @outside_graphs
@@ -46,13 +46,14 @@ def ulysses_attention(
     given = checked(
         "ulysses_attention", q, k, v, sinks, sequence=sequence, group=group, causal=causal,
         scale=scale, window=window, softcap=softcap, kernel=kernel, check=check,
+        whole=True,
     )  # fmt: skip
     q, k, v = given.q, given.k, given.v
     ranks, rank, heads = group.size(), group.rank(), q.shape[1]
     per_key = heads // k.shape[1]
     of_queries = [range(heads * r // ranks, heads * (r + 1) // ranks) for r in range(ranks)]
     of_keys = [_key_heads(part, per_key) for part in of_queries]
-    far = _Heads(sequence, group)
+    far = Heads(sequence, group)
     # Without keys of other ranks' heads: a rank asks for what its queries look at.
     q_, k_, v_ = (
         far.gather(x, parts) for x, parts in ((q, of_queries), (k, of_keys), (v, of_keys))
@@ -67,7 +68,7 @@ def ulysses_attention(
     return given.unfold(far.scatter(out, of_queries))
 
 
-class _Heads:
+class Heads:
     """The exchange of tokens for heads, and back."""
 
     def __init__(self, sequence: SequencePlan, group: dist.ProcessGroup) -> None:

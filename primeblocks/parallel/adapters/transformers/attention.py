@@ -21,7 +21,7 @@ from ...attention import (
 )
 from ...sequence import SequencePlan
 
-__all__ = ["Context", "install_attention", "sequence_of", "use_attention"]
+__all__ = ["Context", "has_hooks", "install_attention", "sequence_of", "use_attention"]
 
 _IMPLEMENTATION = "primeblocks"
 
@@ -105,6 +105,12 @@ def _no_mask(*sizes: Any, **arguments: Any) -> None:
     """Make no mask: a plan knows the documents, and `parallelize` has masks refused beside it."""
 
 
+def has_hooks(layer: nn.Module) -> bool:
+    """Whether a call of it does more than its forward, there or in backward. Local."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(layer, kind) for kind in kinds)
+
+
 def _of_latents(module: Any) -> Callable[..., Tensor] | None:
     """Attention over latents like the one that was asked for, or None: their heads travel.
 
@@ -115,18 +121,18 @@ def _of_latents(module: Any) -> Callable[..., Tensor] | None:
     if isinstance(asked, partial) and not asked.args:
         asked, given = asked.func, asked.keywords
     layer = getattr(module, "kv_b_proj", None)
-    hooks = layer is not None and (layer._forward_hooks or layer._forward_pre_hooks)
+    hooks = layer is not None and has_hooks(layer)
     plain = type(layer) is nn.Linear and "forward" not in vars(layer) and layer.bias is None
     if not plain or hooks or not given.keys() <= {"kernel", "check"}:
         return None
-    found = _LATENT.get(asked)
+    found = next((latent for own, latent in _LATENT if own is asked), None)
     return None if found is None else partial(found, **given)
 
 
-_LATENT: dict[Any, Callable[..., Tensor]] = {
-    ring_attention: latent_ring_attention,
-    ulysses_attention: latent_ulysses_attention,
-}
+_LATENT: tuple[tuple[Callable[..., Tensor], Callable[..., Tensor]], ...] = (
+    (ring_attention, latent_ring_attention),
+    (ulysses_attention, latent_ulysses_attention),
+)
 
 
 def _keep_latents(

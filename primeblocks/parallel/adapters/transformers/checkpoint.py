@@ -27,6 +27,13 @@ from ....layout import Shard, layout_of, local_part
 from .checkpoint_files import open_checkpoint
 from .deferred import Deferred
 
+# What transformers raises where it cannot make sense of a folder.
+_UNREADABLE = (
+    ImportError, LookupError, OSError, RuntimeError, SafetensorError, TypeError, ValueError
+)  # fmt: skip
+# Weights that transformers would leave quantized where a GPU computes with them.
+_CODES = ("fp8", "mxfp4")
+
 __all__ = [
     "backend_device",
     "class_before",
@@ -50,7 +57,8 @@ def load_pretrained(model: PreTrainedModel, path: str | Path) -> None:
 
     Raises:
         UnsupportedError: it has adapters, whose names no such checkpoint holds.
-        PlanError: this rank cannot read it, or it holds other names or shapes.
+        PlanError: this rank cannot read it, or it holds other names or shapes, or both of two
+            tied weights, and they differ.
         RankError: raised on the other ranks where one raises PlanError.
 
     Warns:
@@ -79,7 +87,9 @@ def load_pretrained(model: PreTrainedModel, path: str | Path) -> None:
         _load_whole(model, path, wanted)
         return
     try:
-        _fill(model, wanted, told)
+        _fill(model, path, wanted, told)
+    except PlanError as error:
+        problem = error
     except (OSError, SafetensorError) as error:
         problem = PlanError(f"{path} could not be read to its end: {error}")
     agree("load_pretrained, at its end", {}, problem=problem, group=everyone, device=device)
@@ -93,12 +103,11 @@ def _plan(model: PreTrainedModel, path: str | Path) -> dict[str, Deferred] | str
         if told.get("quantization_config"):
             return "its weights are quantized"
         stored = open_checkpoint(path)
-    except (OSError, SafetensorError, ValueError) as error:
-        raise PlanError(f"{path} cannot be read as a {kind.__name__}: {error}") from error
-    shadow = _shadow(model)
-    mapping = get_model_conversion_mapping(shadow)
-    config = LoadStateDictConfig(weight_mapping=mapping)
-    info, _ = convert_and_load_state_dict_in_model(shadow, stored, config)
+        shadow = _shadow(model)
+        config = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(shadow))
+        info, _ = convert_and_load_state_dict_in_model(shadow, stored, config)
+    except _UNREADABLE as error:
+        raise _unreadable(path, kind, error) from error
     if info.conversion_errors:
         name, said = next(iter(info.conversion_errors.items()))
         return f"{name} cannot be read by the box: {said.strip().splitlines()[-2:]}"
@@ -107,6 +116,18 @@ def _plan(model: PreTrainedModel, path: str | Path) -> dict[str, Deferred] | str
     _check(model, path, found, odd)
     _warn_of_others(model, info.unexpected_keys)
     return found
+
+
+def _unreadable(path: str | Path, kind: Any, error: Exception) -> PlanError:
+    said = f"{type(error).__name__}: {error}"
+    return PlanError(f"{path} cannot be read as a {kind.__name__}: {said}")
+
+
+def _apart(path: str | Path, name: str, source: str) -> PlanError:
+    return PlanError(
+        f"{path} holds {name} and {source}, which this model ties, and they differ. Build the "
+        "model with tie_word_embeddings=False in its configuration."
+    )
 
 
 def _stored_bytes(wanted: dict[str, Deferred]) -> int:
@@ -159,14 +180,28 @@ def _boxes(model: PreTrainedModel) -> dict[str, Shard]:
     return {name: layout_of(x).shard for name, x in model.state_dict().items()}
 
 
-def _fill(model: PreTrainedModel, wanted: dict[str, Deferred], boxes: dict[str, Shard]) -> None:
-    """Read into each local part, box by box."""
+def _fill(
+    model: PreTrainedModel, path: str | Path, wanted: dict[str, Deferred], boxes: dict[str, Shard]
+) -> None:
+    """Read into each local part, box by box; compare what a second name of it stands for.
+
+    Raises:
+        PlanError: it stands for something else.
+    """
+    state, names = model.state_dict(keep_vars=True), model.all_tied_weights_keys
     with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            local = local_part(tensor)
+        for name in sorted(state, key=lambda name: name in names):  # Sources first.
+            source = names.get(name, name)
+            second = source != name and state[name] is state[source]
+            if second and wanted[name] is wanted[source]:
+                continue
+            local = local_part(state[name])
             for piece in wanted[name].within(boxes[name]):
-                read = piece.source.read(piece.box)
-                local[piece.place.slices].copy_(piece.arrange(read))
+                here, read = local[piece.place.slices], piece.source.read(piece.box)
+                if not second:
+                    here.copy_(piece.arrange(read))
+                elif not torch.equal(here, piece.arrange(read).to(here)):
+                    raise _apart(path, name, source)
 
 
 def _load_whole(model: PreTrainedModel, path: str | Path, why: str) -> None:
@@ -189,12 +224,26 @@ def _load_whole(model: PreTrainedModel, path: str | Path, why: str) -> None:
 def _read(model: PreTrainedModel, path: str | Path) -> dict[str, Tensor]:
     kind = class_before(model)
     try:
-        whole, told = kind.from_pretrained(path, dtype=model.dtype, output_loading_info=True)
-    except (OSError, RuntimeError, SafetensorError, ValueError) as error:
-        raise PlanError(f"{path} cannot be read as a {kind.__name__}: {error}") from error
+        config = kind.config_class.from_pretrained(path)
+        method = getattr(config, "quantization_config", None) or {}
+        if method.get("quant_method") in _CODES:
+            method["dequantize"] = True
+        whole, told = kind.from_pretrained(
+            path, config=config, dtype=model.dtype, output_loading_info=True
+        )
+    except _UNREADABLE as error:
+        raise _unreadable(path, kind, error) from error
+    if getattr(whole, "hf_quantizer", None) is not None:
+        raise PlanError(
+            f"{path} stays quantized ({method.get('quant_method')}) where transformers reads it. "
+            "Save it dequantized first."
+        )
     state = whole.state_dict()
     found = {name: x for name, x in state.items() if name not in told["missing_keys"]}
     _check(model, path, found, {})
+    for name, source in model.all_tied_weights_keys.items():
+        if not torch.equal(state[name], state[source]):
+            raise _apart(path, name, source)
     return state
 
 

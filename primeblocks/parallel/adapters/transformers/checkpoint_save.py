@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor, Replicate
@@ -60,12 +62,8 @@ def save_pretrained(
         except UnsupportedError as error:
             _save_whole(model, path, max_shard_size, str(error))
             return
-        problem = None
-        if dist.get_rank() == 0:
-            try:  # All but the weights.
-                model.save_pretrained(path, state_dict={})
-            except OSError as error:
-                problem = PlanError(f"{path} cannot be written: {error}")
+        # All but the weights.
+        problem = _on_first(path, partial(model.save_pretrained, path, state_dict={}))
     _agree(model, problem)
     split = split_torch_state_dict_into_shards(
         {name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in tensors.items()},
@@ -75,13 +73,35 @@ def save_pretrained(
     boxes = _boxes(model)
     for file, names in split.filename_to_tensors.items():
         held = {name: tensors[name] for name in names}
-        problem = _write(Path(path) / file, held, boxes) if problem is None else problem
-    if dist.get_rank() == 0 and split.is_sharded and problem is None:
+        problem = _write(Path(path) / file, held, boxes, problem)
+    if problem is None:
+        problem = _on_first(path, partial(_finish, model, Path(path), split))
+    _agree(model, problem)
+
+
+def _on_first(path: str | Path, write: Callable[[], object]) -> PlanError | None:
+    """Call it on rank 0, and say what went wrong."""
+    if dist.get_rank() == 0:
+        try:
+            write()
+        except (OSError, SafetensorError, ValueError) as error:
+            return PlanError(f"{path} cannot be written: {error}")
+    return None
+
+
+def _finish(model: PreTrainedModel, path: Path, split: Any) -> None:
+    """Write the index of several files, when they are whole."""
+    if split.is_sharded:
         total = {"total_parameters": model.num_parameters(), **split.metadata}
         index = {"metadata": total, "weight_map": split.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (Path(path) / SAFE_WEIGHTS_INDEX_NAME).write_text(text)
-    _agree(model, problem)
+        (path / SAFE_WEIGHTS_INDEX_NAME).write_text(text)
+    _remove_older(path, split.is_sharded)
+
+
+def _remove_older(path: Path, several: bool) -> None:
+    """Readers take one file before an index, and an index where there is one: leave the new."""
+    (path / (SAFE_WEIGHTS_NAME if several else SAFE_WEIGHTS_INDEX_NAME)).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -132,11 +152,19 @@ def _sent_box(x: Tensor) -> Shard | None:
     return None if 0 in box.sizes else box
 
 
-def _write(path: Path, tensors: dict[str, Any], boxes: list[dict[str, Shard]]) -> PlanError | None:
-    """Write a file, and say what went wrong. Collective: rank 0 takes all that is sent."""
-    file, problem = None, None
+def _write(
+    path: Path,
+    tensors: dict[str, Any],
+    boxes: list[dict[str, Shard]],
+    problem: PlanError | None,
+) -> PlanError | None:
+    """Write a file, and say what went wrong, here or before. Collective: rank 0 takes all that is
+    sent, and writes nothing after a problem.
+    """
+    file = None
     try:
-        file = TensorFile(path, tensors) if dist.get_rank() == 0 else None
+        if dist.get_rank() == 0 and problem is None:
+            file = TensorFile(path, tensors)
     except OSError as error:
         problem = PlanError(f"{path} cannot be written: {error}")
     for name in in_file_order(tensors):
@@ -180,7 +208,8 @@ def _receive(tensor: Deferred, boxes: list[dict[str, Shard]]) -> Tensor:
                 target.copy_(part.arrange(local_part(held.tensor)[part.box.within(box).slices]))
                 continue
             device, straight = backend_device(held.tensor), [d for d in part.dims if d is not None]
-            if device == "cpu" and target.is_contiguous() and straight == sorted(straight):
+            alike = device == "cpu" and target.dtype == held.dtype
+            if alike and target.is_contiguous() and straight == sorted(straight):
                 dist.recv(target.view(part.box.sizes), rank)  # No second copy of it.
                 continue
             staged = torch.empty(part.box.sizes, dtype=held.dtype, device=device)
@@ -221,7 +250,15 @@ def _save_whole(
         warnings.warn(f"rank 0 gathers the whole model: {why}", stacklevel=3)
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_model_state_dict(model, options=whole)
-    if dist.get_rank() == 0:
-        for name, source in model.all_tied_weights_keys.items():
-            state[name] = state[source]  # Gathered one by one, they no longer share memory.
-        model.save_pretrained(path, state_dict=state, max_shard_size=max_shard_size)
+    _agree(model, _on_first(path, partial(_write_whole, model, Path(path), state, max_shard_size)))
+
+
+def _write_whole(
+    model: PreTrainedModel, path: Path, state: dict[str, Any], max_shard_size: int | str
+) -> None:
+    path.mkdir(parents=True, exist_ok=True)  # Where it is a file, transformers only logs so.
+    for name, source in model.all_tied_weights_keys.items():
+        state[name] = state[source]  # Gathered one by one, they no longer share memory.
+    model.save_pretrained(path, state_dict=state, max_shard_size=max_shard_size)
+    # Of files that an index counts, it has left those that it wrote.
+    _remove_older(path, any(path.glob(SAFE_WEIGHTS_NAME.replace(".", "-*-of-*."))))

@@ -161,9 +161,10 @@ def _slice(
 
 def _split(x: Deferred, size: int | Sequence[int], dim: int = 0) -> list[Deferred]:
     dim, whole = dim % x.ndim, x.shape[dim]
-    sizes = [size] * (whole // size) + [whole % size] if isinstance(size, int) else list(size)
+    if isinstance(size, int):
+        size = [min(size, whole - at) for at in range(0, whole, size)] if whole else [0]
     parts, start = [], 0
-    for one in [n for n in sizes if n] or [0]:
+    for one in size:
         parts.append(_narrow(x, dim, start, start + one))
         start += one
     return parts

@@ -33,7 +33,7 @@ from ...attention.dsa import (
 from ...attention.dsa.indexer import IndexScores
 from ...attention.inputs import autocast
 from ...sequence import SequencePlan, check_plan
-from .attention import sequence_of, use_attention
+from .attention import has_hooks, sequence_of, use_attention
 
 __all__ = ["IndexedAttention", "install_indexed_attention", "scorers_of"]
 
@@ -325,7 +325,7 @@ def _matrix(layer: nn.Module) -> Tensor:
     Raises:
         UnsupportedError: the layer does more than multiply by its weight.
     """
-    hooks = layer._forward_hooks or layer._forward_pre_hooks
+    hooks = has_hooks(layer)
     if type(layer) is not nn.Linear or "forward" in vars(layer) or hooks:
         raise UnsupportedError(
             f"kv_b_proj is a {type(layer).__name__}{' with hooks' if hooks else ''}; attention "
