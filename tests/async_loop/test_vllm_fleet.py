@@ -133,7 +133,7 @@ def test_an_engine_that_loads_and_answers_late_shares_no_pages(first):
                 error.engines = first if len(engines) == 2 else ()
                 raise error
 
-        engines, fleet = fleet_of("a", "b", update=late)
+        _, fleet = fleet_of("a", "b", update=late)
         await fleet.update(published(1), timeout_s=TIMEOUT_S)
         with pytest.raises(DeadlineError, match="late"):
             await fleet.update(published(2), timeout_s=TIMEOUT_S)
@@ -155,7 +155,7 @@ def test_a_version_below_the_fleets_is_refused():
             await gate.wait()
             await update_all(engines, receipt, timeout_s=timeout_s)
 
-        engines, fleet = fleet_of("a", update=slowly)
+        _, fleet = fleet_of("a", update=slowly)
         newer = asyncio.ensure_future(fleet.update(published(3), timeout_s=TIMEOUT_S))
         older = asyncio.ensure_future(fleet.update(published(2), timeout_s=TIMEOUT_S))
         for _ in range(20):
