@@ -341,8 +341,17 @@ def test_what_cannot_work_is_refused(inputs, foreign):
     for wrong in (rows.double(), rows[0], rows[:, :, :2], rows[..., :1], rows > 0):
         with pytest.raises(ShapeError, match=r"integers \[batch, sequence, 3 layers, 2\]"):
             model(inputs, routed_experts=wrong)
-    with pytest.raises(ShapeError, match="routed_experts_weights must be floats"):
-        model(inputs, routed_experts=rows, routed_experts_weights=rows)
+    for wrong in (rows, rows.bfloat16(), rows.half()):
+        with pytest.raises(
+            ShapeError, match=r"weights must be float32 .*cast_forward_inputs=False"
+        ):
+            model(inputs, routed_experts=rows, routed_experts_weights=wrong)
+    for wrong in (rows.double()[:1, :1], rows.double().transpose(0, 1)):
+        with pytest.raises(ShapeError, match=r"weights \[.* are not of \[2, 4, 3, 2\]"):
+            model(inputs, routed_experts=rows, routed_experts_weights=wrong)
+    for wrong in (rows.transpose(0, 1), rows.view(1, 8, 3, 2)):
+        with pytest.raises(ShapeError, match=r"layer 0 runs on .* \[2, 4\], .* hold \["):
+            model(inputs, routed_experts=wrong)
     with pytest.raises(ShapeError, match="runs on 8 tokens, the routes hold 4"):
         model(inputs, routed_experts=rows[:1])
     following.close()
@@ -389,7 +398,28 @@ def test_a_checkpoint_inside_a_layer_is_noticed(inputs, foreign, reentrant):
 def test_an_error_in_the_forward_leaves_nothing_behind(inputs, foreign):
     model, rows = wrapped(None), foreign().tensor(batch=2)
     own = step(model, inputs)
+
+    def fail(*_):
+        raise MemoryError
+
+    router = model.layers[1].gate
     with follow(model, model.routers):
-        with pytest.raises(ShapeError):
-            model(inputs[:1], routed_experts=rows)
+        failing = router.register_forward_pre_hook(fail)  # After the layer's call.
+        with pytest.raises(MemoryError):
+            model(inputs, routed_experts=rows)
+        failing.remove()
+        with pytest.raises(UsageError, match="layer 1 runs without its layer"):
+            router(inputs.flatten(0, 1))
         assert_equal(step(model, inputs), own)
+
+
+@pytest.mark.parametrize(("num_experts", "dtype"), [(32767, torch.int16), (65536, torch.int32)])
+def test_every_id_fits(num_experts, dtype):
+    last = num_experts - 1
+    padding = np.array([False, True])
+    routes = Routes(
+        np.full((2, 1, 1), last, np.uint16), num_experts, (0,), np.zeros(2, np.bool_), padding
+    )
+    rows = routes.tensor()
+    assert rows.dtype == dtype
+    assert rows.flatten().tolist() == [last, -2 - last]
