@@ -67,7 +67,7 @@ def number_of(arguments: Arguments, flag: str, *, default: int = 1) -> int:
     return int(word)
 
 
-def _without_routes(transfer: str) -> bool:
+def _brings_none(transfer: str) -> bool:
     others = any(f'"{name}Connector"' in transfer for name in ("Mooncake", "MoRIIO"))
     return others or ('"MultiConnector"' in transfer and '"Nixl' in transfer)
 
@@ -87,7 +87,7 @@ _SIGNS: Mapping[str, Callable[[Arguments], bool]] = {
     "chunked prefill": lambda given: "--enable-chunked-prefill" in given,
     "pipeline": lambda given: number_of(given, "--pipeline-parallel-size") > 1,
     "decode context": lambda given: number_of(given, "--decode-context-parallel-size") > 1,
-    "transfer without routes": lambda given: _without_routes(_word(given, "--kv-transfer-config")),
+    "transfer without routes": lambda given: _brings_none(_word(given, "--kv-transfer-config")),
     "no prefix cache": lambda given: "--no-enable-prefix-caching" in given,
 }
 
