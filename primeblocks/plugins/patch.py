@@ -35,6 +35,7 @@ class Patch:
         self_test: tries the stock and the current symbols; takes well under a second.
         asked: whether a configuration of the host has a use for it.
         cpu_only: it repairs the host's CPU platform and is not for others.
+        needs: names of patches without which it would do harm.
         compared: a host version that it was compared with and never run in, as a requirement.
     """
 
@@ -45,6 +46,7 @@ class Patch:
     self_test: Callable[[], SelfTest]
     asked: Callable[[Any], bool]
     cpu_only: bool = True
+    needs: tuple[str, ...] = ()
     compared: str = ""
 
     def applied(self) -> bool:

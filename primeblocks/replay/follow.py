@@ -30,9 +30,10 @@ def follow(
 
     `rows` are integers `[batch, sequence, layers, top_k]`, from `Routes.tensor`; -1 in every slot
     of a row means that the token chooses for itself in that layer. Where
-    `routed_experts_weights`, floats of the same shape, is given too, the model computes with these
-    gates, as under `impose(gates=)`; else gates are computed again from the live scores. A call
-    without rows is a plain one.
+    `routed_experts_weights`, float32 or float64 of the same shape, is given too, the model computes
+    with these gates, as under `impose(gates=)`; else gates are computed again from the live scores.
+    A call without rows is a plain one. FSDP2 narrows float arguments to its `param_dtype` unless
+    its policy says `cast_forward_inputs=False`; narrow gates are refused.
 
     The rows go to each layer as an argument of its call, so that any number of micro-batches may
     be in flight, and an activation checkpoint of the layer, reentrant or not, recomputes it under
@@ -59,7 +60,9 @@ def follow(
         UsageError: a ratio outside (0, 1]; a router follows already, or is in no list of layers.
             From within the forward: the rows did not reach each router, they meet an `impose`, or
             a part of a layer was recomputed without the layer.
-        ShapeError: from within the forward, rows of other tokens, layers or top_k.
+        ShapeError: from within the forward, rows of other tokens, layers or top_k, or gates of
+            another shape or a narrow dtype. Rows of as many tokens in another layout are noticed
+            where the layer's first argument, or its `hidden_states`, has three dimensions.
 
     Source: arXiv:2510.11370, routing replay; prime-rl, the argument's name and shape.
     """
@@ -129,11 +132,14 @@ class Following:
         self._running = True
         self._given = given
         for layer in self._layers:
+            layer.forget()
             layer.reached = False
         return None if self._hands_on else (args, others)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         given, self._given, self._running = self._given, {}, False
+        for layer in self._layers:
+            layer.forget()  # An error may have come between a layer's call and its router's.
         # Without an output the forward failed, for a reason of its own.
         if output is not None and given:
             silent = [layer.router.layer_id for layer in self._layers if not layer.reached]
@@ -174,17 +180,37 @@ class _Layer:
         self._rows: torch.Tensor | None = None
         self._weights: torch.Tensor | None = None
 
+    def forget(self) -> None:
+        self._inside, self._rows, self._weights = False, None, None
+
     def bind(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         given, others = _taken_from(kwargs)
         self._inside = True
         self._rows = self._own_part(given, _NAME)
         self._weights = self._own_part(given, _WEIGHTS)
+        self._check_layout(given, args[0] if args else others.get("hidden_states"))
         self.reached = self._rows is not None
         return args, others
 
+    def _check_layout(self, given: dict[str, torch.Tensor], hidden: Any) -> None:
+        """Refuse rows of as many tokens in another order; `weigh` refuses other counts."""
+        if _NAME not in given:
+            return
+        rows = given[_NAME].shape
+        if _WEIGHTS in given and given[_WEIGHTS].shape != rows:
+            raise ShapeError(f"{_WEIGHTS} {list(given[_WEIGHTS].shape)} are not of {list(rows)}")
+        if not isinstance(hidden, torch.Tensor) or hidden.ndim != 3:
+            return
+        tokens, count = rows[:2], rows[0] * rows[1]
+        if tokens != hidden.shape[:2] and count == hidden.shape[0] * hidden.shape[1]:
+            raise ShapeError(
+                f"layer {self.router.layer_id} runs on [batch, sequence] {list(hidden.shape[:2])},"
+                f" {_NAME} hold {list(tokens)}: other tokens would follow each row."
+            )
+
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         inside, rows, weights = self._inside, self._rows, self._weights
-        self._inside, self._rows, self._weights = False, None, None
+        self.forget()
         if not inside:
             raise UsageError(
                 f"the router of layer {self.router.layer_id} runs without its layer: a checkpoint"
@@ -205,11 +231,15 @@ class _Layer:
         tensor = given.get(name)
         if tensor is None:
             return None
-        floats = tensor.is_floating_point()
-        is_kind = floats if name == _WEIGHTS else not floats and tensor.dtype != torch.bool
+        if name == _WEIGHTS:
+            is_kind = tensor.dtype in (torch.float32, torch.float64)
+        else:
+            is_kind = not tensor.is_floating_point() and tensor.dtype != torch.bool
         expected = (self._layers, self.router.top_k)
         if not is_kind or tensor.ndim != 4 or tuple(tensor.shape[2:]) != expected:
-            kind = "floats" if name == _WEIGHTS else "integers"
+            kind = "integers"
+            if name == _WEIGHTS:
+                kind = "float32 or float64 (FSDP2: MixedPrecisionPolicy(cast_forward_inputs=False))"
             raise ShapeError(
                 f"{name} must be {kind} [batch, sequence, {expected[0]} layers, {expected[1]}];"
                 f" got {tensor.dtype} {list(tensor.shape)}. Routes.tensor(batch=) makes it; a part"

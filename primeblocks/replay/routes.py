@@ -291,7 +291,8 @@ class Routes:
     def tensor(self, *, batch: int = 1) -> torch.Tensor:
         """int16 `[batch, sequence, layers, top_k]`: the argument `routed_experts` of `follow`.
 
-        A missing row holds -1, and one of padding `-2 - id`. Local; one copy, on the host.
+        From 2**15 experts on it is int32. A missing row holds -1, and one of padding `-2 - id`.
+        Local; one copy, on the host.
 
         Raises:
             ShapeError: the tokens are no `batch` rows of one length.
@@ -301,7 +302,7 @@ class Routes:
                 f"{self.tokens} tokens are no {batch!r} rows of one length."
                 " Routes.join(rows, pad_to=width) makes them so."
             )
-        ids = self.experts.astype(np.int16)
+        ids = self.experts.astype(np.int16 if self.num_experts < 1 << 15 else np.int32)
         ids = np.where(self.padding[:, None, None], -2 - ids, ids)
         ids[self.missing] = -1
         return torch.from_numpy(ids).view(batch, self.tokens // batch, *ids.shape[1:])

@@ -4,6 +4,7 @@ With vLLM's own server: tests/replay/test_vllm_server.py.
 """
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,9 @@ from primeblocks.async_loop.adapters.openai import (  # noqa: E402
     generate,
     served_version,
 )
+from primeblocks.async_loop.routing import Fleet  # noqa: E402
 from primeblocks.errors import (  # noqa: E402
+    CapacityError,
     DeadlineError,
     EngineError,
     PrimeblocksError,
@@ -97,7 +100,16 @@ def test_rollouts_are_what_the_server_said():
         ({"choices": [logprobs(float("nan"), -1.0)]}, EngineError, "nan as the .* of token 0"),
         ({"choices": [logprobs(-1.0, -9999.0)]}, EngineError, "-9999.0 as the"),
         ((400, {"message": "too long"}), UsageError, "status 400.*too long"),
-        ((429, {}), EngineError, "status 429"),
+        ({"choices": [logprobs(10**400, -1.0)]}, EngineError, "100000.* of token 0"),
+        ({"choices": [logprobs(-1.0, 7.5)]}, EngineError, "7.5 as the .* of token 1"),
+        (
+            {"choices": [choice(finish_reason="abort", token_ids=[], logprobs=None)]},
+            PrimeblocksError,
+            "aborted before its first token: ask again",
+        ),
+        # A server that has no room is well: an EngineError would take it out of a fleet for good.
+        ((408, {}), CapacityError, "status 408"),
+        ((429, {}), CapacityError, "status 429"),
         ((500, {"message": "boom"}), EngineError, "status 500.*boom"),
     ],
 )
@@ -186,13 +198,46 @@ def test_weights_that_change_meanwhile_are_refused():
         return asyncio.run(on_server(server, use))
 
     assert rollouts(reply)[0].versions.tolist() == [3, 3]
-    with pytest.raises(EngineError, match="from version 3 to 4"):
+    with pytest.raises(PrimeblocksError, match="from version 3 to 4") as caught:
         rollouts(update)
+    assert not isinstance(caught.value, EngineError | UsageError)
+
+
+def test_a_fleet_keeps_engines_that_are_well_and_closes_those_that_are_not():
+    answers = [
+        (429, {}),
+        {"choices": [choice(finish_reason="abort", token_ids=[], logprobs=None)]},
+        {"choices": [choice()]},
+        (500, {}),
+    ]
+    versions = iter([0, 0, 0, 2, 3, 3])
+
+    async def version() -> int:
+        return next(versions)
+
+    async def use(client: Any) -> None:
+        ask = partial(generate, client, model="m", version=version, max_tokens=1, timeout_s=60.0)
+        fleet = Fleet({"a": ask})
+        for match in ("status 429", "aborted", "from version 2 to 3"):
+            with pytest.raises(PrimeblocksError, match=match):
+                await fleet(PROMPT)
+            assert len(fleet.states()) == 1
+        with pytest.raises(EngineError, match="status 500"):
+            await fleet(PROMPT)
+        assert not fleet.states()
+
+    asyncio.run(on_server(lambda *_: answers.pop(0), use))
 
 
 @pytest.mark.parametrize(
     ("answer", "error"),
-    [({"weight_version": "default"}, UsageError), ("[]", EngineError), ((404, {}), UsageError)],
+    [
+        ({"weight_version": "default"}, UsageError),
+        ({"weight_version": "9" * 5000}, UsageError),
+        ({"weight_version": str(1 << 63)}, UsageError),
+        ("[]", EngineError),
+        ((404, {}), UsageError),
+    ],
 )
 def test_a_label_that_is_no_version_is_refused(answer, error):
     with pytest.raises(error):

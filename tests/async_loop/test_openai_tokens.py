@@ -93,6 +93,13 @@ def spans(*each: Any) -> dict[str, Any]:
         ({"choices": [token_choice(weight_versions=None)]}, UnsupportedError, "weight_versions"),
         ({"choices": [token_choice(weight_versions=[7])]}, EngineError, "no choice of this"),
         ({"choices": [spans(("default", 0, 2))]}, EngineError, "labelled 'default'.*update it"),
+        ({"choices": [spans(("9" * 5000, 0, 2))]}, EngineError, "labelled '999"),
+        ({"choices": [spans((str(1 << 63), 0, 2))]}, EngineError, "labelled '922"),
+        (
+            {"choices": [token_choice(finish_reason="abort", token_ids=[], logprobs=None)]},
+            PrimeblocksError,
+            "aborted before its first token: ask again",
+        ),
         ({"choices": [spans((4, 0, 2))]}, EngineError, "labelled 4"),
         ({"choices": [spans(("4", 0, 1))]}, EngineError, "do not fit: .* end at 1 of 2"),
         ({"choices": [spans(("4", 0, None))]}, EngineError, "of tokens 0 to None"),
@@ -177,6 +184,13 @@ def test_a_prefill_that_sends_nothing_is_told_how_to_start(told):
     answer = {"choices": [token_choice()], "kv_transfer_params": told}
     with pytest.raises(UnsupportedError, match="--kv-transfer-config.*NixlConnector"):
         split(lambda *_: answer)
+
+
+def test_a_prefill_that_is_aborted_is_asked_again():
+    answer = {"choices": [token_choice(finish_reason="abort", token_ids=[], logprobs=None)]}
+    with pytest.raises(PrimeblocksError, match="a prompt of 3 tokens .* ask again") as caught:
+        split(lambda *_: answer)
+    assert type(caught.value) is PrimeblocksError
 
 
 def test_prefill_and_decode_have_one_deadline():

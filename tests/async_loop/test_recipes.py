@@ -69,6 +69,16 @@ class TestArguments:
             "m.Two",
         ]
 
+    def test_middleware_is_a_flag_for_each(self):
+        both = arguments_of({"middleware": ["m.One", "m.Two"]})
+        assert words_of(both) == ["--middleware", "m.One", "--middleware", "m.Two"]
+
+    def test_what_is_no_json_cannot_be_merged(self):
+        with pytest.raises(PlanError, match="--hf-overrides is given '{bad', which is no JSON"):
+            merge(
+                arguments_of(["--hf-overrides", "{bad"]), arguments_of({"hf_overrides": {"a": 1}})
+            )
+
     def test_middleware_that_both_have_is_named_once(self):
         one = arguments_of({"middleware": "m.One"})
         both = merge(one, arguments_of({"middleware": "m.Two"}))
@@ -202,6 +212,19 @@ class TestShapes:
         ports = [process.ports["nixl"] for process in split().processes]
         assert ports == [range(5600, 5601), range(5601, 5602)]
 
+    def test_addresses_of_ipv6_are_in_brackets(self):
+        recipe = with_router(replicas(QWEN, 2, hosts=["fd00::1", "fd00::2"], gpus=[0]))
+        urls = ["http://[fd00::1]:8000", "http://[fd00::2]:8000"]
+        assert flag(recipe.processes[-1], "--worker-urls") == urls
+        assert flag(recipe.processes[0], "--host") == ["fd00::1"]
+
+    def test_ranks_that_are_placed_elsewhere_are_not_counted(self):
+        spread = {"pipeline_parallel_size": 2, "nnodes": 2}
+        (process,) = replicas(QWEN, tensor=8).merge(spread).processes
+        assert flag(process, "--nnodes") == ["2"]
+        one = {"data_parallel_size": 8, "data_parallel_rank": 3}
+        assert replicas(QWEN).merge(one).processes[0].gpus == (0,)
+
     def test_transfers_are_passed_in(self):
         joined = {"kv_transfer_config": {"kv_connector": "MultiConnector", "kv_role": "kv_both"}}
         prefill = replicas(GLM, 1, tensor=4, gpus=range(4))
@@ -262,7 +285,19 @@ class TestRefusals:
             (lambda: replicas(QWEN, hosts="10.0.0.1"), r"Pass \['10.0.0.1'\]"),
             (lambda: replicas(QWEN, tensor=2, gpus=[3, 3]), r"GPU twice: gpus=\[3, 3\]"),
             (lambda: replicas(QWEN, 2, port=65535), "ports are 1 to 65535"),
-            (lambda: replicas(QWEN).merge(environment={"A B": "1"}), r"variable: \['A B'\]"),
+            (lambda: replicas(QWEN).merge(environment={"A B": "1"}), "and its text: 'A B'"),
+            (
+                lambda: replicas(QWEN, 4, tensor=2).merge({"data_parallel_size": 4}),
+                "has 8 ranks .* 2 GPUs",
+            ),
+            (
+                lambda: replicas(QWEN, tensor=2).merge({"pipeline_parallel_size": 4}),
+                "has 8 ranks .* 2 GPUs",
+            ),
+            (
+                lambda: wide_ep(QWEN, 16, hosts=HOSTS[:2]).merge({"pipeline_parallel_size": 2}),
+                "has 16 ranks .* 8 GPUs",
+            ),
             (
                 lambda: replicas(QWEN).merge({"pipeline_parallel_size": "two"}),
                 "--pipeline-parallel-size is a whole number from 1; got 'two'",
@@ -332,5 +367,9 @@ class TestRefusals:
     def test_what_vllm_refuses_together_is_refused_with_its_reason(self):
         with pytest.raises(UnsupportedError, match="pipeline"):
             replicas(QWEN).merge(CAPTURE, {"pipeline_parallel_size": 2})
+        transfer = {"kv_connector": "MoRIIOConnector", "kv_role": "kv_both"}
+        with pytest.raises(UnsupportedError, match=r"transfer without routes: .* colocated\(\)"):
+            replicas(QWEN).merge(CAPTURE, {"kv_transfer_config": transfer})
+        assert split().merge(CAPTURE)  # NIXL alone: our plug-in lifts it.
         with pytest.raises(UnsupportedError, match="prefix cache"):
             replicas(QWEN).merge(CAPTURE, ["--no-enable-prefix-caching"])

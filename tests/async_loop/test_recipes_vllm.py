@@ -27,6 +27,7 @@ from primeblocks.async_loop.recipes import (
     with_router,
 )
 from primeblocks.async_loop.recipes.shapes import POLICIES
+from primeblocks.errors import UnsupportedError
 from primeblocks.replay.adapters import vllm as replay
 from primeblocks.testing import tiny_models
 from tests.async_loop.serving_models import CONFIGS, model_in
@@ -97,7 +98,7 @@ def _see(folder: Path) -> dict[str, Any]:
         _ask(replicas(model).merge(FEATURES["mtp"]))
     cpu = {"single node": _ask(replicas(tiny))}
     features = _features()
-    cpu |= {name: _ask(replicas(tiny).merge(*features[name])) for name in NAMES}
+    cpu |= {name: _ask(_on_eight_gpus(replicas(tiny)).merge(*features[name])) for name in NAMES}
     pretend()
     return {
         "cpu": cpu,
@@ -110,6 +111,7 @@ def _see(folder: Path) -> dict[str, Any]:
         },
         "pairs": _pairs(models["GLM-4.5"]),
         "refused": {pair: _refusal(models["DeepSeek-V3"], pair) for pair in REFUSED},
+        "transfers": {name: _beside_capture(models["GLM-4.5"], name) for name in TRANSFERS},
     }
 
 
@@ -133,7 +135,22 @@ def _features() -> dict[str, list[Any]]:
         "pipeline": [{"pipeline_parallel_size": 2}],
         "decode context": [{"decode_context_parallel_size": 2, "tensor_parallel_size": 8}],
         "no prefix cache": [["--no-enable-prefix-caching"]],
+        "transfer without routes": [kvoffload.command_line(kvoffload.multi(nixl, tiers))],
     }
+
+
+# Beside capture, through no block of ours: what recipes refuse, and what they must not. MoRIIO is
+# refused by the same loop of vLLM, but its module wants packages that are not here.
+TRANSFERS = {"MooncakeConnector": True, "MooncakeStoreConnector": False}
+
+
+def _beside_capture(model: Model, connector: str) -> Any:
+    transfer = {"kv_connector": connector, "kv_role": "kv_both"}
+    return _ask_past_recipes(model, [CAPTURE, {"kv_transfer_config": transfer}])
+
+
+def _on_eight_gpus(recipe: Deployment) -> Deployment:
+    return Deployment(tuple(replace(each, gpus=tuple(range(8))) for each in recipe.processes))
 
 
 def _pairs(model: Model) -> dict[frozenset[str], Any]:
@@ -163,7 +180,8 @@ def _ask_past_recipes(model: Model, settings: list[Any]) -> Any:
     try:
         process = replicas(model).processes[0]
         plain = {k: v for k, v in process.arguments.items() if "parallel" not in k}
-        return _ask(Deployment((replace(process, arguments=plain),)).merge(*settings))
+        alone = _on_eight_gpus(Deployment((replace(process, arguments=plain),)))
+        return _ask(alone.merge(*settings))
     finally:
         module.REFUSED = refused  # type: ignore[misc]
 
@@ -250,6 +268,19 @@ class TestEngines:
         message = seen["refused"][pair]
         assert isinstance(message, str), f"vLLM accepts {pair} now"
         assert re.search("enable-return-routed-experts is incompatible|AuxOutput", message)
+
+    @pytest.mark.parametrize(("name", "is_refused"), TRANSFERS.items())
+    def test_transfers_beside_capture_are_those_that_vllm_refuses(self, seen, name, is_refused):
+        answer = seen["transfers"][name]
+        incompatible = f"enable-return-routed-experts is incompatible with {name}"
+        assert (isinstance(answer, str) and incompatible in answer) == is_refused, answer
+        transfer = {"kv_connector": name, "kv_role": "kv_both"}
+        recipe = replicas(Model("m", 8, 4, 2, 1)).merge({"kv_transfer_config": transfer})
+        if not is_refused:
+            assert recipe.merge(CAPTURE)
+            return
+        with pytest.raises(UnsupportedError, match="transfer without routes"):
+            recipe.merge(CAPTURE)
 
     def test_the_parser_names_a_flag_that_vllm_does_not_have(self, folder):
         with pytest.raises(AssertionError, match=r"PlanError.*refuses this: unrecognized.*--speed"):

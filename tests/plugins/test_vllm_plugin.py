@@ -89,6 +89,13 @@ def test_the_off_switch_names_patches():
     assert set(plugin.refusals(**CPU | {"off": off})) == CPU_ONLY - {"amx_on_cpu"}
 
 
+@pytest.mark.parametrize("off", ["routes_with_pages", "missing_routes_survive"])
+def test_capture_over_nixl_is_off_without_what_it_needs(off):
+    refused = plugin.refusals(**CPU | {"off": off})
+    assert set(refused) == {off, "routes_over_nixl"}
+    assert f"it needs {off}: {plugin.OFF} names it" in refused["routes_over_nixl"]
+
+
 def config(*, dtype="float32", backend=None, capture=False, transfer=None):
     """What patches look at in a VllmConfig."""
     return SimpleNamespace(

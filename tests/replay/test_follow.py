@@ -281,21 +281,6 @@ def test_layers_without_a_router_are_spared_the_argument(inputs, foreign):
         assert_equal(step(model, inputs, routed_experts=routes.tensor(batch=2)), wanted)
 
 
-def test_the_tensor_of_routes(foreign):
-    routes = foreign()[:5].pad(8)
-    rows = routes.tensor(batch=2)
-    assert rows.shape == (2, 4, 3, 2)
-    assert rows.dtype == torch.int16
-    flat = rows.flatten(0, 1).numpy()
-    assert (flat[2] == -1).all()
-    assert np.array_equal(flat[[0, 1, 3, 4]], routes.experts[[0, 1, 3, 4]])
-    assert np.array_equal(-2 - flat[5:], routes.experts[5:])
-    assert foreign()[:0].tensor().shape == (1, 0, 3, 2)
-    for batch in (0, 3, 16):
-        with pytest.raises(ShapeError, match=f"8 tokens are no {batch} rows"):
-            routes.tensor(batch=batch)
-
-
 def test_no_tokens(foreign):
     model = Model()
     with follow(model, model.routers):
@@ -341,8 +326,17 @@ def test_what_cannot_work_is_refused(inputs, foreign):
     for wrong in (rows.double(), rows[0], rows[:, :, :2], rows[..., :1], rows > 0):
         with pytest.raises(ShapeError, match=r"integers \[batch, sequence, 3 layers, 2\]"):
             model(inputs, routed_experts=wrong)
-    with pytest.raises(ShapeError, match="routed_experts_weights must be floats"):
-        model(inputs, routed_experts=rows, routed_experts_weights=rows)
+    for wrong in (rows, rows.bfloat16(), rows.half()):
+        with pytest.raises(
+            ShapeError, match=r"weights must be float32 .*cast_forward_inputs=False"
+        ):
+            model(inputs, routed_experts=rows, routed_experts_weights=wrong)
+    for wrong in (rows.double()[:1, :1], rows.double().transpose(0, 1)):
+        with pytest.raises(ShapeError, match=r"weights \[.* are not of \[2, 4, 3, 2\]"):
+            model(inputs, routed_experts=rows, routed_experts_weights=wrong)
+    for wrong in (rows.transpose(0, 1), rows.view(1, 8, 3, 2)):
+        with pytest.raises(ShapeError, match=r"layer 0 runs on .* \[2, 4\], .* hold \["):
+            model(inputs, routed_experts=wrong)
     with pytest.raises(ShapeError, match="runs on 8 tokens, the routes hold 4"):
         model(inputs, routed_experts=rows[:1])
     following.close()
@@ -389,7 +383,16 @@ def test_a_checkpoint_inside_a_layer_is_noticed(inputs, foreign, reentrant):
 def test_an_error_in_the_forward_leaves_nothing_behind(inputs, foreign):
     model, rows = wrapped(None), foreign().tensor(batch=2)
     own = step(model, inputs)
+
+    def fail(*_):
+        raise MemoryError
+
+    router = model.layers[1].gate
     with follow(model, model.routers):
-        with pytest.raises(ShapeError):
-            model(inputs[:1], routed_experts=rows)
+        failing = router.register_forward_pre_hook(fail)  # After the layer's call.
+        with pytest.raises(MemoryError):
+            model(inputs, routed_experts=rows)
+        failing.remove()
+        with pytest.raises(UsageError, match="layer 1 runs without its layer"):
+            router(inputs.flatten(0, 1))
         assert_equal(step(model, inputs), own)

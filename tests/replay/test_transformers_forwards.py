@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import linecache
 import textwrap
 from pathlib import Path
 
@@ -159,6 +160,22 @@ def other_forward(self, hidden_states):
     return router_logits, router_scores, router_indices
 
 
+def guarded(self, hidden_states):
+    router_logits = F.linear(hidden_states, self.weight, self.bias)
+    if self.training:
+        router_logits = router_logits * 2
+        router_logits = router_logits + 1
+    return router_logits
+
+
+def outside(self, hidden_states):
+    router_logits = F.linear(hidden_states, self.weight, self.bias)
+    if self.training:
+        router_logits = router_logits * 2
+    router_logits = router_logits + 1
+    return router_logits
+
+
 def decorated(forward):
     @torch.no_grad()
     def wrapper(self, hidden_states):
@@ -172,6 +189,28 @@ def test_code_is_compared_without_its_layout():
     assert adapter._fingerprint(known_forward) == gpt_oss
     others = [other_forward, decorated(known_forward), len, eval("lambda self, x: x")]
     assert not {adapter._fingerprint(other) for other in others} & set(adapter._FORWARDS)
+    assert adapter._fingerprint(guarded) != adapter._fingerprint(outside)
+    wide = textwrap.dedent(inspect.getsource(guarded)).replace("    ", "  ")
+    assert adapter._fingerprint(defined(wide)) == adapter._fingerprint(guarded)
+
+
+def defined(source):
+    """A function whose source `inspect` finds, as one of a file."""
+    name, names = "<of a test>", {}
+    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+    exec(compile(source, name, "exec"), names)
+    return names["guarded"]
+
+
+def test_a_forward_that_is_a_lambda_is_of_no_known_router():
+    names = {
+        "forward": lambda self, x: x,
+    }
+    plain = type("Plain", (nn.Module,), names)
+    with pytest.raises(SyntaxError):
+        ast.parse(textwrap.dedent(inspect.getsource(plain.forward)))
+    with pytest.raises(UnsupportedError, match="no module of Plain is a router"):
+        adapter.routers(plain())
 
 
 def test_a_router_of_other_code_is_refused():

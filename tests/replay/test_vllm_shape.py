@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+import transformers
 
 from primeblocks.errors import UnsupportedError, UsageError
 from primeblocks.replay.adapters.transformers import routers
@@ -40,6 +41,10 @@ SIZES = {"num_hidden_layers": 6, "num_experts": 8, "num_experts_per_tok": 2}
         ({"decoder_sparse_step": 2}, (1, 3, 5)),
         ({"decoder_sparse_step": 1, "mlp_only_layers": [0, 4]}, (1, 2, 3, 5)),
         ({"num_dense_layers": 5}, (5,)),
+        ({"interleave_moe_layer_step": 2}, (1, 3, 5)),  # Llama 4 Maverick
+        ({"moe_layers": [2, 5], "interleave_moe_layer_step": 1}, (2, 5)),
+        ({"expert_layer_period": 2, "expert_layer_offset": 1}, (1, 3, 5)),  # Jamba
+        ({"expert_layer_period": 3, "expert_layer_offset": 1}, (1, 4)),
         ({"hybrid_override_pattern": "MEM*E"}, (1, 4)),
         ({"mlp_layer_types": ["dense"] * 5 + ["sparse"]}, (5,)),
     ],
@@ -51,6 +56,23 @@ def test_the_ways_in_which_layers_are_told(published, moe_layers):
     for name in ("text_config", "thinker_config"):
         assert RouterShape.from_config({name: SIZES | published}) == shape
     assert RouterShape.from_config({"thinker_config": {"text_config": SIZES | published}}) == shape
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.Llama4TextConfig(num_hidden_layers=6, interleave_moe_layer_step=2),
+        transformers.Llama4TextConfig(num_hidden_layers=6, interleave_moe_layer_step=1),
+        transformers.JambaConfig(num_hidden_layers=8, expert_layer_period=2, expert_layer_offset=1),
+    ],
+    ids=["llama4 every second", "llama4", "jamba"],
+)
+def test_layers_are_those_that_the_configuration_of_transformers_names(config):
+    if isinstance(config, transformers.JambaConfig):
+        wanted = [i for i, n in enumerate(config.layers_num_experts) if n > 1]
+    else:
+        wanted = config.moe_layers
+    assert list(RouterShape.from_config(config).moe_layers) == list(wanted)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """The wire over TCP: what is special to it. `test_packed` and others have the rest."""
 
+import gc
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from primeblocks.errors import (
     UnsupportedError,
     UsageError,
 )
-from primeblocks.weightsync.transports import Read, TcpWire
+from primeblocks.weightsync.transports import Read, TcpWire, tcp_wire
 from primeblocks.weightsync.transports.open import open_spec
 
 HOST = "127.0.0.1"
@@ -131,6 +133,40 @@ def test_one_that_answers_nothing_costs_until_the_deadline(ends, stranger):
     note = stranger(lambda link: None)
     with pytest.raises(DeadlineError, match="0 of 1 reads in time"):
         ends[1].read([Read(note, 0, buffer_of(0))], deadline=soon(0.2))
+
+
+def test_all_addresses_of_a_name_have_one_deadline(ends, monkeypatch):
+    now, asked = [100.0], []
+
+    class Silent(socket.socket):
+        def connect(self, at):
+            asked.append(self.gettimeout())
+            now[0] += asked[-1]
+            raise TimeoutError
+
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (HOST, port)) for port in (1, 2)]
+    monkeypatch.setattr(tcp_wire, "time", clock)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    monkeypatch.setattr(socket, "socket", Silent)
+    note = {"host": "engines", "port": 1, "token": "00" * 16}
+    with pytest.raises(DeadlineError):
+        ends[1].read([Read(note, 0, buffer_of(0))], deadline=110.0)
+    assert asked == [10.0]
+
+
+def test_a_wire_that_is_left_or_forgotten_listens_no_more():
+    with TcpWire(HOST) as wire:
+        left = wire._server
+    assert not left._thread.is_alive()
+    forgotten = TcpWire(HOST)
+    server, ended = forgotten._server, threading.Event()
+    end = server.end
+    server.end = lambda: (end(), ended.set())
+    del forgotten
+    gc.collect()
+    assert ended.wait(30)
+    assert (server._thread.is_alive(), server.fileno()) == (False, -1)
 
 
 def test_one_that_stops_in_the_middle_costs_until_the_deadline(ends, stranger):

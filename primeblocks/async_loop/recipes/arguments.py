@@ -54,7 +54,7 @@ def merge(first: Arguments, second: Arguments) -> Arguments:
     """Return all flags of both. Objects in JSON are merged by key, middleware adds up. Pure.
 
     Raises:
-        PlanError: the two want different values of a flag.
+        PlanError: the two want different values of a flag, or one to merge is no JSON.
     """
     merged = dict(first)
     for flag, uses in second.items():
@@ -83,14 +83,19 @@ def _named(name: str, value: Any) -> Arguments:
         case Mapping():
             return {flag: ((json.dumps(value),),)}
         case list() | tuple() if value and all(isinstance(each, str) for each in value):
-            return {flag: (tuple(value),)}
+            return {
+                flag: tuple((each,) for each in value) if flag in _COLLECTED else (tuple(value),)
+            }
     raise PlanError(f"{name} is a {type(value).__name__}, which is no word; got {value!r}")
 
 
 def _json(flag: str, uses: tuple[tuple[str, ...], ...]) -> Any:
     words = [word for use in uses for word in use]
     if len(words) == 1 and words[0].startswith("{"):
-        return json.loads(words[0])
+        try:
+            return json.loads(words[0])
+        except ValueError as error:
+            raise PlanError(f"{flag} is given {words[0]!r}, which is no JSON: {error}") from error
     return " ".join(words)
 
 

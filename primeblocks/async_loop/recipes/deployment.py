@@ -28,8 +28,8 @@ class Process:
         model: what it serves; None for a router.
 
     Raises:
-        PlanError: a GPU twice, a port or a variable that cannot be, or parallel degrees that do
-            not divide the model.
+        PlanError: a GPU twice, more ranks than GPUs, a port or a variable that cannot be, or
+            parallel degrees that do not divide the model.
         UnsupportedError: features that vLLM refuses together.
     """
 
@@ -48,14 +48,18 @@ class Process:
         for name, ports in self.ports.items():
             if not ports or ports[0] < 1 or ports[-1] > 65535:
                 raise PlanError(f"ports are 1 to 65535; got {ports} for {name}")
-        if wrong := [name for name in self.environment if not name.isidentifier()]:
-            raise PlanError(f"no name of a variable: {wrong}")
+        for name, value in self.environment.items():
+            if not name.isidentifier() or not isinstance(value, str):
+                raise PlanError(f"no variable and its text: {name!r}, {value!r}")
         found = features_of(self.arguments)
         for pair, reason in REFUSED.items():
             if set(pair) <= set(found):
                 raise UnsupportedError(f"{self.role}: {pair[0]} with {pair[1]}: {reason}")
         if self.model is None:
             return
+        # Ranks of other hosts, or where a service places them, are not counted here.
+        if not {"--nnodes", "--distributed-executor-backend"} & self.arguments.keys():
+            _check_gpus(self)
         if self.model.heads % self.tensor:
             raise PlanError(
                 f"{self.model.path} has {self.model.heads} attention heads, which tensor="
@@ -82,7 +86,8 @@ class Process:
     @property
     def url(self) -> str | None:
         """Address of its server; None where another process takes requests for it."""
-        return f"http://{self.host}:{self.ports['http'][0]}" if "http" in self.ports else None
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.ports['http'][0]}" if "http" in self.ports else None
 
     @property
     def weight_bytes(self) -> int:
@@ -179,6 +184,21 @@ class Deployment:
 
 def _span(ports: range) -> str:
     return str(ports[0]) if len(ports) == 1 else f"{ports[0]}-{ports[-1]}"
+
+
+def _check_gpus(process: Process) -> None:
+    given = process.arguments
+    data = number_of(given, "--data-parallel-size-local", default=0) or number_of(
+        given, "--data-parallel-size"
+    )
+    if "--data-parallel-rank" in given:
+        data = 1
+    ranks = process.tensor * data * number_of(given, "--pipeline-parallel-size")
+    if ranks > len(process.gpus):
+        raise PlanError(
+            f"{process.role} on {process.host} has {ranks} ranks (tensor x data x pipeline) and "
+            f"{len(process.gpus)} GPUs. Pass degrees to the shape, which gives each rank its own."
+        )
 
 
 def _check_apart(one: Process, other: Process) -> None:

@@ -40,6 +40,10 @@ REFUSED: Mapping[tuple[str, str], str] = MappingProxyType(
             "vLLM does not put routes of context-parallel ranks together. Use "
             "decode_context_parallel_size=1."
         ),
+        ("replay", "transfer without routes"): (
+            "vLLM returns no routes beside Mooncake, MoRIIO, or NIXL within MultiConnector. Use "
+            "NIXL alone, with our plug-in, or colocated()."
+        ),
         ("replay", "no prefix cache"): (
             "vLLM keeps routes by the pages of its prefix cache. Leave the cache on."
         ),
@@ -63,6 +67,11 @@ def number_of(arguments: Arguments, flag: str, *, default: int = 1) -> int:
     return int(word)
 
 
+def _brings_none(transfer: str) -> bool:
+    others = any(f'"{name}Connector"' in transfer for name in ("Mooncake", "MoRIIO"))
+    return others or ('"MultiConnector"' in transfer and '"Nixl' in transfer)
+
+
 _SIGNS: Mapping[str, Callable[[Arguments], bool]] = {
     "replay": lambda given: "--enable-return-routed-experts" in given,
     "prefill/decode": lambda given: "Nixl" in _word(given, "--kv-transfer-config"),
@@ -78,6 +87,7 @@ _SIGNS: Mapping[str, Callable[[Arguments], bool]] = {
     "chunked prefill": lambda given: "--enable-chunked-prefill" in given,
     "pipeline": lambda given: number_of(given, "--pipeline-parallel-size") > 1,
     "decode context": lambda given: number_of(given, "--decode-context-parallel-size") > 1,
+    "transfer without routes": lambda given: _brings_none(_word(given, "--kv-transfer-config")),
     "no prefix cache": lambda given: "--no-enable-prefix-caching" in given,
 }
 

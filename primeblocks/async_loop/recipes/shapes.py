@@ -152,7 +152,7 @@ def prefill_decode(
     Raises:
         PlanError: different models, a decode engine with fewer tensor-parallel GPUs than a prefill
             engine or no multiple of them, or engines that meet on a port or a GPU.
-        UnsupportedError: capture of routes, which vLLM does not carry over.
+        UnsupportedError: capture of routes, where `transfer` is not NIXL alone.
     """
     _check_degrees(prefill, decode)
     if transfer is not None and transfer.keys() != {"prefill", "decode"}:
@@ -186,8 +186,9 @@ def prefill_decode(
 def colocated(deployment: Deployment) -> Deployment:
     """Return the same engines, each of which computes prompts and goes on from them. Pure.
 
-    The fallback of `prefill_decode` where there is no fast network, or with capture. Transfers and
-    tiers are dropped: merge tiers again. A router comes last: put it around what this returns.
+    The fallback of `prefill_decode` where there is no fast network, or for capture with tiers.
+    Transfers and tiers are dropped: merge tiers again. A router comes last: put it around what
+    this returns.
 
     Raises:
         PlanError: an engine is neither prefill nor decode.

@@ -63,6 +63,9 @@ def refusals(*, release: str, is_cpu: bool, off: str) -> dict[str, str]:
             refused[patch.name] = "it is for vLLM's CPU platform; other platforms need no patch"
         elif patch.name in switched_off:
             refused[patch.name] = f"{OFF} names it; take it out of that variable"
+    for patch in PATCHES:
+        if lost := [name for name in patch.needs if name in refused]:
+            refused.setdefault(patch.name, f"it needs {lost[0]}: {refused[lost[0]]}")
     return refused
 
 

@@ -75,4 +75,5 @@ PATCH = Patch(
     self_test=_test,
     asked=lambda config: config.aux_output_config.enabled and _over_nixl(config),
     cpu_only=False,
+    needs=("routes_with_pages", "missing_routes_survive"),  # Else rows that miss end the engine.
 )

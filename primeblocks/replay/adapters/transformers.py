@@ -64,16 +64,16 @@ def _afmoe(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> torch.Te
 # By the `_fingerprint` of a router's forward: the same code weighs alike, whatever its class is.
 # Named is one class of each; the code of 5.17, 5.18 and 5.19 is the same.
 _FORWARDS: dict[str, tuple[str, Gates]] = {
-    "326317c95c49": ("AfmoeTokenChoiceRouter", _afmoe),
-    "4f4bacf9f275": ("AXK2TopkRouter", _sigmoid),
-    "965df9ff5d9b": ("DeepseekV3TopkRouter", _sigmoid),
-    "6e84e609f201": ("GptOssTopKRouter", _chosen),
-    "8d3da601c943": ("LagunaTopKRouter", _plain_sigmoid),
-    "6a93c0d924e3": ("MiniMaxM2TopKRouter", _plain_sigmoid),
-    "f6d4a87f9e01": ("MiniMaxM3VLTopKRouter", _plain_sigmoid),
-    "c1c3f895b73b": ("MixtralTopKRouter", _renormalised),
-    "41389237432e": ("Qwen3_5MoeTopKRouter", _renormalised),
-    "0a10b13df9dd": ("Qwen3MoeTopKRouter", _softmax),
+    "509cfa32c993": ("AfmoeTokenChoiceRouter", _afmoe),
+    "6ca6d86fa438": ("AXK2TopkRouter", _sigmoid),
+    "83db23c5ca62": ("DeepseekV3TopkRouter", _sigmoid),
+    "48c285a3ed6b": ("GptOssTopKRouter", _chosen),
+    "d2deeb08e9b2": ("LagunaTopKRouter", _plain_sigmoid),
+    "070df759ac37": ("MiniMaxM2TopKRouter", _plain_sigmoid),
+    "3755744bf3c9": ("MiniMaxM3VLTopKRouter", _plain_sigmoid),
+    "172f8d0bb1fe": ("MixtralTopKRouter", _renormalised),
+    "6db1f4493b6d": ("Qwen3_5MoeTopKRouter", _renormalised),
+    "6f587193d1a0": ("Qwen3MoeTopKRouter", _softmax),
 }
 
 
@@ -170,25 +170,27 @@ def _gates_of(module: nn.Module) -> Gates | None:
 
 @cache
 def _fingerprint(forward: Callable[..., Any]) -> str:
-    """A digest of what a function does: its tokens without name, annotations and comments."""
+    """A digest of what a function does: its tokens and blocks, without name and comments."""
     try:
         source = textwrap.dedent(inspect.getsource(forward))
-    except (OSError, TypeError):  # No source: made at run time, or written in C.
+        function = ast.parse(source).body[0]
+    except (OSError, TypeError, SyntaxError):  # Made at run time, in C, or a lambda of a line.
         return ""
-    function = ast.parse(source).body[0]
     if not isinstance(function, ast.FunctionDef) or function.decorator_list:
         return ""
     first = function.body[1 if ast.get_docstring(function) is not None else 0]
     body = "\n".join(source.splitlines()[first.lineno - 1 :])
     tokens = tokenize.generate_tokens(io.StringIO(textwrap.dedent(body)).readline)
-    words = " ".join(token.string for token in tokens if token.type not in _LAYOUT)
+    words = " ".join(
+        tokenize.tok_name[token.type] if token.type in _BLOCKS else token.string
+        for token in tokens
+        if token.type not in _LAYOUT
+    )
     return hashlib.sha256(words.encode()).hexdigest()[:12]
 
 
-_LAYOUT = {
-    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
-    *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
-}
+_LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER}
+_BLOCKS = {tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}  # By name: their width is style.
 
 
 def _unsupported(what: str) -> UnsupportedError:

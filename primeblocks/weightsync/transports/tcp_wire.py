@@ -8,9 +8,10 @@ import socketserver
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -50,6 +51,14 @@ class TcpWire:
         self._shared: dict[bytes, Tensor] = {}
         self._host = host
         self._server = None if host is None else _serve(host, port, self._shared)
+        self._forgotten = weakref.finalize(self, _end_aside, self._server)
+        self._forgotten.atexit = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def spec(self) -> dict[str, Any]:
         """Return what opens the reading end in another process."""
@@ -102,6 +111,7 @@ class TcpWire:
 
     def close(self) -> None:
         """Let go of everything. Twice is fine."""
+        self._forgotten.detach()
         self._shared.clear()
         if self._server is not None:
             self._server.end()
@@ -160,6 +170,12 @@ class _Answers(socketserver.BaseRequestHandler):
                 self.request.sendall(view[at : at + _STEP_BYTES])
 
 
+def _end_aside(server: _Server | None) -> None:
+    """End a server whose wire was forgotten; the collector may run in a thread of the server."""
+    if server is not None:
+        threading.Thread(target=server.end, daemon=True).start()
+
+
 def _serve(host: str, port: int, shared: Mapping[bytes, Tensor]) -> _Server:
     why: object = "readers could not connect to it"
     try:
@@ -182,9 +198,18 @@ def _address(note: Mapping[str, Any]) -> _Address:
 
 
 def _connected(at: _Address, deadline: float) -> socket.socket:
-    link = socket.create_connection(at, timeout=_left_s(deadline))
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return link
+    met = OSError("the name has no address")
+    for family, kind, protocol, _, there in socket.getaddrinfo(*at, type=socket.SOCK_STREAM):
+        link = socket.socket(family, kind, protocol)
+        try:
+            link.settimeout(_left_s(deadline))  # One deadline for all addresses of a name.
+            link.connect(there)
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return link
+        except OSError as error:
+            link.close()
+            met = error
+    raise met
 
 
 def _read(link: socket.socket, read: Read, deadline: float) -> None:

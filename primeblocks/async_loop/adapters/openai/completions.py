@@ -7,10 +7,16 @@ from typing import Any
 import numpy as np
 from openai import AsyncOpenAI
 
-from ....errors import EngineError, UnsupportedError, UsageError, check_version
+from ....errors import (
+    EngineError,
+    PrimeblocksError,
+    UnsupportedError,
+    UsageError,
+    check_version,
+)
 from ...clock import Clock
 from ...rollout import Rollout
-from .exchange import OTHER, check_sampled, choices_of, typed
+from .exchange import OTHER, check_sampled, choices_of, typed, version_of
 
 __all__ = ["generate", "served_version"]
 
@@ -48,8 +54,12 @@ async def generate(
 
     Raises:
         DeadlineError: no answer within `timeout_s`.
+        CapacityError: the server has no room now.
         EngineError: the server died or failed; its answer is no such answer, or is of another
-            prompt; the weights changed meanwhile.
+            prompt.
+        PrimeblocksError: the weights changed meanwhile, or the request was aborted before its
+            first token, as an update may do. No more specific error, for the engine is
+            well: a fleet keeps it, and `Retries` ask again.
         UnsupportedError: its answers have no token ids, or no log-probabilities.
         UsageError: the server refused the request.
     """
@@ -73,7 +83,7 @@ async def generate(
     what = f"a completion of {len(tokens)} tokens by {client.base_url}"
     before, text, after = await typed(exchange(), what, timeout_s, clock)
     if before != after:
-        raise EngineError(
+        raise PrimeblocksError(
             f"the weights went from version {before} to {after} during {what}, and the server does "
             "not say at which token. Ask again, for fewer tokens, or hold requests during updates."
         )
@@ -87,7 +97,7 @@ async def served_version(
     """Ask vLLM's server for its weights' version: `/weight_info`, of VLLM_SERVER_DEV_MODE=1.
 
     Raises:
-        DeadlineError, EngineError: as `generate`.
+        DeadlineError, CapacityError, EngineError: as `generate`.
         UsageError: the server has no such route, or the label of its weights is no version.
     """
     what = f"the version of the weights of {client.base_url}"
@@ -98,12 +108,12 @@ async def served_version(
         label = json.loads(text)["weight_version"]
     except OTHER as error:
         raise EngineError(f"{what}: the server answered {text[:200]!r}") from error
-    if not isinstance(label, str) or not label.isdecimal():
+    if (found := version_of(label)) is None:
         raise UsageError(
-            f"{what} is {label!r}; versions here are integers. Label them when they are updated: "
-            "/update_weight_version with str(version)."
+            f"{what} is {label!r:.200}; versions here are integers. Label them when they are "
+            "updated: /update_weight_version with str(version)."
         )
-    return check_version(int(label))
+    return found
 
 
 async def _ask(version: Version) -> int:

@@ -1,21 +1,23 @@
 """Calls of the client with typed errors, and what answers of both protocols have in common."""
 
 import json
-import math
 from collections.abc import Awaitable
 from typing import Any
 
 from openai import APIConnectionError, APIStatusError, APITimeoutError
 
-from ....errors import DeadlineError, EngineError, UsageError
+from ....errors import CapacityError, DeadlineError, EngineError, PrimeblocksError, UsageError
 from ...clock import Clock, MonotonicClock, within
 
-__all__ = ["OTHER", "check_sampled", "choices_of", "typed"]
+__all__ = ["OTHER", "check_sampled", "choices_of", "typed", "version_of"]
 
 # Of JSON that is not what was expected.
 OTHER = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 # vLLM sends it where it has no log-probability, and for minus infinity.
 _NO_LOGPROB = -9999.0
+# A log-softmax in float32 may round to a little above zero.
+_MOST_LOGPROB = 1e-3
+_VERSION_DIGITS = 19  # Of 2**63; Python refuses to read thousands of them.
 
 
 async def typed(awaitable: Awaitable[Any], what: str, timeout_s: float, clock: Clock | None) -> Any:
@@ -23,7 +25,8 @@ async def typed(awaitable: Awaitable[Any], what: str, timeout_s: float, clock: C
 
     Raises:
         DeadlineError: no answer in time.
-        EngineError: the server died, failed or has no room.
+        CapacityError: the server lives and has no room now: status 408 or 429. A fleet keeps it.
+        EngineError: the server died or failed.
         UsageError: it refused.
     """
     clock = MonotonicClock() if clock is None else clock
@@ -35,8 +38,9 @@ async def typed(awaitable: Awaitable[Any], what: str, timeout_s: float, clock: C
         cause = error.__cause__ or error
         raise EngineError(f"{what} failed: {type(cause).__name__}: {cause}") from error
     except APIStatusError as error:
-        busy = error.status_code >= 500 or error.status_code in (408, 429)
-        kind = EngineError if busy else UsageError
+        kind: type[PrimeblocksError] = EngineError if error.status_code >= 500 else UsageError
+        if error.status_code in (408, 429):
+            kind = CapacityError
         raise kind(f"{what} got status {error.status_code}: {error.message[:1000]}") from error
 
 
@@ -45,15 +49,19 @@ def choices_of(text: str, what: str, n: int) -> list[dict[str, Any]]:
 
     Raises:
         EngineError: it is no such answer.
+        PrimeblocksError: a choice was aborted before its first token, by a server that is well.
     """
     try:
         choices = json.loads(text)["choices"]
         choices.sort(key=lambda choice: choice["index"])
         found = [choice["index"] for choice in choices]
+        aborted = any(c.get("finish_reason") == "abort" and not c.get("token_ids") for c in choices)
     except OTHER as error:
         raise EngineError(f"{what} got no answer of this protocol: {text[:200]!r}") from error
     if found != list(range(n)):
         raise EngineError(f"{what} got choices {found} where {n} were asked for")
+    if aborted:
+        raise PrimeblocksError(f"{what} was aborted before its first token: ask again")
     return choices
 
 
@@ -70,5 +78,12 @@ def check_sampled(ids: Any, values: Any, what: str) -> None:
     if not ids or not isinstance(values, list) or len(values) != len(ids):
         raise EngineError(f"{what} got {len(ids)} tokens with log-probabilities {values!r:.200}")
     for at, value in enumerate(values):
-        if type(value) not in (int, float) or not _NO_LOGPROB < value < math.inf:
-            raise EngineError(f"{what} got {value!r} as the log-probability of token {at}")
+        if type(value) not in (int, float) or not _NO_LOGPROB < value <= _MOST_LOGPROB:
+            raise EngineError(f"{what} got {value!r:.200} as the log-probability of token {at}")
+
+
+def version_of(label: Any) -> int | None:
+    """Return the version that a label of weights names; None if it names none. Pure."""
+    if not isinstance(label, str) or not label.isdecimal() or len(label) > _VERSION_DIGITS:
+        return None
+    return version if (version := int(label)) < 1 << 63 else None

@@ -10,7 +10,7 @@ from openai import AsyncOpenAI
 from ....errors import EngineError, ShapeError, UnsupportedError
 from ...clock import Clock, MonotonicClock
 from ...rollout import Rollout, versions_from_spans
-from .exchange import OTHER, check_sampled, choices_of, typed
+from .exchange import OTHER, check_sampled, choices_of, typed, version_of
 
 __all__ = ["generate_split", "generate_tokens"]
 
@@ -47,6 +47,9 @@ async def generate_tokens(
 
     Raises:
         DeadlineError: no answer within `timeout_s`.
+        CapacityError: the server has no room now.
+        PrimeblocksError: the request was aborted before its first token, as an update may do. No
+            more specific error, for the engine is well: a fleet keeps it, and `Retries` ask again.
         EngineError: the server died or failed, its answer is no such answer, or its weights have
             a label that is no version: it was not given any.
         UnsupportedError: its answers have no log-probabilities, or no versions.
@@ -88,7 +91,7 @@ async def generate_split(
     Raises:
         UnsupportedError: the first server has no connector for transfers.
         DeadlineError: not both within `timeout_s`. The first keeps the pages for a while.
-        EngineError, UsageError: as `generate_tokens`.
+        PrimeblocksError: as `generate_tokens`.
     """
     tokens, extra = [int(token) for token in prompt], dict(extra_body or {})
     clock = MonotonicClock() if clock is None else clock
@@ -172,12 +175,12 @@ def _rollout(choice: dict[str, Any], prompt: list[int], what: str, prompt_id: Ha
 
 
 def _span(label: tuple[Any, Any, Any], what: str) -> tuple[int, int, int]:
-    version, start, end = label
-    if not isinstance(version, str) or not version.isdecimal() or int(version) >= 1 << 63:
+    named, start, end = label
+    if (version := version_of(named)) is None:
         raise EngineError(
-            f"{what}: its weights are labelled {version!r}; versions here are integers. It has not "
-            "been given a version since it started: update it before it gets requests."
+            f"{what}: its weights are labelled {named!r:.200}; versions here are integers. It has "
+            "not been given a version since it started: update it before it gets requests."
         )
     if type(start) is not int or type(end) is not int:
         raise EngineError(f"{what} got versions of tokens {start!r} to {end!r}")
-    return int(version), start, end
+    return version, start, end

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ....errors import DeadlineError, EngineError, PrimeblocksError, check_version
+from ....errors import DeadlineError, EngineError, PrimeblocksError, UsageError, check_version
 from ...clock import Clock, MonotonicClock, within
 from ...routing import Fleet
 from ...staleness import cache_salt
@@ -125,9 +125,11 @@ class VllmFleet:
 
         Raises:
             PrimeblocksError: all engines failed: the version may be at fault, so none is drained,
-                and the fleet's version is that of before.
+                and the fleet's version is that of before. An engine whose answer was late may have
+                loaded it, so requests share no pages until an update succeeds.
             DeadlineError: not within `timeout_s`: call it again.
             EngineError: no engine is open.
+            UsageError: the version is below the fleet's.
         """
         check_version(published.version)
         what = f"the update of the fleet to version {published.version}"
@@ -161,15 +163,23 @@ class VllmFleet:
         Raises:
             DeadlineError, EngineError: some did not answer, or refused, by name; all were asked.
         """
-        return await self._each("get_weight_version", timeout_s)
+        return await self._each("get_weight_version", self._clock.now() + timeout_s)
 
     async def pause(self, *, mode: str, clear_cache: bool, timeout_s: float) -> None:
-        """Pause every open engine, as vLLM's `pause_generation` does; errors as `versions`."""
-        await self._each("pause_generation", timeout_s, mode=mode, clear_cache=clear_cache)
+        """Pause every open engine, as vLLM's `pause_generation` does; errors as `versions`.
+
+        It waits for an update under way. A later one ends the pause (`update_all`): engines resume
+        with the version.
+        """
+        await self._control("pause_generation", timeout_s, mode=mode, clear_cache=clear_cache)
 
     async def resume(self, *, timeout_s: float) -> None:
-        """Resume every open engine; errors as `versions`."""
-        await self._each("resume_generation", timeout_s)
+        """Resume every open engine, once an update under way has ended; errors as `versions`."""
+        await self._control("resume_generation", timeout_s)
+
+    async def _control(self, method: str, timeout_s: float, **arguments: Any) -> None:
+        what = f"{method} of the fleet"
+        await self._next(lambda end: self._each(method, end, **arguments), timeout_s, what)
 
     async def _next(
         self, change: Callable[[float], Awaitable[Any]], timeout_s: float, what: str
@@ -187,7 +197,13 @@ class VllmFleet:
         names, failed = list(self.open), dict[str, PrimeblocksError]()
         if not names:
             raise EngineError(f"all {len(self._members)} engines of the fleet are drained")
-        was_settled, self._is_settled = self._is_settled, False
+        if self.version is not None and published.version < self.version:
+            raise UsageError(
+                f"version {published.version} after {self.version}: the salts of the versions "
+                "between would come again, and with them pages of other weights. Publish it under "
+                "a higher number."
+            )
+        self._is_settled = False
         while True:
             try:
                 await self._load([self._members[name] for name in names], published, end)
@@ -195,7 +211,6 @@ class VllmFleet:
             except PrimeblocksError as error:
                 lost = [names[place] for place in error.engines] or names
                 if len(lost) == len(names):
-                    self._is_settled = was_settled  # None of them has loaded it.
                     raise
                 failed |= dict.fromkeys(lost, error)
                 names = [name for name in names if name not in lost]
@@ -229,8 +244,8 @@ class VllmFleet:
         called, left_s = getattr(calls, method)(**arguments), end - self._clock.now()
         return await within(called, timeout_s=left_s, clock=self._clock, what=method)
 
-    async def _each(self, method: str, timeout_s: float, **arguments: Any) -> dict[str, Any]:
-        names, end = self.open, self._clock.now() + timeout_s
+    async def _each(self, method: str, end: float, **arguments: Any) -> dict[str, Any]:
+        names = self.open
         calls = [self._call(self._members[name], method, end, **arguments) for name in names]
         answers = dict(
             zip(names, await asyncio.gather(*calls, return_exceptions=True), strict=True)

@@ -108,8 +108,12 @@ def _kinds(values: Mapping[str, Any]) -> list[bool] | None:
 def _routes(values: Mapping[str, Any], kinds: list[bool] | None, layer: int) -> bool:
     if kinds:
         return kinds[layer]
+    if isinstance(values.get("moe_layers"), Sequence):  # Llama 4 lists them.
+        return layer in values["moe_layers"]
     dense = values.get("first_k_dense_replace") or values.get("num_dense_layers") or 0
-    every = values.get("decoder_sparse_step") or 1
+    every = values.get("decoder_sparse_step") or values.get("interleave_moe_layer_step") or 1
     freq = values.get("moe_layer_freq") or 1
+    period, offset = values.get("expert_layer_period") or 1, values.get("expert_layer_offset") or 0
     only = values.get("mlp_only_layers") or ()
-    return layer >= dense and layer not in only and (layer + 1) % every == 0 and layer % freq == 0
+    regular = (layer + 1) % every == 0 and layer % freq == 0 and (layer - offset) % period == 0
+    return layer >= dense and layer not in only and regular
