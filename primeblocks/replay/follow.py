@@ -256,7 +256,7 @@ def _read(ids: torch.Tensor, weights: torch.Tensor | None) -> Rows:
 
 
 def _taken_from(kwargs: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """What was given of ours, and the other keywords."""
+    """Split keywords into ours and the others."""
     ours = {name: kwargs[name] for name in (_NAME, _WEIGHTS) if kwargs.get(name) is not None}
     for name, given in ours.items():
         if not isinstance(given, torch.Tensor):

@@ -96,7 +96,7 @@ def load_pretrained(model: PreTrainedModel, path: str | Path) -> None:
 
 
 def _plan(model: PreTrainedModel, path: str | Path) -> dict[str, Deferred] | str:
-    """What to read, by the model's names; or why transformers must read the whole. Local."""
+    """Say what to read, by the model's names, or why transformers must read all. Local."""
     kind = class_before(model)
     try:
         told, _ = kind.config_class.get_config_dict(path)

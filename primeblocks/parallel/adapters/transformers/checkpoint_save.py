@@ -121,7 +121,7 @@ class _Held:
 
 
 def _deferred(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What a checkpoint holds, by the model's names: tied weights once."""
+    """Name what a checkpoint holds, by the model's names: tied weights once."""
     left_out = {*model.all_tied_weights_keys, *(model._keys_to_ignore_on_save or ())}
     state = model.state_dict()
     return {name: Deferred.of(_Held(name, state[name])) for name in state if name not in left_out}
@@ -219,7 +219,7 @@ def _receive(tensor: Deferred, boxes: list[dict[str, Shard]]) -> Tensor:
 
 
 def _staged(held: Tensor, part: Piece, box: Shard) -> Tensor:
-    """What is sent of this rank's box, where the backend takes it."""
+    """Return what is sent of this rank's box, where the backend takes it."""
     cut = local_part(held).detach()[part.box.within(box).slices]
     return cut.to(backend_device(held)).contiguous()
 

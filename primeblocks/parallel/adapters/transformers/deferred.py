@@ -98,7 +98,7 @@ class Deferred(Tensor):
         return made
 
     def __init__(self, *_: Any) -> None:
-        """Nothing is left to do; Tensor's own takes no arguments."""
+        """Return the tensor as it is; Tensor's own takes no arguments."""
 
     @classmethod
     def of(cls, source: Source) -> Deferred:
