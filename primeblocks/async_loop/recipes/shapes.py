@@ -298,7 +298,11 @@ def _check_degrees(prefill: Deployment, decode: Deployment) -> None:
 
 def _nixl(role: str) -> dict[str, object]:
     kind = {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
-    return {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": kind}}
+    config = {"kv_connector": "NixlConnector", "kv_role": kind}
+    if role == "decode":
+        # Pages that cannot be read are computed: else each such request is an error of this engine.
+        config["kv_load_failure_policy"] = "recompute"
+    return {"kv_transfer_config": config}
 
 
 def _without(mapping: Mapping[str, _Value], start: str) -> dict[str, _Value]:
