@@ -15,6 +15,7 @@ from primeblocks.errors import (
     EngineError,
     PrimeblocksError,
     TransferError,
+    UnsupportedError,
     UsageError,
 )
 from primeblocks.weightsync.adapters.vllm import front, update_all
@@ -137,6 +138,12 @@ def test_an_engine_whose_pages_are_read_pauses_before_its_readers():
         for beyond in ([3], [-1]):
             with pytest.raises(UsageError, match=r"among 3 engines; got"):
                 await update_all(fleet.engines, receipt, prefill=beyond, timeout_s=TIMEOUT_S)
+        logs = [list(engine.log) for engine in fleet.engines]
+        recompute = {"in_flight": "recompute", "timeout_s": TIMEOUT_S}
+        with pytest.raises(UnsupportedError, match='Use "continue" or "abort"'):
+            await update_all(fleet.engines, receipt, prefill=[1], **recompute)
+        assert [engine.log for engine in fleet.engines] == logs
+        await update_all([other], receipt, prefill=[0], **recompute)  # Nobody reads from it.
 
     run(body())
 

@@ -140,8 +140,9 @@ def prefill_decode(
     """Return engines that compute prompts and engines that go on from their pages, by NIXL. Pure.
 
     Put `with_router` around it: a request goes through one engine of each kind. Where NIXL cannot
-    run, `colocated` is the fallback. A prefill engine that restarts leaves decode engines with an
-    agent that is gone (vLLM #49238, #50047): restart those that had talked to it, too.
+    run, `colocated` is the fallback. Leave `engine_id` to vLLM, which draws one for each start: a
+    prefill engine that restarts under its old one is not read from again. A decode engine computes
+    pages that it cannot read.
 
     Args:
         prefill: engines of any shape; `decode` likewise, on other GPUs.

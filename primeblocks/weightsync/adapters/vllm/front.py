@@ -163,18 +163,16 @@ async def update_all(
             Under "continue" the prefix cache keeps old pages: use one `cache_salt` a version.
         prefill: positions of engines whose pages others read. These pause first: vLLM's pause of
             one waits until its pages were read, which an engine that is paused does not do, or
-            until nobody asked for them for `kv_lease_duration` (30 s).
+            until nobody asked for them for `kv_lease_duration` (30 s). Not with "recompute".
         timeout_s: for everything; the last two fifths are for going back and for resuming.
 
     Raises:
         UsageError: another `in_flight`, or a position of no engine; nothing was asked of one.
+        UnsupportedError: "recompute" where an engine reads pages of another.
         PrimeblocksError: as `update`; `.engines` holds the positions of all engines that failed.
             Drop or restart the dead ones and call again.
     """
-    if in_flight not in _PAUSE:
-        raise UsageError(f"in_flight must be one of {list(_PAUSE)}; got {in_flight!r}")
-    if beyond := sorted(set(prefill) - set(range(len(engines)))):
-        raise UsageError(f"prefill names positions among {len(engines)} engines; got {beyond}")
+    _check(in_flight, prefill, len(engines))
     start = time.monotonic()
     work_by, settle_by, resume_by = (start + part * timeout_s for part in (0.6, 0.8, 1.0))
     update, pause = Update(receipt.version), _PAUSE[in_flight]
@@ -292,6 +290,18 @@ class _Member:
         # What is dead would hide its first error behind a second one.
         if not self.stays_paused and not self.engine.errored:
             await call(self.engine, self.engine.resume_generation(), "resume", deadline)
+
+
+def _check(in_flight: InFlight, prefill: Collection[int], engines: int) -> None:
+    if in_flight not in _PAUSE:
+        raise UsageError(f"in_flight must be one of {list(_PAUSE)}; got {in_flight!r}")
+    if beyond := sorted(set(prefill) - set(range(engines))):
+        raise UsageError(f"prefill names positions among {engines} engines; got {beyond}")
+    if in_flight == "recompute" and 0 < len(set(prefill)) < engines:
+        raise UnsupportedError(
+            'in_flight="recompute" beside prefill engines: an engine of vLLM that waits for pages '
+            'of another cannot clear its cache, and refuses to pause. Use "continue" or "abort".'
+        )
 
 
 async def _each(members: Sequence[_Member], act: Callable[[_Member], Awaitable[None]]) -> bool:
