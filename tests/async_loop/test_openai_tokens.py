@@ -193,6 +193,35 @@ def test_a_prefill_that_is_aborted_is_asked_again():
     assert type(caught.value) is PrimeblocksError
 
 
+def test_a_decode_that_fails_names_whose_pages_it_was_to_read():
+    def reply(_: str, body: Any) -> Any:
+        if body["kv_transfer_params"].get("do_remote_decode"):
+            return {"choices": [token_choice()], "kv_transfer_params": {"remote_port": 1}}
+        return 500, {"message": "Internal server error"}
+
+    async def use(client: Any) -> str:
+        prefill = client.with_options(base_url=f"{client.base_url}prefill/")
+        with pytest.raises(EngineError, match="status 500") as caught:
+            await generate_split(prefill, client, PROMPT, max_tokens=8, timeout_s=60.0)
+        return f"{prefill.base_url} {caught.value.__notes__}"
+
+    url, _, notes = asyncio.run(on_server(reply, use)).partition(" ")
+    assert f"pages from {url}." in notes
+
+
+def test_a_prompt_of_other_weights_than_its_answer_is_asked_again():
+    def reply(_: str, body: Any) -> Any:
+        if body["kv_transfer_params"].get("do_remote_decode"):
+            spans = [{"version": "3", "start": 0, "end": 2}]
+            choice = token_choice(weight_versions=spans)
+            return {"choices": [choice], "kv_transfer_params": {"remote_port": 1}}
+        return {"choices": [token_choice()]}
+
+    with pytest.raises(PrimeblocksError, match="version 3 .* version 4 went on. Ask") as caught:
+        split(reply)
+    assert type(caught.value) is PrimeblocksError
+
+
 def test_prefill_and_decode_have_one_deadline():
     arrived, never = asyncio.Event(), asyncio.Event()
     clock = ManualClock()

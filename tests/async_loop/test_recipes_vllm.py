@@ -210,6 +210,7 @@ def _ask(recipe: Deployment) -> Any:
                 "expert": parallel.enable_expert_parallel,
                 "address": (parallel.data_parallel_master_ip, parallel.data_parallel_rpc_port),
                 "connector": transfer and (transfer.kv_connector, transfer.kv_role),
+                "on_failure": transfer and transfer.kv_load_failure_policy,
                 "capture": config.aux_output_config.enabled,
                 "v2": config.use_v2_model_runner,
             }
@@ -235,6 +236,8 @@ class TestEngines:
         for each, process in zip(found, engines, strict=True):
             kind = kinds.get(process.role)
             assert each["connector"] == (kind and ("NixlConnector", kind))
+            if process.role == "decode":
+                assert each["on_failure"] == "recompute"
             assert each["v2"]
 
     def test_one_server_takes_the_requests_of_all_ranks(self, seen):

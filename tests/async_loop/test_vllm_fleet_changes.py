@@ -4,9 +4,10 @@ import asyncio
 
 import pytest
 
+from primeblocks.async_loop.adapters.vllm import FleetMember, VllmFleet
 from primeblocks.errors import DeadlineError, UsageError
 from primeblocks.weightsync.adapters.vllm import update_all
-from tests.async_loop.test_vllm_fleet import TIMEOUT_S, fleet_of, published, serving
+from tests.async_loop.test_vllm_fleet import TIMEOUT_S, Engine, fleet_of, published, serving
 
 
 @pytest.mark.parametrize("first", [(0,), ()], ids=["one by one", "together"])
@@ -111,5 +112,38 @@ def test_no_two_requests_of_an_update_share_pages():
         gate.set()
         await task
         assert (await fleet.generate("x"))[2] == "policy-2"
+
+    asyncio.run(main())
+
+
+def test_prefill_pauses_before_those_that_read_its_pages():
+    async def main():
+        engines, order = {name: Engine(name=name) for name in ("d", "p", "e")}, []
+        for name, engine in engines.items():
+            pause = engine.pause_generation
+
+            async def told(name=name, pause=pause, **how):
+                order.append(f"{name} pauses")
+                for _ in range(10):  # as long as others read its pages
+                    await asyncio.sleep(0)
+                await pause(**how)
+                order.append(f"{name} paused")
+
+            engine.pause_generation = told
+        members = {
+            name: FleetMember(engine.generate, engine, is_prefill=name == "p")
+            for name, engine in engines.items()
+        }
+        fleet = VllmFleet(members, update=update_all)
+        await fleet.update(published(1), timeout_s=TIMEOUT_S)
+        await fleet.pause(mode="keep", clear_cache=False, timeout_s=TIMEOUT_S)
+        half = len(order) // 2
+        for of_one in (order[:half], order[half:]):
+            assert of_one[:2] == ["p pauses", "p paused"]
+            assert set(of_one[2:4]) == {"d pauses", "e pauses"}  # together
+        again = Engine(name="p")
+        member = FleetMember(again.generate, again, is_prefill=True)
+        await fleet.join("p", member, timeout_s=TIMEOUT_S)
+        assert again.serving == serving(1)
 
     asyncio.run(main())

@@ -18,7 +18,12 @@ from primeblocks.async_loop.adapters.vllm import FleetMember
 from primeblocks.errors import EngineError, how_it_ended
 from primeblocks.replay import compare, record
 from primeblocks.replay.adapters.transformers import routers
-from primeblocks.replay.adapters.vllm import RouterShape, routes_from_base64, server_args
+from primeblocks.replay.adapters.vllm import (
+    RouterShape,
+    join_prefill,
+    routes_from_base64,
+    server_args,
+)
 from primeblocks.replay.adapters.vllm.rows import routes_from_rows
 from primeblocks.testing import tiny_models
 from primeblocks.weightsync.adapters import vllm as into_vllm
@@ -61,6 +66,15 @@ class Policies:
         if isinstance(told, str):
             return routes_from_base64(told, self.shape, tokens=tokens)
         return routes_from_rows(told, self.shape, tokens=tokens, prompt_start=0)
+
+    def join(self, first: Any, second: Any) -> Any:
+        """Routes of a prompt that one engine computed, and of the answer of another."""
+        return join_prefill(
+            self.routes(first),
+            self.routes(second),
+            prompt_tokens=second.prompt_length,
+            versions=(int(first.versions[0]), int(second.versions[0])),
+        )
 
     @torch.no_grad()
     def judge(self, rollout: Any, *, routes: Any = None) -> dict[str, Any]:

@@ -1,13 +1,14 @@
 """Real fleets: every token and every route is that of the version it names, whoever dies.
 
-An AsyncLLM in a process of its own beside vLLM's server; and vllm-router, which scripts/peers
-installs, before two servers.
+An AsyncLLM in a process of its own beside one to three of vLLM's servers; and vllm-router, which
+scripts/peers installs, before two servers.
 """
 
 import asyncio
 import importlib.util
 import time
 import urllib.request
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,11 +71,12 @@ async def _rollouts(fleet: VllmFleet, tokens: int, prompts: Any = PROMPTS) -> li
     ]
 
 
-async def _in_flight(fleet: VllmFleet, served: Any, receipt: Any) -> list[Any]:
-    """Update while requests are under way, those of a server at least."""
-    served.before_long = await asyncio.to_thread(served.generated)
+async def _in_flight(fleet: VllmFleet, servers: Iterable[Any], receipt: Any) -> list[Any]:
+    """Update while requests are under way, those of these servers at least."""
+    for served in servers:
+        served.before_long = await asyncio.to_thread(served.generated)
     asked = asyncio.ensure_future(_rollouts(fleet, LONG))
-    await asyncio.wait_for(served.amid(""), START_S)
+    await asyncio.wait_for(asyncio.gather(*(served.amid("") for served in servers)), START_S)
     # So that none ends before; the update lets them go on.
     await fleet.pause(mode="keep", clear_cache=False, timeout_s=TIMEOUT_S)
     await fleet.update(receipt, timeout_s=2 * TIMEOUT_S)
@@ -89,42 +91,48 @@ async def _error(awaitable: Any) -> str:
     return ""
 
 
-# --- an AsyncLLM and a server ---------------------------------------------------------------------
+# --- an AsyncLLM and servers ----------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def mixed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+@pytest.fixture(scope="module", params=[1, 2, 3], ids=["1 server", "2 servers", "3 servers"])
+def mixed(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
+    if request.param > 1 and not request.config.getoption("--full"):
+        pytest.skip("more than one server beside an AsyncLLM: only with --full")
     folder = tmp_path_factory.mktemp("mixed")
     save(folder)
-    return call(_see_mixed, folder)
+    return call(_see_mixed, folder, request.param)
 
 
-def _see_mixed(folder: Path) -> dict[str, Any]:
+def _see_mixed(folder: Path, count: int) -> dict[str, Any]:
     register()
     with servers(folder) as start:
-        return asyncio.run(_run_mixed(folder, start))
+        return asyncio.run(_run_mixed(folder, start, count))
 
 
-async def _run_mixed(folder: Path, start: Any) -> dict[str, Any]:
-    policies, served = Policies(folder), start("server")
+async def _run_mixed(folder: Path, start: Any, count: int) -> dict[str, Any]:
+    policies = Policies(folder)
+    served = {f"server {place}": start(f"server-{place}") for place in range(count)}
     local, member = await _local(folder)
     async with local:
-        await asyncio.to_thread(served.wait, START_S)
-        members = {"local": member, "server": member_of(served)}
-        fleet, seen = VllmFleet(members, update=updating()), {}
+        for each in served.values():
+            await asyncio.to_thread(each.wait, START_S)
+        members = {"local": member} | {name: member_of(each) for name, each in served.items()}
+        *others, lost = members
+        fleet, seen = VllmFleet(members, update=updating()), {"others": others, "lost": lost}
         for each in members.values():
             await policies.attach(each.engine)
         await fleet.update(policies.publish(1), timeout_s=TIMEOUT_S)
         seen["still"] = [policies.judge(each) for each in await _rollouts(fleet, 24)]
-        in_flight = await _in_flight(fleet, served, policies.publish(2))
+        in_flight = await _in_flight(fleet, served.values(), policies.publish(2))
         seen["in_flight"] = [policies.judge(each) for each in in_flight]
 
-        # The server dies with requests in hand.
-        served.before_long = await asyncio.to_thread(served.generated)
+        # A server dies with requests in hand.
+        dying = served[lost]
+        dying.before_long = await asyncio.to_thread(dying.generated)
         asked = {"max_tokens": LONG, "timeout_s": START_S}
         tasks = [asyncio.ensure_future(retried(fleet.generate, p, **asked)) for p in PROMPTS]
-        await asyncio.wait_for(served.amid(""), START_S)
-        served.close()
+        await asyncio.wait_for(dying.amid(""), START_S)
+        dying.close()
         outcomes = await asyncio.gather(*tasks)
         seen["failures"] = [failures for _, failures in outcomes]
         seen["survived"] = [policies.judge(rollouts[0]) for rollouts, _ in outcomes]
@@ -134,20 +142,21 @@ async def _run_mixed(folder: Path, start: Any) -> dict[str, Any]:
 
         again = start("again")
         await asyncio.to_thread(again.wait, START_S)
-        member = member_of(again)
+        members[lost] = member = member_of(again)
         seen["unversioned"] = await _error(member.generate(PROMPTS[0], max_tokens=4, timeout_s=60))
         await policies.attach(again.engine)
-        await fleet.join("server", member, timeout_s=TIMEOUT_S)
+        await fleet.join(lost, member, timeout_s=TIMEOUT_S)
         seen["joined"] = [fleet.open, await fleet.versions(timeout_s=TIMEOUT_S)]
         same = {"max_tokens": 24, "temperature": 0.0, "timeout_s": START_S, "cache_salt": "same"}
         answers = [
             [(await each.generate(prompt, **same))[0] for prompt in PROMPTS]
-            for each in (members["local"], member)
+            for each in members.values()
         ]
-        seen["back"] = [policies.judge(each) for each in answers[1]]
+        seen["back"] = [policies.judge(each) for each in answers[-1]]
         seen["same"] = [
             bool((one.tokens == other.tokens).all() and (one.logprobs == other.logprobs).all())
-            for one, other in zip(*answers, strict=True)
+            for engine in answers[1:]
+            for one, other in zip(answers[0], engine, strict=True)
         ]
         policies.trainer.transport.close()
         return seen
@@ -163,17 +172,19 @@ def test_an_update_in_flight_splits_rollouts_exactly(mixed):
 
 
 def test_a_server_that_is_killed_costs_its_requests_one_attempt(mixed):
-    assert mixed["open"] == ("local",)
+    assert mixed["open"] == tuple(mixed["others"])
     assert sorted(set(mixed["failures"])) == [0, 1]
     check(mixed["survived"], 2)
-    assert mixed["without"] == [("local",), {"local": "3"}]
+    assert mixed["without"] == [tuple(mixed["others"]), dict.fromkeys(mixed["others"], "3")]
 
 
 def test_it_comes_back_with_the_current_version_and_says_the_same(mixed):
     assert mixed["unversioned"].startswith("EngineError")
     assert "labelled 'default'" in mixed["unversioned"]
-    assert mixed["joined"] == [("local", "server"), {"local": "3", "server": "3"}]
+    every = (*mixed["others"], mixed["lost"])
+    assert mixed["joined"] == [every, dict.fromkeys(every, "3")]
     check(mixed["back"], 3)
+    assert len(mixed["same"]) == len(PROMPTS) * len(mixed["others"])
     assert all(mixed["same"])
 
 
@@ -210,7 +221,7 @@ async def _run_routed(folder: Path, start: Any, pair: Any, address: str) -> dict
     await fleet.update(policies.publish(1), timeout_s=TIMEOUT_S)
     seen["still"] = [policies.judge(each) for each in await _rollouts(fleet, 24)]
     seen["generated"] = [served.generated() for served in pair.values()]
-    in_flight = await _in_flight(fleet, pair["b"], policies.publish(2))
+    in_flight = await _in_flight(fleet, [pair["b"]], policies.publish(2))
     seen["in_flight"] = [policies.judge(each) for each in in_flight]
     # A control call that goes through the router reaches one server.
     _post(f"{address}/pause?mode=keep&clear_cache=false")

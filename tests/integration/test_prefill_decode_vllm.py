@@ -112,7 +112,7 @@ async def _run_split(folder: Path, pair: Any, address: str | None) -> dict[str, 
     await fleet.update(policies.publish(3), timeout_s=TIMEOUT_S)
     _, second = await fleet.generate(prompts[0], **greedy)
     try:
-        _join(policies, first, second)
+        policies.join(first, second)
     except PrimeblocksError as error:
         seen["mixed"] = str(error)
     if address is not None:
@@ -129,20 +129,9 @@ async def _run_split(folder: Path, pair: Any, address: str | None) -> dict[str, 
     return seen
 
 
-def _join(policies: Policies, first: Any, second: Any) -> Any:
-    from primeblocks.replay.adapters.vllm import join_prefill
-
-    return join_prefill(
-        policies.routes(first),
-        policies.routes(second),
-        prompt_tokens=second.prompt_length,
-        versions=(int(first.versions[0]), int(second.versions[0])),
-    )
-
-
 def _compared(policies: Policies, first: Any, second: Any, single: Any) -> dict[str, Any]:
     """Two engines against one of them alone, and against the policy."""
-    joined = _join(policies, first, second)
+    joined = policies.join(first, second)
     return {
         "same": _same(second, single),
         "same_routes": joined == policies.routes(single),

@@ -15,6 +15,8 @@ from primeblocks.errors import (
     EngineError,
     PrimeblocksError,
     TransferError,
+    UnsupportedError,
+    UsageError,
 )
 from primeblocks.weightsync.adapters.vllm import front, update_all
 from primeblocks.weightsync.engines import remote
@@ -111,6 +113,55 @@ def test_all_engines_load_and_never_serve_two_versions():
         fleet = Fleet([[1, 1], [1], [1, 1, 1]])
         await fleet.update(2)
         assert fleet.weights == [[2, 2], [2], [2, 2, 2]]
+        assert fleet.mixed == []
+
+    run(body())
+
+
+def test_an_engine_whose_pages_are_read_pauses_before_its_readers():
+    async def body():
+        fleet = Fleet([[1], [1], [1]])
+        decode, prefill, other = fleet.engines
+        pause, readers = prefill.pause_generation, []
+
+        async def until_read(**how):
+            await asyncio.sleep(TIMEOUT_S / 2)
+            readers.append((decode.paused, other.paused))
+            await pause(**how)
+
+        prefill.pause_generation = until_read
+        receipt = Receipt(2, 0, 0.0, "")
+        await update_all(fleet.engines, receipt, prefill=[1], timeout_s=TIMEOUT_S)
+        assert readers == [(False, False)]
+        assert fleet.weights == [[2]] * 3
+        assert fleet.mixed == []
+        for beyond in ([3], [-1]):
+            with pytest.raises(UsageError, match=r"among 3 engines; got"):
+                await update_all(fleet.engines, receipt, prefill=beyond, timeout_s=TIMEOUT_S)
+        logs = [list(engine.log) for engine in fleet.engines]
+        recompute = {"in_flight": "recompute", "timeout_s": TIMEOUT_S}
+        with pytest.raises(UnsupportedError, match='Use "continue" or "abort"'):
+            await update_all(fleet.engines, receipt, prefill=[1], **recompute)
+        assert [engine.log for engine in fleet.engines] == logs
+        await update_all([other], receipt, prefill=[0], **recompute)  # Nobody reads from it.
+
+    run(body())
+
+
+def test_an_engine_whose_pages_nobody_reads_stops_no_update_for_good():
+    async def body():
+        fleet = Fleet([[1], [1]], {0: {5: "hang"}})  # Its pause, until its leases end.
+        prefill, decode = fleet.engines
+        receipt = Receipt(2, 0, 0.0, "")
+        with pytest.raises(DeadlineError, match="did not pause in time") as met:
+            await update_all(fleet.engines, receipt, prefill=[0], timeout_s=TIMEOUT_S)
+        assert met.value.engines == (0,)
+        assert not any(call.startswith("pause") for call in decode.log)
+        assert decode.serving == ((1,), "1")
+        prefill.wake()
+        await prefill.settle()
+        await update_all(fleet.engines, receipt, prefill=[0], timeout_s=TIMEOUT_S)
+        assert fleet.weights == [[2]] * 2
         assert fleet.mixed == []
 
     run(body())

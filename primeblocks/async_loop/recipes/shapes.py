@@ -140,8 +140,9 @@ def prefill_decode(
     """Return engines that compute prompts and engines that go on from their pages, by NIXL. Pure.
 
     Put `with_router` around it: a request goes through one engine of each kind. Where NIXL cannot
-    run, `colocated` is the fallback. A prefill engine that restarts leaves decode engines with an
-    agent that is gone (vLLM #49238, #50047): restart those that had talked to it, too.
+    run, `colocated` is the fallback. Leave `engine_id` to vLLM, which draws one for each start: a
+    prefill engine that restarts under its old one is not read from again. A decode engine computes
+    pages that it cannot read.
 
     Args:
         prefill: engines of any shape; `decode` likewise, on other GPUs.
@@ -298,7 +299,11 @@ def _check_degrees(prefill: Deployment, decode: Deployment) -> None:
 
 def _nixl(role: str) -> dict[str, object]:
     kind = {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
-    return {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": kind}}
+    config = {"kv_connector": "NixlConnector", "kv_role": kind}
+    if role == "decode":
+        # Pages that cannot be read are computed: else each such request is an error of this engine.
+        config["kv_load_failure_policy"] = "recompute"
+    return {"kv_transfer_config": config}
 
 
 def _without(mapping: Mapping[str, _Value], start: str) -> dict[str, _Value]:

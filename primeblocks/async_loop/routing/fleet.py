@@ -16,8 +16,11 @@ __all__ = ["Fleet", "engines_to_restart"]
 def engines_to_restart(restarted: str, agents: Mapping[str, Collection[str]]) -> tuple[str, ...]:
     """Return the engines that must restart because one did, in their order. Pure.
 
-    A prefill engine that restarts leaves its transfer agent behind in every engine that read from
-    it, and the next transfer hangs or ends that engine: drain these, restart them, and add them.
+    An engine that restarts leaves its transfer agent behind in every engine that read from it:
+    drain these, restart them, and add them. For transfers that do not notice: NIXL in vLLM where
+    the engine comes back under the `engine_id` that it had, or with NIXL up to 1.3 over RDMA.
+    vLLM draws an id for each start, and a decode engine of 0.32 with NIXL 1.5 then goes on with
+    the new prefill engine (docs/serving_vllm.md).
 
     Args:
         agents: for each engine those whose agents it holds: of a decode engine its prefill engines,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from openai import AsyncOpenAI
 
-from ....errors import EngineError, ShapeError, UnsupportedError
+from ....errors import EngineError, PrimeblocksError, ShapeError, UnsupportedError
 from ...clock import Clock, MonotonicClock
 from ...rollout import Rollout, versions_from_spans
 from .exchange import OTHER, check_sampled, choices_of, typed, version_of
@@ -91,7 +91,9 @@ async def generate_split(
     Raises:
         UnsupportedError: the first server has no connector for transfers.
         DeadlineError: not both within `timeout_s`. The first keeps the pages for a while.
-        PrimeblocksError: as `generate_tokens`.
+        EngineError: as `generate_tokens`. That of the second may be the first's fault, whose pages
+            it could not read, so it names both.
+        PrimeblocksError: as `generate_tokens`; or other weights went on than computed the prompt.
     """
     tokens, extra = [int(token) for token in prompt], dict(extra_body or {})
     clock = MonotonicClock() if clock is None else clock
@@ -107,17 +109,26 @@ async def generate_split(
             f"{what} came without {_TRANSFER}: start both servers with --kv-transfer-config, such "
             'as \'{"kv_connector": "NixlConnector", "kv_role": "kv_both"}\'.'
         )
-    (completion,) = await generate_tokens(
-        decode.with_options(max_retries=0),
-        tokens,
-        timeout_s=end - clock.now(),
-        cache_salt=cache_salt,
-        extra_body=extra | {_TRANSFER: transfer},
-        clock=clock,
-        n=1,
-        **options,
-    )
-    return _rollout(choice, tokens, what, options.get("prompt_id")), completion
+    computed = _rollout(choice, tokens, what, options.get("prompt_id"))
+    try:
+        (completion,) = await generate_tokens(
+            decode.with_options(max_retries=0),
+            tokens,
+            timeout_s=end - clock.now(),
+            cache_salt=cache_salt,
+            extra_body=extra | {_TRANSFER: transfer},
+            clock=clock,
+            n=1,
+            **options,
+        )
+    except EngineError as error:
+        error.add_note(f"It was to read the prompt's pages from {prefill.base_url}.")
+        raise
+    if (before := computed.versions[0]) != (after := completion.versions[0]):
+        raise PrimeblocksError(
+            f"{what}: version {before} computed it, and version {after} went on. Ask again."
+        )
+    return computed, completion
 
 
 def _request(

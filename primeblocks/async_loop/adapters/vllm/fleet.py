@@ -35,10 +35,13 @@ class FleetMember:
         generate: awaits a rollout of a prompt; takes `cache_salt=` beside options of its own.
         engine: what `update` takes and control calls go to: an `AsyncLLM`; or an object whose
             `until(deadline)` returns its calls over HTTP (weightsync's `VllmServer`).
+        is_prefill: others read pages from it. It pauses before them, or none would read what it
+            computed: a pause waits for that.
     """
 
     generate: Callable[..., Awaitable[Any]]
     engine: Any
+    is_prefill: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,8 @@ class VllmFleet:
     Args:
         members: by name.
         update: `update(engines, published, timeout_s=)` loads a version into all of these, or into
-            none; its error names by position in `engines` those that failed. weightsync's
-            `update_all` is one.
+            none; its error names by position in `engines` those that failed. Where some are
+            prefill, it is told their positions as `prefill=`. weightsync's `update_all` is one.
         through: the `generate` of a router, which then gets all requests in place of the members'.
             It does not hear who is drained.
         clock: of deadlines.
@@ -237,7 +240,9 @@ class VllmFleet:
 
     async def _load(self, members: Sequence[FleetMember], published: Published, end: float) -> None:
         engines = [member.engine for member in members]
-        await self._update(engines, published, timeout_s=(end - self._clock.now()) / 2)
+        prefill = [place for place, member in enumerate(members) if member.is_prefill]
+        told = {"prefill": prefill} if prefill else {}
+        await self._update(engines, published, timeout_s=(end - self._clock.now()) / 2, **told)
 
     async def _call(self, member: FleetMember, method: str, end: float, **arguments: Any) -> Any:
         calls = member.engine.until(end) if hasattr(member.engine, "until") else member.engine
@@ -245,11 +250,12 @@ class VllmFleet:
         return await within(called, timeout_s=left_s, clock=self._clock, what=method)
 
     async def _each(self, method: str, end: float, **arguments: Any) -> dict[str, Any]:
-        names = self.open
-        calls = [self._call(self._members[name], method, end, **arguments) for name in names]
-        answers = dict(
-            zip(names, await asyncio.gather(*calls, return_exceptions=True), strict=True)
-        )
+        names, answers = self.open, dict[str, Any]()
+        for is_prefill in (True, False):
+            some = [name for name in names if self._members[name].is_prefill is is_prefill]
+            calls = [self._call(self._members[name], method, end, **arguments) for name in some]
+            said_by = await asyncio.gather(*calls, return_exceptions=True)
+            answers |= zip(some, said_by, strict=True)
         failed = {name: each for name, each in answers.items() if isinstance(each, BaseException)}
         if failed:
             late = all(isinstance(each, DeadlineError) for each in failed.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -144,6 +144,7 @@ async def update_all(
     receipt: Receipt,
     *,
     in_flight: InFlight = "continue",
+    prefill: Collection[int] = (),
     timeout_s: float,
 ) -> UpdateReport:
     """Load a published version into all engines, or into none; each is called directly.
@@ -160,15 +161,18 @@ async def update_all(
         in_flight: requests under way keep the KV cache of the old weights ("continue"),
             recompute it with the new ones ("recompute"), or end with finish reason "abort".
             Under "continue" the prefix cache keeps old pages: use one `cache_salt` a version.
+        prefill: positions of engines whose pages others read. These pause first: vLLM's pause of
+            one waits until its pages were read, which an engine that is paused does not do, or
+            until nobody asked for them for `kv_lease_duration` (30 s). Not with "recompute".
         timeout_s: for everything; the last two fifths are for going back and for resuming.
 
     Raises:
-        UsageError: another `in_flight`; nothing was asked of an engine.
+        UsageError: another `in_flight`, or a position of no engine; nothing was asked of one.
+        UnsupportedError: "recompute" where an engine reads pages of another.
         PrimeblocksError: as `update`; `.engines` holds the positions of all engines that failed.
             Drop or restart the dead ones and call again.
     """
-    if in_flight not in _PAUSE:
-        raise UsageError(f"in_flight must be one of {list(_PAUSE)}; got {in_flight!r}")
+    _check(in_flight, prefill, len(engines))
     start = time.monotonic()
     work_by, settle_by, resume_by = (start + part * timeout_s for part in (0.6, 0.8, 1.0))
     update, pause = Update(receipt.version), _PAUSE[in_flight]
@@ -177,11 +181,16 @@ async def update_all(
     async def pause_one(member: _Member) -> None:
         await call(member.engine, member.engine.pause_generation(**pause), "pause", work_by)
 
+    async def pause_all() -> bool:
+        first = [member for member in fleet if member.index in prefill]
+        rest = [member for member in fleet if member not in first]
+        return await _each(first, pause_one) and await _each(rest, pause_one)
+
     await _each(fleet, lambda member: member.prepare(update, work_by))
     _raise_first(fleet)
     paused_at = time.monotonic()
     try:
-        if await _each(fleet, pause_one) and await _each(fleet, lambda m: m.load(update, work_by)):
+        if await pause_all() and await _each(fleet, lambda m: m.load(update, work_by)):
             await _each(fleet, lambda member: member.commit(update, settle_by))
         else:
             await _each(fleet, lambda member: member.go_back(update, settle_by))
@@ -281,6 +290,18 @@ class _Member:
         # What is dead would hide its first error behind a second one.
         if not self.stays_paused and not self.engine.errored:
             await call(self.engine, self.engine.resume_generation(), "resume", deadline)
+
+
+def _check(in_flight: InFlight, prefill: Collection[int], engines: int) -> None:
+    if in_flight not in _PAUSE:
+        raise UsageError(f"in_flight must be one of {list(_PAUSE)}; got {in_flight!r}")
+    if beyond := sorted(set(prefill) - set(range(engines))):
+        raise UsageError(f"prefill names positions among {engines} engines; got {beyond}")
+    if in_flight == "recompute" and 0 < len(set(prefill)) < engines:
+        raise UnsupportedError(
+            'in_flight="recompute" beside prefill engines: an engine of vLLM that waits for pages '
+            'of another cannot clear its cache, and refuses to pause. Use "continue" or "abort".'
+        )
 
 
 async def _each(members: Sequence[_Member], act: Callable[[_Member], Awaitable[None]]) -> bool:
