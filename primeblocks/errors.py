@@ -124,9 +124,11 @@ def check_version(value: Any) -> int:
     except TypeError:
         count = -1
     if not 0 <= count < 1 << 63:
+        # Python spells out no integer of thousands of digits.
+        long = isinstance(value, int) and value.bit_length() > 64
         raise UsageError(
             "a policy version counts updates: an integer, not negative and below 2**63; got "
-            f"{value!r}."
+            f"{f'one of {value.bit_length()} bits' if long else repr(value)}."
         )
     return count
 
