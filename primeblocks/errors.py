@@ -22,6 +22,9 @@ import operator
 import signal
 from typing import Any
 
+# What counts fits in 64 bits.
+_TOO_MANY = 1 << 63
+
 __all__ = [
     "CancelledError",
     "CapacityError",
@@ -37,8 +40,10 @@ __all__ = [
     "TransferError",
     "UnsupportedError",
     "UsageError",
+    "check_counts",
     "check_version",
     "how_it_ended",
+    "shown",
 ]
 
 
@@ -119,16 +124,45 @@ def check_version(value: Any) -> int:
     Raises:
         UsageError: it is something else.
     """
-    try:
-        count = -1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        count = -1
-    if not 0 <= count < 1 << 63:
+    if (count := _count(value)) is None or not 0 <= count < _TOO_MANY:
         raise UsageError(
             "a policy version counts updates: an integer, not negative and below 2**63; got "
-            f"{value!r}."
+            f"{shown(value)}."
         )
     return count
+
+
+def check_counts(*, least: int = 1, **counts: Any) -> None:
+    """Refuse what is no whole number from `least` to 2**63 - 1. Local.
+
+    Raises:
+        PlanError: with its name; True and False are no numbers.
+    """
+    for name, value in counts.items():
+        count = _count(value)
+        if count is None or count >= _TOO_MANY:
+            raise PlanError(f"{name} must be a whole number below 2**63; got {shown(value)}.")
+        if count < least:
+            raise PlanError(f"{name} must be at least {least}; got {shown(value)}.")
+
+
+def _count(value: Any) -> int | None:
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
+def shown(value: Any) -> str:
+    """Return a value as messages show it, cut to 80 characters. Local.
+
+    Python itself spells out no integer of thousands of digits, and raises ValueError.
+    """
+    try:
+        text = f"{value!r:.80}"
+    except ValueError:
+        text = f"one of {value.bit_length()} bits" if isinstance(value, int) else ""
+    return text or f"a {type(value).__name__}"
 
 
 def how_it_ended(exitcode: int | None) -> str:

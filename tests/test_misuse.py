@@ -1,13 +1,18 @@
 """What a caller may pass by mistake at the top level: a typed error, and none of Python's own."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from primeblocks import async_loop, fp8, parallel, replay
+from primeblocks import async_loop, fp8, kvoffload, parallel, replay
+from primeblocks.async_loop import recipes
 from primeblocks.errors import UsageError
 from primeblocks.fp8.reference import ReferenceGemm, exact_product
+from primeblocks.kvoffload import capacity
+from primeblocks.replay.adapters.vllm import RouterShape
 from primeblocks.testing import ranks
 
 WEIGHT, ROWS, ENDS = torch.zeros(8, 128), torch.zeros(4, 128), torch.tensor([2, 4])
@@ -154,7 +159,60 @@ REPLAY = {
     "an array to compare with": lambda: replay.compare(ROUTES, ROUTES.experts),
 }
 
-CASES = {"async_loop": ASYNC_LOOP, "fp8": FP8, "parallel": PARALLEL, "replay": REPLAY}
+SHAPE = {"num_layers": 6, "moe_layers": (0, 1), "num_experts": 8, "top_k": 2}
+REPLAY |= {
+    f"{odd!r} for {name}": partial(RouterShape, **SHAPE | {name: odd})
+    for name in SHAPE
+    for odd in (None, "6", 1.5, [None], {})
+}
+QWEN = recipes.MODELS["Qwen3-30B-A3B"]
+ONE = recipes.replicas(QWEN)
+ASYNC_LOOP |= {
+    f"{odd!r} for {name}": partial(recipes.replicas, **{"model": QWEN, name: odd})
+    for name in ("model", "count", "tensor", "hosts", "gpus", "port")
+    for odd in (None, "6", 1.5, [None], {})
+} | {
+    "no names of variables": lambda: ONE.merge(environment=["A"]),
+    "no roles": lambda: ONE.merge(roles=3),
+    "words that are none": lambda: ONE.merge([8]),
+    "no words": lambda: ONE.merge(3),
+    "a name that is none": lambda: ONE.merge({"a b": "c"}),
+    "a set in JSON": lambda: ONE.merge({"kv_transfer_config": {"a": {1}}}),
+    "transfers in a list": lambda: recipes.prefill_decode(ONE, ONE, transfer=["prefill"]),
+    "a port in words": lambda: recipes.with_router(ONE, port="80"),
+}
+GROUP, KIND = capacity.KvGroup("a", 1, 1), capacity.Rollouts(1, 1, 1)
+GPU = capacity.Gpu(80 << 30)
+KVOFFLOAD = {
+    f"{odd!r} for {build.__name__} {place}": partial(build, *many[:place], odd, *many[place + 1 :])
+    for build, many in {
+        capacity.KvGroup: ("a", 1, 1, 1, 1, 1, 1, 1),
+        capacity.Rollouts: (1, 1, 1, 1),
+        capacity.Gpu: (80 << 30, 0.5, 0),
+        capacity.Weights: (1, 1, 1),
+    }.items()
+    for place in range(build is capacity.KvGroup, len(many))
+    for odd in ("6", 1.5, [None], {}, float("nan"))
+} | {
+    f"{odd!r} for {name}": partial(
+        capacity.plan_capacity, [GROUP], [KIND], gpu=GPU, weights=capacity.Weights(1), **{name: odd}
+    )
+    for name in ("tensor", "gpus", "page_tokens", "host_bytes", "disk_bytes")
+    for odd in ("6", 1.5, [None], {})
+} | {
+    "no prompt": lambda: kvoffload.page_hashes(None, page_tokens=1),
+    "no size of a page": lambda: kvoffload.page_hashes([1], page_tokens=None),
+    "half a token in a page": lambda: kvoffload.page_hashes([1], page_tokens=1.5),
+    "no configuration": lambda: capacity.kv_groups(None),
+    "a configuration's name": lambda: capacity.kv_groups("config.json"),
+}  # fmt: skip
+CASES = {
+    "async_loop": ASYNC_LOOP,
+    "fp8": FP8,
+    "kvoffload": KVOFFLOAD,
+    "parallel": PARALLEL,
+    "replay": REPLAY,
+}
 
 
 def _meshes():

@@ -13,10 +13,19 @@ from numpy.typing import ArrayLike, NDArray
 from ..errors import ShapeError, UsageError, check_version
 from .attachments import check_inside, nbytes_of
 
-__all__ = ["UNSAMPLED", "Group", "Rollout", "freeze_trajectory", "pickled", "versions_from_spans"]
+__all__ = [
+    "UNSAMPLED",
+    "Group",
+    "Rollout",
+    "freeze_trajectory",
+    "pickled",
+    "version_of",
+    "versions_from_spans",
+]
 
 # In the place of a version: a token of the completion that no policy sampled.
 UNSAMPLED = -1
+_VERSION_DIGITS = 19  # Of 2**63; Python refuses to read thousands of them.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -140,6 +149,13 @@ class Group:
     def newest_version(self) -> int:
         """The newest policy that has a part in it."""
         return max(self.version, *(r.newest_version for r in self.rollouts))
+
+
+def version_of(label: Any) -> int | None:
+    """Return the version that an engine's label of its weights names; None if none. Pure."""
+    if not isinstance(label, str) or not label.isdecimal() or len(label) > _VERSION_DIGITS:
+        return None
+    return version if (version := int(label)) < 1 << 63 else None
 
 
 def versions_from_spans(spans: Iterable[tuple[int, int, int]], *, length: int) -> NDArray[np.int64]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import PlanError
+from ..errors import PlanError, check_counts
 from .page import PageKey
 from .store.tiered import TieredStore
 from .tier import Loaded
@@ -29,14 +29,17 @@ def page_hashes(tokens: Any, *, page_tokens: int) -> list[bytes]:
         page_tokens: tokens of one page; what is left behind the last whole page has no hash.
 
     Raises:
-        PlanError: `page_tokens` is below 1, or `tokens` are no line of integers.
+        PlanError: `page_tokens` is below 1, or `tokens` are no line of 64-bit integers.
     """
-    ids = np.asarray(tokens)
-    if page_tokens < 1 or ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise PlanError(
-            "a prompt is a line of integers and a page has at least 1 token; got "
-            f"{ids.dtype} of shape {ids.shape} and page_tokens={page_tokens}"
-        )
+    check_counts(page_tokens=page_tokens)
+    try:
+        ids = np.asarray(tokens)
+    except (RuntimeError, TypeError, ValueError) as error:  # Of torch for one, of numpy for two.
+        raise PlanError(f"a prompt is a line of integers in host memory: {error}") from error
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise PlanError(f"a prompt is a line of integers; got {ids.dtype} of shape {ids.shape}")
+    if ids.size and ids.max() >= 1 << 63:  # It would be taken for a negative one.
+        raise PlanError(f"token ids are below 2**63; got {ids.max()}")
     hashes, last = [], b""
     for end in range(page_tokens, ids.size + 1, page_tokens):
         page = ids[end - page_tokens : end].astype("<i8")

@@ -1,6 +1,7 @@
 """Deployment shapes as values: what they print, how they merge, and what they refuse."""
 
 import shlex
+from dataclasses import replace
 
 import pytest
 import torch
@@ -118,6 +119,39 @@ class TestArguments:
         with pytest.raises(PlanError):
             arguments_of(settings)
 
+    @pytest.mark.parametrize("value", ["--enable-lora", "--port=1", "-O3", "a\0b"])
+    @pytest.mark.parametrize(
+        "settings", [lambda x: {"a": x}, lambda x: {"a": ["b", x]}, lambda x: [f"--a={x}"]]
+    )
+    def test_a_value_that_vllm_would_read_as_a_flag_is_refused(self, settings, value):
+        with pytest.raises(PlanError, match="would not be read as its value"):
+            arguments_of(settings(value))
+
+    @pytest.mark.parametrize(
+        "settings", [["--"], ["--a b"], ["--=1"], ["--\n"], {"a b": 1}, {"": 1}]
+    )
+    def test_what_is_no_flag_is_refused(self, settings):
+        with pytest.raises(PlanError, match="expected a flag"):
+            arguments_of(settings)
+
+    def test_what_cannot_be_written_out_is_refused(self):
+        endless = {}
+        endless["a"] = endless
+        for value in (10**5000, {"a": {1}}, {"a": 10**5000}, endless):
+            with pytest.raises(PlanError, match="cannot be written out"):
+                arguments_of({"a": value})
+
+    @given(st.text(min_size=1).map(lambda text: "x" + text))
+    def test_a_shell_reads_each_text_as_one_word(self, text):
+        try:
+            (process,) = replicas(QWEN).merge({"a": text}, environment={"B": text}).processes
+        except PlanError:
+            assert "\0" in text
+            return
+        visible, variable, *words = shlex.split(process.command())
+        assert (visible, variable) == ("CUDA_VISIBLE_DEVICES=0", f"B={text}")
+        assert words == process.words() == [*replicas(QWEN).processes[0].words(), "--a", text]
+
 
 class TestModels:
     @pytest.mark.parametrize("name", MODELS)
@@ -137,8 +171,13 @@ class TestModels:
 
     @pytest.mark.parametrize("wrong", [(0, 1, 9, 3), (8, 0, 9, 3), (8, 1, 9, 9), (8, 1, 9, 0)])
     def test_impossible_sizes_are_refused(self, wrong):
-        with pytest.raises(UsageError, match="must be positive"):
+        with pytest.raises(UsageError, match="parameters must be|heads must be|experts must be"):
             Model("path", *wrong)
+
+    @pytest.mark.parametrize("path", ["", "--help", "-h"])
+    def test_a_path_that_vllm_would_read_as_a_flag_is_refused(self, path):
+        with pytest.raises(UsageError, match="path must be a name or a folder"):
+            replace(QWEN, path=path)
 
 
 class TestShapes:
@@ -286,6 +325,14 @@ class TestRefusals:
             (lambda: replicas(QWEN, tensor=2, gpus=[3, 3]), r"GPU twice: gpus=\[3, 3\]"),
             (lambda: replicas(QWEN, 2, port=65535), "ports are 1 to 65535"),
             (lambda: replicas(QWEN).merge(environment={"A B": "1"}), "and its text: 'A B'"),
+            (lambda: replicas(QWEN).merge(environment={"\u00e9": "1"}), "no variable and its text"),
+            (lambda: replicas(QWEN).merge(environment={"A": "\0"}), "no variable and its text"),
+            (lambda: replicas(QWEN).merge({"seed": 1}, roles="engines"), "no process is engines"),
+            (lambda: replicas(QWEN, hosts=["a b"]), "a name or an address; got 'a b'"),
+            (lambda: replicas(QWEN, hosts=[""]), "a name or an address; got ''"),
+            (lambda: replicas(QWEN, gpus=[-1]), "gpu must be at least 0; got -1"),
+            (lambda: replicas(QWEN, 10**5000), "count must be a whole number below"),
+            (lambda: replicas(QWEN).merge({"data_parallel_size": "9" * 5000}), "a whole number"),
             (
                 lambda: replicas(QWEN, 4, tensor=2).merge({"data_parallel_size": 4}),
                 "has 8 ranks .* 2 GPUs",

@@ -27,7 +27,7 @@ from primeblocks.async_loop.recipes import (
     with_router,
 )
 from primeblocks.async_loop.recipes.shapes import POLICIES
-from primeblocks.errors import UnsupportedError
+from primeblocks.errors import PlanError, UnsupportedError
 from primeblocks.replay.adapters import vllm as replay
 from primeblocks.testing import tiny_models
 from tests.async_loop.serving_models import CONFIGS, model_in
@@ -221,11 +221,11 @@ def _ask(recipe: Deployment) -> Any:
 @pytest.mark.vllm
 class TestEngines:
     @pytest.mark.parametrize("name", CONFIGS)
-    @pytest.mark.parametrize("shape", shapes(Model("", 256, 64, 2, 1)))
+    @pytest.mark.parametrize("shape", shapes(Model("m", 256, 64, 2, 1)))
     def test_vllm_reads_what_was_meant(self, seen, folder, name, shape):
         found = seen["shapes"][name][shape]
         assert not isinstance(found, str), found
-        recipe = shapes(Model("", 256, 64, 2, 1))[shape]
+        recipe = shapes(Model("m", 256, 64, 2, 1))[shape]
         engines = [process for process in recipe.processes if process.role != "router"]
         assert [each["tensor"] for each in found] == [process.tensor for process in engines]
         experts = [each["tensor"] * each["data"] if each["expert"] else 1 for each in found]
@@ -291,11 +291,26 @@ class TestEngines:
         with pytest.raises(AssertionError, match=r"PlanError.*--dtype.*invalid"):
             call(_parse, replicas(Model("m", 8, 4, 2, 1)).merge(["--dtype", "float7"]))
 
+    def test_the_parser_ends_no_process_and_raises_nothing_of_its_own(self, folder):
+        call(_refused_by_the_parser)
+
 
 def _parse(recipe: Deployment) -> None:
     from primeblocks.async_loop.adapters.vllm import parse_commands
 
     parse_commands(recipe)
+
+
+def _refused_by_the_parser() -> None:
+    one = replicas(Model("m", 8, 4, 2, 1))
+    for words, said in [
+        (["--help"], "exits with 0"),
+        (["--config", "nowhere.yaml"], "No such file"),
+        (["--config", "config.ini"], "yaml"),
+        (["--chat-template", "nowhere/chat.jinja"], "chat template"),
+    ]:
+        with pytest.raises(PlanError, match=f"vLLM's command line .*{said}"):
+            _parse(one.merge(words))
 
 
 def _table() -> dict[frozenset[str], str]:

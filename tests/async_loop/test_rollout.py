@@ -138,3 +138,9 @@ def test_arrays_are_copied_unless_nobody_can_write_to_them(make_rollout):
         assert not rollout.tokens.flags.writeable
     again = dataclasses.replace(rollout, reward=1.0)
     assert again.tokens is rollout.tokens
+
+
+def test_a_number_too_long_to_show_is_refused_too():
+    for wrong in (10**5000, -(10**5000)):
+        with pytest.raises(UsageError, match="got one of 16610 bits"):
+            cache_salt(wrong)

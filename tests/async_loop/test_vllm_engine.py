@@ -5,13 +5,14 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from primeblocks.async_loop import cache_salt
 from primeblocks.async_loop.ledger import Draft
-from primeblocks.errors import PrimeblocksError
+from primeblocks.errors import EngineError, PrimeblocksError
 from primeblocks.testing import tiny_models
 from tests.engine_job import call
 
@@ -219,3 +220,17 @@ def test_a_killed_engine_fails_every_request_at_once(facts):
     assert all(request["seconds"] < 10 for request in killed["pending"])
     assert killed["later"]["error"] == "EngineError"
     assert killed["closed"]["error"] is None
+
+
+@pytest.mark.parametrize(
+    "label",
+    ["default", "", "-1", "1.0", str(1 << 63), pytest.param("9" * 5000, id="of 5000 digits")],
+)
+def test_a_label_that_is_no_version_is_refused(label):
+    from primeblocks.async_loop.adapters.vllm.completion import completion_of
+
+    span = SimpleNamespace(version=label, start=0, end=1)
+    logprobs = [{3: SimpleNamespace(logprob=-1.0)}]
+    output = SimpleNamespace(token_ids=[3], logprobs=logprobs, weight_versions=[span])
+    with pytest.raises(EngineError, match="versions here are integers"):
+        completion_of((1,), output, num_cached_tokens=0)

@@ -38,11 +38,25 @@ def test_a_hash_is_the_one_that_is_written_down():
 
 @pytest.mark.parametrize(
     ("tokens", "page_tokens"),
-    [([1.0], 1), ([[1], [2]], 1), ([True], 1), (["1"], 1), ([1], 0), (3, 1)],
-)
+    [
+        ([1.0], 1), ([[1], [2]], 1), ([[1], [2, 3]], 1), ([True], 1), (["1"], 1), (3, 1),
+        (torch.ones(2, dtype=torch.bfloat16), 1), (torch.ones(2, device="meta"), 1),
+    ],
+)  # fmt: skip
 def test_what_is_no_prompt_is_refused(tokens, page_tokens):
     with pytest.raises(PlanError, match="line of integers"):
         page_hashes(tokens, page_tokens=page_tokens)
+
+
+@pytest.mark.parametrize("page_tokens", [0, -1, True])
+def test_what_is_no_size_of_a_page_is_refused(page_tokens):
+    with pytest.raises(PlanError, match="page_tokens must be"):
+        page_hashes([1, 2], page_tokens=page_tokens)
+
+
+def test_an_id_is_not_taken_for_another_one():
+    with pytest.raises(PlanError, match="below 2.*63; got 18446744073709551615"):
+        page_hashes(np.array([2**64 - 1], np.uint64), page_tokens=1)  # -1 in 64 bits.
 
 
 def keys_of(prompt):

@@ -277,6 +277,33 @@ def test_what_rank_0_cannot_write_is_an_error_on_all_ranks(tmp_path):
     ranks.run(_full, tmp_path)
 
 
+def _sizes(path):
+    """Sizes of files that differ, or are none, whether or not weights go through rank 0."""
+    from primeblocks.parallel.adapters.transformers import checkpoint_save
+
+    own, rank = checkpoint_save.revert_weight_conversion, dist.get_rank()
+    model, _ = _start("qwen3_moe", {"expert": 2})
+    for convert in (own, _no_conversion):
+        checkpoint_save.revert_weight_conversion = convert
+        for sizes in (("100KB", "50GB"), (1 << 20, (1 << 20) + 1), ("1MB", 10**6)):
+            with pytest.raises(PlanError, match="max_shard_size must be equal on all ranks"):
+                checkpoint_save.save_pretrained(model, path / "none", max_shard_size=sizes[rank])
+        for wrong in (None, True, 0, -5, 10**5000, 1.5, "", "5", "-5GB", "infGB", "9" * 5000):
+            for who in (0, 1):
+                error = PlanError if rank == who else RankError
+                size = wrong if rank == who else "50GB"
+                with pytest.raises(error, match=r'is bytes, or text like "5GB"; got '):
+                    checkpoint_save.save_pretrained(model, path / "none", max_shard_size=size)
+    checkpoint_save.revert_weight_conversion = own
+    assert not (path / "none").exists()
+    checkpoint_save.save_pretrained(model, path / "well", max_shard_size="0.1 mb")
+
+
+def test_sizes_of_files_are_one_on_all_ranks(tmp_path):
+    ranks.run(_sizes, tmp_path)
+    assert len([*(tmp_path / "well").glob("*.safetensors")]) > 1
+
+
 def _cast(path):
     """A conversion of transformers that casts, as it may."""
     from primeblocks.parallel.adapters.transformers import checkpoint_save

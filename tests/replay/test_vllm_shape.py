@@ -93,3 +93,31 @@ def test_what_is_missing_is_named(name, named):
 def test_a_model_without_experts_is_refused():
     with pytest.raises(UsageError, match="moe_layers must rise"):
         RouterShape.from_config(SIZES | {"mlp_layer_types": ["dense"] * 6})
+
+
+@pytest.mark.parametrize(
+    ("odd", "named"),
+    [
+        ({"num_hidden_layers": True}, "none of ['num_hidden_layers']"),
+        ({"num_experts_per_tok": True}, "none of ['num_experts_per_tok'"),
+        ({"num_hidden_layers": 10**9}, "num_layers must be at most 65536"),
+        ({"num_experts": 10**5000}, "num_experts must be a whole number below 2**63"),
+        ({"num_experts": -1}, "num_experts must be at least 1; got -1"),
+        ({"first_k_dense_replace": "1"}, "first_k_dense_replace in the configuration is '1'"),
+        ({"decoder_sparse_step": 2.0}, "decoder_sparse_step in the configuration is 2.0"),
+        ({"expert_layer_offset": [1]}, "expert_layer_offset in the configuration is [1]"),
+        ({"moe_layer_freq": {"a": 1}}, "moe_layer_freq in the configuration is {'a': 1}"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers in the configuration is 3"),
+        ({"moe_layers": "1,2"}, "moe_layers in the configuration is '1,2'"),
+        ({"text_config": "qwen3"}, "text_config must be transformers' or a dict; got 'qwen3'"),
+    ],
+)
+def test_forms_that_are_not_read_are_refused_by_name(odd, named):
+    with pytest.raises(UsageError, match=re.escape(named)):
+        RouterShape.from_config(SIZES | odd)
+
+
+@pytest.mark.parametrize("odd", [None, "Qwen/Qwen3-30B-A3B", 3, [SIZES]])
+def test_what_is_no_configuration_is_refused(odd):
+    with pytest.raises(UsageError, match="a configuration must be transformers' or a dict"):
+        RouterShape.from_config(odd)

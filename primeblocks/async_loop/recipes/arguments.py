@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
-from ...errors import PlanError
+from ...errors import PlanError, shown
 
 __all__ = ["Arguments", "Settings", "arguments_of", "merge", "words_of"]
 
@@ -17,6 +17,7 @@ Arguments = Mapping[str, tuple[tuple[str, ...], ...]]
 # What a caller has: words, such as those of another block's `server_args`, or names and values.
 Settings = Sequence[str] | Mapping[str, Any]
 
+_FLAG = re.compile("--[a-zA-Z0-9][a-zA-Z0-9_-]*")
 # Flags that vLLM collects: each use adds one.
 _COLLECTED = ("--middleware",)
 
@@ -25,23 +26,26 @@ def arguments_of(settings: Settings) -> Arguments:
     """Read words, or engine arguments under vLLM's names. Pure.
 
     Raises:
-        PlanError: a word without a flag, a short flag, or a value that has no form as a word.
+        PlanError: a word without a flag, a short flag, or a value that has no form as a word, such
+            as one that would be read as a flag.
     """
     if isinstance(settings, Mapping):
         return reduce(merge, (_named(*each) for each in settings.items()), {})
     if isinstance(settings, str):
         raise PlanError(f"settings are words, not one text; got {settings!r}. Use shlex.split.")
+    if not isinstance(settings, Sequence) or not all(isinstance(word, str) for word in settings):
+        raise PlanError(f"settings are words, or values by name; got {shown(settings)}.")
     uses: list[tuple[str, list[str]]] = []
     for word in settings:
         if word.startswith("--"):
             flag, equals, value = word.partition("=")
             if "." in flag:
                 raise PlanError(f"{flag} sets a part of a value: pass the whole value as JSON")
-            uses.append((flag.replace("_", "-"), [value] if equals else []))
+            uses.append((_flag(flag), [_checked(flag, value)] if equals else []))
         elif re.match("-[a-zA-Z]", word) or not uses:
             raise PlanError(f"expected a flag such as --max-model-len; got {word!r}")
         else:
-            uses[-1][1].append(word)
+            uses[-1][1].append(_checked(uses[-1][0], word))
     return reduce(merge, ({flag: (tuple(words),)} for flag, words in uses), {})
 
 
@@ -73,20 +77,39 @@ def merge(first: Arguments, second: Arguments) -> Arguments:
     return merged
 
 
+def _flag(text: str) -> str:
+    if not _FLAG.fullmatch(text):
+        raise PlanError(f"expected a flag such as --max-model-len; got {text!r:.80}")
+    return text.replace("_", "-")
+
+
+def _checked(flag: str, value: str) -> str:
+    """Return the value of a flag as one word of a command line."""
+    if re.match("-[a-zA-Z-]", value) or "\0" in value:
+        raise PlanError(f"{flag} is given {value!r:.80}, which would not be read as its value")
+    return value
+
+
+def _text(name: str, write: Callable[[Any], str], value: Any) -> str:
+    try:
+        return write(value)
+    except (RecursionError, TypeError, ValueError) as error:
+        raise PlanError(f"{name} has a value that cannot be written out: {error}") from error
+
+
 def _named(name: str, value: Any) -> Arguments:
-    flag = f"--{name.replace('_', '-')}"
+    flag = _flag(f"--{name}")
     match value:
         case bool():
             return {flag if value else f"--no-{flag[2:]}": ((),)}
         case str() | int() | float():
-            return {flag: ((str(value),),)}
+            return {flag: ((_checked(flag, _text(name, str, value)),),)}
         case Mapping():
-            return {flag: ((json.dumps(value),),)}
+            return {flag: ((_text(name, json.dumps, value),),)}
         case list() | tuple() if value and all(isinstance(each, str) for each in value):
-            return {
-                flag: tuple((each,) for each in value) if flag in _COLLECTED else (tuple(value),)
-            }
-    raise PlanError(f"{name} is a {type(value).__name__}, which is no word; got {value!r}")
+            words = tuple(_checked(flag, each) for each in value)
+            return {flag: tuple((each,) for each in words) if flag in _COLLECTED else (words,)}
+    raise PlanError(f"{name} is a {type(value).__name__}, which is no word; got {shown(value)}")
 
 
 def _json(flag: str, uses: tuple[tuple[str, ...], ...]) -> Any:

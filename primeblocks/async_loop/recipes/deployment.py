@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import combinations
 
-from ...errors import PlanError, UnsupportedError
+from ...errors import PlanError, UnsupportedError, check_counts, shown
 from .arguments import Arguments, Settings, arguments_of, merge, words_of
 from .features import REFUSED, features_of, number_of
 from .models import Model
 
 __all__ = ["Deployment", "Process"]
+_HOST = re.compile(r"[\w.:%-]+")
+_VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")  # As a shell takes it.
 
 
 @dataclass(frozen=True)
@@ -28,8 +31,8 @@ class Process:
         model: what it serves; None for a router.
 
     Raises:
-        PlanError: a GPU twice, more ranks than GPUs, a port or a variable that cannot be, or
-            parallel degrees that do not divide the model.
+        PlanError: a GPU twice, more ranks than GPUs, a host, a GPU, a port or a variable that
+            cannot be, or parallel degrees that do not divide the model.
         UnsupportedError: features that vLLM refuses together.
     """
 
@@ -43,14 +46,16 @@ class Process:
     model: Model | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.host, str) or not _HOST.fullmatch(self.host):
+            raise PlanError(f"host must be a name or an address; got {shown(self.host)}.")
+        for gpu in self.gpus:
+            check_counts(least=0, gpu=gpu)
         if len(set(self.gpus)) < len(self.gpus):
             raise PlanError(f"{self.role} would see a GPU twice: gpus={list(self.gpus)}")
         for name, ports in self.ports.items():
             if not ports or ports[0] < 1 or ports[-1] > 65535:
                 raise PlanError(f"ports are 1 to 65535; got {ports} for {name}")
-        for name, value in self.environment.items():
-            if not name.isidentifier() or not isinstance(value, str):
-                raise PlanError(f"no variable and its text: {name!r}, {value!r}")
+        _check_variables(self.environment)
         found = features_of(self.arguments)
         for pair, reason in REFUSED.items():
             if set(pair) <= set(found):
@@ -145,12 +150,20 @@ class Deployment:
             PlanError: no process has such a role, or two parts want different values.
             UnsupportedError: features that vLLM refuses together.
         """
+        variables = {} if environment is None else environment
+        if not isinstance(variables, Mapping) or not isinstance(roles, Collection):
+            raise PlanError(
+                "environment has values by name, and roles are several; got "
+                f"{shown(environment)} and {shown(roles)}."
+            )
+        roles = (roles,) if isinstance(roles, str) else [*roles]
         if not any(process.role in roles for process in self.processes):
             present = sorted({process.role for process in self.processes})
-            raise PlanError(f"no process is {' or '.join(roles)}; this deployment has {present}")
+            raise PlanError(
+                f"no process is {' or '.join(map(str, roles))}; this deployment has {present}"
+            )
         nothing: Arguments = {}
         added = reduce(merge, map(arguments_of, settings), nothing)
-        variables = dict(environment or {})
 
         def changed(process: Process) -> Process:
             for name in variables.keys() & process.environment.keys():
@@ -184,6 +197,13 @@ class Deployment:
 
 def _span(ports: range) -> str:
     return str(ports[0]) if len(ports) == 1 else f"{ports[0]}-{ports[-1]}"
+
+
+def _check_variables(environment: Mapping[str, str]) -> None:
+    for name, value in environment.items():
+        sound = isinstance(name, str) and isinstance(value, str) and "\0" not in value
+        if not sound or not _VARIABLE.fullmatch(name):
+            raise PlanError(f"no variable and its text: {shown(name)}, {shown(value)}")
 
 
 def _check_gpus(process: Process) -> None:

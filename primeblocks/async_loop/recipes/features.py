@@ -62,8 +62,8 @@ def number_of(arguments: Arguments, flag: str, *, default: int = 1) -> int:
         PlanError: it was given something else.
     """
     word = _word(arguments, flag) if flag in arguments else str(default)
-    if not word.isdecimal() or int(word) < default:
-        raise PlanError(f"{flag} is a whole number from {default}; got {word!r}")
+    if not word.isdecimal() or len(word) > 18 or int(word) < default:  # Of 64 bits.
+        raise PlanError(f"{flag} is a whole number from {default}; got {word!r:.80}")
     return int(word)
 
 

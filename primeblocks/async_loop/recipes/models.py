@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...errors import UsageError
+from ...errors import UsageError, check_counts, shown
 
 __all__ = ["MODELS", "Model"]
 
@@ -31,11 +31,14 @@ class Model:
     expert_parameters: int
 
     def __post_init__(self) -> None:
-        counts = (self.experts, self.heads, self.expert_parameters)
-        if min(counts) < 1 or self.expert_parameters >= self.parameters:
+        if not isinstance(self.path, str) or not self.path or self.path.startswith("-"):
+            raise UsageError(f"path must be a name or a folder; got {shown(self.path)}.")
+        check_counts(experts=self.experts, heads=self.heads, parameters=self.parameters)
+        check_counts(expert_parameters=self.expert_parameters)
+        if self.expert_parameters >= self.parameters:
             raise UsageError(
-                "experts, heads and expert_parameters must be positive, and parameters more than "
-                f"expert_parameters; got {counts} and {self.parameters}"
+                "parameters must be more than expert_parameters; got "
+                f"{self.parameters} and {self.expert_parameters}"
             )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, TypeVar
 
-from ...errors import PlanError
+from ...errors import PlanError, check_counts, shown
 from .arguments import Settings, arguments_of, merge
 from .deployment import Deployment, Process
 from .features import number_of
@@ -51,7 +51,7 @@ def replicas(
         PlanError: counts that are not positive, too few GPUs, or a degree that does not divide
             the model.
     """
-    _check_counts(hosts, count=count, tensor=tensor)
+    _check(hosts, gpus, count=count, tensor=tensor, port=port)
     room = len(gpus) // tensor
     if count > room * len(hosts):
         raise PlanError(
@@ -90,9 +90,9 @@ def wide_ep(
         PlanError: counts that are not positive, ranks that do not fill the hosts, or degrees
             that do not divide the model.
     """
-    _check_counts(hosts, data=data, tensor=tensor)
+    _check(hosts, gpus, data=data, tensor=tensor, port=port, rpc_port=rpc_port)
     if servers not in ("first", "each"):
-        raise PlanError(f'servers is "first" or "each"; got {servers!r}')
+        raise PlanError(f'servers is "first" or "each"; got {shown(servers)}')
     local = len(gpus) // tensor
     if len(hosts) == 1 and data < local:
         local = data
@@ -156,8 +156,10 @@ def prefill_decode(
         UnsupportedError: capture of routes, where `transfer` is not NIXL alone.
     """
     _check_degrees(prefill, decode)
-    if transfer is not None and transfer.keys() != {"prefill", "decode"}:
-        raise PlanError(f'transfer has "prefill" and "decode"; got {sorted(transfer)}')
+    check_counts(side_port=side_port)
+    is_by_role = isinstance(transfer, Mapping) and transfer.keys() == {"prefill", "decode"}
+    if transfer is not None and not is_by_role:
+        raise PlanError(f'transfer has "prefill" and "decode"; got {shown(transfer)}')
     taken: dict[str, int] = {}
     processes = []
     for role, deployment in (("prefill", prefill), ("decode", decode)):
@@ -229,7 +231,8 @@ def with_router(
         PlanError: an unknown policy, or a deployment with only one kind of prefill and decode.
     """
     if policy not in POLICIES:
-        raise PlanError(f"policy is one of {', '.join(POLICIES)}; got {policy!r}")
+        raise PlanError(f"policy is one of {', '.join(POLICIES)}; got {shown(policy)}")
+    check_counts(port=port, metrics_port=metrics_port)
     urls: dict[str, list[str]] = {}
     for process in deployment.processes:
         if process.url is not None:
@@ -257,6 +260,8 @@ def _engine(
     gpus: tuple[int, ...],
     settings: Mapping[str, object],
 ) -> Process:
+    if not isinstance(model, Model):
+        raise PlanError(f"needs a Model, of MODELS or your own; got {shown(model)}.")
     served = {} if port is None else {"host": host, "port": port}
     return Process(
         role="engine",
@@ -270,12 +275,13 @@ def _engine(
     )
 
 
-def _check_counts(hosts: Sequence[str], **counts: int) -> None:
+def _check(hosts: Sequence[str], gpus: Sequence[int], **counts: int) -> None:
     if isinstance(hosts, str):
         raise PlanError(f"hosts is a list of names; got {hosts!r}. Pass [{hosts!r}].")
-    for name, count in (*counts.items(), ("hosts", len(hosts))):
-        if count < 1:
-            raise PlanError(f"{name} must be at least 1; got {count}")
+    for name, listed in (("hosts", hosts), ("gpus", gpus)):
+        if not isinstance(listed, Sequence):
+            raise PlanError(f"{name} is a list; got {shown(listed)}.")
+    check_counts(**counts, hosts=len(hosts))
 
 
 def _check_degrees(prefill: Deployment, decode: Deployment) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ...errors import PlanError, UnsupportedError
+from ...errors import PlanError, UnsupportedError, check_counts, shown
 
 __all__ = ["Footprint", "KvGroup", "Rollouts", "footprint", "kv_groups", "prefill_flops"]
 
 _SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 _DS_MLA = "fp8_ds_mla"
+_MOST_LAYERS = 1 << 16  # Each is looked at.
 # Keys that change what a layer keeps, in ways not read here; None where they change nothing.
 _UNREAD = (
     "compress_ratios",
@@ -63,10 +64,11 @@ class KvGroup:
     max_keys: int | None = None
 
     def __post_init__(self) -> None:
-        counts = (self.layers, self.heads, self.window or 1, self.max_keys or 1)
-        sizes = (self.head_bytes, self.state_head_bytes, self.pair_flops)
-        if min(counts) < 1 or 0 in (self.window, self.max_keys) or min(sizes) < 0:
-            raise PlanError(f"counts must be at least 1 and sizes at least 0; got {self}")
+        limits = {"window": self.window, "max_keys": self.max_keys}
+        told = {name: limit for name, limit in limits.items() if limit is not None}
+        check_counts(layers=self.layers, heads=self.heads, **told)
+        sizes = {"head_bytes": self.head_bytes, "state_head_bytes": self.state_head_bytes}
+        check_counts(least=0, pair_flops=self.pair_flops, **sizes)
         if not self.head_bytes and not self.state_head_bytes:
             raise PlanError(f"group {self.name!r} keeps nothing; leave it out")
 
@@ -79,10 +81,11 @@ class KvGroup:
         """Count heads on each of `tensor` ranks.
 
         Raises:
-            PlanError: neither of the two numbers divides the other.
+            PlanError: neither of the two numbers divides the other, or `tensor` is below 1.
         """
+        check_counts(tensor=tensor)
         if self.heads % tensor and tensor % self.heads:
-            fitting = [d for d in range(1, self.heads + 1) if self.heads % d == 0]
+            fitting = [d for d in range(1, min(self.heads, 512) + 1) if self.heads % d == 0]
             raise PlanError(
                 f"{self.heads} heads of {self.name!r} do not split over tensor={tensor}. "
                 f"Use one of {fitting} or a multiple of {self.heads}."
@@ -118,9 +121,8 @@ class Rollouts:
     samples: int = 1
 
     def __post_init__(self) -> None:
-        numbers = (self.prompts, self.prompt_tokens, self.completion_tokens, self.samples)
-        if min(numbers) < 1:
-            raise PlanError(f"counts and lengths must be at least 1; got {self}")
+        check_counts(prompts=self.prompts, samples=self.samples)
+        check_counts(prompt_tokens=self.prompt_tokens, completion_tokens=self.completion_tokens)
 
     @property
     def tokens(self) -> int:
@@ -149,26 +151,28 @@ def kv_groups(
     (`layer_types`).
 
     Args:
-        config: an object or a dictionary, such as the content of config.json.
+        config: an object or a mapping, such as the content of config.json.
         kv_dtype: float32, bfloat16, float16, fp8, or fp8_ds_mla (latents alone: 512 bytes, four
             float32 scales and 64 unquantized bfloat16 values a token).
         state_dtype: of the recurrent state of linear attention. Its convolution has `kv_dtype`,
             or bfloat16 where that is quantized.
 
     Raises:
-        PlanError: a needed size is absent.
+        PlanError: a needed size is absent, or is none.
         UnsupportedError: unknown layers or dtypes.
     """
     if (inner := _get(config, "text_config")) is not None:  # of a multimodal model
         config = inner
     _refuse_unknown(config)
     layers = _need(config, "num_hidden_layers")
+    if layers > _MOST_LAYERS:
+        raise PlanError(f"num_hidden_layers is {layers}; at most {_MOST_LAYERS} are planned.")
     if kv_dtype not in (*_SIZES, _DS_MLA) or state_dtype not in ("float32", "bfloat16", "float16"):
         raise UnsupportedError(
             f"kv_dtype is one of {', '.join(_SIZES)}, {_DS_MLA}, and state_dtype is not quantized; "
             f"got {kv_dtype!r} and {state_dtype!r}"
         )
-    latent = bool(_get(config, "kv_lora_rank"))
+    latent = _may(config, "kv_lora_rank") is not None
     if kv_dtype == _DS_MLA and not latent:
         raise UnsupportedError(f"{_DS_MLA} stores latents; this model has none. Use fp8.")
     kinds = _layer_types(config, layers, known=(_FULL, _INDEXED if latent else _SLIDING, _LINEAR))
@@ -186,12 +190,12 @@ def kv_groups(
 
 def _attention(config: Any, name: str, layers: int, kv_dtype: str, window: int | None) -> KvGroup:
     heads = _need(config, "num_attention_heads")
-    width = _get(config, "head_dim") or _need(config, "hidden_size") // heads
+    width = _may(config, "head_dim") or _need(config, "hidden_size") // heads
     return KvGroup(
         name,
         layers,
         head_bytes=2 * width * _SIZES[kv_dtype],
-        heads=_get(config, "num_key_value_heads") or heads,
+        heads=_may(config, "num_key_value_heads") or heads,
         window=window,
         pair_flops=4 * heads * width,
     )
@@ -200,7 +204,7 @@ def _attention(config: Any, name: str, layers: int, kv_dtype: str, window: int |
 def _latents(config: Any, here: list[bool], kv_dtype: str) -> tuple[KvGroup, ...]:
     """Return the latent groups of the layers that are `here`."""
     rank, rope = _need(config, "kv_lora_rank"), _need(config, "qk_rope_head_dim")
-    heads, top = _need(config, "num_attention_heads"), _get(config, "index_topk")
+    heads, top = _need(config, "num_attention_heads"), _may(config, "index_topk")
     if kv_dtype == _DS_MLA:
         token = rank + rank // 128 * 4 + rope * 2
     else:
@@ -212,6 +216,8 @@ def _latents(config: Any, here: list[bool], kv_dtype: str) -> tuple[KvGroup, ...
         return (latents,)
     width = _need(config, "index_head_dim")
     kinds = _get(config, "indexer_types") or ["full"] * len(here)
+    if not isinstance(kinds, Sequence) or len(kinds) != len(here):
+        raise PlanError(f"indexer_types must name {len(here)} layers; got {shown(kinds)}")
     own = [kind for kind, present in zip(kinds, here, strict=True) if present]
     # An FP8 key and a float32 scale for each 128 values, whatever the latents are kept in.
     index = KvGroup(
@@ -224,12 +230,14 @@ def _latents(config: Any, here: list[bool], kv_dtype: str) -> tuple[KvGroup, ...
 
 
 def _delta_net(config: Any, layers: int, kv_dtype: str, state_dtype: str) -> KvGroup:
-    if _get(config, "linear_num_heads"):  # Kimi's: as many keys as values, all of one width
+    if _may(config, "linear_num_heads"):  # Kimi's: as many keys as values, all of one width
         keys = values = _need(config, "linear_num_heads")
         key = value = _need(config, "linear_head_dim")
     else:
         keys, values = (_need(config, f"linear_num_{each}_heads") for each in ("key", "value"))
         key, value = (_need(config, f"linear_{each}_head_dim") for each in ("key", "value"))
+    if values % keys:
+        raise PlanError(f"{values} heads of values share no {keys} heads of keys equally")
     each = values // keys
     kept = (2 * key + each * value) * (_need(config, "linear_conv_kernel_dim") - 1)
     recurrent = each * value * key * _SIZES[state_dtype]
@@ -239,18 +247,20 @@ def _delta_net(config: Any, layers: int, kv_dtype: str, state_dtype: str) -> KvG
 
 def _layer_types(config: Any, layers: int, *, known: tuple[str, ...]) -> list[str]:
     kinds = _get(config, "layer_types")
-    every = _get(config, "full_attention_interval")
+    every = _may(config, "full_attention_interval")
     if kinds is None and every:
         kinds = [_LINEAR if (at + 1) % every else _FULL for at in range(layers)]
     if kinds is None:
         windowed = (
-            _get(config, "sliding_window") and _get(config, "use_sliding_window") is not False
+            _may(config, "sliding_window") and _get(config, "use_sliding_window") is not False
         )
         kinds = [_SLIDING if windowed else _FULL] * layers
-    unknown = set(kinds) - set(known)
+    if isinstance(kinds, str) or not isinstance(kinds, Sequence):
+        raise PlanError(f"layer_types must be a list; got {shown(kinds)}")
+    unknown = {kind for kind in map(str, kinds) if kind not in known}
     if unknown or len(kinds) != layers:
         raise UnsupportedError(
-            f"{len(kinds)} layer_types for {layers} layers, unknown: {sorted(map(str, unknown))}. "
+            f"{len(kinds)} layer_types for {layers} layers, unknown: {sorted(unknown)}. "
             "Write KvGroup by hand."
         )
     return list(kinds)
@@ -270,14 +280,24 @@ def _refuse_unknown(config: Any) -> None:
 
 
 def _get(config: Any, name: str) -> Any:
-    return config.get(name) if isinstance(config, dict) else getattr(config, name, None)
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
 
 def _need(config: Any, name: str) -> int:
-    found = _get(config, name)
-    if not isinstance(found, int) or found < 1:
-        raise PlanError(f"the configuration needs {name} of at least 1; got {found!r}")
+    found = _may(config, name)
+    if found is None:
+        got = _get(config, name)
+        raise PlanError(f"the configuration needs {name} of at least 1; got {shown(got)}")
     return found
+
+
+def _may(config: Any, name: str) -> int | None:
+    """Read a count that may be absent; 0 stands for that too."""
+    found = _get(config, name)
+    if found is None or found is False or found == 0:
+        return None
+    check_counts(**{f"{name} in the configuration": found})
+    return int(found)
 
 
 def footprint(
@@ -286,12 +306,15 @@ def footprint(
     """Return the peak over every order in which samples can grow, token by token. Pure.
 
     Samples after the first begin when the prompt is in its pages; each is then at any length up to
-    its end. Only lengths in the last page are tried: one page earlier, a rollout never holds more,
-    since a window moves by whole pages and everything else only grows.
+    its end. Only lengths in the last page matter: one page earlier, a rollout never holds more,
+    since a window moves by whole pages and everything else only grows. Of these two are tried, the
+    first and the one that opens a page: between them windows only let pages go.
     """
     end = rollouts.tokens
     begin = 1 if rollouts.samples == 1 else rollouts.prompt_tokens
-    lengths = range(max(begin, end - page_tokens + 1), end + 1)
+    begin = max(begin, end - page_tokens + 1)
+    opened = -(-(begin - 1) // page_tokens) * page_tokens + 1
+    lengths = {begin, min(opened, end)}
     sizes = [each.page_bytes(page_tokens, tensor=tensor) for each in groups]
     states = sum(each.state_bytes(tensor=tensor) for each in groups)
 

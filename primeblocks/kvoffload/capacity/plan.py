@@ -5,11 +5,14 @@ The most pages that rollouts can hold, and the cost of computing them again, are
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from numbers import Real
 
-from ...errors import CapacityError, PlanError
+from ...errors import CapacityError, PlanError, check_counts, shown
 from .kv_shapes import Footprint, KvGroup, Rollouts, footprint, prefill_flops
 
 __all__ = ["CapacityPlan", "Gpu", "KvTier", "Recompute", "Weights", "plan_capacity"]
@@ -33,10 +36,14 @@ class Gpu:
     reserve_bytes: int = 4 << 30
 
     def __post_init__(self) -> None:
-        if not 0 < self.memory_fraction <= 1 or self.reserve_bytes < 0 or self.usable_bytes < 1:
+        check_counts(least=0, memory_bytes=self.memory_bytes, reserve_bytes=self.reserve_bytes)
+        fraction = self.memory_fraction
+        if not isinstance(fraction, Real) or not 0 < fraction <= 1:
+            raise PlanError(f"memory_fraction is above 0 and at most 1; got {shown(fraction)}.")
+        if self.usable_bytes < 1:
             raise PlanError(
-                f"{self.memory_bytes} bytes x {self.memory_fraction} - {self.reserve_bytes} leave "
-                "nothing. memory_fraction is above 0 and at most 1; lower reserve_bytes."
+                f"{self.memory_bytes} bytes x {fraction} - {self.reserve_bytes} leave nothing. "
+                "Lower reserve_bytes."
             )
 
     @property
@@ -67,12 +74,20 @@ class Weights:
     active_parameters: int = 0
 
     def __post_init__(self) -> None:
-        numbers = (self.dense_bytes, self.expert_bytes, self.experts, self.active_parameters)
-        if min(numbers) < 0 or (self.expert_bytes > 0) != (self.experts > 0):
-            raise PlanError(f"expert_bytes needs experts, and nothing is negative; got {self}")
+        sizes = {"dense_bytes": self.dense_bytes, "expert_bytes": self.expert_bytes}
+        check_counts(
+            least=0, experts=self.experts, active_parameters=self.active_parameters, **sizes
+        )
+        if (self.expert_bytes > 0) != (self.experts > 0):
+            raise PlanError(f"expert_bytes needs experts, and experts need bytes; got {self}")
 
     def rank_bytes(self, *, tensor: int, data: int) -> int:
-        """Return the bytes on the fullest GPU of `data` replicas of `tensor` ranks."""
+        """Return the bytes on the fullest GPU of `data` replicas of `tensor` ranks.
+
+        Raises:
+            PlanError: a number is below 1.
+        """
+        check_counts(tensor=tensor, data=data)
         dense = -(-self.dense_bytes // tensor)
         if not self.spread_experts:
             return dense - (-self.expert_bytes // tensor)
@@ -210,7 +225,8 @@ def plan_capacity(
         CapacityError: no number of GPUs is enough, or not even the weights fit on `gpus`.
     """
     limits = {"host": host_bytes, "disk": disk_bytes}
-    _check(groups, rollouts, {"tensor": tensor, "page_tokens": page_tokens}, limits, gpus)
+    counts = {"tensor": tensor, "page_tokens": page_tokens}
+    _check(groups, rollouts, counts, {f"{name}_bytes": x for name, x in limits.items()}, gpus)
     sizes = [
         (kind, footprint(groups, kind, page_tokens=page_tokens, tensor=tensor)) for kind in rollouts
     ]
@@ -274,9 +290,16 @@ class _Load:
             counts.append((end - replica - 1) // data - (begin - replica - 1) // data)
         return counts
 
+    def replicas(self, data: int) -> list[tuple[int, int]]:
+        """Return one replica of each load, and how many are like it."""
+        ends = accumulate(kind.prompts for kind, _ in self.kinds)
+        cuts = sorted({0, data, *(end % data for end in ends)})
+        return [(cut, after - cut) for cut, after in pairwise(cuts)]
+
     def fewest(self) -> int:
         """Find the fewest replicas by bisection: with more of them, each never holds more."""
         most = max(sum(kind.prompts for kind, _ in self.kinds), self.weights.experts, 1)
+        most = min(most, sys.maxsize)  # What bisection can count.
 
         def lack(data: int) -> int:
             return self.peak(data).total_bytes - self.room(data)
@@ -304,15 +327,15 @@ def _place(
     used = dict.fromkeys(("gpu", *limits), 0)
     held = dict.fromkeys(used, 0)
     waiting = [0] * len(load.kinds)
-    for replica in range(data):
+    for replica, alike in load.replicas(data):
         free = budget
         for index, prompts in enumerate(load.dealt(replica, data)):
             kind, size = load.kinds[index]
             fit = min(prompts, free // size.total_bytes)
             free -= fit * size.total_bytes
-            held["gpu"] += fit * kind.samples
-            waiting[index] += prompts - fit
-        used["gpu"] += (budget - free) * load.tensor
+            held["gpu"] += fit * kind.samples * alike
+            waiting[index] += (prompts - fit) * alike
+        used["gpu"] += (budget - free) * load.tensor * alike
     for index, (kind, _) in enumerate(load.kinds):
         each = footprint(groups, kind, page_tokens=page_tokens).total_bytes
         for name, limit in limits.items():
@@ -354,12 +377,8 @@ def _check(
 ) -> None:
     if not groups or not rollouts:
         raise PlanError(f"needs groups and rollouts; got {len(groups)} and {len(rollouts)}")
-    for name, number in (numbers | ({} if gpus is None else {"gpus": gpus})).items():
-        if number < 1:
-            raise PlanError(f"{name} must be at least 1; got {number}")
-    for name, size in sizes.items():
-        if size < 0:
-            raise PlanError(f"{name} counts bytes; got {size}")
+    check_counts(**numbers, **({} if gpus is None else {"gpus": gpus}))
+    check_counts(least=0, **sizes)
     tensor = numbers["tensor"]
     if gpus is not None and gpus % tensor:
         raise PlanError(

@@ -218,7 +218,7 @@ def test_refusals_carry_numbers():
         plan_capacity([FULL], [kind], gpus=6, tensor=4, **how)
     with pytest.raises(PlanError, match="page_tokens must be at least 1; got 0"):
         plan_capacity([FULL], [kind], page_tokens=0, **how)
-    with pytest.raises(PlanError, match="host counts bytes; got -1"):
+    with pytest.raises(PlanError, match="host_bytes must be at least 0; got -1"):
         plan_capacity([FULL], [kind], host_bytes=-1, **how)
     need = 8 * FULL.page_bytes(16)
     with pytest.raises(CapacityError, match="3 replicas .* need 1 bytes more"):
@@ -233,3 +233,36 @@ def test_refusals_carry_numbers():
         Rollouts(prompts=0, prompt_tokens=1, completion_tokens=1)
     with pytest.raises(PlanError, match="keeps nothing"):
         KvGroup("a", 1, 0)
+
+
+def test_large_numbers_cost_no_more_than_small_ones():
+    # Once as long as there are tokens in a page, and as there are replicas.
+    kind = Rollouts(prompts=10**9 + 7, prompt_tokens=10**9, completion_tokens=10**9)
+    how = {"gpu": room(1 << 50), "weights": NONE, "page_tokens": 10**9}
+    plan = plan_capacity([FULL], [kind], gpus=10**9, **how)
+    assert plan.tiers[0].rollouts == kind.prompts
+    assert plan.pages == (2 * 2,)  # Of the seven replicas that have two prompts.
+    with pytest.raises(CapacityError, match="replicas of tensor=1 are not enough"):
+        plan_capacity([FULL], [Rollouts(1 << 62, 1, 1)] * 4, gpu=room(1), weights=NONE)
+
+
+LONG = pytest.param(10**5000, id="long")
+
+
+@pytest.mark.parametrize("odd", [True, -1, 1 << 63, LONG])
+def test_what_counts_nothing_is_refused_by_name(odd):
+    how = {"gpu": room(1 << 20), "weights": NONE}
+    kind = {"prompts": 3, "prompt_tokens": 64, "completion_tokens": 64}
+    for name, build in {
+        "prompts": lambda: Rollouts(**kind | {"prompts": odd}),
+        "heads": lambda: KvGroup("a", 1, 1, heads=odd),
+        "dense_bytes": lambda: Weights(odd),
+        "memory_bytes": lambda: Gpu(odd),
+        "tensor": lambda: plan_capacity([FULL], [Rollouts(**kind)], tensor=odd, **how),
+        "host_bytes": lambda: plan_capacity([FULL], [Rollouts(**kind)], host_bytes=odd, **how),
+    }.items():
+        with pytest.raises(PlanError, match=f"{name} must be"):
+            build()
+    for fraction in (0.0, 1.5, float("nan")):
+        with pytest.raises(PlanError, match="memory_fraction is above 0 and at most 1; got"):
+            Gpu(1 << 40, memory_fraction=fraction)

@@ -177,6 +177,19 @@ def test_kimi_linear_is_what_transformers_keeps():
         (DEEPSEEK_V3_2 | {"index_kpool": 16}, "fp8", UnsupportedError, "index_kpool"),
         (DEEPSEEK_V3 | {"linear_attn_config": {"a": 1}}, "fp8", UnsupportedError, "linear_attn"),
         (DEEPSEEK_V3 | {"layer_types": ["odd"] * 61}, "fp8", UnsupportedError, "odd"),
+        (LLAMA_3_70B | {"head_dim": "128"}, "fp8", PlanError, "head_dim in the configuration"),
+        (LLAMA_3_70B | {"num_key_value_heads": -8}, "fp8", PlanError, "num_key_value_heads"),
+        (LLAMA_3_70B | {"num_hidden_layers": True}, "fp8", PlanError, "num_hidden_layers"),
+        (LLAMA_3_70B | {"num_hidden_layers": 10**10}, "fp8", PlanError, "at most 65536"),
+        (LLAMA_3_70B | {"layer_types": 80}, "fp8", PlanError, "layer_types must be a list; got 80"),
+        (GPT_OSS_120B | {"layer_types": [[]] * 36}, "fp8", UnsupportedError, "unknown"),
+        (DEEPSEEK_V3_2 | {"indexer_types": ["full"]}, "fp8", PlanError, "must name 61 layers"),
+        (
+            QWEN3_NEXT_80B | {"linear_num_value_heads": 24},
+            "fp8",
+            PlanError,
+            "share no 16 heads of keys",
+        ),
     ],
 )
 def test_what_is_not_read_is_refused(config, kv_dtype, error, message):

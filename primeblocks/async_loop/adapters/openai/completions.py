@@ -15,8 +15,8 @@ from ....errors import (
     check_version,
 )
 from ...clock import Clock
-from ...rollout import Rollout
-from .exchange import OTHER, check_sampled, choices_of, typed, version_of
+from ...rollout import Rollout, version_of
+from .exchange import OTHER, check_sampled, choices_of, typed
 
 __all__ = ["generate", "served_version"]
 

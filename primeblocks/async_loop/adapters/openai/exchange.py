@@ -9,7 +9,7 @@ from openai import APIConnectionError, APIStatusError, APITimeoutError
 from ....errors import CapacityError, DeadlineError, EngineError, PrimeblocksError, UsageError
 from ...clock import Clock, MonotonicClock, within
 
-__all__ = ["OTHER", "check_sampled", "choices_of", "typed", "version_of"]
+__all__ = ["OTHER", "check_sampled", "choices_of", "typed"]
 
 # Of JSON that is not what was expected.
 OTHER = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
@@ -17,7 +17,6 @@ OTHER = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 _NO_LOGPROB = -9999.0
 # A log-softmax in float32 may round to a little above zero.
 _MOST_LOGPROB = 1e-3
-_VERSION_DIGITS = 19  # Of 2**63; Python refuses to read thousands of them.
 
 
 async def typed(awaitable: Awaitable[Any], what: str, timeout_s: float, clock: Clock | None) -> Any:
@@ -80,10 +79,3 @@ def check_sampled(ids: Any, values: Any, what: str) -> None:
     for at, value in enumerate(values):
         if type(value) not in (int, float) or not _NO_LOGPROB < value <= _MOST_LOGPROB:
             raise EngineError(f"{what} got {value!r:.200} as the log-probability of token {at}")
-
-
-def version_of(label: Any) -> int | None:
-    """Return the version that a label of weights names; None if it names none. Pure."""
-    if not isinstance(label, str) or not label.isdecimal() or len(label) > _VERSION_DIGITS:
-        return None
-    return version if (version := int(label)) < 1 << 63 else None

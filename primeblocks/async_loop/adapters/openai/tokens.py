@@ -9,8 +9,8 @@ from openai import AsyncOpenAI
 
 from ....errors import EngineError, PrimeblocksError, ShapeError, UnsupportedError
 from ...clock import Clock, MonotonicClock
-from ...rollout import Rollout, versions_from_spans
-from .exchange import OTHER, check_sampled, choices_of, typed, version_of
+from ...rollout import Rollout, version_of, versions_from_spans
+from .exchange import OTHER, check_sampled, choices_of, typed
 
 __all__ = ["generate_split", "generate_tokens"]
 

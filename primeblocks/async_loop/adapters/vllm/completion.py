@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....errors import EngineError
-from ...rollout import Rollout, versions_from_spans
+from ...rollout import Rollout, version_of, versions_from_spans
 
 __all__ = ["Completion", "completion_of"]
 
@@ -92,10 +92,10 @@ def completion_of(
 def _base_versions(output: Any, *, length: int) -> NDArray[np.int64]:
     spans = []
     for span in output.weight_versions or ():
-        if not span.version.isdecimal() or int(span.version) >= 1 << 63:
+        if (named := version_of(span.version)) is None:
             raise EngineError(
-                f"the engine's weights are labelled {span.version!r}; versions here are integers. "
-                "Label them with update_weight_version(str(version))."
+                f"the engine's weights are labelled {span.version!r:.80}; versions here are "
+                "integers. Label them with update_weight_version(str(version))."
             )
-        spans.append((int(span.version), span.start, span.end))
+        spans.append((named, span.start, span.end))
     return versions_from_spans(spans, length=length)

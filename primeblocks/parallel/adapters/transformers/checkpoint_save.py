@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +32,8 @@ from .deferred import Deferred, Piece
 
 __all__ = ["save_pretrained"]
 
+_SIZE = re.compile(r"\d{1,15}(\.\d{1,15})? ?[KMGT]B", re.ASCII | re.IGNORECASE)
+
 
 def save_pretrained(
     model: PreTrainedModel, path: str | Path, *, max_shard_size: int | str = "50GB"
@@ -43,12 +46,14 @@ def save_pretrained(
 
     Args:
         model: what `parallelize` was called with.
-        max_shard_size: of a file; a larger checkpoint is several, with an index.
+        max_shard_size: of a file, equal on all ranks; a larger checkpoint is several, with an
+            index.
 
     Raises:
         UnsupportedError: it has adapters, under whose names nothing could load it.
-        PlanError: rank 0 cannot write there.
-        RankError: raised on the other ranks where rank 0 raises PlanError.
+        PlanError: rank 0 cannot write there; or `max_shard_size` is no size, or differs between
+            ranks, and nothing was written.
+        RankError: raised on the other ranks where one raises PlanError.
 
     Warns:
         UserWarning: the names of the checkpoint cannot be told tensor by tensor; rank 0 gathers
@@ -56,6 +61,9 @@ def save_pretrained(
     """
     refuse_adapters(model)
     reshard(model)
+    problem = _refused_size(max_shard_size)
+    # Files are cut on every rank, and each tensor goes to the one that it was cut to.
+    _agree(model, problem, {"max_shard_size": max_shard_size} if problem is None else {})
     with _as_before(model):
         try:
             tensors: dict[str, Any] = revert_weight_conversion(model, _deferred(model))
@@ -77,6 +85,16 @@ def save_pretrained(
     if problem is None:
         problem = _on_first(path, partial(_finish, model, Path(path), split))
     _agree(model, problem)
+
+
+def _refused_size(size: object) -> PlanError | None:
+    """Say what is wrong with a size of files, before transformers reads it in its own ways."""
+    if isinstance(size, str) and _SIZE.fullmatch(size):
+        return None
+    if isinstance(size, int) and not isinstance(size, bool) and 0 < size < 1 << 63:
+        return None
+    shown = f"{size!r:.40}" if isinstance(size, str) else f"a {type(size).__name__}"
+    return PlanError(f'max_shard_size is bytes, or text like "5GB"; got {shown}.')
 
 
 def _on_first(path: str | Path, write: Callable[[], object]) -> PlanError | None:
@@ -224,11 +242,13 @@ def _staged(held: Tensor, part: Piece, box: Shard) -> Tensor:
     return cut.to(backend_device(held)).contiguous()
 
 
-def _agree(model: PreTrainedModel, problem: PlanError | None) -> None:
+def _agree(
+    model: PreTrainedModel, problem: PlanError | None, facts: Mapping[str, object] | None = None
+) -> None:
     everyone = dist.group.WORLD
     assert everyone is not None
     device = backend_device(next(model.parameters()))
-    agree("save_pretrained", {}, problem=problem, group=everyone, device=device)
+    agree("save_pretrained", facts or {}, problem=problem, group=everyone, device=device)
 
 
 @contextmanager

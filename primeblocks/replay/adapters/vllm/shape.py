@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ....errors import UnsupportedError, UsageError
+from ....errors import UnsupportedError, UsageError, check_counts, shown
 
 __all__ = ["RouterShape"]
 
@@ -19,6 +19,8 @@ _LISTS = {
     "hybrid_override_pattern": ("E",),
     "moe_layer_freq": (1, True),
 }
+_OFFSET = "expert_layer_offset"
+_MOST_LAYERS = 1 << 16  # Each is looked at.
 
 
 @dataclass(frozen=True)
@@ -47,24 +49,27 @@ class RouterShape:
         Of a model of several modalities it is the text model that counts.
 
         Raises:
-            UnsupportedError: the number of experts, of choices or of layers is not in it.
+            UnsupportedError: the number of experts, of choices or of layers is not in it, or what
+                tells which layers route is none of the forms that are read.
+            UsageError: it is no configuration; or as `RouterShape`.
         """
         values = _text_values(config)
         num_experts = _first(values, "num_experts", "num_local_experts", "n_routed_experts")
         top_k = _first(values, "num_experts_per_tok", "num_experts_per_token")
         kinds = _kinds(values)
         num_layers = len(kinds) if kinds else _first(values, "num_hidden_layers")
+        _check_counts(num_layers, num_experts, top_k)
         routing = [i for i in range(num_layers) if _routes(values, kinds, i)]
         return cls(num_layers, tuple(routing), num_experts, top_k)
 
     def __post_init__(self) -> None:
-        inside = all(0 <= layer < self.num_layers for layer in self.moe_layers)
-        rising = list(self.moe_layers) == sorted(set(self.moe_layers))
-        if not self.moe_layers or not inside or not rising:
-            raise UsageError(
-                f"moe_layers must rise within 0..{self.num_layers - 1}; got {self.moe_layers}."
-            )
-        if not 1 <= self.top_k <= self.num_experts:
+        _check_counts(self.num_layers, self.num_experts, self.top_k)
+        layers, last = self.moe_layers, self.num_layers - 1
+        whole = isinstance(layers, Sequence) and all(type(layer) is int for layer in layers)
+        inside = whole and all(0 <= layer <= last for layer in layers)
+        if not layers or not inside or list(layers) != sorted(set(layers)):
+            raise UsageError(f"moe_layers must rise within 0..{last}; got {shown(layers)}.")
+        if self.top_k > self.num_experts:
             raise UsageError(f"top_k must be in 1..{self.num_experts}; got {self.top_k}.")
 
     @property
@@ -77,21 +82,32 @@ class RouterShape:
         return self.num_layers * self.top_k * self.dtype.itemsize
 
 
+def _check_counts(num_layers: int, num_experts: int, top_k: int) -> None:
+    check_counts(num_layers=num_layers, num_experts=num_experts, top_k=top_k)
+    if num_layers > _MOST_LAYERS:
+        raise UsageError(f"num_layers must be at most {_MOST_LAYERS}; got {num_layers}.")
+
+
 def _text_values(config: Any) -> Mapping[str, Any]:
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
-    values = config if isinstance(config, Mapping) else config.to_dict()
-    for inner in ("thinker_config", "text_config"):
-        values = values.get(inner) or values
+    values = config.to_dict() if hasattr(config, "to_dict") else config
+    for inner in (None, "thinker_config", "text_config"):
+        values = values if inner is None else values.get(inner) or values
+        if not isinstance(values, Mapping):
+            what = "a configuration" if inner is None else inner
+            raise UsageError(f"{what} must be transformers' or a dict; got {shown(values)}.")
     return values
 
 
 def _first(values: Mapping[str, Any], *names: str) -> int:
     for name in names:
-        if isinstance(values.get(name), int):
-            return values[name]
+        found = values.get(name)
+        if isinstance(found, int) and not isinstance(found, bool):
+            return found
     raise UnsupportedError(
-        f"the configuration of {values.get('model_type', 'a model')!r} has none of {list(names)}."
+        f"the configuration of {shown(values.get('model_type', 'a model'))} has none of"
+        f" {list(names)}."
         " Pass RouterShape(num_layers=, moe_layers=, num_experts=, top_k=) yourself."
     )
 
@@ -108,12 +124,35 @@ def _kinds(values: Mapping[str, Any]) -> list[bool] | None:
 def _routes(values: Mapping[str, Any], kinds: list[bool] | None, layer: int) -> bool:
     if kinds:
         return kinds[layer]
-    if isinstance(values.get("moe_layers"), Sequence):  # Llama 4 lists them.
-        return layer in values["moe_layers"]
-    dense = values.get("first_k_dense_replace") or values.get("num_dense_layers") or 0
-    every = values.get("decoder_sparse_step") or values.get("interleave_moe_layer_step") or 1
-    freq = values.get("moe_layer_freq") or 1
-    period, offset = values.get("expert_layer_period") or 1, values.get("expert_layer_offset") or 0
-    only = values.get("mlp_only_layers") or ()
+    if values.get("moe_layers") is not None:  # Llama 4 lists them.
+        return layer in _layers(values, "moe_layers")
+    dense = _count(values, "first_k_dense_replace", "num_dense_layers")
+    every = _count(values, "decoder_sparse_step", "interleave_moe_layer_step") or 1
+    freq = _count(values, "moe_layer_freq") or 1
+    period, offset = _count(values, "expert_layer_period") or 1, _count(values, _OFFSET)
     regular = (layer + 1) % every == 0 and layer % freq == 0 and (layer - offset) % period == 0
-    return layer >= dense and layer not in only and regular
+    return layer >= dense and layer not in _layers(values, "mlp_only_layers") and regular
+
+
+def _count(values: Mapping[str, Any], *names: str) -> int:
+    """Read the first of these that is there; 0 where none is."""
+    for name in names:
+        if (found := values.get(name)) and isinstance(found, int) and found is not True:
+            return found
+        if found:
+            raise _unread(name, found)
+    return 0
+
+
+def _layers(values: Mapping[str, Any], name: str) -> Sequence[int]:
+    listed = values.get(name) or ()
+    if isinstance(listed, str | bytes) or not isinstance(listed, Sequence):
+        raise _unread(name, listed)
+    return listed
+
+
+def _unread(name: str, found: Any) -> UnsupportedError:
+    return UnsupportedError(
+        f"{name} in the configuration is {shown(found)}, which is not read here."
+        " Pass RouterShape(num_layers=, moe_layers=, num_experts=, top_k=) yourself."
+    )
