@@ -75,15 +75,17 @@ def figures() -> dict[str, tuple[float, str, str]]:
     balanced, zigzag = (plan_sequence([TOKENS], ranks=RANKS, order=order) for order in _ORDERS)
     found: dict[str, tuple[float, str, str]] = {}
     name = "parallel.ring.launches_per_layer.131k_p8"
-    for suffix, plan, kernel in (
-        ("", balanced, FlexKernel()),
-        (".recompute", balanced, FlexKernel(recompute=True)),
-        (".rectangles", balanced, RectangleKernel()),
-        (".zigzag", zigzag, FlexKernel()),
-        (".zigzag.varlen", zigzag, VarlenKernel()),
-        (".zigzag.rectangles", zigzag, RectangleKernel()),
+    last, every = (RANKS - 1,), range(RANKS)
+    for suffix, plan, ranks, kernel in (
+        ("", balanced, last, FlexKernel()),
+        (".recompute", balanced, last, FlexKernel(recompute=True)),
+        (".rectangles", balanced, last, RectangleKernel()),
+        (".zigzag", zigzag, every, FlexKernel()),
+        (".zigzag.varlen", zigzag, every, VarlenKernel()),
+        (".zigzag.rectangles", zigzag, every, RectangleKernel()),
     ):
-        parts = [launches_of(step.operators) for step in count(plan, RANKS - 1, kernel)]
+        by_rank = (count(plan, rank, kernel) for rank in ranks)
+        parts = max(([launches_of(step.operators) for step in steps] for steps in by_rank), key=sum)
         found[f"{name}{suffix}"] = (sum(parts), "count", "")
         found[f"{name}{suffix}.forward"] = (parts[0], "count", "")
     return found

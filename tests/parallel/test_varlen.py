@@ -1,5 +1,6 @@
 """Attention by flash attention on packed sequences, which plain torch stands in for, exactly."""
 
+import re
 from functools import partial
 
 import pytest
@@ -19,6 +20,7 @@ from primeblocks.parallel.attention import (
     latent_ulysses_attention,
     ring_attention,
 )
+from primeblocks.parallel.attention.segments import segments_of
 from primeblocks.testing import ranks, strategies
 from primeblocks.testing.oracles import assert_as_precise, assert_close_float64
 from tests.parallel.test_attention import (
@@ -140,57 +142,58 @@ def test_any_strides():
     assert_close_float64(found, _whole(PACKINGS[1], HEADS[1], {}, False))
 
 
-# What the first rank's queries and rules are, and what is said.
-REFUSED = {
-    "softcap": ({"softcap": 2.0}, {}, r"no softcap; got 2\. Use kernel=FlexKernel"),
-    "values": ({}, {"value_dim": 16}, "as wide as keys; got 16 and 8"),
-    "dtype": ({}, {"dtype": torch.float32}, r"bfloat16 and float16; got torch\.float32"),
-    "wide": ({}, {"head_dim": 264, "value_dim": 264}, "256 at the most; got 264"),
-    "odd": ({}, {"head_dim": 12, "value_dim": 12}, "multiple of 8.* got 12"),
-    "device": ({}, {}, "needs CUDA; got a tensor on cpu"),
-    "order": ({"order": "balanced"}, {"device": "meta"}, "order='balanced' with window=None"),
-}
+HALF = torch.bfloat16
+# The order and the rules; of the tensors head_dim, value_dim, dtype and device; and what is said.
+REFUSED = [
+    ("zigzag", {"softcap": 2.0}, (8, 8, HALF, "cpu"), r"no softcap; got 2\. Use kernel=FlexKernel"),
+    ("zigzag", {}, (8, 16, HALF, "cpu"), "as wide as keys; got 16 and 8"),
+    ("zigzag", {}, (8, 8, torch.float32, "cpu"), r"bfloat16 and float16; got torch\.float32"),
+    ("zigzag", {}, (264, 264, HALF, "cpu"), "256 at the most; got 264"),
+    ("zigzag", {}, (12, 12, HALF, "cpu"), "multiple of 8.* got 12"),
+    ("zigzag", {}, (8, 8, HALF, "cpu"), "needs CUDA; got a tensor on cpu"),
+    ("balanced", {}, (8, 8, HALF, "meta"), "order='balanced' with window=None"),
+    ("zigzag", {"window": 400}, (8, 8, HALF, "meta"), "order='zigzag' with window=400"),
+]
 
 
 def _refused():
     """Told alike on all ranks before anything is sent, with `check` and without."""
-    group, found = dist.group.WORLD, {}
-    for name, (rules, shapes, _) in REFUSED.items():
-        shapes = {
-            "head_dim": 8, "value_dim": 8, "dtype": torch.bfloat16, "device": "cpu",
-        } | shapes  # fmt: skip
-        rules = dict(rules)
-        order = rules.pop("order", "contiguous")
+    group, found = dist.group.WORLD, []
+    for order, rules, (head_dim, value_dim, dtype, device), _ in REFUSED:
         plan = plan_sequence([1000], ranks=group.size(), order=order)
-        tokens = plan.counts[group.rank()]
-        made = {"dtype": shapes["dtype"], "device": shapes["device"]}
-        q = torch.zeros(tokens, 4, shapes["head_dim"], **made)
-        v = torch.zeros(tokens, 2, shapes["value_dim"], **made)
-        for attention in ATTENTIONS.values() if name != "order" else [ring_attention]:
-            for check in (True, False) if shapes["device"] == "cpu" else (False,):
+        tokens, told = plan.counts[group.rank()], set()
+        q = torch.zeros(tokens, 4, head_dim, dtype=dtype, device=device)
+        v = torch.zeros(tokens, 2, value_dim, dtype=dtype, device=device)
+        where = {"sequence": plan, "group": group, "kernel": VarlenKernel()}
+        for attention in ATTENTIONS.values() if device == "cpu" else [ring_attention]:
+            for check in (True, False) if device == "cpu" else (False,):
                 with pytest.raises(UnsupportedError) as error:
-                    attention(
-                        q, q[:, :2], v, sequence=plan, group=group, kernel=VarlenKernel(),
-                        check=check, **rules,
-                    )  # fmt: skip
-                found.setdefault(name, set()).add(str(error.value))
-    latents, up = torch.zeros(tokens, 7), torch.zeros(1, 8, 5)
-    for attention in (latent_ring_attention, latent_ulysses_attention):
-        # Keys of 6, values of 4: expanded heads are of two widths.
-        with pytest.raises(UnsupportedError, match="got 4 and 6"):
-            attention(
-                torch.zeros(tokens, 1, 6), latents, up, sequence=plan, group=group, kernel=PLAIN
-            )
+                    attention(q, q[:, :2], v, check=check, **where, **rules)
+                told.add(str(error.value))
+        found.append(told)
     return found
 
 
 def test_what_it_does_not_take_is_refused_on_all_ranks():
-    found = ranks.run(_refused, world_size=2)
-    assert found[0] == found[1]
-    for name, (_, _, said) in REFUSED.items():
-        (told,) = found[0][name]
-        with pytest.raises(AssertionError, match=said):
-            raise AssertionError(told)
+    found = ranks.run(_refused, world_size=3)
+    assert found[0] == found[1] == found[2]
+    for (*_, said), (told,) in zip(REFUSED, found[0], strict=True):
+        assert re.search(said, told), told
+
+
+def _latents():
+    """Keys of 6 numbers and values of 4: expanded heads are of two widths."""
+    plan = plan_sequence([9], ranks=2, order="contiguous")
+    tokens = plan.counts[dist.get_rank()]
+    q, latents, up = torch.zeros(tokens, 1, 6), torch.zeros(tokens, 7), torch.zeros(1, 8, 5)
+    where = {"sequence": plan, "group": dist.group.WORLD, "kernel": PLAIN}
+    for attention in (latent_ring_attention, latent_ulysses_attention):
+        with pytest.raises(UnsupportedError, match="got 4 and 6"):
+            attention(q, latents, up, **where)
+
+
+def test_latents_of_another_width_are_refused():
+    ranks.run(_latents)
 
 
 def _by_one():
@@ -230,8 +233,6 @@ def test_plain_torch_aligns_as_torch_says(queries, keys):
 
 def test_kinds_of_hops():
     """One causal segment a document on a rank's own keys, whole ones on those of others."""
-    from primeblocks.parallel.attention.segments import segments_of
-
     spec = AttentionSpec(plan_sequence([10, 90], ranks=2, order="zigzag"), causal=True, scale=1.0)
     own, far = (segments_of(spec.hop(0, rank), torch.device("cpu")) for rank in (0, 1))
     assert own.query_starts.tolist() == own.key_starts.tolist() == [0, 10, 50]

@@ -142,9 +142,7 @@ def _is_exact(cut: Cut, low: np.ndarray, high: np.ndarray) -> bool:
 
 
 @kept_on_plan
-def _first_without(
-    plan: SequencePlan, causal: bool, window: int | None
-) -> tuple[int, int] | None:
+def _first_without(plan: SequencePlan, causal: bool, window: int | None) -> tuple[int, int] | None:
     for query_rank in range(plan.ranks):
         for key_rank in range(plan.ranks):
             first, last = seen_rows(plan, query_rank, key_rank, causal, window)
@@ -167,21 +165,23 @@ def _of_hop(
         return None
     queries = np.diff(np.append(cut.starts, len(cut.rows)))
     keys = cut.last_keys - cut.first_keys
-    key_starts = np.cumsum([0, *keys])
-    key_rows = np.arange(key_starts[-1]) + np.repeat(cut.first_keys - key_starts[:-1], keys)
+    ends = np.cumsum(keys)
+    key_rows = np.arange(ends[-1]) + np.repeat(cut.last_keys - ends, keys)
     most_queries, most_keys = int(queries.max()), int(keys.max())
     if cut.left != _ALL and cut.right == _ALL:
         most_keys = max(most_keys, most_queries)
-    starts = np.concatenate([cut.starts, [len(cut.rows)], key_starts])
+    starts = np.concatenate([cut.starts, [len(cut.rows), 0], ends])
     moved = torch.from_numpy(starts.astype(np.int32)).to(device)
+    query_starts, key_starts = moved.tensor_split(2)
     return Segments(
-        _neighbours(cut.rows, device),
-        _neighbours(key_rows, device),
-        *moved.tensor_split(2),
-        most_queries,
-        most_keys,
-        cut.left,
-        cut.right,
+        queries=_neighbours(cut.rows, device),
+        keys=_neighbours(key_rows, device),
+        query_starts=query_starts,
+        key_starts=key_starts,
+        most_queries=most_queries,
+        most_keys=most_keys,
+        left=cut.left,
+        right=cut.right,
     )
 
 
