@@ -63,10 +63,10 @@ def _seen_by(found, queries, keys):
     return seen
 
 
-def _always_has_segments(order, world_size, rules):
-    if rules.get("causal", True) is False or world_size == 1:
+def _always_has_segments(order, tokens, world_size, rules):
+    if rules.get("causal", True) is False or world_size == 1 or order == "contiguous":
         return True
-    return order == "contiguous" or (order == "zigzag" and "window" not in rules)
+    return order == "zigzag" and rules.get("window", 0) <= tokens // world_size
 
 
 @settings(max_examples=300)
@@ -92,7 +92,7 @@ def test_segments_see_what_hops_do(lengths, world_size, order, rules, chunk_toke
             continue
         assert torch.equal(_seen_by(found, *seen.shape), seen)
         assert found.causal == (found.left == -1 and found.right == 0)
-    assert not (refused and _always_has_segments(order, world_size, rules))
+    assert not (refused and _always_has_segments(order, sum(lengths), world_size, rules))
     plan = plan_sequence(lengths, ranks=world_size, order=order, chunk_tokens=chunk_tokens)
     spec = AttentionSpec(plan, **{"causal": True, "scale": 1.0} | rules)
     if refused:

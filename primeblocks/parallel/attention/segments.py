@@ -12,7 +12,7 @@ from ...errors import UnsupportedError
 from ..sequence import SequencePlan, kept_on_plan
 from .kernel import AttentionSpec, Hop, seen_rows
 
-__all__ = ["Segments", "check_segments", "cut_segments", "segments_of"]
+__all__ = ["Cut", "Segments", "check_segments", "cut_segments", "segments_of"]
 
 # No limit to the left or to the right, in flash attention's words.
 _ALL = -1
@@ -77,7 +77,7 @@ def segments_of(hop: Hop, device: torch.device) -> Segments:
 def check_segments(spec: AttentionSpec) -> None:
     """Refuse a call some hop of which has no segments, on all ranks alike. Local.
 
-    Looks at the hops of all ranks, once a plan: ranks x tokens numbers.
+    Looks at the hops of all ranks, once a plan: ranks x tokens rows.
 
     Raises:
         UnsupportedError: with the first such hop.
@@ -108,8 +108,9 @@ def _candidates(rows: np.ndarray, low: np.ndarray, high: np.ndarray) -> list[Cut
         _cut(rows, low, high, stays & (low_step == 0), _ALL, _ALL),
         _cut(rows, low, high, grows & (low_step == 0), _ALL, 0),
     ]
-    if (grows & slides).any():  # A window; where it slides it is full, and after a document of 1
-        window = int(size[1:][grows & slides].max())  # the next one begins with a step of 1, too.
+    if (grows & slides).any():
+        # A window, which is full where it slides. Behind a document of 1 token is a step of 1, too.
+        window = int(size[1:][grows & slides].max())
         same = grows & ((low_step == 0) | slides & (size[1:] == window))
         found.append(_cut(rows, low, high, same, window - 1, 0))
     if (stays & slides).any():  # A window that leaves the keys of an earlier rank behind.

@@ -24,9 +24,9 @@ class VarlenKernel:
     """`AttentionKernel` by torch's flash attention on packed sequences: one call of it each.
 
     Never run on a GPU. A hop is cut into segments, each some queries and the keys that these alone
-    see (`cut_segments`). With `order="contiguous"` every hop has them, with `"zigzag"` those
-    without a window, and in Ulysses attention all; `"balanced"` seldom has. Key heads are not
-    repeated. Nothing is compiled, and the host reads nothing.
+    see (`cut_segments`). With `order="contiguous"` every hop has them, with `"zigzag"` all up to a
+    window of tokens / ranks, and in Ulysses attention all; `"balanced"` seldom has. Key heads are
+    not repeated. Nothing is compiled, and the host reads nothing.
 
     Calls the operators under `torch.nn.attention.varlen.varlen_attn`, whose backward takes the
     output and the `lse` of all hops. Its gradients of keys are rounded to the dtype of q in each
@@ -72,7 +72,7 @@ class VarlenKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, hop: Hop) -> tuple[Tensor, Tensor]:
         self.check(hop.spec, q, v.shape[2])
-        found, run = segments_of(hop, q.device), self.operators or _torchs()
+        found, run = segments_of(hop, q.device), self.operators or _of_torch()
         out, lse, *_ = run[0](
             _taken(q, found.queries),
             _taken(k, found.keys),
@@ -89,7 +89,7 @@ class VarlenKernel:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, hop: Hop
     ) -> tuple[Tensor, Tensor, Tensor]:
-        found, run = segments_of(hop, q.device), self.operators or _torchs()
+        found, run = segments_of(hop, q.device), self.operators or _of_torch()
         # Without dropout no random state is read.
         random = torch.empty(2, dtype=torch.uint64, device=q.device)
         dq, dk, dv = run[1](
@@ -112,7 +112,7 @@ class VarlenKernel:
         )
 
 
-def _torchs() -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _of_torch() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
 
 
