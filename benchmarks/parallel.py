@@ -12,8 +12,8 @@ pages: page faults of fresh allocations would take most of the time of both side
 - The gather of dispatch against a plain copy of the rows that it makes: 1 where rows are long.
 - Bytes that leave a rank, forward and backward, counted in the collectives on gloo.
 - Operations of a dispatch for which the host waits, counted on four ranks.
-- Kernels that `ring_attention` launches a layer, of 131,072 tokens on 8 ranks, balanced, counted on
-  meta tensors.
+- Kernels that `ring_attention` launches a layer, of 131,072 tokens on 8 ranks, balanced and zigzag,
+  counted on meta tensors.
 - Bytes of latent attention that a rank receives, over those of the latents that it lacks; the same
   attention with expanded heads beside it.
 - Private memory of a rank that fills its shard from a checkpoint, and saves one, over shard plus

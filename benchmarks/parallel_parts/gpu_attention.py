@@ -3,11 +3,12 @@ a GPU; on a CPU, with `--dry-run`, its code runs at sizes that say nothing about
 
 What the busiest of eight ranks computes of `ring_attention`: its queries against the keys of all,
 which lie on the device already; forward and backward, bfloat16, 32 heads over 4 of keys, 128
-columns, in each order of tokens, by each `AttentionKernel`. Beside it torch's flash attention of
-one causal document with as many operations on one rank; and FlexAttention's backward that
-recomputes, beside its backward by itself where torch can compile that. Counted: rectangles, each a
-call of a fused kernel, and hops. Nothing is timed before the share agrees with dense attention in
-float64 at a small size, gradients of the queries too.
+columns, in each order of tokens, by each `AttentionKernel` that takes it. Beside it torch's flash
+attention of one causal document with as many operations on one rank; and FlexAttention's backward
+that recomputes, beside its backward by itself where torch can compile that. Counted: rectangles,
+each a call of a fused kernel, and hops. Nothing is timed before the share agrees with dense
+attention in float64 at a small size, gradients of the queries too. On a CPU `VarlenKernel` calls
+plain torch (`plain_flash`) in place of flash attention, which is not there.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ from primeblocks.parallel.attention import (
     FlexKernel,
     Hop,
     RectangleKernel,
+    VarlenKernel,
 )
 from primeblocks.parallel.attention.hops import merge
 from primeblocks.parallel.attention.rectangles import rectangles_of
 
 from ..harness import Timing, compare, main
+from . import plain_flash
 
 __all__ = ["SMALL", "Sizes", "figures"]
 
@@ -124,8 +127,10 @@ def figures(device: str = "cuda", sizes: Sizes | None = None) -> Figures:
         raise SystemExit("benchmarks.parallel_parts.gpu_attention needs a CUDA device")
     sizes = sizes or Sizes()
     found: Figures = {}
-    kernels = {"rectangles": RectangleKernel(), **_flex_kernels()}
+    kernels = {"rectangles": RectangleKernel(), **_flex_kernels(), "varlen": _varlen_kernel(device)}
     for order, (engine, kernel) in product(ORDERS, kernels.items()):
+        if (order, engine) == ("balanced", "varlen"):
+            continue  # It refuses that order.
         gate(order, sizes, device, kernel)
         for tokens in sizes.tokens:
             share = Share(order, tokens, sizes, device, kernel)
@@ -148,6 +153,11 @@ def _flex_kernels() -> dict[str, AttentionKernel]:
     found: dict[str, AttentionKernel] = {"flex_recompute": FlexKernel(recompute=True)}
     kernel = FlexKernel()
     return found if kernel.recompute else {"flex": kernel, **found}
+
+
+def _varlen_kernel(device: str) -> VarlenKernel:
+    plain = plain_flash.forward, plain_flash.backward
+    return VarlenKernel() if device == "cuda" else VarlenKernel(operators=plain)
 
 
 def _rectangles(share: Share) -> int:

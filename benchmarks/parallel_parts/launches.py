@@ -3,8 +3,10 @@
 A step of `ring_attention` runs on meta tensors, its messages go nowhere, and plans and block lists
 are real. An operator that is neither a view nor an allocation is one launch; FlexAttention's is one
 forward and two backward, where torch sums rows of the output before its kernel. That is how it is
-compiled; operators beside it, which a compiler may join, are counted one by one. Lists are planned
-before: the layers of a batch share them.
+compiled; operators beside it, which a compiler may join, are counted one by one. The backward of
+flash attention on packed sequences is five: sums of rows, its kernel, a cast of the queries'
+gradients, and sums of those of keys and of values over the query heads of one key head. Lists are
+planned before: the layers of a batch share them.
 """
 
 from __future__ import annotations
@@ -20,16 +22,18 @@ from primeblocks.parallel.attention import (
     AttentionKernel,
     FlexKernel,
     RectangleKernel,
+    VarlenKernel,
     ring_attention,
 )
 from primeblocks.testing.oracles import StepCounter
 
 __all__ = ["count", "figures", "launches_of"]
 
+_ORDERS = ("balanced", "zigzag")
 RANKS, TOKENS, HEADS, KEY_HEADS, DIM = 8, 131_072, 32, 4, 128
 # Memory is all that they take.
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-_SEVERAL = {"flex_attention_backward": 2}
+_SEVERAL = {"flex_attention_backward": 2, "_flash_attention_backward": 5}
 
 
 def launches_of(operators: Counter[str]) -> int:
@@ -68,15 +72,20 @@ def count(
 
 def figures() -> dict[str, tuple[float, str, str]]:
     """Of forward and backward together, and each, by kernel; the busiest rank's."""
-    plan = plan_sequence([TOKENS], ranks=RANKS)
+    balanced, zigzag = (plan_sequence([TOKENS], ranks=RANKS, order=order) for order in _ORDERS)
     found: dict[str, tuple[float, str, str]] = {}
     name = "parallel.ring.launches_per_layer.131k_p8"
-    for suffix, kernel in (
-        ("", FlexKernel()),
-        (".recompute", FlexKernel(recompute=True)),
-        (".rectangles", RectangleKernel()),
+    last, every = (RANKS - 1,), range(RANKS)
+    for suffix, plan, ranks, kernel in (
+        ("", balanced, last, FlexKernel()),
+        (".recompute", balanced, last, FlexKernel(recompute=True)),
+        (".rectangles", balanced, last, RectangleKernel()),
+        (".zigzag", zigzag, every, FlexKernel()),
+        (".zigzag.varlen", zigzag, every, VarlenKernel()),
+        (".zigzag.rectangles", zigzag, every, RectangleKernel()),
     ):
-        parts = [launches_of(step.operators) for step in count(plan, RANKS - 1, kernel)]
+        by_rank = (count(plan, rank, kernel) for rank in ranks)
+        parts = max(([launches_of(step.operators) for step in steps] for steps in by_rank), key=sum)
         found[f"{name}{suffix}"] = (sum(parts), "count", "")
         found[f"{name}{suffix}.forward"] = (parts[0], "count", "")
     return found

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from benchmarks.parallel_parts import plain_flash
 from primeblocks.parallel import plan_sequence, reference
 from primeblocks.parallel.attention import (
     FlexKernel,
     RectangleKernel,
+    VarlenKernel,
     ring_attention,
     ulysses_attention,
 )
@@ -21,6 +23,9 @@ KERNELS = {
     "rectangles": RectangleKernel(),
     "flex": FlexKernel(),
     "flex_recompute": FlexKernel(recompute=True),
+    "varlen": VarlenKernel(),
+    # Its code around the operators, which plain torch stands in for.
+    "varlen_plain": VarlenKernel(operators=(plain_flash.forward, plain_flash.backward)),
 }
 # Of the norm: operands, weights, results and gradients are each rounded, to 8 bits or to 24.
 ERRORS = {torch.bfloat16: 0.02, torch.float32: 2e-6}
@@ -53,6 +58,8 @@ def test_attention(group, device, attention, window, dtype, kernel):
         pytest.skip("nothing compiles for a device that is none")
     if kernel.startswith("flex") and device == "cuda" and dtype == torch.float64:
         pytest.skip("FlexAttention compiles no float64")
+    if kernel == "varlen" and (device != "cuda" or dtype != torch.bfloat16):
+        pytest.skip("torch's flash attention is of CUDA, in bfloat16 and float16")
     tokens = sum(LENGTHS)
     plan = plan_sequence(LENGTHS, ranks=1)
     inputs = [_draw(tokens, heads, 64, seed=heads) for heads in (4, 2, 2)]

@@ -12,6 +12,7 @@ from .latent import latent_ring_attention, latent_ulysses_attention
 from .rectangles import RectangleKernel
 from .ring import ring_attention
 from .ulysses import ulysses_attention
+from .varlen import VarlenKernel
 
 __all__ = [
     "AttentionKernel",
@@ -20,6 +21,7 @@ __all__ = [
     "FlexKernel",
     "Hop",
     "RectangleKernel",
+    "VarlenKernel",
     "dsa",
     "dsa_attention",
     "latent_ring_attention",

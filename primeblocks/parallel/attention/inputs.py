@@ -14,9 +14,10 @@ from ...errors import PlanError, ShapeError
 from ...groups import check_tensors, facts_of, settle
 from ..sequence import SequencePlan, check_plan
 from .flex import FlexKernel
-from .kernel import AttentionKernel
+from .kernel import AttentionKernel, AttentionSpec
 from .rectangles import RectangleKernel
 from .tiles import check_lists
+from .varlen import VarlenKernel
 
 __all__ = ["Inputs", "autocast", "check_kernel", "checked"]
 
@@ -68,7 +69,7 @@ def checked(
         whole: kernels will see the whole sequence at once, and not a hop of it.
 
     Raises:
-        ShapeError, PlanError, CapacityError, RankError: as `ring_attention` says.
+        ShapeError, PlanError, CapacityError, UnsupportedError, RankError: as `ring_attention` says.
     """
 
     cast: list[Tensor] = []
@@ -99,7 +100,9 @@ def checked(
         }
         if sinks is not None:
             facts["sinks dtype"] = sinks.dtype
-        check_kernel(kernel, sequence.whole if whole else sequence)
+        planned = sequence.whole if whole else sequence
+        spec = AttentionSpec(planned, causal, q.shape[-1] ** -0.5, window, softcap)
+        check_kernel(kernel, spec, q_, v_.shape[2])
         for name, x in zip("qkv", cast, strict=True):
             facts |= facts_of(name, x)
         return facts
@@ -116,11 +119,12 @@ def checked(
     )
 
 
-def check_kernel(kernel: object, plan: SequencePlan) -> None:
-    """Refuse what is no kernel, and one that is too small for some rank of the plan. Local.
+def check_kernel(kernel: object, spec: AttentionSpec, q: Tensor, value_dim: int) -> None:
+    """Refuse what is no kernel, and one that cannot take a call on some rank of the plan. Local.
 
     Raises:
-        PlanError, CapacityError: alike on all ranks, those without tokens or heads too.
+        PlanError, CapacityError, UnsupportedError: alike on all ranks, those without tokens or
+            heads too.
     """
     if isinstance(kernel, type) or not isinstance(kernel, AttentionKernel | None):
         raise PlanError(
@@ -128,7 +132,9 @@ def check_kernel(kernel: object, plan: SequencePlan) -> None:
             "RectangleKernel() or None."
         )
     if isinstance(kernel, FlexKernel):
-        check_lists(plan, kernel.tile_tokens, kernel.list_bytes)
+        check_lists(spec.plan, kernel.tile_tokens, kernel.list_bytes)
+    elif isinstance(kernel, VarlenKernel):
+        kernel.check(spec, q, value_dim)
 
 
 def _fold(x: Tensor) -> Tensor:

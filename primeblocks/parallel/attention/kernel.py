@@ -117,7 +117,7 @@ def _pairs(
 def seen_rows(
     plan: SequencePlan, query_rank: int, key_rank: int, causal: bool, window: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    queries, keys = plan.indices(query_rank).numpy(), plan.indices(key_rank).numpy()
+    queries = plan.indices(query_rank).numpy()
     first = plan.document_starts(query_rank).numpy()
     if causal:
         stop = queries + 1
@@ -126,5 +126,12 @@ def seen_rows(
         stop = starts[np.searchsorted(starts, first, side="right")]
     if window is not None:
         first = np.maximum(first, queries - window + 1)
-    low, high = (np.searchsorted(keys, places).astype(np.int32) for places in (first, stop))
-    return low, high
+    return _rows_before(plan, key_rank, first), _rows_before(plan, key_rank, stop)
+
+
+def _rows_before(plan: SequencePlan, rank: int, places: np.ndarray) -> np.ndarray:
+    """How many rows of a rank lie before each place, int32. Its pieces are far fewer than rows."""
+    starts, stops = np.asarray(plan.pieces[rank], np.int64).reshape(-1, 2).T
+    rows, stops = (np.concatenate([[0], x]) for x in (np.cumsum(stops - starts), stops))
+    piece = np.searchsorted(starts, places, side="right")
+    return (rows[piece] - np.maximum(stops[piece] - places, 0)).astype(np.int32)

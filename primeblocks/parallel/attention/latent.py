@@ -56,7 +56,7 @@ def latent_ring_attention(
         `[local_tokens, heads, value_dim]`.
 
     Raises:
-        ShapeError, PlanError, CapacityError, RankError: as `ring_attention`.
+        ShapeError, PlanError, CapacityError, UnsupportedError, RankError: as `ring_attention`.
 
     Source: arXiv:2405.04434 (latent attention), arXiv:2310.01889 (the ring).
     """
@@ -184,11 +184,14 @@ def _checked(
     def look() -> dict[str, object]:
         check_plan(sequence, group)
         check_tensors(q=q, latents=latents, up=up)
-        check_kernel(kernel, sequence.whole if whole else sequence)
         if not isinstance(scale, Real | None):
             raise PlanError(f"scale must be a number; got {scale!r}.")
         cast.extend(map(autocast, (q, latents, up)))
         _check(cast[0], cast[1], cast[2], sequence.counts[group.rank()])
+        planned = sequence.whole if whole else sequence
+        spec = AttentionSpec(planned, causal, q.shape[2] ** -0.5)
+        nope_dim = q.shape[2] - latents.shape[1] + up.shape[2]
+        check_kernel(kernel, spec, cast[0], up.shape[1] - nope_dim)
         facts: dict[str, object] = {
             "plan": sequence.fingerprint,
             "causal": int(bool(causal)),

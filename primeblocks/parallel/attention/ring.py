@@ -60,6 +60,7 @@ def ring_attention(
         ShapeError: shapes, dtypes or heads do not fit each other or the plan.
         PlanError: the group does not fit the plan, or ranks hold different plans.
         CapacityError: the kernel is too small for some rank.
+        UnsupportedError: the kernel does not take the plan, the rules, the dtype or the device.
         RankError: another rank refused its arguments.
 
     Source: arXiv:2310.01889.
