@@ -86,12 +86,18 @@ def test_windows_of_a_zigzag_order_up_to_a_ranks_tokens():
     assert "order='contiguous'" in said[0]
 
 
+def test_ulysses_attention_takes_every_order():
+    for rules in ({}, {"window": 5}):
+        arguments = ([19, 1, 7], "balanced", HEADS[1], rules, True, ["ulysses"])
+        _assert_equal_one_rank(3, *arguments)
+
+
 @pytest.mark.parametrize("order", [*ORDERS, "balanced"])
 def test_whole_documents(order):
     _assert_equal_one_rank(3, [7, 1, 0, 9, 4], order, HEADS[3], {"causal": False}, True)
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     world_size=st.integers(2, 4),
     lengths=strategies.ragged_lengths(max_items=5),
