@@ -86,12 +86,20 @@ def test_windows_of_a_zigzag_order_up_to_a_ranks_tokens():
     assert "order='contiguous'" in said[0]
 
 
+def test_ulysses_attention_takes_every_order():
+    for rules in ({}, {"window": 5}):
+        arguments = ([19, 1, 7], "balanced", HEADS[1], rules, True, ["ulysses"])
+        _assert_equal_one_rank(3, *arguments)
+
+
 @pytest.mark.parametrize("order", [*ORDERS, "balanced"])
 def test_whole_documents(order):
-    _assert_equal_one_rank(3, [7, 1, 0, 9, 4], order, HEADS[3], {"causal": False}, True)
+    """In the second packing rows that take part have others between them, in zigzag."""
+    for lengths in ([7, 1, 0, 9, 4], [12, 4, 29, 3, 12]):
+        _assert_equal_one_rank(3, lengths, order, HEADS[3], {"causal": False}, True)
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     world_size=st.integers(2, 4),
     lengths=strategies.ragged_lengths(max_items=5),
@@ -251,3 +259,9 @@ def test_kinds_of_hops():
     assert (far.queries, far.keys) == (slice(25, 50), slice(0, 50))
     assert (far.query_starts.tolist(), far.key_starts.tolist()) == ([0, 25], [0, 50])
     assert (far.left, far.right, far.causal) == (-1, -1, False)
+    # Rank 1 has 10-19 and 40-49, rank 0 0-9 and 50-59.
+    whole = plan_sequence([12, 4, 29, 3, 12], ranks=3, order="zigzag")
+    spec = AttentionSpec(whole, causal=False, scale=1.0)
+    there, back = (segments_of(spec.hop(*pair), torch.device("cpu")) for pair in ((1, 0), (0, 1)))
+    assert there.queries.tolist() == back.keys.tolist() == [0, 1, 18, 19]
+    assert there.keys == back.queries == slice(0, 20)

@@ -90,8 +90,8 @@ def check_segments(spec: AttentionSpec) -> None:
 def cut_segments(first: np.ndarray, last: np.ndarray) -> Cut | None:
     """Cut a hop into segments, the fewest, from the rows of keys that each query sees. Pure.
 
-    Kinds of segments are tried; one is taken where flash attention's mask, row by row, is what
-    was given. None: no kind fits, or some key would be in two segments.
+    Some query must see a key. Kinds of segments are tried; one is taken where flash attention's
+    mask, row by row, is what was given. None: no kind fits, or some key would be in two segments.
     """
     rows = np.flatnonzero(first < last)
     low, high = first[rows], last[rows]
