@@ -25,12 +25,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
-from ..errors import CorruptionError, ShapeError, UnsupportedError, UsageError
+from ..errors import CorruptionError, ShapeError, UnsupportedError, UsageError, shown
 from .sets import SetCode
 
 __all__ = [
@@ -151,8 +152,9 @@ def expert_dtype(num_experts: int) -> np.dtype:
     Raises:
         ShapeError: no such number of experts can be coded.
     """
-    if not 1 <= num_experts <= 1 << 16:
-        raise ShapeError(f"num_experts must be in 1..65536; got {num_experts}")
+    whole = isinstance(num_experts, Integral) and not isinstance(num_experts, bool)
+    if not whole or not 1 <= num_experts <= 1 << 16:
+        raise ShapeError(f"num_experts must be in 1..65536; got {shown(num_experts)}")
     return np.dtype("u1" if num_experts <= 256 else "<u2")
 
 
