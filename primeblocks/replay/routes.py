@@ -9,7 +9,7 @@ from numbers import Integral
 import numpy as np
 import torch
 
-from ..errors import ShapeError, UsageError, shown
+from ..errors import ShapeError, UsageError
 from . import codec
 from .codec import Bytes
 from .sets import far_apart, refuse_duplicates
@@ -61,7 +61,7 @@ class Routes:
         if self.padding is None:
             object.__setattr__(self, "padding", np.broadcast_to(np.False_, tokens))
         for name, mask in (("missing", self.missing), ("padding", self.padding)):
-            _check_mask(name, mask, tokens)
+            codec.check_mask(name, mask, tokens)
             object.__setattr__(self, name, _read_only(mask))
         object.__setattr__(self, "experts", _read_only(self.experts))
 
@@ -85,20 +85,22 @@ class Routes:
             UsageError: an id is out of range, or one row names an expert twice. No router does
                 the latter; an engine whose capture was compiled away returns rows of zeros.
         """
-        dtype, array = codec.expert_dtype(num_experts), _array(array)
+        dtype, array = codec.expert_dtype(num_experts), codec.host_array(array)
         if array.ndim != 3 or array.dtype.kind not in "iu" or not array.shape[2]:
             raise ShapeError(
                 "routes need an integer array [tokens, layers, top_k];"
                 f" got {array.dtype} {list(array.shape)}"
             )
-        missing = np.zeros(len(array), dtype=np.bool_) if missing is None else _array(missing)
-        _check_mask("missing", missing, len(array))
+        missing = (
+            np.zeros(len(array), dtype=np.bool_) if missing is None else codec.host_array(missing)
+        )
+        codec.check_mask("missing", missing, len(array))
         if missing.any():
             array = np.where(missing[:, None, None], 0, array)
         codec.check_range(array, num_experts)
         experts = array.astype(dtype, copy=False)
         refuse_duplicates(experts, missing)
-        return cls(experts, num_experts, _checked_ids(layer_ids), missing)
+        return cls(experts, num_experts, codec.checked_ids(layer_ids), missing)
 
     @property
     def tokens(self) -> int:
@@ -387,28 +389,6 @@ class Routes:
         first = np.flatnonzero(order == start)[0]
         turns = (first + np.arange(rows * self.top_k)) % self.num_experts
         return order[turns].reshape(rows, self.top_k).astype(self.experts.dtype)
-
-
-def _array(values: np.ndarray) -> np.ndarray:
-    try:
-        return np.asarray(values)
-    except (RuntimeError, TypeError, ValueError) as error:  # Of torch for one, of numpy for two.
-        raise ShapeError(f"routes need arrays in host memory: {error}") from error
-
-
-def _check_mask(name: str, mask: np.ndarray, tokens: int) -> None:
-    if mask.shape != (tokens,) or mask.dtype != np.bool_:
-        raise ShapeError(f"{name} must be bool [{tokens}]; got {mask.dtype} {list(mask.shape)}")
-
-
-def _checked_ids(layer_ids: Sequence[int]) -> tuple[int, ...]:
-    """Return layer ids as the codec writes them."""
-    if not isinstance(layer_ids, Iterable) or isinstance(layer_ids, str):
-        raise ShapeError(f"layer_ids are indices of layers; got {shown(layer_ids)}")
-    ids = tuple(layer_ids)
-    if not all(isinstance(i, Integral) and 0 <= i < 1 << 32 for i in ids):
-        raise ShapeError(f"layer_ids are indices of layers; got {shown(ids)}")
-    return tuple(int(i) for i in ids)
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:
