@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from primeblocks import async_loop, fp8, kvoffload, parallel, replay
-from primeblocks.async_loop import recipes
+from primeblocks.async_loop import recipes, routing
 from primeblocks.errors import UsageError
 from primeblocks.fp8.reference import ReferenceGemm, exact_product
 from primeblocks.kvoffload import capacity
@@ -108,6 +108,10 @@ PARALLEL = {
         **SLOTS, num_experts=None
     ),
     "combine nothing": lambda: parallel.experts.LocalDispatcher().combine(X[0], None),
+    "a capacity that is on": lambda: parallel.experts.AllToAllDispatcher(
+        dist.group.WORLD, capacity_rows=True
+    ),
+    "an alignment that is on": lambda: parallel.experts.LocalDispatcher(alignment=True),
     "no alignment": lambda: parallel.experts.LocalDispatcher(alignment=None),
     "ring over no group": lambda: parallel.attention.ring_attention(
         X, X, X, sequence=PLAN, group=None
@@ -147,11 +151,26 @@ PARALLEL = {
 }
 ROUTES = replay.Routes.from_array(np.zeros((2, 1, 1), int), num_experts=2, layer_ids=[0])
 MODEL = torch.nn.Linear(2, 2)
+
+
+def _routes(array, **others):
+    return replay.Routes.from_array(array, **{"num_experts": 2, "layer_ids": [0]} | others)
+
+
 REPLAY = {
     "half a token to pad": lambda: ROUTES.pad(3.5),
     "no tokens to pad": lambda: ROUTES.pad(None),
     "nothing to compare": lambda: replay.compare(None, ROUTES),
     "nothing to compare with": lambda: replay.compare(ROUTES, None),
+    "rows that are no rectangle": lambda: _routes([[[0]], [[0], [1]]]),
+    "rows without numbers": lambda: _routes(torch.zeros(1, 1, 1, dtype=torch.int, device="meta")),
+    "a mask that is none": lambda: _routes(np.zeros((1, 1, 1), int), missing="x"),
+    "half an expert": lambda: _routes(np.zeros((1, 1, 1), int), num_experts=8.5),
+    "no experts": lambda: _routes(np.zeros((1, 1, 1), int), num_experts=None),
+    "names of layers": lambda: _routes(np.zeros((1, 1, 1), int), layer_ids=["a"]),
+    "no layers": lambda: _routes(np.zeros((1, 1, 1), int), layer_ids=None),
+    "names of routers to follow": lambda: replay.follow(MODEL, ["gate"]),
+    "nothing to follow": lambda: replay.follow(MODEL, None),
     "half a row of a batch": lambda: ROUTES.tensor(batch=0.5),
     "a batch in words": lambda: ROUTES.tensor(batch="2"),
     "a model to follow without its routers": lambda: replay.follow(MODEL, MODEL),
@@ -179,6 +198,16 @@ ASYNC_LOOP |= {
     "a name that is none": lambda: ONE.merge({"a b": "c"}),
     "a set in JSON": lambda: ONE.merge({"kv_transfer_config": {"a": {1}}}),
     "transfers in a list": lambda: recipes.prefill_decode(ONE, ONE, transfer=["prefill"]),
+    "half a request in flight": lambda: routing.EngineState("a", float("nan"), 1),
+    "half a limit": lambda: routing.Fleet({"a": print}, max_in_flight=1.5),
+    "no limit": lambda: routing.Fleet({"a": print}, max_in_flight=None),
+    "pages in words": lambda: routing.Fleet({"a": print}, cache_pages="3"),
+    "a list of engines": lambda: routing.Fleet([print]),
+    "no engines": lambda: routing.Fleet(None),
+    "an engine that is none": lambda: routing.Fleet({"a": 3}),
+    "no route": lambda: routing.Fleet({"a": print}, route=None),
+    "no request": lambda: routing.Fleet({"a": print}).choose(None),
+    "a list for a weight": lambda: routing.PrefixAndLoad(beta=[1]),
     "a port in words": lambda: recipes.with_router(ONE, port="80"),
 }
 GROUP, KIND = capacity.KvGroup("a", 1, 1), capacity.Rollouts(1, 1, 1)

@@ -24,23 +24,27 @@ arithmetic needs; dense is a quarter smaller. Nothing else compresses: ids are n
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
-from ..errors import CorruptionError, ShapeError, UnsupportedError, UsageError
+from ..errors import CorruptionError, ShapeError, UnsupportedError, UsageError, shown
 from .sets import SetCode
 
 __all__ = [
     "OVERHEAD",
     "Bytes",
     "Decoded",
+    "check_mask",
     "check_range",
+    "checked_ids",
     "decode",
     "encode",
     "expert_dtype",
+    "host_array",
     "seal",
     "unseal",
 ]
@@ -151,8 +155,9 @@ def expert_dtype(num_experts: int) -> np.dtype:
     Raises:
         ShapeError: no such number of experts can be coded.
     """
-    if not 1 <= num_experts <= 1 << 16:
-        raise ShapeError(f"num_experts must be in 1..65536; got {num_experts}")
+    whole = isinstance(num_experts, Integral) and not isinstance(num_experts, bool)
+    if not whole or not 1 <= num_experts <= 1 << 16:
+        raise ShapeError(f"num_experts must be in 1..65536; got {shown(num_experts)}")
     return np.dtype("u1" if num_experts <= 256 else "<u2")
 
 
@@ -171,6 +176,42 @@ def check_range(experts: np.ndarray, num_experts: int) -> None:
             f"expert {experts[token, layer, slot]} at token {token}, layer position {layer}, slot"
             f" {slot} is outside 0..{num_experts - 1}. Do the routes belong to this model?"
         )
+
+
+def host_array(values: np.ndarray) -> np.ndarray:
+    """Return it as numpy has it. Local.
+
+    Raises:
+        ShapeError: numpy takes it for no array, or it is on a device.
+    """
+    try:
+        return np.asarray(values)
+    except (RuntimeError, TypeError, ValueError) as error:  # Of torch for one, of numpy for two.
+        raise ShapeError(f"routes need arrays in host memory: {error}") from error
+
+
+def check_mask(name: str, mask: np.ndarray, tokens: int) -> None:
+    """Refuse a mask of other tokens. Local.
+
+    Raises:
+        ShapeError: by name.
+    """
+    if mask.shape != (tokens,) or mask.dtype != np.bool_:
+        raise ShapeError(f"{name} must be bool [{tokens}]; got {mask.dtype} {list(mask.shape)}")
+
+
+def checked_ids(layer_ids: Sequence[int]) -> tuple[int, ...]:
+    """Return layer ids as they are written. Local.
+
+    Raises:
+        ShapeError: one cannot be.
+    """
+    if not isinstance(layer_ids, Iterable) or isinstance(layer_ids, str):
+        raise ShapeError(f"layer_ids are indices of layers; got {shown(layer_ids)}")
+    ids = tuple(layer_ids)
+    if not all(isinstance(i, Integral) and 0 <= i < 1 << 32 for i in ids):
+        raise ShapeError(f"layer_ids are indices of layers; got {shown(ids)}")
+    return tuple(int(i) for i in ids)
 
 
 def encode(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import PlanError, ShapeError, UsageError
+from ..errors import PlanError, ShapeError, UsageError, shown
 from .imposed_layer import ImposedLayer, Rows, replaced, weigh
-from .router import Router, check_routers
+from .router import INTEGERS, Router, check_routers
 
 __all__ = ["Following", "follow"]
 
@@ -58,8 +59,9 @@ def follow(
     Raises:
         PlanError: a router is not inside the model, or its layer not among `layer_ids`.
         UsageError: a ratio outside (0, 1]; a router follows already, or is in no list of layers.
-            From within the forward: the rows did not reach each router, they meet an `impose`, or
-            a part of a layer was recomputed without the layer.
+            From within the forward: the rows did not reach each router, they meet an `impose`, a
+            part of a layer was recomputed without the layer, or on a CPU a row names an expert
+            that is none; on a GPU that ends the process.
         ShapeError: from within the forward, rows of other tokens, layers or top_k, or gates of
             another shape or a narrow dtype. Rows of as many tokens in another layout are noticed
             where the layer's first argument, or its `hidden_states`, has three dimensions.
@@ -69,12 +71,15 @@ def follow(
     ordered = check_routers(routers)
     if not isinstance(model, nn.Module):
         raise UsageError(f"pass the model that is called with the rows; got {type(model).__name__}")
+    if not isinstance(layer_ids, Iterable | None):
+        raise PlanError(f"layer_ids must name layers; got {shown(layer_ids)}")
     columns = tuple(layer_ids) if layer_ids is not None else tuple(r.layer_id for r in ordered)
     absent = [router.layer_id for router in ordered if router.layer_id not in columns]
     if absent or len(set(columns)) != len(columns):
         raise PlanError(f"layer_ids must name each layer once, {absent} included; got {columns}")
-    if min_score_ratio is not None and not 0 < min_score_ratio <= 1:
-        raise UsageError(f"min_score_ratio must be in (0, 1]; got {min_score_ratio}")
+    ratio = min_score_ratio
+    if ratio is not None and (not isinstance(ratio, Real) or not 0 < ratio <= 1):
+        raise UsageError(f"min_score_ratio must be in (0, 1]; got {shown(ratio)}")
     again = [router.layer_id for router in ordered if _follows(router.module)]
     if again:
         raise UsageError(f"layers {again} follow already. close() the first one.")
@@ -222,9 +227,9 @@ class _Layer:
             raise UsageError(
                 f"layer {self.router.layer_id} is given {_NAME} under impose. Use one of the two."
             )
-        ids, gates, _ = weigh(
-            self.router, output, _read(rows, weights), min_score_ratio=self._min_score_ratio
-        )
+        read = _read(rows, weights)
+        _check_range(self.router, read.ids)
+        ids, gates, _ = weigh(self.router, output, read, min_score_ratio=self._min_score_ratio)
         return replaced(self.router, output, ids, gates)
 
     def _own_part(self, given: dict[str, torch.Tensor], name: str) -> torch.Tensor | None:
@@ -234,8 +239,9 @@ class _Layer:
         if name == _WEIGHTS:
             is_kind = tensor.dtype in (torch.float32, torch.float64)
         else:
-            is_kind = not tensor.is_floating_point() and tensor.dtype != torch.bool
+            is_kind = tensor.dtype in (*INTEGERS, torch.uint16)
         expected = (self._layers, self.router.top_k)
+        is_kind = is_kind and tensor.layout == torch.strided
         if not is_kind or tensor.ndim != 4 or tuple(tensor.shape[2:]) != expected:
             kind = "integers"
             if name == _WEIGHTS:
@@ -253,6 +259,18 @@ def _read(ids: torch.Tensor, weights: torch.Tensor | None) -> Rows:
     ids = ids.to(torch.int64)
     missing, padding = (ids == -1).any(-1), (ids < -1).any(-1)
     return Rows(torch.where(ids < -1, -2 - ids, ids), missing, padding, weights)
+
+
+def _check_range(router: Router, ids: torch.Tensor) -> None:
+    """Refuse ids of other experts where nothing waits for it; a GPU stops at them by itself."""
+    if ids.device.type != "cpu" or torch.compiler.is_compiling() or not ids.numel():
+        return
+    low, high = (int(limit) for limit in ids.aminmax())
+    if low < -1 or high >= router.num_experts:
+        raise UsageError(
+            f"{_NAME} of layer {router.layer_id} name experts {low} to {high}; it has 0 to"
+            f" {router.num_experts - 1}. Do the routes belong to this model?"
+        )
 
 
 def _taken_from(kwargs: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
-from ..errors import PlanError, ShapeError, UsageError
+from ..errors import PlanError, ShapeError, UsageError, shown
 
-__all__ = ["Router", "check_routers", "chosen_ids"]
+__all__ = ["INTEGERS", "Router", "check_routers", "chosen_ids"]
 
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @runtime_checkable
@@ -64,6 +64,8 @@ def check_routers(routers: Sequence[Router]) -> tuple[Router, ...]:
             f"pass the routers of the model, not the {type(routers).__name__} itself:"
             " replay.adapters.transformers.routers(model), or your own (docs/replay.md)"
         )
+    if not isinstance(routers, Iterable) or not all(hasattr(r, "layer_id") for r in routers):
+        raise UsageError(f"pass the routers of the model, a list of them; got {shown(routers)}")
     ordered = tuple(sorted(routers, key=lambda router: router.layer_id))
     if not ordered:
         raise UsageError("no routers: a model without experts has nothing to replay")
@@ -83,7 +85,7 @@ def chosen_ids(router: Router, output: Any) -> torch.Tensor:
         ShapeError: it reads something else.
     """
     ids = router.experts(output)
-    if ids.ndim != 2 or ids.shape[1] != router.top_k or ids.dtype not in _INTEGERS:
+    if ids.ndim != 2 or ids.shape[1] != router.top_k or ids.dtype not in INTEGERS:
         raise ShapeError(
             f"layer {router.layer_id}: Router.experts must return integers"
             f" [tokens, {router.top_k}]; got {ids.dtype} {list(ids.shape)}"

@@ -61,10 +61,7 @@ class Routes:
         if self.padding is None:
             object.__setattr__(self, "padding", np.broadcast_to(np.False_, tokens))
         for name, mask in (("missing", self.missing), ("padding", self.padding)):
-            if mask.shape != (tokens,) or mask.dtype != np.bool_:
-                raise ShapeError(
-                    f"{name} must be bool [{tokens}]; got {mask.dtype} {list(mask.shape)}"
-                )
+            codec.check_mask(name, mask, tokens)
             object.__setattr__(self, name, _read_only(mask))
         object.__setattr__(self, "experts", _read_only(self.experts))
 
@@ -83,24 +80,27 @@ class Routes:
         Local; reads every id.
 
         Raises:
-            ShapeError: the array is not `[tokens, layers, top_k]` of integers.
+            ShapeError: the array is not `[tokens, layers, top_k]` of integers, or layers or mask do
+                not fit it.
             UsageError: an id is out of range, or one row names an expert twice. No router does
                 the latter; an engine whose capture was compiled away returns rows of zeros.
         """
-        array = np.asarray(array)
-        if array.ndim != 3 or array.dtype.kind not in "iu":
+        dtype, array = codec.expert_dtype(num_experts), codec.host_array(array)
+        if array.ndim != 3 or array.dtype.kind not in "iu" or not array.shape[2]:
             raise ShapeError(
                 "routes need an integer array [tokens, layers, top_k];"
                 f" got {array.dtype} {list(array.shape)}"
             )
-        if missing is None:
-            missing = np.zeros(len(array), dtype=np.bool_)
-        elif missing.any():
+        missing = (
+            np.zeros(len(array), dtype=np.bool_) if missing is None else codec.host_array(missing)
+        )
+        codec.check_mask("missing", missing, len(array))
+        if missing.any():
             array = np.where(missing[:, None, None], 0, array)
         codec.check_range(array, num_experts)
-        experts = array.astype(codec.expert_dtype(num_experts), copy=False)
+        experts = array.astype(dtype, copy=False)
         refuse_duplicates(experts, missing)
-        return cls(experts, num_experts, tuple(int(i) for i in layer_ids), missing)
+        return cls(experts, num_experts, codec.checked_ids(layer_ids), missing)
 
     @property
     def tokens(self) -> int:
@@ -297,7 +297,8 @@ class Routes:
         Raises:
             ShapeError: the tokens are no `batch` rows of one length.
         """
-        if not isinstance(batch, Integral) or batch < 1 or self.tokens % batch:
+        whole = isinstance(batch, Integral) and not isinstance(batch, bool)
+        if not whole or batch < 1 or self.tokens % batch:
             raise ShapeError(
                 f"{self.tokens} tokens are no {batch!r} rows of one length."
                 " Routes.join(rows, pad_to=width) makes them so."

@@ -66,10 +66,42 @@ def test_prefix_against_load():
     assert PrefixAndLoad()(Request(), states([3, 2, 1, 1, 4])) == 2
 
 
-@pytest.mark.parametrize("wrong", [{"beta": -1}, {"saturated": 0}, {"beta": float("nan")}])
+@pytest.mark.parametrize(
+    "wrong", [{"beta": -1.0}, {"saturated": 0.0}, {"beta": float("nan")}, {"beta": float("inf")}]
+)
 def test_weights_that_make_no_sense_are_refused(wrong):
-    with pytest.raises(UsageError, match="needs beta"):
+    with pytest.raises(UsageError, match=f"needs {next(iter(wrong))} >"):
         PrefixAndLoad(**wrong)
+
+
+@pytest.mark.parametrize(
+    "route",
+    [round_robin, least_loaded, consistent_hash, PrefixAndLoad(), AddedSeconds(float, 1.0, 1.0)],
+)
+def test_a_route_among_no_engines_is_a_mistake(route):
+    with pytest.raises(UsageError, match="among engines that are open; got none"):
+        route(Request(session="a", pages=(1,)), [])
+
+
+@pytest.mark.parametrize("wrong", [(-1, 1, 0), (0, 0, 0), (0, 1, -1)])
+def test_engines_of_which_no_load_can_be_told_are_refused(wrong):
+    with pytest.raises(UsageError, match="engine 'a' needs in_flight >= 0"):
+        EngineState("a", *wrong)
+
+
+def test_any_text_is_a_session():
+    names = {consistent_hash(Request(session=f"\ud800{i}"), states([0] * 3)) for i in range(20)}
+    assert names == {0, 1, 2}
+
+
+def test_seconds_that_are_no_number_are_no_choice():
+    with pytest.raises(UsageError, match="token_s says no number for 1 requests"):
+        AddedSeconds(lambda count: float("nan"), 1.0, 1.0)(Request(), states([0, 0]))
+
+
+def test_part_of_a_name_is_no_engine():
+    with pytest.raises(UsageError, match="a collection of names"):
+        engines_to_restart("a1", {"b": "a12"})
 
 
 def seconds_of_all(token_s, page_s, tokens, missing, loads, place):
@@ -105,7 +137,7 @@ def test_sessions_stay_where_many_would_wait_and_move_where_few_do():
     assert route(request, states([10, 9, 9, 9, 9], held)) != 0, "it is saturated"
     assert route(Request(), states([3, 2, 1, 1, 4])) == 2
     for wrong in ({"page_s": -1}, {"tokens": float("nan")}, {"saturated": 0}):
-        with pytest.raises(UsageError, match="needs page_s"):
+        with pytest.raises(UsageError, match="needs tokens|needs page_s|needs saturated"):
             AddedSeconds(**({"token_s": float, "page_s": 1, "tokens": 1} | wrong))
 
 
@@ -194,6 +226,10 @@ def test_fleets_that_make_no_sense_are_refused():
         fleet.choose(Request())
     with pytest.raises(UsageError, match="no engine 'b'"):
         fleet.drain("b")
+    for odd in (None, "0", 0.0, float("nan"), -1):
+        fleet = Fleet({"a": print}, route=lambda request, engines, odd=odd: odd)
+        with pytest.raises(UsageError, match="the route chose engine"):
+            fleet.choose(Request())
 
 
 prompts = st.lists(st.sampled_from("abcdef"), max_size=5).map(

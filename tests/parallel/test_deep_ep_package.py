@@ -82,7 +82,7 @@ def test_a_fake_deep_ep_of_another_version_is_refused_by_name(kind, change, said
     [
         ("elastic", {"hidden": 12}, ShapeError, "multiple of 8; got 12"),
         ("buffer", {"hidden": 0}, ShapeError, "multiple of 8; got 0"),
-        ("buffer", {"alignment": 0}, PlanError, "at least 1 row; got 0"),
+        ("buffer", {"alignment": 0}, PlanError, "must be at least 1; got 0"),
         ("elastic", {"max_tokens": 0}, PlanError, "got 0 and 2"),
         ("elastic", {"top_k": 33}, PlanError, "got 9 and 33"),
     ],

@@ -202,7 +202,7 @@ def _crowded():
         _made("capacity").dispatch(x, scores, crowded if wrong else ids, num_experts=EXPERTS)
     with pytest.raises(RuntimeError, match="over capacity_rows=20"):
         _made("capacity", check=False).dispatch(x, scores, crowded, num_experts=EXPERTS)
-    with pytest.raises(PlanError, match="at least 1 row; got 0"):
+    with pytest.raises(PlanError, match="must be at least 1; got 0"):
         AllToAllDispatcher(dist.group.WORLD, capacity_rows=0)
 
 

@@ -147,5 +147,5 @@ def test_outputs_must_fit_the_dispatched_rows():
 
 
 def test_alignment_must_be_positive():
-    with pytest.raises(PlanError, match="at least 1 row; got 0"):
+    with pytest.raises(PlanError, match="must be at least 1; got 0"):
         LocalDispatcher(alignment=0)

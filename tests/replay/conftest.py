@@ -4,7 +4,10 @@ from torch import nn
 
 from primeblocks.replay import Routes
 from primeblocks.replay.gates import chosen_softmax_gates, sigmoid_gates, softmax_gates
-from primeblocks.testing import ranks
+from primeblocks.testing import ranks, tiny_models
+
+# Of `float64_model`.
+TOP_K, HIDDEN, VOCABULARY = 2, 32, 32
 
 ranks.preload("primeblocks.parallel", "transformers.models.gpt_oss.modeling_gpt_oss")
 
@@ -115,3 +118,21 @@ def foreign():
         )
 
     return make
+
+
+def float64_model(family, *, checkpoint=None, num_layers, num_experts):
+    """A tiny model of transformers in float64, in training."""
+    model = tiny_models.build(
+        family,
+        dtype="float64",
+        num_layers=num_layers,
+        num_experts=num_experts,
+        top_k=TOP_K,
+        hidden=HIDDEN,
+        vocab=VOCABULARY,
+        init_std=0.3,
+    ).train()
+    model.set_experts_implementation("eager")  # The grouped kernel refuses float64.
+    if checkpoint is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpoint})
+    return model

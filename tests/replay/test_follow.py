@@ -323,9 +323,11 @@ def test_what_cannot_work_is_refused(inputs, foreign):
     for wrong in (foreign(), rows.numpy()):
         with pytest.raises(UsageError, match="takes a tensor, as Routes.tensor"):
             model(inputs, routed_experts=wrong)
-    for wrong in (rows.double(), rows[0], rows[:, :, :2], rows[..., :1], rows > 0):
+    for wrong in (rows.double(), rows[0], rows[:, :, :2], rows[..., :1], rows > 0, rows * 1j):
         with pytest.raises(ShapeError, match=r"integers \[batch, sequence, 3 layers, 2\]"):
             model(inputs, routed_experts=wrong)
+    with pytest.raises(UsageError, match="name experts 6 to 6; it has 0 to 5"):
+        model(inputs, routed_experts=torch.full_like(rows, 6))
     for wrong in (rows, rows.bfloat16(), rows.half()):
         with pytest.raises(
             ShapeError, match=r"weights must be float32 .*cast_forward_inputs=False"

@@ -12,10 +12,11 @@ from torch.distributed import pipelining
 
 from primeblocks.replay import Routes, follow, impose
 from primeblocks.replay.adapters.transformers import routers
-from primeblocks.testing import ranks, tiny_models
+from primeblocks.testing import ranks
 from primeblocks.testing.oracles import max_relative_error
+from tests.replay.conftest import HIDDEN, TOP_K, VOCABULARY, float64_model
 
-LAYERS, EXPERTS, TOP_K, HIDDEN, VOCABULARY = 6, 8, 2, 32, 32
+LAYERS, EXPERTS = 6, 8
 MICRO_BATCHES, ROWS, SEQUENCE = 6, 2, 5
 CHECKPOINTS = (None, False, True)
 # Stages a rank has, and whether autograd runs each backward whole: reentrant checkpoints need it.
@@ -28,20 +29,8 @@ SCHEDULES = {
 
 
 def _model(checkpoint=None):
-    model = tiny_models.build(
-        "gpt_oss",
-        dtype="float64",
-        num_layers=LAYERS,
-        num_experts=EXPERTS,
-        top_k=TOP_K,
-        hidden=HIDDEN,
-        vocab=VOCABULARY,
-        init_std=0.3,
-    ).train()
-    model.set_experts_implementation("eager")  # The grouped kernel refuses float64.
-    if checkpoint is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": checkpoint})
-    return model
+    sizes = {"num_layers": LAYERS, "num_experts": EXPERTS}
+    return float64_model("gpt_oss", checkpoint=checkpoint, **sizes)
 
 
 def _batch():

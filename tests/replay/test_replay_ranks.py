@@ -21,9 +21,10 @@ from primeblocks.parallel import fully_shard_moe, plan_mesh, plan_sequence
 from primeblocks.parallel.experts import AllToAllDispatcher
 from primeblocks.replay import Routes, follow, impose, record
 from primeblocks.replay.adapters.transformers import routers
-from primeblocks.testing import ranks, tiny_models
+from primeblocks.testing import ranks
+from tests.replay.conftest import HIDDEN, TOP_K, VOCABULARY, float64_model
 
-LAYERS, EXPERTS, TOP_K, HIDDEN, VOCABULARY = 2, 12, 2, 32, 32
+LAYERS, EXPERTS = 2, 12
 MICRO_BATCHES = 2
 CHECKPOINTS = (None, False, True)
 # World sizes with their degrees; what is left over is FSDP2.
@@ -31,20 +32,8 @@ MESHES = [(2, {"expert": 2}), (3, {"expert": 3}), (4, {"expert": 2}), (4, {"expe
 
 
 def _model(family, checkpoint=None):
-    model = tiny_models.build(
-        family,
-        dtype="float64",
-        num_layers=LAYERS,
-        num_experts=EXPERTS,
-        top_k=TOP_K,
-        hidden=HIDDEN,
-        vocab=VOCABULARY,
-        init_std=0.3,
-    ).train()
-    model.set_experts_implementation("eager")  # The grouped kernel refuses float64.
-    if checkpoint is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": checkpoint})
-    return model
+    sizes = {"num_layers": LAYERS, "num_experts": EXPERTS}
+    return float64_model(family, checkpoint=checkpoint, **sizes)
 
 
 def _gpt_oss_experts(module, dispatcher, hidden_states, router_indices, routing_weights):

@@ -103,6 +103,30 @@ def test_a_value_of_the_wrong_dtype_or_mask_is_refused():
         Routes(experts, 65537, (0,), missing)
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"missing": np.ones(2, bool)},
+        {"missing": np.ones(3, np.int64)},
+        {"layer_ids": [-1]},
+        {"layer_ids": [1 << 32]},
+        {"num_experts": True},
+        {"num_experts": 10**5000},
+        {"array": np.zeros((3, 1, 0), int)},
+    ],
+    ids=lambda odd: next(iter(odd)),
+)
+def test_what_does_not_fit_an_array_is_refused(odd):
+    fits = {"array": np.zeros((3, 1, 1), int), "num_experts": 8, "layer_ids": [0]}
+    with pytest.raises(ShapeError):
+        Routes.from_array(**fits | odd)
+
+
+def test_a_batch_is_no_flag():
+    with pytest.raises(ShapeError, match="no True rows"):
+        random_routes().tensor(batch=True)
+
+
 def test_slices_are_views():
     routes = random_routes()
     part = routes[2:5]

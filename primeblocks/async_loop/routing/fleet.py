@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Any
 
-from ...errors import EngineError, UsageError
+from ...errors import EngineError, UsageError, check_counts, shown
 from .routes import EngineState, Request, Route, least_loaded
 
 __all__ = ["Fleet", "engines_to_restart"]
@@ -26,8 +27,13 @@ def engines_to_restart(restarted: str, agents: Mapping[str, Collection[str]]) ->
         agents: for each engine those whose agents it holds: of a decode engine its prefill engines,
             and the other way round too where transfers go both ways.
 
+    Raises:
+        UsageError: a name is given where several belong, in which parts of it would be found.
+
     Source: llm-d #2187, vLLM #49238 and #50047.
     """
+    if any(isinstance(held, str) for held in agents.values()):
+        raise UsageError(f"agents has a collection of names for each engine; got {agents!r:.200}.")
     found = [restarted]
     for gone in found:  # which grows: who restarts leaves an agent behind as well
         found += [name for name, held in agents.items() if gone in held and name not in found]
@@ -60,7 +66,7 @@ class Fleet:
         cache_pages: pages that one engine holds; 0 where `route` does not look at them.
 
     Raises:
-        UsageError: there is no engine, or a number is out of range.
+        UsageError: there is no engine, a number is out of range, or `route` is no function.
     """
 
     def __init__(
@@ -72,11 +78,11 @@ class Fleet:
         max_in_flight: int | Mapping[str, int] = 64,
         cache_pages: int = 0,
     ) -> None:
-        if not engines or cache_pages < 0:
-            raise UsageError(
-                f"needs at least one engine and cache_pages >= 0; got {len(engines)} and "
-                f"{cache_pages}"
-            )
+        check_counts(least=0, cache_pages=cache_pages)
+        if not isinstance(engines, Mapping) or not engines:
+            raise UsageError(f"needs at least one engine, by name; got {shown(engines)}")
+        if not callable(route) or not (describe is None or callable(describe)):
+            raise UsageError(f"needs functions; got {shown(route)} and {shown(describe)}")
         self._route, self._describe, self._cache_pages = route, describe, cache_pages
         self._max_in_flight, self._routed = max_in_flight, 0
         self._engines: dict[str, _Engine] = {}
@@ -110,14 +116,17 @@ class Fleet:
 
         Raises:
             EngineError: no engine is open.
-            UsageError: the route names none of those that it was given.
+            UsageError: the route names none of those that it was given, or `describe` makes no
+                `Request`.
         """
+        if not isinstance(request, Request):
+            raise UsageError(f"needs a Request, as describe makes it; got {shown(request)}")
         states = self.states(request)
         if not states:
             raise EngineError(f"all {len(self._engines)} engines of the fleet are closed or gone")
         place = self._route(replace(request, ordinal=self._routed), states)
-        if not 0 <= place < len(states):
-            raise UsageError(f"the route chose engine {place} of {len(states)}")
+        if not isinstance(place, Integral) or not 0 <= place < len(states):
+            raise UsageError(f"the route chose engine {shown(place)} of {len(states)}")
         self._routed += 1
         return states[place].name
 
@@ -145,12 +154,13 @@ class Fleet:
         """Add an engine, or open one again: it holds no page. Give it the current weights first.
 
         Raises:
-            UsageError: `max_in_flight` has no number for it.
+            UsageError: `max_in_flight` has no number for it, or it is no function.
         """
         limit = self._max_in_flight
-        most = limit if isinstance(limit, int) else limit.get(name, 0)
-        if most < 1:
-            raise UsageError(f"max_in_flight of engine {name!r} must be at least 1; got {most}")
+        most = limit.get(name, 0) if isinstance(limit, Mapping) else limit
+        check_counts(**{f"max_in_flight of engine {name!r}": most})
+        if not callable(generate):
+            raise UsageError(f"engine {name!r} must be a function; got {shown(generate)}")
         if (before := self._engines.get(name)) is not None:
             self._forget(before)
         bit = 1 << len(self._engines) if before is None else before.bit
@@ -158,7 +168,7 @@ class Fleet:
 
     def _named(self, name: str) -> _Engine:
         if name not in self._engines:
-            raise UsageError(f"no engine {name!r} in the fleet: {sorted(self._engines)}")
+            raise UsageError(f"no engine {name!r} in the fleet: {list(self._engines)}")
         return self._engines[name]
 
     def _matched(self, pages: Sequence[Hashable]) -> dict[int, int]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from math import inf, isnan
+from numbers import Real
 
 import xxhash
 
-from ...errors import UsageError
+from ...errors import UsageError, shown
 
 __all__ = [
     "AddedSeconds",
@@ -46,12 +48,23 @@ class EngineState:
         in_flight: requests that it has.
         max_in_flight: requests beyond which they wait for each other, or for its cache.
         matched: lead pages of the request that it is believed to hold.
+
+    Raises:
+        UsageError: a number is negative or no number, or it takes no request.
     """
 
     name: str
     in_flight: int
     max_in_flight: int
     matched: int = 0
+
+    def __post_init__(self) -> None:
+        # Plainly, for each engine and request: what is no number compares with none.
+        if not (self.in_flight >= 0 and self.max_in_flight > 0 and self.matched >= 0):
+            raise UsageError(
+                f"engine {self.name!r} needs in_flight >= 0, max_in_flight > 0 and matched >= 0; "
+                f"got {shown(self.in_flight)}, {shown(self.max_in_flight)}, {shown(self.matched)}"
+            )
 
     @property
     def load(self) -> float:
@@ -60,16 +73,23 @@ class EngineState:
 
 
 Route = Callable[[Request, Sequence[EngineState]], int]
+"""A choice: a place in the sequence, which is not empty."""
+
+
+def _some(engines: Sequence[EngineState]) -> Sequence[EngineState]:
+    if not engines:
+        raise UsageError("a route chooses among engines that are open; got none.")
+    return engines
 
 
 def round_robin(request: Request, engines: Sequence[EngineState]) -> int:
     """Choose one engine after the other."""
-    return request.ordinal % len(engines)
+    return request.ordinal % len(_some(engines))
 
 
 def least_loaded(request: Request, engines: Sequence[EngineState]) -> int:
     """Choose the engine with the least load, the first of several."""
-    return min(range(len(engines)), key=lambda place: engines[place].load)
+    return min(range(len(_some(engines))), key=lambda place: engines[place].load)
 
 
 def consistent_hash(request: Request, engines: Sequence[EngineState]) -> int:
@@ -82,9 +102,11 @@ def consistent_hash(request: Request, engines: Sequence[EngineState]) -> int:
     """
 
     def weight(place: int) -> int:
-        return xxhash.xxh3_64_intdigest(f"{engines[place].name}\0{request.session}".encode())
+        both = f"{engines[place].name}\0{request.session}"
+        # Half a surrogate, as JSON may bring, is a name like any other.
+        return xxhash.xxh3_64_intdigest(both.encode(errors="surrogatepass"))
 
-    return max(range(len(engines)), key=weight)
+    return max(range(len(_some(engines))), key=weight)
 
 
 @dataclass(frozen=True)
@@ -100,7 +122,7 @@ class PrefixAndLoad:
         saturated: load from which an engine has no room.
 
     Raises:
-        UsageError: a number is negative, or `saturated` is 0.
+        UsageError: a number is negative or infinite, or `saturated` is 0.
 
     Source: the score is that of vLLM's production-stack, #1035.
     """
@@ -109,14 +131,11 @@ class PrefixAndLoad:
     saturated: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.beta >= 0 or not self.saturated > 0:
-            raise UsageError(
-                f"needs beta >= 0 and saturated > 0; got {self.beta} and {self.saturated}"
-            )
+        _check_numbers(self.saturated, beta=self.beta)
 
     def __call__(self, request: Request, engines: Sequence[EngineState]) -> int:
         # With few requests one more or less says nothing.
-        mean = max(1.0, sum(engine.in_flight for engine in engines) / len(engines))
+        mean = max(1.0, sum(engine.in_flight for engine in engines) / len(_some(engines)))
 
         def score(place: int) -> tuple[bool, float, float]:
             engine = engines[place]
@@ -143,7 +162,8 @@ class AddedSeconds:
         saturated: load from which an engine has no room.
 
     Raises:
-        UsageError: a number is negative, or `saturated` is 0.
+        UsageError: a number is negative or infinite, or `saturated` is 0; from a choice, `token_s`
+            returns no number.
     """
 
     token_s: Callable[[int], float]
@@ -152,11 +172,7 @@ class AddedSeconds:
     saturated: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.page_s >= 0 or not self.tokens >= 0 or not self.saturated > 0:
-            raise UsageError(
-                "needs page_s >= 0, tokens >= 0 and saturated > 0; got "
-                f"{self.page_s}, {self.tokens} and {self.saturated}"
-            )
+        _check_numbers(self.saturated, page_s=self.page_s, tokens=self.tokens)
 
     def __call__(self, request: Request, engines: Sequence[EngineState]) -> int:
         def added(place: int) -> tuple[bool, float]:
@@ -165,6 +181,17 @@ class AddedSeconds:
             prompt_s = self.page_s * (len(request.pages) - engine.matched)
             slower_s = others * (self.token_s(others + 1) - self.token_s(others)) if others else 0.0
             token_s = self.token_s(others + 1) + slower_s
-            return engine.load >= self.saturated, prompt_s * (others + 1) + self.tokens * token_s
+            seconds = prompt_s * (others + 1) + self.tokens * token_s
+            if isnan(seconds):  # Smaller than nothing, and nothing smaller than it.
+                raise UsageError(f"token_s says no number for {others + 1} requests.")
+            return engine.load >= self.saturated, seconds
 
-        return min(range(len(engines)), key=added)
+        return min(range(len(_some(engines))), key=added)
+
+
+def _check_numbers(saturated: float, **numbers: float) -> None:
+    for name, number in numbers.items():
+        if not isinstance(number, Real) or not 0 <= number < inf:
+            raise UsageError(f"needs {name} >= 0, and finite; got {shown(number)}.")
+    if not isinstance(saturated, Real) or not saturated > 0:
+        raise UsageError(f"needs saturated > 0; got {shown(saturated)}.")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Integral
 from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import PlanError, UsageError
+from ...errors import PlanError, UsageError, check_counts
 from ...groups import Carried, all_to_all_rows, check_group, facts_of, outside_graphs, settle
 from .dispatcher import (
     Dispatched,
@@ -237,9 +236,8 @@ class _Owners:
 
     def __post_init__(self) -> None:
         check_group(self.group)
-        room = self.capacity_rows
-        if room is not None and (not isinstance(room, Integral) or room < 1):
-            raise PlanError(f"capacity_rows must be at least 1 row; got {room!r}.")
+        if self.capacity_rows is not None:
+            check_counts(capacity_rows=self.capacity_rows)
 
     def admit(
         self,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Integral
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
-from ...errors import PlanError, ShapeError, UsageError
+from ...errors import ShapeError, UsageError, check_counts
 from ...groups import check_tensors, facts_of, settle
 from .permute import map_choices, permute, unpermute
 
@@ -189,8 +188,7 @@ def check_slots(
         ShapeError, PlanError: as `TokenDispatcher.dispatch` says.
     """
     check_tensors(x=x, scores=scores, expert_ids=expert_ids)
-    if not isinstance(num_experts, Integral) or num_experts < 1:
-        raise PlanError(f"num_experts must be a positive number; got {num_experts!r}.")
+    check_counts(num_experts=num_experts)
     if x.ndim != 2 or expert_ids.ndim != 2 or expert_ids.shape[0] != x.shape[0]:
         raise ShapeError(
             f"needs x [tokens, hidden] and expert_ids [tokens, top_k]; "
@@ -272,6 +270,5 @@ def check_outputs(y: Tensor, dispatched: Dispatched) -> None:
 
 def checked_alignment(alignment: int) -> int:
     """Return `alignment`; raise a PlanError where it is not a positive number. Local."""
-    if not isinstance(alignment, Integral) or alignment < 1:
-        raise PlanError(f"alignment must be at least 1 row; got {alignment!r}.")
+    check_counts(alignment=alignment)
     return alignment

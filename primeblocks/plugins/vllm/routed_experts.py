@@ -8,9 +8,9 @@ from typing import Any
 from ...errors import UnsupportedError
 from ..patch import Patch, SelfTest, ours, stock
 
-__all__ = ["PATCH", "check_capture"]
+__all__ = ["PATCH", "VERIFY", "check_capture", "refusal"]
 
-_VERIFY = "vllm.config.vllm:VllmConfig._verify_aux_output_compatibility"
+VERIFY = "vllm.config.vllm:VllmConfig._verify_aux_output_compatibility"
 _RUNNER = "vllm.v1.worker.cpu_worker:CPUModelRunner"
 
 
@@ -119,33 +119,37 @@ def _batch_of(runner: Any) -> SimpleNamespace:
     )
 
 
+def refusal(
+    verify: Callable[[Any], None], *, v2: bool = False, prefix_caching: bool = True,
+    transfer: Any = None,
+) -> str:  # fmt: skip
+    """Return what vLLM's check says of a configuration; no engine starts."""
+    config = SimpleNamespace(
+        aux_output_config=SimpleNamespace(enabled=True),
+        use_v2_model_runner=v2,
+        model_config=SimpleNamespace(runner_type="generate", is_moe=True),
+        cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
+        speculative_config=None,
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+        ),
+        kv_transfer_config=transfer,
+    )
+    try:
+        verify(config)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def _test_routed_experts() -> SelfTest:
-    """Ask vLLM's own check about a valid and an invalid configuration; no engine starts."""
-
-    def refusal(verify: Callable[[Any], None], *, prefix_caching: bool) -> str:
-        config = SimpleNamespace(
-            aux_output_config=SimpleNamespace(enabled=True),
-            use_v2_model_runner=False,
-            model_config=SimpleNamespace(runner_type="generate", is_moe=True),
-            cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
-            speculative_config=None,
-            parallel_config=SimpleNamespace(
-                pipeline_parallel_size=1,
-                decode_context_parallel_size=1,
-                prefill_context_parallel_size=1,
-            ),
-            kv_transfer_config=None,
-        )
-        try:
-            verify(config)
-        except ValueError as error:
-            return str(error)
-        return ""
-
+    """Ask vLLM's own check about a valid and an invalid configuration."""
     step = inspect.unwrap(stock(_RUNNER).execute_model).__code__.co_names
-    refused = "Model Runner V2" in refusal(stock(_VERIFY), prefix_caching=True)
-    accepted = refusal(ours(_VERIFY), prefix_caching=True) == ""
-    still_checked = "prefix caching" in refusal(ours(_VERIFY), prefix_caching=False)
+    refused = "Model Runner V2" in refusal(stock(VERIFY))
+    accepted = refusal(ours(VERIFY)) == ""
+    still_checked = "prefix caching" in refusal(ours(VERIFY), prefix_caching=False)
     return SelfTest(
         needed=refused and "aux_output_connector_metadata" not in step,
         effective=accepted and still_checked and hasattr(ours(_RUNNER), "aux_output_connector"),
@@ -157,7 +161,7 @@ PATCH = Patch(
     reason="Routed-expert return is wired to Model Runner V2 only, which needs a Triton with a CPU "
     "backend; the V1 CPU runner lacks a few calls on the same in-tree connector.",
     tested="vllm==0.32.*",
-    replacements={_VERIFY: _verify, _RUNNER: _runner},
+    replacements={VERIFY: _verify, _RUNNER: _runner},
     self_test=_test_routed_experts,
     asked=lambda config: config.aux_output_config.enabled,
 )

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..patch import Patch, SelfTest, ours, stock
+from .routed_experts import VERIFY, refusal
 
 __all__ = ["PATCH"]
 
-_VERIFY = "vllm.config.vllm:VllmConfig._verify_aux_output_compatibility"
 _NIXL = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
 
 
@@ -36,33 +36,16 @@ def _verify(inner: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _test() -> SelfTest:
-    """Ask the check about NIXL, and about a connector that stays refused; no engine starts."""
+    """Ask the check about NIXL, and about connectors that stay refused."""
 
-    def refusal(verify: Callable[[Any], None], connector: str) -> str:
+    def refused(verify: Callable[[Any], None], connector: str) -> str:
         transfer = SimpleNamespace(kv_connector=connector, has_connector=connector.__eq__)
-        config = SimpleNamespace(
-            aux_output_config=SimpleNamespace(enabled=True),
-            use_v2_model_runner=True,
-            model_config=SimpleNamespace(runner_type="generate", is_moe=True),
-            cache_config=SimpleNamespace(enable_prefix_caching=True),
-            speculative_config=None,
-            parallel_config=SimpleNamespace(
-                pipeline_parallel_size=1,
-                decode_context_parallel_size=1,
-                prefill_context_parallel_size=1,
-            ),
-            kv_transfer_config=transfer,
-        )
-        try:
-            verify(config)
-        except ValueError as error:
-            return str(error)
-        return ""
+        return refusal(verify, v2=True, transfer=transfer)
 
-    others = all(refusal(ours(_VERIFY), name) for name in ("MooncakeConnector", "MoRIIOConnector"))
+    others = all(refused(ours(VERIFY), name) for name in ("MooncakeConnector", "MoRIIOConnector"))
     return SelfTest(
-        needed=all("PD auxiliary output" in refusal(stock(_VERIFY), name) for name in _NIXL),
-        effective=others and not any(refusal(ours(_VERIFY), name) for name in _NIXL),
+        needed=all("PD auxiliary output" in refused(stock(VERIFY), name) for name in _NIXL),
+        effective=others and not any(refused(ours(VERIFY), name) for name in _NIXL),
     )
 
 
@@ -71,7 +54,7 @@ PATCH = Patch(
     reason="Capture is refused beside NIXL: an engine has no rows of pages that another computed, "
     "and would end. With `routes_with_pages` such rows come back missing.",
     tested="vllm==0.32.*",
-    replacements={_VERIFY: _verify},
+    replacements={VERIFY: _verify},
     self_test=_test,
     asked=lambda config: config.aux_output_config.enabled and _over_nixl(config),
     cpu_only=False,

@@ -29,7 +29,8 @@ from .deferred import Deferred
 
 # What transformers raises where it cannot make sense of a folder.
 _UNREADABLE = (
-    ImportError, LookupError, OSError, RuntimeError, SafetensorError, TypeError, ValueError
+    AttributeError, ImportError, LookupError, OSError, RuntimeError, SafetensorError, TypeError,
+    ValueError,
 )  # fmt: skip
 # Weights that transformers would leave quantized where a GPU computes with them.
 _CODES = ("fp8", "mxfp4")

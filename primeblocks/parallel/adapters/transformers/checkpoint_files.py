@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
 import torch
@@ -55,13 +55,17 @@ def open_checkpoint(path: str | Path) -> dict[str, Deferred]:
 
     Raises:
         OSError, SafetensorError: it is not there, without files of safetensors, or one is cut.
+        ValueError: its index names a file outside of the folder.
         UnsupportedError: a tensor has a dtype that torch does not compute with.
     """
     by_dtype = {name: dtype for dtype, name in _DTYPES.items()}
-    files = [safe_open(file, framework="pt") for file in _files(str(path))]
-    tensors = {}
-    for file in files:
+    paths, named = _files(str(path))
+    files = [safe_open(file, framework="pt") for file in paths]
+    tensors: dict[str, Deferred] = {}
+    for at, file in zip(paths, files, strict=True):
         for name in file.keys():  # noqa: SIM118 (no mapping)
+            if name in tensors and Path(named[name]).name != Path(at).name:
+                continue  # Of two the index says which.
             part = file.get_slice(name)
             if part.get_dtype() not in by_dtype:
                 raise UnsupportedError(f"{name} is stored as {part.get_dtype()}.")
@@ -70,16 +74,21 @@ def open_checkpoint(path: str | Path) -> dict[str, Deferred]:
     return tensors
 
 
-def _files(path: str) -> list[str]:
+def _files(path: str) -> tuple[list[str], dict[str, str]]:
+    """The files, and what the index says of which tensor is where, if there is one."""
     try:
-        return [cached_file(path, SAFE_WEIGHTS_NAME)]
+        return [cached_file(path, SAFE_WEIGHTS_NAME)], {}
     except OSError as error:
         try:
             index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME)
         except OSError:
             raise error from None
+    named = json.loads(Path(index).read_text())["weight_map"]
+    for file in set(named.values()):  # Before one is opened, or fetched.
+        if PurePath(file).is_absolute() or ".." in PurePath(file).parts:
+            raise ValueError(f"its index names a file outside of the folder: {file!r:.80}")
     files, _ = get_checkpoint_shard_files(path, index)
-    return list(files)
+    return list(files), named
 
 
 def in_file_order(tensors: Mapping[str, Tensor]) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_any
 
-from ....errors import UnsupportedError
+from ....errors import ShapeError, UnsupportedError
 from ....layout import Shard
 
 __all__ = ["Deferred", "Piece", "Source"]
@@ -216,6 +216,10 @@ def _select(x: Deferred, dim: int, index: int) -> Deferred:
 
 def _cat(parts: Sequence[Deferred], dim: int = 0) -> Deferred:
     dim %= parts[0].ndim
+    shapes = {(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}
+    if len(shapes) > 1 or len({part.ndim for part in parts}) > 1:
+        sizes = sorted({tuple(part.shape) for part in parts})
+        raise ShapeError(f"parts of {sizes} do not make one tensor along dim {dim}.")
     pieces, start = [], 0
     for part in parts:
         for piece in part.pieces:
