@@ -111,9 +111,8 @@ class Index:
         """Name the places of pages, in one transaction, and return the frames of those replaced."""
         rows, names = [], {}
         for age, (key, place) in enumerate(places, start=self._newest + 1):
-            encoded = key.encode()
-            names[_name(encoded)] = place.frame
-            rows.append((place.frame, age, place.length, place.digest, encoded))
+            names[_name(key)] = place.frame
+            rows.append((place.frame, age, place.length, place.digest, key))
         replaced = {self._frames[name]: name for name in names if name in self._frames}
         if rows:
             self._change(replaced, rows, names)
@@ -124,7 +123,7 @@ class Index:
 
     def forget(self, keys: Iterable[PageKey]) -> list[int]:
         """Forget pages, in the file with the next `ready`; return the frames that they had."""
-        return self._forget({_name(key.encode()) for key in keys})
+        return self._forget({_name(key) for key in keys})
 
     def cut(self, frames: int) -> list[int]:
         """Forget pages that do not lie within the first `frames` frames."""
@@ -164,7 +163,7 @@ class Index:
         found = []
         with self._typed():
             for key in keys:
-                frame = self._frames.get(_name(key.encode()))
+                frame = self._frames.get(_name(key))
                 row = frame is not None and self._connection.execute(query, (frame,)).fetchone()
                 found.append(Place(*row) if row else None)
         return found
@@ -189,7 +188,7 @@ class Index:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connection))
 
     def __contains__(self, key: PageKey) -> bool:
-        return _name(key.encode()) in self._frames
+        return _name(key) in self._frames
 
     def __len__(self) -> int:
         return len(self._frames)
@@ -374,8 +373,8 @@ class Index:
             raise OSError(number, f"{error} ({name}, {self._path})") from error
 
 
-def _name(encoded: bytes) -> bytes:
-    return xxhash.xxh3_128_digest(encoded)
+def _name(key: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(key)
 
 
 def _mix(frame: int, name: bytes) -> int:

@@ -112,10 +112,10 @@ class Ledger:
         page = self._pages.pop(key, None)
         if page is None:
             return
-        if key.version in self._by_version:
-            del self._by_version[key.version][key]
-            if not self._by_version[key.version]:
-                del self._by_version[key.version]
+        if self._by_version and (version := key.version) in self._by_version:
+            del self._by_version[version][key]
+            if not self._by_version[version]:
+                del self._by_version[version]
         self._unshelve(page)
         for name in page.rollouts or ():
             self._rollouts.leave(name, page)
