@@ -36,7 +36,7 @@ _TABLES = [
 _MARK = struct.Struct("<8sQQ")  # of the lock: ours, and the ages of the newest change and flush
 _MAGIC = b"pbkvix01"
 _SUM = struct.Struct("<Q")
-_DROPS = 256  # of one transaction
+_TOGETHER = 256  # drops of one transaction, and rows of one question
 _ERRORS = {
     sqlite3.SQLITE_FULL: errno.ENOSPC,
     sqlite3.SQLITE_IOERR: errno.EIO,
@@ -140,7 +140,7 @@ class Index:
         if not self.begun:
             self._begin()
         while self._gone:
-            chunk = dict(islice(self._gone.items(), _DROPS))
+            chunk = dict(islice(self._gone.items(), _TOGETHER))
             self._change(chunk, [], {})
             for frame in chunk:
                 del self._gone[frame]
@@ -156,17 +156,17 @@ class Index:
 
     def places(self, keys: Iterable[PageKey]) -> list[Place | None]:
         """Return the places of pages; None for one that is not here."""
-        query = (
-            "SELECT frame, length, digest FROM pages WHERE frame = ? "
-            "AND typeof(length) = 'integer' AND typeof(digest) = 'blob'"
-        )
-        found = []
+        frames = [self._frames.get(_name(key), -1) for key in keys]
+        rows: dict[int, Place] = {}
         with self._typed():
-            for key in keys:
-                frame = self._frames.get(_name(key))
-                row = frame is not None and self._connection.execute(query, (frame,)).fetchone()
-                found.append(Place(*row) if row else None)
-        return found
+            for start in range(0, len(frames), _TOGETHER):
+                some = ",".join(map(str, frames[start : start + _TOGETHER]))
+                query = (
+                    f"SELECT frame, length, digest FROM pages WHERE frame IN ({some}) "
+                    "AND typeof(length) = 'integer' AND typeof(digest) = 'blob'"
+                )
+                rows |= {row[0]: Place(*row) for row in self._connection.execute(query)}
+        return [rows.get(frame) for frame in frames]
 
     def keys(self) -> list[PageKey]:
         """Return all keys, oldest first."""

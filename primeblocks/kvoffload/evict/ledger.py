@@ -136,6 +136,8 @@ class Ledger:
         """Return the facts as of now."""
         oldest = _first(self._pages)
         assert oldest is not None
+        if not self._facts:
+            return Snapshot(version, self._tick, oldest)
         return Snapshot(
             version=version,
             tick=self._tick,

@@ -38,8 +38,8 @@ _RESERVE = 16  # one page in so many is chosen, and written down, before its fra
 class Catalogue:
     """A catalogue of pages that decides on moves and is told their results.
 
-    Calls add to `moves` what is to be done. Within a lower tier `Write`, `Drop` and `Clear` keep
-    their order, and a `Read` or `Ask` may overtake them. Results are reported by `copied_in`,
+    `take` returns what is to be done. Within a lower tier `Write`, `Drop` and `Clear` keep their
+    order, and a `Read` or `Ask` may overtake them. Results are reported by `copied_in`,
     `copied_out`, `written`, `read` and `asked`. Not thread-safe.
 
     Args:
@@ -61,7 +61,8 @@ class Catalogue:
         through: bool,
         answer: Callable[[Any, Saved | None], None],
     ) -> None:
-        self.moves: list[Move] = []
+        self._moves: list[Move] = []
+        self._unsettled = False  # a frame came free, or a page waits, since `_settle`
         self.levels = levels
         self._below = Levels(levels, evict)
         self.version = 0
@@ -91,6 +92,8 @@ class Catalogue:
         for request in requests:
             self.forget(request.key)
             if len(self._waiting) >= self._max_pending:
+                self._settle()
+            if len(self._waiting) >= self._max_pending:
                 declined = f"{self._max_pending} pages wait for room in host memory already"
                 self._answer(request, Saved(False, declined))
             else:
@@ -109,14 +112,14 @@ class Catalogue:
         """Forget the page of a key; loads that came before are still served."""
         if (page := self._pages.get(key)) is not None:
             self._detach(page)
-            self._settle()
-        self.moves += self._below.forget(key)
+            self._unsettled = True
+        self._moves += self._below.forget(key)
 
     def clear(self) -> None:
         self._clears += 1
         for page in list(self._pages.values()):
             self._detach(page)
-        self.moves += self._below.clear()
+        self._moves += self._below.clear()
         self._settle()
 
     def note(self, fact: Callable[[Ledger], None]) -> None:
@@ -140,6 +143,13 @@ class Catalogue:
     def tick(self) -> None:
         """Look at the clock: pages wait no longer for a tier that is late."""
         self._settle()
+
+    def take(self) -> list[Move]:
+        """Return the moves not returned before; frames are given once for all results."""
+        if self._unsettled:
+            self._settle()
+        moves, self._moves = self._moves, []
+        return moves
 
     def knows(self, key: PageKey) -> bool:
         """Whether a load may hit, shared tiers aside. From any thread."""
@@ -171,13 +181,13 @@ class Catalogue:
         if self._through and not page.gone:
             self._write(page)
         self._release(page)
-        self._settle()
+        self._unsettled = True
 
     def copied_out(self, move: CopyOut) -> None:
         self._underway -= 1
         move.page.pins -= 1
         self._release(move.page)
-        self._settle()
+        self._unsettled = True
 
     def written(self, move: Write, error: Exception | None) -> None:
         self._underway -= 1
@@ -186,7 +196,7 @@ class Catalogue:
         level.heard(error, write=True)
         if error is not None:
             if level.refused(page.key, move.copy, error):
-                self.moves.append(Drop(move.depth, page.key))
+                self._moves.append(Drop(move.depth, page.key))
         else:
             here = page.state is State.HERE and not page.gone
             users = self._ledger.rollouts(page.key) if here else page.users
@@ -195,7 +205,7 @@ class Catalogue:
                 level.ledger.end(rollout)
             page.shared |= level.shared
         self._release(page)
-        self._settle()
+        self._unsettled = True
 
     def read(self, move: Read, *, length: int, error: Exception | None = None) -> None:
         """Take note that the frame holds a page of `length` bytes; 0 is a miss, or an error."""
@@ -205,7 +215,7 @@ class Catalogue:
         if length == 0:
             level.counts["misses"] += 1
             if level.failed(page.key, move.copy, error):
-                self.moves.append(Drop(move.depth, page.key))
+                self._moves.append(Drop(move.depth, page.key))
             self._lose(page, move.depth + 1)
             return
         level.served(length)
@@ -216,7 +226,7 @@ class Catalogue:
         self._hand_out(page, first)
         for waiter in page.waiters[1:]:
             self._serve(page, waiter)
-        self._settle()
+        self._unsettled = True
 
     def asked(self, move: Ask, *, held: bool) -> None:
         self._underway -= 1
@@ -277,7 +287,7 @@ class Catalogue:
             self._start(page)
         else:
             self._waiting.append(page)
-            self._settle()
+            self._unsettled = True
 
     def _start(self, page: HostPage) -> None:
         if page.request is not None:
@@ -326,7 +336,7 @@ class Catalogue:
         del self._coming[page]
         page.state = State.HERE  # nothing fills its frame any more
         self._release(page)
-        self._settle()
+        self._unsettled = True
         for waiter in page.waiters:
             if (other := self._pages.get(waiter.key)) is not None:
                 self._join(other, waiter)
@@ -345,6 +355,7 @@ class Catalogue:
 
     def _settle(self) -> None:
         """Give frames to waiting pages, and make room ahead of need."""
+        self._unsettled = False
         if not self._waiting and len(self._free) >= self._reserve:
             return
         while True:
@@ -356,7 +367,7 @@ class Catalogue:
             if len(self._waiting) + self._reserve <= ready or self._here == 0:
                 break
             self._let_one_go()
-        self.moves += self._below.blocking() if self._waiting else []
+        self._moves += self._below.blocking() if self._waiting else []
 
     def _take_frame(self) -> int | None:
         if self._free:
@@ -392,9 +403,9 @@ class Catalogue:
         feed = None if always else max(1, self._reserve)
         moves = self._below.write(page, version=self.version, feed=feed)
         self._underway += sum(isinstance(move, Write) for move in moves)
-        self.moves += moves
+        self._moves += moves
         return [move.key for move in moves if isinstance(move, Drop)]
 
     def _do(self, move: CopyIn | CopyOut | Read | Ask) -> None:
         self._underway += 1
-        self.moves.append(move)
+        self._moves.append(move)

@@ -138,8 +138,7 @@ class Simulation:
         return bool(steps)
 
     def take(self):
-        while moves := self.catalogue.moves:
-            self.catalogue.moves = []
+        while moves := self.catalogue.take():
             for move in moves:
                 if isinstance(move, CopyIn | CopyOut):
                     self.copies.append(move)
