@@ -129,7 +129,7 @@ class Catalogue:
     def end(self, rollout: Hashable) -> None:
         self.note(lambda ledger: ledger.end(rollout))
         for page in (*self._coming, *self._leaving):
-            page.ended |= {rollout}
+            page.ended += (rollout,)
 
     def write_down(self) -> CapacityError | None:
         """Start writing every page that no lower tier has; return an error if some find no room."""
@@ -175,8 +175,7 @@ class Catalogue:
             self._lose(page, 0)
             return
         self._answer(move.request, Saved(False, _SUPERSEDED) if page.gone else _STORED)
-        self._arrive(page, move.request.users, by=move.request.users)
-        for waiter in page.waiters:
+        for waiter in self._arrive(page, move.request.users, by=move.request.users):
             self._serve(page, waiter)
         if self._through and not page.gone:
             self._write(page)
@@ -221,10 +220,11 @@ class Catalogue:
         level.served(length)
         page.length, page.shared = length, level.shared
         first = page.waiters[0]
-        self._arrive(page, level.users(page.key) or first.users, by=first.users)
+        users = level.users(page.key) or first.users
+        _, *others = self._arrive(page, users, by=first.users)
         first.tier = level.name
         self._hand_out(page, first)
-        for waiter in page.waiters[1:]:
+        for waiter in others:
             self._serve(page, waiter)
         self._unsettled = True
 
@@ -298,13 +298,16 @@ class Catalogue:
             self.levels[depth].given(write=False)
             self._do(Read(depth, page, copy))
 
-    def _arrive(self, page: HostPage, users: Users, *, by: Users) -> None:
+    def _arrive(self, page: HostPage, users: Users, *, by: Users) -> tuple[LoadRequest, ...]:
+        """Enter a page; return those who waited. What its callers gave with it is let go of."""
+        waiters, page.waiters, page.request = page.waiters, (), None
         del self._coming[page]
         page.state = State.HERE
         self._counts["stores"] += 1
         self._counts["bytes_written"] += page.length
         if not page.gone:
             self._enter(page, users, by=by)
+        return waiters
 
     def _enter(self, page: HostPage, users: Users, *, by: Users) -> None:
         page.state = State.HERE
@@ -312,7 +315,7 @@ class Catalogue:
         self._ledger.touch(page.key, rollouts=dict.fromkeys((*users, *by)), by=by)
         for rollout in page.ended:  # while no ledger had the page
             self._ledger.end(rollout)
-        page.ended = frozenset()
+        page.ended = ()
 
     def _detach(self, page: HostPage) -> None:
         del self._pages[page.key]
