@@ -122,6 +122,8 @@ class Ledger:
 
     def victim(self, evict: Evict, *, version: int) -> tuple[PageKey, bool]:
         """Return the page that `evict` chooses, and whether to demote it."""
+        if evict is lru:  # without a snapshot, which costs as much as the rest of an eviction
+            return next(iter(self._pages)), True
         snapshot = self.snapshot(version=version)
         try:
             choice = evict(snapshot)
@@ -136,8 +138,6 @@ class Ledger:
         """Return the facts as of now."""
         oldest = _first(self._pages)
         assert oldest is not None
-        if not self._facts:
-            return Snapshot(version, self._tick, oldest)
         return Snapshot(
             version=version,
             tick=self._tick,

@@ -136,7 +136,8 @@ class Catalogue:
         pages = {key: page for key, page in self._pages.items() if page.state is not State.COMING}
         waiting = deque(pages.values())
         while waiting:  # a page that had to leave for another is written again
-            left = self._write(waiting.popleft(), always=True)
+            moves = self._write(waiting.popleft(), always=True)
+            left = [move.key for move in moves if isinstance(move, Drop)]
             waiting += [pages[key] for key in left if key in pages]
         return self._below.missing(list(pages.values()))
 
@@ -312,7 +313,8 @@ class Catalogue:
     def _enter(self, page: HostPage, users: Users, *, by: Users) -> None:
         page.state = State.HERE
         self._here += 1
-        self._ledger.touch(page.key, rollouts=dict.fromkeys((*users, *by)), by=by)
+        users = tuple(dict.fromkeys((*users, *by))) if users or by else ()
+        self._ledger.touch(page.key, rollouts=users, by=by)
         for rollout in page.ended:  # while no ledger had the page
             self._ledger.end(rollout)
         page.ended = ()
@@ -367,9 +369,11 @@ class Catalogue:
                 page.frame = frame
                 self._start(page)
             ready = len(self._free) + max(0, len(self._leaving) - self._below.late())
-            if len(self._waiting) + self._reserve <= ready or self._here == 0:
+            short = min(len(self._waiting) + self._reserve - ready, self._here)
+            if short <= 0:
                 break
-            self._let_one_go()
+            for _ in range(short):  # each of them adds one at most
+                self._let_one_go()
         self._moves += self._below.blocking() if self._waiting else []
 
     def _take_frame(self) -> int | None:
@@ -401,13 +405,14 @@ class Catalogue:
 
     # Lower tiers.
 
-    def _write(self, page: HostPage, *, always: bool = False) -> list[PageKey]:
-        """Write a page down; return the keys of pages that leave for it."""
+    def _write(self, page: HostPage, *, always: bool = False) -> list[Write | Drop]:
+        """Write a page down; return its moves, and the drops of pages that leave for it."""
         feed = None if always else max(1, self._reserve)
+        before = page.writes
         moves = self._below.write(page, version=self.version, feed=feed)
-        self._underway += sum(isinstance(move, Write) for move in moves)
+        self._underway += page.writes - before
         self._moves += moves
-        return [move.key for move in moves if isinstance(move, Drop)]
+        return moves
 
     def _do(self, move: CopyIn | CopyOut | Read | Ask) -> None:
         self._underway += 1

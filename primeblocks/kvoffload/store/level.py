@@ -208,6 +208,8 @@ class Level:
 
     def late(self) -> bool:
         """Whether pages had to wait too long for its writes, or have been skipped since."""
+        if self._late_s is None and self._blocked_s is None:
+            return False
         now_s, since_s = self._clock(), self._blocked_s
         if self._late_s is None and since_s is not None and now_s - since_s > self._patience_s:
             self._late_s = now_s
