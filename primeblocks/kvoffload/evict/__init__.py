@@ -40,7 +40,7 @@ class Facts(Flag):
 
 @dataclass(slots=True, eq=False)
 class Candidate:
-    """The facts about one page of a tier. The ledger's own entry: read it, keep no reference.
+    """The facts about one page of a tier. Its rollouts are the ledger's own set: only read it.
 
     Args:
         last_used: tick of the last save or load. Each of them is one tick.
