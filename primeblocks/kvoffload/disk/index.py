@@ -156,11 +156,12 @@ class Index:
 
     def places(self, keys: Iterable[PageKey]) -> list[Place | None]:
         """Return the places of pages; None for one that is not here."""
-        frames = [self._frames.get(_name(key), -1) for key in keys]
-        rows: dict[int, Place] = {}
+        frames = [self._frames.get(_name(key)) for key in keys]
+        here = [frame for frame in frames if frame is not None]
+        rows: dict[int | None, Place] = {}
         with self._typed():
-            for start in range(0, len(frames), _TOGETHER):
-                some = ",".join(map(str, frames[start : start + _TOGETHER]))
+            for start in range(0, len(here), _TOGETHER):
+                some = ",".join(map(str, here[start : start + _TOGETHER]))
                 query = (
                     f"SELECT frame, length, digest FROM pages WHERE frame IN ({some}) "
                     "AND typeof(length) = 'integer' AND typeof(digest) = 'blob'"
