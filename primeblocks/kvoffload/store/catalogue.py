@@ -112,7 +112,6 @@ class Catalogue:
         """Forget the page of a key; loads that came before are still served."""
         if (page := self._pages.get(key)) is not None:
             self._detach(page)
-            self._unsettled = True
         self._moves += self._below.forget(key)
 
     def clear(self) -> None:
@@ -120,7 +119,6 @@ class Catalogue:
         for page in list(self._pages.values()):
             self._detach(page)
         self._moves += self._below.clear()
-        self._settle()
 
     def note(self, fact: Callable[[Ledger], None]) -> None:
         for ledger in (self._ledger, *(level.ledger for level in self.levels)):
@@ -149,6 +147,7 @@ class Catalogue:
         """Return the moves not returned before; frames are given once for all results."""
         if self._unsettled:
             self._settle()
+            self._unsettled = False
         moves, self._moves = self._moves, []
         return moves
 
@@ -181,13 +180,11 @@ class Catalogue:
         if self._through and not page.gone:
             self._write(page)
         self._release(page)
-        self._unsettled = True
 
     def copied_out(self, move: CopyOut) -> None:
         self._underway -= 1
         move.page.pins -= 1
         self._release(move.page)
-        self._unsettled = True
 
     def written(self, move: Write, error: Exception | None) -> None:
         self._underway -= 1
@@ -205,7 +202,6 @@ class Catalogue:
                 level.ledger.end(rollout)
             page.shared |= level.shared
         self._release(page)
-        self._unsettled = True
 
     def read(self, move: Read, *, length: int, error: Exception | None = None) -> None:
         """Take note that the frame holds a page of `length` bytes; 0 is a miss, or an error."""
@@ -341,7 +337,6 @@ class Catalogue:
         del self._coming[page]
         page.state = State.HERE  # nothing fills its frame any more
         self._release(page)
-        self._unsettled = True
         for waiter in page.waiters:
             if (other := self._pages.get(waiter.key)) is not None:
                 self._join(other, waiter)
@@ -350,6 +345,7 @@ class Catalogue:
 
     def _release(self, page: HostPage) -> None:
         """Take back the frame of a page that is gone or leaves, once nothing needs it."""
+        self._unsettled = True
         if page.busy or page.frame < 0:
             return
         if page.gone:
@@ -360,7 +356,6 @@ class Catalogue:
 
     def _settle(self) -> None:
         """Give frames to waiting pages, and make room ahead of need."""
-        self._unsettled = False
         if not self._waiting and len(self._free) >= self._reserve:
             return
         while True:
