@@ -365,17 +365,20 @@ class TieredStore:
         while moves := self._catalogue.take():
             copies: list[CopyIn | CopyOut] = []
             below: list[list[Any]] = [[] for _ in self._workers]
+            recalls: list[int] = []
             for move in moves:
                 if isinstance(move, (CopyIn, CopyOut)):
                     copies.append(move)
-                elif not isinstance(move, Recall):
+                elif isinstance(move, Recall):
+                    recalls.append(move.depth)
+                else:
                     below[move.depth].append(move)
             for worker, given in zip(self._workers, below, strict=True):
-                worker.give(*given)
+                if given:
+                    worker.give(*given)
             self._copiers.give(copies)
-            for move in moves[-len(below) :]:  # recalls come last
-                if isinstance(move, Recall):
-                    self._tell(self._workers[move.depth].recall())
+            for depth in recalls:
+                self._tell(self._workers[depth].recall())
 
     def _copied(self, done: list[tuple[Copies, bool]]) -> None:
         def tell() -> None:
