@@ -10,11 +10,11 @@ import sqlite3
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import reduce
 from itertools import islice
 from operator import itemgetter, xor
 from pathlib import Path
+from typing import NamedTuple
 
 import xxhash
 
@@ -48,8 +48,7 @@ _ERRORS = {
 _CUT = (sqlite3.SQLITE_IOERR_SHORT_READ, sqlite3.SQLITE_IOERR_FSTAT)  # or removed
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """A page's place in the data file, its length and its digest."""
 
     frame: int

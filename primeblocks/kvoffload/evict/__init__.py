@@ -70,7 +70,7 @@ class Live:
     expected_ticks: float = 0.0
 
 
-class Snapshot(NamedTuple):  # made for each page that leaves: a frozen dataclass costs thrice that
+class Snapshot(NamedTuple):
     """A full tier, reduced to the pages that may have to leave.
 
     Args:
