@@ -82,15 +82,16 @@ class Catalogue:
         self._waiting: deque[HostPage] = deque()
         self._coming: dict[HostPage, None] = {}
         self._counts: Counter[str] = Counter()
-        self._underway = 0
-        self._clears = 0
+        self._underway = self._clears = 0
 
     # Requests of callers.
 
     def save(self, requests: Iterable[SaveRequest]) -> None:
-        """Save pages: from now on each key names the page of its last request."""
+        """Save pages: from now on each key names its last page; earlier loads are still served."""
         for request in requests:
-            self.forget(request.key)
+            if (page := self._pages.get(request.key)) is not None:
+                self._detach(page)
+            self._moves += self._below.forget(request.key)
             if len(self._waiting) >= self._max_pending:
                 self._settle()
             if len(self._waiting) >= self._max_pending:
@@ -103,16 +104,10 @@ class Catalogue:
     def load(self, requests: Iterable[LoadRequest]) -> None:
         for request in requests:
             if (page := self._pages.get(request.key)) is not None:
-                self._join(page, request)
+                self._serve(page, request)
             else:
                 self._counts["misses"] += 1
                 self._look_below(request, 0)
-
-    def forget(self, key: PageKey) -> None:
-        """Forget the page of a key; loads that came before are still served."""
-        if (page := self._pages.get(key)) is not None:
-            self._detach(page)
-        self._moves += self._below.forget(key)
 
     def clear(self) -> None:
         self._clears += 1
@@ -217,8 +212,7 @@ class Catalogue:
         level.served(length)
         page.length, page.shared = length, level.shared
         first = page.waiters[0]
-        users = level.users(page.key) or first.users
-        _, *others = self._arrive(page, users, by=first.users)
+        _, *others = self._arrive(page, level.users(page.key) or first.users, by=first.users)
         first.tier = level.name
         self._hand_out(page, first)
         for waiter in others:
@@ -230,7 +224,7 @@ class Catalogue:
         self.levels[move.depth].heard(None, write=False)
         request = move.request
         if (page := self._pages.get(request.key)) is not None:
-            self._join(page, request)
+            self._serve(page, request)
         elif held and move.clears == self._clears:
             origin = move.depth, Copy(here=True)
             self._expect(HostPage(request.key, origin=origin, waiters=(request,)))
@@ -240,13 +234,10 @@ class Catalogue:
 
     # Loads.
 
-    def _join(self, page: HostPage, request: LoadRequest) -> None:
+    def _serve(self, page: HostPage, request: LoadRequest) -> None:
         if page.state is State.COMING:
             page.waiters += (request,)
-        else:
-            self._serve(page, request)
-
-    def _serve(self, page: HostPage, request: LoadRequest) -> None:
+            return
         if page.state is State.LEAVING:
             self._stop_leaving(page)
             self._enter(page, (*page.users, *request.users), by=request.users)
@@ -279,14 +270,11 @@ class Catalogue:
     def _expect(self, page: HostPage) -> None:
         self._pages[page.key] = page
         self._coming[page] = None
-        if self._free and not self._waiting:
-            page.frame = self._free.pop()
-            self._start(page)
-        else:
-            self._waiting.append(page)
-            self._unsettled = True
+        self._waiting.append(page)
+        self._unsettled = True
 
-    def _start(self, page: HostPage) -> None:
+    def _start(self, page: HostPage, frame: int) -> None:
+        page.frame = frame
         if page.request is not None:
             self._do(CopyIn(page, page.request))
         else:
@@ -339,7 +327,7 @@ class Catalogue:
         self._release(page)
         for waiter in page.waiters:
             if (other := self._pages.get(waiter.key)) is not None:
-                self._join(other, waiter)
+                self._serve(other, waiter)
             else:
                 self._look_below(waiter, depth)
 
@@ -360,9 +348,7 @@ class Catalogue:
             return
         while True:
             while self._waiting and (frame := self._take_frame()) is not None:
-                page = self._waiting.popleft()
-                page.frame = frame
-                self._start(page)
+                self._start(self._waiting.popleft(), frame)
             ready = len(self._free) + max(0, len(self._leaving) - self._below.late())
             short = min(len(self._waiting) + self._reserve - ready, self._here)
             if short <= 0:

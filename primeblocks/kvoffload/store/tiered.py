@@ -20,7 +20,7 @@ from ..tier import Loaded, Saved, Tier, TierStatistics
 from .catalogue import Catalogue
 from .copier import Copiers, Copies
 from .level import Level, in_order, levels_of
-from .moves import CopyIn, CopyOut, Read, Recall, Write
+from .moves import CopyIn, CopyOut, Read, Write
 from .pending import (
     Batch,
     Pending,
@@ -365,20 +365,14 @@ class TieredStore:
         while moves := self._catalogue.take():
             copies: list[CopyIn | CopyOut] = []
             below: list[list[Any]] = [[] for _ in self._workers]
-            recalls: list[int] = []
             for move in moves:
                 if isinstance(move, (CopyIn, CopyOut)):
                     copies.append(move)
-                elif isinstance(move, Recall):
-                    recalls.append(move.depth)
                 else:
                     below[move.depth].append(move)
-            for worker, given in zip(self._workers, below, strict=True):
-                if given:
-                    worker.give(*given)
             self._copiers.give(copies)
-            for depth in recalls:
-                self._tell(self._workers[depth].recall())
+            for worker, given in zip(self._workers, below, strict=True):
+                self._tell(worker.give(*given))
 
     def _copied(self, done: list[tuple[Copies, bool]]) -> None:
         def tell() -> None:

@@ -15,7 +15,7 @@ from ...errors import CorruptionError
 from ..host import HostTier
 from ..page import PageKey, checksum
 from ..tier import Found, Record, Tier
-from .moves import Ask, Clear, Drop, Read, Recalled, Write
+from .moves import Ask, Clear, Drop, Read, Recall, Recalled, Write
 
 __all__ = ["Holds", "Order", "Outcome", "TierWorker", "Until"]
 
@@ -71,26 +71,29 @@ class Order:
         self._in_a_row = 0
         self._stopping = False
 
-    def give(self, *moves: Given) -> None:
+    def give(self, *moves: Given | Recall) -> list[Write | Read]:
+        """Take moves; return those that a `Recall` takes back, which `next` has not handed out."""
+        taken: list[Write | Read] = []
         with self.changed:
             for move in moves:
-                if isinstance(move, (Read, Ask, Holds)) and not self._clears:
+                if isinstance(move, Recall):
+                    taken += self._recall()
+                elif isinstance(move, (Read, Ask, Holds)) and not self._clears:
                     self._first.append(move)
                 else:
                     self._clears += isinstance(move, Clear)
                     self._in_turn.append(move)
-            self.changed.notify()
+            self.changed.notify(len(moves))
+        return taken
 
-    def recall(self) -> list[Write | Read]:
-        """Take back the writes and reads that `next` has not handed out yet."""
-        with self.changed:
-            queues = (self._first, self._in_turn)
-            taken = [move for queue in queues for move in queue if isinstance(move, Write | Read)]
-            for queue in queues:
-                kept = [move for move in queue if not isinstance(move, Write | Read)]
-                queue.clear()
-                queue.extend(kept)  # type: ignore[arg-type]
-            return taken
+    def _recall(self) -> list[Write | Read]:
+        queues = (self._first, self._in_turn)
+        taken = [move for queue in queues for move in queue if isinstance(move, Write | Read)]
+        for queue in queues:
+            kept = [move for move in queue if not isinstance(move, Write | Read)]
+            queue.clear()
+            queue.extend(kept)  # type: ignore[arg-type]
+        return taken
 
     def stop(self) -> None:
         with self.changed:
@@ -160,13 +163,10 @@ class TierWorker:
         self._thread = Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def give(self, *moves: Given) -> None:
-        self._order.give(*moves)
-
-    def recall(self) -> list[Outcome]:
-        """Take back the reads and writes that are not begun, as refused by the tier."""
+    def give(self, *moves: Given | Recall) -> list[Outcome]:
+        """Take moves; return those that a `Recall` takes back, as refused by the tier."""
         error = Recalled(f"{self._tier.name} answers nothing; the page was not moved")
-        return [(move, error) for move in self._order.recall()]
+        return [(move, error) for move in self._order.give(*moves)]
 
     def lacks(self, keys: Sequence[PageKey]) -> list[PageKey]:
         """Return those of these pages that the tier says it does not have."""
