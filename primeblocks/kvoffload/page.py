@@ -50,7 +50,6 @@ class PageKey(bytes):
 
     # Tables are asked for it some 30 times on a page's way to a disk, and it is written 5 times: a
     # hash and an encoding in Python, for each time, cost a tenth of the way.
-    __slots__ = ()
 
     def __new__(
         cls,

@@ -324,7 +324,7 @@ class TieredStore:
         with self._changed:
             level.lose({key: here[key] for key in lost})
 
-    def _ask(self, what: Callable[[], None], pending: Pending[Any] | None = None) -> None:
+    def _ask(self, what: Callable[[], object], pending: Pending[Any] | None = None) -> None:
         if os.getpid() != self._pid:
             raise ClosedError("the page store is its parent's in a forked process; make a new one")
         with self._changed:
