@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from typing import Any, Self
 
 import numpy as np
 import xxhash
@@ -27,17 +26,16 @@ DIGEST_BYTES = 16
 
 _SIZES = struct.Struct("<BIII")  # of a key: whether the salt is text, and lengths, then the rest
 _KEY = "<BIII%ds%ds%dsI?q"
+_VERSION = struct.Struct("<?q")  # its end
 _ITEM = struct.Struct("<HQ")  # of an attachment
 _COUNT = struct.Struct("<I")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PageKey:
-    """The name of one page.
+class PageKey(bytes):
+    """The name of one page, as bytes that hold all its fields.
 
     Two keys are equal where all fields are equal, so a page saved under one salt, one version or
-    one recipe is never found under another. The store's tables compare `digest`, the SHA-256 of all
-    fields, which is made once.
+    one recipe is never found under another.
 
     Args:
         salt: namespace of one policy; `b""` where `hash` already contains it.
@@ -50,62 +48,87 @@ class PageKey:
         PlanError: a group outside 32 bits, a version outside 64, or text that is not Unicode.
     """
 
-    salt: str | bytes
-    hash: bytes
-    group: int = 0
-    version: int | None = None
-    recipe: str = ""
-    digest: bytes = field(init=False, repr=False)
+    # Tables are asked for it some 30 times on a page's way to a disk, and it is written 5 times: a
+    # hash and an encoding in Python, for each time, cost a tenth of the way.
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.group < 1 << 32:
-            raise PlanError(f"a group of layers is a number from 0 to 2**32 - 1; got {self.group}")
-        if self.version is not None and not -(1 << 63) <= self.version < 1 << 63:
-            raise PlanError(f"a version fits in 64 bits; got {self.version}")
+    def __new__(
+        cls,
+        salt: str | bytes,
+        hash: bytes,
+        group: int = 0,
+        version: int | None = None,
+        recipe: str = "",
+    ) -> Self:
+        if not 0 <= group < 1 << 32:
+            raise PlanError(f"a group of layers is a number from 0 to 2**32 - 1; got {group}")
+        if version is not None and not -(1 << 63) <= version < 1 << 63:
+            raise PlanError(f"a version fits in 64 bits; got {version}")
         try:
-            hash(self.hash)
-            object.__setattr__(self, "digest", hashlib.sha256(self.encode()).digest())
+            text = isinstance(salt, str)
+            parts = salt.encode() if isinstance(salt, str) else salt, hash, recipe.encode()
+            sizes = len(parts[0]), len(hash), len(parts[2])
+            rest = *parts, group, version is not None, version or 0
+            return super().__new__(cls, struct.pack(_KEY % sizes, text, *sizes, *rest))
         except (UnicodeEncodeError, AttributeError, TypeError, struct.error) as error:
-            raise PlanError(f"{self} cannot be written as bytes: {error}") from error
+            names = salt, hash, group, version, recipe
+            raise PlanError(f"{names} cannot be written as bytes: {error}") from error
 
-    def __hash__(self) -> int:
-        return hash(self.digest)
+    @property
+    def salt(self) -> str | bytes:
+        return self._fields()[0]
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PageKey) and self.digest == other.digest
+    @property
+    def hash(self) -> bytes:
+        return self._fields()[1]
+
+    @property
+    def group(self) -> int:
+        return self._fields()[2]
+
+    @property
+    def version(self) -> int | None:
+        versioned, version = _VERSION.unpack_from(self, len(self) - _VERSION.size)
+        return version if versioned else None
+
+    @property
+    def recipe(self) -> str:
+        return self._fields()[4]
 
     def encode(self) -> bytes:
         """Encode the key as bytes; different keys give different bytes. Local."""
-        text = isinstance(self.salt, str)
-        salt = self.salt.encode() if isinstance(self.salt, str) else self.salt
-        recipe = self.recipe.encode()
-        sizes = len(salt), len(self.hash), len(recipe)
-        parts = salt, self.hash, recipe, self.group, self.version is not None, self.version or 0
-        return struct.pack(_KEY % sizes, text, *sizes, *parts)
+        return bytes(self)
 
     @classmethod
-    def decode(cls, data: bytes) -> PageKey:
+    def decode(cls, data: bytes) -> PageKey:  # type: ignore[override]
         """Invert `encode`.
 
         Raises:
             CorruptionError: these bytes are not an encoded key.
         """
         try:
-            text, *sizes = _SIZES.unpack_from(data)
-            parts = struct.unpack(_KEY % tuple(sizes), data)[len(sizes) + 1 :]
-            salt, digest, recipe, group, versioned, version = parts
-            key = cls(
-                salt.decode() if text else salt,
-                digest,
-                group,
-                version if versioned else None,
-                recipe.decode(),
-            )
+            key = cls(*cls._fields(data))
         except (struct.error, UnicodeDecodeError) as error:
             raise CorruptionError(f"{len(data)} bytes are no page key: {error}") from error
-        if key.encode() != data:
+        if key != data:
             raise CorruptionError(f"{len(data)} bytes are no page key: they do not round-trip")
         return key
+
+    def _fields(self: bytes) -> tuple[Any, ...]:
+        text, *sizes = _SIZES.unpack_from(self)
+        parts = struct.unpack(_KEY % tuple(sizes), self)[len(sizes) + 1 :]
+        salt, hash, recipe, group, versioned, version = parts
+        salt = salt.decode() if text else salt
+        return salt, hash, group, version if versioned else None, recipe.decode()
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return self._fields()
+
+    def __repr__(self) -> str:
+        return "PageKey(salt={!r}, hash={!r}, group={}, version={}, recipe={!r})".format(
+            *self._fields()
+        )
+
+    __str__ = __repr__
 
 
 def checksum(key: PageKey, content: np.ndarray) -> bytes:
@@ -114,7 +137,7 @@ def checksum(key: PageKey, content: np.ndarray) -> bytes:
     The key is part of the digest, so intact bytes under another page's key do not pass. It detects
     accidents; it is no defence against forgery.
     """
-    digest = xxhash.xxh3_128(key.encode())
+    digest = xxhash.xxh3_128(key)
     digest.update(content.data)
     return digest.digest()
 

@@ -1,6 +1,8 @@
 """Keys and checksums: pure round trips and refusals."""
 
 import contextlib
+import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -24,6 +26,21 @@ keys = st.builds(
 @given(keys)
 def test_decode_after_encode_is_the_identity(key):
     assert PageKey.decode(key.encode()) == key
+
+
+@given(
+    st.text(max_size=6) | st.binary(max_size=6), st.binary(max_size=6), st.integers(0, 2**32 - 1)
+)
+def test_a_key_tells_its_fields_and_survives_copies(salt, name, group):
+    for version, recipe in (None, ""), (-(2**63), "fp8"), (0, "\u2603"):
+        key = PageKey(salt, name, group, version, recipe)
+        for each in (key, copy.copy(key), pickle.loads(pickle.dumps(key))):
+            assert type(each) is PageKey
+            fields = each.salt, each.hash, each.group, each.version, each.recipe
+            assert fields == (salt, name, group, version, recipe)
+        assert repr(salt) in f"{key}"
+    with pytest.raises(AttributeError):
+        key.version = 3
 
 
 @given(keys, keys)

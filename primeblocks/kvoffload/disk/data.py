@@ -103,9 +103,12 @@ class DataFile:
         buffers: Sequence[np.ndarray],
         move: Callable[[int, Sequence[np.ndarray]], tuple[int, Answer]],
     ) -> list[Answer]:
-        """Move runs at once, and the rest of a run that failed frame by frame."""
+        """Move runs at once, and the rest of a run that failed frame by frame.
+
+        A run fails where a buffer is not aligned, too: asking each costs more than the rest.
+        """
         answers: list[Answer] = [None] * len(frames)
-        whole = [self._whole(buffer) for buffer in buffers]
+        whole = [buffer.nbytes >= self._stride for buffer in buffers]
         for run in _runs(frames, whole):
             done = 0
             if len(run) > 1:
@@ -120,13 +123,13 @@ class DataFile:
         return aligned and buffer.nbytes >= self._stride
 
     def _write(self, frame: int, contents: Sequence[np.ndarray]) -> tuple[int, Answer]:
-        if not self._whole(contents[0]):
+        if len(contents) == 1 and not self._whole(contents[0]):
             self._scratch[: contents[0].nbytes] = contents[0]
             contents = [self._scratch]
         return self._transfer(self._system.write, frame, contents)
 
     def _read(self, frame: int, into: Sequence[np.ndarray]) -> tuple[int, Answer]:
-        if self._whole(into[0]):
+        if len(into) > 1 or self._whole(into[0]):
             return self._transfer(self._system.read, frame, into)
         done = self._transfer(self._system.read, frame, [self._scratch])
         count = min(self._stride, into[0].nbytes)

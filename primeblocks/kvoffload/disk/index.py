@@ -10,11 +10,11 @@ import sqlite3
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import reduce
 from itertools import islice
 from operator import itemgetter, xor
 from pathlib import Path
+from typing import NamedTuple
 
 import xxhash
 
@@ -36,7 +36,7 @@ _TABLES = [
 _MARK = struct.Struct("<8sQQ")  # of the lock: ours, and the ages of the newest change and flush
 _MAGIC = b"pbkvix01"
 _SUM = struct.Struct("<Q")
-_DROPS = 256  # of one transaction
+_TOGETHER = 256  # drops of one transaction, and rows of one question
 _ERRORS = {
     sqlite3.SQLITE_FULL: errno.ENOSPC,
     sqlite3.SQLITE_IOERR: errno.EIO,
@@ -48,8 +48,7 @@ _ERRORS = {
 _CUT = (sqlite3.SQLITE_IOERR_SHORT_READ, sqlite3.SQLITE_IOERR_FSTAT)  # or removed
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """A page's place in the data file, its length and its digest."""
 
     frame: int
@@ -111,9 +110,8 @@ class Index:
         """Name the places of pages, in one transaction, and return the frames of those replaced."""
         rows, names = [], {}
         for age, (key, place) in enumerate(places, start=self._newest + 1):
-            encoded = key.encode()
-            names[_name(encoded)] = place.frame
-            rows.append((place.frame, age, place.length, place.digest, encoded))
+            names[_name(key)] = place.frame
+            rows.append((place.frame, age, place.length, place.digest, key))
         replaced = {self._frames[name]: name for name in names if name in self._frames}
         if rows:
             self._change(replaced, rows, names)
@@ -124,7 +122,7 @@ class Index:
 
     def forget(self, keys: Iterable[PageKey]) -> list[int]:
         """Forget pages, in the file with the next `ready`; return the frames that they had."""
-        return self._forget({_name(key.encode()) for key in keys})
+        return self._forget({_name(key) for key in keys})
 
     def cut(self, frames: int) -> list[int]:
         """Forget pages that do not lie within the first `frames` frames."""
@@ -141,7 +139,7 @@ class Index:
         if not self.begun:
             self._begin()
         while self._gone:
-            chunk = dict(islice(self._gone.items(), _DROPS))
+            chunk = dict(islice(self._gone.items(), _TOGETHER))
             self._change(chunk, [], {})
             for frame in chunk:
                 del self._gone[frame]
@@ -157,17 +155,18 @@ class Index:
 
     def places(self, keys: Iterable[PageKey]) -> list[Place | None]:
         """Return the places of pages; None for one that is not here."""
-        query = (
-            "SELECT frame, length, digest FROM pages WHERE frame = ? "
-            "AND typeof(length) = 'integer' AND typeof(digest) = 'blob'"
-        )
-        found = []
+        frames = [self._frames.get(_name(key)) for key in keys]
+        here = [frame for frame in frames if frame is not None]
+        rows: dict[int | None, Place] = {}
         with self._typed():
-            for key in keys:
-                frame = self._frames.get(_name(key.encode()))
-                row = frame is not None and self._connection.execute(query, (frame,)).fetchone()
-                found.append(Place(*row) if row else None)
-        return found
+            for start in range(0, len(here), _TOGETHER):
+                some = ",".join(map(str, here[start : start + _TOGETHER]))
+                query = (
+                    f"SELECT frame, length, digest FROM pages WHERE frame IN ({some}) "
+                    "AND typeof(length) = 'integer' AND typeof(digest) = 'blob'"
+                )
+                rows |= {row[0]: Place(*row) for row in self._connection.execute(query)}
+        return [rows.get(frame) for frame in frames]
 
     def keys(self) -> list[PageKey]:
         """Return all keys, oldest first."""
@@ -189,7 +188,7 @@ class Index:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connection))
 
     def __contains__(self, key: PageKey) -> bool:
-        return _name(key.encode()) in self._frames
+        return _name(key) in self._frames
 
     def __len__(self) -> int:
         return len(self._frames)
@@ -374,8 +373,8 @@ class Index:
             raise OSError(number, f"{error} ({name}, {self._path})") from error
 
 
-def _name(encoded: bytes) -> bytes:
-    return xxhash.xxh3_128_digest(encoded)
+def _name(key: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(key)
 
 
 def _mix(frame: int, name: bytes) -> int:

@@ -304,6 +304,8 @@ class DiskTier:
     def _make_room(self, records: Sequence[Record]) -> list[Record]:
         """Return the records that fit; where frames are short, give up pages that they replace."""
         free = self._frames.free
+        if len(records) <= free:
+            return list(records)
         here = {each.key for each in records if each.key in self._index}
         refused = [each.key for each in records if each.key not in here][free:]
         fitting = [each for each in records if each.key not in refused]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import Flag, auto
-from typing import ClassVar, Protocol, TypeVar
+from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 from ...errors import PlanError
 from ..page import PageKey
@@ -40,7 +40,7 @@ class Facts(Flag):
 
 @dataclass(slots=True, eq=False)
 class Candidate:
-    """The facts about one page of a tier. The ledger's own entry: read it, keep no reference.
+    """The facts about one page of a tier. Its rollouts are the ledger's own set: only read it.
 
     Args:
         last_used: tick of the last save or load. Each of them is one tick.
@@ -70,8 +70,7 @@ class Live:
     expected_ticks: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """A full tier, reduced to the pages that may have to leave.
 
     Args:
@@ -95,8 +94,7 @@ class Snapshot:
     unnamed: Candidate | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """A victim.
 
     Args:

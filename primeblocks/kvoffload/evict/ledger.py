@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from ...errors import UsageError
 from ..page import PageKey
 from . import Candidate, Evict, Facts, Snapshot, lru
-from .schedule import Pages, Schedule
+from .schedule import Keys, Schedule
 
 __all__ = ["Ledger"]
 
@@ -31,13 +31,15 @@ class Ledger:
     def __init__(self, keys: Iterable[PageKey] = (), *, remembers: int = _REMEMBERS) -> None:
         self._facts = Facts.NONE
         self._versions = self._ends = False
-        self._pages: Pages = OrderedDict()
-        self._by_version: dict[int, Pages] = {}
+        # No object for a page: the collector of cycles would look at each again and again.
+        self._pages: OrderedDict[PageKey, int] = OrderedDict()  # and the tick of its last use
+        self._users: dict[PageKey, set[Hashable]] = {}  # of pages for which a rollout was named
+        self._by_version: dict[int, Keys] = {}
         # With STATES each page is in one of these, or is its only rollout's own.
-        self._ended: Pages = OrderedDict()
-        self._shared: Pages = OrderedDict()
-        self._unnamed: Pages = OrderedDict()
-        self._shelves: dict[PageKey, tuple[Pages, Hashable]] = {}
+        self._ended: Keys = OrderedDict()
+        self._shared: Keys = OrderedDict()
+        self._unnamed: Keys = OrderedDict()
+        self._shelves: dict[PageKey, tuple[Keys, Hashable]] = {}
         self._rollouts = Schedule(remember=remembers)
         self._tick = 0
         for key in keys:
@@ -51,10 +53,10 @@ class Ledger:
         self._facts = facts
         # Asking a flag costs as much as the rest of a use.
         self._versions, self._ends = Facts.VERSIONS in facts, Facts.ENDS in facts
-        for page in self._pages.values():
-            self._file(page)
+        for key in self._pages:
+            self._file(key)
             if self._ends:
-                self._shelve(page, front=False)
+                self._shelve(key, front=False)
 
     def touch(
         self,
@@ -71,14 +73,11 @@ class Ledger:
             front: the page was not used but demoted, after the pages behind it.
         """
         self._tick += 1
-        page = self._pages.get(key)
-        if page is None:
-            page = self._pages[key] = Candidate(key, self._tick)
-        page.last_used = self._tick
+        self._pages[key] = self._tick
         self._pages.move_to_end(key)
-        self._file(page)
+        self._file(key)
         if self._ends:
-            self._use(page, tuple(rollouts), by, front=front)
+            self._use(key, tuple(rollouts), by, front=front)
 
     def pause(self, rollout: Hashable, reason: Hashable) -> None:
         """Note that a rollout waits for `reason` until it uses its pages again or queues."""
@@ -97,35 +96,36 @@ class Ledger:
 
     def rollouts(self, key: PageKey) -> tuple[Hashable, ...]:
         """Return the rollouts that use the page and have not ended."""
-        return tuple(self._pages[key].rollouts or ())
+        return tuple(self._users.get(key, ()))
 
     def end(self, rollout: Hashable) -> None:
         """End a rollout, which asks for no more pages; unknown ones are ignored."""
-        for page in reversed(self._rollouts.end(rollout)):
-            assert page.rollouts is not None
-            page.rollouts.discard(rollout)
+        for key in reversed(self._rollouts.end(rollout)):
+            self._users[key].discard(rollout)
             # A page that is one rollout's now was part of its prompt.
-            self._shelve(page, front=True)
+            self._shelve(key, front=True)
 
     def remove(self, key: PageKey) -> None:
         """Remove a page that is gone; unknown keys are ignored."""
-        page = self._pages.pop(key, None)
-        if page is None:
+        if self._pages.pop(key, None) is None:
             return
-        if key.version in self._by_version:
-            del self._by_version[key.version][key]
-            if not self._by_version[key.version]:
-                del self._by_version[key.version]
-        self._unshelve(page)
-        for name in page.rollouts or ():
-            self._rollouts.leave(name, page)
+        if self._by_version and (version := key.version) in self._by_version:
+            del self._by_version[version][key]
+            if not self._by_version[version]:
+                del self._by_version[version]
+        if self._ends:
+            self._unshelve(key)
+            for name in self._users.pop(key, ()):
+                self._rollouts.leave(name, key)
 
     def victim(self, evict: Evict, *, version: int) -> tuple[PageKey, bool]:
         """Return the page that `evict` chooses, and whether to demote it."""
+        if evict is lru:  # without a snapshot, which costs as much as the rest of an eviction
+            return next(iter(self._pages)), True
         snapshot = self.snapshot(version=version)
         try:
             choice = evict(snapshot)
-            if self._pages.get(choice.page.key) is not choice.page:
+            if self._pages.get(choice.page.key) != choice.page.last_used:
                 raise UsageError(f"{choice} is none of the pages of the snapshot")
         except Exception:  # a caller's code must not end the store's threads
             logger.exception("%r failed; the least recently used page leaves", evict)
@@ -134,48 +134,51 @@ class Ledger:
 
     def snapshot(self, *, version: int) -> Snapshot:
         """Return the facts as of now."""
-        oldest = _first(self._pages)
+        oldest = self._first(self._pages)
         assert oldest is not None
         return Snapshot(
             version=version,
             tick=self._tick,
             oldest=oldest,
-            by_version=[pages[next(iter(pages))] for pages in self._by_version.values()],
-            ended=_first(self._ended),
-            live=self._rollouts.live(tick=self._tick),
-            shared=_first(self._shared),
-            unnamed=_first(self._unnamed),
+            by_version=[self._candidate(next(iter(keys))) for keys in self._by_version.values()],
+            ended=self._first(self._ended),
+            live=self._rollouts.live(self._candidate, tick=self._tick),
+            shared=self._first(self._shared),
+            unnamed=self._first(self._unnamed),
         )
 
-    def _file(self, page: Candidate) -> None:
+    def _first(self, keys: Iterable[PageKey]) -> Candidate | None:
+        return next((self._candidate(key) for key in keys), None)
+
+    def _candidate(self, key: PageKey) -> Candidate:
+        return Candidate(key, self._pages[key], self._users.get(key))
+
+    def _file(self, key: PageKey) -> None:
         """Put the page last in its version."""
-        version = page.key.version
-        if self._versions and version is not None:
-            pages = self._by_version.setdefault(version, OrderedDict())
-            pages[page.key] = page
-            pages.move_to_end(page.key)
+        if self._versions and (version := key.version) is not None:
+            keys = self._by_version.setdefault(version, OrderedDict())
+            keys[key] = None
+            keys.move_to_end(key)
 
     def _use(
         self,
-        page: Candidate,
+        key: PageKey,
         users: tuple[Hashable, ...],
         by: Iterable[Hashable] | None,
         *,
         front: bool,
     ) -> None:
         for name in users:
-            if page.rollouts is None:
-                page.rollouts = set()
-            page.rollouts.add(name)
-            self._rollouts.join(name, page, tick=self._tick)
-        self._shelve(page, front=front)
+            self._users.setdefault(key, set()).add(name)
+            self._rollouts.join(name, key, tick=self._tick)
+        self._shelve(key, front=front)
         if Facts.STATES in self._facts and not front:
             for name in users if by is None else by:
                 self._rollouts.run(name, tick=self._tick)
 
-    def _shelve(self, page: Candidate, *, front: bool) -> None:
+    def _shelve(self, key: PageKey, *, front: bool) -> None:
         """Put the page last in its sort; pages of one rollout stay in order of arrival."""
-        users, owner = page.rollouts, None
+        users, owner = self._users.get(key), None
         if users is None:
             shelf = self._unnamed
         elif len(users) == 1:
@@ -183,22 +186,18 @@ class Ledger:
             shelf = self._rollouts.own(owner)
         else:
             shelf = self._shared if users else self._ended
-        if self._shelves.get(page.key, (None, None))[0] is not shelf:
-            self._unshelve(page)
-            shelf[page.key] = page
-            self._shelves[page.key] = shelf, owner
+        if self._shelves.get(key, (None, None))[0] is not shelf:
+            self._unshelve(key)
+            shelf[key] = None
+            self._shelves[key] = shelf, owner
         if owner is None or front:
-            shelf.move_to_end(page.key, last=owner is None)
+            shelf.move_to_end(key, last=owner is None)
         if owner is not None:
             self._rollouts.settle(owner)
 
-    def _unshelve(self, page: Candidate) -> None:
-        shelf, owner = self._shelves.pop(page.key, (None, None))
+    def _unshelve(self, key: PageKey) -> None:
+        shelf, owner = self._shelves.pop(key, (None, None))
         if shelf is not None:
-            del shelf[page.key]
+            del shelf[key]
             if owner is not None:
                 self._rollouts.settle(owner)
-
-
-def _first(pages: Pages) -> Candidate | None:
-    return pages[next(iter(pages))] if pages else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from ..page import PageKey
@@ -11,7 +11,7 @@ from . import Candidate, Live
 
 __all__ = ["Schedule", "Waits"]
 
-Pages = OrderedDict[PageKey, Candidate]
+Keys = OrderedDict[PageKey, None]  # of pages, in an order
 _State = tuple[str, Hashable]
 _RUNS: _State = ("runs", None)
 _QUEUES: _State = ("queues", None)
@@ -26,8 +26,8 @@ _LOST = 8  # who has waited so many times the mean may not come back
 class _Rollout:
     since: int
     state: _State = _RUNS
-    pages: dict[PageKey, Candidate] = field(default_factory=dict)
-    own: Pages = field(default_factory=OrderedDict)
+    pages: dict[PageKey, None] = field(default_factory=dict)
+    own: Keys = field(default_factory=OrderedDict)
 
 
 class Schedule:
@@ -49,7 +49,7 @@ class Schedule:
         self._tail: list[Hashable] = []  # of the queue; those at its end that have no pages are cut
         self._served = 0  # tick of the last service, or of the first in an empty queue
 
-    def own(self, name: Hashable) -> Pages:
+    def own(self, name: Hashable) -> Keys:
         """Return the pages that it alone uses, first page first. Call `settle` after a change."""
         return self._all[name].own
 
@@ -70,15 +70,15 @@ class Schedule:
             if not lane:
                 del self._lanes[rollout.state]
 
-    def join(self, name: Hashable, page: Candidate, *, tick: int) -> None:
+    def join(self, name: Hashable, key: PageKey, *, tick: int) -> None:
         """Note that the rollout uses the page."""
-        self._found(name, tick).pages[page.key] = page
+        self._found(name, tick).pages[key] = None
         self._bare.pop(name, None)
 
-    def leave(self, name: Hashable, page: Candidate) -> None:
+    def leave(self, name: Hashable, key: PageKey) -> None:
         """Note that a page of the rollout is gone."""
         rollout = self._all[name]
-        del rollout.pages[page.key]
+        del rollout.pages[key]
         if not rollout.pages:
             self._keep_bare(name)
 
@@ -123,7 +123,7 @@ class Schedule:
                 self._move(name, rollout, _QUEUES, tick=tick)
         self._tail = list(self._queue)
 
-    def end(self, name: Hashable) -> list[Candidate]:
+    def end(self, name: Hashable) -> list[PageKey]:
         """End the rollout and return the pages that it used. Its own pages are to be moved."""
         rollout = self._all.pop(name, None)
         self._queue.pop(name, None)
@@ -131,19 +131,19 @@ class Schedule:
             return []
         self._bare.pop(name, None)
         self._leave_lane(name, rollout)
-        return list(rollout.pages.values())
+        return list(rollout.pages)
 
-    def live(self, *, tick: int) -> list[Live]:
+    def live(self, candidate: Callable[[PageKey], Candidate], *, tick: int) -> list[Live]:
         """Return the rollout that came first to each lane, and the last of the queue."""
         names = [next(iter(lane)) for lane in self._lanes.values()]
         while self._tail and not self._queues(self._tail[-1]):
             self._tail.pop()
-        return [self._live(name, tick) for name in (*names, *self._tail[-1:])]
+        return [self._live(name, candidate, tick) for name in (*names, *self._tail[-1:])]
 
     def _queues(self, name: Hashable) -> bool:
         return name in self._queue and name in self._all and bool(self._all[name].own)
 
-    def _live(self, name: Hashable, tick: int) -> Live:
+    def _live(self, name: Hashable, candidate: Callable[[PageKey], Candidate], tick: int) -> Live:
         rollout = self._all[name]
         (state, reason), since, waits = rollout.state, rollout.since, self._waits
         position = self._queue[name] if state == "queues" else 0
@@ -153,7 +153,7 @@ class Schedule:
             expected = waits.expected(
                 reason, age=tick - since, queue=len(self._queue) + 1, runs=state == "runs"
             )
-        page = rollout.own[next(reversed(rollout.own))]
+        page = candidate(next(reversed(rollout.own)))
         return Live(page, state, since, position, expected)
 
     def _found(self, name: Hashable, tick: int) -> _Rollout:

@@ -38,8 +38,8 @@ _RESERVE = 16  # one page in so many is chosen, and written down, before its fra
 class Catalogue:
     """A catalogue of pages that decides on moves and is told their results.
 
-    Calls add to `moves` what is to be done. Within a lower tier `Write`, `Drop` and `Clear` keep
-    their order, and a `Read` or `Ask` may overtake them. Results are reported by `copied_in`,
+    `take` returns what is to be done. Within a lower tier `Write`, `Drop` and `Clear` keep their
+    order, and a `Read` or `Ask` may overtake them. Results are reported by `copied_in`,
     `copied_out`, `written`, `read` and `asked`. Not thread-safe.
 
     Args:
@@ -61,7 +61,8 @@ class Catalogue:
         through: bool,
         answer: Callable[[Any, Saved | None], None],
     ) -> None:
-        self.moves: list[Move] = []
+        self._moves: list[Move] = []
+        self._unsettled = False  # a frame came free, or a page waits, since `_settle`
         self.levels = levels
         self._below = Levels(levels, evict)
         self.version = 0
@@ -81,15 +82,18 @@ class Catalogue:
         self._waiting: deque[HostPage] = deque()
         self._coming: dict[HostPage, None] = {}
         self._counts: Counter[str] = Counter()
-        self._underway = 0
-        self._clears = 0
+        self._underway = self._clears = 0
 
     # Requests of callers.
 
     def save(self, requests: Iterable[SaveRequest]) -> None:
-        """Save pages: from now on each key names the page of its last request."""
+        """Save pages: from now on each key names its last page; earlier loads are still served."""
         for request in requests:
-            self.forget(request.key)
+            if (page := self._pages.get(request.key)) is not None:
+                self._detach(page)
+            self._moves += self._below.forget(request.key)
+            if len(self._waiting) >= self._max_pending:
+                self._settle()
             if len(self._waiting) >= self._max_pending:
                 declined = f"{self._max_pending} pages wait for room in host memory already"
                 self._answer(request, Saved(False, declined))
@@ -100,24 +104,16 @@ class Catalogue:
     def load(self, requests: Iterable[LoadRequest]) -> None:
         for request in requests:
             if (page := self._pages.get(request.key)) is not None:
-                self._join(page, request)
+                self._serve(page, request)
             else:
                 self._counts["misses"] += 1
                 self._look_below(request, 0)
-
-    def forget(self, key: PageKey) -> None:
-        """Forget the page of a key; loads that came before are still served."""
-        if (page := self._pages.get(key)) is not None:
-            self._detach(page)
-            self._settle()
-        self.moves += self._below.forget(key)
 
     def clear(self) -> None:
         self._clears += 1
         for page in list(self._pages.values()):
             self._detach(page)
-        self.moves += self._below.clear()
-        self._settle()
+        self._moves += self._below.clear()
 
     def note(self, fact: Callable[[Ledger], None]) -> None:
         for ledger in (self._ledger, *(level.ledger for level in self.levels)):
@@ -126,20 +122,29 @@ class Catalogue:
     def end(self, rollout: Hashable) -> None:
         self.note(lambda ledger: ledger.end(rollout))
         for page in (*self._coming, *self._leaving):
-            page.ended |= {rollout}
+            page.ended += (rollout,)
 
     def write_down(self) -> CapacityError | None:
         """Start writing every page that no lower tier has; return an error if some find no room."""
         pages = {key: page for key, page in self._pages.items() if page.state is not State.COMING}
         waiting = deque(pages.values())
         while waiting:  # a page that had to leave for another is written again
-            left = self._write(waiting.popleft(), always=True)
+            moves = self._write(waiting.popleft(), always=True)
+            left = [move.key for move in moves if isinstance(move, Drop)]
             waiting += [pages[key] for key in left if key in pages]
         return self._below.missing(list(pages.values()))
 
     def tick(self) -> None:
         """Look at the clock: pages wait no longer for a tier that is late."""
         self._settle()
+
+    def take(self) -> list[Move]:
+        """Return the moves not returned before; frames are given once for all results."""
+        if self._unsettled:
+            self._settle()
+            self._unsettled = False
+        moves, self._moves = self._moves, []
+        return moves
 
     def knows(self, key: PageKey) -> bool:
         """Whether a load may hit, shared tiers aside. From any thread."""
@@ -165,19 +170,16 @@ class Catalogue:
             self._lose(page, 0)
             return
         self._answer(move.request, Saved(False, _SUPERSEDED) if page.gone else _STORED)
-        self._arrive(page, move.request.users, by=move.request.users)
-        for waiter in page.waiters:
+        for waiter in self._arrive(page, move.request.users, by=move.request.users):
             self._serve(page, waiter)
         if self._through and not page.gone:
             self._write(page)
         self._release(page)
-        self._settle()
 
     def copied_out(self, move: CopyOut) -> None:
         self._underway -= 1
         move.page.pins -= 1
         self._release(move.page)
-        self._settle()
 
     def written(self, move: Write, error: Exception | None) -> None:
         self._underway -= 1
@@ -186,7 +188,7 @@ class Catalogue:
         level.heard(error, write=True)
         if error is not None:
             if level.refused(page.key, move.copy, error):
-                self.moves.append(Drop(move.depth, page.key))
+                self._moves.append(Drop(move.depth, page.key))
         else:
             here = page.state is State.HERE and not page.gone
             users = self._ledger.rollouts(page.key) if here else page.users
@@ -195,7 +197,6 @@ class Catalogue:
                 level.ledger.end(rollout)
             page.shared |= level.shared
         self._release(page)
-        self._settle()
 
     def read(self, move: Read, *, length: int, error: Exception | None = None) -> None:
         """Take note that the frame holds a page of `length` bytes; 0 is a miss, or an error."""
@@ -205,25 +206,25 @@ class Catalogue:
         if length == 0:
             level.counts["misses"] += 1
             if level.failed(page.key, move.copy, error):
-                self.moves.append(Drop(move.depth, page.key))
+                self._moves.append(Drop(move.depth, page.key))
             self._lose(page, move.depth + 1)
             return
         level.served(length)
         page.length, page.shared = length, level.shared
         first = page.waiters[0]
-        self._arrive(page, level.users(page.key) or first.users, by=first.users)
+        _, *others = self._arrive(page, level.users(page.key) or first.users, by=first.users)
         first.tier = level.name
         self._hand_out(page, first)
-        for waiter in page.waiters[1:]:
+        for waiter in others:
             self._serve(page, waiter)
-        self._settle()
+        self._unsettled = True
 
     def asked(self, move: Ask, *, held: bool) -> None:
         self._underway -= 1
         self.levels[move.depth].heard(None, write=False)
         request = move.request
         if (page := self._pages.get(request.key)) is not None:
-            self._join(page, request)
+            self._serve(page, request)
         elif held and move.clears == self._clears:
             origin = move.depth, Copy(here=True)
             self._expect(HostPage(request.key, origin=origin, waiters=(request,)))
@@ -233,13 +234,10 @@ class Catalogue:
 
     # Loads.
 
-    def _join(self, page: HostPage, request: LoadRequest) -> None:
+    def _serve(self, page: HostPage, request: LoadRequest) -> None:
         if page.state is State.COMING:
             page.waiters += (request,)
-        else:
-            self._serve(page, request)
-
-    def _serve(self, page: HostPage, request: LoadRequest) -> None:
+            return
         if page.state is State.LEAVING:
             self._stop_leaving(page)
             self._enter(page, (*page.users, *request.users), by=request.users)
@@ -272,14 +270,11 @@ class Catalogue:
     def _expect(self, page: HostPage) -> None:
         self._pages[page.key] = page
         self._coming[page] = None
-        if self._free and not self._waiting:
-            page.frame = self._free.pop()
-            self._start(page)
-        else:
-            self._waiting.append(page)
-            self._settle()
+        self._waiting.append(page)
+        self._unsettled = True
 
-    def _start(self, page: HostPage) -> None:
+    def _start(self, page: HostPage, frame: int) -> None:
+        page.frame = frame
         if page.request is not None:
             self._do(CopyIn(page, page.request))
         else:
@@ -288,21 +283,25 @@ class Catalogue:
             self.levels[depth].given(write=False)
             self._do(Read(depth, page, copy))
 
-    def _arrive(self, page: HostPage, users: Users, *, by: Users) -> None:
+    def _arrive(self, page: HostPage, users: Users, *, by: Users) -> tuple[LoadRequest, ...]:
+        """Enter a page; return those who waited. What its callers gave with it is let go of."""
+        waiters, page.waiters, page.request = page.waiters, (), None
         del self._coming[page]
         page.state = State.HERE
         self._counts["stores"] += 1
         self._counts["bytes_written"] += page.length
         if not page.gone:
             self._enter(page, users, by=by)
+        return waiters
 
     def _enter(self, page: HostPage, users: Users, *, by: Users) -> None:
         page.state = State.HERE
         self._here += 1
-        self._ledger.touch(page.key, rollouts=dict.fromkeys((*users, *by)), by=by)
+        users = tuple(dict.fromkeys((*users, *by))) if users or by else ()
+        self._ledger.touch(page.key, rollouts=users, by=by)
         for rollout in page.ended:  # while no ledger had the page
             self._ledger.end(rollout)
-        page.ended = frozenset()
+        page.ended = ()
 
     def _detach(self, page: HostPage) -> None:
         del self._pages[page.key]
@@ -326,15 +325,15 @@ class Catalogue:
         del self._coming[page]
         page.state = State.HERE  # nothing fills its frame any more
         self._release(page)
-        self._settle()
         for waiter in page.waiters:
             if (other := self._pages.get(waiter.key)) is not None:
-                self._join(other, waiter)
+                self._serve(other, waiter)
             else:
                 self._look_below(waiter, depth)
 
     def _release(self, page: HostPage) -> None:
         """Take back the frame of a page that is gone or leaves, once nothing needs it."""
+        self._unsettled = True
         if page.busy or page.frame < 0:
             return
         if page.gone:
@@ -349,14 +348,14 @@ class Catalogue:
             return
         while True:
             while self._waiting and (frame := self._take_frame()) is not None:
-                page = self._waiting.popleft()
-                page.frame = frame
-                self._start(page)
+                self._start(self._waiting.popleft(), frame)
             ready = len(self._free) + max(0, len(self._leaving) - self._below.late())
-            if len(self._waiting) + self._reserve <= ready or self._here == 0:
+            short = min(len(self._waiting) + self._reserve - ready, self._here)
+            if short <= 0:
                 break
-            self._let_one_go()
-        self.moves += self._below.blocking() if self._waiting else []
+            for _ in range(short):  # each of them adds one at most
+                self._let_one_go()
+        self._moves += self._below.blocking() if self._waiting else []
 
     def _take_frame(self) -> int | None:
         if self._free:
@@ -387,14 +386,15 @@ class Catalogue:
 
     # Lower tiers.
 
-    def _write(self, page: HostPage, *, always: bool = False) -> list[PageKey]:
-        """Write a page down; return the keys of pages that leave for it."""
+    def _write(self, page: HostPage, *, always: bool = False) -> list[Write | Drop]:
+        """Write a page down; return its moves, and the drops of pages that leave for it."""
         feed = None if always else max(1, self._reserve)
+        before = page.writes
         moves = self._below.write(page, version=self.version, feed=feed)
-        self._underway += sum(isinstance(move, Write) for move in moves)
-        self.moves += moves
-        return [move.key for move in moves if isinstance(move, Drop)]
+        self._underway += page.writes - before
+        self._moves += moves
+        return moves
 
     def _do(self, move: CopyIn | CopyOut | Read | Ask) -> None:
         self._underway += 1
-        self.moves.append(move)
+        self._moves.append(move)

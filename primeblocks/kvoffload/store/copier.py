@@ -203,6 +203,9 @@ def page_parts(page: Any, *, page_bytes: int, writable: bool) -> Parts:
 
 
 def _bytes_of(part: Any, *, writable: bool) -> Part:
+    if isinstance(part, np.ndarray) and part.flags.c_contiguous and part.flags.writeable:
+        flat = part if part.dtype == np.uint8 and part.ndim == 1 else part.reshape(-1).view("u1")
+        return torch.from_numpy(flat)
     if isinstance(part, Tensor):
         if not (part.is_cpu or part.is_cuda):
             raise UnsupportedError(

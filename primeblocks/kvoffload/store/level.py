@@ -208,6 +208,8 @@ class Level:
 
     def late(self) -> bool:
         """Whether pages had to wait too long for its writes, or have been skipped since."""
+        if self._late_s is None and self._blocked_s is None:
+            return False
         now_s, since_s = self._clock(), self._blocked_s
         if self._late_s is None and since_s is not None and now_s - since_s > self._patience_s:
             self._late_s = now_s
@@ -312,12 +314,15 @@ class Levels:
     def write(self, page: HostPage, *, version: int, feed: int | None) -> list[Write | Drop]:
         """Write a page to each tier, unless one has it or will; `feed` as in `Level.skips`."""
         moves: list[Write | Drop] = []
-        for depth, level in enumerate(() if self.have(page) else self._each):
+        if self.have(page):
+            return moves
+        for depth, level in enumerate(self._each):
             if level.skips(feed=feed):
                 continue
             flush = feed is None
             copy, victims = level.admit(page.key, self._evict, version=version, flush=flush)
-            moves += [Drop(depth, victim) for victim in victims]
+            for victim in victims:
+                moves.append(Drop(depth, victim))
             if copy is not None:
                 page.writes += 1
                 level.given(write=True)

@@ -83,7 +83,7 @@ class HostPage:
         gone: its key no longer names it; the frame is free once nothing is under way.
         users: rollouts that used it when it was chosen to leave.
         ended: rollouts that ended while no ledger had the page.
-        request: the save that it comes from; otherwise
+        request: the save that it comes from, until it is here; otherwise
         origin: the depth of the tier that it is read from, and its copy there.
         waiters: loads that asked before it was here.
     """
@@ -97,7 +97,7 @@ class HostPage:
     shared: bool = False
     gone: bool = False
     users: Users = ()
-    ended: frozenset[Hashable] = frozenset()
+    ended: Users = ()
     request: SaveRequest | None = None
     origin: tuple[int, Copy] | None = None
     waiters: tuple[LoadRequest, ...] = ()

@@ -20,7 +20,7 @@ from ..tier import Loaded, Saved, Tier, TierStatistics
 from .catalogue import Catalogue
 from .copier import Copiers, Copies
 from .level import Level, in_order, levels_of
-from .moves import Ask, CopyIn, CopyOut, Read, Recall, Write
+from .moves import CopyIn, CopyOut, Read, Write
 from .pending import (
     Batch,
     Pending,
@@ -324,7 +324,7 @@ class TieredStore:
         with self._changed:
             level.lose({key: here[key] for key in lost})
 
-    def _ask(self, what: Callable[[], None], pending: Pending[Any] | None = None) -> None:
+    def _ask(self, what: Callable[[], object], pending: Pending[Any] | None = None) -> None:
         if os.getpid() != self._pid:
             raise ClosedError("the page store is its parent's in a forked process; make a new one")
         with self._changed:
@@ -362,17 +362,17 @@ class TieredStore:
                 pending.fail(self._error)
 
     def _hand_out(self) -> None:
-        while moves := self._catalogue.moves:
-            self._catalogue.moves = []
-            copies = []
+        while moves := self._catalogue.take():
+            copies: list[CopyIn | CopyOut] = []
+            below: list[list[Any]] = [[] for _ in self._workers]
             for move in moves:
-                if isinstance(move, CopyIn | CopyOut):
+                if isinstance(move, (CopyIn, CopyOut)):
                     copies.append(move)
-                elif isinstance(move, Recall):
-                    self._tell(self._workers[move.depth].recall())
                 else:
-                    self._workers[move.depth].give(move)
+                    below[move.depth].append(move)
             self._copiers.give(copies)
+            for worker, given in zip(self._workers, below, strict=True):
+                self._tell(worker.give(*given))
 
     def _copied(self, done: list[tuple[Copies, bool]]) -> None:
         def tell() -> None:
@@ -388,11 +388,12 @@ class TieredStore:
         self._change(tell)
 
     def _tell(self, outcomes: list[Outcome]) -> None:
-        for outcome in outcomes:
-            match outcome.move:
-                case Write():
-                    self._catalogue.written(outcome.move, outcome.error)
-                case Read():
-                    self._catalogue.read(outcome.move, length=outcome.length, error=outcome.error)
-                case Ask():
-                    self._catalogue.asked(outcome.move, held=outcome.held)
+        for move, answer in outcomes:
+            error = answer if isinstance(answer, Exception) else None
+            if isinstance(move, Write):
+                self._catalogue.written(move, error)
+            elif isinstance(move, Read):
+                length = answer if isinstance(answer, int) else 0
+                self._catalogue.read(move, length=length, error=error)
+            else:
+                self._catalogue.asked(move, held=answer is True)

@@ -15,7 +15,7 @@ from ...errors import CorruptionError
 from ..host import HostTier
 from ..page import PageKey, checksum
 from ..tier import Found, Record, Tier
-from .moves import Ask, Clear, Drop, Read, Recalled, Write
+from .moves import Ask, Clear, Drop, Read, Recall, Recalled, Write
 
 __all__ = ["Holds", "Order", "Outcome", "TierWorker", "Until"]
 
@@ -44,9 +44,11 @@ class Holds:
 
 _Question = Read | Ask | Holds
 Given = _Question | Write | Drop | Clear | Until
+# Of a read, the length that was read, 0 for a miss; of a question, whether the page is there.
+Outcome = tuple[Write | Read | Ask, Exception | int | None]
 
 # In a full tier, drops and writes alternate: they go together.
-_KINDS: dict[type, Any] = {Write: Write | Drop, Drop: Write | Drop}
+_KINDS: dict[type, tuple[type, ...]] = {Write: (Write, Drop), Drop: (Write, Drop)}
 
 
 class Order:
@@ -69,25 +71,29 @@ class Order:
         self._in_a_row = 0
         self._stopping = False
 
-    def give(self, move: Given) -> None:
+    def give(self, *moves: Given | Recall) -> list[Write | Read]:
+        """Take moves; return those that a `Recall` takes back, which `next` has not handed out."""
+        taken: list[Write | Read] = []
         with self.changed:
-            if isinstance(move, _Question) and not self._clears:
-                self._first.append(move)
-            else:
-                self._clears += isinstance(move, Clear)
-                self._in_turn.append(move)
-            self.changed.notify()
+            for move in moves:
+                if isinstance(move, Recall):
+                    taken += self._recall()
+                elif isinstance(move, (Read, Ask, Holds)) and not self._clears:
+                    self._first.append(move)
+                else:
+                    self._clears += isinstance(move, Clear)
+                    self._in_turn.append(move)
+            self.changed.notify(len(moves))
+        return taken
 
-    def recall(self) -> list[Write | Read]:
-        """Take back the writes and reads that `next` has not handed out yet."""
-        with self.changed:
-            queues = (self._first, self._in_turn)
-            taken = [move for queue in queues for move in queue if isinstance(move, Write | Read)]
-            for queue in queues:
-                kept = [move for move in queue if not isinstance(move, Write | Read)]
-                queue.clear()
-                queue.extend(kept)  # type: ignore[arg-type]
-            return taken
+    def _recall(self) -> list[Write | Read]:
+        queues = (self._first, self._in_turn)
+        taken = [move for queue in queues for move in queue if isinstance(move, Write | Read)]
+        for queue in queues:
+            kept = [move for move in queue if not isinstance(move, Write | Read)]
+            queue.clear()
+            queue.extend(kept)  # type: ignore[arg-type]
+        return taken
 
     def stop(self) -> None:
         with self.changed:
@@ -103,22 +109,21 @@ class Order:
             self.changed.wait_for(lambda: self._first or self._in_turn or self._stopping)
             queue = self._queue()
             moves: list[Any] = []
-            kind = _KINDS.get(type(queue[0]), type(queue[0])) if queue else ()
+            kind = _KINDS.get(type(queue[0]), (type(queue[0]),)) if queue else ()
             written: set[PageKey] = set()
             drops = 0
             most = self._reads if queue is self._first else self._writes
-            while queue and isinstance(queue[0], kind) and len(moves) - drops < most:
-                move = queue[0]
-                if isinstance(move, Write | Drop):
-                    key = move.key if isinstance(move, Drop) else move.page.key
-                    if key in written:
+            while queue and isinstance(move := queue[0], kind) and len(moves) - drops < most:
+                if isinstance(move, Drop):
+                    if move.key in written:
                         break
-                    if isinstance(move, Drop):
-                        drops += 1
-                    else:
-                        written.add(key)
+                    drops += 1
+                elif isinstance(move, Write):
+                    if move.page.key in written:
+                        break
+                    written.add(move.page.key)
                 moves.append(queue.popleft())
-            self._clears -= len(moves) if kind is Clear else 0
+            self._clears -= len(moves) if Clear in kind else 0
             return moves
 
     def _queue(self) -> deque[Any]:
@@ -127,16 +132,6 @@ class Order:
             return self._first
         self._in_a_row = 0
         return self._in_turn
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The result of a move: the length that was read, whether the page is there, or an error."""
-
-    move: Read | Write | Ask
-    length: int = 0
-    held: bool = False
-    error: Exception | None = None
 
 
 class TierWorker:
@@ -168,13 +163,10 @@ class TierWorker:
         self._thread = Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def give(self, move: Given) -> None:
-        self._order.give(move)
-
-    def recall(self) -> list[Outcome]:
-        """Take back the reads and writes that are not begun, as refused by the tier."""
+    def give(self, *moves: Given | Recall) -> list[Outcome]:
+        """Take moves; return those that a `Recall` takes back, as refused by the tier."""
         error = Recalled(f"{self._tier.name} answers nothing; the page was not moved")
-        return [Outcome(move, error=error) for move in self._order.recall()]
+        return [(move, error) for move in self._order.give(*moves)]
 
     def lacks(self, keys: Sequence[PageKey]) -> list[PageKey]:
         """Return those of these pages that the tier says it does not have."""
@@ -212,31 +204,31 @@ class TierWorker:
         for at, answer in enumerate(answers):
             if answer is not None and not isinstance(answer, Exception):
                 answers[at] = RuntimeError(f"{self._tier.name} answered a put with {answer!r}")
-        self._report(
-            [Outcome(move, error=error) for move, error in zip(moves, answers, strict=True)]
-        )
+        self._report(list(zip(moves, answers, strict=True)))
 
     def _read(self, moves: Sequence[Read]) -> None:
         keys = [move.page.key for move in moves]
         frames = [self._host.frame(move.page.frame) for move in moves]
         found = self._each(len(moves), lambda: self._tier.get(keys, into=frames))
         parts = zip(moves, frames, found, strict=True)
-        self._report([self._checked(move, frame, each) for move, frame, each in parts])
+        self._report([(move, self._length(move, frame, each)) for move, frame, each in parts])
 
-    def _checked(self, move: Read, frame: np.ndarray, found: Found | Exception | None) -> Outcome:
+    def _length(
+        self, move: Read, frame: np.ndarray, found: Found | Exception | None
+    ) -> Exception | int:
+        """Return the length of what was found, 0 for a miss, or the error."""
         if not isinstance(found, Found):
-            return Outcome(move, error=found if isinstance(found, Exception) else None)
+            return found if isinstance(found, Exception) else 0
         key, room = move.page.key, self._host.page_bytes + self._host.attachment_bytes
         length = found.length if isinstance(found.length, int) else 0
         fits = self._host.page_bytes <= length <= room
         if fits and checksum(key, frame[:length]) == found.digest:
-            return Outcome(move, length=found.length)
-        return Outcome(move, error=CorruptionError(f"{key} does not match its checksum"))
+            return length
+        return CorruptionError(f"{key} does not match its checksum")
 
     def _ask(self, moves: Sequence[Ask]) -> None:
         held = self._held([move.request.key for move in moves])
-        pairs = zip(moves, held, strict=True)
-        self._report([Outcome(move, held=each) for move, each in pairs])
+        self._report(list(zip(moves, held, strict=True)))
 
     def _holds(self, moves: Sequence[Holds]) -> None:
         for move in moves:

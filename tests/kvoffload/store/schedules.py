@@ -118,8 +118,13 @@ class Simulation:
     # The threads.
 
     def choices(self):
-        """Every step that some thread could take next."""
+        """Every step that some thread could take next. Moves follow from one result, or several."""
+        if self.random.random() < 0.3 and (steps := self.begun()):
+            return steps
         self.take()
+        return self.begun()
+
+    def begun(self):
         steps = [(self.copy, self.copies, n) for n in range(len(self.copies))]
         for depth, reads in enumerate(self.reads):
             if self.disks[depth].hangs:
@@ -138,8 +143,7 @@ class Simulation:
         return bool(steps)
 
     def take(self):
-        while moves := self.catalogue.moves:
-            self.catalogue.moves = []
+        while moves := self.catalogue.take():
             for move in moves:
                 if isinstance(move, CopyIn | CopyOut):
                     self.copies.append(move)

@@ -49,7 +49,7 @@ class Steps:
     def settle(self, hold=(), *, shared=(), damaged=False):
         held = []
         for _ in range(100):
-            moves, self.catalogue.moves = self.catalogue.moves, []
+            moves = self.catalogue.take()
             if not moves:
                 return held
             for move in moves:

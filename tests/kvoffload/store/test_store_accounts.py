@@ -29,15 +29,10 @@ def catalogue_of(frames, levels=(), **how):
     return made, answers
 
 
-def take(catalogue):
-    moves, catalogue.moves = catalogue.moves, []
-    return moves
-
-
 def settle(catalogue, *, hold=()):
     """Do all moves but those of the types in `hold`."""
     held = []
-    while moves := take(catalogue):
+    while moves := catalogue.take():
         for move in moves:
             match move:
                 case _ if isinstance(move, hold):
@@ -77,10 +72,10 @@ def test_no_load_after_clear_finds_a_page_of_a_shared_tier(host, memory):
 def test_a_question_asked_before_clear_brings_no_page_back():
     catalogue, _ = catalogue_of(2, [Level("common", [], capacity_pages=0, shared=True)])
     catalogue.load([LoadRequest(key_of(0))])
-    (ask,) = take(catalogue)
+    (ask,) = catalogue.take()
     catalogue.clear()
     catalogue.asked(ask, held=True)
-    for read in take(catalogue):
+    for read in catalogue.take():
         if isinstance(read, Read):
             catalogue.read(read, length=1)
     assert not catalogue.knows(key_of(0))

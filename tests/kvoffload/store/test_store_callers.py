@@ -1,7 +1,10 @@
 """Results in asyncio, in forked children and beside a second process; tiers of one page."""
 
 import asyncio
+import functools
 import os
+import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -48,6 +51,26 @@ def test_results_are_awaited_as_well_as_waited_for(host, memory):
         with pytest.raises(CancelledError):
             pending.wait(timeout_s=0)
         below.release.set()
+
+
+def test_the_store_lets_go_of_buffers_whose_results_are_there(host, memory):
+    def gone(buffer, use):
+        free = threading.Event()
+        weakref.finalize(buffer, free.set)
+        result = use(buffer).wait(timeout_s=SOON)
+        del buffer
+        return result, free
+
+    with TieredStore([host(2), memory(4)]) as store:
+        for number in (0, 1, 2):
+            _, free = gone(page_of(number), functools.partial(store.save, key_of(number)))
+            assert free.wait(SOON)
+        for number, tier in (2, "host"), (0, "memory"):
+            into = functools.partial(store.load, key_of(number))
+            hit, free = gone(np.zeros(PAGE, np.uint8), lambda page, into=into: into(into=page))
+            assert free.wait(SOON)
+            assert hit.tier == tier
+        assert store.statistics()["host"].pages == 2
 
 
 @pytest.mark.parametrize("write", ["back", "through"])
