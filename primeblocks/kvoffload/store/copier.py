@@ -188,7 +188,8 @@ def page_parts(page: Any, *, page_bytes: int, writable: bool) -> Parts:
 
     Raises:
         ShapeError: wrong number of bytes, not contiguous, or read-only where `writable`.
-        UnsupportedError: a tensor that is neither in host memory nor on a CUDA device.
+        UnsupportedError: a tensor that is neither in host memory nor on a CUDA device, or an array
+            of references.
     """
     parts: Parts
     if isinstance(page, list | tuple):
@@ -203,6 +204,8 @@ def page_parts(page: Any, *, page_bytes: int, writable: bool) -> Parts:
 
 
 def _bytes_of(part: Any, *, writable: bool) -> Part:
+    if isinstance(part, np.ndarray) and part.dtype.hasobject:
+        raise UnsupportedError(f"a page is bytes; got an array of {part.dtype}, of references")
     if isinstance(part, np.ndarray) and part.flags.c_contiguous and part.flags.writeable:
         flat = part if part.dtype == np.uint8 and part.ndim == 1 else part.reshape(-1).view("u1")
         return torch.from_numpy(flat)

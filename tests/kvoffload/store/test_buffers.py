@@ -90,6 +90,11 @@ def test_a_page_on_a_device_is_refused():
         page_parts(torch.zeros(4, device="meta"), page_bytes=16, writable=False)
 
 
+def test_an_array_of_references_is_refused():
+    with pytest.raises(UnsupportedError, match="references"):
+        page_parts(np.array([None, 1]), page_bytes=16, writable=False)
+
+
 @given(st.dictionaries(st.text(max_size=5), st.binary(max_size=20), max_size=4))
 def test_unpack_after_pack_is_the_identity(attachments):
     assert unpack_attachments(pack_attachments(attachments)) == attachments
