@@ -126,6 +126,16 @@ class Site:
 
     async def again(self, role: str) -> None:
         await self.fleet.join(role, await self.ready(role), timeout_s=TIMEOUT_S)
+        await self.meet()
+
+    async def meet(self) -> None:
+        """Ask until decode reads from prefill: vLLM gives their first contact five seconds."""
+        said: list[Any] = []
+        for _ in range(9):
+            said += await self.ask(self.draw(1))
+            if said[-1].get("sent"):
+                return
+        raise AssertionError(said)
 
     async def _both(self, *args: Any, **options: Any) -> Any:
         from primeblocks.async_loop.adapters.openai import generate_split
@@ -198,6 +208,7 @@ async def _run(site: Site) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     await site.begin()
     await site.fleet.update(site.policies.publish(1), timeout_s=TIMEOUT_S)
+    await site.meet()
     same = site.draw(3)
     seen["before"] = await site.ask(same)
     await _prefill_dies(site, seen)
