@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import signal
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -261,7 +262,7 @@ async def _update_between(site: Site, seen: dict[str, Any]) -> None:
     receipt = site.policies.publish(5)
     update = asyncio.ensure_future(site.fleet.update(receipt, timeout_s=8 * TIMEOUT_S))
     paused = {"prefill": False}
-    while not paused["prefill"]:
+    while not paused["prefill"] and not update.done():
         paused = {role: await _is_paused(served) for role, served in site.served.items()}
     seen["paused"] = paused
     site.doors["decode"].open()
@@ -271,8 +272,6 @@ async def _update_between(site: Site, seen: dict[str, Any]) -> None:
 
 
 async def _is_paused(served: Any) -> bool:
-    import time
-
     return await served.engine.until(time.monotonic() + TIMEOUT_S).is_paused()
 
 
