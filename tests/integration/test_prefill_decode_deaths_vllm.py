@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import signal
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,16 @@ class Site:
 
     async def again(self, role: str) -> None:
         await self.fleet.join(role, await self.ready(role), timeout_s=TIMEOUT_S)
+        await self.meet()
+
+    async def meet(self) -> None:
+        """Ask until decode reads from prefill: vLLM gives their first contact five seconds."""
+        said: list[Any] = []
+        for _ in range(9):
+            said += await self.ask(self.draw(1))
+            if said[-1].get("sent"):
+                return
+        raise AssertionError(said)
 
     async def _both(self, *args: Any, **options: Any) -> Any:
         from primeblocks.async_loop.adapters.openai import generate_split
@@ -198,6 +209,7 @@ async def _run(site: Site) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     await site.begin()
     await site.fleet.update(site.policies.publish(1), timeout_s=TIMEOUT_S)
+    await site.meet()
     same = site.draw(3)
     seen["before"] = await site.ask(same)
     await _prefill_dies(site, seen)
@@ -250,7 +262,7 @@ async def _update_between(site: Site, seen: dict[str, Any]) -> None:
     receipt = site.policies.publish(5)
     update = asyncio.ensure_future(site.fleet.update(receipt, timeout_s=8 * TIMEOUT_S))
     paused = {"prefill": False}
-    while not paused["prefill"]:
+    while not paused["prefill"] and not update.done():
         paused = {role: await _is_paused(served) for role, served in site.served.items()}
     seen["paused"] = paused
     site.doors["decode"].open()
@@ -260,8 +272,6 @@ async def _update_between(site: Site, seen: dict[str, Any]) -> None:
 
 
 async def _is_paused(served: Any) -> bool:
-    import time
-
     return await served.engine.until(time.monotonic() + TIMEOUT_S).is_paused()
 
 
