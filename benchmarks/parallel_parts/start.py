@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import ctypes
 import tempfile
 import threading
 from pathlib import Path
@@ -16,11 +16,10 @@ from primeblocks.layout import local_part
 from primeblocks.parallel import plan_mesh
 from primeblocks.testing import ranks, tiny_models
 
-from ..peers import ALLOCATOR
-
 __all__ = ["figures"]
 
 SIZES = {"hidden": 512, "num_experts": 32, "num_layers": 4, "vocab": 8192}
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt
 
 
 class _Peak:
@@ -69,6 +68,7 @@ def _measure(path: Path) -> dict[str, float]:
     )
 
     meshes = plan_mesh(world_size=dist.get_world_size(), expert=2).build("cpu")
+    _give_pages_back()
     _model()  # What a first model imports is no memory of weights.
     with _Peak() as start:
         model = _model()
@@ -88,26 +88,26 @@ def _measure(path: Path) -> dict[str, float]:
 
 
 def figures() -> dict[str, tuple[float, str, str]]:
-    """Of the rank that has most. Its allocator gives pages back, unlike that of the timed parts:
-    it would fill again what it kept of before, and the growth would look smaller than it is.
-    """
-    kept = {name: os.environ.pop(name) for name in ALLOCATOR if name in os.environ}
-    try:
-        by_rank = _by_rank()
-    finally:
-        os.environ.update(kept)
+    """Of the rank that has most."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = tiny_models.build("qwen3_moe", dtype="float32", **SIZES)
+        model.save_pretrained(folder)  # type: ignore[operator]
+        del model
+        by_rank = ranks.run(_measure, Path(folder), world_size=4, timeout_s=300)
     return {
         f"parallel.{name}": (max(one[name] for one in by_rank), _unit(name), "")
         for name in by_rank[0]
     }
 
 
-def _by_rank() -> list[dict[str, float]]:
-    with tempfile.TemporaryDirectory() as folder:
-        model = tiny_models.build("qwen3_moe", dtype="float32", **SIZES)
-        model.save_pretrained(folder)  # type: ignore[operator]
-        del model
-        return ranks.run(_measure, Path(folder), world_size=4, timeout_s=300)
+def _give_pages_back() -> None:
+    """Undo what the timed parts ask of glibc's allocator, which keeps pages for them: they would be
+    filled again, and the growth look smaller than it is.
+    """
+    libc = ctypes.CDLL(None)
+    for option in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
+        libc.mallopt(option, 128 << 10)
+    libc.malloc_trim(0)
 
 
 def _unit(name: str) -> str:
