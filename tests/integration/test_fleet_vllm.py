@@ -37,7 +37,7 @@ from tests.integration.fleet_site import (
 )
 from tests.weightsync.vllm_site import TIMEOUT_S
 
-LONG = 400  # tokens: time enough for an update on a busy machine
+LONG = 900  # tokens: time enough for an update on a busy machine
 
 pytestmark = [
     pytest.mark.vllm,

@@ -292,7 +292,7 @@ class _Member:
             await call(self.engine, self.engine.resume_generation(), "resume", deadline)
 
 
-def _check(in_flight: InFlight, prefill: Collection[int], engines: int) -> None:
+def _check(in_flight: str, prefill: Collection[int], engines: int) -> None:
     if in_flight not in _PAUSE:
         raise UsageError(f"in_flight must be one of {list(_PAUSE)}; got {in_flight!r}")
     if beyond := sorted(set(prefill) - set(range(engines))):
