@@ -57,6 +57,7 @@ def test_a_run_goes_on_on_fewer_ranks_as_one_rank_would(tmp_path):
     printed = [float(x) for x in re.findall(r"^step \d, loss (\S+)$", said, re.M)]
     assert printed == pytest.approx(losses, abs=1e-4)
     trained = AutoModelForCausalLM.from_pretrained(folder / "trained").state_dict()
-    for name, weight in weights.items():
-        # Adam divides by moments: an error is a step of the rate.
-        torch.testing.assert_close(trained[name], weight, rtol=0, atol=STEPS * RATE * 1e-2)
+    off = torch.cat([(trained[name] - weight).abs().flatten() for name, weight in weights.items()])
+    # Adam divides by moments: where a gradient is rounding, a step is anything up to the rate.
+    assert off.max() <= 2 * STEPS * RATE
+    assert (off > STEPS * RATE * 1e-2).float().mean() <= 1e-4
