@@ -30,6 +30,8 @@ from primeblocks.weightsync.adapters import vllm as into_vllm
 from tests.ports import free_port
 from tests.weightsync.vllm_site import SIZES, TIMEOUT_S, Served, Trainer
 
+MODEL_TOKENS = 2048
+LONG = 1800  # tokens of an answer that lasts until something has happened, on an idle machine too
 START_S = 300.0
 ROUTER = shutil.which("vllm-router")
 needs_router = pytest.mark.skipif(ROUTER is None, reason="vllm-router is not installed")
@@ -120,7 +122,8 @@ def servers(folder: Path) -> Iterator[Any]:
     with contextlib.ExitStack() as stack:
 
         def start(name: str, *words: str, **more: Any) -> Served:
-            served = Served(folder / "start", folder / f"{name}.log", *CAPTURE, *words, **more)
+            every = ("--max-model-len", str(MODEL_TOKENS), *CAPTURE)
+            served = Served(folder / "start", folder / f"{name}.log", *every, *words, **more)
             stack.callback(served.close)
             return served
 

@@ -20,6 +20,8 @@ from primeblocks.errors import PrimeblocksError
 from primeblocks.plugins.vllm import register
 from tests.engine_job import call
 from tests.integration.fleet_site import (
+    LONG,
+    MODEL_TOKENS,
     PROMPTS,
     ROUTER,
     START_S,
@@ -37,8 +39,6 @@ from tests.integration.fleet_site import (
 )
 from tests.weightsync.vllm_site import TIMEOUT_S
 
-LONG = 900  # tokens: time enough for an update on a busy machine
-
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
@@ -51,8 +51,9 @@ async def _local(folder: Path) -> tuple[Any, FleetMember]:
     from primeblocks.weightsync.adapters import vllm as into_vllm
 
     arguments = base_engine_args(
-        folder / "start", dtype="float32", max_model_len=1024, max_num_seqs=8, kv_bytes=32 << 20
-    )
+        folder / "start", dtype="float32", max_model_len=MODEL_TOKENS, max_num_seqs=8,
+        kv_bytes=32 << 20,
+    )  # fmt: skip
     arguments |= into_vllm.engine_args() | capture_args(max_bytes=1 << 22, device="cpu")
     engine = await VllmEngine.start(arguments, timeout_s=START_S)
 

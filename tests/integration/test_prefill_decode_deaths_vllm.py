@@ -24,6 +24,7 @@ from primeblocks.plugins.vllm import register
 from primeblocks.weightsync.adapters import vllm as into_vllm
 from tests.engine_job import call
 from tests.integration.fleet_site import (
+    LONG,
     START_S,
     TO_THE_END,
     Policies,
@@ -40,7 +41,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
 ]
-PROMPT, LONG, SHORT = 150, 400, 24  # tokens; pages have 32
+PROMPT, SHORT = 150, 24  # tokens; pages have 32
 
 
 def _transfer(role: str) -> dict[str, Any]:
