@@ -34,6 +34,7 @@ def _one_rank(path):
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     losses = []
+    told = {name: torch.ones_like(x, dtype=torch.bool) for name, x in model.named_parameters()}
     for step in range(STEPS):
         ids = torch.randint(512, (ROWS, TOKENS), generator=torch.Generator().manual_seed(step))
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
@@ -43,7 +44,11 @@ def _one_rank(path):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses, model.state_dict()
+        for name, x in model.named_parameters():
+            size = optimizer.state[x]["exp_avg_sq"].sqrt()
+            # Rounding is a millionth of the largest gradient: a hundredth of a step from here on.
+            told[name] &= size > 1e-4 * size.max()
+    return losses, model.state_dict(), told
 
 
 @pytest.mark.example
@@ -53,11 +58,12 @@ def test_a_run_goes_on_on_fewer_ranks_as_one_rank_would(tmp_path):
     assert [(ranks, step) for ranks, step, *_ in counts] == [("4", "0"), ("2", "2")]
     assert all(int(held) * int(ranks) == int(whole) for ranks, _, held, whole in counts)
     folder = tmp_path / "pretrained_to_shards"
-    losses, weights = _one_rank(folder / "pretrained")
+    losses, weights, told = _one_rank(folder / "pretrained")
     printed = [float(x) for x in re.findall(r"^step \d, loss (\S+)$", said, re.M)]
     assert printed == pytest.approx(losses, abs=1e-4)
     trained = AutoModelForCausalLM.from_pretrained(folder / "trained").state_dict()
-    off = torch.cat([(trained[name] - weight).abs().flatten() for name, weight in weights.items()])
     # Adam divides by moments: where a gradient is rounding, a step is anything up to the rate.
-    assert off.max() <= 2 * STEPS * RATE
-    assert (off > STEPS * RATE * 1e-2).float().mean() <= 1e-4
+    for name, is_told in told.items():
+        off = (trained[name] - weights[name]).abs()
+        assert off.max() <= 2 * STEPS * RATE, name
+        assert off[is_told].max() <= STEPS * RATE * 1e-2, name

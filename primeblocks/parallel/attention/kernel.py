@@ -130,7 +130,7 @@ def seen_rows(
 
 
 def _rows_before(plan: SequencePlan, rank: int, places: np.ndarray) -> np.ndarray:
-    """How many rows of a rank lie before each place, int32. Its pieces are far fewer than rows."""
+    """Count the rows of a rank before each place, int32. Its pieces are far fewer than rows."""
     starts, stops = np.asarray(plan.pieces[rank], np.int64).reshape(-1, 2).T
     rows, stops = (np.concatenate([[0], x]) for x in (np.cumsum(stops - starts), stops))
     piece = np.searchsorted(starts, places, side="right")
