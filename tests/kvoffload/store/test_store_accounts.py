@@ -5,7 +5,7 @@ import pytest
 
 from primeblocks.errors import CorruptionError
 from primeblocks.kvoffload import HostTier, TieredStore
-from primeblocks.kvoffload.evict import VersionAware, lru
+from primeblocks.kvoffload.evict import Facts, VersionAware, lru
 from primeblocks.kvoffload.store import copier
 from primeblocks.kvoffload.store.catalogue import Catalogue
 from primeblocks.kvoffload.store.level import Level
@@ -153,6 +153,17 @@ def test_a_load_says_which_tier_served_it():
     catalogue.read(read, length=0, error=CorruptionError("a flipped bit"))
     settle(catalogue)
     assert request.tier == "host"
+
+
+def test_demoted_pages_keep_the_order_of_their_rollout():
+    """A rollout's last page leaves host memory first, and is the first to leave the disk too."""
+    level = Level("disk", [], capacity_pages=3, shared=False)
+    level.ledger.keep(~Facts.NONE)
+    for number in (2, 1, 0):
+        copy, _ = level.admit(key_of(number), lru, version=0)
+        level.written(key_of(number), copy, length=1, users=("one",))
+    (one,) = level.ledger.snapshot(version=0).live
+    assert one.page.key == key_of(2)
 
 
 def test_superseded_saves_do_not_use_up_the_bound():
