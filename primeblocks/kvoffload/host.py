@@ -43,7 +43,7 @@ class HostTier:
         capacity_bytes: int,
         page_bytes: int,
         attachment_bytes: int = 0,
-        pinned: bool = False,
+        pinned: bool | int = False,  # int, so that `**sizes` of whole numbers fits
     ) -> None:
         self.frame_bytes, self.capacity_pages = frames_of(
             self.name,
