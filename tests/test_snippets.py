@@ -5,6 +5,8 @@ import asyncio
 import inspect
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,42 @@ def play(page, folder):
             pending = eval(compiled, names)
             if inspect.iscoroutine(pending):
                 runner.run(pending)
+
+
+# Names that stand-ins bring, or several snippets bind anew; torch types every attribute of a module
+# as a tensor.
+UNTYPED = ("name-defined", "used-before-def", "has-type", "assignment", "operator")
+
+LISTS = """
+from primeblocks.async_loop import Group, Rollout
+from primeblocks.kvoffload import HostTier
+
+ends = Rollout(tokens=[5, 6], prompt_length=1, logprobs=[-1.0], versions=(3,), finish_reason="stop")
+group = Group("a prompt", [ends], version=3)
+print(float(ends.logprobs.sum()), ends.tokens[1:], group.rollouts[0].loss_mask.tolist())
+sizes = {"page_bytes": 48, "attachment_bytes": 64}
+HostTier(capacity_bytes=4096, **sizes).close()
+"""
+
+
+def test_snippets_are_typed(tmp_path):
+    """By mypy, each page as one function, so that `await` is allowed; and what takes lists."""
+    exec(LISTS, {})
+    (tmp_path / "lists.py").write_text(LISTS)
+    for page in PAGES:
+        lines = []
+        for line, code in snippets(page):
+            lines += [""] * (line - len(lines)) + [f" {each}" for each in code.splitlines()]
+        lines[next(at for at, each in enumerate(lines) if each) - 1] = "async def page():"
+        (tmp_path / f"{page.replace('/', '_')[:-3]}.py").write_text("\n".join(lines))
+    command = [sys.executable, "-m", "mypy", "--allow-redefinition-new", "--local-partial-types"]
+    command += [word for code in UNTYPED for word in ("--disable-error-code", code)]
+    done = subprocess.run(
+        [*command, *map(str, tmp_path.iterdir())],
+        cwd=ROOT, env=os.environ | {"MYPYPATH": str(ROOT)}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_every_page_with_snippets_is_run():

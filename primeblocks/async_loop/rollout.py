@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -69,6 +69,23 @@ class Rollout:
     attachments: Mapping[str, Any] = field(default_factory=dict)
     loss_mask: NDArray[np.bool_] = None  # type: ignore[assignment]  # All of them.
 
+    if TYPE_CHECKING:  # It takes what becomes an array; its fields are arrays.
+
+        def __init__(
+            self,
+            *,
+            tokens: ArrayLike,
+            prompt_length: int,
+            logprobs: ArrayLike,
+            versions: ArrayLike,
+            finish_reason: str,
+            prompt_id: Hashable = None,
+            reward: float | None = None,
+            rewards: Mapping[str, float] = ...,
+            attachments: Mapping[str, Any] = ...,
+            loss_mask: ArrayLike | None = None,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
         freeze_trajectory(self, least=1)
         object.__setattr__(self, "rewards", MappingProxyType(dict(self.rewards)))
@@ -129,6 +146,17 @@ class Group:
     version: int
     generate_s: float = 0.0
     ordinal: int = 0
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            prompt: Any,
+            rollouts: Iterable[Rollout],
+            version: int,
+            generate_s: float = 0.0,
+            ordinal: int = 0,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rollouts", tuple(self.rollouts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ class HostTier:
         capacity_bytes: int,
         page_bytes: int,
         attachment_bytes: int = 0,
-        pinned: bool = False,
+        pinned: bool | int = False,  # int, so that `**sizes` of whole numbers fits
     ) -> None:
         self.frame_bytes, self.capacity_pages = frames_of(
             self.name,
@@ -57,7 +58,7 @@ class HostTier:
             raise UnsupportedError("pinned=True needs a CUDA device; leave it out on the CPU")
         self._slab = _reserve(self.capacity_pages * self.frame_bytes)
         self._pages = torch.from_numpy(self._slab).view(-1, self.frame_bytes)[:, :page_bytes]
-        self._claimed = False
+        self._claimed = Lock()
         if pinned:
             _cuda("cudaHostRegister", self._slab.ctypes.data, self._slab.nbytes, 0)
 
@@ -67,9 +68,8 @@ class HostTier:
         Raises:
             UsageError: a store has it, or had it.
         """
-        if self._claimed:
+        if not self._claimed.acquire(blocking=False):
             raise UsageError("this HostTier belongs to another store. Give each store its own.")
-        self._claimed = True
 
     def frame(self, number: int) -> np.ndarray:
         """Return the bytes of a frame: a view, aligned to 4096 bytes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import struct
 from collections.abc import Mapping
 from typing import Any, Self
@@ -9,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 import xxhash
 
-from ..errors import CorruptionError, PlanError, ShapeError
+from ..errors import CorruptionError, PlanError, ShapeError, UsageError, shown
 
 __all__ = [
     "ALIGNMENT",
@@ -45,7 +46,8 @@ class PageKey(bytes):
         recipe: fingerprint of how the bytes are made: dtype, scales, layout, model.
 
     Raises:
-        PlanError: a group outside 32 bits, a version outside 64, or text that is not Unicode.
+        PlanError: a field has another type, a group does not fit in 32 bits or a version in 64, or
+            text is not Unicode.
     """
 
     # Tables are asked for it some 30 times on a page's way to a disk, and it is written 5 times: a
@@ -59,17 +61,21 @@ class PageKey(bytes):
         version: int | None = None,
         recipe: str = "",
     ) -> Self:
-        if not 0 <= group < 1 << 32:
-            raise PlanError(f"a group of layers is a number from 0 to 2**32 - 1; got {group}")
-        if version is not None and not -(1 << 63) <= version < 1 << 63:
-            raise PlanError(f"a version fits in 64 bits; got {version}")
+        if not isinstance(salt, str | bytes):
+            raise _misfit("salt", salt, "text or bytes")
+        if not isinstance(hash, bytes):
+            raise _misfit("hash", hash, "bytes")
+        if not isinstance(recipe, str):
+            raise _misfit("recipe", recipe, "text")
+        group = _whole("group", group, 0, 1 << 32)
+        number = 0 if version is None else _whole("version", version, -(1 << 63), 1 << 63)
         try:
             text = isinstance(salt, str)
             parts = salt.encode() if isinstance(salt, str) else salt, hash, recipe.encode()
             sizes = len(parts[0]), len(hash), len(parts[2])
-            rest = *parts, group, version is not None, version or 0
+            rest = *parts, group, version is not None, number
             return super().__new__(cls, struct.pack(_KEY % sizes, text, *sizes, *rest))
-        except (UnicodeEncodeError, AttributeError, TypeError, struct.error) as error:
+        except (UnicodeEncodeError, struct.error) as error:
             names = salt, hash, group, version, recipe
             raise PlanError(f"{names} cannot be written as bytes: {error}") from error
 
@@ -131,6 +137,20 @@ class PageKey(bytes):
     __str__ = __repr__
 
 
+def _whole(name: str, value: Any, start: int, end: int) -> int:
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or not start <= number < end:
+        raise _misfit(name, value, f"whole numbers from {start} to {end - 1}")
+    return number
+
+
+def _misfit(name: str, value: Any, wanted: str) -> PlanError:
+    return PlanError(f"PageKey({name}=) takes {wanted}; got {shown(value)}.")
+
+
 def checksum(key: PageKey, content: np.ndarray) -> bytes:
     """Return a digest of a key and its content: XXH3, 128 bits; local, above 10 GB/s a core.
 
@@ -170,12 +190,19 @@ def pack_attachments(attachments: Mapping[str, bytes]) -> bytes:
 
     Raises:
         ShapeError: a name of more than 65535 bytes.
+        UsageError: a name is not text, or its data are not bytes.
     """
     if not attachments:
         return b""
     parts = [_COUNT.pack(len(attachments))]
     for name, data in attachments.items():
-        label, content = name.encode(), bytes(data)
+        try:
+            # Not bytes(data), which makes zeros of a number.
+            label, content = name.encode(), memoryview(data).tobytes()
+        except (AttributeError, TypeError, UnicodeEncodeError) as error:
+            raise UsageError(
+                f"attachments are bytes by name; got {shown(data)} as {shown(name)}. Encode them."
+            ) from error
         if len(label) >= 1 << 16:
             raise ShapeError(f"the name of an attachment has {len(label)} bytes; at most 65535 fit")
         parts += [_ITEM.pack(len(label), len(content)), label, content]

@@ -93,6 +93,11 @@ def test_rollouts_are_what_the_server_said():
         ({"choices": [choice(token_ids=[20, 1 << 70])]}, EngineError, "that are none"),
         ({"choices": [choice(token_ids=[21, 20])]}, EngineError, "log-probabilities of"),
         ({"choices": [choice(prompt_token_ids=[1, *PROMPT])]}, EngineError, "another prompt"),
+        ({"choices": [choice(prompt_token_ids=None)]}, UnsupportedError, "no prompt_token_ids"),
+        ({"choices": [choice(prompt_token_ids=[])]}, EngineError, "another prompt"),
+        ({"choices": [choice(finish_reason=None)]}, EngineError, "None as its finish_reason"),
+        ({"choices": [choice(finish_reason=3)]}, EngineError, "3 as its finish_reason"),
+        ({"choices": [choice(routed_experts=[1])]}, EngineError, "as its routed_experts"),
         ({"choices": [choice(logprobs=None)]}, UnsupportedError, "no log-probabilities"),
         ({"choices": [choice(logprobs=[])]}, UnsupportedError, "no log-probabilities"),
         ({"choices": [logprobs(-1.0)]}, EngineError, "2 tokens"),
@@ -138,7 +143,10 @@ def test_anything_in_the_place_of_a_part_is_an_answer_or_a_typed_error(place, va
         (rollout,) = ask(lambda *_: answer)
     except PrimeblocksError:
         return
-    assert rollout.tokens.tolist() == PROMPT + answer["choices"][0]["token_ids"]
+    said = answer["choices"][0]
+    assert rollout.tokens.tolist() == said["prompt_token_ids"] + said["token_ids"]
+    assert rollout.finish_reason == said["finish_reason"]
+    assert isinstance(rollout.attachments.get("routed_experts", ""), str)
 
 
 def test_log_probabilities_without_ids_are_taken_by_their_place():

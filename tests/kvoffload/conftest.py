@@ -1,5 +1,6 @@
 """Small stores."""
 
+import jaxtyping
 import pytest
 
 from primeblocks.kvoffload import DiskTier, HostTier
@@ -27,3 +28,9 @@ def disk(tmp_path):
         return DiskTier(path, capacity_bytes=pages * FRAME, **SIZES, **how)
 
     return make
+
+
+@pytest.fixture
+def untyped(monkeypatch):
+    """Without the checks of annotations, as for a caller."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)

@@ -5,6 +5,8 @@ import subprocess
 import sys
 import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -68,6 +70,21 @@ def engine(master):
 @pytest.mark.parametrize("check", CHECKS, ids=check_name)
 def test_conformance(check, engine):
     check(engine())
+
+
+def test_threads_do_not_write_each_others_headers(engine, master):
+    bench, door = engine(), threading.Barrier(2)
+
+    def meet(name):
+        with suppress(threading.BrokenBarrierError):
+            door.wait(0.1)
+
+    master.before_call = meet
+    records = [[bench.record(key_of(n), content_of(n, EXTRA), n)] for n in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        put = [pool.submit(bench.tier.put, each) for each in records]
+    assert [each.result() for each in put] == [[None]] * 2
+    assert bench.get(key_of(0), key_of(1)) == [content_of(n, EXTRA) for n in range(2)]
 
 
 def test_pages_of_one_engine_serve_another(engine):

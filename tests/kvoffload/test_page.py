@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primeblocks.errors import CorruptionError, PlanError
+from primeblocks.errors import CorruptionError, PlanError, UsageError
 from primeblocks.kvoffload import PageKey
-from primeblocks.kvoffload.page import checksum, frames_of
+from primeblocks.kvoffload.page import checksum, frames_of, pack_attachments
 
 keys = st.builds(
     PageKey,
@@ -87,8 +87,30 @@ def test_a_frame_is_the_smallest_multiple_of_4096_that_holds_a_page(page, attach
 
 
 @pytest.mark.parametrize(
-    "names", [{"salt": "\ud800"}, {"recipe": "\ud800"}, {"hash": 7}, {"version": 1.5}]
+    ("name", "values", "takes"),
+    [
+        ("salt", [None, 3, bytearray(b"s")], "salt=. takes text or bytes"),
+        ("hash", ["h", "", None, 7, [1], np.zeros(2)], "hash=. takes bytes"),
+        ("recipe", [None, b"r", 3], "recipe=. takes text"),
+        ("group", [None, "0", 1.0, True, -1], "whole numbers from 0 to 4294967295"),
+        ("version", ["1", "", 1.5, False, float("nan"), 10**5000], "whole numbers"),
+        ("salt", ["\ud800"], "cannot be written"),
+        ("recipe", ["\ud800"], "cannot be written"),
+    ],
 )
-def test_a_key_that_cannot_be_written_is_refused_at_once(names):
-    with pytest.raises((PlanError, TypeError)):
-        PageKey(**{"salt": "s", "hash": b"h", **names})
+def test_a_key_that_cannot_be_written_is_refused_at_once(name, values, takes, untyped):
+    for value in values:
+        with pytest.raises(PlanError, match=takes):
+            PageKey(**{"salt": "s", "hash": b"h", name: value})
+
+
+def test_a_key_takes_numbers_of_numpy(untyped):
+    key = PageKey("s", b"h", group=np.uint8(3), version=np.int64(7))
+    assert (key, key.group, key.version) == (PageKey("s", b"h", 3, 7), 3, 7)
+
+
+@pytest.mark.parametrize("wrong", [{"routes": 5}, {"routes": "text"}, {"routes": None}, {3: b""}])
+def test_attachments_that_are_not_bytes_are_refused(wrong, untyped):
+    """A number would be packed as that many zeros."""
+    with pytest.raises(UsageError, match="bytes by name"):
+        pack_attachments(wrong)

@@ -166,6 +166,20 @@ def test_missing_tokens_are_added_on_either_side():
         routes.with_missing(after=-1)
 
 
+def test_fill_takes_a_row_wherever_one_of_the_two_has_it():
+    ours, other = random_routes(seed=1), random_routes(seed=2)
+    halves = [rows(ours), rows(other)]
+    wanted = [row if row is not None else theirs for row, theirs in zip(*halves, strict=True)]
+    assert {row is None for row in halves[0]} == {row is None for row in halves[1]} == {True, False}
+    assert rows(ours.fill(other)) == wanted
+    assert ours.fill(other).known == sum(row is not None for row in wanted) > ours.known
+    padded = random_routes(tokens=6, seed=2).pad(10)
+    filled = ours.fill(padded)
+    assert filled.padding.tolist() == (ours.missing & padded.padding).tolist()
+    with pytest.raises(ShapeError, match="not of the same tokens"):
+        ours.fill(random_routes(tokens=9))
+
+
 @pytest.mark.parametrize(("num_experts", "top_k"), [(32, 4), (7, 3), (300, 8), (2, 2), (1, 1)])
 @pytest.mark.parametrize("extra", [0, 1, 50])
 def test_padding_loads_all_experts_alike(num_experts, top_k, extra):

@@ -139,6 +139,7 @@ class MooncakeTier:
     A call ends when Mooncake ends it: after 30 s if the master hangs, 60 s if the owner of the
     memory does (measured, 0.3.13). Frames belong to Mooncake until then, so nothing here gives up
     sooner; the store's own deadlines do. After such a call everything is a miss for `rest_s`.
+    Threads may share a tier: its puts and gets run one after the other.
 
     Args:
         client: what `connect` returned. The tier closes it.
@@ -176,6 +177,7 @@ class MooncakeTier:
         self._namespace = namespace
         self._rest_s, self._clock, self._rests_until = rest_s, clock, clock()
         self._client = client
+        self._turn = threading.Lock()  # whose thread has the headers and the zeros
         self._changed = threading.Condition()
         self._calls, self._closed = 0, False
         headers_bytes = _BATCH * _HEADER.size
@@ -196,7 +198,8 @@ class MooncakeTier:
         """Write pages that are not there yet: one request for 64 pages, and the transfers."""
         answers: list[Wrong | None] = []
         for batch in _batches([record.key for record in records]):
-            answers += self._put(records[batch])
+            with self._turn:
+                answers += self._put(records[batch])
         return answers
 
     def get(
@@ -208,7 +211,8 @@ class MooncakeTier:
         """
         answers: list[Found | Wrong | None] = []
         for batch in _batches(keys):
-            answers += self._get(keys[batch], into[batch])
+            with self._turn:
+                answers += self._get(keys[batch], into[batch])
         return answers
 
     def drop(self, keys: Sequence[PageKey]) -> None:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,11 +24,19 @@ from ..page import ALIGNMENT, DIGEST_BYTES
 from ..tier import Record
 from .system import System
 
-__all__ = ["Answer", "DataFile", "Frames", "full", "misfit", "refusal", "refusing"]
+__all__ = ["Answer", "DataFile", "Frames", "Place", "full", "misfit", "refusal", "refusing"]
 
 Answer = PrimeblocksError | OSError | None
 
 _VECTOR = min(256, os.sysconf("SC_IOV_MAX"))  # buffers of one call
+
+
+class Place(NamedTuple):
+    """A page's place in the data file, its length and its digest."""
+
+    frame: int
+    length: int
+    digest: bytes
 
 
 class DataFile:
@@ -56,7 +64,7 @@ class DataFile:
                 f'the file system of {path} has no direct I/O. Use io="auto" or "buffered".'
             )
         self.direct = descriptor is not None
-        self._descriptor = system.open(path) if descriptor is None else descriptor
+        self.descriptor = system.open(path) if descriptor is None else descriptor
 
     def write(self, frames: Sequence[int], contents: Sequence[np.ndarray]) -> list[Answer]:
         """Write contents into frames; None for each that was written whole.
@@ -71,18 +79,18 @@ class DataFile:
 
     def frames(self) -> int:
         """Count the frames that the file has whole."""
-        return self._system.size(self._descriptor) // self._stride
+        return self._system.size(self.descriptor) // self._stride
 
     def shrink(self, frames: int) -> None:
         """Cut the file behind its first `frames` frames."""
-        if self._system.size(self._descriptor) > frames * self._stride:
-            self._system.truncate(self._descriptor, frames * self._stride)
+        if self._system.size(self.descriptor) > frames * self._stride:
+            self._system.truncate(self.descriptor, frames * self._stride)
 
     def flush(self) -> None:
-        self._system.sync(self._descriptor)
+        self._system.sync(self.descriptor)
 
     def close(self) -> None:
-        self._system.close(self._descriptor)
+        self._system.close(self.descriptor)
 
     def _open_direct(self) -> int | None:
         descriptor = None
@@ -146,7 +154,7 @@ class DataFile:
             index, within = divmod(done, self._stride)
             rest = [views[index][within:], *views[index + 1 :]]
             try:
-                count = call(self._descriptor, rest, offset + done)
+                count = call(self.descriptor, rest, offset + done)
             except OSError as error:
                 return done // self._stride, error
             if count == 0:

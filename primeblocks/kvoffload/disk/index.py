@@ -14,15 +14,15 @@ from functools import reduce
 from itertools import islice
 from operator import itemgetter, xor
 from pathlib import Path
-from typing import NamedTuple
 
 import xxhash
 
 from ...errors import CorruptionError, PrimeblocksError, UsageError
 from ..page import PageKey
+from .data import Place
 from .system import System
 
-__all__ = ["Index", "Place"]
+__all__ = ["Index"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +46,6 @@ _ERRORS = {
     sqlite3.SQLITE_NOMEM: errno.ENOMEM,
 }
 _CUT = (sqlite3.SQLITE_IOERR_SHORT_READ, sqlite3.SQLITE_IOERR_FSTAT)  # or removed
-
-
-class Place(NamedTuple):
-    """A page's place in the data file, its length and its digest."""
-
-    frame: int
-    length: int
-    digest: bytes
 
 
 class Index:
@@ -89,13 +81,15 @@ class Index:
         log_pages: int = 1000,
         system: System,
     ) -> None:
-        self._path = path
+        self._path, self._log = path, path.with_name(f"{path.name}-wal")
         self._lock = lock
         self._sizes = (page_bytes, attachment_bytes)
         self._log_pages = log_pages
         self._system = system
         self._pid = os.getpid()
         self._frames: dict[bytes, int] = {}  # by digest of the key, oldest first
+        self._stamps: list[object] = []  # of the files, after our last change
+        self.lost = 0  # pages, to damage; who reports them counts anew
         self._gone: dict[int, bytes] = {}  # rows that must go before anything else is written
         self._tally = self._newest = self._flushed = 0
         self.begun = self.cleared = False
@@ -243,6 +237,7 @@ class Index:
         self._frames = {name: frame for age, frame, name in rows if age <= trusted}
         self._gone = {frame: name for age, frame, name in rows if age > trusted}
         self._tally, self._newest, self._flushed = tally, max(newest, self._newest), flushed
+        self._stamps = self._stamped()
         self.begun = True
 
     def _begin(self) -> None:
@@ -253,7 +248,7 @@ class Index:
             self._connection.close()
             # In this order: a log without its database is ignored.
             self._system.remove(self._path)
-            self._system.remove(self._path.with_name(f"{self._path.name}-wal"))
+            self._system.remove(self._log)
             self._system.sync_folder(self._path.parent)
             self._connect()
             execute = self._connection.execute
@@ -267,6 +262,7 @@ class Index:
             execute("COMMIT")
             self._set_up()
         self._newest = self._flushed = newest
+        self._stamps = self._stamped()
         self.begun, self.cleared = True, False
 
     def _connect(self) -> None:
@@ -307,7 +303,7 @@ class Index:
 
     def _commit(self, gone: Iterable[int], rows: list[tuple], state: tuple) -> None:
         connection = self._connection
-        with self._typed():
+        with self._changing():
             try:
                 connection.execute("BEGIN IMMEDIATE")
                 delete = "DELETE FROM pages WHERE frame = ?"
@@ -321,7 +317,7 @@ class Index:
 
     def _checkpoint(self, mode: str) -> None:
         """Copy the log into the database, with a sync before and after."""
-        with self._typed():
+        with self._changing():
             row = self._connection.execute(f"PRAGMA wal_checkpoint({mode})").fetchone()
         if row[0] or row[1] != row[2]:
             raise OSError(errno.EIO, f"{self._path} cannot be brought up to date: {row}")
@@ -354,8 +350,24 @@ class Index:
         self.begun = False
 
     def _damaged(self, why: object) -> CorruptionError:
+        self.lost += len(self._frames)
         self._forsake()
         return CorruptionError(f"{self._path} is damaged: {why}")
+
+    def _stamped(self) -> list[object]:
+        return [self._system.stamp(file) for file in (self._path, self._log)]
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """As `_typed`, for a change; the files must be as our last change left them."""
+        # SQLite itself writes on into a removed file, and copies the holes of a log that was cut.
+        if self._stamps != self._stamped():
+            raise self._damaged("it or its log was removed, replaced or cut while it was in use")
+        try:
+            with self._typed():
+                yield
+        finally:
+            self._stamps = self._stamped()
 
     @contextmanager
     def _typed(self) -> Iterator[None]:

@@ -71,6 +71,19 @@ class System:
     def size(self, descriptor: int) -> int:
         return os.fstat(descriptor).st_size
 
+    def stamp(self, file: int | Path) -> tuple[int, int, int] | None:
+        """Return a file's device, number and size; None if nothing has this path."""
+        try:
+            found = os.stat(file)
+        except FileNotFoundError:
+            return None
+        return found.st_dev, found.st_ino, found.st_size
+
+    def in_place(self, descriptor: int, path: Path) -> bool:
+        """Tell whether a path still names this open file."""
+        ours, there = self.stamp(descriptor), self.stamp(path)
+        return ours is not None and there is not None and ours[:2] == there[:2]
+
     def write(self, descriptor: int, buffers: Sequence[Any], offset: int) -> int:
         """Write buffers one after the other; return the number of bytes taken."""
         return os.pwritev(descriptor, buffers, offset)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 
 from ...errors import CapacityError, ClosedError, CorruptionError, UsageError
 from ..page import PageKey, checksum, frames_of
 from ..tier import Found, Record
-from .data import Answer, DataFile, Frames, full, misfit, refusal, refusing
-from .index import Index, Place
+from .data import Answer, DataFile, Frames, Place, full, misfit, refusal, refusing
+from .index import Index
 from .system import System
 
 __all__ = ["DiskTier"]
@@ -37,7 +38,12 @@ class DiskTier:
 
     A power cut may undo the newest changes, drops too, back to the last `flush` or `clear`, and
     lose pages overwritten since. It cannot produce a wrong page. After `close`, and in a forked
-    child, everything but `holds` and `len` raises ClosedError.
+    child, everything but `holds` and `len` raises ClosedError. Threads may share a tier: its calls
+    run one after the other, and `holds` and `len` do not wait.
+
+    A change or a `flush` raises CorruptionError if something else removed, replaced or cut a file
+    of the tier. Without its index the tier begins anew. Where `pages` was cut, the pages behind its
+    end are lost. Without its `pages` or `lock` it keeps nothing until the folder is opened again.
 
     On a full disk the tier goes on with the frames that it has, and gives up the last of them
     where the index needs room.
@@ -85,6 +91,7 @@ class DiskTier:
         self._system = System() if system is None else system
         self._frames = Frames(self.capacity_pages)
         self._closed = False
+        self._turn = Lock()
         self._open(io)
         self._unsynced = len(self)  # at most this many of the newest pages are not on the disk yet
         self._refused = False  # the last sync
@@ -104,22 +111,22 @@ class DiskTier:
         `ShapeError` for content that does not fit, a `CorruptionError` where the index turns out
         to be damaged, which costs all pages, or else the `OSError`.
         """
-        self._check_open()
-        room = self.page_bytes + self.attachment_bytes
-        latest = {record.key: record for record in records}
-        answers: dict[PageKey, Answer] = {
-            key: misfit(each, room=room) for key, each in latest.items()
-        }
-        wanted = [record for key, record in latest.items() if answers[key] is None]
-        try:
-            self._ready()
-            fitting = self._make_room(wanted)
-        except (OSError, CorruptionError) as error:
-            answers |= {record.key: refusal(error, self.path) for record in wanted}
-        else:
-            full = CapacityError(f"all {self.capacity_pages} pages of {self.path} are taken")
-            answers |= {record.key: full for record in wanted} | self._write(fitting)
-        return [answers[record.key] for record in records]
+        with self._in_turn():
+            room = self.page_bytes + self.attachment_bytes
+            latest = {record.key: record for record in records}
+            answers: dict[PageKey, Answer] = {
+                key: misfit(each, room=room) for key, each in latest.items()
+            }
+            wanted = [record for key, record in latest.items() if answers[key] is None]
+            try:
+                self._ready()
+                fitting = self._make_room(wanted)
+            except (OSError, CorruptionError) as error:
+                answers |= {record.key: refusal(error, self.path) for record in wanted}
+            else:
+                full = CapacityError(f"all {self.capacity_pages} pages of {self.path} are taken")
+                answers |= {record.key: full for record in wanted} | self._write(fitting)
+            return [answers[record.key] for record in records]
 
     def get(self, keys: Sequence[PageKey], *, into: Sequence[np.ndarray]) -> list[Found | Answer]:
         """Read pages, those in adjacent frames at once. Local.
@@ -129,17 +136,19 @@ class DiskTier:
             that is not here, CorruptionError where the file ends before it or the index turns out
             to be damaged, OSError where the file system refuses.
         """
-        self._check_open()
-        try:
-            places = self._index.places(keys)
-        except (OSError, CorruptionError) as error:
-            return [error] * len(keys)
-        there = [(place.frame, each) for place, each in zip(places, into, strict=True) if place]
-        errors = iter(self._data.read([frame for frame, _ in there], [each for _, each in there]))
-        return [
-            None if place is None else next(errors) or Found(place.length, place.digest)
-            for place in places
-        ]
+        with self._in_turn():
+            try:
+                places = self._index.places(keys)
+            except (OSError, CorruptionError) as error:
+                return [error] * len(keys)
+            there = [(place.frame, each) for place, each in zip(places, into, strict=True) if place]
+            errors = iter(
+                self._data.read([frame for frame, _ in there], [each for _, each in there])
+            )
+            return [
+                None if place is None else next(errors) or Found(place.length, place.digest)
+                for place in places
+            ]
 
     def drop(self, keys: Sequence[PageKey]) -> None:
         """Forget pages; unknown keys are ignored.
@@ -148,10 +157,9 @@ class DiskTier:
             CapacityError, OSError: the index could not be written. The pages are no longer
                 served, and their drop is written before anything else is kept; until then a crash
                 brings them back.
-            CorruptionError: the index is damaged, and every page is lost.
+            CorruptionError: the index is damaged, and every page is lost; or a file was removed.
         """
-        self._check_open()
-        with refusing(self.path):
+        with self._in_turn(), refusing(self.path):
             self._leave(keys)
 
     def clear(self) -> None:
@@ -160,9 +168,8 @@ class DiskTier:
         Raises:
             CapacityError, OSError: as `drop`.
         """
-        self._check_open()
-        self._frames.clear()
-        with refusing(self.path):
+        with self._in_turn(), refusing(self.path):
+            self._frames.clear()
             self._index.clear()
             self._data.shrink(0)
             self._unsynced = 0
@@ -172,21 +179,28 @@ class DiskTier:
 
         Raises:
             CapacityError, OSError: the file system refused.
-            CorruptionError: it had refused before, and lost pages; the others do survive. Or as
-                `drop`.
+            CorruptionError: pages were lost, because it had refused before or the file was cut; the
+                others do survive. Or as `drop`.
         """
-        self._check_open()
-        with refusing(self.path):
-            lost = self._write_again() if self._refused else []
-            self._refused = True
-            self._data.flush()
-            self._refused, self._unsynced = False, 0
-            self._leave(lost)
-            self._ready()
-            self._system.sync_folder(self.path)
-            self._index.flush()
-        if lost:
-            raise CorruptionError(f"{len(lost)} pages of {self.path} were lost by a failed sync")
+        with self._in_turn(), refusing(self.path):
+            try:
+                failed = self._write_again() if self._refused else []
+                self._refused = True
+                self._data.flush()
+                self._refused, self._unsynced = False, 0
+                self._index.lost += len(failed)
+                self._leave(failed)
+                self._ready()
+                self._system.sync_folder(self.path)
+                self._index.flush()
+                if lost := self._index.lost:
+                    raise CorruptionError(
+                        f"{lost} pages of {self.path} were lost to a failed sync, or to a damaged "
+                        "or cut file. The others survive. Put the lost ones again."
+                    )
+            except CorruptionError:
+                self._index.lost = 0  # reported
+                raise
 
     def holds(self, keys: Sequence[PageKey]) -> list[bool]:
         """Tell for each page whether it is here. From any thread."""
@@ -196,21 +210,19 @@ class DiskTier:
         """Return all keys, in the order in which they were put. They are read from the disk.
 
         Raises:
-            OSError: the file system refused.
-            CorruptionError: as `drop`.
+            OSError, CorruptionError: as `drop`.
         """
-        self._check_open()
-        return self._index.keys()
+        with self._in_turn():
+            return self._index.keys()
 
     def close(self) -> None:
         """Give the folder up; the pages stay. Does not flush. A second call does nothing."""
-        if self._closed:
-            return
-        if self._index.begun or self._index.cleared:
-            with suppress(OSError, CorruptionError):
-                self._ready()  # what could not be written, perhaps it can now
-        self._closed = True
-        self._give_up()
+        with suppress(ClosedError), self._in_turn():
+            if self._index.begun or self._index.cleared:
+                with suppress(OSError, CorruptionError):
+                    self._ready()  # what could not be written, perhaps it can now
+            self._closed = True
+            self._give_up()
 
     def __len__(self) -> int:
         return len(self._index)
@@ -218,7 +230,7 @@ class DiskTier:
     def _open(self, io: str) -> None:
         try:
             with ExitStack() as opened:
-                lock = self._system.own(self.path)
+                lock = self._lock = self._system.own(self.path)
                 opened.callback(self._system.close, lock)
                 self._data = DataFile(
                     self.path / "pages", stride=self.frame_bytes, io=io, system=self._system
@@ -255,6 +267,7 @@ class DiskTier:
 
     def _ready(self) -> None:
         """Write what failed before; on a full disk, with room that is taken from the last pages."""
+        self._look_at_files()
         begun = self._index.begun
         if not begun:
             self._frames.clear()
@@ -270,11 +283,23 @@ class DiskTier:
         if not begun:
             self._data.shrink(self.capacity_pages)
 
-    def _give_back(self) -> None:
-        """Free what the index takes: frames behind the last page, then those of the last pages.
+    def _look_at_files(self) -> None:
+        """Refuse to go on without a file; forget pages behind the end of one that was cut."""
+        files = {"lock": self._lock, "pages": self._data.descriptor}
+        gone = [each for each in files if not self._system.in_place(files[each], self.path / each)]
+        if gone:
+            raise CorruptionError(
+                f"{' and '.join(gone)} of {self.path} was removed or replaced while a tier had it "
+                "open: pages that are put now would be lost. Close the tier, and make it anew."
+            )
+        if self._data.frames() < self._frames.end():
+            cut = self._index.cut(self._data.frames())
+            self._index.lost += len(cut)
+            self._release(cut)
 
-        What lies behind the end of the file is not adopted, so a crash finds no wrong page.
-        """
+    def _give_back(self) -> None:
+        """Free what the index takes: frames behind the last page, then those of the last pages."""
+        # What lies behind the end of the file is not adopted, so a crash finds no wrong page.
         needed = -(-(_ROOM_BYTES + _ROW_BYTES * len(self._index)) // self.frame_bytes)
         end = min(self._frames.end(), max(0, self._data.frames() - needed))
         self._data.shrink(end)
@@ -282,10 +307,8 @@ class DiskTier:
         self._release(self._index.cut(end))
 
     def _write_again(self) -> list[PageKey]:
-        """Write again what a failed sync may have lost; return the keys of pages that changed.
-
-        The kernel counts pages whose write failed as written, and the next sync succeeds.
-        """
+        """Write again what a failed sync may have lost; return the keys of pages that changed."""
+        # The kernel counts pages whose write failed as written, and the next sync succeeds.
         lost, frame = [], np.frombuffer(mmap.mmap(-1, self.frame_bytes), dtype=np.uint8)
         keys = self._index.keys()[-self._unsynced :] if self._unsynced else []
         for key, place in zip(keys, self._index.places(keys), strict=True):
@@ -359,9 +382,15 @@ class DiskTier:
         for frame in frames:
             self._frames.release(frame)
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError(f"the disk tier of {self.path} is closed")
+    @contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """Let one thread in at a time, and none after `close`."""
+        if not self._closed:  # A forked child would wait for a thread that it does not have.
+            with self._turn:
+                if not self._closed:
+                    yield
+                    return
+        raise ClosedError(f"the disk tier of {self.path} is closed")
 
 
 def _disown(tier: weakref.ref[DiskTier]) -> None:

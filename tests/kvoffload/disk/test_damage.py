@@ -294,21 +294,61 @@ def test_pages_cut_off_while_open_are_errors(tmp_path):
         assert None not in read(tier, range(3))
 
 
-@pytest.mark.parametrize("name", ["pages", "index", "lock"])
-def test_a_file_that_vanished_costs_pages(tmp_path, name):
-    with closing(open_tier(tmp_path)) as tier:
-        assert tier.put([record(0), record(1)]) == [None, None]
+def removed(path):
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def replaced(path):
+    path.rename(path.with_name("old"))
+    if (old := path.with_name("old")).is_dir():
+        path.mkdir()
+    else:
+        path.write_bytes(old.read_bytes())
+
+
+def cut(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("put", [False, True])
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [
+        *((name, cut) for name in ("pages", "index", "index-wal")),  # a cut lock is written again
+        *((name, removed) for name in ("pages", "index", "index-wal", "lock", "")),
+        *((name, replaced) for name in ("pages", "index", "index-wal", "lock", "")),
+    ],
+)
+def test_nothing_is_acknowledged_into_files_that_are_gone(tmp_path, name, harm, put):
+    path, copy = tmp_path / "tier", tmp_path / "copy"
+    with closing(open_tier(path, pages=8)) as tier:
+        assert tier.put([record(n) for n in range(3)]) == [None] * 3
         before = state(tier)
-        (tmp_path / name).unlink()
-        assert state(tier) == before
-        assert tier.put([record(2)]) == [None]
-    if name == "lock":
+        harm(path / name)
+        assert harm is cut or state(tier) == before
+        lives = name.startswith("index") or harm is cut
+        if put:
+            kept = lives and name == "pages"  # in front of the cut
+            assert (tier.put([record(3)]) == [None]) == kept
+        with pytest.raises(CorruptionError, match="removed|lost") as caught:
+            tier.flush()
+        assert str(path) in str(caught.value)
+        assert (tier.put([record(4)]) == [None]) == lives
+        if lives:
+            tier.flush()
+            served = state(tier)
+            shutil.copytree(path, copy)  # as a kill would leave it
+            with closing(open_tier(copy, pages=8)) as after:
+                assert state(after) == served
+                assert 4 in served
+        else:
+            with pytest.raises(CorruptionError, match="Close the tier"):
+                tier.drop([key_of(0)])
+    if (name, harm) == ("lock", removed):
         with pytest.raises(UsageError, match="something else"):
-            open_tier(tmp_path)
-        (tmp_path / "lock").touch()
-        return
-    assert len(open_tier(tmp_path)) == 0
-    assert_normal(tmp_path)
+            open_tier(path)
+    else:
+        assert_normal(path)
 
 
 def test_an_index_that_vanished_before_its_log_was_made_is_begun_anew(tmp_path):
@@ -321,13 +361,3 @@ def test_an_index_that_vanished_before_its_log_was_made_is_begun_anew(tmp_path):
     with closing(open_tier(tmp_path)) as tier:
         assert state(tier) == before
     assert_normal(tmp_path)
-
-
-def test_a_folder_that_vanished_is_an_answer(tmp_path):
-    with closing(open_tier(tmp_path / "pages")) as tier:
-        assert tier.put([record(0)]) == [None]
-        shutil.rmtree(tmp_path / "pages")
-        assert read(tier, [0]) == [record(0).content.tobytes()]
-        assert tier.put([record(1)]) == [None]
-    assert len(open_tier(tmp_path / "pages")) == 0
-    assert_normal(tmp_path / "pages")

@@ -2,8 +2,10 @@
 
 import errno
 import os
+import threading
 import tracemalloc
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -295,10 +297,60 @@ def test_a_closed_tier_says_so(tmp_path):
             call()
 
 
+class Meeting(Unsynced):
+    """Two calls that are inside at the same time meet; one alone gives up soon."""
+
+    def __init__(self):
+        self.door = threading.Barrier(2)
+        self.met = 0
+
+    def _inside(self, call, *arguments):
+        with suppress(threading.BrokenBarrierError):
+            self.door.wait(0.1)
+            self.met += 1
+        if self.door.broken:
+            self.door.reset()
+        return call(*arguments)
+
+    def write(self, *arguments):
+        return self._inside(super().write, *arguments)
+
+    def read(self, *arguments):
+        return self._inside(super().read, *arguments)
+
+    def sync(self, *arguments):
+        return self._inside(super().sync, *arguments)
+
+
+def test_threads_take_turns_in_one_tier(tmp_path):
+    """It has one head of free frames, one scratch frame and one connection."""
+    with closing(open_tier(tmp_path, pages=8, system=Meeting())) as tier:
+        tier._system.met = 0
+        with ThreadPoolExecutor(3) as pool:
+            calls = [pool.submit(tier.put, [record(0), record(1)])]
+            calls += [pool.submit(tier.put, [record(2)]), pool.submit(tier.flush)]
+            calls += [pool.submit(read, tier, [0, 2]), pool.submit(tier.drop, [key_of(1)])]
+        assert [call.exception() for call in calls] == [None] * 5
+        assert tier._system.met == 0
+        assert not tier.put([record(1)])[0]
+        assert state(tier) == {n: content_of(n).tobytes() for n in (0, 2, 1)}
+
+
+def test_of_threads_that_close_a_tier_one_does(tmp_path):
+    tier = open_tier(tmp_path, system=Meeting())
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(tier.close) for _ in range(4)]
+    assert [call.exception() for call in calls] == [None] * 4
+    open_tier(tmp_path).close()
+
+
 def test_the_real_system_syncs(tmp_path):
+    """A flush empties the log: of one that a power cut shortens, a prefix would hide the file."""
     with closing(open_tier(tmp_path, system=System())) as tier:
         tier.put([record(0)])
+        assert os.path.getsize(tmp_path / "index-wal") > 0
         tier.flush()
+        assert os.path.getsize(tmp_path / "index-wal") == 0
         tier.clear()
 
 

@@ -43,3 +43,21 @@ def test_a_sweep_goes_on_behind_the_newest_page():
     frames = Frames(5)
     frames.adopt([3, 1])
     assert frames.claim(9) == [2, 4, 0]
+
+
+def test_frames_behind_a_fence_lift_it_once_they_are_taken():
+    frames = Frames(4)
+    frames.fence(1)
+    assert frames.claim(3) == [0, 1, 2]
+    for frame in range(3):
+        frames.release(frame)
+    assert frames.claim(1) == [3]  # with the fence it would be 0
+
+
+def test_clear_lifts_a_fence():
+    frames = Frames(4)
+    frames.fence(1)
+    frames.clear()
+    assert frames.claim(1) == [0]
+    frames.release(0)
+    assert frames.claim(1) == [1]

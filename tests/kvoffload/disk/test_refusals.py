@@ -144,6 +144,17 @@ def test_a_log_without_room_is_copied_and_written_from_its_front(tmp_path):
     assert_reopens(tmp_path, tier)
 
 
+def test_pages_that_give_their_room_to_the_index_free_their_frames(tmp_path):
+    tier, script = filled(tmp_path, pages=8)
+    assert tier.put([record(number) for number in range(2, 8)]) == [None] * 6
+    now, full = len(script.seen), Fault(0, errno.ENOSPC)
+    script.faults = {now: full, now + 2: full}  # both commits, around a checkpoint
+    tier.drop([key_of(0)])
+    assert [*state(tier)] == [1, 2]  # 16 KiB and more of frames went to the index
+    assert_serves(tier, pages=8)
+    assert_reopens(tmp_path, tier, pages=8)
+
+
 def test_an_age_that_cannot_be_marked_costs_nothing(tmp_path):
     tier, script = filled(tmp_path)
     script.fail(after=2, fault=Fault(0, errno.EIO))

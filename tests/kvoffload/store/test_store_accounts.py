@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from primeblocks.errors import CorruptionError
-from primeblocks.kvoffload import HostTier, TieredStore
-from primeblocks.kvoffload.evict import VersionAware, lru
+from primeblocks.kvoffload import HostTier, PageKey, TieredStore
+from primeblocks.kvoffload.evict import Facts, VersionAware, lru
 from primeblocks.kvoffload.store import copier
 from primeblocks.kvoffload.store.catalogue import Catalogue
 from primeblocks.kvoffload.store.level import Level
@@ -153,6 +153,30 @@ def test_a_load_says_which_tier_served_it():
     catalogue.read(read, length=0, error=CorruptionError("a flipped bit"))
     settle(catalogue)
     assert request.tier == "host"
+
+
+def test_demoted_pages_keep_the_order_of_their_rollout():
+    """A rollout's last page leaves host memory first, and is the first to leave the disk too."""
+    level = Level("disk", [], capacity_pages=3, shared=False)
+    level.ledger.keep(~Facts.NONE)
+    for number in (2, 1, 0):
+        copy, _ = level.admit(key_of(number), lru, version=0)
+        level.written(key_of(number), copy, length=1, users=("one",))
+    (one,) = level.ledger.snapshot(version=0).live
+    assert one.page.key == key_of(2)
+
+
+def test_staleness_orders_evictions_and_does_not_bound_reads(host):
+    keys = [PageKey("", bytes([number]), version=number) for number in range(3)]
+    into = np.zeros(PAGE, np.uint8)
+    with TieredStore([host(2)], evict=VersionAware(0)) as store:
+        for key in keys[:2]:
+            store.save(key, page_of(1)).wait(timeout_s=SOON)
+        store.advance(version=9)
+        assert store.load(keys[1], into=into).wait(timeout_s=SOON)
+        assert store.load(keys[0], into=into).wait(timeout_s=SOON)
+        store.save(keys[2], page_of(2)).wait(timeout_s=SOON)
+        assert [key in store for key in keys] == [False, True, True]
 
 
 def test_superseded_saves_do_not_use_up_the_bound():

@@ -16,7 +16,7 @@ from ....errors import (
 )
 from ...clock import Clock
 from ...rollout import Rollout, version_of
-from .exchange import OTHER, check_sampled, choices_of, typed
+from .exchange import OTHER, check_sampled, choices_of, ending_of, typed
 
 __all__ = ["generate", "served_version"]
 
@@ -60,7 +60,8 @@ async def generate(
         PrimeblocksError: the weights changed meanwhile, or the request was aborted before its
             first token, as an update may do. No more specific error, for the engine is
             well: a fleet keeps it, and `Retries` ask again.
-        UnsupportedError: its answers have no token ids, or no log-probabilities.
+        UnsupportedError: its answers have no token ids, of prompt or completion, or no
+            log-probabilities.
         UsageError: the server refused the request.
     """
     tokens = [int(token) for token in prompt]
@@ -123,19 +124,23 @@ async def _ask(version: Version) -> int:
 def _rollout(
     choice: dict[str, Any], prompt: list[int], version: int, what: str, prompt_id: Hashable
 ) -> Rollout:
-    run = choice.get("prompt_token_ids")
-    if run is not None and run != prompt:
-        raise EngineError(f"{what}: the server ran another prompt: {run!r:.200}")
     ids, logprobs = _sampled(choice, what)
-    routes = choice.get("routed_experts")
+    if (run := choice.get("prompt_token_ids")) is None:
+        raise UnsupportedError(
+            f"{what} got no prompt_token_ids, so the prompt that the server ran is unknown. Use a "
+            "server that returns them with return_token_ids, such as vLLM."
+        )
+    if run != prompt:
+        raise EngineError(f"{what}: the server ran another prompt: {run!r:.200}")
+    reason, attachments = ending_of(choice, what)
     return Rollout(
         tokens=np.array(prompt + ids),
         prompt_length=len(prompt),
         logprobs=np.array(logprobs, np.float64),
         versions=np.full(len(ids), version),
-        finish_reason=str(choice.get("finish_reason")),
+        finish_reason=reason,
         prompt_id=prompt_id,
-        attachments={} if routes is None else {"routed_experts": routes},
+        attachments=attachments,
     )
 
 

@@ -9,7 +9,7 @@ from openai import APIConnectionError, APIStatusError, APITimeoutError
 from ....errors import CapacityError, DeadlineError, EngineError, PrimeblocksError, UsageError
 from ...clock import Clock, MonotonicClock, within
 
-__all__ = ["OTHER", "check_sampled", "choices_of", "typed"]
+__all__ = ["OTHER", "check_sampled", "choices_of", "ending_of", "typed"]
 
 # Of JSON that is not what was expected.
 OTHER = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
@@ -79,3 +79,17 @@ def check_sampled(ids: Any, values: Any, what: str) -> None:
     for at, value in enumerate(values):
         if type(value) not in (int, float) or not _NO_LOGPROB < value <= _MOST_LOGPROB:
             raise EngineError(f"{what} got {value!r:.200} as the log-probability of token {at}")
+
+
+def ending_of(choice: dict[str, Any], what: str) -> tuple[str, dict[str, str]]:
+    """Return a choice's finish reason, and its expert routes as an attachment if it has any.
+
+    Raises:
+        EngineError: one of them is not text.
+    """
+    reason, routes = choice.get("finish_reason"), choice.get("routed_experts")
+    if not isinstance(reason, str):
+        raise EngineError(f"{what} got {reason!r:.200} as its finish_reason")
+    if routes is not None and not isinstance(routes, str):
+        raise EngineError(f"{what} got {routes!r:.200} as its routed_experts")
+    return reason, {} if routes is None else {"routed_experts": routes}

@@ -10,7 +10,7 @@ from openai import AsyncOpenAI
 from ....errors import EngineError, PrimeblocksError, ShapeError, UnsupportedError
 from ...clock import Clock, MonotonicClock
 from ...rollout import Rollout, version_of, versions_from_spans
-from .exchange import OTHER, check_sampled, choices_of, typed
+from .exchange import OTHER, check_sampled, choices_of, ending_of, typed
 
 __all__ = ["generate_split", "generate_tokens"]
 
@@ -173,15 +173,15 @@ def _rollout(choice: dict[str, Any], prompt: list[int], what: str, prompt_id: Ha
         versions = versions_from_spans([_span(each, what) for each in labels], length=len(ids))
     except ShapeError as error:
         raise EngineError(f"{what} got versions that do not fit: {error}") from error
-    routes = choice.get("routed_experts")
+    reason, attachments = ending_of(choice, what)
     return Rollout(
         tokens=np.array(prompt + ids),
         prompt_length=len(prompt),
         logprobs=np.array(logprobs, np.float64),
         versions=versions,
-        finish_reason=str(choice.get("finish_reason")),
+        finish_reason=reason,
         prompt_id=prompt_id,
-        attachments={} if routes is None else {"routed_experts": routes},
+        attachments=attachments,
     )
 
 
