@@ -121,6 +121,9 @@ async def live(world, journal):
     """One life, from the weights on disk; True at the end of the prompts."""
     options, clock = world.options, VirtualClock()
     world.weights, world.is_over = world.saved, False
+    # Tokens of policies that are trained anew count as those of the policy that is gone back to.
+    back = len(world.saved)
+    world.told = {key: [min(v, back) for v in versions] for key, versions in world.told.items()}
     loop = AsyncLoop(
         prompts=range(options["prompts"]),
         generate=world.generate,
@@ -204,9 +207,11 @@ def check(world, counts, left):
     assert not {*trained} & {*filtered}
     assert counts["filtered"] + counts["failed"] + len(trained) + len(left) == options["prompts"]
     assert len(left) < options["batch_size"]
-    for groups in world.weights:
+    for version, groups in enumerate(world.weights):
         assert len(groups) == options["batch_size"]
         for group in groups:
+            if options["on_stale"] in ("wait", "drop"):
+                assert version - group.oldest_version <= options["bound"]
             size = options["group_size"] or 2
             assert [r.completion.tolist() for r in group.rollouts] == [
                 tokens_of(group.prompt, i, length_of(group.prompt, i)) for i in range(size)
@@ -243,7 +248,7 @@ def test_samples_that_had_ended_are_not_asked_again(group_size):
 
     async def generate(prompt, *, version, sample, draft):
         asked.append(sample)
-        return Rollout(**rollout_of(prompt, sample, [7]), finish_reason="stop")
+        return Rollout(**rollout_of(prompt, sample, [version]), finish_reason="stop")
 
     async def train(groups, *, version):
         trained.extend(rollout.versions.tolist() for rollout in groups[0].rollouts)
@@ -254,8 +259,8 @@ def test_samples_that_had_ended_are_not_asked_again(group_size):
     async def body():
         loop = AsyncLoop(
             prompts=range(1), generate=generate, train=train, publish=quiet, batch_size=1,
-            buffer=RolloutBuffer(capacity=2, staleness=StalenessPolicy(0)),
-            max_in_flight=9, group_size=group_size, ledger=ledger,
+            buffer=RolloutBuffer(capacity=2, staleness=StalenessPolicy(7, correction="a test")),
+            max_in_flight=9, group_size=group_size, ledger=ledger, version=7,
         )  # fmt: skip
         async with loop:
             async for _ in loop.steps(1):
