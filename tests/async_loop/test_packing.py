@@ -180,6 +180,9 @@ def test_refusals_say_what_to_do():
         pack(batch, [0], per_token=["routes"], per_completion=["routes"])
     with pytest.raises(ShapeError, match="4 rows"):
         pack(batch, [0, 1]).split(np.zeros(3))
+    packed = pack(batch, [0, 1])
+    with pytest.raises(ShapeError, match=r"\[1, .*values\[0\]"):
+        packed.at_predictors(packed.targets[None], fill=-100)
 
 
 def test_a_search_finds_what_exchanges_of_the_largest_do_not():
