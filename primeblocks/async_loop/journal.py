@@ -257,9 +257,7 @@ class Journal:
             ]
         )
 
-    def _again(
-        self, db: sqlite3.Connection, version: int
-    ) -> list[tuple[int, Any, dict[int, Any]]]:
+    def _again(self, db: sqlite3.Connection, version: int) -> list[tuple[int, Any, dict[int, Any]]]:
         partials: dict[int, dict[int, Any]] = {}
         changed = []
         for ordinal, sample, payload in tables.trajectories(db, "drawn", "ordinal, sample"):

@@ -32,7 +32,8 @@ class AsyncLoop:
     """Keeps rollouts in flight while training steps and weight updates go on.
 
     A failure of `train` or `publish` ends the loop with that error, one of `generate` as `retries`
-    says, and the first one of each type is logged with its traceback. Every wait ends at `step_timeout_s`. Leaving the context cancels what is in flight.
+    says, and the first one of each type is logged with its traceback. Every wait ends at
+    `step_timeout_s`. Leaving the context cancels what is in flight.
 
     Args:
         prompts: any iterable; each is used once, and asked again only if its group was dropped.

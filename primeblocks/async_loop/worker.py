@@ -55,9 +55,8 @@ def is_async(function: Callable[..., Any]) -> bool:
     while isinstance(function, functools.partial):
         function = function.func
     function = inspect.unwrap(function)
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(type(function), "__call__", None)
-    )
+    call = inspect.getattr_static(type(function), "__call__", None)  # Of an object.
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 def check_call(

@@ -313,7 +313,7 @@ def test_equal_rewards_have_advantages_of_exactly_0(reward, members, dtype):
 
 
 def test_a_large_mean_does_not_round_differences_away():
-    """2**23 + r is exact in float32, and so are the rewards' differences from a mean of quarters."""
+    """2**23 + r is exact in float32, and so are differences from a mean of quarters."""
     small = torch.tensor([[0.0, 1.0, 1.0, 3.0]])
     large = small + 2.0**23
     for name in ("group_advantages", "leave_one_out_advantages"):

@@ -76,7 +76,11 @@ def test_whatever_is_async_may_generate_train_and_publish():
         return await collect(world, loop, count=1)
 
     for generate in (_any, Callable(), functools.partial(Callable(), extra=1)):
-        for trainer in (train, Trainer(), lambda groups, *, version: train(groups, version=version)):
+        for trainer in (
+            train,
+            Trainer(),
+            lambda groups, *, version: train(groups, version=version),
+        ):
             (step,) = asyncio.run(asyncio.wait_for(body(generate, trainer), 120))
             assert step.metrics == "trained"
     assert seen == [0] * 9

@@ -274,24 +274,6 @@ def test_settings_that_mean_nothing_are_refused(call, message):
         call()
 
 
-def test_one_row_may_be_a_pack_so_its_sequences_are_asked_for():
-    """A pack with a batch dimension is several rollouts, and counted as one sequence otherwise."""
-    p, q, a, w, mask, ids = (x[None] for x in packed(draw(1, (3, 2, 4))))
-    for call in (
-        lambda **how: losses.gspo_loss(p, q, a, mask=mask, **how).sum,
-        lambda **how: losses.gmpo_loss(p, q, a, mask=mask, **how).sum,
-        lambda **how: normalisation.length_weights(mask, **how),
-        lambda **how: normalisation.divide(
-            losses.grpo_loss(p, q, a, mask=mask, **how), by="sequences"
-        ),
-    ):
-        with pytest.raises(UsageError, match="Pass sequence_ids"):
-            call()
-        call(sequence_ids=ids)
-    assert losses.grpo_loss(p, q, a, mask=mask).sequences is None
-    assert losses.grpo_loss(p, q, a, mask=mask, sequence_ids=ids).sequences == 3
-
-
 def _on_a_rank():
     """This rank's share of two losses, and of their gradients; the second has no sequence."""
     sequences = draw(11, (4, 0, 6, 3))

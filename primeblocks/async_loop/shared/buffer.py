@@ -33,10 +33,10 @@ class SharedRolloutBuffer:
     with the groups in it, whoever dies.
 
     Producers are held back by room alone, whatever the policy. "wait" waits for groups in flight
-    only if `take` is given their versions, and throws away what exceeds the bound otherwise. Let `capacity` and the
-    groups that producers have in hand be at most `max_off_policy_steps` batches together, and none
-    exceeds the bound by waiting here. An `AsyncLoop` paces and records what it starts itself, and
-    takes a `RolloutBuffer`.
+    only if `take` is given their versions, and throws away what exceeds the bound otherwise. Let
+    `capacity` and the groups that producers have in hand be at most `max_off_policy_steps` batches
+    together, and none exceeds the bound by waiting here. An `AsyncLoop` paces and records what it
+    starts itself, and takes a `RolloutBuffer`.
 
     Groups travel without pickle: arrays as they are, everything else as JSON, and a checksum. So
     prompts, prompt ids and attachments may be made of what `codec.pack` takes.
