@@ -81,7 +81,8 @@ def run(plan: SplitPlan, lengths: Distribution, bound: int) -> str:
         * plan.engine.replicas,
         train_s=plan.trainer.step_s,
         publish_s=plan.publish_s,
-        staleness=StalenessPolicy(bound, correction="truncated importance sampling"),
+        # The plan's throughput is that of a trainer that does not wait for slow groups.
+        staleness=StalenessPolicy(bound, "pace", "truncated importance sampling"),
         batch_size=ROLLOUTS // SAMPLES,
         max_in_flight=most * plan.engine.replicas,
         by_sample=True,

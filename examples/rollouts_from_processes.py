@@ -128,7 +128,8 @@ class Trainer:
 
 
 def train(name: str, weights: Path) -> None:
-    policy = StalenessPolicy(MAX_OFF_POLICY_STEPS, correction="truncated importance sampling")
+    # "pace" keeps the group of a slow worker, which may exceed the bound.
+    policy = StalenessPolicy(MAX_OFF_POLICY_STEPS, "pace", "truncated importance sampling")
     trainer = Trainer(weights)
     trained: list[int] = []
     lags: list[int] = []

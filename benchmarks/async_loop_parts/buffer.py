@@ -78,7 +78,7 @@ def figures() -> Figures:
 def in_process(*, runs: int = 7) -> Figures:
     """The buffer of one process, which hands objects on."""
     made = make_groups(SHAPES["1MB"], range(SHAPES["1MB"].groups))
-    policy = StalenessPolicy(2, correction="none: a benchmark")
+    policy = StalenessPolicy(2, "pace", "none: a benchmark")
     taken: list[Group] = []
 
     async def through() -> None:  # asyncio.run writes a result as text, which takes longer.

@@ -55,7 +55,7 @@ async def _run(rollouts: int, *, singly: bool) -> tuple[float, int]:
         publish=publish,
         buffer=RolloutBuffer(
             capacity=(BOUND + 1) * BATCH,
-            staleness=StalenessPolicy(BOUND, correction="none: a benchmark"),
+            staleness=StalenessPolicy(BOUND, "pace", "none: a benchmark"),
         ),
         batch_size=BATCH,
         max_in_flight=IN_FLIGHT if singly else IN_FLIGHT // GROUP,

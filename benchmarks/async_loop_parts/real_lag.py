@@ -81,7 +81,7 @@ async def _measure(case: RealCase) -> tuple[float, float, float]:
         await asyncio.sleep(case.publish_s)
         version = new
 
-    policy = StalenessPolicy(case.bound, correction="truncated importance sampling")
+    policy = StalenessPolicy(case.bound, "pace", "truncated importance sampling")
     loop = AsyncLoop(
         prompts=count(),
         generate=generate,

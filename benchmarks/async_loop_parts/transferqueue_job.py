@@ -121,7 +121,7 @@ class Consumer(_Side):
             name,
             capacity=shape.groups,
             capacity_bytes=size_bytes + size_bytes // 8,
-            staleness=StalenessPolicy(4, correction="none: a benchmark"),
+            staleness=StalenessPolicy(4, "pace", "none: a benchmark"),
         )
         self.keys = keys_of(range(shape.groups), shape)
         self.forget()

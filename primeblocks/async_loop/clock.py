@@ -63,7 +63,7 @@ async def within(
         if task.done():
             return task.result()
         if unless is not None and unless.done():
-            raise unless.result().with_traceback(None)
+            raise unless.result()
         raise DeadlineError(f"{what} did not end within {timeout_s:g} s")
     finally:
         timer.cancel()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ..errors import DeadlineError, UsageError
+from ..errors import DeadlineError, UsageError, shown
 from .buffer import RolloutBuffer
 from .clock import Clock, within
 from .ledger import Draft, Ledger, Partial, Restored
@@ -16,6 +17,11 @@ from .rollout import Group, Rollout
 from .scheduler import Retries
 
 __all__ = ["Feeder", "Generate", "Job", "Limit", "Rules", "as_limit"]
+
+logger = logging.getLogger(__name__)
+
+# Mistakes in code, which another attempt would repeat.
+_MISTAKES = (TypeError, NameError, AttributeError, ImportError, SyntaxError, NotImplementedError)
 
 Generate = Callable[..., Awaitable[Any]]
 
@@ -94,7 +100,9 @@ class Feeder:
         self.drawn = 0
         self.exhausted = False
         self.causes: Counter[str] = Counter()  # Of failed attempts, by type, since they were read.
-        self._failures_in_a_row = 0
+        self.failures_in_a_row = 0
+        self.last_failure: BaseException | None = None
+        self._logged: set[type[BaseException]] = set()
         self._closing = False
 
     @property
@@ -195,19 +203,20 @@ class Feeder:
             except Exception as error:
                 job.attempts[sample] += 1
                 self.causes[type(error).__name__] += 1
-                if job.attempts[sample] >= self._rules.retries.attempts:
+                self._log(job, error)
+                is_last = job.attempts[sample] >= self._rules.retries.attempts
+                if is_last or isinstance(error, _MISTAKES):
                     self._give_up(job, error)
                     return
                 await self._clock.sleep(self._rules.retries.wait_s(job.attempts[sample]))
-        if self._rules.group_size is None:
-            rollouts: Sequence[Rollout] = tuple(answer)
-        else:
+        rollouts = self._read(job, answer)
+        if self._rules.group_size is not None:
             job.samples[sample] = answer
             if len(job.samples) < self._rules.group_size:
                 if self._ledger is not None:
                     self._ledger.sampled(job.ordinal, sample, answer)
                 return
-            rollouts = [job.samples[i] for i in range(self._rules.group_size)]
+            rollouts = tuple(job.samples[i] for i in range(self._rules.group_size))
         await self._finish(job, rollouts)
 
     async def _ask(self, job: Job, sample: int) -> Any:
@@ -223,10 +232,42 @@ class Feeder:
         timeout_s = self._rules.rollout_timeout_s
         return await within(call, timeout_s=timeout_s, clock=self._clock, what=what)
 
+    def _read(self, job: Job, answer: Any) -> tuple[Rollout, ...]:
+        """Return the rollouts of an answer, or refuse it by name, which ends the run."""
+        is_group = self._rules.group_size is None
+        if is_group and isinstance(answer, Iterable):
+            found = tuple(answer)
+        else:
+            found = () if is_group else (answer,)
+        wrong = [type(each).__name__ for each in found if not isinstance(each, Rollout)]
+        if not wrong and (not is_group or isinstance(answer, Iterable)):
+            return found
+        inside = f" with a {wrong[0]} in it" if is_group and wrong else ""
+        expected = (
+            "an iterable of the rollouts of one group, such as [rollout]"
+            if is_group
+            else "one Rollout a call, because group_size is set"
+        )
+        raise UsageError(
+            f"generate returned a {type(answer).__name__}{inside} for prompt {job.ordinal}, "
+            f"{shown(job.prompt)}. It must return {expected}."
+        )
+
+    def _log(self, job: Job, error: BaseException) -> None:
+        if type(error) not in self._logged:
+            self._logged.add(type(error))
+            logger.warning(
+                "generate failed for prompt %d. Later failures of type %s are counted in "
+                "Step.failures and not logged.",
+                job.ordinal,
+                type(error).__name__,
+                exc_info=error,
+            )
+
     async def _finish(self, job: Job, rollouts: Sequence[Rollout]) -> None:
         took = self._clock.now() - job.started_s
         group = Group(job.prompt, tuple(rollouts), job.version, took, job.ordinal)
-        self._failures_in_a_row = 0
+        self.failures_in_a_row = 0
         if self._rules.keep is not None and not self._rules.keep(group):
             self._leave(job, "filtered")
             return
@@ -251,8 +292,9 @@ class Feeder:
             other.cancel()
         self._pending = deque(entry for entry in self._pending if entry[0] is not job)
         self._leave(job, f"failed: {error!r}")
-        self._failures_in_a_row += 1
-        if self._failures_in_a_row >= self._rules.retries.give_up_after:
+        self.failures_in_a_row += 1
+        self.last_failure = error
+        if self.failures_in_a_row >= self._rules.retries.give_up_after:
             raise error
 
     def _settle(self, job: Job, task: asyncio.Task[None]) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from ..errors import CorruptionError, UsageError, check_version
 from . import codec, tables
 from .database import Database
-from .ledger import Partial, PromptState, Restored
+from .ledger import Partial, PromptState, Restored, group_rolled_back, rolled_back
 from .rollout import Group, Rollout
 from .tables import name_of
 
@@ -214,7 +214,7 @@ class Journal:
 
         Prompts of steps from `version` on are finished again, taken or trained; those in flight
         are asked again, with what was sampled of them. Steps before it that a batch was taken for
-        are done, for the weights came of them.
+        are done, for the weights came of them. Tokens of policies after `version` count as its own.
 
         Raises:
             UsageError: steps from `version` on are final, or there were none that lead to it.
@@ -234,7 +234,8 @@ class Journal:
             )
             db.execute("UPDATE prompts SET state = 'drawn' WHERE state = 'in flight'")
             tables.check(db)
-            return Restored(tables.cursor_of(db), self._again(db), self._finished(db))
+            again, finished = self._again(db, version), self._finished(db, version)
+            return Restored(tables.cursor_of(db), again, finished)
 
     def counts(self) -> dict[PromptState, int]:
         """Return how many prompts are in each state; those that are final are trained."""
@@ -256,18 +257,24 @@ class Journal:
             ]
         )
 
-    def _again(self, db: sqlite3.Connection) -> list[tuple[int, Any, dict[int, Any]]]:
+    def _again(self, db: sqlite3.Connection, version: int) -> list[tuple[int, Any, dict[int, Any]]]:
         partials: dict[int, dict[int, Any]] = {}
+        changed = []
         for ordinal, sample, payload in tables.trajectories(db, "drawn", "ordinal, sample"):
             value = codec.unpack_trajectory(payload, name=name_of(ordinal, sample))
-            partials.setdefault(ordinal, {})[sample] = value
+            kept = rolled_back(value, version)
+            if kept is not value:
+                changed.append((ordinal, sample, kept))
+            partials.setdefault(ordinal, {})[sample] = kept
+        _rewrite(db, changed)
         return [
             (ordinal, prompt, partials.get(ordinal, {}))
             for ordinal, (prompt, _) in self._prompts(db, "drawn").items()
         ]
 
-    def _finished(self, db: sqlite3.Connection) -> list[tuple[int, Group]]:
+    def _finished(self, db: sqlite3.Connection, version: int) -> list[tuple[int, Group]]:
         prompts, groups = self._prompts(db, "finished"), []
+        changed = []
         # A group's rollouts are inserted together, so ids have the order in which groups ended.
         for ordinal, rows in groupby(tables.trajectories(db, "finished", "id"), itemgetter(0)):
             prompt, head = prompts.pop(ordinal)
@@ -275,10 +282,17 @@ class Journal:
                 codec.unpack_trajectory(payload, name=name_of(ordinal, sample))
                 for _, sample, payload in rows
             ]
-            group = codec.unpack_group(head, prompt, rollouts, name=name_of(ordinal))
+            found = codec.unpack_group(head, prompt, rollouts, name=name_of(ordinal))
+            group = group_rolled_back(found, version)
+            if group is not found:
+                changed.append((ordinal, group))
             groups.append((ordinal, group))
         if prompts:
             raise CorruptionError(f"{name_of(min(prompts))} is finished, and its rollouts are gone")
+        for ordinal, group in changed:
+            head = codec.pack_group(group, name=name_of(ordinal))
+            db.execute("UPDATE prompts SET head = ? WHERE ordinal = ?", (head, ordinal))
+            _rewrite(db, [(ordinal, i, each) for i, each in enumerate(group.rollouts)])
         return groups
 
     def _prompts(self, db: sqlite3.Connection, state: str) -> dict[int, tuple[Any, bytes]]:
@@ -294,3 +308,14 @@ class Journal:
             value = codec.from_json(text)
             prompts[ordinal] = (value if self._decode is None else self._decode(value), head or b"")
         return prompts
+
+
+def _rewrite(db: sqlite3.Connection, changed: list[tuple[int, int, Any]]) -> None:
+    """Write trajectories in place of those with the same ordinal and sample."""
+    db.executemany(
+        "UPDATE trajectories SET payload = ? WHERE ordinal = ? AND sample = ?",
+        (
+            (codec.pack_trajectory(kept, name=name_of(ordinal, sample)), ordinal, sample)
+            for ordinal, sample, kept in changed
+        ),
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,18 @@ from numpy.typing import NDArray
 from ..errors import UsageError, check_version
 from .rollout import UNSAMPLED, Group, Rollout, freeze_trajectory, pickled
 
-__all__ = ["MOVES", "Draft", "Ledger", "Partial", "Progress", "PromptState", "Restored", "refuse"]
+__all__ = [
+    "MOVES",
+    "Draft",
+    "Ledger",
+    "Partial",
+    "Progress",
+    "PromptState",
+    "Restored",
+    "group_rolled_back",
+    "refuse",
+    "rolled_back",
+]
 
 
 class PromptState(StrEnum):
@@ -85,6 +96,28 @@ class Partial:
         return int(self.versions[self.sampled].min())
 
 
+T = TypeVar("T", Partial, Rollout)
+
+
+def rolled_back(trajectory: T, version: int) -> T:
+    """Return a trajectory whose tokens of policies after `version` count as that policy's. Pure.
+
+    A run that goes back to `version` trains other policies under the same numbers. Under its own
+    number a token of an abandoned policy would look younger than it is.
+    """
+    if trajectory.versions.max(initial=UNSAMPLED) <= version:
+        return trajectory
+    return replace(trajectory, versions=np.minimum(trajectory.versions, version))
+
+
+def group_rolled_back(group: Group, version: int) -> Group:
+    """Return a group whose parts of policies after `version` count as that policy's. Pure."""
+    if group.newest_version <= version:
+        return group
+    rollouts = tuple(rolled_back(rollout, version) for rollout in group.rollouts)
+    return replace(group, rollouts=rollouts, version=min(group.version, version))
+
+
 @dataclass(frozen=True, eq=False)
 class Restored:
     """Prompts and groups that a loop goes on with.
@@ -141,7 +174,7 @@ class Ledger(Protocol):
 
         Prompts of steps from `version` on are finished again, taken or trained; those in flight
         are asked again, with what was sampled of them. Steps before it that a batch was taken for
-        are done, for the weights came of them.
+        are done, for the weights came of them. Tokens of policies after `version` count as its own.
 
         Raises:
             UsageError: steps from `version` on are final, or there were none that lead to it.

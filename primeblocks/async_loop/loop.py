@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
@@ -17,9 +18,11 @@ from .rollout import Group
 from .scheduler import Admission, Retries
 from .staleness import staleness
 from .step import Step
-from .worker import WorkerThread
+from .worker import WorkerThread, check_call, is_async
 
 __all__ = ["AsyncLoop", "Generate", "Publish", "Train"]
+
+logger = logging.getLogger(__name__)
 
 Train = Callable[..., Any]
 Publish = Callable[[int], Any]
@@ -29,11 +32,12 @@ class AsyncLoop:
     """Keeps rollouts in flight while training steps and weight updates go on.
 
     A failure of `train` or `publish` ends the loop with that error, one of `generate` as `retries`
-    says; every wait ends at `step_timeout_s`. Leaving the context cancels what is in flight.
+    says, and the first one of each type is logged with its traceback. Every wait ends at
+    `step_timeout_s`. Leaving the context cancels what is in flight.
 
     Args:
         prompts: any iterable; each is used once, and asked again only if its group was dropped.
-            The loop ends early when it is exhausted and no full batch is left.
+            The loop ends early when it is exhausted and no full batch is left: `ended` says so.
         generate: `await generate(prompt, version=v)` returns the rollouts of one group. With
             `group_size`, `await generate(prompt, version=v, sample=i)` returns one rollout, so that
             the engine is kept full sample by sample. With `ledger`, also `draft=`, a `Draft`.
@@ -61,10 +65,12 @@ class AsyncLoop:
         published: the engine's policy.
         sources: by source, prompts trained, dropped, filtered, failed, and tokens masked: a
             source whose prompts never get trained on is starving.
+        ended: why `steps` ended before it had trained as often as it was asked to; None before.
 
     Raises:
         UsageError: a batch does not fit the buffer, the buffer is one of several processes, a limit
-            is not positive, or `version` is not a policy version.
+            is not positive, `version` is not a policy version, `generate` is not async, or a
+            function does not take what the loop will give it.
     """
 
     def __init__(
@@ -103,7 +109,17 @@ class AsyncLoop:
                 "batch_size, max_in_flight and group_size must be at least 1; got "
                 f"{batch_size}, {limit()}, {group_size}"
             )
+        more = {"sample": 0} if group_size is not None else {}
+        more |= {"draft": None} if ledger is not None else {}
+        check_call("generate", generate, "prompt", kind="async", version=0, **more)
+        check_call("train", train, "groups", version=0)
+        check_call("publish", publish, "version")
+        if keep is not None:
+            check_call("keep", keep, "group", kind="plain")
+        if source is not None:
+            check_call("source", source, "prompt", kind="plain")
         self.version = self.published = check_version(version)
+        self.ended: str | None = None
         self.sources: dict[str, Counter[str]] = {}
         self._prompts, self._generate = prompts, generate
         self._train, self._publish = train, publish
@@ -129,6 +145,7 @@ class AsyncLoop:
         self._restored: list[asyncio.Task[None]] = []
         self._dropped = self._filtered = 0  # groups, since the last step
         self._lost: list[tuple[Any, str]] = []
+        self._ends: Counter[str] = Counter()  # Of prompts: trained, filtered, failed.
         self._paced_since: float | None = None
         self._paced_s = 0.0
 
@@ -171,14 +188,40 @@ class AsyncLoop:
         Raises:
             DeadlineError: a batch, a step or a publish took longer than `step_timeout_s`.
             ClosedError: outside the context.
+            Exception: the last one of `generate`, if every prompt since the last step failed and
+                these prompts would have made a batch, or no step was trained before.
         """
-        for _ in range(count):
+        for done in range(count):
             try:
                 step = await self._step()
             except _Exhausted:
-                break
+                await self._published()
+                self._end_early(done, count)
+                return
             yield step
         await self._published()
+
+    @property
+    def lost(self) -> tuple[tuple[Any, str], ...]:
+        """Prompts that used up their attempts since the last step, each with the reason."""
+        return tuple(self._lost)
+
+    def _end_early(self, done: int, count: int) -> None:
+        """Say why there are fewer steps than asked for; raise if failures alone are the reason."""
+        assert self._feeder is not None
+        ends, feeder = self._ends, self._feeder
+        left = len(feeder.jobs) + feeder.finished + feeder.waiting
+        self.ended = (
+            f"{done} of {count} steps were trained, because the prompts are used up: "
+            f"{ends['trained']} were trained on, {ends['failed']} failed, {ends['filtered']} were "
+            f"filtered, and {left} are left, which do not fill a batch of {self._batch_size}"
+        )
+        all_failed = not left and feeder.failures_in_a_row >= len(self._lost) > 0
+        if all_failed and (len(self._lost) >= self._batch_size or not ends["trained"]):
+            assert feeder.last_failure is not None
+            feeder.last_failure.add_note(self.ended)
+            raise feeder.last_failure
+        logger.log(logging.WARNING if ends["failed"] else logging.INFO, "%s", self.ended)
 
     async def _step(self) -> Step:
         if self._worker is None or self._feeder is None:
@@ -199,6 +242,8 @@ class AsyncLoop:
         if self._ledger is not None:
             self._ledger.taken(ordinals, version)
         metrics = await self._run(self._train, groups, what="a step", version=version)
+        if inspect.isawaitable(metrics):  # Of a plain function around an async one.
+            metrics = await self._within(metrics, what="a step")
         trained = self._clock.now()
         if self._ledger is not None:
             self._ledger.trained(version)
@@ -250,6 +295,7 @@ class AsyncLoop:
             old = 0
             if policy.on_stale == "mask":
                 old = sum(int((~policy.fresh(r, version=before)).sum()) for r in group.rollouts)
+            self._ends["trained"] += 1
             self._tell(group.prompt, "trained")
             self._tell(group.prompt, "masked_tokens", old)
             masked += old
@@ -285,7 +331,7 @@ class AsyncLoop:
     async def _run(self, function: Callable[..., Any], *args: Any, what: str, **kwargs: Any) -> Any:
         assert self._worker is not None
         call: Awaitable[Any]
-        if inspect.iscoroutinefunction(function):
+        if is_async(function):
             call = function(*args, **kwargs)
         else:
             call = self._worker.call(function, *args, **kwargs)
@@ -304,6 +350,7 @@ class AsyncLoop:
         self._feed()
 
     def _leave(self, prompt: Any, reason: str) -> None:
+        self._ends[reason.partition(":")[0]] += 1
         if reason == "filtered":
             self._filtered += 1
             self._tell(prompt, reason)

@@ -9,7 +9,16 @@ from itertools import islice
 from typing import Any
 
 from ..errors import UsageError
-from .ledger import MOVES, Partial, Progress, PromptState, Restored, refuse
+from .ledger import (
+    MOVES,
+    Partial,
+    Progress,
+    PromptState,
+    Restored,
+    group_rolled_back,
+    refuse,
+    rolled_back,
+)
 from .rollout import Group, Rollout
 
 __all__ = ["MemoryLedger", "synchronous_steps"]
@@ -114,6 +123,9 @@ class MemoryLedger:
                 is_done = entry.step < version
                 entry.state = PromptState.TRAINED if is_done else PromptState.FINISHED
                 entry.step = entry.step if is_done else None
+            entry.partials = {i: rolled_back(x, version) for i, x in entry.partials.items()}
+            if entry.group is not None and entry.state is PromptState.FINISHED:
+                entry.group = group_rolled_back(entry.group, version)
         return Restored(
             self._cursor,
             [

@@ -118,6 +118,9 @@ class AdaptiveLimit:
 class Retries:
     """Attempts of a rollout, and failures after which the run gives up.
 
+    Mistakes in code (TypeError, NameError, AttributeError, ImportError, SyntaxError,
+    NotImplementedError) are not tried again: a rollout that raises one has no attempt left.
+
     Args:
         attempts: of one rollout; after the last its group leaves the run, with its prompt.
         backoff_s: before the second attempt, doubled for each one after it.

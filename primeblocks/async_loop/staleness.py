@@ -14,7 +14,7 @@ from .rollout import Group, Rollout
 
 __all__ = ["StalenessPolicy", "cache_salt", "staleness"]
 
-ON_STALE = ("pace", "wait", "mask", "drop", "continue")
+ON_STALE = ("wait", "pace", "mask", "drop", "continue")
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,18 @@ class StalenessPolicy:
     Under all but "continue", groups are started only as far as they can be trained on in time, and
     the oldest are trained on first.
 
-    - "pace" does no more: nothing is thrown away, and a group that takes long may exceed the bound.
-      What is trained on has the lengths of what was sampled.
-    - "wait" makes the trainer wait for groups that would exceed it: a hard bound, nothing is thrown
-      away, and the trainer idles for the slowest.
+    - "wait" makes the trainer wait for groups that would exceed it: a hard bound, and the trainer
+      idles for the slowest. A group that exceeds it nevertheless is thrown away as under "drop":
+      after a rollback, or if `take` was not given what is in flight.
+    - "pace" does not hold the bound: nothing is thrown away, the trainer does not wait, and a group
+      that takes long may exceed it. What is trained on has the lengths of what was sampled.
     - "mask" takes tokens beyond it out of the loss, and leaves the rollout in its group's baseline.
     - "drop" throws the group away and asks its prompt again. What takes longer than the bound is
       never trained on: lengths are biased.
     - "continue" knows no bound.
+
+    Under all of them a token of a policy later than the trainer's is refused: its engine serves
+    weights of a run that was rolled back.
 
     Args:
         max_off_policy_steps: optimizer steps that may lie between the policy which sampled a token
@@ -45,7 +49,7 @@ class StalenessPolicy:
     """
 
     max_off_policy_steps: int
-    on_stale: str = "pace"
+    on_stale: str = "wait"
     correction: str = ""
 
     def __post_init__(self) -> None:
@@ -63,22 +67,34 @@ class StalenessPolicy:
             )
 
     def admits(self, item: Group | Rollout, *, version: int) -> bool:
-        """Say whether the policy `version` may train on all of this. Pure."""
+        """Say whether the policy `version` may train on all of this. Pure.
+
+        Raises:
+            UsageError: as `staleness`.
+        """
         return staleness(item, version=version) <= self.max_off_policy_steps
 
     def fresh(self, rollout: Rollout, *, version: int) -> NDArray[np.bool_]:
         """`[completion]`: the tokens within the bound, for the policy `version`. Pure.
 
         Those that no policy sampled are within any.
+
+        Raises:
+            UsageError: as `staleness`.
         """
+        staleness(rollout, version=version)
         return (version - rollout.versions <= self.max_off_policy_steps) | ~rollout.sampled
 
     def trainable(self, group: Group, *, version: int) -> Group | None:
-        """Return as much of a group as the policy `version` may train on; None is nothing. Pure."""
-        if self.on_stale == "drop":
-            return group if self.admits(group, version=version) else None
-        if self.on_stale != "mask" or self.admits(group, version=version):
+        """Return as much of a group as the policy `version` may train on; None is nothing. Pure.
+
+        Raises:
+            UsageError: as `staleness`.
+        """
+        if self.admits(group, version=version) or self.on_stale in ("pace", "continue"):
             return group
+        if self.on_stale != "mask":
+            return None
         rollouts = (
             replace(r, loss_mask=r.loss_mask & self.fresh(r, version=version))
             for r in group.rollouts
@@ -113,7 +129,18 @@ class StalenessPolicy:
 
 
 def staleness(item: Group | Rollout, *, version: int) -> int:
-    """Optimizer steps between the oldest policy in `item` and the policy `version`. Pure."""
+    """Optimizer steps between the oldest policy in `item` and the policy `version`. Pure.
+
+    Raises:
+        UsageError: a policy in `item` is later than `version`.
+    """
+    if item.newest_version > version:
+        whose = repr(item.prompt if isinstance(item, Group) else item.prompt_id)
+        raise UsageError(
+            f"policy {version} cannot train on the rollout of prompt {whose[:80]}: policy "
+            f"{item.newest_version}, which is later, has a part in it. An engine that outlived a "
+            f"rollback serves such weights: publish policy {version} to it, or restart it."
+        )
     return version - item.oldest_version
 
 

@@ -1,13 +1,17 @@
-"""One thread for calls that would block the event loop."""
+"""Functions of the user: what they take, and one thread for those that block the event loop."""
 
 import asyncio
+import functools
+import inspect
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-__all__ = ["WorkerThread"]
+from ..errors import UsageError, shown
+
+__all__ = ["WorkerThread", "check_call", "is_async"]
 
 T = TypeVar("T")
 
@@ -44,3 +48,45 @@ class WorkerThread:
                 future.set_result(call())
             except BaseException as error:
                 future.set_exception(error)
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Say whether a call returns a coroutine: of a function, a method or an object. Pure."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    call = inspect.getattr_static(type(function), "__call__", None)  # Of an object.
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
+def check_call(
+    name: str,
+    function: Any,
+    *given: str,
+    kind: Literal["async", "plain", "either"] = "either",
+    **named: Any,
+) -> None:
+    """Refuse what cannot be called with these arguments. Pure.
+
+    Raises:
+        UsageError: it is not callable, not of this kind, or its signature takes other arguments.
+    """
+    if not callable(function):
+        raise UsageError(f"{name}= must be callable; got {shown(function)}. Pass a function.")
+    if kind != "either" and is_async(function) != (kind == "async"):
+        raise UsageError(
+            f"{name}= must be {kind}; got {shown(function)}. Define it with "
+            f"{'async def' if kind == 'async' else 'def'}."
+        )
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # Some built-in functions have none.
+        return
+    try:
+        signature.bind(*given, **named)
+    except TypeError as error:
+        called = ", ".join([*given, *(f"{key}=" for key in named)])
+        raise UsageError(
+            f"{name} will be called as {name}({called}), and takes {signature}: {error}. Change "
+            "its parameters."
+        ) from None

@@ -56,6 +56,19 @@ def test_it_behaves_as_a_list(commands):
     asyncio.run(run())
 
 
+def test_a_group_of_a_later_policy_ends_the_take_and_stays(make_group):
+    async def run():
+        buffer = RolloutBuffer(capacity=2, staleness=StalenessPolicy(9, correction="a test"))
+        await buffer.put(make_group("late", version=5), timeout_s=1)
+        with pytest.raises(UsageError, match=r"policy 3 .*'late'.* policy 5, which is later"):
+            await buffer.take(1, version=3, timeout_s=1)
+        assert len(buffer) == 1
+        (group,) = await buffer.take(1, version=5, timeout_s=1)
+        assert group.prompt == "late"
+
+    asyncio.run(run())
+
+
 def test_a_full_buffer_holds_back_until_there_is_room(make_group):
     async def run():
         buffer = RolloutBuffer(capacity=1, staleness=StalenessPolicy(0, "drop", "a test"))

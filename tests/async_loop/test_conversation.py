@@ -217,6 +217,23 @@ def test_another_image_under_the_same_tokens_begins_another_rollout():
     assert conversation.rollouts()[2].nbytes > 2 * one.nbytes
 
 
+@pytest.mark.parametrize(
+    ("shown", "continuity"), [((3, 5), "fork"), ((2, 4), "realign"), ((4, 6), "fork")]
+)
+def test_an_answer_is_not_cut_through_an_image(shown, continuity):
+    """The next prompt has four tokens in common, two of them sampled."""
+    conversation = Conversation(max_realigned_tokens=9)
+    images = {"images": Aligned(np.ones(3), *shown)}
+    how = {"logprobs": [-1.0] * 4, "versions": np.zeros(4, np.int64)}
+    conversation.append([1, 2], [3, 4, 5, 6], **how, attachments=images)
+    turn = conversation.append([1, 2, 3, 4, 9], [7, 7, 7, 7], **how)
+    assert (turn.continuity, turn.matched) == (continuity, 4)
+    first = conversation.rollouts()[0]
+    assert "images" in first.attachments
+    assert len(conversation.rollouts()) == (2 if continuity == "fork" else 1)
+    assert first.tokens[:6].tolist() == [1, 2, 3, 4, *([5, 6] if continuity == "fork" else [9, 7])]
+
+
 def test_rows_survive_packing_and_cutting():
     engine, conversation = Engine(), Conversation()
     tokens, _ = engine.ask(conversation, [1, 2], 3)

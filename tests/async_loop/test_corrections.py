@@ -293,6 +293,41 @@ def test_advantages_of_a_group():
     assert advantages.group_advantages(rewards[:0]).shape == (0, 4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("members", [1, 3, 7, 8])
+@pytest.mark.parametrize("reward", [0.1, 12345.67, -1e30])
+def test_equal_rewards_have_advantages_of_exactly_0(reward, members, dtype):
+    rewards = torch.full((2, members), reward, dtype=dtype)
+    present = torch.ones_like(rewards, dtype=torch.bool)
+    present[1, 1:] = False
+    turns = rewards[..., None].expand(2, members, 3)
+    for found in (
+        advantages.group_advantages(rewards),
+        advantages.group_advantages(rewards, mask=present, normalise=False),
+        advantages.leave_one_out_advantages(rewards, mask=present),
+        advantages.max_rl_advantages(rewards),
+        advantages.turn_advantages(turns, mask=torch.ones_like(turns, dtype=torch.bool)),
+    ):
+        assert found.dtype == dtype
+        assert not found.any()
+
+
+def test_a_large_mean_does_not_round_differences_away():
+    """2**23 + r is exact in float32, and so are differences from a mean of quarters."""
+    small = torch.tensor([[0.0, 1.0, 1.0, 3.0]])
+    large = small + 2.0**23
+    for name in ("group_advantages", "leave_one_out_advantages"):
+        rule = getattr(advantages, name)
+        assert torch.equal(rule(large), rule(small))
+
+
+def test_equal_advantages_vary_with_nothing():
+    a, p = torch.full((3000,), 12345.67), torch.linspace(-20, 0, 3000)
+    mask = torch.ones_like(a, dtype=torch.bool)
+    found = corrections.clip_cov_mask(p, p, a, mask=mask, min_covariance=1e-4)
+    assert found.masked == 0
+
+
 @pytest.mark.parametrize("discount", [1.0, 0.5, 0.0])
 def test_advantages_of_turns(discount):
     rewards = torch.tensor([[[0.0, 1.0, 2.0], [1.0, 0.0, math.nan], [0.5, math.inf, -math.inf]]])

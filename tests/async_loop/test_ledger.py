@@ -5,6 +5,7 @@ import shutil
 import sqlite3
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,11 @@ class Ledgers:
                 if self.rows[ordinal].step < version:
                     self.rows[ordinal].state = "final"
 
+    def lowered(self, trajectory, version):
+        """Tokens of abandoned policies count as those of the policy that the run went back to."""
+        self.seen["lowered"] += bool((trajectory.versions > version).any())
+        return replace(trajectory, versions=[min(v, version) for v in trajectory.versions.tolist()])
+
     def restore(self, chance):
         version = max(0, (self.version or 0) - chance.choice([0, 0, 1, 2, -1, -1, -2]))
         last = version if self.version is None else self.version
@@ -147,6 +153,14 @@ class Ledgers:
             elif row.state == "taken" or (row.state == "trained" and row.step >= version):
                 self.seen["rolled back"] += row.state == "trained"
                 row.state, row.step = "finished", None
+            if row.state in ("drawn", "finished"):
+                row.partials = {i: self.lowered(x, version) for i, x in row.partials.items()}
+                if row.group is not None:
+                    row.group = replace(
+                        row.group,
+                        version=min(row.group.version, version),
+                        rollouts=[self.lowered(x, version) for x in row.group.rollouts],
+                    )
         again = [(i, self.rows[i].prompt, self.rows[i].partials) for i in self.among("drawn")]
         finished = sorted(self.among("finished"), key=lambda i: self.rows[i].place)
         for restored in (self.journal.restore(version), self.memory.restore(version)):
@@ -229,5 +243,5 @@ def test_ledgers_say_what_happened(events):
 def test_a_long_run_comes_by_everything():
     chance = random.Random(0)
     seen = play([(chance.choice(EVENTS), chance.random()) for _ in range(600)])
-    assert len(seen) == len(FITS) + len(("drawn", "trained", "checkpointed", "refused")) + 5
+    assert len(seen) == len(FITS) + len(("drawn", "trained", "checkpointed", "refused")) + 6
     assert min(seen.values()) >= 10, seen

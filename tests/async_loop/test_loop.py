@@ -25,7 +25,7 @@ class World:
         self.hold = asyncio.Event()
         self.hold.set()
 
-    async def generate(self, prompt, *, version):
+    async def generate(self, prompt, *, version, sample=0):
         self.asked.append((prompt, version))
         self.running += 1
         self.most_running = max(self.running, self.most_running)

@@ -123,8 +123,12 @@ async def _run(options):
 
     async def collect():
         async with loop:
-            async for step in loop.steps(1000):
-                steps.append(step)
+            try:
+                async for step in loop.steps(1000):
+                    steps.append(step)
+            except EngineError:  # Every prompt since the last step failed.
+                assert loop.ended is not None
+                assert loop.lost
 
     task = asyncio.ensure_future(collect())
     if options["leave_after"] is None:

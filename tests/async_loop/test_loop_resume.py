@@ -121,6 +121,9 @@ async def live(world, journal):
     """One life, from the weights on disk; True at the end of the prompts."""
     options, clock = world.options, VirtualClock()
     world.weights, world.is_over = world.saved, False
+    # Tokens of policies that are trained anew count as those of the policy that is gone back to.
+    back = len(world.saved)
+    world.told = {key: [min(v, back) for v in versions] for key, versions in world.told.items()}
     loop = AsyncLoop(
         prompts=range(options["prompts"]),
         generate=world.generate,
@@ -142,10 +145,13 @@ async def live(world, journal):
         clock=clock,
     )
     async with loop:
-        async for step in loop.steps(1000):
-            if step.version % options["save_every"] == 0:
-                world.saved = world.weights
-                journal._journal.checkpointed(step.version)
+        try:
+            async for step in loop.steps(1000):
+                if step.version % options["save_every"] == 0:
+                    world.saved = world.weights
+                    journal._journal.checkpointed(step.version)
+        except EngineError:  # Every prompt since the last step failed.
+            assert loop.ended is not None
     return True
 
 
@@ -204,9 +210,11 @@ def check(world, counts, left):
     assert not {*trained} & {*filtered}
     assert counts["filtered"] + counts["failed"] + len(trained) + len(left) == options["prompts"]
     assert len(left) < options["batch_size"]
-    for groups in world.weights:
+    for version, groups in enumerate(world.weights):
         assert len(groups) == options["batch_size"]
         for group in groups:
+            if options["on_stale"] in ("wait", "drop"):
+                assert version - group.oldest_version <= options["bound"]
             size = options["group_size"] or 2
             assert [r.completion.tolist() for r in group.rollouts] == [
                 tokens_of(group.prompt, i, length_of(group.prompt, i)) for i in range(size)
@@ -243,7 +251,7 @@ def test_samples_that_had_ended_are_not_asked_again(group_size):
 
     async def generate(prompt, *, version, sample, draft):
         asked.append(sample)
-        return Rollout(**rollout_of(prompt, sample, [7]), finish_reason="stop")
+        return Rollout(**rollout_of(prompt, sample, [version]), finish_reason="stop")
 
     async def train(groups, *, version):
         trained.extend(rollout.versions.tolist() for rollout in groups[0].rollouts)
@@ -254,8 +262,8 @@ def test_samples_that_had_ended_are_not_asked_again(group_size):
     async def body():
         loop = AsyncLoop(
             prompts=range(1), generate=generate, train=train, publish=quiet, batch_size=1,
-            buffer=RolloutBuffer(capacity=2, staleness=StalenessPolicy(0)),
-            max_in_flight=9, group_size=group_size, ledger=ledger,
+            buffer=RolloutBuffer(capacity=2, staleness=StalenessPolicy(7, correction="a test")),
+            max_in_flight=9, group_size=group_size, ledger=ledger, version=7,
         )  # fmt: skip
         async with loop:
             async for _ in loop.steps(1):
@@ -299,3 +307,38 @@ def test_a_journal_without_room_ends_the_run_at_once():
 
     with pytest.raises(CapacityError, match="no room"):
         run_in_virtual_time(body())
+
+
+def test_a_partial_in_flight_counts_with_the_age_of_its_tokens():
+    """The trainer waits for a trajectory begun under an old policy, though it was asked anew."""
+    ledger, trained = MemoryLedger(), []
+    ledger.drawn(0, 0)
+    ledger.started(0, 0)
+    ledger.sampled(0, 0, Partial(**rollout_of(0, 0, [0])))
+
+    async def generate(prompt, *, version, sample, draft):
+        so_far = draft.partials.get(sample)
+        await asyncio.sleep(1.0 if so_far is None else 50.0)
+        versions = [] if so_far is None else so_far.versions.tolist()
+        return Rollout(**rollout_of(prompt, sample, [*versions, version]), finish_reason="stop")
+
+    async def train(groups, *, version):
+        trained.extend((version, group.prompt, group.oldest_version) for group in groups)
+
+    async def quiet(version):
+        pass
+
+    async def body():
+        clock = VirtualClock()
+        policy = StalenessPolicy(2, correction="a test")
+        loop = AsyncLoop(
+            prompts=range(9), generate=generate, train=train, publish=quiet, batch_size=1,
+            buffer=RolloutBuffer(capacity=4, staleness=policy, clock=clock),
+            max_in_flight=9, group_size=1, ledger=ledger, version=2, clock=clock,
+        )  # fmt: skip
+        async with loop:
+            async for _ in loop.steps(3):
+                pass
+
+    run_in_virtual_time(body())
+    assert trained[0] == (2, 0, 0)

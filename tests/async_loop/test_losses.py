@@ -41,7 +41,9 @@ def padded(sequences, garbage=0.0):
     for row, sequence in enumerate(sequences):
         rows[row, 1 : len(sequence) + 1] = sequence
         mask[row, 1 : len(sequence) + 1] = True
-    return (*rows.unbind(-1), mask, None)
+    # One row may be a pack of several, so it says that it is not.
+    ids = torch.zeros_like(mask, dtype=torch.long) if len(sequences) == 1 else None
+    return (*rows.unbind(-1), mask, ids)
 
 
 def packed(sequences, garbage=0.0):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.async_loop_parts.packing import draws
-from primeblocks.async_loop import Rollout
+from primeblocks.async_loop import Rollout, losses
 from primeblocks.async_loop.packing import pack, plan_packing, sequence_flops, unpack
 from primeblocks.async_loop.packing.partition import (
     balanced_parts,
@@ -180,6 +180,9 @@ def test_refusals_say_what_to_do():
         pack(batch, [0], per_token=["routes"], per_completion=["routes"])
     with pytest.raises(ShapeError, match="4 rows"):
         pack(batch, [0, 1]).split(np.zeros(3))
+    packed = pack(batch, [0, 1])
+    with pytest.raises(ShapeError, match=r"\[1, .*values\[0\]"):
+        packed.at_predictors(packed.targets[None], fill=-100)
 
 
 def test_a_search_finds_what_exchanges_of_the_largest_do_not():
@@ -193,3 +196,22 @@ def test_a_search_finds_what_exchanges_of_the_largest_do_not():
     assert searched < 1.05
     assert found[1] == found[2]
     assert sorted(itertools.chain(*found[1])) == list(range(len(weights)))
+
+
+def test_one_row_may_be_a_pack_so_its_sequences_are_asked_for():
+    """Three rollouts with a batch dimension were counted as one sequence."""
+    ids = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2]])
+    mask, x = torch.ones_like(ids, dtype=torch.bool), -torch.ones_like(ids, dtype=torch.float64)
+    for call in (
+        lambda **how: losses.gspo_loss(x, x, x, mask=mask, **how),
+        lambda **how: losses.gmpo_loss(x, x, x, mask=mask, **how),
+        lambda **how: losses.normalisation.length_weights(mask, **how),
+        lambda **how: losses.normalisation.divide(
+            losses.grpo_loss(x, x, x, mask=mask, **how), by="sequences"
+        ),
+    ):
+        with pytest.raises(UsageError, match="Pass sequence_ids"):
+            call()
+        call(sequence_ids=ids)
+    assert losses.grpo_loss(x, x, x, mask=mask).sequences is None
+    assert losses.grpo_loss(x, x, x, mask=mask, sequence_ids=ids).sequences == 3

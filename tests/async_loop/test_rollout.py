@@ -121,10 +121,38 @@ def test_tokens_beyond_the_bound_leave_the_loss():
         [True, True],
     ]
     assert old.loss_mask.tolist() == kept.tolist()
-    for on_stale in ("pace", "wait", "continue"):
+    for on_stale in ("pace", "continue"):
         given = Group("p", (old,), 0)
         assert StalenessPolicy(2, on_stale, "a test").trainable(given, version=9) is given
-    assert StalenessPolicy(2, "drop", "a test").trainable(group, version=9) is None
+
+
+def test_the_default_holds_the_bound_that_its_name_promises():
+    """Whoever asks: nothing beyond `max_off_policy_steps` is handed out."""
+    group = Group("p", (make_rollout(versions=(1, 3)),), 1)
+    for policy in (
+        StalenessPolicy(1, correction="a test"),
+        StalenessPolicy(1, "wait", "a test"),
+        StalenessPolicy(1, "drop", "a test"),
+    ):
+        assert policy.trainable(group, version=3) is None
+        assert policy.trainable(Group("p", group.rollouts, 2), version=2 + 1) is None
+        fresh = Group("p", (make_rollout(versions=(2, 3)),), 2)
+        assert policy.trainable(fresh, version=3) is fresh
+
+
+@pytest.mark.parametrize("on_stale", ["wait", "pace", "mask", "drop", "continue"])
+def test_a_rollout_of_a_later_policy_is_refused(on_stale):
+    """An engine that outlived a rollback."""
+    policy = StalenessPolicy(1, on_stale, "a test")
+    for versions, submitted in (((5, 5), 3), ((3, 4), 3), ((3, 3), 4)):
+        group = Group("which", (make_rollout(versions=versions),), submitted)
+        for call in (policy.trainable, policy.admits, staleness):
+            with pytest.raises(
+                UsageError, match=r"policy 3 .*'which'.* policy [45], which is later"
+            ):
+                call(group, version=3)
+    with pytest.raises(UsageError, match="is later"):
+        policy.fresh(make_rollout(versions=(3, 4)), version=3)
 
 
 def test_arrays_are_copied_unless_nobody_can_write_to_them(make_rollout):

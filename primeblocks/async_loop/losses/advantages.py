@@ -1,11 +1,14 @@
 """Advantages of rollouts over others of the same prompt.
 
 Rewards are `[groups, members]`. Members may be missing: what is there where `mask` is False may be
-anything, and gets 0. One a token: `advantages.flatten()[sequence_ids]`, or
-`advantages.view(-1, 1).expand_as(mask)` for rows.
+anything, and gets 0. Differences are computed in float64. Members with equal rewards get exactly 0.
+One a token: `advantages.flatten()[sequence_ids]`, or `advantages.view(-1, 1).expand_as(mask)` for
+rows.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from jaxtyping import Bool, Float
@@ -43,7 +46,8 @@ def group_advantages(
     """
     rewards, mask = _checked(rewards, mask, dims=2)
     centred, mean_square = _centred(rewards, mask, dim=1)
-    return centred / (mean_square.sqrt() + epsilon) if normalise else centred
+    found = centred / (mean_square.sqrt() + epsilon) if normalise else centred
+    return found.to(rewards.dtype)
 
 
 def leave_one_out_advantages(
@@ -61,7 +65,7 @@ def leave_one_out_advantages(
     rewards, mask = _checked(rewards, mask, dims=2)
     centred, _ = _centred(rewards, mask, dim=1)
     count = mask.sum(dim=1, keepdim=True)
-    return centred * count / (count - 1).clamp(min=1)
+    return (centred * count / (count - 1).clamp(min=1)).to(rewards.dtype)
 
 
 def max_rl_advantages(
@@ -82,8 +86,9 @@ def max_rl_advantages(
     """
     rewards, mask = _checked(rewards, mask, dims=2)
     centred, _ = _centred(rewards, mask, dim=1)
-    mean = _means(rewards, mask, dim=1)
-    return torch.where(mean > 0, centred / mean.where(mean > 0, torch.ones_like(mean)), 0.0)
+    mean = _means(rewards.double(), mask, dim=1)
+    found = torch.where(mean > 0, centred / mean.where(mean > 0, torch.ones_like(mean)), 0.0)
+    return found.to(rewards.dtype)
 
 
 def turn_advantages(
@@ -112,13 +117,14 @@ def turn_advantages(
     if not 0 <= discount <= 1:
         raise UsageError(f"discount must be within 0 and 1; got {discount}")
     rewards, mask = _checked(rewards, mask, dims=3)
-    returns, after = [], torch.zeros_like(rewards[..., 0])
+    returns, after = [], torch.zeros_like(rewards[..., 0], dtype=torch.float64)
     for reward in reversed(rewards.unbind(-1)):
         after = reward + discount * after
         returns.append(after)
     stacked = torch.stack(returns[::-1], dim=-1) if returns else rewards
     centred, mean_square = _centred(stacked, mask, dim=1)
-    return centred / (mean_square.sqrt() + epsilon) if normalise else centred
+    found = centred / (mean_square.sqrt() + epsilon) if normalise else centred
+    return found.to(rewards.dtype)
 
 
 def _checked(rewards: object, mask: object, *, dims: int) -> tuple[Tensor, Tensor]:
@@ -143,6 +149,13 @@ def _means(x: Tensor, mask: Tensor, *, dim: int) -> Tensor:
 
 
 def _centred(x: Tensor, mask: Tensor, *, dim: int) -> tuple[Tensor, Tensor]:
-    """Return differences from the mean, 0 where masked, and the mean of their squares."""
+    """Return differences from the mean, 0 where masked, and the mean of their squares.
+
+    Both are float64, and exactly 0 where all members are equal.
+    """
+    # Relative to one member first: a mean of equal numbers is rounded, a mean of zeros is not.
+    x = x.double()
+    one = x.masked_fill(~mask, math.inf).amin(dim=dim, keepdim=True)
+    x = torch.where(mask, x - one, torch.zeros_like(x))
     centred = torch.where(mask, x - _means(x, mask, dim=dim), torch.zeros_like(x))
     return centred, _means(centred.square(), mask, dim=dim)

@@ -94,7 +94,9 @@ def _counted(losses: Sequence[TokenLoss], by: str | int) -> int:
     if by == "sequences":
         counts = [loss.sequences for loss in losses if loss.sequences is not None]
         if len(counts) < len(losses):
-            raise UsageError("the sequences of packed tokens are unknown. Pass sequence_ids.")
+            raise UsageError(
+                "the sequences of packed tokens, or of one row, are unknown. Pass sequence_ids."
+            )
         return sum(counts)
     if not isinstance(by, int) or isinstance(by, bool) or by < 0:
         raise UsageError(f'by is "tokens", "sequences" or a count; got {by!r}')

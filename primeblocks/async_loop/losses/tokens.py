@@ -1,6 +1,7 @@
 """Operands with one value a token, their sums over sequences, and a loss with its counts.
 
 Tokens lie in rows that are padded, `[rollouts, tokens]`, or one sequence after another, `[tokens]`.
+One row, `[1, tokens]`, may be either: `sequence_ids` say which.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class TokenLoss:
         sum: differentiable, at least float32; over the tokens that the mask keeps.
         tokens: how many these are.
         clipped: how many of them had their ratio clipped or truncated, or did not count for it.
-        sequences: how many sequences have such a token; None for tokens without `sequence_ids`.
+        sequences: how many sequences have such a token; None for tokens without `sequence_ids`,
+            and for one row without them, which may be a pack.
     """
 
     sum: Tensor
@@ -150,16 +152,18 @@ def sequence_sums(x: Tensor, sequence_ids: Tensor | None) -> Tensor:
     """The sum over each token's sequence, float64, at every token of it. Local; no gradient.
 
     Raises:
-        ShapeError: the tokens are not in rows, and have no `sequence_ids`.
+        ShapeError: the tokens are not in several rows, and have no `sequence_ids`.
     """
     # float64: float32 would lose three digits over 100,000 tokens, by the order of packing.
     x = x.detach().double()
     if sequence_ids is not None:
         sums, index = _packed_sums(x, sequence_ids)
         return sums[index]
-    if x.ndim != 2:
+    if x.ndim != 2 or len(x) == 1:
+        # One row is one rollout or a pack of several, and nothing here tells which.
         raise ShapeError(
-            f"sequences of {list(x.shape)} are unknown. Pass sequence_ids, an integer a token, or"
+            f"sequences of {list(x.shape)} are unknown. Pass sequence_ids, an integer a token"
+            " (torch.zeros_like(mask, dtype=torch.int64) if all are one rollout), or several rows,"
             " [rollouts, tokens]."
         )
     return x.sum(dim=1, keepdim=True).expand_as(x)
@@ -190,7 +194,7 @@ def total(
     counts = [mask.sum(), (clipped & mask).sum()]
     if sequence_ids is not None:
         counts.append((_packed_sums(mask.double(), sequence_ids)[0] > 0).sum())
-    elif mask.ndim == 2:
+    elif mask.ndim == 2 and len(mask) != 1:
         counts.append(mask.any(dim=1).sum())
     read: list[int] = torch.stack(counts).tolist()
     return TokenLoss(losses.sum(), *read)

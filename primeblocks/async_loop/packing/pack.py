@@ -86,11 +86,18 @@ class Pack:
         Raises:
             ShapeError: `values` does not have a row for each token of completions.
         """
+        self._check_rows(values)
         counts = self.completion_lengths.tolist()
-        if len(values) != sum(counts):
-            raise ShapeError(f"needs {sum(counts)} rows, one a sampled token; got {len(values)}.")
         ends = np.cumsum(counts, dtype=np.int64).tolist()
         return [values[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+    def _check_rows(self, values: Any) -> None:
+        rows = len(self.logprobs)
+        if len(values) != rows:
+            raise ShapeError(
+                f"needs {rows} rows, one a sampled token; got {list(np.shape(values))}. Of a batch "
+                "[1, tokens] pass values[0]."
+            )
 
     def aligned(self, name: str) -> list[Aligned]:
         """Return values that belong to some tokens, images for instance, counted in this pack.
@@ -118,7 +125,11 @@ class Pack:
 
         For a sequence that ranks share: labels are `pack.at_predictors(pack.targets, fill=-100)`,
         and whatever has a row for each token is split alike.
+
+        Raises:
+            ShapeError: `values` does not have a row for each token of completions.
         """
+        self._check_rows(values)
         out = np.full((len(self.tokens), *values.shape[1:]), fill, dtype=values.dtype)
         out[self.predictors] = values
         return out

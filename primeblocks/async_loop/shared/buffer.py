@@ -32,10 +32,11 @@ class SharedRolloutBuffer:
     Waiting producers get room in the order in which they came. The memory stays until `unlink`,
     with the groups in it, whoever dies.
 
-    Producers are held back by room alone, under "pace" and "wait" too. Let `capacity` and the
-    groups that producers have in hand be at most `max_off_policy_steps` batches together, and none
-    exceeds the bound by waiting here. An `AsyncLoop` paces and records what it starts itself, and
-    takes a `RolloutBuffer`.
+    Producers are held back by room alone, whatever the policy. "wait" waits for groups in flight
+    only if `take` is given their versions, and throws away what exceeds the bound otherwise. Let
+    `capacity` and the groups that producers have in hand be at most `max_off_policy_steps` batches
+    together, and none exceeds the bound by waiting here. An `AsyncLoop` paces and records what it
+    starts itself, and takes a `RolloutBuffer`.
 
     Groups travel without pickle: arrays as they are, everything else as JSON, and a checksum. So
     prompts, prompt ids and attachments may be made of what `codec.pack` takes.
@@ -247,11 +248,11 @@ class SharedRolloutBuffer:
                     raise self._too_small(len(ready), count)
                 yield from room.pause(seen, deadline, f"a batch of {count} groups")
             groups = yield from self._read(ready[:count], deadline)
+            found = [self.staleness.trainable(group, version=version) for group in groups]
             yield from room.remove(ready[:count], deadline)
         finally:
             room.arena.unlock_taker()
-        trainable = (self.staleness.trainable(group, version=version) for group in groups)
-        return tuple(group for group in trainable if group is not None)
+        return tuple(group for group in found if group is not None)
 
     def _drop(
         self,
@@ -260,8 +261,8 @@ class SharedRolloutBuffer:
         deadline: float,
         on_drop: Callable[[int], None] | None,
     ) -> Steps[bool]:
-        """Remove what is stale under "drop". Return whether there was any."""
-        if self.staleness.on_stale != "drop":
+        """Remove what is stale under "wait" and "drop". Return whether there was any."""
+        if self.staleness.on_stale not in ("wait", "drop"):
             return False
         arena = self._room.arena
         lag = version - arena.words(ready, Word.OLDEST_VERSION)

@@ -238,6 +238,10 @@ class VllmEngine:
                 what="a call to the vLLM engine",
                 unless=self._gone,
             )
+        except (EngineError, ClosedError) as error:
+            if self._gone.done() and error is self._gone.result():
+                error = error.with_traceback(None)  # All calls raise it: frames would add up.
+            raise error
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineError(f"the vLLM engine failed: {error}") from error
         except (VLLMClientError, ValueError) as error:

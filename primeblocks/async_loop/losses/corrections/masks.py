@@ -257,8 +257,9 @@ def kl_cov_tokens(
 
 
 def _covariances(trainer_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    # float64: the mean of many equal numbers would be another number in float32.
     count = mask.sum().clamp(min=1)
-    a, log_p = masked(advantages, mask), masked(trainer_logprobs, mask)
+    a, log_p = masked(advantages, mask).double(), masked(trainer_logprobs, mask).double()
     return (a - a.sum() / count) * (log_p - log_p.sum() / count)
 
 

@@ -1,0 +1,201 @@
+"""The loop and the functions that it is given: what it refuses, keeps, logs and says at its end."""
+
+import asyncio
+import functools
+import itertools
+import re
+
+import pytest
+
+from primeblocks.async_loop import AsyncLoop, RolloutBuffer, StalenessPolicy
+from primeblocks.async_loop.reference import MemoryLedger
+from primeblocks.async_loop.scheduler import Retries
+from primeblocks.errors import EngineError, UsageError
+
+from .conftest import make_rollout
+from .test_loop import World, collect, run
+
+
+async def _any(prompt, *, version):
+    return [make_rollout()]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"generate": None}, "generate= must be callable; got None"),
+        ({"generate": lambda prompt, *, version: []}, "generate= must be async; .* async def"),
+        ({"generate": _any, "group_size": 2}, r"generate\(prompt, version=, sample=\), .*'sample'"),
+        ({"generate": _any, "ledger": MemoryLedger()}, "'draft'"),
+        ({"train": 3}, "train= must be callable; got 3"),
+        ({"train": lambda groups: None}, r"train\(groups, version=\), .*'version'"),
+        ({"publish": lambda: None}, r"publish\(version\)"),
+        ({"keep": _any}, "keep= must be plain"),
+        ({"keep": lambda: True}, r"keep\(group\)"),
+        ({"source": "name"}, "source= must be callable"),
+    ],
+)
+def test_functions_that_cannot_be_called_are_refused_at_once(changes, message):
+    world = World()
+    good = {"generate": _any, "train": world.train, "publish": world.publish}
+    with pytest.raises(UsageError, match=message):
+        AsyncLoop(
+            prompts=[],
+            buffer=RolloutBuffer(capacity=2, staleness=StalenessPolicy(0)),
+            batch_size=1,
+            max_in_flight=1,
+            **good | changes,
+        )
+
+
+class Callable:
+    async def __call__(self, *given, **named):
+        return [make_rollout()]
+
+
+def test_whatever_is_async_may_generate_train_and_publish():
+    """Objects, parts of functions, and plain functions around async ones that train."""
+    seen = []
+
+    async def train(groups, *, version):
+        await asyncio.sleep(0)
+        seen.append(version)
+        return "trained"
+
+    class Trainer:
+        async def __call__(self, groups, *, version):
+            return await train(groups, version=version)
+
+    async def body(generate, train):
+        world = World()
+        loop = AsyncLoop(
+            prompts=itertools.count(), generate=generate, train=train, publish=world.publish,
+            buffer=RolloutBuffer(capacity=1, staleness=StalenessPolicy(0)),
+            batch_size=1, max_in_flight=1, version=0,
+        )  # fmt: skip
+        return await collect(world, loop, count=1)
+
+    for generate in (_any, Callable(), functools.partial(Callable(), extra=1)):
+        for trainer in (
+            train,
+            Trainer(),
+            lambda groups, *, version: train(groups, version=version),
+        ):
+            (step,) = asyncio.run(asyncio.wait_for(body(generate, trainer), 120))
+            assert step.metrics == "trained"
+    assert seen == [0] * 9
+
+
+@pytest.mark.parametrize(
+    ("group_size", "answer", "message"),
+    [
+        (None, make_rollout(), "returned a Rollout for prompt 0, 'x'. It must return an iterable"),
+        (None, None, "returned a NoneType for prompt 0"),
+        (None, [make_rollout(), None], "returned a list with a NoneType in it"),
+        (None, "text", "returned a str with a str in it"),
+        (2, [make_rollout()], "returned a list for prompt 0, 'x'. It must return one Rollout"),
+        (2, None, "returned a NoneType"),
+    ],
+)
+def test_what_a_rollout_function_returned_wrongly_is_named(group_size, answer, message):
+    async def body(world, loop):
+        async def generate(prompt, *, version, sample=0):
+            return answer
+
+        loop._generate = generate
+        with pytest.raises(UsageError, match=re.escape(message)):
+            await collect(world, loop)
+
+    run(body, group_size=group_size, prompts=["x"] * 9)
+
+
+def test_an_error_of_generate_keeps_its_traceback_and_is_logged_once_a_kind(caplog):
+    async def body(world, loop):
+        async def a_function_with_a_bug(prompt, *, version):
+            if prompt % 2:
+                raise EngineError("gone")
+            return prompt.rollouts
+
+        loop._generate = a_function_with_a_bug
+        with pytest.raises((AttributeError, EngineError)) as caught:
+            await collect(world, loop)
+        return [frame.name for frame in caught.traceback]
+
+    _, names = run(body, retries=Retries(attempts=3, backoff_s=0.0, give_up_after=8))
+    assert "a_function_with_a_bug" in names
+    logged = [record for record in caplog.records if "generate failed" in record.message]
+    kinds = [record.exc_info[0] for record in logged]
+    assert sorted(kinds, key=str) == [AttributeError, EngineError]
+    for record in logged:
+        assert "a_function_with_a_bug" in caplog.handler.format(record)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "attempts"),
+    [
+        (TypeError("x"), 1), (NameError("x"), 1), (UnboundLocalError("x"), 1),
+        (AttributeError("x"), 1), (ImportError("x"), 1), (NotImplementedError("x"), 1),
+        (EngineError("x"), 3), (OSError("x"), 3),
+    ],
+)  # fmt: skip
+def test_mistakes_in_code_are_not_tried_again(mistake, attempts):
+    async def body(world, loop):
+        world.fail["generate"] = mistake
+        with pytest.raises(type(mistake)) as caught:
+            await collect(world, loop)
+        assert "0 of 5 steps were trained" in caught.value.__notes__[0]
+        return loop
+
+    world, loop = run(
+        body, prompts=range(2), retries=Retries(attempts=3, backoff_s=0.0, give_up_after=9)
+    )
+    assert sorted(prompt for prompt, _ in world.asked) == sorted([0, 1] * attempts)
+    assert [prompt for prompt, _ in loop.lost] == [0, 1]
+    assert all(type(mistake).__name__ in reason for _, reason in loop.lost)
+
+
+def test_fewer_steps_than_were_asked_for_have_a_reason():
+    """Prompts 0 to 3 make two steps, 4 fails, 5 is left."""
+
+    async def body(world, loop):
+        generate = world.generate
+
+        async def fails(prompt, *, version):
+            if prompt == 4:
+                raise EngineError("gone")
+            return await generate(prompt, version=version)
+
+        loop._generate = fails
+        assert loop.ended is None
+        assert len(await collect(world, loop)) == 2
+        return loop
+
+    options = {"max_in_flight": 1, "retries": Retries(attempts=1, give_up_after=9)}
+    _, loop = run(body, prompts=range(6), bound=0, **options)
+    assert loop.ended == (
+        "2 of 5 steps were trained, because the prompts are used up: 4 were trained on, 1 failed, "
+        "0 were filtered, and 1 are left, which do not fill a batch of 2"
+    )
+    ((prompt, reason),) = loop.lost
+    assert (prompt, reason) == (4, "failed: EngineError('gone')")
+
+
+def test_a_prompt_that_was_given_up_asks_for_no_more_samples():
+    async def body(world, loop):
+        asked = []
+
+        async def generate(prompt, *, version, sample):
+            asked.append((prompt, sample))
+            if prompt == 0:
+                raise EngineError("gone")
+            return make_rollout(versions=(version, version))
+
+        loop._generate = generate
+        await collect(world, loop, count=1)
+        return asked
+
+    _, asked = run(
+        body, group_size=3, max_in_flight=1, batch_size=1, prompts=range(2), bound=0,
+        retries=Retries(attempts=1, give_up_after=9),
+    )  # fmt: skip
+    assert asked == [(0, 0), (1, 0), (1, 1), (1, 2)]
