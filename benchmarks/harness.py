@@ -9,17 +9,27 @@ import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["Figure", "Timing", "commit", "compare", "copy_bandwidth", "machine", "main"]
+__all__ = [
+    "Figure",
+    "Timing",
+    "collect",
+    "commit",
+    "compare",
+    "copy_bandwidth",
+    "machine",
+    "main",
+]
 
 
-Measure = Callable[[], dict[str, tuple[float, str, str]]]
+Figures = dict[str, tuple[float, str, str]]
+Measure = Callable[[], Figures | Iterable[Figures]]
 
 
 @dataclass(frozen=True)
@@ -106,8 +116,11 @@ def machine() -> str:
 def main(measure: Measure, *, dry: Measure | None = None) -> None:
     """Run a benchmark's `measure`, print its figures, and write them where `--json` says.
 
+    Figures are printed and written when `measure` yields them, so a benchmark that is killed keeps
+    all that it has measured.
+
     Args:
-        measure: returns, by figure, (value, unit, peer).
+        measure: returns or yields, by figure, (value, unit, peer).
         dry: the same at sizes that say nothing, which `--dry-run` runs instead.
     """
     parser = argparse.ArgumentParser()
@@ -117,15 +130,25 @@ def main(measure: Measure, *, dry: Measure | None = None) -> None:
             "--dry-run", action="store_const", const=dry, default=measure, dest="do"
         )
     options = parser.parse_args()
-    figures = [
-        Figure(name, value, unit, peer, machine(), commit())
-        for name, (value, unit, peer) in getattr(options, "do", measure)().items()
-    ]
-    for figure in figures:
-        against = f"  (vs {figure.peer})" if figure.peer else ""
-        print(f"{figure.figure:<48} {figure.value:>12.5g} {figure.unit}{against}")
-    if options.json is not None:
-        options.json.write_text(json.dumps([asdict(figure) for figure in figures], indent=1) + "\n")
+    here, at, figures = machine(), commit(), []
+    for rows in _parts(getattr(options, "do", measure)()):
+        for name, (value, unit, peer) in rows.items():
+            figures.append(Figure(name, value, unit, peer, here, at))
+            against = f"  (vs {peer})" if peer else ""
+            print(f"{name:<48} {value:>12.5g} {unit}{against}", flush=True)
+        if options.json is not None:
+            whole = options.json.with_suffix(".tmp")
+            whole.write_text(json.dumps([asdict(figure) for figure in figures], indent=1) + "\n")
+            whole.replace(options.json)
+
+
+def collect(measured: Figures | Iterable[Figures]) -> Figures:
+    """Return all figures that a benchmark returns or yields."""
+    return {name: value for rows in _parts(measured) for name, value in rows.items()}
+
+
+def _parts(measured: Figures | Iterable[Figures]) -> Iterable[Figures]:
+    return [measured] if isinstance(measured, dict) else measured
 
 
 def commit() -> str:

@@ -1,5 +1,7 @@
-"""Log-probabilities on a CUDA device: `python -m benchmarks.async_loop_parts.logprobs_gpu`. Never
-run on a GPU; on a CPU, with `--dry-run`, its code runs at sizes that say nothing about speed.
+"""Log-probabilities on a CUDA device: `python -m benchmarks.async_loop_parts.logprobs_gpu`.
+
+It has run on one H100 (docs/gpu.md).
+With `--dry-run` its code runs on a CPU, at sizes that say nothing about speed.
 
 Forward and backward of 8,192 tokens, 151,936 words and a width of 4,096, in bfloat16 and float32:
 time and peak memory, gradients included, operands not, over those of all logits in torch; of
@@ -69,7 +71,7 @@ class Side:
     limit: float
 
 
-def figures(device: str = "cuda", sizes: Sizes | None = None) -> Figures:
+def figures(device: str = "cuda", sizes: Sizes | None = None) -> Iterator[Figures]:
     """All that the device and its packages allow.
 
     Raises:
@@ -78,13 +80,11 @@ def figures(device: str = "cuda", sizes: Sizes | None = None) -> Figures:
     if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("benchmarks.async_loop_parts.logprobs_gpu needs a CUDA device")
     sizes = sizes or Sizes()
-    found: Figures = {}
     for dtype in LIMITS:
         given = operands(sizes.tokens, sizes.words, sizes.width, device=device, dtype=dtype)
         for side in _sides(dtype, device):
             name = f"{NAME}.gpu.{str(dtype).removeprefix('torch.')}.{side.name}"
-            found.update(_of_side(name, side, given, sizes))
-    return found
+            yield _of_side(name, side, given, sizes)
 
 
 def peak_bytes(candidate: Candidate, given: Sequence[Tensor]) -> int:

@@ -1,5 +1,7 @@
-"""Sparse attention on a CUDA device: `python -m benchmarks.dsa_parts.gpu`. Never run on a GPU; on
-a CPU its code runs in a test, at sizes that say nothing about speed.
+"""Sparse attention on a CUDA device: `python -m benchmarks.dsa_parts.gpu`.
+
+It has run on one H100 (docs/gpu.md).
+With `--dry-run` its code runs on a CPU, at sizes that say nothing about speed.
 
 One rank of eight, balanced, of a document of 131,072 tokens: 16,384 queries of GLM-5.2 (64 heads,
 an indexer of 32 heads of 128 columns) and of DeepSeek-V3.2 (128, and 64 of 128). Rows are drawn at
@@ -15,7 +17,7 @@ is named, with the reason, and left out. Nothing is timed before results agree.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -47,7 +49,7 @@ __all__ = ["attention_bytes", "attention_flops", "figures", "matmul_rate", "of_a
 MATMUL = "torch.mm in bfloat16"
 
 
-def figures(device: str = "cuda", sizes: Sizes | None = None) -> Figures:
+def figures(device: str = "cuda", sizes: Sizes | None = None) -> Iterator[Figures]:
     """All that the device and its packages allow.
 
     Raises:
@@ -57,14 +59,13 @@ def figures(device: str = "cuda", sizes: Sizes | None = None) -> Figures:
         raise SystemExit("benchmarks.dsa_parts.gpu needs a CUDA device")
     sizes = sizes or Sizes()
     rate, bandwidth = matmul_rate(device, sizes), copy_bandwidth(device=device)
-    found: Figures = {"dsa.gpu.bf16_tflops": (rate / 1e12, "TFLOP/s", MATMUL)}
+    yield {"dsa.gpu.bf16_tflops": (rate / 1e12, "TFLOP/s", MATMUL)}
     for model in sizes.models:
         operands = draw_operands(device, sizes, model)
         engines = [*engines_of(device)]
-        found |= of_attention(model.name, operands, engines, device, sizes, (rate, bandwidth))
-        found |= of_scores(model, device, sizes, rate)
-        found |= of_selection(model, device, sizes)
-    return found
+        yield of_attention(model.name, operands, engines, device, sizes, (rate, bandwidth))
+        yield of_scores(model, device, sizes, rate)
+        yield of_selection(model, device, sizes)
 
 
 def attention_flops(operands: Operands, *, backward: bool) -> int:

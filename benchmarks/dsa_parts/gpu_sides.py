@@ -22,7 +22,7 @@ from primeblocks.parallel.sequence import SequencePlan
 __all__ = [
     "BF16_ERROR", "FLOAT8_ERROR", "SMALL", "Engine", "Figures", "Model", "Operands", "Sizes",
     "assert_close", "draw", "draw_indices", "draw_operands", "engines_of", "gate", "leave_out",
-    "plan_of", "scorers_of", "unrolled_k",
+    "plan_of", "scorers_of",
 ]  # fmt: skip
 
 Figures = dict[str, tuple[float, str, str]]
@@ -136,13 +136,6 @@ def _by_head(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
     for head in range(q.shape[1]):
         total.addcmul_((q[:, head] @ k.T).relu_().float(), weights[:, head, None])
     return total
-
-
-def unrolled_k(device: str, k: int) -> int:
-    """Rows that attn_gym's kernels can select here: elsewhere than on Blackwell they unroll."""
-    if device == "cuda" and torch.cuda.get_device_capability()[0] >= 10:
-        return k
-    return min(k, 16)
 
 
 @functools.cache  # What is left out is told once.

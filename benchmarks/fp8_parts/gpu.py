@@ -1,5 +1,7 @@
-"""Float8 on a CUDA device: `python -m benchmarks.fp8_parts.gpu`. Never run on a GPU; on a CPU,
-with `--dry-run`, its code runs at sizes that say nothing about speed.
+"""Float8 on a CUDA device: `python -m benchmarks.fp8_parts.gpu`.
+
+It has run on one H100 (docs/gpu.md).
+With `--dry-run` its code runs on a CPU, at sizes that say nothing about speed.
 
 Each engine that the machine has is a row of its own; the figure without an engine's name is that of
 the first, in the order of `primeblocks.fp8.adapters`. An engine or a peer that is not there is
@@ -16,6 +18,7 @@ named, with the reason, and left out. Nothing is timed before results agree.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -29,7 +32,7 @@ from .gpu_sides import SMALL, Figures, Side, Sizes, engines_of, quantizer_of
 __all__ = ["figures"]
 
 
-def figures(device: str = "cuda", sizes: Sizes | None = None) -> Figures:
+def figures(device: str = "cuda", sizes: Sizes | None = None) -> Iterator[Figures]:
     """All that the device and its packages allow.
 
     Raises:
@@ -39,31 +42,32 @@ def figures(device: str = "cuda", sizes: Sizes | None = None) -> Figures:
         raise SystemExit("benchmarks.fp8_parts.gpu needs a CUDA device")
     plain = Side(device, sizes or Sizes(), quantizer_of(device))
     sides = [replace(plain, name=name, gemm=gemm) for name, gemm in engines_of(device)]
-    found = of_quantizing(plain)
+    yield of_quantizing(plain)
     for side in sides:
-        _add(found, of_a_product(side), side.name, first=side is sides[0])
+        yield _named(of_a_product(side), side.name, first=side is sides[0])
     # cuBLAS leaves groups to another engine.
     grouped = [side for side in sides if side.name != "cublas"]
     for side in sides:
-        _add(found, of_swiglu(side), side.name, first=side is sides[0])
+        yield _named(of_swiglu(side), side.name, first=side is sides[0])
     for measure, those in ((of_a_step, sides), (of_experts, grouped)):
         for side in those:
             for wgrad in ("bfloat16", "float8"):
                 first = side is those[0] and wgrad == "bfloat16"
-                _add(found, measure(side, wgrad), f"{side.name}.wgrad_{wgrad}", first=first)
+                yield _named(measure(side, wgrad), f"{side.name}.wgrad_{wgrad}", first=first)
     for side in grouped:
         if side.name != "deep_gemm":
-            found.update(of_wgrad(side))
-    return found
+            yield of_wgrad(side)
 
 
-def _add(found: Figures, rows: Figures, name: str, *, first: bool) -> None:
+def _named(rows: Figures, name: str, *, first: bool) -> Figures:
     """File rows under an engine's name, and under none if it is the first."""
+    found: Figures = {}
     for row, value in rows.items():
         question, quantity = row.rsplit(".", 1)
         found[f"{question}.{name}.{quantity}"] = value
         if first:
             found[row] = value
+    return found
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from ..harness import compare, copy_bandwidth
 from .gpu_sides import (
     BF16,
     FLOAT8_ERROR,
+    QUANTIZE_ERROR,
     ROW,
     TORCHAO,
     Figures,

@@ -1,1 +1,1 @@
-"""What waits for a GPU, in four parts of at most eight minutes: see `run.sh`."""
+"""What needs a GPU, in one run of at most eight minutes: see `run.sh`."""

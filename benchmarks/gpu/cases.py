@@ -1,4 +1,4 @@
-"""Cases of the GPU suite, by part: each a process with a deadline of its own."""
+"""Cases of the GPU suite: tests, then figures by value; each a process with its own deadline."""
 
 from __future__ import annotations
 
@@ -6,12 +6,8 @@ from dataclasses import dataclass
 
 __all__ = ["CASES", "PARTS", "Case"]
 
-PARTS = {
-    "A": "correctness: tests that need a device, and suites of the CPU on one",
-    "B": "kernels: float8, sparse attention, log-probabilities, each beside its peers",
-    "C": "composition: attention of one rank's share, dispatch, decoder layers under FSDP2",
-    "D": "memory and transfer: pages, offload, optimizer, IPC, deltas, a colocated turn",
-}
+# What `--only` names: a block's tests and figures.
+PARTS = ("fp8", "parallel", "dsa", "replay", "kvoffload", "weightsync", "losses")
 # Without the packages that check annotations, which such a machine lacks; and with whatever its
 # other packages warn of: torchao does when it is compiled.
 _PYTEST = (
@@ -46,34 +42,34 @@ class Case:
     has_figures: bool = False
 
 
-def _tests(name: str, *paths: str, needs: tuple[str, ...] = ()) -> Case:
+def _tests(part: str, name: str, *paths: str, needs: tuple[str, ...] = ()) -> Case:
     """Tests marked gpu; a CPU skips these, and runs the others of their files."""
     there = (*_PYTEST, "-m", "gpu", *paths)
-    return Case("A", name, there, (*_PYTEST, *paths), 90.0, needs, needs)
+    return Case(part, name, there, (*_PYTEST, *paths), 180.0, needs, needs)
 
 
-def _pretended(*paths: str) -> Case:
+def _pretended(part: str, *paths: str) -> Case:
     """Tests of devices on one that is none, which finds what would mix host and device."""
-    return Case("A", "pretended", (), (*_PYTEST, "--pretend", *paths))
+    return Case(part, f"{part}_pretended", (), (*_PYTEST, "--pretend", *paths))
 
 
-def _kernels(name: str, *interpreted: str) -> Case:
+def _kernels(part: str, name: str, *interpreted: str) -> Case:
     """Triton's kernels: run there, interpreted here; `scripts/peers` has a Triton for a CPU."""
     return Case(
-        "A",
+        part,
         name,
         (*_PYTEST, "-m", "gpu", *interpreted),
         (*_PYTEST, *interpreted),
-        deadline_s=120.0,
+        deadline_s=200.0,  # Compiling took 136 s of one processor.
         needs=("triton",),
         dry_needs=("triton",),
         dry_environment=(("TRITON_INTERPRET", "1"),),
     )
 
 
-def _compiled(name: str, *paths: str) -> Case:
+def _compiled(part: str, name: str, *paths: str) -> Case:
     """Kernels compiled for sm_90 and sm_100, which needs no device; there they run."""
-    return Case("A", name, (), (*_PYTEST, *paths), dry_needs=("triton",))
+    return Case(part, name, (), (*_PYTEST, *paths), dry_needs=("triton",))
 
 
 def _figures(
@@ -84,35 +80,39 @@ def _figures(
 
 
 CASES = (
-    _tests("parallel", "tests/parallel/test_devices.py", "tests/parallel/test_devices_sparse.py"),
-    _tests("memory", "tests/parallel/test_memory_cuda.py"),
-    _tests("replay", "tests/replay/test_devices.py", needs=("transformers",)),
-    _tests("kvoffload", "tests/kvoffload/store/test_store_cuda.py"),
-    _tests("weightsync", "tests/weightsync/test_devices.py"),
-    _tests("logprobs", "tests/async_loop/test_logprobs_devices.py"),
-    _tests("fp8", "tests/fp8/test_devices.py"),
-    _tests("fp8_engines", "tests/fp8/test_engines.py", "tests/fp8/test_quantize.py"),
-    _kernels("fp8_triton", "tests/fp8/test_triton_quantize.py", "tests/fp8/test_triton_gemm.py"),
     _kernels(
-        "dsa_triton", "tests/parallel/test_triton_sparse.py", "tests/parallel/test_dsa_kernels.py"
+        "fp8", "fp8_triton", "tests/fp8/test_triton_quantize.py", "tests/fp8/test_triton_gemm.py"
     ),
-    _compiled("fp8_compiled", "tests/fp8/test_triton_compile.py"),
-    _compiled("dsa_compiled", "tests/parallel/test_triton_sparse_compile.py"),
-    _pretended(
-        *("tests/parallel/test_devices.py", "tests/parallel/test_devices_sparse.py"),
-        *("tests/fp8/test_devices.py", "tests/replay/test_devices.py"),
-        "tests/async_loop/test_logprobs_devices.py",
+    _kernels("dsa", "dsa_triton", "tests/parallel/test_triton_sparse.py"),
+    _kernels("dsa", "dsa_kernels", "tests/parallel/test_dsa_kernels.py"),
+    _tests("fp8", "fp8_engines", "tests/fp8/test_engines.py", "tests/fp8/test_quantize.py"),
+    _tests("fp8", "fp8_devices", "tests/fp8/test_devices.py"),
+    _tests("parallel", "parallel_devices", "tests/parallel/test_devices.py"),
+    _tests("dsa", "dsa_devices", "tests/parallel/test_devices_sparse.py"),
+    _tests("parallel", "memory", "tests/parallel/test_memory_cuda.py"),
+    _tests("replay", "replay_devices", "tests/replay/test_devices.py", needs=("transformers",)),
+    _tests("kvoffload", "kvoffload_store", "tests/kvoffload/store/test_store_cuda.py"),
+    _tests("weightsync", "weightsync_devices", "tests/weightsync/test_devices.py"),
+    _tests("losses", "logprobs_devices", "tests/async_loop/test_logprobs_devices.py"),
+    _compiled("fp8", "fp8_compiled", "tests/fp8/test_triton_compile.py"),
+    _compiled("dsa", "dsa_compiled", "tests/parallel/test_triton_sparse_compile.py"),
+    _pretended("fp8", "tests/fp8/test_devices.py"),
+    _pretended("parallel", "tests/parallel/test_devices.py"),
+    _pretended("dsa", "tests/parallel/test_devices_sparse.py"),
+    _pretended("replay", "tests/replay/test_devices.py"),
+    _pretended("losses", "tests/async_loop/test_logprobs_devices.py"),
+    # By value: a run whose time is over loses its end.
+    _figures("fp8", "fp8_kernels", "fp8_parts.gpu", deadline_s=120.0),
+    _figures("parallel", "attention", "parallel_parts.gpu_attention", deadline_s=90.0),
+    _figures(
+        "parallel", "layers", "parallel_parts.gpu_layers", deadline_s=60.0, needs=("transformers",)
     ),
-    _figures("B", "fp8_kernels", "fp8_parts.gpu", deadline_s=180.0),
-    _figures("B", "dsa", "dsa_parts.gpu", deadline_s=150.0),
-    _figures("B", "dsa_peer", "dsa_parts.gpu_peer", deadline_s=75.0, needs=("attn_gym",)),
-    _figures("B", "token_logprobs", "async_loop_parts.logprobs_gpu", deadline_s=75.0),
-    _figures("C", "attention", "parallel_parts.gpu_attention", deadline_s=210.0),
-    _figures("C", "dispatch", "parallel_parts.gpu_dispatch", deadline_s=90.0),
-    _figures("C", "layers", "parallel_parts.gpu_layers", deadline_s=180.0, needs=("transformers",)),
-    _figures("D", "pages", "kvoffload_parts.device", deadline_s=60.0),
-    _figures("D", "offload", "parallel_parts.gpu_memory", deadline_s=120.0),
-    _figures("D", "weights", "weightsync_parts.gpu", deadline_s=150.0),
-    _figures("D", "deltas", "weightsync_parts.gpu_deltas", deadline_s=90.0),
-    _figures("D", "colocated", "weightsync_parts.gpu_colocated", deadline_s=60.0),
+    _figures("dsa", "dsa", "dsa_parts.gpu", deadline_s=60.0),
+    _figures("losses", "token_logprobs", "async_loop_parts.logprobs_gpu", deadline_s=75.0),
+    _figures("parallel", "dispatch", "parallel_parts.gpu_dispatch", deadline_s=30.0),
+    _figures("kvoffload", "pages", "kvoffload_parts.device", deadline_s=30.0),
+    _figures("weightsync", "colocated", "weightsync_parts.gpu_colocated", deadline_s=45.0),
+    _figures("weightsync", "deltas", "weightsync_parts.gpu_deltas", deadline_s=60.0),
+    _figures("weightsync", "weights", "weightsync_parts.gpu", deadline_s=75.0),
+    _figures("parallel", "offload", "parallel_parts.gpu_memory", deadline_s=30.0),
 )

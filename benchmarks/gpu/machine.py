@@ -1,4 +1,4 @@
-"""The machine under the suite: what it has, and why a part cannot run on it. Needs torch alone."""
+"""The machine: what it has, and why the suite cannot run on it. Needs torch alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["describe_machine", "lacks", "refusal"]
 # In the order of the page in the docs; those that are not there are told as such.
 PACKAGES = (
     *("torch", "triton", "transformers", "peft", "numpy", "safetensors", "xxhash", "jaxtyping"),
-    *("pytest", "hypothesis", "attn_gym", "torchao", "sgl-deep-gemm"),
+    *("pytest", "hypothesis", "torchao", "sgl-deep-gemm", "apache-tvm-ffi"),
 )
 LEAST_FREE_BYTES = 40 << 30
 

@@ -6,96 +6,76 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .cases import CASES, PARTS
+from .cases import CASES
 
 __all__ = ["PAGE", "draw"]
 
 _ROOT = Path(__file__).parents[2]
-PAGE, RESULTS = _ROOT / "docs" / "gpu.md", _ROOT / "benchmarks" / "results"
+PAGE, RESULTS = _ROOT / "docs" / "gpu.md", _ROOT / "benchmarks" / "results" / "gpu"
 _HEAD = """# On a GPU
 
-What ran on a GPU, and how fast; drawn from the JSON files of `benchmarks/gpu/run.sh` by
-`python -m benchmarks.gpu.page`. A case that says *never* has not met one. `run.sh --dry-run` runs
-all of them at small sizes on a CPU, kernels under Triton's interpreter or compiled for sm_90 and
-sm_100. Each case is a process with a deadline; what crashes or hangs costs itself alone.
+This page shows what ran on a GPU, what failed there, and every figure that was measured.
+`python -m benchmarks.gpu.page` draws it from the files in `benchmarks/results/gpu`.
 
-A part takes eight minutes at most, and leaves one file, `gpu_A.json` and so on:
+Run the suite on a machine with a GPU. It needs eight minutes at most:
 
 ```sh
-benchmarks/gpu/bundle                    # where there is a network: 10 MB of wheels
-benchmarks/gpu/run.sh --part A "$OUT"    # on the GPU's machine, with benchmarks/gpu/wheels
-benchmarks/gpu/run.sh --part B "$OUT"
-benchmarks/gpu/run.sh --part C "$OUT"
-benchmarks/gpu/run.sh --part D "$OUT"
-cp "$OUT"/gpu_?.json benchmarks/results/ && python -m benchmarks.gpu.page
+benchmarks/gpu/bundle                       # where there is a network: 10 MB of wheels
+benchmarks/gpu/run.sh "$OUT"                # on the GPU's machine, with benchmarks/gpu/wheels
+benchmarks/gpu/run.sh --only fp8 "$OUT"     # tests and figures of one block, three minutes at most
+cp "$OUT"/*.json benchmarks/results/gpu/ && python -m benchmarks.gpu.page
 ```
+
+Tests run first and side by side, which also fills Triton's cache. Timed cases follow one at a time,
+the most valuable first. When the eight minutes are over, the suite skips the rest: run such a case
+with `--only`. Each case is a process with a deadline. A case that is killed keeps the rows that it
+has written. `run.sh --dry-run` runs every case at small sizes on a CPU, with kernels under Triton's
+interpreter or compiled for sm_90 and sm_100.
+
+The tests are `tests/*/test_devices*.py`, those of Triton's kernels, and those of the
+log-probabilities. With `--pretend` they also run on a simulated device, which finds operators that
+mix its tensors with the host's. Streams, pinned memory and CUDA's own kernels are absent there.
+The suite has no test over several GPUs, and none of vLLM or torchtitan.
 """
-_NOTES = {
-    "A": """\
-Suites that have their device as a parameter are `tests/*/test_devices*.py`, and that of the
-log-probabilities. On a CPU all but weightsync's also run on a device that is none (`--pretend`):
-its tensors lie on the host, and an operator that mixes them with the host's raises. So code takes
-the branches of a GPU; streams, pinned memory and CUDA's own kernels are not there. Left on the
-CPU: suites over several ranks, for which NCCL wants as many GPUs; what no device changes (plans,
-files, messages, refusals, routes and their code); fakes of libraries, which the engines' own suite
-runs; hosts that such a machine lacks (vLLM, torchtitan).
-""",
-}
-_SHOWN = (
-    "fraction",
-    "speedup",
-    "ratio",
-    "over_",
-    "tflops",
-    "mfu",
-    "_ms",
-    "gb_per_s",
-    "waits",
-    "launches",
-)
+_HIDDEN = ("spread", "hops", ".rectangles")
 
 
 def draw(results: Path = RESULTS) -> str:
     """Return the page."""
-    lines = [_HEAD]
-    for part, what in PARTS.items():
-        path = results / f"gpu_{part}.json"
-        report = json.loads(path.read_text()) if path.exists() else None
-        lines += [f"## {part}, {what}", "", *([_NOTES[part]] if part in _NOTES else [])]
-        lines += [_ran(report), "", "| case | |", "|---|---|"]
-        done = {each["case"]: each for each in report["cases"]} if report else {}
-        there = [case.name for case in CASES if case.part == part and case.arguments]
-        lines += [_row(name, done.get(name)) for name in there]
-        lines += ["", *_figures(done), ""]
+    reports = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
+    lines = [_HEAD, *(line for report in reports for line in _section(report))]
+    seen = {each["case"] for report in reports for each in report["cases"]}
+    never = [each.name for each in CASES if each.arguments and each.name not in seen]
+    if never:
+        lines += ["## Never run on a GPU", "", ", ".join(f"`{name}`" for name in never), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _ran(report: dict[str, Any] | None) -> str:
-    if report is None:
-        return "Never run."
+def _section(report: dict[str, Any]) -> list[str]:
     machine = report["machine"]
-    versions = {name: machine["packages"].get(name) for name in ("torch", "triton", "transformers")}
-    said = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    return f"{machine['device']}, {said}, at {report['commit']}."
-
-
-def _row(name: str, outcome: dict[str, Any] | None) -> str:
-    if outcome is None:
-        return f"| {name} | never |"
-    said = f"{outcome['status']}, {outcome['seconds']:.0f} s"
-    if outcome["status"] != "passed":
-        said += ": " + " ".join(outcome["why"].split())[-200:].replace("|", "/")
-    return f"| {name} | {said} |"
-
-
-def _figures(done: dict[str, dict[str, Any]]) -> list[str]:
-    rows = [
-        f"| `{each['figure']}` | {each['value']:.4g} {each['unit']} | {each['peer']} |"
-        for outcome in done.values()
-        for each in outcome["figures"]
-        if any(word in each["figure"] for word in _SHOWN)
+    versions = [f"{name} {version}" for name, version in machine["packages"].items() if version]
+    lines = [f"## {machine['device']}, {report['commit']}", "", ", ".join(versions) + ".", ""]
+    lines += [report["note"], ""] if "note" in report else []
+    lines += ["| case | |", "|---|---|", *map(_row, report["cases"]), ""]
+    figures = [
+        row for outcome in report["cases"] for row in map(_figure, outcome["figures"]) if row
     ]
-    return ["| figure | | beside |", "|---|---|---|", *rows] if rows else []
+    return [*lines, "| figure | | next to |", "|---|---|---|", *figures, ""] if figures else lines
+
+
+def _row(outcome: dict[str, Any]) -> str:
+    said = outcome["status"]
+    if outcome["seconds"] is not None:
+        said += f", {outcome['seconds']:.0f} s"
+    if outcome["why"]:
+        said += ": " + " ".join(outcome["why"].split())[-300:].replace("|", "/")
+    return f"| {outcome['case']} | {said} |"
+
+
+def _figure(each: dict[str, Any]) -> str:
+    if each["figure"].endswith(_HIDDEN):
+        return ""
+    return f"| `{each['figure']}` | {each['value']:.4g} {each['unit']} | {each['peer']} |"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# The GPU suite: parts A (correctness), B (kernels), C (composition), D (memory and transfer), each
-# of at most eight minutes, and a JSON file of each.
-# Usage: benchmarks/gpu/run.sh [--part A|B|C|D] [--dry-run] [--only CASE] [FOLDER FOR JSON]
-# Without a part, all of them. --dry-run runs every case at small sizes on a CPU.
+# The GPU suite: tests side by side, then figures in turn, in at most eight minutes; one JSON file,
+# written after every case, with all rows that a killed case had measured.
+# Usage: benchmarks/gpu/run.sh [--dry-run] [--only PART] [FOLDER FOR JSON]
+# --only runs the tests and figures of one block, in at most three minutes. --dry-run runs every case
+# at small sizes on a CPU.
 # Python: $PYTHON, or python3, with torch. Wheels that `benchmarks/gpu/bundle` fetched are beside it
 # for as long as this runs.
 set -euo pipefail
@@ -19,13 +20,4 @@ if compgen -G "$bundle/*.whl" >/dev/null; then
   export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
 fi
 
-if [[ " $* " == *" --part "* ]]; then
-  "$python" -m benchmarks.gpu "$@"
-  exit
-fi
-failed=0
-for part in A B C D; do
-  echo "== part $part"
-  "$python" -m benchmarks.gpu --part "$part" "$@" || failed=1
-done
-exit "$failed"
+"$python" -m benchmarks.gpu "$@"

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from primeblocks.errors import how_it_ended
 from .cases import Case
 from .machine import lacks
 
-__all__ = ["Outcome", "run_case", "run_part"]
+__all__ = ["Outcome", "run_case", "run_cases"]
 
 _ROOT = Path(__file__).parents[2]
 _HIDES = Path(__file__).parent / "hides"
@@ -36,6 +37,7 @@ class Outcome:
     """A case's end.
 
     Attributes:
+        figures: rows that were written, also by a case that was killed or failed later.
         status: "passed", "failed", "timed out" or "skipped".
         why: the end of its output, or why it was skipped.
     """
@@ -47,7 +49,7 @@ class Outcome:
     figures: tuple[dict[str, Any], ...] = ()
 
 
-def run_part(
+def run_cases(
     cases: Sequence[Case],
     *,
     report: Path,
@@ -56,21 +58,32 @@ def run_part(
     budget_s: float,
     tell: Callable[[str], object] = print,
 ) -> list[Outcome]:
-    """Run a part's cases in turn; `report` is whole JSON after each. None runs past the budget."""
-    begun = time.monotonic()
-    done: list[Outcome] = []
-    for case in cases:
-        left_s = budget_s - (time.monotonic() - begun)
+    """Run tests side by side, then figures in turn; `report` is whole JSON after each.
+
+    Timed cases have the machine to themselves. No case runs past the budget.
+    """
+    end = time.monotonic() + budget_s
+
+    def run(case: Case) -> Outcome:
+        left_s = end - time.monotonic()
         missing = lacks(case.dry_needs if dry else case.needs)
         if not (dry or case.arguments):
             missing = "of use on a CPU alone"
         if missing or left_s < _LEAST_S:
-            why = missing or f"the part's {budget_s:g} s are over"
-            outcome = Outcome(case.name, "skipped", 0.0, why)
-        else:
-            deadline_s = case.deadline_s * (_DRY_TIMES if dry else 1)
-            outcome = run_case(case, dry=dry, deadline_s=min(deadline_s, left_s))
-        done.append(outcome)
+            return Outcome(case.name, "skipped", 0.0, missing or f"{budget_s:g} s are over")
+        deadline_s = case.deadline_s * (_DRY_TIMES if dry else 1)
+        return run_case(case, dry=dry, deadline_s=min(deadline_s, left_s))
+
+    def ended() -> Iterator[Outcome]:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            tests = [pool.submit(run, case) for case in cases if not case.has_figures]
+            yield from (each.result() for each in as_completed(tests))
+        yield from (run(case) for case in cases if case.has_figures)
+
+    order = [case.name for case in cases]
+    done: list[Outcome] = []
+    for outcome in ended():
+        done = sorted([*done, outcome], key=lambda each: order.index(each.case))
         tell(_line(outcome))
         _write(report, head | {"cases": [asdict(each) for each in done]})
     return done
@@ -86,14 +99,15 @@ def run_case(case: Case, *, dry: bool, deadline_s: float) -> Outcome:
             arguments = (*arguments, "--json", str(figures))
         code = _run(arguments, _environment(case, dry=dry), log, deadline_s)
         said = log.read_text(errors="replace")[-_TAIL_CHARS:]
-        found = json.loads(figures.read_text()) if code == 0 and case.has_figures else []
+        found = tuple(json.loads(figures.read_text()) if figures.exists() else ())
     seconds = time.monotonic() - begun
     if code is None:
-        return Outcome(case.name, "timed out", seconds, f"killed after {deadline_s:g} s: {said}")
+        why = f"killed after {deadline_s:g} s: {said}"
+        return Outcome(case.name, "timed out", seconds, why, found)
     if code:
-        return Outcome(case.name, "failed", seconds, f"it {how_it_ended(code)}: {said}")
+        return Outcome(case.name, "failed", seconds, f"it {how_it_ended(code)}: {said}", found)
     # What was left out, and pytest's counts, are worth keeping.
-    return Outcome(case.name, "passed", seconds, said[-_SHOWN_CHARS:], tuple(found))
+    return Outcome(case.name, "passed", seconds, said[-_SHOWN_CHARS:], found)
 
 
 def _run(
@@ -133,7 +147,7 @@ def _environment(case: Case, *, dry: bool) -> dict[str, str]:
 
 
 def _line(outcome: Outcome) -> str:
-    line = f"{outcome.status:<10} {outcome.case:<14} {outcome.seconds:6.1f} s"
+    line = f"{outcome.status:<10} {outcome.case:<18} {outcome.seconds:6.1f} s"
     return f"{line}  {outcome.why}" if outcome.status != "passed" else line
 
 

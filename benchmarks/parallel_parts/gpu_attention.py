@@ -1,5 +1,7 @@
-"""One rank's share of attention: `python -m benchmarks.parallel_parts.gpu_attention`. Never run on
-a GPU; on a CPU, with `--dry-run`, its code runs at sizes that say nothing about speed.
+"""One rank's share of attention: `python -m benchmarks.parallel_parts.gpu_attention`.
+
+It has run on one H100 (docs/gpu.md).
+With `--dry-run` its code runs on a CPU, at sizes that say nothing about speed.
 
 What the busiest of eight ranks computes of `ring_attention`: its queries against the keys of all,
 which lie on the device already; forward and backward, bfloat16, 32 heads over 4 of keys, 128
@@ -117,7 +119,7 @@ class Share:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(0, 1)
 
 
-def figures(device: str = "cuda", sizes: Sizes | None = None) -> Figures:
+def figures(device: str = "cuda", sizes: Sizes | None = None) -> Iterator[Figures]:
     """Rates of each order and length, and of torch's flash attention.
 
     Raises:
@@ -126,7 +128,6 @@ def figures(device: str = "cuda", sizes: Sizes | None = None) -> Figures:
     if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("benchmarks.parallel_parts.gpu_attention needs a CUDA device")
     sizes = sizes or Sizes()
-    found: Figures = {}
     kernels = {"rectangles": RectangleKernel(), **_flex_kernels(), "varlen": _varlen_kernel(device)}
     for order, (engine, kernel) in product(ORDERS, kernels.items()):
         if (order, engine) == ("balanced", "varlen"):
@@ -140,12 +141,12 @@ def figures(device: str = "cuda", sizes: Sizes | None = None) -> Figures:
             )
             name = f"parallel.ring_share.gpu.{engine}.{order}.{tokens}"
             flops = 4.0 * share.pairs * sizes.dim * sizes.heads  # Two products of each pair.
-            found[f"{name}.hops"] = sum(1 for _ in share.hops()), "count", ""
+            found: Figures = {f"{name}.hops": (sum(1 for _ in share.hops()), "count", "")}
             if engine == "rectangles":
                 found[f"{name}.rectangles"] = _rectangles(share), "count", ""
             found |= _rates(f"{name}.forward", flops, forward, flash)
             found |= _rates(f"{name}.forward_backward", 3.5 * flops, both, flash_both)
-    return found
+            yield found
 
 
 def _flex_kernels() -> dict[str, AttentionKernel]:

@@ -1,5 +1,7 @@
 """Tokens to experts and back on a CUDA device: `python -m benchmarks.parallel_parts.gpu_dispatch`.
-Never run on a GPU; on a CPU, with `--dry-run`, its code runs at sizes that say nothing about speed.
+
+It has run on one H100 (docs/gpu.md).
+With `--dry-run` its code runs on a CPU, at sizes that say nothing about speed.
 
 One rank with all 128 experts of Qwen3-30B-A3B, 8 of which each of 32,768 tokens of 2,048 numbers
 chooses: dispatch and combine, forward and backward, bfloat16, against copies of the rows that they

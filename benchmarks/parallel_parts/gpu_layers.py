@@ -1,17 +1,22 @@
 """Decoder layers under FSDP2 on a CUDA device: `python -m benchmarks.parallel_parts.gpu_layers`.
-Never run on a GPU; on a CPU, with `--dry-run`, its code runs at sizes that say nothing about speed.
 
-One layer of Qwen3-30B-A3B and of GLM-4.5 by their published shapes, 8,192 tokens of one document,
-bfloat16 with float32 weights, on one rank of `parallelize`: milliseconds of a step (forward and
-backward of the layer, embedding and head left out by a small vocabulary), operations of matrix
-products over the rate of a bfloat16 product measured in the same run (MFU), the most memory, and
-from the profiler kernels launched and waits of the host. The loss must be that of the same model
-without FSDP2 to the rounding of bfloat16.
+It has run on one H100 with all experts, and without a peer (docs/gpu.md). With `--dry-run` its code
+runs on a CPU, at sizes that say nothing about speed.
+
+One layer of Qwen3-30B-A3B and of GLM-4.5 by their published shapes, with the experts of one of
+eight ranks, which get as many rows as under expert parallelism over eight; 8,192 tokens of one
+document, bfloat16 with float32 weights, on one rank of `parallelize`: milliseconds of a step
+(forward and backward of the layer, embedding and head left out by a small vocabulary), operations
+of matrix products over the rate of a bfloat16 product measured in the same run (MFU), the most
+memory, and from the profiler kernels launched and waits of the host. The peer is transformers' own
+layer with `grouped_mm` under FSDP2. The loss of each must be that of the same model without FSDP2
+to the rounding of bfloat16.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -40,12 +45,12 @@ _COMMON = {"num_hidden_layers": 1, "vocab_size": 512, "use_cache": False}
 # Shapes: their config.json on the hub.
 QWEN = {
     "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    "num_experts": 128 // 8, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
     "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
 GLM = {
     "hidden_size": 5120, "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128,
-    "n_routed_experts": 160, "num_experts_per_tok": 8, "moe_intermediate_size": 1536,
+    "n_routed_experts": 160 // 8, "num_experts_per_tok": 8, "moe_intermediate_size": 1536,
     "first_k_dense_replace": 0, "n_shared_experts": 1,
 }  # fmt: skip
 _TINY = {
@@ -75,7 +80,7 @@ SMALL = Sizes(
 )
 
 
-def figures(device: str = "cuda", sizes: Sizes | None = None) -> Figures:
+def figures(device: str = "cuda", sizes: Sizes | None = None) -> Iterator[Figures]:
     """A step of each layer.
 
     Raises:
@@ -87,10 +92,9 @@ def figures(device: str = "cuda", sizes: Sizes | None = None) -> Figures:
     with _one_rank(device):
         meshes = parallel.plan_mesh(world_size=1).build(device)
         rate = _matmul_rate(sizes.square, device)
-        found: Figures = {"parallel.layer.gpu.matmul_tflops": (rate / 1e12, "TFLOP/s", "")}
+        yield {"parallel.layer.gpu.matmul_tflops": (rate / 1e12, "TFLOP/s", "")}
         for name, (family, shapes) in sizes.layers.items():
-            found |= _of_layer(f"parallel.layer.gpu.{name}", family, shapes, meshes, sizes, rate)
-    return found
+            yield _of_layer(f"parallel.layer.gpu.{name}", family, shapes, meshes, sizes, rate)
 
 
 def layer_flops(config: Any, tokens: int) -> float:
@@ -114,24 +118,35 @@ def _of_layer(
     tokens = torch.randint(512, (1, sizes.tokens), device=device)
     with torch.no_grad():
         wanted = float(copy.deepcopy(model).bfloat16()(input_ids=tokens, labels=tokens).loss)
-    parallelize(model, meshes, precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    theirs = copy.deepcopy(model)
+    theirs.set_experts_implementation("grouped_mm")
+    for part in (*theirs.model.layers, theirs):
+        fully_shard(part, mesh=meshes.loss, mp_policy=precision)
+    parallelize(model, meshes, precision=precision)
 
-    def step() -> torch.Tensor:
-        logits = model(input_ids=tokens).logits[0].float()
+    def step_of(which: torch.nn.Module) -> torch.Tensor:
+        logits = which(input_ids=tokens).logits[0].float()
         loss = torch.nn.functional.cross_entropy(logits[:-1], tokens[0, 1:])
         loss.backward()
-        model.zero_grad()
+        which.zero_grad()
         return loss.detach()
 
-    def agree() -> None:
-        off = abs(float(step()) - wanted) / wanted
-        assert off <= LOSS_ERROR, f"{name}: the loss is off by {off}, over {LOSS_ERROR}"
+    step, plain = partial(step_of, model), partial(step_of, theirs)
 
-    (timing,) = compare(step, agree=agree, runs=5)
+    def agree() -> None:
+        for one in (step, plain):
+            off = abs(float(one()) - wanted) / wanted
+            assert off <= LOSS_ERROR, f"{name}: the loss is off by {off}, over {LOSS_ERROR}"
+
+    timing, peer = compare(step, plain, agree=agree, runs=5)
+    del theirs, plain  # The peak is ours alone.
+    gc.collect()
     flops = layer_flops(config, sizes.tokens)
     found: Figures = {
         f"{name}.step_ms": (1e3 * timing.median, "ms", ""),
         f"{name}.mfu": (flops / timing.median / rate, "ratio", "bfloat16 product"),
+        f"{name}.time_ratio": (timing.median / peer.median, "ratio", "transformers under FSDP2"),
         f"{name}.spread": (timing.spread, "ratio", ""),
         f"{name}.host_waits": (host_waits(step), "count", ""),
         f"{name}.launches": (_launches(step), "count", ""),

@@ -1,7 +1,9 @@
-"""Device memory lent and given back: `python -m benchmarks.parallel_parts.gpu_memory`. Never run
-on a GPU; on a CPU, with `--dry-run`, its code runs at sizes that say nothing about speed.
+"""Device memory lent and given back: `python -m benchmarks.parallel_parts.gpu_memory`.
 
-4 GiB of float32 weights with gradients and AdamW's states: `HostMemory` away and back against one
+On an H100 it timed out at larger sizes (docs/gpu.md), and at these it has not run on a GPU.
+With `--dry-run` its code runs on a CPU, at sizes that say nothing about speed.
+
+512 MiB of float32 weights with gradients and AdamW's states: `HostMemory` away and back against one
 pinned copy of as many bytes each way; a step of `CpuAdamW` beside torch's fused AdamW on the
 device; `offload_activations` over matrices whose products take longer than their copies. Bytes are
 compared before anything is timed.
@@ -9,6 +11,7 @@ compared before anything is timed.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,15 +32,15 @@ Figures = dict[str, tuple[float, str, str]]
 class Sizes:
     """Square layers, and rows that go through them."""
 
-    width: int = 8192
-    layers: int = 16
-    rows: int = 16384
+    width: int = 4096
+    layers: int = 8
+    rows: int = 8192
 
 
 SMALL = Sizes(width=32, layers=2, rows=16)
 
 
-def figures(device: str = "cuda", sizes: Sizes | None = None) -> Figures:
+def figures(device: str = "cuda", sizes: Sizes | None = None) -> Iterator[Figures]:
     """Rates of what moves, and what a step costs.
 
     Raises:
@@ -52,7 +55,9 @@ def figures(device: str = "cuda", sizes: Sizes | None = None) -> Figures:
     ).to(device)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
-    return _moved(model, device) | _stepped(model) | _offloaded(model, sizes, device)
+    yield _moved(model, device)
+    yield _stepped(model)
+    yield _offloaded(model, sizes, device)
 
 
 def _moved(model: nn.Module, device: str) -> Figures:

@@ -1,5 +1,7 @@
-"""Weights to another process of the same device: `python -m benchmarks.weightsync_parts.gpu`. Never
-run on a GPU; on a CPU, with `--dry-run`, its code runs at sizes that say nothing about speed.
+"""Weights to another process of the same device: `python -m benchmarks.weightsync_parts.gpu`.
+
+It has run on one H100 (docs/gpu.md).
+With `--dry-run` its code runs on a CPU, at sizes that say nothing about speed.
 
 4 GiB of bfloat16 in tensors of 32 MiB over `IpcTransport`: seconds of a publish and of a receive,
 in full and after 1 % of the elements changed, over a plain copy of the same bytes on the device.
@@ -10,7 +12,7 @@ it is killed while it holds a version, and another one reads the next.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -86,7 +88,7 @@ def bits_of(tensor: Tensor) -> int:
     return int((bits * (torch.arange(len(bits), device=bits.device) % 65521 + 1)).sum())
 
 
-def figures(device: str = "cuda", sizes: Sizes | None = None) -> Figures:
+def figures(device: str = "cuda", sizes: Sizes | None = None) -> Iterator[Figures]:
     """Seconds over those of a copy, full and after few changes; what a kill costs.
 
     Raises:
@@ -108,7 +110,6 @@ def figures(device: str = "cuda", sizes: Sizes | None = None) -> Figures:
     )
     source = weightsync.describe(weights)
     plan = weightsync.plan_sync([source], source.whole(), bucket_bytes=sizes.bucket_bytes)
-    found: Figures = {}
     for kind, every in (("full", 1), ("delta", 1000)):
         name = f"weights-{kind}-{time.monotonic_ns()}"
         with (
@@ -117,11 +118,12 @@ def figures(device: str = "cuda", sizes: Sizes | None = None) -> Figures:
         ):
             make = partial(Worker, Reader, plan.to_json(), transport.spec(), device)
             publish, receive = _timed(publisher, make, weights, sizes, generator)
+        found: Figures = {}
         for what, seconds in (("publish", publish), ("receive", receive)):
             row = f"weightsync.ipc.gpu.{kind}.{what}"
             found[f"{row}_s"] = seconds, "s", ""
             found[f"{row}_over_copy"] = seconds / plain.median, "ratio", "a copy on the device"
-    return found
+        yield found
 
 
 def _timed(

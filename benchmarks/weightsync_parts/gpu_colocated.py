@@ -1,5 +1,7 @@
 """Trainer and engine in turns on one device: `python -m benchmarks.weightsync_parts.gpu_colocated`.
-Never run on a GPU; on a CPU, with `--dry-run`, its code runs at sizes that say nothing about speed.
+
+It has run on one H100 (docs/gpu.md).
+With `--dry-run` its code runs on a CPU, at sizes that say nothing about speed.
 
 A trainer of 2 GiB (float32 weights, gradients and AdamW's states under `HostMemory`) and an engine
 of bfloat16 weights and a cache, a toy that allocates and frees them. `Colocated` publishes over

@@ -1,5 +1,7 @@
 """Digests and deltas on a CUDA device: `python -m benchmarks.weightsync_parts.gpu_deltas`.
-Never run on a GPU; on a CPU, with `--dry-run`, its code runs at sizes that say nothing about speed.
+
+It has run on one H100 (docs/gpu.md).
+With `--dry-run` its code runs on a CPU, at sizes that say nothing about speed.
 
 2 GiB of bfloat16 in tensors of 32 MiB, of which 1 % of the elements change. A digest, a cast and a
 digest to the host and on the device, a delta made and applied: each must give the host's bytes,
@@ -46,7 +48,7 @@ class Sizes:
 SMALL = Sizes(tensors=3, rows=16, columns=64, bucket_bytes=1 << 12, runs=2)
 
 
-def figures(device: str = "cuda", sizes: Sizes | None = None) -> Figures:
+def figures(device: str = "cuda", sizes: Sizes | None = None) -> Iterator[Figures]:
     """GB/s of each step, its share of plain copies' rate, and seconds of whole versions.
 
     Raises:
@@ -62,12 +64,11 @@ def figures(device: str = "cuda", sizes: Sizes | None = None) -> Figures:
         )
         for i in range(sizes.tensors)
     }
-    found = _digested(list(weights.values()), device, sizes)
+    yield _digested(list(weights.values()), device, sizes)
     weights = {name: tensor.bfloat16() for name, tensor in weights.items()}
-    found |= _compared(weights, generator, sizes)
+    yield _compared(weights, generator, sizes)
     for kind, every in (("full", 1), ("delta", 1000)):
-        found |= _sent(kind, every, weights, generator, sizes)
-    return found
+        yield _sent(kind, every, weights, generator, sizes)
 
 
 def _digested(wide: list[Tensor], device: str, sizes: Sizes) -> Figures:

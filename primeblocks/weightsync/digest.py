@@ -94,7 +94,7 @@ def crossing(
 ) -> Parts:
     """Yield parts on the host; each is good until the next. The next one travels meanwhile.
 
-    Written for CUDA and never run on it; its order is tested on the host.
+    Run on one H100; its order is tested on the host.
 
     Args:
         allocate: returns pinned memory of so many bytes.

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from benchmarks.dsa_parts import gpu, gpu_peer, gpu_sides
+from benchmarks.dsa_parts import gpu, gpu_sides
 from benchmarks.dsa_parts.gpu_sides import SMALL, Operands
+from benchmarks.harness import collect
 from primeblocks.parallel.attention.dsa import ReferenceKernel, Rows
 
 
@@ -43,7 +44,7 @@ def test_drawn_indices_are_as_selected_ones():
 
 
 def test_every_figure_of_the_issue_is_measured():
-    found = gpu.figures("cpu", SMALL)
+    found = collect(gpu.figures("cpu", SMALL))
     for model in ("tiny", "small"):
         for kind in ("forward", "backward"):
             for quantity in ("tflops", "fraction_of_roofline"):
@@ -51,17 +52,6 @@ def test_every_figure_of_the_issue_is_measured():
         assert f"dsa.{model}.scores.gpu.torch.tflops" in found
         assert f"dsa.{model}.select.gpu.torch.seconds" in found
     assert all(value > 0 for name, (value, _, _) in found.items() if "spread" not in name)
-
-
-def test_attn_gym_is_measured_at_sizes_that_it_takes(capsys):
-    found = gpu_peer.figures("cpu", SMALL)
-    try:
-        import attn_gym  # noqa: F401
-    except ImportError:
-        assert not found
-        assert "left out: attn_gym: attn_gym is not installed" in capsys.readouterr().err
-    else:
-        assert "dsa.tiny_16_columns_12_rows.forward.gpu.attn_gym.tflops" in found
 
 
 def test_the_gate_finds_a_wrong_gradient():
@@ -79,11 +69,10 @@ def test_the_gate_finds_a_wrong_gradient():
 def test_nothing_is_timed_that_disagrees(monkeypatch):
     monkeypatch.setattr(gpu_sides, "BF16_ERROR", 1e-4)
     with pytest.raises(AssertionError, match="relative error"):
-        gpu.figures("cpu", SMALL)
+        collect(gpu.figures("cpu", SMALL))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_device_it_says_so():
-    for module in (gpu, gpu_peer):
-        with pytest.raises(SystemExit, match="needs a CUDA device"):
-            module.figures()
+    with pytest.raises(SystemExit, match="needs a CUDA device"):
+        collect(gpu.figures())

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from benchmarks.fp8_parts import gpu, gpu_dense
-from benchmarks.fp8_parts.gpu_sides import SMALL, engines_of
+from benchmarks.fp8_parts.gpu_sides import SMALL, Side, engines_of, quantizer_of
+from benchmarks.harness import collect
+from primeblocks.fp8 import Tile, quantize
 
 
 def test_bytes_and_operations_are_counted():
@@ -19,7 +21,7 @@ def test_bytes_and_operations_are_counted():
 
 
 def test_every_figure_of_the_issue_is_measured():
-    found = gpu.figures("cpu", SMALL)
+    found = collect(gpu.figures("cpu", SMALL))
     assert {
         "fp8.quantize.gpu.copy_bandwidth_fraction",
         "fp8.dense_128.gpu.speedup_vs_bf16",
@@ -31,16 +33,27 @@ def test_every_figure_of_the_issue_is_measured():
     assert all(value > 0 for name, (value, _, _) in found.items() if "spread" not in name)
 
 
+def test_torchaos_quantizer_is_compared_and_timed(monkeypatch):
+    def theirs(x, width):
+        q = quantize(x, Tile(1, width))
+        return q.codes, q.scales
+
+    kernels = types.SimpleNamespace(triton_fp8_blockwise_act_quant_lhs=theirs)
+    monkeypatch.setattr(gpu_dense, "find_torchao", lambda _: types.SimpleNamespace(kernels=kernels))
+    found = gpu_dense.of_quantizing(Side("cpu", SMALL, quantizer_of("cpu")))
+    assert found["fp8.quantize.gpu.speedup_vs_torchao"][0] > 0
+
+
 def test_nothing_is_timed_that_disagrees(monkeypatch):
     monkeypatch.setattr(gpu_dense, "FLOAT8_ERROR", 1e-4)
     with pytest.raises(AssertionError, match="relative error"):
-        gpu.figures("cpu", SMALL)
+        collect(gpu.figures("cpu", SMALL))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_device_it_says_so():
     with pytest.raises(SystemExit, match="needs a CUDA device"):
-        gpu.figures()
+        collect(gpu.figures())
 
 
 def test_engines_that_are_not_there_are_left_out_with_the_reason(monkeypatch, capsys):

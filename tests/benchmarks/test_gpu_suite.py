@@ -11,15 +11,14 @@ import psutil
 import pytest
 
 from benchmarks.gpu import machine, page
-from benchmarks.gpu.__main__ import BUDGET_S
 from benchmarks.gpu.cases import CASES, PARTS, Case
-from benchmarks.gpu.runner import run_part
+from benchmarks.gpu.runner import run_cases
 
 ROOT = Path(__file__).parents[2]
 
 
 def case(name, code, *, deadline_s=60.0, **more):
-    return Case("A", name, ("-c", code), ("-c", code), deadline_s, **more)
+    return Case("fp8", name, ("-c", code), ("-c", code), deadline_s, **more)
 
 
 def statuses(report):
@@ -27,9 +26,7 @@ def statuses(report):
 
 
 def run(cases, report, *, budget_s=120.0, dry=False):
-    return run_part(
-        cases, report=report, head={"part": "A"}, dry=dry, budget_s=budget_s, tell=lambda _: None
-    )
+    return run_cases(cases, report=report, head={}, dry=dry, budget_s=budget_s, tell=lambda _: None)
 
 
 GREEDY = "import resource as r; r.setrlimit(r.RLIMIT_AS, (1 << 30, 1 << 30)); bytearray(4 << 30)"
@@ -79,19 +76,43 @@ def test_what_is_done_is_in_the_report_while_the_rest_runs(tmp_path):
     look = (
         f"import json, pathlib; t = pathlib.Path({str(report)!r}).read_text(); print(json.loads(t))"
     )
-    first, second = run([case("first", ""), case("second", look)], report)
+    timed = case("second", look, has_figures=True)
+    first, second = run([case("first", ""), timed], report)
     assert first.status == second.status == "passed"
     assert "'case': 'first', 'status': 'passed'" in second.why
 
 
-def test_a_part_ends_in_its_time(tmp_path):
+# Ends when the other has begun.
+MEETS = "import pathlib, time; f = pathlib.Path({folder!r}); (f / {mine!r}).touch()\n"
+MEETS += "while not (f / {other!r}).exists(): time.sleep(0.01)"
+
+
+def test_tests_run_side_by_side_and_before_what_is_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    a, b = ({"folder": str(tmp_path), "mine": x, "other": y} for x, y in ("ab", "ba"))
+    timed = (
+        f"import pathlib; print(sorted(x.name for x in pathlib.Path({str(tmp_path)!r}).glob('?')))"
+    )
+    cases = [
+        case("timed", timed, has_figures=True),
+        *(case(each["mine"], MEETS.format(**each), deadline_s=120.0) for each in (a, b)),
+    ]
+    done = run(cases, tmp_path / "report.json", budget_s=300.0)
+    assert [(each.case, each.status) for each in done] == [
+        ("timed", "passed"), ("a", "passed"), ("b", "passed"),
+    ]  # fmt: skip
+    assert done[0].why == "['a', 'b']\n"
+
+
+def test_a_run_ends_in_its_time(tmp_path):
     report = tmp_path / "report.json"
-    run([case("slow", "import time; time.sleep(60)"), case("late", "")], report, budget_s=6.0)
+    slow = case("slow", "import time; time.sleep(600)")
+    run([slow, case("late", "", has_figures=True)], report, budget_s=6.0)
     assert statuses(report) == {"slow": "timed out", "late": "skipped"}
 
 
 def test_what_only_a_cpu_has_use_for_is_skipped_elsewhere(tmp_path):
-    mine = Case("A", "mine", (), ("-c", "print('here')"))
+    mine = Case("fp8", "mine", (), ("-c", "print('here')"))
     (there,), (here,) = (run([mine], tmp_path / "report.json", dry=dry) for dry in (False, True))
     assert (there.status, there.why) == ("skipped", "of use on a CPU alone")
     assert (here.status, here.why) == ("passed", "here\n")
@@ -103,6 +124,27 @@ def test_figures_come_with_their_case(tmp_path):
     assert done.figures == ({"figure": "a", "value": 2.0},)
 
 
+BENCHMARK = """
+import os, sys
+sys.path.insert(0, {root!r})
+from benchmarks.harness import main
+def rows():
+    yield {{"a.first": (1.0, "s", "x")}}
+    {then}
+    yield {{"a.second": (2.0, "s", "x")}}
+main(rows)
+"""
+
+
+@pytest.mark.parametrize("then", ["os.kill(os.getpid(), 9)", "raise SystemExit(3)"])
+def test_rows_of_a_case_that_does_not_end_are_kept(tmp_path, then):
+    code = BENCHMARK.format(root=str(ROOT), then=then)
+    killed = case("killed", code, deadline_s=300.0, has_figures=True)
+    (done,) = run([killed], tmp_path / "report.json", budget_s=300.0)
+    assert done.status == "failed"
+    assert [each["figure"] for each in done.figures] == ["a.first"]
+
+
 def test_on_a_cpu_packages_of_no_gpu_machine_are_hidden(tmp_path):
     code = "import transformers, vllm.config"
     (hidden,) = run([case("hidden", code)], tmp_path / "report.json", dry=True)
@@ -110,7 +152,7 @@ def test_on_a_cpu_packages_of_no_gpu_machine_are_hidden(tmp_path):
 
 
 def test_every_case_names_code_that_exists():
-    assert {each.part for each in CASES} == PARTS.keys()
+    assert {each.part for each in CASES} == set(PARTS)
     assert len({each.name for each in CASES}) == len(CASES)
     for each in CASES:
         for arguments in (each.arguments, each.dry):
@@ -119,17 +161,6 @@ def test_every_case_names_code_that_exists():
                 assert each.dry[2:] == ("--dry-run",)
             for word in arguments:
                 assert not word.startswith("tests/") or (ROOT / word).exists(), word
-
-
-def test_deadlines_fit_the_time_of_a_part():
-    deadlines = {
-        part: [each.deadline_s for each in CASES if each.part == part and each.arguments]
-        for part in PARTS
-    }
-    # Tests take a small part of theirs: one that hangs leaves time for the others.
-    tests = deadlines.pop("A")
-    assert max(tests) + sum(tests) / 3 < BUDGET_S
-    assert all(sum(each) <= BUDGET_S for each in deadlines.values())
 
 
 def test_every_test_that_needs_a_device_is_in_a_case():
@@ -176,11 +207,12 @@ def test_the_page_tells_what_ran_and_what_did_not(tmp_path):
         {"case": "dsa", "status": "failed", "seconds": 1.0, "why": "no\nroom", "figures": []},
     ]
     head = {"commit": "abc", "machine": {"device": "H", "packages": {"torch": "2.11"}}}
-    (tmp_path / "gpu_B.json").write_text(json.dumps(head | {"cases": cases}))
+    (tmp_path / "h.json").write_text(json.dumps(head | {"cases": cases}))
     text = page.draw(tmp_path)
-    assert "H, torch 2.11, at abc." in text
+    assert "## H, abc\n\ntorch 2.11.\n" in text
     assert "| fp8_kernels | passed, 3 s |" in text
     assert "| dsa | failed, 1 s: no room |" in text
-    assert "| dsa_peer | never |" in text
     assert "| `a.tflops` | 700 TFLOP/s | x |" in text
-    assert text.count("Never run.") == 3
+    never = text.partition("## Never run on a GPU")[2]
+    assert "`attention`" in never
+    assert "`dsa`" not in never

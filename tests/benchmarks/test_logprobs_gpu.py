@@ -5,12 +5,13 @@ import torch
 
 from benchmarks.async_loop_parts import logprobs_gpu
 from benchmarks.async_loop_parts.logprobs import operands, plain_logprobs
+from benchmarks.harness import collect
 
 SMALL = logprobs_gpu.SMALL
 
 
 def test_every_figure_of_the_issue_is_measured():
-    found = logprobs_gpu.figures("cpu", SMALL)
+    found = collect(logprobs_gpu.figures("cpu", SMALL))
     ours = ("token_logprobs", "token_scores", "chunked_loss")
     whats = ("error", "peak_memory", "peak_memory_fraction", "time", "time_ratio", "time_spread")
     assert found.keys() == {
@@ -32,10 +33,10 @@ def test_memory_is_that_beside_the_operands():
 def test_nothing_is_timed_that_errs(monkeypatch):
     monkeypatch.setitem(logprobs_gpu.LIMITS, torch.bfloat16, 1e-5)
     with pytest.raises(AssertionError, match=r"bfloat16.token_logprobs errs by .*, over 1e-05"):
-        logprobs_gpu.figures("cpu", SMALL)
+        collect(logprobs_gpu.figures("cpu", SMALL))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_device_it_says_so():
     with pytest.raises(SystemExit, match="needs a CUDA device"):
-        logprobs_gpu.figures()
+        collect(logprobs_gpu.figures())

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from benchmarks.harness import collect
 from benchmarks.weightsync_parts import gpu, gpu_colocated, gpu_deltas
 
 
 def test_every_step_of_a_delta_is_measured():
-    found = gpu_deltas.figures("cpu", gpu_deltas.SMALL)
+    found = collect(gpu_deltas.figures("cpu", gpu_deltas.SMALL))
     for step in ("digest", "pack_to_host", "pack_on_device"):
         assert f"weightsync.{step}.gpu.pcie_fraction" in found
     for step in ("encode", "apply"):
@@ -22,11 +23,11 @@ def test_every_step_of_a_delta_is_measured():
 def test_no_step_of_a_delta_is_timed_that_differs_from_the_hosts(monkeypatch, step):
     monkeypatch.setattr(gpu_deltas, step, lambda *_: None)
     with pytest.raises(AssertionError):
-        gpu_deltas.figures("cpu", gpu_deltas.SMALL)
+        collect(gpu_deltas.figures("cpu", gpu_deltas.SMALL))
 
 
 def test_every_stage_of_a_turn_is_measured(capsys):
-    found = gpu_colocated.figures("cpu", gpu_colocated.SMALL)
+    found = collect(gpu_colocated.figures("cpu", gpu_colocated.SMALL))
     table = capsys.readouterr().out
     stages = ("publish", "trainer away", "wake weights", "update", "wake cache", "engine asleep")
     for stage in (*stages, "trainer back"):
@@ -37,17 +38,17 @@ def test_every_stage_of_a_turn_is_measured(capsys):
 def test_a_turn_after_which_bytes_are_left_is_refused(monkeypatch):
     monkeypatch.setattr(gpu_colocated.Engine, "_sleep", lambda *_: None)
     with pytest.raises(AssertionError, match="engine asleep: \\+0 bytes, not -5,120"):
-        gpu_colocated.figures("cpu", gpu_colocated.SMALL)
+        collect(gpu_colocated.figures("cpu", gpu_colocated.SMALL))
 
 
 def test_an_engine_that_serves_other_weights_is_refused(monkeypatch):
     monkeypatch.setattr(gpu_colocated.Engine, "_load", lambda _, named: [*named])
     with pytest.raises(AssertionError, match="serves other weights than 1"):
-        gpu_colocated.figures("cpu", gpu_colocated.SMALL)
+        collect(gpu_colocated.figures("cpu", gpu_colocated.SMALL))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_device_it_says_so():
     for module in (gpu, gpu_colocated, gpu_deltas):
         with pytest.raises(SystemExit, match="needs a CUDA device"):
-            module.figures()
+            collect(module.figures())

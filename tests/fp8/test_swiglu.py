@@ -126,10 +126,18 @@ def test_rows_past_the_last_offset_may_hold_anything(kind, junk):
     assert all(map(torch.equal, *found))
 
 
-def test_gradients_of_gradients_are_refused():
-    x, weight = matrix(4, 32).requires_grad_(), matrix(16, 32, seed=1)
+@pytest.mark.parametrize("name", ["dense", "grouped", "swiglu", "grouped swiglu"])
+@pytest.mark.parametrize("by", ["input", "weight"])
+def test_gradients_of_gradients_are_refused(name, by):
+    x, offsets = matrix(12, 64), OFFSETS if "grouped" in name else None
+    inner = 32 if "swiglu" in name else 64
+    weight = matrix(*([4] if "grouped" in name else []), 16, inner, seed=1)
+    multiply = swiglu_matmul if "swiglu" in name else matmul if offsets is None else grouped_matmul
+    inputs = [x.requires_grad_(), weight.requires_grad_()]
+    y = multiply(*inputs, *([] if multiply is matmul else [offsets]), recipe=RECIPE)
+    wanted = inputs[by == "weight"]
     with pytest.raises(UnsupportedError, match="create_graph"):
-        torch.autograd.grad(matmul(x, weight, recipe=RECIPE).sum(), x, create_graph=True)
+        torch.autograd.grad(y.sum(), wanted, create_graph=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

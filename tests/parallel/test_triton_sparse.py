@@ -202,10 +202,11 @@ def test_scores_err_by_rounding_alone(sizes, dtype):
 
 
 def test_scores_of_integers_are_exact_and_select_the_same_tokens():
-    q, k, weights = indexer(60, 60, 3, 12, integers=True, dtype=torch.bfloat16)
-    assert torch.equal(SCORES(q, k, weights).cpu(), dsa.index_scores(q, k, weights))
+    cpu = indexer(60, 60, 3, 12, integers=True, dtype=torch.bfloat16)
+    q, k, weights = (x.to(DEVICE) for x in cpu)
+    assert torch.equal(SCORES(q, k, weights).cpu(), dsa.index_scores(*cpu))
     plan = plan_sequence([40, 20], ranks=1, order="contiguous")
-    inputs = dsa.IndexerInputs(*(x.to(DEVICE) for x in (q, k, weights)))
+    inputs = dsa.IndexerInputs(q, k, weights)
     chosen = [
         dsa.select(
             *(inputs, inputs.k),

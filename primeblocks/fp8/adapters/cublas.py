@@ -1,9 +1,10 @@
-"""cuBLAS's block-scaled products through `torch.nn.functional.scaled_mm`: never run on a GPU.
+"""cuBLAS's block-scaled products through `torch.nn.functional.scaled_mm`, run on one H100.
 
     recipe = fp8.Recipe(gemm=CublasGemm(experts=TritonGemm()))
 
-Checked on a CPU against torch's own shape functions. Needs nothing but torch, built for CUDA 12.9
-or later, and a GPU of compute capability 9.0, the only one for which cuBLAS has these tiles.
+Calls are also checked on a CPU against torch's own shape functions. Needs nothing but torch, built
+for CUDA 12.9 or later, and a GPU of compute capability 9.0, the only one for which cuBLAS has these
+tiles.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""attn_gym's gather attention as an engine of sparse attention: its kernels never run on a GPU.
+"""attn_gym's gather attention as an engine of sparse attention: its kernels failed on an H100.
 
     dsa_attention(..., kernel=AttnGymKernel())
 

@@ -23,10 +23,11 @@ _DEVICES = ("cuda", "meta")
 class VarlenKernel:
     """`AttentionKernel` by torch's flash attention on packed sequences: one call of it each.
 
-    Never run on a GPU. A hop is cut into segments, each some queries and the keys that these alone
-    see (`cut_segments`). With `order="contiguous"` every hop has them, with `"zigzag"` all up to a
-    window of tokens / ranks, and in Ulysses attention all; `"balanced"` seldom has. Key heads are
-    not repeated. Nothing is compiled, and the host reads nothing.
+    Run on one H100, one rank's share at a time. A hop is cut into segments, each some queries and
+    the keys that these alone see (`cut_segments`). With `order="contiguous"` every hop
+    has them, with `"zigzag"` all up to a window of tokens / ranks, and in Ulysses attention all;
+    `"balanced"` seldom has. Key heads are not repeated. Nothing is compiled, and
+    the host reads nothing.
 
     Calls the operators under `torch.nn.attention.varlen.varlen_attn`, whose backward takes the
     output and the `lse` of all hops. Its gradients of keys are rounded to the dtype of q in each

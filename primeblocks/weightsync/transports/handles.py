@@ -2,7 +2,7 @@
 
 On the CPU a buffer is anonymous shared memory, found through /proc; torch's own handles of CPU
 tensors are each for one reader, which opens it once. On a GPU it is CUDA IPC through torch's
-handles: that half has not run on a GPU yet.
+handles: that half has run on one GPU, between two processes.
 """
 
 from __future__ import annotations

@@ -160,8 +160,9 @@ def IpcTransport(
     notes are small files in a directory that only this user can read, with the promises of
     `SharedMemoryTransport` about it.
 
-    On a GPU, close engines' ends before the trainer's: their memory is the trainer's. This has
-    not run on a GPU yet; with CPU tensors everything but the handles is the same.
+    On a GPU, close engines' ends before the trainer's: their memory is the trainer's. On a
+    GPU it has run with one trainer and one engine process; with CPU tensors everything except the
+    handles is the same.
 
     Args:
         name: one word that trainer and engines agree on.

@@ -1,4 +1,4 @@
-"""Block-scaled products of float8 matrices, dense, grouped and over tokens; never run on a GPU.
+"""Block-scaled products of float8 matrices, dense, grouped and over tokens.
 
 One kernel. A program owns a block of the result, multiplies one tile of the inner dim at a time on
 the tensor cores, and adds it in float32 as `total = fma(a_scale * b_scale, partial, total)`, tile

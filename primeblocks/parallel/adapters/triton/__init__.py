@@ -1,9 +1,9 @@
-"""Kernels of our own for sparse attention, in Triton: never run on a GPU.
+"""Kernels of our own for sparse attention, in Triton, run on one H100.
 
     dsa_attention(..., kernel=TritonSparseKernel(), scores=TritonIndexScores())
 
 Rows of 576 columns of which 512 are the value, 64 or 128 heads, packed documents: what latent
-attention needs. Tested in Triton's interpreter, and compiled for sm_90 without a GPU.
+attention needs. Tested in Triton's interpreter, and compiled for sm_90 and sm_100.
 """
 
 from ....errors import MissingPackageError

@@ -1,4 +1,4 @@
-"""Backward of attention over selected rows, in two kernels; never run on a GPU.
+"""Backward of attention over selected rows, in two kernels.
 
 Both multiply queries and gradients of outputs, stacked as one matrix, by the same rows: scores and
 slopes of the weights are one product, and so are the two parts of a row's gradient. The first

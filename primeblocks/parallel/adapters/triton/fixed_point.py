@@ -1,4 +1,4 @@
-"""Sums that repeat to the bit, in whatever order programs add to them; never run on a GPU.
+"""Sums that repeat to the bit, in whatever order programs add to them.
 
 Sums of floats depend on the order, sums of integers do not: contributions are added as 64-bit
 integers. What one is worth is found before: no sum can overflow, and it is so far below the largest

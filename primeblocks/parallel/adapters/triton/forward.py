@@ -1,4 +1,4 @@
-"""Forward of attention over selected rows: one program a query and its heads; never run on a GPU.
+"""Forward of attention over selected rows: one program a query and its heads.
 
 Tiles of selected rows stream through shared memory, each read once and multiplied twice, with the
 softmax on the way (arXiv:1805.02867). No row is copied in memory.

@@ -1,4 +1,4 @@
-"""Scores of an indexer in one pass: no product of a single head is stored; never run on a GPU."""
+"""Scores of an indexer in one pass: no product of a single head is stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over selected rows as an engine: launches and checks; never run on a GPU."""
+"""Attention over selected rows as an engine: launches and checks."""
 
 from __future__ import annotations
 
