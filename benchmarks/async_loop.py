@@ -5,7 +5,7 @@ vLLM are a benchmark of their own, `benchmarks.engine.async_runs`.
 
 - Microseconds that loop, buffer and scheduler take for a rollout, over 100k rollouts, and the
   memory that is left of them.
-- Rollouts between processes beside TransferQueue 0.1.11, by size and number of producers.
+- Rollouts from another process over ZeroMQ, beside pyzmq alone, by size.
 - In virtual time, without a wall-clock: marin's sweep over staleness, the throughput of simulated
   loops over the bound of `plan_split`, and predicted over simulated lag.
 - Log-probabilities from hidden states and head beside the plain computation: memory, time.

@@ -1,4 +1,4 @@
-"""Routes of 131,072 tokens x 75 layers x 8 of 256 experts: packed, unpacked, joined, coded.
+"""Routes of 131,072 tokens x 75 layers x 8 of 256 experts: packed, unpacked, joined.
 
 A fraction is the time of a plain copy of the same bytes, into memory that exists already, over the
 time measured. One core.
@@ -39,7 +39,7 @@ def measure() -> dict[str, tuple[float, str, str]]:
     torch.set_num_threads(1)
     routes = make_routes()
     turns = routes.split([TOKENS // TURNS] * TURNS)
-    raw, dense = routes.pack(), routes.pack(coding="dense")
+    raw = routes.pack()
     buffer = np.zeros(len(raw), dtype=np.uint8)
     target = np.zeros_like(routes.experts)
 
@@ -49,8 +49,6 @@ def measure() -> dict[str, tuple[float, str, str]]:
         assert Routes.unpack(raw) == routes
         assert Routes.unpack(routes.pack(into=buffer)) == routes
         assert Routes.join(turns) == routes
-        sets = Routes.unpack(dense)
-        assert np.array_equal(sets.experts, np.sort(routes.experts, axis=-1))
 
     copy, pack, pack_again, unpack, join = compare(
         lambda: np.copyto(target, routes.experts),
@@ -60,9 +58,7 @@ def measure() -> dict[str, tuple[float, str, str]]:
         lambda: Routes.join(turns),
         agree=agree,
     )
-    encode, decode, check = compare(
-        lambda: routes.pack(coding="dense"),
-        lambda: Routes.unpack(dense),
+    (check,) = compare(
         lambda: Routes.from_array(routes.experts, num_experts=EXPERTS, layer_ids=routes.layer_ids),
         agree=agree,
         runs=3,
@@ -77,10 +73,7 @@ def measure() -> dict[str, tuple[float, str, str]]:
         "replay.join.copy_bandwidth_fraction": (copy.median / join.median, *fraction),
         "replay.pack.spread": (pack.spread, "ratio", ""),
         "replay.copy.gigabytes_per_s": (gigabytes / copy.median, *rate),
-        "replay.wire.bytes_ratio_vs_base64_json": (len(dense) / text, "ratio", "base64 JSON"),
         "replay.wire.raw_bytes_ratio_vs_base64_json": (len(raw) / text, "ratio", "base64 JSON"),
-        "replay.wire.dense_encode": (gigabytes / encode.median, *rate),
-        "replay.wire.dense_decode": (gigabytes / decode.median, *rate),
         "replay.from_array": (gigabytes / check.median, *rate),
     }
 

@@ -2,14 +2,16 @@
 
     python examples/rollouts_from_processes.py
 
-Worker processes sample completions from the newest weights and put them, group by group, into a
-buffer in shared memory; this process takes batches of them, trains, and writes new weights. A full
-buffer makes the workers wait, so that what is trained on is never much older than the policy. In
-the middle one worker gets a SIGKILL, and another goes on in its place. In the end every group was
-trained on once, but for the one that the dead worker had not put yet. Seconds on a CPU.
+Worker processes sample completions from the newest weights and send them, group by group, to the
+buffer of this process over ZeroMQ. This process takes batches, trains, writes new weights, and
+settles the groups of the step. A full buffer makes the workers wait, so that no group is much older
+than the policy. In the middle one worker gets a SIGKILL, and another worker goes on in its place.
+In the end every group was trained on once, except the one that the dead worker had not put yet.
+Seconds on a CPU.
 """
 
 import argparse
+import asyncio
 import os
 import subprocess
 import sys
@@ -20,10 +22,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from primeblocks.async_loop import Group, Rollout, StalenessPolicy, staleness
+from primeblocks.async_loop import Group, Rollout, RolloutBuffer, StalenessPolicy, staleness
+from primeblocks.async_loop.adapters.zmq import RolloutReceiver, RolloutSender
 from primeblocks.async_loop.losses import aipo_loss
 from primeblocks.async_loop.losses.advantages import group_advantages
-from primeblocks.async_loop.shared import SharedRolloutBuffer
 
 WORKERS, STEPS, BATCH, GROUP = 3, 60, 8, 4
 GROUPS = STEPS * BATCH + 1  # One may be lost.
@@ -58,23 +60,24 @@ def generate(draw: np.random.Generator, ordinal: int, weights: Path) -> Group:
     return Group(f"spell word {word}", tuple(rollouts), version, ordinal=ordinal)
 
 
-def work(name: str, weights: Path, ordinals: range) -> None:
+async def work(address: str, weights: Path, ordinals: range) -> None:
     """Make groups until there are no more prompts; say which was begun, and which is put."""
     draw = np.random.default_rng(os.getpid())
-    with SharedRolloutBuffer.attach(name) as buffer:
+    async with RolloutSender(address, retry_s=0.1) as sender:
         for ordinal in ordinals:
             print("begun", ordinal, flush=True)
-            buffer.put(generate(draw, ordinal, weights), timeout_s=60)
+            await sender.put(generate(draw, ordinal, weights), timeout_s=120)
             print("put", ordinal, flush=True)
+        await sender.settled(timeout_s=120)
 
 
 class Worker:
     """A process that makes the groups of some ordinals."""
 
-    def __init__(self, name: str, weights: Path, ordinals: range) -> None:
+    def __init__(self, address: str, weights: Path, ordinals: range) -> None:
         self.ordinals = ordinals
         numbers = map(str, (ordinals.start, ordinals.stop, ordinals.step))
-        command = [sys.executable, __file__, "--work", name, str(weights), *numbers]
+        command = [sys.executable, __file__, "--work", address, str(weights), *numbers]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
     def kill(self) -> tuple[set[int], range]:
@@ -85,8 +88,11 @@ class Worker:
         put = {int(ordinal) for what, ordinal in said if what == "put"}
         return {*begun} - put, self.ordinals[len(begun) :]
 
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
     def wait(self) -> None:
-        self._process.communicate(timeout=60)
+        self._process.communicate(timeout=120)
         assert self._process.returncode == 0
 
 
@@ -127,44 +133,42 @@ class Trainer:
         return float(rewards.mean())
 
 
-def train(name: str, weights: Path) -> None:
+async def train(weights: Path) -> None:
     # "pace" keeps the group of a slow worker, which may exceed the bound.
     policy = StalenessPolicy(MAX_OFF_POLICY_STEPS, "pace", "truncated importance sampling")
     trainer = Trainer(weights)
     trained: list[int] = []
     lags: list[int] = []
     rewards: list[float] = []
-    buffer = SharedRolloutBuffer.create(
-        name,
-        # With the groups that workers have in hand: so many that none becomes older than the bound
-        # by waiting here.
-        capacity=MAX_OFF_POLICY_STEPS * BATCH - WORKERS,
-        capacity_bytes=1 << 20,
-        staleness=policy,
-    )
-    try:
-        workers = [Worker(name, weights, range(i, GROUPS, WORKERS)) for i in range(WORKERS)]
+    # With the groups that workers have in hand: so many that none becomes older than the bound by
+    # waiting here.
+    buffer = RolloutBuffer(capacity=MAX_OFF_POLICY_STEPS * BATCH - WORKERS, staleness=policy)
+    async with RolloutReceiver(buffer, "tcp://127.0.0.1:0") as receiver:
+        every = [range(i, GROUPS, WORKERS) for i in range(WORKERS)]
+        workers = [Worker(receiver.address, weights, each) for each in every]
         for version in range(STEPS):
-            groups = buffer.take(BATCH, version=version, timeout_s=60)
+            groups = await buffer.take(BATCH, version=version, timeout_s=120)
             rewards.append(trainer.train(groups))
             trainer.publish(version + 1)
+            receiver.settle(*groups)
             trained += [group.ordinal for group in groups]
             lags += [staleness(group, version=version) for group in groups]
             if version == KILL_AT:
-                unfinished, left = workers[0].kill()
+                unfinished, left = await asyncio.to_thread(workers[0].kill)
                 print(f"killed a worker at step {version}; it had begun and not put {unfinished}")
-                workers[0] = Worker(name, weights, left)
+                workers[0] = Worker(receiver.address, weights, left)
             if version % 10 == 9:
                 mean, lag = sum(rewards[-10:]) / 10, sum(lags) / len(lags)
                 reward = f"mean reward {mean:.2f}"
                 print(f"step {version + 1}: {reward}, lag {lag:.2f}, at most {max(lags)}")
+        while not all(worker.has_ended() for worker in workers):
+            if len(buffer):
+                rest = await buffer.take(len(buffer), version=STEPS, timeout_s=120)
+                receiver.settle(*rest)
+                trained += [group.ordinal for group in rest]
+            await asyncio.sleep(0.01)
         for worker in workers:
             worker.wait()
-        rest = buffer.take(len(buffer), version=STEPS, timeout_s=0) if len(buffer) else ()
-        trained += [group.ordinal for group in rest]
-    finally:
-        buffer.unlink()  # Else it would stay, with what is in it. Workers that wait hear of it.
-        buffer.close()
     lost = {*range(GROUPS)} - {*trained}
     assert len(trained) == len({*trained}), "a group was taken twice"
     assert lost <= unfinished, f"{lost} were lost"
@@ -174,14 +178,14 @@ def train(name: str, weights: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", nargs=5, help="be a worker: buffer, weights, range of ordinals")
+    parser.add_argument("--work", nargs=5, help="be a worker: address, weights, range of ordinals")
     if (asked := parser.parse_args().work) is not None:
-        work(asked[0], Path(asked[1]), range(*map(int, asked[2:])))
+        asyncio.run(work(asked[0], Path(asked[1]), range(*map(int, asked[2:]))))
         return
     torch.manual_seed(SEED)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        train(f"example-{os.getpid()}", Path(folder, "weights.npz"))
+        asyncio.run(train(Path(folder, "weights.npz")))
 
 
 if __name__ == "__main__":

@@ -390,7 +390,6 @@ PAGES = {
     "docs/plan.md": a_plan,
     "docs/replay.md": replay,
     "docs/serving.md": serving,
-    "docs/serving_shapes.md": lambda: nullcontext({}),
     "docs/serving_vllm.md": serving_vllm,
     "docs/weightsync.md": weightsync,
     "docs/weightsync_proof.md": lambda: nullcontext({}),

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from primeblocks import async_loop, fp8, kvoffload, parallel, replay
-from primeblocks.async_loop import recipes, routing
+from primeblocks.async_loop import routing
 from primeblocks.errors import UsageError
 from primeblocks.fp8.reference import ReferenceGemm, exact_product
 from primeblocks.kvoffload import capacity
@@ -184,20 +184,7 @@ REPLAY |= {
     for name in SHAPE
     for odd in (None, "6", 1.5, [None], {})
 }
-QWEN = recipes.MODELS["Qwen3-30B-A3B"]
-ONE = recipes.replicas(QWEN)
 ASYNC_LOOP |= {
-    f"{odd!r} for {name}": partial(recipes.replicas, **{"model": QWEN, name: odd})
-    for name in ("model", "count", "tensor", "hosts", "gpus", "port")
-    for odd in (None, "6", 1.5, [None], {})
-} | {
-    "no names of variables": lambda: ONE.merge(environment=["A"]),
-    "no roles": lambda: ONE.merge(roles=3),
-    "words that are none": lambda: ONE.merge([8]),
-    "no words": lambda: ONE.merge(3),
-    "a name that is none": lambda: ONE.merge({"a b": "c"}),
-    "a set in JSON": lambda: ONE.merge({"kv_transfer_config": {"a": {1}}}),
-    "transfers in a list": lambda: recipes.prefill_decode(ONE, ONE, transfer=["prefill"]),
     "half a request in flight": lambda: routing.EngineState("a", float("nan"), 1),
     "half a limit": lambda: routing.Fleet({"a": print}, max_in_flight=1.5),
     "no limit": lambda: routing.Fleet({"a": print}, max_in_flight=None),
@@ -208,7 +195,6 @@ ASYNC_LOOP |= {
     "no route": lambda: routing.Fleet({"a": print}, route=None),
     "no request": lambda: routing.Fleet({"a": print}).choose(None),
     "a list for a weight": lambda: routing.PrefixAndLoad(beta=[1]),
-    "a port in words": lambda: recipes.with_router(ONE, port="80"),
 }
 GROUP, KIND = capacity.KvGroup("a", 1, 1), capacity.Rollouts(1, 1, 1)
 GPU = capacity.Gpu(80 << 30)

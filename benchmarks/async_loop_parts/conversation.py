@@ -6,7 +6,6 @@ rollouts of 100k to 150k tokens that took 1,032 GiB, 182 MiB each (prime-rl #279
 
 from __future__ import annotations
 
-import dataclasses
 import time
 import tracemalloc
 
@@ -15,7 +14,6 @@ from numpy.typing import NDArray
 
 from primeblocks.async_loop import Conversation, Rollout
 from primeblocks.async_loop.attachments import Aligned
-from primeblocks.replay import Routes
 
 __all__ = ["figures"]
 
@@ -60,16 +58,9 @@ def figures() -> dict[str, tuple[float, str, str]]:
     rows = rollout.attachments["routes"].value
     assert np.array_equal(rollout.tokens, np.arange(TOKENS))
     assert np.array_equal(rows, _routes(0, TOKENS - 1))
-    payload = bytes(
-        Routes(rows, EXPERTS, tuple(range(3, 3 + LAYERS)), np.zeros(TOKENS - 1, bool)).pack(
-            coding="dense"
-        )
-    )
-    packed = dataclasses.replace(rollout, attachments={"routes": payload}).nbytes
     peer = "prime-rl #2796, 182 MiB"
     return {
         "async_loop.rollout_131k.bytes_fraction_of_prime_rl": (held / PRIME_RL_BYTES, "x", peer),
         "async_loop.rollout_131k.peak_bytes_fraction": (peak / PRIME_RL_BYTES, "x", peer),
-        "async_loop.rollout_131k.packed_bytes_fraction": (packed / PRIME_RL_BYTES, "x", peer),
         "async_loop.rollout_131k.ms_per_turn": (seconds / TURNS * 1e3, "ms", ""),
     }

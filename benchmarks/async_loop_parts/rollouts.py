@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-import xxhash
 
 from primeblocks.async_loop import Group, Rollout
 
-__all__ = ["SHAPES", "Shape", "digests", "make_groups"]
+__all__ = ["SHAPES", "Shape", "make_groups"]
 
 PROMPT = 16
 
@@ -64,17 +63,3 @@ def _rollout(draw: np.random.Generator, length: int, ordinal: int, route_bytes: 
         reward=float(draw.random()),
         attachments={"routes": draw.bytes(route_bytes * (PROMPT + length))},
     )
-
-
-def digests(
-    rollouts: Iterable[tuple[int, int, Iterable[np.ndarray | bytes]]],
-) -> dict[tuple[int, int], str]:
-    """Hash the arrays of rollouts, each with its ordinal and its place in the group. Pure."""
-    found: dict[tuple[int, int], str] = {}
-    for ordinal, sample, arrays in rollouts:
-        state = xxhash.xxh3_128()
-        for values in arrays:
-            state.update(values if isinstance(values, bytes) else np.ascontiguousarray(values))
-        assert (ordinal, sample) not in found, f"rollout {ordinal}, {sample} came twice"
-        found[ordinal, sample] = state.hexdigest()
-    return found

@@ -25,10 +25,12 @@ __all__ = [
     "pack",
     "pack_group",
     "pack_trajectory",
+    "pack_whole_group",
     "to_json",
     "unpack",
     "unpack_group",
     "unpack_trajectory",
+    "unpack_whole_group",
 ]
 
 # Payload: xxh3-64 of the name and of the rest; length of the header; the header, which is JSON;
@@ -161,6 +163,43 @@ def unpack_group(payload: bytes, prompt: Any, rollouts: Sequence[Any], *, name: 
     """
     values = _known(unpack(payload, name=name), Group, name)
     return Group(prompt=prompt, rollouts=tuple(rollouts), **values)
+
+
+def pack_whole_group(group: Group) -> bytes:
+    """Pack a group with its prompt and its rollouts, under its ordinal.
+
+    Raises:
+        UnsupportedError: a rollout is no `Rollout`, or the prompt or an attachment is no value that
+            can be packed.
+    """
+    name = _named(group.ordinal)
+    if strange := [type(each).__name__ for each in group.rollouts if type(each) is not Rollout]:
+        raise UnsupportedError(f"{name} has a {strange[0]}, which would come back as a Rollout")
+    return pack(_values(group) | {"rollouts": [*map(_values, group.rollouts)]}, name=name)
+
+
+def unpack_whole_group(payload: bytes, ordinal: int) -> Group:
+    """Return the group that was packed. Bytes of a stranger may raise other errors than these.
+
+    Raises:
+        CorruptionError: bytes changed since, or it is a group of another ordinal.
+        UnsupportedError: it has fields that this version does not know.
+    """
+    name = _named(ordinal)
+    values = _known(unpack(payload, name=name), Group, name)
+    rollouts = [Rollout(**_known(each, Rollout, name)) for each in values["rollouts"]]
+    group = Group(**values | {"rollouts": tuple(rollouts)})
+    if group.ordinal != ordinal:
+        raise CorruptionError(f"{name} says that it is of ordinal {group.ordinal}")
+    return group
+
+
+def _named(ordinal: int) -> str:
+    return f"the group of ordinal {ordinal}"
+
+
+def _values(item: Group | Rollout) -> dict[str, Any]:
+    return {each.name: getattr(item, each.name) for each in fields(item)}
 
 
 def _known(values: dict[str, Any], cls: type, name: str) -> dict[str, Any]:

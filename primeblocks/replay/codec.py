@@ -10,15 +10,14 @@ XXH3 runs at memory speed, which no checksum of the standard library does: a crc
 costs several times the copy that it guards. It finds accidents; it is no signature.
 Source: https://xxhash.com (XXH3). The body of routes is
 
-    sizes      coding, top_k, padding or none, experts, layers, tokens, start (32 bytes)
+    sizes      0, top_k, padding or none, experts, layers, tokens, start (32 bytes)
     layer ids  uint32 each
-    experts    raw: uint8 or uint16, in the router's order
-               dense: the numbers of sets, see `sets`; rows come back in rising order
+    experts    uint8 or uint16, in the router's order
     missing    one bit a token
     padding    one bit a token, where there is padding
 
-Raw unpacks without a copy and keeps the order of the slots, which bitwise replay of the gates'
-arithmetic needs; dense is a quarter smaller. Nothing else compresses: ids are nearly uniform.
+Experts unpack without a copy and keep the order of the slots, which bitwise replay of the gates'
+arithmetic needs. Compression does not pay, because ids are nearly uniform.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ import numpy as np
 import xxhash
 
 from ..errors import CorruptionError, ShapeError, UnsupportedError, UsageError, shown
-from .sets import SetCode
 
 __all__ = [
     "OVERHEAD",
@@ -135,9 +133,8 @@ def _room(length: int, into: Bytes | None) -> np.ndarray:
     return room[:length]
 
 
-_KIND, _FORMAT = b"PBRT", 2
-_CODINGS = ("raw", "dense")
-_SIZES = struct.Struct("<B3xHHIIQQ")
+_KIND, _FORMAT = b"PBRT", 3
+_SIZES = struct.Struct("<IHHIIQQ")
 
 
 class Decoded(NamedTuple):
@@ -221,19 +218,13 @@ def encode(
     num_experts: int,
     layer_ids: tuple[int, ...],
     *,
-    coding: str,
     start: int,
     into: Bytes | None,
 ) -> memoryview:
-    """Write one contiguous buffer. Local; raw copies the experts once."""
-    if coding not in _CODINGS:
-        raise UsageError(f"coding must be one of {_CODINGS}; got {coding!r}")
+    """Write one contiguous buffer. Local; copies the experts once."""
     tokens, layers, top_k = experts.shape
     padded = bool(padding.any())
-    sizes = (_CODINGS.index(coding), top_k, padded, num_experts, layers, tokens, start)
-    if coding == "dense":
-        rows = np.ascontiguousarray(experts).reshape(-1, top_k)
-        experts = SetCode(num_experts, top_k).encode(rows, skip=np.repeat(missing, layers))
+    sizes = (0, top_k, padded, num_experts, layers, tokens, start)
     parts = (
         _SIZES.pack(*sizes),
         np.asarray(layer_ids, dtype="<u4"),
@@ -245,7 +236,7 @@ def encode(
 
 
 def decode(payload: Bytes) -> Decoded:
-    """Raw experts are a view of `payload`. Local; reads it twice.
+    """Read routes; their experts are a view of `payload`. Local; reads it twice.
 
     Raises:
         CorruptionError: a byte was changed, added or lost.
@@ -254,15 +245,14 @@ def decode(payload: Bytes) -> Decoded:
     body = unseal(payload, kind=_KIND, format_version=_FORMAT)
     if len(body) < _SIZES.size:
         raise CorruptionError(f"a body of {len(body)} bytes cannot hold the sizes of routes")
-    code, top_k, padded, num_experts, layers, tokens, start = _SIZES.unpack_from(body)
+    reserved, top_k, padded, num_experts, layers, tokens, start = _SIZES.unpack_from(body)
     dtype = expert_dtype(num_experts)
-    if code >= len(_CODINGS) or not 1 <= top_k <= num_experts or padded > 1:
+    if reserved or not 1 <= top_k <= num_experts or padded > 1:
         raise CorruptionError(
-            f"no routes have coding {code}, top_k {top_k} of {num_experts}, padding {padded}"
+            f"no routes have reserved bytes {reserved}, top_k {top_k} of {num_experts}, padding"
+            f" {padded}"
         )
-    rows = tokens * layers
-    raw = _CODINGS[code] == "raw"
-    length = rows * top_k * dtype.itemsize if raw else SetCode(num_experts, top_k).nbytes(rows)
+    length = tokens * layers * top_k * dtype.itemsize
     ids_end = _SIZES.size + 4 * layers
     mask_bytes = (tokens + 7) // 8
     if len(body) != ids_end + length + (1 + padded) * mask_bytes:
@@ -272,12 +262,6 @@ def decode(payload: Bytes) -> Decoded:
     bits = np.unpackbits(masks, axis=1, count=tokens).view(np.bool_)
     missing, padding = bits[0], bits[1] if padded else np.broadcast_to(np.False_, tokens)
     data = body[ids_end : ids_end + length]
-    if raw:
-        experts = np.frombuffer(data, dtype=dtype).reshape(tokens, layers, top_k)
-        check_range(experts, num_experts)
-    else:
-        code_of_rows = np.frombuffer(data, dtype=np.uint8)
-        experts = SetCode(num_experts, top_k).decode(code_of_rows, rows)
-        experts = experts.reshape(tokens, layers, top_k)
-        experts[missing] = 0
+    experts = np.frombuffer(data, dtype=dtype).reshape(tokens, layers, top_k)
+    check_range(experts, num_experts)
     return Decoded(experts, num_experts, tuple(layer_ids.tolist()), missing, padding, start)

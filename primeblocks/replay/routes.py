@@ -308,21 +308,17 @@ class Routes:
         ids[self.missing] = -1
         return torch.from_numpy(ids).view(batch, self.tokens // batch, *ids.shape[1:])
 
-    def pack(self, *, coding: str = "raw", start: int = 0, into: Bytes | None = None) -> memoryview:
-        """Return one self-describing, checksummed buffer; see `codec`. Local; raw is one copy.
+    def pack(self, *, start: int = 0, into: Bytes | None = None) -> memoryview:
+        """Return one self-describing, checksummed buffer; see `codec`. Local; one copy.
 
         The result is a view of memory: pass `bytes(payload)` to code that pickles.
 
         Args:
-            coding: "raw" keeps the order of the slots and unpacks without a copy; "dense" is a
-                quarter smaller (49 bits for 8 of 256), and rows come back in rising order.
             start: send the rows from this token on; `unpack(onto=)` joins them again.
             into: a writable buffer to use instead of a new one; its beginning is returned.
 
         Raises:
             ShapeError: `start` is outside the tokens, or `into` is too small.
-            UsageError: dense, and a row names an expert twice.
-            UnsupportedError: dense, and more than 1024 experts or a top_k above 64.
         """
         if not 0 <= start <= self.tokens:
             raise ShapeError(f"start must be in 0..{self.tokens}; got {start}")
@@ -332,16 +328,13 @@ class Routes:
             self.padding[start:],
             self.num_experts,
             self.layer_ids,
-            coding=coding,
             start=start,
             into=into,
         )
 
     @classmethod
     def unpack(cls, payload: Bytes, *, onto: Routes | None = None) -> Routes:
-        """The value that was packed. Raw experts are a view of `payload`; nothing is copied.
-
-        Dense ones take at most eight times the payload's bytes, and time in proportion.
+        """The value that was packed. Its experts are a view of `payload`; nothing is copied.
 
         Args:
             onto: the tokens before, where the payload starts later; see `extend`.

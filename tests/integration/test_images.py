@@ -1,7 +1,8 @@
 """Rollouts with images, from a conversation to a gradient, against transformers' own forward."""
 
+import asyncio
 import itertools
-import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,12 +10,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from primeblocks import replay
-from primeblocks.async_loop import Conversation, Group, StalenessPolicy, losses
+from primeblocks.async_loop import Conversation, Group, RolloutBuffer, StalenessPolicy, losses
+from primeblocks.async_loop.adapters.zmq import RolloutReceiver, RolloutSender
 from primeblocks.async_loop.attachments import Aligned
 from primeblocks.async_loop.codec import pack_trajectory, unpack_trajectory
 from primeblocks.async_loop.conversation import cut
 from primeblocks.async_loop.packing import pack
-from primeblocks.async_loop.shared import SharedRolloutBuffer
 from primeblocks.errors import UsageError
 from primeblocks.replay.adapters.transformers import routers
 from primeblocks.testing import tiny_models
@@ -115,6 +116,15 @@ def looks_again(model, ids, screens, more, *, seed):
     return conversation
 
 
+async def through_zmq(groups, policy):
+    buffer = RolloutBuffer(capacity=3, staleness=policy)
+    receiver = RolloutReceiver(buffer, "tcp://127.0.0.1:0")
+    async with receiver, RolloutSender(receiver.address) as sender:
+        for ordinal, group in enumerate(groups):
+            await sender.put(replace(group, ordinal=ordinal), timeout_s=120)
+        return await buffer.take(3, version=1, timeout_s=120)
+
+
 @pytest.fixture(scope="module")
 def batch():
     """Groups of rollouts as they come out of a buffer, and the images that each has seen."""
@@ -133,16 +143,7 @@ def batch():
     assert len(short.tokens) == second.attachments["images"][0].start
     groups[0] = Group(0, (first, short), 0)
     policy = StalenessPolicy(1, correction="the ratio of the loss")
-    size = sum(group.nbytes for group in groups)
-    with SharedRolloutBuffer.create(
-        f"images-{os.getpid()}", capacity=3, capacity_bytes=4 * size, staleness=policy
-    ) as buffer:
-        try:
-            for group in groups:
-                buffer.put(group, timeout_s=60)
-            taken = buffer.take(3, version=1, timeout_s=60)
-        finally:
-            buffer.unlink()
+    taken = asyncio.run(through_zmq(groups, policy))
     return model, [rollout for group in taken for rollout in group.rollouts], seen
 
 

@@ -1,7 +1,7 @@
 """Prefill and decode over NIXL while either dies, hangs, and starts again.
 
 Requests are held at three places: in prefill's hands, between the two, and while decode goes on.
-The first decode server computes what it cannot read, as recipes say; the second one fails.
+The first decode server computes pages that it cannot read. The second one fails.
 """
 
 import asyncio
@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 from primeblocks.async_loop.adapters.vllm import FleetMember, VllmFleet
-from primeblocks.async_loop.recipes import MODELS, prefill_decode, replicas
 from primeblocks.errors import PrimeblocksError
 from primeblocks.plugins.vllm import register
 from primeblocks.weightsync.adapters import vllm as into_vllm
@@ -44,13 +43,15 @@ pytestmark = [
 PROMPT, SHORT = 150, 24  # tokens; pages have 32
 
 
-def _transfer(role: str) -> dict[str, Any]:
-    """What the recipe says of a role."""
-    model = MODELS["Qwen3-30B-A3B"]
-    pair = prefill_decode(replicas(model, gpus=[0]), replicas(model, gpus=[1], port=8001))
-    (process,) = (each for each in pair.processes if each.role == role)
-    ((config,),) = process.arguments["--kv-transfer-config"]
-    return json.loads(config)
+# As docs/serving_shapes.md sets them.
+TRANSFER = {
+    "prefill": {"kv_connector": "NixlConnector", "kv_role": "kv_producer"},
+    "decode": {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_consumer",
+        "kv_load_failure_policy": "recompute",
+    },
+}
 
 
 class Door:
@@ -107,7 +108,7 @@ class Site:
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": self._side[role],
         }
-        words = ["--kv-transfer-config", json.dumps(_transfer(role) | config)]
+        words = ["--kv-transfer-config", json.dumps(TRANSFER[role] | config)]
         name = f"{role}-{next(self._names)}"
         self.served[role] = self._start(name, *words, environment=environment)
 

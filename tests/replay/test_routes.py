@@ -220,10 +220,7 @@ def test_padding_of_a_rectangle_loads_all_experts_alike(pads):
     whole = Routes.join(rows)
     assert Routes.join([row[:8] for row in rows], pad_to=8 + pads) == whole
     halves = Routes.join([Routes.join(rows[:31]), Routes.join(rows[31:])])
-    sent = [
-        Routes.unpack(row.pack(coding=c))
-        for row, c in zip(rows, ["raw", "dense"] * 32, strict=True)
-    ]
+    sent = [Routes.unpack(row.pack()) for row in rows]
     for routes in (whole, halves, Routes.join(sent), Routes.unpack(whole.pack())):
         assert routes.padding.sum() == 64 * pads
         for load in loads(routes):

@@ -16,7 +16,7 @@ import torch
 
 from primeblocks import weightsync
 from primeblocks.errors import PrimeblocksError, TransferError, UsageError
-from primeblocks.weightsync import SharedMemoryTransport, doctor
+from primeblocks.weightsync import SharedMemoryTransport
 from primeblocks.weightsync.engines import Ballot
 from primeblocks.weightsync.transports import FileTransport, IpcTransport, ProcessWire
 from tests.weightsync.conftest import STRANGER
@@ -172,7 +172,8 @@ def test_another_user_neither_reads_nor_opens_memory(kind, everybodys):
     root, stranger = everybodys
     with MAKES[kind](root, owner=True) as owner:
         plan = published(owner, 1.0, 2.0, full_every=4)
-        memory = [one.path for one in doctor.examine() if f"/{os.getpid()}/" in str(one.path)]
+        mine = Path(f"/proc/{os.getpid()}/fd")
+        memory = [one for one in mine.iterdir() if "/memfd:primeblocks-" in os.path.realpath(one)]
         assert bool(memory) is (kind in ("shared_memory", "ipc"))
         assert {path.stat().st_mode & 0o777 for path in memory} <= {0o600}
         folder = f"/proc/{os.getpid()}/fd"
@@ -183,7 +184,7 @@ def test_another_user_neither_reads_nor_opens_memory(kind, everybodys):
 
 
 @AS_ROOT
-def test_doctor_and_the_next_owner_leave_what_another_user_planted(everybodys, tmp_path):
+def test_the_next_owner_leaves_what_another_user_planted(everybodys, tmp_path):
     root, stranger = everybodys
     mine = tmp_path / "mine"
     mine.mkdir(mode=0o700)
@@ -199,9 +200,6 @@ def test_doctor_and_the_next_owner_leave_what_another_user_planted(everybodys, t
     assert planted.returncode == 0, planted.stderr
     before = sorted(root.rglob("*"))
     with in_time():
-        states = {found.state for found in doctor.examine(str(root)) if root in found.path.parents}
-        assert states == {"another user's", "vLLM's"}
-        assert doctor.clean(str(root)) == []
         SharedMemoryTransport("b", owner=True, root=str(root)).close()
         with SharedMemoryTransport("a", owner=True, root=str(root)) as owner:
             plan = published(owner, 3.0)

@@ -16,7 +16,6 @@ from .completion import Completion
 from .fleet import FleetMember, FleetUpdate, Published, VllmFleet
 
 if TYPE_CHECKING:
-    from .commands import parse_commands
     from .engine import VllmEngine, base_engine_args
     from .parts import generate_in_parts
 
@@ -29,14 +28,12 @@ __all__ = [
     "VllmFleet",
     "base_engine_args",
     "generate_in_parts",
-    "parse_commands",
 ]
 
 _OF_VLLM = {
     "VllmEngine": "engine",
     "base_engine_args": "engine",
     "generate_in_parts": "parts",
-    "parse_commands": "commands",
 }
 
 

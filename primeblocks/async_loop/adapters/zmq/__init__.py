@@ -1,0 +1,26 @@
+"""Groups from other processes and machines into a `RolloutBuffer`, over ZeroMQ.
+
+A group is identified by its ordinal. The receiver has a state for each ordinal that it knows:
+
+    ARRIVED    decoded, waits for room in the buffer
+    ACCEPTED   in the buffer, or taken from it; `put` returns
+    SETTLED    its training step is durable (`settle`); the sender deletes its copy
+
+The sender keeps a group until the group is SETTLED, and names all groups that it keeps once per
+`retry_s`. The receiver answers with the states of these groups. So every lost message, reconnection
+and restart is repaired by the next exchange: the sender sends a group again if the receiver did not
+know the group, although the receiver had read everything that was sent up to it. The receiver
+forgets an ordinal that its sender no longer names, unless the group is in the buffer.
+
+One death therefore loses no acknowledged group. If a sender dies, its accepted groups are in the
+buffer. If the receiver dies, every sender sends again what was not settled. A group is lost only if
+its sender and the receiver both die before it is settled.
+
+Messages are JSON and `codec` payloads. Nothing is unpickled. Whoever reaches the port can add
+groups: bind to a private address, or pass `configure=` a function that sets ZeroMQ's CURVE keys.
+"""
+
+from .receiver import RolloutReceiver
+from .sender import RolloutSender
+
+__all__ = ["RolloutReceiver", "RolloutSender"]

@@ -1,0 +1,177 @@
+"""The end at the trainer: groups of all senders into a `RolloutBuffer`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from dataclasses import dataclass
+
+from ....errors import CapacityError, check_counts
+from ... import codec
+from ...buffer import RolloutBuffer
+from ...rollout import Group
+from .wire import HEAD_BYTES, LOOK, Configure, State, Wire, check_ordinal, zmq
+
+__all__ = ["RolloutReceiver"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Known:
+    """A group that the receiver knows, with the connection of its newest sender."""
+
+    sender: str
+    route: bytes
+    state: State
+    waits: asyncio.Task[None] | None = None
+
+
+class RolloutReceiver:
+    """Puts the groups of all senders into a buffer. Belongs to the event loop of the buffer.
+
+        async with RolloutReceiver(buffer, "tcp://127.0.0.1:5555") as receiver:
+            groups = await buffer.take(8, version=v, timeout_s=600, on_drop=receiver.settle)
+            ...  # train, save
+            receiver.settle(*groups)
+
+    An `AsyncLoop` counts the groups that it starts itself, and refuses such a buffer.
+
+    Args:
+        buffer: its capacity bounds the groups that are accepted.
+        address: ZeroMQ's address to bind, "tcp://10.0.0.1:5555" for instance. Port 0 takes a free
+            one; `address` then names it.
+        capacity_bytes: payload bytes of groups that wait for room. Above it nothing more is read,
+            and ZeroMQ holds at most four messages per connection.
+        max_group_bytes: the largest payload of a group. A larger message ends its connection.
+        configure: called with the socket before it is bound.
+
+    Raises:
+        UsageError: the address cannot be bound, or a size is not a positive integer.
+    """
+
+    def __init__(
+        self,
+        buffer: RolloutBuffer,
+        address: str,
+        *,
+        capacity_bytes: int = 4 << 30,
+        max_group_bytes: int = 1 << 30,
+        configure: Configure | None = None,
+    ) -> None:
+        check_counts(capacity_bytes=capacity_bytes, max_group_bytes=max_group_bytes)
+        self._buffer = buffer
+        self._capacity_bytes, self._max_group_bytes = capacity_bytes, max_group_bytes
+        self._known: dict[int, _Known] = {}
+        self._numbers: dict[bytes, int] = {}  # Of the last message read, by connection.
+        self._waiting_bytes = 0
+        self._room = asyncio.Event()
+        self.refused = 0
+        """Messages that were no groups."""
+        self._wire = Wire(zmq.ROUTER, configure, max_bytes=max(max_group_bytes, HEAD_BYTES))
+        self._wire.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._wire.open(self._wire.socket.bind, address)
+        self.address = self._wire.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._wire.run(self._serve())
+
+    async def __aenter__(self) -> RolloutReceiver:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop receiving. Groups in the buffer stay; groups that wait for room leave it."""
+        self._wire.close()
+        for known in self._known.values():
+            if known.waits is not None:
+                known.waits.cancel()
+
+    def settle(self, *groups: Group) -> None:
+        """Let the senders of these groups delete their copies: their step is durable. Local.
+
+        Pass it to `take` as `on_drop=` too. A group that came in another way is ignored.
+
+        Raises:
+            ClosedError: the receiver has been closed, or has failed.
+        """
+        self._wire.check()
+        routes = set()
+        for group in groups:
+            known = self._known.get(group.ordinal)
+            if known is not None and known.state is State.ACCEPTED:
+                known.state = State.SETTLED
+                routes.add(known.route)
+        for route in routes:
+            self._answer(route)
+
+    async def _serve(self) -> None:
+        while True:
+            while self._waiting_bytes >= self._capacity_bytes:
+                self._room.clear()
+                await self._room.wait()
+            route, *message = await self._wire.socket.recv_multipart()
+            refused = None
+            try:
+                refused = self._read(route, message)
+            except Exception as error:  # A stranger's bytes may end in any, and must not end us.
+                self.refused += 1
+                _log.warning("refused a message: %s: %s", type(error).__name__, error)
+            self._answer(route, refused)
+
+    def _read(self, route: bytes, message: list[bytes]) -> dict[int, str] | None:
+        """Take in a message; return the group that was refused, with the reason."""
+        kind, head, *rest = message
+        said = json.loads(head)
+        sender, number = str(said["sender"])[:64], int(said["number"])
+        self._numbers[route] = number
+        if kind == LOOK:
+            self._forget(sender, route, kept={int(each) for each in said["kept"]})
+            return None
+        (payload,) = rest
+        ordinal = check_ordinal(said["ordinal"])
+        if (known := self._known.get(ordinal)) is not None:  # Of a worker that was restarted, too.
+            known.sender, known.route = sender, route
+            return None
+        try:
+            group = codec.unpack_whole_group(payload, ordinal)
+        except Exception as error:  # As above.
+            self.refused += 1
+            return {ordinal: f"{type(error).__name__}: {error}"[:500]}
+        known = self._known[ordinal] = _Known(sender, route, State.ARRIVED)
+        self._waiting_bytes += len(payload)
+        known.waits = asyncio.ensure_future(self._put(known, group, len(payload)))
+        return None
+
+    async def _put(self, known: _Known, group: Group, size: int) -> None:
+        try:
+            # Its deadline is the sender's, which stops naming the group.
+            await self._buffer.put(group, timeout_s=float("inf"))
+            known.state, known.waits = State.ACCEPTED, None
+            self._answer(known.route)
+        except CapacityError as error:
+            del self._known[group.ordinal]
+            self._answer(known.route, {group.ordinal: str(error)})
+        finally:
+            self._waiting_bytes -= size
+            self._room.set()
+
+    def _forget(self, sender: str, route: bytes, kept: set[int]) -> None:
+        for ordinal, known in list(self._known.items()):
+            if known.sender != sender:
+                continue
+            known.route = route
+            if ordinal in kept or known.state is State.ACCEPTED:
+                continue
+            if known.waits is not None:
+                known.waits.cancel()
+            del self._known[ordinal]
+
+    def _answer(self, route: bytes, refused: dict[int, str] | None = None) -> None:
+        number = self._numbers.get(route, 0)
+        states = {o: k.state.value for o, k in self._known.items() if k.route == route}
+        answer = {"number": number, "states": states, "max_group_bytes": self._max_group_bytes}
+        answer["refused"] = refused or {}
+        if not self._wire.send([route, json.dumps(answer).encode()]):
+            self._numbers.pop(route, None)  # Gone, or too slow: it asks again.

@@ -1,0 +1,192 @@
+"""The end at a worker: groups on their way, each kept until it is settled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from ....errors import CapacityError, UnsupportedError, UsageError, check_counts
+from ... import codec
+from ...clock import Clock, MonotonicClock, within
+from ...rollout import Group
+from .wire import GROUP, HEAD_BYTES, LOOK, Configure, State, Wire, check_ordinal, zmq
+
+__all__ = ["RolloutSender"]
+
+
+@dataclass(eq=False)
+class _Kept:
+    """A group that is not settled."""
+
+    payload: bytes
+    accepted: asyncio.Future[None]
+    sent: int | None = None  # The number of the last message that had it.
+
+
+class RolloutSender:
+    """Sends finished groups to a `RolloutReceiver`, and keeps each until it is settled.
+
+    Belongs to one event loop. Give every group an ordinal of its own, over all senders.
+
+    Args:
+        address: the receiver's, "tcp://10.0.0.1:5555" for instance.
+        capacity_bytes: payload bytes of groups that are not settled; `put` waits above it.
+        retry_s: how often the receiver is asked; a lost group is sent again after this time.
+        clock: the time of the deadlines.
+        configure: called with the socket before it connects.
+
+    Raises:
+        UsageError: the address cannot be read, or a size is not a positive integer.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        capacity_bytes: int = 4 << 30,
+        retry_s: float = 1.0,
+        clock: Clock | None = None,
+        configure: Configure | None = None,
+    ) -> None:
+        check_counts(capacity_bytes=capacity_bytes)
+        if not retry_s > 0:
+            raise UsageError(f"retry_s is how often to ask, above 0 s; got {retry_s!r}")
+        self._address, self._capacity_bytes, self._retry_s = address, capacity_bytes, retry_s
+        self._clock = MonotonicClock() if clock is None else clock
+        self._name, self._number = uuid.uuid4().hex, 0
+        self._kept: dict[int, _Kept] = {}
+        self._answered: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._changed, self._wake = asyncio.Event(), asyncio.Event()
+        self._wire = Wire(zmq.DEALER, configure, max_bytes=HEAD_BYTES)
+        self._wire.socket.setsockopt(zmq.IMMEDIATE, 1)  # Nothing is queued for nobody.
+        self._wire.open(self._wire.socket.connect, address)
+        self._wire.run(self._ask(), self._hear())
+
+    async def __aenter__(self) -> RolloutSender:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop sending, and delete all copies. Await `settled` first to lose nothing."""
+        self._wire.close()
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """Ordinals of the groups that are not settled."""
+        return tuple(self._kept)
+
+    async def put(self, group: Group, *, timeout_s: float) -> None:
+        """Send a group; return once the receiver's buffer has it.
+
+        Raises:
+            DeadlineError: there was no receiver, or no room. The group is withdrawn; if its
+                acceptance crossed with the withdrawal, it is trained on all the same. To put it
+                again is safe.
+            CapacityError: it is larger than `capacity_bytes` or the receiver's `max_group_bytes`.
+            UnsupportedError: the receiver refused it, or it has what `codec.pack` does not take.
+            UsageError: a group of this ordinal is kept.
+            ClosedError: the sender has been closed, or has failed.
+        """
+        ordinal, payload = check_ordinal(group.ordinal), codec.pack_whole_group(group)
+        if len(payload) > self._capacity_bytes:
+            raise CapacityError(
+                f"the group of ordinal {ordinal} has {len(payload):,} bytes, above "
+                f"capacity_bytes={self._capacity_bytes:,}. Raise it."
+            )
+        await self._within(self._deliver(ordinal, payload), timeout_s, f"put of group {ordinal}")
+
+    async def settled(self, *, timeout_s: float) -> None:
+        """Wait until every group is settled.
+
+        Raises:
+            DeadlineError: some were not; they are kept.
+            ClosedError: the sender has been closed, or has failed.
+        """
+        await self._within(self._until(lambda: not self._kept), timeout_s, "settling")
+
+    async def _within(self, wait: Coroutine[Any, Any, None], timeout_s: float, what: str) -> None:
+        what, ended = f"{what} at {self._address}", self._wire.ended
+        await within(wait, timeout_s=timeout_s, clock=self._clock, what=what, unless=ended)
+
+    async def _deliver(self, ordinal: int, payload: bytes) -> None:
+        most = await asyncio.shield(self._answered)
+        if len(payload) > most:
+            raise CapacityError(
+                f"the group of ordinal {ordinal} has {len(payload):,} bytes, above the receiver's "
+                f"max_group_bytes={most:,}. Raise it there."
+            )
+        await self._until(lambda: self._kept_bytes + len(payload) <= self._capacity_bytes)
+        if ordinal in self._kept:
+            raise UsageError(f"a group of ordinal {ordinal} is not settled yet. Give each its own.")
+        kept = _Kept(payload, asyncio.get_running_loop().create_future())
+        self._kept[ordinal] = kept
+        self._wake.set()
+        try:
+            await kept.accepted
+        except BaseException:
+            if self._kept.get(ordinal) is kept:
+                self._drop(ordinal)
+            raise
+
+    @property
+    def _kept_bytes(self) -> int:
+        return sum(len(each.payload) for each in self._kept.values())
+
+    async def _until(self, is_so: Callable[[], bool]) -> None:
+        while not is_so():
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _drop(self, ordinal: int) -> None:
+        del self._kept[ordinal]
+        self._changed.set()
+
+    async def _ask(self) -> None:
+        """Send what has not been sent, and name what is kept, at least every `retry_s`."""
+        while True:
+            self._wake.clear()
+            for ordinal, kept in self._kept.items():
+                if kept.sent is None and self._send(GROUP, {"ordinal": ordinal}, kept.payload):
+                    kept.sent = self._number
+            self._send(LOOK, {"kept": [*self._kept]})
+            try:
+                await asyncio.wait_for(self._wake.wait(), self._retry_s)
+            except TimeoutError:
+                continue
+
+    def _send(self, kind: bytes, said: dict[str, Any], *rest: bytes) -> bool:
+        head = said | {"sender": self._name, "number": self._number + 1}
+        is_sent = self._wire.send([kind, json.dumps(head).encode(), *rest])
+        self._number += is_sent
+        return is_sent
+
+    async def _hear(self) -> None:
+        while True:
+            (message,) = await self._wire.socket.recv_multipart()
+            said = json.loads(message)
+            if not self._answered.done():
+                self._answered.set_result(said["max_group_bytes"])
+            for ordinal, kept in list(self._kept.items()):
+                self._learn(ordinal, kept, said)
+
+    def _learn(self, ordinal: int, kept: _Kept, said: dict[str, Any]) -> None:
+        state, reason = said["states"].get(str(ordinal)), said["refused"].get(str(ordinal))
+        if reason is not None:
+            self._drop(ordinal)
+            if not kept.accepted.done():
+                why = f"the receiver refused the group of ordinal {ordinal}: {reason}"
+                kept.accepted.set_exception(UnsupportedError(why))
+        elif state is None and kept.sent is not None and kept.sent <= said["number"]:
+            kept.sent = None  # It was lost, or the receiver was restarted.
+            self._wake.set()
+        elif state in {State.ACCEPTED.value, State.SETTLED.value}:
+            if not kept.accepted.done():
+                kept.accepted.set_result(None)
+            if state == State.SETTLED.value:
+                self._drop(ordinal)

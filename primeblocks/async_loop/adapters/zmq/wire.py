@@ -1,0 +1,99 @@
+"""Both ends of a connection: what they agree on, and a socket with the tasks that serve it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from enum import Enum
+from typing import Any
+
+from ....errors import ClosedError, MissingPackageError, UsageError
+
+try:
+    import zmq
+    import zmq.asyncio
+except ModuleNotFoundError as error:
+    if error.name != "zmq":
+        raise
+    raise MissingPackageError("pyzmq", "zmq") from error
+
+__all__ = ["GROUP", "HEAD_BYTES", "LOOK", "Configure", "State", "Wire", "check_ordinal"]
+
+Configure = Callable[["zmq.Socket[Any]"], None]
+
+GROUP, LOOK = b"group", b"look"
+HEAD_BYTES = 1 << 20
+_QUEUED = 4  # Messages per connection that ZeroMQ may hold, each of at most a group.
+_log = logging.getLogger(__name__)
+
+
+class State(Enum):
+    """The states of a group at the receiver."""
+
+    ARRIVED = "arrived"
+    ACCEPTED = "accepted"
+    SETTLED = "settled"
+
+
+class Wire:
+    """A socket with the tasks that serve it. When one of them fails, all calls say so."""
+
+    def __init__(self, kind: int, configure: Configure | None, *, max_bytes: int) -> None:
+        self._context = zmq.asyncio.Context()
+        self.socket = self._context.socket(kind)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVHWM, _QUEUED)
+        self.socket.setsockopt(zmq.SNDHWM, _QUEUED)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+        if configure is not None:
+            configure(self.socket)
+        self.ended: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def open(self, call: Callable[[str], Any], address: str) -> None:
+        try:
+            call(address)
+        except (zmq.ZMQError, TypeError) as error:
+            self._context.destroy(linger=0)
+            raise UsageError(f"{address!r} cannot be opened: {error}. Choose another.") from error
+
+    def run(self, *bodies: Coroutine[Any, Any, None]) -> None:
+        self._tasks = [asyncio.ensure_future(each) for each in bodies]
+        for task in self._tasks:
+            task.add_done_callback(self._is_done)
+
+    def send(self, frames: list[bytes]) -> bool:
+        """Hand a message over if that needs no waiting. Local."""
+        done: Any = self.socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=False)
+        error = done.exception()  # With NOBLOCK it is done at once.
+        if error is None:
+            return True
+        if isinstance(error, zmq.ZMQError) and error.errno in {zmq.EAGAIN, zmq.EHOSTUNREACH}:
+            return False
+        raise error
+
+    def check(self) -> None:
+        if self.ended.done():
+            raise ClosedError(str(self.ended.result())) from self.ended.result()
+
+    def close(self) -> None:
+        self._end(ClosedError("it has been closed"))
+        for task in self._tasks:
+            task.cancel()
+        self._context.destroy(linger=0)
+
+    def _is_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a connection failed", exc_info=error)
+            self._end(ClosedError(f"its connection failed: {type(error).__name__}: {error}"))
+
+    def _end(self, error: ClosedError) -> None:
+        if not self.ended.done():
+            self.ended.set_result(error)
+
+
+def check_ordinal(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise UsageError(f"an ordinal is an int from 0; got {value!r:.80}")
+    return value
