@@ -50,6 +50,16 @@ def test_a_tensor_that_was_replaced_is_filled_where_it_is_now():
         load([("bias", torch.ones(2))])
 
 
+def test_a_tensor_on_the_meta_device_is_not_filled():
+    engine = nn.Linear(2, 2)
+    plan = plan_for(engine)
+    load = load_into(engine, plan)
+    engine.bias = nn.Parameter(engine.bias.to("meta"))
+    for act in (lambda: load_into(engine, plan), lambda: load([("bias", torch.ones(2))])):
+        with pytest.raises(PlanError, match=r"1 of 2 tensors are on the meta device .*'bias'"):
+            act()
+
+
 A = {"a": torch.zeros(4, 2), "b": torch.zeros(3)}
 
 

@@ -230,6 +230,13 @@ def test_a_parameter_that_moved_or_vanished_is_refused(alone):
     assert transport.markers() == ()
 
 
+def test_a_parameter_without_memory_is_refused(alone):
+    weights, plan, transport = alone
+    with pytest.raises(UsageError, match="'w' is on the meta device on rank 0 and has no bytes"):
+        Publisher(plan, {"w": weights["w"].to("meta")}, transport).publish(0, timeout_s=TIMEOUT_S)
+    assert transport.markers() == ()
+
+
 def test_the_group_must_fit_the_plan(alone):
     weights, _, transport = alone
     two = plan_sync([describe(weights)] * 2, describe(weights), bucket_bytes=64)
