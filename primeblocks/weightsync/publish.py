@@ -126,9 +126,7 @@ class Publisher:
             if self._closed:  # Meanwhile.
                 self._forget()
 
-    def _publish(
-        self, version: int, timeout_s: float, await_readers: Ballot | None
-    ) -> Receipt:
+    def _publish(self, version: int, timeout_s: float, await_readers: Ballot | None) -> Receipt:
         start = time.monotonic()
         deadline = start + timeout_s
         checked: int | None = None

@@ -334,7 +334,6 @@ def test_positions_that_do_not_ascend_are_refused(positions):
 
 @given(st.randoms(use_true_random=False), st.sampled_from([1, 2, 4]))
 def test_a_hostile_delta_ends_in_a_typed_error_or_is_applied(rng, itemsize):
-    """Its digest is right, for who changed it knows how to make one."""
     dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[itemsize]
     old = torch.arange(1000).remainder(100).to(dtype)
     new = old.clone()

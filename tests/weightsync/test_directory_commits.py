@@ -3,7 +3,6 @@
 import errno
 import gc
 import os
-import threading
 from contextlib import closing
 from pathlib import Path
 from unittest.mock import Mock
@@ -394,33 +393,3 @@ def test_nothing_is_leaked(make):
 def in_use():
     mappings = Path("/proc/self/maps").read_text().count("memfd:")
     return len(os.listdir("/proc/self/fd")), mappings
-
-
-@pytest.mark.parametrize("durable", [False, True])
-def test_threads_commit_one_after_the_other(tmp_path, durable, monkeypatch):
-    """A second thread commits while the first one writes its record: it waits."""
-    commits = commits_at(tmp_path, durable=durable).commits
-    write_over, ended = directory_commits.write_over, []
-
-    def commit(version):
-        commits.commit(marker_of(version), deadline=0)
-        ended.append(version)
-
-    def slow(path, *args, **how):
-        monkeypatch.setattr(directory_commits, "write_over", write_over)
-        second.start()
-        second.join(0.5)  # Without a lock it ends here. With one it cannot.
-        write_over(path, *args, **how)
-
-    second = threading.Thread(target=commit, args=(2,))
-    with closing(commits):
-        for version in (1, 2):
-            commits.open(version)
-        monkeypatch.setattr(directory_commits, "write_over", slow)
-        commit(1)
-        second.join()
-        assert ended == [1, 2]
-        assert commits.markers() == tuple(commits.committed) == (marker_of(1), marker_of(2))
-        commits.open(0)
-        with pytest.raises(UsageError, match="commit of version 0 after version 2"):
-            commit(0)

@@ -1,7 +1,6 @@
 """Several trainer ranks: bytes against the reference, then everything that can go wrong."""
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -229,40 +228,6 @@ def test_a_parameter_that_moved_or_vanished_is_refused(alone):
     with pytest.raises(UsageError, match="shall send .* of 'w' and has"):
         Publisher(plan, {"w": weights["w"][:10]}, transport).publish(0, timeout_s=TIMEOUT_S)
     assert transport.markers() == ()
-
-
-def test_a_parameter_without_memory_is_refused(alone):
-    weights, plan, transport = alone
-    with pytest.raises(UsageError, match="'w' is on the meta device on rank 0 and has no bytes"):
-        Publisher(plan, {"w": weights["w"].to("meta")}, transport).publish(0, timeout_s=TIMEOUT_S)
-    assert transport.markers() == ()
-
-
-def test_a_publish_beside_another_one_is_refused(alone):
-    weights, plan, transport = alone
-    met = []
-
-    def encode(name, tensor):
-        """In the middle of a publish, publish again: from this thread, and from another one."""
-        if not met:
-            publisher.close() if closes else None
-            for act in (lambda f: f(), lambda f: pool.submit(f).result(120)):
-                with pytest.raises(ClosedError if closes else UsageError) as caught:
-                    act(lambda: publisher.publish(9, timeout_s=TIMEOUT_S))
-                met.append(str(caught.value))
-        return {name: tensor}
-
-    with ThreadPoolExecutor(1) as pool:
-        for closes, expected in ((False, [0, 1]), (True, [0, 1, 2])):
-            publisher = Publisher(plan, weights, transport, encode=encode, full_every=4)
-            publisher.publish(0 if not closes else 2, timeout_s=TIMEOUT_S)
-            if not closes:
-                assert all("publish(9) was called while another publish" in text for text in met)
-                publisher.publish(1, timeout_s=TIMEOUT_S)
-            assert [marker.version for marker in transport.markers()][-1] == expected[-1]
-            assert len(met) == 2
-            met.clear()
-    oracles.assert_same_bits(received(plan, transport)[1]["w"], weights["w"])
 
 
 def test_the_group_must_fit_the_plan(alone):
