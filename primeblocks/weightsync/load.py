@@ -46,7 +46,7 @@ def load_into(target: NamedTensors, plan: Plan | Manifest, *, reader: int = 0) -
         reader: the number of the reader in the plan.
 
     Raises:
-        PlanError: they do not fit, or a dtype would lose bits.
+        PlanError: they do not fit, a dtype would lose bits, or a tensor is on the meta device.
     """
     if not isinstance(target, nn.Module):
         target = named_tensors(target)  # Pairs can be read once.
@@ -64,8 +64,9 @@ def load_into(target: NamedTensors, plan: Plan | Manifest, *, reader: int = 0) -
                 f"{name!r} is {held[name].dtype} {held[name].layout} here, and {spec.dtype} "
                 f"{spec.layout} in the plan. Plan with describe() of this target."
             )
-
-    return _Into(target, sent)
+    into = _Into(target, sent)
+    into.places()
+    return into
 
 
 class _Into:
@@ -93,6 +94,11 @@ class _Into:
     def _local(self) -> dict[str, Tensor]:
         # A module's may be others at each load.
         places = named_tensors(self._target)
+        if empty := [name for name, place in places.items() if place.is_meta]:
+            raise PlanError(
+                f"{len(empty)} of {len(places)} tensors are on the meta device{_first(empty)}: "
+                "they have no memory to load into. Call to_empty() first."
+            )
         return {name: local_part(place.detach()) for name, place in places.items()}
 
 

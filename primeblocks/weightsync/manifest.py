@@ -146,8 +146,8 @@ def named_tensors(source: NamedTensors) -> dict[str, torch.Tensor]:
     checkpoints).
 
     Raises:
-        PlanError: a name occurs twice, or a value is no tensor, or a tensor without strides; or
-            FSDP1 has flattened the parameters.
+        PlanError: a name occurs twice, or a value is no tensor, or a tensor without strides, or a
+            negated or conjugated view; or FSDP1 has flattened the parameters.
     """
     if isinstance(source, nn.Module):
         pairs = list(_of_module(source))
@@ -160,6 +160,11 @@ def named_tensors(source: NamedTensors) -> dict[str, torch.Tensor]:
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
             kind = getattr(tensor, "layout", type(tensor).__name__)
             raise PlanError(f"{name!r} is {kind}; give dense tensors by name.")
+        if tensor.is_neg() or tensor.is_conj():
+            raise PlanError(
+                f"{name!r} is a negated or conjugated view, whose bits are not stored. "
+                "Give the result of resolve_neg() or resolve_conj()."
+            )
     return tensors
 
 

@@ -128,6 +128,11 @@ class Parts:
         if name not in self._tensors:
             raise PlanError(f"this rank shall send {name!r} and has no such tensor; plan again.")
         local = local_part(self._tensors[name].detach())
+        if local.is_meta:
+            raise PlanError(
+                f"{name!r} is on the meta device on rank {self._rank} and has no bytes to send. "
+                "Load its weights before you publish."
+            )
         if self._encode is None:
             return {name: local}
         encoded = self._encode(name, local)

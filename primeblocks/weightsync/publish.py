@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -12,7 +13,7 @@ from typing import Any, Self
 
 import torch
 
-from ..errors import ClosedError, TransferError, UsageError, check_version
+from ..errors import ClosedError, TransferError, UsageError, check_version, shown
 from .agree import Agreement
 from .ballot import Ballot
 from .convert.conversion import Wiring
@@ -35,6 +36,8 @@ _GRACE_S = 2.0
 
 class Publisher:
     """A sender of a model's weights over a transport, version by version; one on each trainer rank.
+
+    One call of `publish` runs at a time. A second one, from any thread, is refused.
 
     Args:
         plan: equal on all ranks; its sources are the ranks of `group`, in order.
@@ -82,6 +85,7 @@ class Publisher:
         self._full_every, self._link_bytes_per_s = full_every, link_bytes_per_s
         self._pace = Pace()
         self._shipment: Shipment | None = None
+        self._publishing = threading.Lock()
         self._closed = False
 
     def publish(
@@ -104,11 +108,25 @@ class Publisher:
         Raises:
             TransferError: some rank failed, died or was late; the committed version did not
                 change, unless rank 0's commit was the last thing that succeeded.
-            UsageError: `version` is no version, or not above the committed one, or ranks disagree.
+            UsageError: `version` is no version, or not above the committed one, or ranks disagree;
+                or another call of `publish` is under way.
             ClosedError: after close().
         """
         if self._closed:
             raise ClosedError("this Publisher was closed")
+        if not self._publishing.acquire(blocking=False):
+            raise UsageError(
+                f"publish({shown(version)}) was called while another publish of this Publisher is "
+                "under way. Nothing was changed. Wait for that call, and publish from one thread."
+            )
+        try:
+            return self._publish(version, timeout_s, await_readers)
+        finally:
+            self._publishing.release()
+            if self._closed:  # Meanwhile.
+                self._forget()
+
+    def _publish(self, version: int, timeout_s: float, await_readers: Ballot | None) -> Receipt:
         start = time.monotonic()
         deadline = start + timeout_s
         checked: int | None = None
@@ -131,9 +149,11 @@ class Publisher:
         return Receipt(version, done["bytes"], time.monotonic() - start, done["digest"])
 
     def close(self) -> None:
-        """Refuse further use. Local; the transport stays open."""
+        """Refuse further use. Local; the transport stays open. A publish under way goes on."""
         self._closed = True
-        self._forget()
+        if self._publishing.acquire(blocking=False):
+            self._forget()
+            self._publishing.release()
 
     def __enter__(self) -> Self:
         return self

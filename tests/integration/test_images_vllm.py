@@ -3,10 +3,12 @@
 import asyncio
 import importlib.util
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from primeblocks import replay
@@ -17,8 +19,20 @@ from primeblocks.async_loop.packing import pack
 from primeblocks.errors import UsageError
 from primeblocks.replay.adapters.transformers import routers
 from primeblocks.testing import tiny_models
+from primeblocks.weightsync import Publisher, describe, plan_sync
+from primeblocks.weightsync.transports import FileTransport
 from tests.engine_job import call
-from tests.integration.vision import EARLY, END, LATE, A, packed_logprobs, packed_routes, said
+from tests.integration.vision import (
+    EARLY,
+    END,
+    LATE,
+    START,
+    A,
+    alone,
+    packed_logprobs,
+    packed_routes,
+    said,
+)
 
 
 def _retrain(worker):
@@ -81,11 +95,90 @@ def _served(folder):
     return asyncio.run(_serve(folder))
 
 
-@pytest.mark.vllm
-@pytest.mark.skipif(
+async def _update(folder, root):
+    """Show an image, update the vision tower in each mode, and show it again behind other words.
+
+    Without a salt vLLM finds image features by the image alone, and KV pages by all before them.
+    """
+    from primeblocks.async_loop.adapters.vllm import VllmEngine, base_engine_args
+    from primeblocks.weightsync.adapters import vllm as into_vllm
+
+    weights = load_file(next(Path(folder).glob("*.safetensors")))
+    source = describe(weights)
+    arguments = base_engine_args(
+        folder,
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=8,
+        kv_bytes=16 << 20,
+        skip_tokenizer_init=False,
+        limit_mm_per_prompt={"image": 4, "video": 0},
+    )
+    found = []
+    with FileTransport(root, owner=True) as transport:
+        async with await VllmEngine.start(
+            arguments | into_vllm.engine_args(), timeout_s=300
+        ) as engine:
+
+            async def ask(first):
+                prompt, shown = said([], [first, START], [A])
+                greedy = {"max_tokens": 1, "temperature": 0.0, "timeout_s": 300}
+                (answer,) = await engine.generate(prompt, images=shown, **greedy)
+                return prompt, answer.token_ids, answer.logprobs
+
+            reads = await into_vllm.describe(engine.llm, source, timeout_s=300)
+            plan = plan_sync([source], reads)
+            publisher = Publisher(plan, weights, transport)
+            await into_vllm.attach(engine.llm, plan, transport, timeout_s=300)
+            found.append((0, *await ask(5)))
+            for version, mode in enumerate(("continue", "recompute", "abort"), 1):
+                for name, tensor in weights.items():
+                    if ".visual." in name:
+                        tensor.mul_(1.5)
+                receipt = publisher.publish(version, timeout_s=300)
+                await into_vllm.update(engine.llm, receipt, in_flight=mode, timeout_s=300)
+                found.append((version, *await ask(5 + version)))
+    return found
+
+
+def _updated(folder, root):
+    return asyncio.run(_update(folder, root))
+
+
+NEEDS_VISION = pytest.mark.skipif(
     importlib.util.find_spec("torchvision") is None,
     reason="vLLM's Qwen3-VL imports torchvision, which has no wheel for torch's CPU build on PyPI",
 )
+
+
+@pytest.mark.vllm
+@NEEDS_VISION
+def test_an_update_forgets_what_the_old_vision_tower_saw(tmp_path):
+    path = tiny_models.save(
+        "qwen3_vl_moe", tmp_path, dtype="float32", num_layers=3, hidden=64, vocab=64, init_std=0.2
+    )
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    model.set_attn_implementation("eager")
+    moved = []
+    for version, prompt, (token,), logprobs in call(_updated, path, tmp_path / "sent"):
+        before = alone_logprob(model, prompt, token)
+        if version:
+            with torch.no_grad():
+                for parameter in model.model.visual.parameters():
+                    parameter.mul_(1.5)
+            moved.append(abs(alone_logprob(model, prompt, token) - before))
+        assert abs(alone_logprob(model, prompt, token) - logprobs[0]) < 1e-4
+    assert min(moved) > 1e-2  # Old features would show.
+
+
+def alone_logprob(model, prompt, token):
+    with torch.no_grad():
+        logits = alone(model, prompt, [A])
+    return float(torch.log_softmax(logits[-1].double(), -1)[token])
+
+
+@pytest.mark.vllm
+@NEEDS_VISION
 def test_a_real_engine_saw_the_same_images(tmp_path):
     """What vLLM sampled in two turns each, and its routes, as transformers has them in a pack."""
     path = tiny_models.save(

@@ -45,6 +45,7 @@ class FakeEngine:
         self.faults, self.worker_faults = dict(faults or {}), dict(worker_faults or {})
         self.seen = seen
         self.label = str(held[0])
+        self.features_of = {self.label}  # The versions that cached image features were made with.
         self.paused = self.active = self.errored = False
         self.transaction = self.init_info = None
         self.log = []
@@ -99,6 +100,9 @@ class FakeEngine:
             self._set(active=False, label=weight_version or self.label)
 
         return await self._call("finish", finish)
+
+    async def reset_encoder_cache(self):
+        return await self._call("reset encoder", lambda: self._set(features_of=set()))
 
     async def collective_rpc(self, method, timeout=None, args=()):
         acts = {

@@ -293,6 +293,23 @@ def test_what_has_a_right_digest_and_is_no_delta_is_refused():
         apply_delta(old, sealed(body[:4] + b"\x03" + body[5:]))
 
 
+@pytest.mark.parametrize("unstored", ["meta", "negated", "conjugated"])
+def test_a_tensor_without_stored_bits_is_refused(unstored):
+    old = weights(2000)
+    delta = encode_delta(nudge(old, share=0.02, seed=1), old)
+    target = {
+        "meta": old.to("meta"),
+        "negated": torch._neg_view(old),
+        "conjugated": torch.zeros(1000, dtype=torch.complex64).conj(),
+    }[unstored]
+    kind = "meta tensor" if unstored == "meta" else "view"
+    with pytest.raises(UnsupportedError, match=f"whose bits are stored; got a .*{kind}"):
+        encode_delta(target, target)
+    if unstored != "conjugated":  # It has other elements than the delta.
+        with pytest.raises(UnsupportedError, match="whose bits are stored"):
+            apply_delta(target, delta)
+
+
 def test_a_position_beyond_the_end_is_refused():
     positions = np.array([5, 992])
     packed = memoryview(pack_positions(positions, 1000))
@@ -300,6 +317,37 @@ def test_a_position_beyond_the_end_is_refused():
     assert unpack_positions(packed, 2, 993).tolist() == [5, 992]
     with pytest.raises(CorruptionError, match="beyond the end"):
         unpack_positions(packed, 2, 992)
+
+
+@pytest.mark.parametrize("positions", [(1010, 990), (3, 3), (3, 2)])
+def test_positions_that_do_not_ascend_are_refused(positions):
+    """Two positions with one high part: the last of them says nothing about the other."""
+    low, universe = 8, 1000  # As `pack_positions` chooses for two of them.
+    bits = np.zeros(6, dtype=np.bool_)
+    bits[(positions[0] >> low) + np.arange(2)] = True
+    high = np.packbits(bits, bitorder="little").tobytes()
+    packed = memoryview(high + pack_bits(np.array(positions), low))
+    assert len(packed) == positions_bytes(2, universe)
+    with pytest.raises(CorruptionError, match="2 positions do not ascend"):
+        unpack_positions(packed, 2, universe)
+
+
+@given(st.randoms(use_true_random=False), st.sampled_from([1, 2, 4]))
+def test_a_hostile_delta_ends_in_a_typed_error_or_is_applied(rng, itemsize):
+    dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[itemsize]
+    old = torch.arange(1000).remainder(100).to(dtype)
+    new = old.clone()
+    new[torch.tensor(rng.sample(range(1000), 60))] += 1
+    body = bytearray(encode_delta(new, old)[:-16])
+    for _ in range(rng.choice([1, 1, 2, 8])):
+        # The counts, or the streams behind them.
+        at = rng.choice([rng.randrange(16, 32), rng.randrange(len(body))])
+        body[at] ^= rng.randrange(1, 256)
+    target = old.clone()
+    try:
+        apply_delta(target, sealed(bytes(body)))
+    except (CorruptionError, ShapeError, UnsupportedError):
+        assert same(target, old)
 
 
 @given(st.integers(1, 3000), st.floats(0, 1), st.integers(0, 2**32 - 1))

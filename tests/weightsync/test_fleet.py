@@ -24,7 +24,7 @@ from primeblocks.weightsync.marker import Receipt
 from tests.weightsync.fake_engine import FakeEngine, hurried_loop
 
 TIMEOUT_S = 0.25
-CALLS = 14  # of an update that succeeds: see test_the_calls_of_an_update
+CALLS = 15  # of an update that succeeds: see test_the_calls_of_an_update
 
 
 class Fleet:
@@ -101,8 +101,9 @@ def test_the_calls_of_an_update():
         (engine,) = fleet.engines
         ask, check = "primeblocks_state", "primeblocks_verify"
         before = ["is_paused", ask, check, ask, ask]
-        paused = ["pause keep False", "start", "load 2", ask, "finish", "resume"]
+        paused = ["pause keep False", "start", "load 2", ask, "reset encoder", "finish", "resume"]
         assert engine.log == before + paused
+        assert engine.features_of == set()
         assert len(engine.log) <= CALLS
 
     run(body())
@@ -173,7 +174,7 @@ def test_a_fault_at_every_call_of_either_engine(fault, engine):
     async def body():
         for position in range(CALLS):
             fleet = Fleet([[1, 1], [1, 1]], {engine: {position: fault}})
-            hit = position < 11
+            hit = position < 12
             if hit:
                 error = await fleet.fails(2)
                 assert error.engines == (engine,)

@@ -6,10 +6,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from primeblocks.errors import PlanError
+from primeblocks.errors import PlanError, UsageError
 from primeblocks.testing import ranks
 from primeblocks.testing.oracles import assert_same_bits
-from primeblocks.weightsync import convert, describe, load_into, plan_sync
+from primeblocks.weightsync import Publisher, convert, describe, load_into, plan_sync
+from primeblocks.weightsync.transports import FileTransport
 
 ranks.preload(__name__)
 
@@ -48,6 +49,22 @@ def test_a_tensor_that_was_replaced_is_filled_where_it_is_now():
             load([("weight", torch.ones(2, 2))])
     with pytest.raises(PlanError, match="'bias' is not as it was"):
         load([("bias", torch.ones(2))])
+
+
+def test_a_tensor_on_the_meta_device_is_neither_filled_nor_sent(tmp_path):
+    engine = nn.Linear(2, 2)
+    plan = plan_for(engine)
+    load = load_into(engine, plan)
+    engine.bias = nn.Parameter(engine.bias.to("meta"))
+    for act in (lambda: load_into(engine, plan), lambda: load([("bias", torch.ones(2))])):
+        with pytest.raises(PlanError, match=r"1 of 2 tensors are on the meta device .*'bias'"):
+            act()
+    with (
+        FileTransport(tmp_path, owner=True) as transport,
+        pytest.raises(UsageError, match="'bias' is on the meta device on rank 0 and has no bytes"),
+    ):
+        Publisher(plan, engine, transport).publish(0, timeout_s=120)
+    assert describe(engine).keys() == plan.target.keys()  # A plan needs no memory.
 
 
 A = {"a": torch.zeros(4, 2), "b": torch.zeros(3)}

@@ -205,3 +205,9 @@ def test_a_plan_with_another_value_in_it_is_refused(key, value):
 def test_a_tensor_without_strides_is_refused():
     with pytest.raises(PlanError, match="'w' is torch.sparse_coo; give dense tensors by name"):
         describe({"w": torch.eye(3).to_sparse()})
+
+
+@pytest.mark.parametrize("view", [torch._neg_view, lambda w: torch.complex(w, w).conj()])
+def test_a_tensor_whose_bits_are_not_stored_is_refused(view):
+    with pytest.raises(PlanError, match=r"'w' is a negated or conjugated view.*resolve_neg\(\)"):
+        describe({"w": view(torch.eye(3))})

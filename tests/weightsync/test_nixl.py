@@ -24,7 +24,9 @@ def test_without_nixl_it_says_what_to_install():
         "except MissingPackageError as error:\n    print(error)\n"
     )
     said = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60)
-    assert said.startswith("nixl is not installed. Run: pip install nixl")
+    assert said.startswith(
+        "nixl is not installed. Run in your clone of primeblocks: pip install '.[nixl]'"
+    )
 
 
 @pytest.fixture

@@ -108,6 +108,12 @@ def test_replicas_fill_up_ranks_that_have_less_of_their_own():
     assert [plan.written_bytes(rank) for rank in (0, 1)] == [512, 512]
 
 
+def test_large_replicas_are_shared_out_before_small_ones():
+    source = describe({"a": torch.zeros(16), "b": torch.zeros(16), "c": torch.zeros(32)})
+    plan = plan_sync([source] * 2, source.whole(), bucket_bytes=1 << 10)
+    assert [plan.written_bytes(rank) for rank in (0, 1)] == [128, 128]
+
+
 def test_a_plan_depends_on_every_input():
     a = describe({"w": torch.zeros(64)})
     plans = [

@@ -45,6 +45,10 @@ class Blocking:
         pass
 
     @property
+    def llm_engine(self):  # An `LLM` has the call there alone.
+        return self
+
+    @property
     def held(self):
         return self.fake.weights, self.fake.label, self.fake.active
 
@@ -53,6 +57,7 @@ def test_all_workers_load_and_the_label_changes():
     engine = Blocking([1, 1])
     engine.update(2)
     assert engine.held == ([2, 2], "2", False)
+    assert engine.fake.features_of == set()
 
 
 def test_an_update_that_was_left_open_is_closed_first():

@@ -72,6 +72,7 @@ class FakeServer:
             "/finish_weight_update": lambda: engine.finish_weight_update(
                 body.get("weight_version")
             ),
+            "/reset_encoder_cache": engine.reset_encoder_cache,
             "/collective_rpc": lambda: engine.collective_rpc(
                 body["method"], body["timeout"], body["args"]
             ),
@@ -149,6 +150,9 @@ def test_an_update_over_http(serve, mode, pause):
     assert update_one(server, in_flight=mode).version == 2
     assert server.engine.serving == ((2, 2), "2")
     assert f"pause {pause}" in server.engine.log
+    assert server.engine.features_of == set()
+    reset, resumed = (server.engine.log.index(name) for name in ("reset encoder", "resume"))
+    assert reset < resumed
 
 
 def test_another_way_with_requests_is_refused(serve):

@@ -33,9 +33,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name not in ("trl", "accelerate", "datasets"):
         raise
-    raise MissingPackageError(
-        str(error.name), remedy="Run: pip install 'trl==1.16.*', which brings what it needs."
-    ) from error
+    raise MissingPackageError(str(error.name), "trl") from error
 
 from ..buffer import RolloutBuffer
 from ..feeder import Generate, Limit

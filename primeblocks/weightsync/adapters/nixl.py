@@ -25,9 +25,7 @@ from ..transports.wire import Read
 try:
     from nixl._api import nixl_agent, nixl_agent_config
 except ModuleNotFoundError as error:
-    raise MissingPackageError(
-        "nixl", remedy="Run: pip install nixl, or with --no-deps nixl==1.5.1 nixl-cu12==1.5.1"
-    ) from error
+    raise MissingPackageError("nixl", "nixl") from error
 
 __all__ = ["NixlWire"]
 

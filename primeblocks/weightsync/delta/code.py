@@ -92,7 +92,7 @@ def unpack_positions(buffer: memoryview, count: int, universe: int) -> np.ndarra
     """Return the positions that `pack_positions` wrote, as int64; `buffer` is exactly theirs.
 
     Raises:
-        CorruptionError: these are not `count` positions below `universe`.
+        CorruptionError: these are not `count` ascending positions below `universe`.
     """
     if not count:
         return np.zeros(0, dtype=np.int64)
@@ -109,6 +109,9 @@ def unpack_positions(buffer: memoryview, count: int, universe: int) -> np.ndarra
         positions -= np.arange(count)
         positions <<= low
         positions |= unpack_bits(buffer[head:], count, low, np.int64)
+        # The high parts ascend by construction. Low bits of one high part may not.
+        if (positions[1:] <= positions[:-1]).any():
+            raise CorruptionError(f"{count} positions do not ascend")
     if positions[-1] >= universe:
         raise CorruptionError(f"position {positions[-1]} beyond the end at {universe}")
     return positions

@@ -54,7 +54,7 @@ def encode_delta(new: Tensor, old: Tensor) -> bytes | None:
 
     Raises:
         ShapeError: shapes or dtypes differ, or a tensor is not contiguous.
-        UnsupportedError: elements of other than 1, 2 or 4 bytes.
+        UnsupportedError: elements of other than 1, 2 or 4 bytes, or a tensor without stored bits.
         UsageError: the tensors are on different devices.
     """
     if new.shape != old.shape or new.dtype != old.dtype:
@@ -85,7 +85,7 @@ def apply_delta(target: Tensor, delta: Bytes) -> None:
     Raises:
         CorruptionError: a byte of the delta was changed, added or lost; nothing was written.
         ShapeError: the target has other elements or is not contiguous; nothing was written.
-        UnsupportedError: another version of the format.
+        UnsupportedError: another version of the format, or the target has no stored bits.
     """
     opened = open_delta(delta)
     if target.itemsize != opened.itemsize or target.numel() != opened.numel:
@@ -139,6 +139,13 @@ def inspect_delta(delta: Bytes) -> DeltaInfo:
 
 
 def _bits_of(tensor: Tensor) -> Bits:
+    if tensor.is_meta or tensor.is_neg() or tensor.is_conj():
+        raise UnsupportedError(
+            "a delta needs a tensor whose bits are stored; got a "
+            f"{'meta tensor' if tensor.is_meta else 'negated or conjugated view'} of "
+            f"{list(tensor.shape)}. Pass the result of resolve_neg() or resolve_conj(), or a "
+            "tensor that has memory."
+        )
     if tensor.itemsize not in ITEMSIZES:
         raise UnsupportedError(
             f"elements of 1, 2 or 4 bytes, not {tensor.dtype}. View them as torch.int32."

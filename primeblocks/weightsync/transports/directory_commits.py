@@ -29,6 +29,8 @@ _COMMITS = "commits.json"
 class DirectoryCommits:
     """A record of all markers in one file; a lock file a version, which its readers lock.
 
+    Calls that write wait for each other, whatever thread makes them.
+
     Args:
         durable: fsync before a commit, and leave the last version at the end.
     """
@@ -41,6 +43,7 @@ class DirectoryCommits:
         self._begun: set[int] = set()
         self._seen: tuple[bytes, tuple[Marker, ...]] = (b"", ())
         self._closed = False
+        self._writing = threading.RLock()  # Two threads would share the scratch of one file.
         self._owned: Owned | None = None
         self.hint = place.hint
         if owner:
@@ -74,23 +77,24 @@ class DirectoryCommits:
         return tuple(removable(self.directory, keep=stays))
 
     def begin(self, version: int, *, keep: Sequence[Marker], deadline: float) -> None:
-        self.abort(version)
-        with ExitStack() as locks:
+        with self._writing, ExitStack() as locks:
+            self.abort(version)
             for marker in self.committed:
                 if marker not in keep:
                     locks.callback(self._lock(marker, deadline).close)
             self.retire(keep)
-        self.open(version)
-        write_over(self._lock_path(version), (), durable=False)
+            self.open(version)
+            write_over(self._lock_path(version), (), durable=False)
 
     def retire(self, keep: Sequence[Marker]) -> list[Marker]:
         """Owner: hide all versions but those of `keep`, remove their small files; return them."""
-        gone = [marker for marker in self.committed if marker not in keep]
-        if gone:
-            # No longer visible from here on, and then their files are gone.
-            self._write_commits(keep)
-        for marker in gone:
-            self._remove(marker.version)
+        with self._writing:
+            gone = [marker for marker in self.committed if marker not in keep]
+            if gone:
+                # No longer visible from here on, and then their files are gone.
+                self._write_commits(keep)
+            for marker in gone:
+                self._remove(marker.version)
         return gone
 
     def open(self, version: int) -> None:
@@ -99,14 +103,23 @@ class DirectoryCommits:
 
     def commit(self, marker: Marker, *, deadline: float) -> None:
         self.check(owner=True)
-        if marker.version not in self._begun:
-            raise UsageError(f"commit of version {marker.version}, which was not begun")
-        self._write_commits([*self.committed, marker])
-        self._begun.discard(marker.version)
+        with self._writing:
+            if marker.version not in self._begun:
+                raise UsageError(f"commit of version {marker.version}, which was not begun")
+            last = self.committed[-1].version if self.committed else -1
+            if marker.version <= last:
+                raise UsageError(
+                    f"commit of version {marker.version} after version {last}, which another "
+                    "publisher committed meanwhile. Use one Publisher for a transport."
+                )
+            self._write_commits([*self.committed, marker])
+            self._begun.discard(marker.version)
 
     def abort(self, version: int) -> None:
         self.check(owner=True)
-        if version in self._begun:
+        with self._writing:
+            if version not in self._begun:
+                return
             if all(marker.version != version for marker in self.committed):
                 self._remove(version)
             self._begun.discard(version)
@@ -154,7 +167,8 @@ class DirectoryCommits:
         """
         self.check()
         try:
-            write_over(self.directory / name, parts, durable=self._durable)
+            with self._writing:
+                write_over(self.directory / name, parts, durable=self._durable)
         except FileNotFoundError as error:
             raise TransferError("no owner has begun. Pass owner=True on rank 0.") from error
         except OSError as error:
@@ -171,7 +185,8 @@ class DirectoryCommits:
     def close(self) -> None:
         self._closed = True
         if self._owned is not None:
-            self._removal()
+            with self._writing:
+                self._removal()
 
     def check(self, *, owner: bool = False) -> None:
         """Refuse a call after the end, or one that only the owner may make."""

@@ -150,7 +150,8 @@ async def update_all(
     """Load a published version into all engines, or into none; each is called directly.
 
     All check every byte while they generate, and only then pause. Output tokens carry the version
-    as the label `str(version)`. If one fails, those that loaded go back. An engine that hangs, or
+    as the label `str(version)`. What the vision tower made of images is forgotten in every mode. If
+    one fails, those that loaded go back. An engine that hangs, or
     had no version to go back to, stays paused until an update succeeds, so two versions are never
     served side by side. Engines must not be reached through a router, which would pass each
     call on to one of them.
@@ -230,7 +231,8 @@ def attach_llm(llm: Any, plan: Plan, transport: Transport, *, first_reader: int 
 
 
 def update_llm(llm: Any, receipt: Receipt, *, timeout_s: float) -> UpdateReport:
-    """Update an offline `LLM`, between two calls of `generate`; clears its prefix cache.
+    """Update an offline `LLM`, between two calls of `generate`; clears its caches of
+    prefixes and of image features.
 
     `timeout_s` bounds each worker's wait and check; the call returns when the engine answers.
 
@@ -248,6 +250,7 @@ def update_llm(llm: Any, receipt: Receipt, *, timeout_s: float) -> UpdateReport:
                 f"{error} Its workers held {before}: no version to go back to. Restart the engine."
             ) from error
         raise
+    llm.llm_engine.reset_encoder_cache()
     drive_sync(llm, made.commit())
     llm.reset_prefix_cache()
     seconds = time.monotonic() - start
@@ -278,6 +281,8 @@ class _Member:
         await drive(self.engine, update.load(deadline), "load", deadline)
 
     async def commit(self, update: Update, deadline: float) -> None:
+        # While it is paused: no request can take image features of the old weights in between.
+        await call(self.engine, self.engine.reset_encoder_cache(), "forget images", deadline)
         await drive(self.engine, update.commit(), "commit", deadline)
         self.known, self.was_paused = True, False
 

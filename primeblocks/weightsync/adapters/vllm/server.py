@@ -73,6 +73,9 @@ class _Calls:
         label = {} if weight_version is None else {"weight_version": weight_version}
         await self._post("/finish_weight_update", **label)
 
+    async def reset_encoder_cache(self) -> None:
+        await self._post("/reset_encoder_cache")
+
     async def collective_rpc(
         self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()
     ) -> list[Any]:

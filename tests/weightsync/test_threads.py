@@ -1,0 +1,88 @@
+"""Threads that share a publisher or a record of commits: refused, or one after the other."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import pytest
+import torch
+
+from primeblocks.errors import ClosedError, UsageError
+from primeblocks.testing.oracles import assert_same_bits
+from primeblocks.weightsync import Publisher, SharedMemoryTransport, Subscriber, describe, plan_sync
+from primeblocks.weightsync.marker import Marker
+from primeblocks.weightsync.transports import directory_commits
+from primeblocks.weightsync.transports.directory_commits import DirectoryCommits
+from primeblocks.weightsync.transports.place import DiskPlace, PrivatePlace
+
+TIMEOUT_S = 120
+
+
+def marker_of(version):
+    return Marker.make(run="r", version=version, plan="", base=None, sizes=(), buckets=())
+
+
+def test_a_publish_beside_another_one_is_refused(tmp_path):
+    weights, met = {"w": torch.arange(64.0)}, []
+    source = describe(weights)
+    plan = plan_sync([source], source.whole(), bucket_bytes=64)
+
+    def encode(name, tensor):
+        """In the middle of a publish, publish again: from this thread, and from another one."""
+        if not met:
+            publisher.close() if closes else None
+            for act in (lambda f: f(), lambda f: pool.submit(f).result(120)):
+                with pytest.raises(ClosedError if closes else UsageError) as caught:
+                    act(lambda: publisher.publish(9, timeout_s=TIMEOUT_S))
+                met.append(str(caught.value))
+        return {name: tensor}
+
+    got = {}
+    root = str(tmp_path)
+    with (
+        SharedMemoryTransport("policy", owner=True, root=root) as transport,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        for closes, expected in ((False, [0, 1]), (True, [0, 1, 2])):
+            publisher = Publisher(plan, weights, transport, encode=encode, full_every=4)
+            publisher.publish(0 if not closes else 2, timeout_s=TIMEOUT_S)
+            if not closes:
+                assert all("publish(9) was called while another publish" in text for text in met)
+                publisher.publish(1, timeout_s=TIMEOUT_S)
+            assert [marker.version for marker in transport.markers()][-1] == expected[-1]
+            assert len(met) == 2
+            met.clear()
+        with Subscriber(plan, got.update, transport) as subscriber:
+            assert subscriber.receive(timeout_s=TIMEOUT_S).version == 2
+            assert_same_bits(got["w"], weights["w"])
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_threads_commit_one_after_the_other(tmp_path, durable, monkeypatch):
+    """A second thread commits while the first one writes its record: it waits."""
+    place = DiskPlace(str(tmp_path)) if durable else PrivatePlace("versions", str(tmp_path))
+    commits = DirectoryCommits(place, owner=True, durable=durable)
+    write_over, ended = directory_commits.write_over, []
+
+    def commit(version):
+        commits.commit(marker_of(version), deadline=0)
+        ended.append(version)
+
+    def slow(path, *args, **how):
+        monkeypatch.setattr(directory_commits, "write_over", write_over)
+        second.start()
+        second.join(0.5)  # Without a lock it ends here. With one it cannot.
+        write_over(path, *args, **how)
+
+    second = threading.Thread(target=commit, args=(2,))
+    with closing(commits):
+        for version in (1, 2):
+            commits.open(version)
+        monkeypatch.setattr(directory_commits, "write_over", slow)
+        commit(1)
+        second.join()
+        assert ended == [1, 2]
+        assert commits.markers() == tuple(commits.committed) == (marker_of(1), marker_of(2))
+        commits.open(0)
+        with pytest.raises(UsageError, match="commit of version 0 after version 2"):
+            commit(0)
