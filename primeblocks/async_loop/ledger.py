@@ -96,7 +96,7 @@ class Partial:
         return int(self.versions[self.sampled].min())
 
 
-T = TypeVar("T", Partial, Rollout)
+T = TypeVar("T", bound=Partial | Rollout)
 
 
 def rolled_back(trajectory: T, version: int) -> T:

@@ -109,7 +109,7 @@ class AsyncLoop:
                 "batch_size, max_in_flight and group_size must be at least 1; got "
                 f"{batch_size}, {limit()}, {group_size}"
             )
-        more = {"sample": 0} if group_size is not None else {}
+        more: dict[str, Any] = {"sample": 0} if group_size is not None else {}
         more |= {"draft": None} if ledger is not None else {}
         check_call("generate", generate, "prompt", kind="async", version=0, **more)
         check_call("train", train, "groups", version=0)

@@ -173,7 +173,7 @@ class Group:
         """The oldest policy that has a part in it."""
         return min(self.version, *(r.oldest_version for r in self.rollouts))
 
-    @property
+    @cached_property
     def newest_version(self) -> int:
         """The newest policy that has a part in it."""
         return max(self.version, *(r.newest_version for r in self.rollouts))
