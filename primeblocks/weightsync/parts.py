@@ -15,6 +15,7 @@ from .convert.conversion import Wiring
 from .convert.pieces import Piece, whole_piece
 from .manifest import Manifest, NamedTensors, describe, named_tensors
 from .plan import Plan
+from .planner import check_dtype
 
 __all__ = ["Encode", "Encoder", "Parts"]
 
@@ -82,8 +83,9 @@ class Parts:
         """Read the parameters again. Local; moves no data.
 
         Raises:
-            PlanError: a tensor that this rank has to send is missing, or has another local shape or
-                other parts of the whole than in the plan.
+            PlanError: a tensor that this rank has to send is missing, or has another shape, local
+                shape or kind of dtype or other parts of the whole than in the plan; or there is a
+                tensor that did not exist when the plan was made.
         """
         self._tensors = named_tensors(self._parameters)
         self._last = ("", {})
@@ -92,25 +94,28 @@ class Parts:
             self._sources = self._map()
             self._placed = placed
         if self._encode is None:
-            for source in {s.origin: s for row in self._sources.values() for s in row}.values():
-                self._local(source)
+            rows = ((self._plan.buckets[index].copies, row) for index, row in self._sources.items())
+            pairs = (pair for copies, row in rows for pair in zip(copies, row, strict=True))
+            for copy, source in {source.origin: (copy, source) for copy, source in pairs}.values():
+                self._local(source, self._plan.target[copy.name].dtype)
 
     def views(self, index: int) -> tuple[list[Tensor], list[torch.dtype]]:
         """Return a bucket's tensors as this rank holds them, and the dtypes that travel.
 
         Raises:
-            PlanError: a tensor has another local shape than at first.
+            PlanError: a tensor has another local shape or kind of dtype than in the plan.
             UnsupportedError: `encode` made other tensors than were described.
         """
         views, dtypes = [], []
         copies = self._plan.buckets[index].copies
         for copy, source in zip(copies, self._sources[index], strict=True):
-            local = self._local(source)
+            dtype = self._plan.target[copy.name].dtype
+            local = self._local(source, dtype)
             views.append(local if source.is_all else source.piece.view(local, source.held.shard))
-            dtypes.append(self._plan.target[copy.name].dtype)
+            dtypes.append(dtype)
         return views, dtypes
 
-    def _local(self, source: _Source) -> Tensor:
+    def _local(self, source: _Source, dtype: torch.dtype) -> Tensor:
         # Copies of one tensor follow each other, so each is encoded once.
         name, made = self._last
         if name != source.origin:
@@ -122,6 +127,7 @@ class Parts:
                 f"{source.piece.source!r} is {tuple(local.shape)} on rank {self._rank} and was "
                 f"described as {source.held.shard.sizes}; describe it anew and plan again."
             )
+        check_dtype(source.piece.source, self._rank, local.dtype, dtype)
         return local
 
     def _made(self, name: str) -> Mapping[str, Tensor]:
@@ -154,6 +160,8 @@ class Parts:
                 self._encode.origins(before),
                 self._source or self._encode.describe(before),
             )
+        if self._convert is None:  # Else `map` does it.
+            self._check_names(held)
         pieces: dict[str, list[Piece]] = {}
         for piece in self._held_pieces(held):
             pieces.setdefault(piece.target, []).append(piece)
@@ -164,6 +172,21 @@ class Parts:
             ]
             for index in self._plan.of_rank(self._rank)
         }
+
+    def _check_names(self, held: Manifest) -> None:
+        """Refuse tensors that are not as in the plan, though the planned part of each is there."""
+        target, unwanted = self._plan.target, set(self._plan.unwanted)
+        for name, spec in held.items():
+            if name in target and spec.shape != target[name].shape:
+                raise PlanError(
+                    f"{name!r} is {spec.shape} on rank {self._rank} and {target[name].shape} in "
+                    "the plan. It was resized after planning: describe it anew and plan again."
+                )
+            if name not in target and name not in unwanted:
+                raise PlanError(
+                    f"rank {self._rank} has {name!r}, which no rank had when the plan was made. A "
+                    "parameter was added, or untied from another: plan again."
+                )
 
     def _held_pieces(self, held: Manifest) -> list[Piece]:
         if self._convert is not None:

@@ -14,7 +14,7 @@ from .convert.recorded import Reads
 from .manifest import Manifest, TensorSpec
 from .plan import Boxes, Bucket, Plan, cut, owned_boxes, packed
 
-__all__ = ["BUCKET_BYTES", "plan_sync"]
+__all__ = ["BUCKET_BYTES", "check_dtype", "plan_sync"]
 
 BUCKET_BYTES = 64 << 20
 
@@ -68,7 +68,21 @@ def plan_sync(
         buckets += [
             Bucket(rank, who, packed(target, run)) for run in _runs(boxes, target, bucket_bytes)
         ]
-    return Plan(target, len(sources), wants, bucket_bytes, tuple(buckets))
+    unwanted = () if convert is not None else tuple(sorted(kinds.keys() - target.keys()))
+    return Plan(target, len(sources), wants, bucket_bytes, tuple(buckets), unwanted)
+
+
+def check_dtype(name: str, rank: int, have: torch.dtype, want: torch.dtype) -> None:
+    """Refuse a pair of dtypes that no cast turns into each other without changing the kind. Pure.
+
+    Raises:
+        PlanError: they differ, and one of them is no float of 16 bits or more.
+    """
+    if have != want and not {have, want} <= set(_FLOATS):
+        raise PlanError(
+            f"{name!r} is {have} on rank {rank} and {want} in the target; "
+            f"only {', '.join(str(d) for d in _FLOATS)} are converted. Match the dtypes."
+        )
 
 
 def _held(source: Manifest, convert: Wiring | None) -> dict[str, list[Shard]]:
@@ -162,11 +176,7 @@ def _check_pair(name: str, rank: int, have: TensorSpec, want: TensorSpec) -> Non
             f"{name!r} is {have.shape} on rank {rank} and {want.shape} in the target. "
             "Pass convert=, or reshape it before describing it."
         )
-    if have.dtype != want.dtype and not {have.dtype, want.dtype} <= set(_FLOATS):
-        raise PlanError(
-            f"{name!r} is {have.dtype} on rank {rank} and {want.dtype} in the target; "
-            f"only {', '.join(str(d) for d in _FLOATS)} are converted. Match the dtypes."
-        )
+    check_dtype(name, rank, have.dtype, want.dtype)
 
 
 def _cells(held: Sequence[Mapping[str, list[Shard]]], bare: Plan) -> Iterator[tuple[str, _Cell]]:
