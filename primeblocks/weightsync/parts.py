@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
+from operator import gt
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -13,9 +14,8 @@ from ..errors import PlanError, UnsupportedError
 from ..layout import Layout, Shard, local_part
 from .convert.conversion import Wiring
 from .convert.pieces import Piece, whole_piece
-from .manifest import Manifest, NamedTensors, describe, named_tensors
+from .manifest import Manifest, NamedTensors, converts, describe, named_tensors
 from .plan import Plan
-from .planner import check_dtype
 
 __all__ = ["Encode", "Encoder", "Parts"]
 
@@ -42,13 +42,15 @@ class Encoder(Protocol):
 class _Source(NamedTuple):
     """A box of a tensor that a rank holds, or, if encoded, of one made of parameter `origin`.
 
-    `is_all`: the box is all that the rank holds of the tensor, in the same order.
+    `is_all`: the box is all that the rank holds of the tensor, in the same order. `dtype`: as which
+    it travels.
     """
 
     origin: str
     piece: Piece
     held: Layout
     is_all: bool
+    dtype: torch.dtype
 
 
 class Parts:
@@ -83,9 +85,9 @@ class Parts:
         """Read the parameters again. Local; moves no data.
 
         Raises:
-            PlanError: a tensor that this rank has to send is missing, or has another shape, local
-                shape or kind of dtype or other parts of the whole than in the plan; or there is a
-                tensor that did not exist when the plan was made.
+            PlanError: a tensor has another shape, or one that does not convert to the plan's dtype;
+                a tensor that this rank has to send is missing, or has other parts of the whole
+                than in the plan; or the plan was made without a tensor that is here now.
         """
         self._tensors = named_tensors(self._parameters)
         self._last = ("", {})
@@ -94,28 +96,24 @@ class Parts:
             self._sources = self._map()
             self._placed = placed
         if self._encode is None:
-            rows = ((self._plan.buckets[index].copies, row) for index, row in self._sources.items())
-            pairs = (pair for copies, row in rows for pair in zip(copies, row, strict=True))
-            for copy, source in {source.origin: (copy, source) for copy, source in pairs}.values():
-                self._local(source, self._plan.target[copy.name].dtype)
+            for source in {s.origin: s for row in self._sources.values() for s in row}.values():
+                self._local(source)
 
     def views(self, index: int) -> tuple[list[Tensor], list[torch.dtype]]:
         """Return a bucket's tensors as this rank holds them, and the dtypes that travel.
 
         Raises:
-            PlanError: a tensor has another local shape or kind of dtype than in the plan.
+            PlanError: a tensor has another local shape than at first.
             UnsupportedError: `encode` made other tensors than were described.
         """
         views, dtypes = [], []
-        copies = self._plan.buckets[index].copies
-        for copy, source in zip(copies, self._sources[index], strict=True):
-            dtype = self._plan.target[copy.name].dtype
-            local = self._local(source, dtype)
+        for source in self._sources[index]:
+            local = self._local(source)
             views.append(local if source.is_all else source.piece.view(local, source.held.shard))
-            dtypes.append(dtype)
+            dtypes.append(source.dtype)
         return views, dtypes
 
-    def _local(self, source: _Source, dtype: torch.dtype) -> Tensor:
+    def _local(self, source: _Source) -> Tensor:
         # Copies of one tensor follow each other, so each is encoded once.
         name, made = self._last
         if name != source.origin:
@@ -127,7 +125,11 @@ class Parts:
                 f"{source.piece.source!r} is {tuple(local.shape)} on rank {self._rank} and was "
                 f"described as {source.held.shard.sizes}; describe it anew and plan again."
             )
-        check_dtype(source.piece.source, self._rank, local.dtype, dtype)
+        if not converts(local.dtype, source.dtype):
+            raise PlanError(
+                f"{source.piece.source!r} is {local.dtype} on rank {self._rank} and travels as "
+                f"{source.dtype}, which it does not convert to; describe it anew and plan again."
+            )
         return local
 
     def _made(self, name: str) -> Mapping[str, Tensor]:
@@ -152,16 +154,14 @@ class Parts:
 
     def _map(self) -> dict[int, list[_Source]]:
         """Return the source of each copy that this rank writes."""
-        held = self._source or describe(self._tensors)
-        origins: Mapping[str, str] = {}
-        if isinstance(self._encode, Encoder):
-            before = describe(self._tensors)
-            origins, held = (
-                self._encode.origins(before),
-                self._source or self._encode.describe(before),
-            )
-        if self._convert is None:  # Else `map` does it.
-            self._check_names(held)
+        held, origins = self._source, dict[str, str]()
+        names: Iterable[str] = self._tensors
+        if held is None or isinstance(self._encode, Encoder):
+            live = describe(self._tensors)
+            if isinstance(self._encode, Encoder):
+                origins, live = dict(self._encode.origins(live)), self._encode.describe(live)
+            names, held = live, live if held is None else held
+        self._check_planned(names, held)
         pieces: dict[str, list[Piece]] = {}
         for piece in self._held_pieces(held):
             pieces.setdefault(piece.target, []).append(piece)
@@ -173,19 +173,34 @@ class Parts:
             for index in self._plan.of_rank(self._rank)
         }
 
-    def _check_names(self, held: Manifest) -> None:
-        """Refuse tensors that are not as in the plan, though the planned part of each is there."""
-        target, unwanted = self._plan.target, set(self._plan.unwanted)
+    def _check_planned(self, names: Iterable[str], held: Manifest) -> None:
+        """Refuse tensors that the plan was made without, or for other whole shapes.
+
+        `source` and the sources of `convert` tell what there was, else the plan does.
+        """
+        plan, convert = self._plan, self._convert
+        known: Container[str] = {*plan.target, *plan.unsent}
+        if self._source is not None:
+            known = held
+        elif convert is not None:
+            known = convert.sources
+        new = [name for name in names if name not in known]
+        if new:
+            raise PlanError(
+                f"the plan was made without {len(new)} tensors of rank {self._rank}, such as "
+                f"{new[0]!r}: they are new, or were untied. Describe all tensors and plan again, "
+                "or pass only those that the plan was made of."
+            )
         for name, spec in held.items():
-            if name in target and spec.shape != target[name].shape:
+            live = self._tensors.get(name)
+            has_grown = live is not None and any(map(gt, live.shape, spec.shape))  # Than `source`.
+            want = plan.target.get(name) if convert is None else None
+            if has_grown or (want is not None and want.shape != spec.shape):
+                here = spec.shape if live is None else tuple(live.shape)
+                planned = spec.shape if want is None else want.shape
                 raise PlanError(
-                    f"{name!r} is {spec.shape} on rank {self._rank} and {target[name].shape} in "
-                    "the plan. It was resized after planning: describe it anew and plan again."
-                )
-            if name not in target and name not in unwanted:
-                raise PlanError(
-                    f"rank {self._rank} has {name!r}, which no rank had when the plan was made. A "
-                    "parameter was added, or untied from another: plan again."
+                    f"{name!r} is {here} on rank {self._rank} and was planned as {planned}; "
+                    "describe it anew and plan again."
                 )
 
     def _held_pieces(self, held: Manifest) -> list[Piece]:
@@ -211,7 +226,8 @@ class Parts:
                     layout = held[part.source].layout
                     as_it_lies = part.dims == tuple(range(len(layout.shape)))
                     is_all = as_it_lies and part.source_box == layout.shard
-                    return _Source(origin, part, layout, is_all)
+                    dtype = self._plan.target[name].dtype
+                    return _Source(origin, part, layout, is_all, dtype)
         found = [piece.target_box for piece in pieces.get(name, ())]
         raise PlanError(
             f"rank {self._rank} shall send {box} of {name!r} and has "

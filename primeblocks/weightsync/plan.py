@@ -61,7 +61,8 @@ class Plan:
     Attributes:
         target: the tensors that travel, whole, under the names and dtypes that they travel by.
         wants: for each reader, the boxes that it wants.
-        unwanted: names of the trainer's tensors that no reader wants.
+        unsent: the trainer's other tensors, which no reader wants. Not recorded with `convert`,
+            whose sources are all that the trainer has.
     """
 
     target: Manifest
@@ -69,7 +70,7 @@ class Plan:
     wants: tuple[Boxes, ...]
     bucket_bytes: int
     buckets: tuple[Bucket, ...]
-    unwanted: tuple[str, ...] = ()
+    unsent: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         sent = sum(bucket.bytes for bucket in self.buckets)
@@ -180,7 +181,7 @@ class Plan:
             "bucket_bytes": self.bucket_bytes,
             "wants": wants,
             "buckets": buckets,
-            "unwanted": self.unwanted,
+            **({"unsent": self.unsent} if self.unsent else {}),
         }
         return json.dumps(head, separators=(",", ":"))
 
@@ -219,8 +220,8 @@ class Plan:
             for one in buckets:
                 if not (one.copies and 0 <= one.rank < ranks and {*one.readers} <= {*readers}):
                     raise PlanError(f"no bucket of {ranks} ranks and {len(wants)} readers")
-            unwanted = tuple(map(str, head["unwanted"]))
-            return cls(target, ranks, wants, int(head["bucket_bytes"]), buckets, unwanted)
+            unsent = tuple(map(str, head.get("unsent", ())))
+            return cls(target, ranks, wants, int(head["bucket_bytes"]), buckets, unsent)
 
     def fingerprint(self) -> str:
         """Return 32 hex digits, which both sides compare before a byte is used."""
