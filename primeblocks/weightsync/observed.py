@@ -33,6 +33,7 @@ __all__ = [
     "digest_tensors",
     "kept",
     "observe",
+    "place_of",
     "with_aliases",
 ]
 
@@ -212,6 +213,13 @@ def with_aliases(source: NamedTensors) -> dict[str, Tensor]:
     return tensors
 
 
+def place_of(tensor: Tensor) -> tuple[object, ...] | None:
+    """Return what tied tensors have in common. None for an empty one, which has no memory."""
+    if not tensor.numel():
+        return None
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
 def _piece_digests(tensor: Tensor) -> Iterator[str]:
     yield f"{tensor.dtype} {tuple(tensor.shape)}"
     room = as_buffer(tensor.cpu().contiguous())
@@ -223,9 +231,9 @@ def _piece_digests(tensor: Tensor) -> Iterator[str]:
 def _look_into(held: NamedTensors, known: Iterable[str]) -> tuple[Look, tuple[str, ...]]:
     """Return a way to look up tensors, and the names that are not known, nor tied to one."""
     tensors = with_aliases(held)
-    places = {tensors[name].data_ptr() for name in known if name in tensors}
+    places = {place_of(tensors[name]) for name in known if name in tensors} - {None}
     names = [name for name in named_tensors(held) if name not in set(known)]
-    extra = tuple(name for name in names if tensors[name].data_ptr() not in places)
+    extra = tuple(name for name in names if place_of(tensors[name]) not in places)
 
     def look(name: str) -> Sequence[Seen]:
         return [Seen(HELD, tensors[name].detach())] if name in tensors else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import PlanError, TransferError, UsageError
+from ..errors import PlanError, TransferError, UsageError, shown
 from ..layout import Shard
 from .agree import Agreement
 from .convert.conversion import Wiring
@@ -27,6 +27,7 @@ from .observed import (
     digest_form,
     digest_tensors,
     observe,
+    place_of,
     with_aliases,
 )
 from .parts import Encode, Parts
@@ -122,7 +123,7 @@ def verify_engine(
 
     Raises:
         PlanError: the trainer has not what the plan says, or another trainer's plan was observed.
-        UsageError: `engine` has no tensors by name, or there are several and no plan.
+        UsageError: an engine has no tensors by name, or there are several and no plan.
         TransferError: a rank failed, or did not come in time.
     """
     deadline = time.monotonic() + timeout_s
@@ -132,6 +133,8 @@ def verify_engine(
         return _by_digests(parameters, engine)
     mine = cast(NamedTensors, parameters)
     held = engine if isinstance(engine, list) else [] if engine is None else [engine]
+    for one in held:
+        _check_engine(one)
     wirings = [into] if isinstance(into, Wiring) else list(into)
     wrong: _Wrong = {kind: {} for kind in _KINDS}
     if plan is None and wirings:
@@ -149,6 +152,26 @@ def verify_engine(
             wrong[kind] = {**names, **wrong[kind]}
     compared = {name for one in seen for name in plan.wants[one.reader]}
     return Verified(len(compared), **{kind: dict(sorted(wrong[kind].items())) for kind in _KINDS})
+
+
+def _check_engine(one: object) -> None:
+    """Refuse what has no tensors by name."""
+    if isinstance(one, Observed | nn.Module) or are_digests(one):
+        return
+    pairs = one.items() if isinstance(one, Mapping) else one
+    if isinstance(pairs, Iterator):  # It would be empty the second time.
+        return
+    if not isinstance(pairs, Iterable) or not all(
+        isinstance(pair, tuple)
+        and len(pair) == 2
+        and isinstance(pair[0], str)
+        and isinstance(pair[1], Tensor)
+        for pair in pairs
+    ):
+        raise UsageError(
+            f"verify_engine was given the engine {shown(one)}; expected a module, tensors by name, "
+            "an Observed, or digest_tensors of them, or a list of those."
+        )
 
 
 def _shared(
@@ -192,11 +215,11 @@ def _only(some: Any, other: Container[str]) -> dict[str, str]:
     if are_digests(some):
         return {name: row[0] for name, row in some.items() if name not in other}
     every = with_aliases(some)
-    tied = {one.data_ptr() for name, one in every.items() if name in other}
+    tied = {place_of(one) for name, one in every.items() if name in other} - {None}
     return {
         name: str(tuple(one.shape))
         for name, one in named_tensors(some).items()
-        if name not in other and one.data_ptr() not in tied
+        if name not in other and place_of(one) not in tied
     }
 
 

@@ -257,6 +257,46 @@ def test_a_part_that_no_process_has_is_missing():
     assert "model.norm.weight" not in found.missing
 
 
+def test_a_view_of_a_tensor_is_not_that_tensor():
+    """A trainer's fused tensor and its first part share an address; the engine has the part."""
+    fused = torch.arange(12.0).reshape(6, 2)
+    trainer = {"qkv": fused, "q": fused[:2], "k": fused[2:4], "empty": fused[:0], "none": fused[6:]}
+    engine = {"q": fused[:2].clone(), "empty": fused[:0].clone()}
+    found = verify_engine(trainer, engine)
+    assert found.missing == {"qkv": "(6, 2)", "k": "(2, 2)", "none": "(0, 2)"}
+    found = verify_engine({"q": fused[:2]}, {"q": fused[:2], "qkv": fused, "none": fused[:0]})
+    assert found.unexpected == {"qkv": "(6, 2)", "none": "(0, 2)"}
+    sent = {"q": fused[:2]}
+    plan = plan_sync([describe(sent)], describe(sent), bucket_bytes=64)
+    found = verify_engine(sent, {"q": fused[:2], "qkv": fused}, plan=plan)
+    assert found.unexpected == {"qkv": "reader 0"}
+    assert not found.is_proved
+
+
+def test_a_proof_compares_whole_shapes():
+    """After `resize_token_embeddings` the rows that the plan knows are the engine's still."""
+    sent = {"embed": torch.ones(4, 2), "norm": torch.ones(2)}
+    plan = plan_sync([describe(sent)], describe(sent), bucket_bytes=64)
+    engine = {name: tensor.clone() for name, tensor in sent.items()}
+    assert verify_engine(sent, engine, plan=plan).is_proved
+    for change, reason in {
+        "grown": ({"embed": torch.ones(5, 2)}, r"'embed' is \(5, 2\) .* planned as \(4, 2\)"),
+        "new": ({"head": torch.ones(4, 2)}, "made without 1 tensors of rank 0, such as 'head'"),
+        "other": ({"norm": torch.ones(2).int()}, "'norm' is torch.int32 .* does not convert"),
+    }.values():
+        with pytest.raises(PlanError, match=reason):
+            verify_engine(sent | change, engine, plan=plan)
+
+
+@pytest.mark.parametrize("odd", [3, "a", [], [None], [3], {"w": 3}, {3: torch.ones(2)}, b"w"])
+def test_an_engine_that_is_none_is_refused_by_name(odd):
+    sent = {"w": torch.ones(2)}
+    plan = plan_sync([describe(sent)], describe(sent), bucket_bytes=64)
+    for more in ({}, {"plan": plan}):
+        with pytest.raises(UsageError):
+            verify_engine(sent, odd, **more)
+
+
 def test_what_it_cannot_compare_is_refused():
     one, other = {"a": torch.ones(2)}, {"b": torch.ones(2)}
     with pytest.raises(UsageError, match="no name in common"):
