@@ -22,6 +22,7 @@ class TokenServer(FakeServer):
         assert body["cache_salt"] == f"policy-{label}"
         choice = {
             "index": 0,
+            "finish_reason": "length",
             "token_ids": [7],
             "logprobs": {"content": [{"token_id": 7, "logprob": -1.0}]},
             "weight_versions": [{"version": label, "start": 0, "end": 1}],

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jaxtyping
 import pytest
 import torch
 
@@ -62,8 +63,9 @@ HostTier(capacity_bytes=4096, **sizes).close()
 """
 
 
-def test_snippets_are_typed(tmp_path):
+def test_snippets_are_typed(tmp_path, monkeypatch):
     """By mypy, each page as one function, so that `await` is allowed; and what takes lists."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # As for a caller.
     exec(LISTS, {})
     (tmp_path / "lists.py").write_text(LISTS)
     for page in PAGES:
