@@ -67,7 +67,7 @@ def _declared(file):
     return None
 
 
-def _python(code, cwd, *, timeout_s=60):
+def _python(code, cwd, *, timeout_s=HANG_S):
     """Run code in a fresh interpreter that finds packages in `cwd` first."""
     # -I would hide the folder; PYTHONPATH would outlive it in a child. This does neither.
     code = f"import sys; sys.path.insert(0, {str(cwd)!r})\n{code}"
@@ -110,6 +110,7 @@ def test_import_is_inert():
 
 LIFTED = """
 import importlib, pathlib, primeblocks
+from tests.deadlines import HANG_S
 assert pathlib.Path(primeblocks.__file__).parent == pathlib.Path("primeblocks").resolve()
 for name in {modules!r}:
     importlib.import_module(name)

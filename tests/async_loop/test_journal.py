@@ -73,6 +73,7 @@ def test_one_process_has_it_until_it_dies(path):
 FORKS = """
 import os, sys
 from primeblocks.errors import ClosedError, UsageError
+from tests.deadlines import HANG_S
 path = sys.argv[1]
 journal = Journal(path)
 journal.drawn(0, "before")
@@ -97,7 +98,7 @@ os.kill(os.getpid(), 9)
 
 def test_a_fork_has_no_part_in_it_and_takes_nothing_along(path):
     with script(FORKS, path) as parent:
-        _, complaints = parent.communicate(timeout=60)
+        _, complaints = parent.communicate(timeout=HANG_S)
     assert (parent.returncode, complaints) == (-signal.SIGKILL, "")
     with Journal(path) as journal:
         assert [prompt for _, prompt, _ in journal.restore(0).again] == ["before", "after", "after"]

@@ -346,6 +346,7 @@ ROUTER = ROOT / ".venv-router/bin/python"
 _READ = """
 import json, sys
 from vllm_router.launch_router import parse_router_args
+from tests.deadlines import JOB_S
 found = [vars(parse_router_args(words)) for words in json.loads(sys.argv[1])]
 print(json.dumps(found, default=str))
 """
@@ -362,7 +363,7 @@ def test_the_router_reads_what_was_meant():
     assert all(line[0] == "vllm-router" for line in lines)
     done = subprocess.run(
         [ROUTER, "-c", _READ, json.dumps([line[1:] for line in lines])],
-        capture_output=True, text=True, check=False, timeout=300,
+        capture_output=True, text=True, check=False, timeout=JOB_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     *plain, split = json.loads(done.stdout.splitlines()[-1])

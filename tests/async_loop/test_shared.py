@@ -18,6 +18,7 @@ from primeblocks.errors import (
     DeadlineError,
     UsageError,
 )
+from tests.deadlines import HANG_S
 
 from .conftest import make_group, make_rollout
 from .shared_site import Child, name, plain
@@ -141,14 +142,14 @@ def test_thousands_of_groups_of_several_processes_are_taken_once_each(name):
                         (make_rollout(attachments={"x": bytes([number % 256]) * size}),),
                         0,
                     ),
-                    timeout_s=60,
+                    timeout_s=HANG_S,
                 )
 
         children = [Child(lambda say, p=producer: body(say, p)) for producer in range(producers)]
         taken = []
         while len(taken) < producers * groups:
             count = min(1 + len(taken) % 3, producers * groups - len(taken))
-            for group in buffer.take(count, version=0, timeout_s=60):
+            for group in buffer.take(count, version=0, timeout_s=HANG_S):
                 producer, number = group.prompt
                 size = (number * 37 + producer) % 2000
                 assert group.rollouts[0].attachments["x"] == bytes([number % 256]) * size
@@ -185,40 +186,40 @@ def of_size(prompt, size):
 async def test_who_waits_gets_room_in_the_order_of_coming(buffer):
     """A large group is not overtaken by small ones that would fit."""
     for prompt in "ab":
-        await buffer.put_async(of_size(prompt, 3 << 10), timeout_s=1)
-    large = asyncio.create_task(buffer.put_async(of_size("large", 6 << 10), timeout_s=100))
+        await buffer.put_async(of_size(prompt, 3 << 10), timeout_s=HANG_S)
+    large = asyncio.create_task(buffer.put_async(of_size("large", 6 << 10), timeout_s=HANG_S))
     await asyncio.sleep(1)
-    small = asyncio.create_task(buffer.put_async(of_size("small", 10), timeout_s=100))
+    small = asyncio.create_task(buffer.put_async(of_size("small", 10), timeout_s=HANG_S))
     await asyncio.sleep(10)
     assert not large.done()
     assert not small.done()
-    assert [g.prompt for g in await buffer.take_async(1, version=0, timeout_s=1)] == ["a"]
-    late = asyncio.create_task(buffer.put_async(of_size("late", 10), timeout_s=100))
+    assert [g.prompt for g in await buffer.take_async(1, version=0, timeout_s=HANG_S)] == ["a"]
+    late = asyncio.create_task(buffer.put_async(of_size("late", 10), timeout_s=HANG_S))
     await asyncio.sleep(10)
     assert not small.done()
     assert not late.done()
-    taken = [g.prompt for g in await buffer.take_async(1, version=0, timeout_s=1)]
+    taken = [g.prompt for g in await buffer.take_async(1, version=0, timeout_s=HANG_S)]
     await large
-    taken += [g.prompt for g in await buffer.take_async(1, version=0, timeout_s=1)]
+    taken += [g.prompt for g in await buffer.take_async(1, version=0, timeout_s=HANG_S)]
     await asyncio.gather(small, late)
-    taken += [g.prompt for g in await buffer.take_async(2, version=0, timeout_s=1)]
+    taken += [g.prompt for g in await buffer.take_async(2, version=0, timeout_s=HANG_S)]
     assert taken == ["b", "large", "small", "late"]
 
 
 @in_virtual_time
 async def test_who_waits_hears_of_a_change_within_milliseconds(buffer):
     clock = asyncio.get_running_loop().time
-    taking = asyncio.create_task(buffer.take_async(1, version=0, timeout_s=100))
+    taking = asyncio.create_task(buffer.take_async(1, version=0, timeout_s=HANG_S))
     await asyncio.sleep(10.03)
     putting = clock()
-    await buffer.put_async(of_size("a", 7 << 10), timeout_s=1)
+    await buffer.put_async(of_size("a", 7 << 10), timeout_s=HANG_S)
     await taking
     assert clock() - putting < 0.01
-    await buffer.put_async(of_size("b", 7 << 10), timeout_s=1)
-    waiting = asyncio.create_task(buffer.put_async(of_size("c", 7 << 10), timeout_s=100))
+    await buffer.put_async(of_size("b", 7 << 10), timeout_s=HANG_S)
+    waiting = asyncio.create_task(buffer.put_async(of_size("c", 7 << 10), timeout_s=HANG_S))
     await asyncio.sleep(10.03)
     began = clock()
-    await buffer.take_async(1, version=0, timeout_s=1)
+    await buffer.take_async(1, version=0, timeout_s=HANG_S)
     await waiting
     assert clock() - began < 0.01
 
@@ -227,61 +228,61 @@ async def test_who_waits_hears_of_a_change_within_milliseconds(buffer):
 async def test_waits_end_at_their_deadline_and_lose_nothing(buffer):
     loop = asyncio.get_running_loop()
     with pytest.raises(DeadlineError, match="1 groups"):
-        await buffer.take_async(1, version=0, timeout_s=5)
+        await buffer.take_async(1, version=0, timeout_s=HANG_S)
     assert loop.time() == pytest.approx(5)
-    await buffer.put_async(of_size("a", 5 << 10), timeout_s=1)
+    await buffer.put_async(of_size("a", 5 << 10), timeout_s=HANG_S)
     with pytest.raises(DeadlineError, match="room"):
-        await buffer.put_async(of_size("b", 3 << 10), timeout_s=5)
+        await buffer.put_async(of_size("b", 3 << 10), timeout_s=HANG_S)
     assert loop.time() == pytest.approx(10)
-    await buffer.put_async(of_size("c", 10), timeout_s=1)
+    await buffer.put_async(of_size("c", 10), timeout_s=HANG_S)
     with pytest.raises(DeadlineError, match="3 groups"):
-        await buffer.take_async(3, version=0, timeout_s=5)
-    taken = await buffer.take_async(2, version=0, timeout_s=1)
+        await buffer.take_async(3, version=0, timeout_s=HANG_S)
+    taken = await buffer.take_async(2, version=0, timeout_s=HANG_S)
     assert [group.prompt for group in taken] == ["a", "c"]
 
 
 @in_virtual_time
 async def test_who_is_cancelled_has_neither_put_nor_taken(buffer):
-    await buffer.put_async(of_size("a", 7 << 10), timeout_s=1)
-    putting = asyncio.create_task(buffer.put_async(of_size("b", 3 << 10), timeout_s=100))
+    await buffer.put_async(of_size("a", 7 << 10), timeout_s=HANG_S)
+    putting = asyncio.create_task(buffer.put_async(of_size("b", 3 << 10), timeout_s=HANG_S))
     await asyncio.sleep(1)
     with pytest.raises(UsageError, match="running"):
         buffer.close()
     putting.cancel()
-    taking = asyncio.create_task(buffer.take_async(2, version=0, timeout_s=100))
+    taking = asyncio.create_task(buffer.take_async(2, version=0, timeout_s=HANG_S))
     await asyncio.sleep(1)
     with pytest.raises(DeadlineError, match="took groups all the time"):
-        await buffer.take_async(1, version=0, timeout_s=1)
+        await buffer.take_async(1, version=0, timeout_s=HANG_S)
     taking.cancel()
     await asyncio.wait([putting, taking])
     assert putting.cancelled()
     assert taking.cancelled()
-    taken = await buffer.take_async(1, version=0, timeout_s=1)
+    taken = await buffer.take_async(1, version=0, timeout_s=HANG_S)
     assert [group.prompt for group in taken] == ["a"]
     with pytest.raises(DeadlineError):
-        await buffer.take_async(1, version=0, timeout_s=1)
+        await buffer.take_async(1, version=0, timeout_s=HANG_S)
     assert buffer.held_bytes == 0
 
 
 @in_virtual_time
 async def test_a_batch_that_never_fits_is_refused_at_once(buffer):
     for prompt in "ab":
-        await buffer.put_async(of_size(prompt, 3 << 10), timeout_s=1)
-    putting = asyncio.create_task(buffer.put_async(of_size("c", 3 << 10), timeout_s=100))
+        await buffer.put_async(of_size(prompt, 3 << 10), timeout_s=HANG_S)
+    putting = asyncio.create_task(buffer.put_async(of_size("c", 3 << 10), timeout_s=HANG_S))
     await asyncio.sleep(1)
     with pytest.raises(CapacityError, match=r"batch of 3 groups.*2 groups of 3 and 8,192 bytes"):
-        await buffer.take_async(3, version=0, timeout_s=100)
+        await buffer.take_async(3, version=0, timeout_s=HANG_S)
     assert asyncio.get_running_loop().time() < 10
-    await buffer.take_async(2, version=0, timeout_s=1)
+    await buffer.take_async(2, version=0, timeout_s=HANG_S)
     await putting
 
 
 @in_virtual_time
 async def test_unlinking_ends_the_waits_of_others(buffer):
-    taking = asyncio.create_task(buffer.take_async(1, version=0, timeout_s=100))
+    taking = asyncio.create_task(buffer.take_async(1, version=0, timeout_s=HANG_S))
     await asyncio.sleep(1)
     buffer.unlink()
     with pytest.raises(ClosedError, match="unlinked"):
         await taking
     with pytest.raises(ClosedError, match="unlinked"):
-        await buffer.put_async(of_size("a", 1), timeout_s=1)
+        await buffer.put_async(of_size("a", 1), timeout_s=HANG_S)

@@ -12,6 +12,7 @@ from primeblocks.async_loop import StalenessPolicy
 from primeblocks.async_loop.plan.virtual import VirtualClock, run_in_virtual_time
 from primeblocks.async_loop.shared import SharedRolloutBuffer, arena, room, scatter
 from primeblocks.errors import DeadlineError, UsageError
+from tests.deadlines import HANG_S
 
 from .conftest import make_group
 from .shared_site import ALL, SHM, Child, die_at, name, plain, say_changes
@@ -141,7 +142,7 @@ def test_producers_killed_over_and_over_beside_a_consumer(name, full):
                     die_at(step, code=ALL, opcodes=True)
                     for number in range(2):
                         one = make_group([*at, number], members=1 + number)
-                        attached.put(one, timeout_s=60)
+                        attached.put(one, timeout_s=HANG_S)
                         say(one.prompt)
 
                 children.append(Child(body))
@@ -153,7 +154,7 @@ def test_producers_killed_over_and_over_beside_a_consumer(name, full):
             while count := len(buffer):
                 assert count <= 8
                 assert buffer.held_bytes <= 24 << 10
-                taken += buffer.take(count, version=0, timeout_s=60)
+                taken += buffer.take(count, version=0, timeout_s=HANG_S)
         buffer.put(make_group("last"), timeout_s=0)
         taken += buffer.take(1, version=0, timeout_s=0)
         assert buffer.held_bytes == 0
@@ -228,7 +229,7 @@ def test_nobody_waits_for_one_that_waits_and_is_stopped(name):
         def body(say):
             attached = SharedRolloutBuffer.attach(name)
             room.time = SimpleNamespace(sleep=lambda _: os.kill(os.getpid(), signal.SIGSTOP))
-            attached.put(make_group("stopped", members=1), timeout_s=60)
+            attached.put(make_group("stopped", members=1), timeout_s=HANG_S)
 
         child = Child(body)
         child.wait_until_stopped()
@@ -262,13 +263,13 @@ def test_a_stopped_process_holds_others_up_until_their_deadline(name):
             # Stopped while it writes, it is in nobody's way; with the table locked, in everybody's.
             writes = Child(body)
             writes.wait_until_stopped()
-            await buffer.put_async(make_group("a", members=1), timeout_s=1)
-            assert len(await buffer.take_async(1, version=0, timeout_s=1)) == 1
+            await buffer.put_async(make_group("a", members=1), timeout_s=HANG_S)
+            assert len(await buffer.take_async(1, version=0, timeout_s=HANG_S)) == 1
             locked = Child(locks)
             locked.wait_until_stopped()
             for call in (
-                buffer.put_async(make_group("b", members=1), timeout_s=5),
-                buffer.take_async(1, version=0, timeout_s=5),
+                buffer.put_async(make_group("b", members=1), timeout_s=HANG_S),
+                buffer.take_async(1, version=0, timeout_s=HANG_S),
             ):
                 with pytest.raises(DeadlineError, match="stopped"):
                     await call
@@ -276,8 +277,8 @@ def test_a_stopped_process_holds_others_up_until_their_deadline(name):
                 os.kill(child.pid, signal.SIGKILL)
                 assert child.wait()[0] == KILLED
             for group in "cd":
-                await buffer.put_async(make_group(group, members=1), timeout_s=1)
-            groups = await buffer.take_async(2, version=0, timeout_s=1)
+                await buffer.put_async(make_group(group, members=1), timeout_s=HANG_S)
+            groups = await buffer.take_async(2, version=0, timeout_s=HANG_S)
             assert [group.prompt for group in groups] == ["c", "d"]
             assert buffer.held_bytes == 0
 

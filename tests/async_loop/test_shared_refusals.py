@@ -18,6 +18,7 @@ from primeblocks.errors import (
     UnsupportedError,
     UsageError,
 )
+from tests.deadlines import HANG_S
 
 from .conftest import make_group
 from .shared_site import SHM, Child, name
@@ -103,7 +104,7 @@ def test_a_process_opens_a_buffer_once_and_a_fork_for_itself(name, buffer):
         signal.pause()
 
     child = Child(body)
-    taken = buffer.take(1, version=0, timeout_s=60)
+    taken = buffer.take(1, version=0, timeout_s=HANG_S)
     assert [group.prompt for group in taken] == ["a"]
     buffer.close()
     with pytest.raises(ClosedError, match="closed in this process"):

@@ -18,6 +18,7 @@ from primeblocks.async_loop.shared import SharedRolloutBuffer
 from primeblocks.errors import UsageError
 from primeblocks.replay.adapters.transformers import routers
 from primeblocks.testing import tiny_models
+from tests.deadlines import HANG_S
 from tests.integration.vision import (
     EARLY,
     END,
@@ -139,8 +140,8 @@ def batch():
     ) as buffer:
         try:
             for group in groups:
-                buffer.put(group, timeout_s=60)
-            taken = buffer.take(3, version=1, timeout_s=60)
+                buffer.put(group, timeout_s=HANG_S)
+            taken = buffer.take(3, version=1, timeout_s=HANG_S)
         finally:
             buffer.unlink()
     return model, [rollout for group in taken for rollout in group.rollouts], seen

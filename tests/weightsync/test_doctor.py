@@ -17,6 +17,7 @@ from primeblocks.weightsync import (
     plan_sync,
 )
 from primeblocks.weightsync.transports import IpcTransport
+from tests.deadlines import HANG_S
 
 ranks.preload(__name__)
 
@@ -28,7 +29,7 @@ def published(kind, name, root):
     weights = {"w": torch.zeros(ELEMENTS)}
     plan = plan_sync([describe(weights)], describe(weights), bucket_bytes=8192)
     owner = MAKES[kind](name, owner=True, root=root)
-    Publisher(plan, weights, owner).publish(1, timeout_s=20)
+    Publisher(plan, weights, owner).publish(1, timeout_s=HANG_S)
     return owner
 
 
@@ -69,7 +70,7 @@ def test_what_the_dead_left_is_told_from_what_is_in_use(kind, tmp_path):
         said = subprocess.check_output(
             [sys.executable, "-m", "primeblocks.weightsync.doctor", "--clean", "--root", root],
             text=True,
-            timeout=120,
+            timeout=HANG_S,
         )
         assert f"removed {tmp_path}/{prefix}dead-" in said
         assert said.count("removed") == 1

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from primeblocks.testing import ranks
 from primeblocks.weightsync import SharedMemoryTransport, doctor
 from primeblocks.weightsync.transports import FileTransport
+from tests.deadlines import HANG_S
 from tests.weightsync.contents import store_at
 from tests.weightsync.small_sync import PULL, RANKS, TRAINERS, Small
 
@@ -133,7 +134,7 @@ def stay(where, key, rank, victim):
     store.set(f"{key}/{rank}", "done")
     if rank == 0:
         readers = [f"{key}/{r}" for r in range(TRAINERS, RANKS) if r != victim]
-        store.wait(readers, timedelta(seconds=10))
+        store.wait(readers, timedelta(seconds=HANG_S))
 
 
 def stop_body(kind, where, version, victim, point):

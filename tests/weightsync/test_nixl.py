@@ -23,7 +23,7 @@ def test_without_nixl_it_says_what_to_install():
         "try:\n    import primeblocks.weightsync.adapters.nixl\n"
         "except MissingPackageError as error:\n    print(error)\n"
     )
-    said = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60)
+    said = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=HANG_S)
     assert said.startswith("nixl is not installed. Run: pip install nixl")
 
 
@@ -119,6 +119,7 @@ _SERVER = """
 import sys, torch
 from primeblocks.weightsync.adapters.nixl import NixlWire
 import json
+from tests.deadlines import HANG_S
 wire, source = NixlWire(serves=True), torch.full((int(sys.argv[1]),), 7, dtype=torch.uint8)
 print("note", json.dumps(wire.share(source)), flush=True)
 sys.stdin.read()
@@ -150,7 +151,7 @@ def test_a_process_that_dies_in_the_middle_of_a_read(ends):
             engine.read(reads, deadline=soon())
             assert target.eq(7).all()
         server.kill()
-        server.wait(10)
+        server.wait(HANG_S)
         with pytest.raises((TransferError, DeadlineError)):
             engine.read(reads, deadline=soon(5))
     finally:

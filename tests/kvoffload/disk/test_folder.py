@@ -144,7 +144,7 @@ os.kill(os.getpid(), 9)
 def test_a_forked_child_that_ends_leaves_the_log_alone(tmp_path):
     """SQLite would copy the log, delete it, and with it what the parent writes from then on."""
     command = [sys.executable, "-W", "ignore", "-c", FORK, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.stdout == "1 2\n", done.stderr
     with closing(open_tier(tmp_path)) as tier:
         assert [*state(tier)] == [1, 2]
@@ -153,6 +153,7 @@ def test_a_forked_child_that_ends_leaves_the_log_alone(tmp_path):
 OWN = """
 import sys
 from primeblocks.kvoffload import DiskTier, HostTier, PageKey, TieredStore
+from tests.deadlines import HANG_S
 tier = DiskTier(sys.argv[1], capacity_bytes=9000, page_bytes=48, attachment_bytes=64)
 print("owned", flush=True)
 sys.stdin.read()
