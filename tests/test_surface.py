@@ -14,6 +14,7 @@ import pytest
 
 import primeblocks
 from primeblocks.errors import how_it_ended
+from tests.deadlines import HANG_S
 
 PACKAGE = Path(primeblocks.__file__).parent
 ROOT = PACKAGE.parent
@@ -110,7 +111,6 @@ def test_import_is_inert():
 
 LIFTED = """
 import importlib, pathlib, primeblocks
-from tests.deadlines import HANG_S
 assert pathlib.Path(primeblocks.__file__).parent == pathlib.Path("primeblocks").resolve()
 for name in {modules!r}:
     importlib.import_module(name)

@@ -17,6 +17,7 @@ from primeblocks.errors import (
     UnsupportedError,
     UsageError,
 )
+from tests.deadlines import HANG_S
 
 from .ledgers import connection_of, fill, make_group, make_partial, make_rollout, some_calls
 
@@ -73,7 +74,6 @@ def test_one_process_has_it_until_it_dies(path):
 FORKS = """
 import os, sys
 from primeblocks.errors import ClosedError, UsageError
-from tests.deadlines import HANG_S
 path = sys.argv[1]
 journal = Journal(path)
 journal.drawn(0, "before")

@@ -31,6 +31,7 @@ from primeblocks.errors import PlanError, UnsupportedError
 from primeblocks.replay.adapters import vllm as replay
 from primeblocks.testing import tiny_models
 from tests.async_loop.serving_models import CONFIGS, model_in
+from tests.deadlines import JOB_S
 from tests.engine_job import call
 
 ROOT = Path(__file__).parents[2]
@@ -346,7 +347,6 @@ ROUTER = ROOT / ".venv-router/bin/python"
 _READ = """
 import json, sys
 from vllm_router.launch_router import parse_router_args
-from tests.deadlines import JOB_S
 found = [vars(parse_router_args(words)) for words in json.loads(sys.argv[1])]
 print(json.dumps(found, default=str))
 """

@@ -12,6 +12,7 @@ import torch
 
 from primeblocks.errors import DeadlineError, TransferError
 from primeblocks.weightsync.transports.wire import Read
+from tests.deadlines import HANG_S
 
 SIZE = 1 << 20
 
@@ -119,7 +120,6 @@ _SERVER = """
 import sys, torch
 from primeblocks.weightsync.adapters.nixl import NixlWire
 import json
-from tests.deadlines import HANG_S
 wire, source = NixlWire(serves=True), torch.full((int(sys.argv[1]),), 7, dtype=torch.uint8)
 print("note", json.dumps(wire.share(source)), flush=True)
 sys.stdin.read()

@@ -11,6 +11,7 @@ import pytest
 
 from primeblocks.errors import ClosedError, PlanError, UsageError
 from primeblocks.kvoffload import HostTier, TieredStore
+from tests.deadlines import HANG_S
 from tests.kvoffload.disk.small import (
     EXTRA,
     FRAME,
@@ -153,7 +154,6 @@ def test_a_forked_child_that_ends_leaves_the_log_alone(tmp_path):
 OWN = """
 import sys
 from primeblocks.kvoffload import DiskTier, HostTier, PageKey, TieredStore
-from tests.deadlines import HANG_S
 tier = DiskTier(sys.argv[1], capacity_bytes=9000, page_bytes=48, attachment_bytes=64)
 print("owned", flush=True)
 sys.stdin.read()
