@@ -54,6 +54,26 @@ def pytest_collection_finish():
     gc.enable()
 
 
+_failed_setups: dict[int, tuple[BaseException, str]] = {}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Report a failure of a shared fixture once; skip the other tests that need the fixture.
+
+    pytest raises the same exception again for each of them.
+    """
+    report = yield
+    if call.when == "setup" and report.outcome == "failed":
+        error = call.excinfo.value
+        _, first = _failed_setups.setdefault(id(error), (error, item.nodeid))
+        if first != item.nodeid:
+            path, line, _ = item.location
+            report.outcome = "skipped"
+            report.longrepr = (path, line, f"not run: the setup that it shares failed in {first}")
+    return report
+
+
 @pytest.fixture
 def full(request):
     """True where a random test is to run as often as the docs say, not as a laptop has time."""

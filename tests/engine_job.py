@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from primeblocks.errors import how_it_ended
+from tests.deadlines import HANG_S, JOB_S
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -33,11 +34,7 @@ ENVIRONMENT = {
 }
 
 
-# Far beyond what a job takes on a loaded machine, and below the deadline of a test.
-HANG_S = 540.0
-
-
-def call(body: Callable[..., Any], *args: object, timeout_s: float = HANG_S) -> Any:
+def call(body: Callable[..., Any], *args: object, timeout_s: float = JOB_S) -> Any:
     """Return `body(*args)` from a fork that has imported vLLM; its errors where it fails.
 
     Args:
@@ -46,7 +43,7 @@ def call(body: Callable[..., Any], *args: object, timeout_s: float = HANG_S) -> 
     return _fork(body, args, timeout_s, body.__name__)[0]
 
 
-def fork_job(script: Path, *arguments: str, timeout_s: float = HANG_S) -> str:
+def fork_job(script: Path, *arguments: str, timeout_s: float = JOB_S) -> str:
     """Run a script in a fork that has imported vLLM and return what it printed."""
     return _fork(_script, (str(script), arguments), timeout_s, script.name)[1]
 
@@ -54,7 +51,7 @@ def fork_job(script: Path, *arguments: str, timeout_s: float = HANG_S) -> str:
 def run_job(
     script: Path,
     *arguments: str,
-    timeout_s: float = HANG_S,
+    timeout_s: float = JOB_S,
     environment: Mapping[str, str] | None = None,
 ) -> str:
     """Run a script in an interpreter of its own, in an environment of its own; as `fork_job`."""
@@ -87,7 +84,7 @@ def _server() -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    atexit.register(server.communicate, timeout=10)  # It ends with its input.
+    atexit.register(server.communicate, timeout=HANG_S)  # It ends with its input.
     return server
 
 

@@ -28,6 +28,7 @@ from primeblocks.replay import impose, record
 from primeblocks.testing import tiny_models
 from primeblocks.weightsync import SharedMemoryTransport
 from primeblocks.weightsync.engines.remote import WorkerState
+from tests.deadlines import HANG_S
 from tests.engine_job import ENVIRONMENT
 from tests.kvoffload.mooncake_fake import FakeClient, FakeMaster
 from tests.serving_page import serving, serving_vllm
@@ -170,7 +171,7 @@ def kvoffload_disk():
         yield names
         with names["store"] as tiers:
             page = np.zeros(tiers.page_bytes, np.uint8)
-            tiers.save(PageKey("s", b"1"), page).wait(timeout_s=60)
+            tiers.save(PageKey("s", b"1"), page).wait(timeout_s=HANG_S)
     assert "put" in master.calls
 
 

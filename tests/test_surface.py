@@ -14,6 +14,7 @@ import pytest
 
 import primeblocks
 from primeblocks.errors import how_it_ended
+from tests.deadlines import HANG_S
 
 PACKAGE = Path(primeblocks.__file__).parent
 ROOT = PACKAGE.parent
@@ -67,7 +68,7 @@ def _declared(file):
     return None
 
 
-def _python(code, cwd, *, timeout_s=60):
+def _python(code, cwd, *, timeout_s=HANG_S):
     """Run code in a fresh interpreter that finds packages in `cwd` first."""
     # -I would hide the folder; PYTHONPATH would outlive it in a child. This does neither.
     code = f"import sys; sys.path.insert(0, {str(cwd)!r})\n{code}"

@@ -54,7 +54,7 @@ _preloaded = [
 
 
 def run(
-    body: Callable[..., Any], *args: object, world_size: int = 2, timeout_s: float = 60.0
+    body: Callable[..., Any], *args: object, world_size: int = 2, timeout_s: float = 300.0
 ) -> list[Any]:
     """Call `body(*args)` on every rank and return the results by rank.
 
@@ -77,7 +77,7 @@ def run(
 
 
 def gang(
-    body: Callable[..., Any], *args: object, world_size: int = 2, timeout_s: float = 60.0
+    body: Callable[..., Any], *args: object, world_size: int = 2, timeout_s: float = 300.0
 ) -> "Gang":
     """Start `body(*args)` on every rank and return at once; for tests that interfere.
 

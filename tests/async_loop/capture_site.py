@@ -7,6 +7,7 @@ import openai
 
 from primeblocks.async_loop.adapters.uvicorn import CaptureServer
 from tests.async_loop.chat_site import ADD, template
+from tests.deadlines import HANG_S
 
 
 def serve(engine, **options):
@@ -27,7 +28,7 @@ async def recording(engine, *, name=None, prompt_id=None, **options):
 @contextlib.asynccontextmanager
 async def agent_of(session, **options):
     options = {"base_url": session.base_url, "api_key": session.key, "max_retries": 0} | options
-    async with openai.AsyncOpenAI(timeout=60, **options) as client:
+    async with openai.AsyncOpenAI(timeout=HANG_S, **options) as client:
         yield client
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from primeblocks.async_loop import RolloutBuffer, StalenessPolicy
 from primeblocks.errors import DeadlineError, UsageError
 from primeblocks.testing.faults import ManualClock
+from tests.deadlines import HANG_S
 
 from .conftest import make_group
 
@@ -32,7 +33,7 @@ def test_it_behaves_as_a_list(commands):
             if command == "advance":
                 version += number
             elif command == "put" and len(expected) < 4:
-                await buffer.put(make_group(made, version=version), timeout_s=1)
+                await buffer.put(make_group(made, version=version), timeout_s=HANG_S)
                 expected.append((made, version))
                 made += 1
             elif command == "take":
@@ -41,7 +42,7 @@ def test_it_behaves_as_a_list(commands):
                     continue  # it would wait
                 dropped = []
                 groups = await buffer.take(
-                    number, version=version, timeout_s=1, on_drop=dropped.append
+                    number, version=version, timeout_s=HANG_S, on_drop=dropped.append
                 )
                 assert [group.prompt for group in groups] == [p for p, _ in fresh[:number]]
                 assert all(version - group.version <= BOUND for group in groups)
@@ -72,11 +73,11 @@ def test_a_group_of_a_later_policy_ends_the_take_and_stays(make_group):
 def test_a_full_buffer_holds_back_until_there_is_room(make_group):
     async def run():
         buffer = RolloutBuffer(capacity=1, staleness=StalenessPolicy(0, "drop", "a test"))
-        await buffer.put(make_group("a"), timeout_s=1)
-        waiting = asyncio.create_task(buffer.put(make_group("b"), timeout_s=60))
+        await buffer.put(make_group("a"), timeout_s=HANG_S)
+        waiting = asyncio.create_task(buffer.put(make_group("b"), timeout_s=HANG_S))
         await asyncio.sleep(0)
         assert not waiting.done()
-        groups = await buffer.take(1, version=0, timeout_s=1)
+        groups = await buffer.take(1, version=0, timeout_s=HANG_S)
         await waiting
         assert [group.prompt for group in groups] == ["a"]
         assert len(buffer) == 1
@@ -90,18 +91,18 @@ def test_waits_end_at_their_deadline_and_lose_nothing(make_group):
         buffer = RolloutBuffer(
             capacity=1, staleness=StalenessPolicy(0, "drop", "a test"), clock=clock
         )
-        taking = asyncio.create_task(buffer.take(1, version=0, timeout_s=5))
+        taking = asyncio.create_task(buffer.take(1, version=0, timeout_s=HANG_S))
         await settle()
         clock.advance(5)
         with pytest.raises(DeadlineError, match="1 groups"):
             await taking
-        await buffer.put(make_group("a"), timeout_s=1)
-        putting = asyncio.create_task(buffer.put(make_group("b"), timeout_s=5))
+        await buffer.put(make_group("a"), timeout_s=HANG_S)
+        putting = asyncio.create_task(buffer.put(make_group("b"), timeout_s=HANG_S))
         await settle()
         clock.advance(5)
         with pytest.raises(DeadlineError, match="room"):
             await putting
-        groups = await buffer.take(1, version=0, timeout_s=1)
+        groups = await buffer.take(1, version=0, timeout_s=HANG_S)
         assert [group.prompt for group in groups] == ["a"]
 
     asyncio.run(run())
@@ -110,11 +111,11 @@ def test_waits_end_at_their_deadline_and_lose_nothing(make_group):
 def test_stale_groups_make_room_for_those_that_wait(make_group):
     async def run():
         buffer = RolloutBuffer(capacity=1, staleness=StalenessPolicy(0, "drop", "a test"))
-        await buffer.put(make_group("old", version=0), timeout_s=1)
-        putting = asyncio.create_task(buffer.put(make_group("new", version=1), timeout_s=5))
+        await buffer.put(make_group("old", version=0), timeout_s=HANG_S)
+        putting = asyncio.create_task(buffer.put(make_group("new", version=1), timeout_s=HANG_S))
         await settle()
         dropped = []
-        groups = await buffer.take(1, version=1, timeout_s=5, on_drop=dropped.append)
+        groups = await buffer.take(1, version=1, timeout_s=HANG_S, on_drop=dropped.append)
         await putting
         assert [group.prompt for group in groups] == ["new"]
         assert [group.prompt for group in dropped] == ["old"]
@@ -127,7 +128,9 @@ def test_impossible_sizes_are_refused():
     with pytest.raises(UsageError, match="0"):
         RolloutBuffer(capacity=0, staleness=policy)
     with pytest.raises(UsageError, match="3 groups"):
-        asyncio.run(RolloutBuffer(capacity=2, staleness=policy).take(3, version=0, timeout_s=1))
+        asyncio.run(
+            RolloutBuffer(capacity=2, staleness=policy).take(3, version=0, timeout_s=HANG_S)
+        )
 
 
 async def settle():

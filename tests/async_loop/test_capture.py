@@ -14,6 +14,7 @@ from primeblocks.errors import CapacityError, DeadlineError, EngineError, UsageE
 from primeblocks.testing.faults import ManualClock
 from tests.async_loop.capture_site import adds, agent_of, converse, recording, serve
 from tests.async_loop.chat_site import ADD, Engine, template
+from tests.deadlines import HANG_S
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -197,7 +198,7 @@ def test_a_head_without_end_is_refused_before_any_key():
             writer.write(b"GET /s/a/v1/models HTTP/1.1\r\nX: " + b"a" * (1 << 20))
             try:
                 # To the end of the connection: a server that waits for more misses the deadline.
-                return await asyncio.wait_for(reader.read(), 30)
+                return await asyncio.wait_for(reader.read(), HANG_S)
             except ConnectionError:  # Closed while more was on its way.
                 return b""
             finally:
@@ -240,7 +241,7 @@ def test_an_agent_that_leaves_takes_its_request_along():
 
             leaving = await begin()
             leaving.cancel()
-            await asyncio.wait_for(cancelled.wait(), 60)
+            await asyncio.wait_for(cancelled.wait(), HANG_S)
             assert session.conversation.turns == []
             go_on.set()
             await (await begin())

@@ -15,6 +15,7 @@ from primeblocks.async_loop import cache_salt
 from primeblocks.async_loop.capture import CaptureBounds
 from primeblocks.testing import tiny_models
 from tests.async_loop.chat_site import ADD, template, tokenizer
+from tests.deadlines import HANG_S, START_S
 from tests.engine_job import call
 
 pytestmark = pytest.mark.vllm
@@ -50,8 +51,8 @@ async def _see(folder: Path) -> dict:
     version = 0
     with weightsync.SharedMemoryTransport(f"capture-{os.getpid()}", owner=True) as transport:
         publisher = weightsync.Publisher(plan, model, transport)
-        async with await VllmEngine.start(arguments, timeout_s=90) as engine:
-            await into_vllm.attach(engine.llm, plan, transport, timeout_s=60)
+        async with await VllmEngine.start(arguments, timeout_s=START_S) as engine:
+            await into_vllm.attach(engine.llm, plan, transport, timeout_s=HANG_S)
 
             async def generate(prompt, **options):
                 salt = cache_salt(version)
@@ -65,8 +66,8 @@ async def _see(folder: Path) -> dict:
                 with torch.no_grad():
                     for parameter in model.parameters():
                         parameter.mul_(1.01)
-                sent = await asyncio.to_thread(publisher.publish, version, timeout_s=60)
-                await into_vllm.update(engine.llm, sent, in_flight="continue", timeout_s=60)
+                sent = await asyncio.to_thread(publisher.publish, version, timeout_s=HANG_S)
+                await into_vllm.update(engine.llm, sent, in_flight="continue", timeout_s=HANG_S)
 
             bounds = CaptureBounds(timeout_s=120)
             async with (

@@ -17,6 +17,7 @@ from primeblocks.errors import (
     UnsupportedError,
     UsageError,
 )
+from tests.deadlines import HANG_S
 
 from .ledgers import connection_of, fill, make_group, make_partial, make_rollout, some_calls
 
@@ -97,7 +98,7 @@ os.kill(os.getpid(), 9)
 
 def test_a_fork_has_no_part_in_it_and_takes_nothing_along(path):
     with script(FORKS, path) as parent:
-        _, complaints = parent.communicate(timeout=60)
+        _, complaints = parent.communicate(timeout=HANG_S)
     assert (parent.returncode, complaints) == (-signal.SIGKILL, "")
     with Journal(path) as journal:
         assert [prompt for _, prompt, _ in journal.restore(0).again] == ["before", "after", "after"]

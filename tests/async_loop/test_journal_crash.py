@@ -27,6 +27,7 @@ from primeblocks.async_loop.journal import Journal
 from primeblocks.async_loop.reference import MemoryLedger
 from tests.async_loop.crashing import Driver, apply, how_it_ends, load_weights
 from tests.async_loop.ledgers import plain
+from tests.deadlines import JOB_S
 
 
 class Run:
@@ -162,7 +163,7 @@ def test_a_run_that_is_killed_ends_as_one_that_was_not(what, at_least, folder):
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=JOB_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -11,6 +11,7 @@ from primeblocks.async_loop.reference import synchronous_steps
 from primeblocks.async_loop.scheduler import Retries
 from primeblocks.errors import ClosedError, DeadlineError, EngineError, UsageError
 from primeblocks.testing.faults import ManualClock
+from tests.deadlines import HANG_S
 
 from .conftest import make_group, make_rollout
 
@@ -77,7 +78,7 @@ def run(body, **options):
         world = World()
         return world, await body(world, make_loop(world, **options))
 
-    return asyncio.run(asyncio.wait_for(main(), 30))
+    return asyncio.run(asyncio.wait_for(main(), HANG_S))
 
 
 async def collect(world, loop, count=5):
@@ -123,7 +124,7 @@ def test_it_ends_when_the_prompts_do():
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 7])
 def test_it_never_waits_for_a_batch_that_cannot_come(count, max_in_flight):
     prompts = iter(range(count))
-    world, steps = run(collect, prompts=prompts, max_in_flight=max_in_flight, step_timeout_s=5)
+    world, steps = run(collect, prompts=prompts, max_in_flight=max_in_flight, step_timeout_s=HANG_S)
     assert len(steps) == count // 2
     assert len(world.asked) == count
 
@@ -271,7 +272,7 @@ def test_a_hung_engine_ends_at_the_deadline_and_nothing_stays_behind():
         loop._buffer._clock = clock
         await body(world, loop)
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    asyncio.run(asyncio.wait_for(main(), HANG_S))
 
 
 def test_a_hung_training_step_ends_at_the_deadline():
@@ -281,12 +282,12 @@ def test_a_hung_training_step_ends_at_the_deadline():
 
     async def main():
         world = World()
-        world.train = lambda groups, *, version: release.wait(20)
+        world.train = lambda groups, *, version: release.wait(HANG_S)
         with pytest.raises(DeadlineError, match="a step"):
             await collect(world, make_loop(world, step_timeout_s=0.2))
 
     try:
-        asyncio.run(asyncio.wait_for(main(), 30))
+        asyncio.run(asyncio.wait_for(main(), HANG_S))
     finally:
         release.set()
 
@@ -313,7 +314,7 @@ def test_leaving_closes_the_loop_and_hears_what_its_groups_say_of_that():
         assert sorted(ended) == [0, 1, 2, 3]
         with pytest.raises(ClosedError):
             await anext(aiter(loop.steps(1)))
-        thread.join(10)
+        thread.join(HANG_S)
         assert not thread.is_alive()
         gc.collect()  # asyncio complains at the end of a task whose error nobody took.
 

@@ -29,6 +29,7 @@ from primeblocks.errors import (  # noqa: E402
 )
 from primeblocks.testing.faults import ManualClock  # noqa: E402
 from tests.async_loop.client_site import ANYTHING, PROMPT, Died, Reply, on_server  # noqa: E402
+from tests.deadlines import HANG_S  # noqa: E402
 
 
 def choice(index: int = 0, **other: Any) -> dict[str, Any]:
@@ -199,7 +200,7 @@ def test_weights_that_change_meanwhile_are_refused():
     def rollouts(server: Reply) -> Any:
         async def use(client: Any) -> Any:
             return await generate(
-                client, PROMPT, model="m", max_tokens=1, timeout_s=60.0,
+                client, PROMPT, model="m", max_tokens=1, timeout_s=HANG_S,
                 version=lambda: served_version(client),
             )  # fmt: skip
 
@@ -224,7 +225,7 @@ def test_a_fleet_keeps_engines_that_are_well_and_closes_those_that_are_not():
         return next(versions)
 
     async def use(client: Any) -> None:
-        ask = partial(generate, client, model="m", version=version, max_tokens=1, timeout_s=60.0)
+        ask = partial(generate, client, model="m", version=version, max_tokens=1, timeout_s=HANG_S)
         fleet = Fleet({"a": ask})
         for match in ("status 429", "aborted", "from version 2 to 3"):
             with pytest.raises(PrimeblocksError, match=match):

@@ -23,6 +23,7 @@ from primeblocks.errors import (
 )
 from primeblocks.testing.faults import ManualClock
 from tests.async_loop.client_site import ANYTHING, PROMPT, Died, Reply, on_server
+from tests.deadlines import HANG_S
 
 
 def token_choice(index: int = 0, **other: Any) -> dict[str, Any]:
@@ -175,7 +176,7 @@ def test_pages_are_read_once_whatever_the_client_retries():
     async def use(client: Any) -> None:
         eager = client.with_options(max_retries=3)
         with pytest.raises(EngineError, match="status 503"):
-            await generate_split(eager, eager, PROMPT, max_tokens=8, timeout_s=60.0)
+            await generate_split(eager, eager, PROMPT, max_tokens=8, timeout_s=HANG_S)
 
     asyncio.run(on_server(reply, use))
     assert len(decoded) == 1
@@ -204,7 +205,7 @@ def test_a_decode_that_fails_names_whose_pages_it_was_to_read():
     async def use(client: Any) -> str:
         prefill = client.with_options(base_url=f"{client.base_url}prefill/")
         with pytest.raises(EngineError, match="status 500") as caught:
-            await generate_split(prefill, client, PROMPT, max_tokens=8, timeout_s=60.0)
+            await generate_split(prefill, client, PROMPT, max_tokens=8, timeout_s=HANG_S)
         return f"{prefill.base_url} {caught.value.__notes__}"
 
     url, _, notes = asyncio.run(on_server(reply, use)).partition(" ")

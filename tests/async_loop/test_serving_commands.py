@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine_job import HANG_S, call
+from tests.deadlines import HANG_S
+from tests.engine_job import call
 
 ROOT = Path(__file__).parents[2]
 

@@ -19,13 +19,13 @@ from primeblocks.errors import ClosedError, DeadlineError, EngineError, UsageErr
 from primeblocks.testing import tiny_models
 from primeblocks.weightsync import SharedMemoryTransport, Subscriber
 from primeblocks.weightsync.adapters.trl import TrlTransfer
+from tests.deadlines import HANG_S as TIMEOUT_S
 
 pytest.importorskip("trl", reason="TRL is tested by scripts/peers")
 datasets = pytest.importorskip("datasets", reason="TRL's trainers need datasets")
 
 pytestmark = pytest.mark.filterwarnings("default")  # Of TRL, which calls itself experimental.
 
-TIMEOUT_S = 60.0
 MODEL = {"num_layers": 1, "hidden": 32, "num_experts": 4, "top_k": 2, "vocab": 32}
 PROMPTS, GROUP = 2, 4
 

@@ -10,6 +10,7 @@ from primeblocks.async_loop import cache_salt
 from primeblocks.async_loop.ledger import Draft
 from primeblocks.errors import PrimeblocksError
 from primeblocks.testing import tiny_models
+from tests.deadlines import HANG_S, START_S
 from tests.engine_job import call
 from tests.weightsync.vllm_site import SIZES, AdapterTrainer
 
@@ -52,14 +53,14 @@ async def _see(folder):
         max_lora_rank=8,
     )
     arguments |= lora.lora_engine_args()
-    async with await VllmEngine.start(arguments, timeout_s=90, version=BASE_VERSION) as engine:
+    async with await VllmEngine.start(arguments, timeout_s=START_S, version=BASE_VERSION) as engine:
         for trainer in (policy, critic):
             await lora.attach_lora(
-                engine.llm, trainer.spec, trainer.plan, trainer.transport, timeout_s=30
+                engine.llm, trainer.spec, trainer.plan, trainer.transport, timeout_s=HANG_S
             )
 
         async def load(trainer, receipt):
-            return await lora.update_lora(engine.llm, trainer.spec.name, receipt, timeout_s=30)
+            return await lora.update_lora(engine.llm, trainer.spec.name, receipt, timeout_s=HANG_S)
 
         async def ask(lora_request, version, tokens=SHORT, **options):
             return (
@@ -67,7 +68,7 @@ async def _see(folder):
                     PROMPT,
                     max_tokens=tokens,
                     temperature=0.0,
-                    timeout_s=60,
+                    timeout_s=HANG_S,
                     lora_request=lora_request,
                     adapter_version=version,
                     **options,
@@ -109,7 +110,7 @@ async def _see(folder):
         saw["no_version"], saw["no_adapter"] = await error(one, None), await error(None, 1)
         saw["negative"] = await error(one, -1)
         saw["in_place"] = await error(type(one)("x", 7, "x", load_inplace=True), 1)
-        await lora.remove_lora(engine.llm, one, timeout_s=30)
+        await lora.remove_lora(engine.llm, one, timeout_s=HANG_S)
         saw["removed"], saw["after"] = await error(one, 1), await error(two, 2)
     saw["gaps"] = {
         "long": [_gap(policy, version, seen["long"]) for version in (1, 2)],

@@ -17,9 +17,8 @@ from primeblocks.errors import DeadlineError, EngineError, PrimeblocksError, Tra
 from primeblocks.testing.faults import ManualClock
 from primeblocks.weightsync.adapters.vllm import update_all
 from primeblocks.weightsync.marker import Receipt
+from tests.deadlines import HANG_S as TIMEOUT_S
 from tests.weightsync.fake_engine import FakeEngine
-
-TIMEOUT_S = 60.0
 
 
 class Engine(FakeEngine):
@@ -183,10 +182,10 @@ def test_what_hangs_ends_at_the_deadline_and_the_next_update_mends_it():
     async def main():
         _, fleet = fleet_of("a", update=hang, clock=clock)
         hangs[0] = False
-        await fleet.update(published(1), timeout_s=10)
+        await fleet.update(published(1), timeout_s=TIMEOUT_S)
         hangs[0] = True
-        task = asyncio.ensure_future(fleet.update(published(2), timeout_s=10))
-        waiting = asyncio.ensure_future(fleet.join("b", Engine().member, timeout_s=5))
+        task = asyncio.ensure_future(fleet.update(published(2), timeout_s=TIMEOUT_S))
+        waiting = asyncio.ensure_future(fleet.join("b", Engine().member, timeout_s=TIMEOUT_S))
         with pytest.raises(DeadlineError, match="the opening of engine 'b'"):
             await past(waiting, 5)
         with pytest.raises(DeadlineError, match="update of the fleet to version 2"):
@@ -194,7 +193,7 @@ def test_what_hangs_ends_at_the_deadline_and_the_next_update_mends_it():
         # Nobody knows what the engine holds.
         assert "unsettled" in (await fleet.generate("x"))[2]
         hangs[0] = False
-        await fleet.update(published(2), timeout_s=10)
+        await fleet.update(published(2), timeout_s=TIMEOUT_S)
         assert (await fleet.generate("x"))[1:] == (serving(2), "policy-2")
 
     asyncio.run(main())
@@ -238,7 +237,7 @@ def test_servers_get_calls_with_a_deadline_and_a_router_all_requests():
         member = FleetMember(engine.generate, SimpleNamespace(until=until))
         fleet = VllmFleet({"a": member}, update=load, through=routed, clock=clock)
         await fleet.update(published(7), timeout_s=TIMEOUT_S)
-        assert await fleet.versions(timeout_s=5) == {"a": "7"}
+        assert await fleet.versions(timeout_s=TIMEOUT_S) == {"a": "7"}
         assert deadlines == [clock.now() + 5]
         assert await fleet.generate("x") == ("router", "x", "policy-7")
         assert engine.asked == []

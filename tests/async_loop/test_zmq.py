@@ -21,11 +21,11 @@ from primeblocks.errors import (
     UnsupportedError,
     UsageError,
 )
+from tests.deadlines import HANG_S
 
 zmq = pytest.importorskip("zmq", reason="pyzmq is not installed")
 from primeblocks.async_loop.adapters.zmq import RolloutReceiver, RolloutSender  # noqa: E402
 
-HANG_S = 120.0
 POLICY = StalenessPolicy(4, "pace", "none: a test")
 ANY = "tcp://127.0.0.1:0"
 PROCESSES = multiprocessing.get_context("forkserver")

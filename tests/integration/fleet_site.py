@@ -27,12 +27,12 @@ from primeblocks.replay.adapters.vllm import (
 from primeblocks.replay.adapters.vllm.rows import routes_from_rows
 from primeblocks.testing import tiny_models
 from primeblocks.weightsync.adapters import vllm as into_vllm
+from tests.deadlines import START_S
 from tests.ports import free_port
 from tests.weightsync.vllm_site import SIZES, TIMEOUT_S, Served, Trainer
 
 MODEL_TOKENS = 2048
 LONG = 1800  # tokens of an answer that lasts until something has happened, on an idle machine too
-START_S = 300.0
 ROUTER = shutil.which("vllm-router")
 needs_router = pytest.mark.skipif(ROUTER is None, reason="vllm-router is not installed")
 PROMPTS = np.random.default_rng(0).integers(4, 512, (6, 40)).tolist()

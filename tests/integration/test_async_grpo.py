@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from primeblocks.errors import how_it_ended
+from tests.deadlines import JOB_S, START_S
 from tests.engine_job import ENVIRONMENT
 
 pytestmark = pytest.mark.vllm
@@ -105,7 +106,7 @@ def shared_memory(out: Path) -> list[Path]:
 def test_it_runs_and_keeps_its_bounds(tmp_path):
     process = start(tmp_path, steps=6)
     try:
-        code = process.wait(200)
+        code = process.wait(JOB_S)
     finally:
         process.kill()
     assert code == 0, (tmp_path / "log").read_text()[-6000:]
@@ -133,7 +134,7 @@ def test_two_nodes_share_no_memory(tmp_path):
     nodes = [start_node(tmp_path, rank, port=port, steps=6) for rank in range(2)]
     logs = [tmp_path / f"node-{rank}" / "log" for rank in range(2)]
     try:
-        deadline = time.monotonic() + 400
+        deadline = time.monotonic() + JOB_S
         while any(node.poll() is None for node in nodes) and time.monotonic() < deadline:
             assert shared_memory(tmp_path) == []
             time.sleep(0.5)
@@ -156,7 +157,7 @@ def test_two_nodes_share_no_memory(tmp_path):
 def test_a_killed_engine_ends_the_run_with_its_name(tmp_path):
     process = start(tmp_path, steps=10_000)
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + START_S
         while "GRPO" not in (tmp_path / "log").read_text():
             ended, log = process.poll(), (tmp_path / "log").read_text()[-6000:]
             assert ended is None, f"the example {how_it_ended(ended)}\n{log}"
@@ -165,7 +166,7 @@ def test_a_killed_engine_ends_the_run_with_its_name(tmp_path):
         assert shared_memory(tmp_path)
         for pid in engines(process.pid):
             os.kill(pid, signal.SIGKILL)
-        assert process.wait(60) != 0
+        assert process.wait(START_S) != 0
     finally:
         process.kill()
     assert "primeblocks.errors.EngineError" in (tmp_path / "log").read_text()
@@ -177,7 +178,7 @@ def test_a_run_that_is_killed_goes_on_from_its_state(tmp_path):
     state = tmp_path / "state"
     process = start(tmp_path, steps=10_000, state=state)
     try:
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + JOB_S
         while not (state / "step-11").exists():
             ended, log = process.poll(), (tmp_path / "log").read_text()[-6000:]
             assert ended is None, f"the example {how_it_ended(ended)}\n{log}"
@@ -186,13 +187,13 @@ def test_a_run_that_is_killed_goes_on_from_its_state(tmp_path):
         every = [process.pid, *descendants(process.pid)]
         for pid in every:
             os.kill(pid, signal.SIGKILL)
-        process.wait(60)
+        process.wait(START_S)
         while any(Path(f"/proc/{pid}/fd/0").exists() for pid in every):
             time.sleep(0.1)  # Until they are gone they hold the journal.
         for left in shared_memory(tmp_path):
             shutil.rmtree(left)
         process = start(tmp_path, steps=13, state=state)
-        assert process.wait(200) == 0, (tmp_path / "log").read_text()[-6000:]
+        assert process.wait(JOB_S) == 0, (tmp_path / "log").read_text()[-6000:]
     finally:
         process.kill()
     summary = json.loads((tmp_path / "summary.json").read_text())

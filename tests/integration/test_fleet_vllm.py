@@ -18,6 +18,7 @@ import pytest
 from primeblocks.async_loop.adapters.vllm import FleetMember, VllmFleet
 from primeblocks.errors import PrimeblocksError
 from primeblocks.plugins.vllm import register
+from tests.deadlines import HANG_S
 from tests.engine_job import call
 from tests.integration.fleet_site import (
     LONG,
@@ -80,7 +81,7 @@ async def _in_flight(fleet: VllmFleet, servers: Iterable[Any], receipt: Any) -> 
     await asyncio.wait_for(asyncio.gather(*(served.amid("") for served in servers)), START_S)
     # So that none ends before; the update lets them go on.
     await fleet.pause(mode="keep", clear_cache=False, timeout_s=TIMEOUT_S)
-    await fleet.update(receipt, timeout_s=2 * TIMEOUT_S)
+    await fleet.update(receipt, timeout_s=TIMEOUT_S)
     return await asked
 
 
@@ -144,7 +145,9 @@ async def _run_mixed(folder: Path, start: Any, count: int) -> dict[str, Any]:
         again = start("again")
         await asyncio.to_thread(again.wait, START_S)
         members[lost] = member = member_of(again)
-        seen["unversioned"] = await _error(member.generate(PROMPTS[0], max_tokens=4, timeout_s=60))
+        seen["unversioned"] = await _error(
+            member.generate(PROMPTS[0], max_tokens=4, timeout_s=HANG_S)
+        )
         await policies.attach(again.engine)
         await fleet.join(lost, member, timeout_s=TIMEOUT_S)
         seen["joined"] = [fleet.open, await fleet.versions(timeout_s=TIMEOUT_S)]
@@ -237,7 +240,7 @@ async def _run_routed(folder: Path, start: Any, pair: Any, address: str) -> dict
     outcomes = await asyncio.gather(*tasks)
     seen["failures"] = [failures for _, failures in outcomes]
     seen["survived"] = [policies.judge(rollouts[0]) for rollouts, _ in outcomes]
-    done = await fleet.update(policies.publish(3), timeout_s=2 * TIMEOUT_S)
+    done = await fleet.update(policies.publish(3), timeout_s=TIMEOUT_S)
     seen["without"] = [done.held_by, sorted(done.drained)]
     _post(f"{address}/remove_worker?url={pair['b'].url}")
 
@@ -256,7 +259,9 @@ async def _run_routed(folder: Path, start: Any, pair: Any, address: str) -> dict
 
 
 def _post(url: str) -> str:
-    with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=60) as answer:
+    with urllib.request.urlopen(
+        urllib.request.Request(url, method="POST"), timeout=HANG_S
+    ) as answer:
         return answer.read().decode()
 
 

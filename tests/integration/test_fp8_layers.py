@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from primeblocks.errors import how_it_ended
+from tests.deadlines import JOB_S
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fp8_layers.py"
 
@@ -15,7 +16,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "fp8_layers.py"
 @pytest.mark.example
 def test_float8_layers_train_as_float32_and_round_once_a_step():
     done = subprocess.run(
-        [sys.executable, EXAMPLE], capture_output=True, text=True, timeout=540, check=False
+        [sys.executable, EXAMPLE], capture_output=True, text=True, timeout=JOB_S, check=False
     )
     assert done.returncode == 0, f"{EXAMPLE.name} {how_it_ended(done.returncode)}\n{done.stderr}"
     errors = [float(x) for x in re.findall(r"^  model\.layers.* (0\.\d+)$", done.stdout, re.M)]

@@ -21,6 +21,7 @@ from primeblocks.replay.adapters.transformers import routers
 from primeblocks.testing import tiny_models
 from primeblocks.weightsync import Publisher, describe, plan_sync
 from primeblocks.weightsync.transports import FileTransport
+from tests.deadlines import HANG_S, START_S
 from tests.engine_job import call
 from tests.integration.vision import (
     EARLY,
@@ -55,10 +56,12 @@ async def _serve(folder):
         limit_mm_per_prompt={"image": 4, "video": 0},
     )
     made = []
-    async with await VllmEngine.start(arguments, timeout_s=120) as engine:
+    async with await VllmEngine.start(arguments, timeout_s=START_S) as engine:
 
         async def ask(conversation, prompt, shown):
-            answers = await engine.generate(prompt, images=shown, n=8, max_tokens=5, timeout_s=60)
+            answers = await engine.generate(
+                prompt, images=shown, n=8, max_tokens=5, timeout_s=HANG_S
+            )
             # A random model may say that here is an image.
             answer = next(x for x in answers if max(x.token_ids) < END)
             values = {"images": tuple(shown), "routes": Aligned.rows(answer.routed_experts)}
@@ -82,7 +85,7 @@ async def _serve(folder):
         first = []
         for version in (0, 0, 1):
             if version:
-                await engine.call(engine.llm.collective_rpc(_retrain), timeout_s=60)
+                await engine.call(engine.llm.collective_rpc(_retrain), timeout_s=HANG_S)
             (answer,) = await engine.generate(prompt, **greedy, cache_salt=cache_salt(version))
             first += answer.logprobs
         with pytest.raises(UsageError, match="and 7 tokens"):

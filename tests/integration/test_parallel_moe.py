@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from primeblocks.errors import how_it_ended
+from tests.deadlines import JOB_S
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "parallel_moe.py"
 
@@ -19,7 +20,7 @@ def test_four_ranks_print_the_plans_and_equal_one_rank():
         [*torchrun, "--nproc-per-node", "4", EXAMPLE],
         capture_output=True,
         text=True,
-        timeout=540,
+        timeout=JOB_S,
         check=False,
     )
     assert done.returncode == 0, f"torchrun {how_it_ended(done.returncode)}\n{done.stderr}"

@@ -21,6 +21,7 @@ from primeblocks.async_loop.adapters.vllm import FleetMember, VllmFleet
 from primeblocks.errors import PrimeblocksError
 from primeblocks.plugins.vllm import register
 from primeblocks.weightsync.adapters import vllm as into_vllm
+from tests.deadlines import EXPIRES_S
 from tests.engine_job import call
 from tests.integration.fleet_site import (
     LONG,
@@ -253,7 +254,7 @@ async def _decode_dies(site: Site, seen: dict[str, Any]) -> None:
     site.launch("decode", kv_load_failure_policy="fail")
     await asyncio.to_thread(site.served["decode"].wait, START_S)
     # Only now, for prefill's pause waits while it keeps pages for a server that is gone.
-    done = await site.fleet.update(site.policies.publish(4), timeout_s=8 * TIMEOUT_S)
+    done = await site.fleet.update(site.policies.publish(4), timeout_s=START_S)
     seen["without decode"] = [done.held_by, sorted(done.drained)]
     await site.again("decode")
     seen["decode again"] = await site.ask(site.draw(4))
@@ -262,7 +263,7 @@ async def _decode_dies(site: Site, seen: dict[str, Any]) -> None:
 async def _update_between(site: Site, seen: dict[str, Any]) -> None:
     asked = await site.between(3)
     receipt = site.policies.publish(5)
-    update = asyncio.ensure_future(site.fleet.update(receipt, timeout_s=8 * TIMEOUT_S))
+    update = asyncio.ensure_future(site.fleet.update(receipt, timeout_s=START_S))
     paused = {"prefill": False}
     while not paused["prefill"] and not update.done():
         paused = {role: await _is_paused(served) for role, served in site.served.items()}
@@ -278,7 +279,7 @@ async def _is_paused(served: Any) -> bool:
 
 
 async def _prefill_hangs(site: Site, seen: dict[str, Any]) -> None:
-    short = await site.between(1, timeout_s=10.0)
+    short = await site.between(1, timeout_s=EXPIRES_S)
     asked = await site.between(2)
     site.signal("prefill", signal.SIGSTOP)
     site.doors["decode"].open()

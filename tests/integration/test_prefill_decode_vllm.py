@@ -15,6 +15,7 @@ import pytest
 from primeblocks.async_loop.adapters.vllm import VllmFleet
 from primeblocks.errors import PrimeblocksError
 from primeblocks.plugins.vllm import register
+from tests.deadlines import HANG_S
 from tests.engine_job import call
 from tests.integration.fleet_site import (
     ROUTER,
@@ -146,7 +147,7 @@ def _same(one: Any, other: Any) -> bool:
 
 def _hits(url: str) -> float:
     """Prompt tokens that a server got from another."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=HANG_S) as answer:
         lines = answer.read().decode().splitlines()
     counter = "vllm:external_prefix_cache_hits_total"
     return sum(float(line.split()[-1]) for line in lines if line.startswith(counter))

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from primeblocks.errors import how_it_ended
+from tests.deadlines import JOB_S
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pretrained_to_shards.py"
 STEPS, ROWS, TOKENS, RATE = 4, 8, 32, 1e-2
@@ -22,7 +23,7 @@ def _run(ranks, folder):
         [*torchrun, "--nproc-per-node", str(ranks), EXAMPLE],
         capture_output=True,
         text=True,
-        timeout=270,
+        timeout=JOB_S,
         check=False,
         env=os.environ | {"TMPDIR": str(folder)},
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from primeblocks.errors import how_it_ended
+from tests.deadlines import JOB_S
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "resume_after_a_crash.py"
 
@@ -15,7 +16,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "resume_after_a_crash.py"
 @pytest.mark.example
 def test_a_killed_run_ends_as_one_that_was_left_alone():
     done = subprocess.run(
-        [sys.executable, EXAMPLE], capture_output=True, text=True, timeout=540, check=False
+        [sys.executable, EXAMPLE], capture_output=True, text=True, timeout=JOB_S, check=False
     )
     assert done.returncode == 0, f"{EXAMPLE.name} {how_it_ended(done.returncode)}\n{done.stderr}"
     tokens = [int(count) for count in re.findall(r"killed; .* (\d+) tokens", done.stdout)]

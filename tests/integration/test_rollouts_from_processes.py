@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from primeblocks.errors import how_it_ended
+from tests.deadlines import JOB_S
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "rollouts_from_processes.py"
 
@@ -15,7 +16,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "rollouts_from_processes.py"
 @pytest.mark.example
 def test_a_killed_worker_costs_at_most_the_group_that_it_was_making():
     done = subprocess.run(
-        [sys.executable, EXAMPLE], capture_output=True, text=True, timeout=540, check=False
+        [sys.executable, EXAMPLE], capture_output=True, text=True, timeout=JOB_S, check=False
     )
     assert done.returncode == 0, f"{EXAMPLE.name} {how_it_ended(done.returncode)}\n{done.stderr}"
     assert len(re.findall(r"^killed a worker", done.stdout, re.M)) == 1

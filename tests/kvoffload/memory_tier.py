@@ -5,8 +5,7 @@ import threading
 from primeblocks.errors import CapacityError
 from primeblocks.kvoffload import Found
 from primeblocks.kvoffload.page import ALIGNMENT
-
-SOON = 5.0
+from tests.deadlines import HANG_S as SOON
 
 
 class MemoryTier:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from primeblocks.errors import how_it_ended
 from primeblocks.kvoffload.adapters.mooncake import MooncakeTier, connect
+from tests.deadlines import HANG_S
 from tests.kvoffload.tier_conformance import Bench, content_of, host_for, key_of
 
 __all__ = ["SEGMENT", "missing", "open_bench", "owner", "running_master"]
@@ -33,7 +34,7 @@ def missing():
 @contextmanager
 def running_master():
     """A master's process and its address."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + HANG_S
     while True:
         port = _free_port()
         with _master(port) as process:
@@ -91,7 +92,7 @@ def owner(master, *, namespace, saves=0):
             assert process.stdout.readline() == "ready\n"
             yield process
             process.stdin.close()
-            process.wait(30)
+            process.wait(HANG_S)
         finally:
             process.kill()
 

@@ -22,6 +22,7 @@ from primeblocks.errors import (
 from primeblocks.kvoffload import PageKey, TieredStore
 from primeblocks.kvoffload.adapters import mooncake
 from primeblocks.kvoffload.adapters.mooncake import MooncakeTier, connect
+from tests.deadlines import HANG_S
 from tests.kvoffload.mooncake_fake import FakeClient, FakeMaster
 from tests.kvoffload.tier_conformance import (
     CHECKS,
@@ -270,12 +271,12 @@ def test_close_waits_for_calls_of_other_threads(engine, master):
 
     def before_call(name):
         called.set()
-        assert go_on.wait(10)
+        assert go_on.wait(HANG_S)
 
     master.before_call = before_call
     asks = threading.Thread(target=bench.tier.holds, args=([key_of(1)],))
     asks.start()
-    assert called.wait(10)
+    assert called.wait(HANG_S)
     closes = threading.Thread(target=bench.tier.close)
     closes.start()
     closes.join(0.2)
@@ -283,7 +284,7 @@ def test_close_waits_for_calls_of_other_threads(engine, master):
     assert bench.tier._client.open
     go_on.set()
     for thread in (asks, closes):
-        thread.join(10)
+        thread.join(HANG_S)
     assert not bench.tier._client.open
     with pytest.raises(ClosedError, match="mooncake"):
         bench.tier.holds([key_of(1)])
@@ -296,17 +297,17 @@ def test_close_gives_up_on_calls_that_hang(engine, master, monkeypatch):
 
     def before_call(name):
         called.set()
-        assert go_on.wait(10)
+        assert go_on.wait(HANG_S)
 
     master.before_call = before_call
     asks = threading.Thread(target=bench.tier.holds, args=([key_of(1)],))
     asks.start()
-    assert called.wait(10)
+    assert called.wait(HANG_S)
     with pytest.raises(DeadlineError, match=r"1 calls of mooncake have not ended after 0\.05 s"):
         bench.tier.close()
     assert bench.tier._client.open
     go_on.set()
-    asks.join(10)
+    asks.join(HANG_S)
 
 
 def test_two_stores_over_one_remote(engine, master):
@@ -315,11 +316,11 @@ def test_two_stores_over_one_remote(engine, master):
     page, into = content_of(5), np.zeros(PAGE, np.uint8)
     key = PageKey("salt", b"prompt", version=3)
     with TieredStore([one.host, one.tier], write="through") as first:
-        assert first.save(key, page, attachments={"routes": b"12"}).wait(timeout_s=10).stored
-        first.flush().wait(timeout_s=10)
+        assert first.save(key, page, attachments={"routes": b"12"}).wait(timeout_s=HANG_S).stored
+        first.flush().wait(timeout_s=HANG_S)
         with TieredStore([other.host, other.tier]) as second:
-            assert not second.load(PageKey("salt", b"prompt"), into=into).wait(timeout_s=10)
-            hit = second.load(key, into=into).wait(timeout_s=10)
+            assert not second.load(PageKey("salt", b"prompt"), into=into).wait(timeout_s=HANG_S)
+            hit = second.load(key, into=into).wait(timeout_s=HANG_S)
             assert (hit.tier, dict(hit.attachments)) == ("mooncake", {"routes": b"12"})
             assert into.tobytes() == page
     (name,) = master.values
@@ -327,7 +328,7 @@ def test_two_stores_over_one_remote(engine, master):
     third = engine()
     with TieredStore([third.host, third.tier]) as store:
         into[:] = 0
-        assert not store.load(key, into=into).wait(timeout_s=10)
+        assert not store.load(key, into=into).wait(timeout_s=HANG_S)
         assert not into.any()
         assert store.statistics()["mooncake"].checksum_failures == 1
 
@@ -340,7 +341,7 @@ def test_without_mooncake_it_says_what_to_install():
         "try:\n    connect('localhost:1', hostname='localhost')\n"
         "except MissingPackageError as error:\n    print(error)\n"
     )
-    said = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60)
+    said = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=HANG_S)
     assert said.startswith("mooncake is not installed. Run: pip install mooncake-transfer-engine")
 
 
@@ -365,13 +366,13 @@ def fake_mooncake(monkeypatch):
 def test_connect_reaches_the_master_first(fake_mooncake):
     with socket.create_server(("127.0.0.1", 0)) as server:
         master = f"127.0.0.1:{server.getsockname()[1]}"
-        client = connect(master, hostname="here", segment_bytes=1 << 24, timeout_s=5)
+        client = connect(master, hostname="here", segment_bytes=1 << 24, timeout_s=HANG_S)
         assert client.arguments == ("here", "P2PHANDSHAKE", 1 << 24, 1 << 24, "tcp", "", master)
         fake_mooncake.code = -600
         with pytest.raises(EngineError, match="-600"):
-            connect(master, hostname="here", timeout_s=5)
+            connect(master, hostname="here", timeout_s=HANG_S)
     with pytest.raises(EngineError, match="no Mooncake master listens"):
-        connect(master, hostname="here", timeout_s=5)
+        connect(master, hostname="here", timeout_s=HANG_S)
 
 
 @pytest.mark.parametrize("master", ["", "host", "host:", ":1", "host:port"])

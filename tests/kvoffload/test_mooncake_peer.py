@@ -8,6 +8,7 @@ import pytest
 from primeblocks.errors import CapacityError, EngineError
 from primeblocks.kvoffload import TieredStore
 from primeblocks.kvoffload.adapters.mooncake import connect
+from tests.deadlines import HANG_S
 from tests.kvoffload.mooncake_site import missing, open_bench, owner, running_master
 from tests.kvoffload.tier_conformance import (
     CHECKS,
@@ -47,10 +48,10 @@ def test_pages_of_another_process_are_hits(master):
         bench = open_bench(master, namespace="shared", segment_bytes=0)
         with TieredStore([bench.host, bench.tier]) as store:
             for number in range(3):
-                hit = store.load(key_of(number), into=into).wait(timeout_s=10)
+                hit = store.load(key_of(number), into=into).wait(timeout_s=HANG_S)
                 assert hit.tier == "mooncake"
                 assert into.tobytes() == content_of(number)
-            assert not store.load(key_of(3), into=into).wait(timeout_s=10)
+            assert not store.load(key_of(3), into=into).wait(timeout_s=HANG_S)
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def test_memory_that_died_is_a_miss_and_service_goes_on(mortal):
             got = bench.get(key_of(0), key_of(1))
             assert all(each is None or is_error(each) for each in got)
         with owner(master, namespace="died"):
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + HANG_S
             # Until the master has noticed, it deals out memory of the dead.
             while bench.put((key_of(7), content_of(7))) != [None]:
                 assert time.monotonic() < deadline
@@ -93,16 +94,16 @@ def test_a_dead_master_costs_one_wait_and_no_page_of_the_host(mortal, monkeypatc
     bench = open_bench(master, namespace="dead", rest_s=600.0)
     into = np.zeros(PAGE, np.uint8)
     with TieredStore([bench.host, bench.tier], write="through") as store:
-        assert store.save(key_of(1), content_of(1)).wait(timeout_s=10).stored
-        store.flush().wait(timeout_s=10)
+        assert store.save(key_of(1), content_of(1)).wait(timeout_s=HANG_S).stored
+        store.flush().wait(timeout_s=HANG_S)
         process.kill()
         process.wait()
         # Mooncake takes about four seconds to give up (measured, 0.3.13).
-        assert not store.load(key_of(2), into=into).wait(timeout_s=60)
+        assert not store.load(key_of(2), into=into).wait(timeout_s=HANG_S)
         calls, call = [], bench.tier._call
         monkeypatch.setattr(bench.tier, "_call", lambda: calls.append(None) or call())
-        assert not store.load(key_of(3), into=into).wait(timeout_s=10)
-        assert store.load(key_of(1), into=into).wait(timeout_s=10).tier == "host"
+        assert not store.load(key_of(3), into=into).wait(timeout_s=HANG_S)
+        assert store.load(key_of(1), into=into).wait(timeout_s=HANG_S).tier == "host"
         assert calls == []
         assert into.tobytes() == content_of(1)
     with pytest.raises(EngineError, match="no Mooncake master listens"):

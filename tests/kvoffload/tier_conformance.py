@@ -16,6 +16,7 @@ from primeblocks.errors import CapacityError, PrimeblocksError
 from primeblocks.kvoffload import HostTier, PageKey
 from primeblocks.kvoffload.page import checksum
 from primeblocks.kvoffload.tier import Found, Record
+from tests.deadlines import HANG_S
 
 __all__ = [
     "CHECKS",
@@ -205,7 +206,7 @@ def others_may_ask_meanwhile(bench):
     finally:
         over.set()
         for thread in threads:
-            thread.join(30)
+            thread.join(HANG_S)
     assert not wrong
 
 

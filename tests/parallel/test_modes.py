@@ -176,7 +176,7 @@ def _compiled(name, check):
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_compiled_attention_is_the_same(name, check):
-    assert ranks.run(_compiled, name, check, timeout_s=110) == [[True] * len(PLANS)] * 2
+    assert ranks.run(_compiled, name, check) == [[True] * len(PLANS)] * 2
 
 
 @pytest.mark.parametrize("kind", DISPATCHERS)

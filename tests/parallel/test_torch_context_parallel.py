@@ -193,7 +193,7 @@ def _compare_flex(key_heads):
 
 @pytest.mark.parametrize(("world_size", "key_heads"), [(2, HEADS), (3, 1), (4, 2)])
 def test_equal_to_torchs_flex_attention(world_size, key_heads):
-    ranks.run(_compare_flex, key_heads, world_size=world_size, timeout_s=110)
+    ranks.run(_compare_flex, key_heads, world_size=world_size)
 
 
 def _refusals():

@@ -78,7 +78,6 @@ def mutated(payload, generator):
     return data
 
 
-@pytest.mark.timeout(1500)  # with --full: ten minutes
 def test_no_mutation_crashes_or_is_accepted(full):
     """A million with `pytest --full`."""
     generator = np.random.default_rng(0)

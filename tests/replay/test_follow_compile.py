@@ -63,7 +63,7 @@ def _compiled(way, whole, checkpoint):
     ],
 )
 def test_compiled_models_follow_with_code_they_share(way, whole, checkpoint):
-    (counts,) = ranks.run(_compiled, way, whole, checkpoint, world_size=1, timeout_s=300)
+    (counts,) = ranks.run(_compiled, way, whole, checkpoint, world_size=1)
     assert counts[1] == counts[2] <= 12, counts
 
 

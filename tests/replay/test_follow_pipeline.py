@@ -151,6 +151,6 @@ def _compare(names):
     ids=str,
 )
 def test_pipelines_equal_one_rank(world_size, names):
-    for errors in ranks.run(_compare, names, world_size=world_size, timeout_s=300):
+    for errors in ranks.run(_compare, names, world_size=world_size):
         assert len(errors) == 3 * len(names) + 1 - ("InterleavedZeroBubble" in names)
         assert max(errors.values()) < 1e-12, errors

@@ -6,6 +6,7 @@ import pytest
 
 from primeblocks.errors import ShapeError, UsageError
 from primeblocks.replay import Routes, RouteStore
+from tests.deadlines import HANG_S
 from tests.replay import route_schedule
 
 PAGE_TOKENS = 4
@@ -162,7 +163,7 @@ def test_threads_never_see_half_a_page():
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=60)
+            thread.join(timeout=HANG_S)
         assert not failures
         assert not any(thread.is_alive() for thread in threads)
         assert len(store) <= 8
@@ -170,7 +171,6 @@ def test_threads_never_see_half_a_page():
 
 
 @pytest.mark.stress
-@pytest.mark.timeout(1500)  # with --full: ten minutes
 def test_random_schedules_hand_out_no_wrong_row(full):
     """Hits in any tier, evictions, preemptions, aborts, turns, updates in flight; see
     `route_schedule`. Ten thousand with `pytest --full`."""

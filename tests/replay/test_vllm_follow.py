@@ -18,6 +18,7 @@ from primeblocks.replay.adapters.transformers import routers
 from primeblocks.replay.adapters.vllm import engine_args, plan_capture_bytes, routes_from_base64
 from primeblocks.replay.sampling import kept_logprobs, kept_tokens
 from primeblocks.testing import tiny_models
+from tests.deadlines import HANG_S as TIMEOUT_S
 from tests.engine_job import call
 from tests.kvoffload.vllm.patience import be_patient
 from tests.replay.vllm_served import (
@@ -42,7 +43,6 @@ ENGINE: dict[str, Any] = {
 PAGES = 28  # 896 tokens, fewer than the crowd in flight needs
 CHUNK = 64  # tokens of one step: longer prompts are prefilled in several
 PROMPT_START = 20
-TIMEOUT_S = 60.0
 EXACT_K3 = 1e-11
 ROUNDING = 1e-5  # of scores: logits differ by the 4e-6 or so that the bound on k3 allows
 NUCLEUS = {"temperature": 0.7, "top_k": 40, "top_p": 0.9}

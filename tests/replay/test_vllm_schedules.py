@@ -51,7 +51,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("mode", ["alone", "carried"])
-@pytest.mark.timeout(1500)  # with --full: fifteen minutes
 def test_every_row_is_that_of_the_kv_that_is_there(folder, mode, full):
     """Without tiers, and with tiers that carry rows: nothing is wrong and nothing is missing."""
     counts = schedules(folder, mode, 1000 if full else 60)
@@ -63,7 +62,6 @@ def test_every_row_is_that_of_the_kv_that_is_there(folder, mode, full):
     assert (counts["from tiers"] > 100) == (mode == "carried")
 
 
-@pytest.mark.timeout(1500)
 def test_tiers_without_rows_bring_missing_ones_at_worst(folder, full):
     """Pages of such a tier are known by their hash alone: missing where it was computed twice."""
     if vllm_release() == "0.33":

@@ -34,12 +34,12 @@ from primeblocks.replay.adapters.vllm import (
 )
 from primeblocks.testing import tiny_models
 from primeblocks.weightsync.adapters import vllm as into_vllm
+from tests.deadlines import HANG_S, START_S
 from tests.engine_job import ENVIRONMENT
 from tests.ports import free_port
 from tests.replay.vllm_served import logprobs_of
 
 SHAPE = RouterShape(num_layers=4, moe_layers=(1, 2, 3), num_experts=8, top_k=2)
-START_S = 300.0
 ROWS = np.arange(24, dtype=np.uint8).reshape(3, 4, 2)
 ROWS[1] = 255  # missing
 
@@ -198,7 +198,7 @@ def server(model: Path) -> Iterator[str]:
     finally:
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(30)
+            process.wait(HANG_S)
         except subprocess.TimeoutExpired:
             process.kill()
         log.close()
@@ -225,18 +225,18 @@ def ask(url: str, prompt: list[int], *, accept: str, **sampling: Any) -> bytes:
         json.dumps({"token_ids": prompt, "sampling_params": settings | sampling}).encode(),
         {"Content-Type": "application/json", "Accept": accept},
     )
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(request, timeout=HANG_S) as response:
         assert response.headers["Content-Type"].startswith(accept)
         return response.read()
 
 
 @pytest.mark.vllm
 def test_one_server_has_what_all_three_blocks_ask_for(server):
-    calls = into_vllm.VllmServer(server).until(time.monotonic() + 60)
+    calls = into_vllm.VllmServer(server).until(time.monotonic() + HANG_S)
     (worker,) = asyncio.run(calls.collective_rpc("primeblocks_state"))
     assert "attach" in worker["message"]
     ask(server, list(range(4, 100)), accept=MEDIA_TYPE)
-    metrics = urllib.request.urlopen(f"{server}/metrics", timeout=10).read().decode()
+    metrics = urllib.request.urlopen(f"{server}/metrics", timeout=HANG_S).read().decode()
     assert "primeblocks_kvoffload_stores" in metrics
 
 

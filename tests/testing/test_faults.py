@@ -12,6 +12,7 @@ from primeblocks.testing.faults import (
     hold,
     truncate,
 )
+from tests.deadlines import HANG_S
 
 
 class _Pipe:
@@ -48,12 +49,12 @@ def test_a_script_for_a_method_that_is_not_there_is_refused():
 
 def test_a_held_call_waits_for_its_gate():
     pipe, gate = _Pipe(), threading.Event()
-    faulty = FaultyTransport(pipe, {"send": [hold(gate, timeout_s=10)]})
+    faulty = FaultyTransport(pipe, {"send": [hold(gate, timeout_s=HANG_S)]})
     sender = threading.Thread(target=faulty.send, args=("late",))
     sender.start()
     assert pipe.sent == []
     gate.set()
-    sender.join(10)
+    sender.join(HANG_S)
     assert pipe.sent == ["late"]
 
 

@@ -10,7 +10,6 @@ from primeblocks.weightsync import Publisher, SharedMemoryTransport, Subscriber,
 from primeblocks.weightsync.engines.colocated import Colocated, ColocatedEngine
 from primeblocks.weightsync.manifest import gather_manifests
 
-TIMEOUT_S = 20
 MIB = 1 << 20
 TO_ENGINE = ["publish", "release", "wake weights", "update", "wake kv_cache"]
 TO_TRAINER = ["sleep", "restore"]

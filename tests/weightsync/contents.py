@@ -20,6 +20,7 @@ from primeblocks.weightsync.transports import (
     open_transport,
 )
 from primeblocks.weightsync.transports.directory import DirectoryTransport
+from tests.deadlines import HANG_S
 
 # Packed buffers: commits and the carrier.
 PACKED = ("directory-handles", "store-handles", "directory-wire", "store-wire", "store-tcp")
@@ -166,7 +167,7 @@ class Side:
         else:
             self.publisher = Publisher(plan, parts, transport, group=group, **options)
 
-    def sync(self, version, *, timeout_s=30.0):
+    def sync(self, version, *, timeout_s=HANG_S):
         if self.is_engine:
             return self.subscriber.receive(version, timeout_s=timeout_s)
         return self.publisher.publish(version, timeout_s=timeout_s)

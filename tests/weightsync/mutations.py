@@ -13,10 +13,10 @@ from primeblocks.errors import PrimeblocksError
 from primeblocks.weightsync import Publisher, Subscriber, describe, plan_sync
 from primeblocks.weightsync.marker import Marker
 from primeblocks.weightsync.transports import FileTransport
+from tests.deadlines import HANG_S as TIMEOUT_S
 from tests.weightsync.contents import Engine, packed_end, same_bytes
 from tests.weightsync.packed_site import parameters
 
-TIMEOUT_S = 60.0
 SOON_S = 0.2
 
 SIZES = (0, 1, 7, 255, 1 << 31, 1 << 32, 1 << 60, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
@@ -173,12 +173,12 @@ class Pair:
     def commits(self):
         return self.owner.commits
 
-    def receive(self, plan=None):
+    def receive(self, plan=None, *, timeout_s=SOON_S):
         """Whether it was refused; a version that was not has its tensors."""
         engine = Engine()
         try:
             with Subscriber(plan or self.plan, engine, self.reader) as subscriber:
-                version = subscriber.receive(timeout_s=SOON_S).version
+                version = subscriber.receive(timeout_s=timeout_s).version
         except PrimeblocksError:
             assert engine.loads == 0
             return True
@@ -197,6 +197,6 @@ def pairs(kinds, where, cases):
             folder = where / f"{kind}-{delta}"
             folder.mkdir()
             pair = Pair(kind, folder, delta=delta)
-            assert not pair.receive()
+            assert not pair.receive(timeout_s=TIMEOUT_S)
             yield pair, range(-(-cases // (2 * len(kinds))))
             pair.close()

@@ -3,8 +3,7 @@
 import torch
 
 from primeblocks.weightsync import Publisher, Subscriber, describe, plan_sync
-
-TIMEOUT_S = 10
+from tests.deadlines import HANG_S as TIMEOUT_S
 
 
 class Engine:

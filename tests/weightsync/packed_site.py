@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from primeblocks.weightsync import Publisher, Subscriber, describe, plan_sync
+from tests.deadlines import HANG_S as TIMEOUT_S
 from tests.weightsync.contents import PACKED, Engine, packed_end, same_bytes
 
-TIMEOUT_S = 10.0
 NEEDS_NIXL = pytest.mark.skipif(
     importlib.util.find_spec("nixl") is None, reason="nixl is not installed; scripts/peers does"
 )

@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from tests.deadlines import HANG_S
+
 # Of srt/managers/io_struct.py: what a body may hold. None: also null.
 FIELDS = {
     "/pause_generation": {"mode": ("abort", "retract", "in_place")},
@@ -262,7 +264,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _result(future):
-    answer = future.result(timeout=60)
+    answer = future.result(timeout=HANG_S)
     if isinstance(answer, Died):
         raise answer
     return answer

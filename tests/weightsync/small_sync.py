@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from primeblocks.errors import PrimeblocksError, TransferError
 from primeblocks.weightsync import plan_sync
+from tests.deadlines import HANG_S
 from tests.weightsync.contents import (
     KINDS,
     TOGETHER,
@@ -21,7 +22,6 @@ from tests.weightsync.link_layouts import manifest
 
 TRAINERS, RANKS = 2, 4
 # For a loaded machine. What does not keep to its deadline waits for ever.
-SLACK_S = 30.0
 # Readers of these come and go as they like.
 PULL = tuple(kind for kind in KINDS if kind not in TOGETHER)
 
@@ -91,7 +91,7 @@ class Small:
         for name, tensor in self.contents(version)[self.rank].items():
             self.parameters[name].copy_(tensor)  # As an optimizer does.
 
-    def sync(self, version, *, timeout_s=20.0):
+    def sync(self, version, *, timeout_s=HANG_S):
         if not self.is_engine:
             self.set(version)
         return self.side.sync(version, timeout_s=timeout_s)
@@ -104,7 +104,7 @@ class Small:
         except errors as error:
             return f"{type(error).__name__}: {error}"
         finally:
-            assert time.monotonic() - start < timeout_s + SLACK_S
+            assert time.monotonic() - start < timeout_s + HANG_S
         return ""
 
     def holds(self, version):

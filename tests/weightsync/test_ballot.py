@@ -27,13 +27,13 @@ from primeblocks.weightsync import (
 from primeblocks.weightsync.engines import Ballot
 from primeblocks.weightsync.marker import Marker
 from primeblocks.weightsync.transports import FileTransport, GroupTransport
+from tests.deadlines import HANG_S as LONG_S
 from tests.weightsync.contents import PACKED, packed_end
 from tests.weightsync.test_kill import LANES, Lines
 
 ranks.preload(__name__)  # With all that it imports.
 
 READERS = ("a", "b", "c")
-LONG_S = 60.0  # For a loaded machine.
 
 
 def weights(version):

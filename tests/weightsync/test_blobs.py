@@ -21,8 +21,7 @@ from primeblocks.weightsync import (
 from primeblocks.weightsync.held import Boxes
 from primeblocks.weightsync.marker import Marker
 from primeblocks.weightsync.transports import blobs
-
-TIMEOUT_S = 10
+from tests.deadlines import HANG_S as TIMEOUT_S
 
 
 class Site:

@@ -14,6 +14,7 @@ from primeblocks.weightsync.marker import Marker
 from primeblocks.weightsync.transports import board as board_module
 from primeblocks.weightsync.transports.board import Board, Go, Transaction
 from primeblocks.weightsync.transports.store_commits import StoreCommits
+from tests.deadlines import HANG_S
 
 SOON_S = 0.2
 GRACE_S = board_module._GRACE_S
@@ -119,7 +120,7 @@ def test_a_note_is_waited_for(store):
     thread = threading.Thread(target=lambda: found.append(board.read("k", deadline=soon(10))))
     thread.start()
     Board(store, "a").post("k", "text", deadline=soon())
-    thread.join(10)
+    thread.join(HANG_S)
     assert found == ["text"]
 
 

@@ -28,9 +28,9 @@ from primeblocks.weightsync.lease import FileLease, Hold
 from primeblocks.weightsync.manifest import Manifest, TensorSpec
 from primeblocks.weightsync.transports import FileTransport, IpcTransport
 from primeblocks.weightsync.transports.packed import places_of_version
+from tests.deadlines import HANG_S as TIMEOUT_S
 from tests.weightsync.contents import Engine, random_tensor
 
-TIMEOUT_S = 10
 KINDS = ("shared_memory", "file", "ipc")
 LENT = ("file", "ipc")  # Sealed memory has tests of its own.
 

@@ -195,8 +195,8 @@ def test_no_stage_begins_after_half_the_time(site, monkeypatch):
     site.colocated._engine = ColocatedEngine(
         sleep=site.engine.sleep, wake=site.engine.wake, update=update
     )
-    with pytest.raises(DeadlineError, match=r"'wake cache' was not begun: half of 10 s .*update"):
-        site.colocated.to_engine(1, timeout_s=10)
+    with pytest.raises(DeadlineError, match=r"'wake cache' was not begun: half of 4 s .*update"):
+        site.colocated.to_engine(1, timeout_s=4)
     assert_same_state(site.state(), before)
 
 
@@ -207,9 +207,9 @@ def test_stages_hear_how_long_they_have(site):
         wake=lambda part, s: heard.append(s),
         update=lambda receipt, s: heard.append(s),
     )
-    site.colocated.to_engine(1, timeout_s=40)
+    site.colocated.to_engine(1, timeout_s=TIMEOUT_S)
     assert sorted(heard, reverse=True) == heard
-    assert 0 < heard[-1] < heard[0] <= 20
+    assert 0 < heard[-1] < heard[0] <= TIMEOUT_S / 2
 
 
 def test_an_interrupted_turn_is_given_back(site):

@@ -12,8 +12,7 @@ from primeblocks.weightsync.transports.directory_commits import DirectoryCommits
 from primeblocks.weightsync.transports.open import open_spec
 from primeblocks.weightsync.transports.place import PrivatePlace
 from primeblocks.weightsync.transports.store_commits import StoreCommits
-
-TIMEOUT_S = 60.0
+from tests.deadlines import HANG_S as TIMEOUT_S
 
 
 def soon(seconds=TIMEOUT_S):

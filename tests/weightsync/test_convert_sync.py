@@ -13,6 +13,7 @@ from primeblocks.weightsync.adapters.transformers import to_checkpoint as checkp
 from primeblocks.weightsync.convert import Quantize
 from primeblocks.weightsync.manifest import Manifest, TensorSpec, named_tensors
 from primeblocks.weightsync.reference import slice_again
+from tests.deadlines import HANG_S
 from tests.weightsync.contents import Engine, same_bytes, transport_of
 from tests.weightsync.toy_engine import ToyRank, wirings
 
@@ -55,11 +56,11 @@ def sync_family(kind, where, family):
         publisher = Publisher(
             plan, parts, transport, group=group, source=sources[rank], convert=to_checkpoint
         )
-        publisher.publish(1, timeout_s=30)
+        publisher.publish(1, timeout_s=HANG_S)
     else:
         reader, engine = rank - TRAINERS, Engine()
         wiring = engines[reader]
-        Subscriber(plan, engine, transport, reader=reader, convert=wiring).receive(timeout_s=30)
+        Subscriber(plan, engine, transport, reader=reader, convert=wiring).receive(timeout_s=HANG_S)
         made = to_checkpoint.move(module)
         cast = {name: tensor.to(checkpoint[name].dtype) for name, tensor in made.items()}
         assert same_bytes(engine.tensors, wiring.move(cast))
@@ -144,15 +145,15 @@ def fp8_body(where, how):
     )
     engine = Engine()
     with Subscriber(plan, engine, transport) as subscriber:
-        publisher.publish(1, timeout_s=30)
-        subscriber.receive(timeout_s=30)
+        publisher.publish(1, timeout_s=HANG_S)
+        subscriber.receive(timeout_s=HANG_S)
         for name in cuts:
             made = fp8.quantize(whole[name], TILE)
             assert engine.tensors[name].view(torch.uint8).equal(made.codes.view(torch.uint8))
             assert engine.tensors[f"{name}_scale_inv"].equal(made.scales)
         assert engine.tensors["norm"].equal(whole["norm"])
-        publisher.publish(2, timeout_s=30)
-        again = subscriber.receive(timeout_s=30)
+        publisher.publish(2, timeout_s=HANG_S)
+        again = subscriber.receive(timeout_s=HANG_S)
     dist.barrier()
     transport.close()
     return plan.bytes_total, again.bytes
@@ -185,4 +186,4 @@ def test_codes_and_scales_need_an_encoder(tmp_path):
         SharedMemoryTransport("policy", owner=True, root=str(tmp_path)) as transport,
         pytest.raises(UsageError, match="pass Quantize"),
     ):
-        Publisher(plan, weights, transport, encode=both).publish(1, timeout_s=30)
+        Publisher(plan, weights, transport, encode=both).publish(1, timeout_s=HANG_S)

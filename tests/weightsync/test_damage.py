@@ -143,4 +143,4 @@ def test_damage_is_refused_and_the_old_version_is_served(kind, full_every, fault
     if (kind, full_every, fault) == ("shared_memory", 1, "truncated"):
         pytest.skip("sealed memory keeps its size")
     args = (kind, str(tmp_path), fault, full_every)
-    ranks.run(damage_body, *args, world_size=RANKS, timeout_s=60)
+    ranks.run(damage_body, *args, world_size=RANKS)

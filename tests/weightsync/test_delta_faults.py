@@ -24,10 +24,9 @@ from primeblocks.weightsync import (
 )
 from primeblocks.weightsync.delta.bucket import apply_payloads
 from primeblocks.weightsync.held import packed_views
+from tests.deadlines import HANG_S as TIMEOUT_S
 from tests.weightsync.contents import Engine, directory, flip_sent, same_bytes
 from tests.weightsync.test_payload import encoded
-
-TIMEOUT_S = 10
 
 
 class Setup:

@@ -11,6 +11,7 @@ from primeblocks.testing import ranks
 from primeblocks.weightsync import Publisher, SharedMemoryTransport, Subscriber, describe, plan_sync
 from primeblocks.weightsync.manifest import Manifest, TensorSpec
 from primeblocks.weightsync.reference import slice_again
+from tests.deadlines import HANG_S
 from tests.weightsync.contents import KINDS, Engine, Side, random_tensor, same_bytes, transport_of
 from tests.weightsync.small_sync import PULL, RANKS
 from tests.weightsync.test_delta_steps import Steps
@@ -81,7 +82,7 @@ def random_body(kind, where, seed):
         dist.barrier()
         if rank >= 2:
             if kind in PULL and rng.random() < 0.6:  # Else it skips this version.
-                side.subscriber.receive(timeout_s=10)
+                side.subscriber.receive(timeout_s=HANG_S)
             if side.subscriber.version == version:
                 assert same_bytes(side.engine.tensors, slice_again(whole, targets[rank - 2]))
         dist.barrier()
@@ -135,8 +136,8 @@ def test_adamw_steps_cost_about_a_hundredth(full, tmp_path):
         Subscriber(plan, engine, transport) as subscriber,
     ):
         for version in range(200 if full else 25):
-            receipt = publisher.publish(version, timeout_s=20)
-            assert subscriber.receive(timeout_s=20).bytes == receipt.bytes
+            receipt = publisher.publish(version, timeout_s=HANG_S)
+            assert subscriber.receive(timeout_s=HANG_S).bytes == receipt.bytes
             exported = {name: p.detach().bfloat16() for name, p in parameters.items()}
             assert same_bytes(engine.tensors, exported)
             sizes.append(receipt.bytes / plan.bytes_total)

@@ -14,8 +14,8 @@ from primeblocks.weightsync import (
 )
 from primeblocks.weightsync.delta import apply_delta, encode_delta
 from primeblocks.weightsync.digest import bucket_digest, cast_and_digest
+from tests.deadlines import HANG_S as TIMEOUT_S
 
-TIMEOUT_S = 60
 # Of bfloat16 more than two pieces that cross a bus, with a ragged last one.
 ROWS, COLUMNS = 9, (1 << 20) + 3
 

@@ -22,12 +22,12 @@ from primeblocks.testing import ranks
 from primeblocks.weightsync import Publisher, SharedMemoryTransport, Subscriber, describe, plan_sync
 from primeblocks.weightsync.lease import Hold
 from primeblocks.weightsync.transports import FileTransport, IpcTransport
+from tests.deadlines import HANG_S as TIMEOUT_S
 from tests.weightsync.conftest import STRANGER
 from tests.weightsync.contents import Engine
 
 ranks.preload(__name__)
 
-TIMEOUT_S = 20.0
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root acts as another user")
 PRIVATE = {"shared_memory": SharedMemoryTransport, "ipc": IpcTransport}
 
@@ -55,7 +55,7 @@ def test_there_is_one_owner_and_it_alone_begins(tmp_path):
         plan = plan_sync([describe(weights)], describe(weights), bucket_bytes=64)
         publisher = Publisher(plan, weights, FileTransport(tmp_path))
         with pytest.raises(UsageError, match="owner=True"):
-            publisher.publish(0, timeout_s=5)
+            publisher.publish(0, timeout_s=TIMEOUT_S)
     FileTransport(tmp_path, owner=True).close()
 
 
@@ -64,7 +64,7 @@ def test_what_safetensors_cannot_hold_is_refused_before_anything_is_written(tmp_
     plan = plan_sync([describe(weights)], describe(weights), bucket_bytes=64)
     with FileTransport(tmp_path, owner=True) as transport:
         with pytest.raises(UsageError, match="safetensors has no name"):
-            Publisher(plan, weights, transport).publish(0, timeout_s=5)
+            Publisher(plan, weights, transport).publish(0, timeout_s=TIMEOUT_S)
         assert not list(tmp_path.rglob("version-*"))
 
 

@@ -21,6 +21,7 @@ from primeblocks.errors import (
 from primeblocks.weightsync.adapters.vllm import front, update_all
 from primeblocks.weightsync.engines import remote
 from primeblocks.weightsync.marker import Receipt
+from tests.deadlines import HANG_S
 from tests.weightsync.fake_engine import FakeEngine, hurried_loop
 
 TIMEOUT_S = 0.25
@@ -70,7 +71,7 @@ class Fleet:
         self.look()
         self.engines = [engine for engine in self.engines if not engine.errored]
         if self.engines:
-            await self.update(version, timeout_s=10)
+            await self.update(version, timeout_s=HANG_S)
         for engine in self.engines:
             assert (set(engine.weights), engine.label) == ({version}, str(version))
             assert not engine.paused
@@ -333,7 +334,7 @@ def test_a_cancelled_update_serves_one_version():
     async def body():
         fleet = Fleet([[1], [1]], {0: {7: "hang"}})
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(fleet.update(2, timeout_s=60), 0.1)
+            await asyncio.wait_for(fleet.update(2, timeout_s=HANG_S), 0.1)
         assert fleet.mixed == []
         await fleet.repair(2)
 

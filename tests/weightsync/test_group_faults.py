@@ -24,6 +24,7 @@ from primeblocks.weightsync import describe, fetched, plan_sync
 from primeblocks.weightsync.manifest import gather_manifests
 from primeblocks.weightsync.reference import slice_again
 from primeblocks.weightsync.transports import GroupTransport
+from tests.deadlines import HANG_S
 from tests.weightsync.contents import Side, same_bytes
 from tests.weightsync.link_layouts import manifest
 from tests.weightsync.small_sync import RANKS, Small
@@ -32,7 +33,7 @@ ranks.preload(__name__)  # With all that it imports.
 
 
 def run(body, *args):
-    return ranks.run(body, *args, world_size=RANKS, timeout_s=60)
+    return ranks.run(body, *args, world_size=RANKS)
 
 
 class Script(dist.Store):
@@ -46,7 +47,7 @@ class Script(dist.Store):
         self._meet("add", key)
         self.done = True
         if self.fault == "votes late":
-            self.inner.wait([key.replace("votes", "decision")], timedelta(seconds=20))
+            self.inner.wait([key.replace("votes", "decision")], timedelta(seconds=HANG_S))
         total = self.inner.add(key, amount)
         if self.fault == "vote unknown":
             raise RuntimeError("connection reset after the vote")
@@ -55,7 +56,7 @@ class Script(dist.Store):
     def check(self, keys):
         self._meet("check", keys[0])
         if self.fault == "wait fails" and self.done and keys[0].endswith("decision"):
-            self.inner.wait(keys, timedelta(seconds=20))
+            self.inner.wait(keys, timedelta(seconds=HANG_S))
             raise RuntimeError("reset, just as the decision came")
         return self.inner.check(keys)
 
@@ -176,7 +177,7 @@ def impatient_body(where):
             small.sync(1, timeout_s=3)
     elif small.rank < 2:
         with pytest.raises(TransferError, match="reader 0 waited for the others in vain"):
-            small.sync(1, timeout_s=30)
+            small.sync(1, timeout_s=HANG_S)
     dist.barrier()
     for version in (4, 5):  # The one that comes late does not take the old call for these.
         small.sync(version)
@@ -220,7 +221,7 @@ def load_body(where, keep, full_every):
     if small.rank < 2:
         for value in small.parameters.values():
             value.view(-1)[:1] += 1
-        small.side.publisher.publish(2, timeout_s=10)
+        small.side.publisher.publish(2, timeout_s=HANG_S)
         return None
     before = {name: tensor.clone() for name, tensor in small.engine.tensors.items()}
     whole = small.side.subscriber._load
@@ -235,10 +236,10 @@ def load_body(where, keep, full_every):
         kind, said = (TransferError, "Version 1 was loaded again") if keep else (
             EngineError, "no version to go back to; restart")  # fmt: skip
         with pytest.raises(kind, match=said):
-            small.side.subscriber.receive(2, timeout_s=10)
+            small.side.subscriber.receive(2, timeout_s=HANG_S)
         assert same_bytes(small.engine.tensors, before)
         return small.side.subscriber.version
-    receipt = small.side.subscriber.receive(2, timeout_s=10)
+    receipt = small.side.subscriber.receive(2, timeout_s=HANG_S)
     assert not same_bytes(small.engine.tensors, before)
     return receipt.bytes / small.plan.read_bytes(0)
 
@@ -261,7 +262,7 @@ def memory_body(where):
         with pytest.raises(MemoryError):
             small.sync(2)
     else:
-        said = small.attempt(2, timeout_s=20)
+        said = small.attempt(2, timeout_s=HANG_S)
         assert "abort: rank 3 met MemoryError: no room" in said
     assert small.holds(1)
     fetched.bucket_digest = digest

@@ -31,9 +31,8 @@ from primeblocks.weightsync.transports import (
 )
 from primeblocks.weightsync.transports.handles import HandleCarrier
 from primeblocks.weightsync.transports.packed import Span
+from tests.deadlines import HANG_S as TIMEOUT_S
 from tests.weightsync.contents import Engine, same_bytes
-
-TIMEOUT_S = 10.0
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import pytest
 
 from primeblocks.errors import DeadlineError, EngineError, UnsupportedError
 from primeblocks.weightsync.adapters.httpx import JsonServer
+from tests.deadlines import HANG_S
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def serve():
     for listener in listeners:
         listener.close()
     for thread in threads:
-        thread.join(5)
+        thread.join(HANG_S)
 
 
 def _whole(text, status="200 OK"):
@@ -58,7 +59,7 @@ def _whole(text, status="200 OK"):
 )
 def test_every_answer_is_an_object(serve, text, answer):
     server = serve(_whole(text, "418 I'm a teapot"))
-    assert server.exchange_blocking("POST", "/x", {"b": 2}, deadline=time.monotonic() + 5) == (
+    assert server.exchange_blocking("POST", "/x", {"b": 2}, deadline=time.monotonic() + HANG_S) == (
         418,
         answer,
     )
@@ -69,7 +70,7 @@ _CUT_BODY = b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{"
 
 
 def _silent(connection, stop):
-    stop.wait(5)
+    stop.wait(HANG_S)
 
 
 def _dribbling(connection, stop):
@@ -94,7 +95,7 @@ def test_the_deadline_is_for_all_of_it(serve, answer):
 def test_an_answer_in_chunks(serve):
     text = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
     server = serve(lambda connection, stop: connection.sendall(text))
-    assert server.exchange_blocking("GET", "/", deadline=time.monotonic() + 5) == (200, {})
+    assert server.exchange_blocking("GET", "/", deadline=time.monotonic() + HANG_S) == (200, {})
 
 
 def test_a_deadline_that_has_passed(serve):
@@ -106,14 +107,14 @@ def test_a_deadline_that_has_passed(serve):
 def test_a_server_that_hangs_up(serve, sent):
     server = serve(lambda connection, stop: connection.sendall(sent))
     with pytest.raises(EngineError, match=r"GET / at .* Restart it"):
-        server.exchange_blocking("GET", "/", deadline=time.monotonic() + 5)
+        server.exchange_blocking("GET", "/", deadline=time.monotonic() + HANG_S)
 
 
 def test_a_caller_may_have_an_event_loop(serve):
     server = serve(_whole(b"{}"))
 
     async def call():
-        return server.exchange_blocking("GET", "/", deadline=time.monotonic() + 5)
+        return server.exchange_blocking("GET", "/", deadline=time.monotonic() + HANG_S)
 
     assert asyncio.run(call()) == (200, {})
 
@@ -121,13 +122,13 @@ def test_a_caller_may_have_an_event_loop(serve):
 def test_an_answer_that_only_ends_is_refused(serve):
     server = serve(lambda connection, stop: connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n{}"))
     with pytest.raises(EngineError, match="an answer without its length"):
-        server.exchange_blocking("GET", "/", deadline=time.monotonic() + 5)
+        server.exchange_blocking("GET", "/", deadline=time.monotonic() + HANG_S)
 
 
 def test_no_proxy_is_asked(serve, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     server = serve(_whole(b"{}"))
-    assert server.exchange_blocking("GET", "/", deadline=time.monotonic() + 5) == (200, {})
+    assert server.exchange_blocking("GET", "/", deadline=time.monotonic() + HANG_S) == (200, {})
 
 
 def test_no_server():
@@ -136,7 +137,7 @@ def test_no_server():
     for host in ("127.0.0.1", "localhost"):
         server = JsonServer(f"http://{host}:{port}")
         with pytest.raises(EngineError, match="ConnectionRefusedError"):
-            server.exchange_blocking("GET", "/", deadline=time.monotonic() + 5)
+            server.exchange_blocking("GET", "/", deadline=time.monotonic() + HANG_S)
 
 
 @pytest.mark.parametrize("url", ["localhost:30000", "https://host", "http://", "http://host/v1"])

@@ -25,6 +25,7 @@ from primeblocks.testing import ranks
 from primeblocks.weightsync import SharedMemoryTransport
 from primeblocks.weightsync.transports import FileTransport
 from primeblocks.weightsync.transports.place import OWNED
+from tests.deadlines import HANG_S
 from tests.weightsync.contents import store_at
 from tests.weightsync.small_sync import PULL, RANKS, TRAINERS, Small
 
@@ -134,7 +135,7 @@ def stay(where, key, rank, victim):
     store.set(f"{key}/{rank}", "done")
     if rank == 0:
         readers = [f"{key}/{r}" for r in range(TRAINERS, RANKS) if r != victim]
-        store.wait(readers, timedelta(seconds=10))
+        store.wait(readers, timedelta(seconds=HANG_S))
 
 
 def stop_body(kind, where, version, victim, point):

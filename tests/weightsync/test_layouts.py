@@ -22,6 +22,7 @@ from primeblocks.weightsync import (
 )
 from primeblocks.weightsync.convert import record_wiring
 from primeblocks.weightsync.manifest import gather_manifests
+from tests.deadlines import HANG_S
 from tests.weightsync.contents import KINDS, Side, contents, oracle, same_bytes, transport_of
 from tests.weightsync.link_layouts import elements, random_layouts
 
@@ -72,7 +73,6 @@ def random_body(kind, path, seeds, senders, receivers):
     return checked
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_layouts_arrive_as_if_gathered_and_sliced(kind, full, tmp_path):
     sides = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (3, 1)]
@@ -83,7 +83,7 @@ def test_random_layouts_arrive_as_if_gathered_and_sliced(kind, full, tmp_path):
         path = tmp_path / str(i)
         path.mkdir()
         args = (kind, str(path), seeds, senders, receivers)
-        checked += ranks.run(random_body, *args, world_size=senders + receivers, timeout_s=200)[0]
+        checked += ranks.run(random_body, *args, world_size=senders + receivers)[0]
     assert checked >= (500 if full else 48) * 0.8
 
 
@@ -100,7 +100,7 @@ def turned_body(path, turn):
     dist.barrier()
     transport = transport or SharedMemoryTransport("policy", root=path)
     publisher = Publisher(plan, parameters, transport)
-    publisher.publish(1, timeout_s=20)
+    publisher.publish(1, timeout_s=HANG_S)
     if turn == "same":
         moved = distribute_tensor(whole + 1, init_device_mesh("cpu", (2,)), [Shard(0)])
     elif turn == "replicated":
@@ -112,12 +112,12 @@ def turned_body(path, turn):
     publisher._parts._parameters["w"] = moved
     said = ""
     try:
-        publisher.publish(2, timeout_s=20)
+        publisher.publish(2, timeout_s=HANG_S)
     except UsageError as error:
         said = str(error)
     got = {}
     with Subscriber(plan, got.update, transport) as subscriber:
-        version = subscriber.receive(timeout_s=20).version
+        version = subscriber.receive(timeout_s=HANG_S).version
         right = got["w"].equal(whole + version - 1)
     dist.barrier()
     transport.close()

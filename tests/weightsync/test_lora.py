@@ -17,6 +17,7 @@ from primeblocks.weightsync import Publisher, Subscriber, describe, plan_sync
 from primeblocks.weightsync.engines.lora import AdapterSpec, adapter_parameters
 from primeblocks.weightsync.manifest import gather_manifests
 from primeblocks.weightsync.transports import FileTransport
+from tests.deadlines import HANG_S
 
 NEEDS_PEFT = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 PREFIX = "base_model.model."
@@ -169,10 +170,10 @@ def _sharded_adapter(path):
     assert AdapterSpec("x", rank=4, alpha=1.0).modules(plan.target) == {"q": (6, 5)}
     transport = FileTransport(path, owner=dist.get_rank() == 0)
     dist.barrier()
-    receipt = Publisher(plan, sharded, transport).publish(1, timeout_s=20)
+    receipt = Publisher(plan, sharded, transport).publish(1, timeout_s=HANG_S)
     got = {}
     with Subscriber(plan, lambda t: got.update((n, v.clone()) for n, v in t), transport) as reader:
-        reader.receive(timeout_s=20)
+        reader.receive(timeout_s=HANG_S)
     dist.barrier()
     assert receipt.bytes == sum(tensor.nbytes for tensor in whole.values())
     return all(torch.equal(got[name], whole[name]) for name in whole)

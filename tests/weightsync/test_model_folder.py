@@ -23,9 +23,9 @@ from primeblocks.testing.oracles import assert_same_bits
 from primeblocks.weightsync import Publisher, SharedMemoryTransport, describe, plan_sync
 from primeblocks.weightsync.engines.model_folder import ModelFolders
 from primeblocks.weightsync.transports import FileTransport
+from tests.deadlines import HANG_S as TIMEOUT_S
 from tests.weightsync.contents import flip_sent
 
-TIMEOUT_S = 10
 KINDS = ["file", "shared_memory"]
 
 

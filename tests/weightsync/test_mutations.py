@@ -33,6 +33,7 @@ from primeblocks.weightsync.marker import Marker
 from primeblocks.weightsync.observed import Observed, observe
 from primeblocks.weightsync.plan import Plan
 from primeblocks.weightsync.transports.board import Board, Transaction
+from tests.deadlines import HANG_S
 from tests.weightsync.contents import PACKED
 from tests.weightsync.mutations import (
     SOON_S,
@@ -160,7 +161,7 @@ def notes(rng, cases, where):
             pair.commits.post("rank-0", changed, deadline=until)
             count += pair.receive()
         pair.commits.post("rank-0", note, deadline=until)
-        assert not pair.receive()
+        assert not pair.receive(timeout_s=TIMEOUT_S)
     return count
 
 
@@ -189,15 +190,17 @@ def records(rng, cases, where):
             else:
                 changed = mutated(rng, text)
             if store:
-                store.post(key, changed.decode(errors="replace"), deadline=time.monotonic() + 60)
+                store.post(
+                    key, changed.decode(errors="replace"), deadline=time.monotonic() + HANG_S
+                )
             else:
                 path.write_bytes(changed)
             count += pair.receive()
             if store:
-                store.post(key, text, deadline=time.monotonic() + 60)
+                store.post(key, text, deadline=time.monotonic() + HANG_S)
             else:
                 path.write_text(text)
-        assert not pair.receive()
+        assert not pair.receive(timeout_s=TIMEOUT_S)
     return count
 
 
@@ -208,7 +211,7 @@ def announcements(rng, cases, where):
         text = pair.plan.to_json()
         for _ in each:
             changed = mutated(rng, text).decode(errors="replace")
-            pair.commits.post("announced", changed, deadline=time.monotonic() + 60)
+            pair.commits.post("announced", changed, deadline=time.monotonic() + HANG_S)
             try:
                 plan, _ = weightsync.find(pair.reader, timeout_s=SOON_S)
             except PrimeblocksError:
@@ -234,7 +237,7 @@ def files(rng, cases, where):
             path.write_bytes(mutated_bytes(rng, before))
             count += pair.receive()
             path.write_bytes(before)
-        assert not pair.receive()
+        assert not pair.receive(timeout_s=TIMEOUT_S)
     return count
 
 
@@ -251,7 +254,7 @@ def buffers(rng, cases, where):
             buffer[: len(changed)] = np.frombuffer(changed, dtype=np.uint8)
             count += pair.receive()
             buffer[:] = before
-        assert not pair.receive()
+        assert not pair.receive(timeout_s=TIMEOUT_S)
     return count
 
 

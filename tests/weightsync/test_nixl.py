@@ -12,6 +12,7 @@ import torch
 
 from primeblocks.errors import DeadlineError, TransferError
 from primeblocks.weightsync.transports.wire import Read
+from tests.deadlines import HANG_S
 
 SIZE = 1 << 20
 
@@ -23,7 +24,7 @@ def test_without_nixl_it_says_what_to_install():
         "try:\n    import primeblocks.weightsync.adapters.nixl\n"
         "except MissingPackageError as error:\n    print(error)\n"
     )
-    said = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60)
+    said = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=HANG_S)
     assert said.startswith(
         "nixl is not installed. Run in your clone of primeblocks: pip install '.[nixl]'"
     )
@@ -152,7 +153,7 @@ def test_a_process_that_dies_in_the_middle_of_a_read(ends):
             engine.read(reads, deadline=soon())
             assert target.eq(7).all()
         server.kill()
-        server.wait(10)
+        server.wait(HANG_S)
         with pytest.raises((TransferError, DeadlineError)):
             engine.read(reads, deadline=soon(5))
     finally:

@@ -12,6 +12,7 @@ from primeblocks.weightsync.engines import prove_round_trip
 from primeblocks.weightsync.manifest import named_tensors
 from primeblocks.weightsync.observed import digest_tensors
 from primeblocks.weightsync.proof import _perturb
+from tests.deadlines import HANG_S
 
 ranks.preload(__name__)  # With all that it imports.
 
@@ -38,14 +39,14 @@ class Served:
 
     def push(self, version):
         self.version = version
-        self.publisher.publish(version, timeout_s=10)
-        self.subscriber.receive(version, timeout_s=10)
+        self.publisher.publish(version, timeout_s=HANG_S)
+        self.subscriber.receive(version, timeout_s=HANG_S)
 
     def observe(self):
         return self.tensors
 
     def prove(self):
-        return prove_round_trip(self.model, self.push, self.observe, version=4, timeout_s=30)
+        return prove_round_trip(self.model, self.push, self.observe, version=4, timeout_s=HANG_S)
 
 
 @pytest.fixture
@@ -117,7 +118,7 @@ def test_a_push_that_fails_leaves_the_parameters_as_they_were(tmp_path, before):
         served.push(version)
 
     with pytest.raises(TransferError, match="cut"):
-        prove_round_trip(served.model, push, served.observe, version=4, timeout_s=30)
+        prove_round_trip(served.model, push, served.observe, version=4, timeout_s=HANG_S)
     assert_restored(served.model, before)
 
 
@@ -128,7 +129,7 @@ def ranks_body(fails):
     answers = iter("aaa" if fails else "aba")
     observe = (lambda: {"w": next(answers)}) if dist.get_rank() == 0 else None
     try:
-        prove_round_trip(parameters, lambda version: None, observe, version=0, timeout_s=20)
+        prove_round_trip(parameters, lambda version: None, observe, version=0, timeout_s=HANG_S)
     except TransferError as error:
         text = str(error)
     else:
@@ -193,7 +194,7 @@ def test_tied_tensors_are_perturbed_once(kind):
     def push(version):
         engine.update({name: t.detach().clone() for name, t in named_tensors(parameters).items()})
 
-    proof = prove_round_trip(parameters, push, lambda: engine, version=0, timeout_s=20)
+    proof = prove_round_trip(parameters, push, lambda: engine, version=0, timeout_s=HANG_S)
     assert proof.tensors == {"module": 1, "state_dict": 2, "views": 3}[kind]
     assert all(model.state_dict()[name].equal(tensor) for name, tensor in before.items())
 
@@ -202,10 +203,10 @@ def test_answers_that_are_not_by_tensor_are_refused():
     weights = {"w": torch.ones(3)}
     for answer in ("a digest", [0.1, 0.2], {"w": 0.5}, 7):
         with pytest.raises(UsageError, match="the proof is by tensor"):
-            prove_round_trip(weights, print, lambda a=answer: a, version=0, timeout_s=20)
+            prove_round_trip(weights, print, lambda a=answer: a, version=0, timeout_s=HANG_S)
     with pytest.raises(UsageError, match="nothing to prove"):
         prove_round_trip({"n": torch.ones(3, dtype=torch.int64)}, print, dict, version=0,
-                         timeout_s=20)  # fmt: skip
+                         timeout_s=HANG_S)  # fmt: skip
 
 
 FLOATS = (
@@ -250,22 +251,22 @@ def test_a_load_that_keeps_nothing_gets_no_receipt(tmp_path, check):
     subscriber = Subscriber(
         served.subscriber.plan, load, served.transport, check=check, observe=served.observe
     )
-    served.publisher.publish(1, timeout_s=10)
-    assert subscriber.receive(timeout_s=10).version == 1
+    served.publisher.publish(1, timeout_s=HANG_S)
+    assert subscriber.receive(timeout_s=HANG_S).version == 1
     served.model[0].weight.data.add_(1)
-    served.publisher.publish(2, timeout_s=10)
+    served.publisher.publish(2, timeout_s=HANG_S)
     with pytest.raises(TransferError, match=r"1 of 5 tensors, such as '0.weight', are not in the"):
-        subscriber.receive(timeout_s=10)
+        subscriber.receive(timeout_s=HANG_S)
     assert subscriber.version == 1
     keeps[:] = [True]
-    assert subscriber.receive(timeout_s=10).version == 2
+    assert subscriber.receive(timeout_s=HANG_S).version == 2
 
 
 def test_a_first_load_that_keeps_nothing_gets_no_receipt(tmp_path):
     served = Served(tmp_path)
-    served.publisher.publish(1, timeout_s=10)
+    served.publisher.publish(1, timeout_s=HANG_S)
     load = lambda ts: [None for _ in ts]  # noqa: E731
     subscriber = Subscriber(served.subscriber.plan, load, served.transport, observe=served.observe)
     with pytest.raises(EngineError, match="5 of 5 tensors, such as .* are not in the engine"):
-        subscriber.receive(timeout_s=10)
+        subscriber.receive(timeout_s=HANG_S)
     assert subscriber.version is None

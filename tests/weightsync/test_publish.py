@@ -26,9 +26,9 @@ from primeblocks.weightsync import Publisher, SharedMemoryTransport, Subscriber,
 from primeblocks.weightsync.manifest import Manifest, gather_manifests
 from primeblocks.weightsync.reference import gather_whole, slice_again
 from primeblocks.weightsync.transports import FileTransport
+from tests.deadlines import HANG_S as TIMEOUT_S
 from tests.weightsync.test_manifest import _experts_under_fsdp
 
-TIMEOUT_S = 20
 BUCKET_BYTES = 128
 
 

@@ -26,6 +26,7 @@ from primeblocks.weightsync.engines.remote import (
 )
 from primeblocks.weightsync.marker import Receipt
 from primeblocks.weightsync.transports import FileTransport
+from tests.deadlines import HANG_S
 from tests.weightsync.fake_engine import FakeEngine
 
 
@@ -39,7 +40,7 @@ class Blocking:
         return lambda *args: asyncio.run(getattr(self.fake, name)(*args))
 
     def update(self, version):
-        update_llm(self, Receipt(version, 0, 0.0, ""), timeout_s=10)
+        update_llm(self, Receipt(version, 0, 0.0, ""), timeout_s=HANG_S)
 
     def reset_prefix_cache(self):
         pass
@@ -152,7 +153,7 @@ class Slow:
 )
 def test_a_call_ends_with_a_type_before_its_deadline(method, kind, message):
     engine = Slow()
-    patience_s = 0.1 if method == "never" else 10
+    patience_s = 0.1 if method == "never" else HANG_S
     deadline = time.monotonic() + patience_s
     with pytest.raises(kind, match=message):
         asyncio.run(call(engine, getattr(engine, method)(), "try", deadline))
@@ -160,7 +161,7 @@ def test_a_call_ends_with_a_type_before_its_deadline(method, kind, message):
 
 def test_a_call_returns_the_answer():
     engine = Slow()
-    assert asyncio.run(call(engine, engine.answer(), "try", time.monotonic() + 10)) == 3
+    assert asyncio.run(call(engine, engine.answer(), "try", time.monotonic() + HANG_S)) == 3
 
 
 def test_steps_on_an_asynchronous_engine():
@@ -196,10 +197,10 @@ def test_a_cancelled_call_leaves_no_task_behind():
             finally:
                 ended.set()
 
-        waiting = asyncio.ensure_future(call(engine, never(), "try", time.monotonic() + 60))
+        waiting = asyncio.ensure_future(call(engine, never(), "try", time.monotonic() + HANG_S))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         waiting.cancel()
-        await asyncio.wait_for(ended.wait(), 5)
+        await asyncio.wait_for(ended.wait(), HANG_S)
 
     asyncio.run(body())

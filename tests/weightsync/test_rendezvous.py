@@ -22,10 +22,10 @@ from primeblocks.weightsync.transports import (
     ProcessWire,
     PullTransport,
 )
+from tests.deadlines import HANG_S as TIMEOUT_S
 
 ranks.preload(__name__)
 
-TIMEOUT_S = 30.0
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root acts as another user")
 
 

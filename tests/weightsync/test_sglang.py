@@ -23,10 +23,9 @@ from primeblocks.errors import (
 from primeblocks.weightsync import Publisher, SharedMemoryTransport, describe, plan_sync
 from primeblocks.weightsync.adapters.sglang import Sglang
 from primeblocks.weightsync.engines.model_folder import ModelFolders
+from tests.deadlines import HANG_S as TIMEOUT_S
 from tests.weightsync.contents import flip_sent
 from tests.weightsync.sglang_fake import FakeSglang
-
-TIMEOUT_S = 10
 
 
 class Trainer:

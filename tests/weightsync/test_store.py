@@ -32,11 +32,11 @@ from primeblocks.weightsync.transports.board import Board
 from primeblocks.weightsync.transports.handles import HandleCarrier
 from primeblocks.weightsync.transports.store_commits import StoreCommits
 from primeblocks.weightsync.transports.transport import Request
+from tests.deadlines import HANG_S as TIMEOUT_S
 from tests.weightsync.contents import Engine, same_bytes
 from tests.weightsync.packed_site import parameters
 from tests.weightsync.test_board import GRACE_S, Patience, Store
 
-TIMEOUT_S = 60.0
 LEASE_S = 30.0
 
 
@@ -353,8 +353,8 @@ def test_a_store_that_stalls_is_waited_for_until_the_deadline(method, monkeypatc
     slow = Slow()
     patience = Patience(slow.store, monkeypatch, then=slow.store.let_go.set)
     slow.store.hangs = {method}
-    assert slow.subscriber.receive(timeout_s=20.0).version == 1
-    assert patience.waited_s[0] >= 20
+    assert slow.subscriber.receive(timeout_s=TIMEOUT_S).version == 1
+    assert patience.waited_s[0] >= TIMEOUT_S
 
 
 @pytest.mark.parametrize("method", ["check", "get", "add"])

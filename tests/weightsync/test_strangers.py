@@ -19,6 +19,7 @@ from primeblocks.errors import PrimeblocksError, TransferError, UsageError
 from primeblocks.weightsync import SharedMemoryTransport
 from primeblocks.weightsync.engines import Ballot
 from primeblocks.weightsync.transports import FileTransport, IpcTransport, ProcessWire
+from tests.deadlines import HANG_S
 from tests.weightsync.conftest import STRANGER
 from tests.weightsync.test_directory import AS_ROOT, published, received
 
@@ -44,7 +45,7 @@ PLACES = [(kind, name) for name, kinds in READ.items() for kind in kinds]
 @contextmanager
 def in_time():
     """Fail where a pipe is waited for."""
-    signal.alarm(60)
+    signal.alarm(int(HANG_S))
     yield
     signal.alarm(0)
 
@@ -129,7 +130,7 @@ def test_an_owner_takes_no_place_that_others_prepared(name, what, tmp_path):
 def test_a_vote_that_others_could_have_cast_does_not_count(what, tmp_path):
     needs_root(what)
     ballot = Ballot(tmp_path / "votes", ["a"])
-    at = time.monotonic() + 60
+    at = time.monotonic() + HANG_S
     ballot._notes.post_first("r/1/0/decision", "commit", deadline=at)
     ballot.await_all("r", 1, again=False, deadline=at)
     (path,) = (tmp_path / "votes").iterdir()

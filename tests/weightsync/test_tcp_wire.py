@@ -18,6 +18,7 @@ from primeblocks.errors import (
 )
 from primeblocks.weightsync.transports import Read, TcpWire, tcp_wire
 from primeblocks.weightsync.transports.open import open_spec
+from tests.deadlines import HANG_S
 
 HOST = "127.0.0.1"
 SIZE = 1 << 20
@@ -124,7 +125,7 @@ def stranger():
             return {"host": HOST, "port": server.getsockname()[1], "token": "00" * 16}
 
         yield doing
-        thread.join(30)
+        thread.join(HANG_S)
         for link in links:
             link.close()
 
@@ -165,7 +166,7 @@ def test_a_wire_that_is_left_or_forgotten_listens_no_more():
     server.end = lambda: (end(), ended.set())
     del forgotten
     gc.collect()
-    assert ended.wait(30)
+    assert ended.wait(HANG_S)
     assert (server._thread.is_alive(), server.fileno()) == (False, -1)
 
 
@@ -206,7 +207,7 @@ def test_a_close_ends_the_reads_that_are_under_way(ends):
         link.sendall(bytes.fromhex(note["token"]) + bytes(8) + size.to_bytes(8, "big"))
         assert link.recv(1) == b"\x01"
         trainer.close()
-        link.settimeout(30)
+        link.settimeout(HANG_S)
         got = 1
         while more := link.recv(1 << 20):
             got += len(more)

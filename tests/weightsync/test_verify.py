@@ -20,6 +20,7 @@ from primeblocks.weightsync import (
 from primeblocks.weightsync.engines import prove_round_trip
 from primeblocks.weightsync.manifest import gather_manifests
 from primeblocks.weightsync.observed import MULTIPLIED, Observed, Seen, digest_tensors, observe
+from tests.deadlines import HANG_S
 from tests.weightsync.toy_engine import wirings
 
 ranks.preload(__name__)  # With all that it imports.
@@ -144,13 +145,13 @@ def test_each_fault_fails_the_round_trip(full):
                 into=WIRINGS,
                 plan=PLAN,
                 version=0,
-                timeout_s=20,
+                timeout_s=HANG_S,
             )
         assert any(repr(name) in str(met.value) for name in engine.named), (engine.kind, met.value)
         assert all(tensor.eq(1).all() for tensor in sent.values())
     engine = Engine()
     prove_round_trip(sent, lambda version: engine.load(sent), lambda: engine.held, into=WIRINGS,
-                     version=0, timeout_s=20)  # fmt: skip
+                     version=0, timeout_s=HANG_S)  # fmt: skip
 
 
 @pytest.mark.parametrize("digested", [False, True])
@@ -162,7 +163,7 @@ def test_two_equal_tensors_that_are_exchanged_fail_a_round_trip_without_a_plan(d
 
     look = (lambda: digest_tensors(held)) if digested else (lambda: held)
     with pytest.raises(TransferError, match="2 of 3 tensors, such as 'a', are others in the engin"):
-        prove_round_trip(sent, push, look, version=0, timeout_s=20)
+        prove_round_trip(sent, push, look, version=0, timeout_s=HANG_S)
 
 
 class Tied(nn.Module):

@@ -16,6 +16,7 @@ from primeblocks.errors import PrimeblocksError
 from primeblocks.plugins.vllm import register
 from primeblocks.testing import tiny_models
 from primeblocks.weightsync.adapters import vllm as adapter
+from tests.deadlines import EXPIRES_S, START_S
 from tests.engine_job import call
 from tests.weightsync.vllm_site import (
     PROMPTS,
@@ -77,7 +78,7 @@ async def _run(case: str, folder: Path) -> dict[str, Any]:
         await attach(first.engine, trainer.plan, trainer.transport, timeout_s=TIMEOUT_S)
         result |= await _flight(first.requests, trainer)
         if case == "mixed":
-            second.wait(80)
+            second.wait(START_S)
         await attach(second.engine, trainer.plan, trainer.transport, timeout_s=TIMEOUT_S)
         result |= await _updates([first, second], trainer)
         if case == "mixed":
@@ -130,10 +131,15 @@ async def _resume(requests: Requests, trainer: Trainer, partial: list[Any]) -> l
 
 
 async def _ten_updates(requests: Requests, trainer: Trainer, first: int) -> dict[str, Any]:
-    """Requests that live through ten updates."""
+    """Requests that live through ten updates.
+
+    The engine is paused from before each publish until the update resumes it. Otherwise a fast
+    engine would run out of tokens, or an update would follow the one before without a token.
+    """
     tasks = requests.start("ten", 950)
     for index in range(10):
-        await requests.reach(*names("ten"), tokens=20 * (index + 1))
+        await requests.advance(*names("ten"), tokens=20)
+        await requests.engine.pause_generation(mode="keep", clear_cache=False)
         receipt = trainer.publish(first + index, seed=index % 2)
         await adapter.update(requests.engine, receipt, timeout_s=TIMEOUT_S)
     outputs = await asyncio.gather(*tasks)
@@ -222,7 +228,7 @@ async def _updates(members: list[Any], trainer: Trainer) -> dict[str, Any]:
     trainer.flip(17)
 
     stopped = [StoppedAtLoad(first), second.engine]
-    result["hung"] = await _failing(update(stopped, receipt, timeout_s=1.5))
+    result["hung"] = await _failing(update(stopped, receipt, timeout_s=EXPIRES_S))
     result["after_hung"] = await _look([second], "hung")
     os.kill(first.pid, signal.SIGCONT)
     result["stays_paused"] = [await _calls(engine).is_paused() for engine in engines]
@@ -353,7 +359,7 @@ def test_a_flipped_byte_is_refused_by_all_and_the_old_weights_are_served(fleet):
 def test_an_engine_that_hangs_at_its_load_takes_the_other_back(fleet):
     assert fleet["hung"]["kind"] == "DeadlineError"
     assert fleet["hung"]["engines"] == (0,)
-    assert fleet["hung"]["seconds"] < 2.5
+    assert fleet["hung"]["seconds"] < TIMEOUT_S
     assert fleet["after_hung"] == {"greedy": answers(fleet, 0), "labels": ["16"]}
     # It may have loaded when it goes on, so it must not serve yet.
     assert fleet["stays_paused"] == [True, False]
@@ -364,7 +370,7 @@ def test_a_dead_engine_is_named_and_dropped(fleet):
     assert fleet["dead"]["kind"] == "EngineError"
     assert fleet["dead"]["engines"] == (0,)
     assert "Engine 0 of 2: the engine died" in fleet["dead"]["message"]
-    assert fleet["dead"]["seconds"] < 15
+    assert fleet["dead"]["seconds"] < TIMEOUT_S / 2
     assert fleet["after_dead"] == {"greedy": answers(fleet, 1), "labels": ["17"]}
     assert fleet["dropped"] == {"greedy": answers(fleet, 0), "labels": ["18"]}
 
@@ -374,8 +380,8 @@ def test_a_server_that_hangs_or_is_gone(fleet):
         pytest.skip("no server in this fleet")
     lost = fleet["lost"]
     assert lost["hung"]["kind"] == "DeadlineError"
-    assert lost["hung"]["seconds"] < 1.5
+    assert lost["hung"]["seconds"] < TIMEOUT_S
     assert lost["after"] == {"greedy": answers(fleet, 1), "labels": ["19"]}
     assert lost["gone"]["kind"] == "EngineError"
     assert "Restart it" in lost["gone"]["message"]
-    assert lost["gone"]["seconds"] < 15
+    assert lost["gone"]["seconds"] < TIMEOUT_S / 2

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from primeblocks.testing import tiny_models
 from primeblocks.weightsync import describe
 from primeblocks.weightsync.convert.recorded import record_reads
+from tests.deadlines import START_S
 from tests.engine_job import call
 
 pytestmark = [
@@ -19,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 
-RANKS, TIMEOUT_S = 2, 150.0
+RANKS = 2
 SIZES = {"num_layers": 2, "hidden": 128, "num_experts": 4, "top_k": 1, "vocab": 72}
 # Families whose loaders differ, and whether ranks have experts whole.
 FEW = {"glm4_moe": True}
@@ -40,7 +41,7 @@ def _load_on_ranks(folder, families):
     for family, whole_experts in families.items():
         with multiprocessing.get_context("fork").Pool(RANKS) as pool:
             tasks = [(folder, family, whole_experts, rank) for rank in range(RANKS)]
-            seen[family] = pool.starmap_async(_load, tasks, chunksize=1).get(TIMEOUT_S)
+            seen[family] = pool.starmap_async(_load, tasks, chunksize=1).get(START_S)
         for left in Path("/dev/shm").glob(f"{family}-{os.getpid()}-*"):  # by vLLM
             left.unlink()
     return seen

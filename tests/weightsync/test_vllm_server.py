@@ -33,9 +33,9 @@ from primeblocks.weightsync.adapters.vllm import (
 )
 from primeblocks.weightsync.marker import Receipt
 from primeblocks.weightsync.transports import FileTransport
+from tests.deadlines import HANG_S as TIMEOUT_S
 from tests.weightsync.fake_engine import FakeEngine
 
-TIMEOUT_S = 20
 RECEIPT = Receipt(2, 0, 0.0, "")
 
 

@@ -26,12 +26,12 @@ from primeblocks.weightsync import Publisher, SharedMemoryTransport, describe, p
 from primeblocks.weightsync.adapters import vllm as adapter
 from primeblocks.weightsync.engines.lora import AdapterSpec, adapter_parameters
 from primeblocks.weightsync.transports import FileTransport
+from tests.deadlines import HANG_S as TIMEOUT_S
 from tests.ports import free_port
 from tests.weightsync.contents import flip_sent
 
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden": 64}
 PROMPTS = [[1, 5, 7, 9, 11], [1, *range(20, 60)], [1, *range(100, 117)]]
-TIMEOUT_S = 30.0
 ENGINE: dict[str, Any] = {
     "enforce_eager": True,
     "max_model_len": 1024,
@@ -199,6 +199,12 @@ class Requests:
         """Wait until each of them has so many tokens."""
         async with self.moved:
             await self.moved.wait_for(lambda: all(self.progress.get(n, 0) >= tokens for n in names))
+
+    async def advance(self, *names: str, tokens: int) -> None:
+        """Wait until each of them has so many tokens more than now."""
+        await asyncio.gather(
+            *(self.reach(name, tokens=self.progress.get(name, 0) + tokens) for name in names)
+        )
 
 
 def names(name: str) -> list[str]:

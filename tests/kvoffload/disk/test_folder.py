@@ -11,6 +11,7 @@ import pytest
 
 from primeblocks.errors import ClosedError, PlanError, UsageError
 from primeblocks.kvoffload import HostTier, TieredStore
+from tests.deadlines import HANG_S
 from tests.kvoffload.disk.small import (
     EXTRA,
     FRAME,
@@ -144,7 +145,7 @@ os.kill(os.getpid(), 9)
 def test_a_forked_child_that_ends_leaves_the_log_alone(tmp_path):
     """SQLite would copy the log, delete it, and with it what the parent writes from then on."""
     command = [sys.executable, "-W", "ignore", "-c", FORK, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.stdout == "1 2\n", done.stderr
     with closing(open_tier(tmp_path)) as tier:
         assert [*state(tier)] == [1, 2]

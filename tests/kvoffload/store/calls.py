@@ -6,8 +6,6 @@ from primeblocks.kvoffload import PageKey
 from tests.kvoffload.conftest import PAGE
 from tests.kvoffload.memory_tier import SOON
 
-QUICK = 1.0
-
 
 def key_of(number):
     return PageKey("s", bytes([number]))
@@ -24,4 +22,4 @@ def save(store, number):
 def load(store, number):
     """The tier that had the page, or None."""
     into = np.zeros(PAGE, np.uint8)
-    return store.load(key_of(number), into=into).wait(timeout_s=QUICK).tier
+    return store.load(key_of(number), into=into).wait(timeout_s=SOON).tier

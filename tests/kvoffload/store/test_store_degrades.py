@@ -125,7 +125,7 @@ def test_a_tier_that_hangs_when_asked_what_it_lost_stops_nobody(host, memory):
         save(store, 0)
         store.flush().wait(timeout_s=SOON)
         below.flush = fail
-        below.holds = lambda keys: (asked.set(), release.wait(60), [False] * len(keys))[-1]
+        below.holds = lambda keys: (asked.set(), release.wait(SOON), [False] * len(keys))[-1]
         flushed = store.flush()
         assert asked.wait(SOON)
         saving = threading.Thread(target=save, args=(store, 1))
@@ -148,7 +148,7 @@ def test_a_hung_tier_costs_a_batch_of_frames_and_no_save(host, memory, clock):
         for number in range(116, 132):
             save(store, number)  # 100 to 115 are below alone
         entered, release, put = threading.Event(), threading.Event(), below.put
-        below.put = lambda records: (entered.set(), release.wait(60), put(records))[-1]
+        below.put = lambda records: (entered.set(), release.wait(SOON), put(records))[-1]
         waiting = [store.save(key_of(n), page_of(n)) for n in range(40)]
         assert entered.wait(SOON)
         clock.advance(2.0)
@@ -179,7 +179,7 @@ def test_a_hung_read_costs_half_of_the_frames_and_no_save(host, memory, clock):
         def hung(keys, into):
             asked.append(len(keys))
             entered.set()
-            release.wait(60)
+            release.wait(SOON)
             return get(keys, into=into)
 
         below.get = hung

@@ -19,7 +19,7 @@ from primeblocks.kvoffload.store.moves import (
 from primeblocks.kvoffload.store.worker import TierWorker
 from tests.kvoffload.conftest import PAGE
 from tests.kvoffload.memory_tier import SOON
-from tests.kvoffload.store.calls import QUICK, key_of, load, page_of, save
+from tests.kvoffload.store.calls import key_of, load, page_of, save
 
 
 @pytest.mark.parametrize("answer", [RuntimeError("a client of C++"), []])
@@ -35,7 +35,7 @@ def test_a_tier_that_does_not_say_what_it_holds_costs_a_miss(host, memory, answe
     with TieredStore([host(1), below]) as store:
         assert load(store, 0) is None
         assert load(store, 0) is None
-        assert store.holds([key_of(0)]).wait(timeout_s=QUICK) == [False]
+        assert store.holds([key_of(0)]).wait(timeout_s=SOON) == [False]
 
 
 @pytest.mark.parametrize("call", ["drop", "clear", "flush"])
@@ -53,7 +53,7 @@ def test_a_tier_whose_bookkeeping_raises_goes_on(host, memory, call):
         save(store, 0)
         for pending in (store.flush(), store.clear()):
             with contextlib.suppress(RuntimeError):
-                pending.wait(timeout_s=QUICK)  # it ends, and says so where it was asked for
+                pending.wait(timeout_s=SOON)  # it ends, and says so where it was asked for
         delattr(below, call)
         save(store, 2)
         save(store, 3)
@@ -66,7 +66,7 @@ def test_a_tier_that_answers_for_too_few_pages_goes_on(host, memory):
     below.put = lambda records: []
     with TieredStore([host(1), below]) as store:
         save(store, 0)
-        store.save(key_of(1), page_of(1)).wait(timeout_s=QUICK)
+        store.save(key_of(1), page_of(1)).wait(timeout_s=SOON)
         below.put = put
         assert store.statistics()["memory"].failures == 1
 
@@ -126,7 +126,7 @@ def test_a_batch_that_failed_touches_no_buffer_later(host, monkeypatch):
             entered.wait(SOON)
             raise RuntimeError("CUDA")
         entered.set()
-        go.wait(QUICK)
+        go.wait(1.0)
         copy(pages, rooms, **how)
 
     monkeypatch.setattr(copier, "_TOGETHER_PAGES", 1)  # so that two threads copy

@@ -9,11 +9,12 @@ import pytest
 from primeblocks.errors import CancelledError, DeadlineError
 from primeblocks.kvoffload import PageKey, TieredStore
 from primeblocks.kvoffload.evict import RolloutAware, VersionAware, lru
+from tests.deadlines import HANG_S
 from tests.kvoffload.conftest import PAGE
 
 pytestmark = pytest.mark.stress
 
-KEYS, SOON = 24, 20.0
+KEYS = 24
 
 
 def key_of(number, version=0):
@@ -53,7 +54,7 @@ class Caller:
             case 5:
                 self.given_up(number)
             case 6:
-                self.store.flush().wait(timeout_s=SOON)
+                self.store.flush().wait(timeout_s=HANG_S)
             case _:
                 self.load([self.chance.randrange(KEYS) for _ in range(self.chance.randrange(1, 5))])
 
@@ -63,14 +64,14 @@ class Caller:
         saved = self.store.save(
             key_of(number), page, attachments={"routes": bytes([number, writes])}, rollout=self.me
         )
-        assert saved.wait(timeout_s=SOON).stored
+        assert saved.wait(timeout_s=HANG_S).stored
         page[:] = 255
         self.written[number] = writes
 
     def load(self, numbers):
         into = [np.zeros(PAGE, np.uint8) for _ in numbers]
         keys = [key_of(number) for number in numbers]
-        loaded = self.store.load_batch(keys, into=into, rollout=self.me).wait(timeout_s=SOON)
+        loaded = self.store.load_batch(keys, into=into, rollout=self.me).wait(timeout_s=HANG_S)
         for number, page, found in zip(numbers, into, loaded, strict=True):
             if not found:
                 assert not page.any()
@@ -107,7 +108,7 @@ def test_threads_never_see_a_wrong_page(host, memory, evict, write, full):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=60)
+            thread.join(timeout=HANG_S)
             assert not thread.is_alive(), "a caller hangs"
         for caller in callers:
             if caller.error is not None:

@@ -1,5 +1,7 @@
 """For tests with a real engine that ask what comes back and not how soon."""
 
+from tests.deadlines import HANG_S
+
 
 def be_patient() -> None:
     """Let no tier be late in this process, and no request go on without its pages.
@@ -9,5 +11,5 @@ def be_patient() -> None:
     from primeblocks.kvoffload import TieredStore
     from primeblocks.kvoffload.adapters.vllm import manager
 
-    TieredStore.__init__.__kwdefaults__["patience_s"] = 60.0
-    manager.Speeds.patience_s = lambda speeds, pages: 60.0
+    TieredStore.__init__.__kwdefaults__["patience_s"] = HANG_S
+    manager.Speeds.patience_s = lambda speeds, pages: HANG_S
