@@ -298,10 +298,12 @@ def vllm_without_engines():
     import vllm
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.llm_engine import LLMEngine
 
     engine = mock.create_autospec(AsyncLLM, instance=True, errored=False, output_handler=None)
     engine.output_processor = mock.Mock(request_states={})
     offline = mock.create_autospec(vllm.LLM, instance=True)
+    offline.llm_engine = mock.create_autospec(LLMEngine, instance=True)
     for host, how in ((engine, lambda call: call), (offline, blocking)):
         host.fake = FakeWithAdapters([1])
         calls = [name for name in dir(FakeEngine) if hasattr(host, name) and name[0] != "_"]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import fcntl
 import math
 import os
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Protocol
 
@@ -15,9 +17,9 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, UsageError
 
-__all__ = ["FileLease", "Hold", "Lease", "SealedLease"]
+__all__ = ["FileLease", "Hold", "Lease", "SealedLease", "alone"]
 
 
 class Lease(Protocol):
@@ -33,6 +35,24 @@ class Lease(Protocol):
     def close(self) -> None:
         """Let go. Twice is fine."""
         ...
+
+
+@contextmanager
+def alone(lock: threading.Lock, call: str) -> Iterator[None]:
+    """Hold a lock of this process, or refuse the call if another one has it.
+
+    Raises:
+        UsageError: it is held.
+    """
+    if not lock.acquire(blocking=False):
+        raise UsageError(
+            f"{call} was called while another call of the same object is under way. Nothing was "
+            "changed. Wait for that call, and use the object from one thread."
+        )
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 class Hold:

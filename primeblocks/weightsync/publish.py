@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,6 +17,7 @@ from ..errors import ClosedError, TransferError, UsageError, check_version, show
 from .agree import Agreement
 from .ballot import Ballot
 from .convert.conversion import Wiring
+from .lease import alone
 from .manifest import Manifest, NamedTensors
 from .marker import Marker, Receipt
 from .outgoing import History, Pace, Sent, Shipment
@@ -114,17 +115,12 @@ class Publisher:
         """
         if self._closed:
             raise ClosedError("this Publisher was closed")
-        if not self._publishing.acquire(blocking=False):
-            raise UsageError(
-                f"publish({shown(version)}) was called while another publish of this Publisher is "
-                "under way. Nothing was changed. Wait for that call, and publish from one thread."
-            )
         try:
-            return self._publish(version, timeout_s, await_readers)
+            with alone(self._publishing, f"publish({shown(version)})"):
+                return self._publish(version, timeout_s, await_readers)
         finally:
-            self._publishing.release()
             if self._closed:  # Meanwhile.
-                self._forget()
+                self.close()
 
     def _publish(self, version: int, timeout_s: float, await_readers: Ballot | None) -> Receipt:
         start = time.monotonic()
@@ -151,9 +147,8 @@ class Publisher:
     def close(self) -> None:
         """Refuse further use. Local; the transport stays open. A publish under way goes on."""
         self._closed = True
-        if self._publishing.acquire(blocking=False):
+        with suppress(UsageError), alone(self._publishing, "close()"):
             self._forget()
-            self._publishing.release()
 
     def __enter__(self) -> Self:
         return self

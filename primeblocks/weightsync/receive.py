@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Literal, NoReturn, Self
 
 from torch import Tensor
@@ -14,12 +16,14 @@ from ..errors import (
     EngineError,
     PlanError,
     TransferError,
+    UsageError,
     check_version,
 )
 from .ballot import Member, Round
 from .convert.conversion import Wiring
 from .fetched import Feed, Fetched, bring, check, check_plan, feeding, undone, write
 from .held import Boxes, Lent, copied
+from .lease import alone
 from .load import InPlace
 from .manifest import NamedTensors
 from .marker import Digests, Marker, Receipt
@@ -37,6 +41,7 @@ Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 class Subscriber:
     """A reader that loads committed versions, all or nothing. One per engine process.
 
+    One call of `receive` or `verify` runs at a time. A second one, from any thread, is refused.
     It keeps the bytes loaded last, where the transport lets it, for deltas and to go back to. What
     was written in place lies there alone, and is copied before it is overwritten if it has to be.
 
@@ -53,9 +58,9 @@ class Subscriber:
         check: "before": every byte is checked before `load` gets the first tensor. "ahead": each
             tensor's are, while `load` copies those before it, or once `load_into` has copied it:
             faster, but damage is found in the middle of a load, and the version before is loaded
-            again. Where there is none, for
-            deltas, and where torch's threads take all cores, all is checked before. Bytes that
-            others may still write to are copied for the load, and the copies are checked.
+            again. Where there is none, for deltas, and where torch's threads take all cores, all is
+            checked before. Bytes that others may still write to are copied for the load, and the
+            copies are checked.
         member: this reader's part in a `Ballot`: `receive` returns when all have loaded the
             version, or all go back. The engine must not serve meanwhile.
         observe: returns what the engine holds, by the names that `load` gets: each tensor has to
@@ -95,6 +100,7 @@ class Subscriber:
         self._held: Fetched | None = None
         self._ready: Fetched | None = None
         self._kept: Digests | None = None
+        self._busy = threading.Lock()
         self._closed = False
 
     @property
@@ -110,11 +116,12 @@ class Subscriber:
         that `receive` ends with a TransferError.
         """
         start = time.monotonic()
-        ready = self._get_ready(version, start + timeout_s, loads=False)
-        if isinstance(ready.held, Lent) and not ready.held.stays:
-            self._verified = ready.marker
-            self._drop_ready()
-        return self._receipt(ready, start, None)
+        with self._alone("verify()"):
+            ready = self._get_ready(version, start + timeout_s, loads=False)
+            if isinstance(ready.held, Lent) and not ready.held.stays:
+                self._verified = ready.marker
+                self._drop_ready()
+            return self._receipt(ready, start, None)
 
     def receive(self, version: int | None = None, *, timeout_s: float) -> Receipt:
         """Load a version. Local.
@@ -139,16 +146,16 @@ class Subscriber:
             TransferError: the version was retired or refused, or `load` failed and the version
                 before was loaded again.
             EngineError: `load` failed and there was nothing to go back to: the model is torn.
-            UsageError: `version` is no version.
+            UsageError: `version` is no version, or another call is under way.
             ClosedError: after close().
         """
         start = time.monotonic()
-        deadline = start + timeout_s
-        ready = self._get_ready(version, deadline, loads=True)
-        self._ready = self._verified = None
-        if ready.marker != self._served:
-            self._load_or_go_back(ready, deadline)
-        return self._receipt(ready, start, self._kept)
+        with self._alone("receive()"):
+            ready = self._get_ready(version, start + timeout_s, loads=True)
+            self._ready = self._verified = None
+            if ready.marker != self._served:
+                self._load_or_go_back(ready, start + timeout_s)
+            return self._receipt(ready, start, self._kept)
 
     def forget(self) -> None:
         """Say that the engine lost its weights, as in a sleep that discards them. Local.
@@ -160,18 +167,25 @@ class Subscriber:
             self._held = None
 
     def close(self) -> None:
-        """Let go of the version that is held. Twice is fine; the transport stays open."""
+        """Let go of the version that is held, at the end of a call under way. Twice is fine."""
         self._closed = True
-        self._drop_ready()
-        if self._held is not None:
-            self._held.held.close()
-            self._held = None
+        with suppress(UsageError), alone(self._busy, "close()"):
+            self._drop_ready()
+            if self._held is not None:
+                self._held.held.close()
+                self._held = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    @contextmanager
+    def _alone(self, call: str) -> Iterator[None]:
+        with ExitStack() as after, alone(self._busy, call):
+            after.callback(lambda: self._closed and self.close())
+            yield
 
     def _get_ready(self, version: int | None, deadline: float, *, loads: bool) -> Fetched:
         if self._closed:
@@ -320,8 +334,8 @@ class Subscriber:
 
     def _go_back(self, failed: Fetched, served: Marker | None, error: Exception) -> NoReturn:
         """Load the version before again, and raise TransferError; EngineError where that fails."""
-        met = f"{type(error).__name__}: {error}".rstrip(".")
-        text = f"loading version {failed.marker.version} failed: {met}"
+        text = f"loading version {failed.marker.version} failed: {type(error).__name__}: {error}"
+        text = text.rstrip(".")
         is_there = bool(failed.undo or self._held) or served in self._transport.markers()
         if served is None or not is_there:
             failed.held.close()
@@ -382,5 +396,5 @@ class Subscriber:
         return self._load.places() if is_plain and isinstance(self._load, InPlace) else {}
 
     def _receipt(self, done: Fetched, start: float, held: Digests | None) -> Receipt:
-        seconds = time.monotonic() - start
-        return Receipt(done.marker.version, done.bytes, seconds, done.marker.digest, held)
+        marker, seconds = done.marker, time.monotonic() - start
+        return Receipt(marker.version, done.bytes, seconds, marker.digest, held)
