@@ -17,11 +17,13 @@ from ..layout import Layout, Shard, layout_of
 from .marker import UNREADABLE, is_count
 
 __all__ = [
+    "FLOATS",
     "Manifest",
     "NamedTensors",
     "TensorSpec",
     "as_plan_error",
     "box_of",
+    "converts",
     "describe",
     "gather_manifests",
     "named_tensors",
@@ -30,6 +32,9 @@ __all__ = [
 
 # Of torch.compile, FSDP1, and checkpoint or offload wrappers; `module` is DDP's alone.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+# Converted into one another by the sender; every other dtype has to match.
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 NamedTensors = nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
@@ -192,6 +197,11 @@ def gather_manifests(
     texts: list[str] = [""] * world_size
     torch.distributed.all_gather_object(texts, manifest.to_json(), group=group)
     return [Manifest.from_json(text) for text in texts]
+
+
+def converts(have: torch.dtype, want: torch.dtype) -> bool:
+    """Tell whether a sender turns one dtype into the other: they are equal, or both `FLOATS`."""
+    return have == want or {have, want} <= set(FLOATS)
 
 
 def _of_module(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
+from operator import gt
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -13,7 +14,7 @@ from ..errors import PlanError, UnsupportedError
 from ..layout import Layout, Shard, local_part
 from .convert.conversion import Wiring
 from .convert.pieces import Piece, whole_piece
-from .manifest import Manifest, NamedTensors, describe, named_tensors
+from .manifest import Manifest, NamedTensors, converts, describe, named_tensors
 from .plan import Plan
 
 __all__ = ["Encode", "Encoder", "Parts"]
@@ -41,13 +42,15 @@ class Encoder(Protocol):
 class _Source(NamedTuple):
     """A box of a tensor that a rank holds, or, if encoded, of one made of parameter `origin`.
 
-    `is_all`: the box is all that the rank holds of the tensor, in the same order.
+    `is_all`: the box is all that the rank holds of the tensor, in the same order. `dtype`: as which
+    it travels.
     """
 
     origin: str
     piece: Piece
     held: Layout
     is_all: bool
+    dtype: torch.dtype
 
 
 class Parts:
@@ -82,8 +85,9 @@ class Parts:
         """Read the parameters again. Local; moves no data.
 
         Raises:
-            PlanError: a tensor that this rank has to send is missing, or has another local shape or
-                other parts of the whole than in the plan.
+            PlanError: a tensor has another shape, or one that does not convert to the plan's dtype;
+                a tensor that this rank has to send is missing, or has other parts of the whole
+                than in the plan; or the plan was made without a tensor that is here now.
         """
         self._tensors = named_tensors(self._parameters)
         self._last = ("", {})
@@ -103,11 +107,10 @@ class Parts:
             UnsupportedError: `encode` made other tensors than were described.
         """
         views, dtypes = [], []
-        copies = self._plan.buckets[index].copies
-        for copy, source in zip(copies, self._sources[index], strict=True):
+        for source in self._sources[index]:
             local = self._local(source)
             views.append(local if source.is_all else source.piece.view(local, source.held.shard))
-            dtypes.append(self._plan.target[copy.name].dtype)
+            dtypes.append(source.dtype)
         return views, dtypes
 
     def _local(self, source: _Source) -> Tensor:
@@ -121,6 +124,11 @@ class Parts:
             raise PlanError(
                 f"{source.piece.source!r} is {tuple(local.shape)} on rank {self._rank} and was "
                 f"described as {source.held.shard.sizes}; describe it anew and plan again."
+            )
+        if not converts(local.dtype, source.dtype):
+            raise PlanError(
+                f"{source.piece.source!r} is {local.dtype} on rank {self._rank} and travels as "
+                f"{source.dtype}, which it does not convert to; describe it anew and plan again."
             )
         return local
 
@@ -141,14 +149,14 @@ class Parts:
 
     def _map(self) -> dict[int, list[_Source]]:
         """Return the source of each copy that this rank writes."""
-        held = self._source or describe(self._tensors)
-        origins: Mapping[str, str] = {}
-        if isinstance(self._encode, Encoder):
-            before = describe(self._tensors)
-            origins, held = (
-                self._encode.origins(before),
-                self._source or self._encode.describe(before),
-            )
+        held, origins = self._source, dict[str, str]()
+        names: Iterable[str] = self._tensors
+        if held is None or isinstance(self._encode, Encoder):
+            live = describe(self._tensors)
+            if isinstance(self._encode, Encoder):
+                origins, live = dict(self._encode.origins(live)), self._encode.describe(live)
+            names, held = live, live if held is None else held
+        self._check_planned(names, held)
         pieces: dict[str, list[Piece]] = {}
         for piece in self._held_pieces(held):
             pieces.setdefault(piece.target, []).append(piece)
@@ -159,6 +167,36 @@ class Parts:
             ]
             for index in self._plan.of_rank(self._rank)
         }
+
+    def _check_planned(self, names: Iterable[str], held: Manifest) -> None:
+        """Refuse tensors that the plan was made without, or for other whole shapes.
+
+        `source` and the sources of `convert` tell what there was, else the plan does.
+        """
+        plan, convert = self._plan, self._convert
+        known: Container[str] = {*plan.target, *plan.unsent}
+        if self._source is not None:
+            known = held
+        elif convert is not None:
+            known = convert.sources
+        new = [name for name in names if name not in known]
+        if new:
+            raise PlanError(
+                f"the plan was made without {len(new)} tensors of rank {self._rank}, such as "
+                f"{new[0]!r}: they are new, or were untied. Describe all tensors and plan again, "
+                "or pass only those that the plan was made of."
+            )
+        for name, spec in held.items():
+            live = self._tensors.get(name)
+            has_grown = live is not None and any(map(gt, live.shape, spec.shape))  # Than `source`.
+            want = plan.target.get(name) if convert is None else None
+            if has_grown or (want is not None and want.shape != spec.shape):
+                here = spec.shape if live is None else tuple(live.shape)
+                planned = spec.shape if want is None else want.shape
+                raise PlanError(
+                    f"{name!r} is {here} on rank {self._rank} and was planned as {planned}; "
+                    "describe it anew and plan again."
+                )
 
     def _held_pieces(self, held: Manifest) -> list[Piece]:
         if self._convert is not None:
@@ -183,7 +221,8 @@ class Parts:
                     layout = held[part.source].layout
                     as_it_lies = part.dims == tuple(range(len(layout.shape)))
                     is_all = as_it_lies and part.source_box == layout.shard
-                    return _Source(origin, part, layout, is_all)
+                    dtype = self._plan.target[name].dtype
+                    return _Source(origin, part, layout, is_all, dtype)
         found = [piece.target_box for piece in pieces.get(name, ())]
         raise PlanError(
             f"rank {self._rank} shall send {box} of {name!r} and has "

@@ -61,6 +61,8 @@ class Plan:
     Attributes:
         target: the tensors that travel, whole, under the names and dtypes that they travel by.
         wants: for each reader, the boxes that it wants.
+        unsent: the trainer's other tensors, which no reader wants. Not recorded with `convert`,
+            whose sources are all that the trainer has.
     """
 
     target: Manifest
@@ -68,6 +70,7 @@ class Plan:
     wants: tuple[Boxes, ...]
     bucket_bytes: int
     buckets: tuple[Bucket, ...]
+    unsent: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         sent = sum(bucket.bytes for bucket in self.buckets)
@@ -178,6 +181,7 @@ class Plan:
             "bucket_bytes": self.bucket_bytes,
             "wants": wants,
             "buckets": buckets,
+            **({"unsent": self.unsent} if self.unsent else {}),
         }
         return json.dumps(head, separators=(",", ":"))
 
@@ -216,7 +220,8 @@ class Plan:
             for one in buckets:
                 if not (one.copies and 0 <= one.rank < ranks and {*one.readers} <= {*readers}):
                     raise PlanError(f"no bucket of {ranks} ranks and {len(wants)} readers")
-            return cls(target, ranks, wants, int(head["bucket_bytes"]), buckets)
+            unsent = tuple(map(str, head.get("unsent", ())))
+            return cls(target, ranks, wants, int(head["bucket_bytes"]), buckets, unsent)
 
     def fingerprint(self) -> str:
         """Return 32 hex digits, which both sides compare before a byte is used."""

@@ -5,21 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import torch
-
 from ..errors import PlanError
 from ..layout import Layout, Shard
 from .convert.conversion import Wiring
 from .convert.recorded import Reads
-from .manifest import Manifest, TensorSpec
+from .manifest import FLOATS, Manifest, TensorSpec, converts
 from .plan import Boxes, Bucket, Plan, cut, owned_boxes, packed
 
 __all__ = ["BUCKET_BYTES", "plan_sync"]
 
 BUCKET_BYTES = 64 << 20
-
-# Converted into one another by the sender; every other dtype has to match.
-_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _SMALLEST_BUCKET_BYTES = 64
 
 _Target = Manifest | Wiring | Reads
@@ -68,7 +63,8 @@ def plan_sync(
         buckets += [
             Bucket(rank, who, packed(target, run)) for run in _runs(boxes, target, bucket_bytes)
         ]
-    return Plan(target, len(sources), wants, bucket_bytes, tuple(buckets))
+    unsent = () if convert else tuple(name for name in kinds if name not in target)
+    return Plan(target, len(sources), wants, bucket_bytes, tuple(buckets), unsent)
 
 
 def _held(source: Manifest, convert: Wiring | None) -> dict[str, list[Shard]]:
@@ -162,10 +158,10 @@ def _check_pair(name: str, rank: int, have: TensorSpec, want: TensorSpec) -> Non
             f"{name!r} is {have.shape} on rank {rank} and {want.shape} in the target. "
             "Pass convert=, or reshape it before describing it."
         )
-    if have.dtype != want.dtype and not {have.dtype, want.dtype} <= set(_FLOATS):
+    if not converts(have.dtype, want.dtype):
         raise PlanError(
             f"{name!r} is {have.dtype} on rank {rank} and {want.dtype} in the target; "
-            f"only {', '.join(str(d) for d in _FLOATS)} are converted. Match the dtypes."
+            f"only {', '.join(str(d) for d in FLOATS)} are converted. Match the dtypes."
         )
 
 

@@ -6,12 +6,21 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from primeblocks.errors import UsageError
+from primeblocks.errors import PlanError, UsageError
 from primeblocks.testing import ranks
-from primeblocks.weightsync import Publisher, SharedMemoryTransport, Subscriber, describe, plan_sync
+from primeblocks.weightsync import (
+    Publisher,
+    SharedMemoryTransport,
+    Subscriber,
+    describe,
+    plan_sync,
+    verify_engine,
+)
+from primeblocks.weightsync.convert import record_wiring
 from primeblocks.weightsync.manifest import gather_manifests
 from tests.weightsync.contents import KINDS, Side, contents, oracle, same_bytes, transport_of
 from tests.weightsync.link_layouts import elements, random_layouts
@@ -121,3 +130,138 @@ def test_a_tensor_that_lies_otherwise_is_sent_from_where_it_is_or_refused(turn, 
         assert right
         assert version == (2 if turn in ("same", "replicated") else 1)
         assert ("plan again" in said) is (version == 1)
+
+
+# --- what changed after the plan was made --------------------------------------------------------
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.unused = nn.Linear(4, 2)
+
+
+def grow(model):
+    """As `resize_token_embeddings` does."""
+    model.embed.weight = model.head.weight = nn.Parameter(torch.ones(8, 4))
+
+
+def untie(model):
+    model.head.weight = nn.Parameter(torch.ones(6, 4))
+
+
+def appear(model):
+    model.norm = nn.LayerNorm(4)
+
+
+def vanish(model):
+    del model.unused.bias
+
+
+def to(dtype):
+    def change(model):
+        model.embed.weight = nn.Parameter(model.embed.weight.to(dtype), requires_grad=False)
+        model.head.weight = model.embed.weight
+
+    return change
+
+
+DTYPES = (torch.int32, torch.bool, torch.float8_e4m3fn, torch.complex64)
+CHANGES = {
+    grow: r"'embed.weight' is .*8, 4\)",
+    untie: "'head.weight'",
+    appear: "'norm.weight'",
+    vanish: "'unused.bias'",
+    **{to(dtype): f"'embed.weight' is {dtype}" for dtype in DTYPES},
+}
+
+
+@pytest.mark.parametrize("is_converted", [False, True])
+@pytest.mark.parametrize(("change", "said"), CHANGES.items())
+def test_tensors_that_changed_after_planning_are_not_sent_nor_proved(
+    change, said, is_converted, tmp_path
+):
+    model = Small()
+    source = describe(model)
+    convert = record_wiring(lambda tensors: tensors, source) if is_converted else None
+    plan = plan_sync([source], source.whole(), bucket_bytes=64, convert=convert)
+    with SharedMemoryTransport("policy", owner=True, root=str(tmp_path)) as transport:
+        publisher = Publisher(plan, model, transport, convert=convert)
+        first = publisher.publish(1, timeout_s=20)
+        held = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+        assert verify_engine(model, held, plan=plan, convert=convert).is_proved
+        change(model)
+        for _ in range(2):
+            with pytest.raises(UsageError, match=said):
+                publisher.publish(2, timeout_s=20)
+        with pytest.raises(PlanError, match=said):
+            verify_engine(model, held, plan=plan, convert=convert)
+        assert transport.markers()[-1].digest == first.digest
+
+
+def test_tensors_that_no_reader_wants_may_be_there_and_no_others(tmp_path):
+    model = Small()
+    wanted = describe({"embed.weight": model.embed.weight})
+    plan = plan_sync([describe(model)], wanted, bucket_bytes=64)
+    assert plan.unsent == ("unused.weight", "unused.bias")
+    assert type(plan).from_json(plan.to_json()) == plan
+    whole = plan_sync([wanted], wanted, bucket_bytes=64)
+    assert "unsent" not in whole.to_json()
+    with SharedMemoryTransport("policy", owner=True, root=str(tmp_path)) as transport:
+        Publisher(plan, model, transport).publish(1, timeout_s=20)
+        with pytest.raises(UsageError, match="without 2 tensors .*'unused.weight'.*only those"):
+            Publisher(whole, model, transport).publish(2, timeout_s=20)
+        with pytest.raises(UsageError, match="without 2 tensors .*'unused.weight'"):
+            Publisher(whole, model, transport, source=wanted).publish(2, timeout_s=20)
+        only = {"embed.weight": model.embed.weight}
+        Publisher(whole, only, transport, source=wanted).publish(2, timeout_s=20)
+        untie(model)
+        with pytest.raises(UsageError, match="without 1 tensors .*'head.weight'"):
+            Publisher(plan, model, transport).publish(3, timeout_s=20)
+
+
+def test_floats_may_change_and_what_encode_makes_may_not():
+    weights = {"w": torch.arange(6.0)}
+    plan = plan_sync([describe(weights)], describe(weights, dtype=torch.bfloat16), bucket_bytes=64)
+    held = {"w": weights["w"].bfloat16()}
+    for dtype in (torch.float64, torch.float16, torch.bfloat16):
+        assert verify_engine({"w": weights["w"].to(dtype)}, held, plan=plan).is_proved
+    codes = lambda name, tensor: {name: tensor.to(torch.int8)}  # noqa: E731
+    with pytest.raises(PlanError, match=r"'w' is torch.int8 on rank 0 and travels as torch.bfloat"):
+        verify_engine(weights, held, plan=plan, encode=codes)
+
+
+def grown_body(path):
+    """Rows that are new on the last rank alone: the other ranks hold as many as before."""
+    mesh = init_device_mesh("cpu", (4,))
+    parameters = {"w": distribute_tensor(torch.ones(9, 2), mesh, [Shard(0)])}
+    mine = describe(parameters)
+    sources = gather_manifests(mine)
+    plan = plan_sync(sources, sources[0].whole(), bucket_bytes=64)
+    transport = None
+    if dist.get_rank() == 0:
+        transport = SharedMemoryTransport("policy", owner=True, root=path)
+    dist.barrier()
+    transport = transport or SharedMemoryTransport("policy", root=path)
+    said = []
+    for source in (None, mine):
+        publisher = Publisher(plan, parameters, transport, source=source)
+        publisher.publish(len(said) + 1, timeout_s=120)
+        before = parameters["w"]
+        publisher._parts._parameters["w"] = distribute_tensor(torch.ones(10, 2), mesh, [Shard(0)])
+        with pytest.raises(UsageError) as met:
+            publisher.publish(9, timeout_s=120)
+        said.append(str(met.value))
+        publisher._parts._parameters["w"] = before
+    dist.barrier()
+    transport.close()
+    return said
+
+
+def test_rows_that_only_the_last_rank_got_are_noticed(tmp_path):
+    for both in ranks.run(grown_body, str(tmp_path), world_size=4):
+        for said in both:
+            for rank in range(4):
+                assert f"'w' is (10, 2) on rank {rank} and was planned as (9, 2)" in said

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...errors import PlanError
 from ...layout import Layout, Shard
-from ..manifest import Manifest, TensorSpec, describe
+from ..manifest import Manifest, TensorSpec, converts, describe
 from ..plan import owned_boxes
 from .pieces import Piece
 
@@ -72,7 +72,7 @@ class Wiring:
         """Return the pieces of one rank's shards, in global coordinates on both sides. Local.
 
         Raises:
-            PlanError: a name or a global shape is not what was bound.
+            PlanError: a name or a global shape is not what was bound, or a dtype does not convert.
         """
         _check_same(held, self.sources)
         return [
@@ -152,6 +152,10 @@ def _check_same(held: Manifest, bound: Manifest) -> None:
         if name not in bound or bound[name].shape != spec.shape:
             wanted = bound[name].shape if name in bound else "not there"
             raise PlanError(f"{name!r} is {spec.shape}; bound was {wanted}. Bind these tensors.")
+        if not converts(spec.dtype, bound[name].dtype):
+            raise PlanError(
+                f"{name!r} is {spec.dtype}; bound was {bound[name].dtype}. Bind these tensors."
+            )
 
 
 def _grouped(names: Iterable[str], pairs: Iterable[tuple[str, Piece]]) -> dict[str, list[Piece]]:
