@@ -233,8 +233,7 @@ class Subscriber:
         try:
             try:
                 fetched = self._bring(found, deadline, loads=loads)
-            except CorruptionError:
-                # The base of its deltas, or a mapping of it, may be at fault.
+            except CorruptionError:  # The base of its deltas, or a mapping of it, may be at fault.
                 if last.marker not in self._transport.markers():
                     raise
                 again = self._transport.receive(
