@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from typing import Literal, NoReturn, Self
 
 from torch import Tensor
@@ -16,7 +16,6 @@ from ..errors import (
     EngineError,
     PlanError,
     TransferError,
-    UsageError,
     check_version,
 )
 from .ballot import Member, Round
@@ -169,7 +168,7 @@ class Subscriber:
     def close(self) -> None:
         """Let go of the version that is held, at the end of a call under way. Twice is fine."""
         self._closed = True
-        with suppress(UsageError), alone(self._busy, "close()"):
+        if not self._busy.locked():
             self._drop_ready()
             if self._held is not None:
                 self._held.held.close()
@@ -183,15 +182,17 @@ class Subscriber:
 
     @contextmanager
     def _alone(self, call: str) -> Iterator[None]:
-        with ExitStack() as after, alone(self._busy, call):
-            after.callback(lambda: self._closed and self.close())
-            yield
+        try:
+            with alone(self._busy, call):
+                yield
+        finally:
+            if self._closed:  # Meanwhile.
+                self.close()
 
     def _get_ready(self, version: int | None, deadline: float, *, loads: bool) -> Fetched:
         if self._closed:
             raise ClosedError("this Subscriber was closed")
-        if version is not None:
-            version = check_version(version)
+        version = None if version is None else check_version(version)
         if self._ready is None or version not in (None, self._ready.marker.version):
             self._drop_ready()
             self._ready = self._fetch(version, deadline, served=self._served, loads=loads)
@@ -232,8 +233,7 @@ class Subscriber:
         try:
             try:
                 fetched = self._bring(found, deadline, loads=loads)
-            except CorruptionError:
-                # The base of its deltas, or a mapping of it, may be at fault.
+            except CorruptionError:  # The base of its deltas, or a mapping of it, may be at fault.
                 if last.marker not in self._transport.markers():
                     raise
                 again = self._transport.receive(
