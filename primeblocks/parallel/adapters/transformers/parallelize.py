@@ -221,6 +221,8 @@ def _own_configs(model: PreTrainedModel) -> None:
         config = getattr(module, "config", None)
         if config is not None:
             module.config = copy.deepcopy(config, memo)
+            # Parameters are numbers from here on, whatever the checkpoint held.
+            vars(module.config).pop("quantization_config", None)
 
 
 def _admit_sequence(
