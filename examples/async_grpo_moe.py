@@ -239,7 +239,9 @@ class Trainer:
         return chosen[..., 0]
 
     def apply_gradients(self, lr: float) -> float:
-        norm = parallel.clip_grad_norm_(self.model.parameters(), 1.0, meshes=self.meshes)
+        norm = parallel.clip_grad_norm_(
+            self.model.parameters(), 1.0, meshes=self.meshes, optimizer=self.optimizer
+        )
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()

@@ -43,7 +43,7 @@ def train(model, optimizer, meshes, step: int) -> float:
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1].log_softmax(-1)
     loss = -logits.gather(-1, ids[:, 1:, None]).sum() / (ROWS * (TOKENS - 1))
     loss.backward()
-    parallel.clip_grad_norm_(model.parameters(), 1.0, meshes=meshes)
+    parallel.clip_grad_norm_(model.parameters(), 1.0, meshes=meshes, optimizer=optimizer)
     optimizer.step()
     optimizer.zero_grad()
     loss = loss.detach()

@@ -6,7 +6,7 @@ norms clip across any mix of meshes. Models come in through `adapters`.
 """
 
 from . import attention, experts, linear, memory
-from .fsdp import clip_grad_norm_, fully_shard_moe, global_token_count
+from .fsdp import check_optimizer, clip_grad_norm_, fully_shard_moe, global_token_count
 from .mesh import Meshes, MeshPlan, plan_mesh
 from .sequence import SequencePlan, plan_sequence
 from .traffic import StepSizes, plan_traffic
@@ -17,6 +17,7 @@ __all__ = [
     "SequencePlan",
     "StepSizes",
     "attention",
+    "check_optimizer",
     "clip_grad_norm_",
     "experts",
     "fully_shard_moe",

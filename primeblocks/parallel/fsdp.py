@@ -27,7 +27,13 @@ from ..layout import local_part
 from .experts.dispatcher import LocalDispatcher
 from .mesh import Meshes, check_meshes
 
-__all__ = ["check_dispatcher", "clip_grad_norm_", "fully_shard_moe", "global_token_count"]
+__all__ = [
+    "check_dispatcher",
+    "check_optimizer",
+    "clip_grad_norm_",
+    "fully_shard_moe",
+    "global_token_count",
+]
 
 
 def fully_shard_moe(
@@ -69,12 +75,18 @@ def fully_shard_moe(
             host; default: on the device.
 
     Raises:
-        PlanError: the expert degree does not divide the experts, or there are none; a named
-            module is not in `model`; a dispatcher of experts lies over other ranks; a number for
-            `reshard_after_forward`, which would have to divide several meshes.
+        PlanError: the model is sharded already; the expert degree does not divide the experts, or
+            there are none; a named module is not in `model`; a dispatcher of experts lies over
+            other ranks; a number for `reshard_after_forward`, which would have to divide several
+            meshes.
         UnsupportedError: parameters that are gathered together have different dtypes.
     """
     check_meshes(meshes)
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise PlanError(
+            "fully_shard_moe (or parallelize) was called on a model that is sharded already. Call "
+            "it once, on a new model, and load its weights with load_pretrained."
+        )
     layers, experts, routers = (
         _modules(name, given, model)
         for name, given in (("layers", layers), ("experts", experts), ("routers", routers))
@@ -117,10 +129,16 @@ def fully_shard_moe(
             module.set_force_sum_reduction_for_comms(True)
     if meshes.plan.expert > 1:
         _prefetch(layers)
+    meshes.models.add(model)
 
 
 def clip_grad_norm_(
-    parameters: Iterable[Tensor], max_norm: float, *, meshes: Meshes, check: bool = True
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    *,
+    meshes: Meshes,
+    optimizer: torch.optim.Optimizer | None = None,
+    check: bool = True,
 ) -> Tensor:
     """Scale gradients in place so that their total 2-norm is at most `max_norm`.
 
@@ -129,6 +147,7 @@ def clip_grad_norm_(
     if `check`.
 
     Args:
+        optimizer: if it is given, it is checked as by `check_optimizer`.
         check: agree on `max_norm` first, so that a mistake on one rank is an error on all and not
             a wait. A GPU has to wait for it.
 
@@ -137,7 +156,9 @@ def clip_grad_norm_(
         not; the gradients are spoilt then: check before the optimizer step.
 
     Raises:
-        PlanError: a gradient holds partial sums, or ranks pass different norms.
+        PlanError: a gradient holds partial sums; ranks pass different norms; `optimizer` steps
+            other tensors; or FSDP2 left parameters of a model unsharded, as it does after several
+            forwards before one backward with reentrant checkpointing. Gradients are wrong then.
         RankError: another rank refused its arguments.
     """
     check_meshes(meshes)
@@ -147,8 +168,13 @@ def clip_grad_norm_(
     def look() -> dict[str, object]:
         if not isinstance(max_norm, Real) or not max_norm >= 0:
             raise PlanError(f"max_norm must be a number from 0 up; got {max_norm!r}.")
-        for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for parameter in given:
             check_tensors(parameter=parameter)
+        _check_sharded(given, meshes)
+        if optimizer is not None:
+            _check_steps(given, optimizer)
+        for parameter in given:
             grad = parameter.grad
             if grad is not None:
                 by_copies[_copies(grad, meshes.plan.world_size)].append(local_part(grad))
@@ -166,6 +192,56 @@ def clip_grad_norm_(
         for x in locals_:
             x.mul_(scale.to(x.device, x.dtype))
     return norm
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that steps tensors which are no parameters of the model. Local.
+
+    Sharding replaces parameters. An optimizer that was made before keeps the old ones and trains
+    nothing.
+
+    Args:
+        model: for an optimizer of several models, an `nn.ModuleList` of them.
+
+    Raises:
+        PlanError: with the number of such tensors.
+    """
+    _check_steps(list(model.parameters()), optimizer)
+
+
+def _check_steps(parameters: list[Tensor], optimizer: torch.optim.Optimizer) -> None:
+    known = {id(parameter) for parameter in parameters}
+    stepped = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    foreign = sum(id(tensor) not in known for tensor in stepped)
+    if foreign:
+        raise PlanError(
+            f"{foreign} of {len(stepped)} tensors of the optimizer are no parameters of the model: "
+            "it was made before the model was sharded, and would not train them. Make the "
+            "optimizer after parallelize or fully_shard_moe."
+        )
+
+
+def _check_sharded(given: list[Tensor], meshes: Meshes) -> None:
+    """Refuse gradients of gathered parameters, which FSDP2 has not reduced."""
+    # `fully_shard_moe` shards every parameter over one of these axes.
+    axes = {*(meshes.fsdp.mesh_dim_names or ()), *(meshes.expert_fsdp.mesh_dim_names or ())}
+    gathered = {id(p) for p in given if p.grad is not None and not axes & _axes_of(p)}
+    if not gathered:
+        return
+    for model in meshes.models:
+        left = [name for name, parameter in model.named_parameters() if id(parameter) in gathered]
+        if left:
+            raise PlanError(
+                f"FSDP2 left {len(left)} parameters unsharded, such as {left[0]!r}, and did not "
+                "reduce their gradients. Reentrant checkpointing with several forwards before one "
+                "backward does so. Call backward after each forward, or checkpoint with "
+                "use_reentrant=False."
+            )
+
+
+def _axes_of(parameter: Tensor) -> set[str]:
+    names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
+    return set(names or ())
 
 
 def global_token_count(local: int | Tensor, meshes: Meshes) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from numbers import Integral
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import PlanError
@@ -29,6 +30,7 @@ class Meshes:
         context: each rank of it holds a part of the same sequences.
         batch: each rank of it reads different samples.
         loss: all ranks, for token counts and norms.
+        models: those that `fully_shard_moe` has sharded over these meshes, while they are alive.
     """
 
     plan: MeshPlan
@@ -38,6 +40,9 @@ class Meshes:
     context: DeviceMesh
     batch: DeviceMesh
     loss: DeviceMesh
+    models: WeakSet[nn.Module] = field(
+        default_factory=WeakSet, init=False, repr=False, compare=False
+    )
 
 
 @dataclass(frozen=True)

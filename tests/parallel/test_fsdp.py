@@ -1,5 +1,6 @@
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -7,10 +8,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.utils.checkpoint import checkpoint
 
 from primeblocks.errors import PlanError
 from primeblocks.layout import layout_of
-from primeblocks.parallel import clip_grad_norm_, fully_shard_moe, global_token_count, plan_mesh
+from primeblocks.parallel import (
+    check_optimizer,
+    clip_grad_norm_,
+    fully_shard_moe,
+    global_token_count,
+    plan_mesh,
+)
 from primeblocks.parallel.experts import AllToAllDispatcher, GroupedExperts, LocalDispatcher
 from primeblocks.testing import ranks
 
@@ -307,3 +315,60 @@ def _refusals():
 
 def test_what_cannot_work_is_refused_and_nothing_changes():
     assert ranks.run(_refusals, world_size=2) == [True, True]
+
+
+def _forwards_before_one_backward(use_reentrant, forwards):
+    model, whole, meshes = _pair({}, {})
+    for layer in model.layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=use_reentrant)
+    x = [torch.randn(4, 6, dtype=torch.float64, requires_grad=True) for _ in range(forwards)]
+    sum(model(each).square().sum() for each in x).backward()
+    clip_grad_norm_(model.parameters(), 1e9, meshes=meshes)
+    sum(whole(each).square().sum() for each in x).backward()
+    whole = {name: p.grad for name, p in whole.named_parameters()}
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            parameter.grad.full_tensor(), dist.get_world_size() * whole[name], rtol=1e-9, atol=1e-9
+        )
+
+
+@pytest.mark.parametrize(("use_reentrant", "forwards"), [(False, 2), (True, 1)])
+def test_checkpointed_forwards_have_the_gradients_of_plain_ones(use_reentrant, forwards):
+    ranks.run(_forwards_before_one_backward, use_reentrant, forwards, world_size=2)
+
+
+def test_reentrant_checkpoints_of_several_forwards_are_refused():
+    """FSDP2 leaves what it gathered again, with gradients that no rank has reduced."""
+    said = r"FSDP2 left \d+ parameters unsharded.*use_reentrant"
+    with pytest.raises(ranks.RankError, match=said):
+        ranks.run(_forwards_before_one_backward, True, 2, world_size=2)
+
+
+def _early_optimizer():
+    torch.manual_seed(0)
+    model = Model()
+    early = torch.optim.SGD(model.parameters(), lr=1.0)
+    meshes = plan_mesh(world_size=dist.get_world_size()).build("cpu")
+    _shard(model, meshes)
+    late = torch.optim.SGD(model.parameters(), lr=1.0)
+    check_optimizer(model, late)
+    check_optimizer(model, torch.optim.SGD(model.head.parameters(), lr=1.0))
+    check_optimizer(
+        nn.ModuleList([model, whole := nn.Linear(2, 2)]),
+        torch.optim.SGD([*model.parameters(), *whole.parameters()], lr=1.0),
+    )
+    model(_input(0, 6)).square().sum().backward()
+    clip_grad_norm_(model.parameters(), 1.0, meshes=meshes, optimizer=late)
+    before = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
+    early.step()
+    assert all(torch.equal(p.full_tensor(), before[n]) for n, p in model.named_parameters())
+    with pytest.raises(PlanError, match="Make the optimizer after parallelize"):
+        check_optimizer(model, early)
+    with pytest.raises(PlanError, match=r"\d+ of \d+ tensors of the optimizer are no parameters"):
+        clip_grad_norm_(model.parameters(), 1.0, meshes=meshes, optimizer=early)
+    with pytest.raises(PlanError, match="sharded already"):
+        _shard(model, meshes)
+
+
+def test_an_optimizer_from_before_trains_nothing_and_is_refused():
+    ranks.run(_early_optimizer, world_size=2)

@@ -236,3 +236,23 @@ def test_recurrent_layers_take_a_kernel():
     lengths = len(set(DOCUMENTS))  # Runs of equal length share a call.
     (calls,) = ranks.run(_recurrence_kernels, world_size=1)
     assert calls == dict.fromkeys(["nemotron_h", "qwen3_next", "qwen3_5_moe"], lengths)
+
+
+def _wrong_calls(tmp_path):
+    from primeblocks.parallel.adapters.transformers import load_pretrained, parallelize
+    from primeblocks.parallel.adapters.transformers import save_pretrained as save
+
+    model, meshes = _model("mixtral"), plan_mesh(world_size=1).build("cpu")
+    with pytest.raises(PlanError, match=r"such as .*ring_attention; got 'ring'"):
+        parallelize(model, meshes, attention="ring")
+    parallelize(model, meshes)
+    with pytest.raises(PlanError, match="sharded already"):
+        parallelize(model, meshes)
+    with pytest.raises(PlanError, match="adapters.transformers.save_pretrained"):
+        model.save_pretrained(tmp_path / "own")
+    save(model, tmp_path / "ours")
+    load_pretrained(model, tmp_path / "ours")
+
+
+def test_calls_that_a_sharded_model_cannot_answer_name_the_right_one(tmp_path):
+    ranks.run(_wrong_calls, tmp_path, world_size=1)

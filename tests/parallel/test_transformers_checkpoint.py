@@ -1,18 +1,16 @@
 """A model in parts, saved and loaded: whole as by transformers, and in parts for other ranks."""
 
-import json
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
 from primeblocks.errors import PlanError, RankError, UnsupportedError
-from primeblocks.layout import layout_of, local_part
 from primeblocks.parallel import plan_mesh
 from primeblocks.parallel.experts import add_expert_lora
 from primeblocks.testing import ranks, tiny_models
@@ -332,47 +330,3 @@ def test_a_deferred_tensor_splits_as_torch_splits():
         x = torch.empty(3, tokens)
         found = [part.shape for part in torch.split(Deferred.of(x), size, dim=1)]
         assert found == [part.shape for part in torch.split(x, size, dim=1)]
-
-
-def _quantized(path):
-    """What transformers keeps as codes where a GPU computes with them: the check is a fake's."""
-    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
-
-    from primeblocks.parallel.adapters.transformers import load_pretrained
-
-    warnings.filterwarnings("ignore", "rank 0 reads the whole")
-    FineGrainedFP8HfQuantizer.validate_environment = lambda *_, **__: None
-    error, whole = RankError if dist.get_rank() else PlanError, _model("qwen3_moe").state_dict()
-    if dist.get_rank() == 0:
-        _model("qwen3_moe").save_pretrained(path)
-        tensors = load_file(path / "model.safetensors")
-        for name in [n for n in tensors if n.endswith("_proj.weight")]:
-            codes = (tensors[name] * 64).to(torch.float8_e4m3fn)
-            sizes = [-(-size // 128) for size in codes.shape]
-            tensors[name], tensors[f"{name}_scale_inv"] = codes, torch.full(sizes, 1 / 64)
-        save_file(tensors, path / "model.safetensors", {"format": "pt"})
-        config = json.loads((path / "config.json").read_text())
-        config["quantization_config"] = {
-            "quant_method": "fp8", "weight_block_size": [128, 128],
-            "modules_to_not_convert": ["lm_head", "gate"],
-        }  # fmt: skip
-        (path / "config.json").write_text(json.dumps(config))
-    dist.barrier()
-    model, _ = _start("qwen3_moe", {"expert": 2}, device="meta")
-    load_pretrained(model, path)
-    for name, part in model.state_dict().items():
-        want = whole[name][layout_of(part).shard.slices]
-        if "_proj" in name:  # Codes of 3 bits, the smallest a multiple of 2 ** -9.
-            want = (want * 64).to(torch.float8_e4m3fn).float() / 64
-        assert torch.equal(local_part(part), want), name
-
-    def keep(quantizer, **_):
-        quantizer.quantization_config.dequantize = False
-
-    FineGrainedFP8HfQuantizer.validate_environment = keep
-    with pytest.raises(error, match=r"stays quantized \(fp8\)"):
-        load_pretrained(model, path)
-
-
-def test_quantized_weights_are_read_as_numbers_whatever_the_device(tmp_path):
-    ranks.run(_quantized, tmp_path)

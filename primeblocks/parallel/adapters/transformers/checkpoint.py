@@ -24,7 +24,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from ....errors import PlanError, UnsupportedError
 from ....groups import agree
 from ....layout import Shard, layout_of, local_part
-from .checkpoint_files import open_checkpoint
+from .checkpoint_files import CODES, open_checkpoint, with_numbers
 from .deferred import Deferred
 
 # What transformers raises where it cannot make sense of a folder.
@@ -32,8 +32,6 @@ _UNREADABLE = (
     AttributeError, ImportError, LookupError, OSError, RuntimeError, SafetensorError, TypeError,
     ValueError,
 )  # fmt: skip
-# Weights that transformers would leave quantized where a GPU computes with them.
-_CODES = ("fp8", "mxfp4")
 
 __all__ = [
     "backend_device",
@@ -50,6 +48,7 @@ def load_pretrained(model: PreTrainedModel, path: str | Path) -> None:
 
     Each rank reads the boxes that it holds from the files, in the dtype that they have there, and
     nothing else: transformers' own conversions run on tensors that know where their bytes are.
+    Float8 codes (`quant_method` "fp8") are read with the scales of the blocks that a box touches.
     Nothing is sent but an agreement, so every rank must see the folder; from the Hub, rank 0
     fetches before the others.
 
@@ -58,14 +57,14 @@ def load_pretrained(model: PreTrainedModel, path: str | Path) -> None:
 
     Raises:
         UnsupportedError: it has adapters, whose names no such checkpoint holds.
-        PlanError: this rank cannot read it, or it holds other names or shapes, or both of two
-            tied weights, and they differ.
+        PlanError: this rank cannot read it, or it holds other names or shapes, float8 codes without
+            a scale for each block, or both of two tied weights, and they differ.
         RankError: raised on the other ranks where one raises PlanError.
 
     Warns:
-        UserWarning: the weights are quantized, or must be computed with before they are placed;
-            then rank 0 reads the whole into host memory, and sends it. Or the checkpoint holds
-            weights that the model has no place for.
+        UserWarning: the weights are quantized by another method, or must be computed with before
+            they are placed; then rank 0 reads the whole into host memory, and sends it. Or the
+            checkpoint holds weights that the model has no place for.
     """
     refuse_adapters(model)
     reshard(model)
@@ -101,9 +100,12 @@ def _plan(model: PreTrainedModel, path: str | Path) -> dict[str, Deferred] | str
     kind = class_before(model)
     try:
         told, _ = kind.config_class.get_config_dict(path)
-        if told.get("quantization_config"):
+        method = told.get("quantization_config") or {}
+        if method and method.get("quant_method") != "fp8":
             return "its weights are quantized"
-        stored = open_checkpoint(path)
+        # transformers' own default, for a configuration that leaves it out.
+        block = method.get("weight_block_size", [128, 128]) if method else None
+        stored = with_numbers(open_checkpoint(path), block)
         shadow = _shadow(model)
         config = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(shadow))
         info, _ = convert_and_load_state_dict_in_model(shadow, stored, config)
@@ -111,7 +113,10 @@ def _plan(model: PreTrainedModel, path: str | Path) -> dict[str, Deferred] | str
         raise _unreadable(path, kind, error) from error
     if info.conversion_errors:
         name, said = next(iter(info.conversion_errors.items()))
-        return f"{name} cannot be read by the box: {said.strip().splitlines()[-2:]}"
+        why = f"{name} cannot be read by the box: {said.strip().splitlines()[-2:]}"
+        if method:  # transformers would dequantize, by blocks of another size.
+            raise _unreadable(path, kind, UnsupportedError(why))
+        return why
     found = {name: x for name, x in _state(shadow).items() if isinstance(x, Deferred)}
     odd = {name: tuple(there) for name, there, _ in info.mismatched_keys}
     _check(model, path, found, odd)
@@ -227,7 +232,7 @@ def _read(model: PreTrainedModel, path: str | Path) -> dict[str, Tensor]:
     try:
         config = kind.config_class.from_pretrained(path)
         method = getattr(config, "quantization_config", None) or {}
-        if method.get("quant_method") in _CODES:
+        if method.get("quant_method") == "mxfp4":  # Codes stay where a GPU computes with them.
             method["dequantize"] = True
         whole, told = kind.from_pretrained(
             path, config=config, dtype=model.dtype, output_loading_info=True
@@ -239,6 +244,11 @@ def _read(model: PreTrainedModel, path: str | Path) -> dict[str, Tensor]:
             f"{path} stays quantized ({method.get('quant_method')}) where transformers reads it. "
             "Save it dequantized first."
         )
+    if _holds_codes(path):  # transformers ignores a method that it does not know.
+        raise PlanError(
+            f"{path} holds float8 codes of quant_method={method.get('quant_method')!r}; "
+            'load_pretrained reads those of "fp8". Save it dequantized first.'
+        )
     state = whole.state_dict()
     found = {name: x for name, x in state.items() if name not in told["missing_keys"]}
     _check(model, path, found, {})
@@ -246,6 +256,13 @@ def _read(model: PreTrainedModel, path: str | Path) -> dict[str, Tensor]:
         if not torch.equal(state[name], state[source]):
             raise _apart(path, name, source)
     return state
+
+
+def _holds_codes(path: str | Path) -> bool:
+    try:
+        return any(x.dtype in CODES for x in open_checkpoint(path).values())
+    except _UNREADABLE:  # Not of safetensors.
+        return False
 
 
 def materialize(model: PreTrainedModel, device: str, *, parts: str | None = None) -> None:

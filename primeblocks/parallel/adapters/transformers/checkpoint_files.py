@@ -1,9 +1,13 @@
-"""Files of safetensors, read by the box and written tensor by tensor."""
+"""Files of safetensors, read by the box and written tensor by tensor.
+
+Float8 codes are read as numbers: `with_numbers` joins a weight's codes and scales, and a box of the
+result reads the codes of that box and the scales of the blocks that the box touches.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path, PurePath
@@ -15,19 +19,31 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from ....errors import UnsupportedError
+from ....errors import PlanError, UnsupportedError
 from ....layout import Shard
 from .deferred import Deferred
 
-__all__ = ["Stored", "TensorFile", "in_file_order", "open_checkpoint"]
+__all__ = [
+    "CODES",
+    "Numbers",
+    "Stored",
+    "TensorFile",
+    "in_file_order",
+    "open_checkpoint",
+    "with_numbers",
+]
 
 # In the order in which safetensors lays tensors out: the last ones first.
 _DTYPES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e4m3fn: "F8_E4M3", torch.int16: "I16", torch.float16: "F16",
-    torch.bfloat16: "BF16", torch.int32: "I32", torch.float32: "F32", torch.float64: "F64",
-    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e8m0fnu: "F8_E8M0", torch.int16: "I16",
+    torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32", torch.float32: "F32",
+    torch.float64: "F64", torch.int64: "I64",
 }  # fmt: skip
+CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
+_SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
+# Of a weight's scales, and of what engines divide activations by, which trainers do not need.
+_SUFFIX, _OF_ACTIVATIONS = "_scale_inv", (".activation_scale", ".input_scale")
 
 
 @dataclass(frozen=True)
@@ -48,6 +64,117 @@ class Stored:
         if not self.shape:
             return self.file.get_tensor(self.name)
         return self.file.get_slice(self.name)[box.slices]
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A weight that is stored as float8 codes, and one scale for each block of its matrices.
+
+    Blocks are counted from the corner of each matrix, so that the last row and the last column of
+    blocks may be cut, at any width.
+
+    Attributes:
+        codes: `[..., rows, columns]`.
+        scales: `[..., row blocks, column blocks]`, or one scale for all.
+        block: rows and columns of a block.
+    """
+
+    codes: Stored
+    scales: Stored
+    block: tuple[int, int]
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.codes.shape
+
+    def read(self, box: Shard) -> Tensor:
+        """Return the box as code times scale, in float32."""
+        out = self.codes.read(box).to(self.dtype)
+        if len(self.scales.shape) < 2:
+            return out.mul_(self.scales.read(Shard((0,), (1,))).to(self.dtype))
+        (rows, first_row), (columns, first_column) = (
+            _blocks(box.offsets[dim], box.sizes[dim], self.block[dim]) for dim in (-2, -1)
+        )
+        touched = Shard(
+            (*box.offsets[:-2], first_row, first_column),
+            (*box.sizes[:-2], int(rows[-1]) + 1, int(columns[-1]) + 1),
+        )
+        scales = self.scales.read(touched).to(self.dtype)[..., columns]
+        start = 0
+        for at, size in enumerate(rows.bincount().tolist()):  # A row of blocks needs no more room.
+            out[..., start : start + size, :].mul_(scales[..., at : at + 1, :])
+            start += size
+        return out
+
+
+def _blocks(start: int, size: int, block: int) -> tuple[Tensor, int]:
+    """The block of each place, counted from the first one, and the first one."""
+    first = start // block
+    return torch.arange(start, start + size) // block - first, first
+
+
+def with_numbers(
+    stored: Mapping[str, Deferred], block: Sequence[int] | None
+) -> dict[str, Deferred]:
+    """Join float8 codes and their scales to numbers. Local; reads nothing.
+
+    Args:
+        block: `weight_block_size` of the checkpoint's configuration; None where each matrix has one
+            scale.
+
+    Raises:
+        PlanError: the block is not two sizes; codes without scales or scales without codes; or
+            scales of another dtype, or not one for each block.
+    """
+    sizes = list(block) if isinstance(block, Sequence) else []
+    if block is not None and (
+        len(sizes) != 2 or any(type(size) is not int or size < 1 for size in sizes)
+    ):
+        raise PlanError(
+            f"weight_block_size is {block!r:.80}; expected the rows and the columns of a block, "
+            "such as [128, 128]. Correct the checkpoint's config.json."
+        )
+    whole: dict[str, Deferred] = {}
+    for name, tensor in stored.items():
+        if name.endswith(_OF_ACTIVATIONS):
+            continue
+        if name.endswith(_SUFFIX):
+            if name.removesuffix(_SUFFIX) not in stored:
+                raise PlanError(
+                    f"{name} holds scales, and {name.removesuffix(_SUFFIX)} is missing."
+                )
+            continue
+        scales = stored.get(name + _SUFFIX)
+        coded = scales is not None or tensor.dtype in CODES
+        whole[name] = Deferred.of(_numbers(name, tensor, scales, sizes)) if coded else tensor
+    return whole
+
+
+def _numbers(name: str, codes: Deferred, scales: Deferred | None, sizes: Sequence[int]) -> Numbers:
+    if scales is None:
+        raise PlanError(
+            f"{name} holds codes in {codes.dtype}, and {name}{_SUFFIX} is missing. Convert the "
+            "checkpoint to bfloat16 with the tool that wrote it."
+        )
+    if codes.dtype not in CODES or codes.ndim < 2 or scales.dtype not in _SCALES:
+        raise PlanError(
+            f"{name} is {tuple(codes.shape)} in {codes.dtype} with scales in {scales.dtype}; "
+            f"expected matrices in {CODES[0]} with scales in one of {list(_SCALES)}. Convert the "
+            "checkpoint to bfloat16 with the tool that wrote it."
+        )
+    *lead, rows, columns = codes.shape
+    height, width = sizes or (rows, columns)
+    grid = (*lead, -(-rows // height), -(-columns // width))
+    one = scales.ndim < 2 and scales.numel() == 1
+    if tuple(scales.shape) != grid and not one:
+        raise PlanError(
+            f"{name} is {tuple(codes.shape)} with scales {tuple(scales.shape)}; blocks of "
+            f"{height} x {width} have scales {grid}. Correct weight_block_size in the checkpoint's "
+            "config.json."
+        )
+    code, scale = (x.pieces[0].source for x in (codes, scales))
+    return Numbers(code, scale, (height, width))
 
 
 def open_checkpoint(path: str | Path) -> dict[str, Deferred]:

@@ -71,7 +71,7 @@ def save_pretrained(
             _save_whole(model, path, max_shard_size, str(error))
             return
         # All but the weights.
-        problem = _on_first(path, partial(model.save_pretrained, path, state_dict={}))
+        problem = _on_first(path, partial(type(model).save_pretrained, model, path, state_dict={}))
     _agree(model, problem)
     split = split_torch_state_dict_into_shards(
         {name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in tensors.items()},
@@ -279,6 +279,6 @@ def _write_whole(
     path.mkdir(parents=True, exist_ok=True)  # Where it is a file, transformers only logs so.
     for name, source in model.all_tied_weights_keys.items():
         state[name] = state[source]  # Gathered one by one, they no longer share memory.
-    model.save_pretrained(path, state_dict=state, max_shard_size=max_shard_size)
+    type(model).save_pretrained(model, path, state_dict=state, max_shard_size=max_shard_size)
     # Of files that an index counts, it has left those that it wrote.
     _remove_older(path, any(path.glob(SAFE_WEIGHTS_NAME.replace(".", "-*-of-*."))))

@@ -10,7 +10,12 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from transformers import PreTrainedModel
 
 from ....errors import PlanError, UnsupportedError
@@ -95,6 +100,11 @@ def parallelize(
             f"{kind} has no recurrent layers for recurrence_kernel= to serve. Leave it out."
         )
     check_dispatcher(dispatcher, meshes)
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise PlanError(
+            "parallelize was called on a model that is sharded already. Call it once, on a new "
+            "model, and load its weights with load_pretrained."
+        )
     _own_configs(model)
     experts = experts_of(model)
     fully_shard_moe(
@@ -124,6 +134,7 @@ def parallelize(
             module.register_forward_pre_hook(admit, with_kwargs=True)
     if plan.world_size > 1:
         model.register_forward_pre_hook(_admit_loss, with_kwargs=True)
+    model.save_pretrained = _refuse_to_save  # type: ignore[method-assign]
 
 
 def local_inputs(
@@ -160,6 +171,11 @@ def _check_attention(
     kind: str, family: Family, attention: Callable[..., Tensor] | IndexedAttention | None
 ) -> None:
     """Refuse an attention that cannot compute what the family does. Local."""
+    if attention is not None and not isinstance(attention, IndexedAttention | Callable):  # type: ignore[arg-type]
+        raise PlanError(
+            f"attention= takes a function, such as primeblocks.parallel.attention.ring_attention; "
+            f"got {attention!r:.80}."
+        )
     if attention is None or isinstance(attention, IndexedAttention) == family.indexed:
         return
     if family.indexed:
@@ -191,6 +207,13 @@ def _install(
     install_recurrence(model, context, recurrence_kernel)
 
 
+def _refuse_to_save(*_: Any, **__: Any) -> None:
+    raise PlanError(
+        "model.save_pretrained was called on a sharded model, of which this rank has parts. Call "
+        "primeblocks.parallel.adapters.transformers.save_pretrained(model, folder) on every rank."
+    )
+
+
 def _own_configs(model: PreTrainedModel) -> None:
     """Copy configurations, which choose implementations: another model may hold the same ones."""
     memo: dict[int, Any] = {}  # A part that two modules share, or two configurations, stays one.
@@ -198,6 +221,8 @@ def _own_configs(model: PreTrainedModel) -> None:
         config = getattr(module, "config", None)
         if config is not None:
             module.config = copy.deepcopy(config, memo)
+            # Parameters are numbers from here on, whatever the checkpoint held.
+            vars(module.config).pop("quantization_config", None)
 
 
 def _admit_sequence(
