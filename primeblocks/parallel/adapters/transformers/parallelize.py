@@ -134,7 +134,7 @@ def parallelize(
             module.register_forward_pre_hook(admit, with_kwargs=True)
     if plan.world_size > 1:
         model.register_forward_pre_hook(_admit_loss, with_kwargs=True)
-    model.save_pretrained = _refuse_to_save  # type: ignore[method-assign]
+    model.save_pretrained = _refuse_to_save
 
 
 def local_inputs(
@@ -171,7 +171,7 @@ def _check_attention(
     kind: str, family: Family, attention: Callable[..., Tensor] | IndexedAttention | None
 ) -> None:
     """Refuse an attention that cannot compute what the family does. Local."""
-    if attention is not None and not isinstance(attention, IndexedAttention | Callable):  # type: ignore[arg-type]
+    if attention is not None and not isinstance(attention, IndexedAttention | Callable):
         raise PlanError(
             f"attention= takes a function, such as primeblocks.parallel.attention.ring_attention; "
             f"got {attention!r:.80}."
