@@ -9,7 +9,9 @@ from primeblocks.testing.oracles import assert_same_bits
 from primeblocks.weightsync import Publisher, SharedMemoryTransport, Subscriber, describe, plan_sync
 from primeblocks.weightsync.engines.colocated import Colocated, ColocatedEngine
 from primeblocks.weightsync.manifest import gather_manifests
+from tests.deadlines import HANG_S
 
+TIMEOUT_S = HANG_S
 MIB = 1 << 20
 TO_ENGINE = ["publish", "release", "wake weights", "update", "wake kv_cache"]
 TO_TRAINER = ["sleep", "restore"]
