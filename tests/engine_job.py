@@ -9,6 +9,7 @@ import atexit
 import json
 import os
 import pickle
+import resource
 import runpy
 import shutil
 import subprocess
@@ -22,11 +23,14 @@ from typing import Any
 from primeblocks.errors import how_it_ended
 from tests.deadlines import HANG_S, JOB_S
 
+# A pool of keys and values for a tiny model. `VLLM_CPU_KVCACHE_SPACE` would replace it by whole
+# GiB, all of them written to, for every engine that a process starts.
+KV_BYTES = 64 << 20
+MOST_BYTES = 1_500_000_000  # vLLM's imports take 0.6 GB
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "TORCH_COMPILE_DISABLE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -37,10 +41,12 @@ ENVIRONMENT = {
 def call(body: Callable[..., Any], *args: object, timeout_s: float = JOB_S) -> Any:
     """Return `body(*args)` from a fork that has imported vLLM; its errors where it fails.
 
+    A body fails too if its process, or a process that it started, ever holds `MOST_BYTES`.
+
     Args:
         body: a function at the top level of an importable module.
     """
-    return _fork(body, args, timeout_s, body.__name__)[0]
+    return _fork(_within_bounds, (body, args), timeout_s, body.__name__)[0]
 
 
 def fork_job(script: Path, *arguments: str, timeout_s: float = JOB_S) -> str:
@@ -68,8 +74,20 @@ def run_job(
     return done.stdout
 
 
+def _within_bounds(body: Callable[..., Any], args: tuple[object, ...]) -> Any:
+    result = body(*args)
+    processes = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    peak = 1024 * max(resource.getrusage(which).ru_maxrss for which in processes)
+    assert peak < MOST_BYTES, (
+        f"a process of {body.__name__} held {peak / 1e9:.1f} GB; at most {MOST_BYTES / 1e9} GB are "
+        "allowed. Pass kv_cache_memory_bytes=KV_BYTES to each engine, and free one before the next."
+    )
+    return result
+
+
 def _script(path: str, arguments: tuple[str, ...]) -> None:
     sys.argv = [path, *arguments]
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # Scripts may start engines of any size.
     sys.path.insert(0, str(Path(path).parent))
     runpy.run_path(path, run_name="__main__")
 

@@ -138,5 +138,5 @@ def test_a_converted_model_steps_on_the_device(device):
     convert(model, recipe, only=r"self_attn\.[qkvo]_proj")
     logits = model(input_ids=tokens, use_cache=False).logits
     logits.square().mean().backward()
-    assert 0 < max_relative_error(logits.detach(), plain) < 0.2
+    assert 1e-4 < max_relative_error(logits.detach(), plain) < 0.2
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)

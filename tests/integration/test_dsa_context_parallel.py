@@ -28,5 +28,5 @@ def test_three_ranks_equal_one_rank():
         float, re.findall(r"(?:output|gradient) (\S+e\S+?)(?:,|$)", done.stdout, re.M)
     )
     assert output < 1e-12
-    assert 0 < gradient < 1e-12
+    assert gradient < 1e-12
     assert re.search(r"^received forward, rows +126\.0 MiB$", done.stdout, re.M)

@@ -47,6 +47,7 @@ def engine(folder: Path) -> None:
 
     def start() -> vllm.LLM:
         options = {"enforce_eager": True, "max_model_len": 256, "skip_tokenizer_init": True}
+        options["kv_cache_memory_bytes"] = 64 << 20
         return vllm.LLM(str(folder), dtype="bfloat16", max_num_seqs=4, **options)
 
     try:

@@ -10,7 +10,7 @@ import torch
 from primeblocks.replay import compare, impose, measure_mismatch, record
 from primeblocks.replay.adapters.vllm import RouterShape, engine_args, plan_capture_bytes
 from primeblocks.testing import tiny_models
-from tests.engine_job import call
+from tests.engine_job import KV_BYTES, call
 from tests.replay.vllm_served import PAGE_TOKENS, logprobs_of, sampling, served
 
 PAGES = 64
@@ -43,6 +43,7 @@ def _serve(model: Path) -> dict[str, Any]:
         max_num_batched_tokens=512,
         block_size=PAGE_TOKENS,
         num_gpu_blocks_override=PAGES,
+        kv_cache_memory_bytes=KV_BYTES,
         skip_tokenizer_init=True,
         logprobs_mode="processed_logprobs",
         **engine_args(max_bytes=max_bytes, device="cpu"),

@@ -19,7 +19,7 @@ from primeblocks.replay.adapters.vllm import engine_args, plan_capture_bytes, ro
 from primeblocks.replay.sampling import kept_logprobs, kept_tokens
 from primeblocks.testing import tiny_models
 from tests.deadlines import HANG_S as TIMEOUT_S
-from tests.engine_job import call
+from tests.engine_job import KV_BYTES, call
 from tests.kvoffload.vllm.patience import be_patient
 from tests.replay.vllm_served import (
     EXACT,
@@ -36,6 +36,7 @@ ENGINE: dict[str, Any] = {
     "max_model_len": 512,
     "max_num_seqs": 8,
     "block_size": PAGE_TOKENS,
+    "kv_cache_memory_bytes": KV_BYTES,
     "skip_tokenizer_init": True,
     "logprobs_mode": "processed_logprobs",
     "disable_log_stats": False,

@@ -35,7 +35,7 @@ from primeblocks.replay.adapters.vllm import (
 from primeblocks.testing import tiny_models
 from primeblocks.weightsync.adapters import vllm as into_vllm
 from tests.deadlines import HANG_S, START_S
-from tests.engine_job import ENVIRONMENT
+from tests.engine_job import ENVIRONMENT, KV_BYTES
 from tests.ports import free_port
 from tests.replay.vllm_served import logprobs_of
 
@@ -172,6 +172,7 @@ def server(model: Path) -> Iterator[str]:
         "--max-model-len": "512",
         "--max-num-seqs": "4",
         "--block-size": "32",
+        "--kv-cache-memory-bytes": str(KV_BYTES),
         "--logprobs-mode": "processed_logprobs",
     }
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enable-scale-out"]

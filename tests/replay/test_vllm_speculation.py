@@ -17,7 +17,7 @@ from primeblocks.replay import record
 from primeblocks.replay.adapters.transformers import routers
 from primeblocks.replay.adapters.vllm import engine_args, plan_capture_bytes
 from primeblocks.testing import tiny_models
-from tests.engine_job import call
+from tests.engine_job import KV_BYTES, call
 from tests.replay.vllm_served import (
     EXACT,
     PAGE_TOKENS,
@@ -95,6 +95,7 @@ def _serve(folder: Path, speculation: dict[str, Any]) -> tuple[list[Served], int
         max_num_batched_tokens=64,
         block_size=PAGE_TOKENS,
         num_gpu_blocks_override=PAGES,
+        kv_cache_memory_bytes=KV_BYTES,
         skip_tokenizer_init=True,
         disable_log_stats=False,
         speculative_config=speculation,

@@ -46,3 +46,14 @@ def test_a_body_returns_its_result_or_shows_its_traceback():
     assert call(divmod, 7, 2) == (3, 1)
     with pytest.raises(AssertionError, match=r"(?s)_fails exited with code 1.*no luck"):
         call(_fails)
+
+
+def _holds(count):
+    return len(b"x" * count)
+
+
+@pytest.mark.vllm
+def test_a_body_that_holds_too_much_memory_is_named():
+    assert call(_holds, 1 << 20) == 1 << 20
+    with pytest.raises(AssertionError, match=r"a process of _holds held 1\.\d GB; at most 1\.5 GB"):
+        call(_holds, 1 << 30)

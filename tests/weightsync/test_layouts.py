@@ -189,13 +189,13 @@ def test_tensors_that_changed_after_planning_are_not_sent_nor_proved(
     plan = plan_sync([source], source.whole(), bucket_bytes=64, convert=convert)
     with SharedMemoryTransport("policy", owner=True, root=str(tmp_path)) as transport:
         publisher = Publisher(plan, model, transport, convert=convert)
-        first = publisher.publish(1, timeout_s=20)
+        first = publisher.publish(1, timeout_s=HANG_S)
         held = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
         assert verify_engine(model, held, plan=plan, convert=convert).is_proved
         change(model)
         for _ in range(2):
             with pytest.raises(UsageError, match=said):
-                publisher.publish(2, timeout_s=20)
+                publisher.publish(2, timeout_s=HANG_S)
         with pytest.raises(PlanError, match=said):
             verify_engine(model, held, plan=plan, convert=convert)
         assert transport.markers()[-1].digest == first.digest
@@ -210,16 +210,16 @@ def test_tensors_that_no_reader_wants_may_be_there_and_no_others(tmp_path):
     whole = plan_sync([wanted], wanted, bucket_bytes=64)
     assert "unsent" not in whole.to_json()
     with SharedMemoryTransport("policy", owner=True, root=str(tmp_path)) as transport:
-        Publisher(plan, model, transport).publish(1, timeout_s=20)
+        Publisher(plan, model, transport).publish(1, timeout_s=HANG_S)
         with pytest.raises(UsageError, match="without 2 tensors .*'unused.weight'.*only those"):
-            Publisher(whole, model, transport).publish(2, timeout_s=20)
+            Publisher(whole, model, transport).publish(2, timeout_s=HANG_S)
         with pytest.raises(UsageError, match="without 2 tensors .*'unused.weight'"):
-            Publisher(whole, model, transport, source=wanted).publish(2, timeout_s=20)
+            Publisher(whole, model, transport, source=wanted).publish(2, timeout_s=HANG_S)
         only = {"embed.weight": model.embed.weight}
-        Publisher(whole, only, transport, source=wanted).publish(2, timeout_s=20)
+        Publisher(whole, only, transport, source=wanted).publish(2, timeout_s=HANG_S)
         untie(model)
         with pytest.raises(UsageError, match="without 1 tensors .*'head.weight'"):
-            Publisher(plan, model, transport).publish(3, timeout_s=20)
+            Publisher(plan, model, transport).publish(3, timeout_s=HANG_S)
 
 
 def test_floats_may_change_and_what_encode_makes_may_not():

@@ -27,6 +27,7 @@ from primeblocks.weightsync.adapters import vllm as adapter
 from primeblocks.weightsync.engines.lora import AdapterSpec, adapter_parameters
 from primeblocks.weightsync.transports import FileTransport
 from tests.deadlines import HANG_S as TIMEOUT_S
+from tests.engine_job import KV_BYTES
 from tests.ports import free_port
 from tests.weightsync.contents import flip_sent
 
@@ -34,6 +35,7 @@ SIZES: dict[str, Any] = {"num_layers": 2, "hidden": 64}
 PROMPTS = [[1, 5, 7, 9, 11], [1, *range(20, 60)], [1, *range(100, 117)]]
 ENGINE: dict[str, Any] = {
     "enforce_eager": True,
+    "kv_cache_memory_bytes": KV_BYTES,
     "max_model_len": 1024,
     "max_num_seqs": 8,
     "skip_tokenizer_init": True,
@@ -257,6 +259,7 @@ class Served:
         arguments = ["--model", str(checkpoint), "--port", str(port), "--host", "127.0.0.1"]
         arguments += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
         arguments += ["--max-num-seqs", "8", "--skip-tokenizer-init", "--enable-scale-out"]
+        arguments += ["--kv-cache-memory-bytes", str(KV_BYTES)]
         arguments += ["--logprobs-mode", "processed_logprobs", *adapter.server_args(), *words]
         self.log = log.open("w")
         self.process = subprocess.Popen(

@@ -6,7 +6,7 @@ import pytest
 
 from primeblocks.kvoffload.capacity import Gpu, Rollouts, Weights, kv_groups, plan_capacity
 from primeblocks.testing import tiny_models
-from tests.engine_job import call
+from tests.engine_job import KV_BYTES, call
 
 QUICK = "exaone_moe"  # the others with --full
 PAGE_TOKENS = {"qwen3_moe": 32, "exaone_moe": 32, "deepseek_v3": 16}
@@ -62,6 +62,7 @@ def _fill(model, pages, asked):
         max_num_seqs=8,
         block_size=32,
         num_gpu_blocks_override=pages,
+        kv_cache_memory_bytes=KV_BYTES,
         skip_tokenizer_init=True,
         enforce_eager=True,
         disable_log_stats=False,

@@ -15,7 +15,7 @@ import torch
 
 from primeblocks.errors import PlanError, UnsupportedError
 from primeblocks.testing import tiny_models
-from tests.engine_job import call
+from tests.engine_job import KV_BYTES, call
 from tests.kvoffload.vllm.patience import be_patient
 
 PAGE_TOKENS = 32
@@ -72,6 +72,7 @@ def _start(folder: Path) -> Any:
         max_num_seqs=8,
         block_size=PAGE_TOKENS,
         num_gpu_blocks_override=32,
+        kv_cache_memory_bytes=KV_BYTES,
         skip_tokenizer_init=True,
         enforce_eager=True,
         disable_log_stats=False,

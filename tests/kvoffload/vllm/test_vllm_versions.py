@@ -10,7 +10,7 @@ import torch
 
 from primeblocks.replay import record
 from primeblocks.testing import tiny_models
-from tests.engine_job import call
+from tests.engine_job import KV_BYTES, call
 from tests.kvoffload.vllm.patience import be_patient
 
 VERSIONS = 10
@@ -77,6 +77,7 @@ def _start(folder: Path) -> Any:
         max_num_seqs=8,
         block_size=PAGE_TOKENS,
         num_gpu_blocks_override=ENGINE_PAGES,
+        kv_cache_memory_bytes=KV_BYTES,
         skip_tokenizer_init=True,
         enforce_eager=True,
         disable_log_stats=False,
