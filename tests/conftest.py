@@ -11,6 +11,10 @@ import torch
 from primeblocks.testing import ranks
 from tests.devices import DEVICES
 
+if "ATEN_CPU_CAPABILITY" in os.environ:
+    # Else oneDNN hands torch AMX kernels whose other half needs AVX-512.
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
+
 gc.disable()  # Until all tests are collected: a sixth of the time until then.
 
 # Before the first gang of a run: what bodies import, which costs a rank more than its work.
@@ -62,15 +66,9 @@ _failed_setups: dict[int, tuple[BaseException, str]] = {}
 def pytest_runtest_makereport(item, call):
     """Report a failure of a shared fixture once; skip the other tests that need the fixture.
 
-    pytest raises the same exception again for each of them. A test that torch cannot run with
-    narrowed vectors is skipped, too: its attention in bfloat16 on a CPU with AMX.
+    pytest raises the same exception again for each of them.
     """
     report = yield
-    narrowed = "ATEN_CPU_CAPABILITY" in os.environ and report.outcome == "failed"
-    if narrowed and "pack_vnni2 is only supported when avx512" in str(call.excinfo.value):
-        path, line, _ = item.location
-        report.outcome = "skipped"
-        report.longrepr = (path, line, "torch has no bfloat16 attention for narrowed vectors")
     if call.when == "setup" and report.outcome == "failed":
         error = call.excinfo.value
         _, first = _failed_setups.setdefault(id(error), (error, item.nodeid))
