@@ -75,22 +75,22 @@ def fully_shard_moe(
             host; default: on the device.
 
     Raises:
-        PlanError: the model is sharded already; the expert degree does not divide the experts, or
+        PlanError: the model or a named module is sharded already; the expert degree does not divide the experts, or
             there are none; a named module is not in `model`; a dispatcher of experts lies over
             other ranks; a number for `reshard_after_forward`, which would have to divide several
             meshes.
         UnsupportedError: parameters that are gathered together have different dtypes.
     """
     check_meshes(meshes)
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise PlanError(
-            "fully_shard_moe (or parallelize) was called on a model that is sharded already. Call "
-            "it once, on a new model, and load its weights with load_pretrained."
-        )
     layers, experts, routers = (
         _modules(name, given, model)
         for name, given in (("layers", layers), ("experts", experts), ("routers", routers))
     )
+    if any(isinstance(each, FSDPModule) for each in (model, *layers, *experts, *routers)):
+        raise PlanError(
+            "fully_shard_moe (or parallelize) was called on a model that is sharded already. Call "
+            "it once, on a new model, and load its weights with load_pretrained."
+        )
     if meshes.plan.expert > 1 and not experts:
         raise PlanError(f"expert={meshes.plan.expert}, but no experts were given. Use expert=1.")
     if not isinstance(reshard_after_forward, bool):

@@ -93,13 +93,13 @@ def test_waits_end_at_their_deadline_and_lose_nothing(make_group):
         )
         taking = asyncio.create_task(buffer.take(1, version=0, timeout_s=HANG_S))
         await settle()
-        clock.advance(5)
+        clock.advance(HANG_S)
         with pytest.raises(DeadlineError, match="1 groups"):
             await taking
         await buffer.put(make_group("a"), timeout_s=HANG_S)
         putting = asyncio.create_task(buffer.put(make_group("b"), timeout_s=HANG_S))
         await settle()
-        clock.advance(5)
+        clock.advance(HANG_S)
         with pytest.raises(DeadlineError, match="room"):
             await putting
         groups = await buffer.take(1, version=0, timeout_s=HANG_S)

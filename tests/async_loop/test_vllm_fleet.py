@@ -73,7 +73,7 @@ def test_requests_wait_for_a_version_and_follow_its_salt():
 
 
 @pytest.mark.parametrize(
-    "fault", [{"worker_faults": {(0, 2): ("TransferError", "full")}}, {"faults": {11: "die"}}]
+    "fault", [{"worker_faults": {(0, 2): ("TransferError", "full")}}, {"faults": {13: "die"}}]
 )
 def test_an_engine_that_fails_an_update_is_drained_and_comes_back_with_it(fault, caplog):
     async def main():
@@ -187,9 +187,9 @@ def test_what_hangs_ends_at_the_deadline_and_the_next_update_mends_it():
         task = asyncio.ensure_future(fleet.update(published(2), timeout_s=TIMEOUT_S))
         waiting = asyncio.ensure_future(fleet.join("b", Engine().member, timeout_s=TIMEOUT_S))
         with pytest.raises(DeadlineError, match="the opening of engine 'b'"):
-            await past(waiting, 5)
+            await past(waiting, TIMEOUT_S)
         with pytest.raises(DeadlineError, match="update of the fleet to version 2"):
-            await past(task, 5)
+            await past(task, TIMEOUT_S)
         # Nobody knows what the engine holds.
         assert "unsettled" in (await fleet.generate("x"))[2]
         hangs[0] = False
@@ -238,7 +238,7 @@ def test_servers_get_calls_with_a_deadline_and_a_router_all_requests():
         fleet = VllmFleet({"a": member}, update=load, through=routed, clock=clock)
         await fleet.update(published(7), timeout_s=TIMEOUT_S)
         assert await fleet.versions(timeout_s=TIMEOUT_S) == {"a": "7"}
-        assert deadlines == [clock.now() + 5]
+        assert deadlines == [clock.now() + TIMEOUT_S]
         assert await fleet.generate("x") == ("router", "x", "policy-7")
         assert engine.asked == []
 
