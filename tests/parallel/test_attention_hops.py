@@ -79,6 +79,38 @@ def test_tensors_travel_while_those_at_hand_are_worked_on():
     ]
 
 
+class _Scripted:
+    """Gradients are 1 for a rank's own keys, and 2**-9 for those of any other."""
+
+    def __init__(self, dtype):
+        self.dtype = dtype
+
+    def forward(self, q, k, v, *, hop):
+        return torch.zeros_like(q), torch.zeros(q.shape[:2])
+
+    def backward(self, grad, q, k, v, out, lse, *, hop):
+        value = 1.0 if hop.key_rank == dist.get_rank() else 2**-9
+        return [torch.full_like(x, value, dtype=self.dtype) for x in (q, k, v)]
+
+
+def _summed(dtype):
+    world = dist.group.WORLD
+    plan = plan_sequence([8], ranks=4, order="contiguous")
+    leaves = [torch.zeros(2, 1, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    rules = {"sequence": plan, "group": world, "kernel": _Scripted(dtype), "causal": False}
+    ring_attention(*leaves, **rules).sum().backward()
+    return [leaf.grad for leaf in leaves]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gradients_of_hops_are_summed_in_the_dtype_of_sums(dtype):
+    """Added to 1 in bfloat16 one by one, 2**-9 is lost each time; three of them are not."""
+    for found in ranks.run(_summed, dtype, world_size=4):
+        for grad in found:
+            assert grad.dtype == torch.bfloat16
+            assert (grad == 1 + 2**-7).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_keys_one_by_one_make_one_attention(dtype):
     """However the keys are cut, and though a query sees nothing in many parts."""

@@ -318,3 +318,11 @@ def test_copies_are_said_both_ways():
     assert permute(rows, row_map).tolist() == [[2.0], [1.0], [2.0], [8.0]]
     nothing = map_rows(torch.zeros(0, dtype=torch.int64), tokens=2)
     assert unpermute(torch.zeros(0, 1), nothing).tolist() == [[0.0], [0.0]]
+
+
+def test_low_bits_of_gates_count_beside_rows_of_low_precision():
+    """In bfloat16 both gates are 1, and the rows would cancel."""
+    row_map = map_rows(torch.tensor([0, 0]), tokens=1)
+    rows = torch.tensor([[1.0], [-1.0]], dtype=torch.bfloat16)
+    gates = torch.tensor([1 + 2**-12, 1.0])
+    assert unpermute(rows, row_map, gates).tolist() == [[2**-12]]
