@@ -10,6 +10,7 @@ import torch
 
 from primeblocks.testing import ranks
 from tests.devices import DEVICES
+from tests.engine_job import MOST_BYTES, peak_bytes
 
 if "ATEN_CPU_CAPABILITY" in os.environ:
     # Else oneDNN hands torch AMX kernels whose other half needs AVX-512.
@@ -104,6 +105,16 @@ def _unchecked_stress(request):
     yield
     if stress:
         jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(autouse=True)
+def _bounded_memory():
+    """Fail the test in which this process first holds `MOST_BYTES`."""
+    before = peak_bytes()
+    yield
+    assert (peak := peak_bytes()) < MOST_BYTES or before >= MOST_BYTES, (
+        f"the process of the tests held {peak / 1e9:.1f} GB; {MOST_BYTES / 1e9} GB are allowed."
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,11 @@ import importlib
 import json
 import os
 import pickle
+import signal
 import sys
 from pathlib import Path
+
+import psutil
 
 # Beside vLLM itself: the modules that an engine's start imports, and those of most bodies.
 MODULES = (
@@ -46,7 +49,16 @@ def main() -> None:
             return _run(**request)
         print(pid, flush=True)
         _, status = os.waitpid(pid, 0)
+        _end(pid)
         print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def _end(session: int) -> None:
+    """Kill what a task has left running, if it was ended at its deadline."""
+    for process in psutil.pids():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getsid(process) == session:
+                os.kill(process, signal.SIGKILL)
 
 
 def _run(*, task: str, result: str, stdout: str, stderr: str, timeout_s: float) -> None:

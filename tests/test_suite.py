@@ -6,7 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.deadlines import HANG_S, JOB_S
+import psutil
+import pytest
+
+from tests.deadlines import EXPIRES_S, HANG_S, JOB_S
+from tests.engine_job import call
 
 ROOT = Path(__file__).parents[1]
 # More than five seconds and less than HANG_S, as a number: neither an expiry nor a hang.
@@ -58,3 +62,18 @@ def test_a_shared_setup_that_fails_is_one_failure(tmp_path):
     )
     assert "1 passed, 2 skipped, 1 error" in done.stdout, done.stdout
     assert "not run: the setup that it shares failed in test_shared.py::test_one" in done.stdout
+
+
+def _leaves_a_server(told):
+    server = subprocess.Popen(["sleep", str(JOB_S)], process_group=0)
+    Path(told).write_text(str(server.pid))
+    server.wait()
+
+
+@pytest.mark.vllm
+def test_a_job_that_hangs_takes_its_servers_along(tmp_path):
+    told = tmp_path / "pid"
+    with pytest.raises(AssertionError, match="_leaves_a_server"):
+        call(_leaves_a_server, str(told), timeout_s=EXPIRES_S)
+    pid = int(told.read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE

@@ -267,7 +267,7 @@ class Served:
             env={**os.environ, "VLLM_SERVER_DEV_MODE": "1", **(environment or {})},
             stdout=self.log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            process_group=0,  # in the session of its job, which ends all of it
         )
         self.url = f"http://127.0.0.1:{port}"
         self.before_long = math.inf
