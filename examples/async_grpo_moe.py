@@ -59,7 +59,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from primeblocks import async_loop, parallel, replay, weightsync
+from primeblocks import async_loop, losses, parallel, replay, weightsync
 from primeblocks.parallel.adapters.transformers import parallelize
 from primeblocks.replay.adapters.transformers import routers
 from primeblocks.testing import tiny_models
@@ -74,12 +74,12 @@ WARM_STEPS, WARM_BATCH, WARM_LR = 350, 32, 1e-3
 # --- reinforcement learning ---
 STEPS, PROMPTS, GROUP, LR = 100, 16, 8, 3e-4
 LOSSES = {
-    "grpo": async_loop.losses.grpo_loss,
-    "aipo": async_loop.losses.aipo_loss,
-    "cispo": partial(async_loop.losses.cispo_loss, clip_high=4.0),
-    "gspo": partial(async_loop.losses.gspo_loss, clip_low=0.03, clip_high=0.04),
-    "sapo": async_loop.losses.sapo_loss,
-    "reinforce": partial(async_loop.losses.cispo_loss, clip_low=0.0, clip_high=0.0),
+    "grpo": losses.grpo_loss,
+    "aipo": losses.aipo_loss,
+    "cispo": partial(losses.cispo_loss, clip_high=4.0),
+    "gspo": partial(losses.gspo_loss, clip_low=0.03, clip_high=0.04),
+    "sapo": losses.sapo_loss,
+    "reinforce": partial(losses.cispo_loss, clip_low=0.0, clip_high=0.0),
 }
 MAX_OFF_POLICY_STEPS = 2
 MAX_IN_FLIGHT = 24  # groups
@@ -184,7 +184,7 @@ class Trainer:
             (loss.sum / count).backward()
         norm = self.apply_gradients(LR)
         clipped = parallel.global_token_count(loss.clipped, self.meshes)
-        metrics = async_loop.losses.corrections.off_policy_metrics(
+        metrics = losses.corrections.off_policy_metrics(
             logprobs, sampled_logprobs, mask=mask, group=dist.group.WORLD
         )
         return metrics | {"tokens": count, "gradient_norm": norm, "clipped": clipped / count}
@@ -307,7 +307,7 @@ def sample_of(rollout: async_loop.Rollout, advantage: float) -> Sample:
 
 def samples_of(groups) -> list[Sample]:
     rewards = torch.tensor([[rollout.reward for rollout in group.rollouts] for group in groups])
-    advantages = async_loop.losses.advantages.group_advantages(rewards.float()).flatten().tolist()
+    advantages = losses.advantages.group_advantages(rewards.float()).flatten().tolist()
     rollouts = itertools.chain.from_iterable(group.rollouts for group in groups)
     return [sample_of(r, advantage) for r, advantage in zip(rollouts, advantages, strict=True)]
 

@@ -37,9 +37,9 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast
 
 from primeblocks.async_loop import cache_salt
-from primeblocks.async_loop.adapters.transformers import ChatTemplate
-from primeblocks.async_loop.adapters.uvicorn import CaptureServer
 from primeblocks.async_loop.adapters.vllm import VllmEngine, base_engine_args
+from primeblocks.capture.adapters.transformers import ChatTemplate
+from primeblocks.capture.adapters.uvicorn import CaptureServer
 from primeblocks.replay.adapters.vllm import engine_args
 from primeblocks.testing import tiny_models
 

@@ -8,7 +8,7 @@ below MEASURED ones were published by others, and ASSUMED ones were measured by 
 """
 
 from primeblocks.async_loop import StalenessPolicy
-from primeblocks.async_loop.plan import (
+from primeblocks.planning import (
     CostTable,
     Distribution,
     EngineModel,

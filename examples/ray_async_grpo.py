@@ -41,9 +41,9 @@ from transformers import AutoConfig
 
 from primeblocks import async_loop, weightsync
 from primeblocks.async_loop.adapters.vllm import VllmEngine
-from primeblocks.async_loop.routing import Fleet
 from primeblocks.async_loop.scheduler import Retries
 from primeblocks.errors import EngineError, PrimeblocksError
+from primeblocks.serving import Fleet
 from primeblocks.testing import tiny_models
 from primeblocks.weightsync.adapters import vllm as into_vllm
 from primeblocks.weightsync.transports import open_transport

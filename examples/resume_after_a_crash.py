@@ -36,8 +36,8 @@ from primeblocks.async_loop import (
     StalenessPolicy,
 )
 from primeblocks.async_loop.ledger import Draft, Restored
-from primeblocks.async_loop.losses import aipo_loss
-from primeblocks.async_loop.losses.advantages import group_advantages
+from primeblocks.losses import aipo_loss
+from primeblocks.losses.advantages import group_advantages
 
 PROMPTS, BATCH, GROUP = 480, 8, 4
 WORDS, LETTERS, LENGTH = 6, 10, 12  # A prompt names one of the words, which has 12 letters.

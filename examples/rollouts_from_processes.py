@@ -24,8 +24,8 @@ import torch
 
 from primeblocks.async_loop import Group, Rollout, RolloutBuffer, StalenessPolicy, staleness
 from primeblocks.async_loop.adapters.zmq import RolloutReceiver, RolloutSender
-from primeblocks.async_loop.losses import aipo_loss
-from primeblocks.async_loop.losses.advantages import group_advantages
+from primeblocks.losses import aipo_loss
+from primeblocks.losses.advantages import group_advantages
 
 WORKERS, STEPS, BATCH, GROUP = 3, 60, 8, 4
 GROUPS = STEPS * BATCH + 1  # One may be lost.

@@ -51,7 +51,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers.utils.logging import disable_progress_bar
 
-from primeblocks import async_loop, weightsync
+from primeblocks import async_loop, losses, weightsync
 from primeblocks.async_loop.adapters.vllm import VllmEngine, base_engine_args
 from primeblocks.errors import ClosedError
 from primeblocks.testing import tiny_models
@@ -275,13 +275,13 @@ class Tenant:
         rewards = torch.tensor([[rollout.reward for rollout in g.rollouts] for g in groups])
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         tokens, mask, sampled = tensors_of(rollouts)
-        advantages = async_loop.losses.advantages.group_advantages(rewards).flatten()
+        advantages = losses.advantages.group_advantages(rewards).flatten()
         advantages = advantages[:, None].expand_as(mask)
         with self.trainer.adapted(self.name) as model:
             if run != self.runs:
                 raise ClosedError(f"run {run} of {self.name!r} is over")
             logprobs = logprobs_of(model, tokens)
-            loss = async_loop.losses.grpo_loss(logprobs, sampled, advantages, mask=mask)
+            loss = losses.grpo_loss(logprobs, sampled, advantages, mask=mask)
             if self.fault == "train" and version >= FAULT_AT:
                 raise FloatingPointError(f"the loss of {self.name!r} is not finite")
             self.optimizer.zero_grad()  # First: a step that failed may have left gradients.

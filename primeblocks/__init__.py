@@ -1,6 +1,7 @@
 """Reinforcement-learning building blocks for large mixture-of-experts language models.
 
-Six independent blocks: `parallel`, `fp8`, `replay`, `kvoffload`, `weightsync`, `async_loop`.
+Six independent blocks: `parallel`, `fp8`, `replay`, `kvoffload`, `weightsync`, `async_loop`; beside
+them, as independent, `losses`, `capture` and `serving`, and above them `planning`.
 Importing this package touches no device, sets up no logging and loads no optional package;
 a block is loaded when it is first named.
 """
@@ -9,7 +10,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import async_loop, fp8, kvoffload, parallel, replay, weightsync
+    from . import (
+        async_loop,
+        capture,
+        fp8,
+        kvoffload,
+        losses,
+        parallel,
+        planning,
+        replay,
+        serving,
+        weightsync,
+    )
     from .layout import Layout, Shard
 
 __version__ = "0.1.0"
@@ -19,10 +31,14 @@ __all__ = [
     "Shard",
     "__version__",
     "async_loop",
+    "capture",
     "fp8",
     "kvoffload",
+    "losses",
     "parallel",
+    "planning",
     "replay",
+    "serving",
     "weightsync",
 ]
 

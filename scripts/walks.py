@@ -225,7 +225,7 @@ def trainer() -> Walk:
     from primeblocks import weightsync
     from primeblocks.async_loop import AsyncLoop, RolloutBuffer, StalenessPolicy
     from primeblocks.async_loop.adapters.vllm import VllmEngine
-    from primeblocks.async_loop.clock import MonotonicClock
+    from primeblocks.clock import MonotonicClock
     from primeblocks.testing import tiny_models
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -378,7 +378,7 @@ def assert_served(words):
 PAGES = {
     "README.md": readme,
     "docs/async_loop.md": async_loop,
-    "docs/conversations.md": conversations,
+    "docs/capture.md": conversations,
     "docs/dsa.md": sparse_attention,
     "docs/fp8.md": fp8,
     "docs/kvoffload.md": kvoffload,
@@ -390,7 +390,7 @@ PAGES = {
     "docs/kvoffload_vllm.md": kvoffload_vllm,
     "docs/losses.md": losses,
     "docs/parallel.md": parallel,
-    "docs/plan.md": a_plan,
+    "docs/planning.md": a_plan,
     "docs/replay.md": replay,
     "docs/serving.md": serving,
     "docs/serving_vllm.md": serving_vllm,

@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from primeblocks import async_loop, fp8, kvoffload, parallel, replay
-from primeblocks.async_loop import routing
+from primeblocks import fp8, kvoffload, losses, parallel, replay, serving
 from primeblocks.errors import UsageError
 from primeblocks.fp8.reference import ReferenceGemm, exact_product
 from primeblocks.kvoffload import capacity
@@ -73,20 +72,16 @@ FP8 = {
 }
 LOGPROBS = -torch.ones(2, 3)
 ASYNC_LOOP = {
-    "rewards in a list": lambda: async_loop.losses.advantages.group_advantages([[1.0, 0.0]]),
-    "rewards in an array": lambda: async_loop.losses.advantages.group_advantages(
-        torch.ones(2, 2).numpy()
-    ),
-    "one group's rewards": lambda: async_loop.losses.advantages.group_advantages(torch.ones(2)),
-    "no mask": lambda: async_loop.losses.grpo_loss(LOGPROBS, LOGPROBS, LOGPROBS, mask=None),
-    "no mask either": lambda: async_loop.losses.aipo_loss(LOGPROBS, LOGPROBS, LOGPROBS, mask=None),
-    "a list of masks": lambda: async_loop.losses.grpo_loss(
-        LOGPROBS, LOGPROBS, LOGPROBS, mask=[True]
-    ),
-    "advantages in a list": lambda: async_loop.losses.grpo_loss(
+    "rewards in a list": lambda: losses.advantages.group_advantages([[1.0, 0.0]]),
+    "rewards in an array": lambda: losses.advantages.group_advantages(torch.ones(2, 2).numpy()),
+    "one group's rewards": lambda: losses.advantages.group_advantages(torch.ones(2)),
+    "no mask": lambda: losses.grpo_loss(LOGPROBS, LOGPROBS, LOGPROBS, mask=None),
+    "no mask either": lambda: losses.aipo_loss(LOGPROBS, LOGPROBS, LOGPROBS, mask=None),
+    "a list of masks": lambda: losses.grpo_loss(LOGPROBS, LOGPROBS, LOGPROBS, mask=[True]),
+    "advantages in a list": lambda: losses.grpo_loss(
         LOGPROBS, LOGPROBS, [1.0, 0.0], mask=LOGPROBS < 0
     ),
-    "log-probabilities in lists": lambda: async_loop.losses.corrections.importance_weights(
+    "log-probabilities in lists": lambda: losses.corrections.importance_weights(
         [0.0], [0.0], mask=LOGPROBS < 0
     ),
 }
@@ -185,16 +180,16 @@ REPLAY |= {
     for odd in (None, "6", 1.5, [None], {})
 }
 ASYNC_LOOP |= {
-    "half a request in flight": lambda: routing.EngineState("a", float("nan"), 1),
-    "half a limit": lambda: routing.Fleet({"a": print}, max_in_flight=1.5),
-    "no limit": lambda: routing.Fleet({"a": print}, max_in_flight=None),
-    "pages in words": lambda: routing.Fleet({"a": print}, cache_pages="3"),
-    "a list of engines": lambda: routing.Fleet([print]),
-    "no engines": lambda: routing.Fleet(None),
-    "an engine that is none": lambda: routing.Fleet({"a": 3}),
-    "no route": lambda: routing.Fleet({"a": print}, route=None),
-    "no request": lambda: routing.Fleet({"a": print}).choose(None),
-    "a list for a weight": lambda: routing.PrefixAndLoad(beta=[1]),
+    "half a request in flight": lambda: serving.EngineState("a", float("nan"), 1),
+    "half a limit": lambda: serving.Fleet({"a": print}, max_in_flight=1.5),
+    "no limit": lambda: serving.Fleet({"a": print}, max_in_flight=None),
+    "pages in words": lambda: serving.Fleet({"a": print}, cache_pages="3"),
+    "a list of engines": lambda: serving.Fleet([print]),
+    "no engines": lambda: serving.Fleet(None),
+    "an engine that is none": lambda: serving.Fleet({"a": 3}),
+    "no route": lambda: serving.Fleet({"a": print}, route=None),
+    "no request": lambda: serving.Fleet({"a": print}).choose(None),
+    "a list for a weight": lambda: serving.PrefixAndLoad(beta=[1]),
 }
 GROUP, KIND = capacity.KvGroup("a", 1, 1), capacity.Rollouts(1, 1, 1)
 GPU = capacity.Gpu(80 << 30)

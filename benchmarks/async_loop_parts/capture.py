@@ -35,9 +35,9 @@ from typing import Any
 import numpy as np
 import uvicorn
 
-from primeblocks.async_loop.adapters.starlette import capture_app
-from primeblocks.async_loop.adapters.transformers import ChatTemplate
-from primeblocks.async_loop.capture import Recorder
+from primeblocks.capture import Recorder
+from primeblocks.capture.adapters.starlette import capture_app
+from primeblocks.capture.adapters.transformers import ChatTemplate
 from primeblocks.errors import how_it_ended
 
 __all__ = ["figures"]

@@ -12,8 +12,9 @@ import tracemalloc
 import numpy as np
 from numpy.typing import NDArray
 
-from primeblocks.async_loop import Conversation, Rollout
-from primeblocks.async_loop.attachments import Aligned
+from primeblocks.async_loop import Rollout
+from primeblocks.attachments import Aligned
+from primeblocks.capture import Conversation
 
 __all__ = ["figures"]
 

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.harness import compare
-from primeblocks.async_loop.losses.logprobs import chunked_loss, token_logprobs, token_scores
+from primeblocks.losses.logprobs import chunked_loss, token_logprobs, token_scores
 
 __all__ = [
     "Candidate", "figures", "operands", "our_logprobs", "our_loss", "our_scores", "peak",

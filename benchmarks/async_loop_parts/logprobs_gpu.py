@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from primeblocks.async_loop.losses.logprobs import token_logprobs
 from primeblocks.errors import MissingPackageError
+from primeblocks.losses.logprobs import token_logprobs
 
 from ..harness import compare, main
 from .logprobs import (

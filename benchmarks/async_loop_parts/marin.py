@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from primeblocks.async_loop import StalenessPolicy
-from primeblocks.async_loop.plan import (
+from primeblocks.planning import (
     EngineModel,
     Simulation,
     Workload,

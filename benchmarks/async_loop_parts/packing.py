@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from primeblocks.async_loop.packing import PackingPlan, plan_packing, sequence_flops
-from primeblocks.async_loop.packing.partition import first_fit_decreasing
+from primeblocks.losses.packing import PackingPlan, plan_packing, sequence_flops
+from primeblocks.losses.packing.partition import first_fit_decreasing
 
 __all__ = ["draws", "figures"]
 

@@ -14,7 +14,7 @@ from itertools import count
 import numpy as np
 
 from primeblocks.async_loop import AsyncLoop, Group, Rollout, RolloutBuffer, StalenessPolicy
-from primeblocks.async_loop.plan import LagPrediction, empirical, lognormal, predict_lag
+from primeblocks.planning import LagPrediction, empirical, lognormal, predict_lag
 
 __all__ = ["CASES", "RealCase", "measure"]
 

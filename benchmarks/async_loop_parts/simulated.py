@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.async_loop_parts import marin
 from primeblocks.async_loop import StalenessPolicy
-from primeblocks.async_loop.plan import (
+from primeblocks.planning import (
     CostTable,
     Distribution,
     EngineModel,

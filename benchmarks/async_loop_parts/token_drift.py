@@ -28,9 +28,9 @@ from transformers import PreTrainedTokenizerFast
 from transformers.integrations.mistral.tokenizer import MistralConverter
 
 from primeblocks.async_loop import Rollout
-from primeblocks.async_loop.adapters.transformers import ChatTemplate
-from primeblocks.async_loop.capture import Recorder
-from primeblocks.async_loop.capture.request import read_request
+from primeblocks.capture import Recorder
+from primeblocks.capture.adapters.transformers import ChatTemplate
+from primeblocks.capture.request import read_request
 
 __all__ = ["Tokens", "converse", "figures"]
 

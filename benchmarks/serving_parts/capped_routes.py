@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from primeblocks.async_loop.plan.serving import Session
+from primeblocks.planning.serving import Session
 
 from .sessions import recorded
 

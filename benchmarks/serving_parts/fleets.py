@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from primeblocks.async_loop.plan import EngineModel, decode_latency
-from primeblocks.async_loop.plan.serving import ServingModel, Session, Turn
-from primeblocks.async_loop.routing import (
+from primeblocks.planning import EngineModel, decode_latency
+from primeblocks.planning.serving import ServingModel, Session, Turn
+from primeblocks.serving import (
     AddedSeconds,
     EngineState,
     PrefixAndLoad,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from primeblocks.async_loop.plan.serving import Session, Turn
+from primeblocks.planning.serving import Session, Turn
 
 __all__ = ["recorded"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
+from ..clock import Clock, MonotonicClock, within
 from ..errors import CapacityError, UsageError
-from .clock import Clock, MonotonicClock, within
-from .rollout import Group
+from ..rollout import Group
 from .staleness import StalenessPolicy
 
 __all__ = ["RolloutBuffer"]

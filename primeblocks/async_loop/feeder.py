@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ..clock import Clock, within
 from ..errors import DeadlineError, UsageError, shown
+from ..rollout import Group, Rollout
 from .buffer import RolloutBuffer
-from .clock import Clock, within
 from .ledger import Draft, Ledger, Partial, Restored
-from .rollout import Group, Rollout
 from .scheduler import Retries
 
 __all__ = ["Feeder", "Generate", "Job", "Limit", "Rules", "as_limit"]

@@ -10,11 +10,12 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any, Literal
 
+from .. import codec
+from ..database import Database
 from ..errors import CorruptionError, UsageError, check_version
-from . import codec, tables
-from .database import Database
+from ..rollout import Group, Rollout
+from . import packed, tables
 from .ledger import Partial, PromptState, Restored, group_rolled_back, rolled_back
-from .rollout import Group, Rollout
 from .tables import name_of
 
 __all__ = ["Journal"]
@@ -113,7 +114,7 @@ class Journal:
             UnsupportedError: an attachment cannot be packed.
             CapacityError: it is larger than SQLite's largest value, 1 GB.
         """
-        payload = codec.pack_trajectory(partial, name=name_of(ordinal, sample))
+        payload = packed.pack_trajectory(partial, name=name_of(ordinal, sample))
         with self._database.transaction() as db:
             (ordinal,) = tables.expect(db, "sampled", [ordinal])
             db.execute(
@@ -132,9 +133,9 @@ class Journal:
             CapacityError: a rollout is larger than SQLite's largest value, 1 GB.
         """
         ordinal = tables.integer(ordinal)
-        head = codec.pack_group(group, name=name_of(ordinal))
+        head = packed.pack_group(group, name=name_of(ordinal))
         payloads = [
-            (ordinal, sample, codec.pack_trajectory(rollout, name=name_of(ordinal, sample)))
+            (ordinal, sample, packed.pack_trajectory(rollout, name=name_of(ordinal, sample)))
             for sample, rollout in enumerate(group.rollouts)
         ]
         with self._database.transaction() as db:
@@ -261,7 +262,7 @@ class Journal:
         partials: dict[int, dict[int, Any]] = {}
         changed = []
         for ordinal, sample, payload in tables.trajectories(db, "drawn", "ordinal, sample"):
-            value = codec.unpack_trajectory(payload, name=name_of(ordinal, sample))
+            value = packed.unpack_trajectory(payload, name=name_of(ordinal, sample))
             kept = rolled_back(value, version)
             if kept is not value:
                 changed.append((ordinal, sample, kept))
@@ -279,10 +280,10 @@ class Journal:
         for ordinal, rows in groupby(tables.trajectories(db, "finished", "id"), itemgetter(0)):
             prompt, head = prompts.pop(ordinal)
             rollouts = [
-                codec.unpack_trajectory(payload, name=name_of(ordinal, sample))
+                packed.unpack_trajectory(payload, name=name_of(ordinal, sample))
                 for _, sample, payload in rows
             ]
-            found = codec.unpack_group(head, prompt, rollouts, name=name_of(ordinal))
+            found = packed.unpack_group(head, prompt, rollouts, name=name_of(ordinal))
             group = group_rolled_back(found, version)
             if group is not found:
                 changed.append((ordinal, group))
@@ -290,7 +291,7 @@ class Journal:
         if prompts:
             raise CorruptionError(f"{name_of(min(prompts))} is finished, and its rollouts are gone")
         for ordinal, group in changed:
-            head = codec.pack_group(group, name=name_of(ordinal))
+            head = packed.pack_group(group, name=name_of(ordinal))
             db.execute("UPDATE prompts SET head = ? WHERE ordinal = ?", (head, ordinal))
             _rewrite(db, [(ordinal, i, each) for i, each in enumerate(group.rollouts)])
         return groups
@@ -315,7 +316,7 @@ def _rewrite(db: sqlite3.Connection, changed: list[tuple[int, int, Any]]) -> Non
     db.executemany(
         "UPDATE trajectories SET payload = ? WHERE ordinal = ? AND sample = ?",
         (
-            (codec.pack_trajectory(kept, name=name_of(ordinal, sample)), ordinal, sample)
+            (packed.pack_trajectory(kept, name=name_of(ordinal, sample)), ordinal, sample)
             for ordinal, sample, kept in changed
         ),
     )

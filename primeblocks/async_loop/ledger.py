@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UsageError, check_version
-from .rollout import UNSAMPLED, Group, Rollout, freeze_trajectory, pickled
+from ..rollout import UNSAMPLED, Group, Rollout, freeze_trajectory, pickled
 
 __all__ = [
     "MOVES",

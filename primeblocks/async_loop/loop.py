@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
+from ..clock import Clock, MonotonicClock, within
 from ..errors import ClosedError, UsageError, check_version
+from ..rollout import Group
 from .buffer import RolloutBuffer
-from .clock import Clock, MonotonicClock, within
 from .feeder import Feeder, Generate, Limit, Rules, as_limit
 from .ledger import Ledger
-from .rollout import Group
 from .scheduler import Admission, Retries
 from .staleness import staleness
 from .step import Step

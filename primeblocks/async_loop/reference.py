@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any
 
 from ..errors import UsageError
+from ..rollout import Group, Rollout
 from .ledger import (
     MOVES,
     Partial,
@@ -19,7 +20,6 @@ from .ledger import (
     refuse,
     rolled_back,
 )
-from .rollout import Group, Rollout
 
 __all__ = ["MemoryLedger", "synchronous_steps"]
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import UsageError, check_version
-from .rollout import Group, Rollout
+from ..errors import UsageError
+from ..rollout import Group, Rollout
 
-__all__ = ["StalenessPolicy", "cache_salt", "staleness"]
+__all__ = ["StalenessPolicy", "staleness"]
 
 ON_STALE = ("wait", "pace", "mask", "drop", "continue")
 
@@ -142,12 +142,3 @@ def staleness(item: Group | Rollout, *, version: int) -> int:
             f"rollback serves such weights: publish policy {version} to it, or restart it."
         )
     return version - item.oldest_version
-
-
-def cache_salt(version: int) -> str:
-    """The salt that keeps the KV pages of one policy version apart from all others. Pure.
-
-    Raises:
-        UsageError: `version` is not a policy version.
-    """
-    return f"policy-{check_version(version)}"

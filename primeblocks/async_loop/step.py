@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .rollout import Group
+from ..rollout import Group
 
 __all__ = ["Step"]
 

@@ -75,10 +75,10 @@ def fully_shard_moe(
             host; default: on the device.
 
     Raises:
-        PlanError: the model or a named module is sharded already; the expert degree does not divide the experts, or
-            there are none; a named module is not in `model`; a dispatcher of experts lies over
-            other ranks; a number for `reshard_after_forward`, which would have to divide several
-            meshes.
+        PlanError: the model or a module given is sharded already; the expert degree does not divide
+            the experts, or there are none; a named module is not in `model`; a dispatcher of
+            experts lies over other ranks; a number for `reshard_after_forward`, which would have to
+            divide several meshes.
         UnsupportedError: parameters that are gathered together have different dtypes.
     """
     check_meshes(meshes)

@@ -15,7 +15,7 @@ import numpy as np
 
 from primeblocks.async_loop.journal import Journal
 from primeblocks.async_loop.ledger import Partial
-from primeblocks.async_loop.rollout import Group, Rollout
+from primeblocks.rollout import Group, Rollout
 
 BATCH, GROUP, IN_FLIGHT, SAVE_EVERY = 3, 2, 5, 2
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from primeblocks.async_loop.ledger import Partial
-from primeblocks.async_loop.rollout import Group, Rollout
+from primeblocks.rollout import Group, Rollout
 
 PROMPTS = [
     "Sag, wie viel ist zwei plus zwei? ∑ 数 \ud800 \0",

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from primeblocks.async_loop import codec
+from primeblocks import codec
+from primeblocks.async_loop import packed
 from primeblocks.async_loop.ledger import Partial
 from primeblocks.errors import CorruptionError, ShapeError, UnsupportedError, UsageError
 
@@ -76,12 +77,12 @@ def test_a_payload_belongs_to_its_name():
 @pytest.mark.parametrize("seed", range(8))
 def test_trajectories_and_groups_come_back_as_they_were(seed):
     for made in (make_partial(seed), make_rollout(seed)):
-        back = codec.unpack_trajectory(codec.pack_trajectory(made, name="x"), name="x")
+        back = packed.unpack_trajectory(packed.pack_trajectory(made, name="x"), name="x")
         assert plain(back) == plain(made)
         assert not back.tokens.flags.writeable
     group = make_group("p", seed)
-    payload = codec.pack_group(group, name="x")
-    assert plain(codec.unpack_group(payload, "p", group.rollouts, name="x")) == plain(group)
+    payload = packed.pack_group(group, name="x")
+    assert plain(packed.unpack_group(payload, "p", group.rollouts, name="x")) == plain(group)
 
 
 def test_buffers_come_back_as_bytes_and_views_as_arrays_of_their_own():
@@ -166,7 +167,7 @@ def test_a_class_that_would_come_back_as_another_is_refused():
 
     scored = Scored(**{each.name: getattr(make_partial(3), each.name) for each in FIELDS})
     with pytest.raises(UnsupportedError, match="x is a Scored"):
-        codec.pack_trajectory(scored, name="x")
+        packed.pack_trajectory(scored, name="x")
 
 
 def test_fields_of_a_later_release_are_refused_and_those_it_lacks_are_filled_in():
@@ -174,15 +175,15 @@ def test_fields_of_a_later_release_are_refused_and_those_it_lacks_are_filled_in(
     fields = {each.name: getattr(rollout, each.name) for each in dataclasses.fields(rollout)}
     later = codec.pack(["rollout", {**fields, "mood": 1}], name="x")
     with pytest.raises(UnsupportedError, match="mood"):
-        codec.unpack_trajectory(later, name="x")
+        packed.unpack_trajectory(later, name="x")
     del fields["loss_mask"]
     earlier = codec.pack(["rollout", fields], name="x")
-    assert codec.unpack_trajectory(earlier, name="x").loss_mask.all()
+    assert packed.unpack_trajectory(earlier, name="x").loss_mask.all()
     head = codec.pack({"version": 3, "mood": 1}, name="x")
     with pytest.raises(UnsupportedError, match="mood"):
-        codec.unpack_group(head, "p", (rollout,), name="x")
+        packed.unpack_group(head, "p", (rollout,), name="x")
     head = codec.pack({"version": 3}, name="x")
-    assert codec.unpack_group(head, "p", (rollout,), name="x").generate_s == 0
+    assert packed.unpack_group(head, "p", (rollout,), name="x").generate_s == 0
 
 
 def test_a_partial_is_a_prompt_and_what_came_so_far():

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from primeblocks.async_loop.journal import Journal
-from primeblocks.async_loop.rollout import Group, Rollout
 from primeblocks.errors import (
     ClosedError,
     CorruptionError,
     UnsupportedError,
     UsageError,
 )
+from primeblocks.rollout import Group, Rollout
 from tests.deadlines import HANG_S
 
 from .ledgers import connection_of, fill, make_group, make_partial, make_rollout, some_calls

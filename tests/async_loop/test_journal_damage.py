@@ -13,8 +13,8 @@ import pytest
 
 from primeblocks.async_loop.journal import Journal
 from primeblocks.async_loop.reference import MemoryLedger
-from primeblocks.async_loop.rollout import Group, Rollout
 from primeblocks.errors import CapacityError, CorruptionError, DeadlineError, UsageError
+from primeblocks.rollout import Group, Rollout
 
 from .ledgers import connection_of, fill, make_partial, make_rollout, plain, some_calls
 

@@ -15,9 +15,9 @@ from primeblocks.async_loop import (
     StalenessPolicy,
     staleness,
 )
-from primeblocks.async_loop.plan.virtual import VirtualClock, run_in_virtual_time
 from primeblocks.async_loop.scheduler import Retries
 from primeblocks.errors import DeadlineError, EngineError
+from primeblocks.planning.virtual import VirtualClock, run_in_virtual_time
 
 from .conftest import make_rollout
 

@@ -23,10 +23,10 @@ from primeblocks.async_loop import (
     RolloutBuffer,
     StalenessPolicy,
 )
-from primeblocks.async_loop.plan.virtual import VirtualClock, run_in_virtual_time
 from primeblocks.async_loop.reference import MemoryLedger
 from primeblocks.async_loop.scheduler import Retries
 from primeblocks.errors import CapacityError, EngineError
+from primeblocks.planning.virtual import VirtualClock, run_in_virtual_time
 
 CALLS = ("drawn", "started", "sampled", "finished", "dropped", "left_out", "taken", "trained")
 

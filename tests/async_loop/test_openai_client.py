@@ -18,7 +18,6 @@ from primeblocks.async_loop.adapters.openai import (  # noqa: E402
     generate,
     served_version,
 )
-from primeblocks.async_loop.routing import Fleet  # noqa: E402
 from primeblocks.errors import (  # noqa: E402
     CapacityError,
     DeadlineError,
@@ -27,6 +26,7 @@ from primeblocks.errors import (  # noqa: E402
     UnsupportedError,
     UsageError,
 )
+from primeblocks.serving import Fleet  # noqa: E402
 from primeblocks.testing.faults import ManualClock  # noqa: E402
 from tests.async_loop.client_site import ANYTHING, PROMPT, Died, Reply, on_server  # noqa: E402
 from tests.deadlines import HANG_S  # noqa: E402

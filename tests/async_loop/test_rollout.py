@@ -14,10 +14,10 @@ from primeblocks.async_loop import (
     cache_salt,
     staleness,
 )
-from primeblocks.async_loop.codec import pack_trajectory
 from primeblocks.async_loop.ledger import Partial
-from primeblocks.async_loop.rollout import versions_from_spans
+from primeblocks.async_loop.packed import pack_trajectory
 from primeblocks.errors import ShapeError, UsageError
+from primeblocks.rollout import versions_from_spans
 
 from .conftest import make_rollout
 

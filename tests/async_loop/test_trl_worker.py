@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from primeblocks import async_loop
+from primeblocks import async_loop, losses
 from primeblocks.errors import ClosedError, DeadlineError, EngineError, UsageError
 from primeblocks.testing import tiny_models
 from primeblocks.weightsync import SharedMemoryTransport, Subscriber
@@ -114,7 +114,7 @@ def test_samples_are_the_rollouts_with_their_mask(adapter, thread):
         assert sample.input_ids[3:5].tolist() == [30, 31]
         assert sample.metrics["rewards/odd"] == sample.metrics["reward"]
     rewards = torch.tensor([s.metrics["reward"] for s in samples]).view(PROMPTS, GROUP)
-    expected = async_loop.losses.advantages.group_advantages(rewards)
+    expected = losses.advantages.group_advantages(rewards)
     assert [s.advantage for s in samples] == expected.flatten().tolist()
     assert [s.group_id for s in samples] == [g for g in range(PROMPTS) for _ in range(GROUP)]
     with pytest.raises(ClosedError, match="stopped"):

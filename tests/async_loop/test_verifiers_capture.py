@@ -15,8 +15,8 @@ vf = pytest.importorskip("verifiers.v1", reason="verifiers is not installed; scr
 from verifiers.v1.runtimes.subprocess import SubprocessRuntime  # noqa: E402
 
 from primeblocks.errors import EngineError  # noqa: E402
-from tests.async_loop.capture_site import serve  # noqa: E402
-from tests.async_loop.chat_site import Engine, template  # noqa: E402
+from tests.capture.capture_site import serve  # noqa: E402
+from tests.capture.chat_site import Engine, template  # noqa: E402
 
 FOLDER = Path(__file__).parent
 

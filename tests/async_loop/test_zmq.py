@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import xxhash
 
-from primeblocks.async_loop import Group, Rollout, RolloutBuffer, StalenessPolicy, codec
-from primeblocks.async_loop.attachments import Aligned
+from primeblocks import codec
+from primeblocks.async_loop import Group, Rollout, RolloutBuffer, StalenessPolicy
+from primeblocks.attachments import Aligned
 from primeblocks.errors import (
     CapacityError,
     ClosedError,

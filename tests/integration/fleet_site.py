@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from primeblocks.async_loop.adapters.vllm import FleetMember
 from primeblocks.errors import EngineError, how_it_ended
 from primeblocks.replay import compare, record
 from primeblocks.replay.adapters.transformers import routers
@@ -25,6 +24,7 @@ from primeblocks.replay.adapters.vllm import (
     server_args,
 )
 from primeblocks.replay.adapters.vllm.rows import routes_from_rows
+from primeblocks.serving.adapters.vllm import FleetMember
 from primeblocks.testing import tiny_models
 from primeblocks.weightsync.adapters import vllm as into_vllm
 from tests.deadlines import START_S

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from primeblocks.async_loop.adapters.vllm import FleetMember, VllmFleet
 from primeblocks.errors import PrimeblocksError
 from primeblocks.plugins.vllm import register
+from primeblocks.serving.adapters.vllm import FleetMember, VllmFleet
 from tests.deadlines import HANG_S
 from tests.engine_job import call
 from tests.integration.fleet_site import (

@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from primeblocks import replay
-from primeblocks.async_loop import Conversation, Group, RolloutBuffer, StalenessPolicy, losses
+from primeblocks import losses, replay
+from primeblocks.async_loop import Group, RolloutBuffer, StalenessPolicy
 from primeblocks.async_loop.adapters.zmq import RolloutReceiver, RolloutSender
-from primeblocks.async_loop.attachments import Aligned
-from primeblocks.async_loop.codec import pack_trajectory, unpack_trajectory
-from primeblocks.async_loop.conversation import cut
-from primeblocks.async_loop.packing import pack
+from primeblocks.async_loop.packed import pack_trajectory, unpack_trajectory
+from primeblocks.attachments import Aligned
+from primeblocks.capture import Conversation
+from primeblocks.capture.conversation import cut
 from primeblocks.errors import UsageError
+from primeblocks.losses.packing import pack
 from primeblocks.replay.adapters.transformers import routers
 from primeblocks.testing import tiny_models
 from tests.integration.vision import (

@@ -12,11 +12,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from primeblocks import replay
-from primeblocks.async_loop import Conversation, cache_salt
-from primeblocks.async_loop.attachments import Aligned
-from primeblocks.async_loop.codec import pack_trajectory, unpack_trajectory
-from primeblocks.async_loop.packing import pack
+from primeblocks.async_loop import cache_salt
+from primeblocks.async_loop.packed import pack_trajectory, unpack_trajectory
+from primeblocks.attachments import Aligned
+from primeblocks.capture import Conversation
 from primeblocks.errors import UsageError
+from primeblocks.losses.packing import pack
 from primeblocks.replay.adapters.transformers import routers
 from primeblocks.testing import tiny_models
 from primeblocks.weightsync import Publisher, describe, plan_sync

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from primeblocks.async_loop.adapters.vllm import FleetMember, VllmFleet
 from primeblocks.errors import PrimeblocksError
 from primeblocks.plugins.vllm import register
+from primeblocks.serving.adapters.vllm import FleetMember, VllmFleet
 from primeblocks.weightsync.adapters import vllm as into_vllm
 from tests.deadlines import EXPIRES_S
 from tests.engine_job import call

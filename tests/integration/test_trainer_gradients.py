@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from primeblocks import parallel, replay
-from primeblocks.async_loop.losses import grpo_loss
-from primeblocks.async_loop.losses.advantages import group_advantages
+from primeblocks.losses import grpo_loss
+from primeblocks.losses.advantages import group_advantages
 from primeblocks.testing import ranks, tiny_models
 
 SIZES = {"num_layers": 2, "hidden": 64, "num_experts": 4, "top_k": 2, "vocab": 64}

@@ -5,9 +5,8 @@ import itertools
 import numpy as np
 import torch
 
-from primeblocks import replay
-from primeblocks.async_loop import losses
-from primeblocks.async_loop.attachments import Aligned
+from primeblocks import losses, replay
+from primeblocks.attachments import Aligned
 
 EXPERTS, VOCABULARY = 8, 64
 IMAGE, VIDEO, START, END = (VOCABULARY - 1 - i for i in range(4))  # As `tiny_models` has them.

@@ -35,11 +35,10 @@ except ModuleNotFoundError as error:
         raise
     raise MissingPackageError(str(error.name), "trl") from error
 
+from ...rollout import Group, Rollout
 from ..buffer import RolloutBuffer
 from ..feeder import Generate, Limit
 from ..loop import AsyncLoop
-from ..losses.advantages import group_advantages
-from ..rollout import Group, Rollout
 from ..step import Step
 
 __all__ = ["EventThread", "TrlWorker"]
@@ -128,7 +127,8 @@ class TrlWorker:
         thread: where everything runs; `generate` may use what was made there.
         prompts, generate, buffer, batch_size, max_in_flight, group_size, step_timeout_s, options:
             as for `AsyncLoop`; `generate` makes one rollout, with its reward.
-        advantages: of the groups' rewards `[groups, members]`; default: `group_advantages`.
+        advantages: of the groups' rewards `[groups, members]`, as
+            `losses.advantages.group_advantages` makes them.
 
     Attributes:
         rollout_buffer: what TRL takes from.
@@ -149,7 +149,7 @@ class TrlWorker:
         batch_size: int,
         group_size: int,
         max_in_flight: int | Limit,
-        advantages: Callable[[torch.Tensor], torch.Tensor] = group_advantages,
+        advantages: Callable[[torch.Tensor], torch.Tensor],
         step_timeout_s: float = 600.0,
         **options: Any,
     ) -> None:

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ...attachments import Aligned
 from ...errors import MissingPackageError, ShapeError, UnsupportedError, check_version
-from ..attachments import Aligned
-from ..rollout import UNSAMPLED, Rollout
+from ...rollout import UNSAMPLED, Rollout
 
 try:
     from verifiers.v1 import Branch, Episode, MessageNode, Trace

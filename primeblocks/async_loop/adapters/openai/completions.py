@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from openai import AsyncOpenAI
 
+from ....clock import Clock
 from ....errors import (
     EngineError,
     PrimeblocksError,
@@ -14,8 +15,7 @@ from ....errors import (
     UsageError,
     check_version,
 )
-from ...clock import Clock
-from ...rollout import Rollout, version_of
+from ....rollout import Rollout, version_of
 from .exchange import OTHER, check_sampled, choices_of, ending_of, typed
 
 __all__ = ["generate", "served_version"]

@@ -6,8 +6,8 @@ from typing import Any
 
 from openai import APIConnectionError, APIStatusError, APITimeoutError
 
+from ....clock import Clock, MonotonicClock, within
 from ....errors import CapacityError, DeadlineError, EngineError, PrimeblocksError, UsageError
-from ...clock import Clock, MonotonicClock, within
 
 __all__ = ["OTHER", "check_sampled", "choices_of", "ending_of", "typed"]
 

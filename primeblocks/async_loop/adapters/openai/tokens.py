@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from openai import AsyncOpenAI
 
+from ....clock import Clock, MonotonicClock
 from ....errors import EngineError, PrimeblocksError, ShapeError, UnsupportedError
-from ...clock import Clock, MonotonicClock
-from ...rollout import Rollout, version_of, versions_from_spans
+from ....rollout import Rollout, version_of, versions_from_spans
 from .exchange import OTHER, check_sampled, choices_of, ending_of, typed
 
 __all__ = ["generate_split", "generate_tokens"]

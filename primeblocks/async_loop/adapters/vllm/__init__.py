@@ -4,8 +4,7 @@ The environment variables that vLLM reads are the caller's business; docs/async_
 which ones a CPU needs. The engine is a *spawned* child process, so a script that starts one
 needs `if __name__ == "__main__":`.
 
-vLLM is imported with `VllmEngine` and what goes with it: a trainer drives a fleet of servers
-without it.
+vLLM is imported with `VllmEngine` and what goes with it.
 """
 
 from importlib import import_module
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from ....errors import MissingPackageError
 from .completion import Completion
-from .fleet import FleetMember, FleetUpdate, Published, VllmFleet
 
 if TYPE_CHECKING:
     from .engine import VllmEngine, base_engine_args
@@ -21,11 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Completion",
-    "FleetMember",
-    "FleetUpdate",
-    "Published",
     "VllmEngine",
-    "VllmFleet",
     "base_engine_args",
     "generate_in_parts",
 ]

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....errors import EngineError
-from ...rollout import Rollout, version_of, versions_from_spans
+from ....rollout import Rollout, version_of, versions_from_spans
 
 __all__ = ["Completion", "completion_of"]
 

@@ -17,6 +17,8 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from ....attachments import Aligned
+from ....clock import Clock, MonotonicClock, within
 from ....errors import (
     ClosedError,
     DeadlineError,
@@ -26,8 +28,6 @@ from ....errors import (
     check_version,
     how_it_ended,
 )
-from ...attachments import Aligned
-from ...clock import Clock, MonotonicClock, within
 from ...worker import WorkerThread
 from .completion import Completion, completion_of
 from .images import image_inputs

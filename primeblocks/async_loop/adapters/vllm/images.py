@@ -10,9 +10,9 @@ import torch
 import xxhash
 from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 
+from ....attachments import Aligned
+from ....codec import lower
 from ....errors import UsageError
-from ...attachments import Aligned
-from ...codec import lower
 
 __all__ = ["image_inputs"]
 

@@ -13,8 +13,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from ....clock import Clock
 from ....errors import EngineError
-from ...clock import Clock
 from ...worker import WorkerThread
 
 __all__ = ["Launch", "check_checkpoint", "kill"]

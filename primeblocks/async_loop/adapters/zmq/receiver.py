@@ -8,9 +8,9 @@ import logging
 from dataclasses import dataclass
 
 from ....errors import CapacityError, check_counts
-from ... import codec
+from ....rollout import Group
+from ... import packed
 from ...buffer import RolloutBuffer
-from ...rollout import Group
 from .wire import HEAD_BYTES, LOOK, Configure, State, Wire, check_ordinal, zmq
 
 __all__ = ["RolloutReceiver"]
@@ -135,7 +135,7 @@ class RolloutReceiver:
             known.sender, known.route = sender, route
             return None
         try:
-            group = codec.unpack_whole_group(payload, ordinal)
+            group = packed.unpack_whole_group(payload, ordinal)
         except Exception as error:  # As above.
             self.refused += 1
             return {ordinal: f"{type(error).__name__}: {error}"[:500]}

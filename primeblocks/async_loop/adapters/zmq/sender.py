@@ -9,10 +9,10 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+from ....clock import Clock, MonotonicClock, within
 from ....errors import CapacityError, UnsupportedError, UsageError, check_counts
-from ... import codec
-from ...clock import Clock, MonotonicClock, within
-from ...rollout import Group
+from ....rollout import Group
+from ... import packed
 from .wire import GROUP, HEAD_BYTES, LOOK, Configure, State, Wire, check_ordinal, zmq
 
 __all__ = ["RolloutSender"]
@@ -93,7 +93,7 @@ class RolloutSender:
             UsageError: a group of this ordinal is kept.
             ClosedError: the sender has been closed, or has failed.
         """
-        ordinal, payload = check_ordinal(group.ordinal), codec.pack_whole_group(group)
+        ordinal, payload = check_ordinal(group.ordinal), packed.pack_whole_group(group)
         if len(payload) > self._capacity_bytes:
             raise CapacityError(
                 f"the group of ordinal {ordinal} has {len(payload):,} bytes, above "

@@ -1,0 +1,126 @@
+"""OpenEnv 0.10: an episode of any of its environments, played by an engine that takes token ids."""
+
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from ...clock import Clock, MonotonicClock, within
+from ...errors import DeadlineError, MissingPackageError, PrimeblocksError, UsageError
+from ...rollout import Rollout
+from ..conversation import Conversation
+
+try:
+    from openenv.core import EnvClient
+    from openenv.core.client_types import StepResult
+except ModuleNotFoundError as error:
+    if error.name not in ("openenv", "openenv.core"):
+        raise
+    raise MissingPackageError("openenv", "openenv") from error
+
+__all__ = ["OpenEnvError", "play_episode"]
+
+T = TypeVar("T")
+Sample = Callable[[list[int]], Awaitable[Rollout]]
+Render = Callable[[Sequence["StepResult | Rollout"]], Sequence[int]]
+
+
+class OpenEnvError(PrimeblocksError):
+    """An environment died or refused a call, or its client could not read the answer."""
+
+
+async def play_episode(
+    env: EnvClient,
+    generate: Sample,
+    *,
+    render: Render,
+    act: Callable[[Rollout], Any],
+    max_turns: int,
+    timeout_s: float,
+    reset: Mapping[str, Any] | None = None,
+    prompt_id: Hashable = None,
+    clock: Clock | None = None,
+) -> tuple[Rollout, ...]:
+    """Play one episode: reset, then generate and step until the environment is done.
+
+    Each prompt is compared with what went before. Where `render` changed that, `Conversation` makes
+    several rollouts, in which each sampled token counts once.
+
+    The reward of all of them is the sum of the steps' rewards, None if no step had one. The
+    attachments are those of the turns, "step_rewards", a list in which None is a step without, and
+    "done": False if the episode was ended by `act` or `max_turns`.
+
+    Args:
+        env: a client in async use. It stays open: `await env.state()` may follow.
+        generate: samples one turn behind a prompt.
+        render: the next prompt, from all that happened: the result of reset, the first turn, the
+            result of its step, and so on. To change nothing of what went before, begin with
+            the tokens of the last turn.
+        act: the action of a turn, or None to end the episode.
+        timeout_s: for the whole episode.
+        reset: arguments of the environment's reset.
+
+    Raises:
+        DeadlineError: the episode did not end within `timeout_s`, or the environment's client gave
+            up on an answer.
+        OpenEnvError: the environment failed.
+        UsageError: no turn was played: it was done after its reset, or `max_turns` is below 1.
+    """
+    clock = MonotonicClock() if clock is None else clock
+    conversation = Conversation()
+    done, rewards = await within(
+        _play(env, generate, render, act, max_turns, dict(reset or {}), conversation),
+        timeout_s=timeout_s,
+        clock=clock,
+        what="an episode of an OpenEnv environment",
+    )
+    told = [reward for reward in rewards if reward is not None]
+    rollouts = conversation.rollouts(prompt_id=prompt_id, reward=sum(told) if told else None)
+    if not rollouts:
+        raise UsageError(f"no turn was played, with max_turns={max_turns} and {done=} after reset")
+    more = {"step_rewards": rewards, "done": done}
+    return tuple(replace(each, attachments={**each.attachments, **more}) for each in rollouts)
+
+
+async def _play(
+    env: EnvClient,
+    generate: Sample,
+    render: Render,
+    act: Callable[[Rollout], Any],
+    max_turns: int,
+    reset: dict[str, Any],
+    conversation: Conversation,
+) -> tuple[bool, list[float | None]]:
+    """Fill the conversation; return whether the environment is done, and the steps' rewards."""
+    rewards = []
+    result = await _called("reset", env.reset, **reset)
+    happened: list[StepResult | Rollout] = [result]
+    while not result.done and len(conversation.turns) < max_turns:
+        turn = await generate([int(token) for token in render(tuple(happened))])
+        conversation.append(
+            turn.prompt,
+            turn.completion,
+            logprobs=turn.logprobs,
+            versions=turn.versions,
+            finish_reason=turn.finish_reason,
+            attachments=turn.attachments,
+        )
+        action = act(turn)
+        if action is None:
+            break
+        result = await _called("step", env.step, action)
+        happened += [turn, result]
+        rewards.append(result.reward)
+    return result.done, rewards
+
+
+async def _called(
+    what: str, call: Callable[..., Awaitable[T]], /, *args: Any, **arguments: Any
+) -> T:
+    try:
+        return await call(*args, **arguments)
+    except TimeoutError as error:
+        raise DeadlineError(f"the environment's client gave up waiting for a {what}") from error
+    # A closed socket, an error that the environment sent, an answer that its client cannot read.
+    except Exception as error:
+        text = f"a {what} of the environment failed: {type(error).__name__}: {error}"
+        raise OpenEnvError(text) from error

@@ -1,0 +1,166 @@
+"""uvicorn 0.54: a `Recorder` served over HTTP, in the event loop of the program that trains."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from ipaddress import ip_address
+from typing import Any
+
+from ...errors import ClosedError, DeadlineError, MissingPackageError, UsageError
+
+try:
+    import uvicorn
+except ModuleNotFoundError as error:
+    if error.name != "uvicorn":
+        raise
+    raise MissingPackageError("uvicorn", "capture") from error
+
+from ...clock import within
+from ..recorder import Recorder
+from ..seams import Generate, Renderer
+from ..session import CaptureSession
+from .starlette import capture_app
+
+__all__ = ["CaptureServer"]
+
+# Seconds that an agent may think between two requests on one connection.
+_KEEP_ALIVE_S = 75
+# Of a request, before its body.
+_HEAD_BYTES = 64 << 10
+# Listening, and closing connections, take moments.
+_START_S, _CLOSE_S = 10.0, 5
+
+
+class CaptureServer:
+    """An OpenAI-compatible endpoint in front of an engine, with a base URL and a key a session:
+
+        async with CaptureServer(generate, ChatTemplate(tokenizer)) as server:
+            async with server.session(prompt_id="p") as session:
+                client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key)
+                ...  # an agent that knows nothing of this
+            rollouts = session.rollouts(reward=1.0)
+
+    Sessions' requests are answered in the event loop that entered the context, so that loop must
+    not be kept busy. Signals stay the program's own. Plain HTTP: keys can be read by whoever reads
+    the network, so give other hosts a tunnel or a proxy with TLS.
+
+    Args:
+        host: loopback by default. One of another network needs `url`.
+        port: 0 takes one that is free.
+        url: by which agents reach it: "http://trainer-3:8000".
+        options: of `Recorder`.
+
+    Raises:
+        UsageError: a host that is not loopback and no `url`, or the address cannot be had.
+    """
+
+    def __init__(
+        self,
+        generate: Generate,
+        renderer: Renderer,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        url: str | None = None,
+        **options: Any,
+    ) -> None:
+        if url is None and not _is_loopback(host):
+            raise UsageError(
+                f"host={host!r} is open to other machines. Say by which url= agents reach it, or "
+                "leave it at 127.0.0.1."
+            )
+        self.recorder = Recorder(generate, renderer, **options)
+        self._address, self._url = (host, port), url
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> CaptureServer:
+        host, port = self._address
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            listener = socket.create_server((host, port), family=family, backlog=4096)
+        except OSError as error:
+            raise UsageError(f"cannot listen on {host}, port {port}: {error}") from error
+        # Connections inherit it. Without it the body of an answer waits 40 ms for its head to be
+        # acknowledged, and asyncio sets it only on connections of listeners of its own.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        name = f"[{host}]" if ":" in host else host
+        self.recorder.url = self._url or f"http://{name}:{listener.getsockname()[1]}"
+        config = uvicorn.Config(
+            capture_app(self.recorder),
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            http="h11",  # Bounds what comes before a key was seen; httptools takes any header.
+            h11_max_incomplete_event_size=_HEAD_BYTES,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_CLOSE_S - 1,
+        )
+        self._server = _Server(config)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        await within(
+            self._server.listens.wait(),
+            timeout_s=_START_S,
+            clock=self.recorder.clock,
+            what="the start of the capture server",
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def session(self, **options: Any) -> contextlib.AbstractAsyncContextManager[CaptureSession]:
+        """Open a session, as `Recorder.session` does. Its `base_url` and `key` are the agent's.
+
+        Raises:
+            ClosedError: the server does not run.
+            UsageError, CapacityError: as there.
+        """
+        if self._server is None:
+            raise ClosedError("the capture server does not run. Use it as a context.")
+        return self.recorder.session(**options)
+
+    async def close(self) -> None:
+        """End every session and connection, and stop listening. Twice is fine."""
+        self.recorder.close()
+        if self._server is None or self._serving is None:
+            return
+        self._server.should_exit = True
+        with contextlib.suppress(DeadlineError):
+            await within(
+                self._serving,
+                timeout_s=_CLOSE_S,
+                clock=self.recorder.clock,
+                what="the end of the capture server",
+            )
+        self._server = None
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, without its hold on signals."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listens = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self.listens.set()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

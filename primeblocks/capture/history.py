@@ -1,0 +1,117 @@
+"""Ids of what an agent was answered, so that they stand in its next prompt as they were."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ..errors import UsageError
+from .request import TurnRequest, read_messages
+from .response import TurnAnswer
+from .seams import Renderer
+
+__all__ = ["History", "Prompt"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Ids of a prompt, and where they come from."""
+
+    ids: list[int]
+    held: _Held | None = None
+    mark: bytes = b""  # The digest of a chat's messages.
+
+
+class History:
+    """Prompts and answers of a session. An answer is known again by all messages up to it.
+
+    Cost: memory of the ids that each turn added; a digest of each message of a request; and the
+    renderings of `Renderer`.
+    """
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self._chats: dict[bytes, _Held] = {}
+        self._texts: dict[str, _Held] = {}  # By prompt and answer.
+
+    def prompt(self, request: TurnRequest) -> Prompt:
+        """Return the ids of a request, in which known answers are what was sampled.
+
+        Raises:
+            UsageError: as `Renderer`, or it is nested too deeply.
+        """
+        if request.prompt is not None:
+            return self._text_prompt(request.prompt)
+        messages, renderer = request.messages, self._renderer
+        try:
+            marks = _digests(request.tools, messages)
+            for count in range(len(messages) - 1, 0, -1):
+                held = self._chats.get(marks[count])
+                if held is None:
+                    continue
+                ids = renderer.go_on(
+                    messages[:count], messages[count:], request.tools, last_id=int(held.ids[-1])
+                )
+                if ids is not None:
+                    return Prompt(held.whole() + ids, held, marks[-1])
+                break
+            return Prompt(renderer.render(messages, request.tools), mark=marks[-1])
+        except RecursionError as error:
+            raise UsageError("the request is nested too deeply") from error
+
+    def keep(
+        self, request: TurnRequest, prompt: Prompt, ids: list[int], answer: TurnAnswer, *, end: int
+    ) -> None:
+        """Keep an answer, of which the last `end` ids are no part of its text."""
+        held = prompt.held
+        new = prompt.ids[0 if held is None else held.length :] + ids
+        if request.prompt is None:
+            (message,) = read_messages([answer.message()])
+            self._chats[_digest(prompt.mark, message)] = _Held(held, new)
+        elif isinstance(request.prompt, str):
+            # Text that goes on with the answer stands before the token that ended it.
+            self._texts[request.prompt + answer.content] = _Held(held, new[: len(new) - end])
+
+    def _text_prompt(self, prompt: str | tuple[int, ...]) -> Prompt:
+        if not isinstance(prompt, str):
+            return Prompt(list(prompt))
+        fitting = [x for x in self._texts if len(x) < len(prompt) and prompt.startswith(x)]
+        if not fitting:
+            return Prompt(self._renderer.encode(prompt))
+        longest = max(fitting, key=len)
+        held = self._texts[longest]
+        return Prompt(held.whole() + self._renderer.encode(prompt[len(longest) :]), held)
+
+
+class _Held:
+    """Ids of a prompt and its answer, of which those of an earlier one are shared."""
+
+    def __init__(self, before: _Held | None, ids: ArrayLike) -> None:
+        self._before, self.ids = before, np.asarray(ids, np.int64)
+        self.length: int = len(self.ids) + (0 if before is None else before.length)
+
+    def whole(self) -> list[int]:
+        parts, each = [self.ids], self._before
+        while each is not None:
+            parts.append(each.ids)
+            each = each._before
+        return np.concatenate(parts[::-1]).tolist()
+
+
+def _digests(tools: Sequence[Mapping], messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
+    """Return digests of the tools and of no message, of the first, of the first two, ..."""
+    found = [_digest(b"", tools)]
+    for message in messages:
+        found.append(_digest(found[-1], message))
+    return found
+
+
+def _digest(before: bytes, value: Any) -> bytes:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return blake2b(before + text.encode(), digest_size=16).digest()

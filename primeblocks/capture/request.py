@@ -1,0 +1,275 @@
+"""Requests of OpenAI's chat completions and completions, read and checked. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import UnsupportedError, UsageError
+
+__all__ = ["TurnRequest", "read_messages", "read_request"]
+
+ROLES = {
+    "system": "system",
+    "developer": "system",  # OpenAI's newer word; templates know the older one.
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+# Fields that are accepted at these values, at which they change nothing, and refused at others.
+ONLY: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "min_p": (0,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "parallel_tool_calls": (True,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("auto", "none"),
+    "top_k": (-1, 0),
+    "top_logprobs": (0,),
+    "top_p": (1,),
+}
+# Names, tags and hints, none of which reaches what is sampled.
+IGNORED = {
+    *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
+    *("service_tier", "user"),
+}
+COMMON = {"model", "seed", "stop", "stop_token_ids", "stream", "stream_options", "temperature"}
+CHAT = COMMON | {"max_completion_tokens", "max_tokens", "messages", "tools"}
+TEXT = COMMON | {"max_tokens", "prompt"}
+MESSAGE = {"content", "name", "reasoning_content", "role", "tool_call_id", "tool_calls"}
+# Of OpenAI's own answers, which agents send back as they are.
+EMPTY = {"annotations", "audio", "function_call", "refusal"}
+
+
+@dataclass(frozen=True)
+class TurnRequest:
+    """One request of an agent.
+
+    Attributes:
+        messages: of a chat, as templates take them: content is text, arguments are objects.
+        prompt: of a completion: text, or ids. None for a chat.
+        tools: as the agent described them.
+        calls: whether the model may call them. The prompt is the same if not, as in vLLM.
+        stop: texts to end at.
+    """
+
+    model: str
+    messages: tuple[dict[str, Any], ...] = ()
+    prompt: str | tuple[int, ...] | None = None
+    tools: tuple[dict[str, Any], ...] = ()
+    calls: bool = False
+    max_tokens: int | None = None
+    temperature: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    stream: bool = False
+    include_usage: bool = False
+
+
+def read_request(body: bytes, *, is_chat: bool) -> TurnRequest:
+    """Read the body of a request.
+
+    Raises:
+        UsageError: it is no JSON, or a field is missing or of a wrong kind.
+        UnsupportedError: it asks for what would not be done. Nothing is left out in silence.
+    """
+    fields = _read_json(body)
+    known = CHAT if is_chat else TEXT
+    for name, value in fields.items():
+        if value is None or name in known or name in IGNORED:
+            continue
+        if name not in ONLY:
+            raise UnsupportedError(f"unknown field {name!r}. Leave it out.")
+        if not any(value == each for each in ONLY[name]):
+            accepted = " or ".join(json.dumps(each) for each in ONLY[name])
+            raise UnsupportedError(
+                f"{name}={json.dumps(value)[:80]} is not supported: it is {accepted}, or left out"
+            )
+    tools = _tools(fields) if is_chat else ()
+    options = _get(fields, "stream_options", dict) or {}
+    if unknown := options.keys() - {"include_usage", "include_obfuscation"}:
+        raise UnsupportedError(f"unknown fields of stream_options: {sorted(unknown)}")
+    return TurnRequest(
+        model=_need(fields, "model", str),
+        messages=read_messages(_need(fields, "messages", list)) if is_chat else (),
+        prompt=None if is_chat else _prompt(fields.get("prompt")),
+        tools=tools,
+        calls=bool(tools) and fields.get("tool_choice") != "none",
+        max_tokens=_max_tokens(fields),
+        temperature=_temperature(fields),
+        seed=_integer(fields, "seed", least=-(1 << 63), most=(1 << 63) - 1),
+        stop=_stop(fields),
+        stop_token_ids=_ids(_get(fields, "stop_token_ids", list) or [], "stop_token_ids"),
+        stream=bool(_get(fields, "stream", bool)),
+        include_usage=bool(_get(options, "include_usage", bool)),
+    )
+
+
+def read_messages(values: list[Any]) -> tuple[dict[str, Any], ...]:
+    """Return messages as templates take them.
+
+    Raises:
+        UsageError, UnsupportedError: as `read_request`.
+    """
+    if not values:
+        raise UsageError("messages is empty; give one at least")
+    return tuple(_message(value, f"messages[{i}]") for i, value in enumerate(values))
+
+
+def _read_json(body: bytes) -> dict[str, Any]:
+    try:
+        text = body.decode()
+        value = json.loads(text, parse_constant=_refuse_constant)
+        if "\\u" in text:  # Half of a pair of surrogates is no text.
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"the body is no JSON: {str(error)[:200]}") from error
+    if not isinstance(value, dict):
+        raise UsageError(f"the body is a JSON {type(value).__name__}; send an object")
+    return value
+
+
+def _refuse_constant(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")
+
+
+def _get(fields: Mapping[str, Any], name: str, kind: type) -> Any:
+    """Return a field, or None; refuse one of another kind."""
+    value = fields.get(name)
+    if value is not None and type(value) is not kind:
+        raise UsageError(f"{name} must be {kind.__name__}; got {type(value).__name__}")
+    return value
+
+
+def _need(fields: Mapping[str, Any], name: str, kind: type) -> Any:
+    value = _get(fields, name, kind)
+    if value is None:
+        raise UsageError(f"{name} is missing")
+    return value
+
+
+def _integer(fields: Mapping[str, Any], name: str, *, least: int, most: int) -> int | None:
+    value = _get(fields, name, int)
+    if value is not None and not least <= value <= most:
+        raise UsageError(f"{name} must lie in [{least}, {most}]")
+    return value
+
+
+def _max_tokens(fields: Mapping[str, Any]) -> int | None:
+    names = ("max_tokens", "max_completion_tokens")
+    given = [_integer(fields, name, least=1, most=(1 << 31) - 1) for name in names]
+    found = {value for value in given if value is not None}
+    if len(found) > 1:
+        raise UsageError(f"max_tokens and max_completion_tokens differ: {sorted(found)}")
+    return found.pop() if found else None
+
+
+def _temperature(fields: Mapping[str, Any]) -> float | None:
+    value = fields.get("temperature")
+    if value is None:
+        return None
+    if type(value) not in {int, float} or not (math.isfinite(value) and 0 <= value <= 2):
+        raise UsageError("temperature must be a number in [0, 2]")
+    return float(value)
+
+
+def _stop(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    value = fields.get("stop")
+    texts = [value] if isinstance(value, str) else value or []
+    if not isinstance(texts, list) or not all(isinstance(x, str) and x for x in texts):
+        raise UsageError("stop must be a text, or a list of texts, none of them empty")
+    return tuple(texts)
+
+
+def _ids(values: list[Any], name: str) -> tuple[int, ...]:
+    if not all(type(value) is int and 0 <= value < 1 << 31 for value in values):
+        raise UsageError(f"{name} must hold token ids")
+    return tuple(values)
+
+
+def _prompt(value: Any) -> str | tuple[int, ...]:
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        value = value[0]
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, list) and value and not isinstance(value[0], str | list):
+        return _ids(value, "prompt")
+    raise UsageError("prompt must be one text, or one list of token ids, and not empty")
+
+
+def _tools(fields: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+    tools = _get(fields, "tools", list) or []
+    for i, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or tool.get("type") != "function":
+            raise UnsupportedError(f"tools[{i}] is no function; only functions are supported")
+        _need(function, "name", str)
+        _get(function, "parameters", dict)
+        if function.get("strict"):
+            raise UnsupportedError(f"tools[{i}] is strict, which would not be enforced")
+    return tuple(tools)
+
+
+def _message(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UsageError(f"{where} must be an object; got {type(value).__name__}")
+    for name, held in value.items():
+        is_empty = held is None or (name in EMPTY and held == [])
+        if name not in MESSAGE and not is_empty:
+            raise UnsupportedError(f"{where} has the field {name!r}, which is not supported")
+    role = ROLES.get(_need(value, "role", str))
+    if role is None:
+        raise UsageError(f"{where} has the role {value['role']!r}; it is one of {sorted(ROLES)}")
+    found: dict[str, Any] = {"role": role, "content": _content(value.get("content"), where)}
+    for name in ("name", "reasoning_content", "tool_call_id"):
+        if text := _get(value, name, str):
+            found[name] = text
+    if calls := _get(value, "tool_calls", list):
+        if role != "assistant":
+            raise UsageError(f"{where}: an assistant calls tools, no {role}")
+        found["tool_calls"] = [
+            _call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
+        ]
+    elif value.get("content") is None and role != "assistant":
+        raise UsageError(f"{where} has no content")
+    return found
+
+
+def _content(value: Any, where: str) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
+    if not isinstance(value, list):
+        raise UsageError(f"{where}.content must be a text or a list of parts")
+    texts = []
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            raise UnsupportedError(f"{where}.content has a part that is no text")
+        texts.append(_need(part, "text", str))
+    return "".join(texts)
+
+
+def _call(value: Any, where: str) -> dict[str, Any]:
+    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(function, dict):
+        raise UsageError(f"{where} is no function")
+    name, text = _need(function, "name", str), _need(function, "arguments", str)
+    try:
+        arguments = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        arguments = None
+    # Templates write an object themselves; what is none stands as it was said.
+    function = {"name": name, "arguments": arguments if isinstance(arguments, dict) else text}
+    return {"id": _get(value, "id", str) or "", "type": "function", "function": function}

@@ -1,0 +1,79 @@
+"""Time as an argument, and waiting with a deadline."""
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from typing import Protocol, TypeVar
+
+from .errors import DeadlineError
+
+__all__ = ["Clock", "MonotonicClock", "within"]
+
+T = TypeVar("T")
+
+# Real seconds that a cancelled task gets to clean up after itself before it is left behind.
+_CLEANUP_S = 1.0
+
+
+class Clock(Protocol):
+    """The clock of the loop."""
+
+    def now(self) -> float:
+        """Seconds from an arbitrary origin; never goes back."""
+
+    async def sleep(self, seconds: float) -> None:
+        """Return once `seconds` have passed."""
+
+
+class MonotonicClock:
+    """The machine's monotonic clock."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+async def within(
+    awaitable: Awaitable[T],
+    *,
+    timeout_s: float,
+    clock: Clock,
+    what: str,
+    unless: "asyncio.Future[BaseException] | None" = None,
+) -> T:
+    """Wait for `awaitable`, but not past a deadline, and not once `unless` is done.
+
+    The loser is cancelled and given a moment to clean up. If several are done
+    at the same time, the result of `awaitable` wins.
+
+    Args:
+        what: what is waited for, for the message.
+        unless: a future whose *result* is an error; it is raised here.
+
+    Raises:
+        DeadlineError: `timeout_s` passed.
+    """
+    task = asyncio.ensure_future(awaitable)
+    timer = asyncio.ensure_future(clock.sleep(timeout_s))
+    others: set[asyncio.Future] = {timer} if unless is None else {timer, unless}
+    try:
+        await asyncio.wait({task, *others}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        if unless is not None and unless.done():
+            raise unless.result()
+        raise DeadlineError(f"{what} did not end within {timeout_s:g} s")
+    finally:
+        timer.cancel()
+        await _cancel(task)
+
+
+async def _cancel(task: "asyncio.Future") -> None:
+    if task.done():
+        return
+    task.cancel()
+    await asyncio.wait({task}, timeout=_CLEANUP_S)
+    # A late result is of no use, but asyncio complains of errors that nobody looked at.
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())

@@ -1,0 +1,218 @@
+"""Values as bytes without pickle: reading them back runs no code, and finds bytes that changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from math import prod
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from .attachments import Aligned
+from .errors import CorruptionError, UnsupportedError
+
+__all__ = [
+    "digest",
+    "from_json",
+    "lift",
+    "lower",
+    "pack",
+    "to_json",
+    "unpack",
+]
+
+# Payload: xxh3-64 of the name and of the rest; length of the header; the header, which is JSON;
+# arrays and bytes.
+_DIGEST_BYTES = 8
+_LENGTH_BYTES = 8
+_SCALARS = frozenset({type(None), bool, int, float, str})
+_NUMBERS = frozenset("biufc")  # dtype.kind: bool, integers, floating, complex
+Buffer = bytes | bytearray
+_SEQUENCES = {"list": list, "tuple": tuple}
+
+
+def to_json(value: Any, *, name: str) -> bytes:
+    """Return a JSON value as UTF-8, from which `from_json` makes an equal one of the same types.
+
+    Raises:
+        UnsupportedError: it holds something else: a tuple, an array, a key that is no str.
+    """
+    try:
+        _check_json(value, name)
+    except RecursionError as error:
+        raise UnsupportedError(f"{name} is nested too deeply, or holds itself") from error
+    return _dump(value, name)
+
+
+def from_json(text: bytes) -> Any:
+    """Return the value that `to_json` wrote."""
+    return json.loads(text.decode("utf-8", "surrogatepass"))
+
+
+def digest(name: str, *parts: bytes | memoryview) -> bytes:
+    """Return 8 bytes that depend on every byte of the parts, and on what they are the parts of."""
+    state = xxhash.xxh3_64(name.encode())
+    for part in parts:
+        state.update(part)
+    return state.digest()
+
+
+def pack(value: Any, *, name: str) -> bytes:
+    """Return one checksummed buffer of a value.
+
+    It may be made of None, bool, int, float, str, bytes, numbers and arrays of numpy, lists,
+    tuples, dicts with str keys, and `Aligned` such. Other buffers (bytearray, memoryview) come back
+    as bytes.
+
+    Args:
+        name: of the value, for messages. Nothing else can be unpacked under it.
+
+    Raises:
+        UnsupportedError: it holds something else.
+    """
+    header, buffers = lower(value, name=name)
+    parts = [len(header).to_bytes(_LENGTH_BYTES, "little"), header, *buffers]
+    return b"".join([digest(name, *parts), *parts])
+
+
+def unpack(payload: bytes, *, name: str) -> Any:
+    """Return the value that was packed.
+
+    Raises:
+        CorruptionError: bytes changed since, or it was packed under another name.
+    """
+    view = memoryview(payload)
+    body = view[_DIGEST_BYTES:]
+    if len(body) < _LENGTH_BYTES or digest(name, body) != view[:_DIGEST_BYTES]:
+        raise CorruptionError(f"{name}: {len(view)} bytes do not match their checksum")
+    start = _LENGTH_BYTES + int.from_bytes(body[:_LENGTH_BYTES], "little")
+    return lift(bytes(body[_LENGTH_BYTES:start]), _Slices(body[start:]).read)
+
+
+def lower(value: Any, *, name: str) -> tuple[bytes, list[bytes | memoryview]]:
+    """Return a header, and the arrays and bytes of a value as buffers, which are not copied.
+
+    Raises:
+        UnsupportedError: as `pack` says.
+    """
+    buffers: list[bytes | memoryview] = []
+    try:
+        return _dump(_lower(value, buffers, name), name), buffers
+    except RecursionError as error:
+        raise UnsupportedError(f"{name} is nested too deeply, or holds itself") from error
+
+
+def lift(header: bytes, read: Callable[[int, type[Buffer]], Buffer]) -> Any:
+    """Return the value that was lowered. An array that could not be written to still cannot.
+
+    Args:
+        read: returns the next bytes, so many, as `bytes` or as a `bytearray` of the caller's own.
+    """
+    return _lift(from_json(header), read)
+
+
+def _dump(value: Any, name: str) -> bytes:
+    try:
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    except ValueError as error:  # An integer of thousands of digits.
+        raise UnsupportedError(f"{name} cannot be written as JSON: {error}") from error
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _check_json(value: Any, name: str) -> None:
+    kind = type(value)
+    if kind is list:
+        if not {*map(type, value)} <= _SCALARS:  # Most are of ids alone, and long.
+            for i, each in enumerate(value):
+                _check_json(each, f"{name}[{i}]")
+    elif kind is dict:
+        for key, each in value.items():
+            if type(key) is not str:
+                raise UnsupportedError(f"{name} has the key {key!r}; keys of JSON are str")
+            _check_json(each, f"{name}[{key!r}]")
+    elif kind not in _SCALARS:
+        raise UnsupportedError(
+            f"{name} is a {kind.__name__}, which is no JSON value. Draw prompts of dict, list, "
+            "str, int, float, bool and None, or pass encode= and decode=."
+        )
+
+
+def _lower(value: Any, buffers: list[bytes | memoryview], name: str) -> Any:
+    """Return JSON of a value, in which a dict of one key says what it stands for."""
+    kind = type(value)
+    if kind in _SCALARS:
+        return value
+    if kind in {bytes, bytearray, memoryview}:
+        buffers.append(bytes(value))  # Of bytes, the same object.
+        return {"bytes": len(buffers[-1])}
+    if kind in {list, tuple}:
+        if not {*map(type, value)} <= _SCALARS:
+            value = [_lower(x, buffers, f"{name}[{i}]") for i, x in enumerate(value)]
+        return {kind.__name__: value}
+    if kind in {dict, MappingProxyType}:
+        return {"dict": _lower_dict(value, buffers, name)}
+    if kind is Aligned:
+        held = _lower(value.value, buffers, name)
+        return {"aligned": [held, value.start, value.stop, value.by_token]}
+    return _lower_numbers(value, buffers, name)
+
+
+def _lower_dict(
+    value: Mapping[Any, Any], buffers: list[bytes | memoryview], name: str
+) -> dict[str, Any]:
+    for key in value:
+        if type(key) is not str:
+            raise UnsupportedError(f"{name} has the key {key!r}; keys must be str")
+    return {key: _lower(each, buffers, f"{name}[{key!r}]") for key, each in value.items()}
+
+
+def _lower_numbers(value: Any, buffers: list[bytes | memoryview], name: str) -> dict[str, Any]:
+    if not isinstance(value, np.ndarray | np.generic) or value.dtype.kind not in _NUMBERS:
+        of = f" of {value.dtype}" if isinstance(value, np.ndarray) else ""
+        raise UnsupportedError(
+            f"{name} is a {type(value).__name__}{of}, which cannot be kept. Make it bytes "
+            "(routes.pack()), an array of numbers (tensor.numpy(force=True)), or a list or dict of "
+            "such."
+        )
+    little = np.asarray(value).astype(value.dtype.newbyteorder("<"), copy=False)
+    # A view where it can be one: attachments may be large.
+    flat = np.ascontiguousarray(little).reshape(-1)
+    buffers.append(flat.view(np.uint8).data if flat.size else b"")
+    if isinstance(value, np.generic):
+        return {"number": little.dtype.str}
+    kind = "array" if value.flags.writeable else "constant"
+    return {kind: [little.dtype.str, list(little.shape)]}
+
+
+def _lift(value: Any, read: Callable[[int, type[Buffer]], Buffer]) -> Any:
+    """Undo `_lower`, reading buffers in the order in which they were added."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, held),) = value.items()
+    if kind == "bytes":
+        return read(held, bytes)
+    if kind == "number":
+        dtype = np.dtype(held)
+        return np.frombuffer(read(dtype.itemsize, bytes), dtype)[0]
+    if kind in {"array", "constant"}:
+        dtype = np.dtype(held[0])
+        raw = read(dtype.itemsize * prod(held[1]), bytearray if kind == "array" else bytes)
+        return np.frombuffer(raw, dtype).reshape(held[1])
+    if kind == "dict":
+        return {key: _lift(each, read) for key, each in held.items()}
+    values = [_lift(each, read) for each in held]
+    return Aligned(*values) if kind == "aligned" else _SEQUENCES[kind](values)
+
+
+class _Slices:
+    """Copies a buffer, a slice after the other."""
+
+    def __init__(self, left: memoryview) -> None:
+        self._left = left
+
+    def read(self, count: int, kind: type[Buffer]) -> Buffer:
+        taken, self._left = self._left[:count], self._left[count:]
+        return kind(taken)

@@ -1,0 +1,221 @@
+"""One SQLite file that belongs to one process: its lock, its schema, its transactions."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Literal
+
+from .errors import (
+    CapacityError,
+    ClosedError,
+    CorruptionError,
+    DeadlineError,
+    UnsupportedError,
+    UsageError,
+)
+
+__all__ = ["Database"]
+
+_SYNCHRONOUS = {"process": "NORMAL", "power": "FULL"}
+_WAL_BYTES = 16 << 20  # Copied into the file, with an fsync, each time that it is as long.
+
+
+class Database:
+    """A file of tables, changed a transaction at a time, by any thread of one process.
+
+    Args:
+        schema: SQL that makes the tables of a new file.
+        schema_version: the number of that schema, which a file must have.
+        application: the number in the header by which such files are known.
+
+    Raises:
+        See `Journal`, which hands its arguments on.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        schema: str,
+        schema_version: int,
+        application: int,
+        durability: Literal["process", "power"],
+        timeout_s: float,
+    ) -> None:
+        if durability not in _SYNCHRONOUS:
+            raise UsageError(f'durability is "process" or "power"; got {durability!r}')
+        self.path = Path(path).absolute()
+        if not self.path.parent.is_dir():
+            raise UsageError(f"{self.path.parent} is no folder. Make it first.")
+        self._timeout_s, self._pid = timeout_s, os.getpid()
+        self._mutex = threading.RLock()  # A callable that calls again must not hang.
+        self._connection: sqlite3.Connection | None = None
+        self._lock = _own(self.path)
+        try:
+            with self._typed():
+                self._connection = _connect(self.path, timeout_s)
+                is_new = _is_new(self._connection, self.path, application, schema_version)
+                _set_up(self._connection, self.path, _SYNCHRONOUS[durability])
+                if is_new:
+                    schema += f"PRAGMA application_id = {application};"
+                    schema += f"PRAGMA user_version = {schema_version};"
+                    self._connection.executescript(f"BEGIN IMMEDIATE;{schema}COMMIT;")
+                else:
+                    _check_tables(self._connection, schema)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of the file. Twice is fine; in a forked child nothing happens."""
+        if os.getpid() != self._pid:
+            return
+        with self._mutex:
+            connection, self._connection = self._connection, None
+            if connection is not None:
+                connection.close()
+            self._lock.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """Make what is done in this context one change, or none if it raises.
+
+        Raises:
+            CapacityError, DeadlineError, CorruptionError, ClosedError: as `Journal` says.
+        """
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"{self.path} belongs to process {self._pid}; a fork has no part in it. Leave it "
+                "to that one, or open it in the child alone."
+            )
+        with self._mutex, self._typed():
+            connection = self._connection
+            if connection is None:
+                raise ClosedError(f"{self.path} is closed")
+            try:
+                connection.execute("BEGIN IMMEDIATE")
+                yield connection
+                connection.execute("COMMIT")
+            except BaseException:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def _typed(self) -> Iterator[None]:
+        try:
+            yield
+        except UnicodeDecodeError as error:  # Of a message of SQLite's own.
+            raise self._damaged("a name is no text") from error
+        except sqlite3.Error as error:
+            code = getattr(error, "sqlite_errorcode", None)
+            primary = None if code is None else code & 0xFF
+            if primary == sqlite3.SQLITE_FULL or code == sqlite3.SQLITE_IOERR_SHMSIZE:
+                raise CapacityError(
+                    f"no room for {self.path}: {error}. Nothing was changed. Make room on that "
+                    "disk, and call again."
+                ) from error
+            if primary == sqlite3.SQLITE_TOOBIG:
+                raise CapacityError(
+                    f"one value for {self.path} is larger than SQLite's 1,000,000,000 bytes. "
+                    "Nothing was changed. Pack attachments more densely, or keep them elsewhere."
+                ) from error
+            if primary in {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}:
+                raise DeadlineError(
+                    f"another program wrote to {self.path} for more than {self._timeout_s:g} s. "
+                    "Nothing was changed. End its transaction, and call again."
+                ) from error
+            is_ours = type(error) is sqlite3.DatabaseError and code is None
+            if primary in {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB} or is_ours:
+                raise self._damaged(error) from error
+            raise
+
+    def _damaged(self, why: object) -> CorruptionError:
+        return CorruptionError(
+            f"{self.path} is damaged, or never was a journal: {why}. Go back to a copy, or begin a "
+            "new one."
+        )
+
+
+def _own(path: Path) -> sqlite3.Connection:
+    """Take the lock beside a file; it ends with this process, and a fork does not get it.
+
+    An empty database of its own, because SQLite's locks hold against other threads, other
+    processes and forks alike, and others may go on reading the file itself.
+    """
+    lock: sqlite3.Connection | None = None
+    try:
+        lock = sqlite3.connect(
+            f"{path}-lock", timeout=0, isolation_level=None, check_same_thread=False
+        )
+        lock.execute("BEGIN EXCLUSIVE")
+    except sqlite3.OperationalError as error:
+        if lock is not None:
+            lock.close()
+        if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY:
+            raise UsageError(
+                f"{path} is open already, here or in another process. Close it there, or give "
+                "each run its own."
+            ) from error
+        raise UsageError(f"cannot write in {path.parent}: {error}") from error
+    return lock
+
+
+def _connect(path: Path, timeout_s: float) -> sqlite3.Connection:
+    connection = sqlite3.connect(
+        path, timeout=timeout_s, isolation_level=None, check_same_thread=False
+    )
+    # Damaged text is compared, and found to be unknown, rather than a UnicodeDecodeError.
+    connection.text_factory = lambda text: text.decode("utf-8", "replace")
+    return connection
+
+
+def _is_new(connection: sqlite3.Connection, path: Path, application: int, schema: int) -> bool:
+    """Say whether a file is empty; refuse one of somebody else, or of another schema."""
+    of, version, tables = (
+        connection.execute(query).fetchone()[0]
+        for query in (
+            "PRAGMA application_id",
+            "PRAGMA user_version",
+            "SELECT count(*) FROM sqlite_master",
+        )
+    )
+    if not (of or version or tables):
+        return True
+    if of != application:
+        raise UsageError(f"{path} is a database of something else. Choose another path.")
+    if version != schema:
+        raise UnsupportedError(
+            f"{path} has schema {version}, and this version of primeblocks has {schema}. End the "
+            "run with the version that began it, or begin a new journal."
+        )
+    return False
+
+
+def _check_tables(connection: sqlite3.Connection, schema: str) -> None:
+    query = "SELECT sql FROM sqlite_master ORDER BY rowid"
+    with closing(sqlite3.connect(":memory:")) as example:
+        example.executescript(schema)
+        expected = example.execute(query).fetchall()
+    if connection.execute(query).fetchall() != expected:
+        raise sqlite3.DatabaseError("its tables are not those of its schema")
+
+
+def _set_up(connection: sqlite3.Connection, path: Path, synchronous: str) -> None:
+    mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+    if mode.lower() != "wal":
+        raise UnsupportedError(
+            f"{path} cannot have a write-ahead log (journal_mode {mode}). Put it on a disk of this "
+            "machine; network file systems have no shared memory."
+        )
+    connection.execute(f"PRAGMA synchronous = {synchronous}")
+    # Some builds overwrite what is deleted with zeros: it would double what is written.
+    connection.execute("PRAGMA secure_delete = OFF")
+    (size,) = connection.execute("PRAGMA page_size").fetchone()
+    connection.execute(f"PRAGMA wal_autocheckpoint = {_WAL_BYTES // size}")
+    connection.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")

@@ -1,0 +1,161 @@
+"""Advantages of rollouts over others of the same prompt.
+
+Rewards are `[groups, members]`. Members may be missing: what is there where `mask` is False may be
+anything, and gets 0. Differences are computed in float64. Members with equal rewards get exactly 0.
+One a token: `advantages.flatten()[sequence_ids]`, or `advantages.view(-1, 1).expand_as(mask)` for
+rows.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from ..errors import ShapeError, UsageError
+
+__all__ = [
+    "group_advantages",
+    "leave_one_out_advantages",
+    "max_rl_advantages",
+    "turn_advantages",
+]
+
+
+def group_advantages(
+    rewards: Float[Tensor, "groups members"],
+    *,
+    mask: Bool[Tensor, "groups members"] | None = None,
+    normalise: bool = True,
+    epsilon: float = 1e-4,
+) -> Float[Tensor, "groups members"]:
+    """Return how much better each rollout is than the mean of its group. Pure; local.
+
+    (r - mean) / (standard deviation + epsilon), of the members that are there.
+
+    Args:
+        normalise: divide by the group's standard deviation, as GRPO does. Without it groups with
+            larger differences count more (Dr. GRPO).
+
+    Raises:
+        ShapeError: the rewards are not floating `[groups, members]`, with a member.
+
+    Source: arXiv:2402.03300 (GRPO), arXiv:2503.20783 (Dr. GRPO).
+    """
+    rewards, mask = _checked(rewards, mask, dims=2)
+    centred, mean_square = _centred(rewards, mask, dim=1)
+    found = centred / (mean_square.sqrt() + epsilon) if normalise else centred
+    return found.to(rewards.dtype)
+
+
+def leave_one_out_advantages(
+    rewards: Float[Tensor, "groups members"], *, mask: Bool[Tensor, "groups members"] | None = None
+) -> Float[Tensor, "groups members"]:
+    """Return how much better each rollout is than the mean of the others. Pure; local.
+
+    n / (n - 1) (r - mean): an unbiased baseline. 0 for a member alone.
+
+    Raises:
+        ShapeError: as `group_advantages`.
+
+    Source: arXiv:2402.14740 (RLOO).
+    """
+    rewards, mask = _checked(rewards, mask, dims=2)
+    centred, _ = _centred(rewards, mask, dim=1)
+    count = mask.sum(dim=1, keepdim=True)
+    return (centred * count / (count - 1).clamp(min=1)).to(rewards.dtype)
+
+
+def max_rl_advantages(
+    rewards: Float[Tensor, "groups members"], *, mask: Bool[Tensor, "groups members"] | None = None
+) -> Float[Tensor, "groups members"]:
+    """Return (r - mean) / mean of the group; 0 for groups whose mean is not above 0. Pure; local.
+
+    For rewards of 0 or 1 it follows the likelihood of a right answer, and not its probability: hard
+    prompts count more.
+
+    Args:
+        rewards: not below 0.
+
+    Raises:
+        ShapeError: as `group_advantages`.
+
+    Source: arXiv:2602.02710 (MaxRL).
+    """
+    rewards, mask = _checked(rewards, mask, dims=2)
+    centred, _ = _centred(rewards, mask, dim=1)
+    mean = _means(rewards.double(), mask, dim=1)
+    found = torch.where(mean > 0, centred / mean.where(mean > 0, torch.ones_like(mean)), 0.0)
+    return found.to(rewards.dtype)
+
+
+def turn_advantages(
+    rewards: Float[Tensor, "groups members turns"],
+    *,
+    mask: Bool[Tensor, "groups members turns"],
+    discount: float = 1.0,
+    normalise: bool = True,
+    epsilon: float = 1e-4,
+) -> Float[Tensor, "groups members turns"]:
+    """Return how much better each turn went on than the same turn of the group. Pure; local.
+
+    A turn's return is its reward and those of the turns after it, discounted; its advantage is over
+    the members that have such a turn, as in `group_advantages`. A reward of the whole rollout
+    stands at its last turn.
+
+    Args:
+        mask: the turns that each member has. A turn that is missing between others counts 0.
+
+    Raises:
+        ShapeError: the rewards are not floating `[groups, members, turns]`, or the mask differs.
+        UsageError: `discount` is not within [0, 1].
+
+    Source: arXiv:2505.11821 (turns have advantages of their own).
+    """
+    if not 0 <= discount <= 1:
+        raise UsageError(f"discount must be within 0 and 1; got {discount}")
+    rewards, mask = _checked(rewards, mask, dims=3)
+    returns, after = [], torch.zeros_like(rewards[..., 0], dtype=torch.float64)
+    for reward in reversed(rewards.unbind(-1)):
+        after = reward + discount * after
+        returns.append(after)
+    stacked = torch.stack(returns[::-1], dim=-1) if returns else rewards
+    centred, mean_square = _centred(stacked, mask, dim=1)
+    found = centred / (mean_square.sqrt() + epsilon) if normalise else centred
+    return found.to(rewards.dtype)
+
+
+def _checked(rewards: object, mask: object, *, dims: int) -> tuple[Tensor, Tensor]:
+    if not isinstance(rewards, Tensor):
+        raise ShapeError(f"rewards must be a torch.Tensor; got {type(rewards).__name__}")
+    if rewards.ndim != dims or not rewards.is_floating_point() or not rewards.shape[1]:
+        shape = "[groups, members]" if dims == 2 else "[groups, members, turns]"
+        raise ShapeError(
+            f"rewards must be floating {shape}; got {rewards.dtype}"
+            f" {list(rewards.shape)}. One group alone: rewards.float()[None]."
+        )
+    if mask is None:
+        return rewards, torch.ones_like(rewards, dtype=torch.bool)
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != rewards.shape:
+        raise ShapeError(f"mask must be a bool tensor {list(rewards.shape)}, as the rewards")
+    return torch.where(mask, rewards, torch.zeros_like(rewards)), mask
+
+
+def _means(x: Tensor, mask: Tensor, *, dim: int) -> Tensor:
+    kept = torch.where(mask, x, torch.zeros_like(x))
+    return kept.sum(dim=dim, keepdim=True) / mask.sum(dim=dim, keepdim=True).clamp(min=1)
+
+
+def _centred(x: Tensor, mask: Tensor, *, dim: int) -> tuple[Tensor, Tensor]:
+    """Return differences from the mean, 0 where masked, and the mean of their squares.
+
+    Both are float64, and exactly 0 where all members are equal.
+    """
+    # Relative to one member first: a mean of equal numbers is rounded, a mean of zeros is not.
+    x = x.double()
+    one = x.masked_fill(~mask, math.inf).amin(dim=dim, keepdim=True)
+    x = torch.where(mask, x - one, torch.zeros_like(x))
+    centred = torch.where(mask, x - _means(x, mask, dim=dim), torch.zeros_like(x))
+    return centred, _means(centred.square(), mask, dim=dim)

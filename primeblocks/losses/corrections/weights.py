@@ -1,0 +1,175 @@
+"""Importance weights, and the counts that every correction comes with."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from ...errors import UsageError
+from ..tokens import bounded_ratio, check_tokens, log_ratios, masked, sequence_sums
+
+__all__ = ["Correction", "counted", "effective_sample_size", "importance_weights", "only"]
+
+
+@dataclass(frozen=True, eq=False)
+class Correction:
+    """Weights of tokens, and how many of them were changed.
+
+    Args:
+        weights: no gradient; 0 where a token is masked, by the caller or by the correction.
+        tokens: how many the caller's mask keeps: kept + truncated + masked.
+        kept: how many weights are within the bounds.
+        truncated: how many weights were set to a bound.
+        masked: how many weights were set to 0.
+        ess: the effective sample size of the weights, (sum w)^2 / sum w^2: of tokens, or of
+            sequences where all tokens of one have the same weight.
+        samples: how many weights there are, tokens or sequences: `ess / samples` is 1 where all
+            are equal.
+    """
+
+    weights: Tensor
+    tokens: int
+    kept: int
+    truncated: int
+    masked: int
+    ess: float
+    samples: int
+
+
+@torch.no_grad()
+def importance_weights(
+    trainer_logprobs: Float[Tensor, "*tokens"],
+    rollout_logprobs: Float[Tensor, "*tokens"],
+    *,
+    mask: Bool[Tensor, "*tokens"],
+    level: Literal["token", "sequence", "geometric"] = "token",
+    beyond: Literal["truncate", "mask", "reject"] = "truncate",
+    min_ratio: float = 0.0,
+    max_ratio: float = 2.0,
+    sequence_ids: Int[Tensor, "*tokens"] | None = None,
+) -> Correction:
+    """Ratios of tokens or sequences, bounded. Pure; local.
+
+    ====================================  =======================================================
+    TIS (truncated importance sampling)   `beyond="truncate"`
+    MIS (masked importance sampling)      `beyond="mask"`
+    IcePop                                `beyond="mask", min_ratio=0.5, max_ratio=5`
+    MIS of sequences                      `level="sequence", beyond="mask"`
+    rejection by a token                  `beyond="reject", min_ratio=1e-4, max_ratio=1e4`
+    the ratio itself                      `max_ratio=math.inf`
+    ====================================  =======================================================
+
+    Args:
+        level: of each token, r; of its sequence, the product of r ("sequence": unbiased, with a
+            variance that grows with the length) or their geometric mean ("geometric").
+        beyond: a ratio outside `[min_ratio, max_ratio]` counts as the bound ("truncate"), not at
+            all ("mask"), or its whole sequence does not count ("reject").
+        max_ratio: at least 1; the smaller, the less variance and the more bias.
+        sequence_ids: an integer a token; one a row of `[rollouts, tokens]` otherwise. A sequence
+            lies whole on this rank. Not needed for tokens that are truncated or masked.
+
+    Raises:
+        ShapeError: shapes differ, or a dtype is wrong; sequences are needed and not known.
+        UsageError: the bounds allow no 1, or `level` or `beyond` is unknown.
+
+    Source: arXiv:2505.24034 (truncation), 2510.18855 (IcePop); Ionides, 2008 (TIS).
+    """
+    check_tokens(
+        mask,
+        sequence_ids=sequence_ids,
+        trainer_logprobs=trainer_logprobs,
+        rollout_logprobs=rollout_logprobs,
+    )
+    if not 0 <= min_ratio <= 1 <= max_ratio:
+        raise UsageError(f"needs 0 <= min_ratio <= 1 <= max_ratio; got {min_ratio}, {max_ratio}")
+    if level not in ("token", "sequence", "geometric"):
+        raise UsageError(f'level is "token", "sequence" or "geometric"; got {level!r}')
+    if beyond not in ("truncate", "mask", "reject"):
+        raise UsageError(f'beyond is "truncate", "mask" or "reject"; got {beyond!r}')
+    log_ratio = log_ratios(trainer_logprobs, rollout_logprobs, mask)
+    lengths = None
+    if level != "token":
+        lengths = sequence_sums(mask, sequence_ids).clamp(min=1)
+        sums = sequence_sums(log_ratio, sequence_ids)
+        log_ratio = (sums if level == "sequence" else sums / lengths).to(log_ratio.dtype)
+    low = math.log(min_ratio) if min_ratio > 0 else -math.inf
+    high = math.log(max_ratio)
+    outside = (log_ratio < low) | (log_ratio > high)
+    weights = bounded_ratio(log_ratio.clamp(low, high))
+    nobody = torch.zeros_like(mask)
+    if beyond == "truncate":
+        return counted(weights, mask, truncated=outside, dropped=nobody, lengths=lengths)
+    if beyond == "reject":
+        outside = sequence_sums(outside & mask, sequence_ids) > 0
+    return counted(weights, mask, truncated=nobody, dropped=outside, lengths=lengths)
+
+
+@torch.no_grad()
+def effective_sample_size(
+    weights: Float[Tensor, "*tokens"], *, mask: Bool[Tensor, "*tokens"]
+) -> float:
+    """Number of equally weighted tokens of the same variance: (sum w)^2 / sum w^2. Pure; local.
+
+    For a product of corrections; 0 where all weights are 0. The host reads it. Ranks add sums of
+    weights and of squares, not this.
+
+    Raises:
+        ShapeError: the shapes differ, or a dtype is wrong.
+    """
+    check_tokens(mask, weights=weights)
+    w = masked(weights, mask).double()
+    return _ess(float(w.sum()), float(w.square().sum()))
+
+
+def _ess(first: float, second: float) -> float:
+    return first**2 / second if second else 0.0
+
+
+def only(inside: Tensor, mask: Tensor, *, lengths: Tensor | None, like: Tensor) -> Correction:
+    """Weights of 1 where `inside`, and 0. Local; one read by the host.
+
+    Args:
+        lengths: of the token's sequence, where all its tokens have the same weight.
+        like: gives the dtype.
+    """
+    return counted(
+        torch.ones_like(like),
+        mask,
+        truncated=torch.zeros_like(mask),
+        dropped=~inside,
+        lengths=lengths,
+    )
+
+
+def counted(
+    weights: Tensor, mask: Tensor, *, truncated: Tensor, dropped: Tensor, lengths: Tensor | None
+) -> Correction:
+    """Zero and count weights. Local; one read by the host.
+
+    Args:
+        truncated: weights that were set to a bound.
+        dropped: weights that are set to 0.
+        lengths: of the token's sequence, where all its tokens have the same weight.
+    """
+    weights = masked(weights, mask & ~dropped)
+    # One over the length a token: each sequence then counts once.
+    share = masked(torch.ones_like(weights).double() if lengths is None else 1 / lengths, mask)
+    w = share * weights.double()
+    figures = [mask.sum(), (truncated & mask).sum(), (dropped & mask).sum()]
+    figures += [share.sum(), w.sum(), (w * weights).sum()]
+    read = torch.stack([x.double() for x in figures]).tolist()
+    tokens, changed, gone, samples = (round(x) for x in read[:4])
+    return Correction(
+        weights,
+        tokens=tokens,
+        kept=tokens - changed - gone,
+        truncated=changed,
+        masked=gone,
+        ess=_ess(*read[4:]),
+        samples=samples,
+    )

@@ -1,0 +1,312 @@
+"""Chunks of logits: sums over them, and their gradients, in the memory of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import ShapeError, UsageError
+from ..groups import check_tensors
+
+__all__ = [
+    "Head", "HeadGradients", "LogitChunks", "Normalised",
+    "check_operands", "gradients", "normalise",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Head:
+    """All of a head but its tensors."""
+
+    first_word: int
+    softcap: float | None
+    dtype: torch.dtype | None
+    chunk: tuple[int, int]  # Tokens and words.
+    group: dist.ProcessGroup | None
+    entropy: bool
+
+    def reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        if self.group is not None:
+            dist.all_reduce(x, op, group=self.group)
+        return x
+
+
+def check_operands(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    bias: Tensor | None,
+    temperature: float | Tensor,
+    head: Head,
+) -> None:
+    """Refuse what does not fit. Local.
+
+    Raises:
+        ShapeError: a shape, dtype or device.
+        UsageError: a temperature, softcap or chunk that is not positive.
+    """
+    check_tensors(hidden=hidden, weight=weight, ids=ids)
+    if hasattr(weight, "device_mesh"):
+        raise ShapeError(
+            "weight is a DTensor. Pass weight.full_tensor(), or weight.to_local() with the group "
+            "that shares the vocabulary and first_word."
+        )
+    shapes = f"hidden {list(hidden.shape)}, weight {list(weight.shape)}, ids {list(ids.shape)}"
+    fits = hidden.ndim == weight.ndim == 2 and hidden.shape[1] == weight.shape[1]
+    if not fits or ids.ndim not in {1, 2} or len(ids) != len(hidden):
+        raise ShapeError(
+            f"needs hidden [tokens, hidden], weight [words, hidden] and ids [tokens] or [tokens, "
+            f"choices]; got {shapes}. A batch: hidden.flatten(0, 1)."
+        )
+    if ids.dtype not in {torch.int32, torch.int64}:
+        raise ShapeError(f"ids must be int64 or int32; got {ids.dtype}.")
+    operands = [hidden, weight, *([] if bias is None else [bias])]
+    if len(devices := {x.device for x in (*operands, ids)}) > 1:
+        raise ShapeError(f"hidden, weight, bias and ids lie on {len(devices)} devices: {devices}.")
+    dtypes = {x.dtype for x in operands}
+    if not all(dtype.is_floating_point for dtype in dtypes):
+        raise ShapeError(f"hidden, weight and bias must be floating; got {dtypes}.")
+    if len(dtypes) > 1 and head.dtype is None:
+        raise ShapeError(f"hidden, weight and bias differ in dtype: {dtypes}. Pass a head_dtype.")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ShapeError(f"bias must be [{len(weight)}], one a row; got {list(bias.shape)}.")
+    if isinstance(temperature, Tensor):
+        if temperature.shape != hidden.shape[:1] or temperature.requires_grad:
+            raise ShapeError(
+                f"temperature must be a number, or [{len(hidden)}] without gradient; got "
+                f"{list(temperature.shape)}, requires_grad={temperature.requires_grad}."
+            )
+    elif not (isinstance(temperature, Real) and temperature > 0):
+        raise UsageError(f"temperature must be above 0; got {temperature!r}.")
+    if head.softcap is not None and not head.softcap > 0:
+        raise UsageError(f"softcap must be above 0; got {head.softcap!r}.")
+    if min(head.chunk) < 1:
+        raise UsageError(f"a chunk needs a token and a word; got {head.chunk}.")
+
+
+class LogitChunks:
+    """Logits by runs of words and, within, by runs of tokens.
+
+    Args:
+        keep: hold every chunk, and give it again the second time that it is asked for.
+        like: chunks of as many tokens or more, whose memory is used again.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        scale: Any,
+        head: Head,
+        *,
+        keep: bool = False,
+        like: LogitChunks | None = None,
+    ) -> None:
+        self.hidden, self.weight, self.bias, self.head = hidden, weight, bias, head
+        self.dtype = head.dtype or hidden.dtype
+        self.wide = torch.promote_types(self.dtype, torch.float32)
+        self.scale = scale.to(self.wide)[:, None] if isinstance(scale, Tensor) else scale
+        self.keep, self.kept = keep, set[tuple[int, int]]()
+        rows, words = min(head.chunk[0], len(hidden)), min(head.chunk[1], len(weight))
+        # Fresh pages for each chunk would cost a CPU as much as its exponentials.
+        size = len(hidden) * len(weight) if keep else rows * words
+        self.memory: tuple[Tensor, Tensor] = (
+            (
+                hidden.new_empty(size, dtype=self.wide),
+                hidden.new_empty(2, rows * words, dtype=self.wide),
+            )
+            if like is None
+            else like.memory
+        )
+
+    def words(self) -> Iterator[tuple[slice, Tensor]]:
+        for own in _runs(len(self.weight), self.head.chunk[1]):
+            yield own, self.weight[own].to(self.dtype)
+
+    def tokens(self) -> Iterator[tuple[slice, Tensor]]:
+        for own in _runs(len(self.hidden), self.head.chunk[0]):
+            yield own, self.hidden[own].to(self.dtype)
+
+    def other(self, like: Tensor, place: int = 0) -> Tensor:
+        return self.memory[1][place, : like.numel()].view(like.shape)
+
+    def scale_of(self, tokens: slice) -> Any:
+        return self.scale[tokens] if isinstance(self.scale, Tensor) else self.scale
+
+    def scaled(self, x: Tensor, tokens: slice) -> Tensor:
+        scale = self.scale_of(tokens)
+        return x.mul_(scale) if isinstance(scale, Tensor) or scale != 1 else x
+
+    def logits(self, tokens: slice, x: Tensor, words: slice, w: Tensor) -> Tensor:
+        place = (tokens.start, words.start)
+        start = len(self.hidden) * words.start + tokens.start * len(w) if self.keep else 0
+        out = self.memory[0][start : start + len(x) * len(w)].view(len(x), len(w))
+        if place in self.kept:
+            return out
+        if self.keep:
+            self.kept.add(place)
+        if self.wide == self.dtype:
+            torch.mm(x, w.T, out=out)
+        else:
+            out.copy_(x @ w.T)
+        if self.bias is not None:
+            out += self.bias[words]
+        if self.head.softcap is not None:
+            out.div_(self.head.softcap).tanh_().mul_(self.head.softcap)
+        return self.scaled(out, tokens)
+
+    def place(self, ids: Tensor, words: slice) -> tuple[Tensor, Tensor]:
+        """Columns of a chunk, and whether the ids are there."""
+        place = ids - (self.head.first_word + words.start)
+        size = words.stop - words.start
+        return place.clamp(0, size - 1), (place >= 0) & (place < size)
+
+
+class Normalised(NamedTuple):
+    """By token: of the chosen words, of the distribution, and the logarithm of its sum."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    log_mass: Tensor
+
+
+def normalise(chunks: LogitChunks, ids: Tensor) -> Normalised:
+    """Collective with a group: two reductions of a few values a token."""
+    head = chunks.head
+    top = chunks.hidden.new_full((len(ids),), -torch.inf, dtype=chunks.wide)
+    # Sums over words of exp(z - top) and of exp(z - top) * (z - top).
+    mass, moment = torch.zeros_like(top), torch.zeros_like(top)
+    chosen = torch.zeros_like(ids, dtype=chunks.wide)
+    found = torch.zeros_like(chosen)
+    for words, w in chunks.words():
+        for tokens, x in chunks.tokens():
+            logits = chunks.logits(tokens, x, words, w)
+            place, here = chunks.place(ids[tokens], words)
+            chosen[tokens] += torch.where(here, logits.gather(1, place), 0)
+            found[tokens] += here
+            highest = torch.maximum(top[tokens], logits.amax(1))
+            _rescale(top[tokens], mass[tokens], moment[tokens], highest)
+            below = torch.sub(logits, highest[:, None], out=chunks.other(logits))
+            if head.entropy:
+                exps = torch.exp(below, out=chunks.other(logits, 1))
+                mass[tokens] += exps.sum(1)
+                moment[tokens] += below.mul_(exps).sum(1)
+            else:
+                mass[tokens] += below.exp_().sum(1)
+    if head.group is not None:
+        _rescale(top, mass, moment, head.reduce(top.clone(), dist.ReduceOp.MAX))
+        sums = head.reduce(torch.cat([mass[:, None], moment[:, None], chosen, found], 1))
+        mass, moment = sums[:, 0], sums[:, 1]
+        chosen, found = sums[:, 2:].chunk(2, 1)
+    log_mass = top + mass.log()
+    # NaN for a word that no rank holds, or two do.
+    logprobs = torch.where(found == 1, chosen - log_mass[:, None], torch.nan)
+    return Normalised(logprobs, mass.log() - moment / mass, log_mass)
+
+
+class HeadGradients(NamedTuple):
+    """Sums to add to, each None where it is not wanted; that of `hidden` is in full precision."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+def gradients(
+    chunks: LogitChunks,
+    ids: Tensor,
+    seen: Normalised,
+    of_scores: tuple[Tensor | None, Tensor | None],
+    to: HeadGradients,
+) -> None:
+    """Add the gradients of tokens, from those of their scores. Local: a rank's share.
+
+    Args:
+        of_scores: of log-probabilities and of entropies.
+    """
+    for words, w in chunks.words():
+        # Summed in full precision over tokens, rounded once.
+        rows = _wide(to.weight, words, chunks.wide)
+        column = _wide(to.bias, words, chunks.wide)
+        for tokens, x in chunks.tokens():
+            logits = chunks.logits(tokens, x, words, w)
+            grad = _of_logits(chunks, logits, tokens, words, ids, seen, of_scores)
+            if column is not None:
+                column += grad.sum(0)
+            grad = grad.to(chunks.dtype)
+            if to.hidden is not None:
+                # A chunk's words are summed by themselves: added to the sum so far one by one, as
+                # addmm does, 150,000 of them lose a bit more than the plain product.
+                to.hidden[tokens] += grad @ w
+            if rows is None:
+                continue
+            if rows.dtype == grad.dtype:
+                rows.addmm_(grad.T, x)
+            else:
+                rows += grad.T @ x
+        for whole, part in ((to.weight, rows), (to.bias, column)):
+            if whole is not None and part is not None and part.dtype != whole.dtype:
+                whole[words] = part
+
+
+def _of_logits(
+    chunks: LogitChunks,
+    logits: Tensor,
+    tokens: slice,
+    words: slice,
+    ids: Tensor,
+    seen: Normalised,
+    of_scores: tuple[Tensor | None, Tensor | None],
+) -> Tensor:
+    """Gradient of a chunk before temperature and softcap, in its memory."""
+    of_logprobs, of_entropy = of_scores
+    slope = None
+    if (softcap := chunks.head.softcap) is not None:
+        slope = 1 - (logits / chunks.scale_of(tokens) / softcap).square()
+    logits -= seen.log_mass[tokens, None]
+    grad = logits
+    if of_entropy is not None:
+        probabilities = torch.exp(logits, out=chunks.other(logits))
+        grad = logits.add_(seen.entropy[tokens, None]).mul_(of_entropy[tokens, None])
+        if of_logprobs is not None:
+            grad += of_logprobs[tokens].sum(1, keepdim=True)
+        grad.mul_(probabilities).neg_()
+    elif of_logprobs is not None:
+        grad = logits.exp_().mul_(-of_logprobs[tokens].sum(1, keepdim=True))
+    if of_logprobs is not None:
+        place, here = chunks.place(ids[tokens], words)
+        added = torch.where(here, of_logprobs[tokens], 0)
+        for choice in range(ids.shape[1]):  # One a row at a time: in a fixed order.
+            at = place[:, choice, None]
+            grad.scatter_(1, at, grad.gather(1, at) + added[:, choice, None])
+    grad = chunks.scaled(grad, tokens)
+    return grad if slope is None else grad.mul_(slope)
+
+
+def _runs(size: int, step: int) -> Iterator[slice]:
+    for start in range(0, size, step):
+        yield slice(start, min(start + step, size))
+
+
+def _wide(whole: Tensor | None, words: slice, wide: torch.dtype) -> Tensor | None:
+    if whole is None:
+        return None
+    part = whole[words]
+    return part if part.dtype == wide else torch.zeros_like(part, dtype=wide)
+
+
+def _rescale(top: Tensor, mass: Tensor, moment: Tensor, highest: Tensor) -> None:
+    """Make sums relative to a higher maximum, in place."""
+    # From -inf the sums are 0, and their change would be NaN.
+    change = torch.where(mass > 0, top - highest, 0)
+    factor = change.exp()
+    moment.add_(mass * change).mul_(factor)
+    mass.mul_(factor)
+    top.copy_(highest)

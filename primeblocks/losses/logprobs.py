@@ -1,0 +1,278 @@
+"""Log-probabilities and entropy from hidden states and the head, without a matrix of logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..errors import ShapeError
+from ..groups import facts_of, outside_graphs, settle
+from .logit_chunks import (
+    Head,
+    HeadGradients,
+    LogitChunks,
+    Normalised,
+    check_operands,
+    gradients,
+    normalise,
+)
+
+__all__ = ["TokenScores", "chunked_loss", "token_logprobs", "token_scores"]
+
+
+class TokenScores(NamedTuple):
+    """Log-probabilities of chosen tokens, and the entropy of each distribution, in nats."""
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+def token_logprobs(
+    hidden: Float[Tensor, "tokens hidden"],
+    weight: Float[Tensor, "words hidden"],
+    ids: Int[Tensor, "tokens *choices"],
+    **options: Any,
+) -> Float[Tensor, "tokens *choices"]:
+    """Log-probabilities alone, where the entropy is not needed. As `token_scores`."""
+    return _scores(hidden, weight, ids, entropy=False, **options).logprobs
+
+
+def token_scores(
+    hidden: Float[Tensor, "tokens hidden"],
+    weight: Float[Tensor, "words hidden"],
+    ids: Int[Tensor, "tokens *choices"],
+    **options: Any,
+) -> TokenScores:
+    """Log-probabilities of chosen tokens and entropies, from hidden states and the head.
+
+    Logits are made a chunk at a time, and made again in the backward: four matrix products where
+    the plain computation needs three, for the memory of a few chunks. Float32 at least, float64
+    where `hidden` is. Local, or collective with a `group`, and so is its backward; differentiable
+    once, in `hidden`, `weight` and `bias`; deterministic.
+
+    Args:
+        hidden: rows that predict, `hidden[t]` the word `ids[t]`. Rows that the loss does not need
+            (prompts) cost as much as others: leave them out.
+        weight: of the head; with a `group` this rank's rows.
+        ids: one word a row, or several (a teacher's candidates). One outside the vocabulary,
+            such as -100, has the log-probability NaN.
+        options: keywords, as follows.
+        bias: `[words]`, added to logits.
+        softcap: logits become `softcap * tanh(logits / softcap)`, after the bias.
+        temperature: logits are divided by it; a number, or `[tokens]` without gradient.
+        head_dtype: operands are cast to it a chunk at a time, float32 for a bfloat16 model. It
+            changes the mismatch with an engine that does not do so, for better where it does.
+        group: ranks that share the vocabulary. Each has the same `hidden` and `ids`, and gets the
+            same result and the whole gradient of `hidden`: three vectors of tokens travel
+            forward, and in the backward `[tokens, hidden]`.
+        first_word: the word of the first row of `weight`.
+        chunk_tokens: rows of a chunk of logits.
+        chunk_words: and its columns.
+        check: ranks agree on their arguments first, a small collective that waits for the host.
+
+    Raises:
+        ShapeError: a shape, dtype or device does not fit.
+        UsageError: a temperature, softcap or chunk is not positive.
+        PlanError: no process group, or ranks differ in sizes, dtypes or wanted gradients.
+        RankError: another rank refused its arguments.
+
+    Source: arXiv:1805.02867 (online softmax); arXiv:2411.09009 (cut cross-entropy).
+    """
+    return _scores(hidden, weight, ids, entropy=True, **options)
+
+
+def chunked_loss(
+    hidden: Float[Tensor, "tokens hidden"],
+    weight: Float[Tensor, "words hidden"],
+    ids: Int[Tensor, "tokens *choices"],
+    *,
+    loss: Callable[[TokenScores, slice], Float[Tensor, ""]],
+    chunk_tokens: int = 512,
+    **options: Any,
+) -> Float[Tensor, ""]:
+    """Sum a loss over chunks of tokens, and compute its gradients on the way.
+
+    For a loss that is a sum over tokens. Logits are made once and kept for a chunk: three matrix
+    products, as in the plain computation, where `token_scores` needs four. Gradients flow to
+    `hidden`, `weight` and `bias` alone, and the weight's is held in full precision from the
+    forward on. Otherwise as `token_scores`.
+
+    Args:
+        loss: from the scores of a chunk, and which tokens these are, to a number.
+        chunk_tokens: a chunk's logits take 4 bytes x `chunk_tokens` x words of this rank.
+        options: as `token_scores`.
+
+    Raises:
+        ShapeError: the loss is not one number; or as `token_scores`, which has the others too.
+    """
+    return _chunked(hidden, weight, ids, loss=loss, chunk_tokens=chunk_tokens, **options)
+
+
+@outside_graphs
+def _scores(
+    hidden: Tensor, weight: Tensor, ids: Tensor, *, bias: Tensor | None = None, **options: Any
+) -> TokenScores:
+    columns, scale, head = _settled(hidden, weight, ids, bias, **options)
+    logprobs, entropy = _TokenScores.apply(hidden, weight, bias, columns, scale, head)
+    return TokenScores(logprobs.reshape(ids.shape), entropy)
+
+
+@outside_graphs
+def _chunked(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    *,
+    loss: Callable[[TokenScores, slice], Tensor],
+    bias: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    columns, scale, head = _settled(hidden, weight, ids, bias, entropy=True, **options)
+
+    def of_chunk(seen: Normalised, tokens: slice) -> Tensor:
+        part = loss(TokenScores(seen.logprobs.reshape(ids[tokens].shape), seen.entropy), tokens)
+        if not isinstance(part, Tensor) or part.ndim:
+            shape = list(part.shape) if isinstance(part, Tensor) else type(part).__name__
+            raise ShapeError(f"a loss must be one number, a tensor of no dims; got {shape}.")
+        return part
+
+    learns = torch.is_grad_enabled()
+    return _ChunkedLoss.apply(hidden, weight, bias, columns, scale, head, of_chunk, learns)
+
+
+def _settled(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    bias: Tensor | None,
+    *,
+    entropy: bool,
+    softcap: float | None = None,
+    temperature: float | Tensor = 1.0,
+    head_dtype: torch.dtype | None = None,
+    group: dist.ProcessGroup | None = None,
+    first_word: int = 0,
+    chunk_tokens: int = 2048,
+    chunk_words: int = 4096,
+    check: bool = True,
+) -> tuple[Tensor, Any, Head]:
+    head = Head(first_word, softcap, head_dtype, (chunk_tokens, chunk_words), group, entropy)
+
+    def look() -> dict[str, object]:
+        check_operands(hidden, weight, ids, bias, temperature, head)
+        facts = {**facts_of("hidden", hidden), "tokens": len(hidden), "ids": list(ids.shape)}
+        return {**facts, "head_dtype": head_dtype, "softcap": softcap, "entropy": entropy}
+
+    if group is None:
+        look()
+    else:
+        settle("token_scores", look, hidden, group=group, check=check)
+    scale: Any = temperature
+    if isinstance(temperature, Tensor):  # Its reciprocal is not rounded to its own dtype.
+        scale = temperature.to(torch.promote_types(head_dtype or hidden.dtype, torch.float32))
+    return ids if ids.ndim == 2 else ids[:, None], 1 / scale, head
+
+
+class _TokenScores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ids: Tensor,
+        scale: Any,
+        head: Head,
+    ) -> tuple[Tensor, Tensor]:
+        seen = normalise(LogitChunks(hidden, weight, bias, scale, head), ids)
+        ctx.save_for_backward(hidden, weight, bias, ids, seen.log_mass, seen.entropy)
+        ctx.scale, ctx.head = scale, head
+        ctx.set_materialize_grads(False)
+        if not head.entropy:
+            ctx.mark_non_differentiable(seen.entropy)
+        return seen.logprobs, seen.entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        hidden, weight, bias, ids, log_mass, entropy = ctx.saved_tensors
+        chunks = LogitChunks(hidden, weight, bias, ctx.scale, ctx.head)
+        to = _zeros(hidden, weight, bias, ctx.needs_input_grad)
+        gradients(chunks, ids, Normalised(entropy, entropy, log_mass), (grads[0], grads[1]), to)
+        if to.hidden is not None:
+            ctx.head.reduce(to.hidden)
+            to = to._replace(hidden=to.hidden.to(hidden.dtype))
+        return *to, None, None, None
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ids: Tensor,
+        scale: Any,
+        head: Head,
+        loss: Callable[[Normalised, slice], Tensor],
+        learns: bool,
+    ) -> Tensor:
+        needs = [learns and need for need in ctx.needs_input_grad[:3]]
+        wide = torch.promote_types(head.dtype or hidden.dtype, torch.float32)
+        to = _zeros(hidden, weight, bias, needs, wide=wide)
+        total = hidden.new_zeros((), dtype=wide)
+        chunks = None
+        for start in range(0, len(hidden), head.chunk[0]):
+            own = slice(start, min(start + head.chunk[0], len(hidden)))
+            part = scale[own] if isinstance(scale, Tensor) else scale
+            chunks = LogitChunks(
+                hidden[own], weight, bias, part, head, keep=any(needs), like=chunks
+            )
+            seen = normalise(chunks, ids[own])
+            with torch.set_grad_enabled(any(needs)):
+                leaves = [
+                    x.detach().requires_grad_(any(needs)) for x in (seen.logprobs, seen.entropy)
+                ]
+                value = loss(Normalised(leaves[0], leaves[1], seen.log_mass), own)
+            total += value.detach()
+            if value.requires_grad:
+                grads: Any = torch.autograd.grad(value, leaves, allow_unused=True)
+                share = to if to.hidden is None else to._replace(hidden=to.hidden[own])
+                gradients(chunks, ids[own], seen, grads, share)
+        if to.hidden is not None:
+            head.reduce(to.hidden)
+        ctx.save_for_backward(*to)
+        ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        of_loss = grads[0]
+        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        found = [None if x is None else (x * of_loss).to(dtype) for x, dtype in pairs]
+        return *found, None, None, None, None, None
+
+
+def _zeros(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    needs: Sequence[bool],
+    *,
+    wide: torch.dtype | None = None,
+) -> HeadGradients:
+    """Sums at zero, those of the head in its own dtype or in `wide`."""
+    full = torch.promote_types(hidden.dtype, torch.float32) if wide is None else wide
+    return HeadGradients(
+        torch.zeros_like(hidden, dtype=full) if needs[0] else None,
+        torch.zeros_like(weight, dtype=wide) if needs[1] else None,
+        torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None,
+    )

@@ -1,0 +1,288 @@
+"""Rollouts one behind the other, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...attachments import Aligned, parts
+from ...errors import ShapeError, UsageError
+from ...rollout import Rollout
+
+__all__ = ["Pack", "pack", "unpack"]
+
+_PACKED = {"tokens", "prompt_length", "logprobs", "versions", "loss_mask", "attachments"}
+
+
+@dataclass(frozen=True, eq=False)
+class Pack:
+    """A micro-batch: rollouts one behind the other.
+
+    Arrays of *tokens* have a row for each token, prompts and padding included; those of
+    *completions* have one for each token that was sampled, rollout after rollout. A model is given
+    the former; the head and the loss need the latter alone: `hidden[pack.predictors]` is what
+    predicts `pack.targets`.
+
+    Attributes:
+        indices: places of the rollouts in the batch.
+        tokens: ids, int64; padding is 0.
+        positions: int64, of each token inside its rollout.
+        cu_seqlens: int32, where each sequence starts, and the end; padding is the last sequence.
+        prompt_lengths: int64, by rollout.
+        padding: tokens after the last rollout.
+        logprobs: float64, of completions: the engine's.
+        versions: int64, of completions.
+        loss_mask: bool, of completions.
+        per_token: attachments with a row for each token; zeros for padding.
+        per_completion: attachments with a row for each token of completions.
+        others: by rollout, what belongs to it as a whole: reward, prompt_id, other attachments.
+    """
+
+    indices: tuple[int, ...]
+    tokens: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    cu_seqlens: NDArray[np.int32]
+    prompt_lengths: NDArray[np.int64]
+    padding: int
+    logprobs: NDArray[np.float64]
+    versions: NDArray[np.int64]
+    loss_mask: NDArray[np.bool_]
+    per_token: Mapping[str, Any]
+    per_completion: Mapping[str, Any]
+    others: tuple[Mapping[str, Any], ...]
+
+    @property
+    def document_lengths(self) -> list[int]:
+        """Tokens of each sequence, padding included: what a plan of the sequence asks for."""
+        return np.diff(self.cu_seqlens).tolist()
+
+    @property
+    def completion_lengths(self) -> NDArray[np.int64]:
+        """Sampled tokens of each rollout."""
+        return np.diff(self.cu_seqlens)[: len(self.indices)] - self.prompt_lengths
+
+    @property
+    def predictors(self) -> NDArray[np.int64]:
+        """Places of the tokens before each token of completions."""
+        starts = self.cu_seqlens[: len(self.indices)].astype(np.int64) + self.prompt_lengths - 1
+        lengths = self.completion_lengths
+        before = np.cumsum(lengths) - lengths
+        return np.arange(int(lengths.sum())) + np.repeat(starts - before, lengths)
+
+    @property
+    def targets(self) -> NDArray[np.int64]:
+        """Ids of completions."""
+        return self.tokens[self.predictors + 1]
+
+    def split(self, values: Any) -> list[Any]:
+        """Views of rows of completions, log-probabilities of the trainer for instance, by rollout.
+
+        Raises:
+            ShapeError: `values` does not have a row for each token of completions.
+        """
+        self._check_rows(values)
+        counts = self.completion_lengths.tolist()
+        ends = np.cumsum(counts, dtype=np.int64).tolist()
+        return [values[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+    def _check_rows(self, values: Any) -> None:
+        rows = len(self.logprobs)
+        if len(values) != rows:
+            raise ShapeError(
+                f"needs {rows} rows, one a sampled token; got {list(np.shape(values))}. Of a batch "
+                "[1, tokens] pass values[0]."
+            )
+
+    def aligned(self, name: str) -> list[Aligned]:
+        """Return values that belong to some tokens, images for instance, counted in this pack.
+
+        In the order of their tokens, in which a model takes them; a rollout may have none.
+
+        Raises:
+            UsageError: a value of that name belongs to a rollout as a whole, or has rows that are
+                in `per_token` or `per_completion`.
+        """
+        found = []
+        # Padding, the last sequence, has none.
+        for start, other in zip(self.cu_seqlens.tolist(), self.others, strict=False):
+            for each in parts(other["attachments"].get(name, ())):
+                if name in {*self.per_token, *self.per_completion} or not isinstance(each, Aligned):
+                    raise UsageError(
+                        f"{name!r} has no places in a pack: read per_token, per_completion or "
+                        "others, or attach Aligned(value, start, stop)."
+                    )
+                found.append(replace(each, start=each.start + start, stop=each.stop + start))
+        return sorted(found, key=lambda each: each.start)
+
+    def at_predictors(self, values: NDArray, *, fill: Any) -> NDArray:
+        """Rows of completions at the tokens that predict them, `fill` at others.
+
+        For a sequence that ranks share: labels are `pack.at_predictors(pack.targets, fill=-100)`,
+        and whatever has a row for each token is split alike.
+
+        Raises:
+            ShapeError: `values` does not have a row for each token of completions.
+        """
+        self._check_rows(values)
+        out = np.full((len(self.tokens), *values.shape[1:]), fill, dtype=values.dtype)
+        out[self.predictors] = values
+        return out
+
+
+def pack(
+    rollouts: Sequence[Rollout],
+    indices: Sequence[int],
+    *,
+    per_token: Sequence[str] = (),
+    per_completion: Sequence[str] = (),
+    multiple_of: int = 1,
+) -> Pack:
+    """Put the rollouts of a micro-batch one behind the other. Pure; copies.
+
+    Args:
+        rollouts: the batch.
+        indices: of those to pack: a micro-batch of a plan. None make a micro-batch of padding,
+            so that a rank without work takes part in collectives.
+        per_token: names of attachments that have a row for each token, routes for instance;
+            arrays, tensors or `Aligned.rows`, in which the last token may have none: 0 then.
+        per_completion: names of those that have a row for each sampled token. Attachments not
+            named travel whole.
+        multiple_of: padded to a multiple of so many tokens, and to one at least.
+
+    Raises:
+        ShapeError: an attachment has another number of rows, or differs in dtype or in trailing
+            dims between rollouts.
+        UsageError: an attachment is missing or named twice, or `multiple_of` is below 1.
+    """
+    if multiple_of < 1:
+        raise UsageError(f"multiple_of must be at least 1; got {multiple_of}.")
+    if len({*per_token, *per_completion}) < len(per_token) + len(per_completion):
+        raise UsageError(f"named twice: {[*per_token, *per_completion]}")
+    chosen = [rollouts[i] for i in indices]
+    lengths = [len(rollout.tokens) for rollout in chosen]
+    total = max(-(-sum(lengths) // multiple_of), 1) * multiple_of
+    padding = total - sum(lengths)
+    segments = [*lengths, padding] if padding else lengths
+    sampled = [len(rollout.logprobs) for rollout in chosen]
+    named = {*per_token, *per_completion}
+    return Pack(
+        indices=tuple(int(i) for i in indices),
+        tokens=_joined([rollout.tokens for rollout in chosen], np.int64, padding),
+        positions=_joined([np.arange(n) for n in segments], np.int64),
+        cu_seqlens=np.cumsum([0, *segments], dtype=np.int32),
+        prompt_lengths=np.array([rollout.prompt_length for rollout in chosen], dtype=np.int64),
+        padding=padding,
+        logprobs=_joined([rollout.logprobs for rollout in chosen], np.float64),
+        versions=_joined([rollout.versions for rollout in chosen], np.int64),
+        loss_mask=_joined([rollout.loss_mask for rollout in chosen], np.bool_),
+        per_token=_attached(chosen, per_token, lengths, padding),
+        per_completion=_attached(chosen, per_completion, sampled, 0),
+        others=tuple(_others(rollout, named) for rollout in chosen),
+    )
+
+
+def unpack(packed: Pack) -> list[Rollout]:
+    """Return the rollouts, in the order of `packed.indices`: the inverse of `pack`. Pure."""
+    starts = packed.cu_seqlens.tolist()
+    logprobs, versions = packed.split(packed.logprobs), packed.split(packed.versions)
+    masks = packed.split(packed.loss_mask)
+    sampled = {name: packed.split(rows) for name, rows in packed.per_completion.items()}
+    found = []
+    for i, prompt_length in enumerate(packed.prompt_lengths.tolist()):
+        own = slice(starts[i], starts[i + 1])
+        whole = dict(packed.others[i])
+        rows = {name: values[own] for name, values in packed.per_token.items()}
+        rows |= {name: parts[i] for name, parts in sampled.items()}
+        kept = whole.pop("attachments")
+        # In the order that they had.
+        attachments = {
+            name: _unrows(rows[name], value) if name in rows else value
+            for name, value in kept.items()
+        }
+        found.append(
+            Rollout(
+                tokens=packed.tokens[own],
+                prompt_length=prompt_length,
+                logprobs=logprobs[i],
+                versions=versions[i],
+                loss_mask=masks[i],
+                attachments=attachments,
+                **whole,
+            )
+        )
+    return found
+
+
+def _others(rollout: Rollout, named: set[str]) -> Mapping[str, Any]:
+    whole = {x.name: getattr(rollout, x.name) for x in fields(rollout) if x.name not in _PACKED}
+    kept = {name: _place(x) if name in named else x for name, x in rollout.attachments.items()}
+    return MappingProxyType({**whole, "attachments": kept})
+
+
+def _place(value: Any) -> tuple[int, int] | None:
+    return (value.start, value.stop) if isinstance(value, Aligned) else None
+
+
+def _rows(value: Any, count: int, name: str) -> Any:
+    """Return rows for all tokens. The last may have none: an engine never computed it."""
+    if not isinstance(value, Aligned) or not value.by_token:
+        return value
+    if value.start or value.stop < count - 1:
+        raise ShapeError(
+            f"{name!r} must have rows for {count} tokens, or all but the last; it has those of "
+            f"[{value.start}, {value.stop})."
+        )
+    rows, missing = value.value, count - value.stop
+    if not missing:
+        return rows
+    if isinstance(rows, torch.Tensor):
+        return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))])
+    return np.concatenate([rows, np.zeros((missing, *rows.shape[1:]), rows.dtype)])
+
+
+def _unrows(rows: Any, place: tuple[int, int] | None) -> Any:
+    return rows if place is None else Aligned.rows(rows[slice(*place)], start=place[0])
+
+
+def _joined(parts: Sequence[NDArray], dtype: Any, padding: int = 0) -> NDArray:
+    return np.concatenate([np.zeros(0, dtype), *parts, np.zeros(padding, dtype)], dtype=dtype)
+
+
+def _attached(
+    rollouts: Sequence[Rollout], names: Sequence[str], rows: Sequence[int], padding: int
+) -> Mapping[str, Any]:
+    if not rollouts:
+        return MappingProxyType({})
+    found: dict[str, Any] = {}
+    for name in names:
+        parts: list[Any] = []
+        for rollout, count in zip(rollouts, rows, strict=True):
+            if name not in rollout.attachments:
+                raise UsageError(
+                    f"a rollout of prompt {rollout.prompt_id!r} has no attachment {name!r}; it has "
+                    f"{list(rollout.attachments)}."
+                )
+            part = _rows(rollout.attachments[name], count, name)
+            if not isinstance(part, np.ndarray | torch.Tensor) or not part.ndim:
+                raise ShapeError(f"{name!r} must be an array or a tensor; got {type(part)}.")
+            if len(part) != count:
+                raise ShapeError(
+                    f"{name!r} must have {count} rows; got {list(part.shape)}. Rows are tokens "
+                    "(per_token) or sampled tokens (per_completion); leave others unnamed."
+                )
+            parts.append(part)
+        kinds = {(type(part), part.dtype, tuple(part.shape[1:])) for part in parts}
+        if len(kinds) > 1:
+            raise ShapeError(f"{name!r} differs between rollouts: {sorted(map(str, kinds))}.")
+        shape = (padding, *parts[0].shape[1:])
+        if isinstance(parts[0], torch.Tensor):
+            found[name] = torch.cat([*parts, parts[0].new_zeros(shape)])
+        else:
+            found[name] = np.concatenate([*parts, np.zeros(shape, parts[0].dtype)])
+    return MappingProxyType(found)

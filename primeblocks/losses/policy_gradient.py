@@ -1,0 +1,202 @@
+"""Policy-gradient losses of single tokens: pure functions of log-probabilities.
+
+Each returns a *sum* over tokens with counts: divide the sums of all ranks and micro-batches by one
+global count (`normalisation`), and gradients do not depend on how the batch was split or packed.
+
+All take `weights`, one a token, which multiply each token's loss: those of a correction, or of
+`normalisation.length_weights`, or a product of several. Gradients flow to `trainer_logprobs` alone.
+Masked tokens may hold anything. A ratio p_trainer / p_rollout counts as e**20 at most, and gives no
+gradient there. A NaN of a token that the mask keeps shows in the sum.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from ..errors import UsageError
+from .tokens import (
+    MAX_LOG_RATIO,
+    TokenLoss,
+    bounded_ratio,
+    check_clips,
+    check_policy,
+    finite,
+    log_ratios,
+    masked,
+    total,
+)
+
+__all__ = ["aipo_loss", "cispo_loss", "grpo_loss", "sapo_loss"]
+
+
+def grpo_loss(
+    trainer_logprobs: Float[Tensor, "*tokens"],
+    rollout_logprobs: Float[Tensor, "*tokens"],
+    advantages: Float[Tensor, "*tokens"],
+    *,
+    mask: Bool[Tensor, "*tokens"],
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    min_ratio: float = 0.0,
+    max_ratio: float = math.inf,
+    weights: Float[Tensor, "*tokens"] | None = None,
+    sequence_ids: Int[Tensor, "*tokens"] | None = None,
+) -> TokenLoss:
+    """The clipped surrogate of PPO: -min(r A, clip(r, 1 - low, 1 + high) A). Pure; local.
+
+    r is p_trainer / p_rollout. A token stops learning once its ratio has moved beyond the band in
+    the direction of its advantage. GRPO, DAPO, Dr. GRPO and others are settings of it:
+
+    ==================  =========================================================================
+    GRPO                `weights=length_weights(mask)`, divided by the sequences
+    DAPO                `clip_high=0.28`, divided by the tokens; dual clip: `max_ratio=3`
+    Dr. GRPO            `group_advantages(normalise=False)`, divided by sequences x longest answer
+    M2PO                `clip_low=1, clip_high=math.inf`, weights of `second_moment_mask`
+    clip-cov            weights of `clip_cov_mask`
+    stable-reinforce    `min_ratio=1e-3, max_ratio=1e3`, weights of `advantage_mask`
+    importance weights  `clip_low=1, clip_high=math.inf`
+    ==================  =========================================================================
+
+    Args:
+        rollout_logprobs: the engine's, of the tokens that it sampled. Or those of the policy that
+            the step began with (decoupled PPO): weights then correct that one for the engine's.
+        advantages: one a token, as a rule the same for all of a rollout: expand them.
+        mask: True for completion tokens.
+        min_ratio: a ratio below counts as this, without gradient.
+        max_ratio: one above counts as this, without gradient: the dual clip, for advantages < 0.
+
+    Raises:
+        ShapeError: shapes differ (nothing is broadcast); the mask is not bool or another operand
+            not floating.
+        UsageError: a clip is negative, or `clip_low` is above 1; the ratios allow no 1.
+
+    Source: arXiv:1707.06347 (PPO), 2402.03300 (GRPO), 2503.14476 (DAPO), 1912.09729 (dual clip).
+    """
+    operands = trainer_logprobs, rollout_logprobs, advantages
+    check_policy(*operands, mask=mask, weights=weights, sequence_ids=sequence_ids)
+    check_clips(clip_low, clip_high)
+    if not 0 <= min_ratio <= 1 <= max_ratio:
+        raise UsageError(f"needs 0 <= min_ratio <= 1 <= max_ratio; got {min_ratio}, {max_ratio}")
+    log_ratio = log_ratios(trainer_logprobs, rollout_logprobs, mask)
+    free = bounded_ratio(log_ratio)
+    ratio = free.clamp(min_ratio, max_ratio)
+    advantages = masked(advantages.detach(), mask)
+    gain = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    stopped = (gain != free * advantages) | ((log_ratio > MAX_LOG_RATIO) & (advantages != 0))
+    return total(-gain, mask=mask, clipped=stopped, weights=weights, sequence_ids=sequence_ids)
+
+
+def cispo_loss(
+    trainer_logprobs: Float[Tensor, "*tokens"],
+    rollout_logprobs: Float[Tensor, "*tokens"],
+    advantages: Float[Tensor, "*tokens"],
+    *,
+    mask: Bool[Tensor, "*tokens"],
+    clip_low: float = 1.0,
+    clip_high: float,
+    weights: Float[Tensor, "*tokens"] | None = None,
+    sequence_ids: Int[Tensor, "*tokens"] | None = None,
+) -> TokenLoss:
+    """Policy gradient with a clipped weight: -sg[clip(r, 1 - low, 1 + high)] A log p. Pure; local.
+
+    Unlike in a clipped surrogate every token keeps a gradient. `clip_low=0, clip_high=0` is
+    REINFORCE, and weights of a correction are then the only ones.
+
+    Args:
+        clip_low: 1 leaves small ratios as they are, which the paper does.
+
+    Raises:
+        ShapeError: as `grpo_loss`.
+        UsageError: a clip is negative, or `clip_low` is above 1.
+
+    Source: arXiv:2506.13585 (CISPO).
+    """
+    operands = trainer_logprobs, rollout_logprobs, advantages
+    check_policy(*operands, mask=mask, weights=weights, sequence_ids=sequence_ids)
+    check_clips(clip_low, clip_high)
+    log_ratio = log_ratios(trainer_logprobs, rollout_logprobs, mask).detach()
+    ratio = bounded_ratio(log_ratio)
+    clipped = (ratio < 1 - clip_low) | (ratio > 1 + clip_high) | (log_ratio > MAX_LOG_RATIO)
+    coefficients = ratio.clamp(1 - clip_low, 1 + clip_high) * masked(advantages.detach(), mask)
+    losses = -coefficients * finite(trainer_logprobs, mask)
+    return total(losses, mask=mask, clipped=clipped, weights=weights, sequence_ids=sequence_ids)
+
+
+def aipo_loss(
+    trainer_logprobs: Float[Tensor, "*tokens"],
+    rollout_logprobs: Float[Tensor, "*tokens"],
+    advantages: Float[Tensor, "*tokens"],
+    *,
+    mask: Bool[Tensor, "*tokens"],
+    max_ratio: float = 2.0,
+    weights: Float[Tensor, "*tokens"] | None = None,
+    sequence_ids: Int[Tensor, "*tokens"] | None = None,
+) -> TokenLoss:
+    """Importance-weighted policy gradient: -sg[min(r, max_ratio)] A log p. Pure; local.
+
+    CISPO with a bound above alone. Every token keeps a gradient, which suits rollouts that are
+    several versions old.
+
+    Args:
+        max_ratio: at least 1; the paper takes 2 to 10.
+
+    Raises:
+        ShapeError: as `grpo_loss`.
+        UsageError: `max_ratio` is below 1.
+
+    Source: arXiv:2505.24034 (AIPO).
+    """
+    if not max_ratio >= 1:
+        raise UsageError(f"max_ratio must be at least 1; got {max_ratio}")
+    return cispo_loss(
+        trainer_logprobs,
+        rollout_logprobs,
+        advantages,
+        mask=mask,
+        clip_low=1.0,
+        clip_high=max_ratio - 1,
+        weights=weights,
+        sequence_ids=sequence_ids,
+    )
+
+
+def sapo_loss(
+    trainer_logprobs: Float[Tensor, "*tokens"],
+    rollout_logprobs: Float[Tensor, "*tokens"],
+    advantages: Float[Tensor, "*tokens"],
+    *,
+    mask: Bool[Tensor, "*tokens"],
+    temperature_positive: float = 1.0,
+    temperature_negative: float = 1.05,
+    weights: Float[Tensor, "*tokens"] | None = None,
+    sequence_ids: Int[Tensor, "*tokens"] | None = None,
+) -> TokenLoss:
+    """A soft gate instead of a clip: -(4 / tau) sigmoid(tau (r - 1)) A. Pure; local.
+
+    tau is `temperature_positive` where A > 0. At r = 1 the gradient is that of REINFORCE, and it
+    fades with the distance. No token counts as clipped. The paper averages each sequence:
+    `weights=length_weights(mask)`, divided by the sequences.
+
+    Raises:
+        ShapeError: as `grpo_loss`.
+        UsageError: a temperature is not above 0.
+
+    Source: arXiv:2511.20347 (SAPO).
+    """
+    operands = trainer_logprobs, rollout_logprobs, advantages
+    check_policy(*operands, mask=mask, weights=weights, sequence_ids=sequence_ids)
+    if not (temperature_positive > 0 and temperature_negative > 0):
+        raise UsageError(
+            f"temperatures must be above 0; got {temperature_positive}, {temperature_negative}"
+        )
+    ratio = bounded_ratio(log_ratios(trainer_logprobs, rollout_logprobs, mask))
+    advantages = masked(advantages.detach(), mask)
+    soft, hard = (torch.full_like(ratio, t) for t in (temperature_positive, temperature_negative))
+    tau = torch.where(advantages > 0, soft, hard)
+    losses = -torch.sigmoid(tau * (ratio - 1)) * (4 / tau) * advantages
+    clipped = torch.zeros_like(mask)
+    return total(losses, mask=mask, clipped=clipped, weights=weights, sequence_ids=sequence_ids)

@@ -1,0 +1,148 @@
+"""Lengths and durations as they spread: a few shapes, each by its quantile function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..errors import UsageError
+
+__all__ = ["Distribution", "constant", "empirical", "lognormal", "pareto"]
+
+# Midpoints of [0, 1] in v, where u = 1 - v**3: half of them lie in the upper eighth, and the last
+# is 2e-12 from the end, so that the mean of a heavy tail comes out right.
+_V = (np.arange(4096) + 0.5) / 4096
+_LEVELS = 1 - _V**3
+_WEIGHTS = 3 * _V**2 / np.sum(3 * _V**2)
+
+
+@dataclass(frozen=True, eq=False)
+class Distribution:
+    """A distribution of positive numbers: tokens, or seconds.
+
+    Args:
+        name: for tables.
+        quantile: maps levels in (0, 1) to values, both float64 arrays; does not decrease.
+    """
+
+    name: str
+    quantile: Callable[[NDArray[np.float64]], NDArray[np.float64]]
+
+    def __repr__(self) -> str:
+        return f"<Distribution {self.name}: mean {self.mean:.4g}>"
+
+    def draw(self, generator: np.random.Generator, count: int) -> NDArray[np.float64]:
+        """Return `count` independent values. Local."""
+        return self.quantile(generator.random(count))
+
+    @cached_property
+    def values(self) -> NDArray[np.float64]:
+        """The values at the levels of `weights`, largest first."""
+        return self.quantile(_LEVELS)
+
+    @property
+    def weights(self) -> NDArray[np.float64]:
+        """The probability of each of `values`; their sum is 1."""
+        return _WEIGHTS
+
+    @cached_property
+    def mean(self) -> float:
+        return float(self.values @ _WEIGHTS)
+
+    @cached_property
+    def variation(self) -> float:
+        """The standard deviation over the mean."""
+        return float(np.sqrt(np.square(self.values - self.mean) @ _WEIGHTS)) / self.mean
+
+    def above(self, value: float) -> float:
+        """Return the probability of more than `value`. Pure."""
+        return float(_WEIGHTS[self.values > value].sum())
+
+    def scaled(self, factor: float) -> Distribution:
+        """Return the distribution of `factor` times the value. Pure."""
+        return Distribution(f"{factor:.4g} x {self.name}", lambda u: factor * self.quantile(u))
+
+    def of_maximum(self, count: int) -> Distribution:
+        """Return the distribution of the largest of `count` independent values. Pure."""
+        if count < 1:
+            raise UsageError(f"the largest of {count} values does not exist")
+        if count == 1:
+            return self
+        return Distribution(
+            f"largest of {count} x {self.name}", lambda u: self.quantile(u ** (1 / count))
+        )
+
+
+def constant(value: float) -> Distribution:
+    """Return the distribution of one value. Pure."""
+    _positive(value=value)
+    return Distribution(f"constant {value:.4g}", lambda u: np.full(np.shape(u), float(value)))
+
+
+def lognormal(*, mean: float, sigma: float, maximum: float | None = None) -> Distribution:
+    """Return a lognormal distribution, cut off at `maximum` as answers are. Pure.
+
+    Args:
+        mean: before the cut; that of the result is smaller.
+        sigma: standard deviation of the logarithm; 0.9 to 1.2 is usual for lengths of answers.
+        maximum: larger values become this.
+    """
+    _positive(mean=mean, maximum=maximum)
+    if sigma < 0:
+        raise UsageError(f"sigma must not be negative; got {sigma}")
+    centre = np.log(mean) - sigma**2 / 2
+
+    def quantile(u: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.exp(centre + sigma * torch.special.ndtri(torch.as_tensor(u)).numpy())
+
+    return Distribution(f"lognormal sigma {sigma:g}", _cut(quantile, maximum))
+
+
+def pareto(*, mean: float, alpha: float, maximum: float | None = None) -> Distribution:
+    """Return a Pareto distribution, cut off at `maximum`. Pure.
+
+    Args:
+        mean: before the cut; that of the result is smaller.
+        alpha: exponent of the tail, above 1; the variance is finite above 2.
+        maximum: larger values become this.
+    """
+    _positive(mean=mean, maximum=maximum)
+    if not alpha > 1:
+        raise UsageError(f"alpha must be above 1, or there is no mean; got {alpha}")
+    smallest = mean * (alpha - 1) / alpha
+
+    def quantile(u: NDArray[np.float64]) -> NDArray[np.float64]:
+        return smallest * (1 - u) ** (-1 / alpha)
+
+    return Distribution(f"pareto alpha {alpha:g}", _cut(quantile, maximum))
+
+
+def empirical(values: Sequence[float]) -> Distribution:
+    """Return the distribution of measured values, all equally likely. Pure."""
+    ordered = np.sort(np.asarray(values, np.float64))
+    if ordered.ndim != 1 or not ordered.size or not ordered[0] > 0 or not np.isfinite(ordered[-1]):
+        raise UsageError(f"values must be positive, finite and at least one; got {values!r:.60}")
+
+    def quantile(u: NDArray[np.float64]) -> NDArray[np.float64]:
+        return ordered[np.minimum((np.asarray(u) * len(ordered)).astype(int), len(ordered) - 1)]
+
+    return Distribution(f"{len(ordered)} measured values", quantile)
+
+
+def _cut(
+    quantile: Callable[[NDArray[np.float64]], NDArray[np.float64]], maximum: float | None
+) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:
+    if maximum is None:
+        return quantile
+    return lambda u: np.minimum(quantile(u), maximum)
+
+
+def _positive(**values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and not 0 < value < float("inf"):
+            raise UsageError(f"{name} must be positive and finite; got {value}")

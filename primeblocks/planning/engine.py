@@ -1,0 +1,208 @@
+"""An inference engine made of a throughput curve: requests share it, weights change under them."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import count
+
+from ..errors import UsageError
+
+__all__ = ["EngineModel", "SimulatedEngine", "decode_latency"]
+
+Throughput = Callable[[int], float] | Mapping[int, float]
+
+
+def decode_latency(*, step_s: float, request_s: float = 0.0) -> Callable[[int], float]:
+    """Return the throughput of an engine whose decode step takes `step_s + running * request_s`.
+
+    The first term is reading the weights, the second reading caches and computing. Pure.
+    """
+    if step_s <= 0 or request_s < 0:
+        raise UsageError(f"seconds of a decode step must be positive; got {step_s}, {request_s}")
+    return lambda running: running / (step_s + running * request_s)
+
+
+@dataclass(frozen=True)
+class EngineModel:
+    """One engine, as it was measured.
+
+    Args:
+        tokens_per_s: throughput with so many requests running: measurements, between which the
+            time of a decode step is interpolated, or a callable.
+        max_running: more requests wait in its queue.
+
+    Raises:
+        UsageError: no measurement, or a throughput that is not positive.
+    """
+
+    tokens_per_s: Throughput
+    max_running: int = 1 << 30
+    _points: tuple[tuple[int, float], ...] = field(init=False, repr=False, default=())
+
+    def __post_init__(self) -> None:
+        if self.max_running < 1:
+            raise UsageError(f"max_running must be at least 1; got {self.max_running}")
+        if callable(self.tokens_per_s):
+            return
+        table = sorted(self.tokens_per_s.items())
+        if not table or table[0][0] < 1 or not all(rate > 0 for _, rate in table):
+            raise UsageError(f"tokens_per_s needs positive measurements; got {table!r:.80}")
+        object.__setattr__(self, "_points", tuple((n, n / rate) for n, rate in table))
+
+    def token_s(self, running: int) -> float:
+        """Return the seconds between two tokens of a request when `running` are running. Pure."""
+        if callable(self.tokens_per_s):
+            return running / self.tokens_per_s(running)
+        points = self._points
+        place = bisect_right(points, (running, float("inf")))
+        if place == 0:
+            return points[0][1]  # a decode step is never faster than with the fewest measured
+        (left, left_s) = points[place - 1]
+        if place == len(points):  # beyond the last one the throughput stays
+            return left_s * running / left
+        right, right_s = points[place]
+        return left_s + (right_s - left_s) * (running - left) / (right - left)
+
+
+@dataclass(eq=False)
+class _Request:
+    tokens: float
+    done: asyncio.Future[float]
+    begun: float = -1.0  # tokens that the engine had made for a request running all along
+    live: bool = True
+
+
+class SimulatedEngine:
+    """Runs requests in the time of the running event loop, all at the same pace.
+
+    Args:
+        model: how fast.
+        version: the policy that it starts with.
+    """
+
+    def __init__(self, model: EngineModel, *, version: int = 0) -> None:
+        self.model = model
+        self._busy_s = self._made = 0.0
+        self._loop = asyncio.get_running_loop()
+        self._each = 0.0  # tokens made for a request that has been running from the start
+        self._since = self._loop.time()
+        self._running: list[tuple[float, int, _Request]] = []  # by the value of _each at the end
+        self._running_count = 0
+        self._waiting: deque[_Request] = deque()
+        self._order = count()
+        self._paused = self._planned = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._versions, self._starts = [version], [0.0]  # a policy, and _each when it came
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds until now in which a request was running."""
+        self._advance()
+        return self._busy_s
+
+    @property
+    def made(self) -> float:
+        """Tokens made until now, all requests together."""
+        self._advance()
+        return self._made
+
+    async def generate(self, tokens: float) -> list[tuple[int, float]]:
+        """Return, once `tokens` are made, how many of them each policy made."""
+        request = _Request(float(tokens), self._loop.create_future())
+        self._waiting.append(request)
+        self._plan_soon()
+        try:
+            begun = await request.done
+        except asyncio.CancelledError:
+            self._forget(request)
+            raise
+        return self._spans(begun, begun + tokens)
+
+    def swap(self, version: int) -> None:
+        """Make all further tokens with the policy `version`."""
+        self._advance()
+        self._versions.append(version)
+        self._starts.append(self._each)
+
+    def pause(self) -> None:
+        """Stand still; requests stay."""
+        self._advance()
+        self._paused = True
+        self._plan_soon()
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._advance()
+        self._paused = False
+        self._plan_soon()
+
+    def _advance(self) -> None:
+        now = self._loop.time()
+        if self._running_count and not self._paused:
+            passed = now - self._since
+            made = passed / self.model.token_s(self._running_count)
+            self._each += made
+            self._made += made * self._running_count
+            self._busy_s += passed
+        self._since = now
+
+    def _plan_soon(self) -> None:
+        # Many requests come and go at the same instant: plan once, when all have.
+        if not self._planned:
+            self._planned = True
+            self._loop.call_soon(self._plan)
+
+    def _plan(self) -> None:
+        """End what is done, start what waits, and set the timer for the next end."""
+        self._planned = False
+        self._advance()
+        running = self._running
+        while running and (not running[0][2].live or self._is_done(running[0][0])):
+            _, _, request = heapq.heappop(running)
+            if request.live:
+                self._running_count -= 1
+                request.live = False
+                if not request.done.done():
+                    request.done.set_result(request.begun)
+        while self._waiting and self._running_count < self.model.max_running:
+            request = self._waiting.popleft()
+            request.begun = self._each
+            heapq.heappush(running, (self._each + request.tokens, next(self._order), request))
+            self._running_count += 1
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if running and not self._paused:
+            left = running[0][0] - self._each
+            wait_s = left * self.model.token_s(self._running_count)
+            self._timer = self._loop.call_later(max(0.0, wait_s), self._plan)
+
+    def _is_done(self, end: float) -> bool:
+        # A sum of many steps meets its end up to rounding.
+        return end - self._each <= 1e-9 * max(1.0, end)
+
+    def _forget(self, request: _Request) -> None:
+        if request.begun < 0:
+            self._waiting.remove(request)
+        elif request.live:
+            self._advance()
+            request.live = False
+            self._running_count -= 1
+            self._plan_soon()
+
+    def _spans(self, begin: float, end: float) -> list[tuple[int, float]]:
+        first = bisect_right(self._starts, begin) - 1
+        spans = []
+        for place in range(first, len(self._starts)):
+            until = self._starts[place + 1] if place + 1 < len(self._starts) else end
+            size = min(until, end) - max(self._starts[place], begin)
+            if size > 0 or place == first:
+                spans.append((self._versions[place], size))
+            if until >= end:
+                break
+        return spans

@@ -1,0 +1,269 @@
+"""The real loop in virtual time, with engines and a trainer made of numbers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..async_loop.buffer import RolloutBuffer
+from ..async_loop.loop import AsyncLoop
+from ..async_loop.scheduler import Retries
+from ..async_loop.staleness import StalenessPolicy
+from ..async_loop.step import Step
+from ..errors import UsageError
+from .engine import EngineModel
+from .virtual import VirtualClock, run_in_virtual_time
+from .world import Seconds, Workload, World
+
+__all__ = ["Simulation", "StepRecord", "simulate"]
+
+_NEVER_S = 1e9  # deadlines are not what is simulated
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step of a simulated loop.
+
+    Args:
+        end_s: when it ended.
+        trainer_idle_s: seconds that the trainer waited for its batch.
+        engine_busy_s: seconds until then in which an engine had a request, their mean.
+        lags: for each group, the policy that trained on it minus that of its submission.
+        token_lag: the same for its tokens, their mean.
+        tokens: of each sample in it.
+        masked_tokens: of these, those that do not count in the loss for their age.
+        dropped: groups thrown away for their age.
+        failed: attempts that raised.
+        lost: prompts that used up their attempts.
+    """
+
+    end_s: float
+    trainer_idle_s: float
+    engine_busy_s: float
+    lags: tuple[int, ...]
+    token_lag: float
+    tokens: tuple[float, ...]
+    masked_tokens: float
+    dropped: int
+    failed: int
+    lost: int
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """The result of `simulate`; averages leave the first `settle` steps out.
+
+    Args:
+        steps: one record each.
+        sampled_tokens: lengths of all samples that were begun and did not fail, in order.
+        made_tokens: tokens that the engines made.
+    """
+
+    steps: tuple[StepRecord, ...]
+    settle: int
+    sampled_tokens: NDArray[np.float64]
+    made_tokens: float
+
+    def __repr__(self) -> str:
+        return f"<Simulation of {len(self.steps)} steps: {self.step_s:.4g} s a step>"
+
+    @property
+    def settled(self) -> tuple[StepRecord, ...]:
+        """The steps that averages are taken over."""
+        return self.steps[self.settle :]
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all steps, the first ones too."""
+        return self.steps[-1].end_s
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a step."""
+        return self.settled_s / len(self.settled)
+
+    @property
+    def groups_per_s(self) -> float:
+        """Groups trained on in a second."""
+        return sum(len(step.lags) for step in self.settled) / self.settled_s
+
+    @property
+    def trainer_idle(self) -> float:
+        """The share of time that the trainer waited for rollouts."""
+        return sum(step.trainer_idle_s for step in self.settled) / self.settled_s
+
+    @property
+    def engine_idle(self) -> float:
+        """The share of time that an engine had no request."""
+        before = self.steps[self.settle - 1].engine_busy_s if self.settle else 0.0
+        return 1 - (self.steps[-1].engine_busy_s - before) / self.settled_s
+
+    @property
+    def lag(self) -> float:
+        """Mean lag of a group: optimizer steps from its submission to its training."""
+        return float(np.mean([lag for step in self.settled for lag in step.lags]))
+
+    @property
+    def token_lag(self) -> float:
+        """Mean lag of a token: optimizer steps since the policy that made it."""
+        sizes = [sum(step.tokens) for step in self.settled]
+        return float(np.average([step.token_lag for step in self.settled], weights=sizes))
+
+    @property
+    def lags(self) -> dict[int, int]:
+        """The number of groups by lag."""
+        return dict(sorted(Counter(lag for step in self.settled for lag in step.lags).items()))
+
+    @property
+    def dropped(self) -> int:
+        """Groups thrown away for their age."""
+        return sum(step.dropped for step in self.settled)
+
+    @property
+    def failed(self) -> int:
+        """Attempts that raised."""
+        return sum(step.failed for step in self.settled)
+
+    @property
+    def masked(self) -> float:
+        """The share of trained tokens that do not count in the loss for their age."""
+        every = sum(sum(step.tokens) for step in self.settled)
+        return sum(step.masked_tokens for step in self.settled) / every
+
+    @property
+    def trained_tokens(self) -> NDArray[np.float64]:
+        """Lengths of all samples trained on."""
+        return np.array([tokens for step in self.settled for tokens in step.tokens])
+
+    @property
+    def settled_s(self) -> float:
+        """Seconds of the steps that averages are taken over."""
+        return self.total_s - (self.steps[self.settle - 1].end_s if self.settle else 0.0)
+
+    def table(self) -> str:
+        """Return the averages as text."""
+        groups = sum(self.lags.values())
+        shares = ", ".join(f"{lag}: {n / groups:.0%}" for lag, n in self.lags.items())
+        trained, sampled = self.trained_tokens, self.sampled_tokens
+        rows = {
+            "steps": f"{len(self.settled)} of {len(self.steps)}",
+            "seconds a step": f"{self.step_s:.4g}",
+            "groups a second": f"{self.groups_per_s:.4g}",
+            "trainer idle": f"{self.trainer_idle:.1%}",
+            "engines idle": f"{self.engine_idle:.1%}",
+            "lag of a group": f"{self.lag:.2f}  ({shares})",
+            "lag of a token": f"{self.token_lag:.2f}",
+            "groups dropped": f"{self.dropped} ({self.dropped / (groups + self.dropped):.1%})",
+            "tokens masked": f"{self.masked:.1%}",
+            "attempts failed": f"{self.failed}",
+            "tokens trained": f"mean {trained.mean():.5g}, 99 % below {_percentile(trained):.5g}",
+            "tokens sampled": f"mean {sampled.mean():.5g}, 99 % below {_percentile(sampled):.5g}",
+        }
+        return "\n".join(f"{name:<16} {value}" for name, value in rows.items())
+
+
+def _percentile(values: NDArray[np.float64]) -> float:
+    return float(np.percentile(values, 99))
+
+
+def simulate(
+    workload: Workload,
+    *,
+    engines: Sequence[EngineModel],
+    train_s: Seconds,
+    staleness: StalenessPolicy,
+    batch_size: int,
+    max_in_flight: int,
+    publish_s: float = 0.0,
+    pause_s: float = 0.0,
+    send_s: float = 0.0,
+    by_sample: bool = False,
+    capacity: int | None = None,
+    retries: Retries | None = None,
+    steps: int = 100,
+    settle: int = 0,
+    seed: int = 0,
+) -> Simulation:
+    """Run `AsyncLoop` itself, buffer and scheduler too, for `steps` steps of virtual time. Local.
+
+    A prompt's samples depend on `seed`, its ordinal and the attempt alone, so that runs with other
+    limits see the same prompts. Not from inside a coroutine of the same thread.
+
+    Args:
+        engines: requests go to the one with the fewest (`routing.least_loaded`).
+        train_s: seconds of a step, a distribution of them, or a callable of the batch's tokens.
+        staleness: the loop's policy.
+        batch_size: groups in a step.
+        max_in_flight: requests at a time: groups, or samples with `by_sample`.
+        publish_s: seconds after a step that trainer waits, until engines have the new weights.
+        pause_s: of these the last, in which engines stand still.
+        send_s: seconds more until engines have them, while the next step trains already.
+        by_sample: ask for samples one at a time (`group_size`), not for whole groups.
+        capacity: groups that the buffer holds; default: what may wait within the bound.
+        retries: of samples that fail.
+        settle: first steps that averages leave out.
+
+    Raises:
+        UsageError: no engine or step, or `pause_s` is longer than `publish_s`.
+    """
+    if not engines or not 0 <= settle < steps or not 0 <= pause_s <= publish_s or send_s < 0:
+        raise UsageError(
+            f"needs an engine, settle < steps, pause_s <= publish_s and send_s >= 0; got "
+            f"{len(engines)} engines, {settle} and {steps}, {pause_s}, {publish_s} and {send_s} s"
+        )
+    world = World(workload, engines, train_s, (publish_s - pause_s, pause_s, send_s), seed)
+    clock = VirtualClock()
+    if capacity is None:
+        capacity = (staleness.max_off_policy_steps + 1) * batch_size
+
+    async def main() -> Simulation:
+        world.open()
+        loop = AsyncLoop(
+            prompts=world.prompts(),
+            generate=world.generate,
+            train=world.train,
+            publish=world.publish,
+            buffer=RolloutBuffer(capacity=capacity, staleness=staleness, clock=clock),
+            batch_size=batch_size,
+            max_in_flight=max_in_flight,
+            group_size=workload.samples if by_sample else None,
+            retries=retries,
+            step_timeout_s=_NEVER_S,
+            clock=clock,
+        )
+        async with loop:
+            records = [_record(step, world) async for step in loop.steps(steps)]
+        made = sum(engine.made for engine in world.engines)
+        return Simulation(tuple(records), settle, world.sampled, made)
+
+    return run_in_virtual_time(main())
+
+
+def _record(step: Step, world: World) -> StepRecord:
+    """Return the record of a step that has just ended."""
+    trained_by, lags, tokens = step.version - 1, [], []
+    token_lag = masked = 0.0
+    for group in step.groups:
+        lags.append(trained_by - group.version)
+        tokens.extend(group.prompt.sizes())
+        for sample, spans in group.prompt.spans.items():
+            token_lag += sum((trained_by - made_by) * size for made_by, size in spans)
+            counts = group.rollouts[sample].loss_mask
+            masked += sum(size for (_, size), c in zip(spans, counts, strict=True) if not c)
+    return StepRecord(
+        end_s=asyncio.get_running_loop().time(),
+        trainer_idle_s=step.trainer_idle_s,
+        engine_busy_s=sum(engine.busy_s for engine in world.engines) / len(world.engines),
+        lags=tuple(lags),
+        token_lag=token_lag / sum(tokens),
+        tokens=tuple(tokens),
+        masked_tokens=masked,
+        dropped=step.dropped,
+        failed=sum(step.failures.values()),
+        lost=len(step.lost),
+    )

@@ -1,0 +1,221 @@
+"""The surroundings of a simulated loop: prompts, engines, a trainer, and the way between them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import EngineError, UsageError
+from ..rollout import Group, Rollout
+from ..serving import Fleet
+from .distribution import Distribution
+from .engine import EngineModel, SimulatedEngine
+
+__all__ = ["Seconds", "Workload", "World"]
+
+Seconds = float | Distribution | Callable[[float], float]
+_CHUNK = 1024  # prompts
+Spans = list[tuple[int, float]]  # of a sample: tokens by the policy that made them, in order
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The prompts: how long their answers are, and what else they wait for.
+
+    Args:
+        tokens: of one sample, all its turns together.
+        samples: of a group.
+        turns: of a sample, equally long, with a tool's answer between two of them.
+        tool_s: a tool's latency; needed with several turns.
+        failure_rate: probability that a sample breaks off, somewhere, with an error.
+
+    Raises:
+        UsageError: a count below 1, a rate outside [0, 1), or turns without `tool_s`.
+    """
+
+    tokens: Distribution
+    samples: int = 1
+    turns: int = 1
+    tool_s: Distribution | None = None
+    failure_rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.samples < 1 or self.turns < 1 or not 0 <= self.failure_rate < 1:
+            raise UsageError(
+                "samples and turns must be at least 1 and failure_rate in [0, 1); got "
+                f"{self.samples}, {self.turns} and {self.failure_rate}"
+            )
+        if self.turns > 1 and self.tool_s is None:
+            raise UsageError(f"{self.turns} turns have tools between them: give tool_s")
+
+
+@dataclass(eq=False)
+class _Prompt:
+    """A prompt, and what came of its samples, the latest attempt each."""
+
+    ordinal: int
+    attempts: Counter[int] = field(default_factory=Counter)
+    spans: dict[int, Spans] = field(default_factory=dict)
+
+    def sizes(self) -> list[float]:
+        """Return the tokens of each sample."""
+        return [sum(size for _, size in spans) for spans in self.spans.values()]
+
+
+class World:
+    """All that a loop calls, in the time of the running event loop.
+
+    Args:
+        publish_s: seconds that the trainer waits, that engines stand still, and until they have
+            the weights while the trainer goes on; one after the other.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        engines: Sequence[EngineModel],
+        train_s: Seconds,
+        publish_s: tuple[float, float, float],
+        seed: int,
+    ) -> None:
+        self._workload, self._models = workload, tuple(engines)
+        self._train_s, self._publish_s = train_s, publish_s
+        self._seed = seed
+        self._engines: list[SimulatedEngine] = []
+        self._ask: Callable[[float], Awaitable[Spans]]
+        self._sampled: list[float] = []
+        self._rollouts: dict[tuple[int, ...], Rollout] = {}
+        self._drawn: dict[tuple[int, int], tuple[NDArray[np.float64], ...]] = {}
+        self._steps = np.random.default_rng([seed, 1 << 30])
+
+    def open(self) -> None:
+        """Start the engines, in the running event loop."""
+        self._engines = [SimulatedEngine(model) for model in self._models]
+        self._ask = Fleet({str(place): each.generate for place, each in enumerate(self._engines)})
+
+    def prompts(self) -> Iterator[_Prompt]:
+        """Yield prompts without end."""
+        return map(_Prompt, count())
+
+    async def generate(
+        self, prompt: _Prompt, *, version: int, sample: int | None = None
+    ) -> Rollout | list[Rollout]:
+        """Generate a group, or one sample of it.
+
+        Raises:
+            EngineError: a sample broke off.
+        """
+        if sample is not None:
+            return await self._sample(prompt, sample)
+        if self._workload.samples == 1:
+            return [await self._sample(prompt, 0)]
+        calls = [self._sample(prompt, i) for i in range(self._workload.samples)]
+        async with asyncio.TaskGroup() as group:  # one that fails ends the others
+            tasks = [group.create_task(call) for call in calls]
+        return [task.result() for task in tasks]
+
+    async def train(self, groups: Sequence[Group], *, version: int) -> None:
+        """Let the time of a step pass."""
+        seconds = self._train_s
+        if isinstance(seconds, Distribution):
+            seconds = float(seconds.draw(self._steps, 1)[0])
+        elif callable(seconds):
+            seconds = seconds(sum(size for group in groups for size in group.prompt.sizes()))
+        await asyncio.sleep(seconds)
+
+    async def publish(self, version: int) -> asyncio.Task[None] | None:
+        """Let the time of a publish pass; return the rest of the way, if there is one."""
+        before_s, pause_s, send_s = self._publish_s
+        await asyncio.sleep(before_s)
+        if pause_s:
+            for engine in self._engines:
+                engine.pause()
+            await asyncio.sleep(pause_s)
+            for engine in self._engines:
+                engine.resume()
+        if send_s:
+            return asyncio.create_task(self._send(version, send_s))
+        self._swap(version)
+        return None
+
+    @property
+    def engines(self) -> Sequence[SimulatedEngine]:
+        """The engines, once they are started."""
+        return self._engines
+
+    @property
+    def sampled(self) -> NDArray[np.float64]:
+        """Lengths of all samples that were begun and did not fail, in order."""
+        return np.array(self._sampled)
+
+    async def _sample(self, prompt: _Prompt, sample: int) -> Rollout:
+        attempt = prompt.attempts[sample]
+        prompt.attempts[sample] += 1
+        tokens, tools, breaks_at = self._draws(prompt.ordinal, sample, attempt)
+        if breaks_at is not None:
+            await self._turns(tokens * breaks_at, tools)
+            raise EngineError(f"sample {sample} of prompt {prompt.ordinal} broke off")
+        self._sampled.append(tokens)
+        spans = prompt.spans[sample] = await self._turns(tokens, tools)
+        return self._rollout(tuple(made_by for made_by, _ in spans))
+
+    def _draws(
+        self, ordinal: int, sample: int, attempt: int
+    ) -> tuple[float, list[float], float | None]:
+        """Return the tokens of a sample, its tools' seconds, and the share where it breaks off."""
+        work, (chunk, place) = self._workload, divmod(ordinal, _CHUNK)
+        if (chunk, attempt) not in self._drawn:
+            # For many prompts at once: drawing one by one costs more than all the rest.
+            generator = np.random.default_rng([self._seed, chunk, attempt])
+            shape = _CHUNK, work.samples
+            tokens = work.tokens.draw(generator, _CHUNK * work.samples).reshape(shape)
+            breaks = generator.random(shape)
+            tools = np.zeros((*shape, work.turns - 1))
+            if work.tool_s is not None:
+                tools = work.tool_s.draw(generator, tools.size).reshape(tools.shape)
+            self._drawn[chunk, attempt] = np.maximum(1.0, np.rint(tokens)), tools, breaks
+        tokens, tools, breaks = self._drawn[chunk, attempt]
+        share = breaks[place, sample] / work.failure_rate if work.failure_rate else 1.0
+        return (
+            float(tokens[place, sample]),
+            tools[place, sample].tolist(),
+            float(share) if share < 1 else None,
+        )
+
+    async def _turns(self, tokens: float, tools: list[float]) -> Spans:
+        each = tokens / (len(tools) + 1)
+        spans = await self._ask(each)
+        for seconds in tools:
+            await asyncio.sleep(seconds)
+            more = await self._ask(each)
+            if spans[-1][0] == more[0][0]:
+                more[0] = (more[0][0], spans.pop()[1] + more[0][1])
+            spans = spans + more
+        return spans
+
+    def _rollout(self, policies: tuple[int, ...]) -> Rollout:
+        """Return a rollout with one token for each policy that had a part in it."""
+        if policies not in self._rollouts:
+            size = len(policies)
+            self._rollouts[policies] = Rollout(
+                tokens=np.zeros(size + 1, np.int64),
+                prompt_length=1,
+                logprobs=np.zeros(size),
+                versions=np.array(policies),
+                finish_reason="stop",
+            )
+        return self._rollouts[policies]
+
+    async def _send(self, version: int, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        self._swap(version)
+
+    def _swap(self, version: int) -> None:
+        for engine in self._engines:
+            engine.swap(version)

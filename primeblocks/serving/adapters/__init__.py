@@ -1,0 +1,1 @@
+"""One module for each outside package that this block can work with."""

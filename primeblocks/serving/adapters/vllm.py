@@ -1,0 +1,265 @@
+"""Several vLLM engines that hold one version, behind one `generate`.
+
+Nothing of vLLM is imported: an engine is an `AsyncLLM`, or what has its calls over HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ...clock import Clock, MonotonicClock, within
+from ...errors import DeadlineError, EngineError, PrimeblocksError, UsageError, check_version
+from ...rollout import cache_salt
+from .. import Fleet
+
+__all__ = ["FleetMember", "FleetUpdate", "Published", "VllmFleet"]
+
+
+class Published(Protocol):
+    """A version that engines can load; `weightsync`'s receipt is one."""
+
+    @property
+    def version(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class FleetMember:
+    """One engine of a fleet.
+
+    Args:
+        generate: awaits a rollout of a prompt; takes `cache_salt=` beside options of its own.
+        engine: what `update` takes and control calls go to: an `AsyncLLM`; or an object whose
+            `until(deadline)` returns its calls over HTTP (weightsync's `VllmServer`).
+        is_prefill: others read pages from it. It pauses before them, or none would read what it
+            computed: a pause waits for that.
+    """
+
+    generate: Callable[..., Awaitable[Any]]
+    engine: Any
+    is_prefill: bool = False
+
+
+@dataclass(frozen=True)
+class FleetUpdate:
+    """The outcome of an update: the engines that hold the version, and those that were drained."""
+
+    version: int
+    held_by: tuple[str, ...]
+    drained: Mapping[str, PrimeblocksError]
+
+
+class VllmFleet:
+    """Several engines that hold one version, behind one `generate`.
+
+    Requests follow the route of `serving.Fleet`, which closes an engine that raises `EngineError`;
+    `scheduler.Retries` tries elsewhere. Control calls and updates reach every open engine directly,
+    one change at a time. An engine that fails an update which others take is drained; `join` opens
+    it again, with the current version. No engine has one before the first update. For one event
+    loop.
+
+    Args:
+        members: by name.
+        update: `update(engines, published, timeout_s=)` loads a version into all of these, or into
+            none; its error names by position in `engines` those that failed. Where some are
+            prefill, it is told their positions as `prefill=`. weightsync's `update_all` is one.
+        through: the `generate` of a router, which then gets all requests in place of the members'.
+            It does not hear who is drained.
+        clock: of deadlines.
+        options: of `routing.Fleet`.
+
+    Raises:
+        UsageError: as `routing.Fleet`.
+    """
+
+    def __init__(
+        self,
+        members: Mapping[str, FleetMember],
+        *,
+        update: Callable[..., Awaitable[Any]],
+        through: Callable[..., Awaitable[Any]] | None = None,
+        clock: Clock | None = None,
+        **options: Any,
+    ) -> None:
+        self._members = dict(members)
+        self._fleet = Fleet({name: each.generate for name, each in members.items()}, **options)
+        self._update, self._through = update, through
+        self._clock = MonotonicClock() if clock is None else clock
+        self._published: Published | None = None
+        self._change, self._is_settled = asyncio.Lock(), False
+        self._unsettled = itertools.count()
+
+    @property
+    def version(self) -> int | None:
+        """The version of the last update; None before the first."""
+        return None if self._published is None else self._published.version
+
+    @property
+    def open(self) -> tuple[str, ...]:
+        """Names of the engines that get requests and updates."""
+        return tuple(state.name for state in self._fleet.states())
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Await the call of one engine, with the salt of the fleet's version.
+
+        During an update a request may meet the old weights, or the new ones, or both, so it has a
+        salt of its own: no other finds its pages.
+
+        Raises:
+            EngineError: from the engine; none is open; or there was no update yet.
+        """
+        if self.version is None:
+            raise EngineError("no engine of the fleet has a version yet: call update first")
+        salt = cache_salt(self.version)
+        if not self._is_settled:
+            salt = f"{salt}-unsettled-{next(self._unsettled)}"
+        ask = self._fleet if self._through is None else self._through
+        return await ask(*args, cache_salt=salt, **kwargs)
+
+    async def update(self, published: Published, *, timeout_s: float) -> FleetUpdate:
+        """Load a version into all open engines; drain those that fail where others do not.
+
+        Each attempt has half of the time that is left. An engine that was drained may hold either
+        version, and may stay paused.
+
+        Raises:
+            PrimeblocksError: all engines failed: the version may be at fault, so none is drained,
+                and the fleet's version is that of before. An engine whose answer was late may have
+                loaded it, so requests share no pages until an update succeeds.
+            DeadlineError: not within `timeout_s`: call it again.
+            EngineError: no engine is open.
+            UsageError: the version is below the fleet's.
+        """
+        check_version(published.version)
+        what = f"the update of the fleet to version {published.version}"
+        return await self._next(lambda end: self._update_open(published, end), timeout_s, what)
+
+    async def join(self, name: str, member: FleetMember, *, timeout_s: float) -> None:
+        """Give an engine the current version, look whether it says so, and open it.
+
+        Under a new name, or in the place of one that is gone. It must know where weights come from
+        (weightsync's `attach`).
+
+        Raises:
+            PrimeblocksError: it did not load the version, or says that it holds another. It stays
+                out.
+            DeadlineError: not within `timeout_s`.
+        """
+        what = f"the opening of engine {name!r}"
+        await self._next(lambda end: self._join(name, member, end), timeout_s, what)
+
+    def drain(self, name: str) -> None:
+        """Give an engine no more requests and updates; it ends the requests that it has.
+
+        Raises:
+            UsageError: there is none of that name.
+        """
+        self._fleet.drain(name)
+
+    async def versions(self, *, timeout_s: float) -> dict[str, str]:
+        """Ask every open engine for the label of its weights.
+
+        Raises:
+            DeadlineError, EngineError: some did not answer, or refused, by name; all were asked.
+        """
+        return await self._each("get_weight_version", self._clock.now() + timeout_s)
+
+    async def pause(self, *, mode: str, clear_cache: bool, timeout_s: float) -> None:
+        """Pause every open engine, as vLLM's `pause_generation` does; errors as `versions`.
+
+        It waits for an update under way. A later one ends the pause (`update_all`): engines resume
+        with the version.
+        """
+        await self._control("pause_generation", timeout_s, mode=mode, clear_cache=clear_cache)
+
+    async def resume(self, *, timeout_s: float) -> None:
+        """Resume every open engine, once an update under way has ended; errors as `versions`."""
+        await self._control("resume_generation", timeout_s)
+
+    async def _control(self, method: str, timeout_s: float, **arguments: Any) -> None:
+        what = f"{method} of the fleet"
+        await self._next(lambda end: self._each(method, end, **arguments), timeout_s, what)
+
+    async def _next(
+        self, change: Callable[[float], Awaitable[Any]], timeout_s: float, what: str
+    ) -> Any:
+        """Make a change once those before it are made."""
+        end = self._clock.now() + timeout_s
+
+        async def alone() -> Any:
+            async with self._change:
+                return await change(end)
+
+        return await within(alone(), timeout_s=timeout_s, clock=self._clock, what=what)
+
+    async def _update_open(self, published: Published, end: float) -> FleetUpdate:
+        names, failed = list(self.open), dict[str, PrimeblocksError]()
+        if not names:
+            raise EngineError(f"all {len(self._members)} engines of the fleet are drained")
+        if self.version is not None and published.version < self.version:
+            raise UsageError(
+                f"version {published.version} after {self.version}: the salts of the versions "
+                "between would come again, and with them pages of other weights. Publish it under "
+                "a higher number."
+            )
+        self._is_settled = False
+        while True:
+            try:
+                await self._load([self._members[name] for name in names], published, end)
+                break
+            except PrimeblocksError as error:
+                lost = [names[place] for place in error.engines] or names
+                if len(lost) == len(names):
+                    raise
+                failed |= dict.fromkeys(lost, error)
+                names = [name for name in names if name not in lost]
+        self._published, self._is_settled = published, True
+        for name, met in failed.items():
+            self._fleet.drain(name)
+            logging.getLogger(__name__).warning(
+                "engine %r is drained: it did not load version %d, which %s now hold. %s: %s",
+                *(name, published.version, names, type(met).__name__, met),
+            )
+        return FleetUpdate(published.version, tuple(names), failed)
+
+    async def _join(self, name: str, member: FleetMember, end: float) -> None:
+        if self._published is not None:
+            await self._load([member], self._published, end)
+            label = await self._call(member, "get_weight_version", end)
+            if label != str(self.version):
+                raise EngineError(
+                    f"engine {name!r} says that its weights are {label!r} after an update to "
+                    f"version {self.version}; it is not opened"
+                )
+        self._fleet.add(name, member.generate)
+        self._members[name] = member
+
+    async def _load(self, members: Sequence[FleetMember], published: Published, end: float) -> None:
+        engines = [member.engine for member in members]
+        prefill = [place for place, member in enumerate(members) if member.is_prefill]
+        told = {"prefill": prefill} if prefill else {}
+        await self._update(engines, published, timeout_s=(end - self._clock.now()) / 2, **told)
+
+    async def _call(self, member: FleetMember, method: str, end: float, **arguments: Any) -> Any:
+        calls = member.engine.until(end) if hasattr(member.engine, "until") else member.engine
+        called, left_s = getattr(calls, method)(**arguments), end - self._clock.now()
+        return await within(called, timeout_s=left_s, clock=self._clock, what=method)
+
+    async def _each(self, method: str, end: float, **arguments: Any) -> dict[str, Any]:
+        names, answers = self.open, dict[str, Any]()
+        for is_prefill in (True, False):
+            some = [name for name in names if self._members[name].is_prefill is is_prefill]
+            calls = [self._call(self._members[name], method, end, **arguments) for name in some]
+            said_by = await asyncio.gather(*calls, return_exceptions=True)
+            answers |= zip(some, said_by, strict=True)
+        failed = {name: each for name, each in answers.items() if isinstance(each, BaseException)}
+        if failed:
+            late = all(isinstance(each, DeadlineError) for each in failed.values())
+            said = "; ".join(f"engine {name!r}: {error!r}" for name, error in failed.items())
+            kind = DeadlineError if late else EngineError
+            raise kind(f"{method} of {len(failed)} of {len(names)} engines failed. {said}")
+        return answers
