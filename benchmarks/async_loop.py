@@ -7,7 +7,7 @@ vLLM are a benchmark of their own, `benchmarks.engine.async_runs`.
   memory that is left of them.
 - Rollouts from another process over ZeroMQ, beside pyzmq alone, by size.
 - In virtual time, without a wall-clock: marin's sweep over staleness, the throughput of simulated
-  loops over the bound of `plan_split`, and predicted over simulated lag.
+  loops over the bound of `plan_split`.
 - Log-probabilities from hidden states and head beside the plain computation: memory, time.
 - Imbalance of packing over 8 and 32 ranks on 1,000 batches, beside peers' where verl is installed.
 - Bytes of a rollout of 131,072 tokens with routes, beside what prime-rl reported of theirs.

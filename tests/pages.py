@@ -120,7 +120,7 @@ def conversations():
 def a_plan():
     names = {}
     yield names
-    assert names["split"].worth_it
+    assert names["split"].gain > 1
     assert len(names["loop"].steps) == 8
 
 

@@ -1,18 +1,15 @@
-"""Plans before a run: who gets which GPUs, how old rollouts will be, and a simulation of it."""
+"""Plans before a run: who gets which GPUs, and a simulation of it: how fast, and how old."""
 
 from .distribution import Distribution, constant, empirical, lognormal, pareto
 from .engine import EngineModel, decode_latency
-from .lag import LagPrediction, predict_lag
 from .simulation import Simulation, simulate
-from .split import CostTable, plan_split
-from .splitplan import SplitPlan
+from .split import CostTable, SplitPlan, plan_split
 from .world import Workload
 
 __all__ = [
     "CostTable",
     "Distribution",
     "EngineModel",
-    "LagPrediction",
     "Simulation",
     "SplitPlan",
     "Workload",
@@ -22,6 +19,5 @@ __all__ = [
     "lognormal",
     "pareto",
     "plan_split",
-    "predict_lag",
     "simulate",
 ]

@@ -41,41 +41,8 @@ class Distribution:
         return self.quantile(generator.random(count))
 
     @cached_property
-    def values(self) -> NDArray[np.float64]:
-        """The values at the levels of `weights`, largest first."""
-        return self.quantile(_LEVELS)
-
-    @property
-    def weights(self) -> NDArray[np.float64]:
-        """The probability of each of `values`; their sum is 1."""
-        return _WEIGHTS
-
-    @cached_property
     def mean(self) -> float:
-        return float(self.values @ _WEIGHTS)
-
-    @cached_property
-    def variation(self) -> float:
-        """The standard deviation over the mean."""
-        return float(np.sqrt(np.square(self.values - self.mean) @ _WEIGHTS)) / self.mean
-
-    def above(self, value: float) -> float:
-        """Return the probability of more than `value`. Pure."""
-        return float(_WEIGHTS[self.values > value].sum())
-
-    def scaled(self, factor: float) -> Distribution:
-        """Return the distribution of `factor` times the value. Pure."""
-        return Distribution(f"{factor:.4g} x {self.name}", lambda u: factor * self.quantile(u))
-
-    def of_maximum(self, count: int) -> Distribution:
-        """Return the distribution of the largest of `count` independent values. Pure."""
-        if count < 1:
-            raise UsageError(f"the largest of {count} values does not exist")
-        if count == 1:
-            return self
-        return Distribution(
-            f"largest of {count} x {self.name}", lambda u: self.quantile(u ** (1 / count))
-        )
+        return float(self.quantile(_LEVELS) @ _WEIGHTS)
 
 
 def constant(value: float) -> Distribution:
