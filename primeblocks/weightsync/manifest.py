@@ -6,11 +6,13 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from ..errors import PlanError, PrimeblocksError
 from ..layout import Layout, Shard, layout_of
@@ -25,6 +27,7 @@ __all__ = [
     "box_of",
     "converts",
     "describe",
+    "dtype_of",
     "gather_manifests",
     "named_tensors",
     "unwrapped",
@@ -115,7 +118,7 @@ class Manifest(Mapping[str, TensorSpec]):
             tensors = []
             for name, dtype, shape, at, size in rows:
                 layout = Layout(box_of(shape, shape).sizes, box_of(at, size))
-                tensors.append((str(name), TensorSpec(_dtype(dtype), layout)))
+                tensors.append((str(name), TensorSpec(dtype_of(dtype), layout)))
             return cls(tuple(tensors), str(recipe))
 
 
@@ -154,11 +157,14 @@ def named_tensors(source: NamedTensors) -> dict[str, torch.Tensor]:
         PlanError: a name occurs twice, or a value is no tensor, or a tensor without strides, or a
             negated or conjugated view; or FSDP1 has flattened the parameters.
     """
-    if isinstance(source, nn.Module):
-        pairs = list(_of_module(source))
-    else:
-        pairs = list(source.items() if isinstance(source, Mapping) else source)
+    pairs = list(_of_module(source)) if isinstance(source, nn.Module) else _pairs(source)
     tensors = dict(pairs)
+    odd = [name for name, one in pairs if is_lazy(one) or getattr(one, "is_quantized", False)]
+    if odd:
+        raise PlanError(
+            f"{odd[0]!r} has no shape yet, or torch's quantized dtype. Run the module once, or "
+            "give dense tensors by name."
+        )
     if len(tensors) != len(pairs):
         raise PlanError(f"{len(pairs) - len(tensors)} names occur twice among {len(pairs)} tensors")
     for name, tensor in tensors.items():
@@ -204,6 +210,19 @@ def gather_manifests(
     return [Manifest.from_json(text) for text in texts]
 
 
+def _pairs(source: object) -> list[tuple[str, torch.Tensor]]:
+    pairs = source.items() if isinstance(source, Mapping) else source
+    rows: list[Any] = list(pairs) if isinstance(pairs, Iterable) else [pairs]
+    for row in rows:
+        if not (isinstance(row, tuple | list) and len(row) == 2 and isinstance(row[0], str)):
+            raise PlanError(
+                f"{type(source).__name__} does not give tensors by name: it has "
+                f"{type(row).__name__} instead of a name and a tensor. Give a module, a mapping "
+                "from names to tensors, or pairs."
+            )
+    return rows
+
+
 def converts(have: torch.dtype, want: torch.dtype) -> bool:
     """Tell whether a sender turns one dtype into the other: they are equal, or both `FLOATS`."""
     return have == want or {have, want} <= set(FLOATS)
@@ -245,7 +264,8 @@ def _cast(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     return wanted if wanted is not None and dtype.is_floating_point else dtype
 
 
-def _dtype(name: str) -> torch.dtype:
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype that somebody else has named. Raises PlanError where torch has none."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise PlanError(f"torch has no dtype named {name!r}")

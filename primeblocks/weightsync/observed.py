@@ -10,12 +10,20 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from ..errors import TransferError
+from ..errors import PlanError, TransferError
 from ..layout import Layout, Shard, local_part
 from .convert.conversion import Wiring
 from .convert.pieces import Piece
 from .digest import as_buffer
-from .manifest import NamedTensors, as_plan_error, box_of, named_tensors, unwrapped
+from .manifest import (
+    NamedTensors,
+    as_plan_error,
+    box_of,
+    converts,
+    dtype_of,
+    named_tensors,
+    unwrapped,
+)
 from .marker import Digests
 from .plan import Plan
 
@@ -73,12 +81,14 @@ class Observed:
         forms: for each copy of the plan that this reader wants, in order, its boxes in each form
             that this process has them in; none of a box that it does not hold.
         unexpected: parameters that no tensor of the plan leads to.
+        absent: wanted tensors without elements that are not held in their shape: no form shows it.
     """
 
     plan: str
     reader: int
     forms: tuple[tuple[Form, ...], ...]
     unexpected: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return values that travel as JSON."""
@@ -97,8 +107,29 @@ class Observed:
                 tuple(Form(box_of(at, size), *map(str, rest)) for at, size, *rest in row)
                 for row in raw["forms"]
             )
-            unexpected = tuple(map(str, raw["unexpected"]))
-            return cls(str(raw["plan"]), int(raw["reader"]), forms, unexpected)
+            for dtype in {form.dtype for row in forms for form in row if form.dtype}:
+                dtype_of(dtype)
+            unexpected, absent = (tuple(map(str, raw[key])) for key in ("unexpected", "absent"))
+            return cls(str(raw["plan"]), int(raw["reader"]), forms, unexpected, absent)
+
+    def check(self, plan: Plan) -> None:
+        """Raise PlanError unless this was observed by that plan, copy by copy."""
+        if self.plan != plan.fingerprint():
+            raise PlanError(
+                f"reader {self.reader} was observed by plan {self.plan}, this is plan "
+                f"{plan.fingerprint()}. Attach the engine anew."
+            )
+        plan.check_reader(self.reader)
+        copies = [c for index in plan.of_reader(self.reader) for c in plan.buckets[index].copies]
+        if len(copies) != len(self.forms) or any(
+            len(form.box.sizes) != len(copy.box.sizes)
+            for copy, row in zip(copies, self.forms, strict=True)
+            for form in row
+        ):
+            raise PlanError(
+                f"reader {self.reader} was observed in {len(self.forms)} copies; the plan has "
+                f"{len(copies)}, or others in their dims. Observe the engine anew."
+            )
 
 
 def observe(
@@ -122,8 +153,12 @@ def observe(
     """
     plan.check_reader(reader)
     extra: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
     if isinstance(held, nn.Module) or not callable(held):
-        held, extra = _look_into(held, plan.wants[reader] if convert is None else convert.targets)
+        shapes = {name: boxes[0].sizes for name, boxes in plan.wants[reader].items()}
+        if convert is not None:
+            shapes = {name: spec.shape for name, spec in convert.targets.items()}
+        held, extra, absent = _look_into(held, shapes)
     forms: list[tuple[Form, ...]] = []
     for index in plan.of_reader(reader):
         for name, box, *_ in plan.buckets[index].copies:
@@ -140,13 +175,16 @@ def observe(
             forms.append(
                 tuple(f for part in parts for f in _forms(part, held, shapes[part.target]))
             )
-    return Observed(plan.fingerprint(), reader, tuple(forms), extra)
+    return Observed(plan.fingerprint(), reader, tuple(forms), extra, absent)
 
 
 def digest_tensors(tensors: NamedTensors) -> Digests:
     """Return, by name, dtype and shape, then an XXH3-64 of each piece of a tensor. Local.
 
     A tensor has 64 pieces, of 256 bytes at least and 64 KiB at most.
+
+    Raises:
+        PlanError: as `named_tensors`, or a tensor is on the meta device.
     """
     return {
         name: tuple(_piece_digests(local_part(tensor.detach())))
@@ -160,7 +198,8 @@ def digest_as(tensors: NamedTensors, like: Digests) -> Digests:
     for name in (name for name in like if name in all_of):
         dtype = getattr(torch, like[name][0].split(" ")[0].removeprefix("torch."), None)
         if isinstance(dtype, torch.dtype):  # Digests of another kind tell no dtype.
-            cast[name] = all_of[name].detach().to(dtype)
+            mine = all_of[name].detach()
+            cast[name] = mine.to(dtype) if converts(mine.dtype, dtype) else mine
     return digest_tensors(cast)
 
 
@@ -168,7 +207,8 @@ def are_digests(held: object) -> TypeGuard[Digests]:
     """Tell whether these are what `digest_tensors` gave, or read from JSON."""
     rows = held.values() if isinstance(held, Mapping) else ()
     return bool(rows) and all(
-        isinstance(row, tuple | list) and all(isinstance(one, str) for one in row) for row in rows
+        isinstance(row, tuple | list) and row and all(isinstance(one, str) for one in row)
+        for row in rows
     )
 
 
@@ -213,14 +253,17 @@ def with_aliases(source: NamedTensors) -> dict[str, Tensor]:
     return tensors
 
 
-def place_of(tensor: Tensor) -> tuple[object, ...] | None:
-    """Return what tied tensors have in common. None for an empty one, which has no memory."""
-    if not tensor.numel():
+def place_of(tensor: Tensor) -> object:
+    """Return what tied tensors have in common: the same elements. None without elements. Local."""
+    mine = local_part(tensor.detach())
+    if mine.is_meta or not mine.numel():
         return None
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+    return mine.device, mine.data_ptr(), mine.dtype, mine.shape, mine.stride()
 
 
 def _piece_digests(tensor: Tensor) -> Iterator[str]:
+    if tensor.is_meta:
+        raise PlanError("a tensor is on the meta device and has no elements. Load it first.")
     yield f"{tensor.dtype} {tuple(tensor.shape)}"
     room = as_buffer(tensor.cpu().contiguous())
     size = max(_LEAST_BYTES, min(_MOST_BYTES, -(-len(room) // _PIECES)))
@@ -228,17 +271,33 @@ def _piece_digests(tensor: Tensor) -> Iterator[str]:
         yield xxhash.xxh3_64_hexdigest(room[start : start + size])
 
 
-def _look_into(held: NamedTensors, known: Iterable[str]) -> tuple[Look, tuple[str, ...]]:
-    """Return a way to look up tensors, and the names that are not known, nor tied to one."""
-    tensors = with_aliases(held)
-    places = {place_of(tensors[name]) for name in known if name in tensors} - {None}
-    names = [name for name in named_tensors(held) if name not in set(known)]
-    extra = tuple(name for name in names if place_of(tensors[name]) not in places)
+def _look_into(
+    held: NamedTensors, known: Mapping[str, tuple[int, ...]]
+) -> tuple[Look, tuple[str, ...], tuple[str, ...]]:
+    """Return a way to look up tensors.
 
-    def look(name: str) -> Sequence[Seen]:
-        return [Seen(HELD, tensors[name].detach())] if name in tensors else []
+    Also the names that are not known, nor tied to one, and those that are known, have no elements,
+    and are not here in their shape.
+    """
+    if not isinstance(held, nn.Module):
+        held = named_tensors(held)  # Pairs can be read once.
+    tensors = {name: local_part(one.detach()) for name, one in with_aliases(held).items()}
+    tied = {place_of(tensors[name]) for name in known if name in tensors} - {None}
+    names = [name for name in named_tensors(held) if name not in known]
+    extra = tuple(name for name in names if place_of(tensors[name]) not in tied)
+    absent = tuple(
+        name
+        for name, shape in known.items()
+        if 0 in shape and (name not in tensors or tensors[name].shape != shape)
+    )
 
-    return look, extra
+    def look(name: str) -> Sequence[Seen] | str:
+        if name not in tensors:
+            return []
+        one = tensors[name]
+        return "on the meta device, without elements" if one.is_meta else [Seen(HELD, one)]
+
+    return look, extra, absent
 
 
 def _in_place(name: str, box: Shard) -> Piece:

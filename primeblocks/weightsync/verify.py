@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -13,11 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import PlanError, TransferError, UsageError, shown
+from ..errors import TransferError, UsageError
 from ..layout import Shard
 from .agree import Agreement
 from .convert.conversion import Wiring
-from .manifest import Manifest, NamedTensors, describe, gather_manifests, named_tensors
+from .manifest import (
+    Manifest,
+    NamedTensors,
+    converts,
+    describe,
+    dtype_of,
+    gather_manifests,
+    named_tensors,
+)
 from .marker import Digests
 from .observed import (
     Form,
@@ -31,7 +39,7 @@ from .observed import (
     with_aliases,
 )
 from .parts import Encode, Parts
-from .plan import Copy, Plan
+from .plan import Copy, Plan, owned_boxes
 from .planner import plan_sync
 
 __all__ = ["Verified", "verify_engine"]
@@ -122,28 +130,41 @@ def verify_engine(
         timeout_s: the time that ranks wait for each other.
 
     Raises:
-        PlanError: the trainer has not what the plan says, or another trainer's plan was observed.
-        UsageError: an engine has no tensors by name, or there are several and no plan.
+        PlanError: the trainer has not what the plan says, or another trainer's plan was observed;
+            or either side is something else than tensors by name.
+        UsageError: no engine was given, or there are several and no plan, or no name is in common.
         TransferError: a rank failed, or did not come in time.
     """
     deadline = time.monotonic() + timeout_s
     if callable(engine) and not isinstance(engine, nn.Module):
         engine = engine()
-    if are_digests(parameters) or are_digests(engine):
-        return _by_digests(parameters, engine)
+    parameters = _once(parameters)
+    given = engine if isinstance(engine, list) else [] if engine is None else [engine]
+    held = [_once(one) for one in given]
+    if are_digests(parameters) or (held and are_digests(held[0])):
+        if len(held) != 1:
+            raise UsageError(f"{len(held)} engines; digests are compared with one. Give one.")
+        return _by_digests(parameters, held[0])
     mine = cast(NamedTensors, parameters)
-    held = engine if isinstance(engine, list) else [] if engine is None else [engine]
-    for one in held:
-        _check_engine(one)
     wirings = [into] if isinstance(into, Wiring) else list(into)
     wrong: _Wrong = {kind: {} for kind in _KINDS}
+    is_complete = plan is None  # A plan of others may have readers elsewhere.
     if plan is None and wirings:
         sources = _sources(mine, group)
         plan = plan_sync(sources, wirings, bucket_bytes=_BUCKET_BYTES, convert=convert)
+        every = sources if convert is None else [convert.targets]
+        led = {name for wiring in wirings for name in wiring.sources}
+        more = dict.fromkeys(name for names in every for name in names if name not in led)
+        wrong["missing"] |= dict.fromkeys(more, "no wiring of into= leads from it")
     elif plan is None:
         mine, held, plan = _in_common(mine, held, wrong)
+        if plan is None:
+            return Verified(len(held[0]), **wrong)
     agreement = Agreement(world_size=plan.world_size, group=group)
     seen = _shared(agreement, plan, held, wirings, deadline)
+    if is_complete:
+        for reader in set(range(len(plan.wants))) - {one.reader for one in seen}:
+            wrong["missing"] |= dict.fromkeys(plan.wants[reader], f"reader {reader}, not observed")
     parts = Parts(plan, agreement.rank, mine, source=source, convert=convert, encode=encode)
     parts.refresh()
     _compare(plan, agreement.rank, parts, seen, wrong)
@@ -152,26 +173,6 @@ def verify_engine(
             wrong[kind] = {**names, **wrong[kind]}
     compared = {name for one in seen for name in plan.wants[one.reader]}
     return Verified(len(compared), **{kind: dict(sorted(wrong[kind].items())) for kind in _KINDS})
-
-
-def _check_engine(one: object) -> None:
-    """Refuse what has no tensors by name."""
-    if isinstance(one, Observed | nn.Module) or are_digests(one):
-        return
-    pairs = one.items() if isinstance(one, Mapping) else one
-    if isinstance(pairs, Iterator):  # It would be empty the second time.
-        return
-    if not isinstance(pairs, Iterable) or not all(
-        isinstance(pair, tuple)
-        and len(pair) == 2
-        and isinstance(pair[0], str)
-        and isinstance(pair[1], Tensor)
-        for pair in pairs
-    ):
-        raise UsageError(
-            f"verify_engine was given the engine {shown(one)}; expected a module, tensors by name, "
-            "an Observed, or digest_tensors of them, or a list of those."
-        )
 
 
 def _shared(
@@ -190,12 +191,14 @@ def _shared(
     if not seen:
         raise UsageError("no rank gave an engine. Pass what it holds on rank 0.")
     for one in seen:
-        if one.plan != plan.fingerprint():
-            raise PlanError(
-                f"reader {one.reader} was observed by plan {one.plan}, this is plan "
-                f"{plan.fingerprint()}. Attach the engine anew."
-            )
+        one.check(plan)
     return seen
+
+
+def _once(source: Any) -> Any:
+    """Return tensors by name that can be read again; what else a side may be as it is."""
+    is_kept = isinstance(source, nn.Module | Observed) or are_digests(source)
+    return source if is_kept else named_tensors(source)
 
 
 def _by_digests(parameters: Any, engine: Any) -> Verified:
@@ -231,8 +234,11 @@ def _sources(parameters: NamedTensors, group: dist.ProcessGroup | None) -> list[
 
 def _in_common(
     parameters: NamedTensors, held: Sequence[Any], wrong: _Wrong
-) -> tuple[dict[str, Tensor], list[dict[str, Tensor]], Plan]:
-    """Return the tensors that both have, under each of their names, and the plan between them."""
+) -> tuple[dict[str, Tensor], list[dict[str, Tensor]], Plan | None]:
+    """Return the tensors that both have, under each of their names, and the plan between them.
+
+    No plan where there are no elements to compare.
+    """
     is_alone = not dist.is_initialized() or dist.get_world_size() == 1
     if len(held) != 1 or isinstance(held[0], Observed) or not is_alone:
         raise UsageError(
@@ -245,16 +251,18 @@ def _in_common(
         kinds = [_kind(one[name]) for one in (theirs, mine)]
         if kinds[0] != kinds[1]:
             wrong["differing"][name] = f"{kinds[0]}, not {kinds[1]}"
-    target = describe({n: theirs[n] for n in both if n not in wrong["differing"]})
-    if not target:
+    if not both:
         raise UsageError(f"no name in common: {list(mine)[:2]} and {list(theirs)[:2]}. Pass into=.")
-    plan = plan_sync([describe(mine)], target, bucket_bytes=_BUCKET_BYTES)
-    return mine, [{name: theirs[name] for name in target}], plan
+    held = [{name: theirs[name] for name in both if name not in wrong["differing"]}]
+    plan = None
+    if any(one.numel() for one in held[0].values()):
+        plan = plan_sync([describe(mine)], describe(held[0]), bucket_bytes=_BUCKET_BYTES)
+    return mine, held, plan
 
 
 def _kind(tensor: Tensor) -> tuple[object, ...]:
     """Return what no cast changes."""
-    is_cast = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
+    is_cast = converts(tensor.dtype, torch.float32)
     return tuple(tensor.shape) if is_cast else (*tensor.shape, tensor.dtype)
 
 
@@ -268,7 +276,9 @@ def _share(agreement: Agreement, message: dict[str, Any], deadline: float) -> li
 
 def _compare(plan: Plan, rank: int, parts: Parts, seen: Sequence[Observed], wrong: _Wrong) -> None:
     """Compare what this rank would send with what each reader has."""
-    wrong["unexpected"] |= {name: f"reader {one.reader}" for one in seen for name in one.unexpected}
+    for kind in ("unexpected", "absent"):
+        into = wrong["missing" if kind == "absent" else kind]
+        into |= {name: f"reader {one.reader}" for one in seen for name in getattr(one, kind)}
     found: dict[tuple[int, int, int], list[Form]] = defaultdict(list)  # By reader, bucket and copy.
     for one in seen:
         rows = iter(one.forms)
@@ -293,10 +303,13 @@ def _compare_copy(
         if not dtype:
             wrong["unobservable"].setdefault(copy.name, f"{where}: {way}")
             continue
-        mine = room[box.within(copy.box).slices].to(getattr(torch, dtype))
-        if digest_form(way, mine) != digest:
+        mine = room[box.within(copy.box).slices]
+        if not converts(mine.dtype, dtype_of(dtype)):
+            wrong["differing"].setdefault(copy.name, f"{where}, {dtype}, not {mine.dtype}")
+        elif digest_form(way, mine.to(dtype_of(dtype))) != digest:
             wrong["differing"].setdefault(copy.name, f"{where}, {way}")
-    if sum(box.numel for box in {form.box for form in forms}) < copy.box.numel:
+    seen = dict.fromkeys(form.box.within(copy.box) for form in forms)
+    if owned_boxes(enumerate(seen), copy.box.sizes)[1]:
         wrong["missing"].setdefault(copy.name, f"reader {reader}, of {_text(copy.box)}")
 
 

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -6,9 +8,18 @@ from torch.distributed.fsdp import fully_shard
 
 from primeblocks.errors import PlanError, UnsupportedError
 from primeblocks.testing import ranks, tiny_models
-from primeblocks.weightsync import describe
+from primeblocks.weightsync import (
+    Publisher,
+    SharedMemoryTransport,
+    Subscriber,
+    describe,
+    plan_sync,
+    verify_engine,
+)
 from primeblocks.weightsync.adapters.transformers import to_checkpoint
-from primeblocks.weightsync.manifest import gather_manifests, named_tensors
+from primeblocks.weightsync.manifest import Manifest, gather_manifests, named_tensors
+from primeblocks.weightsync.observed import observe
+from tests.weightsync.toy_engine import wirings
 
 pytest.importorskip("transformers")
 
@@ -36,6 +47,44 @@ def test_the_wiring_makes_what_save_pretrained_writes_and_undoes_it(family, tmp_
     assert_same(wiring.move(module), saved)
     assert_same(wiring.inverse().move(saved), module)
     assert wiring.inverse().targets == describe(module)
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_a_sink_a_bias_or_a_norm_that_changed_alone_arrives_and_is_named(family, tmp_path):
+    model = tiny_models.build(family, **SIZES)
+    convert, vectors = to_checkpoint(model), {}
+    for name, tensor in named_tensors(model).items():
+        if tensor.ndim == 1 or name.endswith("bias"):
+            vectors[re.sub(r"\d+", "N", name)] = name, tensor  # The last layer's.
+    assert any("norm" in kind for kind in vectors)
+    leads = {
+        name: sorted({p.target for p in convert.by_source[name]}) for name, _ in vectors.values()
+    }
+    sent = {target for row in leads.values() for target in row}
+    checkpoint = Manifest(tuple((n, spec) for n, spec in convert.targets.items() if n in sent))
+    plan = plan_sync([describe(model)], checkpoint, bucket_bytes=1 << 16, convert=convert)
+    ways, got = wirings(checkpoint, 2), {}
+
+    def found():
+        held = [(way.move(got), way) for way in ways]
+        seen = [observe(plan, parameters, convert=way) for parameters, way in held]
+        return verify_engine(model, seen, plan=plan, convert=convert)
+
+    load = lambda tensors: got.update({name: tensor.clone() for name, tensor in tensors})  # noqa: E731
+    with (
+        SharedMemoryTransport("policy", owner=True, root=str(tmp_path)) as transport,
+        Publisher(plan, model, transport, convert=convert) as publisher,
+        Subscriber(plan, load, transport) as subscriber,
+    ):
+        publisher.publish(0, timeout_s=120)
+        subscriber.receive(timeout_s=120)
+        for version, (name, tensor) in enumerate(vectors.values(), 1):
+            with torch.no_grad():
+                tensor.add_(1)
+            assert list(found().differing) == leads[name]
+            publisher.publish(version, timeout_s=120)
+            subscriber.receive(timeout_s=120)
+            assert found().is_proved
 
 
 def _shards(folder):
