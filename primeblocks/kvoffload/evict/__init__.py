@@ -201,19 +201,24 @@ class VersionAware:
        refuses their rollouts. Not demoted.
     2. Pages whose rollouts have all ended, in the order of the ends. Not demoted.
 
+    It guesses nothing about waits, so it loses to `lru` only where pages of ended rollouts are
+    asked for again.
+
+    Args:
+        max_staleness: None to keep all versions.
+
     Raises:
         PlanError: `max_staleness` is negative.
     """
 
     facts: ClassVar[Facts] = facts_of(stale, ended)
-    max_staleness: int
+    max_staleness: int | None = None
 
     def __post_init__(self) -> None:
         _check(self.max_staleness)
 
     def __call__(self, snapshot: Snapshot) -> Choice:
-        found = stale(snapshot, max_staleness=self.max_staleness) or ended(snapshot)
-        return found or lru(snapshot)
+        return _old(snapshot, self.max_staleness) or ended(snapshot) or lru(snapshot)
 
 
 @dataclass(frozen=True)
@@ -226,7 +231,8 @@ class RolloutAware:
        is the last page, which is of no use without those before it.
 
     It knows as much as it is told: who uses which page, `pause`, `queue`, `end`. Untold, it is
-    least recently used.
+    least recently used. A mean says little about waits with a heavy tail: there it falls to a third
+    of `lru`'s hits (`docs/kvoffload_eviction.md` has the cells).
 
     Args:
         max_staleness: None to keep all versions.
@@ -239,16 +245,16 @@ class RolloutAware:
     max_staleness: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_staleness is not None:
-            _check(self.max_staleness)
+        _check(self.max_staleness)
 
     def __call__(self, snapshot: Snapshot) -> Choice:
-        found = None
-        if self.max_staleness is not None:
-            found = stale(snapshot, max_staleness=self.max_staleness)
-        return found or by_waits(snapshot) or lru(snapshot)
+        return _old(snapshot, self.max_staleness) or by_waits(snapshot) or lru(snapshot)
 
 
-def _check(max_staleness: int) -> None:
-    if max_staleness < 0:
+def _old(snapshot: Snapshot, max_staleness: int | None) -> Choice | None:
+    return None if max_staleness is None else stale(snapshot, max_staleness=max_staleness)
+
+
+def _check(max_staleness: int | None) -> None:
+    if max_staleness is not None and max_staleness < 0:
         raise PlanError(f"max_staleness counts versions; got {max_staleness}")

@@ -30,6 +30,7 @@ def engine_args(
     disk_path: str | os.PathLike[str] | None = None,
     disk_bytes: int = 0,
     max_staleness: int | None = None,
+    evict: str = "versions",
     offload_prompt_only: bool = False,
     routes_bytes_per_token: int = 0,
     persist: str | None = None,
@@ -47,6 +48,8 @@ def engine_args(
         disk_bytes: their quota.
         max_staleness: evict pages of versions older than this first (see `request_args`); None
             keeps all versions alike.
+        evict: "versions" is `VersionAware`; "rollouts" is `RolloutAware`, which has several times
+            the hits where agents queue, and less than half where waits have a heavy tail.
         offload_prompt_only: leave generated tokens out.
         routes_bytes_per_token: with routed-expert capture, bytes captured for each token
             (`RouterShape.bytes_per_token` of primeblocks.replay): routes then travel with their
@@ -75,6 +78,8 @@ def engine_args(
         raise PlanError(
             f"routes_bytes_per_token must not be negative; got {routes_bytes_per_token}"
         )
+    if evict not in tier.EVICT:
+        raise PlanError(f"evict must be one of {[*tier.EVICT]}; got {evict!r}")
     if persist is not None and disk_path is None:
         raise PlanError(f"persist={persist!r} needs a disk: give disk_path and disk_bytes")
     ours = {
@@ -84,6 +89,7 @@ def engine_args(
         "disk_path": None if disk_path is None else os.fspath(disk_path),
         "disk_bytes": disk_bytes,
         "max_staleness": max_staleness,
+        "evict": evict,
         "persist": persist,
     }
     extra = {

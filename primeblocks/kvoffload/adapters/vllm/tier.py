@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import compress
@@ -31,13 +31,14 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from ....errors import PrimeblocksError, UsageError, check_version
 from ... import DiskTier, HostTier, PageKey, Tier, TieredStore
-from ...evict import RolloutAware
+from ...evict import Evict, RolloutAware, VersionAware
 from ...jobs import Job, PageJobs
 from ...page import pack_attachments
 from .routes import Tail
 
 __all__ = [
     "COUNTED",
+    "EVICT",
     "METRIC",
     "Request",
     "StoreTier",
@@ -59,6 +60,11 @@ _REST_S = 5e-3
 _LEAP = 1 << 20  # updates between two requests
 
 logger = logging.getLogger(__name__)
+
+EVICT: Mapping[str, Callable[[int | None], Evict]] = {
+    "versions": VersionAware,
+    "rollouts": RolloutAware,
+}
 
 
 def request_args(
@@ -144,6 +150,7 @@ class StoreTier(SecondaryTierManager):
         disk_path: str | None = None,
         disk_bytes: int = 0,
         max_staleness: int | None = None,
+        evict: str = "versions",
         persist: str | None = None,
         backpressure_detector: BackpressureDetector | None = None,
     ) -> None:
@@ -160,7 +167,7 @@ class StoreTier(SecondaryTierManager):
             replica = f"engine-{offloading_spec.config.parallel.data_parallel_index}"
             directory = os.path.join(disk_path, replica)
             tiers.append(DiskTier(directory, capacity_bytes=disk_bytes, **sizes))
-        self._store = TieredStore(tiers, evict=RolloutAware(max_staleness))
+        self._store = TieredStore(tiers, evict=EVICT[evict](max_staleness))
         self._persists = persist is not None
         self._salt = os.urandom(16) if persist is None else persist.encode()
         self._recipe = recipe(offloading_spec)
