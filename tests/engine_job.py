@@ -15,10 +15,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from primeblocks.errors import how_it_ended
 from tests.deadlines import HANG_S, JOB_S
@@ -30,6 +34,9 @@ KV_BYTES = 64 << 20
 # were seen with 1.3.
 MOST_BYTES = 2_000_000_000
 ENVIRONMENT = {
+    # vLLM chooses its own kernels by the processor, and asks oneDNN for theirs. As conftest narrows
+    # oneDNN for torch, undo it.
+    "ONEDNN_MAX_CPU_ISA": "DEFAULT",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "TORCH_COMPILE_DISABLE": "1",
@@ -38,6 +45,19 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
+
+
+def is_gone(pid: int) -> bool:
+    """Say whether a process that somebody killed ends before a deadline."""
+    deadline, never = time.monotonic() + HANG_S, threading.Event()
+    while time.monotonic() < deadline:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        never.wait(0.01)
+    return False
 
 
 def call(body: Callable[..., Any], *args: object, timeout_s: float = JOB_S) -> Any:

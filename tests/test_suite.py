@@ -6,11 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.deadlines import EXPIRES_S, HANG_S, JOB_S
-from tests.engine_job import call
+from tests.engine_job import call, is_gone
 
 ROOT = Path(__file__).parents[1]
 # More than five seconds and less than HANG_S, as a number: neither an expiry nor a hang.
@@ -76,4 +75,4 @@ def test_a_job_that_hangs_takes_its_servers_along(tmp_path):
     with pytest.raises(AssertionError, match="_leaves_a_server"):
         call(_leaves_a_server, str(told), timeout_s=EXPIRES_S)
     pid = int(told.read_text())
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert is_gone(pid)

@@ -40,6 +40,8 @@ __all__ = ["Gang", "gang", "kill", "preload", "run", "tell"]
 _SETTLE_S = 0.5
 # A rank ends itself at the deadline; one that cannot (stopped, say) is ended this much later.
 _GRACE_S = 5.0
+# One that has returned takes down its group and ends; a busy machine takes seconds.
+_LEAVE_S = 60.0
 
 _starting = threading.Lock()
 # Each start polls every process there is, and of two threads that poll one, one gets no exit code.
@@ -188,7 +190,7 @@ class Gang:
             member.inbox.close()
             if not member.settled or isinstance(member.outcome, _Killed):
                 member.process.kill()
-        until = time.monotonic() + _GRACE_S
+        until = time.monotonic() + _LEAVE_S
         for member in self._members:
             if _ended(member.process, until - time.monotonic()) is None:
                 member.process.kill()

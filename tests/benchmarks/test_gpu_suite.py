@@ -7,12 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from benchmarks.gpu import machine, page
 from benchmarks.gpu.cases import CASES, PARTS, Case
 from benchmarks.gpu.runner import run_cases
+from tests.engine_job import is_gone
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,7 +68,7 @@ def test_a_crash_a_hang_and_too_little_memory_cost_a_case_each(tmp_path):
     assert why["lacks"] == "no_such_module not installed"
     assert why["last"] == "still here\n"
     pid = int(child.read_text())
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert is_gone(pid)
 
 
 def test_what_is_done_is_in_the_report_while_the_rest_runs(tmp_path):

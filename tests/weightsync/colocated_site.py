@@ -49,12 +49,12 @@ class FakeEngine:
 class Site:
     """A trainer, an engine, and faults: `faults[name]` is raised once by the call of that name."""
 
-    def __init__(self, path, *, shape=(4, 4), cache_bytes=64, drives=True):
+    def __init__(self, path, *, shape=(4, 4), cache_bytes=64, drives=True, chunk_bytes=MIB):
         torch.manual_seed(0)
         self.model = nn.Linear(*shape, bias=False)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.step()
-        self.host = HostMemory(self.model, self.optimizer)
+        self.host = HostMemory(self.model, self.optimizer, chunk_bytes=chunk_bytes)
         manifests = gather_manifests(describe(self.model)) if dist.is_initialized() else None
         manifests = manifests or [describe(self.model)]
         target = manifests[0].whole(dtype=torch.bfloat16)

@@ -65,7 +65,7 @@ def test_the_engine_serves_what_was_published_and_training_goes_on(site):
 def _stages(tmp_path):
     # Above 32 MiB the allocator gives each tensor pages of its own, and back when it is freed.
     shape, cache = (5120, 4096), 80 * MIB
-    site = Site(tmp_path, shape=shape, cache_bytes=cache)
+    site = Site(tmp_path, shape=shape, cache_bytes=cache, chunk_bytes=64 * MIB)
     weights = 4 * prod(shape)
     trainer, engine = 4 * weights, weights // 2
     # What it keeps of smaller ones is its own affair. The smallest part that moves is the engine's.

@@ -123,9 +123,9 @@ def test_an_answer_that_was_lost_splits_nobody(fault, culprit, host):
 
 
 def test_a_rank_that_lost_the_store_keeps_its_version_and_says_what_it_cannot_know(host):
-    small_texts = run(store_body, host, "lost in compare_set", 3, 1.0)
+    small_texts = run(store_body, host, "lost in compare_set", 3, 5.0)
     assert small_texts[3] == "" or "others may have committed" in small_texts[3]
-    texts = run(store_body, host, "lost", 3, 1.0)
+    texts = run(store_body, host, "lost", 3, 5.0)
     assert "the store does not answer: connection reset" in texts[3]
     assert all(texts)  # Without it nobody has the version.
 

@@ -247,7 +247,7 @@ def test_answers_to_an_abandoned_load_are_not_taken_for_those_to_the_next(traine
     fake.before_load = lambda path: path == str(slow.path) and go_on.wait(TIMEOUT_S)
     fake.break_after[str(broken.path)] = [2]
     with pytest.raises(DeadlineError):
-        engine.update(slow, timeout_s=1)
+        engine.update(slow, timeout_s=5)
     threading.Timer(0.2, go_on.set).start()
     with pytest.raises(TransferError, match="broken at tensor 2"):
         engine.update(broken, timeout_s=TIMEOUT_S)
