@@ -14,7 +14,6 @@ from primeblocks.weightsync.transports import (
     FileTransport,
     GroupTransport,
     IpcTransport,
-    ProcessWire,
     PullTransport,
     TcpWire,
     open_transport,
@@ -23,7 +22,7 @@ from primeblocks.weightsync.transports.directory import DirectoryTransport
 from tests.deadlines import HANG_S
 
 # Packed buffers: commits and the carrier.
-PACKED = ("directory-handles", "store-handles", "directory-wire", "store-wire", "store-tcp")
+PACKED = ("directory-handles", "store-handles", "directory-tcp", "store-tcp")
 # All readers commit, or none: over a group of theirs, or one that they make over a store.
 TOGETHER = ("group", "joined")
 KINDS = ("shared_memory", "file", *TOGETHER, *PACKED)
@@ -136,7 +135,7 @@ def joined(store, plan, *, keep):
 def packed_end(kind, where, *, wire=None, **options):
     """One process's end of packed buffers, at a folder or a store."""
     if wire is None and not kind.endswith("handles"):
-        wire = TcpWire("127.0.0.1") if kind.endswith("tcp") else ProcessWire()
+        wire = TcpWire("127.0.0.1")
     if kind.startswith("directory"):
         return IpcTransport("policy", root=str(where), wire=wire, **options)
     return PullTransport(store_at(where), wire, **options)

@@ -40,8 +40,8 @@ PLACES = (
     "file",
     "directory-handles",
     "store-handles",
-    "directory-wire",
-    "store-wire on a TCP store",
+    "directory-tcp",
+    "store-tcp on a TCP store",
 )
 NEVER = 10**9
 # At a time: much of each waits for a deadline.

@@ -207,7 +207,7 @@ def records(rng, cases, where):
 def announcements(rng, cases, where):
     """A plan that is found by name."""
     count = 0
-    for pair, each in pairs(("shared_memory", "file", "store-wire"), where, cases):
+    for pair, each in pairs(("shared_memory", "file", "store-tcp"), where, cases):
         text = pair.plan.to_json()
         for _ in each:
             changed = mutated(rng, text).decode(errors="replace")

@@ -19,8 +19,8 @@ from primeblocks.weightsync.transports import (
     FileTransport,
     GroupTransport,
     IpcTransport,
-    ProcessWire,
     PullTransport,
+    TcpWire,
 )
 from tests.deadlines import HANG_S as TIMEOUT_S
 
@@ -41,7 +41,7 @@ def _end(kind, where, owner):
         return IpcTransport("policy", owner=owner, root=str(where))
     if kind == "store":
         store = dist.FileStore(str(where / "store"), -1)
-        return PullTransport(store, ProcessWire(), owner=owner)
+        return PullTransport(store, TcpWire("127.0.0.1"), owner=owner)
     return SharedMemoryTransport("policy", owner=owner, root=str(where))
 
 

@@ -18,7 +18,7 @@ from primeblocks import weightsync
 from primeblocks.errors import PrimeblocksError, TransferError, UsageError
 from primeblocks.weightsync import SharedMemoryTransport
 from primeblocks.weightsync.engines import Ballot
-from primeblocks.weightsync.transports import FileTransport, IpcTransport, ProcessWire
+from primeblocks.weightsync.transports import FileTransport, IpcTransport, TcpWire
 from tests.deadlines import HANG_S
 from tests.weightsync.conftest import STRANGER
 from tests.weightsync.test_directory import AS_ROOT, published, received
@@ -27,7 +27,9 @@ MAKES = {
     "shared_memory": lambda where, **how: SharedMemoryTransport("p", root=str(where), **how),
     "file": FileTransport,
     "ipc": lambda where, **how: IpcTransport("p", root=str(where), **how),
-    "wire": lambda where, **how: IpcTransport("p", root=str(where), wire=ProcessWire(), **how),
+    "wire": lambda where, **how: IpcTransport(
+        "p", root=str(where), wire=TcpWire("127.0.0.1"), **how
+    ),
 }
 WHAT = ("link", "dangling link", "pipe", "directory", "mode", "owner", "hard link")
 READ = {

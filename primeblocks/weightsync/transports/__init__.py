@@ -7,7 +7,7 @@ from .open import open_transport
 from .packed_transport import IpcTransport, PackedTransport, PullTransport
 from .tcp_wire import TcpWire
 from .transport import Transport
-from .wire import ProcessWire, Read, Wire
+from .wire import Read, Wire
 
 __all__ = [
     "Estimate",
@@ -15,7 +15,6 @@ __all__ = [
     "GroupTransport",
     "IpcTransport",
     "PackedTransport",
-    "ProcessWire",
     "PullTransport",
     "Read",
     "SharedMemoryTransport",

@@ -17,7 +17,7 @@ from .place import DiskPlace, PrivatePlace
 from .store_commits import StoreCommits
 from .tcp_wire import TcpWire
 from .transport import Transport
-from .wire import ProcessWire, Wire, WireCarrier
+from .wire import Wire, WireCarrier
 
 __all__ = ["open_spec", "open_transport"]
 
@@ -36,7 +36,6 @@ _KINDS: Mapping[str, Callable[..., Any]] = {
     "tcp_store": tcp_store,
     "handles": HandleCarrier,
     "wire": WireCarrier,
-    "process": ProcessWire,
     "tcp": TcpWire,
 }
 _OWNERS = {"owner", "rank"}  # Arguments of the other ends.
@@ -46,7 +45,7 @@ def open_transport(spec: Mapping[str, Any], *, wires: Wires | None = None) -> Tr
     """Open the reading end of the transport whose `spec()` this is.
 
     Args:
-        wires: constructors of wires by their kind, beside "process" and "tcp", with what their
+        wires: constructors of wires by their kind, beside "tcp", with what their
             `spec()` says.
 
     Raises:
