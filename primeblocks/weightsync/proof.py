@@ -27,13 +27,7 @@ __all__ = ["RoundTrip", "prove_round_trip"]
 
 _MESSAGE_BYTES = 4096
 _MESSAGE_CHARS = 600  # A character takes up to six bytes in JSON.
-# Of the dtypes that can be halved: bits, and how many of them are the mantissa's.
-_HALVED = {
-    torch.float64: (torch.int64, 52),
-    torch.float32: (torch.int32, 23),
-    torch.bfloat16: (torch.int16, 7),
-    torch.float16: (torch.int16, 10),
-}
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 20
 _ODD = 0x5851F42D4C957F2D
 
@@ -70,11 +64,10 @@ def prove_round_trip(
     with the second push, and to be exactly as at first after the third.
 
     Every floating element is negated and divided by 2 to 16, by its name and place, so that equal
-    tensors become different ones. It shows in whatever dtype it travels, and comes back bit for
-    bit, without a copy; tied ones once. Whatever happens, the parameters end as they were; the
-    engine holds them if this returns.
+    tensors become different ones. It shows in whatever dtype it travels; tied ones change once.
+    Whatever happens, the parameters end as they were; the engine holds them if this returns.
 
-    Collective. Cost: three pushes and three observations.
+    Collective. Cost: three pushes, three observations, and memory for a copy of the parameters.
 
     Args:
         parameters: of this rank; changed in place and back.
@@ -198,19 +191,19 @@ def _perturbed(parameters: NamedTensors) -> Iterator[None]:
         place = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
         where = f"{name} {layout_of(parameter).shard.offsets}"  # Replicas change alike.
         places.setdefault((*place, tensor.shape, tensor.stride()), (where, tensor))
-    done: list[tuple[str, Tensor]] = []
+    kept: list[tuple[Tensor, Tensor]] = []
     try:
         for where, tensor in places.values():
+            kept.append((tensor, tensor.clone()))
             _perturb(tensor, where)
-            done.append((where, tensor))
         yield
     finally:
-        for where, tensor in reversed(done):
-            _perturb(tensor, where, back=True)
+        for tensor, before in reversed(kept):
+            tensor.copy_(before)
 
 
-def _perturb(tensor: Tensor, where: str, *, back: bool = False) -> None:
-    """Negate each element and divide it by 2 to 16, or take that back, exactly; integers stay.
+def _perturb(tensor: Tensor, where: str) -> None:
+    """Negate each element and divide it by 2 to 16; integers stay.
 
     Name and offsets, `where`, and the place of an element say by what. A zero becomes a fraction:
     dividing alone would leave zeros as they are, negating alone the scales of quantized tensors.
@@ -219,45 +212,19 @@ def _perturb(tensor: Tensor, where: str, *, back: bool = False) -> None:
         tensor = torch.view_as_real(tensor)
     if not tensor.dtype.is_floating_point:
         return
-    if (
-        tensor.dtype not in _HALVED
-    ):  # Eight bits, of which the first is the sign where there is one.
+    if tensor.dtype.itemsize == 1:  # The first bit is the sign where there is one.
         has_sign = tensor.dtype != torch.float8_e8m0fnu
         tensor.view(torch.uint8).bitwise_xor_(0x80 if has_sign else 1)
         return
-    dtype, mantissa = _HALVED[tensor.dtype]
-    bits = tensor.view(dtype)
+    bits = _BITS[tensor.dtype.itemsize]
+    factors = tensor.new_tensor([1 / 2, 1 / 4, 1 / 8, 1 / 16])
     seed, start = xxhash.xxh3_64_intdigest(where.encode()) >> 2, 0
-    for part in bits.view(-1).split(_CHUNK) if bits.is_contiguous() else [bits]:
+    for part in tensor.view(-1).split(_CHUNK) if tensor.is_contiguous() else [tensor]:
         # A hash of the place: no slice of a tensor changes as another does.
-        by = torch.arange(start, start + part.numel(), device=bits.device).add_(seed)
+        by = torch.arange(start, start + part.numel(), device=part.device).add_(seed)
         for _ in range(2):
             by = by.mul_(_ODD).bitwise_xor_(by >> 32)
-        by = by.bitwise_and_(3).add_(1).to(dtype).view(part.shape)
-        _step(part, 1 << mantissa, by=by, back=back)
+        divided = part.masked_fill(part == 0, 15 / 8) * factors[by & 3].view(part.shape)
+        part.copy_(torch.where(part.isfinite(), divided, part))
+        part.view(bits).bitwise_xor_(torch.iinfo(bits).min)  # The sign, of what is no number too.
         start += part.numel()
-
-
-def _step(bits: Tensor, one: int, *, by: Tensor, back: bool) -> None:
-    """Flip signs, and turn the exponents of normal numbers down; `one` is the lowest such bit.
-
-    Exponents wrap around: the least becomes the largest, so that there is a way back. Then zero
-    changes places with 1.875 over a power of two, which no 1 is divided to.
-    """
-    sign, most = torch.iinfo(bits.dtype).min, torch.iinfo(bits.dtype).max
-    magnitude = bits & most
-    infinite = most + 1 - one  # All bits of the exponent; what is above is no number.
-    instead = (infinite // one // 2 - by) * one + 7 * one // 8
-
-    def swapped(magnitude: Tensor) -> Tensor:
-        is_zero, is_other = magnitude == 0, magnitude == instead
-        return torch.where(is_zero, instead, magnitude.masked_fill(is_other, 0))
-
-    magnitude = swapped(magnitude) if back else magnitude
-    normal = (magnitude >= one) & (magnitude < infinite)
-    # Modulo `infinite - one`; the start of the way back is chosen so that nothing overflows.
-    start = magnitude - infinite + by * one if back else magnitude - one - by * one
-    turned = start.remainder_(infinite - one).add_(one)
-    magnitude = torch.where(normal, turned, magnitude)
-    magnitude = magnitude if back else swapped(magnitude)
-    bits.copy_(magnitude | (~bits & sign))

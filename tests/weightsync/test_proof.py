@@ -82,8 +82,7 @@ def test_every_element_is_perturbed(tmp_path):
     names = len(served.tensors)
     for (name, first), (_, second) in zip(seen[:names], seen[names : 2 * names], strict=True):
         if first.dtype.is_floating_point:
-            # Equal bits only where a value stood opposite to one that differs in its lowest bit.
-            assert first.view(torch.int16).eq(second.view(torch.int16)).float().mean() < 0.1, name
+            assert first.view(torch.int16).ne(second.view(torch.int16)).all(), name
             assert second.isfinite().all()
         else:
             assert first.equal(second)
@@ -216,7 +215,7 @@ FLOATS = (
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_every_bit_pattern_changes_and_comes_back(dtype):
+def test_every_bit_pattern_changes(dtype):
     bits = torch.randint(0, 256, (4096, 16), dtype=torch.uint8)
     bits[:2] = 0  # Zeros of every dtype.
     tensor = bits.clone().view(dtype)
@@ -225,8 +224,6 @@ def test_every_bit_pattern_changes_and_comes_back(dtype):
     elements = bits.view(-1, dtype.itemsize if not dtype.is_complex else 8)
     changed = tensor.view(torch.uint8).view(elements.shape)
     assert (changed != elements).any(1).all()
-    _perturb(tensor, "w", back=True)
-    assert tensor.view(torch.uint8).equal(bits)
 
 
 @pytest.mark.parametrize("to", [torch.bfloat16, torch.float16, torch.float32], ids=str)
