@@ -2,17 +2,29 @@
 
 import importlib.util
 import json
+import re
+from itertools import chain, pairwise
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from primeblocks.plugins.vllm import register
 from primeblocks.testing import tiny_models
-from primeblocks.weightsync import verify_engine
+from primeblocks.weightsync import (
+    Publisher,
+    SharedMemoryTransport,
+    describe,
+    plan_sync,
+    verify_engine,
+)
 from primeblocks.weightsync.adapters import vllm as adapter
+from primeblocks.weightsync.adapters.transformers import to_checkpoint
 from primeblocks.weightsync.engines import prove_round_trip
+from primeblocks.weightsync.manifest import named_tensors
 from tests.engine_job import call, fork_job
-from tests.weightsync.vllm_site import ENGINE, TIMEOUT_S, Trainer, error_of
+from tests.weightsync.vllm_site import ENGINE, PROMPTS, TIMEOUT_S, Trainer, error_of, sampling, seen
 
 pytestmark = [
     pytest.mark.vllm,
@@ -120,6 +132,123 @@ def test_a_fault_is_named(saw, case, names):
     assert list(saw[case].differing) == names, saw[case].table()
     assert saw[case].wrong == names
     assert not saw[case].unexpected
+
+
+# Families, and how many kinds of vectors each has: sinks, biases, norms, corrections of routers.
+FEW = {"gpt_oss": 11, "glm4_moe": 6}
+MORE = {
+    "qwen2_moe": 6,
+    "qwen3_moe": 5,
+    "mixtral": 3,
+    "olmoe": 5,
+    "flex_olmo": 5,
+    "exaone_moe": 6,
+    "deepseek_v3": 6,
+    "glm4_moe_lite": 6,
+    # By transformers' code: shared experts have two names, corrections are buffers.
+    "dots1": 6,
+    "solar_open": 4,
+    "llama": 3,
+    "qwen3": 5,
+}
+LATENT = ("deepseek_v3", "glm4_moe_lite")
+
+
+@pytest.fixture(params=[*FEW, *MORE])
+def alone(request, tmp_path):
+    if request.param in MORE and not request.config.getoption("--full"):
+        pytest.skip("an engine more: --full")
+    return request.param, call(_alone, tmp_path, request.param)
+
+
+def _alone(folder, family):
+    """What is found, and what arrives, as one vector after the other changes."""
+    import vllm
+
+    register()
+    sizes = {"num_layers": 2, "hidden": 64, "num_experts": 4, "vocab": 128}
+    tiny_models.save(family, folder / "model", **sizes)
+    model = tiny_models.build(family, **sizes)
+    convert, vectors = to_checkpoint(model), {}
+    for name, tensor in named_tensors(model).items():
+        if tensor.ndim == 1 or name.endswith(("bias", "kv_b_proj.weight")):
+            vectors[re.sub(r"\d+", "N", name)] = name, tensor.detach()  # The last layer's.
+    checkpoint = convert.targets.whole()
+    plan = plan_sync([describe(model)], checkpoint, bucket_bytes=1 << 20, convert=convert)
+    llm = vllm.LLM(str(folder / "model"), dtype="bfloat16", **ENGINE, **adapter.engine_args())
+    core = llm.llm_engine.engine_core.engine_core
+    engine = core.model_executor.driver_worker.worker.get_model()
+
+    def say():
+        prompts = [{"prompt_token_ids": ids} for ids in PROMPTS[:2]]
+        return [seen(one) for one in llm.generate(prompts, sampling(2), use_tqdm=False)]
+
+    def held():
+        return {n: t.detach() for n, t in chain(engine.named_parameters(), engine.named_buffers())}
+
+    with (
+        SharedMemoryTransport("policy", owner=True, root=str(folder)) as transport,
+        Publisher(plan, model, transport, convert=convert) as publisher,
+    ):
+
+        def update(version):
+            receipt = publisher.publish(version, timeout_s=TIMEOUT_S)
+            adapter.update_llm(llm, receipt, timeout_s=TIMEOUT_S)
+            return say()
+
+        def look():
+            return verify_engine(model, adapter.observe_llm(llm), plan=plan, convert=convert)
+
+        adapter.attach_llm(llm, plan, transport)
+        said = [say(), update(0)]
+        engine.register_parameter("lonely", nn.Parameter(torch.ones(2)))
+        found = {"lonely": look()}
+        del engine.lonely
+        found["start"] = look()
+        changes, olds = {}, {name: tensor.clone() for name, tensor in vectors.values()}
+        for version, (name, tensor) in enumerate(vectors.values(), 1):
+            before = {n: t.clone() for n, t in held().items()}
+            tensor.add_(torch.linspace(0.25, 0.5, tensor.numel()).view(tensor.shape))
+            change = {"names": sorted({p.target for p in convert.by_source[name]}), "sent": look()}
+            said.append(update(version))
+            change["loaded"] = look()
+            moved = {n: t != before[n] for n, t in held().items() if not t.equal(before[n])}
+            parts = [held()[n][places] for n, places in moved.items()]
+            change["moved"] = [part.float().sort().values.tolist() for part in parts]
+            change["values"] = tensor.float().flatten().sort().values.tolist()
+            for n, places in moved.items():
+                new = held()[n].clone()
+                held()[n][places] += 1
+                change["behind"] = look()
+                held()[n].copy_(new)
+            changes[name] = change
+        for name, tensor in vectors.values():
+            tensor.copy_(olds[name])
+        said.append(update(len(vectors) + 1))
+    return found, changes, said
+
+
+def test_a_sink_a_bias_or_a_norm_that_changes_alone_arrives_and_is_named(alone):
+    family, (found, changes, said) = alone
+    hidden = found["start"].unobservable
+    assert found["start"].wrong == list(hidden), found["start"].table()
+    assert all(name.endswith("kv_b_proj.weight") for name in hidden)
+    assert bool(hidden) == (family in LATENT)
+    assert list(found["lonely"].unexpected) == ["lonely"]
+    assert not found["start"].unexpected
+    for name, change in changes.items():
+        assert change["loaded"].wrong == list(hidden), change["loaded"].table()
+        if name in hidden:
+            continue
+        for kind in ("sent", "behind"):
+            assert list(change[kind].differing) == change["names"], (name, change[kind].table())
+            assert change[kind].wrong == [*change["names"], *hidden]
+            assert not change[kind].unexpected
+        assert change["moved"] == [change["values"]], name
+    assert len(changes) == (FEW | MORE)[family] + (family in LATENT)
+    # What it says changes with each vector, and is what a fresh engine says at both ends.
+    assert all(one != other for one, other in pairwise(said[1:]))
+    assert said[0] == said[1] == said[-1]
 
 
 def test_the_notebook_names_what_it_breaks(tmp_path):

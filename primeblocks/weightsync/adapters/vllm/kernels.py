@@ -51,7 +51,9 @@ def observe_worker(
     extra = tuple(
         name
         for name, place in places.items()
-        if place[1] not in _DERIVED and id(_parameter(*place)) not in known
+        if place[1] in place[0]._parameters
+        and place[1] not in _DERIVED
+        and id(_parameter(*place)) not in known
     )
     return replace(seen, unexpected=extra)
 
@@ -85,19 +87,18 @@ def look_into(model: nn.Module) -> Callable[[str], Sequence[Seen] | str]:
 
 
 def _places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Return the module and the attribute of each parameter; LoRA's wrappers have no name."""
+    """Return the module and the attribute of each tensor; LoRA's wrappers have no name."""
     return {
         f"{prefix}.{name}".removeprefix(".").replace(".base_layer.", "."): (module, name)
         for prefix, module in model.named_modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None
+        for name, one in (module._parameters | module._buffers).items()
+        if one is not None
     }
 
 
 def _parameter(module: nn.Module, name: str) -> Tensor:
-    parameter = module._parameters[name]
-    assert parameter is not None, "it was found there"
-    return parameter
+    tensor: Tensor = getattr(module, name)
+    return tensor
 
 
 def _multiplied(layer: Any) -> Tensor | None:

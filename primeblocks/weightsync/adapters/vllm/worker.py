@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,7 +10,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from ....errors import (
     MissingPackageError,
@@ -125,7 +127,8 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             loaded.update(model.load_weights(tensors) or ())
 
         with set_current_vllm_config(self.vllm_config), _unprocessed(model) as called:
-            into = {_loader_name(name): one for name, one in model.named_parameters()}
+            held = itertools.chain(model.named_parameters(), model.named_buffers())
+            into = {_loader_name(name): one for name, one in held}
             reads = record_reads(load, checkpoint, into=into)
             return reads, [
                 prefix
@@ -210,14 +213,20 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         from vllm.model_executor.model_loader import reload
         from vllm.model_executor.model_loader.reload import layerwise
 
+        for layer in cast(Any, self.model).modules():
+            if getattr(layer, "is_amx_bmm_enabled", False):
+                _hold_again(layer.kv_b_proj)
         reload.initialize_layerwise_reload(self.model)
         direct = [self.model.get_submodule(prefix) for prefix in self._direct]
         for layer in direct:
             layerwise.materialize_layer(layer, layerwise.get_layerwise_info(layer))
         try:
-            expected = {_loader_name(name) for name, _ in self.model.named_parameters()}
+            # Shared experts may have two names, and load under either.
+            every = self.model.named_parameters(remove_duplicate=False)
+            expected = [(_loader_name(name), one) for name, one in every]
             loaded: set[str] | None = cast(Any, self.model).load_weights(tensors)
-            missing = sorted(expected - loaded) if loaded is not None else []
+            have = {one for name, one in expected if loaded is None or name in loaded}
+            missing = sorted(name for name, one in expected if one not in have)
             if missing and self.model_config.quantization is None:
                 raise TransferError(
                     f"{len(missing)} of {len(expected)} parameters would keep their old values, "
@@ -285,6 +294,14 @@ def _told(act: Callable[[], object]) -> WorkerState:
     # Only the text reaches the front end.
     logging.getLogger(__name__).warning("weights not updated: %s", state.message, exc_info=cause)
     return state
+
+
+def _hold_again(layer: Any) -> None:
+    """Give a layer memory for the weight that attention under AMX released once it was packed."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    weight = get_layerwise_info(layer).restore_metadata[0]["weight"]
+    layer.weight = nn.Parameter(torch.empty_like(weight, device="cpu"), requires_grad=False)
 
 
 def _loader_name(name: str) -> str:
