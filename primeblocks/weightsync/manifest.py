@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +26,6 @@ __all__ = [
     "box_of",
     "converts",
     "describe",
-    "dtype_of",
     "gather_manifests",
     "named_tensors",
     "unwrapped",
@@ -118,7 +116,7 @@ class Manifest(Mapping[str, TensorSpec]):
             tensors = []
             for name, dtype, shape, at, size in rows:
                 layout = Layout(box_of(shape, shape).sizes, box_of(at, size))
-                tensors.append((str(name), TensorSpec(dtype_of(dtype), layout)))
+                tensors.append((str(name), TensorSpec(_dtype(dtype), layout)))
             return cls(tuple(tensors), str(recipe))
 
 
@@ -159,15 +157,11 @@ def named_tensors(source: NamedTensors) -> dict[str, torch.Tensor]:
     """
     pairs = list(_of_module(source)) if isinstance(source, nn.Module) else _pairs(source)
     tensors = dict(pairs)
-    odd = [name for name, one in pairs if is_lazy(one) or getattr(one, "is_quantized", False)]
-    if odd:
-        raise PlanError(
-            f"{odd[0]!r} has no shape yet, or torch's quantized dtype. Run the module once, or "
-            "give dense tensors by name."
-        )
     if len(tensors) != len(pairs):
         raise PlanError(f"{len(pairs) - len(tensors)} names occur twice among {len(pairs)} tensors")
     for name, tensor in tensors.items():
+        if is_lazy(tensor):
+            raise PlanError(f"{name!r} has no shape yet. Run the module once.")
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
             kind = getattr(tensor, "layout", type(tensor).__name__)
             raise PlanError(f"{name!r} is {kind}; give dense tensors by name.")
@@ -210,15 +204,16 @@ def gather_manifests(
     return [Manifest.from_json(text) for text in texts]
 
 
-def _pairs(source: object) -> list[tuple[str, torch.Tensor]]:
+def _pairs(
+    source: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+) -> list[tuple[str, torch.Tensor]]:
     pairs = source.items() if isinstance(source, Mapping) else source
-    rows: list[Any] = list(pairs) if isinstance(pairs, Iterable) else [pairs]
+    rows = list(pairs) if isinstance(pairs, Iterable) else [pairs]
     for row in rows:
         if not (isinstance(row, tuple | list) and len(row) == 2 and isinstance(row[0], str)):
             raise PlanError(
                 f"{type(source).__name__} does not give tensors by name: it has "
-                f"{type(row).__name__} instead of a name and a tensor. Give a module, a mapping "
-                "from names to tensors, or pairs."
+                f"{type(row).__name__}. Give a module, a mapping or pairs of names and tensors."
             )
     return rows
 
@@ -264,8 +259,7 @@ def _cast(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     return wanted if wanted is not None and dtype.is_floating_point else dtype
 
 
-def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype that somebody else has named. Raises PlanError where torch has none."""
+def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise PlanError(f"torch has no dtype named {name!r}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
@@ -15,15 +15,7 @@ from ..layout import Layout, Shard, local_part
 from .convert.conversion import Wiring
 from .convert.pieces import Piece
 from .digest import as_buffer
-from .manifest import (
-    NamedTensors,
-    as_plan_error,
-    box_of,
-    converts,
-    dtype_of,
-    named_tensors,
-    unwrapped,
-)
+from .manifest import NamedTensors, as_plan_error, box_of, converts, named_tensors, unwrapped
 from .marker import Digests
 from .plan import Plan
 
@@ -108,7 +100,7 @@ class Observed:
                 for row in raw["forms"]
             )
             for dtype in {form.dtype for row in forms for form in row if form.dtype}:
-                dtype_of(dtype)
+                torch.empty(0, dtype=getattr(torch, dtype))  # Fails unless it is one.
             unexpected, absent = (tuple(map(str, raw[key])) for key in ("unexpected", "absent"))
             return cls(str(raw["plan"]), int(raw["reader"]), forms, unexpected, absent)
 
@@ -153,12 +145,17 @@ def observe(
     """
     plan.check_reader(reader)
     extra: tuple[str, ...] = ()
-    absent: tuple[str, ...] = ()
+    whole = {name: boxes[0].sizes for name, boxes in plan.wants[reader].items()}
+    if convert is not None:
+        whole = {name: spec.shape for name, spec in convert.targets.items()}
     if isinstance(held, nn.Module) or not callable(held):
-        shapes = {name: boxes[0].sizes for name, boxes in plan.wants[reader].items()}
-        if convert is not None:
-            shapes = {name: spec.shape for name, spec in convert.targets.items()}
-        held, extra, absent = _look_into(held, shapes)
+        held, extra = _look_into(held, whole)
+    absent = tuple(
+        name
+        for name, shape in whole.items()
+        if 0 in shape
+        and not any(isinstance(one, Seen) and one.tensor.shape == shape for one in held(name))
+    )
     forms: list[tuple[Form, ...]] = []
     for index in plan.of_reader(reader):
         for name, box, *_ in plan.buckets[index].copies:
@@ -181,10 +178,8 @@ def observe(
 def digest_tensors(tensors: NamedTensors) -> Digests:
     """Return, by name, dtype and shape, then an XXH3-64 of each piece of a tensor. Local.
 
-    A tensor has 64 pieces, of 256 bytes at least and 64 KiB at most.
-
-    Raises:
-        PlanError: as `named_tensors`, or a tensor is on the meta device.
+    A tensor has 64 pieces, of 256 bytes at least and 64 KiB at most. Raises PlanError if a tensor
+    is on the meta device.
     """
     return {
         name: tuple(_piece_digests(local_part(tensor.detach())))
@@ -271,25 +266,14 @@ def _piece_digests(tensor: Tensor) -> Iterator[str]:
         yield xxhash.xxh3_64_hexdigest(room[start : start + size])
 
 
-def _look_into(
-    held: NamedTensors, known: Mapping[str, tuple[int, ...]]
-) -> tuple[Look, tuple[str, ...], tuple[str, ...]]:
-    """Return a way to look up tensors.
-
-    Also the names that are not known, nor tied to one, and those that are known, have no elements,
-    and are not here in their shape.
-    """
+def _look_into(held: NamedTensors, known: Container[str]) -> tuple[Look, tuple[str, ...]]:
+    """Return a way to look up tensors, and the names that are not known, nor tied to one."""
     if not isinstance(held, nn.Module):
         held = named_tensors(held)  # Pairs can be read once.
     tensors = {name: local_part(one.detach()) for name, one in with_aliases(held).items()}
-    tied = {place_of(tensors[name]) for name in known if name in tensors} - {None}
+    tied = {place_of(one) for name, one in tensors.items() if name in known} - {None}
     names = [name for name in named_tensors(held) if name not in known]
     extra = tuple(name for name in names if place_of(tensors[name]) not in tied)
-    absent = tuple(
-        name
-        for name, shape in known.items()
-        if 0 in shape and (name not in tensors or tensors[name].shape != shape)
-    )
 
     def look(name: str) -> Sequence[Seen] | str:
         if name not in tensors:
@@ -297,7 +281,7 @@ def _look_into(
         one = tensors[name]
         return "on the meta device, without elements" if one.is_meta else [Seen(HELD, one)]
 
-    return look, extra, absent
+    return look, extra
 
 
 def _in_place(name: str, box: Shard) -> Piece:

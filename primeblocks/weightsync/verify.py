@@ -17,15 +17,7 @@ from ..errors import TransferError, UsageError
 from ..layout import Shard
 from .agree import Agreement
 from .convert.conversion import Wiring
-from .manifest import (
-    Manifest,
-    NamedTensors,
-    converts,
-    describe,
-    dtype_of,
-    gather_manifests,
-    named_tensors,
-)
+from .manifest import Manifest, NamedTensors, converts, describe, gather_manifests, named_tensors
 from .marker import Digests
 from .observed import (
     Form,
@@ -304,9 +296,10 @@ def _compare_copy(
             wrong["unobservable"].setdefault(copy.name, f"{where}: {way}")
             continue
         mine = room[box.within(copy.box).slices]
-        if not converts(mine.dtype, dtype_of(dtype)):
-            wrong["differing"].setdefault(copy.name, f"{where}, {dtype}, not {mine.dtype}")
-        elif digest_form(way, mine.to(dtype_of(dtype))) != digest:
+        theirs = getattr(torch, dtype)
+        if not converts(mine.dtype, theirs):
+            wrong["differing"].setdefault(copy.name, f"{where}, {theirs}, not {mine.dtype}")
+        elif digest_form(way, mine.to(theirs)) != digest:
             wrong["differing"].setdefault(copy.name, f"{where}, {way}")
     seen = dict.fromkeys(form.box.within(copy.box) for form in forms)
     if owned_boxes(enumerate(seen), copy.box.sizes)[1]:

@@ -3,6 +3,7 @@
 import json
 import random
 
+import jaxtyping
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,13 +20,7 @@ from primeblocks.weightsync import (
 )
 from primeblocks.weightsync.engines import prove_round_trip
 from primeblocks.weightsync.manifest import gather_manifests
-from primeblocks.weightsync.observed import (
-    MULTIPLIED,
-    Observed,
-    Seen,
-    digest_tensors,
-    observe,
-)
+from primeblocks.weightsync.observed import MULTIPLIED, Observed, Seen, digest_tensors, observe
 from tests.deadlines import HANG_S
 from tests.weightsync.toy_engine import wirings
 
@@ -293,6 +288,16 @@ def test_a_proof_compares_whole_shapes():
     }.values():
         with pytest.raises(PlanError, match=reason):
             verify_engine(sent | change, engine, plan=plan)
+
+
+@pytest.mark.parametrize("odd", [3, "a", [], [None], [3], {"w": 3}, {3: torch.ones(2)}, b"w"])
+def test_an_engine_that_is_none_is_refused_by_name(odd, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # As for a caller.
+    sent = {"w": torch.ones(2)}
+    plan = plan_sync([describe(sent)], describe(sent), bucket_bytes=64)
+    for more in ({}, {"plan": plan}):
+        with pytest.raises(UsageError):
+            verify_engine(sent, odd, **more)
 
 
 def test_what_it_cannot_compare_is_refused():
