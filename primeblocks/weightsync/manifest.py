@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from ..errors import PlanError, PrimeblocksError
+from ..errors import PlanError, PrimeblocksError, shown
 from ..layout import Layout, Shard, layout_of
 from .marker import UNREADABLE, is_count
 
@@ -155,14 +155,22 @@ def named_tensors(source: NamedTensors) -> dict[str, torch.Tensor]:
         PlanError: a name occurs twice, or a value is no tensor, or a tensor without strides, or a
             negated or conjugated view; or FSDP1 has flattened the parameters.
     """
-    pairs = list(_of_module(source)) if isinstance(source, nn.Module) else _pairs(source)
-    tensors = dict(pairs)
+    rows = list(_of_module(source)) if isinstance(source, nn.Module) else source
+    try:
+        pairs = list(rows.items() if isinstance(rows, Mapping) else rows)
+        tensors = dict(pairs)
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"Give a module or tensors by name, not {shown(source)}.") from error
     if len(tensors) != len(pairs):
         raise PlanError(f"{len(pairs) - len(tensors)} names occur twice among {len(pairs)} tensors")
     for name, tensor in tensors.items():
         if is_lazy(tensor):
             raise PlanError(f"{name!r} has no shape yet. Run the module once.")
-        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+        if (
+            not isinstance(name, str)
+            or not isinstance(tensor, torch.Tensor)
+            or tensor.layout != torch.strided
+        ):
             kind = getattr(tensor, "layout", type(tensor).__name__)
             raise PlanError(f"{name!r} is {kind}; give dense tensors by name.")
         if tensor.is_neg() or tensor.is_conj():
@@ -202,20 +210,6 @@ def gather_manifests(
     texts: list[str] = [""] * world_size
     torch.distributed.all_gather_object(texts, manifest.to_json(), group=group)
     return [Manifest.from_json(text) for text in texts]
-
-
-def _pairs(
-    source: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
-) -> list[tuple[str, torch.Tensor]]:
-    pairs = source.items() if isinstance(source, Mapping) else source
-    rows = list(pairs) if isinstance(pairs, Iterable) else [pairs]
-    for row in rows:
-        if not (isinstance(row, tuple | list) and len(row) == 2 and isinstance(row[0], str)):
-            raise PlanError(
-                f"{type(source).__name__} does not give tensors by name: it has "
-                f"{type(row).__name__}. Give a module, a mapping or pairs of names and tensors."
-            )
-    return rows
 
 
 def converts(have: torch.dtype, want: torch.dtype) -> bool:

@@ -17,7 +17,7 @@ from .convert.pieces import Piece
 from .digest import as_buffer
 from .manifest import NamedTensors, as_plan_error, box_of, converts, named_tensors, unwrapped
 from .marker import Digests
-from .plan import Plan
+from .plan import Copy, Plan
 
 __all__ = [
     "HELD",
@@ -106,21 +106,20 @@ class Observed:
 
     def check(self, plan: Plan) -> None:
         """Raise PlanError unless this was observed by that plan, copy by copy."""
-        if self.plan != plan.fingerprint():
-            raise PlanError(
-                f"reader {self.reader} was observed by plan {self.plan}, this is plan "
-                f"{plan.fingerprint()}. Attach the engine anew."
-            )
-        plan.check_reader(self.reader)
-        copies = [c for index in plan.of_reader(self.reader) for c in plan.buckets[index].copies]
-        if len(copies) != len(self.forms) or any(
-            len(form.box.sizes) != len(copy.box.sizes)
-            for copy, row in zip(copies, self.forms, strict=True)
+        copies: list[Copy] = []
+        if self.plan == plan.fingerprint():
+            plan.check_reader(self.reader)
+            copies = [c for i in plan.of_reader(self.reader) for c in plan.buckets[i].copies]
+        dims = [len(copy.box.sizes) for copy in copies]
+        fits = len(dims) == len(self.forms) and all(
+            len(form.box.sizes) == dim
+            for row, dim in zip(self.forms, dims, strict=True)
             for form in row
-        ):
+        )
+        if not fits or self.plan != plan.fingerprint():
             raise PlanError(
-                f"reader {self.reader} was observed in {len(self.forms)} copies; the plan has "
-                f"{len(copies)}, or others in their dims. Observe the engine anew."
+                f"reader {self.reader} was observed by plan {self.plan}, in {len(self.forms)} "
+                f"copies; this is plan {plan.fingerprint()}, which has others. Attach anew."
             )
 
 
@@ -153,8 +152,7 @@ def observe(
     absent = tuple(
         name
         for name, shape in whole.items()
-        if 0 in shape
-        and not any(isinstance(one, Seen) and one.tensor.shape == shape for one in held(name))
+        if 0 in shape and shape not in {one[1].shape for one in held(name) if isinstance(one, Seen)}
     )
     forms: list[tuple[Form, ...]] = []
     for index in plan.of_reader(reader):

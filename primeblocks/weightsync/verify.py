@@ -268,9 +268,8 @@ def _share(agreement: Agreement, message: dict[str, Any], deadline: float) -> li
 
 def _compare(plan: Plan, rank: int, parts: Parts, seen: Sequence[Observed], wrong: _Wrong) -> None:
     """Compare what this rank would send with what each reader has."""
-    for kind in ("unexpected", "absent"):
-        into = wrong["missing" if kind == "absent" else kind]
-        into |= {name: f"reader {one.reader}" for one in seen for name in getattr(one, kind)}
+    wrong["unexpected"] |= {name: f"reader {one.reader}" for one in seen for name in one.unexpected}
+    wrong["missing"] |= {name: f"reader {one.reader}" for one in seen for name in one.absent}
     found: dict[tuple[int, int, int], list[Form]] = defaultdict(list)  # By reader, bucket and copy.
     for one in seen:
         rows = iter(one.forms)

@@ -15,12 +15,12 @@ from primeblocks.weightsync.observed import Observed, digest_form, digest_tensor
 from tests.weightsync.test_verify import PLAN, SHAPES, WIRINGS, Engine, Tied, weights
 
 ODD = {
-    "a number": (5, "int does not give tensors by name"),
-    "a text": ("weights", "str does not give"),
-    "numbers": ([5], "int does not give"),
-    "nothing in a list": ([None], "NoneType does not give"),
-    "two in a tuple": (({}, {}), "tuple does not give"),
-    "numbers for names": ({1: torch.ones(2)}, "dict does not give"),
+    "a number": (5, "not 5"),
+    "a text": ("weights", "not 'weights'"),
+    "numbers": ([5], "not (5|\\[5)"),
+    "nothing in a list": ([None], "not (None|\\[None)"),
+    "two in a tuple": (({}, {}), "not .{}, {}"),
+    "numbers for names": ({1: torch.ones(2)}, "1 is "),
     "numbers for tensors": ({"a": 1, "b": 2}, "'a' is int"),
     "nothing for digests": ({"a": [], "b": ["x"]}, "'a' is list"),
     "a sparse tensor": ({"a": torch.ones(4, 3).to_sparse()}, "'a' is torch.sparse_coo"),
@@ -37,8 +37,7 @@ def test_what_is_no_tensors_by_name_is_refused_on_both_sides(odd, said, planned,
     for engine in (odd, lambda: odd):
         with pytest.raises(PlanError, match=said):
             verify_engine(mine, engine, plan=plan)
-    with pytest.raises(PlanError, match=said.replace("int does", "(int|list) does")
-                       .replace("NoneType", "list")):  # fmt: skip
+    with pytest.raises(PlanError, match=said):
         verify_engine(odd, mine, plan=plan)
 
 
@@ -111,8 +110,9 @@ def test_pairs_that_can_be_read_once_are_compared_whole():
     lacks = {name: one for name, one in held.items() if name != "norm.bias"}
     assert list(verify_engine(model.named_parameters(), lacks).missing) == ["norm.bias"]
     plan = plan_sync([describe(model)], describe(model), bucket_bytes=64)
-    more = iter([*held.items(), ("lonely", torch.ones(1))])
-    assert list(verify_engine(model, more, plan=plan).unexpected) == ["lonely"]
+    for given in (plan, None):
+        more = iter([*held.items(), ("lonely", torch.ones(1))])
+        assert list(verify_engine(model, more, plan=given).unexpected) == ["lonely"]
 
 
 def test_without_a_plan_every_reader_and_every_name_has_to_be_shown():
@@ -153,12 +153,13 @@ def test_observations_that_do_not_fit_the_plan_are_refused():
     for change, said in (
         ({"reader": 7}, "there is no 7"),
         ({"reader": -1}, "there is no -1"),
-        ({"forms": []}, "observed in 0 copies; the plan has 2"),
-        ({"forms": rows + rows}, "observed in 4 copies"),
+        ({"forms": []}, "in 0 copies"),
+        ({"forms": [], "plan": "another"}, "by plan another, in 0 copies"),
+        ({"forms": rows + rows}, "in 4 copies"),
         (changed(3, "nn"), "no text of an observation: TypeError"),
         (changed(3, "float33"), "no text of an observation: AttributeError"),
-        ({"forms": [[[[9, 9], [1, 1], *r[2:]] for r in one] for one in rows]}, "others in"),
-        ({"forms": [[[[0], [1], *r[2:]] for r in one] for one in rows]}, "others in their dims"),
+        ({"forms": [[[[9, 9], [1, 1], *r[2:]] for r in one] for one in rows]}, "which has others"),
+        ({"forms": [[[[0], [1], *r[2:]] for r in one] for one in rows]}, "which has others"),
         (
             {"forms": [[[r[0], [9] * len(r[1]), *r[2:]] for r in one] for one in rows]},
             "not lie",

@@ -47,13 +47,13 @@ def observe_worker(
     seen = observe(
         subscriber.plan, look_into(model), reader=subscriber.reader, convert=into, lost=reads.lost
     )
-    known = {id(_parameter(*places[name])) for name in into.targets if name in places}
+    known = {id(getattr(*places[name])) for name in into.targets if name in places}
     extra = tuple(
         name
         for name, place in places.items()
         if place[1] in place[0]._parameters
         and place[1] not in _DERIVED
-        and id(_parameter(*place)) not in known
+        and id(getattr(*place)) not in known
     )
     return replace(seen, unexpected=extra)
 
@@ -67,7 +67,7 @@ def look_into(model: nn.Module) -> Callable[[str], Sequence[Seen] | str]:
         if name not in places:
             return "no parameter of this name is left after loading"
         module, attribute = places[name]
-        parameter = _parameter(module, attribute)
+        parameter: Tensor = getattr(module, attribute)
         held = parameter.detach()
         method = type(getattr(module, "quant_method", None)).__name__
         if attribute.startswith(("w13_", "w2_")):
@@ -94,11 +94,6 @@ def _places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
         for name, one in (module._parameters | module._buffers).items()
         if one is not None
     }
-
-
-def _parameter(module: nn.Module, name: str) -> Tensor:
-    tensor: Tensor = getattr(module, name)
-    return tensor
 
 
 def _multiplied(layer: Any) -> Tensor | None:

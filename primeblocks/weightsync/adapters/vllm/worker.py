@@ -214,8 +214,10 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         from vllm.model_executor.model_loader.reload import layerwise
 
         for layer in cast(Any, self.model).modules():
-            if getattr(layer, "is_amx_bmm_enabled", False):
-                _hold_again(layer.kv_b_proj)
+            if getattr(layer, "is_amx_bmm_enabled", False):  # It released the weight it packed.
+                info = layerwise.get_layerwise_info(layer.kv_b_proj)
+                weight = torch.empty_like(info.restore_metadata[0]["weight"], device="cpu")
+                layer.kv_b_proj.weight = nn.Parameter(weight, requires_grad=False)
         reload.initialize_layerwise_reload(self.model)
         direct = [self.model.get_submodule(prefix) for prefix in self._direct]
         for layer in direct:
@@ -294,14 +296,6 @@ def _told(act: Callable[[], object]) -> WorkerState:
     # Only the text reaches the front end.
     logging.getLogger(__name__).warning("weights not updated: %s", state.message, exc_info=cause)
     return state
-
-
-def _hold_again(layer: Any) -> None:
-    """Give a layer memory for the weight that attention under AMX released once it was packed."""
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    weight = get_layerwise_info(layer).restore_metadata[0]["weight"]
-    layer.weight = nn.Parameter(torch.empty_like(weight, device="cpu"), requires_grad=False)
 
 
 def _loader_name(name: str) -> str:
