@@ -65,12 +65,12 @@ nitpick_ignore_regex = [
     ("py:.*", r"(openai|openenv|transformers|torchtitan|verifiers|vllm)\..*"),
     (
         "py:.*",
-        r"(_?asyncio|collections\.abc|enum|os|pathlib|signals?|sqlite3|threading|types|typing)\..*",
+        r"(_?asyncio|collections\.abc|enum|os|pathlib|signals?|sqlite3|threading|types|typing|weakref)\..*",
     ),
     ("py:class", r"'.*'|[A-Z]|Tensor|Path"),
     (
         "py:class",
-        r"Encode|Fault|Optimizer|ParamsT|Generate|Ledger|Limit|Load|LoRARequest|Make|NamedTensors|"
+        r"Configure|Encode|Fault|Optimizer|ParamsT|Generate|Ledger|Limit|Load|LoRARequest|Make|NamedTensors|"
         r"PreTrainedTokenizerBase|Publish|Route|StepResult|Tensors|Train",
     ),
 ]

@@ -29,7 +29,7 @@ class _Known:
 
 
 class RolloutReceiver:
-    """Puts the groups of all senders into a buffer. Belongs to the event loop of the buffer.
+    """Puts the groups of all senders into a buffer. Belongs to the event loop of the buffer:
 
         async with RolloutReceiver(buffer, "tcp://127.0.0.1:5555") as receiver:
             groups = await buffer.take(8, version=v, timeout_s=600, on_drop=receiver.settle)
