@@ -22,8 +22,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from primeblocks.errors import how_it_ended
 from tests.deadlines import HANG_S, JOB_S
 
@@ -49,6 +47,8 @@ ENVIRONMENT = {
 
 def is_gone(pid: int) -> bool:
     """Say whether a process that somebody killed ends before a deadline."""
+    import psutil  # vLLM brings it; environments of peers have none.
+
     deadline, never = time.monotonic() + HANG_S, threading.Event()
     while time.monotonic() < deadline:
         try:
