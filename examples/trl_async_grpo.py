@@ -37,7 +37,7 @@ from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
-from primeblocks import async_loop, weightsync
+from primeblocks import async_loop, losses, weightsync
 from primeblocks.async_loop.adapters.trl import EventThread, TrlWorker
 from primeblocks.async_loop.adapters.vllm import VllmEngine, base_engine_args
 from primeblocks.errors import PrimeblocksError
@@ -125,6 +125,7 @@ def run(options: argparse.Namespace, folder: str, thread: EventThread, transport
                 MAX_OFF_POLICY_STEPS, on_stale="wait", correction="TRL's ratio to the engine's"
             ),
         ),
+        advantages=losses.advantages.group_advantages,
         batch_size=PROMPTS,
         group_size=GROUP,
         max_in_flight=64,

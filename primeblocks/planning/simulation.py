@@ -195,7 +195,7 @@ def simulate(
     limits see the same prompts. Not from inside a coroutine of the same thread.
 
     Args:
-        engines: requests go to the one with the fewest (`routing.least_loaded`).
+        engines: requests go to the one with the fewest (`serving.least_loaded`).
         train_s: seconds of a step, a distribution of them, or a callable of the batch's tokens.
         staleness: the loop's policy.
         batch_size: groups in a step.

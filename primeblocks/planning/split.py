@@ -1,6 +1,6 @@
 """The division of GPUs between trainer and engine: LlamaRL's search over measured costs.
 
-What it does not know, tails of lengths and what a bound on staleness costs, `simulate` answers.
+It takes all samples as equally long. `simulate` has tails of lengths and bounds on staleness.
 
 Source: arXiv:2505.24034, section 7. The derivation is in `docs/planning.md`.
 """

@@ -73,6 +73,7 @@ def make_worker(adapter, thread, generate, *, bound=1, on_stale="wait", prompts=
         prompts=itertools.cycle(range(4, 20)) if prompts is None else prompts,
         generate=generate,
         buffer=async_loop.RolloutBuffer(capacity=8, staleness=policy),
+        advantages=losses.advantages.group_advantages,
         batch_size=PROMPTS,
         group_size=GROUP,
         max_in_flight=16,

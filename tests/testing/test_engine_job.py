@@ -55,7 +55,5 @@ def _holds(count):
 @pytest.mark.vllm
 def test_a_body_that_holds_too_much_memory_is_named():
     assert call(_holds, 1 << 20) == 1 << 20
-    with pytest.raises(
-        AssertionError, match=r"a process of _holds held [2-9]\.\d GB; at most 2\.0 GB"
-    ):
-        call(_holds, 2 << 30)
+    with pytest.raises(AssertionError, match=r"a process of _holds held 1\.\d GB; at most 1\.5 GB"):
+        call(_holds, 1 << 30)

@@ -70,10 +70,10 @@ class VllmFleet:
         through: the `generate` of a router, which then gets all requests in place of the members'.
             It does not hear who is drained.
         clock: of deadlines.
-        options: of `routing.Fleet`.
+        options: of `serving.Fleet`.
 
     Raises:
-        UsageError: as `routing.Fleet`.
+        UsageError: as `serving.Fleet`.
     """
 
     def __init__(
