@@ -28,8 +28,7 @@ from tests.deadlines import HANG_S, JOB_S
 # A pool of keys and values for a tiny model. `VLLM_CPU_KVCACHE_SPACE` would replace it by whole
 # GiB, all of them written to, for every engine that a process starts.
 KV_BYTES = 64 << 20
-# For a process of tests, and for one with engines: vLLM's imports take 0.6 GB.
-MOST_BYTES = 1_500_000_000
+MOST_BYTES = 1_500_000_000  # vLLM's imports take 0.6 GB
 ENVIRONMENT = {
     # vLLM chooses its own kernels by the processor, and asks oneDNN for theirs. As conftest narrows
     # oneDNN for torch, undo it.
