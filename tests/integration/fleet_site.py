@@ -1,6 +1,7 @@
 """What tests of real fleets share: policies by version, and a judge of rollouts token by token."""
 
 import contextlib
+import json
 import shutil
 import subprocess
 import urllib.error
@@ -37,7 +38,6 @@ ROUTER = shutil.which("vllm-router")
 needs_router = pytest.mark.skipif(ROUTER is None, reason="vllm-router is not installed")
 PROMPTS = np.random.default_rng(0).integers(4, 512, (6, 40)).tolist()
 CAPTURE = [*server_args(max_bytes=1 << 22, device="cpu"), "--block-size", "32"]
-TO_THE_END: dict[str, Any] = {"sampling_params": {"ignore_eos": True}}
 # Float32 sums of up to 512 terms, over log-probabilities of about -8.
 ROUNDING = 8 * 512 * 2**-24
 
@@ -112,8 +112,14 @@ class Policies:
 
 
 def save(folder: Path) -> Path:
-    """Write the checkpoint that all engines start from: seed 0."""
-    return tiny_models.save("qwen3_moe", folder / "start", seed=0, dtype="float32", **SIZES)
+    """Write the checkpoint that all engines start from: seed 0, without an end of text, so that
+    an answer has all tokens that were asked for.
+    """
+    path = tiny_models.save("qwen3_moe", folder / "start", seed=0, dtype="float32", **SIZES)
+    for name in ("config.json", "generation_config.json"):
+        told = json.loads((path / name).read_text()) | {"eos_token_id": None}
+        (path / name).write_text(json.dumps(told))
+    return path
 
 
 @contextlib.contextmanager
@@ -175,7 +181,7 @@ async def retried(ask: Any, *args: Any, attempts: int = 3, **kwargs: Any) -> tup
 def member_of(served: Any) -> FleetMember:
     from primeblocks.async_loop.adapters.openai import generate_tokens
 
-    return FleetMember(partial(generate_tokens, client_of(served.url), **TO_THE_END), served.engine)
+    return FleetMember(partial(generate_tokens, client_of(served.url)), served.engine)
 
 
 def updating() -> Any:

@@ -26,7 +26,6 @@ from tests.integration.fleet_site import (
     PROMPTS,
     ROUTER,
     START_S,
-    TO_THE_END,
     Policies,
     check,
     client_of,
@@ -218,7 +217,7 @@ async def _run_routed(folder: Path, start: Any, pair: Any, address: str) -> dict
 
     policies, seen = Policies(folder), {}
     members = {name: member_of(served) for name, served in pair.items()}
-    through = partial(generate_tokens, client_of(address), **TO_THE_END)
+    through = partial(generate_tokens, client_of(address))
     fleet = VllmFleet(members, update=updating(), through=through)
     for each in members.values():
         await policies.attach(each.engine)

@@ -26,7 +26,6 @@ from tests.engine_job import call
 from tests.integration.fleet_site import (
     LONG,
     START_S,
-    TO_THE_END,
     Policies,
     check,
     member_of,
@@ -145,7 +144,7 @@ class Site:
         from primeblocks.async_loop.adapters.openai import generate_split
 
         prefill, decode = (self.clients[role] for role in ("prefill", "decode"))
-        return await generate_split(prefill, decode, *args, **TO_THE_END, **options)
+        return await generate_split(prefill, decode, *args, **options)
 
     def signal(self, role: str, number: int) -> None:
         os.killpg(self.served[role].process.pid, number)
@@ -175,7 +174,7 @@ class Site:
         from primeblocks.async_loop.adapters.openai import generate_tokens
 
         asked = {"max_tokens": SHORT, "timeout_s": START_S, "cache_salt": "alone"}
-        (one,) = await generate_tokens(self.clients[role], *self.draw(1), **TO_THE_END, **asked)
+        (one,) = await generate_tokens(self.clients[role], *self.draw(1), **asked)
         return self.policies.judge(one)
 
     async def hold(self) -> dict[str, Any]:
