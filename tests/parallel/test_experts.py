@@ -68,7 +68,8 @@ def test_the_grouped_kernel_is_as_precise_as_a_loop(dtype, counts):
     exact = gradients_of(_one_by_one(counts), *(x.double() for x in rounded))
     assert_as_precise(got.output, naive=naive.output, exact=exact.output)
     for ours_, theirs, right in zip(got.gradients, naive.gradients, exact.gradients, strict=True):
-        assert_as_precise(ours_, naive=theirs, exact=right)
+        # A bias's gradient is a sum of up to 16 rows in another order.
+        assert_as_precise(ours_, naive=theirs, exact=right, factor=4.0)
 
 
 def test_sizes_that_the_kernel_refuses_go_to_the_loop():
