@@ -12,7 +12,7 @@ from torch import nn
 
 from primeblocks import parallel
 from primeblocks.parallel.attention import dsa
-from primeblocks.parallel.attention.dsa.plan import DsaSizes, dsa_cost, plan_dsa
+from primeblocks.planning.dsa import DsaSizes, dsa_cost, plan_dsa
 
 DOCUMENTS = [300, 1, 40, 171]
 HIDDEN, HEADS, NOPE, ROPE, VALUE, LATENT = 64, 4, 16, 8, 16, 32

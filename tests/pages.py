@@ -176,7 +176,7 @@ def kvoffload_disk():
 
 
 @contextmanager
-def kvoffload_capacity():
+def planning_capacity():
     names = {"config": tiny_models.config("qwen3_moe")}
     yield names
     assert names["plan"].fits
@@ -382,7 +382,7 @@ PAGES = {
     "docs/dsa.md": sparse_attention,
     "docs/fp8.md": fp8,
     "docs/kvoffload.md": kvoffload,
-    "docs/kvoffload_capacity.md": kvoffload_capacity,
+    "docs/planning_capacity.md": planning_capacity,
     "docs/kvoffload_disk.md": kvoffload_disk,
     "docs/kvoffload_eviction.md": lambda: nullcontext(
         {"store": TieredStore([HostTier(capacity_bytes=1 << 20, page_bytes=4096)])}

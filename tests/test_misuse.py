@@ -10,7 +10,7 @@ import torch.distributed as dist
 from primeblocks import fp8, kvoffload, losses, parallel, replay, serving
 from primeblocks.errors import UsageError
 from primeblocks.fp8.reference import ReferenceGemm, exact_product
-from primeblocks.kvoffload import capacity
+from primeblocks.planning import capacity, traffic
 from primeblocks.replay.adapters.vllm import RouterShape
 from primeblocks.testing import ranks
 
@@ -136,8 +136,8 @@ PARALLEL = {
         torch.nn.Linear(1, 1), _meshes(), layers=["layers.0"], experts=[]
     ),
     "no such device": lambda: parallel.plan_mesh(world_size=1).build("abacus"),
-    "no plan to count bytes of": lambda: parallel.plan_traffic(None, None),
-    "no sizes to count bytes of": lambda: parallel.plan_traffic(
+    "no plan to count bytes of": lambda: traffic.plan_traffic(None, None),
+    "no sizes to count bytes of": lambda: traffic.plan_traffic(
         parallel.plan_mesh(world_size=1), None
     ),
     "no model to move": lambda: parallel.memory.HostMemory(None),

@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.parallel_parts.balance import TOKENS
 from primeblocks.parallel import plan_sequence
-from primeblocks.parallel.attention.dsa.plan import DsaSizes, dsa_cost
+from primeblocks.planning.dsa import DsaSizes, dsa_cost
 
 __all__ = ["MODELS", "figures", "table"]
 

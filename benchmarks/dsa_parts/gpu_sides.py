@@ -16,8 +16,8 @@ from primeblocks.errors import MissingPackageError, UnsupportedError
 from primeblocks.parallel import plan_sequence
 from primeblocks.parallel.attention.dsa import ReferenceKernel, Rows, SparseKernel
 from primeblocks.parallel.attention.dsa.indexer import IndexScores
-from primeblocks.parallel.attention.dsa.plan import DsaSizes, dsa_cost
 from primeblocks.parallel.sequence import SequencePlan
+from primeblocks.planning.dsa import DsaSizes, dsa_cost
 
 __all__ = [
     "BF16_ERROR", "FLOAT8_ERROR", "SMALL", "Engine", "Figures", "Model", "Operands", "Sizes",

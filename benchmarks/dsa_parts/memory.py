@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from primeblocks.parallel import plan_sequence
 from primeblocks.parallel.attention import dsa
-from primeblocks.parallel.attention.dsa.plan import dsa_cost, plan_dsa
+from primeblocks.planning.dsa import dsa_cost, plan_dsa
 
 from .balance import MODELS
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from primeblocks.parallel import plan_sequence
 from primeblocks.parallel.attention import dsa
-from primeblocks.parallel.attention.dsa.plan import DsaSizes, plan_dsa
+from primeblocks.planning.dsa import DsaSizes, plan_dsa
 from primeblocks.testing import ranks
 
 __all__ = ["figures"]

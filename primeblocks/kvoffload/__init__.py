@@ -6,7 +6,7 @@ that was saved or a miss, never a wrong page. `capacity.plan_capacity` says how 
 hold a batch of rollouts.
 """
 
-from . import capacity, evict
+from . import evict
 from .disk import DiskTier
 from .host import HostTier
 from .page import PageKey
@@ -27,7 +27,6 @@ __all__ = [
     "Tier",
     "TierStatistics",
     "TieredStore",
-    "capacity",
     "evict",
     "load_prefix",
     "page_hashes",

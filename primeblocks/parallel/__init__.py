@@ -9,13 +9,11 @@ from . import attention, experts, linear, memory
 from .fsdp import check_optimizer, clip_grad_norm_, fully_shard_moe, global_token_count
 from .mesh import Meshes, MeshPlan, plan_mesh
 from .sequence import SequencePlan, plan_sequence
-from .traffic import StepSizes, plan_traffic
 
 __all__ = [
     "MeshPlan",
     "Meshes",
     "SequencePlan",
-    "StepSizes",
     "attention",
     "check_optimizer",
     "clip_grad_norm_",
@@ -26,5 +24,4 @@ __all__ = [
     "memory",
     "plan_mesh",
     "plan_sequence",
-    "plan_traffic",
 ]

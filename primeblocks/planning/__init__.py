@@ -1,4 +1,8 @@
-"""Plans before a run: who gets which GPUs, and a simulation of it: how fast, and how old."""
+"""Plans before a run: who gets which GPUs, and a simulation of it: how fast, and how old.
+
+In closed form beside them: `capacity` of KV memory, `traffic` of a step over ranks, and `dsa`, the
+same for sparse attention.
+"""
 
 from .distribution import Distribution, constant, empirical, lognormal, pareto
 from .engine import EngineModel, decode_latency

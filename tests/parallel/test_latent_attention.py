@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primeblocks.errors import PlanError, ShapeError
-from primeblocks.parallel import StepSizes, plan_mesh, plan_sequence, plan_traffic, reference
+from primeblocks.parallel import plan_mesh, plan_sequence, reference
 from primeblocks.parallel.attention import (
     RectangleKernel,
     latent_ring_attention,
@@ -17,6 +17,7 @@ from primeblocks.parallel.attention import (
     ring_attention,
     ulysses_attention,
 )
+from primeblocks.planning.traffic import StepSizes, plan_traffic
 from primeblocks.testing import ranks, strategies
 from primeblocks.testing.oracles import StepCounter, assert_as_precise, assert_close_float64
 

@@ -5,7 +5,7 @@
 neighbouring tokens; who computes is an engine.
 """
 
-from . import entries, plan, selectors
+from . import entries, selectors
 from .attention import dsa_attention, sparse_attention
 from .gather import gather_tokens
 from .indexer import IndexerInputs, TopK, index_scores, keep_indices, select
@@ -24,7 +24,6 @@ __all__ = [
     "index_scores",
     "indexer_loss",
     "keep_indices",
-    "plan",
     "select",
     "selectors",
     "sparse_attention",

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ....errors import PlanError
-from ...sequence import SequencePlan
-from .indexer import BYTES_OF_A_SCORE
+from ..errors import PlanError
+from ..parallel import SequencePlan
+from ..parallel.attention.dsa.indexer import BYTES_OF_A_SCORE
 
 __all__ = ["DsaPlan", "DsaSizes", "dsa_cost", "plan_dsa"]
 

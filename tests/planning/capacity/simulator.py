@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from primeblocks.errors import PlanError
-from primeblocks.kvoffload.capacity import KvGroup, Rollouts
+from primeblocks.planning.capacity import KvGroup, Rollouts
 
 __all__ = ["Simulator"]
 

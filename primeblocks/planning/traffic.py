@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import comb
 
 from ..errors import PlanError
-from .mesh import MeshPlan
+from ..parallel import MeshPlan
 
 __all__ = ["StepSizes", "Traffic", "plan_traffic"]
 

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primeblocks.errors import CapacityError, PlanError
-from primeblocks.kvoffload.capacity import Gpu, KvGroup, Rollouts, Weights, plan_capacity
-from primeblocks.kvoffload.capacity.kv_shapes import footprint, prefill_flops
-from tests.kvoffload.capacity.simulator import Simulator
+from primeblocks.planning.capacity import Gpu, KvGroup, Rollouts, Weights, plan_capacity
+from primeblocks.planning.capacity.kv_shapes import footprint, prefill_flops
+from tests.planning.capacity.simulator import Simulator
 
 FULL = KvGroup("full", 2, head_bytes=6, heads=2, pair_flops=10)
 NONE = Weights(0)

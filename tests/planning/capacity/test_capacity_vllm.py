@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from primeblocks.kvoffload.capacity import Gpu, Rollouts, Weights, kv_groups, plan_capacity
+from primeblocks.planning.capacity import Gpu, Rollouts, Weights, kv_groups, plan_capacity
 from primeblocks.testing import tiny_models
 from tests.engine_job import KV_BYTES, call
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from primeblocks.parallel import plan_sequence
 from primeblocks.parallel.attention import dsa, dsa_attention
-from primeblocks.parallel.attention.dsa.plan import DsaSizes, dsa_cost, plan_dsa
+from primeblocks.planning.dsa import DsaSizes, dsa_cost, plan_dsa
 from primeblocks.testing import ranks
 from primeblocks.testing.oracles import StepCounter
 from tests.fp8.launches import Launches

@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 
 from primeblocks.errors import PlanError
-from primeblocks.parallel import StepSizes, plan_mesh, plan_sequence, plan_traffic
+from primeblocks.parallel import plan_mesh, plan_sequence
 from primeblocks.parallel.attention import ring_attention, ulysses_attention
 from primeblocks.parallel.experts import OncePerRankDispatcher
+from primeblocks.planning.traffic import StepSizes, plan_traffic
 from primeblocks.testing import ranks, tiny_models
 from primeblocks.testing.oracles import StepCounter
 

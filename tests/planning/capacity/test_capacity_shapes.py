@@ -7,7 +7,7 @@ import torch
 from transformers import KimiLinearConfig, KimiLinearForCausalLM
 
 from primeblocks.errors import PlanError, UnsupportedError
-from primeblocks.kvoffload.capacity import Gpu, KvGroup, Rollouts, Weights, kv_groups, plan_capacity
+from primeblocks.planning.capacity import Gpu, KvGroup, Rollouts, Weights, kv_groups, plan_capacity
 
 # From the config.json of each model.
 LLAMA_3_70B = {
