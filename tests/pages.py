@@ -28,12 +28,12 @@ from primeblocks.replay import impose, record
 from primeblocks.testing import tiny_models
 from primeblocks.weightsync import SharedMemoryTransport
 from primeblocks.weightsync.engines.remote import WorkerState
+from tests.contrib.sglang_fake import FakeSglang
 from tests.deadlines import HANG_S
 from tests.engine_job import ENVIRONMENT
 from tests.kvoffload.mooncake_fake import FakeClient, FakeMaster
 from tests.serving_page import serving, serving_vllm
 from tests.weightsync.fake_engine import FakeEngine
-from tests.weightsync.sglang_fake import FakeSglang
 from tests.weightsync.test_vllm_server import FakeServer
 
 SIZES = {"num_layers": 2, "hidden": 128, "num_experts": 4, "dtype": "float32"}

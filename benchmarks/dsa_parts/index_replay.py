@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from primeblocks.replay.adapters.transformers import indexers
-from primeblocks.replay.indices import Indices, compare, impose, record
+from primeblocks.contrib.adapters.transformers import indexers
+from primeblocks.contrib.index_replay import Indices, compare, impose, record
 from primeblocks.testing import tiny_models
 
 __all__ = ["figures"]

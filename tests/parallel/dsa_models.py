@@ -14,6 +14,18 @@ from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextCo
 from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as m3
 from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLTextConfig
 
+from primeblocks.contrib.dsa_rules.entries import (
+    gated_mean,
+    plan_entries,
+    tokens_and_entries,
+    windows,
+)
+from primeblocks.contrib.dsa_rules.selectors import (
+    TopEntries,
+    TopPools,
+    TopTiles,
+    all_entries,
+)
 from primeblocks.parallel.attention.dsa import (
     IndexerInputs,
     Rows,
@@ -21,18 +33,6 @@ from primeblocks.parallel.attention.dsa import (
     gather_tokens,
     select,
     sparse_attention,
-)
-from primeblocks.parallel.attention.dsa.entries import (
-    gated_mean,
-    plan_entries,
-    tokens_and_entries,
-    windows,
-)
-from primeblocks.parallel.attention.dsa.selectors import (
-    TopEntries,
-    TopPools,
-    TopTiles,
-    all_entries,
 )
 from tests.parallel.float64 import Float64
 

@@ -2,13 +2,14 @@
 
 import pytest
 
+from primeblocks.contrib.dsa_rules.entries import plan_entries, windows
+from primeblocks.contrib.dsa_rules.selectors import TopEntries, TopPools, TopTiles
 from primeblocks.parallel import plan_sequence
 from primeblocks.parallel.attention import dsa, dsa_attention
 from primeblocks.parallel.attention.dsa import IndexerInputs, TopK, select
-from primeblocks.parallel.attention.dsa.entries import plan_entries, windows
-from primeblocks.parallel.attention.dsa.selectors import TopEntries, TopPools, TopTiles
 from primeblocks.testing.oracles import assert_close_float64, assert_same_bits
-from tests.parallel import test_dsa, test_dsa_entries, test_dsa_loss
+from tests.contrib import test_dsa_entries
+from tests.parallel import test_dsa, test_dsa_loss
 
 # One token, fewer than k, empty.
 LENGTHS = [11, 1, 3, 26, 0, 6]

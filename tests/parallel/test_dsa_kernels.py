@@ -38,7 +38,7 @@ def triton_deterministic():
 
 
 def attn_gym():
-    from primeblocks.parallel.adapters.attn_gym import AttnGymKernel
+    from primeblocks.contrib.adapters.attn_gym import AttnGymKernel
 
     return AttnGymKernel()
 

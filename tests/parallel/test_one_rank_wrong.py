@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from primeblocks.contrib.dsa_rules import entries
 from primeblocks.parallel import (
     MeshPlan,
     SequencePlan,
@@ -113,7 +114,7 @@ def _calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "sparse": (_sparse, {**sparse, "indices": indices, "scale": 0.5, **where}),
         "loss": (_loss, {**sparse, **indexer, "indices": indices, "scale": 0.5, **where}),
         "windows": (
-            dsa.entries.windows,
+            entries.windows,
             {"x": _drawn(tokens, 3, grad=True), "ratio": 4, "overlap": 4, **where},
         ),
         "delta": (gated_delta_rule, {**delta, **where}),

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from primeblocks.replay import compare, impose, indices, measure_mismatch, record
-from primeblocks.replay.adapters.transformers import indexers, routers
+from primeblocks.contrib import index_replay as indices
+from primeblocks.contrib.adapters.transformers import indexers
+from primeblocks.replay import compare, impose, measure_mismatch, record
+from primeblocks.replay.adapters.transformers import routers
 from primeblocks.replay.sampling import kept_logprobs, kept_tokens
 from primeblocks.testing import tiny_models
 from primeblocks.testing.oracles import assert_close_float64
-from tests.replay import test_indices_hooks
+from tests.contrib import test_indices_hooks
 
 
 def step(model, tokens):

@@ -14,13 +14,14 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from primeblocks.contrib.adapters.sglang import Sglang
 from primeblocks.errors import CapacityError, DeadlineError, EngineError, UsageError
 from primeblocks.testing import ranks
 from primeblocks.testing.oracles import assert_same_bits
-from primeblocks.weightsync.adapters.sglang import Sglang
 from primeblocks.weightsync.engines import colocated
 from primeblocks.weightsync.engines.colocated import ColocatedEngine
 from primeblocks.weightsync.engines.model_folder import ModelFolders
+from tests.contrib.sglang_fake import FakeSglang
 from tests.weightsync.colocated_site import (
     MIB,
     TIMEOUT_S,
@@ -30,7 +31,6 @@ from tests.weightsync.colocated_site import (
     assert_same_state,
     assert_serves,
 )
-from tests.weightsync.sglang_fake import FakeSglang
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@
 neighbouring tokens; who computes is an engine.
 """
 
-from . import entries, selectors
 from .attention import dsa_attention, sparse_attention
 from .gather import gather_tokens
 from .indexer import IndexerInputs, TopK, index_scores, keep_indices, select
@@ -19,12 +18,10 @@ __all__ = [
     "SparseKernel",
     "TopK",
     "dsa_attention",
-    "entries",
     "gather_tokens",
     "index_scores",
     "indexer_loss",
     "keep_indices",
     "select",
-    "selectors",
     "sparse_attention",
 ]

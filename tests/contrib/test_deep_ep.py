@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import _disable_current_modes
 
+from primeblocks.contrib.adapters.deep_ep import buffer_dispatcher, elastic_dispatcher, exchange
 from primeblocks.errors import (
     ClosedError,
     PlanError,
@@ -20,11 +21,10 @@ from primeblocks.errors import (
     UsageError,
 )
 from primeblocks.parallel import reference
-from primeblocks.parallel.adapters.deep_ep import buffer_dispatcher, elastic_dispatcher, exchange
 from primeblocks.parallel.experts import TokenDispatcher
 from primeblocks.testing import ranks
 from primeblocks.testing.oracles import StepCounter, assert_as_precise, assert_close_float64
-from tests.parallel import fake_deep_ep
+from tests.contrib import fake_deep_ep
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 12, 3, 8, 3
 

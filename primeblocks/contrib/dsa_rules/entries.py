@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ....errors import PlanError, ShapeError
-from ....groups import check_tensors, facts_of, outside_graphs, settle
-from ...halo import Halo, find_halo
-from ...sequence import Run, SequencePlan, check_plan, kept_on_plan, merge_pieces
-from ..kernel import accumulator_dtype
-from .ids import check_whole, first_entries
+from ...errors import PlanError, ShapeError
+from ...groups import check_tensors, facts_of, outside_graphs, settle
+from ...parallel.attention.dsa.ids import check_whole, first_entries
+from ...parallel.attention.kernel import accumulator_dtype
+from ...parallel.halo import Halo, find_halo
+from ...parallel.sequence import Run, SequencePlan, check_plan, kept_on_plan, merge_pieces
 
 __all__ = ["gated_mean", "plan_entries", "tokens_and_entries", "windows"]
 

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from ....errors import ClosedError, PlanError, ShapeError, UnsupportedError, UsageError
 from ....groups import Carried, check_group, check_tensors, facts_of, settle
-from ...experts.dispatcher import (
+from ....parallel.experts.dispatcher import (
     Dispatched,
     align,
     check_outputs,
@@ -25,7 +25,7 @@ from ...experts.dispatcher import (
     sort_slots,
     unalign,
 )
-from ...experts.permute import RowMap, map_rows, permute, unpermute
+from ....parallel.experts.permute import RowMap, map_rows, permute, unpermute
 
 __all__ = [
     "MAX_TOP_K",

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from primeblocks.contrib import index_replay as selections
+from primeblocks.contrib.adapters.transformers import indexers
 from primeblocks.errors import PlanError, ShapeError, UnsupportedError, UsageError
-from primeblocks.replay import indices as selections
-from primeblocks.replay.adapters.transformers import indexers
 from primeblocks.testing import tiny_models
 
 TOKENS, TOP_K = 48, 6

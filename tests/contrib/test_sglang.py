@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from primeblocks.contrib.adapters.sglang import Sglang
 from primeblocks.errors import (
     CorruptionError,
     DeadlineError,
@@ -21,11 +22,10 @@ from primeblocks.errors import (
     UsageError,
 )
 from primeblocks.weightsync import Publisher, SharedMemoryTransport, describe, plan_sync
-from primeblocks.weightsync.adapters.sglang import Sglang
 from primeblocks.weightsync.engines.model_folder import ModelFolders
+from tests.contrib.sglang_fake import FakeSglang
 from tests.deadlines import HANG_S as TIMEOUT_S
 from tests.weightsync.contents import flip_sent
-from tests.weightsync.sglang_fake import FakeSglang
 
 
 class Trainer:

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ....errors import PlanError
-from ...sequence import SequencePlan
-from .entries import plan_entries
-from .ids import (
+from ...errors import PlanError
+from ...parallel.attention.dsa.ids import (
     Queries,
     check_operands,
     check_whole,
@@ -24,7 +22,15 @@ from .ids import (
     spread,
     stretch,
 )
-from .indexer import Candidates, IndexScores, Selector, TopK, top_candidates
+from ...parallel.attention.dsa.indexer import (
+    Candidates,
+    IndexScores,
+    Selector,
+    TopK,
+    top_candidates,
+)
+from ...parallel.sequence import SequencePlan
+from .entries import plan_entries
 from .tiles import TopTiles
 
 __all__ = [

@@ -13,7 +13,7 @@ from tests.parallel.sparse_cases import CASES
 
 pytest.importorskip("attn_gym", reason="attn_gym is not installed; scripts/peers does")
 pytest.importorskip("triton", reason="its operators are defined beside kernels in Triton")
-from primeblocks.parallel.adapters import attn_gym as adapter
+from primeblocks.contrib.adapters import attn_gym as adapter
 
 KERNEL = adapter.AttnGymKernel()
 

@@ -8,15 +8,15 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from primeblocks.errors import PlanError, ShapeError
-from primeblocks.parallel import plan_sequence
-from primeblocks.parallel.attention.dsa import gather_tokens
-from primeblocks.parallel.attention.dsa.entries import (
+from primeblocks.contrib.dsa_rules.entries import (
     gated_mean,
     plan_entries,
     tokens_and_entries,
     windows,
 )
+from primeblocks.errors import PlanError, ShapeError
+from primeblocks.parallel import plan_sequence
+from primeblocks.parallel.attention.dsa import gather_tokens
 from primeblocks.testing import ranks, strategies
 from primeblocks.testing.oracles import assert_close_float64, assert_same_bits
 

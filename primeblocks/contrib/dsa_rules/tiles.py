@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ....errors import PlanError, UnsupportedError
-from ...sequence import SequencePlan
-from ..kernel import accumulator_dtype
-from .ids import check_operands, queries_of, spread
-from .indexer import Candidates, IndexScores, best_candidates, index_scores
+from ...errors import PlanError, UnsupportedError
+from ...parallel.attention.dsa.ids import check_operands, queries_of, spread
+from ...parallel.attention.dsa.indexer import Candidates, IndexScores, best_candidates, index_scores
+from ...parallel.attention.kernel import accumulator_dtype
+from ...parallel.sequence import SequencePlan
 
 __all__ = ["TopTiles"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import ShapeError, UsageError
-from ..codec import Bytes
+from ...replay.codec import Bytes
 from . import code
 
 __all__ = ["Indices"]

@@ -6,9 +6,9 @@ import types
 import pytest
 import torch.distributed as dist
 
+from primeblocks.contrib.adapters.deep_ep import buffer_dispatcher, elastic_dispatcher
 from primeblocks.errors import MissingPackageError, PlanError, ShapeError, UnsupportedError
-from primeblocks.parallel.adapters.deep_ep import buffer_dispatcher, elastic_dispatcher
-from tests.parallel import fake_deep_ep
+from tests.contrib import fake_deep_ep
 
 BUILDERS = {
     "elastic": lambda **changed: elastic_dispatcher(

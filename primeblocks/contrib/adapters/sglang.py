@@ -28,8 +28,8 @@ from ...errors import (
     UnsupportedError,
     UsageError,
 )
-from ..engines.model_folder import ModelFolder
-from .httpx import JsonServer
+from ...weightsync.adapters.httpx import JsonServer
+from ...weightsync.engines.model_folder import ModelFolder
 
 __all__ = ["InFlight", "Sglang", "SglangReport"]
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from primeblocks.contrib.index_replay import Indices, compare
 from primeblocks.errors import CapacityError, CorruptionError, ShapeError, UsageError
-from primeblocks.replay.indices import Indices, compare
 
 
 def drawn(seed, lengths, layers, top_k, *, keep, missing=0.0):

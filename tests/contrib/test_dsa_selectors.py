@@ -9,17 +9,17 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primeblocks.errors import PlanError, ShapeError, UnsupportedError
-from primeblocks.parallel import plan_sequence
-from primeblocks.parallel.attention.dsa import IndexerInputs, index_scores, select
-from primeblocks.parallel.attention.dsa.entries import plan_entries
-from primeblocks.parallel.attention.dsa.selectors import (
+from primeblocks.contrib.dsa_rules.entries import plan_entries
+from primeblocks.contrib.dsa_rules.selectors import (
     TopEntries,
     TopK,
     TopPools,
     TopTiles,
     all_entries,
 )
+from primeblocks.errors import PlanError, ShapeError, UnsupportedError
+from primeblocks.parallel import plan_sequence
+from primeblocks.parallel.attention.dsa import IndexerInputs, index_scores, select
 from primeblocks.testing import ranks, strategies
 from primeblocks.testing.oracles import StepCounter, assert_close_float64, assert_same_bits
 from tests.parallel.dsa_models import HIDDEN, MODELS, Place, StableTopK, as_computed

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...errors import CapacityError, CorruptionError
-from ..codec import Bytes, seal, unseal
+from ...replay.codec import Bytes, seal, unseal
 from .interpolative import decode_numbers, decode_sets, encode_numbers, encode_sets, ranges
 from .relatives import Sets, apply, distances_of, history_of, tell
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from ...errors import MissingPackageError, UnsupportedError
-from ..attention.dsa.kernel import Rows
-from ..attention.kernel import accumulator_dtype
+from ...parallel.attention.dsa.kernel import Rows
+from ...parallel.attention.kernel import accumulator_dtype
 
 try:
     from attn_gym.sparse import AuxRequest, gather_attn

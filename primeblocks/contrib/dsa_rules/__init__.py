@@ -1,0 +1,10 @@
+"""Rules of sparse attention beyond the k best tokens: pools, tiles, and compressed entries.
+
+A selector goes to `select(..., selector=)` of `parallel.attention.dsa`. `entries` makes the rows of
+pools and windows.
+"""
+
+from . import entries
+from .selectors import TopEntries, TopPools, TopTiles, all_entries
+
+__all__ = ["TopEntries", "TopPools", "TopTiles", "all_entries", "entries"]
