@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from primeblocks.contrib.redundant_experts import plan_placement
 from primeblocks.errors import PlanError, RankError
 from primeblocks.parallel.experts import (
     AllToAllDispatcher,
@@ -12,7 +13,6 @@ from primeblocks.parallel.experts import (
     LocalDispatcher,
     OncePerRankDispatcher,
     grouped_swiglu,
-    plan_placement,
 )
 from primeblocks.testing import ranks
 from primeblocks.testing.oracles import StepCounter, assert_close_float64

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from primeblocks.contrib.dsa_rules import entries
+from primeblocks.contrib.redundant_experts import plan_placement
 from primeblocks.parallel import (
     MeshPlan,
     SequencePlan,
@@ -24,7 +25,7 @@ from primeblocks.parallel.attention import (
     ring_attention,
     ulysses_attention,
 )
-from primeblocks.parallel.experts import AllToAllDispatcher, OncePerRankDispatcher, plan_placement
+from primeblocks.parallel.experts import AllToAllDispatcher, OncePerRankDispatcher
 from primeblocks.parallel.linear import (
     causal_conv1d,
     cut_runs,

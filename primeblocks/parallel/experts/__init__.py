@@ -1,10 +1,9 @@
-"""Experts that ranks share: tokens to them and back, their products, copies and adapters."""
+"""Experts that ranks share: tokens to them and back, their products and adapters."""
 
 from .all_to_all import AllToAllDispatcher, OncePerRankDispatcher
 from .dispatcher import Dispatched, LocalDispatcher, TokenDispatcher
 from .grouped import GroupedExperts, grouped_linear, grouped_swiglu
 from .lora import add_expert_lora, expert_lora_state_dict, merged_expert_weights
-from .placement import Placement, plan_placement
 
 __all__ = [
     "AllToAllDispatcher",
@@ -12,12 +11,10 @@ __all__ = [
     "GroupedExperts",
     "LocalDispatcher",
     "OncePerRankDispatcher",
-    "Placement",
     "TokenDispatcher",
     "add_expert_lora",
     "expert_lora_state_dict",
     "grouped_linear",
     "grouped_swiglu",
     "merged_expert_weights",
-    "plan_placement",
 ]

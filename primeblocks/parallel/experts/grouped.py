@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from ...errors import ShapeError, UnsupportedError
+from ...errors import ShapeError
 from ...groups import check_tensors, outside_graphs
 from ...layout import local_part
 from ..attention.inputs import autocast
@@ -141,14 +141,7 @@ class GroupedExperts(nn.Module):
         return self.dispatcher.combine(y, sent)
 
 
-def expert_linear(
-    module: Any,
-    name: str,
-    tokens: Tensor,
-    counts: Tensor,
-    *,
-    fetch: Callable[[Tensor], Tensor] | None = None,
-) -> Tensor:
+def expert_linear(module: Any, name: str, tokens: Tensor, counts: Tensor) -> Tensor:
     """Run each expert's rows through one weight of `module`, its adapter included. Local.
 
     With `module.grouped_mm` if it has one: `grouped_mm(name, tokens, weight, offsets)`.
@@ -156,19 +149,14 @@ def expert_linear(
     Args:
         name: `[experts, out, in]`, or `[experts, in, out]` if `module.is_transposed`; beside it
             there may be `NAME_bias`, and the factors of `add_expert_lora`.
-        fetch: makes the experts that the rows are for of those that this rank owns; collective if
-            `Placement.copies` is.
 
     Raises:
         ShapeError: the counts do not add up to the rows.
-        UnsupportedError: `fetch` beside another product, which may know weights by their name.
     """
 
     def local(suffix: str) -> Tensor | None:
         found = getattr(module, name + suffix, None)
-        if found is None or fetch is None:
-            return None if found is None else local_part(found)
-        return fetch(local_part(found))
+        return None if found is None else local_part(found)
 
     weight = local("")
     assert weight is not None, name
@@ -177,11 +165,6 @@ def expert_linear(
     product = getattr(module, "grouped_mm", None)
     if product is None:
         out = grouped_linear(tokens, counts, weight, local("_bias"))
-    elif fetch is not None:
-        raise UnsupportedError(
-            "copies of experts are multiplied by torch's product alone. Leave out the placement, "
-            "or the other product (of fp8, say)."
-        )
     else:
         out = _other_product(product, name, tokens, counts, weight, local("_bias"))
     a, b = local("_lora_A"), local("_lora_B")

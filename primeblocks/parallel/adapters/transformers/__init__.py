@@ -14,7 +14,6 @@ except ImportError as error:
 
 from .checkpoint import load_pretrained
 from .checkpoint_save import save_pretrained
-from .experts import place_experts
 from .families import FAMILIES, Family
 from .indexed import IndexedAttention
 from .parallelize import local_inputs, parallelize
@@ -26,7 +25,6 @@ __all__ = [
     "load_pretrained",
     "local_inputs",
     "parallelize",
-    "place_experts",
     "save_pretrained",
 ]
 

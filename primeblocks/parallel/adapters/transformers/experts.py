@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 
-from ....errors import PlanError, UnsupportedError
-from ....groups import settle
+from ....errors import UnsupportedError
 from ...experts.all_to_all import AllToAllDispatcher, OncePerRankDispatcher
 from ...experts.dispatcher import TokenDispatcher
 from ...experts.grouped import expert_linear
-from ...experts.placement import Placement
-from ...mesh import Meshes
 
-__all__ = ["experts_of", "install_experts", "place_experts", "routers_of"]
+__all__ = ["experts_of", "install_experts", "routers_of", "run_experts"]
 
 _IMPLEMENTATION = "primeblocks"
 
@@ -48,12 +43,12 @@ def routers_of(model: nn.Module) -> list[nn.Module]:
 def install_experts(model: nn.Module, dispatcher: TokenDispatcher) -> None:
     """Send the tokens of all experts through `dispatcher` from now on. Local."""
     experts = experts_of(model)
-    ExpertsInterface.register(_IMPLEMENTATION, _forward)
+    ExpertsInterface.register(_IMPLEMENTATION, run_experts)
     for module in experts:
         module.config._experts_implementation = _IMPLEMENTATION
         module.dispatcher = dispatcher
         module.grouped_mm = getattr(module, "grouped_mm", None)
-        module.placed, module.shared = None, None
+        module.shared = None
     if isinstance(dispatcher, AllToAllDispatcher | OncePerRankDispatcher):
         for block in model.modules():
             routed: Any = getattr(block, "experts", None)
@@ -93,63 +88,17 @@ class _SharedExperts:
         self._given = self._found = None
 
 
-def place_experts(
-    model: nn.Module, placements: Sequence[Placement | None], *, meshes: Meshes
-) -> None:
-    """Give hot experts copies in a model that was parallelized, from its next forward on.
-
-    Parameters stay where they are: each forward fetches the copies, each backward sums their
-    gradients on the owner. Results do not change. Call it again with newer loads, or with None for
-    layers without copies. Collective, over the ranks that share the experts.
-
-    Args:
-        placements: one for each layer of experts, in their order, made by `plan_placement`.
-
-    Raises:
-        PlanError: a plan for other numbers of layers, ranks or experts, or not equal on all ranks.
-        RankError: another rank refused its plans.
-    """
-    group, experts = meshes.expert.get_group(), experts_of(model)
-
-    def look() -> dict[str, object]:
-        if len(placements) != len(experts):
-            raise PlanError(
-                f"{len(placements)} placements for {len(experts)} layers of experts. Pass one a "
-                "layer, None for a layer without copies."
-            )
-        for layer, (plan, module) in enumerate(zip(placements, experts, strict=True)):
-            if plan is not None and (plan.ranks, plan.num_experts) != (
-                group.size(),
-                module.num_experts,
-            ):
-                raise PlanError(
-                    f"the placement of layer {layer} is for {plan.num_experts} experts on "
-                    f"{plan.ranks} ranks; it has {module.num_experts} on {group.size()}."
-                )
-        held = [plan and plan.logical_of_physical for plan in placements]
-        return {"placements": hash(tuple(held))}
-
-    settle("place_experts", look, *model.parameters(), group=group, check=True)
-    for plan, module in zip(placements, experts, strict=True):
-        module.placed = plan and (plan, group)
-
-
-def _forward(
+def run_experts(
     module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    num_experts, fetch = module.num_experts, None
-    if module.placed is not None:
-        placement, group = module.placed
-        top_k_index = placement.assign(top_k_index, rank=group.rank(), check=False)
-        num_experts = placement.num_physical
-        fetch = partial(placement.copies, group=group, check=False)
+    """Send tokens to their experts, run these, and bring the results back. Collective."""
     meanwhile = {} if module.shared is None else {"meanwhile": module.shared.compute}
     sent = module.dispatcher.dispatch(
-        hidden_states, top_k_weights, top_k_index, num_experts=num_experts, **meanwhile
+        hidden_states, top_k_weights, top_k_index, num_experts=module.num_experts, **meanwhile
     )
 
     def linear(name: str, rows: Tensor) -> Tensor:
-        return expert_linear(module, name, rows, sent.counts, fetch=fetch)
+        return expert_linear(module, name, rows, sent.counts)
 
     if module.has_gate:
         inner = module._apply_gate(linear("gate_up_proj", sent.tokens))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,13 +22,12 @@ from ....errors import PlanError, UnsupportedError
 from ...attention.ulysses import ulysses_attention
 from ...experts.all_to_all import AllToAllDispatcher
 from ...experts.dispatcher import LocalDispatcher, TokenDispatcher
-from ...experts.placement import Placement
 from ...fsdp import check_dispatcher, fully_shard_moe
 from ...mesh import Meshes
 from ...sequence import SequencePlan
 from .attention import Context, install_attention
 from .checkpoint import materialize
-from .experts import experts_of, install_experts, place_experts, routers_of
+from .experts import experts_of, install_experts, routers_of
 from .families import FAMILIES, Family
 from .indexed import IndexedAttention, install_indexed_attention, scorers_of
 from .recurrence import install_recurrence, recurrent_layers
@@ -43,7 +42,6 @@ def parallelize(
     attention: Callable[..., Tensor] | IndexedAttention | None = None,
     precision: MixedPrecisionPolicy | None = None,
     dispatcher: TokenDispatcher | None = None,
-    placements: Sequence[Placement | None] = (),
     recurrence_kernel: Callable[..., tuple[Tensor, Tensor]] | None = None,
     reshard_after_forward: bool = True,
     offload_policy: OffloadPolicy | None = None,
@@ -66,8 +64,6 @@ def parallelize(
         precision: see `fully_shard_moe`; routers and the weights of indexers stay in float32.
         dispatcher: must share experts over `meshes.expert`; default: `AllToAllDispatcher`, and
             `LocalDispatcher` where there is one rank to share them.
-        placements: copies of hot experts, a plan for each layer that has some; default: no copies.
-            With them this is collective: see `place_experts`, which takes newer plans later.
         recurrence_kernel: for the recurrent layers of calls with a plan: the `kernel` of
             `gated_delta_rule` (Qwen3-Next, Qwen3.5) or of `state_space` (Nemotron-H), such as
             `partial(chunk_gated_delta_rule, output_final_state=True)` of
@@ -124,8 +120,6 @@ def parallelize(
     elif dispatcher is None:
         dispatcher = AllToAllDispatcher(meshes.expert.get_group())
     install_experts(model, dispatcher)
-    if placements:
-        place_experts(model, placements, meshes=meshes)
     if not family.context:
         _install(model, attention, family, meshes.context.get_group(), recurrence_kernel)
     for module in model.modules():

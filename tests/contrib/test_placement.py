@@ -8,10 +8,10 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from primeblocks.contrib.redundant_experts import Placement, plan_placement
 from primeblocks.errors import PlanError, ShapeError
 from primeblocks.parallel import reference
 from primeblocks.parallel.experts import AllToAllDispatcher, grouped_swiglu
-from primeblocks.parallel.experts.placement import Placement, plan_placement
 from primeblocks.testing import ranks
 from primeblocks.testing.oracles import assert_close_float64, assert_same_bits, gradients_of
 

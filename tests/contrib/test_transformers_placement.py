@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from primeblocks.contrib.redundant_experts import plan_placement
 from primeblocks.errors import PlanError, RankError, UnsupportedError
-from primeblocks.parallel.experts import plan_placement
 from primeblocks.testing import ranks
 from tests.parallel.test_transformers import EXPERTS, _batch, _error, _model, _run, _whole
 
@@ -17,8 +17,9 @@ def _plans(size, seed):
 
 
 def _placed(family, degrees, checkpointing):
+    from primeblocks.contrib.adapters.transformers import place_experts
     from primeblocks.parallel import global_token_count, plan_mesh
-    from primeblocks.parallel.adapters.transformers import parallelize, place_experts
+    from primeblocks.parallel.adapters.transformers import parallelize
 
     meshes = plan_mesh(world_size=dist.get_world_size(), **degrees).build("cpu")
     model, rank = _model(family).double(), dist.get_rank()
@@ -26,7 +27,8 @@ def _placed(family, degrees, checkpointing):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     count = global_token_count(_batch(rank)[1].sum(), meshes)
     size = degrees["expert"]
-    parallelize(model, meshes, placements=_plans(size, 0))
+    parallelize(model, meshes)
+    place_experts(model, _plans(size, 0), meshes=meshes)
     seen = _spied(model)
     impose = family == "qwen3_moe"
     loss = 0.0
@@ -71,8 +73,9 @@ def test_copies_change_no_gradient(family, world_size, degrees, checkpointing):
 
 
 def _refused():
+    from primeblocks.contrib.adapters.transformers import place_experts
     from primeblocks.parallel import plan_mesh
-    from primeblocks.parallel.adapters.transformers import parallelize, place_experts
+    from primeblocks.parallel.adapters.transformers import parallelize
 
     meshes, model = plan_mesh(world_size=2, expert=2).build("cpu"), _model("qwen3_moe")
     parallelize(model, meshes)
