@@ -28,7 +28,6 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -49,274 +48,42 @@ for name, value in {
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from async_grpo.nodes import checkpoint_on_all, transport_between_ranks
 from async_grpo.saved import WARM_VERSION, SavedRun
-from async_grpo.task import PAD, answer_of, prompt_of, snippets
-from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from async_grpo.task import snippets
+from async_grpo.trainer import LOSSES, SEED, Trainer, follow, on_all_ranks
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from primeblocks import async_loop, losses, parallel, replay, weightsync
-from primeblocks.parallel.adapters.transformers import parallelize
-from primeblocks.replay.adapters.transformers import routers
+from primeblocks import async_loop, losses
 from primeblocks.testing import tiny_models
 
-# --- the task: see async_grpo/task.py; the engine: see async_grpo/rollouts.py ---
-WRONG_DEMONSTRATIONS = 0.5
+# --- the task: see async_grpo/task.py; the engine: rollouts.py; the trainer's ranks: trainer.py ---
 # --- the model ---
 MODEL = {"num_layers": 2, "hidden": 128, "num_experts": 8, "top_k": 2, "vocab": 64}
-SEED = 0
 # --- warm start ---
-WARM_STEPS, WARM_BATCH, WARM_LR = 350, 32, 1e-3
+WARM_STEPS = 350
 # --- reinforcement learning ---
-STEPS, PROMPTS, GROUP, LR = 100, 16, 8, 3e-4
-LOSSES = {
-    "grpo": losses.grpo_loss,
-    "aipo": losses.aipo_loss,
-    "cispo": partial(losses.cispo_loss, clip_high=4.0),
-    "gspo": partial(losses.gspo_loss, clip_low=0.03, clip_high=0.04),
-    "sapo": losses.sapo_loss,
-    "reinforce": partial(losses.cispo_loss, clip_low=0.0, clip_high=0.0),
-}
+STEPS, PROMPTS, GROUP = 100, 16, 8
 MAX_OFF_POLICY_STEPS = 2
 MAX_IN_FLIGHT = 24  # groups
 PROBE_EVERY = 10  # steps between measurements of the mismatch
 TIMEOUT_S = 120.0
 
 
-# --- the trainer, one on each rank ---------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One rollout as a trainer rank needs it; routes are packed for the wire."""
-
-    tokens: list[int]
-    prompt_length: int
-    logprobs: list[float]
-    advantage: float
-    routes: bytes
-
-
-class Trainer:
-    """Two ranks: dense weights sharded by FSDP2, experts dealt out, routes imposed."""
-
-    def __init__(
-        self,
-        checkpoint: Path,
-        device: torch.device,
-        transport: weightsync.transports.Transport,
-        *,
-        use_fp8: bool = False,
-        loss: str = "grpo",
-    ) -> None:
-        self.rank, self.world_size, self.device = dist.get_rank(), dist.get_world_size(), device
-        self.loss = LOSSES[loss]
-        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-        whole = weightsync.describe(model, dtype=torch.bfloat16)  # what the engine holds
-        transfer_encoding = None
-        if use_fp8:
-            from primeblocks import fp8
-            from primeblocks.fp8.adapters.transformers import convert
-            from primeblocks.fp8.simulated import SimulatedGemm
-
-            # 32 rows: each rank's shard of every projection is a multiple of it.
-            recipe = fp8.Recipe(weights=fp8.Tile(32, 128), gemm=SimulatedGemm())
-            layers = convert(model, recipe, only=r"self_attn\.[qkvo]_proj|mlp\.experts")
-        plan = parallel.plan_mesh(world_size=self.world_size, expert=self.world_size)
-        self.meshes = plan.build(device.type)
-        parallelize(model.to(device), self.meshes)
-        held = weightsync.describe(model)
-        if use_fp8:
-            # In bfloat16: vLLM has no float8 kernels on a CPU.
-            transfer_encoding = fp8.encode_weights(
-                recipe,
-                only=layers,
-                layouts={name: tensor.layout for name, tensor in held.items()},
-                form="simulated",
-            )
-        self.model, self.routers = model.train(), routers(model)
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=WARM_LR, betas=(0.9, 0.95), weight_decay=0.0
-        )
-        if use_fp8:  # Each weight is rounded once a step, whatever number of passes use it.
-            fp8.WeightCache(model, self.optimizer)
-        sources = weightsync.convert.gather_manifests(held)
-        self.sync_plan = weightsync.plan_sync(sources, whole, bucket_bytes=1 << 20)
-        self.transport = transport
-        self.publisher = weightsync.Publisher(
-            self.sync_plan, model, self.transport, encode=transfer_encoding
-        )
-        if self.rank == 0:
-            print(plan.table(), self.sync_plan.table(), sep="\n\n", flush=True)
-
-    def warm_start(self, texts: list[str], steps: int) -> float:
-        """Supervised steps on demonstrations of which some are wrong; returns the last loss."""
-        chance = random.Random(SEED + 1 + self.rank)
-        loss = torch.zeros(())
-        for step in tqdm(range(steps), desc="warm start", disable=self.rank > 0):
-            chosen = chance.sample(texts, WARM_BATCH // self.world_size)
-            shown = [t if chance.random() < WRONG_DEMONSTRATIONS else t[::-1] for t in chosen]
-            prompts = [prompt_of(text) for text in chosen]
-            answers = [answer_of(answer) for answer in shown]
-            rows = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-            padded_rows = padded(rows, [len(prompt) for prompt in prompts])
-            tokens, mask = (x.to(self.device) for x in padded_rows)
-            count = parallel.global_token_count(mask.sum(), self.meshes)
-            loss = -(self.logprobs(tokens) * mask).sum() / count
-            loss.backward()
-            self.apply_gradients(WARM_LR * min(1.0, (step + 1) / 50))
-        return loss.item()
-
-    def train(self, samples: list[Sample]) -> dict[str, float]:
-        """One GRPO step; every rank takes its share of the samples."""
-        mine = samples[self.rank :: self.world_size]
-        tokens, mask, sampled_logprobs = tensors_of(mine, self.device)
-        advantages = torch.tensor([s.advantage for s in mine], device=self.device)
-        advantages = advantages[:, None].expand_as(mask)
-        count = parallel.global_token_count(mask.sum(), self.meshes)
-        with replay.impose(self.routers, routes_of(mine, tokens)):
-            logprobs = self.logprobs(tokens)
-            loss = self.loss(logprobs, sampled_logprobs, advantages, mask=mask)
-            (loss.sum / count).backward()
-        norm = self.apply_gradients(LR)
-        clipped = parallel.global_token_count(loss.clipped, self.meshes)
-        metrics = losses.corrections.off_policy_metrics(
-            logprobs, sampled_logprobs, mask=mask, group=dist.group.WORLD
-        )
-        return metrics | {"tokens": count, "gradient_norm": norm, "clipped": clipped / count}
-
-    def mismatch(self, samples: list[Sample]) -> tuple[float, float, float]:
-        """k3 of engine against trainer without and with replay, and how many routes agree."""
-        mine = samples[self.rank :: self.world_size]
-        tokens, mask, sampled_logprobs = tensors_of(mine, self.device)
-        routes = routes_of(mine, tokens)
-        with torch.no_grad():
-            with replay.record(self.routers) as tape:
-                without = self.logprobs(tokens)
-            with replay.impose(self.routers, routes):
-                imposed = self.logprobs(tokens)
-        real = (tokens != PAD).flatten().cpu().numpy()
-        agreement = replay.compare(routes, tape.routes, mask=real).overall
-        parts: list = [None] * self.world_size
-        logprobs = (x[mask].cpu() for x in (without, imposed, sampled_logprobs))
-        dist.all_gather_object(parts, (*logprobs, agreement))
-        without, imposed, sampled = (torch.cat([part[i] for part in parts]) for i in range(3))
-        return (
-            replay.measure_mismatch(trainer_logprobs=without, rollout_logprobs=sampled).k3,
-            replay.measure_mismatch(trainer_logprobs=imposed, rollout_logprobs=sampled).k3,
-            statistics.mean(part[3] for part in parts),
-        )
-
-    def publish(self, version: int) -> weightsync.marker.Receipt:
-        """Write this rank's shards of one version where the engine will read them."""
-        return self.publisher.publish(version, timeout_s=TIMEOUT_S)
-
-    def save(self, folder: Path) -> None:
-        """Write weights and moments down, all or nothing; any number of ranks can go on there."""
-        unfinished = folder.with_suffix(".unfinished")
-        weights, moments = get_state_dict(self.model, self.optimizer)
-        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=unfinished)
-        if self.rank == 0:
-            unfinished.rename(folder)
-
-    def load(self, folder: Path) -> None:
-        """Go on from weights and moments that were saved."""
-        weights, moments = get_state_dict(self.model, self.optimizer)
-        dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=weights, optim_state_dict=moments
-        )
-
-    def logprobs(self, tokens: Tensor) -> Tensor:
-        """Log-probability of every token after the first, `[batch, tokens - 1]`."""
-        # Padding is on the right, where causal attention cannot see it.
-        logits = self.model(input_ids=tokens, use_cache=False).logits
-        chosen = logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])
-        return chosen[..., 0]
-
-    def apply_gradients(self, lr: float) -> float:
-        norm = parallel.clip_grad_norm_(
-            self.model.parameters(), 1.0, meshes=self.meshes, optimizer=self.optimizer
-        )
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return float(norm)
-
-    def close(self) -> None:
-        self.publisher.close()
-        self.transport.close()
-
-
-def on_all_ranks(trainer: Trainer, method: str, *args):
-    """Rank 0 calls a method of the trainer on every rank; see `follow`."""
-    dist.broadcast_object_list([(method, args)], src=0)
-    return getattr(trainer, method)(*args)
-
-
-def follow(trainer: Trainer) -> None:
-    """The other ranks do what rank 0 does, until it closes its trainer."""
-    method = ""
-    while method != "close":
-        message: list = [None]
-        dist.broadcast_object_list(message, src=0)
-        method, args = message[0]
-        getattr(trainer, method)(*args)
-
-
-def padded(rows: list[list[int]], prompt_lengths: list[int]) -> tuple[Tensor, Tensor]:
-    """Rows of tokens, and a mask of where `tokens[:, 1:]` is part of a completion."""
-    lengths = torch.tensor([len(row) for row in rows])[:, None]
-    width = int(lengths.max())
-    tokens = torch.tensor([row + [PAD] * (width - len(row)) for row in rows])
-    position = torch.arange(1, width)
-    mask = (position >= torch.tensor(prompt_lengths)[:, None]) & (position < lengths)
-    return tokens, mask
-
-
-def tensors_of(samples: list[Sample], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, mask = padded([s.tokens for s in samples], [s.prompt_length for s in samples])
-    sampled_logprobs = torch.zeros(mask.shape)
-    sampled_logprobs[mask] = torch.tensor([x for sample in samples for x in sample.logprobs])
-    return tokens.to(device), mask.to(device), sampled_logprobs.to(device)
-
-
-def routes_of(samples: list[Sample], tokens: Tensor) -> replay.Routes:
-    """One row for each token of the padded batch; padding visits all experts in turn."""
-    rows = [replay.Routes.unpack(sample.routes) for sample in samples]
-    return replay.Routes.join(rows, pad_to=tokens.shape[1])
-
-
 # --- rank 0: the loop ----------------------------------------------------------------------------
 
 
-def sample_of(rollout: async_loop.Rollout, advantage: float) -> Sample:
-    return Sample(
-        tokens=rollout.tokens.tolist(),
-        prompt_length=rollout.prompt_length,
-        logprobs=rollout.logprobs.tolist(),
-        advantage=advantage,
-        routes=rollout.attachments["routes"],
-    )
-
-
-def samples_of(groups) -> list[Sample]:
+def with_advantages(groups) -> tuple[list[async_loop.Rollout], list[float]]:
     rewards = torch.tensor([[rollout.reward for rollout in group.rollouts] for group in groups])
     advantages = losses.advantages.group_advantages(rewards.float()).flatten().tolist()
-    rollouts = itertools.chain.from_iterable(group.rollouts for group in groups)
-    return [sample_of(r, advantage) for r, advantage in zip(rollouts, advantages, strict=True)]
+    return [rollout for group in groups for rollout in group.rollouts], advantages
 
 
 async def probe(trainer: Trainer, rollouts, texts: list[str], version: int) -> tuple:
     """Engine and trainer at the same version, on fresh rollouts of held-out prompts."""
     fresh = await rollouts.each(texts, version=version)
-    samples = [sample_of(rollout, 0.0) for rollout in fresh]
-    return version, *await asyncio.to_thread(on_all_ranks, trainer, "mismatch", samples)
+    return version, *await asyncio.to_thread(on_all_ranks, trainer, "mismatch", fresh)
 
 
 async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace) -> None:
@@ -362,7 +129,7 @@ async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace)
             sync_seconds.append(time.monotonic() - began)
 
         def train(groups, *, version: int) -> dict[str, float]:
-            return on_all_ranks(trainer, "train", samples_of(groups))
+            return on_all_ranks(trainer, "train", *with_advantages(groups))
 
         await publish(run.version)
         reward_before = await rollouts.greedy_reward(held_out, version=run.version)

@@ -273,7 +273,7 @@ class Run:
         return (await answers(calls, timeout_s))[0]
 
     async def train(self, groups, *, version: int) -> dict[str, float]:
-        return await self.on_all("train", ray.put(demo.samples_of(groups)))
+        return await self.on_all("train", *map(ray.put, demo.with_advantages(groups)))
 
     async def publish(self, version: int) -> None:
         began = time.monotonic()
@@ -298,8 +298,7 @@ class Run:
     async def probe(self, name: str, texts: list[str], version: int) -> None:
         """One engine and the trainer at the same version, on fresh rollouts."""
         fresh = await self.serving.ask(name, "each", texts, version=version)
-        samples = ray.put([demo.sample_of(rollout, 0.0) for rollout in fresh])
-        self.probes.append((version, *await self.on_all("mismatch", samples)))
+        self.probes.append((version, *await self.on_all("mismatch", ray.put(fresh))))
 
     async def greedy_rewards(self, texts: list[str], version: int) -> list[float]:
         """The reward of each engine."""

@@ -244,7 +244,7 @@ def trainer() -> Walk:
         loop = AsyncLoop(
             prompts=[TEXT],
             generate=rollouts.one,
-            train=lambda groups, version: one_rank.train(example.samples_of(groups)),
+            train=lambda groups, version: one_rank.train(*example.with_advantages(groups)),
             publish=lambda version: None,
             buffer=RolloutBuffer(capacity=1, staleness=StalenessPolicy(1, correction="none")),
             batch_size=1,

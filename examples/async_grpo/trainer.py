@@ -1,0 +1,234 @@
+"""A trainer rank: dense weights sharded by FSDP2, experts dealt out, routes imposed."""
+
+import random
+import statistics
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM
+
+from primeblocks import losses, parallel, replay, weightsync
+from primeblocks.losses.packing import Pack, pack
+from primeblocks.parallel.adapters.transformers import local_inputs, parallelize
+from primeblocks.replay.adapters.transformers import routers
+from primeblocks.rollout import Rollout
+
+from .task import answer_of, prompt_of
+
+SEED = 0
+WRONG_DEMONSTRATIONS = 0.5
+WARM_BATCH, WARM_LR, LR = 32, 1e-3, 3e-4
+LOSSES = {
+    "grpo": losses.grpo_loss,
+    "aipo": losses.aipo_loss,
+    "cispo": partial(losses.cispo_loss, clip_high=4.0),
+    "gspo": partial(losses.gspo_loss, clip_low=0.03, clip_high=0.04),
+    "sapo": losses.sapo_loss,
+    "reinforce": partial(losses.cispo_loss, clip_low=0.0, clip_high=0.0),
+}
+TIMEOUT_S = 120.0
+
+
+class Trainer:
+    """Two ranks: dense weights sharded by FSDP2, experts dealt out, routes imposed."""
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        device: torch.device,
+        transport: weightsync.transports.Transport,
+        *,
+        use_fp8: bool = False,
+        loss: str = "grpo",
+    ) -> None:
+        self.rank, self.world_size, self.device = dist.get_rank(), dist.get_world_size(), device
+        self.loss = LOSSES[loss]
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        whole = weightsync.describe(model, dtype=torch.bfloat16)  # what the engine holds
+        transfer_encoding = None
+        if use_fp8:
+            from primeblocks import fp8
+            from primeblocks.fp8.adapters.transformers import convert
+            from primeblocks.fp8.simulated import SimulatedGemm
+
+            # 32 rows: each rank's shard of every projection is a multiple of it.
+            recipe = fp8.Recipe(weights=fp8.Tile(32, 128), gemm=SimulatedGemm())
+            layers = convert(model, recipe, only=r"self_attn\.[qkvo]_proj|mlp\.experts")
+        plan = parallel.plan_mesh(world_size=self.world_size, expert=self.world_size)
+        self.meshes = plan.build(device.type)
+        parallelize(model.to(device), self.meshes)
+        held = weightsync.describe(model)
+        if use_fp8:
+            # In bfloat16: vLLM has no float8 kernels on a CPU.
+            transfer_encoding = fp8.encode_weights(
+                recipe,
+                only=layers,
+                layouts={name: tensor.layout for name, tensor in held.items()},
+                form="simulated",
+            )
+        self.model, self.routers = model.train(), routers(model)
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=WARM_LR, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        if use_fp8:  # Each weight is rounded once a step, whatever number of passes use it.
+            fp8.WeightCache(model, self.optimizer)
+        sources = weightsync.convert.gather_manifests(held)
+        self.sync_plan = weightsync.plan_sync(sources, whole, bucket_bytes=1 << 20)
+        self.transport = transport
+        self.publisher = weightsync.Publisher(
+            self.sync_plan, model, self.transport, encode=transfer_encoding
+        )
+        if self.rank == 0:
+            print(plan.table(), self.sync_plan.table(), sep="\n\n", flush=True)
+
+    def warm_start(self, texts: list[str], steps: int) -> float:
+        """Supervised steps on demonstrations of which some are wrong; returns the last loss."""
+        chance = random.Random(SEED + 1 + self.rank)
+        loss = torch.zeros(())
+        for step in tqdm(range(steps), desc="warm start", disable=self.rank > 0):
+            chosen = chance.sample(texts, WARM_BATCH // self.world_size)
+            shown = [t if chance.random() < WRONG_DEMONSTRATIONS else t[::-1] for t in chosen]
+            rows = [demonstration(*each) for each in zip(chosen, shown, strict=True)]
+            packed = pack(rows, range(len(rows)))
+            count = parallel.global_token_count(len(packed.targets), self.meshes)
+            loss = -self.logprobs(packed).sum() / count
+            loss.backward()
+            self.apply_gradients(WARM_LR * min(1.0, (step + 1) / 50))
+        return loss.item()
+
+    def train(self, rollouts: Sequence[Rollout], advantages: Sequence[float]) -> dict[str, float]:
+        """One GRPO step; every rank packs its share of the rollouts."""
+        packed, routes = self.share_of(rollouts)
+        sampled_logprobs = torch.from_numpy(packed.logprobs).float().to(self.device)
+        mask = torch.from_numpy(packed.loss_mask).to(self.device)
+        lengths = packed.completion_lengths
+        of_tokens = np.array(advantages, np.float32)[[*packed.indices]].repeat(lengths)
+        sequence_ids = torch.arange(len(lengths)).repeat_interleave(torch.from_numpy(lengths))
+        count = parallel.global_token_count(mask.sum(), self.meshes)
+        with replay.impose(self.routers, routes):
+            logprobs = self.logprobs(packed)
+            loss = self.loss(
+                logprobs,
+                sampled_logprobs,
+                torch.from_numpy(of_tokens).to(self.device),
+                mask=mask,
+                sequence_ids=sequence_ids.to(self.device),
+            )
+            (loss.sum / count).backward()
+        norm = self.apply_gradients(LR)
+        clipped = parallel.global_token_count(loss.clipped, self.meshes)
+        metrics = losses.corrections.off_policy_metrics(
+            logprobs, sampled_logprobs, mask=mask, group=dist.group.WORLD
+        )
+        return metrics | {"tokens": count, "gradient_norm": norm, "clipped": clipped / count}
+
+    def mismatch(self, rollouts: Sequence[Rollout]) -> tuple[float, float, float]:
+        """k3 of engine against trainer without and with replay, and how many routes agree."""
+        packed, routes = self.share_of(rollouts)
+        with torch.no_grad():
+            with replay.record(self.routers) as tape:
+                without = self.logprobs(packed)
+            with replay.impose(self.routers, routes):
+                imposed = self.logprobs(packed)
+        agreement = replay.compare(routes, tape.routes).overall
+        parts: list = [None] * self.world_size
+        mine = without.cpu(), imposed.cpu(), torch.from_numpy(packed.logprobs), agreement
+        dist.all_gather_object(parts, mine)
+        without, imposed, sampled = (torch.cat([part[i] for part in parts]) for i in range(3))
+        return (
+            replay.measure_mismatch(trainer_logprobs=without, rollout_logprobs=sampled).k3,
+            replay.measure_mismatch(trainer_logprobs=imposed, rollout_logprobs=sampled).k3,
+            statistics.mean(part[3] for part in parts),
+        )
+
+    def share_of(self, rollouts: Sequence[Rollout]) -> tuple[Pack, replay.Routes]:
+        """This rank's rollouts one behind the other, and the engine's routes of their tokens."""
+        packed = pack(rollouts, range(self.rank, len(rollouts), self.world_size))
+        mine = [replay.Routes.unpack(rollouts[i].attachments["routes"]) for i in packed.indices]
+        return packed, replay.Routes.join(mine)
+
+    def publish(self, version: int) -> weightsync.marker.Receipt:
+        """Write this rank's shards of one version where the engine will read them."""
+        return self.publisher.publish(version, timeout_s=TIMEOUT_S)
+
+    def save(self, folder: Path) -> None:
+        """Write weights and moments down, all or nothing; any number of ranks can go on there."""
+        unfinished = folder.with_suffix(".unfinished")
+        weights, moments = get_state_dict(self.model, self.optimizer)
+        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=unfinished)
+        if self.rank == 0:
+            unfinished.rename(folder)
+
+    def load(self, folder: Path) -> None:
+        """Go on from weights and moments that were saved."""
+        weights, moments = get_state_dict(self.model, self.optimizer)
+        dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=weights, optim_state_dict=moments
+        )
+
+    def logprobs(self, packed: Pack) -> Tensor:
+        """Log-probability of each sampled token of a pack."""
+        places, ids, tokens = (
+            torch.from_numpy(each).to(self.device)
+            for each in (packed.predictors, packed.targets, packed.tokens)
+        )
+        head = self.model.lm_head
+        # Inside the model's forward, where FSDP2 has the head's weight whole, it answers with
+        # log-probabilities: no matrix of logits is made.
+        head.forward = lambda hidden: losses.logprobs.token_logprobs(
+            hidden[0, places], head.weight, ids
+        )
+        sequence = parallel.plan_sequence(packed.document_lengths, ranks=1)
+        group = self.meshes.context.get_group()
+        return self.model(**local_inputs(tokens, sequence=sequence, group=group)).logits
+
+    def apply_gradients(self, lr: float) -> float:
+        norm = parallel.clip_grad_norm_(
+            self.model.parameters(), 1.0, meshes=self.meshes, optimizer=self.optimizer
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(norm)
+
+    def close(self) -> None:
+        self.publisher.close()
+        self.transport.close()
+
+
+def on_all_ranks(trainer: Trainer, method: str, *args):
+    """Rank 0 calls a method of the trainer on every rank; see `follow`."""
+    dist.broadcast_object_list([(method, args)], src=0)
+    return getattr(trainer, method)(*args)
+
+
+def follow(trainer: Trainer) -> None:
+    """The other ranks do what rank 0 does, until it closes its trainer."""
+    method = ""
+    while method != "close":
+        message: list = [None]
+        dist.broadcast_object_list(message, src=0)
+        method, args = message[0]
+        getattr(trainer, method)(*args)
+
+
+def demonstration(text: str, answer: str) -> Rollout:
+    """A rollout that nobody sampled."""
+    prompt, completion = prompt_of(text), answer_of(answer)
+    return Rollout(
+        tokens=np.array(prompt + completion),
+        prompt_length=len(prompt),
+        logprobs=np.zeros(len(completion)),
+        versions=np.zeros(len(completion), int),
+        finish_reason="stop",
+    )
