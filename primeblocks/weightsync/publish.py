@@ -15,7 +15,6 @@ import torch
 
 from ..errors import ClosedError, TransferError, UsageError, check_version, shown
 from .agree import Agreement
-from .ballot import Ballot
 from .convert.conversion import Wiring
 from .lease import alone
 from .manifest import Manifest, NamedTensors
@@ -89,9 +88,7 @@ class Publisher:
         self._publishing = threading.Lock()
         self._closed = False
 
-    def publish(
-        self, version: int, *, timeout_s: float, await_readers: Ballot | None = None
-    ) -> Receipt:
+    def publish(self, version: int, *, timeout_s: float) -> Receipt:
         """Send and commit one version. Collective.
 
         Readers see either all of it or nothing. Call it again with the same version after a
@@ -101,10 +98,6 @@ class Publisher:
 
         Cost: one copy and, in a second thread, one XXH3-128 of what this rank sends; four small
         all-gathers. A delta costs one more pass, over what was sent before.
-
-        Args:
-            await_readers: return when all of them have loaded it. Where one cannot, all are on the
-                version before, and it stays refused until it is published again.
 
         Raises:
             TransferError: some rank failed, died or was late; the committed version did not
@@ -117,12 +110,12 @@ class Publisher:
             raise ClosedError("this Publisher was closed")
         try:
             with alone(self._publishing, f"publish({shown(version)})"):
-                return self._publish(version, timeout_s, await_readers)
+                return self._publish(version, timeout_s)
         finally:
             if self._closed:  # Meanwhile.
                 self.close()
 
-    def _publish(self, version: int, timeout_s: float, await_readers: Ballot | None) -> Receipt:
+    def _publish(self, version: int, timeout_s: float) -> Receipt:
         start = time.monotonic()
         deadline = start + timeout_s
         checked: int | None = None
@@ -134,8 +127,6 @@ class Publisher:
             sent = self._step(self._send, version, opened, deadline)
             sent_s = time.monotonic() - begun
             done = self._step(self._commit, version, opened, sent, deadline)[0]
-            if await_readers is not None:
-                self._step(self._await, version, opened, await_readers, deadline)
         except BaseException:
             self._forget()
             if self._rank == 0 and checked is not None:
@@ -258,14 +249,6 @@ class Publisher:
         else:
             marker = self._committed(marker)
         return {"digest": marker.digest, "bytes": marker.size_bytes}
-
-    def _await(
-        self, version: int, opened: dict[str, Any], readers: Ballot, deadline: float
-    ) -> dict[str, Any]:
-        if self._rank == 0:
-            again = not opened["sends"]
-            readers.await_all(opened["run"], version, again=again, deadline=deadline)
-        return {}
 
     def _committed(self, marker: Marker) -> Marker:
         """Return the marker committed under this version, if it is of the same weights."""

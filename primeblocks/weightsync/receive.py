@@ -18,7 +18,6 @@ from ..errors import (
     TransferError,
     check_version,
 )
-from .ballot import Member, Round
 from .convert.conversion import Wiring
 from .fetched import Feed, Fetched, bring, check, check_plan, feeding, undone, write
 from .held import Boxes, Lent, copied
@@ -60,8 +59,6 @@ class Subscriber:
             again. Where there is none, for deltas, and where torch's threads take all cores, all is
             checked before. Bytes that others may still write to are copied for the load, and the
             copies are checked.
-        member: this reader's part in a `Ballot`: `receive` returns when all have loaded the
-            version, or all go back. The engine must not serve meanwhile.
         observe: returns what the engine holds, by the names that `load` gets: each tensor has to
             be as `load` was given it, bit for bit, or the load has failed. Without it a receipt
             tells what `load` was given, and not what it did with it.
@@ -80,7 +77,6 @@ class Subscriber:
         convert: Wiring | None = None,
         threads: int = 4,
         check: Literal["before", "ahead"] = "before",
-        member: Member | None = None,
         observe: Callable[[], NamedTensors] | None = None,
     ) -> None:
         plan.check_reader(reader)
@@ -93,7 +89,7 @@ class Subscriber:
         self.plan, self.reader = plan, reader
         self._load, self._transport = load, transport
         self._convert, self._threads = convert, threads
-        self._ahead, self._observe, self._member = check == "ahead", observe, member
+        self._ahead, self._observe = check == "ahead", observe
         self._served: Marker | None = None
         self._verified: Marker | None = None
         self._held: Fetched | None = None
@@ -142,7 +138,7 @@ class Subscriber:
             DeadlineError: no such version was committed, or it was not checked in time.
             CorruptionError: bytes or marker are not those that were sent. Nothing was loaded.
             PlanError: the publisher's plan is another one. Nothing was loaded.
-            TransferError: the version was retired or refused, or `load` failed and the version
+            TransferError: the version was retired, or `load` failed and the version
                 before was loaded again.
             EngineError: `load` failed and there was nothing to go back to: the model is torn.
             UsageError: `version` is no version, or another call is under way.
@@ -217,8 +213,6 @@ class Subscriber:
         before, or there is one to go back to and nobody waits for this reader.
         """
         held = None if self._held is None else self._held.marker
-        if version is None and self._member is not None:
-            version = self._member.pick(self._transport.markers, served, deadline=deadline)
         request = Request(self.plan, self.reader, version, held, served, deadline)
         found = self._transport.receive(request)
         last = found[-1]
@@ -256,7 +250,7 @@ class Subscriber:
         for each in found:
             check_plan(self.plan, each.marker)
         # A way back is needed where the transport cannot, or soon may not, give the base again.
-        known = () if self._member else self._transport.markers()
+        known = self._transport.markers()
         base = None if found[0].marker.base is None else self._held
         undoable = base is not None and base.marker not in known
         places = self._places() if loads and not undoable else {}
@@ -278,18 +272,13 @@ class Subscriber:
     def _load_or_go_back(self, new: Fetched, deadline: float) -> None:
         if self._held is not None and self._held.is_served:
             self._keep_served(new, self._held, deadline)
-        turn = self._enter(new, deadline)
         served, self._served = self._served, None  # Torn, until it has one of them.
         if new is self._held:
             self._held = None
         try:
             self._feed(new)
         except Exception as error:  # Whatever load raises, the model must not stay torn.
-            if turn:
-                turn.refuse(f"{type(error).__name__}: {error}")
             self._go_back(new, served, error)
-        if turn:
-            self._vote(turn, new, served, deadline)
         if self._held is not None:
             self._held.held.close()
         self._serve(new.marker, new)
@@ -297,33 +286,9 @@ class Subscriber:
     def _keep_served(self, new: Fetched, old: Fetched, deadline: float) -> None:
         """Copy what is about to be overwritten, where the transport cannot give it again."""
         self._held = None
-        if not new.is_served and (self._member or old.marker not in self._transport.markers()):
+        if not new.is_served and old.marker not in self._transport.markers():
             boxes = copied(self.plan, self.reader, old.held, stays=True, deadline=deadline)
             self._held = Fetched(old.marker, boxes, old.bytes)
-
-    def _enter(self, new: Fetched, deadline: float) -> Round | None:
-        """Begin the vote on a version; if it was refused, hold the bytes of the one served."""
-        if self._member is None:
-            return None
-        try:
-            return self._member.enter(new.marker, deadline=deadline)
-        except TransferError:
-            if new.undo and self._served is not None:
-                self._serve(self._served, undone(self.plan, self.reader, new, self._served))
-            elif new is not self._held:
-                new.held.close()
-            raise
-
-    def _vote(self, turn: Round, new: Fetched, served: Marker | None, deadline: float) -> None:
-        """Return once all of the fleet have loaded a version, or go back with them."""
-        try:
-            said = turn.vote(deadline=deadline)
-        except TransferError as error:
-            new.held.close()
-            text = f"whether all keep version {new.marker.version} is unknown: {error}"
-            raise EngineError(f"{text}. Stop serving, and receive again.") from error
-        if said:
-            self._go_back(new, served, TransferError(said))
 
     def _serve(self, marker: Marker, fetched: Fetched) -> None:
         """Note that a version was loaded; keep it where it stays."""
