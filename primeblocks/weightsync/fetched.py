@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -23,14 +22,14 @@ from torch import Tensor
 from ..errors import CorruptionError, DeadlineError, PlanError
 from ..layout import Shard
 from .convert.conversion import Wiring
-from .delta.bucket import Log, apply_payloads, open_payload, undo
+from .delta.bucket import apply_payloads
 from .digest import bucket_digest, cast_and_digest
-from .held import Boxes, Held, Lent, Sealed, chunks_of, copied
+from .held import Boxes, CachingAllocator, Held, Lent, Sealed, chunks_of, copy_bucket
 from .marker import Marker
 from .plan import Plan
 from .transports.transport import Incoming
 
-__all__ = ["Feed", "Fetched", "bring", "check", "check_plan", "feeding", "undone", "write"]
+__all__ = ["Feed", "Fetched", "bring", "check", "check_plan", "feeding", "write"]
 
 # Less than this is done before a thread has started.
 _BYTES_A_THREAD = 8 << 20
@@ -43,26 +42,13 @@ class Fetched(NamedTuple):
 
     Attributes:
         bytes: the number of bytes read for it.
-        undo: what leads back to the version that it was made of.
         is_checked: whether its bytes were found to be right.
-        is_served: whether they lie in the engine's own tensors.
     """
 
     marker: Marker
     held: Held | Lent
     bytes: int
-    undo: Sequence[Log] = ()
     is_checked: bool = True
-    is_served: bool = False
-
-    def loaded(self) -> Fetched:
-        """Return the same weights, checked, and with nothing to go back to."""
-        return self._replace(undo=(), is_checked=True)
-
-    def put_back(self) -> None:
-        """Make it the version again that it was made of, where it lies."""
-        for log in self.undo:
-            undo(log)
 
 
 def check_plan(plan: Plan, marker: Marker) -> None:
@@ -87,18 +73,20 @@ def bring(
     plan: Plan,
     reader: int,
     found: Sequence[Incoming],
-    base: Fetched | None,
+    base: Held | Lent | None,
+    memory: CachingAllocator,
     *,
     deadline: float,
-    undoable: bool,
     threads: int,
 ) -> Fetched:
     """Return the bytes of the last of `found`, each a delta to the one before.
 
+    Deltas are applied to a copy of the version that the first of them was made from, so that this
+    version stays whole. The check comes after.
+
     Args:
-        base: the version that the first of them is a delta to; it becomes the new one in place.
-            Where that is served, it is put back if that fails.
-        undoable: whether to keep what leads back to `base`.
+        base: the version that the first of them is a delta to. It is not written to.
+        memory: the source of the copy.
         threads: the number of buckets worked on at a time, where there is enough to do.
 
     Raises:
@@ -106,63 +94,40 @@ def bring(
         DeadlineError: they were not checked in time.
         TransferError: the version was retired meanwhile.
     """
+    marker, mine = found[-1].marker, plan.of_reader(reader)
     deltas = [one for one in found if one.marker.base is not None]
-    held: Held | Lent
-    if len(deltas) < len(found):
-        held = found[0].whole()
-    else:
-        assert base is not None, "a delta to what is not held"
-        held = base.held
-    marker, mine, logs = found[-1].marker, plan.of_reader(reader), list[Log]()
-    is_served = base is not None and base.is_served
-    done = count()
+    whole = None if len(deltas) == len(found) else found[0].whole()
+    start = base if whole is None else whole
+    assert start is not None, "a delta to what is not held"
+    boxes = Boxes(plan, reader, stays=start.stays, device=start.device, memory=memory)
+    checked: list[int] = []
 
     def bring_bucket(index: int) -> None:
         if time.monotonic() > deadline:
-            raise DeadlineError(f"checked {next(done)} of {len(mine)} buckets in time")
-        digest = ""
+            raise DeadlineError(f"checked {len(checked)} of {len(mine)} buckets in time")
         if deltas:
-            assert not isinstance(held, Lent), "what is lent is copied before it is written to"
-            pieces, payloads = held.views(index), [delta.payload(index) for delta in deltas]
-            log: Log | None = [] if undoable or is_served else None
-            if log is not None:
-                logs.append(log)
-            digest = apply_payloads(plan, index, pieces, payloads, log=log)
-            if is_served:
-                _count_write(pieces)
-        _check_bucket(plan, index, held, marker, found=digest)
-        next(done)
+            pieces = boxes.views(index)
+            copy_bucket(plan, index, start, pieces)
+            digest = apply_payloads(plan, index, pieces, [one.payload(index) for one in deltas])
+            _compare(plan, index, marker, digest)
+        else:
+            _check_bucket(plan, index, start, marker)
+        checked.append(index)
 
     try:
-        if is_served:  # What is damaged shows before anything is touched.
-            for index in mine:
-                for delta in deltas:
-                    open_payload(plan, index, delta.payload(index))
-        elif deltas and (isinstance(held, Lent) or not held.is_own):
-            held = copied(plan, reader, held, stays=held.stays, deadline=deadline)
-        _for_each(plan, mine, bring_bucket, threads=_of_cores(held, threads))
+        _for_each(plan, mine, bring_bucket, threads=_of_cores(start, threads))
         if time.monotonic() > deadline:
             raise DeadlineError(f"checked all {len(mine)} buckets, and not in time")
     except BaseException:
-        if is_served:
-            for each in logs:
-                undo(each)
-        held.close()
+        if whole is not None:
+            whole.close()
         raise
+    if deltas and whole is not None:
+        whole.close()
+    elif isinstance(start, Sealed):
+        start.rest()
     size = sum(one.marker.sizes[index] for one in found for index in mine)
-    return Fetched(marker, held, size, logs, is_served=is_served)
-
-
-def undone(plan: Plan, reader: int, fetched: Fetched, marker: Marker) -> Fetched:
-    """Return the version that `fetched` was made of, in its place, checked.
-
-    Raises:
-        CorruptionError: its bytes are not those that it had.
-    """
-    fetched.put_back()
-    old = Fetched(marker, fetched.held, fetched.bytes)
-    check(plan, reader, old)
-    return old
+    return Fetched(marker, boxes if deltas else start, size)
 
 
 def check(plan: Plan, reader: int, fetched: Fetched) -> None:
@@ -187,7 +152,8 @@ def write(
 
     def write_bucket(index: int) -> None:
         pieces = into.views(index)
-        _count_write(pieces)
+        # Caches of what is made of these tensors look at torch's count of writes.
+        torch.autograd.graph.increment_version([one for one in pieces if not one.is_inference()])
         _check_bucket(plan, index, fetched.held, fetched.marker, into=pieces)
 
     try:
@@ -316,11 +282,6 @@ def feeding(
                 fetched.held.rest()
 
 
-def _count_write(pieces: Iterable[Tensor]) -> None:
-    """Tell torch that tensors are written to: caches of what is made of them look at it."""
-    torch.autograd.graph.increment_version([each for each in pieces if not each.is_inference()])
-
-
 def _as_many(plan: Plan, indices: Sequence[int], threads: int) -> int:
     """Return the number of threads that are worth their start."""
     size = sum(plan.buckets[index].bytes for index in indices)
@@ -357,10 +318,8 @@ def _check_bucket(
     marker: Marker,
     *,
     into: Sequence[Tensor] | None = None,
-    found: str = "",
 ) -> None:
-    """Check one bucket. `into`: tensors that get copies, which are checked; `found`: its digest."""
-    bucket, wanted = plan.buckets[index], marker.buckets[index]
+    """Check one bucket. `into`: tensors that get copies, which are checked."""
 
     def digest() -> str:
         if isinstance(held, Lent):
@@ -369,11 +328,16 @@ def _check_bucket(
             return bucket_digest(held.views(index))
         return cast_and_digest(held.views(index), [piece.dtype for piece in into], into)
 
-    is_right = (found or digest()) == wanted
-    if not is_right and isinstance(held, Sealed):
+    found = digest()
+    if isinstance(held, Sealed) and found != marker.buckets[index]:
         held.rest(is_right=False)  # A load before may have written to its pages in this process.
-        is_right = digest() == wanted
-    if not is_right:
+        found = digest()
+    _compare(plan, index, marker, found)
+
+
+def _compare(plan: Plan, index: int, marker: Marker, digest: str) -> None:
+    bucket = plan.buckets[index]
+    if digest != marker.buckets[index]:
         names = sorted({copy.name for copy in bucket.copies})
         raise CorruptionError(
             f"bucket {index} of version {marker.version} fails its digest: "

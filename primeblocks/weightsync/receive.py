@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Literal, NoReturn, Self
 
 from torch import Tensor
@@ -19,8 +20,8 @@ from ..errors import (
     check_version,
 )
 from .convert.conversion import Wiring
-from .fetched import Feed, Fetched, bring, check, check_plan, feeding, undone, write
-from .held import Boxes, Lent, copied
+from .fetched import Feed, Fetched, bring, check, check_plan, feeding, write
+from .held import CachingAllocator, Held, Lent
 from .lease import alone
 from .load import InPlace
 from .manifest import NamedTensors
@@ -40,8 +41,8 @@ class Subscriber:
     """A reader that loads committed versions, all or nothing. One per engine process.
 
     One call of `receive` or `verify` runs at a time. A second one, from any thread, is refused.
-    It keeps the bytes loaded last, where the transport lets it, for deltas and to go back to. What
-    was written in place lies there alone, and is copied before it is overwritten if it has to be.
+    It keeps the bytes loaded last, where the transport lets it, for deltas and to go back to. A
+    delta is applied to a copy of them: until that is loaded, the reader has the weights twice.
 
     Args:
         plan: the publisher's; `Plan.from_json` carries it between processes.
@@ -95,6 +96,7 @@ class Subscriber:
         self._held: Fetched | None = None
         self._ready: Fetched | None = None
         self._kept: Digests | None = None
+        self._memory = CachingAllocator()
         self._busy = threading.Lock()
         self._closed = False
 
@@ -123,8 +125,8 @@ class Subscriber:
 
         Cost: one XXH3-128 of the bytes that this reader wants, then that of `load`; of bytes in a
         file or in the trainer's memory, one copy and one more XXH3-128 in threads beside `load`,
-        with about a bucket of each trainer rank in memory at a time. Deltas are applied to the
-        bytes held, or in place to those that `load_into` fills: then there is no load.
+        with about a bucket of each trainer rank in memory at a time. A delta costs one copy of the
+        bytes held; its memory is kept for the next one.
 
         It begins to load before the deadline, or not at all; buckets under way then, one for each
         of its threads, are checked to their end. A load that has begun may pass it, and so may
@@ -149,7 +151,7 @@ class Subscriber:
             ready = self._get_ready(version, start + timeout_s, loads=True)
             self._ready = self._verified = None
             if ready.marker != self._served:
-                self._load_or_go_back(ready, start + timeout_s)
+                self._load_or_go_back(ready)
             return self._receipt(ready, start, self._kept)
 
     def forget(self) -> None:
@@ -158,17 +160,13 @@ class Subscriber:
         The next `receive` loads even the version that is held, and has none to go back to.
         """
         self._served = None
-        if self._held is not None and self._held.is_served:
-            self._held = None
 
     def close(self) -> None:
         """Let go of the version that is held, at the end of a call under way. Twice is fine."""
         self._closed = True
         if not self._busy.locked():
             self._drop_ready()
-            if self._held is not None:
-                self._held.held.close()
-                self._held = None
+            self._drop_held()
 
     def __enter__(self) -> Self:
         return self
@@ -199,6 +197,11 @@ class Subscriber:
             self._ready.held.close()
         self._ready = None
 
+    def _drop_held(self) -> None:
+        if self._held is not None:
+            self._held.held.close()
+        self._held = None
+
     def _fetch(
         self,
         version: int | None,
@@ -209,8 +212,8 @@ class Subscriber:
     ) -> Fetched:
         """Return a version's bytes, all checked, once the other readers of it agree.
 
-        `loads`: in the engine's own tensors, where that can be; or unchecked, where it was checked
-        before, or there is one to go back to and nobody waits for this reader.
+        `loads`: unchecked, where it was checked before, or there is one to go back to and nobody
+        waits for this reader.
         """
         held = None if self._held is None else self._held.marker
         request = Request(self.plan, self.reader, version, held, served, deadline)
@@ -225,53 +228,50 @@ class Subscriber:
             size = self.plan.read_bytes(self.reader)
             return Fetched(last.marker, last.whole(), size, is_checked=False)
         try:
-            try:
-                fetched = self._bring(found, deadline, loads=loads)
-            except CorruptionError:  # The base of its deltas, or a mapping of it, may be at fault.
-                if last.marker not in self._transport.markers():
-                    raise
-                again = self._transport.receive(
-                    Request(self.plan, self.reader, last.marker.version, None, served, deadline)
-                )
-                fetched = self._bring(again, deadline, loads=loads)
+            fetched = self._bring(found, request)
         except BaseException as error:  # Others wait to hear of it.
             last.settle(f"{type(error).__name__}: {error}", deadline=deadline)
             raise
         try:
             last.settle("", deadline=deadline)
         except BaseException:
-            if fetched.is_served:
-                fetched.put_back()
             fetched.held.close()
             raise
         return fetched
 
-    def _bring(self, found: Sequence[Incoming], deadline: float, *, loads: bool) -> Fetched:
+    def _bring(self, found: Sequence[Incoming], request: Request) -> Fetched:
+        """Return the bytes of what was found, checked. What fails its check is fetched once more.
+
+        The second time without the version held: it, as the base of the deltas, may be damaged.
+        """
+        marker, base = found[-1].marker, self._held
+        try:
+            return self._applied(found, None if base is None else base.held, request)
+        except CorruptionError:
+            if marker not in self._transport.markers():
+                raise
+        again = replace(request, version=marker.version, held=None)
+        fetched = self._applied(self._transport.receive(again), None, request)
+        if found[0].marker.base is not None:
+            self._drop_held()
+        return fetched
+
+    def _applied(
+        self, found: Sequence[Incoming], base: Held | Lent | None, request: Request
+    ) -> Fetched:
         for each in found:
             check_plan(self.plan, each.marker)
-        # A way back is needed where the transport cannot, or soon may not, give the base again.
-        known = self._transport.markers()
-        base = None if found[0].marker.base is None else self._held
-        undoable = base is not None and base.marker not in known
-        places = self._places() if loads and not undoable else {}
-        if base is not None and base.marker == self._served and places:
-            boxes = Boxes(self.plan, self.reader, stays=True, served=places)
-            base = Fetched(base.marker, boxes, base.bytes, is_served=True)
-        elif base is not None:  # From here on it is neither of the two versions.
-            base, self._held = base._replace(is_served=False), None
         return bring(
             self.plan,
             self.reader,
             found,
             base,
-            deadline=deadline,
-            undoable=undoable,
+            self._memory,
+            deadline=request.deadline,
             threads=self._threads,
         )
 
-    def _load_or_go_back(self, new: Fetched, deadline: float) -> None:
-        if self._held is not None and self._held.is_served:
-            self._keep_served(new, self._held, deadline)
+    def _load_or_go_back(self, new: Fetched) -> None:
         served, self._served = self._served, None  # Torn, until it has one of them.
         if new is self._held:
             self._held = None
@@ -279,20 +279,12 @@ class Subscriber:
             self._feed(new)
         except Exception as error:  # Whatever load raises, the model must not stay torn.
             self._go_back(new, served, error)
-        if self._held is not None:
-            self._held.held.close()
+        self._drop_held()
         self._serve(new.marker, new)
-
-    def _keep_served(self, new: Fetched, old: Fetched, deadline: float) -> None:
-        """Copy what is about to be overwritten, where the transport cannot give it again."""
-        self._held = None
-        if not new.is_served and old.marker not in self._transport.markers():
-            boxes = copied(self.plan, self.reader, old.held, stays=True, deadline=deadline)
-            self._held = Fetched(old.marker, boxes, old.bytes)
 
     def _serve(self, marker: Marker, fetched: Fetched) -> None:
         """Note that a version was loaded; keep it where it stays."""
-        self._served, self._held = marker, fetched.loaded()
+        self._served, self._held = marker, fetched._replace(is_checked=True)
         if not fetched.held.stays:
             fetched.held.close()
             self._held = None
@@ -301,7 +293,7 @@ class Subscriber:
         """Load the version before again, and raise TransferError; EngineError where that fails."""
         text = f"loading version {failed.marker.version} failed: {type(error).__name__}: {error}"
         text = text.rstrip(".")
-        is_there = bool(failed.undo or self._held) or served in self._transport.markers()
+        is_there = self._held is not None or served in self._transport.markers()
         if served is None or not is_there:
             failed.held.close()
             raise EngineError(
@@ -321,8 +313,6 @@ class Subscriber:
 
     def _before(self, failed: Fetched, served: Marker, deadline: float) -> Fetched:
         """Return the version that was served before, checked."""
-        if failed.undo:
-            return undone(self.plan, self.reader, failed, served)
         failed.held.close()
         if self._held is None:
             return self._fetch(served.version, deadline, served=None)
@@ -331,8 +321,6 @@ class Subscriber:
 
     def _feed(self, fetched: Fetched) -> None:
         """Give `load` all tensors, each once its bytes were checked; then observe the engine."""
-        if fetched.is_served:  # It is there.
-            return
         is_lent = isinstance(fetched.held, Lent)
         places = {} if fetched.is_checked or is_lent else self._places()
         if places and all(place.device.type == "cpu" for place in places.values()):

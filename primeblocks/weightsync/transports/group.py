@@ -57,7 +57,7 @@ class GroupTransport:
             the default group.
         device: the device of messages, which decides the backend that carries them.
         keep: on a reader, keep what was received, so that deltas can be sent and a load that fails
-            can be undone. It costs the reader's boxes once more.
+            goes back. It costs the reader's boxes once more, and twice with deltas.
         timeout_s: for the construction.
 
     Raises:
