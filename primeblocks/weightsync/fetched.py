@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -25,11 +26,11 @@ from .convert.conversion import Wiring
 from .delta.bucket import apply_payloads
 from .digest import bucket_digest, cast_and_digest
 from .held import Boxes, CachingAllocator, Held, Lent, Sealed, chunks_of, copy_bucket
-from .marker import Marker
+from .marker import Digests, Marker
 from .plan import Plan
 from .transports.transport import Incoming
 
-__all__ = ["Feed", "Fetched", "bring", "check", "check_plan", "feeding", "write"]
+__all__ = ["Feed", "Fetched", "State", "bring", "check", "check_plan", "feeding", "write"]
 
 # Less than this is done before a thread has started.
 _BYTES_A_THREAD = 8 << 20
@@ -37,18 +38,37 @@ _BYTES_A_THREAD = 8 << 20
 _AHEAD = 2
 
 
+class State(Enum):
+    """The states of a reader and of its versions, as `receive` draws them."""
+
+    EMPTY = "empty"
+    FETCHED = "fetched"
+    CHECKED = "checked"
+    LOADED = "loaded"
+    TORN = "torn"
+
+
 class Fetched(NamedTuple):
     """The weights of one version, as this reader has them.
 
     Attributes:
+        held: None once they were let go.
         bytes: the number of bytes read for it.
-        is_checked: whether its bytes were found to be right.
+        state: FETCHED, or CHECKED once its bytes were found to be right.
+        digests: of what an engine has after its load, where that is observed.
     """
 
     marker: Marker
-    held: Held | Lent
+    held: Held | Lent | None
     bytes: int
-    is_checked: bool = True
+    state: State = State.CHECKED
+    digests: Digests | None = None
+
+    def closed(self) -> Fetched:
+        """Let the bytes go; return what is known of them."""
+        if self.held is not None:
+            self.held.close()
+        return self._replace(held=None)
 
 
 def check_plan(plan: Plan, marker: Marker) -> None:
@@ -136,6 +156,7 @@ def check(plan: Plan, reader: int, fetched: Fetched) -> None:
     Raises:
         CorruptionError: a byte is not the one that was sent.
     """
+    assert fetched.held is not None
     for index in plan.of_reader(reader):
         _check_bucket(plan, index, fetched.held, fetched.marker)
 
@@ -148,20 +169,20 @@ def write(
     Raises:
         CorruptionError: a byte is not the one that was sent; some of them were written.
     """
-    into = Boxes(plan, reader, stays=True, served=places)
+    held, into = fetched.held, Boxes(plan, reader, stays=True, served=places)
+    assert held is not None
 
     def write_bucket(index: int) -> None:
         pieces = into.views(index)
         # Caches of what is made of these tensors look at torch's count of writes.
         torch.autograd.graph.increment_version([one for one in pieces if not one.is_inference()])
-        _check_bucket(plan, index, fetched.held, fetched.marker, into=pieces)
+        _check_bucket(plan, index, held, fetched.marker, into=pieces)
 
     try:
-        threads = _of_cores(fetched.held, threads)
-        _for_each(plan, plan.of_reader(reader), write_bucket, threads=threads)
+        _for_each(plan, plan.of_reader(reader), write_bucket, threads=_of_cores(held, threads))
     finally:
-        if isinstance(fetched.held, Sealed):
-            fetched.held.rest()
+        if isinstance(held, Sealed):
+            held.rest()
 
 
 class Feed:
@@ -183,7 +204,9 @@ class Feed:
         convert: Wiring | None,
         pool: Executor,
     ) -> None:
-        self._plan, self._fetched, self._pool = plan, fetched, pool
+        assert fetched.held is not None
+        self._plan, self._pool = plan, pool
+        self._source, self._marker = fetched.held, fetched.marker
         self._wants, self._convert = plan.wants[reader], convert
         self.names = list(self._wants if convert is None else convert.targets)
         self._uses = Counter(source for name in self.names for source in self._made_of(name))
@@ -193,7 +216,7 @@ class Feed:
             held = self._copies = Boxes(plan, reader, stays=False, device=held.device)
         self._held: Held = held
         self._order: list[int] = []
-        if self._copies is not None or not fetched.is_checked:
+        if self._copies is not None or fetched.state is State.FETCHED:
             turn = {name: place for place, name in enumerate(plan.wants[reader])}
             first = {
                 index: min(turn[copy.name] for copy in plan.buckets[index].copies)
@@ -256,7 +279,7 @@ class Feed:
 
     def _check(self, index: int) -> None:
         into = None if self._copies is None else self._copies.views(index)
-        _check_bucket(self._plan, index, self._fetched.held, self._fetched.marker, into=into)
+        _check_bucket(self._plan, index, self._source, self._marker, into=into)
 
 
 @contextmanager

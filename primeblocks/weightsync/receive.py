@@ -1,4 +1,21 @@
-"""Engine side: wait for a version, check every byte, load it, or keep the old one."""
+"""Engine side: wait for a version, check every byte, load it, or keep the old one.
+
+    FETCHED ----------> CHECKED       a version, whose bytes `_next` has
+       every byte is right |
+                           | load begins
+                           v
+    EMPTY, LOADED ------> TORN -----> LOADED       the engine, whose state is `_state`
+                           |  load took all
+                           | load raised
+                           v
+          the version before is checked and loaded again:
+          LOADED with a TransferError, or still TORN with an EngineError
+
+A version that fails before its load changes neither `_state` nor `_last`, the version that was
+loaded last. The bytes of `_last` are kept where the transport allows it, as the base of deltas and
+to go back to. Only bytes that can be checked during the load, with a version to go back to, are
+given to a load as FETCHED.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +37,7 @@ from ..errors import (
     check_version,
 )
 from .convert.conversion import Wiring
-from .fetched import Feed, Fetched, bring, check, check_plan, feeding, write
+from .fetched import Feed, Fetched, State, bring, check, check_plan, feeding, write
 from .held import CachingAllocator, Held, Lent
 from .lease import alone
 from .load import InPlace
@@ -91,11 +108,9 @@ class Subscriber:
         self._load, self._transport = load, transport
         self._convert, self._threads = convert, threads
         self._ahead, self._observe = check == "ahead", observe
-        self._served: Marker | None = None
-        self._verified: Marker | None = None
-        self._held: Fetched | None = None
-        self._ready: Fetched | None = None
-        self._kept: Digests | None = None
+        self._state = State.EMPTY
+        self._last: Fetched | None = None
+        self._next: Fetched | None = None
         self._memory = CachingAllocator()
         self._busy = threading.Lock()
         self._closed = False
@@ -104,6 +119,16 @@ class Subscriber:
     def version(self) -> int | None:
         """The version loaded last; None before the first."""
         return None if self._served is None else self._served.version
+
+    @property
+    def _served(self) -> Marker | None:
+        if self._last is None or self._state is not State.LOADED:
+            return None
+        return self._last.marker
+
+    @property
+    def _kept(self) -> Fetched | None:
+        return None if self._last is None or self._last.held is None else self._last
 
     def verify(self, version: int | None = None, *, timeout_s: float) -> Receipt:
         """Wait for a version and check every byte of it, but load nothing. Local.
@@ -114,11 +139,10 @@ class Subscriber:
         """
         start = time.monotonic()
         with self._alone("verify()"):
-            ready = self._get_ready(version, start + timeout_s, loads=False)
+            ready = self._get_next(version, start + timeout_s, loads=False)
             if isinstance(ready.held, Lent) and not ready.held.stays:
-                self._verified = ready.marker
-                self._drop_ready()
-            return self._receipt(ready, start, None)
+                self._drop_next()
+            return _receipt(ready._replace(digests=None), start)
 
     def receive(self, version: int | None = None, *, timeout_s: float) -> Receipt:
         """Load a version. Local.
@@ -148,25 +172,25 @@ class Subscriber:
         """
         start = time.monotonic()
         with self._alone("receive()"):
-            ready = self._get_ready(version, start + timeout_s, loads=True)
-            self._ready = self._verified = None
+            ready = self._get_next(version, start + timeout_s, loads=True)
+            self._next = None
             if ready.marker != self._served:
-                self._load_or_go_back(ready)
-            return self._receipt(ready, start, self._kept)
+                ready = self._load_or_go_back(ready)
+            return _receipt(ready, start)
 
     def forget(self) -> None:
         """Say that the engine lost its weights, as in a sleep that discards them. Local.
 
         The next `receive` loads even the version that is held, and has none to go back to.
         """
-        self._served = None
+        self._state = State.EMPTY
 
     def close(self) -> None:
         """Let go of the version that is held, at the end of a call under way. Twice is fine."""
         self._closed = True
         if not self._busy.locked():
-            self._drop_ready()
-            self._drop_held()
+            self._drop_next()
+            self._last = None if self._last is None else self._last.closed()
 
     def __enter__(self) -> Self:
         return self
@@ -183,24 +207,20 @@ class Subscriber:
             if self._closed:  # Meanwhile.
                 self.close()
 
-    def _get_ready(self, version: int | None, deadline: float, *, loads: bool) -> Fetched:
+    def _get_next(self, version: int | None, deadline: float, *, loads: bool) -> Fetched:
         if self._closed:
             raise ClosedError("this Subscriber was closed")
         version = None if version is None else check_version(version)
-        if self._ready is None or version not in (None, self._ready.marker.version):
-            self._drop_ready()
-            self._ready = self._fetch(version, deadline, served=self._served, loads=loads)
-        return self._ready
+        ready = self._next
+        if ready is None or ready.held is None or version not in (None, ready.marker.version):
+            self._drop_next()
+            ready = self._fetch(version, deadline, served=self._served, loads=loads)
+            self._next = ready
+        return ready
 
-    def _drop_ready(self) -> None:
-        if self._ready is not None and self._ready is not self._held:
-            self._ready.held.close()
-        self._ready = None
-
-    def _drop_held(self) -> None:
-        if self._held is not None:
-            self._held.held.close()
-        self._held = None
+    def _drop_next(self) -> None:
+        """Let the bytes go. What was checked stays known as checked."""
+        self._next = None if self._next in (None, self._last) else self._next.closed()
 
     def _fetch(
         self,
@@ -215,18 +235,20 @@ class Subscriber:
         `loads`: unchecked, where it was checked before, or there is one to go back to and nobody
         waits for this reader.
         """
-        held = None if self._held is None else self._held.marker
+        kept = self._kept
+        held = None if kept is None else kept.marker
         request = Request(self.plan, self.reader, version, held, served, deadline)
         found = self._transport.receive(request)
         last = found[-1]
-        if last.marker == held and self._held is not None:
-            return self._held
-        can_go_back = self._held is not None and last.marker in self._transport.markers()
-        is_sure = last.marker == self._verified or (self._ahead and can_go_back)
+        if kept is not None and last.marker == held:
+            return kept
+        can_go_back = kept is not None and last.marker in self._transport.markers()
+        was_checked = self._next is not None and last.marker == self._next.marker
+        is_sure = was_checked or (self._ahead and can_go_back)
         if loads and is_sure and len(found) == 1 and last.marker.base is None:
             check_plan(self.plan, last.marker)
             size = self.plan.read_bytes(self.reader)
-            return Fetched(last.marker, last.whole(), size, is_checked=False)
+            return Fetched(last.marker, last.whole(), size, State.FETCHED)
         try:
             fetched = self._bring(found, request)
         except BaseException as error:  # Others wait to hear of it.
@@ -235,7 +257,7 @@ class Subscriber:
         try:
             last.settle("", deadline=deadline)
         except BaseException:
-            fetched.held.close()
+            fetched.closed()
             raise
         return fetched
 
@@ -244,7 +266,7 @@ class Subscriber:
 
         The second time without the version held: it, as the base of the deltas, may be damaged.
         """
-        marker, base = found[-1].marker, self._held
+        marker, base = found[-1].marker, self._kept
         try:
             return self._applied(found, None if base is None else base.held, request)
         except CorruptionError:
@@ -252,8 +274,8 @@ class Subscriber:
                 raise
         again = replace(request, version=marker.version, held=None)
         fetched = self._applied(self._transport.receive(again), None, request)
-        if found[0].marker.base is not None:
-            self._drop_held()
+        if base is not None and found[0].marker.base is not None:
+            self._last = base.closed()
         return fetched
 
     def _applied(
@@ -271,61 +293,58 @@ class Subscriber:
             threads=self._threads,
         )
 
-    def _load_or_go_back(self, new: Fetched) -> None:
-        served, self._served = self._served, None  # Torn, until it has one of them.
-        if new is self._held:
-            self._held = None
+    def _load_or_go_back(self, new: Fetched) -> Fetched:
+        served, self._state = self._served, State.TORN  # Until it has one of them.
+        if new is self._last:
+            self._last = None
         try:
-            self._feed(new)
+            digests = self._feed(new)
         except Exception as error:  # Whatever load raises, the model must not stay torn.
             self._go_back(new, served, error)
-        self._drop_held()
-        self._serve(new.marker, new)
+        if self._last is not None:
+            self._last.closed()
+        return self._serve(new, digests)
 
-    def _serve(self, marker: Marker, fetched: Fetched) -> None:
+    def _serve(self, fetched: Fetched, digests: Digests | None) -> Fetched:
         """Note that a version was loaded; keep it where it stays."""
-        self._served, self._held = marker, fetched._replace(is_checked=True)
-        if not fetched.held.stays:
-            fetched.held.close()
-            self._held = None
+        assert fetched.held is not None
+        done = fetched._replace(state=State.CHECKED, digests=digests)
+        self._state, self._last = State.LOADED, done if fetched.held.stays else done.closed()
+        return self._last
 
     def _go_back(self, failed: Fetched, served: Marker | None, error: Exception) -> NoReturn:
         """Load the version before again, and raise TransferError; EngineError where that fails."""
+        failed.closed()
         text = f"loading version {failed.marker.version} failed: {type(error).__name__}: {error}"
         text = text.rstrip(".")
-        is_there = self._held is not None or served in self._transport.markers()
-        if served is None or not is_there:
-            failed.held.close()
+        kept = self._kept
+        if served is None or (kept is None and served not in self._transport.markers()):
             raise EngineError(
                 f"{text}. There is no version to go back to; restart the engine."
             ) from error
         try:
             # The failed load may have used up the caller's time; a torn model is worse than a wait.
-            old = self._before(failed, served, time.monotonic() + _BACK_S)
-            self._feed(old)
+            if kept is None:
+                old = self._fetch(served.version, time.monotonic() + _BACK_S, served=None)
+            else:
+                old = kept
+                check(self.plan, self.reader, old)
+            digests = self._feed(old)
         except Exception as second:
             raise EngineError(
                 f"{text}. Going back to version {served.version} failed too: "
                 f"{type(second).__name__}: {second}. Restart the engine."
             ) from error
-        self._serve(served, old)
+        self._serve(old, digests)
         raise TransferError(f"{text}. Version {old.marker.version} was loaded again.") from error
 
-    def _before(self, failed: Fetched, served: Marker, deadline: float) -> Fetched:
-        """Return the version that was served before, checked."""
-        failed.held.close()
-        if self._held is None:
-            return self._fetch(served.version, deadline, served=None)
-        check(self.plan, self.reader, self._held)
-        return self._held
-
-    def _feed(self, fetched: Fetched) -> None:
+    def _feed(self, fetched: Fetched) -> Digests | None:
         """Give `load` all tensors, each once its bytes were checked; then observe the engine."""
-        is_lent = isinstance(fetched.held, Lent)
-        places = {} if fetched.is_checked or is_lent else self._places()
+        is_copied = fetched.state is State.FETCHED and not isinstance(fetched.held, Lent)
+        places = self._places() if is_copied else {}
         if places and all(place.device.type == "cpu" for place in places.values()):
             write(self.plan, self.reader, fetched, places, threads=self._threads)
-            return
+            return None
         taken, given = 0, dict[str, Sequence[str]]()
 
         def tensors(feed: Feed) -> Iterator[tuple[str, Tensor]]:
@@ -341,13 +360,14 @@ class Subscriber:
             self._load(tensors(feed))
         if taken < len(feed.names):
             raise TransferError(f"load took {taken} of {len(feed.names)} tensors")
-        self._kept = None if self._observe is None else kept(given, self._observe())
+        return None if self._observe is None else kept(given, self._observe())
 
     def _places(self) -> Mapping[str, Tensor]:
         """Return the engine's own tensors, where `load` does no more than copy into them."""
         is_plain = self._convert is None and self._observe is None
         return self._load.places() if is_plain and isinstance(self._load, InPlace) else {}
 
-    def _receipt(self, done: Fetched, start: float, held: Digests | None) -> Receipt:
-        marker, seconds = done.marker, time.monotonic() - start
-        return Receipt(marker.version, done.bytes, seconds, marker.digest, held)
+
+def _receipt(done: Fetched, start: float) -> Receipt:
+    marker, seconds = done.marker, time.monotonic() - start
+    return Receipt(marker.version, done.bytes, seconds, marker.digest, done.digests)

@@ -211,7 +211,7 @@ def test_a_reader_whose_own_bytes_are_damaged_catches_up_from_the_full_version(s
     setup.receive()
     size = setup.publish(1).bytes
     setup.receive()
-    setup.subscriber._held.held.views(0)[0].zero_()  # Its own since there are deltas in it.
+    setup.subscriber._last.held.views(0)[0].zero_()  # Its own since there are deltas in it.
     size += setup.publish(2).bytes
     assert setup.receive().bytes == setup.plan.bytes_total + size
     assert setup.serves(2)
