@@ -26,10 +26,8 @@ from .transports.transport import Transport
 
 __all__ = ["Publisher"]
 
-_MESSAGE_BYTES = 4096
-_ERROR_CHARS = 600  # A character takes up to six bytes in JSON.
+_ERROR_CHARS = 600
 _THREADS, _WORTH_A_THREAD_BYTES = 4, 8 << 20
-_BUCKET_CHARS = 36 + 16  # A digest and a size.
 # A rank whose work ends at the deadline tells the others a little later: they wait this long.
 _GRACE_S = 2.0
 
@@ -96,7 +94,7 @@ class Publisher:
         Where another rank hangs, it ends two seconds after `timeout_s`: a rank whose own work ended
         at the deadline has that long to say so.
 
-        Cost: one copy and, in a second thread, one XXH3-128 of what this rank sends; four small
+        Cost: one copy and, in a second thread, one XXH3-128 of what this rank sends; eight small
         all-gathers. A delta costs one more pass, over what was sent before.
 
         Raises:
@@ -167,10 +165,7 @@ class Publisher:
             failure = error
             text = f"{type(error).__name__}: {error}"[:_ERROR_CHARS]
             message = {"error": text, "usage": isinstance(error, UsageError)}
-        most = max(len(self._plan.of_rank(rank)) for rank in range(self._plan.world_size))
-        size_bytes = _MESSAGE_BYTES + _BUCKET_CHARS * most
-        until = args[-1] + _GRACE_S
-        replies = self._agreement.exchange(message, size_bytes=size_bytes, deadline=until)
+        replies = self._agreement.exchange(message, deadline=args[-1] + _GRACE_S)
         failed = {rank: reply for rank, reply in enumerate(replies) if "error" in reply}
         if failed:
             text = "; ".join(f"rank {rank}: {reply['error']}" for rank, reply in failed.items())
