@@ -23,7 +23,6 @@ from primeblocks.weightsync.delta.tensors import (
     apply_delta,
     encode_delta,
     inspect_delta,
-    merge_deltas,
 )
 from primeblocks.weightsync.held import Blob
 from primeblocks.weightsync.manifest import Manifest
@@ -129,7 +128,6 @@ def deltas(rng, cases, where):
         target = whole.clone()
         count += refused(apply_delta, target, changed)
         refused(inspect_delta, changed)
-        refused(merge_deltas, [delta, changed])
         # One that its digest covers, and the numbers around it.
         inside = payload.index(b"PBWD")
         size = len(payload) - inside if rng.random() < 0.5 else rng.randrange(len(payload))
