@@ -119,14 +119,16 @@ def bring(
     whole = None if len(deltas) == len(found) else found[0].whole()
     start = base if whole is None else whole
     assert start is not None, "a delta to what is not held"
-    boxes = Boxes(plan, reader, stays=start.stays, device=start.device, memory=memory)
+    held = start
+    if deltas:
+        held = Boxes(plan, reader, stays=start.stays, device=start.device, memory=memory)
     checked: list[int] = []
 
     def bring_bucket(index: int) -> None:
         if time.monotonic() > deadline:
             raise DeadlineError(f"checked {len(checked)} of {len(mine)} buckets in time")
-        if deltas:
-            pieces = boxes.views(index)
+        if isinstance(held, Boxes) and deltas:
+            pieces = held.views(index)
             copy_bucket(plan, index, start, pieces)
             digest = apply_payloads(plan, index, pieces, [one.payload(index) for one in deltas])
             _compare(plan, index, marker, digest)
@@ -147,7 +149,7 @@ def bring(
     elif isinstance(start, Sealed):
         start.rest()
     size = sum(one.marker.sizes[index] for one in found for index in mine)
-    return Fetched(marker, boxes if deltas else start, size)
+    return Fetched(marker, held, size)
 
 
 def check(plan: Plan, reader: int, fetched: Fetched) -> None:

@@ -237,6 +237,7 @@ class Boxes:
         self._plan, self.stays, self.device = plan, stays, torch.device(device)
         self._wants = plan.wants[reader]
         self._memory = CachingAllocator() if memory is None else memory
+        self._lock = threading.Lock()
         self._boxes: dict[str, list[tuple[Shard, Tensor]]] = {
             name: [(self._wants[name][0], tensor)] for name, tensor in (served or {}).items()
         }
@@ -260,10 +261,11 @@ class Boxes:
         """Do nothing: the tensors go with their last user."""
 
     def _of(self, name: str) -> list[tuple[Shard, Tensor]]:
-        if name not in self._boxes:
-            made = [(box, self._make(name, box)) for box in self._wants.get(name, ())]
-            self._boxes.setdefault(name, made)  # Of two threads the first wins.
-        return self._boxes[name]
+        with self._lock:
+            if name not in self._boxes:
+                made = [(box, self._make(name, box)) for box in self._wants.get(name, ())]
+                self._boxes[name] = made
+            return self._boxes[name]
 
     def _make(self, name: str, box: Shard) -> Tensor:
         dtype = self._plan.target[name].dtype

@@ -13,8 +13,8 @@
 
 A version that fails before its load changes neither `_state` nor `_last`, the version that was
 loaded last. The bytes of `_last` are kept where the transport allows it, as the base of deltas and
-to go back to. Only bytes that can be checked during the load, with a version to go back to, are
-given to a load as FETCHED.
+to go back to. A load begins with a FETCHED version only if its bytes were checked before, or if
+there is a version to go back to. Then each tensor is checked before `load` gets it.
 """
 
 from __future__ import annotations
@@ -191,6 +191,7 @@ class Subscriber:
         if not self._busy.locked():
             self._drop_next()
             self._last = None if self._last is None else self._last.closed()
+            self._memory = CachingAllocator()
 
     def __enter__(self) -> Self:
         return self

@@ -88,7 +88,7 @@ class Setup:
 @pytest.fixture(params=["shared_memory", "file"])
 def setup(request, tmp_path):
     setup = Setup(request.param, tmp_path)
-    with setup.transport:
+    with setup.transport, setup.subscriber:
         yield setup
 
 

@@ -3,6 +3,7 @@
 As root the tests act as user 12345; without, those of another owner are left out.
 """
 
+import gc
 import os
 import shutil
 import signal
@@ -130,6 +131,7 @@ def test_an_owner_takes_no_place_that_others_prepared(name, what, tmp_path):
 @pytest.mark.parametrize("kind", MAKES)
 def test_another_user_neither_reads_nor_opens_memory(kind, everybodys):
     root, stranger = everybodys
+    gc.collect()  # Readers of other tests may hold memory.
     with MAKES[kind](root, owner=True) as owner:
         plan = published(owner, 1.0, 2.0, full_every=4)
         mine = Path(f"/proc/{os.getpid()}/fd")
