@@ -155,7 +155,6 @@ class Engine(_Side):
         scale: float,
         threads: int,
         check: Literal["before", "ahead"] = "ahead",
-        in_place: bool = True,
     ) -> None:
         super().__init__(name, scale, threads, seed=1, owner=False)
         load = load_into(self.parameters, self.plan)
@@ -165,7 +164,7 @@ class Engine(_Side):
 
         self.loaded_s = 0.0
         self.subscriber = Subscriber(
-            self.plan, load if in_place else timed, self.transport, check=check
+            self.plan, load if check == "ahead" else timed, self.transport, check=check
         )
 
     def forget(self) -> None:
@@ -176,7 +175,7 @@ class Engine(_Side):
     def receive(self, version: int) -> tuple[float, float]:
         """Seconds, and those inside `load` (with the check, where it is done in passing).
 
-        An engine whose tensors are written in place does not tell its `load` apart.
+        An engine that checks ahead does not tell its `load` apart.
         """
         whole = _seconds(lambda: self.subscriber.receive(version, timeout_s=TIMEOUT_S))
         return whole, self.loaded_s

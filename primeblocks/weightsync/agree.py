@@ -1,4 +1,4 @@
-"""Small messages between trainer ranks, each exchange bounded by a deadline."""
+"""Messages between trainer ranks, each exchange bounded by a deadline."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..errors import TransferError, UnsupportedError, UsageError
 
@@ -47,10 +48,8 @@ class Agreement:
                 "Pass group=torch.distributed.new_group(backend='gloo')."
             )
 
-    def exchange(
-        self, message: dict[str, Any], *, size_bytes: int, deadline: float
-    ) -> list[dict[str, Any]]:
-        """Return every rank's message, by rank. Collective; `size_bytes` is equal on all ranks.
+    def exchange(self, message: dict[str, Any], *, deadline: float) -> list[dict[str, Any]]:
+        """Return every rank's message, by rank. Collective: their sizes, then the messages.
 
         Raises:
             TransferError: a peer died, or did not come before `deadline` (time.monotonic).
@@ -62,8 +61,12 @@ class Agreement:
         if self.size == 1:
             return [message]
         text = json.dumps(message).encode()
-        assert len(text) <= size_bytes, f"{len(text)} bytes for a message of {size_bytes}"
-        mine = torch.tensor(list(text.ljust(size_bytes)), dtype=torch.uint8)
+        sizes = self._gather(torch.tensor([len(text)]), deadline)
+        padded = bytearray(text.ljust(max(int(size) for size in sizes)))
+        texts = self._gather(torch.frombuffer(padded, dtype=torch.uint8), deadline)
+        return [json.loads(text.numpy().tobytes()) for text in texts]
+
+    def _gather(self, mine: Tensor, deadline: float) -> list[Tensor]:
         theirs = [torch.zeros_like(mine) for _ in range(self.size)]
         # Not 0: a work's wait takes that for "for ever".
         patience = timedelta(seconds=max(0.001, deadline - time.monotonic()))
@@ -77,4 +80,4 @@ class Agreement:
                 f"rank {self.rank} of {self.size} lost its peers, or the deadline passed: "
                 f"{self._broken}. The committed version did not change; make a new group."
             ) from error
-        return [json.loads(bytes(text.tolist())) for text in theirs]
+        return theirs

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import count
+from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -23,14 +23,14 @@ from torch import Tensor
 from ..errors import CorruptionError, DeadlineError, PlanError
 from ..layout import Shard
 from .convert.conversion import Wiring
-from .delta.bucket import Log, apply_payloads, open_payload, undo
+from .delta.bucket import apply_payloads
 from .digest import bucket_digest, cast_and_digest
-from .held import Boxes, Held, Lent, Sealed, chunks_of, copied
-from .marker import Marker
+from .held import Boxes, CachingAllocator, Held, Lent, Sealed, chunks_of, copy_bucket
+from .marker import Digests, Marker
 from .plan import Plan
 from .transports.transport import Incoming
 
-__all__ = ["Feed", "Fetched", "bring", "check", "check_plan", "feeding", "undone", "write"]
+__all__ = ["Feed", "Fetched", "State", "bring", "check", "check_plan", "feeding", "write"]
 
 # Less than this is done before a thread has started.
 _BYTES_A_THREAD = 8 << 20
@@ -38,31 +38,37 @@ _BYTES_A_THREAD = 8 << 20
 _AHEAD = 2
 
 
+class State(Enum):
+    """The states of a reader and of its versions, as `receive` draws them."""
+
+    EMPTY = "empty"
+    FETCHED = "fetched"
+    CHECKED = "checked"
+    LOADED = "loaded"
+    TORN = "torn"
+
+
 class Fetched(NamedTuple):
     """The weights of one version, as this reader has them.
 
     Attributes:
+        held: None once they were let go.
         bytes: the number of bytes read for it.
-        undo: what leads back to the version that it was made of.
-        is_checked: whether its bytes were found to be right.
-        is_served: whether they lie in the engine's own tensors.
+        state: FETCHED, or CHECKED once its bytes were found to be right.
+        digests: of what an engine has after its load, where that is observed.
     """
 
     marker: Marker
-    held: Held | Lent
+    held: Held | Lent | None
     bytes: int
-    undo: Sequence[Log] = ()
-    is_checked: bool = True
-    is_served: bool = False
+    state: State = State.CHECKED
+    digests: Digests | None = None
 
-    def loaded(self) -> Fetched:
-        """Return the same weights, checked, and with nothing to go back to."""
-        return self._replace(undo=(), is_checked=True)
-
-    def put_back(self) -> None:
-        """Make it the version again that it was made of, where it lies."""
-        for log in self.undo:
-            undo(log)
+    def closed(self) -> Fetched:
+        """Let the bytes go; return what is known of them."""
+        if self.held is not None:
+            self.held.close()
+        return self._replace(held=None)
 
 
 def check_plan(plan: Plan, marker: Marker) -> None:
@@ -87,18 +93,20 @@ def bring(
     plan: Plan,
     reader: int,
     found: Sequence[Incoming],
-    base: Fetched | None,
+    base: Held | Lent | None,
+    memory: CachingAllocator,
     *,
     deadline: float,
-    undoable: bool,
     threads: int,
 ) -> Fetched:
     """Return the bytes of the last of `found`, each a delta to the one before.
 
+    Deltas are applied to a copy of the version that the first of them was made from, so that this
+    version stays whole. The check comes after.
+
     Args:
-        base: the version that the first of them is a delta to; it becomes the new one in place.
-            Where that is served, it is put back if that fails.
-        undoable: whether to keep what leads back to `base`.
+        base: the version that the first of them is a delta to. It is not written to.
+        memory: the source of the copy.
         threads: the number of buckets worked on at a time, where there is enough to do.
 
     Raises:
@@ -106,63 +114,42 @@ def bring(
         DeadlineError: they were not checked in time.
         TransferError: the version was retired meanwhile.
     """
+    marker, mine = found[-1].marker, plan.of_reader(reader)
     deltas = [one for one in found if one.marker.base is not None]
-    held: Held | Lent
-    if len(deltas) < len(found):
-        held = found[0].whole()
-    else:
-        assert base is not None, "a delta to what is not held"
-        held = base.held
-    marker, mine, logs = found[-1].marker, plan.of_reader(reader), list[Log]()
-    is_served = base is not None and base.is_served
-    done = count()
+    whole = None if len(deltas) == len(found) else found[0].whole()
+    start = base if whole is None else whole
+    assert start is not None, "a delta to what is not held"
+    held = start
+    if deltas:
+        held = Boxes(plan, reader, stays=start.stays, device=start.device, memory=memory)
+    checked: list[int] = []
 
     def bring_bucket(index: int) -> None:
         if time.monotonic() > deadline:
-            raise DeadlineError(f"checked {next(done)} of {len(mine)} buckets in time")
-        digest = ""
-        if deltas:
-            assert not isinstance(held, Lent), "what is lent is copied before it is written to"
-            pieces, payloads = held.views(index), [delta.payload(index) for delta in deltas]
-            log: Log | None = [] if undoable or is_served else None
-            if log is not None:
-                logs.append(log)
-            digest = apply_payloads(plan, index, pieces, payloads, log=log)
-            if is_served:
-                _count_write(pieces)
-        _check_bucket(plan, index, held, marker, found=digest)
-        next(done)
+            raise DeadlineError(f"checked {len(checked)} of {len(mine)} buckets in time")
+        if isinstance(held, Boxes) and deltas:
+            pieces = held.views(index)
+            copy_bucket(plan, index, start, pieces)
+            digest = apply_payloads(plan, index, pieces, [one.payload(index) for one in deltas])
+            _compare(plan, index, marker, digest)
+        else:
+            _check_bucket(plan, index, start, marker)
+        checked.append(index)
 
     try:
-        if is_served:  # What is damaged shows before anything is touched.
-            for index in mine:
-                for delta in deltas:
-                    open_payload(plan, index, delta.payload(index))
-        elif deltas and (isinstance(held, Lent) or not held.is_own):
-            held = copied(plan, reader, held, stays=held.stays, deadline=deadline)
-        _for_each(plan, mine, bring_bucket, threads=_of_cores(held, threads))
+        _for_each(plan, mine, bring_bucket, threads=_of_cores(start, threads))
         if time.monotonic() > deadline:
             raise DeadlineError(f"checked all {len(mine)} buckets, and not in time")
     except BaseException:
-        if is_served:
-            for each in logs:
-                undo(each)
-        held.close()
+        if whole is not None:
+            whole.close()
         raise
+    if deltas and whole is not None:
+        whole.close()
+    elif isinstance(start, Sealed):
+        start.rest()
     size = sum(one.marker.sizes[index] for one in found for index in mine)
-    return Fetched(marker, held, size, logs, is_served=is_served)
-
-
-def undone(plan: Plan, reader: int, fetched: Fetched, marker: Marker) -> Fetched:
-    """Return the version that `fetched` was made of, in its place, checked.
-
-    Raises:
-        CorruptionError: its bytes are not those that it had.
-    """
-    fetched.put_back()
-    old = Fetched(marker, fetched.held, fetched.bytes)
-    check(plan, reader, old)
-    return old
+    return Fetched(marker, held, size)
 
 
 def check(plan: Plan, reader: int, fetched: Fetched) -> None:
@@ -171,6 +158,7 @@ def check(plan: Plan, reader: int, fetched: Fetched) -> None:
     Raises:
         CorruptionError: a byte is not the one that was sent.
     """
+    assert fetched.held is not None
     for index in plan.of_reader(reader):
         _check_bucket(plan, index, fetched.held, fetched.marker)
 
@@ -183,19 +171,20 @@ def write(
     Raises:
         CorruptionError: a byte is not the one that was sent; some of them were written.
     """
-    into = Boxes(plan, reader, stays=True, served=places)
+    held, into = fetched.held, Boxes(plan, reader, stays=True, served=places)
+    assert held is not None
 
     def write_bucket(index: int) -> None:
         pieces = into.views(index)
-        _count_write(pieces)
-        _check_bucket(plan, index, fetched.held, fetched.marker, into=pieces)
+        # Caches of what is made of these tensors look at torch's count of writes.
+        torch.autograd.graph.increment_version([one for one in pieces if not one.is_inference()])
+        _check_bucket(plan, index, held, fetched.marker, into=pieces)
 
     try:
-        threads = _of_cores(fetched.held, threads)
-        _for_each(plan, plan.of_reader(reader), write_bucket, threads=threads)
+        _for_each(plan, plan.of_reader(reader), write_bucket, threads=_of_cores(held, threads))
     finally:
-        if isinstance(fetched.held, Sealed):
-            fetched.held.rest()
+        if isinstance(held, Sealed):
+            held.rest()
 
 
 class Feed:
@@ -217,7 +206,9 @@ class Feed:
         convert: Wiring | None,
         pool: Executor,
     ) -> None:
-        self._plan, self._fetched, self._pool = plan, fetched, pool
+        assert fetched.held is not None
+        self._plan, self._pool = plan, pool
+        self._source, self._marker = fetched.held, fetched.marker
         self._wants, self._convert = plan.wants[reader], convert
         self.names = list(self._wants if convert is None else convert.targets)
         self._uses = Counter(source for name in self.names for source in self._made_of(name))
@@ -227,7 +218,7 @@ class Feed:
             held = self._copies = Boxes(plan, reader, stays=False, device=held.device)
         self._held: Held = held
         self._order: list[int] = []
-        if self._copies is not None or not fetched.is_checked:
+        if self._copies is not None or fetched.state is State.FETCHED:
             turn = {name: place for place, name in enumerate(plan.wants[reader])}
             first = {
                 index: min(turn[copy.name] for copy in plan.buckets[index].copies)
@@ -290,7 +281,7 @@ class Feed:
 
     def _check(self, index: int) -> None:
         into = None if self._copies is None else self._copies.views(index)
-        _check_bucket(self._plan, index, self._fetched.held, self._fetched.marker, into=into)
+        _check_bucket(self._plan, index, self._source, self._marker, into=into)
 
 
 @contextmanager
@@ -314,11 +305,6 @@ def feeding(
             pool.shutdown(wait=True, cancel_futures=True)
             if isinstance(fetched.held, Sealed):
                 fetched.held.rest()
-
-
-def _count_write(pieces: Iterable[Tensor]) -> None:
-    """Tell torch that tensors are written to: caches of what is made of them look at it."""
-    torch.autograd.graph.increment_version([each for each in pieces if not each.is_inference()])
 
 
 def _as_many(plan: Plan, indices: Sequence[int], threads: int) -> int:
@@ -357,10 +343,8 @@ def _check_bucket(
     marker: Marker,
     *,
     into: Sequence[Tensor] | None = None,
-    found: str = "",
 ) -> None:
-    """Check one bucket. `into`: tensors that get copies, which are checked; `found`: its digest."""
-    bucket, wanted = plan.buckets[index], marker.buckets[index]
+    """Check one bucket. `into`: tensors that get copies, which are checked."""
 
     def digest() -> str:
         if isinstance(held, Lent):
@@ -369,11 +353,16 @@ def _check_bucket(
             return bucket_digest(held.views(index))
         return cast_and_digest(held.views(index), [piece.dtype for piece in into], into)
 
-    is_right = (found or digest()) == wanted
-    if not is_right and isinstance(held, Sealed):
+    found = digest()
+    if isinstance(held, Sealed) and found != marker.buckets[index]:
         held.rest(is_right=False)  # A load before may have written to its pages in this process.
-        is_right = digest() == wanted
-    if not is_right:
+        found = digest()
+    _compare(plan, index, marker, found)
+
+
+def _compare(plan: Plan, index: int, marker: Marker, digest: str) -> None:
+    bucket = plan.buckets[index]
+    if digest != marker.buckets[index]:
         names = sorted({copy.name for copy in bucket.copies})
         raise CorruptionError(
             f"bucket {index} of version {marker.version} fails its digest: "

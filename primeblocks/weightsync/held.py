@@ -32,6 +32,7 @@ __all__ = [
     "Sealed",
     "chunks_of",
     "copied",
+    "copy_bucket",
     "packed_views",
 ]
 
@@ -46,11 +47,11 @@ class Held(Protocol):
 
     Attributes:
         stays: whether a reader keeps it after its load: to go back to, and as the base of deltas.
-        is_own: whether deltas may be applied to it.
+        device: the device that its bytes are on.
     """
 
     stays: bool
-    is_own: bool
+    device: torch.device
 
     def views(self, index: int) -> list[Tensor]:
         """Return the copies of a bucket, each shaped as its box."""
@@ -126,7 +127,7 @@ class Sealed:
     It is mapped anew for each use: what a load writes into its tensors is gone afterwards.
     """
 
-    stays, is_own = True, False
+    stays, device = True, torch.device("cpu")
 
     def __init__(self, plan: Plan, lease: SealedLease, *, start: int) -> None:
         self._plan, self._lease, self._start = plan, lease, start
@@ -220,6 +221,7 @@ class Boxes:
 
     Args:
         served: an engine's own tensors, one for each name, instead of new memory.
+        memory: the source of new memory on the host.
     """
 
     def __init__(
@@ -230,10 +232,12 @@ class Boxes:
         stays: bool,
         device: torch.device | str = "cpu",
         served: Mapping[str, Tensor] | None = None,
+        memory: CachingAllocator | None = None,
     ) -> None:
-        self._plan, self.stays, self._device = plan, stays, torch.device(device)
-        self.is_own, self._wants = served is None, plan.wants[reader]
-        self._allocator = CachingAllocator()
+        self._plan, self.stays, self.device = plan, stays, torch.device(device)
+        self._wants = plan.wants[reader]
+        self._memory = CachingAllocator() if memory is None else memory
+        self._lock = threading.Lock()
         self._boxes: dict[str, list[tuple[Shard, Tensor]]] = {
             name: [(self._wants[name][0], tensor)] for name, tensor in (served or {}).items()
         }
@@ -257,16 +261,17 @@ class Boxes:
         """Do nothing: the tensors go with their last user."""
 
     def _of(self, name: str) -> list[tuple[Shard, Tensor]]:
-        if name not in self._boxes:
-            made = [(box, self._make(name, box)) for box in self._wants.get(name, ())]
-            self._boxes.setdefault(name, made)  # Of two threads the first wins.
-        return self._boxes[name]
+        with self._lock:
+            if name not in self._boxes:
+                made = [(box, self._make(name, box)) for box in self._wants.get(name, ())]
+                self._boxes[name] = made
+            return self._boxes[name]
 
     def _make(self, name: str, box: Shard) -> Tensor:
         dtype = self._plan.target[name].dtype
-        if self._device.type != "cpu" or self.stays or box.numel == 0:
-            return torch.empty(box.sizes, dtype=dtype, device=self._device)
-        return self._allocator.take(box.numel * dtype.itemsize).view(dtype).view(box.sizes)
+        if self.device.type != "cpu" or box.numel == 0:
+            return torch.empty(box.sizes, dtype=dtype, device=self.device)
+        return self._memory.take(box.numel * dtype.itemsize).view(dtype).view(box.sizes)
 
 
 class CachingAllocator:
@@ -311,23 +316,26 @@ def copied(plan: Plan, reader: int, held: Held | Lent, *, stays: bool, deadline:
     Raises:
         DeadlineError: they were not copied in time.
     """
-    device = held.device if isinstance(held, Lent) else "cpu"
-    boxes = Boxes(plan, reader, stays=stays, device=device)
+    boxes = Boxes(plan, reader, stays=stays, device=held.device)
     mine = plan.of_reader(reader)
     for done, index in enumerate(mine):
         if time.monotonic() > deadline:
             raise DeadlineError(f"copied {done} of {len(mine)} buckets in time")
-        into = boxes.views(index)
-        if isinstance(held, Lent):
-            for _ in chunks_of(plan, index, held, into):
-                pass  # It stays in the boxes.
-        else:
-            for room, piece in zip(into, held.views(index), strict=True):
-                room.copy_(piece)
+        copy_bucket(plan, index, held, boxes.views(index))
     if time.monotonic() > deadline:
         raise DeadlineError(f"copied all {len(mine)} buckets, and not in time")
     held.close()
     return boxes
+
+
+def copy_bucket(plan: Plan, index: int, held: Held | Lent, into: Sequence[Tensor]) -> None:
+    """Copy one bucket, unchecked. `into`: a tensor for each of its copies."""
+    if isinstance(held, Lent):
+        for _ in chunks_of(plan, index, held, into):
+            pass  # It stays in `into`.
+    else:
+        for room, piece in zip(into, held.views(index), strict=True):
+            room.copy_(piece)
 
 
 def packed_views(plan: Plan, index: int, buffer: UInt8[Tensor, " bytes"]) -> list[Tensor]:

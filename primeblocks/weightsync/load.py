@@ -34,8 +34,6 @@ class InPlace(Protocol):
 def load_into(target: NamedTensors, plan: Plan | Manifest, *, reader: int = 0) -> InPlace:
     """Return a `load` for `Subscriber` that copies each tensor into the one of its name. Local.
 
-    Of a delta, only what changed is written, once all of it was checked.
-
     Names, shapes, boxes and dtypes are compared at once, before anything is loaded. Every tensor of
     either side has to be on the other.
 

@@ -182,12 +182,12 @@ class Shipment:
         return self._history.apply_s_a_byte * sum(self.sizes.values())
 
     def _apply_s_a_byte(self) -> float:
-        """Apply one bucket once more, which changes nothing, to see how long that takes."""
+        """Apply one bucket once more, to a copy as readers do, to see how long that takes."""
         assert self._history is not None
         index, payload = max(self._payloads.items(), key=lambda item: len(item[1]))
         pieces = packed_views(self.plan, index, self._history.kept(self.plan, index))
         start = time.monotonic()
-        apply_payloads(self.plan, index, pieces, [payload])
+        apply_payloads(self.plan, index, [piece.clone() for piece in pieces], [payload])
         return (time.monotonic() - start) / len(payload)
 
     def _fill(self, index: int, views: Views, into: Sequence[Tensor] | None) -> str:

@@ -15,7 +15,6 @@ import torch
 
 from ..errors import ClosedError, TransferError, UsageError, check_version, shown
 from .agree import Agreement
-from .ballot import Ballot
 from .convert.conversion import Wiring
 from .lease import alone
 from .manifest import Manifest, NamedTensors
@@ -27,10 +26,8 @@ from .transports.transport import Transport
 
 __all__ = ["Publisher"]
 
-_MESSAGE_BYTES = 4096
-_ERROR_CHARS = 600  # A character takes up to six bytes in JSON.
+_ERROR_CHARS = 600
 _THREADS, _WORTH_A_THREAD_BYTES = 4, 8 << 20
-_BUCKET_CHARS = 36 + 16  # A digest and a size.
 # A rank whose work ends at the deadline tells the others a little later: they wait this long.
 _GRACE_S = 2.0
 
@@ -89,9 +86,7 @@ class Publisher:
         self._publishing = threading.Lock()
         self._closed = False
 
-    def publish(
-        self, version: int, *, timeout_s: float, await_readers: Ballot | None = None
-    ) -> Receipt:
+    def publish(self, version: int, *, timeout_s: float) -> Receipt:
         """Send and commit one version. Collective.
 
         Readers see either all of it or nothing. Call it again with the same version after a
@@ -99,12 +94,8 @@ class Publisher:
         Where another rank hangs, it ends two seconds after `timeout_s`: a rank whose own work ended
         at the deadline has that long to say so.
 
-        Cost: one copy and, in a second thread, one XXH3-128 of what this rank sends; four small
+        Cost: one copy and, in a second thread, one XXH3-128 of what this rank sends; eight small
         all-gathers. A delta costs one more pass, over what was sent before.
-
-        Args:
-            await_readers: return when all of them have loaded it. Where one cannot, all are on the
-                version before, and it stays refused until it is published again.
 
         Raises:
             TransferError: some rank failed, died or was late; the committed version did not
@@ -117,12 +108,12 @@ class Publisher:
             raise ClosedError("this Publisher was closed")
         try:
             with alone(self._publishing, f"publish({shown(version)})"):
-                return self._publish(version, timeout_s, await_readers)
+                return self._publish(version, timeout_s)
         finally:
             if self._closed:  # Meanwhile.
                 self.close()
 
-    def _publish(self, version: int, timeout_s: float, await_readers: Ballot | None) -> Receipt:
+    def _publish(self, version: int, timeout_s: float) -> Receipt:
         start = time.monotonic()
         deadline = start + timeout_s
         checked: int | None = None
@@ -134,8 +125,6 @@ class Publisher:
             sent = self._step(self._send, version, opened, deadline)
             sent_s = time.monotonic() - begun
             done = self._step(self._commit, version, opened, sent, deadline)[0]
-            if await_readers is not None:
-                self._step(self._await, version, opened, await_readers, deadline)
         except BaseException:
             self._forget()
             if self._rank == 0 and checked is not None:
@@ -176,10 +165,7 @@ class Publisher:
             failure = error
             text = f"{type(error).__name__}: {error}"[:_ERROR_CHARS]
             message = {"error": text, "usage": isinstance(error, UsageError)}
-        most = max(len(self._plan.of_rank(rank)) for rank in range(self._plan.world_size))
-        size_bytes = _MESSAGE_BYTES + _BUCKET_CHARS * most
-        until = args[-1] + _GRACE_S
-        replies = self._agreement.exchange(message, size_bytes=size_bytes, deadline=until)
+        replies = self._agreement.exchange(message, deadline=args[-1] + _GRACE_S)
         failed = {rank: reply for rank, reply in enumerate(replies) if "error" in reply}
         if failed:
             text = "; ".join(f"rank {rank}: {reply['error']}" for rank, reply in failed.items())
@@ -258,14 +244,6 @@ class Publisher:
         else:
             marker = self._committed(marker)
         return {"digest": marker.digest, "bytes": marker.size_bytes}
-
-    def _await(
-        self, version: int, opened: dict[str, Any], readers: Ballot, deadline: float
-    ) -> dict[str, Any]:
-        if self._rank == 0:
-            again = not opened["sends"]
-            readers.await_all(opened["run"], version, again=again, deadline=deadline)
-        return {}
 
     def _committed(self, marker: Marker) -> Marker:
         """Return the marker committed under this version, if it is of the same weights."""

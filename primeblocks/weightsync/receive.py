@@ -1,4 +1,21 @@
-"""Engine side: wait for a version, check every byte, load it, or keep the old one."""
+"""Engine side: wait for a version, check every byte, load it, or keep the old one.
+
+    FETCHED ----------> CHECKED       a version, whose bytes `_next` has
+       every byte is right |
+                           | load begins
+                           v
+    EMPTY, LOADED ------> TORN -----> LOADED       the engine, whose state is `_state`
+                           |  load took all
+                           | load raised
+                           v
+          the version before is checked and loaded again:
+          LOADED with a TransferError, or still TORN with an EngineError
+
+A version that fails before its load changes neither `_state` nor `_last`, the version that was
+loaded last. The bytes of `_last` are kept where the transport allows it, as the base of deltas and
+to go back to. A load begins with a FETCHED version only if its bytes were checked before, or if
+there is a version to go back to. Then each tensor is checked before `load` gets it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Literal, NoReturn, Self
 
 from torch import Tensor
@@ -18,10 +36,9 @@ from ..errors import (
     TransferError,
     check_version,
 )
-from .ballot import Member, Round
 from .convert.conversion import Wiring
-from .fetched import Feed, Fetched, bring, check, check_plan, feeding, undone, write
-from .held import Boxes, Lent, copied
+from .fetched import Feed, Fetched, State, bring, check, check_plan, feeding, write
+from .held import CachingAllocator, Held, Lent
 from .lease import alone
 from .load import InPlace
 from .manifest import NamedTensors
@@ -41,8 +58,8 @@ class Subscriber:
     """A reader that loads committed versions, all or nothing. One per engine process.
 
     One call of `receive` or `verify` runs at a time. A second one, from any thread, is refused.
-    It keeps the bytes loaded last, where the transport lets it, for deltas and to go back to. What
-    was written in place lies there alone, and is copied before it is overwritten if it has to be.
+    It keeps the bytes loaded last, where the transport lets it, for deltas and to go back to. A
+    delta is applied to a copy of them: until that is loaded, the reader has the weights twice.
 
     Args:
         plan: the publisher's; `Plan.from_json` carries it between processes.
@@ -60,8 +77,6 @@ class Subscriber:
             again. Where there is none, for deltas, and where torch's threads take all cores, all is
             checked before. Bytes that others may still write to are copied for the load, and the
             copies are checked.
-        member: this reader's part in a `Ballot`: `receive` returns when all have loaded the
-            version, or all go back. The engine must not serve meanwhile.
         observe: returns what the engine holds, by the names that `load` gets: each tensor has to
             be as `load` was given it, bit for bit, or the load has failed. Without it a receipt
             tells what `load` was given, and not what it did with it.
@@ -80,7 +95,6 @@ class Subscriber:
         convert: Wiring | None = None,
         threads: int = 4,
         check: Literal["before", "ahead"] = "before",
-        member: Member | None = None,
         observe: Callable[[], NamedTensors] | None = None,
     ) -> None:
         plan.check_reader(reader)
@@ -93,12 +107,11 @@ class Subscriber:
         self.plan, self.reader = plan, reader
         self._load, self._transport = load, transport
         self._convert, self._threads = convert, threads
-        self._ahead, self._observe, self._member = check == "ahead", observe, member
-        self._served: Marker | None = None
-        self._verified: Marker | None = None
-        self._held: Fetched | None = None
-        self._ready: Fetched | None = None
-        self._kept: Digests | None = None
+        self._ahead, self._observe = check == "ahead", observe
+        self._state = State.EMPTY
+        self._last: Fetched | None = None
+        self._next: Fetched | None = None
+        self._memory = CachingAllocator()
         self._busy = threading.Lock()
         self._closed = False
 
@@ -106,6 +119,16 @@ class Subscriber:
     def version(self) -> int | None:
         """The version loaded last; None before the first."""
         return None if self._served is None else self._served.version
+
+    @property
+    def _served(self) -> Marker | None:
+        if self._last is None or self._state is not State.LOADED:
+            return None
+        return self._last.marker
+
+    @property
+    def _kept(self) -> Fetched | None:
+        return None if self._last is None or self._last.held is None else self._last
 
     def verify(self, version: int | None = None, *, timeout_s: float) -> Receipt:
         """Wait for a version and check every byte of it, but load nothing. Local.
@@ -116,19 +139,18 @@ class Subscriber:
         """
         start = time.monotonic()
         with self._alone("verify()"):
-            ready = self._get_ready(version, start + timeout_s, loads=False)
+            ready = self._get_next(version, start + timeout_s, loads=False)
             if isinstance(ready.held, Lent) and not ready.held.stays:
-                self._verified = ready.marker
-                self._drop_ready()
-            return self._receipt(ready, start, None)
+                self._drop_next()
+            return _receipt(ready._replace(digests=None), start)
 
     def receive(self, version: int | None = None, *, timeout_s: float) -> Receipt:
         """Load a version. Local.
 
         Cost: one XXH3-128 of the bytes that this reader wants, then that of `load`; of bytes in a
         file or in the trainer's memory, one copy and one more XXH3-128 in threads beside `load`,
-        with about a bucket of each trainer rank in memory at a time. Deltas are applied to the
-        bytes held, or in place to those that `load_into` fills: then there is no load.
+        with about a bucket of each trainer rank in memory at a time. A delta costs one copy of the
+        bytes held; its memory is kept for the next one.
 
         It begins to load before the deadline, or not at all; buckets under way then, one for each
         of its threads, are checked to their end. A load that has begun may pass it, and so may
@@ -142,7 +164,7 @@ class Subscriber:
             DeadlineError: no such version was committed, or it was not checked in time.
             CorruptionError: bytes or marker are not those that were sent. Nothing was loaded.
             PlanError: the publisher's plan is another one. Nothing was loaded.
-            TransferError: the version was retired or refused, or `load` failed and the version
+            TransferError: the version was retired, or `load` failed and the version
                 before was loaded again.
             EngineError: `load` failed and there was nothing to go back to: the model is torn.
             UsageError: `version` is no version, or another call is under way.
@@ -150,29 +172,26 @@ class Subscriber:
         """
         start = time.monotonic()
         with self._alone("receive()"):
-            ready = self._get_ready(version, start + timeout_s, loads=True)
-            self._ready = self._verified = None
+            ready = self._get_next(version, start + timeout_s, loads=True)
+            self._next = None
             if ready.marker != self._served:
-                self._load_or_go_back(ready, start + timeout_s)
-            return self._receipt(ready, start, self._kept)
+                ready = self._load_or_go_back(ready)
+            return _receipt(ready, start)
 
     def forget(self) -> None:
         """Say that the engine lost its weights, as in a sleep that discards them. Local.
 
         The next `receive` loads even the version that is held, and has none to go back to.
         """
-        self._served = None
-        if self._held is not None and self._held.is_served:
-            self._held = None
+        self._state = State.EMPTY
 
     def close(self) -> None:
         """Let go of the version that is held, at the end of a call under way. Twice is fine."""
         self._closed = True
         if not self._busy.locked():
-            self._drop_ready()
-            if self._held is not None:
-                self._held.held.close()
-                self._held = None
+            self._drop_next()
+            self._last = None if self._last is None else self._last.closed()
+            self._memory = CachingAllocator()
 
     def __enter__(self) -> Self:
         return self
@@ -189,19 +208,20 @@ class Subscriber:
             if self._closed:  # Meanwhile.
                 self.close()
 
-    def _get_ready(self, version: int | None, deadline: float, *, loads: bool) -> Fetched:
+    def _get_next(self, version: int | None, deadline: float, *, loads: bool) -> Fetched:
         if self._closed:
             raise ClosedError("this Subscriber was closed")
         version = None if version is None else check_version(version)
-        if self._ready is None or version not in (None, self._ready.marker.version):
-            self._drop_ready()
-            self._ready = self._fetch(version, deadline, served=self._served, loads=loads)
-        return self._ready
+        ready = self._next
+        if ready is None or ready.held is None or version not in (None, ready.marker.version):
+            self._drop_next()
+            ready = self._fetch(version, deadline, served=self._served, loads=loads)
+            self._next = ready
+        return ready
 
-    def _drop_ready(self) -> None:
-        if self._ready is not None and self._ready is not self._held:
-            self._ready.held.close()
-        self._ready = None
+    def _drop_next(self) -> None:
+        """Let the bytes go. What was checked stays known as checked."""
+        self._next = None if self._next in (None, self._last) else self._next.closed()
 
     def _fetch(
         self,
@@ -213,166 +233,119 @@ class Subscriber:
     ) -> Fetched:
         """Return a version's bytes, all checked, once the other readers of it agree.
 
-        `loads`: in the engine's own tensors, where that can be; or unchecked, where it was checked
-        before, or there is one to go back to and nobody waits for this reader.
+        `loads`: unchecked, where it was checked before, or there is one to go back to and nobody
+        waits for this reader.
         """
-        held = None if self._held is None else self._held.marker
-        if version is None and self._member is not None:
-            version = self._member.pick(self._transport.markers, served, deadline=deadline)
+        kept = self._kept
+        held = None if kept is None else kept.marker
         request = Request(self.plan, self.reader, version, held, served, deadline)
         found = self._transport.receive(request)
         last = found[-1]
-        if last.marker == held and self._held is not None:
-            return self._held
-        can_go_back = self._held is not None and last.marker in self._transport.markers()
-        is_sure = last.marker == self._verified or (self._ahead and can_go_back)
+        if kept is not None and last.marker == held:
+            return kept
+        can_go_back = kept is not None and last.marker in self._transport.markers()
+        was_checked = self._next is not None and last.marker == self._next.marker
+        is_sure = was_checked or (self._ahead and can_go_back)
         if loads and is_sure and len(found) == 1 and last.marker.base is None:
             check_plan(self.plan, last.marker)
             size = self.plan.read_bytes(self.reader)
-            return Fetched(last.marker, last.whole(), size, is_checked=False)
+            return Fetched(last.marker, last.whole(), size, State.FETCHED)
         try:
-            try:
-                fetched = self._bring(found, deadline, loads=loads)
-            except CorruptionError:  # The base of its deltas, or a mapping of it, may be at fault.
-                if last.marker not in self._transport.markers():
-                    raise
-                again = self._transport.receive(
-                    Request(self.plan, self.reader, last.marker.version, None, served, deadline)
-                )
-                fetched = self._bring(again, deadline, loads=loads)
+            fetched = self._bring(found, request)
         except BaseException as error:  # Others wait to hear of it.
             last.settle(f"{type(error).__name__}: {error}", deadline=deadline)
             raise
         try:
             last.settle("", deadline=deadline)
         except BaseException:
-            if fetched.is_served:
-                fetched.put_back()
-            fetched.held.close()
+            fetched.closed()
             raise
         return fetched
 
-    def _bring(self, found: Sequence[Incoming], deadline: float, *, loads: bool) -> Fetched:
+    def _bring(self, found: Sequence[Incoming], request: Request) -> Fetched:
+        """Return the bytes of what was found, checked. What fails its check is fetched once more.
+
+        The second time without the version held: it, as the base of the deltas, may be damaged.
+        """
+        marker, base = found[-1].marker, self._kept
+        try:
+            return self._applied(found, None if base is None else base.held, request)
+        except CorruptionError:
+            if marker not in self._transport.markers():
+                raise
+        again = replace(request, version=marker.version, held=None)
+        fetched = self._applied(self._transport.receive(again), None, request)
+        if base is not None and found[0].marker.base is not None:
+            self._last = base.closed()
+        return fetched
+
+    def _applied(
+        self, found: Sequence[Incoming], base: Held | Lent | None, request: Request
+    ) -> Fetched:
         for each in found:
             check_plan(self.plan, each.marker)
-        # A way back is needed where the transport cannot, or soon may not, give the base again.
-        known = () if self._member else self._transport.markers()
-        base = None if found[0].marker.base is None else self._held
-        undoable = base is not None and base.marker not in known
-        places = self._places() if loads and not undoable else {}
-        if base is not None and base.marker == self._served and places:
-            boxes = Boxes(self.plan, self.reader, stays=True, served=places)
-            base = Fetched(base.marker, boxes, base.bytes, is_served=True)
-        elif base is not None:  # From here on it is neither of the two versions.
-            base, self._held = base._replace(is_served=False), None
         return bring(
             self.plan,
             self.reader,
             found,
             base,
-            deadline=deadline,
-            undoable=undoable,
+            self._memory,
+            deadline=request.deadline,
             threads=self._threads,
         )
 
-    def _load_or_go_back(self, new: Fetched, deadline: float) -> None:
-        if self._held is not None and self._held.is_served:
-            self._keep_served(new, self._held, deadline)
-        turn = self._enter(new, deadline)
-        served, self._served = self._served, None  # Torn, until it has one of them.
-        if new is self._held:
-            self._held = None
+    def _load_or_go_back(self, new: Fetched) -> Fetched:
+        served, self._state = self._served, State.TORN  # Until it has one of them.
+        if new is self._last:
+            self._last = None
         try:
-            self._feed(new)
+            digests = self._feed(new)
         except Exception as error:  # Whatever load raises, the model must not stay torn.
-            if turn:
-                turn.refuse(f"{type(error).__name__}: {error}")
             self._go_back(new, served, error)
-        if turn:
-            self._vote(turn, new, served, deadline)
-        if self._held is not None:
-            self._held.held.close()
-        self._serve(new.marker, new)
+        if self._last is not None:
+            self._last.closed()
+        return self._serve(new, digests)
 
-    def _keep_served(self, new: Fetched, old: Fetched, deadline: float) -> None:
-        """Copy what is about to be overwritten, where the transport cannot give it again."""
-        self._held = None
-        if not new.is_served and (self._member or old.marker not in self._transport.markers()):
-            boxes = copied(self.plan, self.reader, old.held, stays=True, deadline=deadline)
-            self._held = Fetched(old.marker, boxes, old.bytes)
-
-    def _enter(self, new: Fetched, deadline: float) -> Round | None:
-        """Begin the vote on a version; if it was refused, hold the bytes of the one served."""
-        if self._member is None:
-            return None
-        try:
-            return self._member.enter(new.marker, deadline=deadline)
-        except TransferError:
-            if new.undo and self._served is not None:
-                self._serve(self._served, undone(self.plan, self.reader, new, self._served))
-            elif new is not self._held:
-                new.held.close()
-            raise
-
-    def _vote(self, turn: Round, new: Fetched, served: Marker | None, deadline: float) -> None:
-        """Return once all of the fleet have loaded a version, or go back with them."""
-        try:
-            said = turn.vote(deadline=deadline)
-        except TransferError as error:
-            new.held.close()
-            text = f"whether all keep version {new.marker.version} is unknown: {error}"
-            raise EngineError(f"{text}. Stop serving, and receive again.") from error
-        if said:
-            self._go_back(new, served, TransferError(said))
-
-    def _serve(self, marker: Marker, fetched: Fetched) -> None:
+    def _serve(self, fetched: Fetched, digests: Digests | None) -> Fetched:
         """Note that a version was loaded; keep it where it stays."""
-        self._served, self._held = marker, fetched.loaded()
-        if not fetched.held.stays:
-            fetched.held.close()
-            self._held = None
+        assert fetched.held is not None
+        done = fetched._replace(state=State.CHECKED, digests=digests)
+        self._state, self._last = State.LOADED, done if fetched.held.stays else done.closed()
+        return self._last
 
     def _go_back(self, failed: Fetched, served: Marker | None, error: Exception) -> NoReturn:
         """Load the version before again, and raise TransferError; EngineError where that fails."""
+        failed.closed()
         text = f"loading version {failed.marker.version} failed: {type(error).__name__}: {error}"
         text = text.rstrip(".")
-        is_there = bool(failed.undo or self._held) or served in self._transport.markers()
-        if served is None or not is_there:
-            failed.held.close()
+        kept = self._kept
+        if served is None or (kept is None and served not in self._transport.markers()):
             raise EngineError(
                 f"{text}. There is no version to go back to; restart the engine."
             ) from error
         try:
             # The failed load may have used up the caller's time; a torn model is worse than a wait.
-            old = self._before(failed, served, time.monotonic() + _BACK_S)
-            self._feed(old)
+            if kept is None:
+                old = self._fetch(served.version, time.monotonic() + _BACK_S, served=None)
+            else:
+                old = kept
+                check(self.plan, self.reader, old)
+            digests = self._feed(old)
         except Exception as second:
             raise EngineError(
                 f"{text}. Going back to version {served.version} failed too: "
                 f"{type(second).__name__}: {second}. Restart the engine."
             ) from error
-        self._serve(served, old)
+        self._serve(old, digests)
         raise TransferError(f"{text}. Version {old.marker.version} was loaded again.") from error
 
-    def _before(self, failed: Fetched, served: Marker, deadline: float) -> Fetched:
-        """Return the version that was served before, checked."""
-        if failed.undo:
-            return undone(self.plan, self.reader, failed, served)
-        failed.held.close()
-        if self._held is None:
-            return self._fetch(served.version, deadline, served=None)
-        check(self.plan, self.reader, self._held)
-        return self._held
-
-    def _feed(self, fetched: Fetched) -> None:
+    def _feed(self, fetched: Fetched) -> Digests | None:
         """Give `load` all tensors, each once its bytes were checked; then observe the engine."""
-        if fetched.is_served:  # It is there.
-            return
-        is_lent = isinstance(fetched.held, Lent)
-        places = {} if fetched.is_checked or is_lent else self._places()
+        is_copied = fetched.state is State.FETCHED and not isinstance(fetched.held, Lent)
+        places = self._places() if is_copied else {}
         if places and all(place.device.type == "cpu" for place in places.values()):
             write(self.plan, self.reader, fetched, places, threads=self._threads)
-            return
+            return None
         taken, given = 0, dict[str, Sequence[str]]()
 
         def tensors(feed: Feed) -> Iterator[tuple[str, Tensor]]:
@@ -388,13 +361,14 @@ class Subscriber:
             self._load(tensors(feed))
         if taken < len(feed.names):
             raise TransferError(f"load took {taken} of {len(feed.names)} tensors")
-        self._kept = None if self._observe is None else kept(given, self._observe())
+        return None if self._observe is None else kept(given, self._observe())
 
     def _places(self) -> Mapping[str, Tensor]:
         """Return the engine's own tensors, where `load` does no more than copy into them."""
         is_plain = self._convert is None and self._observe is None
         return self._load.places() if is_plain and isinstance(self._load, InPlace) else {}
 
-    def _receipt(self, done: Fetched, start: float, held: Digests | None) -> Receipt:
-        marker, seconds = done.marker, time.monotonic() - start
-        return Receipt(marker.version, done.bytes, seconds, marker.digest, held)
+
+def _receipt(done: Fetched, start: float) -> Receipt:
+    marker, seconds = done.marker, time.monotonic() - start
+    return Receipt(marker.version, done.bytes, seconds, marker.digest, done.digests)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
@@ -37,7 +36,6 @@ from .planner import plan_sync
 __all__ = ["Verified", "verify_engine"]
 
 _BUCKET_BYTES = 64 << 20
-_SIZE_BYTES = 64
 _KINDS = ("differing", "missing", "unexpected", "unobservable")
 _Wrong = dict[str, dict[str, str]]
 
@@ -160,7 +158,7 @@ def verify_engine(
     parts = Parts(plan, agreement.rank, mine, source=source, convert=convert, encode=encode)
     parts.refresh()
     _compare(plan, agreement.rank, parts, seen, wrong)
-    for row in _share(agreement, wrong, deadline):
+    for row in agreement.exchange(wrong, deadline=deadline):
         for kind, names in row.items():
             wrong[kind] = {**names, **wrong[kind]}
     compared = {name for one in seen for name in plan.wants[one.reader]}
@@ -178,7 +176,7 @@ def _shared(
         else observe(plan, one, reader=reader, convert=wirings.get(reader))
         for reader, one in enumerate(held)
     ]
-    told = _share(agreement, {"seen": [one.to_json() for one in seen]}, deadline)
+    told = agreement.exchange({"seen": [one.to_json() for one in seen]}, deadline=deadline)
     seen = [Observed.from_json(raw) for row in told for raw in row["seen"]]
     if not seen:
         raise UsageError("no rank gave an engine. Pass what it holds on rank 0.")
@@ -256,14 +254,6 @@ def _kind(tensor: Tensor) -> tuple[object, ...]:
     """Return what no cast changes."""
     is_cast = converts(tensor.dtype, torch.float32)
     return tuple(tensor.shape) if is_cast else (*tensor.shape, tensor.dtype)
-
-
-def _share(agreement: Agreement, message: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
-    """Exchange messages of any size."""
-    size = len(json.dumps(message))
-    told = agreement.exchange({"size": size}, size_bytes=_SIZE_BYTES, deadline=deadline)
-    most = max(row["size"] for row in told)
-    return agreement.exchange(message, size_bytes=most, deadline=deadline)
 
 
 def _compare(plan: Plan, rank: int, parts: Parts, seen: Sequence[Observed], wrong: _Wrong) -> None:

@@ -1,6 +1,5 @@
 import random
 import struct
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -26,7 +25,6 @@ from primeblocks.weightsync.delta.tensors import (
     apply_delta,
     encode_delta,
     inspect_delta,
-    merge_deltas,
 )
 
 DTYPES = {
@@ -124,23 +122,6 @@ def test_a_delta_finishes_what_was_applied_in_part(history, rng):
     assert same(target, new)
 
 
-@given(histories(versions=5))
-def test_merged_deltas_do_what_they_do_one_by_one(history):
-    deltas = [encode_delta(new, old) for old, new in pairwise(history)]
-    if None in deltas:
-        return
-    assert merge_deltas(deltas[:1]) == deltas[0]
-    merged = merge_deltas(deltas)
-    if merged is None:
-        return
-    for start in (history[0], history[2]):  # Behind by four versions, and by two.
-        target = start.clone()
-        apply_delta(target, merged)
-        assert same(target, history[-1])
-    left = merge_deltas([merge_deltas(deltas[:2]), *deltas[2:]])
-    assert left == merged
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_small_changes_are_small_and_random_ones_are_sent_in_full(dtype):
     old = random_bits(dtype, 50_001, seed=1)
@@ -177,14 +158,6 @@ def test_segments_join_at_their_borders(monkeypatch):
     target = old.clone()
     apply_delta(target, encode_delta(new, old))
     assert same(target, new)
-    assert same_after_merge(old, new)
-
-
-def same_after_merge(old, new):
-    final = nudge(new, share=0.05, seed=2)
-    target = old.clone()
-    apply_delta(target, merge_deltas([encode_delta(new, old), encode_delta(final, new)]))
-    return same(target, final)
 
 
 def test_more_than_one_chunk_and_segment(monkeypatch):
@@ -265,8 +238,6 @@ def refused(delta, old):
     with pytest.raises(CorruptionError):
         apply_delta(target, delta)
     assert same(target, old)
-    with pytest.raises(CorruptionError):
-        merge_deltas([delta])
 
 
 def sealed(body):
@@ -393,8 +364,3 @@ def test_refusals_name_the_numbers():
         encode_delta(tensor.double(), tensor.double())
     with pytest.raises(UsageError, match="one device"):
         encode_delta(tensor, tensor.to("meta"))
-    with pytest.raises(UsageError, match="at least one"):
-        merge_deltas([])
-    other = weights(2001)
-    with pytest.raises(ShapeError, match="one tensor"):
-        merge_deltas([delta, encode_delta(other, other)])

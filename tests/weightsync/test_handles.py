@@ -157,7 +157,7 @@ def test_without_keep_an_engine_keeps_no_copy(site, tmp_path):
         with IpcTransport("policy", root=str(tmp_path), keep=keep) as reader:
             subscriber = Subscriber(planned, Engine(), reader)
             subscriber.receive(timeout_s=TIMEOUT_S)
-            assert (subscriber._held is not None) is keep
+            assert (subscriber._last.held is not None) is keep
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)

@@ -7,7 +7,6 @@ length of 2**60 is refused, not allocated.
 import json
 import random
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,9 +23,7 @@ from primeblocks.weightsync.delta.tensors import (
     apply_delta,
     encode_delta,
     inspect_delta,
-    merge_deltas,
 )
-from primeblocks.weightsync.engines import Ballot
 from primeblocks.weightsync.held import Blob
 from primeblocks.weightsync.manifest import Manifest
 from primeblocks.weightsync.marker import Marker
@@ -131,7 +128,6 @@ def deltas(rng, cases, where):
         target = whole.clone()
         count += refused(apply_delta, target, changed)
         refused(inspect_delta, changed)
-        refused(merge_deltas, [delta, changed])
         # One that its digest covers, and the numbers around it.
         inside = payload.index(b"PBWD")
         size = len(payload) - inside if rng.random() < 0.5 else rng.randrange(len(payload))
@@ -258,7 +254,7 @@ def buffers(rng, cases, where):
     return count
 
 
-# --- groups and votes ----------------------------------------------------------------------------
+# --- groups --------------------------------------------------------------------------------------
 
 
 def messages(rng, cases, where):
@@ -286,27 +282,6 @@ def messages(rng, cases, where):
     return count
 
 
-def votes(rng, cases, where):
-    """What members of a fleet wrote."""
-    count = 0
-    for number, place in enumerate((where / "votes", dist.FileStore(str(where / "store"), -1))):
-        for case in range(cases // 2):
-            run = f"{number}-{case}"
-            ballot = Ballot(place, ["a"])
-            said = mutated(rng, rng.choice(['"commit"', '"abort: a"', '"again"']))
-            if isinstance(place, Path):
-                name = f"{run}%2F0%2F0%2Fdecision"
-                (place / name).write_bytes(said)
-                (place / name).chmod(0o600)
-            else:
-                place.set(f"ballot/{run}/0/0/decision", said)
-            at = time.monotonic() + SOON_S
-            was = refused(ballot.await_all, run, 0, again=False, deadline=at)
-            assert was or said == b"commit"
-            count += was
-    return count
-
-
 KINDS = {  # and the thousands of each with --full
     texts: 24,
     deltas: 16,
@@ -315,8 +290,7 @@ KINDS = {  # and the thousands of each with --full
     announcements: 10,
     files: 6,
     buffers: 6,
-    messages: 6,
-    votes: 4,
+    messages: 10,
 }
 
 

@@ -269,7 +269,7 @@ def test_going_back_takes_the_time_it_needs(setup, monkeypatch):
         raise RuntimeError("no room")
 
     setup.subscriber._load = slow_and_bad
-    setup.subscriber._held = None  # It has to be fetched.
+    setup.subscriber._last = setup.subscriber._last._replace(held=None)  # It has to be fetched.
     with pytest.raises(TransferError, match="Version 1 was loaded again"):
         setup.receive()
     assert setup.served() == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from ..plan import Copy, Plan
 from .format import Opened, open_delta, read_segments, seal_delta, segments
 from .scan import Bits, Entries, flat_bits, read_changes, write_entries
 
-__all__ = ["CHUNK_BYTES", "Chunk", "Log", "apply_payloads", "open_payload", "take_payload", "undo"]
+__all__ = ["CHUNK_BYTES", "Chunk", "apply_payloads", "take_payload"]
 
 # Compared or written at a time. Each numpy call gives up the interpreter's lock: two threads that
 # work on less wait for each other longer than the cache saves.
@@ -28,8 +27,6 @@ _FULL, _DELTA = 0, 1
 _WIDTHS = {1: 1, 2: 2, 4: 4, 8: 4, 16: 4}
 
 Chunk = tuple[np.ndarray, np.ndarray]
-Log = list[tuple[Any, Any, Any]]
-"""Overwritten elements: a tensor or its bits, where in it, and what was there."""
 
 
 def take_payload(
@@ -58,12 +55,7 @@ def take_payload(
 
 
 def apply_payloads(
-    plan: Plan,
-    index: int,
-    pieces: Sequence[Tensor],
-    payloads: Sequence[memoryview],
-    *,
-    log: Log | None = None,
+    plan: Plan, index: int, pieces: Sequence[Tensor], payloads: Sequence[memoryview]
 ) -> str:
     """Overwrite a bucket's copies with what changed, where they lie, and return their digest.
 
@@ -71,16 +63,13 @@ def apply_payloads(
 
     Args:
         payloads: oldest first. All are checked before anything is written.
-        log: gets what `undo` needs.
 
     Raises:
         CorruptionError: a payload is not what was written; some of it may be there.
     """
-    opened = [open_payload(plan, index, each) for each in payloads]
+    opened = [_open(plan, index, each) for each in payloads]
     are_plain = all(piece.is_contiguous() and piece.device.type == "cpu" for piece in pieces)
     plain = pieces if are_plain else [piece.contiguous() for piece in pieces]
-    if log is not None and not are_plain:
-        log += [(piece, ..., piece.clone()) for piece in pieces]
     digest, rest = Digest(), list(plain)
     for (copies, width), parts in zip(_runs(plan, index), zip(*opened, strict=True), strict=True):
         mine, rest = rest[: len(copies)], rest[len(copies) :]
@@ -88,20 +77,13 @@ def apply_payloads(
             ((copy.offset - copies[0].offset) // width, flat_bits(piece, width))
             for copy, piece in zip(copies, mine, strict=True)
         ]
-        _write(parts, places, digest, log if are_plain else None)
+        _write(parts, places, digest)
     if are_plain:
         return digest.hexdigest()
     for piece, made in zip(pieces, plain, strict=True):
         if made is not piece:
             piece.copy_(made)
     return bucket_digest(plain)
-
-
-def undo(log: Log) -> None:
-    """Write back what was there."""
-    while log:
-        target, where, before = log.pop()
-        target[where] = before
 
 
 def _read(stream: _Stream, numel: int, width: int) -> Entries:
@@ -111,7 +93,7 @@ def _read(stream: _Stream, numel: int, width: int) -> Entries:
     return read_changes(pairs, update=True)
 
 
-def open_payload(plan: Plan, index: int, payload: memoryview) -> list[Opened | np.ndarray]:
+def _open(plan: Plan, index: int, payload: memoryview) -> list[Opened | np.ndarray]:
     """Return the part of a payload for each run of a bucket: what changed, or all of its elements.
 
     Raises:
@@ -153,7 +135,6 @@ def _write(
     parts: Sequence[Opened | np.ndarray],
     places: Sequence[tuple[int, Bits]],
     digest: Digest,
-    log: Log | None,
 ) -> None:
     """Write the parts of a run to its pieces, each with the place of its first element."""
     start, last = places[-1]
@@ -166,9 +147,7 @@ def _write(
                 high = min(low + step, end)
                 room = target[low - start : high - start]
                 for row in rows:
-                    before = _put(room, row, low - span.start, high - span.start)
-                    if log is not None:
-                        log.append((room, *before))
+                    _put(room, row, low - span.start, high - span.start)
                 if isinstance(room, np.ndarray):
                     digest.update(room.data)
 
@@ -179,19 +158,15 @@ def _rows(part: Opened | np.ndarray, spans: Sequence[slice]) -> Iterator[Entries
     return read_segments(part)
 
 
-def _put(room: Bits, row: Entries | np.ndarray, first: int, end: int) -> tuple[Any, Any]:
-    """Write the elements of a segment from one to another; return where, and what was there."""
+def _put(room: Bits, row: Entries | np.ndarray, first: int, end: int) -> None:
+    """Write the elements of a segment from one to another."""
     if isinstance(row, Entries):
         here = slice(*np.searchsorted(row.positions, (first, end)))
-        entries = Entries(row.positions[here] - first, row.bits[here], row.mask[here])
-        return write_entries(room, entries)
-    if isinstance(room, np.ndarray):
-        before = room.copy()
+        write_entries(room, Entries(row.positions[here] - first, row.bits[here], row.mask[here]))
+    elif isinstance(room, np.ndarray):
         np.copyto(room, row[first:end])
-        return ..., before
-    kept = room.clone()
-    room.view(torch.uint8).copy_(torch.from_numpy(row[first:end].view(np.uint8).copy()))
-    return ..., kept
+    else:
+        room.view(torch.uint8).copy_(torch.from_numpy(row[first:end].view(np.uint8).copy()))
 
 
 def _runs(plan: Plan, index: int) -> Iterator[tuple[list[Copy], int]]:

@@ -81,25 +81,21 @@ def _scan(new: np.ndarray, old: np.ndarray, update: bool) -> Entries:
     return Entries(at, bits, mask)
 
 
-def write_entries(target: Bits, entries: Entries) -> tuple[Bits, Bits]:
-    """Write entries in place; return where, and what was there. Idempotent."""
+def write_entries(target: Bits, entries: Entries) -> None:
+    """Write entries in place. Idempotent."""
     positions, bits, mask = entries
     if isinstance(target, np.ndarray):
-        before = np.empty_like(bits)
         for start in range(0, len(positions), _AT_ONCE):  # What was read is written from the cache.
             here = slice(start, start + _AT_ONCE)
             at = positions[here]
-            before[here] = target.take(at)
-            target[at] = before[here] & ~mask[here] | bits[here]
-        return positions, before
+            target[at] = target.take(at) & ~mask[here] | bits[here]
+        return
     dtype = str(target.dtype).removeprefix("torch.")
     places, bits_there, keep = (
         torch.from_numpy(array).to(target.device)
         for array in (positions, bits.view(dtype), (~mask).view(dtype))
     )
-    was = target[places]
-    target[places] = was & keep | bits_there
-    return places, was
+    target[places] = target[places] & keep | bits_there
 
 
 def _places(differs: np.ndarray) -> np.ndarray:

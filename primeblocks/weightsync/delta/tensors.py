@@ -2,9 +2,8 @@
 
 A delta is a set of overwrites, each of the low bits of one element: *the low w bits become b*. It
 holds new bits, never differences. So applying it twice is harmless, and so is finishing one that
-was applied in part; and deltas merge without their base: of two overwrites of a bit the later one
-wins. It is small because an optimizer step moves a weight by one unit in the last place or two,
-and so leaves all but its low bits as they were.
+was applied in part. It is small because an optimizer step moves a weight by one unit in the last
+place or two, and so leaves all but its low bits as they were.
 
 A delta does not know its base: versions, and a digest of the result, are its sender's.
 Derivation and numbers: docs/weightsync.md.
@@ -12,17 +11,16 @@ Derivation and numbers: docs/weightsync.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 from torch import Tensor
 
 from ...errors import ShapeError, UnsupportedError, UsageError
 from .format import ITEMSIZES, Bytes, open_delta, read_segments, seal_delta, segments
-from .scan import Bits, Entries, flat_bits, read_changes, write_entries
+from .scan import Bits, flat_bits, read_changes, write_entries
 
-__all__ = ["DeltaInfo", "apply_delta", "encode_delta", "inspect_delta", "merge_deltas"]
+__all__ = ["DeltaInfo", "apply_delta", "encode_delta", "inspect_delta"]
 
 # Elements; what is compared is still in the cache when it is gathered.
 _CHUNK = 1 << 18
@@ -98,30 +96,6 @@ def apply_delta(target: Tensor, delta: Bytes) -> None:
         write_entries(bits[span], entries)
 
 
-def merge_deltas(deltas: Sequence[Bytes]) -> bytes | None:
-    """Return one delta that does what `deltas` do one after another, oldest first.
-
-    Returns None where sending the tensor in full is no more bytes. A merged delta may write bits
-    that changed and changed back, so it can be larger than a delta between the two ends. Local.
-
-    Raises:
-        CorruptionError: a byte of a delta was changed, added or lost.
-        ShapeError: they are for different tensors.
-        UsageError: there are none.
-    """
-    opened = [open_delta(delta) for delta in deltas]
-    sizes = sorted({(one.itemsize, one.numel) for one in opened})
-    if not opened:
-        raise UsageError("needs at least one delta to merge; got none")
-    if len(sizes) > 1:
-        raise ShapeError(f"deltas of one tensor merge; got (itemsize, numel) of {sizes}")
-    [(itemsize, numel)] = sizes
-    spans = [span.stop - span.start for span in segments(numel)]
-    columns = zip(*(read_segments(one) for one in opened), strict=True)
-    merged = (_overlay(itemsize, size, one) for size, one in zip(spans, columns, strict=True))
-    return seal_delta(itemsize, numel, merged)
-
-
 def inspect_delta(delta: Bytes) -> DeltaInfo:
     """Return the facts of a delta, after checking its digest. Local; reads every byte once.
 
@@ -156,12 +130,3 @@ def _bits_of(tensor: Tensor) -> Bits:
             " Pass its local shard or .contiguous()."
         )
     return flat_bits(tensor, tensor.itemsize)
-
-
-def _overlay(itemsize: int, size: int, layers: Sequence[Entries]) -> Entries:
-    bits, mask = (np.zeros(size, dtype=f"u{itemsize}") for _ in range(2))
-    for entries in layers:
-        write_entries(bits, entries)
-        mask[entries.positions] |= entries.mask
-    positions = (mask != 0).nonzero()[0]
-    return Entries(positions, bits[positions], mask[positions])

@@ -1,6 +1,5 @@
 """Running engines: driving several, in turns with a trainer, over HTTP, with adapters."""
 
-from ..ballot import Ballot
 from ..proof import prove_round_trip
 from .colocated import Colocated, ColocatedEngine, Memory, Turn
 from .lora import AdapterSpec, adapter_parameters
@@ -8,7 +7,6 @@ from .model_folder import ModelFolder, ModelFolders
 
 __all__ = [
     "AdapterSpec",
-    "Ballot",
     "Colocated",
     "ColocatedEngine",
     "Memory",

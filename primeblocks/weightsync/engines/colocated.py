@@ -23,7 +23,6 @@ from ..marker import Receipt
 
 __all__ = ["Colocated", "ColocatedEngine", "Memory", "Stage", "Turn"]
 
-_MESSAGE_BYTES = 1024
 _SHOWN = 150
 
 _Do = Callable[[float], object]
@@ -257,9 +256,7 @@ class Colocated:
         if self._in_step:
             message = {"error": "" if met is None else _text(met)}
             try:
-                said = self._agreement.exchange(
-                    message, size_bytes=_MESSAGE_BYTES, deadline=deadline
-                )
+                said = self._agreement.exchange(message, deadline=deadline)
             except TransferError:
                 self._in_step = False
                 if met is None and not last:

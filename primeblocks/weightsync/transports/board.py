@@ -83,10 +83,6 @@ class Board:
         said = self._call(lambda: self._store.compare_set(self._key(key), old, new), deadline)
         return said.decode(errors="replace")
 
-    def remove(self, key: str, *, deadline: float) -> None:
-        """Remove a note, if there is one."""
-        self._call(lambda: self._store.delete_key(self._key(key)), deadline)
-
     def read(self, key: str, *, deadline: float) -> str | None:
         """Wait for a note; None at the deadline."""
         found = self.read_any([key], deadline=deadline)

@@ -23,8 +23,6 @@ from .transport import Begun, Incoming, Request
 __all__ = ["GroupTransport"]
 
 _REASON_CHARS = 600
-_MESSAGE_BYTES = 2048
-_ERROR_CHARS = 250  # A character takes up to six bytes in JSON.
 _GRACE_S = 1.0
 
 
@@ -57,7 +55,7 @@ class GroupTransport:
             the default group.
         device: the device of messages, which decides the backend that carries them.
         keep: on a reader, keep what was received, so that deltas can be sent and a load that fails
-            can be undone. It costs the reader's boxes once more.
+            goes back. It costs the reader's boxes once more, and twice with deltas.
         timeout_s: for the construction.
 
     Raises:
@@ -118,10 +116,10 @@ class GroupTransport:
             try:
                 mine["generation"] = self._new_generation(deadline)
             except TransferError as error:
-                mine["error"] = str(error)[:_ERROR_CHARS]
+                mine["error"] = str(error)
         # The others hear a little later that rank 0 did not reach the store in time.
         late = deadline + _GRACE_S
-        said = agreement.exchange(mine, size_bytes=_MESSAGE_BYTES, deadline=late)[0]
+        said = agreement.exchange(mine, deadline=late)[0]
         if "error" in said:
             raise TransferError(f"rank 0: {said['error']}")
         return int(said["generation"])

@@ -166,14 +166,13 @@ class Packed:
         stays: bool,
         close: Callable[[], object],
     ) -> None:
-        self.stays, self.is_own = stays, True
-        self._plan = plan
+        self.stays, self._plan = stays, plan
         self._views = {index: packed_views(plan, index, part) for index, part in buckets.items()}
         self._copies: dict[str, list[tuple[Shard, Tensor]]] = {}
         for index, views in self._views.items():
             for copy, view in zip(plan.buckets[index].copies, views, strict=True):
                 self._copies.setdefault(copy.name, []).append((copy.box, view))
-        self._device = next((part.device for part in buckets.values()), torch.device("cpu"))
+        self.device = next((part.device for part in buckets.values()), torch.device("cpu"))
         self.close = weakref.finalize(self, close)
         self.close.atexit = False
 
@@ -195,7 +194,7 @@ class Packed:
             raise PlanError(f"{found} of the {box.numel} elements of {box} of {name!r} are wanted")
         if made is None:
             dtype = self._plan.target[name].dtype
-            made = torch.empty(box.sizes, dtype=dtype, device=self._device)
+            made = torch.empty(box.sizes, dtype=dtype, device=self.device)
         return made
 
 

@@ -54,13 +54,13 @@ class PackedTransport:
 
     Peak memory: on each trainer rank, twice the bytes that it sends, and its deltas; on an engine,
     the tensors in about three buckets of each trainer rank where it reads them in place, else the
-    buckets that it wants, twice with `keep`.
+    buckets that it wants, twice with `keep` or deltas.
 
     This process's ends of commits and carrier are closed with it. The commits are its attribute.
 
     Args:
-        keep: engines keep what they receive, so that deltas are applied to it and a load that
-            fails can be undone after the trainer's end.
+        keep: engines keep what they receive, as the base of deltas, and so that a load that fails
+            goes back after the trainer's end.
     """
 
     def __init__(self, commits: Commits, carrier: Carrier, *, keep: bool = False) -> None:
