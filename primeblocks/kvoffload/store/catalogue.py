@@ -185,7 +185,7 @@ class Catalogue:
         self._underway -= 1
         page, level = move.page, self.levels[move.depth]
         page.writes -= 1
-        level.heard(error, write=True)
+        level.breaker.heard(error, write=True)
         if error is not None:
             if level.refused(page.key, move.copy, error):
                 self._moves.append(Drop(move.depth, page.key))
@@ -202,7 +202,7 @@ class Catalogue:
         """Take note that the frame holds a page of `length` bytes; 0 is a miss, or an error."""
         self._underway -= 1
         page, level = move.page, self.levels[move.depth]
-        level.heard(error, write=False)
+        level.breaker.heard(error, write=False)
         if length == 0:
             level.counts["misses"] += 1
             if level.failed(page.key, move.copy, error):
@@ -221,7 +221,7 @@ class Catalogue:
 
     def asked(self, move: Ask, *, held: bool) -> None:
         self._underway -= 1
-        self.levels[move.depth].heard(None, write=False)
+        self.levels[move.depth].breaker.heard(None, write=False)
         request = move.request
         if (page := self._pages.get(request.key)) is not None:
             self._serve(page, request)
@@ -254,11 +254,11 @@ class Catalogue:
     def _look_below(self, request: LoadRequest, start: int) -> None:
         for depth in range(start, len(self.levels)):
             level = self.levels[depth]
-            if level.shared and not level.hung():
-                level.given(write=False)
+            if level.shared and not level.breaker.silent():
+                level.breaker.given(write=False)
                 self._do(Ask(depth, request, self._clears))
                 return
-            if not level.hung() and (copy := level.found(request.key)) is not None:
+            if not level.breaker.silent() and (copy := level.found(request.key)) is not None:
                 level.ledger.touch(request.key, rollouts=request.users)
                 self._expect(HostPage(request.key, origin=(depth, copy), waiters=(request,)))
                 return
@@ -280,7 +280,7 @@ class Catalogue:
         else:
             assert page.origin is not None
             depth, copy = page.origin
-            self.levels[depth].given(write=False)
+            self.levels[depth].breaker.given(write=False)
             self._do(Read(depth, page, copy))
 
     def _arrive(self, page: HostPage, users: Users, *, by: Users) -> tuple[LoadRequest, ...]:
@@ -349,7 +349,7 @@ class Catalogue:
         while True:
             while self._waiting and (frame := self._take_frame()) is not None:
                 self._start(self._waiting.popleft(), frame)
-            ready = len(self._free) + max(0, len(self._leaving) - self._below.late())
+            ready = len(self._free) + max(0, len(self._leaving) - self._below.unawaited())
             short = min(len(self._waiting) + self._reserve - ready, self._here)
             if short <= 0:
                 break

@@ -34,10 +34,9 @@ Users = tuple[Hashable, ...]  # names of rollouts
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """A page in a lower tier; `here` once it was written, `instead` if others left for it."""
+    """A page in a lower tier; `here` once it was written."""
 
     here: bool
-    instead: bool = False
 
 
 @dataclass(slots=True, eq=False)
