@@ -74,8 +74,7 @@ class Catalogue:
         self._reserve = frames // _RESERVE if levels else 0  # without one, nothing is written
         self._free = list(range(frames - 1, -1, -1))
         self._pages: dict[PageKey, HostPage] = {}
-        self._here = 0  # pages in the ledger
-        self._ledger = Ledger()
+        self._ledger = Ledger()  # of pages that are here
         self._ledger.keep(facts_of(evict))
         self._leaving: dict[HostPage, None] = {}
         self._ready: OrderedDict[HostPage, None] = OrderedDict()  # leaving, and not busy
@@ -156,7 +155,7 @@ class Catalogue:
 
     def statistics(self) -> dict[str, TierStatistics]:
         """Return the counts of every tier, by its name."""
-        pages = self._here + len(self._leaving)
+        pages = len(self._ledger) + len(self._leaving)
         host = statistics_of(self._counts, pages=pages, capacity_pages=self._frames)
         return {"host": host} | {level.name: level.statistics() for level in self.levels}
 
@@ -296,7 +295,6 @@ class Catalogue:
 
     def _enter(self, page: HostPage, users: Users, *, by: Users) -> None:
         page.state = State.HERE
-        self._here += 1
         users = tuple(dict.fromkeys((*users, *by))) if users or by else ()
         self._ledger.touch(page.key, rollouts=users, by=by)
         for rollout in page.ended:  # while no ledger had the page
@@ -307,7 +305,6 @@ class Catalogue:
         del self._pages[page.key]
         page.gone = True
         if page.state is State.HERE:
-            self._here -= 1
             self._ledger.remove(page.key)
         elif page.state is State.LEAVING:
             self._stop_leaving(page)
@@ -350,7 +347,7 @@ class Catalogue:
             while self._waiting and (frame := self._take_frame()) is not None:
                 self._start(self._waiting.popleft(), frame)
             ready = len(self._free) + max(0, len(self._leaving) - self._below.unawaited())
-            short = min(len(self._waiting) + self._reserve - ready, self._here)
+            short = min(len(self._waiting) + self._reserve - ready, len(self._ledger))
             if short <= 0:
                 break
             for _ in range(short):  # each of them adds one at most
@@ -373,7 +370,6 @@ class Catalogue:
         page = self._pages[key]
         page.users = self._ledger.rollouts(key)
         self._ledger.remove(key)
-        self._here -= 1
         page.state = State.LEAVING
         self._leaving[page] = None
         if demote:

@@ -46,12 +46,11 @@ class Level:
         self.shared = shared
         self.capacity_pages = 0 if shared else capacity_pages
         self.copies = {key: Copy(here=True) for key in keys}
-        self.ledger = Ledger(self.copies)
+        self.ledger = Ledger(self.copies)  # of those that are here
         self.counts: Counter[str] = Counter()
         self.refusal: Exception | None = None  # the last of a write
         self.refusals = 0
         self.breaker = Breaker(patience_s=patience_s, clock=clock)
-        self._coming: set[PageKey] = set()  # not in the ledger yet
 
     def found(self, key: PageKey) -> Copy | None:
         """Return the copy that a read would find. A shared tier has to be asked instead."""
@@ -77,7 +76,7 @@ class Level:
             self.counts["skipped"] += 1
             return None, []
         victims: list[PageKey] = []
-        while len(self.copies) >= room and len(self.copies) > len(self._coming):
+        while len(self.copies) >= room and len(self.ledger):
             victim, _ = self.ledger.victim(evict, version=version)
             self.ledger.remove(victim)
             del self.copies[victim]
@@ -87,7 +86,6 @@ class Level:
             self.counts["failures"] += 1
             return None, victims
         copy = self.copies[key] = Copy(here=False)
-        self._coming.add(key)
         return copy, victims
 
     def written(self, key: PageKey, copy: Copy, *, length: int, users: Iterable[Hashable]) -> None:
@@ -96,7 +94,6 @@ class Level:
         self.counts["bytes_written"] += length
         if self.copies.get(key) is copy:
             copy.here = True
-            self._coming.discard(key)
             # It comes before the pages behind it, which left host memory earlier.
             self.ledger.touch(key, rollouts=users, front=True)
 
@@ -128,7 +125,6 @@ class Level:
         if self.copies.pop(key, None) is None:
             return False
         self.ledger.remove(key)
-        self._coming.discard(key)
         return True
 
     def here(self) -> dict[PageKey, Copy]:
