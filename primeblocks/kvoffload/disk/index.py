@@ -33,8 +33,7 @@ import xxhash
 
 from ...errors import CorruptionError, PrimeblocksError, UsageError
 from ..page import PageKey
-from .data import Place
-from .system import System
+from .data import Place, System
 
 __all__ = ["Index", "State"]
 

@@ -16,9 +16,8 @@ import numpy as np
 from ...errors import CapacityError, ClosedError, CorruptionError, UsageError
 from ..page import PageKey, checksum, frames_of
 from ..tier import Found, Record
-from .data import Answer, DataFile, Frames, Place, full, misfit, refusal, refusing
+from .data import Answer, DataFile, Frames, Place, System, full, misfit, refusal, refusing
 from .index import Index, State
-from .system import System
 
 __all__ = ["DiskTier"]
 
