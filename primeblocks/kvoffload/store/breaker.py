@@ -47,6 +47,7 @@ class Breaker:
 
     Attributes:
         writing: writes under way.
+        room: pages that the tier takes, as of the last look at the circuit.
     """
 
     def __init__(self, *, patience_s: float, clock: Callable[[], float]) -> None:
@@ -55,7 +56,7 @@ class Breaker:
         self._circuit = Circuit.CLOSED
         self._rest_s = _REST_S
         self._retry_s = 0.0  # end of the rest
-        self._room = _UNBOUNDED
+        self.room = _UNBOUNDED
         self._silent = False
         self._proven = False  # a page was written since the rest
         self._skipped_s = 0.0  # when a page was skipped last
@@ -79,26 +80,22 @@ class Breaker:
             self._circuit, self._rest_s = Circuit.CLOSED, _REST_S
         return self._circuit
 
-    def room(self) -> int:
-        """Return the number of pages that the tier takes now."""
-        self.circuit()
-        return self._room
-
     def silent(self) -> bool:
         """Whether the tier answers nothing, and is left alone."""
         return self.circuit() is Circuit.OPEN and self._silent
 
-    def skips(self, *, feed: int) -> bool:
-        """Tell whether to skip a page.
+    def skips(self, *, feed: int | None) -> bool:
+        """Look at the circuit, and tell whether to skip a page.
 
         Args:
-            feed: most writes at a time while the circuit is half open.
+            feed: most writes at a time while the circuit is half open. None skips no page.
         """
-        match self.circuit():
-            case Circuit.CLOSED:
-                return False
+        circuit = self.circuit()
+        if circuit is Circuit.CLOSED or feed is None:
+            return False
+        match circuit:
             case Circuit.OPEN:
-                skipped = self._silent or self._room == 0
+                skipped = self._silent or self.room == 0
             case Circuit.HALF_OPEN:
                 skipped = self.writing >= (feed if self._proven else 1)
         if skipped:
@@ -137,7 +134,7 @@ class Breaker:
 
     def refused(self, *, room: int) -> None:
         """Take note that the tier refused a page; until the next trial it takes `room` pages."""
-        self._room = min(self._room, room)
+        self.room = min(self.room, room)
         self._open(self._clock())
 
     def page_waits(self) -> bool:
@@ -155,7 +152,7 @@ class Breaker:
         self._circuit = Circuit.OPEN
 
     def _half_open(self, now_s: float, *, proven: bool) -> None:
-        self._circuit, self._silent, self._room = Circuit.HALF_OPEN, False, _UNBOUNDED
+        self._circuit, self._silent, self.room = Circuit.HALF_OPEN, False, _UNBOUNDED
         self._proven, self._skipped_s = proven, now_s
 
     def _keeps_up(self, now_s: float) -> bool:

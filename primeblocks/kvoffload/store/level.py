@@ -66,7 +66,7 @@ class Level:
             feed: writes at once to a tier that does not keep up. None is a flush: it skips no page,
                 and tries each for which no other has to leave.
         """
-        if feed is not None and self.breaker.skips(feed=feed):
+        if self.breaker.skips(feed=feed):
             self.counts["skipped"] += 1
             return None, []
         if self.shared:
@@ -157,7 +157,7 @@ class Level:
     def _room(self, *, flush: bool = False) -> int:
         if flush and len(self.copies) < self.capacity_pages:
             return self.capacity_pages
-        return min(self.breaker.room(), self.capacity_pages)
+        return min(self.breaker.room, self.capacity_pages)
 
 
 def in_order(tiers: Sequence[HostTier | Tier]) -> tuple[HostTier, list[Tier]]:

@@ -21,13 +21,13 @@ def test_a_refusal_opens_it_and_each_trial_that_fails_doubles_the_rest():
     for rest_s in (1.0, 2.0, 4.0, 8.0, 8.0):
         write(tier, CapacityError("full"))
         tier.refused(room=3)
-        assert (tier.circuit(), tier.room()) == (Circuit.OPEN, 3)
+        assert (tier.circuit(), tier.room) == (Circuit.OPEN, 3)
         assert not tier.skips(feed=4)  # a page takes the place of another
         clock.advance(rest_s - 0.1)
         assert tier.circuit() is Circuit.OPEN
         clock.advance(0.1)
         assert tier.circuit() is Circuit.HALF_OPEN
-        assert tier.room() > 3
+        assert tier.room > 3
     tier.refused(room=0)
     assert tier.skips(feed=4)
 
