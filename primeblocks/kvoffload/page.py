@@ -25,9 +25,9 @@ __all__ = [
 ALIGNMENT = 4096  # what direct I/O asks of addresses and lengths
 DIGEST_BYTES = 16
 
-_SIZES = struct.Struct("<BIII")  # of a key: whether the salt is text, and lengths, then the rest
-_KEY = "<BIII%ds%ds%dsI?q"
-_VERSION = struct.Struct("<?q")  # its end
+# A key is its head, the salt, the hash, the recipe, and its tail.
+_HEAD = struct.Struct("<BIII")  # whether the salt is text, and the three lengths
+_TAIL = struct.Struct("<I?q")  # the group, whether there is a version, and the version
 _ITEM = struct.Struct("<HQ")  # of an attachment
 _COUNT = struct.Struct("<I")
 
@@ -70,11 +70,12 @@ class PageKey(bytes):
         group = _whole("group", group, 0, 1 << 32)
         number = 0 if version is None else _whole("version", version, -(1 << 63), 1 << 63)
         try:
-            text = isinstance(salt, str)
-            parts = salt.encode() if isinstance(salt, str) else salt, hash, recipe.encode()
-            sizes = len(parts[0]), len(hash), len(parts[2])
-            rest = *parts, group, version is not None, number
-            return super().__new__(cls, struct.pack(_KEY % sizes, text, *sizes, *rest))
+            salt_bytes = salt.encode() if isinstance(salt, str) else salt
+            recipe_bytes = recipe.encode()
+            text, sizes = isinstance(salt, str), (len(salt_bytes), len(hash), len(recipe_bytes))
+            head = _HEAD.pack(text, *sizes)
+            tail = _TAIL.pack(group, version is not None, number)
+            return super().__new__(cls, head + salt_bytes + hash + recipe_bytes + tail)
         except (UnicodeEncodeError, struct.error) as error:
             names = salt, hash, group, version, recipe
             raise PlanError(f"{names} cannot be written as bytes: {error}") from error
@@ -93,7 +94,7 @@ class PageKey(bytes):
 
     @property
     def version(self) -> int | None:
-        versioned, version = _VERSION.unpack_from(self, len(self) - _VERSION.size)
+        _, versioned, version = _TAIL.unpack_from(self, len(self) - _TAIL.size)
         return version if versioned else None
 
     @property
@@ -120,11 +121,12 @@ class PageKey(bytes):
         return key
 
     def _fields(self: bytes) -> tuple[Any, ...]:
-        text, *sizes = _SIZES.unpack_from(self)
-        parts = struct.unpack(_KEY % tuple(sizes), self)[len(sizes) + 1 :]
-        salt, hash, recipe, group, versioned, version = parts
-        salt = salt.decode() if text else salt
-        return salt, hash, group, version if versioned else None, recipe.decode()
+        text, salt_bytes, hash_bytes, _ = _HEAD.unpack_from(self)
+        start = _HEAD.size + salt_bytes
+        salt, hash = self[_HEAD.size : start], self[start : start + hash_bytes]
+        recipe = self[start + hash_bytes : -_TAIL.size].decode()
+        group, versioned, version = _TAIL.unpack(self[-_TAIL.size :])
+        return salt.decode() if text else salt, hash, group, version if versioned else None, recipe
 
     def __getnewargs__(self) -> tuple[Any, ...]:
         return self._fields()

@@ -1,4 +1,21 @@
-"""The index of a disk tier: which page lies in which frame, in SQLite."""
+"""The index of a disk tier: the frame of each page, in an SQLite database next to `pages`.
+
+The index is in one of three states:
+
+    LEFT     The file is new, damaged, or of pages of another size. The index is empty. The file
+             stays as it is until the first change.
+    KEPT     The rows of the file and the frames in memory agree, except for rows in `_gone`.
+    CLEARED  `clear` failed. The index is empty, but the file still has its rows.
+
+    any -> CLEARED -> KEPT   `clear`. The second step replaces the file by an empty one, and fails
+                             if the file system refuses.
+    LEFT, CLEARED -> KEPT    `ready`, before any other change, repeats that step.
+    KEPT -> LEFT             SQLite reports damage, or a file was removed, replaced or cut.
+
+The index does not vouch for its rows. A page's digest covers its key and its bytes, and whoever
+reads a page compares the digest. A row that damage or a power cut has changed or brought back is
+therefore a miss, or a page that was once put under this key.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +24,18 @@ import errno
 import logging
 import os
 import sqlite3
-import struct
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import reduce
-from itertools import islice
-from operator import itemgetter, xor
+from enum import Enum, auto
 from pathlib import Path
 
 import xxhash
 
 from ...errors import CorruptionError, PrimeblocksError, UsageError
 from ..page import PageKey
-from .data import Place
-from .system import System
+from .data import Place, System
 
-__all__ = ["Index"]
+__all__ = ["Index", "State"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +43,10 @@ _APPLICATION = 0x70626B76
 _TABLES = [
     "CREATE TABLE pages (frame INTEGER PRIMARY KEY, age INTEGER, length INTEGER, digest BLOB, "
     "key BLOB)",
-    "CREATE TABLE state (newest INTEGER, flushed INTEGER, seal INTEGER, page_bytes INTEGER, "
-    "attachment_bytes INTEGER)",
+    "CREATE TABLE sizes (page_bytes INTEGER, attachment_bytes INTEGER)",
 ]
-_MARK = struct.Struct("<8sQQ")  # of the lock: ours, and the ages of the newest change and flush
-_MAGIC = b"pbkvix01"
-_SUM = struct.Struct("<Q")
+_OURS = b"pbkvix01"  # what the lock file of a folder with an index begins with
+_OLDEST, _NEWEST = 0, 1 << 62  # ages
 _TOGETHER = 256  # drops of one transaction, and rows of one question
 _ERRORS = {
     sqlite3.SQLITE_FULL: errno.ENOSPC,
@@ -48,15 +59,19 @@ _ERRORS = {
 _CUT = (sqlite3.SQLITE_IOERR_SHORT_READ, sqlite3.SQLITE_IOERR_FSTAT)  # or removed
 
 
+class State(Enum):
+    """State of an index."""
+
+    LEFT = auto()
+    KEPT = auto()
+    CLEARED = auto()
+
+
 class Index:
     """Keys and places of pages, changed a transaction at a time.
 
     In memory are a digest and a frame for each page; the rest is read when it is wanted. A row's
-    age is a number that grows with every change. The file keeps a seal over all keys and frames,
-    and the lock the newest age, so what damage takes away or brings back is noticed: where the
-    file is damaged it is begun anew, where its newest changes are lost, as after a power cut, only
-    pages that had been flushed are believed. An index that is damaged, or of pages of another
-    size, stays as it is until the first change.
+    age is a number that grows with every page put.
 
     Calls that read or change the file raise OSError where the file system refuses, and nothing is
     changed; and CorruptionError where the file turns out to be damaged, and nothing is left.
@@ -90,9 +105,9 @@ class Index:
         self._frames: dict[bytes, int] = {}  # by digest of the key, oldest first
         self._stamps: list[object] = []  # of the files, after our last change
         self.lost = 0  # pages, to damage; who reports them counts anew
-        self._gone: dict[int, bytes] = {}  # rows that must go before anything else is written
-        self._tally = self._newest = self._flushed = 0
-        self.begun = self.cleared = False
+        self._gone: list[int] = []  # frames of rows to delete before anything else is written
+        self._age = _OLDEST
+        self.state = State.LEFT
         self._connect()
         try:
             self._load()
@@ -102,17 +117,18 @@ class Index:
 
     def put(self, places: Sequence[tuple[PageKey, Place]]) -> list[int]:
         """Name the places of pages, in one transaction, and return the frames of those replaced."""
-        rows, names = [], {}
-        for age, (key, place) in enumerate(places, start=self._newest + 1):
-            names[_name(key)] = place.frame
-            rows.append((place.frame, age, place.length, place.digest, key))
-        replaced = {self._frames[name]: name for name in names if name in self._frames}
+        names = {_name(key): place.frame for key, place in places}
+        rows = [
+            (place.frame, age, place.length, place.digest, key)
+            for age, (key, place) in enumerate(places, start=self._age + 1)
+        ]
+        replaced = [self._frames[name] for name in names if name in self._frames]
         if rows:
-            self._change(replaced, rows, names)
+            self._change(replaced, rows)
         for name, frame in names.items():
             self._frames.pop(name, None)  # so that it becomes the newest
             self._frames[name] = frame
-        return list(replaced)
+        return replaced
 
     def forget(self, keys: Iterable[PageKey]) -> list[int]:
         """Forget pages, in the file with the next `ready`; return the frames that they had."""
@@ -124,28 +140,21 @@ class Index:
 
     def clear(self) -> None:
         """Forget everything, power cuts included; with the next `ready` where it fails."""
-        self._forsake()
-        self.cleared = True  # what the file has must not come back
+        self._empty(State.CLEARED)
         self._begin()
 
     def ready(self) -> None:
         """Write what was forgotten, or begin the file."""
-        if not self.begun:
+        if self.state is not State.KEPT:
             self._begin()
         while self._gone:
-            chunk = dict(islice(self._gone.items(), _TOGETHER))
-            self._change(chunk, [], {})
-            for frame in chunk:
-                del self._gone[frame]
+            self._change(self._gone[:_TOGETHER], [])
+            del self._gone[:_TOGETHER]
 
     def flush(self) -> None:
         """Make every change survive a power cut."""
-        flushed = self._newest
-        self._change({}, [], {}, flushed=flushed)
         # Emptied, too: a prefix of the log would hide what the file has.
         self._checkpoint("TRUNCATE")
-        self._flushed = flushed  # not before: the lock must not promise what a power cut may take
-        self._mark()
 
     def places(self, keys: Iterable[PageKey]) -> list[Place | None]:
         """Return the places of pages; None for one that is not here."""
@@ -165,10 +174,12 @@ class Index:
     def keys(self) -> list[PageKey]:
         """Return all keys, oldest first."""
         with self._typed():
-            here = self._connection.execute("SELECT frame, key FROM pages") if self._frames else ()
-            encoded = dict(here)
-        pairs = [(name, encoded.get(frame)) for name, frame in self._frames.items()]
-        return [PageKey.decode(key) for name, key in pairs if key and _name(key) == name]
+            query = "SELECT frame, key FROM pages WHERE typeof(key) = 'blob'"
+            encoded = dict(self._connection.execute(query) if self._frames else ())
+        try:
+            return [PageKey.decode(encoded[frame]) for frame in self._frames.values()]
+        except (CorruptionError, KeyError) as error:
+            raise self._damaged(f"a key cannot be read ({error!r})") from error
 
     def frames(self) -> list[int]:
         """Return the frames of all pages, oldest first."""
@@ -188,12 +199,13 @@ class Index:
         return len(self._frames)
 
     def _load(self) -> None:
-        ours, self._newest, self._flushed = self._marked()
         try:
             with self._typed():
                 self._adopt()
         except CorruptionError as error:
-            if not ours:
+            mark = bytearray(len(_OURS))
+            self._system.read(self._lock, [mark], 0)
+            if mark != _OURS:
                 raise UsageError(
                     f"{self._path} is no index of pages that this version can read. Delete its "
                     "folder, or give the tier another."
@@ -201,7 +213,7 @@ class Index:
             logger.warning("%s. Its pages are dropped, and it is begun anew.", error)
 
     def _adopt(self) -> None:
-        """Believe what the file says, as far as it can be believed."""
+        """Read the frame of every page."""
         execute = self._connection.execute
         tables = [sql for (sql,) in execute("SELECT sql FROM sqlite_master ORDER BY rowid")]
         application = execute("PRAGMA application_id").fetchone()[0]
@@ -211,38 +223,34 @@ class Index:
             raise self._damaged("its tables are not those of this version")
         self._set_up()
         execute("BEGIN IMMEDIATE")
-        execute("UPDATE state SET newest = newest")  # a damaged header may forbid it
+        execute("UPDATE sizes SET page_bytes = page_bytes")  # a damaged header may forbid it
         execute("ROLLBACK")
         (check,) = execute("PRAGMA integrity_check(1)").fetchone()
         if check != b"ok":
             raise self._damaged(check.decode(errors="replace"))
-        newest, flushed, seal, *sizes = execute("SELECT * FROM state").fetchone() or [None] * 5
-        found = execute(
-            "SELECT age, frame, key FROM pages "
-            "WHERE frame >= 0 AND typeof(age) = 'integer' AND typeof(key) = 'blob'"
-        )
-        rows = sorted(((age, frame, _name(key)) for age, frame, key in found), key=itemgetter(0))
-        tally = reduce(xor, (_mix(frame, name) for _, frame, name in rows), 0)
-        if seal != _seal(tally, newest, flushed, tuple(sizes)) or flushed < self._flushed:
-            raise self._damaged("what it has is not what was written")
-        if tuple(sizes) != self._sizes:
+        sizes = execute("SELECT * FROM sizes").fetchone()
+        rows = execute(
+            "SELECT age, frame, key FROM pages WHERE frame >= 0 AND typeof(age) = 'integer' "
+            f"AND age BETWEEN {_OLDEST} AND {_NEWEST} AND typeof(key) = 'blob' ORDER BY age"
+        ).fetchall()
+        if sizes != self._sizes:
             logger.log(
                 logging.WARNING if rows else logging.DEBUG,
-                "%s held pages of %d bytes with %d of attachments, and now takes %d with %d: "
+                "%s held pages of %s bytes with %s of attachments, and now takes %d with %d: "
                 "what it held is dropped. Give each size its own folder to keep both.",
-                *(self._path.parent, *sizes, *self._sizes),
+                *(self._path.parent, *(sizes or (None, None)), *self._sizes),
             )
             return
-        trusted = newest if newest >= self._newest else flushed
-        self._frames = {name: frame for age, frame, name in rows if age <= trusted}
-        self._gone = {frame: name for age, frame, name in rows if age > trusted}
-        self._tally, self._newest, self._flushed = tally, max(newest, self._newest), flushed
+        for self._age, frame, key in rows:
+            if (name := _name(key)) in self._frames:  # damage brought an older row back
+                self._gone.append(self._frames.pop(name))
+            self._frames[name] = frame
         self._stamps = self._stamped()
-        self.begun = True
+        self._mark()
+        self.state = State.KEPT
 
     def _begin(self) -> None:
         """Make the file anew."""
-        newest = self._newest + 1
         self._mark()  # ours from here on, whatever becomes of it
         with self._typed():
             self._connection.close()
@@ -256,14 +264,12 @@ class Index:
             execute("BEGIN IMMEDIATE")
             for table in _TABLES:
                 execute(table)
-            row = (newest, newest, _seal(0, newest, newest, self._sizes), *self._sizes)
-            execute("INSERT INTO state VALUES (?, ?, ?, ?, ?)", row)
+            execute("INSERT INTO sizes VALUES (?, ?)", self._sizes)
             execute(f"PRAGMA application_id = {_APPLICATION}")
             execute("COMMIT")
             self._set_up()
-        self._newest = self._flushed = newest
         self._stamps = self._stamped()
-        self.begun, self.cleared = True, False
+        self.state = State.KEPT
 
     def _connect(self) -> None:
         with self._typed():
@@ -277,39 +283,26 @@ class Index:
         # Some builds overwrite what is deleted with zeros: it would double what is written.
         self._connection.execute("PRAGMA secure_delete = OFF")
 
-    def _change(
-        self,
-        gone: dict[int, bytes],
-        rows: list[tuple],
-        names: dict[bytes, int],
-        *,
-        flushed: int | None = None,
-    ) -> None:
-        """Delete and insert rows; what is in memory is the caller's."""
-        flushed = self._flushed if flushed is None else flushed
-        tally = reduce(xor, (_mix(frame, name) for frame, name in gone.items()), self._tally)
-        tally = reduce(xor, (_mix(frame, name) for name, frame in names.items()), tally)
-        newest = self._newest + max(1, len(rows))
-        state = (newest, flushed, _seal(tally, newest, flushed, self._sizes))
+    def _change(self, gone: Sequence[int], rows: Sequence[tuple]) -> None:
+        """Delete rows by frame, and insert others; what is in memory is the caller's."""
         try:
-            self._commit(gone, rows, state)
+            self._commit(gone, rows)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
             self._checkpoint("PASSIVE")  # the log is written from its front again
-            self._commit(gone, rows, state)
-        self._tally, self._newest = tally, newest
-        self._mark()
+            self._commit(gone, rows)
+        self._age += len(rows)
 
-    def _commit(self, gone: Iterable[int], rows: list[tuple], state: tuple) -> None:
+    def _commit(self, gone: Sequence[int], rows: Sequence[tuple]) -> None:
         connection = self._connection
         with self._changing():
             try:
                 connection.execute("BEGIN IMMEDIATE")
                 delete = "DELETE FROM pages WHERE frame = ?"
                 connection.executemany(delete, ((frame,) for frame in gone))
-                connection.executemany("INSERT INTO pages VALUES (?, ?, ?, ?, ?)", rows)
-                connection.execute("UPDATE state SET newest = ?, flushed = ?, seal = ?", state)
+                # A row that was not adopted may name the frame.
+                connection.executemany("REPLACE INTO pages VALUES (?, ?, ?, ?, ?)", rows)
                 connection.execute("COMMIT")
             finally:
                 if connection.in_transaction:
@@ -322,36 +315,24 @@ class Index:
         if row[0] or row[1] != row[2]:
             raise OSError(errno.EIO, f"{self._path} cannot be brought up to date: {row}")
 
-    def _marked(self) -> tuple[bool, int, int]:
-        """Return what the lock says: whether the folder is ours, and two ages."""
-        mark = bytearray(_MARK.size + _SUM.size)
-        self._system.read(self._lock, [mark], 0)
-        magic, newest, flushed = _MARK.unpack_from(mark)
-        (expected,) = _SUM.unpack_from(mark, _MARK.size)
-        whole = xxhash.xxh3_64_intdigest(bytes(mark[: _MARK.size])) == expected
-        return (True, newest, flushed) if whole and magic == _MAGIC else (False, 0, 0)
-
     def _mark(self) -> None:
-        mark = _MARK.pack(_MAGIC, self._newest, self._flushed)
-        data = mark + _SUM.pack(xxhash.xxh3_64_intdigest(mark))
-        with suppress(OSError):  # an older mark notices less
-            self._system.write(self._lock, [data], 0)
+        with suppress(OSError):  # without it a damaged index is refused, not replaced
+            self._system.write(self._lock, [_OURS], 0)
 
     def _forget(self, names: Iterable[bytes]) -> list[int]:
-        gone = {self._frames.pop(name): name for name in names if name in self._frames}
-        self._gone |= gone
-        return list(gone)
+        gone = [self._frames.pop(name) for name in names if name in self._frames]
+        self._gone += gone
+        return gone
 
-    def _forsake(self) -> None:
+    def _empty(self, state: State) -> None:
         """Serve nothing of the file any more."""
         self._frames.clear()
         self._gone.clear()
-        self._tally = 0
-        self.begun = False
+        self.state = state
 
     def _damaged(self, why: object) -> CorruptionError:
         self.lost += len(self._frames)
-        self._forsake()
+        self._empty(State.LEFT if self.state is State.KEPT else self.state)
         return CorruptionError(f"{self._path} is damaged: {why}")
 
     def _stamped(self) -> list[object]:
@@ -387,12 +368,3 @@ class Index:
 
 def _name(key: bytes) -> bytes:
     return xxhash.xxh3_128_digest(key)
-
-
-def _mix(frame: int, name: bytes) -> int:
-    return xxhash.xxh3_64_intdigest(name, seed=frame)
-
-
-def _seal(tally: int, newest: object, flushed: object, sizes: tuple) -> int:
-    """Return a digest of all that the file says, whatever damage has made of it."""
-    return xxhash.xxh3_64_intdigest(repr((tally, newest, flushed, sizes)).encode()) >> 1

@@ -16,9 +16,8 @@ import numpy as np
 from ...errors import CapacityError, ClosedError, CorruptionError, UsageError
 from ..page import PageKey, checksum, frames_of
 from ..tier import Found, Record
-from .data import Answer, DataFile, Frames, Place, full, misfit, refusal, refusing
-from .index import Index
-from .system import System
+from .data import Answer, DataFile, Frames, Place, System, full, misfit, refusal, refusing
+from .index import Index, State
 
 __all__ = ["DiskTier"]
 
@@ -32,12 +31,12 @@ class DiskTier:
     together lie together, each page is written once, and the file never outgrows `capacity_bytes`.
     `index`, an SQLite database, says which page lies where. A page counts once its row is
     committed; its frame is used again once its drop is committed too. So after a crash, whoever
-    opens the folder finds the state after the last change that was answered, or a later one; after
-    damage to the index, fewer pages. Damage to `pages` shows in the digest, which the caller
-    compares.
+    opens the folder finds the state after the last change that was answered, or a later one.
 
-    A power cut may undo the newest changes, drops too, back to the last `flush` or `clear`, and
-    lose pages overwritten since. It cannot produce a wrong page. After `close`, and in a forked
+    A power cut may undo the newest changes, back to the last `flush` or `clear`: a page just put
+    may be missing, a page that was dropped may be there again, and a key may have its page from
+    before. Damage to the index may do so too, or cost all pages. Neither makes a wrong page: the
+    caller compares the digest, which covers the key and the bytes. After `close`, and in a forked
     child, everything but `holds` and `len` raises ClosedError. Threads may share a tier: its calls
     run one after the other, and `holds` and `len` do not wait.
 
@@ -218,7 +217,7 @@ class DiskTier:
     def close(self) -> None:
         """Give the folder up; the pages stay. Does not flush. A second call does nothing."""
         with suppress(ClosedError), self._in_turn():
-            if self._index.begun or self._index.cleared:
+            if self._index.state is not State.LEFT:
                 with suppress(OSError, CorruptionError):
                     self._ready()  # what could not be written, perhaps it can now
             self._closed = True
@@ -262,14 +261,14 @@ class DiskTier:
         """Adopt the pages that the index names and the data file has."""
         self._index.cut(min(self.capacity_pages, self._data.frames()))
         self._frames.adopt(self._index.frames())
-        if self._index.begun:  # otherwise what is there stays until the first change
+        if self._index.state is State.KEPT:  # otherwise what is there stays until the first change
             self._data.shrink(self.capacity_pages)
 
     def _ready(self) -> None:
         """Write what failed before; on a full disk, with room that is taken from the last pages."""
         self._look_at_files()
-        begun = self._index.begun
-        if not begun:
+        kept = self._index.state is State.KEPT
+        if not kept:
             self._frames.clear()
         try:
             self._index.ready()
@@ -280,7 +279,7 @@ class DiskTier:
             self._give_back()
             self._index.ready()
         self._gave_back = False
-        if not begun:
+        if not kept:
             self._data.shrink(self.capacity_pages)
 
     def _look_at_files(self) -> None:

@@ -74,8 +74,7 @@ class Catalogue:
         self._reserve = frames // _RESERVE if levels else 0  # without one, nothing is written
         self._free = list(range(frames - 1, -1, -1))
         self._pages: dict[PageKey, HostPage] = {}
-        self._here = 0  # pages in the ledger
-        self._ledger = Ledger()
+        self._ledger = Ledger()  # of pages that are here
         self._ledger.keep(facts_of(evict))
         self._leaving: dict[HostPage, None] = {}
         self._ready: OrderedDict[HostPage, None] = OrderedDict()  # leaving, and not busy
@@ -156,7 +155,7 @@ class Catalogue:
 
     def statistics(self) -> dict[str, TierStatistics]:
         """Return the counts of every tier, by its name."""
-        pages = self._here + len(self._leaving)
+        pages = len(self._ledger) + len(self._leaving)
         host = statistics_of(self._counts, pages=pages, capacity_pages=self._frames)
         return {"host": host} | {level.name: level.statistics() for level in self.levels}
 
@@ -185,7 +184,7 @@ class Catalogue:
         self._underway -= 1
         page, level = move.page, self.levels[move.depth]
         page.writes -= 1
-        level.heard(error, write=True)
+        level.breaker.heard(error, write=True)
         if error is not None:
             if level.refused(page.key, move.copy, error):
                 self._moves.append(Drop(move.depth, page.key))
@@ -202,7 +201,7 @@ class Catalogue:
         """Take note that the frame holds a page of `length` bytes; 0 is a miss, or an error."""
         self._underway -= 1
         page, level = move.page, self.levels[move.depth]
-        level.heard(error, write=False)
+        level.breaker.heard(error, write=False)
         if length == 0:
             level.counts["misses"] += 1
             if level.failed(page.key, move.copy, error):
@@ -221,7 +220,7 @@ class Catalogue:
 
     def asked(self, move: Ask, *, held: bool) -> None:
         self._underway -= 1
-        self.levels[move.depth].heard(None, write=False)
+        self.levels[move.depth].breaker.heard(None, write=False)
         request = move.request
         if (page := self._pages.get(request.key)) is not None:
             self._serve(page, request)
@@ -254,11 +253,11 @@ class Catalogue:
     def _look_below(self, request: LoadRequest, start: int) -> None:
         for depth in range(start, len(self.levels)):
             level = self.levels[depth]
-            if level.shared and not level.hung():
-                level.given(write=False)
+            if level.shared and not level.breaker.silent():
+                level.breaker.given(write=False)
                 self._do(Ask(depth, request, self._clears))
                 return
-            if not level.hung() and (copy := level.found(request.key)) is not None:
+            if not level.breaker.silent() and (copy := level.found(request.key)) is not None:
                 level.ledger.touch(request.key, rollouts=request.users)
                 self._expect(HostPage(request.key, origin=(depth, copy), waiters=(request,)))
                 return
@@ -280,7 +279,7 @@ class Catalogue:
         else:
             assert page.origin is not None
             depth, copy = page.origin
-            self.levels[depth].given(write=False)
+            self.levels[depth].breaker.given(write=False)
             self._do(Read(depth, page, copy))
 
     def _arrive(self, page: HostPage, users: Users, *, by: Users) -> tuple[LoadRequest, ...]:
@@ -296,7 +295,6 @@ class Catalogue:
 
     def _enter(self, page: HostPage, users: Users, *, by: Users) -> None:
         page.state = State.HERE
-        self._here += 1
         users = tuple(dict.fromkeys((*users, *by))) if users or by else ()
         self._ledger.touch(page.key, rollouts=users, by=by)
         for rollout in page.ended:  # while no ledger had the page
@@ -307,7 +305,6 @@ class Catalogue:
         del self._pages[page.key]
         page.gone = True
         if page.state is State.HERE:
-            self._here -= 1
             self._ledger.remove(page.key)
         elif page.state is State.LEAVING:
             self._stop_leaving(page)
@@ -349,8 +346,8 @@ class Catalogue:
         while True:
             while self._waiting and (frame := self._take_frame()) is not None:
                 self._start(self._waiting.popleft(), frame)
-            ready = len(self._free) + max(0, len(self._leaving) - self._below.late())
-            short = min(len(self._waiting) + self._reserve - ready, self._here)
+            ready = len(self._free) + max(0, len(self._leaving) - self._below.unawaited())
+            short = min(len(self._waiting) + self._reserve - ready, len(self._ledger))
             if short <= 0:
                 break
             for _ in range(short):  # each of them adds one at most
@@ -373,7 +370,6 @@ class Catalogue:
         page = self._pages[key]
         page.users = self._ledger.rollouts(key)
         self._ledger.remove(key)
-        self._here -= 1
         page.state = State.LEAVING
         self._leaving[page] = None
         if demote:

@@ -1,4 +1,4 @@
-"""One tier as the store knows it: its pages, its counts, and whether it keeps up."""
+"""A lower tier as the store knows it: its pages, its counts, its circuit breaker."""
 
 from __future__ import annotations
 
@@ -13,27 +13,22 @@ from ..evict.ledger import Ledger
 from ..host import HostTier
 from ..page import PageKey
 from ..tier import Tier, TierStatistics
+from .breaker import Breaker
 from .moves import Clear, Copy, Drop, HostPage, Recall, Recalled, Write
 
 __all__ = ["Level", "Levels", "in_order", "levels_of", "statistics_of"]
 
 logger = logging.getLogger(__name__)
 
-_REST_S = 1.0  # until a tier that refused is tried again, twice as long each time
-_LONGEST_REST_S = 8.0
 _COUNTS = ("hits", "misses", "stores", "evictions", "checksum_failures", "failures", "skipped")
 
 
 class Level:
     """A lower tier: its copies, its ledger, its counts. A shared tier has counts alone.
 
-    Where a page did not fit, the tier counts as full, and pages take the place of others. Where
-    that fails too, no page leaves for another. Either way one page is tried after a while: if it
-    fits, all is as before.
-
     Args:
         keys: pages that the tier holds already, oldest first.
-        patience_s: seconds that pages wait for this tier before it counts as late, or as hung.
+        patience_s: seconds that pages wait for this tier; `Breaker` says for what.
         clock: seconds.
     """
 
@@ -51,21 +46,11 @@ class Level:
         self.shared = shared
         self.capacity_pages = 0 if shared else capacity_pages
         self.copies = {key: Copy(here=True) for key in keys}
-        self.ledger = Ledger(self.copies)
+        self.ledger = Ledger(self.copies)  # of those that are here
         self.counts: Counter[str] = Counter()
         self.refusal: Exception | None = None  # the last of a write
         self.refusals = 0
-        self._coming: set[PageKey] = set()  # not in the ledger yet
-        self._patience_s, self._clock = patience_s, clock
-        self._room = self.capacity_pages  # less while the tier is fuller than its quota says
-        self._closed = False  # to pages for which others would have to leave
-        self._again_s, self._rest_s = 0.0, _REST_S
-        self._trial: Copy | None = None
-        self.writing = self._moving = 0
-        self._heard_s = 0.0
-        self._blocked_s: float | None = None  # since when a page waits
-        self._late_s: float | None = None  # when a page was skipped last
-        self._recalled = self._silent = False
+        self.breaker = Breaker(patience_s=patience_s, clock=clock)
 
     def found(self, key: PageKey) -> Copy | None:
         """Return the copy that a read would find. A shared tier has to be asked instead."""
@@ -73,23 +58,25 @@ class Level:
         return copy if copy is not None and copy.here else None
 
     def admit(
-        self, key: PageKey, evict: Evict, *, version: int, flush: bool = False
+        self, key: PageKey, evict: Evict, *, version: int, feed: int | None = 1
     ) -> tuple[Copy | None, list[PageKey]]:
         """Make room for a page; return its copy, or None, and the keys of pages that leave for it.
 
-        A flush tries all its pages where otherwise one is tried.
+        Args:
+            feed: writes at once to a tier that does not keep up. None is a flush: it skips no page,
+                and tries each for which no other has to leave.
         """
+        if self.breaker.skips(feed=feed):
+            self.counts["skipped"] += 1
+            return None, []
         if self.shared:
             return Copy(here=False), []
-        trial = self._trial_is_due()
-        room = min(self._room + trial, self.capacity_pages)
-        if flush and self._clock() >= self._again_s:
-            room = self.capacity_pages
-        if self._closed and not trial and len(self.copies) >= room:
+        room = self._room(flush=feed is None)
+        if room == 0:
             self.counts["skipped"] += 1
             return None, []
         victims: list[PageKey] = []
-        while len(self.copies) >= room and len(self.copies) > len(self._coming):
+        while len(self.copies) >= room and len(self.ledger):
             victim, _ = self.ledger.victim(evict, version=version)
             self.ledger.remove(victim)
             del self.copies[victim]
@@ -98,23 +85,15 @@ class Level:
         if len(self.copies) >= room:
             self.counts["failures"] += 1
             return None, victims
-        copy = self.copies[key] = Copy(here=False, instead=bool(victims))
-        self._trial = copy if trial else self._trial
-        self._coming.add(key)
+        copy = self.copies[key] = Copy(here=False)
         return copy, victims
 
     def written(self, key: PageKey, copy: Copy, *, length: int, users: Iterable[Hashable]) -> None:
         """Take note that a page was written; it may have been dropped since."""
         self.counts["stores"] += 1
         self.counts["bytes_written"] += length
-        if copy is self._trial:
-            self._trial, self._room, self._rest_s = None, self.capacity_pages, _REST_S
-            self._closed = False
-        elif not self._troubled():
-            self._rest_s = _REST_S
         if self.copies.get(key) is copy:
             copy.here = True
-            self._coming.discard(key)
             # It comes before the pages behind it, which left host memory earlier.
             self.ledger.touch(key, rollouts=users, front=True)
 
@@ -122,13 +101,10 @@ class Level:
         """Take note that a page was not written; return whether to drop what may be there."""
         self.refusal = error
         self.refusals += 1
+        full = len(self.copies) >= self._room()  # another page may have left for it
         dropped = self.failed(key, copy, error)
-        if isinstance(error, CapacityError) and not self.shared:
-            self._room = max(1, len(self.copies))
-        self._closed |= copy.instead
-        if copy is self._trial:
-            self._trial = None
-        self._rest()
+        if not self.shared and (full or isinstance(error, CapacityError)):
+            self.breaker.refused(room=0 if full else max(1, len(self.copies)))
         return dropped
 
     def failed(self, key: PageKey, copy: Copy, error: Exception | None) -> bool:
@@ -149,7 +125,6 @@ class Level:
         if self.copies.pop(key, None) is None:
             return False
         self.ledger.remove(key)
-        self._coming.discard(key)
         return True
 
     def here(self) -> dict[PageKey, Copy]:
@@ -175,76 +150,14 @@ class Level:
         """Return the rollouts that use the page here."""
         return self.ledger.rollouts(key) if self.found(key) else ()
 
-    # Whether it keeps up.
-
-    def given(self, *, write: bool) -> None:
-        """Take note that the tier has a move to answer."""
-        if not self._moving:
-            self._heard_s = self._clock()
-        self._moving += 1
-        self.writing += write
-        self._recalled = False
-
-    def heard(self, error: Exception | None, *, write: bool) -> None:
-        """Take note that the tier answered a move, or did not begin it."""
-        self._moving -= 1
-        self.writing -= write
-        self._silent = isinstance(error, Recalled)
-        if self._silent:
-            self._rest()
-        else:
-            self._heard_s = self._clock()
-            self._recalled = False
-        if not self.writing:
-            self._blocked_s = None
-
-    def page_waits(self) -> bool:
-        """Take note that a page waits for room; return whether to recall moves not begun."""
-        if self.writing and self._blocked_s is None:
-            self._blocked_s = self._clock()
-        recall = not self._recalled and self.hung()
-        self._recalled |= recall
-        return recall
-
-    def late(self) -> bool:
-        """Whether pages had to wait too long for its writes, or have been skipped since."""
-        if self._late_s is None and self._blocked_s is None:
-            return False
-        now_s, since_s = self._clock(), self._blocked_s
-        if self._late_s is None and since_s is not None and now_s - since_s > self._patience_s:
-            self._late_s = now_s
-        if self._late_s is not None and not self.writing:
-            self._late_s = self._late_s if now_s - self._late_s <= self._patience_s else None
-        return self._late_s is not None
-
-    def skips(self, *, feed: int | None) -> bool:
-        """Tell whether to skip a page. A late tier is kept at `feed` writes; None skips none."""
-        if feed is None or not (self.hung() or (self.late() and self.writing >= feed)):
-            return False
-        self.counts["skipped"] += 1
-        self._late_s = self._clock()
-        return True
-
-    def hung(self) -> bool:
-        """Whether the tier has not answered for too long, and is left alone for a while."""
-        if self._moving and self._clock() - self._heard_s > self._patience_s:
-            return True
-        return self._silent and self._clock() < self._again_s
-
     def statistics(self) -> TierStatistics:
         pages = len(self.copies)
         return statistics_of(self.counts, pages=pages, capacity_pages=self.capacity_pages)
 
-    def _rest(self) -> None:
-        if self._clock() >= self._again_s:  # only the first of pages refused together counts
-            self._again_s = self._clock() + self._rest_s
-            self._rest_s = min(2 * self._rest_s, _LONGEST_REST_S)
-
-    def _troubled(self) -> bool:
-        return self._closed or self._room < self.capacity_pages
-
-    def _trial_is_due(self) -> bool:
-        return self._troubled() and self._trial is None and self._clock() >= self._again_s
+    def _room(self, *, flush: bool = False) -> int:
+        if flush and len(self.copies) < self.capacity_pages:
+            return self.capacity_pages
+        return min(self.breaker.room, self.capacity_pages)
 
 
 def in_order(tiers: Sequence[HostTier | Tier]) -> tuple[HostTier, list[Tier]]:
@@ -312,20 +225,17 @@ class Levels:
         return any(page.key in level.copies for level in self._each)
 
     def write(self, page: HostPage, *, version: int, feed: int | None) -> list[Write | Drop]:
-        """Write a page to each tier, unless one has it or will; `feed` as in `Level.skips`."""
+        """Write a page to each tier, unless one has it or will; `feed` as in `Level.admit`."""
         moves: list[Write | Drop] = []
         if self.have(page):
             return moves
         for depth, level in enumerate(self._each):
-            if level.skips(feed=feed):
-                continue
-            flush = feed is None
-            copy, victims = level.admit(page.key, self._evict, version=version, flush=flush)
+            copy, victims = level.admit(page.key, self._evict, version=version, feed=feed)
             for victim in victims:
                 moves.append(Drop(depth, victim))
             if copy is not None:
                 page.writes += 1
-                level.given(write=True)
+                level.breaker.given(write=True)
                 moves.append(Write(depth, page, copy))
         return moves
 
@@ -350,17 +260,13 @@ class Levels:
             level.clear()
         return [Clear(depth) for depth in range(len(self._each))]
 
-    def late(self) -> int:
+    def unawaited(self) -> int:
         """Count the pages whose writes are not waited for."""
-        most = 0
-        for level in self._each:
-            if level.late():
-                most = max(most, level.writing)
-        return most
+        return max((level.breaker.unawaited() for level in self._each), default=0)
 
     def blocking(self) -> list[Recall]:
         """Return the recalls that a page waiting for a frame makes necessary."""
-        return [Recall(depth) for depth, level in enumerate(self._each) if level.page_waits()]
+        return [Recall(at) for at, level in enumerate(self._each) if level.breaker.page_waits()]
 
 
 def statistics_of(counts: Counter[str], *, pages: int, capacity_pages: int) -> TierStatistics:

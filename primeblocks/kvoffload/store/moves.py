@@ -1,4 +1,19 @@
-"""Moves between the tiers: requests, the pages in host memory, and one step of each."""
+"""Moves between the tiers: requests, the pages in host memory, and one step of each.
+
+A page in host memory is in one of three states, which the catalogue alone changes:
+
+    COMING   It waits for a frame, or is being copied or read into its frame. Loads wait for it.
+    HERE     It is in the ledger of host memory, and loads are served.
+    LEAVING  The eviction policy chose it. Loads are served until its frame is taken.
+
+    COMING -> HERE           The copy or the read is over.
+    HERE -> LEAVING          Another page needs a frame, or soon will.
+    LEAVING -> HERE          A load came first.
+    LEAVING -> (no page)     Its frame is taken, once nothing reads the frame.
+
+In each state a page is `gone` once its key names another page or none. Its frame is free once
+nothing fills or reads the frame.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +49,9 @@ Users = tuple[Hashable, ...]  # names of rollouts
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """A page in a lower tier; `here` once it was written, `instead` if others left for it."""
+    """A page in a lower tier; `here` once it was written."""
 
     here: bool
-    instead: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -65,9 +79,9 @@ class LoadRequest:
 class State(Enum):
     """State of a page in host memory."""
 
-    COMING = auto()  # waits for a frame, or is being copied or read into it
+    COMING = auto()
     HERE = auto()
-    LEAVING = auto()  # chosen by the eviction policy; can be loaded until its frame is taken
+    LEAVING = auto()
 
 
 @dataclass(slots=True, eq=False)

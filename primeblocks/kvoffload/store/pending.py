@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from threading import Condition, Lock
 from typing import Any, Generic, TypeVar
 
@@ -19,6 +20,7 @@ from .copier import page_parts
 from .moves import LoadRequest, SaveRequest
 
 __all__ = [
+    "Barrier",
     "Batch",
     "Pending",
     "finish_all",
@@ -171,6 +173,22 @@ class Batch(Generic[T]):
                 over = self._missing == 0
         if over:
             self.pending.finish(self._result(self._results))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Barrier:
+    """A flush or a clear that the lower tiers have not all done yet.
+
+    Args:
+        batch: has one page for each lower tier.
+        refusals: of each lower tier, when the order was given.
+        missing: why a page is written to no tier.
+    """
+
+    batch: Batch[None]
+    flush: bool
+    refusals: Sequence[int]
+    missing: Exception | None
 
 
 def finish_all(results: Iterable[tuple[Batch[Any], int, Any]]) -> None:

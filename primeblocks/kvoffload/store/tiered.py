@@ -20,8 +20,9 @@ from ..tier import Loaded, Saved, Tier, TierStatistics
 from .catalogue import Catalogue
 from .copier import Copiers, Copies
 from .level import Level, in_order, levels_of
-from .moves import CopyIn, CopyOut, Read, Write
+from .moves import CopyIn, CopyOut, LoadRequest, Read, SaveRequest, Write
 from .pending import (
+    Barrier,
     Batch,
     Pending,
     finish_all,
@@ -90,19 +91,16 @@ class TieredStore:
             evict=evict,
             max_pending=max_pending,
             through=write == "through",
-            answer=lambda request, outcome: self._answers.append(
-                (request.batch, request.index, outcome or Loaded(None))
-            ),
+            answer=self._answer,
         )
         self._changed = Condition()
         self._pid = os.getpid()
         self._closed = False
         self._error: ClosedError | None = None  # the store broke
         self._pending: WeakSet[Pending[Any]] = WeakSet()
-        threads: dict[str, Any] = {"broke": self._break}
-        self._copiers = Copiers(host, threads=copy_threads, report=self._copied, **threads)
-        threads["report"] = lambda outcomes: self._change(lambda: self._tell(outcomes))
-        self._workers = [TierWorker(tier, host, **threads) for tier in below]
+        copied, moved = partial(self._change, self._copied), partial(self._change, self._moved)
+        self._copiers = Copiers(host, threads=copy_threads, report=copied, broke=self._break)
+        self._workers = [TierWorker(tier, host, report=moved, broke=self._break) for tier in below]
 
     def save(
         self,
@@ -175,20 +173,18 @@ class TieredStore:
         Raises:
             ClosedError: the store is closed.
         """
-        pending = Pending[list[bool]]()
-        self._ask(lambda: None, pending)
+        batch = Batch[bool](len(keys))
         known = [key in self for key in keys]
-        if all(known) or not self._workers or not self._catalogue.levels[-1].shared:
-            pending.finish(known)
-            return pending
-        asked = [key for key, here in zip(keys, known, strict=True) if not here]
-
-        def answer(held: list[bool]) -> None:
-            more = iter(held)
-            pending.finish([here or next(more) for here in known])
-
-        self._ask(lambda: self._workers[-1].give(Holds(asked, answer)), pending)
-        return pending
+        shared = bool(self._workers) and self._catalogue.levels[-1].shared
+        asked = [index for index, here in enumerate(known) if shared and not here]
+        question = Holds(
+            [keys[index] for index in asked],
+            lambda held: batch.finish(zip(asked, held, strict=True)),
+        )
+        give = partial(self._workers[-1].give, question) if asked else lambda: None
+        self._ask(give, pending=batch.pending)
+        batch.finish((index, here) for index, here in enumerate(known) if here or not shared)
+        return batch.pending
 
     def advance(self, *, version: int) -> None:
         """Move to the policy at `version`; older pages may have become useless. Local.
@@ -204,22 +200,22 @@ class TieredStore:
     def pause(self, rollout: Hashable, reason: Hashable) -> None:
         """Note that a rollout waits for `reason`, one of a few names such as "pytest". Local."""
         users_of(rollout, reason)
-        self._ask(lambda: self._catalogue.note(lambda ledger: ledger.pause(rollout, reason)))
+        self._ask(self._catalogue.note, lambda ledger: ledger.pause(rollout, reason))
 
     def resume(self, rollout: Hashable) -> None:
         """Note that a rollout writes again; a save or load that names it says so too. Local."""
         users_of(rollout)
-        self._ask(lambda: self._catalogue.note(lambda ledger: ledger.resume(rollout)))
+        self._ask(self._catalogue.note, lambda ledger: ledger.resume(rollout))
 
     def queue(self, rollouts: Sequence[Hashable]) -> None:
         """Note the engine's whole queue, who runs next first. Who left it runs. Local."""
         names = users_of(*rollouts)
-        self._ask(lambda: self._catalogue.note(lambda ledger: ledger.queue(names)))
+        self._ask(self._catalogue.note, lambda ledger: ledger.queue(names))
 
     def end(self, rollout: Hashable) -> None:
         """End a rollout: its own pages go next. A caller that names rollouts ends them. Local."""
         users_of(rollout)
-        self._ask(lambda: self._catalogue.end(rollout))
+        self._ask(self._catalogue.end, rollout)
 
     def clear(self) -> Pending[None]:
         """Drop every page of every tier. No later load finds any. Local.
@@ -281,40 +277,41 @@ class TieredStore:
         rollout: Hashable,
     ) -> Pending[Any]:
         requests = save_requests(batch, keys, pages, attachments, host=self._host, rollout=rollout)
-        self._ask(lambda: self._catalogue.save(requests), batch.pending)
+        self._ask(self._catalogue.save, requests, pending=batch.pending)
         return batch.pending
 
     def _load(
         self, batch: Batch[Loaded], keys: Sequence[PageKey], into: Sequence[Any], rollout: Hashable
     ) -> Pending[Any]:
         requests = load_requests(batch, keys, into, host=self._host, rollout=rollout)
-        self._ask(lambda: self._catalogue.load(requests), batch.pending)
+        self._ask(self._catalogue.load, requests, pending=batch.pending)
         return batch.pending
 
     def _after(self, what: Callable[[], Exception | None], *, flush: bool = False) -> Pending[None]:
         """Do `what`, and finish when every lower tier has done what it was given so far."""
         batch = Batch[None](len(self._workers), lambda results: None)
-        levels = self._catalogue.levels
-
-        def give() -> None:
-            before = [level.refusals for level in levels]
-            missing = what()
-            self._hand_out()
-
-            def done(index: int, error: BaseException | None) -> None:
-                if flush and levels[index].refusals > before[index]:
-                    error = levels[index].refusal
-                if error is not None and not levels[index].shared:
-                    self._look_for_lost(levels[index], self._workers[index])
-                if (error := error or missing) is not None:
-                    batch.pending.fail(error)
-                batch.finish([(index, None)])
-
-            for index, worker in enumerate(self._workers):
-                worker.give(Until(partial(done, index), flush=flush))
-
-        self._ask(give, batch.pending)
+        self._ask(self._give_barrier, batch, what, flush, pending=batch.pending)
         return batch.pending
+
+    def _give_barrier(
+        self, batch: Batch[None], what: Callable[[], Exception | None], flush: bool
+    ) -> None:
+        refusals = [level.refusals for level in self._catalogue.levels]
+        barrier = Barrier(batch, flush, refusals, missing=what())
+        self._hand_out()
+        for depth, worker in enumerate(self._workers):
+            worker.give(Until(partial(self._pass_barrier, barrier, depth), flush=flush))
+
+    def _pass_barrier(self, barrier: Barrier, depth: int, error: BaseException | None) -> None:
+        """Take note that a tier has done all that it was given before, or of its error."""
+        level = self._catalogue.levels[depth]
+        if barrier.flush and level.refusals > barrier.refusals[depth]:
+            error = level.refusal
+        if error is not None and not level.shared:
+            self._look_for_lost(level, self._workers[depth])
+        if (error := error or barrier.missing) is not None:
+            barrier.batch.pending.fail(error)
+        barrier.batch.finish([(depth, None)])
 
     def _look_for_lost(self, level: Level, worker: TierWorker) -> None:
         """Forget pages that a failed tier lost, so that another flush writes them again."""
@@ -324,7 +321,9 @@ class TieredStore:
         with self._changed:
             level.lose({key: here[key] for key in lost})
 
-    def _ask(self, what: Callable[[], object], pending: Pending[Any] | None = None) -> None:
+    def _ask(
+        self, what: Callable[..., object], *of: Any, pending: Pending[Any] | None = None
+    ) -> None:
         if os.getpid() != self._pid:
             raise ClosedError("the page store is its parent's in a forked process; make a new one")
         with self._changed:
@@ -332,17 +331,17 @@ class TieredStore:
                 raise ClosedError("the page store is closed")
             if pending is not None:
                 self._pending.add(pending)
-            self._change(what)
+            self._change(what, *of)
             if self._error is not None:
                 raise self._error
 
-    # Every change of the catalogue goes through here; moves are handed out in its order.
+    # Every change of the catalogue goes through here; moves are handed out in its barrier.
 
-    def _change(self, what: Callable[[], object]) -> None:
+    def _change(self, what: Callable[..., object], *of: Any) -> None:
         with self._changed:
             if self._error is None:
                 try:
-                    what()
+                    what(*of)
                     self._hand_out()
                 except BaseException as error:
                     self._break(error)
@@ -350,6 +349,9 @@ class TieredStore:
             if self._closed:
                 self._changed.notify_all()
             finish_all(answers)
+
+    def _answer(self, request: SaveRequest | LoadRequest, outcome: Saved | None) -> None:
+        self._answers.append((request.batch, request.index, outcome or Loaded(None)))
 
     def _break(self, error: BaseException) -> None:
         """Stop using the catalogue, which may be half changed, and tell waiting callers."""
@@ -372,22 +374,19 @@ class TieredStore:
                     below[move.depth].append(move)
             self._copiers.give(copies)
             for worker, given in zip(self._workers, below, strict=True):
-                self._tell(worker.give(*given))
+                self._moved(worker.give(*given))
 
     def _copied(self, done: list[tuple[Copies, bool]]) -> None:
-        def tell() -> None:
-            for copies, copied in done:
-                for copy in copies:
-                    if isinstance(copy, CopyIn):
-                        self._catalogue.copied_in(copy, copied=copied)
-                    else:
-                        self._catalogue.copied_out(copy)
-            if not done:
-                self._catalogue.tick()
+        for copies, copied in done:
+            for copy in copies:
+                if isinstance(copy, CopyIn):
+                    self._catalogue.copied_in(copy, copied=copied)
+                else:
+                    self._catalogue.copied_out(copy)
+        if not done:
+            self._catalogue.tick()
 
-        self._change(tell)
-
-    def _tell(self, outcomes: list[Outcome]) -> None:
+    def _moved(self, outcomes: list[Outcome]) -> None:
         for move, answer in outcomes:
             error = answer if isinstance(answer, Exception) else None
             if isinstance(move, Write):

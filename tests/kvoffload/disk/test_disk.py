@@ -85,9 +85,7 @@ def test_pages_that_are_written_together_move_together_once(tmp_path, io):
         system.writes.clear()
         system.reads.clear()
         assert tier.put([record(number, whole_frame=True) for number in range(6)]) == [None] * 6
-        data, mark = system.writes
-        assert data == (6, 6 * FRAME)
-        assert mark[1] < 64
+        assert system.writes == [(6, 6 * FRAME)]
         tier.get([key_of(n) for n in (5, 2, 1, 3, 4)], into=[aligned() for _ in range(5)])
         assert system.reads == [(5, 5 * FRAME)]
 

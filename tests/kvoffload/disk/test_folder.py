@@ -23,7 +23,7 @@ from tests.kvoffload.disk.small import (
 )
 
 
-@pytest.mark.parametrize("name", ["index", "journal", "pages"])
+@pytest.mark.parametrize("name", ["index", "pages"])
 def test_files_of_something_else_are_left_alone(tmp_path, name):
     (tmp_path / name).write_text("somebody's, and longer than any header of an index is")
     with pytest.raises(UsageError, match="something else"):
@@ -47,17 +47,6 @@ def test_a_database_of_something_else_is_left_alone(tmp_path, wal):
     with pytest.raises(UsageError, match="no index"):
         open_tier(tmp_path)
     assert (tmp_path / "index").read_bytes() == before
-
-
-def test_an_index_of_an_older_version_goes_and_its_pages_with_it(tmp_path, caplog):
-    (tmp_path / "lock").touch()
-    (tmp_path / "journal").write_bytes(b"pbkvjl01" + bytes(40))
-    (tmp_path / "pages").write_bytes(bytes(9 * FRAME))
-    with closing(open_tier(tmp_path)) as tier:
-        assert "journal is of an older version, and its pages are dropped" in caplog.text
-        assert len(tier) == 0
-        assert_serves(tier)
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["index", "lock", "pages"]
 
 
 def test_folders_of_one_file_a_page_are_left_alone(tmp_path):
