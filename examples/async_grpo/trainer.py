@@ -186,7 +186,7 @@ class Trainer:
         # log-probabilities: no matrix of logits is made.
         head.forward = lambda hidden: losses.logprobs.token_logprobs(
             hidden[0, places], head.weight, ids
-        )
+        ).clone()  # FSDP2 asks for no view
         sequence = parallel.plan_sequence(packed.document_lengths, ranks=1)
         group = self.meshes.context.get_group()
         return self.model(**local_inputs(tokens, sequence=sequence, group=group)).logits
