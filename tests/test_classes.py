@@ -3,6 +3,7 @@
 import ast
 import inspect
 import re
+from collections import Counter
 from pathlib import Path
 
 from primeblocks import errors
@@ -44,3 +45,9 @@ def test_the_tree_of_errors_is_drawn_as_it_is():
     }
     assert len(real) > 10
     assert drawn == real
+
+
+def test_no_two_classes_share_a_name():
+    """But for private ones, which nobody meets outside their file."""
+    found = Counter(name for name, _ in _defined() if not name.startswith("_"))
+    assert {name for name, count in found.items() if count > 1} == set()

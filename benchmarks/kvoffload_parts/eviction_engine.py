@@ -17,7 +17,7 @@ from typing import Protocol
 
 from primeblocks.kvoffload import PageKey
 from primeblocks.kvoffload.evict import Evict, facts_of
-from primeblocks.kvoffload.evict.ledger import Ledger
+from primeblocks.kvoffload.evict.ledger import PageLedger
 
 from .eviction_traces import Advance, End, Trace, Use, Wait
 
@@ -198,7 +198,7 @@ class Ours:
     ) -> None:
         self._names = names
         self._evict, self._capacity, self._tells = evict, capacity_pages, tells
-        self._ledger = Ledger()
+        self._ledger = PageLedger()
         self._ledger.keep(facts_of(evict))
         self._keys: set[PageKey] = set()
         self._version = 0

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from primeblocks.planning import EngineModel, decode_latency
-from primeblocks.planning.serving import ServingModel, Session, Turn
+from primeblocks.planning.serving import AgentTurn, ServingModel, Session
 from primeblocks.serving import (
     AddedSeconds,
     EngineState,
@@ -141,10 +141,10 @@ def _tasks(count: int, shape: Shape, *, seed: int) -> list[Session]:
     def tokens(median: float, sigma: float) -> int:
         return 1 + int(draw.lognormal(np.log(median), sigma))
 
-    def turn(first: bool) -> Turn:
+    def turn(first: bool) -> AgentTurn:
         new = tokens(4000, 0.5) if first else tokens(1200, 0.8)
         tool_s = float(draw.lognormal(np.log(shape.tool_s), 1.0))
-        return Turn(new, tokens(shape.answer_tokens, 0.8), tool_s)
+        return AgentTurn(new, tokens(shape.answer_tokens, 0.8), tool_s)
 
     return [
         Session(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from primeblocks.planning.serving import Session, Turn
+from primeblocks.planning.serving import AgentTurn, Session
 
 __all__ = ["recorded"]
 
@@ -28,10 +28,10 @@ def recorded(
     def tokens(mean: float, sigma: float) -> int:
         return 1 + int(draw.lognormal(np.log(mean) - sigma**2 / 2, sigma))
 
-    def turn(first: bool) -> Turn:
+    def turn(first: bool) -> AgentTurn:
         new = tokens(TASK, 0.5) if first else tokens(SAID, 0.8)
         waits = float(draw.lognormal(np.log(tool_s), 1.0)) if tool_s else 0.0
-        return Turn(new, tokens(answer_tokens, 0.8), waits)
+        return AgentTurn(new, tokens(answer_tokens, 0.8), waits)
 
     return [
         Session(

@@ -25,7 +25,7 @@ from torch.optim import AdamW
 
 from primeblocks import weightsync
 from primeblocks.parallel.memory import HostMemory
-from primeblocks.weightsync.engines import Colocated, ColocatedEngine, Turn
+from primeblocks.weightsync.engines import Colocated, ColocatedEngine, ColocatedTurn
 from primeblocks.weightsync.transports import Transport
 
 from ..harness import compare, main
@@ -157,7 +157,7 @@ def figures(device: str = "cuda", sizes: Sizes | None = None) -> Figures:
 
 def _both_ways(
     version: int, turns: Colocated, trainer: Trainer, engine: Engine
-) -> tuple[Turn, Turn]:
+) -> tuple[ColocatedTurn, ColocatedTurn]:
     """Take the engine's turn and the trainer's; check contents and bytes."""
     before = [x.cpu() for x in trainer.tensors()]
     weights = [x.detach().bfloat16().cpu() for x in trainer.model.parameters()]
@@ -174,7 +174,7 @@ def _both_ways(
     return there, back
 
 
-def _check(turn: Turn, wanted: Iterable[int]) -> None:
+def _check(turn: ColocatedTurn, wanted: Iterable[int]) -> None:
     """Check by how many bytes each stage changed what is in use."""
     slack = SLACK_BYTES if torch.cuda.is_available() else 0
     before = turn.bytes_before
@@ -183,7 +183,9 @@ def _check(turn: Turn, wanted: Iterable[int]) -> None:
         assert abs(found - change) <= slack, f"{stage.name}: {found:+,} bytes, not {change:+,}"
 
 
-def _told(taken: list[tuple[Turn, Turn]], trainer: Trainer, device: str) -> Figures:
+def _told(
+    taken: list[tuple[ColocatedTurn, ColocatedTurn]], trainer: Trainer, device: str
+) -> Figures:
     name = "weightsync.colocated.gpu"
     seconds: dict[str, list[float]] = {}
     for turn in (turn for both in taken for turn in both):

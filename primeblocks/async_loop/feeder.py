@@ -16,7 +16,7 @@ from .buffer import RolloutBuffer
 from .ledger import Draft, Ledger, Partial, Restored
 from .scheduler import Retries
 
-__all__ = ["Feeder", "Generate", "Job", "Limit", "Rules", "as_limit"]
+__all__ = ["Feeder", "Generate", "Limit", "PromptJob", "Rules", "as_limit"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Rules:
 
 
 @dataclass(eq=False)
-class Job:
+class PromptJob:
     """A prompt on its way to a group."""
 
     ordinal: int
@@ -92,9 +92,9 @@ class Feeder:
         self._generate, self._buffer, self._rules = generate, buffer, rules
         self._ledger, self._clock = ledger, clock
         self._failed, self._ended, self._left = failed, ended, left
-        self._again: deque[Job] = deque()
-        self._pending: deque[tuple[Job, int]] = deque()  # Samples of jobs that have been started.
-        self.jobs: dict[int, Job] = {}  # In flight, by ordinal.
+        self._again: deque[PromptJob] = deque()
+        self._pending: deque[tuple[PromptJob, int]] = deque()  # Samples of jobs begun.
+        self.jobs: dict[int, PromptJob] = {}  # In flight, by ordinal.
         self._tasks: set[asyncio.Task[None]] = set()  # One a request, until its group has room.
         self.finished = 0  # Groups that were put into the buffer and are not trained on.
         self.drawn = 0
@@ -126,7 +126,7 @@ class Feeder:
         self.drawn = restored.cursor
         last = (self._rules.group_size or 1) - 1
         for ordinal, prompt, kept in restored.again:
-            job = Job(ordinal, prompt)
+            job = PromptJob(ordinal, prompt)
             for sample, trajectory in kept.items():
                 if isinstance(trajectory, Partial):
                     job.partials[sample] = trajectory
@@ -159,7 +159,7 @@ class Feeder:
     def ask_again(self, group: Group) -> None:
         """Ask a dropped group's prompt again, before new ones. Local."""
         self.finished -= 1
-        self._again.append(Job(group.ordinal, group.prompt))
+        self._again.append(PromptJob(group.ordinal, group.prompt))
         if self._ledger is not None:
             self._ledger.dropped(group.ordinal)
 
@@ -171,7 +171,7 @@ class Feeder:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)
 
-    def _next_job(self) -> Job | None:
+    def _next_job(self) -> PromptJob | None:
         if self._again:
             return self._again.popleft()
         try:
@@ -179,19 +179,19 @@ class Feeder:
         except StopIteration:
             self.exhausted = True
             return None
-        job = Job(self.drawn, prompt)
+        job = PromptJob(self.drawn, prompt)
         self.drawn += 1
         if self._ledger is not None:
             self._ledger.drawn(job.ordinal, prompt)
         return job
 
-    def _spawn(self, job: Job, sample: int) -> None:
+    def _spawn(self, job: PromptJob, sample: int) -> None:
         task = asyncio.create_task(self._attempt(job, sample))
         job.tasks.add(task)
         self._tasks.add(task)
         task.add_done_callback(lambda done: self._settle(job, done))
 
-    async def _attempt(self, job: Job, sample: int) -> None:
+    async def _attempt(self, job: PromptJob, sample: int) -> None:
         """Ask until there is an answer or no attempt is left; the last sample ends the job.
 
         What it raises ends the run: everything but `generate` has to work.
@@ -219,7 +219,7 @@ class Feeder:
             rollouts = tuple(job.samples[i] for i in range(self._rules.group_size))
         await self._finish(job, rollouts)
 
-    async def _ask(self, job: Job, sample: int) -> Any:
+    async def _ask(self, job: PromptJob, sample: int) -> Any:
         options: dict[str, Any] = {"version": job.version}
         if self._rules.group_size is not None:
             options["sample"] = sample
@@ -232,7 +232,7 @@ class Feeder:
         timeout_s = self._rules.rollout_timeout_s
         return await within(call, timeout_s=timeout_s, clock=self._clock, what=what)
 
-    def _read(self, job: Job, answer: Any) -> tuple[Rollout, ...]:
+    def _read(self, job: PromptJob, answer: Any) -> tuple[Rollout, ...]:
         """Return the rollouts of an answer, or refuse it by name, which ends the run."""
         is_group = self._rules.group_size is None
         if is_group and isinstance(answer, Iterable):
@@ -253,7 +253,7 @@ class Feeder:
             f"{shown(job.prompt)}. It must return {expected}."
         )
 
-    def _log(self, job: Job, error: BaseException) -> None:
+    def _log(self, job: PromptJob, error: BaseException) -> None:
         if type(error) not in self._logged:
             self._logged.add(type(error))
             logger.warning(
@@ -264,7 +264,7 @@ class Feeder:
                 exc_info=error,
             )
 
-    async def _finish(self, job: Job, rollouts: Sequence[Rollout]) -> None:
+    async def _finish(self, job: PromptJob, rollouts: Sequence[Rollout]) -> None:
         took = self._clock.now() - job.started_s
         group = Group(job.prompt, tuple(rollouts), job.version, took, job.ordinal)
         self.failures_in_a_row = 0
@@ -279,7 +279,7 @@ class Feeder:
         self._buffer.look_again()
         await self._buffer.put(group, timeout_s=self._rules.put_timeout_s)
 
-    def _leave(self, job: Job, reason: str) -> None:
+    def _leave(self, job: PromptJob, reason: str) -> None:
         """The prompt leaves the run without being trained on."""
         del self.jobs[job.ordinal]
         self._left(job.prompt, reason)
@@ -287,7 +287,7 @@ class Feeder:
             self._ledger.left_out(job.ordinal, reason)
         self._buffer.look_again()
 
-    def _give_up(self, job: Job, error: BaseException) -> None:
+    def _give_up(self, job: PromptJob, error: BaseException) -> None:
         for other in job.tasks - {asyncio.current_task()}:
             other.cancel()
         self._pending = deque(entry for entry in self._pending if entry[0] is not job)
@@ -297,7 +297,7 @@ class Feeder:
         if self.failures_in_a_row >= self._rules.retries.give_up_after:
             raise error
 
-    def _settle(self, job: Job, task: asyncio.Task[None]) -> None:
+    def _settle(self, job: PromptJob, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         job.tasks.discard(task)
         error: BaseException | None = None

@@ -19,7 +19,7 @@ from .virtual import run_in_virtual_time
 
 Pages = tuple[Hashable, ...]
 
-__all__ = ["Served", "Serving", "ServingModel", "Session", "Turn", "simulate_serving"]
+__all__ = ["AgentTurn", "Served", "Serving", "ServingModel", "Session", "simulate_serving"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class ServingModel:
 
 
 @dataclass(frozen=True)
-class Turn:
+class AgentTurn:
     """One answer of an agent.
 
     Args:
@@ -73,7 +73,7 @@ class Session:
     """
 
     name: str
-    turns: tuple[Turn, ...]
+    turns: tuple[AgentTurn, ...]
     shared: str = ""
     shared_tokens: int = 0
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import PlanError, ShapeError, UsageError, shown
-from .imposed_layer import ImposedLayer, Rows, replaced, weigh
+from .imposed_layer import ImposedLayer, ImposedRows, replaced, weigh
 from .router import INTEGERS, Router, check_routers
 
 __all__ = ["Following", "follow"]
@@ -254,11 +254,11 @@ class _Layer:
         return tensor.select(2, self._column - 2).flatten(0, 1)
 
 
-def _read(ids: torch.Tensor, weights: torch.Tensor | None) -> Rows:
+def _read(ids: torch.Tensor, weights: torch.Tensor | None) -> ImposedRows:
     """Take apart what `Routes.tensor` put together: ids, -1 for missing, -2 - id for padding."""
     ids = ids.to(torch.int64)
     missing, padding = (ids == -1).any(-1), (ids < -1).any(-1)
-    return Rows(torch.where(ids < -1, -2 - ids, ids), missing, padding, weights)
+    return ImposedRows(torch.where(ids < -1, -2 - ids, ids), missing, padding, weights)
 
 
 def _check_range(router: Router, ids: torch.Tensor) -> None:

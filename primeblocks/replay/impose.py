@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import PlanError, ShapeError, UsageError
-from .imposed_layer import ImposedLayer, Rows, Tally
+from .imposed_layer import ImposedLayer, ImposedRows, Tally
 from .router import Router, check_routers
 from .routes import Routes
 
@@ -172,7 +172,7 @@ def _plan(
     if gates is not None:
         weights = _upload(np.asarray(gates), devices, columns)
     return [
-        ImposedLayer(router, Rows(*rows), min_score_ratio)
+        ImposedLayer(router, ImposedRows(*rows), min_score_ratio)
         for router, rows in zip(
             routers, zip(ids, missing, padding, weights, strict=True), strict=True
         )

@@ -11,7 +11,7 @@ from torch import nn
 from ..errors import ShapeError, UsageError
 from .router import Router, chosen_ids
 
-__all__ = ["ImposedLayer", "Rows", "Tally", "keep_scored", "replaced", "weigh"]
+__all__ = ["ImposedLayer", "ImposedRows", "Tally", "keep_scored", "replaced", "weigh"]
 
 
 class Tally:
@@ -20,7 +20,7 @@ class Tally:
     replaced: Any = None
 
 
-class Rows(NamedTuple):
+class ImposedRows(NamedTuple):
     """The choices of one micro-batch in one layer."""
 
     ids: torch.Tensor
@@ -39,7 +39,7 @@ class ImposedLayer:
     torch.compile traces it once for all contexts: what differs between them is in tensors.
     """
 
-    def __init__(self, router: Router, rows: Rows, min_score_ratio: float | None) -> None:
+    def __init__(self, router: Router, rows: ImposedRows, min_score_ratio: float | None) -> None:
         self.router = router
         self.tally = Tally()
         self._rows = rows
@@ -88,7 +88,7 @@ class ImposedLayer:
 
 
 def weigh(
-    router: Router, output: Any, rows: Rows, *, min_score_ratio: float | None
+    router: Router, output: Any, rows: ImposedRows, *, min_score_ratio: float | None
 ) -> tuple[Int64[torch.Tensor, "tokens top_k"], torch.Tensor, Any]:
     """The choices that stand in the end, their live gates, and how many the filter replaced. Local.
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ..errors import TransferError, UnsupportedError, UsageError
 
-__all__ = ["Agreement"]
+__all__ = ["Messenger"]
 
 
-class Agreement:
+class Messenger:
     """All-gather of JSON objects between trainer ranks.
 
     After a failed exchange the group's state is unknown, so every later one is refused.

@@ -30,7 +30,7 @@ from .marker import Digests, Marker
 from .plan import Plan
 from .transports.transport import Incoming
 
-__all__ = ["Feed", "Fetched", "State", "bring", "check", "check_plan", "feeding", "write"]
+__all__ = ["Feed", "Fetched", "ReaderState", "bring", "check", "check_plan", "feeding", "write"]
 
 # Less than this is done before a thread has started.
 _BYTES_A_THREAD = 8 << 20
@@ -38,7 +38,7 @@ _BYTES_A_THREAD = 8 << 20
 _AHEAD = 2
 
 
-class State(Enum):
+class ReaderState(Enum):
     """The states of a reader and of its versions, as `receive` draws them."""
 
     EMPTY = "empty"
@@ -61,7 +61,7 @@ class Fetched(NamedTuple):
     marker: Marker
     held: Held | Lent | None
     bytes: int
-    state: State = State.CHECKED
+    state: ReaderState = ReaderState.CHECKED
     digests: Digests | None = None
 
     def closed(self) -> Fetched:
@@ -218,7 +218,7 @@ class Feed:
             held = self._copies = Boxes(plan, reader, stays=False, device=held.device)
         self._held: Held = held
         self._order: list[int] = []
-        if self._copies is not None or fetched.state is State.FETCHED:
+        if self._copies is not None or fetched.state is ReaderState.FETCHED:
             turn = {name: place for place, name in enumerate(plan.wants[reader])}
             first = {
                 index: min(turn[copy.name] for copy in plan.buckets[index].copies)

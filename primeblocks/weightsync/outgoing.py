@@ -20,7 +20,7 @@ from .held import packed_views
 from .parts import Parts
 from .plan import Plan
 
-__all__ = ["History", "Pace", "Sent", "Shipment"]
+__all__ = ["Pace", "Sent", "SentBytes", "Shipment"]
 
 # Buckets that wait for a thread: what `encode` made for them is in memory.
 _AHEAD = 4
@@ -91,7 +91,7 @@ class Pace:
         return delta_s <= full_s
 
 
-class History:
+class SentBytes:
     """The bytes that this rank sent last, packed, from which the next deltas are made.
 
     Attributes:
@@ -138,7 +138,7 @@ class Shipment:
         version: int,
         *,
         base: int | None,
-        history: History | None,
+        history: SentBytes | None,
         pool: Executor | None,
         deadline: float,
     ) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import TransferError, UsageError
 from ..layout import layout_of, local_part
-from .agree import Agreement
+from .agree import Messenger
 from .convert.conversion import Wiring
 from .manifest import Manifest, NamedTensors, named_tensors
 from .marker import Digests
@@ -92,7 +92,7 @@ def prove_round_trip(
     start = time.monotonic()
     deadline = start + timeout_s
     size = dist.get_world_size(group) if group is not None or dist.is_initialized() else 1
-    agreement = Agreement(world_size=size, group=group)
+    agreement = Messenger(world_size=size, group=group)
     planned = plan is not None or bool(into)
     wanted = list(_floating(parameters) if names is None else names)
     if observe is not None and not wanted:

@@ -14,12 +14,12 @@ from typing import Any, Self
 import torch
 
 from ..errors import ClosedError, TransferError, UsageError, check_version, shown
-from .agree import Agreement
+from .agree import Messenger
 from .convert.conversion import Wiring
 from .lease import alone
 from .manifest import Manifest, NamedTensors
 from .marker import Marker, Receipt
-from .outgoing import History, Pace, Sent, Shipment
+from .outgoing import Pace, Sent, SentBytes, Shipment
 from .parts import Encode, Parts
 from .plan import Plan
 from .transports.transport import Transport
@@ -75,11 +75,11 @@ class Publisher:
     ) -> None:
         if full_every < 1:
             raise UsageError(f"full_every is {full_every}; 1 sends every version in full")
-        self._agreement = Agreement(world_size=plan.world_size, group=group)
+        self._agreement = Messenger(world_size=plan.world_size, group=group)
         rank = self._agreement.rank
         self._parts = Parts(plan, rank, parameters, source=source, convert=convert, encode=encode)
         self._plan, self._transport, self._rank = plan, transport, rank
-        self._history = History() if full_every > 1 else None
+        self._history = SentBytes() if full_every > 1 else None
         self._full_every, self._link_bytes_per_s = full_every, link_bytes_per_s
         self._pace = Pace()
         self._shipment: Shipment | None = None

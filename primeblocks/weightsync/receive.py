@@ -37,7 +37,7 @@ from ..errors import (
     check_version,
 )
 from .convert.conversion import Wiring
-from .fetched import Feed, Fetched, State, bring, check, check_plan, feeding, write
+from .fetched import Feed, Fetched, ReaderState, bring, check, check_plan, feeding, write
 from .held import CachingAllocator, Held, Lent
 from .lease import alone
 from .load import InPlace
@@ -45,7 +45,7 @@ from .manifest import NamedTensors
 from .marker import Digests, Marker, Receipt
 from .observed import digest_tensors, kept
 from .plan import Plan
-from .transports.transport import Incoming, Request, Transport
+from .transports.transport import Incoming, ReceiveRequest, Transport
 
 __all__ = ["Load", "Subscriber"]
 
@@ -108,7 +108,7 @@ class Subscriber:
         self._load, self._transport = load, transport
         self._convert, self._threads = convert, threads
         self._ahead, self._observe = check == "ahead", observe
-        self._state = State.EMPTY
+        self._state = ReaderState.EMPTY
         self._last: Fetched | None = None
         self._next: Fetched | None = None
         self._memory = CachingAllocator()
@@ -122,7 +122,7 @@ class Subscriber:
 
     @property
     def _served(self) -> Marker | None:
-        if self._last is None or self._state is not State.LOADED:
+        if self._last is None or self._state is not ReaderState.LOADED:
             return None
         return self._last.marker
 
@@ -183,7 +183,7 @@ class Subscriber:
 
         The next `receive` loads even the version that is held, and has none to go back to.
         """
-        self._state = State.EMPTY
+        self._state = ReaderState.EMPTY
 
     def close(self) -> None:
         """Let go of the version that is held, at the end of a call under way. Twice is fine."""
@@ -238,7 +238,7 @@ class Subscriber:
         """
         kept = self._kept
         held = None if kept is None else kept.marker
-        request = Request(self.plan, self.reader, version, held, served, deadline)
+        request = ReceiveRequest(self.plan, self.reader, version, held, served, deadline)
         found = self._transport.receive(request)
         last = found[-1]
         if kept is not None and last.marker == held:
@@ -249,7 +249,7 @@ class Subscriber:
         if loads and is_sure and len(found) == 1 and last.marker.base is None:
             check_plan(self.plan, last.marker)
             size = self.plan.read_bytes(self.reader)
-            return Fetched(last.marker, last.whole(), size, State.FETCHED)
+            return Fetched(last.marker, last.whole(), size, ReaderState.FETCHED)
         try:
             fetched = self._bring(found, request)
         except BaseException as error:  # Others wait to hear of it.
@@ -262,7 +262,7 @@ class Subscriber:
             raise
         return fetched
 
-    def _bring(self, found: Sequence[Incoming], request: Request) -> Fetched:
+    def _bring(self, found: Sequence[Incoming], request: ReceiveRequest) -> Fetched:
         """Return the bytes of what was found, checked. What fails its check is fetched once more.
 
         The second time without the version held: it, as the base of the deltas, may be damaged.
@@ -280,7 +280,7 @@ class Subscriber:
         return fetched
 
     def _applied(
-        self, found: Sequence[Incoming], base: Held | Lent | None, request: Request
+        self, found: Sequence[Incoming], base: Held | Lent | None, request: ReceiveRequest
     ) -> Fetched:
         for each in found:
             check_plan(self.plan, each.marker)
@@ -295,7 +295,7 @@ class Subscriber:
         )
 
     def _load_or_go_back(self, new: Fetched) -> Fetched:
-        served, self._state = self._served, State.TORN  # Until it has one of them.
+        served, self._state = self._served, ReaderState.TORN  # Until it has one of them.
         if new is self._last:
             self._last = None
         try:
@@ -309,8 +309,8 @@ class Subscriber:
     def _serve(self, fetched: Fetched, digests: Digests | None) -> Fetched:
         """Note that a version was loaded; keep it where it stays."""
         assert fetched.held is not None
-        done = fetched._replace(state=State.CHECKED, digests=digests)
-        self._state, self._last = State.LOADED, done if fetched.held.stays else done.closed()
+        done = fetched._replace(state=ReaderState.CHECKED, digests=digests)
+        self._state, self._last = ReaderState.LOADED, done if fetched.held.stays else done.closed()
         return self._last
 
     def _go_back(self, failed: Fetched, served: Marker | None, error: Exception) -> NoReturn:
@@ -341,7 +341,7 @@ class Subscriber:
 
     def _feed(self, fetched: Fetched) -> Digests | None:
         """Give `load` all tensors, each once its bytes were checked; then observe the engine."""
-        is_copied = fetched.state is State.FETCHED and not isinstance(fetched.held, Lent)
+        is_copied = fetched.state is ReaderState.FETCHED and not isinstance(fetched.held, Lent)
         places = self._places() if is_copied else {}
         if places and all(place.device.type == "cpu" for place in places.values()):
             write(self.plan, self.reader, fetched, places, threads=self._threads)

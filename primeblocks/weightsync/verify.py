@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import TransferError, UsageError
 from ..layout import Shard
-from .agree import Agreement
+from .agree import Messenger
 from .convert.conversion import Wiring
 from .manifest import Manifest, NamedTensors, converts, describe, gather_manifests, named_tensors
 from .marker import Digests
@@ -150,7 +150,7 @@ def verify_engine(
         mine, held, plan = _in_common(mine, held, wrong)
         if plan is None:
             return Verified(len(held[0]), **wrong)
-    agreement = Agreement(world_size=plan.world_size, group=group)
+    agreement = Messenger(world_size=plan.world_size, group=group)
     seen = _shared(agreement, plan, held, wirings, deadline)
     if is_complete:
         for reader in set(range(len(plan.wants))) - {one.reader for one in seen}:
@@ -166,7 +166,7 @@ def verify_engine(
 
 
 def _shared(
-    agreement: Agreement, plan: Plan, held: Sequence[Any], into: Sequence[Wiring], deadline: float
+    agreement: Messenger, plan: Plan, held: Sequence[Any], into: Sequence[Wiring], deadline: float
 ) -> list[Observed]:
     """Observe what this rank can see, and return what all ranks saw."""
     wirings = dict(enumerate(into))

@@ -52,7 +52,7 @@ def connector():
 
 def test_the_connector_has_what_our_tier_asks_of_it(connector):
     """Neither of the two imports the other: the tier declares what it calls."""
-    from primeblocks.kvoffload.adapters.vllm.routes import CapturedRows, RowsLater
+    from primeblocks.kvoffload.adapters.vllm.routes import CapturedRows, PendingRows
 
     calls = {name for name in vars(CapturedRows) if not name.startswith("_")}
     assert calls == {"page_nbytes", "carry", "rows_of", "offer"}
@@ -60,7 +60,7 @@ def test_the_connector_has_what_our_tier_asks_of_it(connector):
         declared, there = getattr(CapturedRows, name), getattr(type(connector), name)
         assert inspect.signature(declared).parameters == inspect.signature(there).parameters
     assert {*CapturedRows.__annotations__} <= {*vars(connector)}
-    assert {*RowsLater.__annotations__} <= {*vars(connector.rows_of([1]))}
+    assert {*PendingRows.__annotations__} <= {*vars(connector.rows_of([1]))}
     assert "primeblocks_live" in vars(type(connector))
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from primeblocks.errors import EngineError, UsageError
 from primeblocks.planning import EngineModel, decode_latency
-from primeblocks.planning.serving import ServingModel, Session, Turn, simulate_serving
+from primeblocks.planning.serving import AgentTurn, ServingModel, Session, simulate_serving
 from primeblocks.serving import (
     AddedSeconds,
     EngineState,
@@ -305,7 +305,7 @@ def model(**how):
 
 
 def test_one_session_takes_the_time_that_its_tokens_take():
-    session = Session("s", (Turn(100, 20, tool_s=7), Turn(35, 10)))
+    session = Session("s", (AgentTurn(100, 20, tool_s=7), AgentTurn(35, 10)))
     serving = simulate_serving([session], {"a": model()}, route=least_loaded, in_flight=1)
     first, second = serving.requests
     assert (first.prompt_tokens, first.hit_tokens) == (100, 0)
@@ -319,7 +319,7 @@ def test_one_session_takes_the_time_that_its_tokens_take():
 
 
 def test_a_prompt_stops_the_decoding_of_others_and_a_full_cache_makes_them_wait():
-    sessions = [Session("s", (Turn(100, 20),)), Session("t", (Turn(100, 20),))]
+    sessions = [Session("s", (AgentTurn(100, 20),)), Session("t", (AgentTurn(100, 20),))]
     alone = simulate_serving(sessions, {"a": model()}, route=least_loaded, in_flight=2)
     # The second prompt is computed while the first waits to decode.
     assert [each.wait_s for each in alone.requests] == pytest.approx([1.0, 2.0])
@@ -328,7 +328,7 @@ def test_a_prompt_stops_the_decoding_of_others_and_a_full_cache_makes_them_wait(
 
 
 def test_pages_of_a_shared_beginning_are_found_and_those_of_another_version_are_not():
-    sessions = [Session(name, (Turn(20, 10),), "system", 50) for name in "stu"]
+    sessions = [Session(name, (AgentTurn(20, 10),), "system", 50) for name in "stu"]
     how = {"engines": {"a": model()}, "route": least_loaded, "in_flight": 1}
     assert [each.hit_tokens for each in simulate_serving(sessions, **how).requests] == [0, 50, 50]
     updated = simulate_serving(sessions, update_s=6.0, **how)
@@ -341,7 +341,7 @@ def agents(count, *, seed):
         Session(
             f"task-{task}",
             tuple(
-                Turn(
+                AgentTurn(
                     int(draw.integers(60, 180)),
                     int(draw.integers(5, 25)),
                     float(draw.exponential(2)),
@@ -370,7 +370,7 @@ def test_sessions_bound_to_a_saturated_engine_lose_its_cache_and_others_stand_id
 
 
 def test_fleets_that_cannot_be_served_are_refused():
-    session = Session("s", (Turn(100, 20),))
+    session = Session("s", (AgentTurn(100, 20),))
     how = {"route": least_loaded, "in_flight": 1}
     with pytest.raises(UsageError, match="has 120 tokens in the end, and a cache has room for 110"):
         simulate_serving([session], {"a": model(cache_pages=11)}, **how)

@@ -17,7 +17,7 @@ from primeblocks.errors import (
 from primeblocks.weightsync import describe, plan_sync
 from primeblocks.weightsync.adapters.vllm import update_llm
 from primeblocks.weightsync.engines.remote import (
-    Step,
+    EngineCall,
     WorkerState,
     attach_steps,
     call,
@@ -168,8 +168,8 @@ def test_steps_on_an_asynchronous_engine():
     seen = []
 
     def steps():
-        seen.append((yield Step("answer")))
-        yield Step("never")
+        seen.append((yield EngineCall("answer")))
+        yield EngineCall("never")
 
     start = time.monotonic()
     with pytest.raises(DeadlineError):
@@ -179,8 +179,8 @@ def test_steps_on_an_asynchronous_engine():
 
 def test_a_step_can_wait_first_and_the_last_value_is_returned():
     def steps():
-        yield Step("answer", wait_s=0.02)
-        return (yield Step("answer")) + 1
+        yield EngineCall("answer", wait_s=0.02)
+        return (yield EngineCall("answer")) + 1
 
     start = time.monotonic()
     assert asyncio.run(drive(Slow(), steps(), "try", start + 10)) == 4

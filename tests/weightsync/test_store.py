@@ -29,7 +29,7 @@ from primeblocks.weightsync.transports import (
 from primeblocks.weightsync.transports.board import Board
 from primeblocks.weightsync.transports.handles import HandleCarrier
 from primeblocks.weightsync.transports.store_commits import StoreCommits
-from primeblocks.weightsync.transports.transport import Request
+from primeblocks.weightsync.transports.transport import ReceiveRequest
 from tests.deadlines import HANG_S as TIMEOUT_S
 from tests.weightsync.contents import Engine, same_bytes
 from tests.weightsync.packed_site import parameters
@@ -299,7 +299,7 @@ def test_ranks_are_not_asked_after_the_deadline(monkeypatch):
         markers=lambda deadline: (marker,),
     )
     carrier = SimpleNamespace(make=bytearray, drop=list)
-    request = Request(plan, 0, 1, None, None, clock.now() + 0.5)
+    request = ReceiveRequest(plan, 0, 1, None, None, clock.now() + 0.5)
     (found,) = PackedTransport(commits, carrier).receive(request)
     with pytest.raises(DeadlineError, match="1 of 3 ranks"):
         found.whole()

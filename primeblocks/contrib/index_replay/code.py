@@ -28,14 +28,14 @@ from ...replay.codec import Bytes, seal, unseal
 from .interpolative import decode_numbers, decode_sets, encode_numbers, encode_sets, ranges
 from .relatives import Sets, apply, distances_of, history_of, tell
 
-__all__ = ["Decoded", "decode", "encode"]
+__all__ = ["DecodedIndices", "decode", "encode"]
 
 _KIND, _FORMAT = b"PBIX", 1
 _SIZES = struct.Struct("<IIQQQ")
 _PIECE = 1 << 16  # members that are compared together
 
 
-class Decoded(NamedTuple):
+class DecodedIndices(NamedTuple):
     ids: np.ndarray
     positions: np.ndarray
     layer_ids: tuple[int, ...]
@@ -123,7 +123,7 @@ def _tell_all(
     return distance[chosen], Sets.join(go), Sets.join(come)
 
 
-def decode(payload: Bytes, *, max_bytes: int | None) -> Decoded:
+def decode(payload: Bytes, *, max_bytes: int | None) -> DecodedIndices:
     """Read what `encode` wrote. Local.
 
     Raises:
@@ -147,7 +147,7 @@ def decode(payload: Bytes, *, max_bytes: int | None) -> Decoded:
     positions = reader.positions(documents, tokens)
     rows = _Rows(positions, reader.known(turns, tokens * layers), layers, top_k)
     ids = _read_rows(reader, rows).reshape(layers, tokens, top_k)
-    return Decoded(
+    return DecodedIndices(
         np.ascontiguousarray(ids.transpose(1, 0, 2)),
         positions.astype(np.int32),
         tuple(layer_ids.view("<u4").tolist()),

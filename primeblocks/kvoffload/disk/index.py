@@ -35,7 +35,7 @@ from ...errors import CorruptionError, PrimeblocksError, UsageError
 from ..page import PageKey
 from .data import Place, System
 
-__all__ = ["Index", "State"]
+__all__ = ["FolderState", "Index"]
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ _ERRORS = {
 _CUT = (sqlite3.SQLITE_IOERR_SHORT_READ, sqlite3.SQLITE_IOERR_FSTAT)  # or removed
 
 
-class State(Enum):
+class FolderState(Enum):
     """State of an index."""
 
     LEFT = auto()
@@ -107,7 +107,7 @@ class Index:
         self.lost = 0  # pages, to damage; who reports them counts anew
         self._gone: list[int] = []  # frames of rows to delete before anything else is written
         self._age = _OLDEST
-        self.state = State.LEFT
+        self.state = FolderState.LEFT
         self._connect()
         try:
             self._load()
@@ -140,12 +140,12 @@ class Index:
 
     def clear(self) -> None:
         """Forget everything, power cuts included; with the next `ready` where it fails."""
-        self._empty(State.CLEARED)
+        self._empty(FolderState.CLEARED)
         self._begin()
 
     def ready(self) -> None:
         """Write what was forgotten, or begin the file."""
-        if self.state is not State.KEPT:
+        if self.state is not FolderState.KEPT:
             self._begin()
         while self._gone:
             self._change(self._gone[:_TOGETHER], [])
@@ -247,7 +247,7 @@ class Index:
             self._frames[name] = frame
         self._stamps = self._stamped()
         self._mark()
-        self.state = State.KEPT
+        self.state = FolderState.KEPT
 
     def _begin(self) -> None:
         """Make the file anew."""
@@ -269,7 +269,7 @@ class Index:
             execute("COMMIT")
             self._set_up()
         self._stamps = self._stamped()
-        self.state = State.KEPT
+        self.state = FolderState.KEPT
 
     def _connect(self) -> None:
         with self._typed():
@@ -324,7 +324,7 @@ class Index:
         self._gone += gone
         return gone
 
-    def _empty(self, state: State) -> None:
+    def _empty(self, state: FolderState) -> None:
         """Serve nothing of the file any more."""
         self._frames.clear()
         self._gone.clear()
@@ -332,7 +332,7 @@ class Index:
 
     def _damaged(self, why: object) -> CorruptionError:
         self.lost += len(self._frames)
-        self._empty(State.LEFT if self.state is State.KEPT else self.state)
+        self._empty(FolderState.LEFT if self.state is FolderState.KEPT else self.state)
         return CorruptionError(f"{self._path} is damaged: {why}")
 
     def _stamped(self) -> list[object]:

@@ -17,7 +17,7 @@ from ...errors import CapacityError, ClosedError, CorruptionError, UsageError
 from ..page import PageKey, checksum, frames_of
 from ..tier import Found, Record
 from .data import Answer, DataFile, Frames, Place, System, full, misfit, refusal, refusing
-from .index import Index, State
+from .index import FolderState, Index
 
 __all__ = ["DiskTier"]
 
@@ -217,7 +217,7 @@ class DiskTier:
     def close(self) -> None:
         """Give the folder up; the pages stay. Does not flush. A second call does nothing."""
         with suppress(ClosedError), self._in_turn():
-            if self._index.state is not State.LEFT:
+            if self._index.state is not FolderState.LEFT:
                 with suppress(OSError, CorruptionError):
                     self._ready()  # what could not be written, perhaps it can now
             self._closed = True
@@ -261,13 +261,13 @@ class DiskTier:
         """Adopt the pages that the index names and the data file has."""
         self._index.cut(min(self.capacity_pages, self._data.frames()))
         self._frames.adopt(self._index.frames())
-        if self._index.state is State.KEPT:  # otherwise what is there stays until the first change
+        if self._index.state is FolderState.KEPT:  # else what is there stays until a change
             self._data.shrink(self.capacity_pages)
 
     def _ready(self) -> None:
         """Write what failed before; on a full disk, with room that is taken from the last pages."""
         self._look_at_files()
-        kept = self._index.state is State.KEPT
+        kept = self._index.state is FolderState.KEPT
         if not kept:
             self._frames.clear()
         try:

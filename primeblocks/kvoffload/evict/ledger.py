@@ -11,14 +11,14 @@ from ..page import PageKey
 from . import Candidate, Evict, Facts, Snapshot, lru
 from .schedule import Keys, Schedule
 
-__all__ = ["Ledger"]
+__all__ = ["PageLedger"]
 
 logger = logging.getLogger(__name__)
 
 _REMEMBERS = 256
 
 
-class Ledger:
+class PageLedger:
     """The facts behind a `Snapshot`, kept as pages come, are used and go.
 
     A use costs O(1); a choice O(versions + reasons to wait); the end of a rollout O(its pages).

@@ -8,22 +8,22 @@ from typing import Any
 
 from ...errors import CapacityError
 from ..evict import Evict, facts_of
-from ..evict.ledger import Ledger
+from ..evict.ledger import PageLedger
 from ..page import PageKey
 from ..tier import Saved, TierStatistics
 from .level import Level, Levels, statistics_of
 from .moves import (
     Ask,
-    Copy,
     CopyIn,
     CopyOut,
     Drop,
     HostPage,
+    HostState,
     LoadRequest,
+    LowerCopy,
     Move,
-    Read,
+    PageRead,
     SaveRequest,
-    State,
     Users,
     Write,
 )
@@ -39,7 +39,7 @@ class Catalogue:
     """A catalogue of pages that decides on moves and is told their results.
 
     `take` returns what is to be done. Within a lower tier `Write`, `Drop` and `Clear` keep their
-    order, and a `Read` or `Ask` may overtake them. Results are reported by `copied_in`,
+    order, and a `PageRead` or `Ask` may overtake them. Results are reported by `copied_in`,
     `copied_out`, `written`, `read` and `asked`. Not thread-safe.
 
     Args:
@@ -74,7 +74,7 @@ class Catalogue:
         self._reserve = frames // _RESERVE if levels else 0  # without one, nothing is written
         self._free = list(range(frames - 1, -1, -1))
         self._pages: dict[PageKey, HostPage] = {}
-        self._ledger = Ledger()  # of pages that are here
+        self._ledger = PageLedger()  # of pages that are here
         self._ledger.keep(facts_of(evict))
         self._leaving: dict[HostPage, None] = {}
         self._ready: OrderedDict[HostPage, None] = OrderedDict()  # leaving, and not busy
@@ -114,7 +114,7 @@ class Catalogue:
             self._detach(page)
         self._moves += self._below.clear()
 
-    def note(self, fact: Callable[[Ledger], None]) -> None:
+    def note(self, fact: Callable[[PageLedger], None]) -> None:
         for ledger in (self._ledger, *(level.ledger for level in self.levels)):
             fact(ledger)
 
@@ -125,7 +125,9 @@ class Catalogue:
 
     def write_down(self) -> CapacityError | None:
         """Start writing every page that no lower tier has; return an error if some find no room."""
-        pages = {key: page for key, page in self._pages.items() if page.state is not State.COMING}
+        pages = {
+            key: page for key, page in self._pages.items() if page.state is not HostState.COMING
+        }
         waiting = deque(pages.values())
         while waiting:  # a page that had to leave for another is written again
             moves = self._write(waiting.popleft(), always=True)
@@ -189,7 +191,7 @@ class Catalogue:
             if level.refused(page.key, move.copy, error):
                 self._moves.append(Drop(move.depth, page.key))
         else:
-            here = page.state is State.HERE and not page.gone
+            here = page.state is HostState.HERE and not page.gone
             users = self._ledger.rollouts(page.key) if here else page.users
             level.written(page.key, move.copy, length=page.length, users=users)
             for rollout in page.ended if level.found(page.key) else ():
@@ -197,7 +199,7 @@ class Catalogue:
             page.shared |= level.shared
         self._release(page)
 
-    def read(self, move: Read, *, length: int, error: Exception | None = None) -> None:
+    def read(self, move: PageRead, *, length: int, error: Exception | None = None) -> None:
         """Take note that the frame holds a page of `length` bytes; 0 is a miss, or an error."""
         self._underway -= 1
         page, level = move.page, self.levels[move.depth]
@@ -225,7 +227,7 @@ class Catalogue:
         if (page := self._pages.get(request.key)) is not None:
             self._serve(page, request)
         elif held and move.clears == self._clears:
-            origin = move.depth, Copy(here=True)
+            origin = move.depth, LowerCopy(here=True)
             self._expect(HostPage(request.key, origin=origin, waiters=(request,)))
         else:
             self.levels[move.depth].counts["misses"] += 1
@@ -234,10 +236,10 @@ class Catalogue:
     # Loads.
 
     def _serve(self, page: HostPage, request: LoadRequest) -> None:
-        if page.state is State.COMING:
+        if page.state is HostState.COMING:
             page.waiters += (request,)
             return
-        if page.state is State.LEAVING:
+        if page.state is HostState.LEAVING:
             self._stop_leaving(page)
             self._enter(page, (*page.users, *request.users), by=request.users)
         elif not page.gone:
@@ -280,13 +282,13 @@ class Catalogue:
             assert page.origin is not None
             depth, copy = page.origin
             self.levels[depth].breaker.given(write=False)
-            self._do(Read(depth, page, copy))
+            self._do(PageRead(depth, page, copy))
 
     def _arrive(self, page: HostPage, users: Users, *, by: Users) -> tuple[LoadRequest, ...]:
         """Enter a page; return those who waited. What its callers gave with it is let go of."""
         waiters, page.waiters, page.request = page.waiters, (), None
         del self._coming[page]
-        page.state = State.HERE
+        page.state = HostState.HERE
         self._counts["stores"] += 1
         self._counts["bytes_written"] += page.length
         if not page.gone:
@@ -294,7 +296,7 @@ class Catalogue:
         return waiters
 
     def _enter(self, page: HostPage, users: Users, *, by: Users) -> None:
-        page.state = State.HERE
+        page.state = HostState.HERE
         users = tuple(dict.fromkeys((*users, *by))) if users or by else ()
         self._ledger.touch(page.key, rollouts=users, by=by)
         for rollout in page.ended:  # while no ledger had the page
@@ -304,9 +306,9 @@ class Catalogue:
     def _detach(self, page: HostPage) -> None:
         del self._pages[page.key]
         page.gone = True
-        if page.state is State.HERE:
+        if page.state is HostState.HERE:
             self._ledger.remove(page.key)
-        elif page.state is State.LEAVING:
+        elif page.state is HostState.LEAVING:
             self._stop_leaving(page)
         elif page.request is not None and page.frame < 0 and not page.waiters:
             del self._coming[page]
@@ -320,7 +322,7 @@ class Catalogue:
             del self._pages[page.key]
             page.gone = True
         del self._coming[page]
-        page.state = State.HERE  # nothing fills its frame any more
+        page.state = HostState.HERE  # nothing fills its frame any more
         self._release(page)
         for waiter in page.waiters:
             if (other := self._pages.get(waiter.key)) is not None:
@@ -336,7 +338,7 @@ class Catalogue:
         if page.gone:
             self._free.append(page.frame)
             page.frame = -1
-        elif page.state is State.LEAVING:
+        elif page.state is HostState.LEAVING:
             self._ready[page] = None
 
     def _settle(self) -> None:
@@ -370,7 +372,7 @@ class Catalogue:
         page = self._pages[key]
         page.users = self._ledger.rollouts(key)
         self._ledger.remove(key)
-        page.state = State.LEAVING
+        page.state = HostState.LEAVING
         self._leaving[page] = None
         if demote:
             self._write(page)
@@ -391,6 +393,6 @@ class Catalogue:
         self._moves += moves
         return moves
 
-    def _do(self, move: CopyIn | CopyOut | Read | Ask) -> None:
+    def _do(self, move: CopyIn | CopyOut | PageRead | Ask) -> None:
         self._underway += 1
         self._moves.append(move)

@@ -9,12 +9,12 @@ from time import monotonic
 
 from ...errors import CapacityError, CorruptionError, PlanError, UnsupportedError
 from ..evict import Evict, facts_of
-from ..evict.ledger import Ledger
+from ..evict.ledger import PageLedger
 from ..host import HostTier
 from ..page import PageKey
 from ..tier import Tier, TierStatistics
 from .breaker import Breaker
-from .moves import Clear, Copy, Drop, HostPage, Recall, Recalled, Write
+from .moves import Clear, Drop, HostPage, LowerCopy, Recall, Recalled, Write
 
 __all__ = ["Level", "Levels", "in_order", "levels_of", "statistics_of"]
 
@@ -45,21 +45,21 @@ class Level:
         self.name = name
         self.shared = shared
         self.capacity_pages = 0 if shared else capacity_pages
-        self.copies = {key: Copy(here=True) for key in keys}
-        self.ledger = Ledger(self.copies)  # of those that are here
+        self.copies = {key: LowerCopy(here=True) for key in keys}
+        self.ledger = PageLedger(self.copies)  # of those that are here
         self.counts: Counter[str] = Counter()
         self.refusal: Exception | None = None  # the last of a write
         self.refusals = 0
         self.breaker = Breaker(patience_s=patience_s, clock=clock)
 
-    def found(self, key: PageKey) -> Copy | None:
+    def found(self, key: PageKey) -> LowerCopy | None:
         """Return the copy that a read would find. A shared tier has to be asked instead."""
         copy = self.copies.get(key)
         return copy if copy is not None and copy.here else None
 
     def admit(
         self, key: PageKey, evict: Evict, *, version: int, feed: int | None = 1
-    ) -> tuple[Copy | None, list[PageKey]]:
+    ) -> tuple[LowerCopy | None, list[PageKey]]:
         """Make room for a page; return its copy, or None, and the keys of pages that leave for it.
 
         Args:
@@ -70,7 +70,7 @@ class Level:
             self.counts["skipped"] += 1
             return None, []
         if self.shared:
-            return Copy(here=False), []
+            return LowerCopy(here=False), []
         room = self._room(flush=feed is None)
         if room == 0:
             self.counts["skipped"] += 1
@@ -85,10 +85,12 @@ class Level:
         if len(self.copies) >= room:
             self.counts["failures"] += 1
             return None, victims
-        copy = self.copies[key] = Copy(here=False)
+        copy = self.copies[key] = LowerCopy(here=False)
         return copy, victims
 
-    def written(self, key: PageKey, copy: Copy, *, length: int, users: Iterable[Hashable]) -> None:
+    def written(
+        self, key: PageKey, copy: LowerCopy, *, length: int, users: Iterable[Hashable]
+    ) -> None:
         """Take note that a page was written; it may have been dropped since."""
         self.counts["stores"] += 1
         self.counts["bytes_written"] += length
@@ -97,7 +99,7 @@ class Level:
             # It comes before the pages behind it, which left host memory earlier.
             self.ledger.touch(key, rollouts=users, front=True)
 
-    def refused(self, key: PageKey, copy: Copy, error: Exception) -> bool:
+    def refused(self, key: PageKey, copy: LowerCopy, error: Exception) -> bool:
         """Take note that a page was not written; return whether to drop what may be there."""
         self.refusal = error
         self.refusals += 1
@@ -107,7 +109,7 @@ class Level:
             self.breaker.refused(room=0 if full else max(1, len(self.copies)))
         return dropped
 
-    def failed(self, key: PageKey, copy: Copy, error: Exception | None) -> bool:
+    def failed(self, key: PageKey, copy: LowerCopy, error: Exception | None) -> bool:
         """Take note that a page is gone or was changed; return whether to drop what is there."""
         damaged = isinstance(error, CorruptionError)
         if damaged:
@@ -127,11 +129,11 @@ class Level:
         self.ledger.remove(key)
         return True
 
-    def here(self) -> dict[PageKey, Copy]:
+    def here(self) -> dict[PageKey, LowerCopy]:
         """Return the copies that were written."""
         return {key: copy for key, copy in self.copies.items() if copy.here}
 
-    def lose(self, copies: Mapping[PageKey, Copy]) -> None:
+    def lose(self, copies: Mapping[PageKey, LowerCopy]) -> None:
         """Forget these, which the tier lost, if no newer ones took their place."""
         for key, copy in copies.items():
             if self.copies.get(key) is copy:

@@ -28,18 +28,18 @@ from ..page import PageKey
 __all__ = [
     "Ask",
     "Clear",
-    "Copy",
     "CopyIn",
     "CopyOut",
     "Drop",
     "HostPage",
+    "HostState",
     "LoadRequest",
+    "LowerCopy",
     "Move",
-    "Read",
+    "PageRead",
     "Recall",
     "Recalled",
     "SaveRequest",
-    "State",
     "Users",
     "Write",
 ]
@@ -48,7 +48,7 @@ Users = tuple[Hashable, ...]  # names of rollouts
 
 
 @dataclass(slots=True, eq=False)
-class Copy:
+class LowerCopy:
     """A page in a lower tier; `here` once it was written."""
 
     here: bool
@@ -76,7 +76,7 @@ class LoadRequest:
     tier: str = "host"  # where it was found, once it was
 
 
-class State(Enum):
+class HostState(Enum):
     """State of a page in host memory."""
 
     COMING = auto()
@@ -105,7 +105,7 @@ class HostPage:
     key: PageKey
     frame: int = -1
     length: int = 0
-    state: State = State.COMING
+    state: HostState = HostState.COMING
     pins: int = 0
     writes: int = 0
     shared: bool = False
@@ -113,13 +113,13 @@ class HostPage:
     users: Users = ()
     ended: Users = ()
     request: SaveRequest | None = None
-    origin: tuple[int, Copy] | None = None
+    origin: tuple[int, LowerCopy] | None = None
     waiters: tuple[LoadRequest, ...] = ()
 
     @property
     def busy(self) -> bool:
         """Whether something still reads or fills its frame."""
-        return self.pins > 0 or self.writes > 0 or self.state is State.COMING
+        return self.pins > 0 or self.writes > 0 or self.state is HostState.COMING
 
 
 @dataclass(slots=True, eq=False)
@@ -144,16 +144,16 @@ class Write:
 
     depth: int
     page: HostPage
-    copy: Copy
+    copy: LowerCopy
 
 
 @dataclass(slots=True, eq=False)
-class Read:
+class PageRead:
     """A read from a lower tier into a frame."""
 
     depth: int
     page: HostPage
-    copy: Copy
+    copy: LowerCopy
 
 
 @dataclass(slots=True, eq=False)
@@ -186,9 +186,9 @@ class Recalled(DeadlineError):
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """An order to a lower tier that hangs: return each `Write` and `Read` not begun, refused."""
+    """An order to a tier that hangs: return each `Write` and `PageRead` not begun, refused."""
 
     depth: int
 
 
-Move = CopyIn | CopyOut | Write | Read | Ask | Drop | Clear | Recall
+Move = CopyIn | CopyOut | Write | PageRead | Ask | Drop | Clear | Recall

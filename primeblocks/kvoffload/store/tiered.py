@@ -20,7 +20,7 @@ from ..tier import Loaded, Saved, Tier, TierStatistics
 from .catalogue import Catalogue
 from .copier import Copiers, Copies
 from .level import Level, in_order, levels_of
-from .moves import CopyIn, CopyOut, LoadRequest, Read, SaveRequest, Write
+from .moves import CopyIn, CopyOut, LoadRequest, PageRead, SaveRequest, Write
 from .pending import (
     Barrier,
     Batch,
@@ -391,7 +391,7 @@ class TieredStore:
             error = answer if isinstance(answer, Exception) else None
             if isinstance(move, Write):
                 self._catalogue.written(move, error)
-            elif isinstance(move, Read):
+            elif isinstance(move, PageRead):
                 length = answer if isinstance(answer, int) else 0
                 self._catalogue.read(move, length=length, error=error)
             else:

@@ -15,7 +15,7 @@ from ...errors import CorruptionError
 from ..host import HostTier
 from ..page import PageKey, checksum
 from ..tier import Found, Record, Tier
-from .moves import Ask, Clear, Drop, Read, Recall, Recalled, Write
+from .moves import Ask, Clear, Drop, PageRead, Recall, Recalled, Write
 
 __all__ = ["Holds", "Order", "Outcome", "TierWorker", "Until"]
 
@@ -42,10 +42,10 @@ class Holds:
     done: Callable[[list[bool]], None]
 
 
-_Question = Read | Ask | Holds
+_Question = PageRead | Ask | Holds
 Given = _Question | Write | Drop | Clear | Until
 # Of a read, the length that was read, 0 for a miss; of a question, whether the page is there.
-Outcome = tuple[Write | Read | Ask, Exception | int | None]
+Outcome = tuple[Write | PageRead | Ask, Exception | int | None]
 
 # In a full tier, drops and writes alternate: they go together.
 _KINDS: dict[type, tuple[type, ...]] = {Write: (Write, Drop), Drop: (Write, Drop)}
@@ -71,14 +71,14 @@ class Order:
         self._in_a_row = 0
         self._stopping = False
 
-    def give(self, *moves: Given | Recall) -> list[Write | Read]:
+    def give(self, *moves: Given | Recall) -> list[Write | PageRead]:
         """Take moves; return those that a `Recall` takes back, which `next` has not handed out."""
-        taken: list[Write | Read] = []
+        taken: list[Write | PageRead] = []
         with self.changed:
             for move in moves:
                 if isinstance(move, Recall):
                     taken += self._recall()
-                elif isinstance(move, (Read, Ask, Holds)) and not self._clears:
+                elif isinstance(move, (PageRead, Ask, Holds)) and not self._clears:
                     self._first.append(move)
                 else:
                     self._clears += isinstance(move, Clear)
@@ -86,11 +86,11 @@ class Order:
             self.changed.notify(len(moves))
         return taken
 
-    def _recall(self) -> list[Write | Read]:
+    def _recall(self) -> list[Write | PageRead]:
         queues = (self._first, self._in_turn)
-        taken = [move for queue in queues for move in queue if isinstance(move, Write | Read)]
+        taken = [move for queue in queues for move in queue if isinstance(move, Write | PageRead)]
         for queue in queues:
-            kept = [move for move in queue if not isinstance(move, Write | Read)]
+            kept = [move for move in queue if not isinstance(move, Write | PageRead)]
             queue.clear()
             queue.extend(kept)  # type: ignore[arg-type]
         return taken
@@ -206,7 +206,7 @@ class TierWorker:
                 answers[at] = RuntimeError(f"{self._tier.name} answered a put with {answer!r}")
         self._report(list(zip(moves, answers, strict=True)))
 
-    def _read(self, moves: Sequence[Read]) -> None:
+    def _read(self, moves: Sequence[PageRead]) -> None:
         keys = [move.page.key for move in moves]
         frames = [self._host.frame(move.page.frame) for move in moves]
         found = self._each(len(moves), lambda: self._tier.get(keys, into=frames))
@@ -214,7 +214,7 @@ class TierWorker:
         self._report([(move, self._length(move, frame, each)) for move, frame, each in parts])
 
     def _length(
-        self, move: Read, frame: np.ndarray, found: Found | Exception | None
+        self, move: PageRead, frame: np.ndarray, found: Found | Exception | None
     ) -> Exception | int:
         """Return the length of what was found, 0 for a miss, or the error."""
         if not isinstance(found, Found):
@@ -272,7 +272,7 @@ class TierWorker:
 
     _DO: ClassVar[dict[type, Callable[[Any, Any], None]]] = {
         Write: _change,
-        Read: _read,
+        PageRead: _read,
         Ask: _ask,
         Holds: _holds,
         Drop: _change,

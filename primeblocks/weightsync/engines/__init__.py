@@ -1,7 +1,7 @@
 """Running engines: driving several, in turns with a trainer, over HTTP, with adapters."""
 
 from ..proof import prove_round_trip
-from .colocated import Colocated, ColocatedEngine, Memory, Turn
+from .colocated import Colocated, ColocatedEngine, ColocatedTurn, Memory
 from .lora import AdapterSpec, adapter_parameters
 from .model_folder import ModelFolder, ModelFolders
 
@@ -9,10 +9,10 @@ __all__ = [
     "AdapterSpec",
     "Colocated",
     "ColocatedEngine",
+    "ColocatedTurn",
     "Memory",
     "ModelFolder",
     "ModelFolders",
-    "Turn",
     "adapter_parameters",
     "prove_round_trip",
 ]

@@ -18,10 +18,10 @@ from typing import NamedTuple, Protocol
 import torch.distributed as dist
 
 from ...errors import DeadlineError, EngineError, TransferError, UsageError
-from ..agree import Agreement
+from ..agree import Messenger
 from ..marker import Receipt
 
-__all__ = ["Colocated", "ColocatedEngine", "Memory", "Stage", "Turn"]
+__all__ = ["Colocated", "ColocatedEngine", "ColocatedTurn", "Memory", "Stage"]
 
 _SHOWN = 150
 
@@ -69,7 +69,7 @@ class Stage(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Turn:
+class ColocatedTurn:
     """Cost of a turn on this rank. `version` is the one that the engine serves, or served."""
 
     version: int
@@ -119,7 +119,7 @@ class Colocated:
         nothing = ColocatedEngine(sleep=_nothing, wake=_nothing, update=_nothing)
         self._engine = nothing if engine is None else engine
         ranks = dist.get_world_size(group) if dist.is_initialized() else 1
-        self._agreement = Agreement(world_size=ranks, group=group)
+        self._agreement = Messenger(world_size=ranks, group=group)
         self._in_step = True
         self._turn = "trainer"
         # The trainer's memory; and the engine's, or half of it after a failure.
@@ -131,7 +131,7 @@ class Colocated:
         """The side whose turn it is: "trainer", "engine", or "torn" after a failure not undone."""
         return self._turn
 
-    def to_engine(self, version: int, *, timeout_s: float) -> Turn:
+    def to_engine(self, version: int, *, timeout_s: float) -> ColocatedTurn:
         """Publish, make room, load, serve. Collective.
 
         Args:
@@ -151,9 +151,9 @@ class Colocated:
         steps = (publish, *self._engine_in(receipts))
         before, stages = self._take(steps, self._engine_out(), timeout_s)
         self._turn, self._receipt = "engine", receipts[0]
-        return Turn(version, before, stages)
+        return ColocatedTurn(version, before, stages)
 
-    def to_trainer(self, *, timeout_s: float) -> Turn:
+    def to_trainer(self, *, timeout_s: float) -> ColocatedTurn:
         """Put the engine to sleep and bring the trainer back. Collective.
 
         Where a stage fails, the engine wakes and loads again what it served.
@@ -166,7 +166,7 @@ class Colocated:
         assert receipt is not None
         before, stages = self._take(self._engine_out(), self._engine_in([receipt]), timeout_s)
         self._turn = "trainer"
-        return Turn(receipt.version, before, stages)
+        return ColocatedTurn(receipt.version, before, stages)
 
     def _expect(self, turn: str) -> None:
         if self._turn != turn:

@@ -24,7 +24,7 @@ from ..transports.transport import Transport
 __all__ = [
     "STATE",
     "VERIFY",
-    "Step",
+    "EngineCall",
     "Steps",
     "Update",
     "WorkerState",
@@ -40,7 +40,7 @@ _LOOK_S = 0.05
 _BUSY_S = 0.1
 
 
-class Step(NamedTuple):
+class EngineCall(NamedTuple):
     """A method of the engine and its arguments, called after `wait_s`."""
 
     method: str
@@ -48,8 +48,8 @@ class Step(NamedTuple):
     wait_s: float = 0.0
 
 
-Steps = Generator[Step, Any, Any]
-_ASK = Step("collective_rpc", (STATE,))
+Steps = Generator[EngineCall, Any, Any]
+_ASK = EngineCall("collective_rpc", (STATE,))
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def ask(method: str, *arguments: Any) -> Steps:
     Raises:
         PrimeblocksError: the error of the first worker that met one, with its type.
     """
-    states = _states((yield Step("collective_rpc", (method, None, arguments))))
+    states = _states((yield EngineCall("collective_rpc", (method, None, arguments))))
     _raise_first(states)
     return [state.value for state in states]
 
@@ -90,7 +90,7 @@ def attach_steps(plan: Plan, transport: Transport, first_reader: int) -> Steps:
         PrimeblocksError: the error of the first worker that could not.
     """
     info = {"transport": transport.spec(), "plan": plan.to_json(), "first_reader": first_reader}
-    yield Step("init_weight_transfer_engine", (SimpleNamespace(init_info=info),))
+    yield EngineCall("init_weight_transfer_engine", (SimpleNamespace(init_info=info),))
     _raise_first(_states((yield _ASK)))
 
 
@@ -108,12 +108,12 @@ class Update:
     version: int
     transaction: str = field(default_factory=lambda: uuid.uuid4().hex)
 
-    def prepare(self, deadline: float) -> Generator[Step, Any, tuple[int | None, ...]]:
+    def prepare(self, deadline: float) -> Generator[EngineCall, Any, tuple[int | None, ...]]:
         """Check every byte while the engine generates; return the version of each worker."""
         if any(state.active for state in _states((yield _ASK))):
             # Left over from an update whose caller ran into its deadline.
-            yield Step("finish_weight_update")
-        yield Step("collective_rpc", (VERIFY, None, (self._info(self.version, deadline),)))
+            yield EngineCall("finish_weight_update")
+        yield EngineCall("collective_rpc", (VERIFY, None, (self._info(self.version, deadline),)))
         states, wait_s = _states((yield _ASK)), 0.005
         while any(state.busy for state in states):
             states = _states((yield _ASK._replace(wait_s=wait_s)))
@@ -123,7 +123,7 @@ class Update:
 
     def load(self, deadline: float) -> Steps:
         """Load in every worker; the label and the end of the session are left to `commit`."""
-        yield Step("start_weight_update")
+        yield EngineCall("start_weight_update")
         states = yield from self._receive(self.version, deadline)
         _raise_first(states)
         if any(state.version != self.version for state in states):
@@ -134,11 +134,11 @@ class Update:
 
     def commit(self) -> Steps:
         """Give tokens the new label."""
-        yield Step("finish_weight_update", (str(self.version),))
+        yield EngineCall("finish_weight_update", (str(self.version),))
 
     def go_back(
         self, before: tuple[int | None, ...], deadline: float
-    ) -> Generator[Step, Any, bool]:
+    ) -> Generator[EngineCall, Any, bool]:
         """Bring workers that loaded back to the version before; return whether they could be."""
         states = _states((yield _ASK))
         torn = [state for state in states if state.error == EngineError.__name__]
@@ -149,12 +149,14 @@ class Update:
             states = yield from self._receive(before[0], deadline)
             _raise_first(states)
         if any(state.active for state in states):
-            yield Step("finish_weight_update")
+            yield EngineCall("finish_weight_update")
         return True
 
-    def _receive(self, version: int, deadline: float) -> Generator[Step, Any, list[WorkerState]]:
+    def _receive(
+        self, version: int, deadline: float
+    ) -> Generator[EngineCall, Any, list[WorkerState]]:
         request = SimpleNamespace(update_info=self._info(version, deadline))
-        yield Step("update_weights", (request,))
+        yield EngineCall("update_weights", (request,))
         return _states((yield _ASK))
 
     def _info(self, version: int, deadline: float) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from ...errors import DeadlineError, TransferError
 from ..lease import Lease
 from ..marker import Marker
-from .transport import Request
+from .transport import ReceiveRequest
 
 __all__ = [
     "ANNOUNCED",
@@ -163,7 +163,7 @@ def last_chain(markers: Sequence[Marker]) -> tuple[Marker, ...]:
     return chain_to(markers[-1], markers, held=None) if markers else ()
 
 
-def await_versions(commits: Commits, request: Request) -> tuple[Marker, ...]:
+def await_versions(commits: Commits, request: ReceiveRequest) -> tuple[Marker, ...]:
     """Wait for the version asked for; return it, after missing versions that it is a delta to.
 
     Raises:

@@ -25,7 +25,7 @@ from .commits import await_versions, last_chain
 from .directory_commits import DirectoryCommits, fsync
 from .packed import places_of_version
 from .place import DiskPlace, Place, PrivatePlace, sweep
-from .transport import Begun, Incoming, Request
+from .transport import Begun, Incoming, ReceiveRequest
 
 __all__ = ["DirectoryTransport", "FileTransport", "SharedMemoryTransport"]
 
@@ -116,7 +116,7 @@ class DirectoryTransport:
     def markers(self) -> tuple[Marker, ...]:
         return self.commits.markers()
 
-    def receive(self, request: Request) -> Sequence[Incoming]:
+    def receive(self, request: ReceiveRequest) -> Sequence[Incoming]:
         """Reader: wait for a version; look every 2 ms.
 
         Raises:

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 from ...errors import DeadlineError, PlanError, TransferError, UnsupportedError, UsageError
-from ..agree import Agreement
+from ..agree import Messenger
 from ..held import Boxes
 from ..marker import Marker, as_corruption
 from ..outgoing import Shipment
 from ..plan import Plan
 from .board import Board, Go, Transaction, store_spec
 from .group_wire import Arrived, Group, Link, Rounds, join, receive_buckets, send_buckets
-from .transport import Begun, Incoming, Request
+from .transport import Begun, Incoming, ReceiveRequest
 
 __all__ = ["GroupTransport"]
 
@@ -96,7 +96,7 @@ class GroupTransport:
         self._generation: int | None = None
         if readers is None:
             self._group = dist.group.WORLD if group is None else group
-            agreement = Agreement(world_size=size, group=group)
+            agreement = Messenger(world_size=size, group=group)
             self._rank, self._is_any = agreement.rank, False
             generation = self._agreed_generation(agreement, deadline)
         elif rank == 0:
@@ -109,7 +109,7 @@ class GroupTransport:
         """Draw a number. What an earlier group left in the store is never read again."""
         return self._named.add("generations", 1, deadline=deadline)
 
-    def _agreed_generation(self, agreement: Agreement, deadline: float) -> int:
+    def _agreed_generation(self, agreement: Messenger, deadline: float) -> int:
         """Return a number that rank 0 draws and tells the others; collective."""
         mine: dict[str, Any] = {}
         if agreement.rank == 0:
@@ -219,7 +219,7 @@ class GroupTransport:
         """
         return self._markers
 
-    def receive(self, request: Request) -> Sequence[Incoming]:
+    def receive(self, request: ReceiveRequest) -> Sequence[Incoming]:
         """Reader: ask, and receive what is published.
 
         Raises:
@@ -254,7 +254,7 @@ class GroupTransport:
             if note:
                 return note
 
-    def _asked(self, request: Request, note: dict[str, Any], deadline: float) -> Go:
+    def _asked(self, request: ReceiveRequest, note: dict[str, Any], deadline: float) -> Go:
         """Say that this reader is here; return whether the transaction begins."""
         now, refused = self._now, ""
         if note["plan"] != request.plan.fingerprint():
@@ -299,7 +299,7 @@ class GroupTransport:
         with self._aborting(deadline):
             now.follow(lambda: now.vote(self._readers, deadline=deadline), deadline=deadline)
 
-    def _arrived(self, request: Request, base: int | None, deadline: float) -> Incoming:
+    def _arrived(self, request: ReceiveRequest, base: int | None, deadline: float) -> Incoming:
         plan, reader, now = request.plan, request.reader, self._now
         sizes = {index: plan.buckets[index].bytes for index in plan.of_reader(reader)}
         if base is not None:

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from ...errors import CapacityError, CorruptionError, UnsupportedError
 from .blobs import allocate, mapped, open_of
-from .packed import Opened, Shared, Span, noted
+from .packed import OpenedSpans, Shared, Span, noted
 
 __all__ = ["HandleCarrier"]
 
@@ -78,7 +78,7 @@ class HandleCarrier:
         """Let nobody else open a buffer. On the CPU, readers that did keep its memory."""
         self._end(shared.note["token"])
 
-    def fetch(self, spans: Sequence[Span], *, again: bool, deadline: float) -> Opened:
+    def fetch(self, spans: Sequence[Span], *, again: bool, deadline: float) -> OpenedSpans:
         notes = {_token(span.note): span.note for span in spans}
         opened = {}
         for token, note in notes.items():
@@ -95,7 +95,7 @@ class HandleCarrier:
             for gpu in gpus:
                 torch.cuda.synchronize(gpu)  # Copies out of the buffer may be on their way.
 
-        return Opened(parts, False, close)
+        return OpenedSpans(parts, False, close)
 
     def close(self) -> None:
         self._opened.clear()

@@ -20,7 +20,7 @@ from ..plan import Copy, Plan
 __all__ = [
     "Borrowed",
     "Carrier",
-    "Opened",
+    "OpenedSpans",
     "Packed",
     "Pool",
     "Shared",
@@ -51,7 +51,7 @@ class Span(NamedTuple):
     bytes: int
 
 
-class Opened(NamedTuple):
+class OpenedSpans(NamedTuple):
     """Spans that were fetched: in a buffer of this process, or where their writer may write."""
 
     parts: Sequence[UInt8[Tensor, " bytes"]]
@@ -90,7 +90,7 @@ class Carrier(Protocol):
         """Let nobody else reach a buffer from now on."""
         ...
 
-    def fetch(self, spans: Sequence[Span], *, again: bool, deadline: float) -> Opened:
+    def fetch(self, spans: Sequence[Span], *, again: bool, deadline: float) -> OpenedSpans:
         """Return spans of others' buffers, in order.
 
         Args:

@@ -25,7 +25,7 @@ from .handles import HandleCarrier
 from .packed import (
     Borrowed,
     Carrier,
-    Opened,
+    OpenedSpans,
     Packed,
     Pool,
     Span,
@@ -36,7 +36,7 @@ from .packed import (
 )
 from .place import PrivatePlace
 from .store_commits import StoreCommits
-from .transport import Begun, Incoming, Request
+from .transport import Begun, Incoming, ReceiveRequest
 from .wire import Wire, WireCarrier
 
 __all__ = ["IpcTransport", "PackedTransport", "PullTransport"]
@@ -118,7 +118,7 @@ class PackedTransport:
         # In a `receive`, a store that stalls has until the deadline to answer.
         return self.commits.markers(deadline=max(self._receive_until, time.monotonic()))
 
-    def receive(self, request: Request) -> Sequence[Incoming]:
+    def receive(self, request: ReceiveRequest) -> Sequence[Incoming]:
         """Reader: wait for a version.
 
         Raises:
@@ -226,7 +226,13 @@ class _Incoming:
     """A committed version in buffers of trainer ranks."""
 
     def __init__(
-        self, commits: Commits, carrier: Carrier, request: Request, marker: Marker, *, keep: bool
+        self,
+        commits: Commits,
+        carrier: Carrier,
+        request: ReceiveRequest,
+        marker: Marker,
+        *,
+        keep: bool,
     ) -> None:
         self.marker = marker
         self._commits, self._carrier, self._request = commits, carrier, request
@@ -268,7 +274,7 @@ class _Incoming:
 
     def _fetch(
         self, until_read: ExitStack, *, again: bool
-    ) -> tuple[dict[int, Tensor], Opened, float]:
+    ) -> tuple[dict[int, Tensor], OpenedSpans, float]:
         """Hold the version; return the buckets that this reader wants, and the end of its lease."""
         deadline = self._request.deadline
         lease = self._commits.hold(self.marker, deadline=deadline)

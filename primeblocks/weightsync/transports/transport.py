@@ -11,7 +11,7 @@ from ..marker import Marker
 from ..outgoing import Shipment
 from ..plan import Plan
 
-__all__ = ["Begun", "Incoming", "Request", "Transport"]
+__all__ = ["Begun", "Incoming", "ReceiveRequest", "Transport"]
 
 
 class Begun(NamedTuple):
@@ -22,7 +22,7 @@ class Begun(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Request:
+class ReceiveRequest:
     """The request of a reader.
 
     Attributes:
@@ -117,7 +117,7 @@ class Transport(Protocol):
         """Return the committed versions that can be read, oldest first."""
         ...
 
-    def receive(self, request: Request) -> Sequence[Incoming]:
+    def receive(self, request: ReceiveRequest) -> Sequence[Incoming]:
         """Reader: wait for a version; return it, after missing versions that it is a delta to.
 
         Raises:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .packed import Opened, Shared, Span, places
+from .packed import OpenedSpans, Shared, Span, places
 
 __all__ = ["Read", "Wire", "WireCarrier"]
 
@@ -74,7 +74,7 @@ class WireCarrier:
     def drop(self, shared: Shared) -> None:
         self._wire.unshare(shared.buffer)
 
-    def fetch(self, spans: Sequence[Span], *, again: bool, deadline: float) -> Opened:
+    def fetch(self, spans: Sequence[Span], *, again: bool, deadline: float) -> OpenedSpans:
         starts, size_bytes = places({i: span.bytes for i, span in enumerate(spans)})
         buffer, self._spare = self._spare, None
         if buffer is None or len(buffer) != max(1, size_bytes):
@@ -87,7 +87,7 @@ class WireCarrier:
         except BaseException:
             self._give_back(buffer, again=False)  # A read may go on.
             raise
-        return Opened(parts, True, partial(self._give_back, buffer, again=again))
+        return OpenedSpans(parts, True, partial(self._give_back, buffer, again=again))
 
     def close(self) -> None:
         # The wire deregisters the buffers.

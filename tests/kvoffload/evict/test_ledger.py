@@ -17,7 +17,7 @@ from primeblocks.kvoffload.evict import (
     facts_of,
     lru,
 )
-from primeblocks.kvoffload.evict.ledger import Ledger
+from primeblocks.kvoffload.evict.ledger import PageLedger
 from tests.kvoffload.evict.plain_ledger import Plain, histories, long_history, play
 
 
@@ -29,7 +29,7 @@ FOREIGN = Choice(Candidate(key_of(0), last_used=1))
 
 
 def ledger_for(policy=None, **how):
-    ledger = Ledger(**how)
+    ledger = PageLedger(**how)
     ledger.keep(facts_of(policy or RolloutAware()))
     return ledger
 
@@ -281,7 +281,7 @@ def test_after_a_policy_that_fails_the_least_recently_used_page_leaves(wrong, ca
 
 
 def test_facts_of_pages_that_a_tier_had_when_it_was_opened():
-    ledger = Ledger([key_of(number, version=number) for number in range(3)])
+    ledger = PageLedger([key_of(number, version=number) for number in range(3)])
     ledger.keep(RolloutAware(1).facts)
     assert [page.key.version for page in ledger.snapshot(version=9).by_version] == [0, 1, 2]
     assert leave(ledger, policy=RolloutAware(9)) == [key_of(0, version=0)]

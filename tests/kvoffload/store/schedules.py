@@ -11,12 +11,12 @@ from primeblocks.kvoffload.store.moves import (
     CopyIn,
     CopyOut,
     Drop,
+    HostState,
     LoadRequest,
-    Read,
+    PageRead,
     Recall,
     Recalled,
     SaveRequest,
-    State,
     Write,
 )
 from primeblocks.testing.faults import ManualClock
@@ -149,14 +149,14 @@ class Simulation:
                     self.copies.append(move)
                 elif isinstance(move, Recall):
                     self.recall(move.depth)
-                elif isinstance(move, Read | Ask):
+                elif isinstance(move, PageRead | Ask):
                     self.reads[move.depth].append(move)
                 else:
                     self.ordered[move.depth].append(move)
 
     def recall(self, depth):
         for queue in (self.reads[depth], self.ordered[depth]):
-            for move in [each for each in queue if isinstance(each, Read | Write)]:
+            for move in [each for each in queue if isinstance(each, PageRead | Write)]:
                 queue.remove(move)
                 if isinstance(move, Write):
                     self.catalogue.written(move, Recalled("hangs"))
@@ -187,7 +187,7 @@ class Simulation:
     def flush(self):
         """Every page that host memory has is below, or the caller hears that one is not."""
         pages = self.catalogue._pages.items()
-        here = {key: page for key, page in pages if page.state is not State.COMING}
+        here = {key: page for key, page in pages if page.state is not HostState.COMING}
         before = [level.refusals for level in self.levels]
         error = self.catalogue.write_down()
         self.take()

@@ -12,7 +12,7 @@ from primeblocks.kvoffload.store.moves import (
     Drop,
     HostPage,
     LoadRequest,
-    Read,
+    PageRead,
     Recalled,
     SaveRequest,
     Write,
@@ -68,9 +68,9 @@ class Steps:
                 self.catalogue.copied_out(move)
             case Write():
                 self.catalogue.written(move, None)
-            case Read() if damaged:
+            case PageRead() if damaged:
                 self.catalogue.read(move, length=0, error=CorruptionError("a flipped bit"))
-            case Read():
+            case PageRead():
                 self.catalogue.read(move, length=10 + move.page.key.hash[0])
             case Ask():
                 self.catalogue.asked(move, held=move.request.key.hash[0] in shared)
@@ -166,7 +166,7 @@ def test_damage_in_every_tier_is_a_miss_in_each():
 
 def test_a_read_that_was_taken_back_leaves_the_page_where_it_is():
     steps = Steps(4, disk(1))
-    request, (read,) = steps.load(1, hold=Read)
+    request, (read,) = steps.load(1, hold=PageRead)
     steps.catalogue.read(read, length=0, error=Recalled("hangs"))
     steps.settle()
     assert steps.answers[request] is None

@@ -13,7 +13,7 @@ from primeblocks.kvoffload.store.moves import (
     CopyIn,
     CopyOut,
     LoadRequest,
-    Read,
+    PageRead,
     SaveRequest,
     Write,
 )
@@ -43,7 +43,7 @@ def settle(catalogue, *, hold=()):
                     catalogue.copied_out(move)
                 case Write():
                     catalogue.written(move, None)
-                case Read():
+                case PageRead():
                     catalogue.read(move, length=1)
     return held
 
@@ -76,7 +76,7 @@ def test_a_question_asked_before_clear_brings_no_page_back():
     catalogue.clear()
     catalogue.asked(ask, held=True)
     for read in catalogue.take():
-        if isinstance(read, Read):
+        if isinstance(read, PageRead):
             catalogue.read(read, length=1)
     assert not catalogue.knows(key_of(0))
 
@@ -148,7 +148,7 @@ def test_a_load_says_which_tier_served_it():
     catalogue, _ = catalogue_of(2, [level])
     request = LoadRequest(key_of(0))
     catalogue.load([request])
-    (read,) = settle(catalogue, hold=Read)
+    (read,) = settle(catalogue, hold=PageRead)
     put(catalogue, 0)  # a newer page, in host memory
     catalogue.read(read, length=0, error=CorruptionError("a flipped bit"))
     settle(catalogue)

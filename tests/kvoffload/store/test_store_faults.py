@@ -11,9 +11,9 @@ from primeblocks.kvoffload import TieredStore
 from primeblocks.kvoffload.store import copier
 from primeblocks.kvoffload.store.moves import (
     Ask,
-    Copy,
     HostPage,
     LoadRequest,
+    LowerCopy,
     Write,
 )
 from primeblocks.kvoffload.store.worker import TierWorker
@@ -89,7 +89,7 @@ def test_writes_move_under_constant_questions(host, memory):
     worker = TierWorker(below, slab, report=lambda outcomes: None)
     worker._order.changed.acquire()
     worker.give(Ask(0, LoadRequest(key_of(9))))
-    worker.give(Write(0, HostPage(key_of(0), frame=0, length=PAGE), Copy(here=False)))
+    worker.give(Write(0, HostPage(key_of(0), frame=0, length=PAGE), LowerCopy(here=False)))
     worker._order.changed.release()
     worker.stop().join(SOON)
     assert put.is_set()

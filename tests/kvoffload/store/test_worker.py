@@ -4,11 +4,11 @@ from primeblocks.kvoffload import PageKey
 from primeblocks.kvoffload.store.moves import (
     Ask,
     Clear,
-    Copy,
     Drop,
     HostPage,
     LoadRequest,
-    Read,
+    LowerCopy,
+    PageRead,
     Write,
 )
 from primeblocks.kvoffload.store.worker import Holds, TierWorker, Until
@@ -25,7 +25,7 @@ def page(number):
 
 
 def write(number):
-    return Write(0, page(number), Copy(here=False))
+    return Write(0, page(number), LowerCopy(here=False))
 
 
 def test_reads_come_first_and_changes_in_order_in_batches(host, memory):
@@ -50,7 +50,7 @@ def test_reads_come_first_and_changes_in_order_in_batches(host, memory):
             write(1),
             Drop(0, key_of(0)),
             write(2),
-            Read(0, page(5), Copy(here=True)),
+            PageRead(0, page(5), LowerCopy(here=True)),
             Ask(0, LoadRequest(key_of(6))),
             Holds([key_of(7)], lambda held: None),
             Clear(0),

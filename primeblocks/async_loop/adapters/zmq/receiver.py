@@ -11,7 +11,7 @@ from ....errors import CapacityError, check_counts
 from ....rollout import Group
 from ... import packed
 from ...buffer import RolloutBuffer
-from .wire import HEAD_BYTES, LOOK, Configure, State, Wire, check_ordinal, zmq
+from .wire import HEAD_BYTES, LOOK, Configure, GroupState, ServedSocket, check_ordinal, zmq
 
 __all__ = ["RolloutReceiver"]
 
@@ -24,7 +24,7 @@ class _Known:
 
     sender: str
     route: bytes
-    state: State
+    state: GroupState
     waits: asyncio.Task[None] | None = None
 
 
@@ -69,7 +69,7 @@ class RolloutReceiver:
         self._room = asyncio.Event()
         self.refused = 0
         """Messages that were no groups."""
-        self._wire = Wire(zmq.ROUTER, configure, max_bytes=max(max_group_bytes, HEAD_BYTES))
+        self._wire = ServedSocket(zmq.ROUTER, configure, max_bytes=max(max_group_bytes, HEAD_BYTES))
         self._wire.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._wire.open(self._wire.socket.bind, address)
         self.address = self._wire.socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -100,8 +100,8 @@ class RolloutReceiver:
         routes = set()
         for group in groups:
             known = self._known.get(group.ordinal)
-            if known is not None and known.state is State.ACCEPTED:
-                known.state = State.SETTLED
+            if known is not None and known.state is GroupState.ACCEPTED:
+                known.state = GroupState.SETTLED
                 routes.add(known.route)
         for route in routes:
             self._answer(route)
@@ -139,7 +139,7 @@ class RolloutReceiver:
         except Exception as error:  # As above.
             self.refused += 1
             return {ordinal: f"{type(error).__name__}: {error}"[:500]}
-        known = self._known[ordinal] = _Known(sender, route, State.ARRIVED)
+        known = self._known[ordinal] = _Known(sender, route, GroupState.ARRIVED)
         self._waiting_bytes += len(payload)
         known.waits = asyncio.ensure_future(self._put(known, group, len(payload)))
         return None
@@ -148,7 +148,7 @@ class RolloutReceiver:
         try:
             # Its deadline is the sender's, which stops naming the group.
             await self._buffer.put(group, timeout_s=float("inf"))
-            known.state, known.waits = State.ACCEPTED, None
+            known.state, known.waits = GroupState.ACCEPTED, None
             self._answer(known.route)
         except CapacityError as error:
             del self._known[group.ordinal]
@@ -162,7 +162,7 @@ class RolloutReceiver:
             if known.sender != sender:
                 continue
             known.route = route
-            if ordinal in kept or known.state is State.ACCEPTED:
+            if ordinal in kept or known.state is GroupState.ACCEPTED:
                 continue
             if known.waits is not None:
                 known.waits.cancel()

@@ -13,7 +13,7 @@ from ....clock import Clock, MonotonicClock, within
 from ....errors import CapacityError, UnsupportedError, UsageError, check_counts
 from ....rollout import Group
 from ... import packed
-from .wire import GROUP, HEAD_BYTES, LOOK, Configure, State, Wire, check_ordinal, zmq
+from .wire import GROUP, HEAD_BYTES, LOOK, Configure, GroupState, ServedSocket, check_ordinal, zmq
 
 __all__ = ["RolloutSender"]
 
@@ -61,7 +61,7 @@ class RolloutSender:
         self._kept: dict[int, _Kept] = {}
         self._answered: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._changed, self._wake = asyncio.Event(), asyncio.Event()
-        self._wire = Wire(zmq.DEALER, configure, max_bytes=HEAD_BYTES)
+        self._wire = ServedSocket(zmq.DEALER, configure, max_bytes=HEAD_BYTES)
         self._wire.socket.setsockopt(zmq.IMMEDIATE, 1)  # Nothing is queued for nobody.
         self._wire.open(self._wire.socket.connect, address)
         self._wire.run(self._ask(), self._hear())
@@ -185,8 +185,8 @@ class RolloutSender:
         elif state is None and kept.sent is not None and kept.sent <= said["number"]:
             kept.sent = None  # It was lost, or the receiver was restarted.
             self._wake.set()
-        elif state in {State.ACCEPTED.value, State.SETTLED.value}:
+        elif state in {GroupState.ACCEPTED.value, GroupState.SETTLED.value}:
             if not kept.accepted.done():
                 kept.accepted.set_result(None)
-            if state == State.SETTLED.value:
+            if state == GroupState.SETTLED.value:
                 self._drop(ordinal)

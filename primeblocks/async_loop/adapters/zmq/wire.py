@@ -18,7 +18,15 @@ except ModuleNotFoundError as error:
         raise
     raise MissingPackageError("pyzmq", "zmq") from error
 
-__all__ = ["GROUP", "HEAD_BYTES", "LOOK", "Configure", "State", "Wire", "check_ordinal"]
+__all__ = [
+    "GROUP",
+    "HEAD_BYTES",
+    "LOOK",
+    "Configure",
+    "GroupState",
+    "ServedSocket",
+    "check_ordinal",
+]
 
 Configure = Callable[["zmq.Socket[Any]"], None]
 
@@ -28,7 +36,7 @@ _QUEUED = 4  # Messages per connection that ZeroMQ may hold, each of at most a g
 _log = logging.getLogger(__name__)
 
 
-class State(Enum):
+class GroupState(Enum):
     """The states of a group at the receiver."""
 
     ARRIVED = "arrived"
@@ -36,7 +44,7 @@ class State(Enum):
     SETTLED = "settled"
 
 
-class Wire:
+class ServedSocket:
     """A socket with the tasks that serve it. When one of them fails, all calls say so."""
 
     def __init__(self, kind: int, configure: Configure | None, *, max_bytes: int) -> None:

@@ -29,12 +29,12 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from ....errors import PlanError, UnsupportedError
 
-__all__ = ["CapturedRows", "NamedChunks", "RoutesWorker", "RowsLater", "Tail"]
+__all__ = ["CapturedRows", "NamedChunks", "PendingRows", "RoutesWorker", "Tail"]
 
 _SEAL_BYTES = 16
 
 
-class RowsLater(Protocol):
+class PendingRows(Protocol):
     """Rows of blocks that a step will leave: None until they have arrived."""
 
     rows: dict[int, bytes | None] | None
@@ -60,7 +60,7 @@ class CapturedRows(Protocol):
         """Declare that a tier that loads pages offers their rows. Idempotent."""
         ...
 
-    def rows_of(self, blocks: Sequence[int]) -> RowsLater:
+    def rows_of(self, blocks: Sequence[int]) -> PendingRows:
         """Ask for the rows of blocks as the steps so far leave them."""
         ...
 
@@ -246,7 +246,7 @@ class _Store:
     """A store in flight, and the routes of its pages as they arrive."""
 
     pages: list[_Page]
-    later: RowsLater | None
+    later: PendingRows | None
     result: TransferResult | None = None
 
     def is_ready(self) -> bool:

@@ -40,7 +40,7 @@ __all__ = [
     "COUNTED",
     "EVICT",
     "METRIC",
-    "Request",
+    "PageRequest",
     "StoreTier",
     "read_request",
     "read_state",
@@ -105,7 +105,7 @@ def request_args(
 
 
 @dataclass(frozen=True)
-class Request:
+class PageRequest:
     """The version and rollouts that a request named; empty where it named none."""
 
     version: int | None = None
@@ -114,22 +114,22 @@ class Request:
     waits: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_request(parameters: Mapping[str, Any] | None) -> Request:
+def read_request(parameters: Mapping[str, Any] | None) -> PageRequest:
     """Read `kv_transfer_params`.
 
     Malformed values are left out with a warning, not raised: they came over the network, and an
     error here would end the engine.
     """
     if not parameters:
-        return Request()
+        return PageRequest()
     version, rollout = parameters.get(_VERSION), parameters.get(_ROLLOUT)
     ends, waits = parameters.get(_ENDS) or [], parameters.get(_WAITS) or {}
     try:
         request_args(version, rollout=rollout, ends=ends, waits=waits)
     except UsageError as error:
         logger.warning("a request's rollout and version are ignored: %s", error)
-        return Request()
-    return Request(version, rollout, tuple(ends), waits)
+        return PageRequest()
+    return PageRequest(version, rollout, tuple(ends), waits)
 
 
 class StoreTier(SecondaryTierManager):
@@ -297,7 +297,7 @@ class StoreTier(SecondaryTierManager):
         self._version = version
         self._store.advance(version=version)
 
-    def _page_key(self, key: OffloadKey, request: Request) -> PageKey:
+    def _page_key(self, key: OffloadKey, request: PageRequest) -> PageKey:
         # vLLM's hash contains the request's cache_salt already; ours separates runs and resets.
         return PageKey(
             salt=self._salt,
@@ -337,6 +337,6 @@ def recipe(spec: OffloadingSpec) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 
 
-def read_state(context: ReqContext) -> Request:
+def read_state(context: ReqContext) -> PageRequest:
     """Return what a request named, read once."""
-    return context.get_state(Request) or read_request(context.kv_transfer_params)
+    return context.get_state(PageRequest) or read_request(context.kv_transfer_params)

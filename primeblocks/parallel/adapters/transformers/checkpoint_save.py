@@ -28,7 +28,7 @@ from ....groups import agree
 from ....layout import Shard, layout_of, local_part
 from .checkpoint import backend_device, class_before, refuse_adapters, reshard
 from .checkpoint_files import TensorFile, in_file_order
-from .deferred import Deferred, Piece
+from .deferred import Deferred, TensorPiece
 
 __all__ = ["save_pretrained"]
 
@@ -236,7 +236,7 @@ def _receive(tensor: Deferred, boxes: list[dict[str, Shard]]) -> Tensor:
     return out
 
 
-def _staged(held: Tensor, part: Piece, box: Shard) -> Tensor:
+def _staged(held: Tensor, part: TensorPiece, box: Shard) -> Tensor:
     """Return what is sent of this rank's box, where the backend takes it."""
     cut = local_part(held).detach()[part.box.within(box).slices]
     return cut.to(backend_device(held)).contiguous()

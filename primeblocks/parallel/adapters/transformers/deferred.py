@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_any
 from ....errors import ShapeError, UnsupportedError
 from ....layout import Shard
 
-__all__ = ["Deferred", "Piece", "Source"]
+__all__ = ["Deferred", "Source", "TensorPiece"]
 
 
 class Source(Protocol):
@@ -27,7 +27,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """A box of a deferred tensor, and the box of its source that will fill it.
 
     Attributes:
@@ -50,7 +50,7 @@ class Piece:
                 sizes[dim] = size
         return Shard(self.corner, tuple(sizes))
 
-    def cut(self, box: Shard) -> Piece | None:
+    def cut(self, box: Shard) -> TensorPiece | None:
         """The part inside `box` of the tensor, or None."""
         place = self.place.intersect(box)
         if place is None:
@@ -61,7 +61,7 @@ class Piece:
                 corner[dim] += new - old
         return replace(self, place=place, corner=tuple(corner))
 
-    def filled_by(self, box: Shard) -> Piece | None:
+    def filled_by(self, box: Shard) -> TensorPiece | None:
         """The part that a box of the source fills, or None."""
         common = self.box.intersect(box)
         if common is None:
@@ -87,10 +87,12 @@ class Deferred(Tensor):
     whoever reads it, and every other operator raises UnsupportedError. Local.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
 
     @staticmethod
-    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[Piece]) -> Deferred:
+    def __new__(
+        cls, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[TensorPiece]
+    ) -> Deferred:
         made: Deferred = Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=dtype, device=torch.device("meta")
         )
@@ -106,9 +108,9 @@ class Deferred(Tensor):
         shape = tuple(source.shape)
         whole = Shard((0,) * len(shape), shape)
         dims = tuple(range(len(shape)))
-        return cls(shape, source.dtype, [Piece(whole, source, whole.offsets, dims)])
+        return cls(shape, source.dtype, [TensorPiece(whole, source, whole.offsets, dims)])
 
-    def within(self, box: Shard) -> Iterator[Piece]:
+    def within(self, box: Shard) -> Iterator[TensorPiece]:
         """The pieces that fill a box, in coordinates that start at its corner."""
         for piece in self.pieces:
             cut = piece.cut(box)

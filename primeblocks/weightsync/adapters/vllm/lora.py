@@ -19,7 +19,7 @@ from ....errors import (
     UsageError,
 )
 from ...engines.lora import AdapterSpec
-from ...engines.remote import Step, Steps, ask, drive, drive_sync
+from ...engines.remote import EngineCall, Steps, ask, drive, drive_sync
 from ...marker import Receipt
 from ...plan import Plan
 from ...transports.transport import Transport
@@ -214,7 +214,7 @@ def _load_steps(name: str, receipt: Receipt, deadline: float) -> Steps:
         yield from ask(_LORA, "load", name, receipt.version, receipt.digest, left_s)
     except PrimeblocksError:
         # All workers hold it or none does; those without it will say so, and may.
-        yield Step("collective_rpc", (_LORA, None, ("remove", request.lora_int_id)))
+        yield EngineCall("collective_rpc", (_LORA, None, ("remove", request.lora_int_id)))
         raise
     return request
 
