@@ -1,9 +1,12 @@
 """Small stores."""
 
+import inspect
+
 import jaxtyping
 import pytest
 
-from primeblocks.kvoffload import DiskTier, HostTier
+from primeblocks.kvoffload import DiskTier, HostTier, TieredStore
+from tests.deadlines import HANG_S
 from tests.kvoffload.memory_tier import MemoryTier
 
 PAGE = 48
@@ -28,6 +31,13 @@ def disk(tmp_path):
         return DiskTier(path, capacity_bytes=pages * FRAME, **SIZES, **how)
 
     return make
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """No tier is late: a busy machine would have it after a second, with another result."""
+    defaults = inspect.unwrap(TieredStore.__init__).__kwdefaults__
+    monkeypatch.setitem(defaults, "patience_s", HANG_S)
 
 
 @pytest.fixture

@@ -13,6 +13,8 @@ from primeblocks.kvoffload import PageKey, TieredStore, load_prefix, page_hashes
 from tests.kvoffload.conftest import PAGE
 from tests.kvoffload.memory_tier import SOON
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 TOKENS = st.lists(st.integers(0, 3), max_size=24)
 
 

@@ -21,6 +21,8 @@ from tests.kvoffload.conftest import PAGE
 from tests.kvoffload.memory_tier import SOON
 from tests.kvoffload.store.calls import key_of, load, page_of, save
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 
 def catalogue_of(frames, levels=(), **how):
     answers = {}

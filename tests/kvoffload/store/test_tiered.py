@@ -21,6 +21,8 @@ from primeblocks.kvoffload.evict import VersionAware
 from tests.kvoffload.conftest import EXTRA, FRAME, PAGE
 from tests.kvoffload.memory_tier import SOON
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 
 def page_of(number):
     return np.full(PAGE, number, dtype=np.uint8)
