@@ -24,6 +24,7 @@ from primeblocks.errors import (
 from primeblocks.weightsync import Publisher, SharedMemoryTransport, describe, plan_sync
 from primeblocks.weightsync.engines.model_folder import ModelFolders
 from tests.contrib.sglang_fake import FakeSglang
+from tests.deadlines import EXPIRES_S
 from tests.deadlines import HANG_S as TIMEOUT_S
 from tests.weightsync.contents import flip_sent
 
@@ -219,7 +220,7 @@ def test_a_hang_ends_at_the_deadline_and_the_retry_succeeds(trainer, fake, engin
     go_on = threading.Event()
     fake.before_answer = _hang_at(hangs_at, go_on)
     with pytest.raises(DeadlineError, match=hangs_at):
-        engine.update(folder, timeout_s=2)  # Else it hangs for ever.
+        engine.update(folder, timeout_s=EXPIRES_S)  # Else it hangs for ever.
     # Paused where it may be torn; where nothing was loaded, or all of it, it is asked to go on.
     assert fake.blocked == (hangs_at not in {"/pause_generation", "/continue_generation"})
     go_on.set()
@@ -231,10 +232,10 @@ def test_what_may_be_torn_stays_paused_when_the_retry_fails_too(trainer, fake, e
     folder, go_on = trainer.folder(1), threading.Event()
     fake.before_load = lambda path: go_on.wait(TIMEOUT_S)
     with pytest.raises(DeadlineError, match="/update_weights_from_disk"):
-        engine.update(folder, timeout_s=1)
+        engine.update(folder, timeout_s=5)
     fake.before_answer = _hang_at("/pause_generation", go_on)
     with pytest.raises(DeadlineError, match="/pause_generation"):
-        engine.update(folder, timeout_s=1)
+        engine.update(folder, timeout_s=5)
     assert ("/continue_generation", {}) not in fake.asked
     go_on.set()
     engine.update(folder, timeout_s=TIMEOUT_S)

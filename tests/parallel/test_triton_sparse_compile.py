@@ -149,16 +149,18 @@ assert not loaded, f"importing parallel loads {{loaded}}"
 sys.modules["{package}"] = None
 from primeblocks.errors import MissingPackageError
 try:
-    import primeblocks.parallel.adapters.{package}
+    import primeblocks.{home}.adapters.{package}
 except MissingPackageError as error:
     print(error)
 """
 
 
-@pytest.mark.parametrize("package", ["triton", "attn_gym"])
-def test_parallel_does_not_load_engines_and_their_absence_has_a_remedy(package):
+@pytest.mark.parametrize(
+    ("home", "package"), [("parallel", "triton"), ("contrib", "attn_gym")], ids=str
+)
+def test_parallel_does_not_load_engines_and_their_absence_has_a_remedy(home, package):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-c", ABSENT.format(package=package)]
+    command = [sys.executable, "-c", ABSENT.format(home=home, package=package)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{package} is not installed. Run")
