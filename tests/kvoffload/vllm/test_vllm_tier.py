@@ -262,7 +262,7 @@ def test_requests_say_what_they_are_told(adapter):
     assert read.waits == {"a/1": "pytest"}
     assert adapter.request_args() == {"kv_transfer_params": {}}
     for nothing in (None, {}, {"do_remote_decode": True}):
-        assert adapter.tier.read_request(nothing) == adapter.tier.Request()
+        assert adapter.tier.read_request(nothing) == adapter.tier.PageRequest()
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_malformed_requests_are_refused_in_front_and_ignored_behind(adapter, wro
         adapter.request_args(**wrong)
     good = adapter.request_args(1, rollout="x", ends=["y"], waits={"z": "t"})["kv_transfer_params"]
     (field,) = [each for each in good if each.endswith((name, f"that_{name[:-1]}"))]
-    assert adapter.tier.read_request({**good, field: value}) == adapter.tier.Request()
+    assert adapter.tier.read_request({**good, field: value}) == adapter.tier.PageRequest()
     assert "are ignored" in caplog.text
 
 
