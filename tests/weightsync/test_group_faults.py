@@ -97,7 +97,8 @@ def store_body(where, fault, culprit, timeout_s):
     small.sync(1)
     if small.rank == culprit:
         small.store.fault = fault
-    text = small.attempt(2, timeout_s=timeout_s)
+    waits = fault == "votes late" and small.rank == culprit  # For the others' decision.
+    text = small.attempt(2, timeout_s=HANG_S if waits else timeout_s)
     assert small.holds(1 if text else 2)
     small.store.fault = ""
     small.renew()
@@ -108,7 +109,7 @@ def store_body(where, fault, culprit, timeout_s):
 
 def test_a_rank_that_votes_after_the_others_gave_up_follows_them(host):
     texts = run(store_body, host, "votes late", 3, 3.0)
-    assert all("waited for the others in vain" in text for text in texts)
+    assert all("in vain" in text for text in texts), texts
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_a_rank_that_votes_after_the_others_gave_up_follows_them(host):
     [("wait fails", 0), ("wait fails", 3), ("vote unknown", 2), ("marker unknown", 0)],
 )
 def test_an_answer_that_was_lost_splits_nobody(fault, culprit, host):
-    texts = run(store_body, host, fault, culprit, 3.0)
+    texts = run(store_body, host, fault, culprit, HANG_S)
     assert len({bool(text) for text in texts}) == 1, texts
     if fault == "wait fails":
         assert texts == [""] * RANKS
