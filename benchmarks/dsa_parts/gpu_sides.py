@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from primeblocks.errors import MissingPackageError, UnsupportedError
 from primeblocks.parallel import plan_sequence
 from primeblocks.parallel.attention.dsa import ReferenceKernel, Rows, SparseKernel
 from primeblocks.parallel.attention.dsa.indexer import IndexScores
@@ -124,10 +123,18 @@ def scorers_of(device: str, heads: int) -> Iterator[tuple[str, IndexScores, floa
     module = _import("primeblocks.parallel.adapters.deep_gemm")
     try:
         module.check_device(torch.device(device))
-    except (UnsupportedError, MissingPackageError) as error:
+        scores = module.DeepGemmIndexScores()
+        _prove(scores, heads, device)
+    except Exception as error:  # A library for another torch may load, and misread its tensors.
         leave_out("deep_gemm", error)
     else:
-        yield "deep_gemm", module.DeepGemmIndexScores(), FLOAT8_ERROR
+        yield "deep_gemm", scores, FLOAT8_ERROR
+
+
+def _prove(scores: IndexScores, heads: int, device: str) -> None:
+    some = draw(64, heads, 128, device=device, seed=0), draw(256, 128, device=device, seed=1)
+    weights = draw(64, heads, device=device, seed=2).float()
+    assert_close(scores(*some, weights), _by_head(*some, weights), FLOAT8_ERROR)
 
 
 def _by_head(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:

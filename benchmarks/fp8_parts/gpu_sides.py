@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from primeblocks.errors import MissingPackageError, UnsupportedError
 from primeblocks.fp8 import Gemm, Tile, quantize
 from primeblocks.fp8.reference import ReferenceGemm
 
@@ -22,7 +21,7 @@ __all__ = [
     "assert_close", "draw", "engines_of", "find_torchao", "leave_out", "quantizer_of", "repeat",
 ]  # fmt: skip
 
-ROW = Tile(1, 128)
+ROW, SQUARE = Tile(1, 128), Tile(128, 128)
 BF16, TORCHAO = "bfloat16 in torch", "torchao 0.18.0"
 QUANTIZE_ERROR = 0.03  # Of Gaussian values: 2.65 % of their norm.
 FLOAT8_ERROR = 2 * 2**0.5 * 0.0265  # Of a product: twice what two such operands, independent, give.
@@ -72,12 +71,20 @@ def engines_of(device: str) -> Iterator[tuple[str, Gemm]]:
         module = _import(f"primeblocks.fp8.adapters.{name}")
         try:
             module.check_device(torch.device(device))
-        except (UnsupportedError, MissingPackageError) as error:
+            engine = getattr(module, kind)(**options)
+            _prove(engine, device)
+        except Exception as error:  # A library for another torch may load, and misread its tensors.
             leave_out(name, error)
         else:
-            yield name, getattr(module, kind)(**options)
+            yield name, engine
     if groups is not None:
         yield "triton", groups
+
+
+def _prove(gemm: Gemm, device: str) -> None:
+    x, weight = (draw(128, 128, device=device, seed=seed) for seed in (0, 1))
+    a, b = quantize(x, ROW), quantize(weight, SQUARE)
+    assert_close(gemm(a, b), x @ weight.mT, FLOAT8_ERROR)
 
 
 def quantizer_of(device: str) -> Any:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu [--dry-run] [--only PART] [FOLDER]`: the suite, and its JSON file."""
+"""`python -m benchmarks.gpu [--dry-run] [--only PART ...] [FOLDER]`: the suite, its JSON file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks/gpu/run.sh")
     parser.add_argument("--dry-run", action="store_true", help="the same at small sizes on a CPU")
     parser.add_argument(
-        "--only", choices=PARTS, help=f"tests and figures of one block, {PART_S:g} s at most"
+        "--only",
+        action="append",
+        default=[],
+        choices=(*PARTS, *(case.name for case in CASES if case.arguments)),
+        metavar="PART",
+        help=f"a block's tests and figures, or a case; again for more; {PART_S:g} s at most each",
     )
     parser.add_argument("folder", type=Path, nargs="?", default=Path("benchmarks/results/gpu"))
     options = parser.parse_args()
@@ -28,11 +33,12 @@ def main() -> None:
     print(json.dumps(said, indent=1))
     if not options.dry_run and (why := refusal(said)):
         raise SystemExit(why)
-    cases = [case for case in CASES if options.only in (None, case.part)]
+    only = options.only
+    cases = [case for case in CASES if not only or {case.part, case.name} & {*only}]
     options.folder.mkdir(parents=True, exist_ok=True)
     at = commit()
-    name = "-".join(filter(None, [said["device"], at, options.only, "dry" * options.dry_run]))
-    budget_s = PART_S if options.only else BUDGET_S
+    name = "-".join(filter(None, [said["device"], at, *only, "dry" * options.dry_run]))
+    budget_s = min(BUDGET_S, PART_S * len(only)) if only else BUDGET_S
     done = run_cases(
         cases,
         report=options.folder / f"{re.sub(r'[^A-Za-z0-9-]+', '_', name)}.json",

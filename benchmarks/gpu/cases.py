@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 __all__ = ["CASES", "PARTS", "Case"]
 
-# What `--only` names: a block's tests and figures.
+# What `--only` names, beside single cases: a block's tests and figures.
 PARTS = ("fp8", "parallel", "dsa", "replay", "kvoffload", "weightsync", "losses")
 # Without the packages that check annotations, which such a machine lacks; and with whatever its
 # other packages warn of: torchao does when it is compiled.
@@ -15,6 +16,8 @@ _PYTEST = (
     *("-o", "filterwarnings=default"),
     *("-o", "addopts=--import-mode=importlib", "-W", "ignore::pytest.PytestConfigWarning"),
 )
+# Compiling takes longest, and each process compiles what its tests need.
+_SPREAD = ("-n", "4") if find_spec("xdist") else ()
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,9 @@ def _kernels(part: str, name: str, *interpreted: str) -> Case:
     return Case(
         part,
         name,
-        (*_PYTEST, "-m", "gpu", *interpreted),
+        (*_PYTEST, *_SPREAD, "-m", "gpu", *interpreted),
         (*_PYTEST, *interpreted),
-        deadline_s=200.0,  # Compiling took 136 s of one processor.
+        deadline_s=200.0,
         needs=("triton",),
         dry_needs=("triton",),
         dry_environment=(("TRITON_INTERPRET", "1"),),

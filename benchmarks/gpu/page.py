@@ -22,7 +22,7 @@ Run the suite on a machine with a GPU. It needs eight minutes at most:
 ```sh
 benchmarks/gpu/bundle                       # where there is a network: 10 MB of wheels
 benchmarks/gpu/run.sh "$OUT"                # on the GPU's machine, with benchmarks/gpu/wheels
-benchmarks/gpu/run.sh --only fp8 "$OUT"     # tests and figures of one block, three minutes at most
+benchmarks/gpu/run.sh --only fp8 "$OUT"     # a block's tests and figures, or a case, three minutes
 cp "$OUT"/*.json benchmarks/results/gpu/ && python -m benchmarks.gpu.page
 ```
 

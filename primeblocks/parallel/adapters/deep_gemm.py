@@ -94,7 +94,7 @@ class DeepGemmIndexScores:
         keys, of_keys = self.quantize(k)
         starts = torch.zeros(rows, dtype=torch.int32, device=q.device)
         # Every key is scored: what is in the future is the selector's to know.
-        return getattr(library, _SYMBOL)(
+        scores = getattr(library, _SYMBOL)(
             queries.contiguous(),
             (keys.contiguous(), of_keys.contiguous()),
             (weights.float() * scales).contiguous(),
@@ -102,6 +102,7 @@ class DeepGemmIndexScores:
             torch.full_like(starts, candidates),
             clean_logits=False,
         )
+        return torch.from_dlpack(scores)  # sgl-deep-gemm returns a tensor of its own kind.
 
 
 def _capability(device: torch.device) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from math import inf
 from numbers import Integral, Real
 from typing import NamedTuple
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import PlanError, ShapeError
+from ...errors import PlanError, ShapeError, UnsupportedError
 from ...groups import check_tensors, facts_of, settle
 from ..sequence import SequencePlan, check_plan
 from .flex import FlexKernel
@@ -73,6 +74,7 @@ def checked(
     """
 
     cast: list[Tensor] = []
+    chosen: list[AttentionKernel] = []
 
     def look() -> dict[str, object]:
         check_plan(sequence, group)
@@ -103,6 +105,7 @@ def checked(
         planned = sequence.whole if whole else sequence
         spec = AttentionSpec(planned, causal, q.shape[-1] ** -0.5, window, softcap)
         check_kernel(kernel, spec, q_, v_.shape[2])
+        chosen.append(_default(spec, q_, v_.shape[2]) if kernel is None else kernel)
         for name, x in zip("qkv", cast, strict=True):
             facts |= facts_of(name, x)
         return facts
@@ -114,7 +117,7 @@ def checked(
         v=cast[2],
         sinks=None if sinks is None else _repeat(sinks, q),
         scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
-        kernel=RectangleKernel() if kernel is None else kernel,
+        kernel=chosen[0],
         batch=q.shape[0] if q.ndim == 4 else None,
     )
 
@@ -135,6 +138,16 @@ def check_kernel(kernel: object, spec: AttentionSpec, q: Tensor, value_dim: int)
         check_lists(spec.plan, kernel.tile_tokens, kernel.list_bytes)
     elif isinstance(kernel, VarlenKernel):
         kernel.check(spec, q, value_dim)
+
+
+def _default(spec: AttentionSpec, q: Tensor, value_dim: int) -> AttentionKernel:
+    """On CUDA flash attention where it takes the call; the same on all ranks."""
+    if q.device.type == "cuda":
+        flash = VarlenKernel()
+        with suppress(UnsupportedError):
+            flash.check(spec, q, value_dim)
+            return flash
+    return RectangleKernel()
 
 
 def _fold(x: Tensor) -> Tensor:

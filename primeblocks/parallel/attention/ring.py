@@ -49,7 +49,8 @@ def ring_attention(
         window: a token sees itself and the `window - 1` before it; None for all.
         softcap: scores become `softcap * tanh(score / softcap)`; None: they stay.
         sinks: `[heads]`, the score of one more key a head, whose value is zero.
-        kernel: who computes a hop; default: `RectangleKernel()`, on every device.
+        kernel: who computes a hop; default: on CUDA `VarlenKernel()` where it takes the call,
+            which `order="balanced"` seldom lets it; otherwise `RectangleKernel()`.
         check: agree on shapes, dtypes and the plan first, so that a mistake on one rank is an
             error on all and not a wait. One small collective, which a GPU has to wait for.
 
