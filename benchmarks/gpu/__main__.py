@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from datetime import datetime
 from pathlib import Path
 
 from ..harness import commit
@@ -42,7 +43,7 @@ def main() -> None:
     done = run_cases(
         cases,
         report=options.folder / f"{re.sub(r'[^A-Za-z0-9-]+', '_', name)}.json",
-        head={"commit": at, "machine": said},
+        head={"commit": at, "date": datetime.now().isoformat("T", "minutes"), "machine": said},
         dry=options.dry_run,
         budget_s=DRY_S if options.dry_run else budget_s,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ _ROOT = Path(__file__).parents[2]
 PAGE, RESULTS = _ROOT / "docs" / "gpu.md", _ROOT / "benchmarks" / "results" / "gpu"
 _HEAD = """# On a GPU
 
-This page shows what ran on a GPU, what failed there, and every figure that was measured.
+This page shows what ran on a GPU, what failed there, and every figure as it was measured last.
 `python -m benchmarks.gpu.page` draws it from the files in `benchmarks/results/gpu`.
 
 Run the suite on a machine with a GPU. It needs eight minutes at most:
@@ -42,8 +43,16 @@ _HIDDEN = ("spread", "hops", ".rectangles")
 
 def draw(results: Path = RESULTS) -> str:
     """Return the page."""
-    reports = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
+    reports = [json.loads(path.read_text()) for path in results.glob("*.json")]
+    reports.sort(key=lambda report: report["date"], reverse=True)
     lines = [_HEAD, *(line for report in reports for line in _section(report))]
+    newest: dict[str, str] = {}
+    for report in reports:
+        for each in (each for outcome in report["cases"] for each in outcome["figures"]):
+            if not each["figure"].endswith(_HIDDEN):
+                newest.setdefault(each["figure"], _figure(each, report["commit"]))
+    rows = [newest[name] for name in sorted(newest)]
+    lines += ["## Figures", "", "| figure | | next to | run |", "|---|---|---|---|", *rows, ""]
     seen = {each["case"] for report in reports for each in report["cases"]}
     never = [each.name for each in CASES if each.arguments and each.name not in seen]
     if never:
@@ -56,26 +65,26 @@ def _section(report: dict[str, Any]) -> list[str]:
     versions = [f"{name} {version}" for name, version in machine["packages"].items() if version]
     lines = [f"## {machine['device']}, {report['commit']}", "", ", ".join(versions) + ".", ""]
     lines += [report["note"], ""] if "note" in report else []
-    lines += ["| case | |", "|---|---|", *map(_row, report["cases"]), ""]
-    figures = [
-        row for outcome in report["cases"] for row in map(_figure, outcome["figures"]) if row
-    ]
-    return [*lines, "| figure | | next to |", "|---|---|---|", *figures, ""] if figures else lines
+    ran = [each for each in report["cases"] if "on a CPU alone" not in each["why"]]
+    return [*lines, "| case | |", "|---|---|", *map(_row, ran), ""]
 
 
 def _row(outcome: dict[str, Any]) -> str:
     said = outcome["status"]
     if outcome["seconds"] is not None:
         said += f", {outcome['seconds']:.0f} s"
-    if outcome["why"]:
-        said += ": " + " ".join(outcome["why"].split())[-300:].replace("|", "/")
+    why = " ".join(outcome["why"].split())
+    if outcome["status"] == "passed":  # What pytest counted, and what a benchmark left out.
+        why = ", ".join(re.findall(r"\d+ passed(?:, \d+ skipped)?|left out: [^:]+", why)) or why
+        why = "" if outcome["figures"] and "left out" not in why else why
+    if why:
+        said += ": " + why[-300:].replace("|", "/")
     return f"| {outcome['case']} | {said} |"
 
 
-def _figure(each: dict[str, Any]) -> str:
-    if each["figure"].endswith(_HIDDEN):
-        return ""
-    return f"| `{each['figure']}` | {each['value']:.4g} {each['unit']} | {each['peer']} |"
+def _figure(each: dict[str, Any], commit: str) -> str:
+    value = f"{each['value']:.4g} {each['unit']}"
+    return f"| `{each['figure']}` | {value} | {each['peer']} | {commit[:7]} |"
 
 
 if __name__ == "__main__":

@@ -98,7 +98,8 @@ def run_case(case: Case, *, dry: bool, deadline_s: float) -> Outcome:
         if case.has_figures:
             arguments = (*arguments, "--json", str(figures))
         code = _run(arguments, _environment(case, dry=dry), log, deadline_s)
-        said = log.read_text(errors="replace")[-_TAIL_CHARS:]
+        said = log.read_text(errors="replace").replace(f"{_ROOT}/", "")
+        said = said.replace(str(Path.home()), "~")[-_TAIL_CHARS:]
         found = tuple(json.loads(figures.read_text()) if figures.exists() else ())
     seconds = time.monotonic() - begun
     if code is None:

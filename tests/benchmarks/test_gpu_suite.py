@@ -206,13 +206,23 @@ def test_the_page_tells_what_ran_and_what_did_not(tmp_path):
         {"case": "fp8_kernels", "status": "passed", "seconds": 3.2, "why": "", "figures": [figure]},
         {"case": "dsa", "status": "failed", "seconds": 1.0, "why": "no\nroom", "figures": []},
     ]
-    head = {"commit": "abc", "machine": {"device": "H", "packages": {"torch": "2.11"}}}
+    head = {
+        "commit": "abc",
+        "date": "2026-11-02",
+        "machine": {"device": "H", "packages": {"torch": "2.11"}},
+    }
     (tmp_path / "h.json").write_text(json.dumps(head | {"cases": cases}))
+    older = head | {"commit": "old", "date": "2026-11-01"}
+    before = [cases[0] | {"figures": [figure | {"value": 1.0}, figure | {"figure": "b"}]}]
+    (tmp_path / "a.json").write_text(json.dumps(older | {"cases": before}))
     text = page.draw(tmp_path)
     assert "## H, abc\n\ntorch 2.11.\n" in text
     assert "| fp8_kernels | passed, 3 s |" in text
     assert "| dsa | failed, 1 s: no room |" in text
-    assert "| `a.tflops` | 700 TFLOP/s | x |" in text
+    assert text.index("## H, abc") < text.index("## H, old")
+    assert text.count("a.tflops") == 1
+    assert "| `a.tflops` | 700 TFLOP/s | x | abc |" in text
+    assert "| `b` | 700 TFLOP/s | x | old |" in text
     never = text.partition("## Never run on a GPU")[2]
     assert "`attention`" in never
     assert "`dsa`" not in never

@@ -37,8 +37,13 @@ def offsets_of(*ends, device=None):
     return torch.tensor(ends, dtype=torch.int32, device=device)
 
 
-@pytest.mark.parametrize("tile", [ROW, SQUARE])
-@pytest.mark.parametrize(("rows", "out", "inner"), [(1, 128, 128), (7, 384, 640), (130, 128, 512)])
+@pytest.mark.parametrize(
+    ("tile", "rows", "out", "inner"),
+    [
+        *((SQUARE, *sizes) for sizes in [(1, 128, 128), (7, 384, 640), (130, 128, 512)]),
+        *((ROW, *sizes) for sizes in [(64, 128, 128), (71, 384, 640), (130, 128, 512)]),
+    ],
+)
 def test_products_are_those_of_the_reference(fake, rows, out, inner, tile):
     a, b = quantize(matrix(rows, inner), ROW), quantize(matrix(out, inner, seed=1), tile)
     result = DeepGemm()(a, b)
@@ -135,7 +140,8 @@ def test_products_over_tokens_are_refused_without_an_engine(fake):
 @pytest.mark.parametrize(
     ("shapes", "tile", "error", "message"),
     [
-        ([(8, 128), (96, 128)], ROW, UnsupportedError, "multiples of 64; got 96"),
+        ([(64, 128), (96, 128)], ROW, UnsupportedError, "multiples of 64; got 96"),
+        ([(63, 128), (128, 128)], ROW, UnsupportedError, "needs 64 rows.*got 63"),
         ([(8, 128), (192, 128)], SQUARE, UnsupportedError, "192 outputs"),
         ([(8, 192), (128, 192)], SQUARE, UnsupportedError, "inner dim of 192"),
         ([(8, 128), (128, 256)], SQUARE, ShapeError, "128.*256"),

@@ -180,6 +180,8 @@ def test_the_tolerance_admits_tensor_cores_and_little_else(tile):
     ("rows", "out", "inner"), [(256, 384, 512), (4, 128, 128), (260, 256, 640), (128, 512, 896)]
 )
 def test_dense_products(make, device, tile, rows, out, inner):
+    if make is deep_gemm and tile == ROW and rows < 64:
+        pytest.skip("refused: its kernel does not compile")
     gemm = engine_of(make)
     a = quantize(matrix(rows, inner, seed=0, device=device), ROW)
     b = quantize(matrix(out, inner, seed=1, device=device), tile)

