@@ -42,7 +42,7 @@ def test_a_crash_a_hang_and_too_little_memory_cost_a_case_each(tmp_path):
     report, child = tmp_path / "report.json", tmp_path / "child"
     done = run(
         [
-            case("good", "print('seen')"),
+            case("good", "import os; print('seen', os.getcwd() + '/here')"),
             case("crash", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"),
             case("raises", "raise ValueError('its reason')"),
             case("hangs", HANGS.format(path=str(child)), deadline_s=2.0),
@@ -66,6 +66,7 @@ def test_a_crash_a_hang_and_too_little_memory_cost_a_case_each(tmp_path):
     assert "its reason" in why["raises"]
     assert "MemoryError" in why["greedy"]
     assert why["lacks"] == "no_such_module not installed"
+    assert why["good"] == "seen here\n"
     assert why["last"] == "still here\n"
     pid = int(child.read_text())
     assert is_gone(pid)
