@@ -5,8 +5,7 @@ With `--dry-run` its code runs on a CPU, at sizes that say nothing about speed.
 
 512 MiB of float32 weights with gradients and AdamW's states: `HostMemory` away and back against one
 pinned copy of as many bytes each way; a step of `CpuAdamW` beside torch's fused AdamW on the
-device; `offload_activations` over matrices whose products take longer than their copies. Bytes are
-compared before anything is timed.
+device. Bytes are compared before anything is timed.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import AdamW
 
-from primeblocks.parallel.memory import CpuAdamW, HostMemory, offload_activations
+from primeblocks.parallel.memory import CpuAdamW, HostMemory
 
 from ..harness import compare, main
 
@@ -30,14 +29,13 @@ Figures = dict[str, tuple[float, str, str]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Square layers, and rows that go through them."""
+    """Square layers."""
 
     width: int = 4096
     layers: int = 8
-    rows: int = 8192
 
 
-SMALL = Sizes(width=32, layers=2, rows=16)
+SMALL = Sizes(width=32, layers=2)
 
 
 def figures(device: str = "cuda", sizes: Sizes | None = None) -> Iterator[Figures]:
@@ -57,7 +55,6 @@ def figures(device: str = "cuda", sizes: Sizes | None = None) -> Iterator[Figure
         parameter.grad = torch.randn_like(parameter)
     yield _moved(model, device)
     yield _stepped(model)
-    yield _offloaded(model, sizes, device)
 
 
 def _moved(model: nn.Module, device: str) -> Figures:
@@ -107,30 +104,6 @@ def _stepped(model: nn.Module) -> Figures:
     return {
         f"{name}.step_ms": (1e3 * on_host.median, "ms", ""),
         f"{name}.time_ratio": (on_host.median / on_device.median, "ratio", peer),
-    }
-
-
-def _offloaded(model: nn.Module, sizes: Sizes, device: str) -> Figures:
-    x = torch.randn(sizes.rows, sizes.width, device=device, requires_grad=True)
-
-    def step() -> Tensor:
-        return torch.autograd.grad(model(x).square().mean(), x)[0]
-
-    def away() -> Tensor:
-        with offload_activations(model, min_bytes=1):
-            loss = model(x).square().mean()
-        return torch.autograd.grad(loss, x)[0]
-
-    def agree() -> None:
-        assert torch.equal(step(), away())
-
-    there, gone = compare(step, away, agree=agree, runs=3)
-    return {
-        "parallel.offload_activations.gpu.time_ratio": (
-            gone.median / there.median,
-            "ratio",
-            "activations kept",
-        )
     }
 
 

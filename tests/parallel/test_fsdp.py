@@ -1,5 +1,6 @@
 import copy
 import math
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -21,6 +22,7 @@ from primeblocks.parallel import (
 )
 from primeblocks.parallel.experts import AllToAllDispatcher, GroupedExperts, LocalDispatcher
 from primeblocks.testing import ranks
+from primeblocks.testing.oracles import assert_same_bits
 
 TOKENS = (5, 0, 3, 8)  # By rank: ragged, one without any.
 
@@ -372,3 +374,23 @@ def _early_optimizer():
 
 def test_an_optimizer_from_before_trains_nothing_and_is_refused():
     ranks.run(_early_optimizer, world_size=2)
+
+
+def _saved_on_the_host(degrees):
+    torch.manual_seed(0)
+    model = Model()
+    _shard(model, plan_mesh(world_size=dist.get_world_size(), **degrees).build("cpu"))
+    gradients = []
+    for place in (nullcontext(), torch.autograd.graph.save_on_cpu()):
+        model.zero_grad()
+        with place:
+            loss = _loss(model, dist.get_rank(), 5)
+        loss.backward()
+        gradients.append([p.grad.to_local().clone() for p in model.parameters()])
+    for kept, moved in zip(*gradients, strict=True):
+        assert_same_bits(kept, moved)
+
+
+@pytest.mark.parametrize("degrees", [{}, {"expert": 2}], ids=str)
+def test_activations_on_the_host_change_no_bit(degrees):
+    ranks.run(_saved_on_the_host, degrees, world_size=2)

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from primeblocks.parallel.memory.activations import offload_activations
 from primeblocks.parallel.memory.cpu_adamw import CpuAdamW
 from primeblocks.parallel.memory.host_memory import HostMemory
 
@@ -69,31 +68,3 @@ def test_the_optimizer_keeps_nothing_on_the_device(dtype):
     for p, q in zip(model.parameters(), hosts, strict=True):
         assert torch.equal(p.detach().cpu(), q.detach().to(dtype))
     assert not any(x.is_cuda for state in ours.state.values() for x in state.values())
-
-
-def _loss(x):
-    for _ in range(8):
-        x = x.sin()
-    return x.square().mean()
-
-
-def test_activations_leave_the_device_until_backward():
-    held, gradients = [], []
-    x = torch.randn(4 * WIDTH, WIDTH, device="cuda", requires_grad=True)
-    for offload in (False, True):
-        start = _requested()
-        if offload:
-            with offload_activations(nn.Identity()) as counts:
-                loss = _loss(x)
-        else:
-            loss = _loss(x)
-        torch.cuda.synchronize()
-        torch.empty(1, device="cuda")  # Here the allocator sees which copies are done.
-        held.append(_requested() - start)
-        gradients.append(*torch.autograd.grad(loss, x))
-        del loss
-    one = 4 * 4 * WIDTH * WIDTH
-    assert counts.bytes_offloaded == 9 * one  # x and what each sine returned.
-    assert held[0] >= 8 * one
-    assert held[1] < one
-    assert torch.equal(*gradients)
