@@ -42,8 +42,12 @@ ONLY: dict[str, tuple[Any, ...]] = {
 }
 # Names, tags and hints, none of which reaches what is sampled.
 IGNORED = {
-    *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
-    *("service_tier", "user"),
+    "metadata",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "user",
 }
 COMMON = {"model", "seed", "stop", "stop_token_ids", "stream", "stream_options", "temperature"}
 CHAT = COMMON | {"max_completion_tokens", "max_tokens", "messages", "tools"}

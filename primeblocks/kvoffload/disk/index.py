@@ -238,7 +238,9 @@ class Index:
                 logging.WARNING if rows else logging.DEBUG,
                 "%s held pages of %s bytes with %s of attachments, and now takes %d with %d: "
                 "what it held is dropped. Give each size its own folder to keep both.",
-                *(self._path.parent, *(sizes or (None, None)), *self._sizes),
+                self._path.parent,
+                *(sizes or (None, None)),
+                *self._sizes,
             )
             return
         for self._age, frame, key in rows:

@@ -222,7 +222,11 @@ class VllmFleet:
             self._fleet.drain(name)
             logging.getLogger(__name__).warning(
                 "engine %r is drained: it did not load version %d, which %s now hold. %s: %s",
-                *(name, published.version, names, type(met).__name__, met),
+                name,
+                published.version,
+                names,
+                type(met).__name__,
+                met,
             )
         return FleetUpdate(published.version, tuple(names), failed)
 

@@ -25,8 +25,11 @@ __all__ = ["Follower"]
 _aten = torch.ops.aten
 # Elements are other places' after these, and the same.
 _MOVES = (
-    *(_aten.clone.default, _aten._to_copy.default, _aten.alias.default),
-    *(_aten.cat.default, _aten.stack.default),
+    _aten.clone.default,
+    _aten._to_copy.default,
+    _aten.alias.default,
+    _aten.cat.default,
+    _aten.stack.default,
 )
 
 

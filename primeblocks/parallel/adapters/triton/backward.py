@@ -172,22 +172,31 @@ def find_slopes(
     of_head = (token * groups + group) * heads + head
     out += of_head[:, None] * (VALUE_END - VALUE)
     product, of_grad, of_q = _look_at_heads(
-        *(out, grad + head[:, None] * grad_head, q + head[:, None] * q_head, own),
-        *(A, B, KEY, KEY_END, VALUE, VALUE_END, FIXED),
+        out,
+        grad + head[:, None] * grad_head,
+        q + head[:, None] * q_head,
+        own,
+        A,
+        B,
+        KEY,
+        KEY_END,
+        VALUE,
+        VALUE_END,
+        FIXED,
     )
     tl.store(delta + of_head, product, own)
     total = _to_base_2(tl.load(lse + of_head, own, other=0.0))
 
     a = tl.arange(0, A)
     stack_a = _load_stack(
-        *(q, grad, block, heads, a, q_head, grad_head, KEY, KEY_END, VALUE, VALUE_END, HEADS, 8)
+        q, grad, block, heads, a, q_head, grad_head, KEY, KEY_END, VALUE, VALUE_END, HEADS, 8
     )
     stack_b = stack_a
     dq_a = tl.zeros((HEADS, A), tl.float32)
     if B:
         b = A + tl.arange(0, B)
         stack_b = _load_stack(
-            *(q, grad, block, heads, b, q_head, grad_head, KEY, KEY_END, VALUE, VALUE_END, HEADS, 8)
+            q, grad, block, heads, b, q_head, grad_head, KEY, KEY_END, VALUE, VALUE_END, HEADS, 8
         )
         dq_b = tl.zeros((HEADS, B), tl.float32)
     most = tl.zeros((TILE,), tl.int32)
@@ -280,14 +289,25 @@ def add_to_rows(
         total = tl.load(lse + of_heads + head, head < heads, other=float("inf"))
         product = tl.load(delta + of_heads + head, head < heads, other=0.0)
         stack_a = _load_stack(
-            *(q, grad, first, heads, a, q_head, grad_head, KEY, KEY_END, VALUE, VALUE_END, HEADS, 1)
+            q, grad, first, heads, a, q_head, grad_head, KEY, KEY_END, VALUE, VALUE_END, HEADS, 1
         )
         both = tl.zeros((TILE, 2 * HEADS), tl.float32)
         both = multiply(row_a, tl.trans(stack_a), both)
         if B:
             stack_b = _load_stack(
-                *(q, grad, first, heads, b, q_head, grad_head),
-                *(KEY, KEY_END, VALUE, VALUE_END, HEADS, 1),
+                q,
+                grad,
+                first,
+                heads,
+                b,
+                q_head,
+                grad_head,
+                KEY,
+                KEY_END,
+                VALUE,
+                VALUE_END,
+                HEADS,
+                1,
             )
             both = multiply(row_b, tl.trans(stack_b), both)
         slope, scores = tl.split(tl.reshape(both, (TILE, HEADS, 2)))

@@ -87,8 +87,15 @@ class TritonIndexScores:
             )
             with torch.cuda.device_of(q):
                 score_tiles[(grid,)](
-                    *(q, k, weights, out, *out.shape, *q.shape[1:]),
-                    *(*q.stride()[:2], k.stride(0), weights.stride(0)),
+                    q,
+                    k,
+                    weights,
+                    out,
+                    *out.shape,
+                    *q.shape[1:],
+                    *q.stride()[:2],
+                    k.stride(0),
+                    weights.stride(0),
                     **launch,
                 )
         return out

@@ -60,9 +60,18 @@ class TritonSparseKernel:
             grid = q.shape[0] * kv.shape[1] * triton.cdiv(heads, launch["HEADS"])
             with torch.cuda.device_of(q):
                 attend[(grid,)](
-                    *(q, kv, indices.contiguous(), out, lse),
-                    *(heads, kv.shape[1], kv.shape[0], indices.shape[2], scale * math.log2(math.e)),
-                    *(*q.stride()[:2], *kv.stride()[:2]),
+                    q,
+                    kv,
+                    indices.contiguous(),
+                    out,
+                    lse,
+                    heads,
+                    kv.shape[1],
+                    kv.shape[0],
+                    indices.shape[2],
+                    scale * math.log2(math.e),
+                    *q.stride()[:2],
+                    *kv.stride()[:2],
                     SPAN=_span(indices),
                     **columns.constants(),
                     **launch,
@@ -144,8 +153,17 @@ class _Backward:
 
     def find_slopes(self, out: Tensor, dq: Tensor, largest: Tensor) -> None:
         find_slopes[(self._programs,)](
-            *(self.grad, self.q, self.kv, self.indices, out, self.lse, dq, self.delta, largest),
-            *(*self._sizes, *self._strides),
+            self.grad,
+            self.q,
+            self.kv,
+            self.indices,
+            out,
+            self.lse,
+            dq,
+            self.delta,
+            largest,
+            *self._sizes,
+            *self._strides,
             FIXED=self.fixed,
             SPAN=_span(self.indices),
             **self.columns.constants(),
@@ -157,8 +175,17 @@ class _Backward:
         launch = self._launch("rows")
         if tiles := triton.cdiv(k, launch["TILE"]):
             add_to_rows[(queries * groups * tiles,)](
-                *(self.grad, self.q, self.kv, self.indices, self.lse, self.delta, sums, largest),
-                *(*self._sizes, self.kv.shape[2], *self._strides),
+                self.grad,
+                self.q,
+                self.kv,
+                self.indices,
+                self.lse,
+                self.delta,
+                sums,
+                largest,
+                *self._sizes,
+                self.kv.shape[2],
+                *self._strides,
                 FIXED=self.fixed,
                 ROOM=self._room,
                 **self.columns.constants(),
@@ -169,7 +196,7 @@ class _Backward:
         dkv = torch.empty(self.kv.shape, dtype=torch.float32, device=self.kv.device)
         if dkv.numel():
             scale_back[(triton.cdiv(dkv.numel(), _BACK),)](
-                *(sums, largest, dkv, dkv.numel()), ROOM=self._room, SIZE=_BACK, num_warps=4
+                sums, largest, dkv, dkv.numel(), ROOM=self._room, SIZE=_BACK, num_warps=4
             )
         return dkv
 
