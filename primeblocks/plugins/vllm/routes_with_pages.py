@@ -27,7 +27,7 @@ import numpy as np
 from ..patch import Patch, SelfTest, ours, stock
 from .scheduled_blocks import Assigned, build_with_blocks
 
-__all__ = ["CONNECTOR", "PATCH", "RowsLater"]
+__all__ = ["CONNECTOR", "PATCH", "RowsBesidePages", "RowsLater"]
 
 CONNECTOR = "vllm.distributed.aux_output_connector.worker:AuxOutputWorkerConnector"
 _BUILD = (
@@ -66,238 +66,241 @@ class _Notes:
     hits: list[tuple[str, list[int]]] = field(default_factory=list)  # pages that requests found
 
 
-def _beside_pages(base: type) -> type:
-    """Give the connector of captured rows a table of rows by block, and a way in and out."""
+# vLLM's class, which is there when the patch is made.
+_Connector: Any = object
 
-    class RowsBesidePages(base):
-        primeblocks_live: ClassVar[WeakValueDictionary[str, Any]] = WeakValueDictionary()
-        _table: Any = None
 
-        def __init__(self, *, vllm_config: Any, model: Any, kv_cache_config: Any) -> None:
-            super().__init__(vllm_config=vllm_config, model=model, kv_cache_config=kv_cache_config)
-            group = _whole_group(kv_cache_config, self._buffer)
-            if group is None:
-                return  # blocks of other layers leave before rows are read: vLLM's own way stays
-            transfer = vllm_config.kv_transfer_config
-            tokens = kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size
-            self._lay_table(group, kv_cache_config.num_blocks, tokens, alone=transfer is None)
-            if transfer is not None:
-                self.primeblocks_live[transfer.engine_id] = self
+class RowsBesidePages(_Connector):
+    """Beside vLLM's connector of captured rows: a table of rows by block, and a way in and out."""
 
-        def _lay_table(self, group: int, blocks: int, block_tokens: int, *, alone: bool) -> None:
-            from ...replay.adapters.vllm.pages import RowTable
+    primeblocks_live: ClassVar[WeakValueDictionary[str, Any]] = WeakValueDictionary()
+    _table: Any = None
 
-            buffer = self._buffer
-            self.group = group
-            self._per_block = block_tokens // buffer.block_size
-            places = blocks * self._per_block
-            self._table = RowTable(places, buffer.block_size, buffer.shape_per_token, buffer.dtype)
-            self._lives: dict[str, _Life] = {}
-            self._notes = _Notes()
-            self._offered: dict[int, bytes | None] = {}
-            self._wanted: list[RowsLater] = []
-            self._begun = self._arrived = 0
-            # Tiers that do not carry rows load pages of which only the hash is known. For them
-            # vLLM's store is kept, and for each place the page of its rows: keys and an index.
-            self._by_hash = not alone
-            self._pages: dict[int, tuple[list[str], int]] = {}
+    def __init__(self, *, vllm_config: Any, model: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, model=model, kv_cache_config=kv_cache_config)
+        group = _whole_group(kv_cache_config, self._buffer)
+        if group is None:
+            return  # blocks of other layers leave before rows are read: vLLM's own way stays
+        transfer = vllm_config.kv_transfer_config
+        tokens = kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size
+        self._lay_table(group, kv_cache_config.num_blocks, tokens, alone=transfer is None)
+        if transfer is not None:
+            self.primeblocks_live[transfer.engine_id] = self
 
-        def page_nbytes(self) -> int:
-            """Bytes of one page's rows."""
-            return int(self._table.page_nbytes)
+    def _lay_table(self, group: int, blocks: int, block_tokens: int, *, alone: bool) -> None:
+        from ...replay.adapters.vllm.pages import RowTable
 
-        def carry(self) -> None:
-            """Declare that a tier that loads pages here offers their rows. Idempotent."""
-            self._by_hash = False
+        buffer = self._buffer
+        self.group = group
+        self._per_block = block_tokens // buffer.block_size
+        places = blocks * self._per_block
+        self._table = RowTable(places, buffer.block_size, buffer.shape_per_token, buffer.dtype)
+        self._lives: dict[str, _Life] = {}
+        self._notes = _Notes()
+        self._offered: dict[int, bytes | None] = {}
+        self._wanted: list[RowsLater] = []
+        self._begun = self._arrived = 0
+        # Tiers that do not carry rows load pages of which only the hash is known. For them
+        # vLLM's store is kept, and for each place the page of its rows: keys and an index.
+        self._by_hash = not alone
+        self._pages: dict[int, tuple[list[str], int]] = {}
 
-        def rows_of(self, blocks: Sequence[int]) -> RowsLater:
-            """The rows of blocks as the steps so far leave them, as soon as they are there."""
-            with self._lock:
-                later = RowsLater(blocks, self._begun)
-                self._wanted.append(later)
-                self._hand_out()
-            return later
+    def page_nbytes(self) -> int:
+        """Bytes of one page's rows."""
+        return int(self._table.page_nbytes)
 
-        def offer(self, rows: Mapping[int, bytes | None]) -> None:
-            """Hand in the rows of blocks that were loaded; None where they did not come along."""
-            with self._lock:
-                self._offered |= rows
+    def carry(self) -> None:
+        """Declare that a tier that loads pages here offers their rows. Idempotent."""
+        self._by_hash = False
 
-        def begin_step(self, metadata: Any) -> None:
-            generation = self._generation
-            super().begin_step(metadata)
-            if self._table is None or metadata is None:
-                return
-            with self._lock:
-                if self._generation != generation:
-                    self._lives.clear()
-                for request_id in metadata.finished_requests:
-                    self._lives.pop(request_id, None)
-                self._assign(metadata.primeblocks_blocks)
-
-        def _assign(self, assigned: Assigned) -> None:
-            notes, tokens = self._notes, self._buffer.block_size
-            notes.copied += assigned.copied
-            for blocks in assigned.loading:
-                notes.overwritten += self._places_in(blocks)
-            for request_id, (blocks, computed) in assigned.started.items():
-                places = self._places_in(blocks)
-                self._lives[request_id] = _Life(places)
-                here = -(-computed // tokens)
-                notes.loaded |= {
-                    p: self._offered.pop(p) for p in places[:here] if p in self._offered
-                }
-                notes.hits.append((request_id, places[:here]))
-                self._empty(places[here:])
-            for request_id, blocks in assigned.grown.items():
-                places = self._places_in(blocks)
-                self._lives[request_id].places += places
-                self._empty(places)
-
-        def _places_in(self, blocks: Sequence[list[int]]) -> list[int]:
-            each = range(self._per_block)
-            return [block * self._per_block + i for block in blocks[self.group] for i in each]
-
-        def _empty(self, places: list[int]) -> None:
-            self._notes.emptied += places
-            for place in places:
-                self._offered.pop(place, None)
-
-        def prepare_output(self, input_batch: Any) -> Any:
-            pending = super().prepare_output(input_batch)
-            if pending is not None and self._table is not None:
-                with self._lock:
-                    self._begun += 1
-                    pending.primeblocks_lives = [self._lives[each] for each in pending.request_ids]
-                    pending.primeblocks_notes, self._notes = self._notes, _Notes()
-            return pending
-
-        def _commit_output(self, pending: Any) -> Any:
-            if self._table is None:
-                return super()._commit_output(pending)
-            strange = self._settle(pending)
-            written = self._write_all(pending)
-            mixed = [found for each in strange if (found := self._find_by_hash(*each))]
-            if mixed:
-                self._publish_blocks(mixed)
-            outputs = self._read_all(pending, written)
-            self._arrived += 1
+    def rows_of(self, blocks: Sequence[int]) -> RowsLater:
+        """The rows of blocks as the steps so far leave them, as soon as they are there."""
+        with self._lock:
+            later = RowsLater(blocks, self._begun)
+            self._wanted.append(later)
             self._hand_out()
-            return outputs
+        return later
 
-        def _settle(self, pending: Any) -> list[tuple[Any, int, int]]:
-            """Apply what happened to blocks before the step computed.
+    def offer(self, rows: Mapping[int, bytes | None]) -> None:
+        """Hand in the rows of blocks that were loaded; None where they did not come along."""
+        with self._lock:
+            self._offered |= rows
 
-            Return the pages that a tier without rows loaded: state of the request, page, place.
-            """
-            notes, each = pending.primeblocks_notes, self._per_block
-            for source, target in notes.copied:
-                for i in range(each):
-                    self._table.copy(source * each + i, target * each + i)
-            self._table.empty(notes.emptied)
-            for place, found in notes.loaded.items():
-                self._table.put(place, found)
-            if not self._by_hash:
-                return []
-            for place in notes.overwritten:
-                self._pages.pop(place, None)
-            strange = []
-            for request_id, places in notes.hits:
-                state = self._requests[request_id]
-                keys = state.aux_output_keys
-                for page, place in enumerate(places):
-                    if not self._is_page(place, keys[page] if page < len(keys) else None):
-                        self._table.empty([place])
-                        strange.append((state, page, place))
-            return strange
+    def begin_step(self, metadata: Any) -> None:
+        generation = self._generation
+        super().begin_step(metadata)
+        if self._table is None or metadata is None:
+            return
+        with self._lock:
+            if self._generation != generation:
+                self._lives.clear()
+            for request_id in metadata.finished_requests:
+                self._lives.pop(request_id, None)
+            self._assign(metadata.primeblocks_blocks)
 
-        def _write_all(self, pending: Any) -> list[tuple[int, np.ndarray]]:
-            """Put the rows of a step where its keys and values went: (first token, rows) each."""
-            written, completed = [], []
-            bounds = zip(pending.query_start_loc, pending.query_start_loc[1:], strict=False)
-            for request_id, life, token_start, (begin, end), rejected in zip(
-                pending.request_ids, pending.primeblocks_lives, map(int, pending.token_starts),
-                bounds, pending.num_rejected, strict=True,
-            ):  # fmt: skip
-                rows = pending.routed_experts[begin : end - rejected]
-                # Scheduled before a suffix was rejected, a step starts at the cursor, not past it.
-                start = min(token_start, token_start if life.cursor is None else life.cursor)
-                life.cursor = start + len(rows)
-                self._table.write(life.places, start, rows)
-                written.append((start, rows))
-                if self._by_hash:
-                    state = self._requests[request_id]
-                    completed.append((state, self._complete(state, life, start)))
+    def _assign(self, assigned: Assigned) -> None:
+        notes, tokens = self._notes, self._buffer.block_size
+        notes.copied += assigned.copied
+        for blocks in assigned.loading:
+            notes.overwritten += self._places_in(blocks)
+        for request_id, (blocks, computed) in assigned.started.items():
+            places = self._places_in(blocks)
+            self._lives[request_id] = _Life(places)
+            here = -(-computed // tokens)
+            notes.loaded |= {p: self._offered.pop(p) for p in places[:here] if p in self._offered}
+            notes.hits.append((request_id, places[:here]))
+            self._empty(places[here:])
+        for request_id, blocks in assigned.grown.items():
+            places = self._places_in(blocks)
+            self._lives[request_id].places += places
+            self._empty(places)
+
+    def _places_in(self, blocks: Sequence[list[int]]) -> list[int]:
+        each = range(self._per_block)
+        return [block * self._per_block + i for block in blocks[self.group] for i in each]
+
+    def _empty(self, places: list[int]) -> None:
+        self._notes.emptied += places
+        for place in places:
+            self._offered.pop(place, None)
+
+    def prepare_output(self, input_batch: Any) -> Any:
+        pending = super().prepare_output(input_batch)
+        if pending is not None and self._table is not None:
+            with self._lock:
+                self._begun += 1
+                pending.primeblocks_lives = [self._lives[each] for each in pending.request_ids]
+                pending.primeblocks_notes, self._notes = self._notes, _Notes()
+        return pending
+
+    def _commit_output(self, pending: Any) -> Any:
+        if self._table is None:
+            return super()._commit_output(pending)
+        strange = self._settle(pending)
+        written = self._write_all(pending)
+        mixed = [found for each in strange if (found := self._find_by_hash(*each))]
+        if mixed:
+            self._publish_blocks(mixed)
+        outputs = self._read_all(pending, written)
+        self._arrived += 1
+        self._hand_out()
+        return outputs
+
+    def _settle(self, pending: Any) -> list[tuple[Any, int, int]]:
+        """Apply what happened to blocks before the step computed.
+
+        Return the pages that a tier without rows loaded: state of the request, page, place.
+        """
+        notes, each = pending.primeblocks_notes, self._per_block
+        for source, target in notes.copied:
+            for i in range(each):
+                self._table.copy(source * each + i, target * each + i)
+        self._table.empty(notes.emptied)
+        for place, found in notes.loaded.items():
+            self._table.put(place, found)
+        if not self._by_hash:
+            return []
+        for place in notes.overwritten:
+            self._pages.pop(place, None)
+        strange = []
+        for request_id, places in notes.hits:
+            state = self._requests[request_id]
+            keys = state.aux_output_keys
+            for page, place in enumerate(places):
+                if not self._is_page(place, keys[page] if page < len(keys) else None):
+                    self._table.empty([place])
+                    strange.append((state, page, place))
+        return strange
+
+    def _write_all(self, pending: Any) -> list[tuple[int, np.ndarray]]:
+        """Put the rows of a step where its keys and values went: (first token, rows) each."""
+        written, completed = [], []
+        bounds = zip(pending.query_start_loc, pending.query_start_loc[1:], strict=False)
+        for request_id, life, token_start, (begin, end), rejected in zip(
+            pending.request_ids, pending.primeblocks_lives, map(int, pending.token_starts),
+            bounds, pending.num_rejected, strict=True,
+        ):  # fmt: skip
+            rows = pending.routed_experts[begin : end - rejected]
+            # Scheduled before a suffix was rejected, a step starts at the cursor, not past it.
+            start = min(token_start, token_start if life.cursor is None else life.cursor)
+            life.cursor = start + len(rows)
+            self._table.write(life.places, start, rows)
+            written.append((start, rows))
             if self._by_hash:
-                self._publish_blocks(completed)
-            return written
+                state = self._requests[request_id]
+                completed.append((state, self._complete(state, life, start)))
+        if self._by_hash:
+            self._publish_blocks(completed)
+        return written
 
-        def _complete(self, state: Any, life: _Life, start: int) -> list[Any]:
-            """Note whose pages were written, and return those that are whole."""
-            places, tokens = life.places, self._buffer.block_size
-            stop = life.cursor or 0
-            for page in range(start // tokens, -(-stop // tokens)):
-                self._pages[places[page]] = state.aux_output_keys, page
-            return [
-                (page * tokens, self._table.read(places, page * tokens, (page + 1) * tokens))
-                for page in range(start // tokens, stop // tokens)
-                if self._table.is_whole(places[page])
-            ]
+    def _complete(self, state: Any, life: _Life, start: int) -> list[Any]:
+        """Note whose pages were written, and return those that are whole."""
+        places, tokens = life.places, self._buffer.block_size
+        stop = life.cursor or 0
+        for page in range(start // tokens, -(-stop // tokens)):
+            self._pages[places[page]] = state.aux_output_keys, page
+        return [
+            (page * tokens, self._table.read(places, page * tokens, (page + 1) * tokens))
+            for page in range(start // tokens, stop // tokens)
+            if self._table.is_whole(places[page])
+        ]
 
-        def _find_by_hash(self, state: Any, page: int, place: int) -> tuple[Any, list[Any]] | None:
-            """Fill in the rows of a loaded page that this step did not compute.
+    def _find_by_hash(self, state: Any, page: int, place: int) -> tuple[Any, list[Any]] | None:
+        """Fill in the rows of a loaded page that this step did not compute.
 
-            If it computed some, the hash stood for another page: return this one for the store too.
-            """
-            keys, table = state.aux_output_keys, self._table
-            if page >= len(keys) or table.is_whole(place):
-                return None
-            is_mixed = table.page(place) is not None
-            table.fill(place, self._under(keys[page]))
-            self._pages[place] = [keys[page]], 0
-            if not is_mixed or not table.is_whole(place):
-                return None
-            start, tokens = page * self._buffer.block_size, self._buffer.block_size
-            return state, [(start, table.read([place], 0, tokens))]
-
-        def _is_page(self, place: int, key: str | None) -> bool:
-            keys, page = self._pages.get(place, ((), 0))
-            return page < len(keys) and keys[page] == key
-
-        def _under(self, key: str) -> bytes | None:
-            from vllm.distributed.aux_output_connector.store import BlockObjectStoreError
-
-            with suppress(BlockObjectStoreError):
-                return bytes(self._store.get_concatenated([key]))
+        If it computed some, the hash stood for another page: return this one for the store too.
+        """
+        keys, table = state.aux_output_keys, self._table
+        if page >= len(keys) or table.is_whole(place):
             return None
+        is_mixed = table.page(place) is not None
+        table.fill(place, self._under(keys[page]))
+        self._pages[place] = [keys[page]], 0
+        if not is_mixed or not table.is_whole(place):
+            return None
+        start, tokens = page * self._buffer.block_size, self._buffer.block_size
+        return state, [(start, table.read([place], 0, tokens))]
 
-        def _read_all(self, pending: Any, written: list[tuple[int, np.ndarray]]) -> dict[str, Any]:
-            """Rows to hand to requests, after all writes: one may use what another computed."""
-            from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
+    def _is_page(self, place: int, key: str | None) -> bool:
+        keys, page = self._pages.get(place, ((), 0))
+        return page < len(keys) and keys[page] == key
 
-            outputs = {}
-            for request_id, life, (start, rows), sampled in zip(
-                pending.request_ids, pending.primeblocks_lives, written, pending.num_sampled,
-                strict=True,
-            ):  # fmt: skip
-                state, stop = self._requests[request_id], start + len(rows)
-                first = state.emit_cursor
-                if sampled <= 0 or first > stop:
-                    continue
-                found = rows[first - start :]
-                if first < start:
-                    found = self._table.read(life.places, first, stop)
-                outputs[request_id] = AuxRequestOutput(first, found)
-                state.emit_cursor = stop
-            return outputs
+    def _under(self, key: str) -> bytes | None:
+        from vllm.distributed.aux_output_connector.store import BlockObjectStoreError
 
-        def _hand_out(self) -> None:
-            for later in self._wanted:
-                if later.step <= self._arrived:
-                    later.rows = {block: self._table.page(block) for block in later.blocks}
-            self._wanted = [later for later in self._wanted if later.rows is None]
+        with suppress(BlockObjectStoreError):
+            return bytes(self._store.get_concatenated([key]))
+        return None
 
-    return RowsBesidePages
+    def _read_all(self, pending: Any, written: list[tuple[int, np.ndarray]]) -> dict[str, Any]:
+        """Rows to hand to requests, after all writes: one may use what another computed."""
+        from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
+
+        outputs = {}
+        for request_id, life, (start, rows), sampled in zip(
+            pending.request_ids, pending.primeblocks_lives, written, pending.num_sampled,
+            strict=True,
+        ):  # fmt: skip
+            state, stop = self._requests[request_id], start + len(rows)
+            first = state.emit_cursor
+            if sampled <= 0 or first > stop:
+                continue
+            found = rows[first - start :]
+            if first < start:
+                found = self._table.read(life.places, first, stop)
+            outputs[request_id] = AuxRequestOutput(first, found)
+            state.emit_cursor = stop
+        return outputs
+
+    def _hand_out(self) -> None:
+        for later in self._wanted:
+            if later.step <= self._arrived:
+                later.rows = {block: self._table.page(block) for block in later.blocks}
+        self._wanted = [later for later in self._wanted if later.rows is None]
+
+
+def _beside_pages(base: type) -> type:
+    return type(RowsBesidePages.__name__, (RowsBesidePages, base), {})
 
 
 def _whole_group(kv_cache_config: Any, buffer: Any) -> int | None:
