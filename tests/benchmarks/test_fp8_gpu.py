@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-from benchmarks.fp8_parts import gpu, gpu_dense
+from benchmarks.fp8_parts import gpu, gpu_dense, gpu_sides
 from benchmarks.fp8_parts.gpu_sides import SMALL, Side, engines_of, quantizer_of
 from benchmarks.harness import collect
 from primeblocks.fp8 import Tile, quantize
@@ -61,7 +61,20 @@ def test_engines_that_are_not_there_are_left_out_with_the_reason(monkeypatch, ca
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setitem(sys.modules, "deep_gemm", types.ModuleType("deep_gemm"))
     monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.setattr(gpu_sides, "_prove", lambda gemm, device: None)  # It needs a device.
     names = [name for name, _ in engines_of("cuda")]
     assert names[0] == "cublas"
     assert "deep_gemm" not in names
     assert "left out: deep_gemm: DeepGEMM is not installed" in capsys.readouterr().err
+
+
+def test_an_engine_that_computes_something_else_is_left_out(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+    def misread(gemm, device):
+        raise RuntimeError("dim == 2 or dim == 3")
+
+    monkeypatch.setattr(gpu_sides, "_prove", misread)
+    assert "cublas" not in [name for name, _ in engines_of("cuda")]
+    assert "left out: cublas: dim == 2 or dim == 3" in capsys.readouterr().err
