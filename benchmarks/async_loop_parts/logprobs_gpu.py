@@ -55,7 +55,7 @@ class Sizes:
     words: int = 151_936
     width: int = 4096
     compared: int = 512
-    runs: int = 5
+    runs: int = 3
 
 
 SMALL = Sizes(tokens=24, words=300, width=16, compared=8, runs=1)

@@ -73,53 +73,44 @@ def checked(
         ShapeError, PlanError, CapacityError, UnsupportedError, RankError: as `ring_attention` says.
     """
 
-    cast: list[Tensor] = []
-    chosen: list[AttentionKernel] = []
+    given: Inputs | None = None  # Made once: a cast or a fold is a copy.
 
     def look() -> dict[str, object]:
+        nonlocal given
         check_plan(sequence, group)
         check_tensors(q=q, k=k, v=v, **({} if sinks is None else {"sinks": sinks}))
-        # Once: a cast or a fold is a copy.
-        q_, k_, v_ = (_fold(autocast(x)) for x in (q, k, v))
-        cast.extend((q_, k_, v_))
-        tokens = sequence.counts[group.rank()]
         if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
             raise ShapeError(
                 f"q, k and v need one batch; got {tuple(q.shape)}, {tuple(k.shape)}, "
                 f"{tuple(v.shape)}."
             )
-        _check(q_, k_, v_, None if sinks is None else _repeat(sinks, q), tokens)
+        q_, k_, v_ = (_fold(autocast(x)) for x in (q, k, v))
+        sinks_ = None if sinks is None else _repeat(sinks, q)
+        _check(q_, k_, v_, sinks_, sequence.counts[group.rank()])
         _check_rules(causal=causal, scale=scale, window=window, softcap=softcap)
+        scale_ = q.shape[-1] ** -0.5 if scale is None else float(scale)
+        spec = AttentionSpec(sequence.whole if whole else sequence, causal, scale_, window, softcap)
+        check_kernel(kernel, spec, q_, v_.shape[2])
+        chosen = _default(spec, q_, v_.shape[2]) if kernel is None else kernel
+        batch = q.shape[0] if q.ndim == 4 else None
+        given = Inputs(q_, k_, v_, sinks_, scale_, chosen, batch)
         facts: dict[str, object] = {
             "plan": sequence.fingerprint,
             "window": window or 0,
             "causal": int(bool(causal)),
             "scale": scale,
             "softcap": softcap,
-            "batch": q.shape[0] if q.ndim == 4 else 0,
+            "batch": batch or 0,
             # 1 without gradient, 2 with one.
             "sinks": 0 if sinks is None else 1 + (torch.is_grad_enabled() and sinks.requires_grad),
         }
         if sinks is not None:
             facts["sinks dtype"] = sinks.dtype
-        planned = sequence.whole if whole else sequence
-        spec = AttentionSpec(planned, causal, q.shape[-1] ** -0.5, window, softcap)
-        check_kernel(kernel, spec, q_, v_.shape[2])
-        chosen.append(_default(spec, q_, v_.shape[2]) if kernel is None else kernel)
-        for name, x in zip("qkv", cast, strict=True):
-            facts |= facts_of(name, x)
-        return facts
+        return facts | facts_of("q", q_) | facts_of("k", k_) | facts_of("v", v_)
 
     settle(call, look, q, k, v, group=group, check=check)
-    return Inputs(
-        q=cast[0],
-        k=cast[1],
-        v=cast[2],
-        sinks=None if sinks is None else _repeat(sinks, q),
-        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
-        kernel=chosen[0],
-        batch=q.shape[0] if q.ndim == 4 else None,
-    )
+    assert given is not None
+    return given
 
 
 def check_kernel(kernel: object, spec: AttentionSpec, q: Tensor, value_dim: int) -> None:
