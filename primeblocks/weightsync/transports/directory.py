@@ -152,14 +152,14 @@ class DirectoryTransport:
     def _allocate(self, version: int, size_bytes: int, *, delta: bool) -> None:
         """Owner: make room. A delta has no blob: its parts make their own files."""
         self.abort(version)
-        path, is_made = self._path(version), delta
+        path, needs_blob = self._path(version), not delta
         gone = self.commits.retire(last_chain(self.commits.committed))
         for old in (self._path(marker.version) for marker in gone):
-            if self._memory and not is_made:
-                is_made = self._memory.reuse(old, path, size_bytes)
+            if self._memory and needs_blob:
+                needs_blob = not self._memory.reuse(old, path, size_bytes)
             self._blobs.drop(old)
         try:
-            if not is_made:
+            if needs_blob:
                 self._blobs.make(path, size_bytes)
         except OSError as error:
             self._blobs.drop(path)
