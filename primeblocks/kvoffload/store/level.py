@@ -85,7 +85,7 @@ class Level:
         if len(self.copies) >= room:
             self.counts["failures"] += 1
             return None, victims
-        copy = self.copies[key] = LowerCopy(here=False)
+        copy = self.copies[key] = LowerCopy(here=False, replaces=bool(victims))
         return copy, victims
 
     def written(
@@ -103,10 +103,9 @@ class Level:
         """Take note that a page was not written; return whether to drop what may be there."""
         self.refusal = error
         self.refusals += 1
-        full = len(self.copies) >= self._room()  # another page may have left for it
         dropped = self.failed(key, copy, error)
-        if not self.shared and (full or isinstance(error, CapacityError)):
-            self.breaker.refused(room=0 if full else max(1, len(self.copies)))
+        if not self.shared and (copy.replaces or isinstance(error, CapacityError)):
+            self.breaker.refused(room=0 if copy.replaces else max(1, len(self.copies)))
         return dropped
 
     def failed(self, key: PageKey, copy: LowerCopy, error: Exception | None) -> bool:

@@ -49,9 +49,10 @@ Users = tuple[Hashable, ...]  # names of rollouts
 
 @dataclass(slots=True, eq=False)
 class LowerCopy:
-    """A page in a lower tier; `here` once it was written."""
+    """A page in a lower tier; `here` once it was written; `replaces` where others left for it."""
 
     here: bool
+    replaces: bool = False
 
 
 @dataclass(slots=True, eq=False)

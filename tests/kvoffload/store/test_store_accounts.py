@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from primeblocks.errors import CorruptionError
+from primeblocks.errors import CapacityError, CorruptionError
 from primeblocks.kvoffload import HostTier, PageKey, TieredStore
 from primeblocks.kvoffload.evict import Facts, VersionAware, lru
 from primeblocks.kvoffload.store import copier
@@ -166,6 +166,21 @@ def test_demoted_pages_keep_the_order_of_their_rollout():
         level.written(key_of(number), copy, length=1, users=("one",))
     (one,) = level.ledger.snapshot(version=0).live
     assert one.page.key == key_of(2)
+
+
+def test_pages_refused_together_leave_a_full_tier_what_it_holds():
+    level = Level("disk", [], capacity_pages=8, shared=False)
+    pages = [(key_of(n), level.admit(key_of(n), lru, version=0)[0]) for n in range(5)]
+    for key, copy in pages[:3]:
+        level.written(key, copy, length=1, users=())
+    for key, copy in pages[3:]:  # Admitted before the first was refused; no page left for them.
+        level.refused(key, copy, CapacityError("full"))
+    assert level.breaker.room == 3
+    copy, left = level.admit(key_of(9), lru, version=0)
+    assert copy is not None
+    assert left == [key_of(0)]
+    level.refused(key_of(9), copy, CapacityError("full"))
+    assert level.admit(key_of(9), lru, version=0) == (None, [])  # Until the rest is over.
 
 
 def test_staleness_orders_evictions_and_does_not_bound_reads(host):
