@@ -2,7 +2,7 @@
 
     FETCHED ----------> CHECKED       a version, whose bytes `_next` has
        every byte is right |
-                           | load begins
+                           | load begins, of either
                            v
     EMPTY, LOADED ------> TORN -----> LOADED       the engine, whose state is `_state`
                            |  load took all
@@ -12,9 +12,10 @@
           LOADED with a TransferError, or still TORN with an EngineError
 
 A version that fails before its load changes neither `_state` nor `_last`, the version that was
-loaded last. The bytes of `_last` are kept where the transport allows it, as the base of deltas and
-to go back to. A load begins with a FETCHED version only if its bytes were checked before, or if
-there is a version to go back to. Then each tensor is checked before `load` gets it.
+loaded last. Nothing is written down: a process that dies starts again EMPTY. The bytes of `_last`
+are kept where the transport allows it, as the base of deltas and to go back to. A load begins with
+a FETCHED version only if its bytes were checked before, or if there is a version to go back to.
+Then each tensor is checked before `load` gets it.
 """
 
 from __future__ import annotations
@@ -98,10 +99,10 @@ class Subscriber:
         observe: Callable[[], NamedTensors] | None = None,
     ) -> None:
         plan.check_reader(reader)
-        torn = [name for name, boxes in plan.wants[reader].items() if len(boxes) > 1]
-        if torn and convert is None:
+        cut = [name for name, boxes in plan.wants[reader].items() if len(boxes) > 1]
+        if cut and convert is None:
             raise PlanError(
-                f"reader {reader} wants several boxes of {len(torn)} tensors, such as {torn[0]!r}. "
+                f"reader {reader} wants several boxes of {len(cut)} tensors, such as {cut[0]!r}. "
                 "Pass convert=, the wiring that it was planned with."
             )
         self.plan, self.reader = plan, reader
@@ -117,7 +118,7 @@ class Subscriber:
 
     @property
     def version(self) -> int | None:
-        """The version loaded last; None before the first."""
+        """The version that the engine holds; None where it holds none, or a torn one."""
         return None if self._served is None else self._served.version
 
     @property
@@ -158,7 +159,8 @@ class Subscriber:
 
         Args:
             version: the one to load, even an older one than is held; the held one is not loaded
-                again. None takes the newest, if it is newer than the one held.
+                again. None takes what `verify` checked, or else the newest, if it is newer than
+                the one held.
 
         Raises:
             DeadlineError: no such version was committed, or it was not checked in time.
@@ -243,9 +245,9 @@ class Subscriber:
         last = found[-1]
         if kept is not None and last.marker == held:
             return kept
-        can_go_back = kept is not None and last.marker in self._transport.markers()
+        may_fail = kept is not None and last.marker in self._transport.markers()
         was_checked = self._next is not None and last.marker == self._next.marker
-        is_sure = was_checked or (self._ahead and can_go_back)
+        is_sure = was_checked or (self._ahead and may_fail)
         if loads and is_sure and len(found) == 1 and last.marker.base is None:
             check_plan(self.plan, last.marker)
             size = self.plan.read_bytes(self.reader)
@@ -296,11 +298,11 @@ class Subscriber:
 
     def _load_or_go_back(self, new: Fetched) -> Fetched:
         served, self._state = self._served, ReaderState.TORN  # Until it has one of them.
-        if new is self._last:
+        if new is self._last:  # After forget().
             self._last = None
         try:
             digests = self._feed(new)
-        except Exception as error:  # Whatever load raises, the model must not stay torn.
+        except Exception as error:  # Whatever it is, the model must not stay torn.
             self._go_back(new, served, error)
         if self._last is not None:
             self._last.closed()
@@ -340,7 +342,7 @@ class Subscriber:
         raise TransferError(f"{text}. Version {old.marker.version} was loaded again.") from error
 
     def _feed(self, fetched: Fetched) -> Digests | None:
-        """Give `load` all tensors, each once its bytes were checked; then observe the engine."""
+        """Give the engine all tensors, each once its bytes were checked; then observe it."""
         is_copied = fetched.state is ReaderState.FETCHED and not isinstance(fetched.held, Lent)
         places = self._places() if is_copied else {}
         if places and all(place.device.type == "cpu" for place in places.values()):

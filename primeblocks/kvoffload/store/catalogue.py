@@ -361,7 +361,7 @@ class Catalogue:
             return self._free.pop()
         while self._ready:
             page, _ = self._ready.popitem(last=False)
-            if not page.busy:  # a flush may write it; it is released again then
+            if not page.busy:  # lost if no tier took it; a flush may write it, and release it again
                 del self._leaving[page], self._pages[page.key]
                 self._counts["evictions"] += 1
                 return page.frame

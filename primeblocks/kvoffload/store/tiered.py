@@ -53,7 +53,8 @@ class TieredStore:
         write: "back" saves writes below, "through" loses less in a crash and shares pages sooner.
         copy_threads: threads that copy between the caller's buffers and host memory.
         patience_s: seconds that saves wait for a tier below that does not keep up. Then pages leave
-            host memory without being written there; a tier that does not answer is not read either.
+            host memory without being written there, as they do where it refuses them; a tier that
+            does not answer is not read either.
         clock: seconds.
 
     Raises:
@@ -113,7 +114,8 @@ class TieredStore:
         """Keep a page. Local.
 
         The page is read until the result is there, and must not change before. It replaces the page
-        that `key` named, except in a tier that others write to. Without room: `stored` is False.
+        that `key` named, except in a tier that others write to. Without room in host memory
+        `stored` is False; what a tier below refuses later, `flush` tells.
 
         Args:
             page: `page_bytes` bytes: a contiguous tensor, array or buffer, or a list of them.
@@ -335,7 +337,7 @@ class TieredStore:
             if self._error is not None:
                 raise self._error
 
-    # Every change of the catalogue goes through here; moves are handed out in its barrier.
+    # Every change of the catalogue goes through here, and `_hand_out` gives away its moves.
 
     def _change(self, what: Callable[..., object], *of: Any) -> None:
         with self._changed:
