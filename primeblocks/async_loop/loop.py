@@ -161,8 +161,9 @@ class AsyncLoop:
         if self._ledger is not None:
             for group in self._feeder.resume(self._ledger.restore(self.version)):
                 self._feeder.finished += 1
-                put = self._buffer.put(group, timeout_s=self._timeout_s)
-                self._restored.append(asyncio.create_task(put))
+                put = asyncio.create_task(self._buffer.put(group, timeout_s=float("inf")))
+                put.add_done_callback(self._is_restored)
+                self._restored.append(put)
             await asyncio.sleep(0)  # They are in the buffer, or wait for room in it.
         self._worker = WorkerThread("train")
         self._feed()
@@ -311,6 +312,10 @@ class AsyncLoop:
             return
         rest, self._publishing = self._publishing, None
         await self._within(rest, what="a publish")
+
+    def _is_restored(self, put: asyncio.Task[None]) -> None:
+        if not put.cancelled() and (error := put.exception()):
+            self._fail(error)
 
     def _sent(self, rest: asyncio.Future[Any]) -> None:
         if rest.cancelled():

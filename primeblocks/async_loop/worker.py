@@ -51,10 +51,12 @@ class WorkerThread:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Say whether a call returns a coroutine: of a function, a method or an object. Pure."""
+    """Say whether a call returns a coroutine: of a function, a method or an object. Pure.
+
+    Of a decorated one the decorator's word counts, not what it decorates.
+    """
     while isinstance(function, functools.partial):
         function = function.func
-    function = inspect.unwrap(function)
     call = inspect.getattr_static(type(function), "__call__", None)  # Of an object.
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
@@ -73,7 +75,9 @@ def check_call(
     """
     if not callable(function):
         raise UsageError(f"{name}= must be callable; got {shown(function)}. Pass a function.")
-    if kind != "either" and is_async(function) != (kind == "async"):
+    # A plain function may hand on the coroutine of one that it decorates.
+    decorated = kind == "async" and is_async(inspect.unwrap(function))
+    if kind != "either" and (decorated or is_async(function)) != (kind == "async"):
         raise UsageError(
             f"{name}= must be {kind}; got {shown(function)}. Define it with "
             f"{'async def' if kind == 'async' else 'def'}."

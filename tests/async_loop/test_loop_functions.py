@@ -4,6 +4,7 @@ import asyncio
 import functools
 import itertools
 import re
+import threading
 
 import pytest
 
@@ -84,6 +85,51 @@ def test_whatever_is_async_may_generate_train_and_publish():
             (step,) = asyncio.run(asyncio.wait_for(body(generate, trainer), 120))
             assert step.metrics == "trained"
     assert seen == [0] * 9
+
+
+def test_a_decorator_says_whether_a_function_is_async():
+    """What it decorates does not: a publish in a thread is awaited before the next step trains."""
+    said = []
+
+    def in_a_thread(function):
+        @functools.wraps(function)
+        async def call(*given, **named):
+            return await asyncio.to_thread(function, *given, **named)
+
+        return call
+
+    def handing_on(function):
+        @functools.wraps(function)
+        def call(*given, **named):
+            return function(*given, **named)
+
+        return call
+
+    def blocking(function):
+        return functools.wraps(function)(lambda *a, **named: asyncio.run(function(*a, **named)))
+
+    async def train(groups, *, version):
+        said.append(f"train {version}")
+
+    def publish(version):
+        said.append(f"publish {version} begins")
+        threading.Event().wait(0.1)
+        said.append(f"publish {version} ends")
+
+    async def body():
+        loop = AsyncLoop(
+            prompts=itertools.count(), generate=handing_on(_any), train=blocking(train),
+            publish=in_a_thread(publish), batch_size=1, max_in_flight=1, version=0,
+            buffer=RolloutBuffer(capacity=1, staleness=StalenessPolicy(9, correction="a test")),
+        )  # fmt: skip
+        async with loop:
+            return [step async for step in loop.steps(2)]
+
+    assert len(asyncio.run(asyncio.wait_for(body(), 120))) == 2
+    assert said == [
+        *("train 0", "publish 1 begins", "publish 1 ends"),
+        *("train 1", "publish 2 begins", "publish 2 ends"),
+    ]
 
 
 @pytest.mark.parametrize(

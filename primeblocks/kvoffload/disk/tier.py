@@ -78,7 +78,7 @@ class DiskTier:
         io: str = "auto",
         system: System | None = None,
     ) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # The process may go elsewhere.
         self.page_bytes = page_bytes
         self.attachment_bytes = attachment_bytes
         self.frame_bytes, self.capacity_pages = frames_of(

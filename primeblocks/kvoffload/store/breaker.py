@@ -3,15 +3,15 @@
     CLOSED     Every page is written. Saves wait for the tier, `patience_s` at most.
     OPEN       The tier takes `room` pages, and each further page takes the place of another. If
                `room` is 0, no page is written. A silent tier is neither written to nor read.
-    HALF_OPEN  A few writes at a time, one until a page was written. Saves do not wait for them.
+    HALF_OPEN  After a rest one write at a time; of a tier that is slow a few. Saves do not wait.
 
     CLOSED -> HALF_OPEN      A page waited for the tier's writes longer than `patience_s`.
     any -> OPEN              The tier was full: its `room` is what it has. Or it refused a page for
                              which another had left: its `room` is 0. Or it was silent for
                              `patience_s`.
     OPEN -> HALF_OPEN        The rest is over, or a silent tier answered.
-    HALF_OPEN -> CLOSED      A page was written, nothing is under way, and no page was skipped for
-                             `patience_s`.
+    HALF_OPEN -> CLOSED      After a rest: a page was written. Of a tier that was slow or silent:
+                             nothing is under way, and no page was skipped for `patience_s`.
 
 A rest takes 1 s, and twice as long each time, up to 8 s: each trial may cost the tier a page, and a
 disk that has room again should not wait long. After CLOSED the next rest takes 1 s again.
@@ -58,7 +58,8 @@ class Breaker:
         self._retry_s = 0.0  # end of the rest
         self.room = _UNBOUNDED
         self._silent = False
-        self._proven = False  # a page was written since the rest
+        self._slow = False  # half open because it was slow or silent
+        self._proven = False  # a page was written since it was half open, or it was only slow
         self._skipped_s = 0.0  # when a page was skipped last
         self._heard_s = 0.0
         self._waits_s: float | None = None  # since when a page waits for the writes under way
@@ -73,9 +74,9 @@ class Breaker:
             self._silent = True
             self._open(now_s)
         elif self._circuit is Circuit.OPEN and now_s >= self._retry_s:
-            self._half_open(now_s, proven=False)
+            self._half_open(now_s, slow=self._silent, proven=False)
         elif self._circuit is Circuit.CLOSED and self._waited_s(now_s) > self._patience_s:
-            self._half_open(now_s, proven=True)
+            self._half_open(now_s, slow=True, proven=True)
         elif self._circuit is Circuit.HALF_OPEN and self._keeps_up(now_s):
             self._circuit, self._rest_s = Circuit.CLOSED, _REST_S
         return self._circuit
@@ -88,14 +89,14 @@ class Breaker:
         """Look at the circuit, and tell whether to skip a page.
 
         Args:
-            feed: most writes at a time while the circuit is half open. None skips no page.
+            feed: most writes at a time to a tier that is slow. None skips no page.
         """
         circuit = self.circuit()
         if circuit is Circuit.CLOSED or feed is None:
             return False
         match circuit:
             case Circuit.OPEN:
-                skipped = self._silent or self.room == 0
+                skipped = self._silent or self.room == 0 or (self._late() and self.writing >= feed)
             case Circuit.HALF_OPEN:
                 skipped = self.writing >= (feed if self._proven else 1)
         if skipped:
@@ -105,8 +106,18 @@ class Breaker:
     def unawaited(self) -> int:
         """Count the writes that saves do not wait for."""
         circuit = self.circuit()
-        patient = circuit is Circuit.CLOSED or (circuit is Circuit.OPEN and not self._silent)
-        return 0 if patient else self.writing
+        waits = circuit is Circuit.OPEN and not self._silent and not self._late()
+        return 0 if waits or circuit is Circuit.CLOSED else self.writing
+
+    def replaces(self) -> bool:
+        """Whether another page may leave for one: after a rest for one at a time."""
+        match self.circuit():
+            case Circuit.CLOSED:
+                return True
+            case Circuit.OPEN:
+                return self.room > 0
+            case Circuit.HALF_OPEN:
+                return self._proven or self.writing == 0
 
     def given(self, *, write: bool) -> None:
         """Take note that the tier has a move to answer."""
@@ -129,8 +140,11 @@ class Breaker:
             return
         self._heard_s, self._recalled = now_s, False
         if self._silent:
-            self._half_open(now_s, proven=False)
-        self._proven |= write and error is None
+            self._half_open(now_s, slow=True, proven=False)
+        if write and error is None and self._circuit is Circuit.HALF_OPEN:
+            self._proven = True
+            if not self._slow:
+                self._circuit, self._rest_s = Circuit.CLOSED, _REST_S
 
     def refused(self, *, room: int) -> None:
         """Take note that the tier refused a page; until the next trial it takes `room` pages."""
@@ -151,13 +165,16 @@ class Breaker:
             self._rest_s = min(2 * self._rest_s, _LONGEST_REST_S)
         self._circuit = Circuit.OPEN
 
-    def _half_open(self, now_s: float, *, proven: bool) -> None:
+    def _half_open(self, now_s: float, *, slow: bool, proven: bool) -> None:
         self._circuit, self._silent, self.room = Circuit.HALF_OPEN, False, _UNBOUNDED
-        self._proven, self._skipped_s = proven, now_s
+        self._slow, self._proven, self._skipped_s = slow, proven, now_s
 
     def _keeps_up(self, now_s: float) -> bool:
         skipped_s = now_s - self._skipped_s
         return self._proven and not self.writing and skipped_s > self._patience_s
+
+    def _late(self) -> bool:
+        return self._waited_s(self._clock()) > self._patience_s
 
     def _waited_s(self, now_s: float) -> float:
         return 0.0 if self._waits_s is None else now_s - self._waits_s

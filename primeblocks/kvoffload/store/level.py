@@ -71,20 +71,19 @@ class Level:
             return None, []
         if self.shared:
             return LowerCopy(here=False), []
-        room = self._room(flush=feed is None)
-        if room == 0:
-            self.counts["skipped"] += 1
-            return None, []
         victims: list[PageKey] = []
-        while len(self.copies) >= room and len(self.ledger):
+        if len(self.copies) >= self._room(flush=feed is None):
+            if not self.breaker.replaces():
+                self.counts["skipped"] += 1
+                return None, []
+            if not len(self.ledger):
+                self.counts["failures"] += 1
+                return None, []
             victim, _ = self.ledger.victim(evict, version=version)
             self.ledger.remove(victim)
             del self.copies[victim]
             self.counts["evictions"] += 1
             victims.append(victim)
-        if len(self.copies) >= room:
-            self.counts["failures"] += 1
-            return None, victims
         copy = self.copies[key] = LowerCopy(here=False, replaces=bool(victims))
         return copy, victims
 

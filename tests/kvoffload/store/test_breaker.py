@@ -32,26 +32,39 @@ def test_a_refusal_opens_it_and_each_trial_that_fails_doubles_the_rest():
     assert tier.skips(feed=4)
 
 
-def test_one_page_is_tried_and_more_once_it_is_written():
+def test_one_page_is_tried_and_all_once_it_is_written():
     tier, clock = breaker()
     tier.refused(room=0)
     clock.advance(1.0)
     assert not tier.skips(feed=4)
+    assert tier.replaces()
     tier.given(write=True)
     assert tier.skips(feed=4)
+    assert not tier.replaces()
     tier.heard(None, write=True)
-    for _ in range(4):
+    assert tier.circuit() is Circuit.CLOSED
+    for _ in range(40):
         assert not tier.skips(feed=4)
         tier.given(write=True)
-    assert tier.skips(feed=4)
-    for _ in range(4):
-        tier.heard(None, write=True)
-    assert tier.circuit() is Circuit.HALF_OPEN  # a page was skipped just now
-    clock.advance(1.1)
-    assert tier.circuit() is Circuit.CLOSED
     tier.refused(room=0)
     clock.advance(1.0)
-    assert tier.circuit() is Circuit.HALF_OPEN
+    assert tier.circuit() is Circuit.HALF_OPEN  # The rest is as short as the first.
+
+
+def test_an_open_tier_that_is_slow_too_is_not_waited_for():
+    tier, clock = breaker()
+    for rest_s in (1.0, 2.0, 4.0):
+        tier.refused(room=3)
+        clock.advance(rest_s)
+        tier.circuit()
+    tier.refused(room=3)
+    for _ in range(20):
+        tier.given(write=True)
+    tier.page_waits()
+    for _ in range(2):
+        clock.advance(0.9)
+        tier.heard(None, write=True)
+    assert (tier.circuit(), tier.unawaited(), tier.skips(feed=4)) == (Circuit.OPEN, 18, True)
 
 
 def test_a_slow_tier_is_half_open():

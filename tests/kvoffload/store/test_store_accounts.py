@@ -17,6 +17,7 @@ from primeblocks.kvoffload.store.moves import (
     SaveRequest,
     Write,
 )
+from primeblocks.testing.faults import ManualClock
 from tests.kvoffload.conftest import PAGE
 from tests.kvoffload.memory_tier import SOON
 from tests.kvoffload.store.calls import key_of, load, page_of, save
@@ -181,6 +182,33 @@ def test_pages_refused_together_leave_a_full_tier_what_it_holds():
     assert left == [key_of(0)]
     level.refused(key_of(9), copy, CapacityError("full"))
     assert level.admit(key_of(9), lru, version=0) == (None, [])  # Until the rest is over.
+
+
+def test_a_flush_trades_no_kept_pages_for_trials():
+    clock = ManualClock()
+    level = Level("disk", map(key_of, range(8)), capacity_pages=8, shared=False, clock=clock.now)
+    copy, _ = level.admit(key_of(50), lru, version=0)
+    level.refused(key_of(50), copy, OSError(5, "input/output error"))
+    clock.advance(1.1)
+    left = 0
+    for number in range(60, 68):
+        copy, victims = level.admit(key_of(number), lru, version=0, feed=None)
+        left += len(victims)
+        if copy is not None:
+            level.breaker.given(write=True)
+    assert left == 0  # One went to the place that the refused page left.
+    assert level.counts["skipped"] == 7
+
+
+def test_a_flush_into_a_full_tier_evicts_one_for_one():
+    level = Level("disk", map(key_of, range(3)), capacity_pages=8, shared=False)
+    copy, _ = level.admit(key_of(50), lru, version=0)
+    level.refused(key_of(50), copy, CapacityError("full"))
+    for number in range(60, 65):
+        assert level.admit(key_of(number), lru, version=0, feed=None)[1] == []
+    copy, left = level.admit(key_of(70), lru, version=0, feed=None)
+    assert copy is not None
+    assert left == [key_of(0)]
 
 
 def test_staleness_orders_evictions_and_does_not_bound_reads(host):

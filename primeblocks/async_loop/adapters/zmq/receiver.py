@@ -100,7 +100,7 @@ class RolloutReceiver:
         routes = set()
         for group in groups:
             known = self._known.get(group.ordinal)
-            if known is not None and known.state is GroupState.ACCEPTED:
+            if known is not None and known.state is not GroupState.SETTLED:
                 known.state = GroupState.SETTLED
                 routes.add(known.route)
         for route in routes:
@@ -141,21 +141,27 @@ class RolloutReceiver:
             return {ordinal: f"{type(error).__name__}: {error}"[:500]}
         known = self._known[ordinal] = _Known(sender, route, GroupState.ARRIVED)
         self._waiting_bytes += len(payload)
-        known.waits = asyncio.ensure_future(self._put(known, group, len(payload)))
+        known.waits = asyncio.ensure_future(self._put(known, group))
+        # Not by the task itself, which may be cancelled before it begins.
+        known.waits.add_done_callback(lambda _: self._no_longer_waits(len(payload)))
         return None
 
-    async def _put(self, known: _Known, group: Group, size: int) -> None:
+    async def _put(self, known: _Known, group: Group) -> None:
         try:
             # Its deadline is the sender's, which stops naming the group.
             await self._buffer.put(group, timeout_s=float("inf"))
-            known.state, known.waits = GroupState.ACCEPTED, None
-            self._answer(known.route)
         except CapacityError as error:
             del self._known[group.ordinal]
             self._answer(known.route, {group.ordinal: str(error)})
-        finally:
-            self._waiting_bytes -= size
-            self._room.set()
+            return
+        known.waits = None
+        if known.state is GroupState.ARRIVED:  # Not dropped meanwhile, and settled.
+            known.state = GroupState.ACCEPTED
+            self._answer(known.route)
+
+    def _no_longer_waits(self, size: int) -> None:
+        self._waiting_bytes -= size
+        self._room.set()
 
     def _forget(self, sender: str, route: bytes, kept: set[int]) -> None:
         for ordinal, known in list(self._known.items()):

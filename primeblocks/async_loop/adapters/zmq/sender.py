@@ -59,6 +59,7 @@ class RolloutSender:
         self._clock = MonotonicClock() if clock is None else clock
         self._name, self._number = uuid.uuid4().hex, 0
         self._kept: dict[int, _Kept] = {}
+        self._lost: list[str] = []  # Groups that were accepted, and refused by a later receiver.
         self._answered: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._changed, self._wake = asyncio.Event(), asyncio.Event()
         self._wire = ServedSocket(zmq.DEALER, configure, max_bytes=HEAD_BYTES)
@@ -86,8 +87,8 @@ class RolloutSender:
 
         Raises:
             DeadlineError: there was no receiver, or no room. The group is withdrawn; if its
-                acceptance crossed with the withdrawal, it is trained on all the same. To put it
-                again is safe.
+                acceptance crossed with the withdrawal, it is trained on all the same. Put again
+                after that, it is trained on twice.
             CapacityError: it is larger than `capacity_bytes` or the receiver's `max_group_bytes`.
             UnsupportedError: the receiver refused it, or it has what `codec.pack` does not take.
             UsageError: a group of this ordinal is kept.
@@ -106,9 +107,12 @@ class RolloutSender:
 
         Raises:
             DeadlineError: some were not; they are kept.
+            UnsupportedError: a receiver that was started later refused some that had been accepted.
             ClosedError: the sender has been closed, or has failed.
         """
         await self._within(self._until(lambda: not self._kept), timeout_s, "settling")
+        if self._lost:
+            raise UnsupportedError("; ".join(self._lost))
 
     async def _within(self, wait: Coroutine[Any, Any, None], timeout_s: float, what: str) -> None:
         what, ended = f"{what} at {self._address}", self._wire.ended
@@ -178,10 +182,12 @@ class RolloutSender:
     def _learn(self, ordinal: int, kept: _Kept, said: dict[str, Any]) -> None:
         state, reason = said["states"].get(str(ordinal)), said["refused"].get(str(ordinal))
         if reason is not None:
-            self._drop(ordinal)
-            if not kept.accepted.done():
-                why = f"the receiver refused the group of ordinal {ordinal}: {reason}"
+            why = f"the receiver refused the group of ordinal {ordinal}: {reason}"
+            if kept.accepted.done():
+                self._lost.append(why)
+            else:
                 kept.accepted.set_exception(UnsupportedError(why))
+            self._drop(ordinal)
         elif state is None and kept.sent is not None and kept.sent <= said["number"]:
             kept.sent = None  # It was lost, or the receiver was restarted.
             self._wake.set()
