@@ -141,6 +141,8 @@ def bring(
         if time.monotonic() > deadline:
             raise DeadlineError(f"checked all {len(mine)} buckets, and not in time")
     except BaseException:
+        if isinstance(start, Sealed):  # A load before may have written to its pages.
+            start.rest(is_right=False)
         if whole is not None:
             whole.close()
         raise
@@ -330,10 +332,11 @@ def _for_each(
     with ThreadPoolExecutor(threads) as pool:
         futures = [pool.submit(work, index) for index in indices]
         try:
-            for future in futures:
-                future.result()
+            while futures:
+                futures.pop(0).result()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+            futures.clear()  # An error holds this frame, and the bytes that it worked on.
 
 
 def _check_bucket(

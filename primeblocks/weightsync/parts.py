@@ -192,7 +192,8 @@ class Parts:
                 "or pass only those that the plan was made of."
             )
         for name, spec in held.items():
-            live = self._tensors.get(name)
+            # An Encoder's own tensors may have any shape under a parameter's name.
+            live = None if isinstance(self._encode, Encoder) else self._tensors.get(name)
             has_grown = live is not None and any(map(gt, live.shape, spec.shape))  # Than `source`.
             want = plan.target.get(name) if convert is None else None
             if has_grown or (want is not None and want.shape != spec.shape):

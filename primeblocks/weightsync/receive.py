@@ -176,9 +176,11 @@ class Subscriber:
         with self._alone("receive()"):
             ready = self._get_next(version, start + timeout_s, loads=True)
             self._next = None
-            if ready.marker != self._served:
-                ready = self._load_or_go_back(ready)
-            return _receipt(ready, start)
+            if self._last is None or ready.marker != self._served:
+                return _receipt(self._load_or_go_back(ready), start)
+            if ready is not self._last:
+                ready.closed()
+            return _receipt(self._last, start)
 
     def forget(self) -> None:
         """Say that the engine lost its weights, as in a sleep that discards them. Local.
@@ -244,8 +246,18 @@ class Subscriber:
         found = self._transport.receive(request)
         last = found[-1]
         if kept is not None and last.marker == held:
-            return kept
-        may_fail = kept is not None and last.marker in self._transport.markers()
+            try:
+                if held != self._served:  # It will be loaded; a load may have written to it.
+                    check(self.plan, self.reader, kept)
+                return kept
+            except CorruptionError:
+                self._last = kept.closed()
+                return self._fetch(version, deadline, served=served, loads=loads)
+        may_fail = (
+            self._served is not None
+            and kept is not None
+            and last.marker in self._transport.markers()
+        )
         was_checked = self._next is not None and last.marker == self._next.marker
         is_sure = was_checked or (self._ahead and may_fail)
         if loads and is_sure and len(found) == 1 and last.marker.base is None:

@@ -32,7 +32,6 @@ Configure = Callable[["zmq.Socket[Any]"], None]
 
 GROUP, LOOK = b"group", b"look"
 HEAD_BYTES = 1 << 20
-_LINGER_MS = 200  # The last settlement is on its way when its receiver is closed.
 _QUEUED = 4  # Messages per connection that ZeroMQ may hold, each of at most a group.
 _log = logging.getLogger(__name__)
 
@@ -90,7 +89,7 @@ class ServedSocket:
         self._end(ClosedError("it has been closed"))
         for task in self._tasks:
             task.cancel()
-        self._context.destroy(linger=_LINGER_MS)
+        self._context.destroy(linger=0)
 
     def _is_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -1,0 +1,160 @@
+"""What a reader kept is right when it is a base or is loaded again, whatever loads wrote to it."""
+
+import gc
+
+import pytest
+import torch
+
+from primeblocks.errors import CorruptionError, TransferError
+from primeblocks.layout import Layout
+from primeblocks.weightsync import (
+    Publisher,
+    SharedMemoryTransport,
+    Subscriber,
+    describe,
+    fetched,
+    plan_sync,
+)
+from primeblocks.weightsync.manifest import Manifest, TensorSpec
+from primeblocks.weightsync.transports import FileTransport, IpcTransport
+from tests.deadlines import HANG_S
+from tests.weightsync.contents import flip_sent
+
+WEIGHTS = {"a": 200_000, "b": 4000}
+
+
+class Pair:
+    """A trainer and a reader whose load writes to what it is given."""
+
+    def __init__(self, transport, writes=None, **options):
+        self.weights = {name: torch.randn(size) for name, size in WEIGHTS.items()}
+        self.writes, self.failures, self.got = writes, 0, {}
+        source = describe(self.weights)
+        self.plan = plan_sync([source], source.whole(), bucket_bytes=1 << 16)
+        self.publisher = Publisher(self.plan, self.weights, transport, full_every=20)
+        self.reader = Subscriber(self.plan, self.load, transport, **options)
+
+    def load(self, tensors):
+        for name, tensor in tensors:
+            if self.failures:
+                self.failures -= 1
+                raise RuntimeError("no memory")
+            self.got[name] = tensor.clone()
+            if self.writes is not None:
+                self.writes(tensor)
+
+    def publish(self, version):
+        self.weights["a"][version] += 1
+        return self.publisher.publish(version, timeout_s=HANG_S)
+
+    def receive(self, version=None):
+        return self.reader.receive(version, timeout_s=HANG_S)
+
+    def holds(self):
+        return all(torch.equal(self.got[name], x) for name, x in self.weights.items())
+
+
+@pytest.fixture
+def shared(tmp_path):
+    with SharedMemoryTransport("policy", owner=True, root=str(tmp_path)) as transport:
+        yield transport
+
+
+def through_numpy(tensor):
+    tensor.numpy()[:] = 66  # torch counts no such write.
+
+
+@pytest.mark.parametrize("writes", [lambda x: x.mul_(2), lambda x: x.data.mul_(2), through_numpy])
+def test_a_load_that_writes_spoils_no_base_of_a_delta(shared, writes):
+    pair = Pair(shared, writes)
+    for version in range(1, 9):
+        pair.publish(version)
+        pair.receive()
+        assert pair.holds()
+    assert shared.markers()[-1].base == 7
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_loaded_again_is_checked_again(shared, fails):
+    pair = Pair(shared, lambda x: x.mul_(2))
+    for version in (1, 2):
+        pair.publish(version)
+        pair.receive()
+    right = pair.weights["a"].clone()
+    if fails:  # On the way to a version and back.
+        pair.publish(3)
+        pair.failures = 1
+        with pytest.raises(TransferError):
+            pair.receive(3)
+    pair.reader.forget()
+    assert pair.receive(2).version == 2
+    assert torch.equal(pair.got["a"], right)
+
+
+def test_after_forget_all_is_checked_before_a_load(tmp_path):
+    with FileTransport(str(tmp_path / "files"), owner=True) as files:
+        pair = Pair(files, check="ahead")
+        pair.publish(1)
+        pair.receive()
+        pair.reader.forget()
+        Publisher(pair.plan, pair.weights, files).publish(2, timeout_s=HANG_S)
+        flip_sent(files, tmp_path, 2, -1)
+        pair.got.clear()
+        with pytest.raises(CorruptionError):
+            pair.receive(2)
+        assert pair.got == {}
+
+
+def test_receipts_of_the_version_held_say_what_was_held(tmp_path):
+    with IpcTransport("policy", owner=True, root=str(tmp_path)) as lent:  # Nothing is kept.
+        pair = Pair(lent, observe=lambda: pair.got)
+        pair.publish(1)
+        first, second = pair.receive(1), pair.receive(1)
+        assert first.held is not None
+        assert second.held == first.held
+
+
+def test_a_failed_check_holds_no_copy(shared, monkeypatch):
+    pair = Pair(shared)
+    for version in (1, 2):
+        pair.publish(version)
+        pair.receive()
+    monkeypatch.setattr(fetched, "apply_payloads", lambda *_: "another digest")
+    monkeypatch.setattr(fetched, "_BYTES_A_THREAD", 1)  # Several threads, as for large weights.
+    gc.disable()
+    try:
+        for version in range(3, 7):
+            pair.publish(version)
+            with pytest.raises(CorruptionError):
+                pair.receive(version)
+    finally:
+        gc.enable()
+    arrays = pair.reader._memory._arrays
+    assert max(map(len, arrays.values())) <= 2
+
+
+class Pack:
+    """Two codes of 4 bits a byte, under the parameter's own name."""
+
+    def __call__(self, name, x):
+        codes = x.to(torch.uint8) & 15
+        return {name: codes[:, 0::2] | (codes[:, 1::2] << 4)}
+
+    def describe(self, held):
+        def packed(spec):
+            return TensorSpec(torch.uint8, Layout.whole((spec.shape[0], spec.shape[1] // 2)))
+
+        return Manifest(tuple((name, packed(spec)) for name, spec in held.items()))
+
+    def origins(self, held):
+        return {name: name for name in held}
+
+
+def test_an_encoder_may_change_shapes_under_a_parameters_name(shared):
+    weights, encode, got = {"a": torch.arange(64.0).view(8, 8)}, Pack(), {}
+    source = encode.describe(describe(weights))
+    plan = plan_sync([source], source.whole(), bucket_bytes=64)
+    reader = Subscriber(plan, lambda all_: got.update({n: x.clone() for n, x in all_}), shared)
+    Publisher(plan, weights, shared, encode=encode).publish(1, timeout_s=HANG_S)
+    reader.receive(timeout_s=HANG_S)
+    assert torch.equal(got["a"], encode("a", weights["a"])["a"])
