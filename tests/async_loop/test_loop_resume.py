@@ -342,32 +342,3 @@ def test_a_partial_in_flight_counts_with_the_age_of_its_tokens():
 
     run_in_virtual_time(body())
     assert trained[0] == (2, 0, 0)
-
-
-def test_restored_groups_wait_for_room_as_long_as_it_takes():
-    """A trainer that went back by more steps than a step's timeout is long trains all of them."""
-    ledger, seen = MemoryLedger(), []
-    clock = VirtualClock()
-
-    async def generate(prompt, *, version, draft=None):
-        return [Rollout(**rollout_of(prompt, 0, [version]), finish_reason="stop")]
-
-    async def train(groups, *, version):
-        await clock.sleep(40)
-        seen.extend(group.ordinal for group in groups)
-
-    async def body(steps):
-        policy = StalenessPolicy(8, "wait", correction="none: a test")
-        loop = AsyncLoop(
-            prompts=range(7), generate=generate, train=train, publish=lambda version: None,
-            buffer=RolloutBuffer(capacity=1, staleness=policy, clock=clock), batch_size=1,
-            max_in_flight=2, ledger=ledger, version=0, clock=clock, step_timeout_s=100,
-        )  # fmt: skip
-        async with loop:
-            async for _ in loop.steps(steps):
-                pass
-
-    run_in_virtual_time(body(7))
-    seen.clear()
-    run_in_virtual_time(body(7))
-    assert sorted(seen) == list(range(7))
