@@ -188,6 +188,8 @@ class Subscriber:
         The next `receive` loads even the version that is held, and has none to go back to.
         """
         self._state = ReaderState.EMPTY
+        if self._next is self._last:  # It is checked again before it is loaded again.
+            self._next = None
 
     def close(self) -> None:
         """Let go of the version that is held, at the end of a call under way. Twice is fine."""

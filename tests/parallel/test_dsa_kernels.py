@@ -148,7 +148,10 @@ def test_columns_that_are_neither_key_nor_value_have_no_part(make, device):
     engine = Engine(make, device)
     found = engine(case, drawn, torch.float32)
     for one, other in zip(found, engine(case, clean, torch.float32), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)  # Also the order of atomics.
+        if make is triton and device == CUDA:  # Atomics add in any order.
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        else:
+            assert torch.equal(one, other)
     assert (found[3][..., :3] == 0).all()
     assert (found[3][..., 120:] == 0).all()
 

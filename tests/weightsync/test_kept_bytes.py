@@ -74,8 +74,9 @@ def test_a_load_that_writes_spoils_no_base_of_a_delta(shared, writes):
     assert shared.markers()[-1].base == 7
 
 
+@pytest.mark.parametrize("verifies", [False, True])
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_is_loaded_again_is_checked_again(shared, fails):
+def test_what_is_loaded_again_is_checked_again(shared, fails, verifies):
     pair = Pair(shared, lambda x: x.mul_(2))
     for version in (1, 2):
         pair.publish(version)
@@ -86,6 +87,8 @@ def test_what_is_loaded_again_is_checked_again(shared, fails):
         pair.failures = 1
         with pytest.raises(TransferError):
             pair.receive(3)
+    if verifies:
+        pair.reader.verify(2, timeout_s=HANG_S)
     pair.reader.forget()
     assert pair.receive(2).version == 2
     assert torch.equal(pair.got["a"], right)

@@ -3,15 +3,15 @@
     CLOSED     Every page is written. Saves wait for the tier, `patience_s` at most.
     OPEN       The tier takes `room` pages, and each further page takes the place of another. If
                `room` is 0, no page is written. A silent tier is neither written to nor read.
-    HALF_OPEN  After a rest one write at a time; of a tier that is slow a few. Saves do not wait.
+    HALF_OPEN  One write at a time after a rest, a few to a slow tier. Saves do not wait for them.
 
     CLOSED -> HALF_OPEN      A page waited for the tier's writes longer than `patience_s`.
     any -> OPEN              The tier was full: its `room` is what it has. Or it refused a page for
                              which another had left: its `room` is 0. Or it was silent for
                              `patience_s`.
     OPEN -> HALF_OPEN        The rest is over, or a silent tier answered.
-    HALF_OPEN -> CLOSED      After a rest: a page was written. Of a tier that was slow or silent:
-                             nothing is under way, and no page was skipped for `patience_s`.
+    HALF_OPEN -> CLOSED      A page was written. If the tier was slow or silent: nothing is under
+                             way, and no page was skipped for `patience_s`.
 
 A rest takes 1 s, and twice as long each time, up to 8 s: each trial may cost the tier a page, and a
 disk that has room again should not wait long. After CLOSED the next rest takes 1 s again.

@@ -63,8 +63,8 @@ class Level:
         """Make room for a page; return its copy, or None, and the keys of pages that leave for it.
 
         Args:
-            feed: writes at once to a tier that does not keep up. None is a flush: it skips no page,
-                and tries each for which no other has to leave.
+            feed: writes at once to a tier that does not keep up. None is a flush: it skips no page
+                but those for which others would leave a tier that has to prove itself.
         """
         if self.breaker.skips(feed=feed):
             self.counts["skipped"] += 1

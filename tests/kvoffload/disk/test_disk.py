@@ -360,3 +360,12 @@ def test_conformance(check, io, tmp_path):
     with closing(DiskTier(tmp_path, capacity_bytes=20 * 8192, io=io, **sizes)) as tier:
         check(conformance.Bench(host, tier, room=20, too_many=24))
     host.close()
+
+
+def test_a_tier_does_not_care_where_the_process_goes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with closing(open_tier("pages")) as tier:
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        assert tier.put([record(0)]) == [None]
+        tier.flush()

@@ -140,10 +140,11 @@ class RolloutReceiver:
             self.refused += 1
             return {ordinal: f"{type(error).__name__}: {error}"[:500]}
         known = self._known[ordinal] = _Known(sender, route, GroupState.ARRIVED)
-        self._waiting_bytes += len(payload)
+        size = len(payload)
+        self._waiting_bytes += size
         known.waits = asyncio.ensure_future(self._put(known, group))
         # Not by the task itself, which may be cancelled before it begins.
-        known.waits.add_done_callback(lambda _: self._no_longer_waits(len(payload)))
+        known.waits.add_done_callback(lambda _: self._no_longer_waits(size))
         return None
 
     async def _put(self, known: _Known, group: Group) -> None:
