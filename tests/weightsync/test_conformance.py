@@ -24,8 +24,8 @@ from primeblocks.testing import ranks
 from primeblocks.testing.faults import FaultyTransport
 from primeblocks.weightsync import Subscriber, plan_sync
 from primeblocks.weightsync.transports import Transport, open_transport
-from tests.deadlines import HANG_S
-from tests.weightsync.contents import KINDS, Engine, contents, oracle, same_bytes
+from tests.deadlines import EXPIRES_S, HANG_S
+from tests.weightsync.contents import KINDS, TOGETHER, Engine, contents, oracle, same_bytes
 from tests.weightsync.small_sync import PULL, RANKS, Small
 
 ranks.preload(__name__)  # With all that it imports.
@@ -76,7 +76,8 @@ def fault_body(kind, where, method, at):
     small.sync(1)
     # Who waits for what does not come waits to the end; the others have time.
     in_vain = small.is_engine and (kind in PULL or method == "begin")
-    said = small.attempt(2, timeout_s=0.7 if in_vain else HANG_S)
+    sent_in_vain = kind in TOGETHER and method == "send"
+    said = small.attempt(2, timeout_s=0.7 if in_vain else EXPIRES_S if sent_in_vain else HANG_S)
     assert small.holds(1)  # Nothing was seen of what was not committed.
     if small.is_engine:
         assert said.startswith(("DeadlineError", "TransferError"))
