@@ -192,6 +192,15 @@ def register() -> None:
     from ...weightsync.adapters import vllm as engines
 
     engines.register()
+    _register_models()
+
+
+def _register_models() -> None:
+    """Name the model of `primeblocks.exact`; vLLM imports it where a configuration asks for it."""
+    from vllm import ModelRegistry
+
+    name, model = "PrimeblocksExactForCausalLM", "primeblocks.exact.adapters.vllm:ExactForCausalLM"
+    ModelRegistry.register_model(name, model)
 
 
 def require(name: str) -> None:

@@ -1,0 +1,73 @@
+"""Attention over the keys of a sequence in pages of fixed size, in the order of positions.
+
+Each page is folded into a running greatest score, weight and output. A page that a query does not
+see multiplies these by one and adds zero, which changes no bit. So queries may be walked together,
+prefilled in pieces, or one at a time over a cache.
+"""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .rows import ROWS, matmul, pointwise, total
+
+__all__ = ["PAGE", "attend"]
+
+PAGE = ROWS  # keys
+
+
+def attend(
+    query: Float[Tensor, "queries heads width"],
+    key: Float[Tensor, "keys groups width"],
+    value: Float[Tensor, "keys groups outs"],
+    *,
+    positions: Int[Tensor, " queries"],
+    scale: float,
+) -> Float[Tensor, "queries heads outs"]:
+    """Attend from queries of one sequence to its keys, each up to its own position.
+
+    Local; on a CPU; without gradients. In float32; the result has the dtype of `query`.
+
+    Args:
+        query: heads that share a group of keys are neighbours.
+        key: from position 0 on.
+        value: its width may differ from the keys'.
+        positions: the last key that each query sees, at least 0.
+        scale: of scores.
+
+    Raises:
+        UnsupportedError: this processor's products depend on the batch.
+    """
+    with _disable_current_modes():
+        return _walk(query, key, value, positions, scale)
+
+
+def _walk(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: float) -> Tensor:
+    queries, heads, _ = query.shape
+    keys, groups, _ = key.shape
+    shared = heads // groups
+    last = positions.repeat_interleave(shared)[:, None]
+    missing = (0, 0, 0, 0, 0, -keys % PAGE)
+    key, value = (F.pad(each.float(), missing).transpose(0, 1) for each in (key, value))
+    out = query.new_empty(queries, heads, value.shape[-1])
+    for group in range(groups):
+        chosen = slice(group * shared, (group + 1) * shared)
+        rows = query[:, chosen].float().reshape(queries * shared, -1)
+        greatest = rows.new_full((len(rows), 1), -torch.inf)
+        weight = rows.new_zeros(len(rows), 1)
+        found = rows.new_zeros(len(rows), value.shape[-1])
+        for start in range(0, keys, PAGE):
+            page = slice(start, start + PAGE)
+            scores = matmul(rows, key[group, page].t().contiguous()) * scale
+            unseen = torch.arange(start, start + PAGE) > last
+            scores = scores.masked_fill(unseen, -torch.inf)
+            greater = torch.maximum(greatest, scores.amax(-1, keepdim=True))
+            kept = pointwise(torch.exp, greatest - greater)
+            shares = pointwise(torch.exp, scores - greater)
+            weight = weight * kept + total(shares, (-1,), keepdim=True)
+            found = found * kept + matmul(shares, value[group, page].contiguous())
+            greatest = greater
+        out[:, chosen] = (found / weight).view(queries, shared, -1).to(out.dtype)
+    return out

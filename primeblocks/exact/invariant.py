@@ -1,0 +1,238 @@
+"""The switch: inside of it torch's operations give a row the same bits in any batch.
+
+Two modes of torch see what a model calls. One replaces attention, before torch takes it apart. The
+other sees each operation of `aten`, which is
+
+- computed in one order: products, sums, means, softmax, norms (`ORDERED`, by `rows`);
+- computed in whole vectors: functions of single elements that are rounded, such as `exp`;
+- left alone: `DEFINED`, whose result IEEE 754 defines to the bit; `MOVED`, which moves or compares
+  elements, or adds them in the order of an index; what makes no floating-point numbers;
+- or refused by name.
+
+Backward passes are left to torch: they need no bits in common with an engine.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..errors import UnsupportedError
+from . import rows
+from .sdpa import scaled_dot_product_attention
+
+__all__ = ["batch_invariant"]
+
+aten = torch.ops.aten
+
+DEFINED = """
+abs add ceil clamp clamp_max clamp_min copy div eq fill floor floor_divide ge gt le lt
+masked_fill maximum minimum mul ne neg relu remainder round rsub sign sqrt square sub to
+_to_copy trunc where zero
+"""
+MOVED = """
+alias amax amin argmax argmin arange bincount cat chunk clone constant_pad_nd contiguous cumsum
+detach embedding empty empty_like empty_strided eye flip full full_like gather histc index index_add
+index_put index_select lift_fresh _local_scalar_dense masked_select max min new_empty
+new_empty_strided new_full new_ones new_zeros ones ones_like repeat _reshape_copy roll
+scalar_tensor scatter scatter_add select_scatter slice_scatter sort split stack topk tril triu
+unbind _unsafe_view zeros zeros_like
+"""
+
+_DEFINED, _MOVED = frozenset(DEFINED.split()), frozenset(MOVED.split())
+
+
+@contextmanager
+def batch_invariant() -> Iterator[None]:
+    """Inside, a row of any operation has the same bits whatever else is in the batch.
+
+    Local; for this thread, on a CPU. For forward passes; a backward may run inside or outside.
+    Attention goes through torch's `scaled_dot_product_attention` (transformers:
+    `attn_implementation="sdpa"`), experts through its grouped products (transformers' default) or
+    a loop over experts. Checkpoints compute again inside of a context of their own: give torch's
+    `checkpoint` `context_fn=lambda: (nullcontext(), batch_invariant())`.
+
+    Raises (inside):
+        UnsupportedError: an operation without such a form, by name; another device than a CPU; a
+            processor on which products depend on the batch.
+    """
+    with _Attention(), _Operations():
+        yield
+
+
+class _Attention(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_attention = func is torch.nn.functional.scaled_dot_product_attention
+        return (scaled_dot_product_attention if is_attention else func)(*args, **(kwargs or {}))
+
+
+class _Operations(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _is_backward() or _is_exact(func, kwargs):
+            return func(*args, **kwargs)
+        if func in ORDERED:
+            _check_device(func, args)
+            return ORDERED[func](*args, **kwargs)
+        if torch.Tag.pointwise in func.tags and _makes_floats(func, args):
+            _check_device(func, args)
+            name = _name(func)
+            if not name.endswith("_"):
+                return rows.pointwise(func, *args, **kwargs)
+            return args[0].copy_(rows.pointwise(getattr(aten, name[:-1]), *args, **kwargs))
+        with self:
+            found = func.decompose(*args, **kwargs)
+        if found is NotImplemented:
+            found = func(*args, **kwargs)
+            if any(isinstance(x, Tensor) and x.is_floating_point() for x in tree_leaves(found)):
+                raise UnsupportedError(
+                    f"{func} has no batch-invariant form; compute it outside, or in other words."
+                )
+        return found
+
+
+def _name(func: Any) -> str:
+    return func._schema.name.partition("::")[2]
+
+
+def _is_exact(func: Any, kwargs: Any) -> bool:
+    """Whether torch's own operation has the same bits in any batch."""
+    plain = _name(func).rstrip("_")
+    if func.namespace != "aten" or func.is_view or plain in _MOVED:
+        return True
+    return plain in _DEFINED and kwargs.get("alpha", 1) == 1
+
+
+def _makes_floats(func: Any, args: Any) -> bool:
+    makes_tensor = str(func._schema.returns[0].type) == "Tensor"
+    return makes_tensor and any(
+        isinstance(each, Tensor) and each.is_floating_point() for each in tree_leaves(args)
+    )
+
+
+def _is_backward() -> bool:
+    """Whether autograd calls, and not a checkpoint, which computes a forward again."""
+    return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+
+
+def _check_device(func: Any, args: Any) -> None:
+    for each in tree_leaves(args):
+        if isinstance(each, Tensor) and each.device.type != "cpu":
+            raise UnsupportedError(f"{func} is batch-invariant on a CPU, not on {each.device}.")
+
+
+def _addmm(
+    bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
+    if (beta, alpha) != (1, 1):
+        raise UnsupportedError(f"addmm scaled by {beta} and {alpha}; scale its operands.")
+    return rows.matmul(left, right, bias)
+
+
+def _bmm(left: Tensor, right: Tensor) -> Tensor:
+    if left.shape[-1] != 1:
+        raise UnsupportedError(
+            "a batch of products may add over the tokens of a sequence, in an order of their "
+            "number. Let attention call torch's scaled_dot_product_attention (transformers: "
+            'attn_implementation="sdpa") and experts grouped_mm.'
+        )
+    return left * right
+
+
+def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor | None = None, *more: Any) -> Tensor:
+    if (
+        left.dim() != 2
+        or right.dim() != 3
+        or offs is None
+        or any(each is not None for each in more)
+    ):
+        raise UnsupportedError("grouped_mm of other operands than rows by group.")
+    ends = offs.tolist()
+    found = [
+        rows.matmul(left[start:end], weight)
+        for start, end, weight in zip([0, *ends[:-1]], ends, right, strict=True)
+    ]
+    return torch.cat([*found, left.new_zeros(len(left) - ends[-1], right.shape[-1])])
+
+
+def _sum(
+    values: Tensor,
+    dims: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    work = values if dtype is None else values.to(dtype)
+    if not work.is_floating_point():
+        return torch.sum(values, dims, keepdim, dtype=dtype)
+    return rows.total(work, tuple(dims or range(work.dim())), keepdim).to(work.dtype)
+
+
+def _mean(
+    values: Tensor,
+    dims: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    work = values if dtype is None else values.to(dtype)
+    dims = tuple(dims or range(work.dim()))
+    count = prod(work.shape[dim] for dim in dims)
+    return (rows.total(work, dims, keepdim) / count).to(work.dtype)
+
+
+def _softmax(values: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    return rows.softmax(values, dim).to(torch.float32 if half_to_float else values.dtype)
+
+
+def _log_softmax(values: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    return rows.log_softmax(values, dim).to(torch.float32 if half_to_float else values.dtype)
+
+
+def _logsumexp(values: Tensor, dims: Any, keepdim: bool = False) -> Tensor:
+    return rows.logsumexp(values, dims, keepdim).to(values.dtype)
+
+
+def _layer_norm(
+    values: Tensor, shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    dims = tuple(range(-len(shape), 0))
+    mean = _mean(values.float(), dims, True)
+    apart = values.float() - mean
+    inverse = 1.0 / torch.sqrt(_mean(apart * apart, dims, True) + eps)
+    found = apart * inverse if weight is None else apart * inverse * weight
+    return (found if bias is None else found + bias).to(values.dtype), mean, inverse
+
+
+def _rms_norm(
+    values: Tensor, shape: Any, weight: Tensor | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
+    dims = tuple(range(-len(shape), 0))
+    work = values.float()
+    least = torch.finfo(values.dtype).eps if eps is None else eps
+    inverse = 1.0 / torch.sqrt(_mean(work * work, dims, True) + least)
+    found = work * inverse
+    return (found if weight is None else found * weight).to(values.dtype), inverse
+
+
+ORDERED: dict[Any, Callable[..., Any]] = {
+    aten.mm.default: rows.matmul,
+    aten.addmm.default: _addmm,
+    aten.bmm.default: _bmm,
+    aten._grouped_mm.default: _grouped_mm,
+    aten.sum.default: _sum,
+    aten.sum.dim_IntList: _sum,
+    aten.mean.default: _mean,
+    aten.mean.dim: _mean,
+    aten._softmax.default: _softmax,
+    aten._log_softmax.default: _log_softmax,
+    aten.logsumexp.default: _logsumexp,
+    aten.native_layer_norm.default: _layer_norm,
+    aten._fused_rms_norm.default: _rms_norm,
+}

@@ -1,0 +1,133 @@
+"""Operations of which every row has one order of additions. Local; on a CPU.
+
+Sums and softmax are computed in float32 at least, and return what they computed in.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import UnsupportedError
+
+__all__ = ["ROWS", "log_softmax", "logsumexp", "matmul", "pointwise", "softmax", "total"]
+
+ROWS = 32  # of every product: a kernel chooses its order by the shape of its operands
+VECTOR = 64  # elements: two of the longest registers, of the shortest type
+PIECE = 32768  # elements; torch does not split so few among threads
+
+_proved: set[tuple[Any, ...]] = set()
+
+
+def matmul(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply `[rows, in]` by `[in, out]`, 32 rows at a time, of which the last may be zeros.
+
+    The first product of a shape proves on its own operands that this processor's kernel gives a
+    row the same bits at another place, beside other rows, and with one thread.
+
+    Raises:
+        UnsupportedError: it does not.
+    """
+    count = rows.shape[0]
+    blocks = F.pad(rows, (0, 0, 0, -count % ROWS)).contiguous().split(ROWS)
+    if not count:
+        blocks = (rows.new_zeros(0, rows.shape[1]),)
+    else:
+        _prove(blocks[0], weight)
+    out = torch.cat([torch.mm(block, weight) for block in blocks])[:count]
+    return out if bias is None else out + bias
+
+
+def _prove(rows: Tensor, weight: Tensor) -> None:
+    threads = torch.get_num_threads()
+    shape = (*weight.shape, *weight.stride(), weight.dtype, threads)
+    if shape in _proved:
+        return
+    found = torch.mm(rows, weight)
+    turned = torch.mm(rows.roll(5, 0), weight).roll(-5, 0)
+    alone = torch.mm(torch.cat([rows[:1], torch.ones_like(rows[1:])]), weight)[:1]
+    torch.set_num_threads(1)
+    try:
+        by_one = torch.mm(rows, weight)
+    finally:
+        torch.set_num_threads(threads)
+    same = partial(torch.allclose, rtol=0, atol=0, equal_nan=True)
+    if not (same(found, turned) and same(found[:1], alone) and same(found, by_one)):
+        raise UnsupportedError(
+            f"on this processor a product of {ROWS} rows with {tuple(weight.shape)} in "
+            f"{weight.dtype} depends on the place of a row, on other rows or on {threads} threads. "
+            "Try torch.set_num_threads(1), or another dtype."
+        )
+    _proved.add(shape)
+
+
+def total(values: Tensor, dims: Sequence[int], keepdim: bool = False) -> Tensor:
+    """Sum neighbours, then the sums of neighbours: an order that zeros at the end do not change."""
+    dims = sorted(dim % values.dim() for dim in dims)
+    kept = [dim for dim in range(values.dim()) if dim not in dims]
+    work = _wide(values).permute(*kept, *dims).flatten(len(kept))
+    if not dims:  # `flatten` added the dimension that nothing is summed over.
+        work = work.unsqueeze(-1) if work.dim() == values.dim() else work
+    while (size := work.shape[-1]) > 1:
+        work = F.pad(work, (0, size % 2))
+        work = work[..., 0::2] + work[..., 1::2]
+    work = work.squeeze(-1) if work.shape[-1] else work.new_zeros(work.shape[:-1])
+    for dim in dims if keepdim else ():
+        work = work.unsqueeze(dim)
+    return work
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
+
+
+def pointwise(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Apply a function of single elements to whole vectors only.
+
+    torch computes elements that fill no vector by other code, whose `exp` differs in the last bit,
+    and it may end a thread's share anywhere.
+    """
+    shape = torch.broadcast_shapes(*(arg.shape for arg in args if _is_many(arg)))
+    count = shape.numel()
+    if not count or not any(map(_is_many, args)):
+        return function(*args, **kwargs)
+    flat = [
+        F.pad(arg.expand(shape).reshape(-1), (0, -count % VECTOR)) if _is_many(arg) else arg
+        for arg in args
+    ]
+    pieces = [
+        function(*(arg[at : at + PIECE] if _is_many(arg) else arg for arg in flat), **kwargs)
+        for at in range(0, count, PIECE)
+    ]
+    return torch.cat(pieces)[:count].view(shape)
+
+
+def _is_many(arg: Any) -> bool:
+    return isinstance(arg, Tensor) and arg.dim() > 0
+
+
+def _exponentials(values: Tensor, dims: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """The greatest, what is left of each without it, and the exponentials of that."""
+    work = _wide(values)
+    greatest = work.amax(dims, keepdim=True)
+    left = work - torch.where(greatest == -torch.inf, 0.0, greatest)
+    return greatest, left, pointwise(torch.exp, left)
+
+
+def softmax(values: Tensor, dim: int) -> Tensor:
+    _, _, each = _exponentials(values, (dim,))
+    return each / total(each, (dim,), keepdim=True)
+
+
+def log_softmax(values: Tensor, dim: int) -> Tensor:
+    _, left, each = _exponentials(values, (dim,))
+    return left - pointwise(torch.log, total(each, (dim,), keepdim=True))
+
+
+def logsumexp(values: Tensor, dims: Sequence[int], keepdim: bool = False) -> Tensor:
+    greatest, _, each = _exponentials(values, dims)
+    found = greatest + pointwise(torch.log, total(each, dims, keepdim=True))
+    return found if keepdim else found.squeeze(tuple(dims))

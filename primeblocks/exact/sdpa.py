@@ -1,0 +1,116 @@
+"""torch's `scaled_dot_product_attention` by pages: the keys that each query sees; the backward."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..errors import UnsupportedError
+from .attention import attend
+
+__all__ = ["scaled_dot_product_attention"]
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Compute what torch's function computes, for masks of which each query sees a run of keys.
+
+    Pages begin at the first key that a query sees, so that a sequence in a packed row has the bits
+    that it has alone. Differentiable; the backward is that of torch.
+
+    Raises:
+        UnsupportedError: dropout; biases; a mask with gaps or of some heads only; other shapes.
+    """
+    if dropout_p:
+        raise UnsupportedError(f"attention drops {dropout_p} of its weights; set dropout to 0.")
+    if query.dim() != 4:
+        raise UnsupportedError(
+            f"attention of {tuple(query.shape)}; give [batch, heads, tokens, width]."
+        )
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return _Paged.apply(query, key, value, attn_mask, is_causal, scale)
+
+
+class _Paged(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        scale: float,
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value, mask)
+        ctx.call = is_causal, scale
+        return _by_pages(query, key, value, mask, is_causal, scale)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        query, key, value, mask = ctx.saved_tensors
+        is_causal, scale = ctx.call
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.enable_grad():
+            inputs = [each.detach().requires_grad_() for each in (query, key, value)]
+            shares = query.shape[1] != key.shape[1]
+            out = F.scaled_dot_product_attention(
+                *inputs, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=shares
+            )
+            found = torch.autograd.grad(out, inputs, *grads)
+        return *found, None, None, None
+
+
+def _by_pages(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> Tensor:
+    with _disable_current_modes():
+        first, last = _runs(query, key, mask, is_causal)
+        out = query.new_zeros(*query.shape[:-1], value.shape[-1])
+        for at, (starts, ends) in enumerate(zip(first, last, strict=True)):
+            for start in starts[ends >= 0].unique().tolist():
+                chosen = ((starts == start) & (ends >= 0)).nonzero()[:, 0]
+                keys = slice(start, int(ends[chosen].max()) + 1)
+                found = attend(
+                    query[at][:, chosen].transpose(0, 1),
+                    key[at][:, keys].transpose(0, 1),
+                    value[at][:, keys].transpose(0, 1),
+                    positions=ends[chosen] - start,
+                    scale=scale,
+                )
+                out[at][:, chosen] = found.transpose(0, 1)
+    return out
+
+
+def _runs(
+    query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Find the first and the last key that each query sees, both `[batch, queries]`; -1: none."""
+    batch, queries, keys = len(query), query.shape[-2], key.shape[-2]
+    if mask is None:
+        last = torch.arange(queries).clamp(max=keys - 1) if is_causal else torch.tensor([keys - 1])
+        last = last.expand(batch, queries)
+        return torch.zeros_like(last), last
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    if mask.dtype != torch.bool and not bool(((mask < -1e4) | seen).all()):
+        raise UnsupportedError("the mask adds to scores; give one of bools.")
+    seen = seen.broadcast_to(batch, seen.shape[1] if seen.dim() == 4 else 1, queries, keys)
+    if not torch.equal(seen, seen[:, :1].expand_as(seen)):
+        raise UnsupportedError("the mask differs between heads; compute these apart.")
+    seen = seen[:, 0]
+    count = seen.sum(-1)
+    first = seen.int().argmax(-1)
+    last = torch.where(count > 0, first + count - 1, -1)
+    at = torch.arange(keys)
+    if not torch.equal(seen, (at >= first[..., None]) & (at <= last[..., None])):
+        raise UnsupportedError("a query sees keys with a gap between them; compute these apart.")
+    return first, last

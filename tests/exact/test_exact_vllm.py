@@ -1,0 +1,102 @@
+"""A real vLLM returns the trainer's log-probabilities, bit for bit."""
+
+import pytest
+import torch
+
+from primeblocks.testing import tiny_models
+from tests.engine_job import KV_BYTES, call
+
+pytestmark = pytest.mark.vllm
+
+
+def _engine(folder, dtype, **more):
+    from vllm import LLM
+
+    from primeblocks.exact.adapters.vllm import ARCHITECTURE
+
+    options = {
+        "hf_overrides": ARCHITECTURE, "enforce_eager": True, "dtype": dtype,
+        "skip_tokenizer_init": True, "max_model_len": 192, "kv_cache_memory_bytes": KV_BYTES,
+        # Long prompts come in pieces, and requests in batches of all sizes.
+        "max_num_seqs": 12, "max_num_batched_tokens": 48, "enable_prefix_caching": True,
+    }  # fmt: skip
+    return LLM(model=folder, **options | more)
+
+
+def _sampled(engine, prompts):
+    """The tokens of each answer, and their log-probabilities as the engine said them."""
+    from vllm import SamplingParams
+
+    settings = SamplingParams(max_tokens=24, logprobs=0, ignore_eos=True, detokenize=False)
+    answers = engine.generate(
+        [{"prompt_token_ids": each} for each in prompts], settings, use_tqdm=False
+    )
+    for answer in answers:
+        said = answer.outputs[0]
+        yield (
+            list(said.token_ids),
+            [each[t].logprob for t, each in zip(said.token_ids, said.logprobs, strict=True)],
+        )
+
+
+def _trained(model, prompt, answer):
+    from primeblocks.exact import batch_invariant
+
+    ids = torch.tensor([prompt + answer])
+    with torch.no_grad(), batch_invariant():
+        logits = model(input_ids=ids, use_cache=False).logits
+        scores = logits.log_softmax(-1, dtype=torch.float32)
+    return scores[0, len(prompt) - 1 : -1].gather(-1, ids[0, len(prompt) :, None])[:, 0]
+
+
+def _compare(folder, dtype):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    engine = _engine(folder, dtype)
+    draw = torch.Generator().manual_seed(7)
+    lengths = torch.randint(2, 100, (20,), generator=draw).tolist()
+    prompts = [torch.randint(4, 512, (n,), generator=draw).tolist() for n in lengths]
+    prompts += [prompts[0][:40] + each for each in prompts[1:4]]  # With a prefix in common.
+    different, tokens = [], 0
+    for step in range(2):
+        if step:
+            _train(model, engine)
+        for prompt, (answer, said) in zip(prompts, _sampled(engine, prompts), strict=True):
+            found = _trained(model, prompt, answer)
+            tokens += len(answer)
+            different += (found != torch.tensor(said)).nonzero()[:, 0].tolist()
+    return tokens, different
+
+
+def _train(model, engine):
+    """Change all weights, and give the engine the new ones."""
+    with torch.no_grad():
+        for each in model.parameters():
+            each.mul_(1.01)
+    weights = model.state_dict()
+
+    def load(held):
+        held.load_weights(weights.items())
+
+    engine.apply_model(load)
+    engine.reset_prefix_cache()
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("qwen3_moe", "bfloat16"), ("qwen3", "float32")])
+def test_every_log_probability_is_the_trainers_to_the_bit(family, dtype, tmp_path):
+    folder = tiny_models.save(
+        family, tmp_path / family, num_layers=2, hidden=64, init_std=0.2, dtype=dtype
+    )
+    assert call(_compare, str(folder), dtype) == (2 * 23 * 24, [])
+
+
+def _refused(folder):
+    with pytest.raises(Exception, match="enforce_eager") as error:  # vLLM's own, of ours.
+        _engine(folder, "float32", enforce_eager=False)
+    return str(error.value)
+
+
+def test_an_engine_that_cannot_be_exact_is_refused(tmp_path):
+    folder = tiny_models.save("qwen3", tmp_path / "tiny", num_layers=1, hidden=64)
+    assert "cannot be exact" in call(_refused, str(folder))

@@ -1,0 +1,87 @@
+"""Whole models: a token has one log-probability, whatever it is computed beside."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from primeblocks.errors import UnsupportedError
+from primeblocks.exact import batch_invariant
+from primeblocks.testing import tiny_models
+
+FAMILIES = ("qwen3_moe", "qwen3", "glm4_moe", "deepseek_v3", "mixtral", "olmoe", "minimax_m2")
+
+
+def model_of(family, dtype="float32"):
+    return tiny_models.build(family, num_layers=2, dtype=dtype, hidden=64, init_std=0.2).eval()
+
+
+def tokens(*shape):
+    return torch.randint(4, 512, shape, generator=torch.Generator().manual_seed(1))
+
+
+def logits(model, ids, **more):
+    with torch.no_grad(), batch_invariant():
+        return model(input_ids=ids, **{"use_cache": False} | more).logits
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_alone_in_a_batch_cut_packed_and_padded(family, dtype):
+    model, ids = model_of(family, dtype), tokens(3, 45)
+    whole = logits(model, ids)
+    assert torch.equal(logits(model, ids[1:2]), whole[1:2])
+    assert torch.equal(logits(model, ids[:, :20]), whole[:, :20])
+    packed = torch.cat([ids[0, :40], ids[1, :7], ids[2]])[None]
+    at = torch.cat([torch.arange(n) for n in (40, 7, 45)])[None]
+    found = logits(model, packed, position_ids=at)[0].split([40, 7, 45])
+    assert all(torch.equal(a, b[: len(a)]) for a, b in zip(found, whole, strict=True))
+    padded = torch.nn.functional.pad(ids[:, :20], (9, 0))
+    mask = torch.nn.functional.pad(torch.ones_like(ids[:, :20]), (9, 0))
+    at = (mask.cumsum(1) - 1).clamp(min=0)
+    found = logits(model, padded, attention_mask=mask, position_ids=at)
+    assert torch.equal(found[:, 9:], whole[:, :20])
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_over_a_cache_in_pieces(family):
+    model, ids = model_of(family, "bfloat16"), tokens(1, 45)
+    cache, found = DynamicCache(config=model.config), []
+    for piece in ids.split([33, *([1] * 5), 7], dim=1):
+        found.append(logits(model, piece, past_key_values=cache, use_cache=True))
+    assert torch.equal(torch.cat(found, 1), logits(model, ids))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_gradients_are_those_of_the_same_computation(inside, checkpoints):
+    model, ids = model_of("qwen3_moe"), tokens(2, 40)
+    model = model.double().train()
+    model.set_experts_implementation("eager")  # torch has no grouped products of float64.
+
+    def gradients(backward_inside, context):
+        model.zero_grad()
+        with context():
+            scores = model(input_ids=ids, use_cache=False).logits.log_softmax(-1)
+            loss = scores[:, :-1].gather(-1, ids[:, 1:, None]).mean()
+            if backward_inside:
+                loss.backward()
+        if not backward_inside:
+            loss.backward()
+        return torch.cat([each.grad.flatten() for each in model.parameters()])
+
+    plain = gradients(True, torch.enable_grad)
+    if checkpoints:
+        again = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), batch_invariant())}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=again)
+    found = gradients(inside, batch_invariant)
+    # The walk over pages is in float32.
+    assert (found - plain).norm() <= 1e3 * torch.finfo().eps * plain.norm()
+
+
+def test_attention_in_other_words_is_refused():
+    model = model_of("qwen3_moe")
+    model.set_attn_implementation("eager")
+    with pytest.raises(UnsupportedError, match="attn_implementation"):
+        logits(model, tokens(1, 9))

@@ -1,0 +1,210 @@
+"""Operations one by one: the same bits in any batch, and right against float64."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primeblocks.errors import UnsupportedError
+from primeblocks.exact import attend, batch_invariant, rows
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def drawn(*shape, seed, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def off(found, exact):
+    """The root mean square of the error, in units of the result's."""
+    error = found.double() - exact.double()
+    return (error.norm() / exact.double().norm()).item()
+
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+@given(
+    st.sampled_from(list(DTYPES)),
+    *(st.integers(1, most) for most in (70, 300, 140)),
+    st.booleans(),
+    seeds,
+)
+def test_a_product_has_rows_of_its_own(dtype, count, inner, outer, transposed, seed):
+    dtype = DTYPES[dtype]
+    left = drawn(count, inner, seed=seed, dtype=dtype)
+    right = drawn(outer, inner, seed=seed + 1, dtype=dtype)
+    right = right.t() if transposed else right.t().contiguous()
+    with batch_invariant():
+        whole = left @ right
+        order = torch.from_numpy(np.random.default_rng(seed).permutation(count))
+        assert torch.equal(left[order] @ right, whole[order])
+        cut = seed % count
+        assert torch.equal(torch.cat([left[:cut] @ right, left[cut:] @ right]), whole)
+    # A sum of products is off by half a unit in the last place of each addition at most, and of
+    # the result; these are random and mostly cancel.
+    unit = torch.finfo(dtype).eps
+    assert off(whole, left.double() @ right.double()) <= unit + inner * torch.finfo().eps
+
+
+@given(st.integers(1, 300), st.integers(0, 80), st.sampled_from(list(DTYPES)), seeds)
+def test_zeros_at_the_end_of_a_sum_change_nothing(size, more, dtype, seed):
+    values = drawn(3, size, seed=seed, dtype=DTYPES[dtype])
+    padded = torch.nn.functional.pad(values, (0, more))
+    found = rows.total(values, (1,))
+    assert torch.equal(rows.total(padded, (1,)), found)
+    assert torch.equal(rows.total(values[1:2], (1,)), found[1:2])
+    most = size * torch.finfo().eps * values.double().abs().sum(1)
+    assert ((found - values.double().sum(1)).abs() <= most).all()
+
+
+@pytest.mark.parametrize("dims", [(0,), (1,), (-1,), (0, 2), (2, 1), (0, 1, 2)])
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_sums_and_means_have_the_shape_of_torchs(dims, keepdim):
+    values = drawn(4, 5, 6, seed=1).double()
+    for name in ("sum", "mean"):
+        plain = getattr(torch, name)(values, dims, keepdim)
+        with batch_invariant():
+            found = getattr(torch, name)(values, dims, keepdim)
+        assert found.shape == plain.shape
+        assert torch.allclose(found, plain, rtol=1e-12, atol=1e-12)
+    with batch_invariant():
+        assert torch.allclose(values.sum(), values.view(-1).sum())
+        assert values.int().sum().dtype == torch.int64
+        assert values[:0].sum(0).tolist() == torch.zeros(5, 6).tolist()
+
+
+FUNCTIONS = {
+    "exp": torch.exp,
+    "sigmoid": torch.sigmoid,
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "softplus": torch.nn.functional.softplus,
+    "cos": torch.cos,
+    "rsqrt": lambda x: torch.rsqrt(x.abs() + 1),
+    "power": lambda x: x.abs().pow(1.7),
+    "in place": lambda x: x.clone().tanh_(),
+    "of two": lambda x: torch.atan2(x, x[..., :1]),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_functions_of_an_element_do_not_know_its_place(name, dtype):
+    values = drawn(40, 97, seed=3, dtype=DTYPES[dtype])
+    with batch_invariant():
+        whole = FUNCTIONS[name](values)
+        for row in (0, 7, 39):
+            assert torch.equal(FUNCTIONS[name](values[row : row + 1].clone())[0], whole[row])
+            assert torch.equal(
+                FUNCTIONS[name](values[:, ::2])[row], FUNCTIONS[name](values[row, ::2])
+            )
+    exact = FUNCTIONS[name](values.double())
+    assert off(whole, exact) <= 4 * torch.finfo(DTYPES[dtype]).eps
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp"])
+def test_softmax_by_row(name, dtype):
+    function = getattr(torch, name)
+    values = (8 * drawn(33, 301, seed=5)).to(DTYPES[dtype])
+    values[4, 3:] = -torch.inf
+    with batch_invariant():
+        whole = function(values, -1)
+        assert torch.equal(function(values[4:5], -1), whole[4:5])
+        wide = torch.nn.functional.pad(values, (0, 40), value=-torch.inf)
+        assert torch.equal(
+            function(wide, -1)[..., :301] if whole.dim() > 1 else function(wide, -1), whole
+        )
+    exact = function(values.double(), -1)
+    finite = exact.isfinite()
+    assert torch.equal(whole.isfinite(), finite)
+    assert off(whole[finite], exact[finite]) <= 4 * torch.finfo(DTYPES[dtype]).eps
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_norms_by_row(norm, dtype):
+    values, weight = (drawn(n, 96, seed=n, dtype=DTYPES[dtype]) for n in (20, 1))
+    functional = torch.nn.functional
+
+    def run(x):
+        if norm == "rms":
+            return functional.rms_norm(x, (96,), weight[0].to(x.dtype), 1e-6)
+        return functional.layer_norm(x, (96,), weight[0].to(x.dtype), None, 1e-6)
+
+    with batch_invariant():
+        whole = run(values)
+        assert torch.equal(run(values[6:7])[0], whole[6])
+    assert off(whole, run(values.double())) <= 4 * torch.finfo(DTYPES[dtype]).eps
+
+
+def test_groups_of_rows_and_rows_of_no_group():
+    left, right = drawn(50, 24, seed=1), drawn(4, 24, 16, seed=2)
+    ends = torch.tensor([3, 3, 40, 45], dtype=torch.int32)
+    with batch_invariant():
+        found = torch._grouped_mm(left, right, offs=ends)
+        for group, (start, end) in enumerate([(0, 3), (3, 3), (3, 40), (40, 45)]):
+            assert torch.equal(found[start:end], left[start:end] @ right[group])
+
+
+@given(
+    st.integers(1, 90), st.integers(1, 2), st.integers(1, 3), st.sampled_from(list(DTYPES)), seeds
+)
+def test_attention_walks_alike_whole_in_pieces_and_one_by_one(keys, groups, shared, dtype, seed):
+    dtype = DTYPES[dtype]
+    query = drawn(keys, groups * shared, 16, seed=seed, dtype=dtype)
+    key, value = (drawn(keys, groups, 16, seed=seed + n, dtype=dtype) for n in (1, 2))
+    at = torch.arange(keys)
+    whole = attend(query, key, value, positions=at, scale=0.25)
+    cut = seed % keys + 1
+    pieces = [(0, cut), *((n, n + 1) for n in range(cut, keys))]
+    found = [
+        attend(query[a:b], key[:b], value[:b], positions=at[a:b], scale=0.25) for a, b in pieces
+    ]
+    assert torch.equal(torch.cat(found), whole)
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        *(x.double().transpose(0, 1) for x in (query, key, value)),
+        is_causal=True, scale=0.25, enable_gqa=True,
+    ).transpose(0, 1)  # fmt: skip
+    assert off(whole, exact) <= 2 * torch.finfo(dtype).eps + 100 * torch.finfo().eps
+
+
+def refused(function, *words):
+    with pytest.raises(UnsupportedError) as error, batch_invariant():
+        function()
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_what_has_no_such_form_is_refused_by_name():
+    x = torch.ones(2, 3, 4)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    four = torch.ones(1, 2, 4, 8)
+    gap = torch.ones(4, 4, dtype=torch.bool)
+    gap[:, 1] = False
+    heads = torch.ones(1, 2, 4, 4, dtype=torch.bool)
+    heads[0, 1, :, 2:] = False
+    refused(lambda: x @ x.mT, "a batch of products", "scaled_dot_product_attention")
+    refused(lambda: torch.addmm(x[0], x[0, :, :3], x[0], alpha=2.0), "addmm", "2")
+    refused(lambda: torch.conv1d(x, torch.ones(3, 3, 2)), "convolution")
+    refused(lambda: torch.linalg.inv(x[:, :2, :2] + torch.eye(2)), "linalg")
+    refused(lambda: sdpa(four, four, four, dropout_p=0.1), "drops 0.1")
+    refused(lambda: sdpa(four[0], four[0], four[0]), "(2, 4, 8)")
+    refused(lambda: sdpa(four, four, four, attn_mask=gap), "gap")
+    refused(lambda: sdpa(four, four, four, attn_mask=heads), "differs between heads")
+    refused(lambda: sdpa(four, four, four, attn_mask=torch.full((4, 4), -0.5)), "adds to scores")
+    refused(lambda: torch.ones(4, 4, device="meta") @ torch.ones(4, 4, device="meta"), "meta")
+    assert (x @ x.mT).shape == (2, 3, 3)  # Outside all is as it was.
+
+
+def test_a_processor_whose_products_depend_on_the_batch_is_refused(monkeypatch):
+    plain = torch.mm
+
+    def uneven(left, right):
+        return plain(left, right) + torch.arange(len(left))[:, None]
+
+    monkeypatch.setattr(rows.torch, "mm", uneven)
+    monkeypatch.setattr(rows, "_proved", set())
+    with pytest.raises(UnsupportedError, match="depends on the place of a row"):
+        rows.matmul(torch.ones(3, 4), torch.ones(4, 5))
