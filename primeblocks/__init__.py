@@ -1,7 +1,7 @@
 """Reinforcement-learning building blocks for large mixture-of-experts language models.
 
 Six independent blocks: `parallel`, `fp8`, `replay`, `kvoffload`, `weightsync`, `async_loop`; beside
-them, as independent, `losses`, `capture` and `serving`, and above them `planning`.
+them, as independent, `losses`, `capture`, `serving` and `exact`, and above them `planning`.
 Importing this package touches no device, sets up no logging and loads no optional package;
 a block is loaded when it is first named.
 """
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from . import (
         async_loop,
         capture,
+        exact,
         fp8,
         kvoffload,
         losses,
@@ -32,6 +33,7 @@ __all__ = [
     "__version__",
     "async_loop",
     "capture",
+    "exact",
     "fp8",
     "kvoffload",
     "losses",

@@ -379,6 +379,7 @@ PAGES = {
     "README.md": readme,
     "docs/async_loop.md": async_loop,
     "docs/capture.md": conversations,
+    "docs/exact.md": lambda: nullcontext({}),
     "docs/dsa.md": sparse_attention,
     "docs/fp8.md": fp8,
     "docs/kvoffload.md": kvoffload,

@@ -19,7 +19,17 @@ from tests.deadlines import HANG_S
 PACKAGE = Path(primeblocks.__file__).parent
 ROOT = PACKAGE.parent
 BLOCKS = (
-    *("async_loop", "capture", "fp8", "kvoffload", "losses", "parallel", "replay", "serving"),
+    *(
+        "async_loop",
+        "capture",
+        "exact",
+        "fp8",
+        "kvoffload",
+        "losses",
+        "parallel",
+        "replay",
+        "serving",
+    ),
     "weightsync",
 )
 ABOVE = ("contrib", "planning", "plugins")  # may import blocks; no block imports them

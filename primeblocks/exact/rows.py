@@ -32,12 +32,12 @@ def matmul(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         UnsupportedError: it does not.
     """
     count = rows.shape[0]
-    blocks = F.pad(rows, (0, 0, 0, -count % ROWS)).contiguous().split(ROWS)
+    parts = F.pad(rows, (0, 0, 0, -count % ROWS)).contiguous().split(ROWS)
     if not count:
-        blocks = (rows.new_zeros(0, rows.shape[1]),)
+        parts = (rows.new_zeros(0, rows.shape[1]),)
     else:
-        _prove(blocks[0], weight)
-    out = torch.cat([torch.mm(block, weight) for block in blocks])[:count]
+        _prove(parts[0], weight)
+    out = torch.cat([torch.mm(part, weight) for part in parts])[:count]
     return out if bias is None else out + bias
 
 
@@ -112,7 +112,7 @@ def _is_many(arg: Any) -> bool:
 def _exponentials(values: Tensor, dims: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """The greatest, what is left of each without it, and the exponentials of that."""
     work = _wide(values)
-    greatest = work.amax(dims, keepdim=True)
+    greatest = work.amax(tuple(dims), keepdim=True)
     left = work - torch.where(greatest == -torch.inf, 0.0, greatest)
     return greatest, left, pointwise(torch.exp, left)
 

@@ -61,12 +61,12 @@ class _Paged(torch.autograd.Function):
         query, key, value, mask = ctx.saved_tensors
         is_causal, scale = ctx.call
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.enable_grad():
-            inputs = [each.detach().requires_grad_() for each in (query, key, value)]
+            q, k, v = (each.detach().requires_grad_() for each in (query, key, value))
             shares = query.shape[1] != key.shape[1]
             out = F.scaled_dot_product_attention(
-                *inputs, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=shares
+                q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=shares
             )
-            found = torch.autograd.grad(out, inputs, *grads)
+            found = torch.autograd.grad(out, (q, k, v), grads[0])
         return *found, None, None, None
 
 

@@ -135,7 +135,7 @@ class ExactForCausalLM(VllmModelForTextGeneration, Base):
         )
         self.lm_head.requires_grad_(False)
         # Of the sampler of this process: vLLM has no hook for it.
-        Sampler.compute_logprobs = staticmethod(_log_probabilities)
+        setattr(Sampler, "compute_logprobs", staticmethod(_log_probabilities))  # noqa: B010
         if self._get_tie_word_embeddings():
             self.lm_head.weight = self.model.get_input_embeddings().weight
 
@@ -165,14 +165,15 @@ class ExactForCausalLM(VllmModelForTextGeneration, Base):
         held = dict(self.named_parameters(remove_duplicate=False))
         loaded = set()
         for name, tensor in weights:
-            target, of = name, slice(None)
-            if found := _EXPERT.fullmatch(name):
-                stem, expert, part = found[1], int(found[2]), found[3]
-                target = f"{stem}.{'down' if part == 'down' else 'gate_up'}_proj"
-                of = expert
-            place = held[target].data[of]
-            if target != name and part != "down":
-                place = place.chunk(2)[part == "up"]
+            found = _EXPERT.fullmatch(name)
+            if found is None:
+                target, place = name, held[name].data
+            elif found[3] == "down":
+                target = f"{found[1]}.down_proj"
+                place = held[target].data[int(found[2])]
+            else:
+                target = f"{found[1]}.gate_up_proj"
+                place = held[target].data[int(found[2])].chunk(2)[found[3] == "up"]
             place.copy_(tensor)
             loaded.add(target)
         return loaded
