@@ -10,9 +10,9 @@ from . import evict
 from .disk import DiskTier
 from .host import HostTier
 from .page import PageKey
+from .pending import Pending
 from .prefix import load_prefix, page_hashes
-from .store.pending import Pending
-from .store.tiered import TieredStore
+from .store import TieredStore
 from .tier import Found, Loaded, Record, Saved, Tier, TierStatistics
 
 __all__ = [

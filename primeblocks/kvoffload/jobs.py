@@ -9,8 +9,8 @@ from typing import Any
 
 from ..errors import PrimeblocksError
 from .page import PageKey
-from .store.pending import Pending
-from .store.tiered import TieredStore
+from .pending import Pending
+from .store import TieredStore
 from .tier import Loaded, Saved
 
 __all__ = ["Job", "PageJobs"]

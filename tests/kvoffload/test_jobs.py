@@ -8,7 +8,7 @@ import pytest
 from primeblocks.errors import ClosedError
 from primeblocks.kvoffload import Loaded, PageKey, Saved, TieredStore
 from primeblocks.kvoffload.jobs import PageJobs
-from primeblocks.kvoffload.store.pending import Pending
+from primeblocks.kvoffload.pending import Pending
 from primeblocks.testing.faults import ManualClock
 
 PAGE, SOON = 48, 5.0

@@ -1,11 +1,9 @@
 """One step at a time: what each move does to frames, counts and the next tier."""
 
 from primeblocks.errors import CorruptionError
-from primeblocks.kvoffload import PageKey
+from primeblocks.kvoffload.catalogue import Catalogue
 from primeblocks.kvoffload.evict import VersionAware, lru
-from primeblocks.kvoffload.store.catalogue import Catalogue
-from primeblocks.kvoffload.store.level import Level
-from primeblocks.kvoffload.store.moves import (
+from primeblocks.kvoffload.moves import (
     Ask,
     CopyIn,
     CopyOut,
@@ -18,10 +16,7 @@ from primeblocks.kvoffload.store.moves import (
     Write,
 )
 from primeblocks.testing.faults import ManualClock
-
-
-def key_of(number):
-    return PageKey("s", bytes([number]))
+from tests.kvoffload.store.calls import key_of, level_of
 
 
 class Steps:
@@ -83,11 +78,11 @@ class Steps:
 
 
 def disk(*numbers, pages=8, name="disk"):
-    return Level(name, map(key_of, numbers), capacity_pages=pages, shared=False)
+    return level_of(numbers, pages=pages, name=name)
 
 
 def common():
-    return Level("common", [], capacity_pages=0, shared=True)
+    return level_of(name="common", shared=True)
 
 
 def test_a_frame_given_back_goes_to_who_waits_at_once():
@@ -107,11 +102,11 @@ def test_a_save_looks_at_no_page_that_a_hung_tier_holds(monkeypatch):
     counts = []
     for held in (2, 14):
         clock = ManualClock()
-        level = Level("disk", [], capacity_pages=200, shared=False, clock=clock.now)
+        level = level_of(pages=200, clock=clock.now)
         steps = Steps(32, level, max_pending=held)
         steps.save(*range(32 + held), hold=Write)
         clock.advance(2)
-        steps.catalogue.tick()
+        steps.catalogue.settle()
         steps.settle(Write)
         assert level.breaker.silent()
         assert level.breaker.writing > held

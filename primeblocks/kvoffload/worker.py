@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ...errors import CorruptionError
-from ..host import HostTier
-from ..page import PageKey, checksum
-from ..tier import Found, Record, Tier
+from ..errors import CorruptionError
+from .host import HostTier
 from .moves import Ask, Clear, Drop, PageRead, Recall, Recalled, Write
+from .page import PageKey, checksum
+from .tier import Found, Record, Tier
 
 __all__ = ["Holds", "Order", "Outcome", "TierWorker", "Until"]
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from ...errors import DeadlineError
-from ..page import PageKey
+from ..errors import DeadlineError
+from .page import PageKey
 
 __all__ = [
     "Ask",
