@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 from ..errors import CapacityError
-from .evict import Evict, facts_of
+from .evict import Evict
 from .evict.ledger import PageLedger
 from .lower import Level, is_below, no_room, statistics_of
 from .moves import (
@@ -47,6 +47,7 @@ class Catalogue:
     Args:
         frames: pages that fit in host memory.
         levels: lower tiers, fastest first.
+        evict: chooses the page that leaves host memory once it is full.
         max_pending: pages that may wait for a frame; further saves are declined.
         through: write a page to the lower tiers when it arrives, not when it leaves.
         answer: called with a save and its result, or with a load that is a miss and None.
@@ -65,7 +66,7 @@ class Catalogue:
         self._moves: list[Move] = []
         self._unsettled = False  # a frame came free, or a page waits, since `settle`
         self.levels = levels
-        self._evict, self.version = evict, 0
+        self.version = 0
         self._max_pending = max_pending
         self._through = through
         self._answer = answer
@@ -74,8 +75,7 @@ class Catalogue:
         self._feed = max(1, self._reserve)  # writes at a time to a tier that does not keep up
         self._free = list(range(frames - 1, -1, -1))
         self._pages: dict[PageKey, HostPage] = {}
-        self._ledger = PageLedger()  # of pages that are here
-        self.note(lambda ledger: ledger.keep(facts_of(evict)))
+        self._ledger = PageLedger(evict)  # of pages that are here
         self._leaving: dict[HostPage, None] = {}
         self._ready: OrderedDict[HostPage, None] = OrderedDict()  # leaving, and not busy
         self._waiting: deque[HostPage] = deque()
@@ -366,7 +366,7 @@ class Catalogue:
         return None
 
     def _let_one_go(self) -> None:
-        key, demote = self._ledger.victim(self._evict, version=self.version)
+        key, demote = self._ledger.victim(version=self.version)
         page = self._pages[key]
         page.users = self._ledger.rollouts(key)
         self._ledger.remove(key)
@@ -385,7 +385,7 @@ class Catalogue:
         """Write a page to each tier, unless one has it or will; return those that leave for it."""
         left: list[PageKey] = []
         for depth, level in enumerate(() if is_below(page, self.levels) else self.levels):
-            copy, victim = level.admit(page.key, self._evict, version=self.version, feed=feed)
+            copy, victim = level.admit(page.key, version=self.version, feed=feed)
             if victim is not None:
                 left.append(victim)
                 self._moves.append(Drop(depth, victim))

@@ -197,11 +197,14 @@ class Level:
     """A lower tier: its copies, its ledger, its counts. A shared tier has counts alone.
 
     Args:
+        evict: chooses the page that leaves the tier once it is full.
         patience_s: seconds that pages wait for this tier; `Breaker` says for what.
         clock: seconds.
     """
 
-    def __init__(self, tier: Tier, *, patience_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, tier: Tier, evict: Evict, *, patience_s: float, clock: Callable[[], float]
+    ) -> None:
         self.name, self.shared = tier.name, tier.shared
         self.capacity_pages = 0 if tier.shared else tier.capacity_pages
         try:
@@ -210,7 +213,7 @@ class Level:
             logger.warning("%s: %s", tier.name, error)
             keys = []
         self.copies = {key: LowerCopy(here=True) for key in keys}
-        self.ledger = PageLedger(self.copies)  # of those that are here
+        self.ledger = PageLedger(evict, self.copies)  # of those that are here
         self.counts: Counter[str] = Counter()
         self.refusal: Exception | None = None  # the last of a write
         self.refusals = 0
@@ -222,7 +225,7 @@ class Level:
         return copy if copy is not None and copy.here else None
 
     def admit(
-        self, key: PageKey, evict: Evict, *, version: int, feed: int | None
+        self, key: PageKey, *, version: int, feed: int | None
     ) -> tuple[LowerCopy | None, PageKey | None]:
         """Make room for a page; return its copy, and the key of the page that leaves for it.
 
@@ -246,7 +249,7 @@ class Level:
             if not len(self.ledger):
                 self.counts["failures"] += 1
                 return None, None
-            victim, _ = self.ledger.victim(evict, version=version)
+            victim, _ = self.ledger.victim(version=version)
             self.ledger.remove(victim)
             del self.copies[victim]
             self.counts["evictions"] += 1

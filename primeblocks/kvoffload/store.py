@@ -87,7 +87,7 @@ class TieredStore:
         self._answers: list[tuple[Batch[Any], int, Saved | Loaded]] = []
         self._catalogue = Catalogue(
             frames=host.capacity_pages,
-            levels=[Level(tier, patience_s=patience_s, clock=clock) for tier in below],
+            levels=[Level(tier, evict, patience_s=patience_s, clock=clock) for tier in below],
             evict=evict,
             max_pending=max_pending,
             through=write == "through",

@@ -40,7 +40,7 @@ class Found(NamedTuple):
 class Tier(Protocol):
     """A place for pages below host memory: a disk, a store on the network.
 
-    One thread calls it, except for `holds` and `len`. An error of one page is returned in its
+    One thread calls it, except for `holds`. An error of one page is returned in its
     place, not raised, so that a bad page does not fail its batch.
     """
 
@@ -91,7 +91,6 @@ class Tier(Protocol):
         ...
 
     def close(self) -> None: ...
-    def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True)

@@ -282,10 +282,6 @@ class MooncakeTier:
             self._client.unregister_buffer(address)
         self._client.close()
 
-    def __len__(self) -> int:
-        """Return 0: the pages of a namespace are not counted."""
-        return 0
-
     def _put(self, records: Sequence[Record]) -> list[Wrong | None]:
         if self._resting():
             return [self._at_rest() for _ in records]

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from primeblocks.kvoffload import PageKey
+from primeblocks.kvoffload.evict import lru
 from primeblocks.kvoffload.lower import Level
 from tests.kvoffload.conftest import PAGE
 from tests.kvoffload.memory_tier import SOON
@@ -29,9 +30,9 @@ def load(store, number):
     return store.load(key_of(number), into=into).wait(timeout_s=SOON).tier
 
 
-def level_of(numbers=(), *, name="disk", pages=8, shared=False, clock=monotonic):
+def level_of(numbers=(), *, name="disk", pages=8, shared=False, evict=lru, clock=monotonic):
     """What a store knows of a lower tier that has these pages."""
     tier = SimpleNamespace(
         name=name, shared=shared, capacity_pages=pages, keys=lambda: list(map(key_of, numbers))
     )
-    return Level(tier, patience_s=1.0, clock=clock)
+    return Level(tier, evict, patience_s=1.0, clock=clock)

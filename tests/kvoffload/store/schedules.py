@@ -51,7 +51,7 @@ class Simulation:
         self.random = random
         self.disks = disks
         self.clock = ManualClock()
-        self.levels = [Level(disk, patience_s=1.0, clock=self.clock.now) for disk in disks]
+        self.levels = [Level(disk, evict, patience_s=1.0, clock=self.clock.now) for disk in disks]
         self.flushes = []
         self.catalogue = Catalogue(
             frames=frames,

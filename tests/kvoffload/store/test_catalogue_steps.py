@@ -77,8 +77,8 @@ class Steps:
         return [move.page.key.hash[0] for move in self.done if isinstance(move, Write)]
 
 
-def disk(*numbers, pages=8, name="disk"):
-    return level_of(numbers, pages=pages, name=name)
+def disk(*numbers, **how):
+    return level_of(numbers, **how)
 
 
 def common():
@@ -210,7 +210,7 @@ def rollouts(ledger, number):
 
 
 def test_rollouts_go_down_and_up_with_their_pages():
-    below = disk()
+    below = disk(evict=VersionAware(9))
     steps = Steps(1, below, evict=VersionAware(9))
     host = steps.catalogue._ledger
     steps.save(0, users=("one",))
@@ -227,7 +227,7 @@ def test_rollouts_go_down_and_up_with_their_pages():
 
 
 def test_a_page_that_is_saved_from_leaving_keeps_its_rollouts():
-    below = disk()
+    below = disk(evict=VersionAware(9))
     steps = Steps(1, below, evict=VersionAware(9))
     steps.save(0, users=("one",))
     _, (write,) = steps.save(1, hold=Write)
@@ -237,7 +237,7 @@ def test_a_page_that_is_saved_from_leaving_keeps_its_rollouts():
 
 
 def test_a_rollout_ends_once_for_a_page_that_leaves_again():
-    steps = Steps(1, disk(), evict=VersionAware(9))
+    steps = Steps(1, disk(evict=VersionAware(9)), evict=VersionAware(9))
     host = steps.catalogue._ledger
     steps.save(0, users=("one",))
     steps.save(1, hold=Write)  # For which page 0 has to leave, again and again.

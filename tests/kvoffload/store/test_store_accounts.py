@@ -6,7 +6,7 @@ import pytest
 from primeblocks.errors import CapacityError, CorruptionError
 from primeblocks.kvoffload import HostTier, PageKey, TieredStore, copier
 from primeblocks.kvoffload.catalogue import Catalogue
-from primeblocks.kvoffload.evict import Facts, VersionAware, lru
+from primeblocks.kvoffload.evict import RolloutAware, VersionAware, lru
 from primeblocks.kvoffload.moves import (
     CopyIn,
     CopyOut,
@@ -126,7 +126,7 @@ def test_without_a_tier_below_no_page_is_chosen_ahead_of_need():
 
 @pytest.mark.parametrize("held", [CopyIn, Write])
 def test_a_rollout_that_ended_stays_ended(held):
-    level = level_of()
+    level = level_of(evict=VersionAware(9))
     catalogue, _ = catalogue_of(1, [level], evict=VersionAware(9))
     put(catalogue, 0, users=("one",))
     waiting = settle(catalogue, hold=held)
@@ -158,10 +158,9 @@ def test_a_load_says_which_tier_served_it():
 
 def test_demoted_pages_keep_the_order_of_their_rollout():
     """A rollout's last page leaves host memory first, and is the first to leave the disk too."""
-    level = level_of(pages=3)
-    level.ledger.keep(~Facts.NONE)
+    level = level_of(pages=3, evict=RolloutAware(1))
     for number in (2, 1, 0):
-        copy, _ = level.admit(key_of(number), lru, version=0, feed=1)
+        copy, _ = level.admit(key_of(number), version=0, feed=1)
         level.written(key_of(number), copy, length=1, users=("one",))
     (one,) = level.ledger.snapshot(version=0).live
     assert one.page.key == key_of(2)
@@ -169,28 +168,28 @@ def test_demoted_pages_keep_the_order_of_their_rollout():
 
 def test_pages_refused_together_leave_a_full_tier_what_it_holds():
     level = level_of()
-    pages = [(key_of(n), level.admit(key_of(n), lru, version=0, feed=1)[0]) for n in range(5)]
+    pages = [(key_of(n), level.admit(key_of(n), version=0, feed=1)[0]) for n in range(5)]
     for key, copy in pages[:3]:
         level.written(key, copy, length=1, users=())
     for key, copy in pages[3:]:  # Admitted before the first was refused; no page left for them.
         level.refused(key, copy, CapacityError("full"))
     assert level.breaker.room == 3
-    copy, left = level.admit(key_of(9), lru, version=0, feed=1)
+    copy, left = level.admit(key_of(9), version=0, feed=1)
     assert copy is not None
     assert left == key_of(0)
     level.refused(key_of(9), copy, CapacityError("full"))
-    assert level.admit(key_of(9), lru, version=0, feed=1) == (None, None)  # Until the rest is over.
+    assert level.admit(key_of(9), version=0, feed=1) == (None, None)  # Until the rest is over.
 
 
 def test_a_flush_trades_no_kept_pages_for_trials():
     clock = ManualClock()
     level = level_of(range(8), clock=clock.now)
-    copy, _ = level.admit(key_of(50), lru, version=0, feed=1)
+    copy, _ = level.admit(key_of(50), version=0, feed=1)
     level.refused(key_of(50), copy, OSError(5, "input/output error"))
     clock.advance(1.1)
     left = 0
     for number in range(60, 68):
-        copy, victim = level.admit(key_of(number), lru, version=0, feed=None)
+        copy, victim = level.admit(key_of(number), version=0, feed=None)
         left += victim is not None
         if copy is not None:
             level.breaker.given(write=True)
@@ -200,11 +199,11 @@ def test_a_flush_trades_no_kept_pages_for_trials():
 
 def test_a_flush_into_a_full_tier_evicts_one_for_one():
     level = level_of(range(3))
-    copy, _ = level.admit(key_of(50), lru, version=0, feed=1)
+    copy, _ = level.admit(key_of(50), version=0, feed=1)
     level.refused(key_of(50), copy, CapacityError("full"))
     for number in range(60, 65):
-        assert level.admit(key_of(number), lru, version=0, feed=None)[1] is None
-    copy, left = level.admit(key_of(70), lru, version=0, feed=None)
+        assert level.admit(key_of(number), version=0, feed=None)[1] is None
+    copy, left = level.admit(key_of(70), version=0, feed=None)
     assert copy is not None
     assert left == key_of(0)
 
