@@ -35,8 +35,8 @@ class Copiers:
     """A few threads that make copies in order of arrival.
 
     Args:
-        report: called with copies that are over, and whether they were made; while idle, with none,
-            ten times a second.
+        report: called with copies that are over, and whether they were made. A thread without
+            copies calls it with an empty list ten times a second.
         broke: called with an error that ended a thread.
     """
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from enum import Enum, auto
 
 from ..errors import CapacityError, CorruptionError, PlanError, UnsupportedError
@@ -38,7 +39,6 @@ __all__ = ["Breaker", "Circuit", "Level", "in_order", "is_below", "no_room", "st
 
 logger = logging.getLogger(__name__)
 
-_COUNTS = ("hits", "misses", "stores", "evictions", "checksum_failures", "failures", "skipped")
 _REST_S, _LONGEST_REST_S = 1.0, 8.0
 _UNBOUNDED = 1 << 62
 
@@ -363,5 +363,6 @@ def no_room(pages: Sequence[HostPage], levels: Sequence[Level]) -> CapacityError
 
 def statistics_of(counts: Counter[str], *, pages: int, capacity_pages: int) -> TierStatistics:
     """Return counts as `TierStatistics`."""
-    named = {name: counts[name] for name in (*_COUNTS, "bytes_written", "bytes_read")}
-    return TierStatistics(**named, pages=pages, capacity_pages=capacity_pages)
+    held = {"pages": pages, "capacity_pages": capacity_pages}
+    named = {field.name: counts[field.name] for field in fields(TierStatistics)}
+    return TierStatistics(**named | held)

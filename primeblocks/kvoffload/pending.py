@@ -223,7 +223,7 @@ def save_requests(
     Raises:
         ShapeError: a page or its packed attachments have the wrong size.
         UnsupportedError: a page is not in host memory.
-        UsageError: a key is no `PageKey`, or the rollout's name is not hashable.
+        UsageError: a key is not a `PageKey`, or the rollout's name is not hashable.
     """
     users = users_of(rollout)
     _refer(batch, keys, pages, page_bytes=host.page_bytes, writable=False)
@@ -254,7 +254,7 @@ def load_requests(
     Raises:
         ShapeError: a buffer has the wrong size or is read-only.
         UnsupportedError: a buffer is not in host memory.
-        UsageError: a key is no `PageKey`, or the rollout's name is not hashable.
+        UsageError: a key is not a `PageKey`, or the rollout's name is not hashable.
     """
     users = users_of(rollout)
     _refer(batch, keys, into, page_bytes=host.page_bytes, writable=True)

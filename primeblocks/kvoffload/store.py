@@ -139,7 +139,7 @@ class TieredStore:
         attachments: Sequence[Mapping[str, bytes] | None] | None = None,
         rollout: Hashable = None,
     ) -> Pending[list[Saved]]:
-        """Save several pages as `save` does, with one result for each; none if it raises."""
+        """Save several pages as `save` does, with one result for each. An error saves none."""
         attachments = [None] * len(keys) if attachments is None else attachments
         same_length(keys=keys, pages=pages, attachments=attachments)
         batch = Batch[Saved](len(keys))

@@ -44,7 +44,7 @@ class Holds:
 
 _Question = PageRead | Ask | Holds
 Given = _Question | Write | Drop | Clear | Until
-# Of a read, the length that was read, 0 for a miss; of a question, whether the page is there.
+# A read has the length that was read, 0 for a miss. A question has whether the tier holds the page.
 Outcome = tuple[Write | PageRead | Ask, Exception | int | None]
 
 # In a full tier, drops and writes alternate: they go together.
@@ -101,9 +101,10 @@ class Order:
             self.changed.notify()
 
     def next(self) -> list[Any]:
-        """Wait for moves of one kind, `Write` and `Drop` being one; return none after `stop`.
+        """Wait for moves of one kind and return them. After `stop` the result is empty.
 
-        A batch does not drop a page after writing it, and does not write it twice.
+        `Write` and `Drop` are one kind. A batch does not drop a page after writing it, and does not
+        write it twice.
         """
         with self.changed:
             self.changed.wait_for(lambda: self._first or self._in_turn or self._stopping)

@@ -104,8 +104,8 @@ class DiskTier:
     def put(self, records: Sequence[Record]) -> list[Answer]:
         """Keep pages: their data in runs of frames, then one transaction. Local.
 
-        A page in place of another takes a new frame; where there is none, the old page goes first.
-        Of several records with one key the last counts. A page that is not kept leaves what was
+        A page in place of another takes a new frame. If no frame is free, the old page goes first.
+        If several records have one key, the last counts. A page that is not kept leaves what was
         there as it was; its answer is a `CapacityError` where quota or disk is full, a
         `ShapeError` for content that does not fit, a `CorruptionError` where the index turns out
         to be damaged, which costs all pages, or else the `OSError`.
@@ -298,7 +298,7 @@ class DiskTier:
 
     def _give_back(self) -> None:
         """Free what the index takes: frames behind the last page, then those of the last pages."""
-        # What lies behind the end of the file is not adopted, so a crash finds no wrong page.
+        # A page behind the end of the file is not adopted, so a crash does not serve a wrong page.
         needed = -(-(_ROOM_BYTES + _ROW_BYTES * len(self._index)) // self.frame_bytes)
         end = min(self._frames.end(), max(0, self._data.frames() - needed))
         self._data.shrink(end)
@@ -383,7 +383,7 @@ class DiskTier:
 
     @contextmanager
     def _in_turn(self) -> Iterator[None]:
-        """Let one thread in at a time, and none after `close`."""
+        """Let one thread in at a time. After `close`, raise ClosedError."""
         if not self._closed:  # A forked child would wait for a thread that it does not have.
             with self._turn:
                 if not self._closed:

@@ -84,10 +84,10 @@ def request_args(
         ends: names of rollouts that need their pages no longer once this request is over: its own
             in its last turn, or others that ended without one.
         waits: for rollouts between two turns, the tool that each waits for: {"a/2": "pytest"}. A
-            rollout of which nobody says it waits for "turn".
+            rollout without an entry waits for "turn".
 
     Raises:
-        UsageError: names that are not text, or a version that is no integer below 2**63.
+        UsageError: names that are not text, or a version that is not an integer below 2**63.
     """
     if version is not None:
         version = check_version(version)
