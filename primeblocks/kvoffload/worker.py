@@ -47,8 +47,7 @@ Given = _Question | Write | Drop | Clear | Until
 # A read has the length that was read, 0 for a miss. A question has whether the tier holds the page.
 Outcome = tuple[Write | PageRead | Ask, Exception | int | None]
 
-# In a full tier, drops and writes alternate: they go together.
-_KINDS: dict[type, tuple[type, ...]] = {Write: (Write, Drop), Drop: (Write, Drop)}
+_CHANGES = (Write, Drop)  # In a full tier they alternate: they go together.
 
 
 class Order:
@@ -109,8 +108,10 @@ class Order:
         with self.changed:
             self.changed.wait_for(lambda: self._first or self._in_turn or self._stopping)
             queue = self._queue()
+            if not queue:
+                return []
             moves: list[Any] = []
-            kind = _KINDS.get(type(queue[0]), (type(queue[0]),)) if queue else ()
+            kind = _CHANGES if isinstance(queue[0], _CHANGES) else type(queue[0])
             written: set[PageKey] = set()
             drops = 0
             most = self._reads if queue is self._first else self._writes
@@ -124,7 +125,7 @@ class Order:
                         break
                     written.add(move.page.key)
                 moves.append(queue.popleft())
-            self._clears -= len(moves) if Clear in kind else 0
+            self._clears -= len(moves) if kind is Clear else 0
             return moves
 
     def _queue(self) -> deque[Any]:
