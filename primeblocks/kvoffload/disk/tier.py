@@ -294,7 +294,7 @@ class DiskTier:
         if self._data.frames() < self._frames.end():
             cut = self._index.cut(self._data.frames())
             self._index.lost += len(cut)
-            self._release(cut)
+            self._frames.release(cut)
 
     def _give_back(self) -> None:
         """Free what the index takes: frames behind the last page, then those of the last pages."""
@@ -303,7 +303,7 @@ class DiskTier:
         end = min(self._frames.end(), max(0, self._data.frames() - needed))
         self._data.shrink(end)
         self._frames.fence(end)
-        self._release(self._index.cut(end))
+        self._frames.release(self._index.cut(end))
 
     def _write_again(self) -> list[PageKey]:
         """Write again what a failed sync may have lost; return the keys of pages that changed."""
@@ -338,7 +338,7 @@ class DiskTier:
     def _leave(self, keys: Sequence[PageKey]) -> None:
         # Free at once, even if the drop is not written now: nothing is put before it is.
         if gone := self._index.forget(keys):
-            self._release(gone)
+            self._frames.release(gone)
             self._ready()
 
     def _write(self, records: Sequence[Record]) -> dict[PageKey, Answer]:
@@ -351,7 +351,7 @@ class DiskTier:
             answers[record.key] = error and refusal(error, self.path)
         if any(isinstance(answer, CapacityError) for answer in answers.values()):
             self._frames.fence(self._data.frames())
-        self._release([frame for record, frame in placed if answers[record.key] is not None])
+        self._frames.release([frame for record, frame in placed if answers[record.key] is not None])
         places = [
             (record.key, Place(frame, record.content.nbytes, record.digest))
             for record, frame in placed
@@ -364,22 +364,18 @@ class DiskTier:
         answers: dict[PageKey, Answer] = {}
         while places:
             try:
-                self._release(self._index.put(places))
+                self._frames.release(self._index.put(places))
                 self._unsynced += len(places)
                 break
             except (OSError, CorruptionError) as error:
                 kept = len(places) // 2 if isinstance(error, OSError) and full(error) else 0
                 answers |= {key: refusal(error, self.path) for key, _ in places[kept:]}
-            self._release([place.frame for _, place in places[kept:]])
+            self._frames.release([place.frame for _, place in places[kept:]])
             places = places[:kept]
             with suppress(OSError):
                 self._data.shrink(self._frames.end())
                 self._frames.fence(self._data.frames())
         return answers
-
-    def _release(self, frames: Sequence[int]) -> None:
-        for frame in frames:
-            self._frames.release(frame)
 
     @contextmanager
     def _in_turn(self) -> Iterator[None]:
