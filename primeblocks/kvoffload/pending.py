@@ -35,6 +35,7 @@ __all__ = [
     "Batch",
     "Parts",
     "Pending",
+    "PendingState",
     "finish_all",
     "load_requests",
     "page_parts",
