@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import PrimeblocksError
 from .page import PageKey
-from .store.pending import Pending
-from .store.tiered import TieredStore
+from .pending import Pending
+from .store import TieredStore
 from .tier import Loaded, Saved
 
 __all__ = ["Job", "PageJobs"]
@@ -103,7 +104,7 @@ class PageJobs:
             for job_id, each in self._running.items()
             if each.pending.done() or now >= each.started_s + self._timeout_s
         ]
-        return [self._finish(job_id, wait_s=0.0) for job_id in over]
+        return [self._finish(job_id) for job_id in over]
 
     def running(self) -> Iterator[tuple[int, Any]]:
         """Tell the batches in flight: the caller's number, and what it gave with it."""
@@ -114,19 +115,18 @@ class PageJobs:
         if (job := self._running.get(job_id)) is not None:
             job.pending.done(within_s=at_most_s)
 
-    def drain(self, *, timeout_s: float) -> list[Job]:
-        """End every batch, and give up those that take longer."""
+    def drain(self, *, timeout_s: float) -> None:
+        """Wait until every batch is over, and give up those that take longer."""
         end = self._clock() + timeout_s
-        return [
-            self._finish(job_id, wait_s=max(0.0, end - self._clock()))
-            for job_id in list(self._running)
-        ]
+        for job in self._running.values():
+            with suppress(PrimeblocksError):  # `finished` reports the batch
+                job.pending.wait(timeout_s=max(0.0, end - self._clock()))
 
-    def _finish(self, job_id: int, *, wait_s: float) -> Job:
+    def _finish(self, job_id: int) -> Job:
         job = self._running.pop(job_id)
         outcomes: list[Saved | Loaded] = [_SAVED] * job.pages
         try:
-            answers = job.pending.wait(timeout_s=wait_s)
+            answers = job.pending.wait(timeout_s=0.0)
         except PrimeblocksError:  # given up, or the store is closed
             answers = [Loaded(None)] * len(job.moved)
         for index, outcome in zip(job.moved, answers, strict=True):

@@ -103,7 +103,7 @@ class Index:
         self._system = system
         self._pid = os.getpid()
         self._frames: dict[bytes, int] = {}  # by digest of the key, oldest first
-        self._stamps: list[object] = []  # of the files, after our last change
+        self._stamps: list[object] | None = None  # of the files, after our last change
         self.lost = 0  # pages, to damage; who reports them counts anew
         self._gone: list[int] = []  # frames of rows to delete before anything else is written
         self._age = _OLDEST
@@ -344,13 +344,15 @@ class Index:
     def _changing(self) -> Iterator[None]:
         """As `_typed`, for a change; the files must be as our last change left them."""
         # SQLite itself writes on into a removed file, and copies the holes of a log that was cut.
-        if self._stamps != self._stamped():
+        if self._stamps not in (None, self._stamped()):
             raise self._damaged("it or its log was removed, replaced or cut while it was in use")
         try:
             with self._typed():
                 yield
         finally:
-            self._stamps = self._stamped()
+            self._stamps = None  # if they cannot be read now, the next change goes uncompared
+            with suppress(OSError):
+                self._stamps = self._stamped()
 
     @contextmanager
     def _typed(self) -> Iterator[None]:

@@ -331,3 +331,31 @@ def test_a_file_system_that_is_full_for_long_keeps_taking_pages(tmp_path):
             assert state(tier) == before
     finally:
         subprocess.run(["umount", str(tmp_path / "small")], check=True)
+
+
+class Unseen(Unsynced):
+    """Cannot look at a file of the index at chosen looks."""
+
+    looks, fails = 0, ()
+
+    def stamp(self, file):
+        if not isinstance(file, int) and file.name.startswith("index"):
+            self.looks += 1
+            if self.looks in self.fails:
+                raise OSError(errno.EIO, "stat")
+        return super().stamp(file)
+
+
+@pytest.mark.parametrize("look", range(1, 5))
+def test_a_look_at_the_index_that_fails_costs_no_page(tmp_path, look):
+    system = Unseen()
+    tier = open_tier(tmp_path, system=system)
+    assert tier.put([record(0), record(1)]) == [None, None]
+    system.fails = (system.looks + look,)
+    (answer,) = tier.put([record(2)])
+    kept = [0, 1] if answer is not None else [0, 1, 2]
+    assert system.looks >= system.fails[0]
+    assert state(tier) == {number: content_of(number).tobytes() for number in kept}
+    tier.drop([key_of(2)])
+    assert_serves(tier)
+    assert_reopens(tmp_path, tier)

@@ -1,36 +1,60 @@
-"""Pages that a caller handed over, as requests, and their result, which is on its way."""
+"""Pages that a caller handed over, as requests, and their result, which is on its way.
+
+A `Pending` is in one of three states:
+
+    RUNNING   Copies from and into the caller's buffers may begin.
+    GIVEN_UP  No further copy begins. A copy under way is waited for: it lasts as long as copying
+              16 MiB in memory.
+    OVER      The result is there, or the error. The buffers are the caller's.
+
+    RUNNING -> OVER          Every page of the batch has its result.
+    RUNNING -> GIVEN_UP      A deadline, `cancel`, or an error of one page.
+    GIVEN_UP -> OVER         No copy is under way, or every page has its result all the same.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from enum import Enum, auto
 from threading import Condition, Lock
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import CancelledError, DeadlineError, ShapeError, UsageError
-from ..host import HostTier
-from ..page import PageKey, pack_attachments
-from ..tier import Loaded, Saved
-from .copier import page_parts
+from ..errors import CancelledError, DeadlineError, ShapeError, UnsupportedError, UsageError
+from .host import HostTier
 from .moves import LoadRequest, SaveRequest
+from .page import PageKey, pack_attachments
+from .tier import Loaded, Saved
 
 __all__ = [
-    "Barrier",
     "Batch",
+    "Parts",
     "Pending",
+    "PendingState",
     "finish_all",
     "load_requests",
+    "page_parts",
     "same_length",
     "save_requests",
     "users_of",
 ]
 
 T = TypeVar("T")
+Part = Tensor | np.ndarray  # an array where it is read-only
+Parts = Part | list[Part]
+
+
+class PendingState(Enum):
+    """State of an operation."""
+
+    RUNNING = auto()
+    GIVEN_UP = auto()
+    OVER = auto()
 
 
 class Pending(Generic[T]):
@@ -42,19 +66,18 @@ class Pending(Generic[T]):
 
     def __init__(self) -> None:
         self._changed = Condition()
-        self._finished = False
-        self._given_up = False
-        self._busy = 0
+        self._state = PendingState.RUNNING
+        self._busy = 0  # copies under way
         self._result: T | None = None
         self._error: BaseException | None = None
         self._then: list[Callable[[], object]] = []
 
     def done(self, *, within_s: float = 0.0) -> bool:
         """Whether `wait` would return, or raise, at once; sleeps until then, at most so long."""
-        if within_s and not self._finished:
+        if within_s and not self._is_over():
             with self._changed:
-                self._changed.wait_for(lambda: self._finished, within_s)
-        return self._finished
+                self._changed.wait_for(self._is_over, within_s)
+        return self._is_over()
 
     def wait(self, *, timeout_s: float) -> T:
         """Wait for the result and return it.
@@ -64,7 +87,7 @@ class Pending(Generic[T]):
             CancelledError: the operation was cancelled.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._finished, timeout_s):
+            if not self._changed.wait_for(self._is_over, timeout_s):
                 self._give_up(DeadlineError(f"the page store took longer than {timeout_s} s"))
         if self._error is not None:
             raise self._error
@@ -81,7 +104,7 @@ class Pending(Generic[T]):
 
         with self._changed:
             self._then.append(wake)
-            if self._finished:
+            if self._is_over():
                 wake()
         try:
             yield from over.wait().__await__()
@@ -93,7 +116,7 @@ class Pending(Generic[T]):
     def cancel(self) -> bool:
         """Give the operation up; return false if it was over. Pages that moved stay moved."""
         with self._changed:
-            if self._finished:
+            if self._is_over():
                 return False
             self._give_up(CancelledError("the caller cancelled this operation"))
             return True
@@ -102,7 +125,7 @@ class Pending(Generic[T]):
     def buffers(self) -> Iterator[bool]:
         """Hold the caller's buffers for a copy; yield false if the operation was given up."""
         with self._changed:
-            held = not self._given_up
+            held = self._state is PendingState.RUNNING
             self._busy += held
         try:
             yield held
@@ -113,9 +136,9 @@ class Pending(Generic[T]):
                     self._changed.notify_all()
 
     def finish(self, result: T) -> None:
-        """Hand the result over; do nothing if the operation was given up."""
+        """Hand the result over; do nothing if the operation is over."""
         with self._changed:
-            if not self._finished:
+            if not self._is_over():
                 self._result = result
                 self._end()
 
@@ -125,15 +148,18 @@ class Pending(Generic[T]):
             self._give_up(error)
 
     def _give_up(self, error: BaseException) -> None:
-        """Give up once no copy is under way; each lasts as long as copying 16 MiB in memory."""
-        self._given_up = True
+        if not self._is_over():
+            self._state = PendingState.GIVEN_UP
         self._changed.wait_for(lambda: self._busy == 0)
-        if not self._finished:
+        if not self._is_over():
             self._error = error
             self._end()
 
+    def _is_over(self) -> bool:
+        return self._state is PendingState.OVER
+
     def _end(self) -> None:
-        self._finished = True
+        self._state = PendingState.OVER
         self._changed.notify_all()
         for wake in self._then:
             wake()
@@ -175,22 +201,6 @@ class Batch(Generic[T]):
             self.pending.finish(self._result(self._results))  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True, slots=True)
-class Barrier:
-    """A flush or a clear that the lower tiers have not all done yet.
-
-    Args:
-        batch: has one page for each lower tier.
-        refusals: of each lower tier, when the order was given.
-        missing: why a page is written to no tier.
-    """
-
-    batch: Batch[None]
-    flush: bool
-    refusals: Sequence[int]
-    missing: Exception | None
-
-
 def finish_all(results: Iterable[tuple[Batch[Any], int, Any]]) -> None:
     """Set the results of pages of several batches."""
     by_batch: dict[Batch[Any], list[tuple[int, Any]]] = {}
@@ -214,7 +224,7 @@ def save_requests(
     Raises:
         ShapeError: a page or its packed attachments have the wrong size.
         UnsupportedError: a page is not in host memory.
-        UsageError: a key is no `PageKey`, or the rollout's name is not hashable.
+        UsageError: a key is not a `PageKey`, or the rollout's name is not hashable.
     """
     users = users_of(rollout)
     _refer(batch, keys, pages, page_bytes=host.page_bytes, writable=False)
@@ -245,7 +255,7 @@ def load_requests(
     Raises:
         ShapeError: a buffer has the wrong size or is read-only.
         UnsupportedError: a buffer is not in host memory.
-        UsageError: a key is no `PageKey`, or the rollout's name is not hashable.
+        UsageError: a key is not a `PageKey`, or the rollout's name is not hashable.
     """
     users = users_of(rollout)
     _refer(batch, keys, into, page_bytes=host.page_bytes, writable=True)
@@ -270,6 +280,58 @@ def _refer(
         for part in (parts if isinstance(parts, list) else (parts,))
         if isinstance(part, Tensor) and part.is_cuda
     }
+
+
+def page_parts(page: Any, *, page_bytes: int, writable: bool) -> Parts:
+    """Refer to the bytes of a page, without a copy.
+
+    Args:
+        page: a contiguous tensor, array or buffer, or a list or tuple of them: the pieces of a page
+            that is not contiguous, such as one for each layer.
+        writable: whether they are to be written to.
+
+    Raises:
+        ShapeError: wrong number of bytes, not contiguous, or read-only where `writable`.
+        UnsupportedError: a tensor that is neither in host memory nor on a CUDA device, or an array
+            of references.
+    """
+    parts: Parts
+    if isinstance(page, list | tuple):
+        parts = [each for part in page if (each := _bytes_of(part, writable=writable)).nbytes]
+        size = sum(part.nbytes for part in parts)
+    else:
+        parts = _bytes_of(page, writable=writable)
+        size = parts.nbytes
+    if size != page_bytes:
+        raise ShapeError(f"a page of this store has {page_bytes} bytes; got {size}")
+    return parts
+
+
+def _bytes_of(part: Any, *, writable: bool) -> Part:
+    if isinstance(part, np.ndarray) and part.dtype.hasobject:
+        raise UnsupportedError(f"a page is bytes; got an array of {part.dtype}, of references")
+    if isinstance(part, np.ndarray) and part.flags.c_contiguous and part.flags.writeable:
+        flat = part if part.dtype == np.uint8 and part.ndim == 1 else part.reshape(-1).view("u1")
+        return torch.from_numpy(flat)
+    if isinstance(part, Tensor):
+        if not (part.is_cpu or part.is_cuda):
+            raise UnsupportedError(
+                f"pages lie in host memory or on CUDA devices; got a tensor on {part.device}. "
+                "Copy it with .cpu(), or let the engine's own worker copy."
+            )
+        if not part.is_contiguous():
+            raise ShapeError(f"a page must be contiguous; got strides {part.stride()}")
+        if part.dtype is torch.uint8 and part.stride() == (1,):
+            return part
+        return part.detach().as_strided((part.numel(),), (1,)).view(torch.uint8)
+    raw = memoryview(part)
+    if not raw.c_contiguous:
+        raise ShapeError(f"a page must be contiguous; got strides {raw.strides}")
+    if writable and raw.readonly:
+        raise ShapeError("a page is loaded into a writable buffer; got a read-only one")
+    if raw.readonly or not raw.nbytes:  # torch refers to neither
+        return np.frombuffer(raw, dtype=np.uint8)
+    return torch.frombuffer(raw, dtype=torch.uint8)
 
 
 def users_of(*names: Hashable) -> tuple[Hashable, ...]:

@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ...errors import CorruptionError
-from ..host import HostTier
-from ..page import PageKey, checksum
-from ..tier import Found, Record, Tier
+from ..errors import CorruptionError
+from .host import HostTier
 from .moves import Ask, Clear, Drop, PageRead, Recall, Recalled, Write
+from .page import PageKey, checksum
+from .tier import Found, Record, Tier
 
 __all__ = ["Holds", "Order", "Outcome", "TierWorker", "Until"]
 
@@ -44,11 +44,10 @@ class Holds:
 
 _Question = PageRead | Ask | Holds
 Given = _Question | Write | Drop | Clear | Until
-# Of a read, the length that was read, 0 for a miss; of a question, whether the page is there.
+# A read has the length that was read, 0 for a miss. A question has whether the tier holds the page.
 Outcome = tuple[Write | PageRead | Ask, Exception | int | None]
 
-# In a full tier, drops and writes alternate: they go together.
-_KINDS: dict[type, tuple[type, ...]] = {Write: (Write, Drop), Drop: (Write, Drop)}
+_CHANGES = (Write, Drop)  # In a full tier they alternate: they go together.
 
 
 class Order:
@@ -101,15 +100,18 @@ class Order:
             self.changed.notify()
 
     def next(self) -> list[Any]:
-        """Wait for moves of one kind, `Write` and `Drop` being one; return none after `stop`.
+        """Wait for moves of one kind and return them. After `stop` the result is empty.
 
-        A batch does not drop a page after writing it, and does not write it twice.
+        `Write` and `Drop` are one kind. A batch does not drop a page after writing it, and does not
+        write it twice.
         """
         with self.changed:
             self.changed.wait_for(lambda: self._first or self._in_turn or self._stopping)
             queue = self._queue()
+            if not queue:
+                return []
             moves: list[Any] = []
-            kind = _KINDS.get(type(queue[0]), (type(queue[0]),)) if queue else ()
+            kind = _CHANGES if isinstance(queue[0], _CHANGES) else type(queue[0])
             written: set[PageKey] = set()
             drops = 0
             most = self._reads if queue is self._first else self._writes
@@ -123,7 +125,7 @@ class Order:
                         break
                     written.add(move.page.key)
                 moves.append(queue.popleft())
-            self._clears -= len(moves) if Clear in kind else 0
+            self._clears -= len(moves) if kind is Clear else 0
             return moves
 
     def _queue(self) -> deque[Any]:

@@ -6,22 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import ShapeError, UnsupportedError
-from ..host import HostTier
-from ..page import unpack_attachments
-from ..tier import Loaded
+from .host import HostTier
 from .moves import CopyIn, CopyOut
+from .page import unpack_attachments
+from .pending import Parts
+from .tier import Loaded
 
-__all__ = ["Copiers", "Copies", "copy_pages", "page_parts"]
+__all__ = ["Copiers", "Copies", "copy_pages"]
 
-Part = Tensor | np.ndarray  # an array where it is read-only
-Parts = Part | list[Part]
 Copies = Sequence[CopyIn | CopyOut]  # of one batch, in one direction
 
 _TOGETHER_BYTES, _TOGETHER_PAGES = 16 << 20, 256  # most of one copy
@@ -38,8 +35,8 @@ class Copiers:
     """A few threads that make copies in order of arrival.
 
     Args:
-        report: called with copies that are over, and whether they were made; while idle, with none,
-            ten times a second.
+        report: called with copies that are over, and whether they were made. A thread without
+            copies calls it with an empty list ten times a second.
         broke: called with an error that ended a thread.
     """
 
@@ -176,55 +173,3 @@ def copy_pages(
     finally:
         for stream in streams.values():
             stream.synchronize()
-
-
-def page_parts(page: Any, *, page_bytes: int, writable: bool) -> Parts:
-    """Refer to the bytes of a page, without a copy.
-
-    Args:
-        page: a contiguous tensor, array or buffer, or a list or tuple of them: the pieces of a page
-            that is not contiguous, such as one for each layer.
-        writable: whether they are to be written to.
-
-    Raises:
-        ShapeError: wrong number of bytes, not contiguous, or read-only where `writable`.
-        UnsupportedError: a tensor that is neither in host memory nor on a CUDA device, or an array
-            of references.
-    """
-    parts: Parts
-    if isinstance(page, list | tuple):
-        parts = [each for part in page if (each := _bytes_of(part, writable=writable)).nbytes]
-        size = sum(part.nbytes for part in parts)
-    else:
-        parts = _bytes_of(page, writable=writable)
-        size = parts.nbytes
-    if size != page_bytes:
-        raise ShapeError(f"a page of this store has {page_bytes} bytes; got {size}")
-    return parts
-
-
-def _bytes_of(part: Any, *, writable: bool) -> Part:
-    if isinstance(part, np.ndarray) and part.dtype.hasobject:
-        raise UnsupportedError(f"a page is bytes; got an array of {part.dtype}, of references")
-    if isinstance(part, np.ndarray) and part.flags.c_contiguous and part.flags.writeable:
-        flat = part if part.dtype == np.uint8 and part.ndim == 1 else part.reshape(-1).view("u1")
-        return torch.from_numpy(flat)
-    if isinstance(part, Tensor):
-        if not (part.is_cpu or part.is_cuda):
-            raise UnsupportedError(
-                f"pages lie in host memory or on CUDA devices; got a tensor on {part.device}. "
-                "Copy it with .cpu(), or let the engine's own worker copy."
-            )
-        if not part.is_contiguous():
-            raise ShapeError(f"a page must be contiguous; got strides {part.stride()}")
-        if part.dtype is torch.uint8 and part.stride() == (1,):
-            return part
-        return part.detach().as_strided((part.numel(),), (1,)).view(torch.uint8)
-    raw = memoryview(part)
-    if not raw.c_contiguous:
-        raise ShapeError(f"a page must be contiguous; got strides {raw.strides}")
-    if writable and raw.readonly:
-        raise ShapeError("a page is loaded into a writable buffer; got a read-only one")
-    if raw.readonly or not raw.nbytes:  # torch refers to neither
-        return np.frombuffer(raw, dtype=np.uint8)
-    return torch.frombuffer(raw, dtype=torch.uint8)

@@ -12,17 +12,15 @@ from time import monotonic
 from typing import Any, Literal, Self
 from weakref import WeakSet
 
-from ...errors import ClosedError, DeadlineError, PlanError, UsageError, check_version
-from ..evict import Evict, lru
-from ..host import HostTier
-from ..page import PageKey
-from ..tier import Loaded, Saved, Tier, TierStatistics
+from ..errors import ClosedError, DeadlineError, PlanError, UsageError, check_version
 from .catalogue import Catalogue
 from .copier import Copiers, Copies
-from .level import Level, in_order, levels_of
+from .evict import Evict, lru
+from .host import HostTier
+from .lower import Level, in_order
 from .moves import CopyIn, CopyOut, LoadRequest, PageRead, SaveRequest, Write
+from .page import PageKey
 from .pending import (
-    Barrier,
     Batch,
     Pending,
     finish_all,
@@ -31,6 +29,7 @@ from .pending import (
     save_requests,
     users_of,
 )
+from .tier import Loaded, Saved, Tier, TierStatistics
 from .worker import Holds, Outcome, TierWorker, Until
 
 __all__ = ["TieredStore"]
@@ -88,7 +87,7 @@ class TieredStore:
         self._answers: list[tuple[Batch[Any], int, Saved | Loaded]] = []
         self._catalogue = Catalogue(
             frames=host.capacity_pages,
-            levels=levels_of(below, patience_s=patience_s, clock=clock),
+            levels=[Level(tier, evict, patience_s=patience_s, clock=clock) for tier in below],
             evict=evict,
             max_pending=max_pending,
             through=write == "through",
@@ -127,7 +126,10 @@ class TieredStore:
             ClosedError: the store is closed.
         """
         batch = Batch[Saved](1, itemgetter(0))
-        return self._save(batch, [key], [page], [attachments], rollout)
+        requests = save_requests(
+            batch, [key], [page], [attachments], host=self._host, rollout=rollout
+        )
+        return self._ask(self._catalogue.save, requests, pending=batch.pending)
 
     def save_batch(
         self,
@@ -137,10 +139,12 @@ class TieredStore:
         attachments: Sequence[Mapping[str, bytes] | None] | None = None,
         rollout: Hashable = None,
     ) -> Pending[list[Saved]]:
-        """Save several pages as `save` does, with one result for each; none if it raises."""
+        """Save several pages as `save` does, with one result for each. An error saves none."""
         attachments = [None] * len(keys) if attachments is None else attachments
         same_length(keys=keys, pages=pages, attachments=attachments)
-        return self._save(Batch[Saved](len(keys)), keys, pages, attachments, rollout)
+        batch = Batch[Saved](len(keys))
+        requests = save_requests(batch, keys, pages, attachments, host=self._host, rollout=rollout)
+        return self._ask(self._catalogue.save, requests, pending=batch.pending)
 
     def load(self, key: PageKey, *, into: Any, rollout: Hashable = None) -> Pending[Loaded]:
         """Copy a page into `into`, or report a miss. Local, unless a tier is on the network.
@@ -156,14 +160,18 @@ class TieredStore:
         Raises:
             ShapeError: `into` has the wrong size or is read-only. Or as `save`.
         """
-        return self._load(Batch[Loaded](1, itemgetter(0)), [key], [into], rollout)
+        batch = Batch[Loaded](1, itemgetter(0))
+        requests = load_requests(batch, [key], [into], host=self._host, rollout=rollout)
+        return self._ask(self._catalogue.load, requests, pending=batch.pending)
 
     def load_batch(
         self, keys: Sequence[PageKey], *, into: Sequence[Any], rollout: Hashable = None
     ) -> Pending[list[Loaded]]:
         """Load several pages as `load` does, with one result for each."""
         same_length(keys=keys, into=into)
-        return self._load(Batch[Loaded](len(keys)), keys, into, rollout)
+        batch = Batch[Loaded](len(keys))
+        requests = load_requests(batch, keys, into, host=self._host, rollout=rollout)
+        return self._ask(self._catalogue.load, requests, pending=batch.pending)
 
     def __contains__(self, key: PageKey) -> bool:
         """Whether a load may hit, shared tiers aside; answers at once, from any thread."""
@@ -270,62 +278,53 @@ class TieredStore:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _save(
-        self,
-        batch: Batch[Saved],
-        keys: Sequence[PageKey],
-        pages: Sequence[Any],
-        attachments: Sequence[Mapping[str, bytes] | None],
-        rollout: Hashable,
-    ) -> Pending[Any]:
-        requests = save_requests(batch, keys, pages, attachments, host=self._host, rollout=rollout)
-        self._ask(self._catalogue.save, requests, pending=batch.pending)
-        return batch.pending
-
-    def _load(
-        self, batch: Batch[Loaded], keys: Sequence[PageKey], into: Sequence[Any], rollout: Hashable
-    ) -> Pending[Any]:
-        requests = load_requests(batch, keys, into, host=self._host, rollout=rollout)
-        self._ask(self._catalogue.load, requests, pending=batch.pending)
-        return batch.pending
-
     def _after(self, what: Callable[[], Exception | None], *, flush: bool = False) -> Pending[None]:
         """Do `what`, and finish when every lower tier has done what it was given so far."""
         batch = Batch[None](len(self._workers), lambda results: None)
-        self._ask(self._give_barrier, batch, what, flush, pending=batch.pending)
-        return batch.pending
+        return self._ask(self._give_markers, batch, what, flush, pending=batch.pending)
 
-    def _give_barrier(
+    def _give_markers(
         self, batch: Batch[None], what: Callable[[], Exception | None], flush: bool
     ) -> None:
         refusals = [level.refusals for level in self._catalogue.levels]
-        barrier = Barrier(batch, flush, refusals, missing=what())
+        missing = what()
         self._hand_out()
         for depth, worker in enumerate(self._workers):
-            worker.give(Until(partial(self._pass_barrier, barrier, depth), flush=flush))
+            before = refusals[depth] if flush else None
+            done = partial(self._pass_marker, batch, depth, before, missing)
+            worker.give(Until(done, flush=flush))
 
-    def _pass_barrier(self, barrier: Barrier, depth: int, error: BaseException | None) -> None:
-        """Take note that a tier has done all that it was given before, or of its error."""
+    def _pass_marker(
+        self,
+        batch: Batch[None],
+        depth: int,
+        refusals: int | None,
+        missing: Exception | None,
+        error: BaseException | None,
+    ) -> None:
+        """Take note that a tier has done all that it was given before, or of its error.
+
+        Args:
+            refusals: writes that the tier had refused before a flush; None for a clear.
+            missing: why a page is written to no tier.
+        """
         level = self._catalogue.levels[depth]
-        if barrier.flush and level.refusals > barrier.refusals[depth]:
+        if refusals is not None and level.refusals > refusals:
             error = level.refusal
-        if error is not None and not level.shared:
-            self._look_for_lost(level, self._workers[depth])
-        if (error := error or barrier.missing) is not None:
-            barrier.batch.pending.fail(error)
-        barrier.batch.finish([(depth, None)])
-
-    def _look_for_lost(self, level: Level, worker: TierWorker) -> None:
-        """Forget pages that a failed tier lost, so that another flush writes them again."""
-        with self._changed:
-            here = level.here()
-        lost = worker.lacks(list(here))  # without the lock: a tier may hang
-        with self._changed:
-            level.lose({key: here[key] for key in lost})
+        if error is not None and not level.shared:  # another flush writes again what it lost
+            with self._changed:
+                here = {key: copy for key, copy in level.copies.items() if copy.here}
+            lost = self._workers[depth].lacks(list(here))  # without the lock: a tier may hang
+            with self._changed:
+                level.lose({key: here[key] for key in lost})
+        if (error := error or missing) is not None:
+            batch.pending.fail(error)
+        batch.finish([(depth, None)])
 
     def _ask(
         self, what: Callable[..., object], *of: Any, pending: Pending[Any] | None = None
-    ) -> None:
+    ) -> Any:
+        """Change the catalogue for a caller, and return `pending`."""
         if os.getpid() != self._pid:
             raise ClosedError("the page store is its parent's in a forked process; make a new one")
         with self._changed:
@@ -336,6 +335,7 @@ class TieredStore:
             self._change(what, *of)
             if self._error is not None:
                 raise self._error
+        return pending
 
     # Every change of the catalogue goes through here, and `_hand_out` gives away its moves.
 
@@ -386,7 +386,7 @@ class TieredStore:
                 else:
                     self._catalogue.copied_out(copy)
         if not done:
-            self._catalogue.tick()
+            self._catalogue.settle()
 
     def _moved(self, outcomes: list[Outcome]) -> None:
         for move, answer in outcomes:

@@ -6,14 +6,13 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
-from ...errors import CapacityError
-from ..evict import Evict, facts_of
-from ..evict.ledger import PageLedger
-from ..page import PageKey
-from ..tier import Saved, TierStatistics
-from .level import Level, Levels, statistics_of
+from ..errors import CapacityError
+from .evict import Evict
+from .evict.ledger import PageLedger
+from .lower import Level, is_below, no_room, statistics_of
 from .moves import (
     Ask,
+    Clear,
     CopyIn,
     CopyOut,
     Drop,
@@ -23,10 +22,13 @@ from .moves import (
     LowerCopy,
     Move,
     PageRead,
+    Recall,
     SaveRequest,
     Users,
     Write,
 )
+from .page import PageKey
+from .tier import Saved, TierStatistics
 
 __all__ = ["Catalogue"]
 
@@ -45,7 +47,7 @@ class Catalogue:
     Args:
         frames: pages that fit in host memory.
         levels: lower tiers, fastest first.
-        evict: chooses the page that leaves a full tier.
+        evict: chooses the page that leaves host memory once it is full.
         max_pending: pages that may wait for a frame; further saves are declined.
         through: write a page to the lower tiers when it arrives, not when it leaves.
         answer: called with a save and its result, or with a load that is a miss and None.
@@ -62,20 +64,18 @@ class Catalogue:
         answer: Callable[[Any, Saved | None], None],
     ) -> None:
         self._moves: list[Move] = []
-        self._unsettled = False  # a frame came free, or a page waits, since `_settle`
+        self._unsettled = False  # a frame came free, or a page waits, since `settle`
         self.levels = levels
-        self._below = Levels(levels, evict)
         self.version = 0
-        self._evict = evict
         self._max_pending = max_pending
         self._through = through
         self._answer = answer
         self._frames = frames
         self._reserve = frames // _RESERVE if levels else 0  # without one, nothing is written
+        self._feed = max(1, self._reserve)  # writes at a time to a tier that does not keep up
         self._free = list(range(frames - 1, -1, -1))
         self._pages: dict[PageKey, HostPage] = {}
-        self._ledger = PageLedger()  # of pages that are here
-        self._ledger.keep(facts_of(evict))
+        self._ledger = PageLedger(evict)  # of pages that are here
         self._leaving: dict[HostPage, None] = {}
         self._ready: OrderedDict[HostPage, None] = OrderedDict()  # leaving, and not busy
         self._waiting: deque[HostPage] = deque()
@@ -90,15 +90,17 @@ class Catalogue:
         for request in requests:
             if (page := self._pages.get(request.key)) is not None:
                 self._detach(page)
-            self._moves += self._below.forget(request.key)
+            for depth, level in enumerate(self.levels):
+                if level.forget(request.key):
+                    self._moves.append(Drop(depth, request.key))
             if len(self._waiting) >= self._max_pending:
-                self._settle()
+                self.settle()
             if len(self._waiting) >= self._max_pending:
                 declined = f"{self._max_pending} pages wait for room in host memory already"
                 self._answer(request, Saved(False, declined))
             else:
                 self._expect(HostPage(request.key, length=request.length, request=request))
-        self._settle()
+        self.settle()
 
     def load(self, requests: Iterable[LoadRequest]) -> None:
         for request in requests:
@@ -112,7 +114,9 @@ class Catalogue:
         self._clears += 1
         for page in list(self._pages.values()):
             self._detach(page)
-        self._moves += self._below.clear()
+        for depth, level in enumerate(self.levels):
+            level.clear()
+            self._moves.append(Clear(depth))
 
     def note(self, fact: Callable[[PageLedger], None]) -> None:
         for ledger in (self._ledger, *(level.ledger for level in self.levels)):
@@ -125,24 +129,35 @@ class Catalogue:
 
     def write_down(self) -> CapacityError | None:
         """Start writing every page that no lower tier has; return an error if some find no room."""
-        pages = {
-            key: page for key, page in self._pages.items() if page.state is not HostState.COMING
-        }
-        waiting = deque(pages.values())
+        here = {key: page for key, page in self._pages.items() if page not in self._coming}
+        waiting = deque(here.values())
         while waiting:  # a page that had to leave for another is written again
-            moves = self._write(waiting.popleft(), always=True)
-            left = [move.key for move in moves if isinstance(move, Drop)]
-            waiting += [pages[key] for key in left if key in pages]
-        return self._below.missing(list(pages.values()))
+            left = self._write(waiting.popleft(), feed=None)
+            waiting += [here[key] for key in left if key in here]
+        return no_room(list(here.values()), self.levels)
 
-    def tick(self) -> None:
-        """Look at the clock: pages wait no longer for a tier that is late."""
-        self._settle()
+    def settle(self) -> None:
+        """Give frames to waiting pages and make room ahead of need, after a look at the clock."""
+        if not self._waiting and len(self._free) >= self._reserve:
+            return
+        while True:
+            while self._waiting and (frame := self._take_frame()) is not None:
+                self._start(self._waiting.popleft(), frame)
+            unawaited = max((level.breaker.unawaited() for level in self.levels), default=0)
+            ready = len(self._free) + max(0, len(self._leaving) - unawaited)
+            short = min(len(self._waiting) + self._reserve - ready, len(self._ledger))
+            if short <= 0:
+                break
+            for _ in range(short):  # each of them adds one at most
+                self._let_one_go()
+        for depth, level in enumerate(self.levels if self._waiting else ()):
+            if level.breaker.page_waits():
+                self._moves.append(Recall(depth))
 
     def take(self) -> list[Move]:
         """Return the moves not returned before; frames are given once for all results."""
         if self._unsettled:
-            self._settle()
+            self.settle()
             self._unsettled = False
         moves, self._moves = self._moves, []
         return moves
@@ -174,7 +189,7 @@ class Catalogue:
         for waiter in self._arrive(page, move.request.users, by=move.request.users):
             self._serve(page, waiter)
         if self._through and not page.gone:
-            self._write(page)
+            self._write(page, feed=self._feed)
         self._release(page)
 
     def copied_out(self, move: CopyOut) -> None:
@@ -278,8 +293,7 @@ class Catalogue:
         page.frame = frame
         if page.request is not None:
             self._do(CopyIn(page, page.request))
-        else:
-            assert page.origin is not None
+        elif page.origin is not None:
             depth, copy = page.origin
             self.levels[depth].breaker.given(write=False)
             self._do(PageRead(depth, page, copy))
@@ -296,7 +310,6 @@ class Catalogue:
         return waiters
 
     def _enter(self, page: HostPage, users: Users, *, by: Users) -> None:
-        page.state = HostState.HERE
         users = tuple(dict.fromkeys((*users, *by))) if users or by else ()
         self._ledger.touch(page.key, rollouts=users, by=by)
         for rollout in page.ended:  # while no ledger had the page
@@ -341,21 +354,6 @@ class Catalogue:
         elif page.state is HostState.LEAVING:
             self._ready[page] = None
 
-    def _settle(self) -> None:
-        """Give frames to waiting pages, and make room ahead of need."""
-        if not self._waiting and len(self._free) >= self._reserve:
-            return
-        while True:
-            while self._waiting and (frame := self._take_frame()) is not None:
-                self._start(self._waiting.popleft(), frame)
-            ready = len(self._free) + max(0, len(self._leaving) - self._below.unawaited())
-            short = min(len(self._waiting) + self._reserve - ready, len(self._ledger))
-            if short <= 0:
-                break
-            for _ in range(short):  # each of them adds one at most
-                self._let_one_go()
-        self._moves += self._below.blocking() if self._waiting else []
-
     def _take_frame(self) -> int | None:
         if self._free:
             return self._free.pop()
@@ -368,31 +366,35 @@ class Catalogue:
         return None
 
     def _let_one_go(self) -> None:
-        key, demote = self._ledger.victim(self._evict, version=self.version)
+        key, demote = self._ledger.victim(version=self.version)
         page = self._pages[key]
         page.users = self._ledger.rollouts(key)
         self._ledger.remove(key)
         page.state = HostState.LEAVING
         self._leaving[page] = None
         if demote:
-            self._write(page)
+            self._write(page, feed=self._feed)
         self._release(page)
 
     def _stop_leaving(self, page: HostPage) -> None:
+        page.state = HostState.HERE
         del self._leaving[page]
         self._ready.pop(page, None)
 
-    # Lower tiers.
+    def _write(self, page: HostPage, *, feed: int | None) -> list[PageKey]:
+        """Write a page to each tier, unless one has it or will; return those that leave for it."""
+        left: list[PageKey] = []
+        for depth, level in enumerate(() if is_below(page, self.levels) else self.levels):
+            copy, victim = level.admit(page.key, version=self.version, feed=feed)
+            if victim is not None:
+                left.append(victim)
+                self._moves.append(Drop(depth, victim))
+            if copy is not None:
+                page.writes += 1
+                level.breaker.given(write=True)
+                self._do(Write(depth, page, copy))
+        return left
 
-    def _write(self, page: HostPage, *, always: bool = False) -> list[Write | Drop]:
-        """Write a page down; return its moves, and the drops of pages that leave for it."""
-        feed = None if always else max(1, self._reserve)
-        before = page.writes
-        moves = self._below.write(page, version=self.version, feed=feed)
-        self._underway += page.writes - before
-        self._moves += moves
-        return moves
-
-    def _do(self, move: CopyIn | CopyOut | PageRead | Ask) -> None:
+    def _do(self, move: CopyIn | CopyOut | Write | PageRead | Ask) -> None:
         self._underway += 1
         self._moves.append(move)

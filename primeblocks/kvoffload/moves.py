@@ -11,8 +11,8 @@ A page in host memory is in one of three states, which the catalogue alone chang
     LEAVING -> HERE          A load came first.
     LEAVING -> (no page)     Its frame is taken, once nothing reads the frame.
 
-In each state a page is `gone` once its key names another page or none. Its frame is free once
-nothing fills or reads the frame.
+In each state a page is `gone` once its key names another page, or the page was dropped. The frame
+of such a page is free once nothing fills or reads it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from ...errors import DeadlineError
-from ..page import PageKey
+from ..errors import DeadlineError
+from .page import PageKey
 
 __all__ = [
     "Ask",
