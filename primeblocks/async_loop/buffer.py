@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from ..clock import Clock, MonotonicClock, within
 from ..errors import CapacityError, UsageError
 from ..rollout import Group
-from .staleness import StalenessPolicy
+from .staleness import StalenessPolicy, staleness
 
 __all__ = ["RolloutBuffer"]
 
@@ -112,7 +112,9 @@ class RolloutBuffer:
 
         Raises:
             DeadlineError: there were not enough in time; only stale groups were removed.
-            UsageError: more groups are asked for than can be held.
+            UsageError: more groups are asked for than can be held, or a group has a part of a
+                policy later than `version`. With `on_drop`, all such groups are thrown away
+                first, so that the next call goes on. Without it they stay.
         """
         if not 1 <= count <= self.capacity:
             raise UsageError(f"cannot take {count} groups of a buffer that holds {self.capacity}")
@@ -139,12 +141,20 @@ class RolloutBuffer:
         self._new = list(self._held)
         while True:
             new, self._new = self._new, []
+            later: Group | None = None
             for group in new:
-                stale = policy.trainable(group, version=version) is None
-                if stale and group in self._held:
+                if group not in self._held:
+                    continue
+                if group.newest_version > version:
+                    later, is_out = group, on_drop is not None
+                else:
+                    is_out = policy.trainable(group, version=version) is None
+                if is_out:
                     self._remove(group)  # One by one: `on_drop` may count what is left.
                     if on_drop is not None:
                         on_drop(group)
+            if later is not None:
+                staleness(later, version=version)  # Raises.
             if len(self._held) >= count:
                 finished = [group.oldest_version for group in self._held]
                 if policy.ready(finished, in_flight(), count=count, version=version):

@@ -40,7 +40,6 @@ class Rules:
     keep: Callable[[Group], bool] | None
     retries: Retries
     rollout_timeout_s: float | None
-    put_timeout_s: float
 
 
 @dataclass(eq=False)
@@ -277,7 +276,8 @@ class Feeder:
         del self.jobs[job.ordinal]
         self.finished += 1
         self._buffer.look_again()
-        await self._buffer.put(group, timeout_s=self._rules.put_timeout_s)
+        # Without a deadline: it may wait for steps, behind groups of a journal. Steps have one.
+        await self._buffer.put(group, timeout_s=float("inf"))
 
     def _leave(self, job: PromptJob, reason: str) -> None:
         """The prompt leaves the run without being trained on."""

@@ -15,7 +15,7 @@ from ..rollout import Group
 from .buffer import RolloutBuffer
 from .feeder import Feeder, Generate, Limit, Rules, as_limit
 from .ledger import Ledger
-from .scheduler import Admission, Retries
+from .scheduler import Retries
 from .staleness import staleness
 from .step import Step
 from .worker import WorkerThread, check_call, is_async
@@ -125,16 +125,9 @@ class AsyncLoop:
         self._train, self._publish = train, publish
         self._buffer, self._batch_size = buffer, batch_size
         self._limit, self._source, self._ledger = limit, source, ledger
-        policy = buffer.staleness
-        self._admission = Admission(
-            batch_size=batch_size,
-            max_off_policy_steps=policy.max_off_policy_steps,
-            max_in_flight=(policy.max_off_policy_steps + 1) * batch_size,
-        )
         self._rules = Rules(
-            group_size, keep, Retries() if retries is None else retries, rollout_timeout_s,
-            step_timeout_s,
-        )  # fmt: skip
+            group_size, keep, Retries() if retries is None else retries, rollout_timeout_s
+        )
         self._timeout_s = step_timeout_s
         self._clock = MonotonicClock() if clock is None else clock
         self._feeder: Feeder | None = None
@@ -369,7 +362,8 @@ class AsyncLoop:
         feeder, limit = self._feeder, self._limit()
         requests = groups = max(0, limit - feeder.requests)
         if self._buffer.staleness.on_stale != "continue":  # Then the buffer alone holds it back.
-            groups = self._admission.room(
+            groups = self._buffer.staleness.room(
+                batch_size=self._batch_size,
                 in_flight=len(feeder.jobs),
                 finished=feeder.finished,
                 behind=self.version - self.published,
