@@ -7,13 +7,14 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from functools import partial
 from typing import Any
 
 from ..clock import Clock, MonotonicClock, within
 from ..errors import ClosedError, UsageError, check_version
 from ..rollout import Group
 from .buffer import RolloutBuffer
-from .feeder import Feeder, Generate, Limit, Rules, as_limit
+from .feeder import Feeder, Generate, Limit, as_limit
 from .ledger import Ledger
 from .scheduler import Retries
 from .staleness import staleness
@@ -121,15 +122,25 @@ class AsyncLoop:
         self.version = self.published = check_version(version)
         self.ended: str | None = None
         self.sources: dict[str, Counter[str]] = {}
-        self._prompts, self._generate = prompts, generate
         self._train, self._publish = train, publish
         self._buffer, self._batch_size = buffer, batch_size
         self._limit, self._source, self._ledger = limit, source, ledger
-        self._rules = Rules(
-            group_size, keep, Retries() if retries is None else retries, rollout_timeout_s
-        )
         self._timeout_s = step_timeout_s
         self._clock = MonotonicClock() if clock is None else clock
+        self._make_feeder = partial(
+            Feeder,
+            prompts=prompts,
+            generate=generate,
+            buffer=buffer,
+            group_size=group_size,
+            keep=keep,
+            retries=Retries() if retries is None else retries,
+            rollout_timeout_s=rollout_timeout_s,
+            ledger=ledger,
+            clock=self._clock,
+            ended=self._go_on,
+            left=self._leave,
+        )
         self._feeder: Feeder | None = None
         self._failed: asyncio.Future[BaseException] | None = None
         self._starved: asyncio.Future[BaseException] | None = None  # no batch will come
@@ -146,11 +157,7 @@ class AsyncLoop:
         running = asyncio.get_running_loop()
         self._failed, self._starved = running.create_future(), running.create_future()
         self._failed.add_done_callback(lambda failed: self._starve(failed.result()))
-        self._feeder = Feeder(
-            prompts=self._prompts, generate=self._generate, buffer=self._buffer,
-            rules=self._rules, ledger=self._ledger, clock=self._clock, failed=self._failed,
-            ended=self._go_on, left=self._leave,
-        )  # fmt: skip
+        self._feeder = self._make_feeder(failed=self._failed)
         if self._ledger is not None:
             for group in self._feeder.resume(self._ledger.restore(self.version)):
                 self._feeder.finished += 1
@@ -360,14 +367,13 @@ class AsyncLoop:
         """Start what there is room for."""
         assert self._feeder is not None
         feeder, limit = self._feeder, self._limit()
-        requests = groups = max(0, limit - feeder.requests)
-        if self._buffer.staleness.on_stale != "continue":  # Then the buffer alone holds it back.
-            groups = self._buffer.staleness.room(
-                batch_size=self._batch_size,
-                in_flight=len(feeder.jobs),
-                finished=feeder.finished,
-                behind=self.version - self.published,
-            )
+        groups = self._buffer.staleness.room(
+            batch_size=self._batch_size,
+            in_flight=len(feeder.jobs),
+            finished=feeder.finished,
+            behind=self.version - self.published,
+        )
+        requests = limit - feeder.requests
         feeder.start(groups=groups, requests=requests, version=self.published)
         self._pace(feeder.requests < limit and not feeder.exhausted)
         left = len(feeder.jobs) + feeder.finished + feeder.waiting

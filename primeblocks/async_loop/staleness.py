@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -105,7 +106,8 @@ class StalenessPolicy:
         """Return how many more groups may be started and still be trained on in time. Pure.
 
         The trainer uses up `batch_size` groups a step, so a group behind
-        `(max_off_policy_steps + 1) * batch_size` others cannot be trained on in time.
+        `(max_off_policy_steps + 1) * batch_size` others cannot be trained on in time. Under
+        "continue" there is always room.
 
         Args:
             in_flight: groups being generated.
@@ -114,6 +116,8 @@ class StalenessPolicy:
 
         Source: the capacity law of AReaL, arXiv:2505.24298, section 5.1.
         """
+        if self.on_stale == "continue":
+            return sys.maxsize
         steps = self.max_off_policy_steps + 1 - behind
         return max(0, steps * batch_size - finished - in_flight)
 

@@ -56,9 +56,13 @@ def make_loop(
     world, *, bound=1, batch_size=2, max_in_flight=4, prompts=None, on_stale="drop", **more
 ):
     more = {"retries": Retries(attempts=1, give_up_after=1)} | more
+
+    async def generate(prompt, **options):
+        return await world.generate(prompt, **options)  # A test may set another.
+
     return AsyncLoop(
         prompts=itertools.count() if prompts is None else prompts,
-        generate=world.generate,
+        generate=generate,
         train=world.train,
         publish=world.publish,
         buffer=RolloutBuffer(
@@ -210,7 +214,7 @@ def test_a_step_tells_its_times_and_the_engine_has_the_old_version_until_the_pub
             clock.advance(2)
             versions.append((version, loop.version))
 
-        loop._generate, loop._train, loop._publish = slow, train, publish
+        world.generate, loop._train, loop._publish = slow, train, publish
         return await collect(world, loop, count=3)
 
     _, steps = run(body, bound=0, clock=clock)
@@ -234,7 +238,7 @@ def test_a_group_that_fails_ends_a_step_that_is_under_way(what):
             return [make_rollout()]
 
         setattr(loop, f"_{what}", hangs)
-        loop._generate = generate
+        world.generate = generate
         with pytest.raises(EngineError, match="gone"):
             await collect(world, loop)
 
@@ -305,7 +309,7 @@ def test_leaving_closes_the_loop_and_hears_what_its_groups_say_of_that():
                     raise
                 raise EngineError("gone") from None
 
-        loop._generate = generate
+        world.generate = generate
         handler = lambda _, context: complaints.append(context["message"])  # noqa: E731
         asyncio.get_running_loop().set_exception_handler(handler)
         async with loop:
