@@ -7,7 +7,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from ..clock import Clock, within
 from ..errors import DeadlineError, UsageError, shown
@@ -16,7 +16,7 @@ from .buffer import RolloutBuffer
 from .ledger import Draft, Ledger, Partial, Restored
 from .scheduler import Retries
 
-__all__ = ["Feeder", "Generate", "Limit", "PromptJob", "as_limit"]
+__all__ = ["Feeder", "Generate", "PromptJob"]
 
 logger = logging.getLogger(__name__)
 
@@ -24,12 +24,6 @@ logger = logging.getLogger(__name__)
 _MISTAKES = (TypeError, NameError, AttributeError, ImportError, SyntaxError, NotImplementedError)
 
 Generate = Callable[..., Awaitable[Any]]
-
-
-class Limit(Protocol):
-    """A number of requests in flight that may change."""
-
-    limit: int
 
 
 @dataclass(eq=False)
@@ -306,10 +300,3 @@ class Feeder:
         if error is not None and not self._failed.done():
             self._failed.set_result(error)
         self._ended()
-
-
-def as_limit(limit: int | Limit) -> Callable[[], int]:
-    """Read a limit that may be a number or an object with one. Local."""
-    if isinstance(limit, int):
-        return lambda: limit
-    return lambda: limit.limit

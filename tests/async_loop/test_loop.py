@@ -8,7 +8,7 @@ import pytest
 
 from primeblocks.async_loop import AsyncLoop, RolloutBuffer, StalenessPolicy
 from primeblocks.async_loop.reference import synchronous_steps
-from primeblocks.async_loop.scheduler import Retries
+from primeblocks.async_loop.scheduler import AdaptiveLimit, Retries
 from primeblocks.errors import ClosedError, DeadlineError, EngineError, UsageError
 from primeblocks.testing.faults import ManualClock
 from tests.deadlines import HANG_S
@@ -166,6 +166,11 @@ def test_stale_groups_are_dropped_and_their_prompts_asked_again():
     assert len(again) == steps[1].dropped
     prompts = [prompt for _, batch in world.trained for prompt in batch]
     assert len(prompts) == len(set(prompts)) == 6
+
+
+def test_a_limit_that_follows_the_engine_binds():
+    world, _ = run(collect, bound=3, max_in_flight=AdaptiveLimit(start=2, most=2))
+    assert world.most_running == 2
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 4])
