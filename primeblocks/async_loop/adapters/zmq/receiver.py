@@ -113,6 +113,8 @@ class RolloutReceiver:
             if known is not None and known.state is not GroupState.SETTLED:
                 known.state = GroupState.SETTLED
                 routes.add(known.route)
+                if self._is_over(known):
+                    del self._known[group.ordinal]
         for route in routes:
             self._answer(route)
 
@@ -194,12 +196,15 @@ class RolloutReceiver:
         self._read_s += min(now_s - self._now_s, 1.0)
         self._now_s = now_s
         self._heard[route] = number, self._read_s
-        for each, (_, heard_s) in list(self._heard.items()):
-            if heard_s < self._read_s - _SILENT_S:
-                del self._heard[each]
-        for ordinal, known in list(self._known.items()):
-            if known.state is GroupState.SETTLED and known.route not in self._heard:
-                del self._known[ordinal]
+        last_s = self._read_s - _SILENT_S
+        silent = {each for each, (_, heard_s) in self._heard.items() if heard_s < last_s}
+        if silent:
+            self._heard = {r: heard for r, heard in self._heard.items() if r not in silent}
+            self._known = {o: k for o, k in self._known.items() if not self._is_over(k)}
+
+    def _is_over(self, known: _Known) -> bool:
+        """Whether a group is settled, and its sender is forgotten."""
+        return known.state is GroupState.SETTLED and known.route not in self._heard
 
     def _answer(self, route: bytes, refused: dict[int, str] | None = None) -> None:
         number, _ = self._heard.get(route, (0, 0.0))
