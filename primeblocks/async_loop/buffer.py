@@ -141,20 +141,18 @@ class RolloutBuffer:
         self._new = list(self._held)
         while True:
             new, self._new = self._new, []
-            later: Group | None = None
+            later = [g for g in new if g in self._held and g.newest_version > version]
+            if later:
+                if on_drop is not None:
+                    for group in later:
+                        self._remove(group)
+                        on_drop(group)
+                staleness(later[0], version=version)  # Raises.
             for group in new:
-                if group not in self._held:
-                    continue
-                if group.newest_version > version:
-                    later, is_out = group, on_drop is not None
-                else:
-                    is_out = policy.trainable(group, version=version) is None
-                if is_out:
+                if group in self._held and policy.trainable(group, version=version) is None:
                     self._remove(group)  # One by one: `on_drop` may count what is left.
                     if on_drop is not None:
                         on_drop(group)
-            if later is not None:
-                staleness(later, version=version)  # Raises.
             if len(self._held) >= count:
                 finished = [group.oldest_version for group in self._held]
                 if policy.ready(finished, in_flight(), count=count, version=version):
