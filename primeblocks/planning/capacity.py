@@ -1,7 +1,4 @@
-"""Plans of memory: from rollouts to the fewest GPUs that hold them, and the load of each tier.
-
-The most pages that rollouts can hold, and the cost of computing them again, are closed forms.
-"""
+"""The fewest GPUs that hold a batch of rollouts, the load of each tier, and what evictions cost."""
 
 from __future__ import annotations
 
@@ -12,10 +9,20 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from numbers import Real
 
-from ...errors import CapacityError, PlanError, check_counts, shown
-from .kv_shapes import Footprint, KvGroup, Rollouts, footprint, prefill_flops
+from ..errors import CapacityError, PlanError, check_counts, shown
+from .kv_shapes import Footprint, KvGroup, Rollouts, footprint, kv_groups, prefill_flops
 
-__all__ = ["CapacityPlan", "Gpu", "KvTier", "Recompute", "Weights", "plan_capacity"]
+__all__ = [
+    "CapacityPlan",
+    "Gpu",
+    "KvGroup",
+    "KvTier",
+    "Recompute",
+    "Rollouts",
+    "Weights",
+    "kv_groups",
+    "plan_capacity",
+]
 
 
 @dataclass(frozen=True)

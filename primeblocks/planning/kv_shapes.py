@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ...errors import PlanError, UnsupportedError, check_counts, shown
+from ..errors import PlanError, UnsupportedError, check_counts, shown
 
 __all__ = ["Footprint", "KvGroup", "Rollouts", "footprint", "kv_groups", "prefill_flops"]
 
