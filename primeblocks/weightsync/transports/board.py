@@ -207,23 +207,25 @@ class Transaction:
             # No rank has to live longer than its own part.
             self._decide(_COMMIT, deadline)
 
-    def follow(self, last: Callable[[], None], *, deadline: float) -> None:
+    def finish(self, last_step: Callable[[], None], *, deadline: float) -> None:
         """Do this rank's last step before the decision, and wait for the decision.
+
+        A rank whose step fails, or that waits in vain, decides to abort. The first decision stands:
+        it may be to commit, because the store took the step and lost only the answer.
 
         Raises:
             TransferError: the decision is not to commit.
         """
-        said, why = None, "waited for the others in vain"
+        decision, why = None, "waited for the others in vain"
         try:
-            last()
-            said = self._board.read(self._key("decision"), deadline=deadline)
+            last_step()
+            decision = self._board.read(self._key("decision"), deadline=deadline)
         except TransferError as error:
-            # Was it done, and only the answer lost? What the others made of it stands.
             why = f"met {error}"
-        if said is None:
-            said = self.abort(f"rank {self._rank} {why}", deadline=deadline)
-        if said != _COMMIT:
-            raise TransferError(said)
+        if decision is None:
+            decision = self.abort(f"rank {self._rank} {why}", deadline=deadline)
+        if decision != _COMMIT:
+            raise TransferError(decision)
 
     def _first_go(self, go: Go, deadline: float) -> Go:
         said = self._board.post_first(self._key("go"), json.dumps(go), deadline=deadline)

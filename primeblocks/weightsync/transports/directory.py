@@ -21,7 +21,7 @@ from ..marker import Marker
 from ..outgoing import Shipment
 from ..plan import Plan
 from .blobs import DiskBlobs, MemoryBlobs, check_size
-from .commits import await_versions, last_chain
+from .commits import await_versions, last_chain, newest_only, retired
 from .directory_commits import DirectoryCommits, fsync
 from .packed import places_of_version
 from .place import DiskPlace, Place, PrivatePlace, sweep
@@ -78,8 +78,7 @@ class DirectoryTransport:
     def begin(self, version: int, *, plan: Plan, base: int | None, deadline: float) -> Begun:
         """Owner: make room for a version."""
         head = self._header(plan)
-        if base not in [marker.version for marker in self.markers()[-1:]]:
-            base = None  # Another publisher came between, or it is not kept.
+        base = newest_only(base, self.markers())
         size_bytes = len(head) + plan.blob_bytes
         self._allocate(version, size_bytes, delta=base is not None)
         if base is None:
@@ -187,9 +186,7 @@ class DirectoryTransport:
         try:
             return self._blobs.lease(self._path(marker.version), size_bytes)
         except (FileNotFoundError, BlockingIOError) as error:
-            raise TransferError(
-                f"version {marker.version} was retired while it was being opened"
-            ) from error
+            raise retired(marker.version) from error
 
 
 class SharedMemoryTransport(DirectoryTransport):

@@ -14,10 +14,10 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from ...errors import CapacityError, ClosedError, TransferError, UsageError
+from ...errors import CapacityError, TransferError, UsageError
 from ..lease import Hold
 from ..marker import Marker, as_corruption
-from .commits import ANNOUNCED, last_chain
+from .commits import ANNOUNCED, check_call, last_chain, retired
 from .own_files import open_own, read_own, removable, remove, write_over
 from .place import Owned, Place
 
@@ -136,16 +136,15 @@ class DirectoryCommits:
 
     def hold(self, marker: Marker, *, deadline: float) -> Hold:
         self.check()
-        gone = TransferError(f"version {marker.version} was retired while it was being opened")
         try:
             path = self._lock_path(marker.version)
             hold = Hold(open_own(path, os.O_RDONLY, user=self._place.user), fcntl.LOCK_SH)
         except (FileNotFoundError, BlockingIOError) as error:
-            raise gone from error
+            raise retired(marker.version) from error
         try:
             # The owner hides a version before it lets go of the lock.
             if marker not in self.markers():
-                raise gone
+                raise retired(marker.version)
         except BaseException:
             hold.close()
             raise
@@ -190,13 +189,7 @@ class DirectoryCommits:
 
     def check(self, *, owner: bool = False) -> None:
         """Refuse a call after the end, or one that only the owner may make."""
-        if self._closed:
-            raise ClosedError("the transport was closed")
-        if owner and self._owned is None:
-            raise UsageError(
-                "only the owner begins and commits. "
-                "Construct the transport of trainer rank 0 with owner=True."
-            )
+        check_call(closed=self._closed, may=not owner or self._owned is not None)
 
     def no_room(self, error: OSError, size_bytes: int) -> Exception:
         """Return the error that a caller is told where a file could not be written."""
@@ -218,6 +211,7 @@ class DirectoryCommits:
         """Take the lock of a version that nobody holds, so that nobody can take hold of it."""
         never = threading.Event()
         while True:
+            self.check()  # `close` waits for this thread.
             fd = open_own(self._lock_path(marker.version), os.O_RDONLY, user=self._place.user)
             try:
                 return Hold(fd, fcntl.LOCK_EX)

@@ -195,7 +195,7 @@ class GroupTransport:
         """
         now, text = self._now, marker.to_json()
         with self._aborting(deadline):
-            now.follow(lambda: now.post("marker", text, deadline=deadline), deadline=deadline)
+            now.finish(lambda: now.post("marker", text, deadline=deadline), deadline=deadline)
         self._open = False
         self._markers = (*self._markers[-1:], marker)
 
@@ -297,7 +297,7 @@ class GroupTransport:
             now.abort(f"rank {self._rank} met {error}"[:_REASON_CHARS], deadline=deadline)
             return
         with self._aborting(deadline):
-            now.follow(lambda: now.vote(self._readers, deadline=deadline), deadline=deadline)
+            now.finish(lambda: now.vote(self._readers, deadline=deadline), deadline=deadline)
 
     def _arrived(self, request: ReceiveRequest, base: int | None, deadline: float) -> Incoming:
         plan, reader, now = request.plan, request.reader, self._now

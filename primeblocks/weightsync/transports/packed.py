@@ -203,9 +203,7 @@ class Borrowed:
 
     stays = False
 
-    def __init__(
-        self, buckets: Mapping[int, Tensor], *, close: Callable[[], object] = list
-    ) -> None:
+    def __init__(self, buckets: Mapping[int, Tensor], *, close: Callable[[], object]) -> None:
         self._buckets = buckets
         self.device = next((part.device for part in buckets.values()), torch.device("cpu"))
         self.close = weakref.finalize(self, close)

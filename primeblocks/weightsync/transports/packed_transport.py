@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from typing import Any, Self
 
 import torch
@@ -16,10 +16,11 @@ from torch import Tensor
 
 from ...errors import CorruptionError, DeadlineError, TransferError
 from ..held import Held, Lent, copied
+from ..lease import Lease
 from ..marker import Marker, as_corruption
 from ..outgoing import Shipment
 from ..plan import Plan
-from .commits import Commits, await_versions, last_chain
+from .commits import Commits, await_versions, last_chain, newest_only
 from .directory_commits import DirectoryCommits
 from .handles import HandleCarrier
 from .packed import (
@@ -85,10 +86,8 @@ class PackedTransport:
             TransferError: another owner took over.
         """
         markers = self.commits.markers(deadline=deadline)
-        if base not in [marker.version for marker in markers[-1:]]:
-            base = None  # Another publisher came between, or it is not kept.
         self.commits.begin(version, keep=last_chain(markers), deadline=deadline)
-        return Begun(self.commits.run, base)
+        return Begun(self.commits.run, newest_only(base, markers))
 
     def send(self, outgoing: Shipment, *, deadline: float) -> None:
         """Trainer rank: pack its buckets, and post their places."""
@@ -242,15 +241,31 @@ class _Incoming:
 
     def whole(self) -> Held | Lent:
         plan, request = self._request.plan, self._request
-        with ExitStack() as until_read:
-            buckets, opened, end = self._fetch(until_read, again=True)
+        lease = self._commits.hold(self.marker, deadline=request.deadline)
+        try:
+            buckets, opened = self._fetch(lease, again=True)
             if opened.is_own:
-                return Packed(plan, buckets, stays=self._keep, close=opened.close)
-            until_read.callback(opened.close)  # Before the lease.
-            if self._keep or end < math.inf:
-                lent, until = Borrowed(buckets), min(end, request.deadline)
-                return copied(plan, request.reader, lent, stays=self._keep, deadline=until)
-            return Borrowed(buckets, close=until_read.pop_all().close)
+                held = Packed(plan, buckets, stays=self._keep, close=opened.close)
+                lease.close()
+                return held
+        except BaseException:
+            lease.close()
+            raise
+
+        def close() -> None:
+            try:
+                opened.close()
+            finally:
+                lease.close()
+
+        lent = Borrowed(buckets, close=close)
+        if not self._keep and lease.until == math.inf:
+            return lent
+        try:
+            until = min(lease.until, request.deadline)
+            return copied(plan, request.reader, lent, stays=self._keep, deadline=until)
+        finally:
+            lent.close()
 
     def payload(self, index: int) -> memoryview:
         with self._lock:
@@ -262,27 +277,24 @@ class _Incoming:
         """Do nothing: what is committed stands, whoever reads it."""
 
     def _fetch_payloads(self) -> dict[int, memoryview]:
-        with ExitStack() as until_read:
-            buckets, opened, end = self._fetch(until_read, again=False)
-            until_read.callback(opened.close)
-            payloads = {
-                index: memoryview(part.cpu().numpy().tobytes()) for index, part in buckets.items()
-            }
-            if time.monotonic() > end:
+        lease = self._commits.hold(self.marker, deadline=self._request.deadline)
+        with closing(lease):
+            buckets, opened = self._fetch(lease, again=False)
+            with closing(opened):
+                payloads = {
+                    index: memoryview(part.cpu().numpy().tobytes())
+                    for index, part in buckets.items()
+                }
+            if time.monotonic() > lease.until:
                 raise DeadlineError("the lease was over before a delta was read")
         return payloads
 
-    def _fetch(
-        self, until_read: ExitStack, *, again: bool
-    ) -> tuple[dict[int, Tensor], OpenedSpans, float]:
-        """Hold the version; return the buckets that this reader wants, and the end of its lease."""
-        deadline = self._request.deadline
-        lease = self._commits.hold(self.marker, deadline=deadline)
-        until_read.callback(lease.close)
+    def _fetch(self, lease: Lease, *, again: bool) -> tuple[dict[int, Tensor], OpenedSpans]:
+        """Return the buckets that this reader wants of the version, and what they were read by."""
         spans = dict(self._spans())
-        until = min(lease.until, deadline)
+        until = min(lease.until, self._request.deadline)
         opened = self._carrier.fetch(list(spans.values()), again=again, deadline=until)
-        return dict(zip(spans, opened.parts, strict=True)), opened, lease.until
+        return dict(zip(spans, opened.parts, strict=True)), opened
 
     def _spans(self) -> Iterator[tuple[int, Span]]:
         """Yield the places of the buckets that this reader wants."""

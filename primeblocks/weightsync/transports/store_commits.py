@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ...errors import CapacityError, ClosedError, TransferError, UsageError
+from ...errors import CapacityError, TransferError, UsageError
 from ..marker import Marker, as_corruption
 from .board import Board, store_spec
+from .commits import check_call, retired
 
 __all__ = ["StoreCommits"]
 
@@ -107,7 +108,7 @@ class StoreCommits:
         now = self._read(deadline)
         if now is None or marker not in now.markers:
             self._release(marker, deadline)
-            raise TransferError(f"version {marker.version} was retired while it was being opened")
+            raise retired(marker.version)
         return _StoreLease(start + now.lease_s, partial(self._release, marker, deadline))
 
     def post(self, name: str, text: str, *, deadline: float) -> None:
@@ -148,6 +149,7 @@ class StoreCommits:
     def _await_readers(self, mine: _Record, version: int, over: float, deadline: float) -> None:
         never = threading.Event()
         while time.monotonic() < over:
+            self._check()
             held = self._count(mine.run, version, "held", 0, deadline)
             if held == self._count(mine.run, version, "let_go", 0, deadline):
                 return
@@ -175,13 +177,7 @@ class StoreCommits:
         return self._board.add(f"{run}/{version}/{what}", amount, deadline=deadline)
 
     def _check(self, *, owner: bool = False) -> None:
-        if self._closed:
-            raise ClosedError("the transport was closed")
-        if owner and not self._owner:
-            raise UsageError(
-                "only the owner begins and commits. "
-                "Construct the transport of trainer rank 0 with owner=True."
-            )
+        check_call(closed=self._closed, may=not owner or self._owner)
 
 
 class _StoreLease:
