@@ -14,7 +14,8 @@ from primeblocks.errors import (
 from primeblocks.layout import Layout, Shard
 from primeblocks.weightsync import Publisher, Subscriber, plan_sync
 from primeblocks.weightsync.manifest import Manifest, TensorSpec
-from primeblocks.weightsync.transports.packed import Packed, Pool, Shared, places
+from primeblocks.weightsync.transports.carriers import Shared, places
+from primeblocks.weightsync.transports.packed import Packed, Pool
 from tests.weightsync.contents import Engine, same_bytes
 from tests.weightsync.packed_site import KINDS, TIMEOUT_S, Site, parameters
 

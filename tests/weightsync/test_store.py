@@ -27,7 +27,7 @@ from primeblocks.weightsync.transports import (
     store_commits,
 )
 from primeblocks.weightsync.transports.board import Board
-from primeblocks.weightsync.transports.handles import HandleCarrier
+from primeblocks.weightsync.transports.carriers import HandleCarrier
 from primeblocks.weightsync.transports.store_commits import StoreCommits
 from primeblocks.weightsync.transports.transport import ReceiveRequest
 from tests.deadlines import HANG_S as TIMEOUT_S

@@ -1,5 +1,6 @@
 """Ways for versions to travel from trainer ranks to readers."""
 
+from .carriers import Read, Wire
 from .directory import FileTransport, SharedMemoryTransport
 from .group import GroupTransport
 from .group_wire import Estimate, estimate
@@ -7,7 +8,6 @@ from .open import open_transport
 from .packed_transport import IpcTransport, PackedTransport, PullTransport
 from .tcp_wire import TcpWire
 from .transport import Transport
-from .wire import Read, Wire
 
 __all__ = [
     "Estimate",

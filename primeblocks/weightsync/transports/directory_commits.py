@@ -18,8 +18,7 @@ from ...errors import CapacityError, TransferError, UsageError
 from ..lease import Hold
 from ..marker import Marker, as_corruption
 from .commits import ANNOUNCED, check_call, last_chain, retired
-from .own_files import open_own, read_own, removable, remove, write_over
-from .place import Owned, Place
+from .place import Owned, Place, open_own, read_own, removable, remove, write_over
 
 __all__ = ["DirectoryCommits", "fsync"]
 

@@ -8,16 +8,15 @@ from typing import Any
 
 from ...errors import UnsupportedError
 from .board import file_store, tcp_store
+from .carriers import HandleCarrier, Wire, WireCarrier
 from .directory import FileTransport, SharedMemoryTransport
 from .directory_commits import DirectoryCommits
 from .group import GroupTransport
-from .handles import HandleCarrier
 from .packed_transport import PackedTransport
 from .place import DiskPlace, PrivatePlace
 from .store_commits import StoreCommits
 from .tcp_wire import TcpWire
 from .transport import Transport
-from .wire import Wire, WireCarrier
 
 __all__ = ["open_spec", "open_transport"]
 

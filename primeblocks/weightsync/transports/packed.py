@@ -1,127 +1,38 @@
-"""Buckets one behind the other in one buffer for each trainer rank, its carrier, and its views."""
+"""Buckets one behind the other in one buffer for each trainer rank, and views of it."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from ...errors import CorruptionError, PlanError
+from ...errors import PlanError
 from ...layout import Shard
 from ..held import packed_views
-from ..marker import Marker, is_count
+from ..marker import Marker
 from ..outgoing import Shipment
 from ..plan import Copy, Plan
+from .carriers import ALIGN_BYTES, Carrier, Shared, places
 
 __all__ = [
     "Borrowed",
-    "Carrier",
-    "OpenedSpans",
     "Packed",
     "Pool",
-    "Shared",
-    "Span",
-    "noted",
     "pack_all",
     "pack_payloads",
-    "places",
     "places_of_version",
 ]
 
 _CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
-_ALIGN_BYTES = 256  # What GPUs and network cards like; every element type is aligned, too.
-
-
-class Shared(NamedTuple):
-    """A buffer of this process, and what others need to reach it. JSON-able."""
-
-    buffer: UInt8[Tensor, " bytes"]
-    note: Mapping[str, Any]
-
-
-class Span(NamedTuple):
-    """Bytes of a shared buffer of another process."""
-
-    note: Mapping[str, Any]
-    start: int
-    bytes: int
-
-
-class OpenedSpans(NamedTuple):
-    """Spans that were fetched: in a buffer of this process, or where their writer may write."""
-
-    parts: Sequence[UInt8[Tensor, " bytes"]]
-    is_own: bool
-    close: Callable[[], object]
-
-
-def noted(note: Mapping[str, Any], key: str) -> int:
-    """Return a number of a note, which somebody else has written.
-
-    Raises:
-        CorruptionError: there is none.
-    """
-    value = note.get(key) if isinstance(note, Mapping) else None
-    if is_count(value):
-        return value
-    raise CorruptionError(f"the place of a buffer cannot be read: {str(note)[:100]!r}")
-
-
-class Carrier(Protocol):
-    """Buffers of this process, and reads of those of others."""
-
-    def spec(self) -> dict[str, Any]:
-        """Return what opens its reading end in another process. JSON-able."""
-        ...
-
-    def make(self, size_bytes: int) -> Shared:
-        """Return a new buffer.
-
-        Raises:
-            CapacityError: there is no memory for it.
-        """
-        ...
-
-    def drop(self, shared: Shared) -> None:
-        """Let nobody else reach a buffer from now on."""
-        ...
-
-    def fetch(self, spans: Sequence[Span], *, again: bool, deadline: float) -> OpenedSpans:
-        """Return spans of others' buffers, in order.
-
-        Args:
-            again: whether more will be fetched from the same buffers, or as much of others.
-
-        Raises:
-            TransferError: a process is gone, or has let go of its buffer.
-            DeadlineError: they were not fetched in time.
-        """
-        ...
-
-    def close(self) -> None:
-        """Let go of everything. Twice is fine."""
-        ...
-
-
-def places(
-    sizes: Mapping[int, int], *, align_bytes: int = _ALIGN_BYTES
-) -> tuple[dict[int, int], int]:
-    """Return the start of each bucket in a buffer, and the bytes of the buffer. Pure."""
-    starts, end = {}, 0
-    for index, size in sizes.items():
-        starts[index] = end
-        end += -(-size // align_bytes) * align_bytes
-    return starts, end
 
 
 def places_of_version(plan: Plan, marker: Marker, rank: int) -> tuple[dict[int, int], int]:
     """Return the places of a rank's buckets in a version: aligned where it is full. Pure."""
     sizes = {index: marker.sizes[index] for index in plan.of_rank(rank)}
-    return places(sizes, align_bytes=_ALIGN_BYTES if marker.base is None else 1)
+    return places(sizes, align_bytes=ALIGN_BYTES if marker.base is None else 1)
 
 
 def pack_all(outgoing: Shipment, pool: Pool) -> None:

@@ -20,25 +20,13 @@ from ..lease import Lease
 from ..marker import Marker, as_corruption
 from ..outgoing import Shipment
 from ..plan import Plan
+from .carriers import Carrier, HandleCarrier, OpenedSpans, Span, Wire, WireCarrier, noted
 from .commits import Commits, await_versions, last_chain, newest_only
 from .directory_commits import DirectoryCommits
-from .handles import HandleCarrier
-from .packed import (
-    Borrowed,
-    Carrier,
-    OpenedSpans,
-    Packed,
-    Pool,
-    Span,
-    noted,
-    pack_all,
-    pack_payloads,
-    places_of_version,
-)
+from .packed import Borrowed, Packed, Pool, pack_all, pack_payloads, places_of_version
 from .place import PrivatePlace
 from .store_commits import StoreCommits
 from .transport import Begun, Incoming, ReceiveRequest
-from .wire import Wire, WireCarrier
 
 __all__ = ["IpcTransport", "PackedTransport", "PullTransport"]
 

@@ -16,8 +16,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from ...errors import CorruptionError, DeadlineError, TransferError, UnsupportedError, UsageError
-from .packed import noted
-from .wire import Read
+from .carriers import Read, noted
 
 __all__ = ["TcpWire"]
 
