@@ -23,7 +23,7 @@ from primeblocks.weightsync.transports import (
     PackedTransport,
     PullTransport,
     Transport,
-    packed_transport,
+    packed,
     store_commits,
 )
 from primeblocks.weightsync.transports.board import Board
@@ -283,7 +283,7 @@ def test_ranks_are_not_asked_after_the_deadline(monkeypatch):
         run="r", version=1, plan="", sizes=(16,) * len(plan.buckets), buckets=("",) * 3
     )
     clock, asked = ManualClock(), []
-    monkeypatch.setattr(packed_transport, "time", SimpleNamespace(monotonic=clock.now))
+    monkeypatch.setattr(packed, "time", SimpleNamespace(monotonic=clock.now))
 
     def look(name, *, run, deadline):
         asked.append(name)
