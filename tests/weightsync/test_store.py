@@ -329,7 +329,7 @@ def test_what_is_lent_for_a_time_is_copied_in_that_time(monkeypatch):
     assert not got
 
     def load(tensors):
-        owner._full.by_version()[1].buffer.fill_(66)  # Its lease is over: the trainer goes on.
+        owner._full.used[1].buffer.fill_(66)  # Its lease is over: the trainer goes on.
         got.append({name: tensor.clone() for name, tensor in tensors})
 
     Subscriber(plan, load, reader, check="ahead").receive(timeout_s=TIMEOUT_S)

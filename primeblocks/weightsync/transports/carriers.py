@@ -35,7 +35,7 @@ __all__ = [
     "Wire",
     "WireCarrier",
     "noted",
-    "places",
+    "starts_of",
 ]
 
 ALIGN_BYTES = 256  # What GPUs and network cards like; every element type is aligned, too.
@@ -75,7 +75,7 @@ def noted(note: Mapping[str, Any], key: str) -> int:
     value = note.get(key) if isinstance(note, Mapping) else None
     if is_count(value):
         return value
-    raise CorruptionError(f"the place of a buffer cannot be read: {str(note)[:100]!r}")
+    raise CorruptionError(f"the note of a buffer cannot be read: {str(note)[:100]!r}")
 
 
 class Carrier(Protocol):
@@ -114,7 +114,7 @@ class Carrier(Protocol):
         ...
 
 
-def places(
+def starts_of(
     sizes: Mapping[int, int], *, align_bytes: int = ALIGN_BYTES
 ) -> tuple[dict[int, int], int]:
     """Return the start of each bucket in a buffer, and the bytes of the buffer. Pure."""
@@ -274,7 +274,7 @@ class WireCarrier:
         self._wire.unshare(shared.buffer)
 
     def fetch(self, spans: Sequence[Span], *, again: bool, deadline: float) -> OpenedSpans:
-        starts, size_bytes = places({i: span.bytes for i, span in enumerate(spans)})
+        starts, size_bytes = starts_of({i: span.bytes for i, span in enumerate(spans)})
         buffer, self._spare = self._spare, None
         if buffer is None or len(buffer) != max(1, size_bytes):
             self._give_back(buffer, again=False)

@@ -23,7 +23,7 @@ from ..plan import Plan
 from .blobs import DiskBlobs, MemoryBlobs, check_size
 from .commits import await_versions, last_chain, newest_only, retired
 from .directory_commits import DirectoryCommits, fsync
-from .packed import places_of_version
+from .packed import starts_of_version
 from .place import DiskPlace, Place, PrivatePlace, sweep
 from .transport import Begun, Incoming, ReceiveRequest
 
@@ -273,7 +273,7 @@ class _Incoming:
 
     def payload(self, index: int) -> memoryview:
         name = _part(self.marker.version, self._plan.buckets[index].rank)
-        at, size = self._places[index], self.marker.sizes[index]
+        at, size = self._starts[index], self.marker.sizes[index]
         payload = self._transport.commits.read(name, at, size)
         if payload is None:
             raise TransferError(f"version {self.marker.version} was retired while it was read")
@@ -285,12 +285,12 @@ class _Incoming:
         """Do nothing: what is committed stands, whoever reads it."""
 
     @cached_property
-    def _places(self) -> dict[int, int]:
+    def _starts(self) -> dict[int, int]:
         """The start of each bucket in its rank's file."""
         return {
             index: start
             for rank in range(self._plan.world_size)
-            for index, start in places_of_version(self._plan, self.marker, rank)[0].items()
+            for index, start in starts_of_version(self._plan, self.marker, rank)[0].items()
         }
 
 

@@ -27,11 +27,11 @@ from ..lease import Lease
 from ..marker import Marker, as_corruption
 from ..outgoing import Shipment
 from ..plan import Copy, Plan
-from .carriers import ALIGN_BYTES, Carrier, OpenedSpans, Shared, Span, noted, places
+from .carriers import ALIGN_BYTES, Carrier, OpenedSpans, Shared, Span, noted, starts_of
 from .commits import Commits, await_versions, last_chain, newest_only
 from .transport import Begun, Incoming, ReceiveRequest
 
-__all__ = ["Borrowed", "Packed", "PackedTransport", "Pool", "places_of_version"]
+__all__ = ["Borrowed", "Packed", "PackedTransport", "Pool", "starts_of_version"]
 
 _CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
 
@@ -83,7 +83,7 @@ class PackedTransport:
         return Begun(self.commits.run, newest_only(base, markers))
 
     def send(self, outgoing: Shipment, *, deadline: float) -> None:
-        """Trainer rank: pack its buckets, and post their places."""
+        """Trainer rank: pack its buckets, and post where they are."""
         kept = [marker.version for marker in self.commits.markers(deadline=deadline)]
         for pool in (self._full, self._deltas):
             pool.keep(kept)
@@ -91,7 +91,7 @@ class PackedTransport:
             _pack_all(outgoing, self._full)
         else:
             _pack_payloads(outgoing, self._deltas)
-        used = {**self._full.by_version(), **self._deltas.by_version()}
+        used = self._full.used | self._deltas.used
         for gpu in {s.buffer.device for s in used.values() if s.buffer.device.type == "cuda"}:
             torch.cuda.synchronize(gpu)  # Others do not wait for this stream.
         notes = {
@@ -138,33 +138,33 @@ class PackedTransport:
 
 
 class Pool:
-    """Buffers of one trainer rank by version. One that is no longer read is used again.
+    """Buffers of one trainer rank. One that is no longer read is used again.
 
     One of them waits for the next version of its size.
+
+    Attributes:
+        used: the buffers in use, by version.
     """
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
-        self._used: dict[int, tuple[int, Shared]] = {}
-        self._spare: tuple[int, Shared] | None = None
+        self.used: dict[int, Shared] = {}
+        self._spare: Shared | None = None
 
     def keep(self, versions: Collection[int]) -> None:
         """Free the buffers of all other versions."""
-        for version in [version for version in self._used if version not in versions]:
+        for version in [version for version in self.used if version not in versions]:
             self._drop_spare()
-            self._spare = self._used.pop(version)
+            self._spare = self.used.pop(version)
 
     def take(self, version: int, size_bytes: int) -> UInt8[Tensor, " bytes"]:
         """Return a buffer for a version. Drops a spare of another size first, for its room."""
-        if self._spare is None or self._spare[0] != size_bytes:
+        size_bytes = max(1, size_bytes)  # There is nothing to map or register of an empty one.
+        if self._spare is None or len(self._spare.buffer) != size_bytes:
             self._drop_spare()
-            self._spare = size_bytes, self._carrier.make(size_bytes)
-        self._used[version], self._spare = self._spare, None
-        return self._used[version][1].buffer
-
-    def by_version(self) -> dict[int, Shared]:
-        """Return the buffers in use, by version."""
-        return {version: shared for version, (_, shared) in self._used.items()}
+            self._spare = self._carrier.make(size_bytes)
+        self.used[version], self._spare = self._spare, None
+        return self.used[version].buffer
 
     def close(self) -> None:
         """Drop them all."""
@@ -173,7 +173,7 @@ class Pool:
 
     def _drop_spare(self) -> None:
         if self._spare is not None:
-            self._carrier.drop(self._spare[1])
+            self._carrier.drop(self._spare)
         self._spare = None
 
 
@@ -324,7 +324,7 @@ class _Incoming:
         return dict(zip(spans, opened.parts, strict=True)), opened
 
     def _spans(self) -> Iterator[tuple[int, Span]]:
-        """Yield the places of the buckets that this reader wants."""
+        """Yield the spans of the buckets that this reader wants."""
         plan, marker, deadline = self._request.plan, self.marker, self._request.deadline
         mine = set(plan.of_reader(self._request.reader))
         ranks = sorted({plan.buckets[index].rank for index in mine})
@@ -333,7 +333,7 @@ class _Incoming:
                 raise DeadlineError(f"found the buffers of {done} of {len(ranks)} ranks in time")
             said = self._commits.look(_note(rank), run=marker.run, deadline=deadline)
             size, note = _noted(said, rank, marker.version)
-            starts, size_bytes = places_of_version(plan, marker, rank)
+            starts, size_bytes = starts_of_version(plan, marker, rank)
             if size < size_bytes:
                 raise CorruptionError(
                     f"rank {rank} has {size:,} bytes; the plan needs {size_bytes:,}"
@@ -347,7 +347,7 @@ def _note(rank: int) -> str:
 
 
 def _noted(said: str | None, rank: int, version: int) -> tuple[int, Mapping[str, Any]]:
-    """Return the bytes and the place of a rank's buffer, from its note."""
+    """Return the bytes of a rank's buffer and what a carrier needs for it, from its note."""
     with as_corruption(f"the note of rank {rank}"):
         found = None if said is None else json.loads(said).get(str(version))
         if found is not None:
@@ -355,17 +355,17 @@ def _noted(said: str | None, rank: int, version: int) -> tuple[int, Mapping[str,
     raise TransferError(f"rank {rank} has not version {version} any more. Receive the newest.")
 
 
-def places_of_version(plan: Plan, marker: Marker, rank: int) -> tuple[dict[int, int], int]:
-    """Return the places of a rank's buckets in a version: aligned where it is full. Pure."""
+def starts_of_version(plan: Plan, marker: Marker, rank: int) -> tuple[dict[int, int], int]:
+    """Return `starts_of` a rank's buckets in a version: aligned where it is full. Pure."""
     sizes = {index: marker.sizes[index] for index in plan.of_rank(rank)}
-    return places(sizes, align_bytes=ALIGN_BYTES if marker.base is None else 1)
+    return starts_of(sizes, align_bytes=ALIGN_BYTES if marker.base is None else 1)
 
 
 def _pack_all(outgoing: Shipment, pool: Pool) -> None:
     """Write a rank's buckets to one buffer."""
     plan = outgoing.plan
     sizes = {index: plan.buckets[index].bytes for index in plan.of_rank(outgoing.rank)}
-    starts, size_bytes = places(sizes)
+    starts, size_bytes = starts_of(sizes)
     buffer = pool.take(outgoing.version, size_bytes)
     outgoing.fill_all(
         (index, packed_views(plan, index, buffer[start : start + sizes[index]]))
@@ -377,7 +377,7 @@ def _pack_payloads(outgoing: Shipment, pool: Pool) -> None:
     """Write a rank's deltas to one buffer."""
     payloads = {index: outgoing.payload(index) for index in outgoing.plan.of_rank(outgoing.rank)}
     sizes = {index: len(payload) for index, payload in payloads.items()}
-    starts, size_bytes = places(sizes, align_bytes=1)
+    starts, size_bytes = starts_of(sizes, align_bytes=1)
     # A power of two, so that buffers of other deltas fit, which are registered.
     buffer = pool.take(outgoing.version, 1 << max(0, size_bytes - 1).bit_length())
     for index, start in starts.items():
