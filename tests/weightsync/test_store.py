@@ -28,6 +28,7 @@ from primeblocks.weightsync.transports import (
 )
 from primeblocks.weightsync.transports.board import Board
 from primeblocks.weightsync.transports.carriers import HandleCarrier
+from primeblocks.weightsync.transports.commits import Lease
 from primeblocks.weightsync.transports.store_commits import StoreCommits
 from primeblocks.weightsync.transports.transport import ReceiveRequest
 from tests.deadlines import HANG_S as TIMEOUT_S
@@ -290,7 +291,7 @@ def test_ranks_are_not_asked_after_the_deadline(monkeypatch):
         clock.advance(1.0)
         return json.dumps({"1": {"bytes": 1 << 20, "at": {}}})
 
-    lease = SimpleNamespace(until=clock.now() + 60, close=lambda: None)
+    lease = Lease(clock.now() + 60, lambda: None)
     commits = SimpleNamespace(
         look=look,
         look_s=1.0,

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from ...errors import ClosedError, DeadlineError, TransferError, UsageError
-from ..lease import Lease
 from ..marker import Marker
 from .transport import ReceiveRequest
 
 __all__ = [
     "ANNOUNCED",
     "Commits",
+    "Lease",
     "await_versions",
     "chain_to",
     "check_call",
@@ -25,6 +25,18 @@ __all__ = [
 ]
 
 ANNOUNCED = "announced"
+
+
+class Lease(NamedTuple):
+    """A version that its writers leave alone until it is closed, or until a time.
+
+    Attributes:
+        until: the end, by time.monotonic; infinity where it ends with this process.
+        close: lets go. Twice is fine.
+    """
+
+    until: float
+    close: Callable[[], object]
 
 
 class Commits(Protocol):

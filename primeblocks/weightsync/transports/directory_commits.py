@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import os
 import threading
 import time
@@ -17,7 +18,7 @@ from typing import Any
 from ...errors import CapacityError, TransferError, UsageError
 from ..lease import Hold
 from ..marker import Marker, as_corruption
-from .commits import ANNOUNCED, check_call, last_chain, retired
+from .commits import ANNOUNCED, Lease, check_call, last_chain, retired
 from .place import Owned, Place, open_own, read_own, removable, remove, write_over
 
 __all__ = ["DirectoryCommits", "fsync"]
@@ -133,7 +134,7 @@ class DirectoryCommits:
                 self._seen = text, tuple(Marker.from_json(row) for row in json.loads(text))
         return self._seen[1]
 
-    def hold(self, marker: Marker, *, deadline: float) -> Hold:
+    def hold(self, marker: Marker, *, deadline: float) -> Lease:
         self.check()
         try:
             path = self._lock_path(marker.version)
@@ -147,7 +148,7 @@ class DirectoryCommits:
         except BaseException:
             hold.close()
             raise
-        return hold
+        return Lease(math.inf, hold.close)
 
     def post(self, name: str, text: str, *, deadline: float) -> None:
         self.write(f"{name}.json", [text.encode()])

@@ -23,12 +23,11 @@ from torch import Tensor
 from ...errors import CorruptionError, DeadlineError, PlanError, TransferError
 from ...layout import Shard
 from ..held import Held, Lent, copied, packed_views
-from ..lease import Lease
 from ..marker import Marker, as_corruption
 from ..outgoing import Shipment
 from ..plan import Copy, Plan
 from .carriers import ALIGN_BYTES, Carrier, OpenedSpans, Shared, Span, noted, starts_of
-from .commits import Commits, await_versions, last_chain, newest_only
+from .commits import Commits, Lease, await_versions, last_chain, newest_only
 from .transport import Begun, Incoming, ReceiveRequest
 
 __all__ = ["Borrowed", "Packed", "PackedTransport", "Pool", "starts_of_version"]

@@ -6,9 +6,8 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from ...errors import CapacityError, TransferError, UsageError
 from ..marker import Marker, as_corruption
 from .board import Board, store_spec
-from .commits import check_call, retired
+from .commits import Lease, check_call, retired
 
 __all__ = ["StoreCommits"]
 
@@ -101,7 +100,7 @@ class StoreCommits:
         record = self._read(deadline)
         return () if record is None else record.markers
 
-    def hold(self, marker: Marker, *, deadline: float) -> _StoreLease:
+    def hold(self, marker: Marker, *, deadline: float) -> Lease:
         start = time.monotonic()
         self._count(marker.run, marker.version, "held", 1, deadline)
         # The owner hides a version before it counts, so one of the two sees the other.
@@ -109,7 +108,9 @@ class StoreCommits:
         if now is None or marker not in now.markers:
             self._release(marker, deadline)
             raise retired(marker.version)
-        return _StoreLease(start + now.lease_s, partial(self._release, marker, deadline))
+        once = ExitStack()
+        once.callback(self._release, marker, deadline)
+        return Lease(start + now.lease_s, once.close)
 
     def post(self, name: str, text: str, *, deadline: float) -> None:
         record = self._read(deadline)
@@ -178,17 +179,6 @@ class StoreCommits:
 
     def _check(self, *, owner: bool = False) -> None:
         check_call(closed=self._closed, may=not owner or self._owner)
-
-
-class _StoreLease:
-    """A count of one reader, which the owner waits for until the lease is over."""
-
-    def __init__(self, until: float, release: Callable[[], object]) -> None:
-        self.until, self._release = until, [release]
-
-    def close(self) -> None:
-        while self._release:
-            self._release.pop()()
 
 
 def _parsed(text: str) -> _Record:
