@@ -241,8 +241,7 @@ def buffers(rng, cases, where):
     """Bytes of packed buckets where trainer ranks have them."""
     count = 0
     for pair, each in pairs(PACKED, where, cases):
-        shared = [s for pool in (pair.owner._full, pair.owner._deltas)
-                  for s in pool.by_version().values()]  # fmt: skip
+        shared = [*pair.owner._full.used.values(), *pair.owner._deltas.used.values()]
         for _ in each:
             buffer = np.asarray(rng.choice(shared).buffer)
             before = buffer.copy()
