@@ -23,7 +23,7 @@ from torch import Tensor
 from ..errors import CorruptionError, DeadlineError, PlanError
 from ..layout import Shard
 from .convert.conversion import Wiring
-from .delta.bucket import apply_payloads
+from .delta.deltas import apply_payloads
 from .digest import bucket_digest, cast_and_digest
 from .held import Boxes, CachingAllocator, Held, Lent, Sealed, chunks_of, copy_bucket
 from .marker import Digests, Marker
