@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ..errors import PlanError
 from ..layout import Layout, Shard
-from .convert.conversion import Wiring
-from .convert.recorded import Reads
+from .convert.conversion import Reads, Wiring
 from .manifest import FLOATS, Manifest, TensorSpec, converts
 from .plan import Boxes, Bucket, Plan, cut, owned_boxes, packed
 

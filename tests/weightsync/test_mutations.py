@@ -17,7 +17,7 @@ from primeblocks import weightsync
 from primeblocks.errors import PrimeblocksError
 from primeblocks.testing import ranks
 from primeblocks.weightsync import describe, plan_sync
-from primeblocks.weightsync.convert.recorded import Reads
+from primeblocks.weightsync.convert.conversion import Reads
 from primeblocks.weightsync.delta.deltas import (
     apply_delta,
     apply_payloads,
