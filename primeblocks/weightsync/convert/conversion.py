@@ -43,19 +43,31 @@ __all__ = ["Reads", "Wiring", "filling", "record_reads", "record_wiring", "union
 class Wiring:
     """A conversion bound to tensors: each box of a source, and the box of a target it fills.
 
-    Pieces overlap on neither side. Elements of a target that no piece fills are padding, zero; on
-    the way back they are those that were dropped or cropped, and have to be given (`lossy`).
+    Pieces overlap on neither side. Elements of a target that no piece fills are padding, zero.
     """
 
     sources: Manifest
     targets: Manifest
     pieces: tuple[Piece, ...]
-    lossy: bool = False
 
     def inverse(self) -> Wiring:
-        """Return the way back, exact whatever the rules."""
+        """Return the way back.
+
+        Raises:
+            PlanError: elements were dropped or cropped, so that there is none.
+        """
+        lost = [
+            name
+            for name, pieces in self.by_source.items()
+            if sum(piece.source_box.numel for piece in pieces) != prod(self.sources[name].shape)
+        ]
+        if lost:
+            raise PlanError(
+                f"{len(lost)} tensors were dropped or cropped, such as {lost[0]!r}, and have no way "
+                "back. Convert all elements, or keep the sources."
+            )
         pieces = tuple(piece.inverse() for piece in self.pieces)
-        return Wiring(self.targets, self.sources, pieces, not self.lossy)
+        return Wiring(self.targets, self.sources, pieces)
 
     @cached_property
     def by_source(self) -> dict[str, list[Piece]]:
@@ -66,22 +78,6 @@ class Wiring:
     def by_target(self) -> dict[str, list[Piece]]:
         """The pieces that fill each target."""
         return _grouped(self.targets, ((piece.target, piece) for piece in self.pieces))
-
-    @cached_property
-    def dropped(self) -> tuple[str, ...]:
-        """Sources of which no element arrives."""
-        empty = (name for name, pieces in self.by_source.items() if not pieces)
-        return tuple(name for name in empty if 0 not in self.sources[name].shape)
-
-    @cached_property
-    def unfilled(self) -> dict[str, list[Shard]]:
-        """Boxes of targets that nothing fills."""
-        holes = {}
-        for name, pieces in self.by_target.items():
-            shape = self.targets[name].shape
-            if sum(piece.target_box.numel for piece in pieces) != prod(shape):
-                holes[name] = owned_boxes([(0, piece.target_box) for piece in pieces], shape)[1]
-        return holes
 
     def map(self, held: Manifest) -> list[Piece]:
         """Return the pieces of one rank's shards, in global coordinates on both sides. Local.
@@ -97,17 +93,11 @@ class Wiring:
             if (part := piece.from_source(spec.layout.shard)) is not None
         ]
 
-    def move(
-        self, tensors: Mapping[str, Tensor], *, fill: Mapping[str, Tensor] | None = None
-    ) -> dict[str, Tensor]:
+    def move(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return whole targets from whole sources, in new memory. Local; copies each element once.
 
-        Args:
-            fill: targets to start from, by name, where something is `unfilled`.
-
         Raises:
-            PlanError: a source is missing, is sharded or has another shape; or a target needs
-                filling and is not in `fill`.
+            PlanError: a source is missing, is sharded or has another shape.
         """
         held = describe(tensors)
         _check_same(held, self.sources)
@@ -118,25 +108,12 @@ class Wiring:
                 f"{len(missing)} tensors are missing and {len(sharded)} sharded, first "
                 f"{(missing + sharded)[0]!r}. Pass whole tensors, or use map() for shards."
             )
-        fill = {} if fill is None else fill
-        needed = [name for name in self.unfilled if self.lossy and name not in fill]
-        if needed:
-            raise PlanError(
-                f"{len(needed)} tensors were dropped or cropped, first {needed[0]!r}: "
-                f"{self.unfilled[needed[0]][0]}. Pass them in fill=."
-            )
-        return {name: self._made(name, tensors, fill.get(name)) for name in self.targets}
+        return {name: self._made(name, tensors) for name in self.targets}
 
-    def _made(self, name: str, tensors: Mapping[str, Tensor], start: Tensor | None) -> Tensor:
+    def _made(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
         spec, pieces = self.targets[name], self.by_target[name]
-        if start is None:
-            device = tensors[pieces[0].source].device if pieces else None
-            made = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
-        elif (tuple(start.shape), start.dtype) != (spec.shape, spec.dtype):
-            found = f"{start.dtype} {tuple(start.shape)}"
-            raise PlanError(f"{name!r} is {spec.dtype} {spec.shape}; fill has {found}")
-        else:
-            made = start.clone()
+        device = tensors[pieces[0].source].device if pieces else None
+        made = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
         for piece in pieces:
             source = self.sources[piece.source].layout.shard
             made[piece.target_box.slices].copy_(piece.view(tensors[piece.source], source))
