@@ -122,13 +122,14 @@ def verify_engine(
         into: for each reader, the wiring that leads to its parameters, where they are fused,
             stacked or sliced.
         plan, convert, source, encode, group: as the `Publisher` has them. Without a plan one is
-            made, to `into` or to the names that both have.
+            made to `into`. Without either, the tensors that both have are compared by name.
         timeout_s: the time that ranks wait for each other.
 
     Raises:
         PlanError: the trainer has not what the plan says, or another trainer's plan was observed;
             or either side is something else than tensors by name.
-        UsageError: no engine was given, or there are several and no plan, or no name is in common.
+        UsageError: no engine was given; or there are several, or more than names, and no plan; or
+            no name is in common.
         TransferError: a rank failed, or did not come in time.
     """
     deadline = time.monotonic() + timeout_s
@@ -146,6 +147,8 @@ def verify_engine(
                 f"{len(held)} processes and no plan. Pass the Publisher's plan=, or into=; "
                 "digests are compared with those of one process."
             )
+        if plan is None and not (convert is source is encode is None):
+            raise UsageError("convert=, source= and encode= need the Publisher's plan=, or into=.")
         return _by_name(parameters, held[0])
     mine = cast(NamedTensors, parameters)
     wrong: _Wrong = {kind: {} for kind in _KINDS}

@@ -309,6 +309,8 @@ def test_what_it_cannot_compare_is_refused():
         verify_engine(one, other)
     with pytest.raises(UsageError, match="2 processes and no plan"):
         verify_engine(one, [one, one])
+    with pytest.raises(UsageError, match="encode= need the Publisher's plan"):
+        verify_engine(one, one, encode=lambda name, tensor: {name: tensor})
     plan = plan_sync([describe(one)], describe(one), bucket_bytes=64)
     another = plan_sync([describe(other)], describe(other), bucket_bytes=64)
     with pytest.raises(PlanError, match="observed by plan"):

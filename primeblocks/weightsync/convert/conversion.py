@@ -63,8 +63,8 @@ class Wiring:
         ]
         if lost:
             raise PlanError(
-                f"{len(lost)} tensors were dropped or cropped, such as {lost[0]!r}, and have no way "
-                "back. Convert all elements, or keep the sources."
+                f"{len(lost)} tensors were dropped or cropped, such as {lost[0]!r}, and have no "
+                "way back. Convert all elements, or keep the sources."
             )
         pieces = tuple(piece.inverse() for piece in self.pieces)
         return Wiring(self.targets, self.sources, pieces)
