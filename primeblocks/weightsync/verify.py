@@ -298,8 +298,10 @@ def _by_name(parameters: Any, engine: Any) -> Verified:
         every = {name: local_part(one.detach()) for name, one in with_aliases(engine).items()}
         hidden = {name: UNSEEN for name, one in every.items() if one.is_meta}
         theirs = digest_tensors({n: one for n, one in every.items() if n not in hidden})
-    names = parameters if are_digests(parameters) else with_aliases(parameters)
-    mine = parameters if are_digests(parameters) else digest_as(names, theirs)
+    names = mine = parameters
+    if not are_digests(parameters):
+        names = with_aliases(parameters)
+        mine = digest_as(names, theirs)
     both = [name for name in theirs if name in mine]
     hidden = {name: why for name, why in hidden.items() if name in names}
     if not both and not hidden:

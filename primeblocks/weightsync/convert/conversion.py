@@ -210,7 +210,7 @@ def record_reads(
             load(tensors())
     except Exception as error:  # A loader may raise anything where it finds no values.
         why = f"the loader fails without values, at {name!r}: {type(error).__name__}: {error}"
-        boxes = {name: (Layout.whole(spec.shape).shard,) for name, spec in checkpoint.items()}
+        boxes = {name: (spec.whole().layout.shard,) for name, spec in checkpoint.items()}
         inexact = lost = dict.fromkeys(checkpoint, why)
     else:
         boxes = {
@@ -273,9 +273,7 @@ def union(manifests: Sequence[Manifest]) -> Manifest:
     specs: dict[str, TensorSpec] = {}
     for manifest in manifests:
         for name, spec in manifest.items():
-            whole = spec
-            if not spec.layout.is_whole:
-                whole = TensorSpec(spec.dtype, Layout.whole(spec.shape))
+            whole = spec.whole()
             if specs.setdefault(name, whole) != whole:
                 raise PlanError(
                     f"{name!r} is {whole.dtype} {whole.shape} on one rank and "
@@ -306,11 +304,7 @@ def _grouped(names: Iterable[str], pairs: Iterable[tuple[str, Piece]]) -> dict[s
 
 
 def _whole(checkpoint: Manifest, names: Iterable[str]) -> Manifest:
-    tensors = (
-        (name, TensorSpec(spec.dtype, Layout.whole(spec.shape)))
-        for name, spec in checkpoint.items()
-        if name in names
-    )
+    tensors = ((name, spec.whole()) for name, spec in checkpoint.items() if name in names)
     return Manifest(tuple(tensors), checkpoint.recipe)
 
 
