@@ -304,10 +304,10 @@ def _by_name(parameters: Any, engine: Any) -> Verified:
         mine = digest_as(names, theirs)
     both = [name for name in theirs if name in mine]
     hidden = {name: why for name, why in hidden.items() if name in names}
-    if not both and not hidden:
-        raise UsageError(
-            f"no name in common: {list(names)[:2]} and {list(theirs)[:2]}. Pass into=."
-        )
+    is_digested = theirs is engine or names is parameters
+    if not (both or hidden or is_digested):
+        first = f"{list(names)[:2]} and {list(theirs)[:2]}"
+        raise UsageError(f"no name in common: {first}. Pass into=.")
     differing = {}
     for name in both:
         (have, *_), (want, *_) = theirs[name], mine[name]
