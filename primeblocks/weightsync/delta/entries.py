@@ -40,12 +40,18 @@ __all__ = [
     "Bytes",
     "Entries",
     "Opened",
+    "bits_bytes",
     "flat_bits",
     "open_delta",
+    "pack_bits",
+    "pack_positions",
+    "positions_bytes",
     "read_changes",
     "read_segments",
     "seal_delta",
     "segments",
+    "unpack_bits",
+    "unpack_positions",
     "write_entries",
 ]
 
