@@ -17,12 +17,13 @@ from primeblocks import weightsync
 from primeblocks.errors import PrimeblocksError
 from primeblocks.testing import ranks
 from primeblocks.weightsync import describe, plan_sync
-from primeblocks.weightsync.convert.recorded import Reads
-from primeblocks.weightsync.delta.bucket import apply_payloads, take_payload
-from primeblocks.weightsync.delta.tensors import (
+from primeblocks.weightsync.convert.conversion import Reads
+from primeblocks.weightsync.delta.deltas import (
     apply_delta,
+    apply_payloads,
     encode_delta,
     inspect_delta,
+    take_payload,
 )
 from primeblocks.weightsync.held import Blob
 from primeblocks.weightsync.manifest import Manifest
