@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import PlanError
-from ..groups import settle
+from ..groups import agreed
 
 __all__ = ["MeshPlan", "Meshes", "check_meshes", "on_device", "plan_mesh"]
 
@@ -97,16 +97,14 @@ class MeshPlan:
         if not dist.is_initialized():
             raise PlanError("no process group. Call torch.distributed.init_process_group first.")
 
-        def look() -> dict[str, object]:
+        everyone: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
+        with agreed("MeshPlan.build", on_device(device), group=everyone) as call:
             if dist.get_world_size() != self.world_size:
                 raise PlanError(
                     f"planned for {self.world_size} ranks; {dist.get_world_size()} are running. "
                     f"Plan with world_size={dist.get_world_size()}."
                 )
-            return {**asdict(self), "device": device}
-
-        everyone: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
-        settle("MeshPlan.build", look, on_device(device), group=everyone, check=True)
+            call.facts |= {**asdict(self), "device": device}
 
         def mesh(**axes: int) -> DeviceMesh:
             return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))

@@ -17,7 +17,7 @@ import xxhash
 from torch import Tensor
 
 from ..errors import PlanError, ShapeError
-from ..groups import all_to_all_rows, check_group, check_tensors, facts_of, outside_graphs, settle
+from ..groups import agreed, all_to_all_rows, check_group, check_tensors, facts_of, outside_graphs
 
 __all__ = ["Run", "SequencePlan", "check_plan", "kept_on_plan", "merge_pieces", "plan_sequence"]
 
@@ -178,14 +178,11 @@ class SequencePlan:
                 plan, in sizes or in whether gradients are asked for.
             RankError: another rank refused its arguments.
         """
-
-        def look() -> dict[str, object]:
+        with agreed("SequencePlan.join", local, group=group, check=check) as call:
             self.check_group(group)
             check_tensors(local=local)
             self._check(local, dim, self.counts[group.rank()], f"the part of rank {group.rank()}")
-            return {"plan": self.fingerprint, **facts_of("local", local.movedim(dim, 0))}
-
-        settle("SequencePlan.join", look, local, group=group, check=check)
+            call.facts |= {"plan": self.fingerprint, **facts_of("local", local.movedim(dim, 0))}
         own = self.counts[group.rank()]
         rows = local.movedim(dim, 0)
         gathered = all_to_all_rows(

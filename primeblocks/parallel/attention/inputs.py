@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import PlanError, ShapeError, UnsupportedError
-from ...groups import check_tensors, facts_of, settle
+from ...groups import agreed, check_tensors, facts_of
 from ..sequence import SequencePlan, check_plan
 from .flex import FlexKernel
 from .kernel import AttentionKernel, AttentionSpec
@@ -48,7 +48,7 @@ class Inputs(NamedTuple):
 
 
 def checked(
-    call: str,
+    name: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -72,11 +72,7 @@ def checked(
     Raises:
         ShapeError, PlanError, CapacityError, UnsupportedError, RankError: as `ring_attention` says.
     """
-
-    given: Inputs | None = None  # Made once: a cast or a fold is a copy.
-
-    def look() -> dict[str, object]:
-        nonlocal given
+    with agreed(name, q, k, v, group=group, check=check) as call:
         check_plan(sequence, group)
         check_tensors(q=q, k=k, v=v, **({} if sinks is None else {"sinks": sinks}))
         if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
@@ -84,33 +80,30 @@ def checked(
                 f"q, k and v need one batch; got {tuple(q.shape)}, {tuple(k.shape)}, "
                 f"{tuple(v.shape)}."
             )
-        q_, k_, v_ = (_fold(autocast(x)) for x in (q, k, v))
-        sinks_ = None if sinks is None else _repeat(sinks, q)
-        _check(q_, k_, v_, sinks_, sequence.counts[group.rank()])
-        _check_rules(causal=causal, scale=scale, window=window, softcap=softcap)
-        scale_ = q.shape[-1] ** -0.5 if scale is None else float(scale)
-        spec = AttentionSpec(sequence.whole if whole else sequence, causal, scale_, window, softcap)
-        check_kernel(kernel, spec, q_, v_.shape[2])
-        chosen = _default(spec, q_, v_.shape[2]) if kernel is None else kernel
         batch = q.shape[0] if q.ndim == 4 else None
-        given = Inputs(q_, k_, v_, sinks_, scale_, chosen, batch)
-        facts: dict[str, object] = {
+        if sinks is not None and sinks.ndim == 1 and batch is not None:
+            sinks = sinks.repeat(batch)
+        q, k, v = (_fold(autocast(x)) for x in (q, k, v))
+        _check(q, k, v, sinks, sequence.counts[group.rank()])
+        _check_rules(causal=causal, scale=scale, window=window, softcap=softcap)
+        factor = q.shape[2] ** -0.5 if scale is None else float(scale)
+        spec = AttentionSpec(sequence.whole if whole else sequence, causal, factor, window, softcap)
+        check_kernel(kernel, spec, q, v.shape[2])
+        chosen = _default(spec, q, v.shape[2]) if kernel is None else kernel
+        call.facts |= {
             "plan": sequence.fingerprint,
-            "window": window or 0,
-            "causal": int(bool(causal)),
+            "window": window,
+            "causal": bool(causal),
             "scale": scale,
             "softcap": softcap,
-            "batch": batch or 0,
-            # 1 without gradient, 2 with one.
-            "sinks": 0 if sinks is None else 1 + (torch.is_grad_enabled() and sinks.requires_grad),
+            "batch": batch,
+            "sinks": sinks is not None,
+            **({} if sinks is None else facts_of("sinks", sinks)),
+            **facts_of("q", q),
+            **facts_of("k", k),
+            **facts_of("v", v),
         }
-        if sinks is not None:
-            facts["sinks dtype"] = sinks.dtype
-        return facts | facts_of("q", q_) | facts_of("k", k_) | facts_of("v", v_)
-
-    settle(call, look, q, k, v, group=group, check=check)
-    assert given is not None
-    return given
+    return Inputs(q, k, v, sinks, factor, chosen, batch)
 
 
 def check_kernel(kernel: object, spec: AttentionSpec, q: Tensor, value_dim: int) -> None:
@@ -144,10 +137,6 @@ def _default(spec: AttentionSpec, q: Tensor, value_dim: int) -> AttentionKernel:
 def _fold(x: Tensor) -> Tensor:
     """Take the rows of a batch, all of one plan, for heads of their own."""
     return x.transpose(0, 1).flatten(1, 2) if x.ndim == 4 else x
-
-
-def _repeat(sinks: Tensor, q: Tensor) -> Tensor:
-    return sinks.repeat(q.shape[0]) if q.ndim == 4 and sinks.ndim == 1 else sinks
 
 
 def autocast(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...errors import PlanError, ShapeError
-from ...groups import check_tensors, facts_of, outside_graphs, settle
+from ...groups import agreed, check_tensors, facts_of, outside_graphs
 from ..sequence import SequencePlan, check_plan
 from .dsa.gather import gather_tokens, scatter_gradients
 from .hops import Hops, attend
@@ -165,7 +165,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def _checked(
-    call: str,
+    name: str,
     q: Tensor,
     latents: Tensor,
     up: Tensor,
@@ -179,30 +179,19 @@ def _checked(
     whole: bool,
 ) -> tuple[Tensor, Tensor, Tensor, float, AttentionKernel]:
     """Return the operands, cast where autocast is on. Collective if `check`."""
-    cast: list[Tensor] = []
-
-    def look() -> dict[str, object]:
+    with agreed(name, q, latents, up, group=group, check=check) as call:
         check_plan(sequence, group)
         check_tensors(q=q, latents=latents, up=up)
         if not isinstance(scale, Real | None):
             raise PlanError(f"scale must be a number; got {scale!r}.")
-        cast.extend(map(autocast, (q, latents, up)))
-        _check(cast[0], cast[1], cast[2], sequence.counts[group.rank()])
+        q, latents, up = autocast(q), autocast(latents), autocast(up)
+        _check(q, latents, up, sequence.counts[group.rank()])
         planned = sequence.whole if whole else sequence
         spec = AttentionSpec(planned, causal, q.shape[2] ** -0.5)
         nope_dim = q.shape[2] - latents.shape[1] + up.shape[2]
-        check_kernel(kernel, spec, cast[0], up.shape[1] - nope_dim)
-        facts: dict[str, object] = {
-            "plan": sequence.fingerprint,
-            "causal": int(bool(causal)),
-            "scale": scale,
-        }
-        for name, x in zip(("q", "latents", "up"), cast, strict=True):
-            facts |= facts_of(name, x)
-        return facts
-
-    settle(call, look, q, latents, up, group=group, check=check)
-    q, latents, up = cast
+        check_kernel(kernel, spec, q, up.shape[1] - nope_dim)
+        call.facts |= {"plan": sequence.fingerprint, "causal": bool(causal), "scale": scale}
+        call.facts |= facts_of("q", q) | facts_of("latents", latents) | facts_of("up", up)
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
     return q, latents, up, scale, RectangleKernel() if kernel is None else kernel
 

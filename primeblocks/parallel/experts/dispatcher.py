@@ -12,7 +12,7 @@ from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
 from ...errors import ShapeError, UsageError, check_counts
-from ...groups import check_tensors, facts_of, settle
+from ...groups import agreed, check_tensors, facts_of
 from .permute import map_choices, permute, unpermute
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "LocalDispatcher",
     "SortedSlots",
     "TokenDispatcher",
+    "agree_on_outputs",
     "align",
     "check_outputs",
     "check_slots",
@@ -27,7 +28,6 @@ __all__ = [
     "judge_slots",
     "measure_slots",
     "pad_rows",
-    "settle_outputs",
     "sort_slots",
     "unalign",
 ]
@@ -232,20 +232,17 @@ def judge_slots(told: list[int], num_experts: int, entries: int) -> UsageError |
     return None
 
 
-def settle_outputs(
-    call: str, y: Tensor, dispatched: Dispatched, *, group: dist.ProcessGroup, check: bool
+def agree_on_outputs(
+    name: str, y: Tensor, dispatched: Dispatched, *, group: dist.ProcessGroup, check: bool
 ) -> None:
     """Refuse outputs that do not fit; on all ranks if `check`. Collective if `check`, else local.
 
     Raises:
         ShapeError, PlanError, RankError: as `TokenDispatcher.combine` says.
     """
-
-    def look() -> dict[str, object]:
+    with agreed(name, y, group=group, check=check) as call:
         check_outputs(y, dispatched)
-        return facts_of("y", y)
-
-    settle(call, look, y, group=group, check=check)
+        call.facts |= facts_of("y", y)
 
 
 def check_outputs(y: Tensor, dispatched: Dispatched) -> None:

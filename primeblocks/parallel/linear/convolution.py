@@ -10,10 +10,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...groups import outside_graphs
+from ...errors import ShapeError
+from ...groups import agreed, outside_graphs
 from ..halo import Halo, find_halo
 from ..sequence import SequencePlan
-from .inputs import as_they_are, check_conv, settle_runs
+from .inputs import as_they_are, check_tokens, checked_facts, shapes
 
 __all__ = ["causal_conv1d"]
 
@@ -53,11 +54,17 @@ def causal_conv1d(
             whether gradients are asked for.
         RankError: another rank refused its arguments.
     """
-    settle_runs(
-        "causal_conv1d", lambda: check_conv(x, weight, bias, sequence.counts[group.rank()]),
-        sequence=sequence, group=group, check=check, x=x, weight=weight,
-        **({} if bias is None else {"bias": bias}),
-    )  # fmt: skip
+    with agreed("causal_conv1d", x, weight, group=group, check=check) as call:
+        optional = {} if bias is None else {"bias": bias}
+        call.facts |= checked_facts(sequence, group, x=x, weight=weight, **optional)
+        if x.ndim != 2 or weight.ndim != 2 or weight.shape[0] != x.shape[1] or not weight.shape[1]:
+            raise ShapeError(
+                "needs x [tokens, channels] and weight [channels, kernel]; got "
+                f"{shapes(x, weight)}. Of an nn.Conv1d, pass weight.squeeze(1)."
+            )
+        if bias is not None and bias.shape != x.shape[1:]:
+            raise ShapeError(f"needs one bias a channel, [{x.shape[1]}]; got {shapes(bias)}.")
+        check_tokens(x, sequence, group)
     rank = group.rank()
     table = _table(sequence, rank, weight.shape[1] - 1, x.device)
     rows = table.halo.fetch(x, group=group)

@@ -8,7 +8,7 @@ the factors, and asks `select` for the tokens in the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ....errors import PlanError, ShapeError, UnsupportedError
-from ....groups import outside_graphs, settle
+from ....groups import agreed, outside_graphs
 from ...attention.dsa import (
     IndexerInputs,
     Rows,
@@ -232,11 +232,21 @@ def _choose(call: _Call, indexer: IndexerInputs, k: int) -> Tensor:
     """Gather the latents and the index keys of all ranks at once, and select. Collective."""
     assert call.latents is not None
     latents, sequence, group = call.latents, call.sequence, call.group
-
-    def look() -> Mapping[str, object]:
-        return _look(latents, indexer.k, sequence, group)
-
-    settle("an indexer", look, latents, group=group, check=call.engines.check)
+    with agreed("an indexer", latents, group=group, check=call.engines.check) as agreement:
+        check_plan(sequence, group)
+        tokens = sequence.counts[group.rank()]
+        if latents.shape[0] != tokens:
+            raise ShapeError(
+                f"the plan gives this rank {tokens} tokens; the model was called with "
+                f"{latents.shape[0]}. Pass local_inputs(tokens, sequence=plan, group=...)."
+            )
+        agreement.facts |= {
+            "plan": sequence.fingerprint,
+            "width of a latent": latents.shape[1],
+            "latent dtype": latents.dtype,
+            "width of an index key": indexer.k.shape[1],
+            "index dtype": indexer.k.dtype,
+        }
     call.whole, keys = gather_tokens(latents, indexer.k, sequence=sequence, group=group)
     return select(
         indexer,
@@ -246,26 +256,6 @@ def _choose(call: _Call, indexer: IndexerInputs, k: int) -> Tensor:
         rank=group.rank(),
         scores=call.engines.scores,
     )
-
-
-def _look(
-    latents: Tensor, keys: Tensor, sequence: SequencePlan, group: dist.ProcessGroup
-) -> dict[str, object]:
-    """Facts of a gather that must be equal on all ranks. Local."""
-    check_plan(sequence, group)
-    tokens = sequence.counts[group.rank()]
-    if latents.shape[0] != tokens:
-        raise ShapeError(
-            f"the plan gives this rank {tokens} tokens; the model was called with "
-            f"{latents.shape[0]}. Pass local_inputs(tokens, sequence=plan, group=...)."
-        )
-    return {
-        "plan": sequence.fingerprint,
-        "width of a latent": latents.shape[1],
-        "latent dtype": latents.dtype,
-        "width of an index key": keys.shape[1],
-        "index dtype": keys.dtype,
-    }
 
 
 def _unknown(deed: str) -> UnsupportedError:

@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ....errors import PlanError, ShapeError
-from ....groups import check_tensors, facts_of, outside_graphs, settle
+from ....groups import agreed, check_tensors, facts_of, outside_graphs
 from ...sequence import SequencePlan, check_plan
 from ..inputs import autocast
 from .gather import gather_tokens, scatter_gradients
 from .indexer import IndexerInputs, IndexScores, Selector, check_indexer, select
 from .kernel import ReferenceKernel, Rows, SparseKernel
 
-__all__ = ["dsa_attention", "look_at", "sparse_attention"]
+__all__ = ["checked_facts", "dsa_attention", "sparse_attention"]
 
 
 @outside_graphs
@@ -73,18 +73,14 @@ def dsa_attention(
 
     Source: arXiv:2512.02556 (DeepSeek-V3.2); docs/dsa.md.
     """
-
-    def look() -> dict[str, object]:
-        facts = look_at(q, kv, sinks, None, sequence, sequence, group, rows, scale)
+    with agreed("dsa_attention", q, kv, group=group, check=check) as call:
+        call.facts |= checked_facts(q, kv, sinks, None, sequence, sequence, group, rows, scale)
         check_indexer(indexer, sequence.counts[group.rank()])
-        return {
-            **facts,
+        call.facts |= {
             "selector": selector,
             "index_dim": indexer.k.shape[1],
             "index_dtype": indexer.k.dtype,
         }
-
-    settle("dsa_attention", look, q, kv, group=group, check=check)
     q, kv = autocast(q), autocast(kv)
     whole, keys = gather_tokens(kv, indexer.k, sequence=sequence, group=group)
     indices = select(
@@ -128,14 +124,10 @@ def sparse_attention(
 
     Args, Returns, Raises: else as `dsa_attention`.
     """
-
     plan = sequence if entries is None else entries
-
-    def look() -> dict[str, object]:
+    with agreed("sparse_attention", q, kv, group=group, check=check) as call:
         check_tensors(indices=indices)
-        return look_at(q, kv, sinks, indices, sequence, plan, group, rows, scale)
-
-    settle("sparse_attention", look, q, kv, group=group, check=check)
+        call.facts |= checked_facts(q, kv, sinks, indices, sequence, plan, group, rows, scale)
     q, kv = autocast(q), autocast(kv)
     if whole is None:
         (whole,) = gather_tokens(kv, sequence=plan, group=group)
@@ -211,7 +203,7 @@ def _grouped(kv: Tensor) -> Tensor:
     return kv if kv.ndim == 3 else kv.unsqueeze(1)
 
 
-def look_at(
+def checked_facts(
     q: Tensor,
     kv: Tensor,
     sinks: Tensor | None,
@@ -240,7 +232,8 @@ def look_at(
         "entries": entries.fingerprint,
         "rows": rows,
         "scale": scale,
-        "sinks": "none" if sinks is None else facts_of("sinks", sinks),
+        "sinks": sinks is not None,
+        **({} if sinks is None else facts_of("sinks", sinks)),
         **facts_of("q", autocast(q)),
         **facts_of("kv", autocast(kv)),
     }

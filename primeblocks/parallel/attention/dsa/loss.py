@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ....errors import ShapeError, UnsupportedError
-from ....groups import check_tensors, facts_of, outside_graphs, settle
+from ....groups import agreed, check_tensors, facts_of, outside_graphs
 from ...sequence import SequencePlan
 from ..inputs import autocast
 from ..kernel import accumulator_dtype
-from .attention import look_at
+from .attention import checked_facts
 from .gather import gather_tokens, scatter_gradients
 from .indexer import IndexerInputs, check_indexer
 from .kernel import Rows, row_scores, selected_rows
@@ -66,10 +66,9 @@ def indexer_loss(
 
     Source: arXiv:2512.02556, sparse training stage.
     """
-
-    def look() -> dict[str, object]:
+    with agreed("indexer_loss", q, kv, group=group, check=check) as call:
         check_tensors(indices=indices)
-        facts = look_at(q, kv, sinks, indices, sequence, sequence, group, rows, scale)
+        call.facts |= checked_facts(q, kv, sinks, indices, sequence, sequence, group, rows, scale)
         if indices.shape[1] != 1:
             raise UnsupportedError(
                 f"the loss is that of one list a query; got {indices.shape[1]}, one a key head. "
@@ -77,11 +76,9 @@ def indexer_loss(
             )
         check_indexer(indexer, sequence.counts[group.rank()])
         for name, x in zip(IndexerInputs._fields, indexer, strict=True):
-            facts = {**facts, **facts_of(f"index_{name}", x)}
+            call.facts |= facts_of(f"index_{name}", x)
         _check_whole(whole, kv, indexer.k, sequence.tokens)
-        return {**facts, "whole": whole is not None}
-
-    settle("indexer_loss", look, q, kv, group=group, check=check)
+        call.facts["whole"] = whole is not None
     q, kv = (autocast(x).detach() for x in (q, kv))
     if whole is None:
         attended, keys = gather_tokens(kv, indexer.k, sequence=sequence, group=group)
