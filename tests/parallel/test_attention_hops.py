@@ -14,8 +14,7 @@ from primeblocks.parallel.attention import (
     latent_ring_attention,
     ring_attention,
 )
-from primeblocks.parallel.attention.fused import FusedRectangle
-from primeblocks.parallel.attention.rectangles import OnlineSoftmax
+from primeblocks.parallel.attention.rectangles import FusedRectangle, OnlineSoftmax
 from primeblocks.testing import ranks
 from primeblocks.testing.oracles import StepCounter, assert_as_precise, assert_close_float64
 from tests.parallel.test_attention import ATTENTIONS, HEADS, PACKINGS, _cotangent, _inputs, _naive

@@ -22,7 +22,7 @@ from torch import Tensor
 from ...errors import PlanError, ShapeError
 from ...groups import agreed, check_tensors, facts_of, outside_graphs
 from ...parallel.attention.kernel import accumulator_dtype
-from ...parallel.halo import Halo, find_halo
+from ...parallel.linear.convolution import Halo, find_halo
 from ...parallel.sequence import Run, SequencePlan, check_plan, kept_on_plan, merge_pieces
 from .ids import check_whole, first_entries
 

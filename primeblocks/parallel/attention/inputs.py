@@ -17,7 +17,6 @@ from ..sequence import SequencePlan, check_plan
 from .flex import FlexKernel
 from .kernel import AttentionKernel, AttentionSpec
 from .rectangles import RectangleKernel
-from .tiles import check_lists
 from .varlen import VarlenKernel
 
 __all__ = ["Inputs", "autocast", "check_kernel", "checked"]
@@ -118,9 +117,7 @@ def check_kernel(kernel: object, spec: AttentionSpec, q: Tensor, value_dim: int)
             f"kernel must be an AttentionKernel; got {kernel!r:.80}. Pass FlexKernel(), "
             "RectangleKernel() or None."
         )
-    if isinstance(kernel, FlexKernel):
-        check_lists(spec.plan, kernel.tile_tokens, kernel.list_bytes)
-    elif isinstance(kernel, VarlenKernel):
+    if isinstance(kernel, FlexKernel | VarlenKernel):
         kernel.check(spec, q, value_dim)
 
 

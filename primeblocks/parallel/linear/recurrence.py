@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from ...errors import ShapeError
 from ...groups import agreed, outside_graphs
-from ..sequence import Run, SequencePlan
+from ..sequence import Run, SequencePlan, kept_on_plan
 from .inputs import as_they_are, check_tokens, checked_facts, shapes
 from .kernels import chunk_gated_delta_rule, chunk_state_space
 from .scan import cut_runs, scan_states
@@ -289,8 +288,8 @@ class RunBatches:
         return rows.index_select(0, self.inverse.to(rows.device))
 
 
-# Every layer of a step asks for the same batches; a few plans are in flight at most.
-@lru_cache(maxsize=8)
+# Every layer of a step asks for the same batches.
+@kept_on_plan
 def run_batches(sequence: SequencePlan, rank: int) -> RunBatches:
     """The batches of one rank. Local."""
     cut = cut_runs(sequence, rank)

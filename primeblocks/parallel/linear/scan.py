@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from ...errors import ShapeError
 from ...groups import agreed, all_to_all_rows, outside_graphs
-from ..sequence import Run, SequencePlan
+from ..sequence import Run, SequencePlan, kept_on_plan
 from .inputs import as_they_are, checked_facts, shapes
 
 __all__ = ["cut_runs", "scan_states"]
@@ -110,8 +109,8 @@ class _Chains:
     returned: tuple[Tensor, ...]
 
 
-# Every layer of a step asks for the same chains; a few plans are in flight at most.
-@lru_cache(maxsize=8)
+# Every layer of a step asks for the same chains.
+@kept_on_plan
 def _chains(sequence: SequencePlan) -> _Chains:
     ranks = range(sequence.ranks)
     documents: dict[int, list[tuple[int, int, int]]] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -141,19 +141,14 @@ def sparse_attention(
     return _Sparse.apply(q, kv, sinks, indices, whole, call)
 
 
-class _Call:
+class _Call(NamedTuple):
     """Arguments of one call that are no tensors."""
 
-    def __init__(
-        self,
-        entries: SequencePlan,
-        group: dist.ProcessGroup,
-        rows: Rows,
-        scale: float,
-        kernel: SparseKernel,
-    ) -> None:
-        self.entries, self.group = entries, group
-        self.rows, self.scale, self.kernel = rows, scale, kernel
+    entries: SequencePlan
+    group: dist.ProcessGroup
+    rows: Rows
+    scale: float
+    kernel: SparseKernel
 
 
 class _Sparse(torch.autograd.Function):

@@ -88,17 +88,17 @@ def indexer_loss(
         q, attended.view(sequence.tokens, 1, kv.shape[-1]), sinks, rows,
         rows.key_dim**-0.5 if scale is None else scale,
     )  # fmt: skip
-    return _Loss.apply(*indexer, keys, target, _Call(sequence, group, indices, chunk_bytes))
+    return _Loss.apply(*indexer, keys, target, _Call(sequence, group, indices[:, 0], chunk_bytes))
 
 
-class _Call:
+class _Call(NamedTuple):
     """Arguments of one call that are no operands."""
 
-    def __init__(
-        self, sequence: SequencePlan, group: dist.ProcessGroup, indices: Tensor, chunk_bytes: int
-    ) -> None:
-        self.sequence, self.group, self.indices = sequence, group, indices[:, 0]
-        self.chunk_bytes = chunk_bytes
+    sequence: SequencePlan
+    group: dist.ProcessGroup
+    indices: Tensor
+    """`[local_tokens, k]`"""
+    chunk_bytes: int
 
     def chunks(self, numbers: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         """Cut queries where each selected row takes so many numbers."""
