@@ -33,6 +33,7 @@ __all__ = [
     "agreed",
     "all_gather_rows",
     "all_to_all_rows",
+    "check_alike",
     "check_group",
     "check_tensors",
     "facts_of",
@@ -147,6 +148,24 @@ def check_tensors(**operands: object) -> None:
     for name, x in operands.items():
         if not isinstance(x, Tensor):
             raise ShapeError(f"{name} must be a tensor; got {_shown(x)}.")
+
+
+def check_alike(**operands: Tensor) -> None:
+    """Refuse operands of several dtypes or devices, and numbers that are not floating. Local.
+
+    Raises:
+        ShapeError: by name.
+    """
+    *names, last = operands
+    named = f"{', '.join(names)} and {last}"
+    dtypes, devices = (
+        [getattr(x, what) for x in operands.values()] for what in ("dtype", "device")
+    )
+    if len({*dtypes}) > 1 or not dtypes[0].is_floating_point:
+        shown = ", ".join(map(str, dtypes))
+        raise ShapeError(f"{named} need one floating dtype; got {shown}. Cast them.")
+    if len({*devices}) > 1:
+        raise ShapeError(f"{named} need one device; got {', '.join(map(str, devices))}. Move them.")
 
 
 def facts_of(name: str, x: Tensor) -> dict[str, object]:

@@ -100,9 +100,7 @@ def windows(
         check_plan(sequence, group)
         check_tensors(x=x)
         check_whole(ratio=(ratio, 1), overlap=(overlap, 0))
-        tokens = sequence.counts[group.rank()]
-        if x.ndim == 0 or x.shape[0] != tokens:
-            raise ShapeError(f"the plan gives this rank {tokens} tokens; got x {tuple(x.shape)}.")
+        sequence.check_tokens(group, x=x)
         sizes = {"plan": sequence.fingerprint, "ratio": ratio, "overlap": overlap}
         call.facts |= {**sizes, **facts_of("x", x)}
     table = _table(sequence, group.rank(), ratio, overlap, x.device)

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import PlanError, ShapeError, UnsupportedError
-from ...groups import agreed, check_tensors, facts_of
+from ...groups import agreed, check_alike, check_tensors, facts_of
 from ..sequence import SequencePlan, check_plan
 from .flex import FlexKernel
 from .kernel import AttentionKernel, AttentionSpec
 from .rectangles import RectangleKernel
 from .varlen import VarlenKernel
 
-__all__ = ["Inputs", "autocast", "check_kernel", "checked"]
+__all__ = ["Inputs", "autocast", "check_kernel", "check_sinks", "checked"]
 
 
 class Inputs(NamedTuple):
@@ -83,7 +83,9 @@ def checked(
         if sinks is not None and sinks.ndim == 1 and batch is not None:
             sinks = sinks.repeat(batch)
         q, k, v = (_fold(autocast(x)) for x in (q, k, v))
-        _check(q, k, v, sinks, sequence.counts[group.rank()])
+        _check_shapes(q, k, v, sinks)
+        sequence.check_tokens(group, q=q, k=k, v=v)
+        check_alike(q=q, k=k, v=v)
         _check_rules(causal=causal, scale=scale, window=window, softcap=softcap)
         factor = q.shape[2] ** -0.5 if scale is None else float(scale)
         spec = AttentionSpec(sequence.whole if whole else sequence, causal, factor, window, softcap)
@@ -149,21 +151,11 @@ def autocast(x: Tensor) -> Tensor:
 _CAST = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    tokens: int,
-) -> None:
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 3:
         raise ShapeError(
             f"needs [local_tokens, heads, head_dim], or a batch of these; got {shapes}."
-        )
-    if not q.shape[0] == k.shape[0] == v.shape[0] == tokens:
-        raise ShapeError(
-            f"the plan gives this rank {tokens} tokens; got {shapes}. Split by the same plan."
         )
     if 0 in (q.shape[1], k.shape[1], q.shape[2]):
         raise ShapeError(f"needs at least one head, and one number in it; got {shapes}.")
@@ -172,12 +164,15 @@ def _check(
             "q and k need one head_dim, k and v the same heads, and these must divide the heads "
             f"of q; got {shapes}."
         )
-    if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
-        raise ShapeError(
-            f"q, k and v need one floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}. Cast them."
-        )
-    if not q.device == k.device == v.device:
-        raise ShapeError(f"q, k and v lie on {q.device}, {k.device}, {v.device}. Move them.")
+    check_sinks(sinks, q)
+
+
+def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    """Refuse sinks that are not one number per head. Local.
+
+    Raises:
+        ShapeError: with their shape and dtype.
+    """
     if sinks is not None and (sinks.shape != q.shape[1:2] or not sinks.is_floating_point()):
         raise ShapeError(
             f"needs one sink a head, [{q.shape[1]}]; got {tuple(sinks.shape)} of {sinks.dtype}."

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...errors import PlanError, ShapeError
-from ...groups import agreed, check_tensors, facts_of, outside_graphs
+from ...groups import agreed, check_alike, check_tensors, facts_of, outside_graphs
 from ..sequence import SequencePlan, check_plan
 from .dsa.gather import gather_tokens, scatter_gradients
 from .hops import Hops, attend
@@ -185,7 +185,9 @@ def _checked(
         if not isinstance(scale, Real | None):
             raise PlanError(f"scale must be a number; got {scale!r}.")
         q, latents, up = autocast(q), autocast(latents), autocast(up)
-        _check(q, latents, up, sequence.counts[group.rank()])
+        _check_shapes(q, latents, up)
+        sequence.check_tokens(group, q=q, latents=latents)
+        check_alike(q=q, latents=latents, up=up)
         planned = sequence.whole if whole else sequence
         spec = AttentionSpec(planned, causal, q.shape[2] ** -0.5)
         nope_dim = q.shape[2] - latents.shape[1] + up.shape[2]
@@ -196,16 +198,12 @@ def _checked(
     return q, latents, up, scale, RectangleKernel() if kernel is None else kernel
 
 
-def _check(q: Tensor, latents: Tensor, up: Tensor, tokens: int) -> None:
+def _check_shapes(q: Tensor, latents: Tensor, up: Tensor) -> None:
     shapes = f"q {tuple(q.shape)}, latents {tuple(latents.shape)}, up {tuple(up.shape)}"
     if (q.ndim, latents.ndim, up.ndim) != (3, 2, 3):
         raise ShapeError(
             "needs q [local_tokens, heads, head_dim], latents [local_tokens, latent_dim + rope_dim]"
             f" and up [heads, nope_dim + value_dim, latent_dim]; got {shapes}."
-        )
-    if not q.shape[0] == latents.shape[0] == tokens:
-        raise ShapeError(
-            f"the plan gives this rank {tokens} tokens; got {shapes}. Split by the same plan."
         )
     rope = latents.shape[1] - up.shape[2]
     nope = q.shape[2] - rope
@@ -214,10 +212,3 @@ def _check(q: Tensor, latents: Tensor, up: Tensor, tokens: int) -> None:
             "q and up need the same heads, latents at least latent_dim numbers, q those behind "
             f"them and as many as up gives a key; got {shapes}."
         )
-    if not q.dtype == latents.dtype == up.dtype or not q.dtype.is_floating_point:
-        raise ShapeError(
-            f"q, latents and up need one floating dtype; got {q.dtype}, {latents.dtype}, "
-            f"{up.dtype}. Cast them."
-        )
-    if not q.device == latents.device == up.device:
-        raise ShapeError(f"q, latents, up lie on {q.device}, {latents.device}, {up.device}.")

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...errors import ShapeError
 from ...groups import agreed, all_to_all_rows, outside_graphs
 from ..sequence import Run, SequencePlan, kept_on_plan
-from .inputs import as_they_are, check_tokens, checked_facts, shapes
+from .inputs import as_they_are, checked_facts, shapes
 
 __all__ = ["Halo", "causal_conv1d", "find_halo"]
 
@@ -63,7 +63,7 @@ def causal_conv1d(
             )
         if bias is not None and bias.shape != x.shape[1:]:
             raise ShapeError(f"needs one bias a channel, [{x.shape[1]}]; got {shapes(bias)}.")
-        check_tokens(x, sequence, group)
+        sequence.check_tokens(group, x=x)
     rank = group.rank()
     table = _table(sequence, rank, weight.shape[1] - 1, x.device)
     rows = table.halo.fetch(x, group=group)

@@ -14,7 +14,7 @@ from ...errors import ShapeError
 from ...groups import check_tensors, facts_of
 from ..sequence import SequencePlan, check_plan
 
-__all__ = ["as_they_are", "check_tokens", "checked_facts", "shapes"]
+__all__ = ["as_they_are", "checked_facts", "shapes"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,19 +51,6 @@ def as_they_are(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return call
-
-
-def check_tokens(x: Tensor, sequence: SequencePlan, group: dist.ProcessGroup) -> None:
-    """Refuse another number of tokens than this rank's. Local.
-
-    Raises:
-        ShapeError: with both numbers.
-    """
-    tokens = sequence.counts[group.rank()]
-    if x.shape[0] != tokens:
-        raise ShapeError(
-            f"the plan gives this rank {tokens} tokens; got {x.shape[0]}. Split by the same plan."
-        )
 
 
 def shapes(*tensors: Tensor) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...errors import ShapeError
 from ...groups import agreed, outside_graphs
 from ..sequence import Run, SequencePlan, kept_on_plan
-from .inputs import as_they_are, check_tokens, checked_facts, shapes
+from .inputs import as_they_are, checked_facts, shapes
 from .kernels import chunk_gated_delta_rule, chunk_state_space
 from .scan import cut_runs, scan_states
 
@@ -78,7 +78,7 @@ def gated_delta_rule(
                 f"[tokens, heads]; got {shapes(q, k, v, g, beta)}. Repeat grouped heads first, and "
                 "leave out the batch."
             )
-        check_tokens(v, sequence, group)
+        sequence.check_tokens(group, v=v)
     batches = run_batches(sequence, group.rank())
     outs, probes = [], []
     for index, (q_, k_, v_, g_, beta_) in enumerate(batches.split((q, k, v, g, beta))):
@@ -152,7 +152,7 @@ def state_space(
                 "groups, state_dim] with groups that divide heads, and D [heads]; got "
                 f"{shapes(x, dt, A, B, C, *optional.values())}. Leave out the batch."
             )
-        check_tokens(x, sequence, group)
+        sequence.check_tokens(group, x=x)
     batches = run_batches(sequence, group.rank())
     outs, probes = [], []
     for index, (x_, dt_, B_, C_) in enumerate(batches.split((x, dt, B, C))):

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ....errors import PlanError, ShapeError
-from ....groups import agreed, check_tensors, facts_of, outside_graphs
+from ....groups import agreed, check_alike, check_tensors, facts_of, outside_graphs
 from ...sequence import SequencePlan, check_plan
-from ..inputs import autocast
+from ..inputs import autocast, check_sinks
 from .gather import gather_tokens, scatter_gradients
 from .indexer import IndexerInputs, IndexScores, Selector, check_indexer, select
 from .kernel import ReferenceKernel, Rows, SparseKernel
@@ -213,13 +213,18 @@ def checked_facts(
     check_plan(sequence, group)
     check_plan(entries, group)
     check_tensors(q=q, kv=kv, **({} if sinks is None else {"sinks": sinks}))
-    tokens = sequence.counts[group.rank()]
     if kv.ndim and kv.shape[0] != entries.counts[group.rank()]:
         raise ShapeError(
             f"the plan gives this rank {entries.counts[group.rank()]} rows; got kv "
             f"{tuple(kv.shape)}. Split by the same plan."
         )
-    _check(autocast(q), autocast(kv), sinks, indices, tokens, rows)
+    q, kv = autocast(q), autocast(kv)
+    groups = _checked_groups(q, kv, rows)
+    sequence.check_tokens(group, q=q)
+    check_alike(q=q, kv=kv)
+    check_sinks(sinks, q)
+    if indices is not None:
+        _check_indices(indices, q, groups)
     if not isinstance(scale, float | int | None):
         raise PlanError(f"scale must be a number; got {scale!r}.")
     return {
@@ -229,23 +234,17 @@ def checked_facts(
         "scale": scale,
         "sinks": sinks is not None,
         **({} if sinks is None else facts_of("sinks", sinks)),
-        **facts_of("q", autocast(q)),
-        **facts_of("kv", autocast(kv)),
+        **facts_of("q", q),
+        **facts_of("kv", kv),
     }
 
 
-def _check(
-    q: Tensor, kv: Tensor, sinks: Tensor | None, indices: Tensor | None, tokens: int, rows: Rows
-) -> None:
+def _checked_groups(q: Tensor, kv: Tensor, rows: Rows) -> int:
     shapes = f"q {tuple(q.shape)}, kv {tuple(kv.shape)}"
     if q.ndim != 3 or kv.ndim not in (2, 3) or 0 in (*q.shape[1:], *kv.shape[1:]):
         raise ShapeError(
             "needs q [local_tokens, heads, key_dim] and kv [local_tokens, width] or "
             f"[local_tokens, groups, width]; got {shapes}."
-        )
-    if q.shape[0] != tokens:
-        raise ShapeError(
-            f"the plan gives this rank {tokens} tokens; got {shapes}. Split by the same plan."
         )
     groups = kv.shape[1] if kv.ndim == 3 else 1
     if q.shape[2] != rows.key_dim or kv.shape[-1] < rows.width or q.shape[1] % groups:
@@ -253,20 +252,13 @@ def _check(
             f"{rows} needs q of {rows.key_dim} columns and kv of {rows.width}, and groups that "
             f"divide the heads; got {shapes}."
         )
-    if q.dtype != kv.dtype or not q.is_floating_point() or q.device != kv.device:
+    return groups
+
+
+def _check_indices(indices: Tensor, q: Tensor, groups: int) -> None:
+    if indices.dtype != torch.int32 or indices.ndim != 3 or indices.shape[:2] != (len(q), groups):
         raise ShapeError(
-            f"q and kv need one floating dtype and one device; got {q.dtype} on {q.device}, "
-            f"{kv.dtype} on {kv.device}."
-        )
-    if sinks is not None and (sinks.shape != q.shape[1:2] or not sinks.is_floating_point()):
-        raise ShapeError(
-            f"needs one sink a head, [{q.shape[1]}]; got {tuple(sinks.shape)} of {sinks.dtype}."
-        )
-    if indices is None:
-        return
-    if indices.dtype != torch.int32 or indices.ndim != 3 or indices.shape[:2] != (tokens, groups):
-        raise ShapeError(
-            f"needs indices [{tokens}, {groups}, k] of torch.int32; got {tuple(indices.shape)} of "
+            f"needs indices [{len(q)}, {groups}, k] of torch.int32; got {tuple(indices.shape)} of "
             f"{indices.dtype}."
         )
     if not indices.shape[2] or indices.device != q.device:
