@@ -35,7 +35,7 @@ class Inputs(NamedTuple):
     k: Tensor
     v: Tensor
     sinks: Tensor | None
-    scale: float
+    spec: AttentionSpec
     kernel: AttentionKernel
     batch: int | None
 
@@ -104,7 +104,7 @@ def checked(
             **facts_of("k", k),
             **facts_of("v", v),
         }
-    return Inputs(q, k, v, sinks, factor, chosen, batch)
+    return Inputs(q, k, v, sinks, spec, chosen, batch)
 
 
 def check_kernel(kernel: object, spec: AttentionSpec, q: Tensor, value_dim: int) -> None:

@@ -60,12 +60,10 @@ def latent_ring_attention(
 
     Source: arXiv:2405.04434 (latent attention), arXiv:2310.01889 (the ring).
     """
-    q, latents, up, scale, kernel = _checked(
+    q, latents, up, spec, expanded = _checked(
         "latent_ring_attention", q, latents, up, sequence=sequence, group=group, causal=causal,
         scale=scale, kernel=kernel, check=check, whole=False,
     )  # fmt: skip
-    spec = AttentionSpec(sequence, causal=causal, scale=scale, window=None)
-    expanded = _Expanded(kernel, q.shape[2] - latents.shape[1] + up.shape[2])
     return attend(Hops(spec, expanded, 2, expanded.value_dim(up), group), None, q, up, latents)
 
 
@@ -93,7 +91,7 @@ def latent_ulysses_attention(
 
     Source: arXiv:2405.04434 (latent attention), arXiv:2309.14509.
     """
-    q, latents, up, scale, kernel = _checked(
+    q, latents, up, spec, expanded = _checked(
         "latent_ulysses_attention", q, latents, up, sequence=sequence, group=group, causal=causal,
         scale=scale, kernel=kernel, check=check, whole=True,
     )  # fmt: skip
@@ -101,8 +99,6 @@ def latent_ulysses_attention(
     parts = [range(heads * r // ranks, heads * (r + 1) // ranks) for r in range(ranks)]
     own, far = parts[rank], Heads(sequence, group)
     whole = _Gathered.apply(latents, sequence, group)
-    spec = AttentionSpec(sequence.whole, causal=causal, scale=scale, window=None)
-    expanded = _Expanded(kernel, q.shape[2] - latents.shape[1] + up.shape[2])
     hops = Hops(spec, expanded, 2, expanded.value_dim(up), None)
     out = attend(hops, None, far.gather(q, parts), up[own.start : own.stop], whole)
     return far.scatter(out, parts)
@@ -177,7 +173,7 @@ def _checked(
     kernel: AttentionKernel | None,
     check: bool,
     whole: bool,
-) -> tuple[Tensor, Tensor, Tensor, float, AttentionKernel]:
+) -> tuple[Tensor, Tensor, Tensor, AttentionSpec, _Expanded]:
     """Return the operands, cast where autocast is on. Collective if `check`."""
     with agreed(name, q, latents, up, group=group, check=check) as call:
         check_plan(sequence, group)
@@ -188,14 +184,14 @@ def _checked(
         _check_shapes(q, latents, up)
         sequence.check_tokens(group, q=q, latents=latents)
         check_alike(q=q, latents=latents, up=up)
-        planned = sequence.whole if whole else sequence
-        spec = AttentionSpec(planned, causal, q.shape[2] ** -0.5)
+        factor = q.shape[2] ** -0.5 if scale is None else float(scale)
+        spec = AttentionSpec(sequence.whole if whole else sequence, causal, factor)
         nope_dim = q.shape[2] - latents.shape[1] + up.shape[2]
         check_kernel(kernel, spec, q, up.shape[1] - nope_dim)
         call.facts |= {"plan": sequence.fingerprint, "causal": bool(causal), "scale": scale}
         call.facts |= facts_of("q", q) | facts_of("latents", latents) | facts_of("up", up)
-    scale = q.shape[2] ** -0.5 if scale is None else float(scale)
-    return q, latents, up, scale, RectangleKernel() if kernel is None else kernel
+    expanded = _Expanded(RectangleKernel() if kernel is None else kernel, nope_dim)
+    return q, latents, up, spec, expanded
 
 
 def _check_shapes(q: Tensor, latents: Tensor, up: Tensor) -> None:

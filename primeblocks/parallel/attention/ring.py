@@ -9,7 +9,7 @@ from ...groups import outside_graphs
 from ..sequence import SequencePlan
 from .hops import Hops, attend
 from .inputs import checked
-from .kernel import AttentionKernel, AttentionSpec
+from .kernel import AttentionKernel
 
 __all__ = ["ring_attention"]
 
@@ -71,6 +71,5 @@ def ring_attention(
         scale=scale, window=window, softcap=softcap, kernel=kernel, check=check,
         whole=False,
     )  # fmt: skip
-    spec = AttentionSpec(sequence, causal, given.scale, window, softcap)
-    hops = Hops(spec, given.kernel, 1, given.v.shape[2], group)
+    hops = Hops(given.spec, given.kernel, 1, given.v.shape[2], group)
     return given.unfold(attend(hops, given.sinks, given.q, given.k, given.v))

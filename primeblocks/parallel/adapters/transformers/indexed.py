@@ -169,18 +169,20 @@ class _Chosen(NamedTuple):
     indices: Tensor
 
 
+# What an indexer does to keys, one after the other: products with queries, and sums over heads.
+_STEPS = (torch.matmul, F.relu, torch.matmul)
+
+
 class _Scores:
     """Scores of all tokens, in the hands of an indexer's own code; they are never computed.
 
-    First the keys, then their products with the queries, then the sum over heads, and at last
-    `topk`. Of the mask nothing is needed: `select` knows the documents.
+    It collects the operands of `_STEPS`, and `topk` hands them to `select`, which knows the
+    documents and needs no mask.
     """
 
     def __init__(self, call: _Call, keys: Tensor) -> None:
         self._call, self._keys = call, keys
-        self._q: Tensor | None = None
-        self._weights: Tensor | None = None
-        self._rectified = False
+        self._operands: list[Any] = []
         self._factor = 1.0
 
     def _itself(self, *arguments: Any, **named: Any) -> _Scores:
@@ -200,17 +202,11 @@ class _Scores:
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> _Scores:
         found = args[-1] if function is torch.matmul else args[0]
-        if isinstance(found, _Scores):
-            if function is F.relu and found._q is not None:
-                found._rectified = True
-                return found
-            if function is torch.matmul and found._q is None:
-                found._q = args[0]
-                return found
-            if function is torch.matmul and found._rectified and found._weights is None:
-                found._weights = args[0]
-                return found
-        raise _unknown(f"calls {getattr(function, '__name__', function)}")
+        done = len(found._operands) if isinstance(found, _Scores) else len(_STEPS)
+        if function not in _STEPS[done : done + 1]:
+            raise _unknown(f"calls {getattr(function, '__name__', function)}")
+        found._operands.append(args[0])
+        return found
 
     @property
     def shape(self) -> tuple[int]:
@@ -219,11 +215,12 @@ class _Scores:
 
     def topk(self, k: int, dim: int = -1) -> _Chosen:
         """Collective: see `_choose`."""
-        if self._q is None or self._weights is None:
+        if len(self._operands) < len(_STEPS):
             raise _unknown("chooses before it has scores")
+        q, _, weights = self._operands
         # Queries were widened for the product; engines want them as the keys are.
-        q = self._q[0].to(self._keys.dtype)
-        inputs = IndexerInputs(q, self._keys, self._weights[0, :, 0] * self._factor)
+        q = q[0].to(self._keys.dtype)
+        inputs = IndexerInputs(q, self._keys, weights[0, :, 0] * self._factor)
         return _Chosen(_choose(self._call, inputs, k).transpose(0, 1))
 
 
