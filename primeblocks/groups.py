@@ -59,7 +59,7 @@ def all_to_all_rows(
     receive_counts: Sequence[int],
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Send consecutive runs of rows to each rank; return what arrived, ordered by sender.
+    """Send consecutive rows to each rank, and return the received ones, ordered by sender.
 
     Any dtype; zero rows are fine. Differentiable: gradients return the way the rows came.
     Collective, and so is its backward: either all ranks run it or none does.
@@ -122,7 +122,7 @@ def reduce_scatter_rows(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
 
 
 def check_group(group: object) -> None:
-    """Refuse what is no process group, and one without this rank. Local.
+    """Refuse anything but a process group that includes this rank. Local.
 
     Raises:
         PlanError: with what to pass.
@@ -140,7 +140,7 @@ def check_group(group: object) -> None:
 
 
 def check_tensors(**operands: object) -> None:
-    """Refuse what is no tensor. Local.
+    """Refuse anything but tensors. Local.
 
     Raises:
         ShapeError: by name.

@@ -279,7 +279,7 @@ def kept_on_plan(function: Callable[Concatenate[SequencePlan, P], R]) -> Callabl
 
 
 def check_plan(sequence: object, group: dist.ProcessGroup) -> None:
-    """Refuse what is no plan for this group. Local.
+    """Refuse anything but a plan for this group. Local.
 
     Raises:
         PlanError: no plan, or as `SequencePlan.check_group`.

@@ -37,9 +37,8 @@ _DENSE = ("cpu", "meta")
 class FlexKernel:
     """`AttentionKernel` by torch's FlexAttention, compiled: one launch forward, one backward.
 
-    Blocks that nobody sees are skipped, those that every query sees are computed without a mask;
-    their lists come from the plan (`tile_lists`). Key heads are not repeated. Keep one object: it
-    holds the compiled functions.
+    Blocks that no query sees are skipped. Blocks that every query sees whole are computed without a
+    mask. Key heads are not repeated. Keep one object: it holds the compiled functions.
 
     On a CPU torch computes all scores densely, `[heads, queries, keys]`, and in float64 exactly;
     that is for tests.
@@ -240,11 +239,11 @@ def _backward(
 
 
 class TileLists(NamedTuple):
-    """The tiles of one hop, int32; `[1, 1, rows of tiles, ...]` but for the last two.
+    """The tiles of one hop, int32; `[1, 1, rows of tiles, ...]` except the last two.
 
-    "full" are tiles in which every query sees every key, the others those in which some do; by
-    row of tiles how many there are, and their columns, ascending, those without behind. The same
-    by column. The last two, `[queries]`, are the rows of keys that a query sees.
+    In "full" tiles every query sees every key, in the others some do. Each row of tiles has a count
+    and its columns, ascending, and behind them the columns that do not count. Each column of tiles
+    has the same. The last two, `[queries]`, are the rows of keys that a query sees.
     """
 
     key_counts: Tensor
@@ -336,7 +335,7 @@ def _plan_lists(
 
 
 def _listed(dense: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """By row how many there are, and the columns where they are, the others behind."""
+    """By row a count, and the columns that count before those that do not."""
     count = dense.sum(1, dtype=np.int32)
     columns = np.argsort(~dense, axis=1, kind="stable").astype(np.int32)
     return count[None, None], columns[None, None]

@@ -108,11 +108,11 @@ def checked(
 
 
 def check_kernel(kernel: object, spec: AttentionSpec, q: Tensor, value_dim: int) -> None:
-    """Refuse what is no kernel, and one that cannot take a call on some rank of the plan. Local.
+    """Refuse anything but a kernel that can take the call on every rank of the plan. Local.
 
     Raises:
-        PlanError, CapacityError, UnsupportedError: alike on all ranks, those without tokens or
-            heads too.
+        PlanError, CapacityError, UnsupportedError: alike on all ranks, also on those without
+            tokens or heads.
     """
     if isinstance(kernel, type) or not isinstance(kernel, AttentionKernel | None):
         raise PlanError(

@@ -20,7 +20,7 @@ _WINDOW_ROWS = 128
 
 
 class RectangleKernel:
-    """`AttentionKernel` by torch's fused kernels, one call for each run of queries of a hop.
+    """`AttentionKernel` by torch's fused kernels, one call for each run of queries.
 
     Runs on every device and in every dtype. Sums of a hop are taken in float32, or float64 for
     float64. With `order="balanced"` a run is a chunk, so a GPU is given many small calls.
@@ -49,7 +49,7 @@ class RectangleKernel:
 
 
 def _side_by_side(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Fused kernels take the numbers of a head to lie side by side, and do not look."""
+    """Fused kernels need the numbers of a head next to each other, and do not check it."""
     return tuple(x if x.stride(2) == 1 else x.contiguous() for x in tensors)
 
 

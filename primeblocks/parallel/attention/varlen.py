@@ -176,13 +176,13 @@ _ALL = -1
 
 
 class Segments(NamedTuple):
-    """A hop as packed sequences: segments of queries, each with keys that no other one sees.
+    """A hop as packed sequences: segments of queries, each with keys of its own.
 
     All have one mask, aligned to the last query and the last key: of n queries and m keys query i
     sees those from `i + m - n - left` to `i + m - n + right`; -1 for no limit.
 
     Attributes:
-        queries, keys: rows that take part. The others see nothing, or nobody sees them.
+        queries, keys: rows that take part. Other queries see no key; no query sees other keys.
         query_starts, key_starts: `[segments + 1]`, int32, among these rows.
         most_queries, most_keys: of a segment. Where only the left is limited, `most_keys` is at
             least `most_queries`: flash attention takes it for the limit to the right.

@@ -29,7 +29,7 @@ from .permute import RowMap, map_choices, map_rows, permute, regroup, spread, un
 __all__ = ["AllToAllDispatcher", "Meanwhile", "OncePerRankDispatcher"]
 
 Meanwhile = Callable[[], object]
-"""Work to be done while rows travel; what it makes is its own affair."""
+"""Work to be done while rows travel. Its result is not used."""
 
 
 class AllToAllDispatcher:
@@ -46,9 +46,9 @@ class AllToAllDispatcher:
         group: the ranks that share the experts; rank r owns the r-th share.
         alignment: rows of each expert are padded with zeros to a multiple of this (fp8: 128); the
             last expert's with as many as may be needed, so that the host need not know.
-        capacity_rows: the most rows that a rank sends to one rank, equal on all. As many travel,
-            whatever was chosen, and their number is no news. More is an error: with `check` a
-            PlanError on all ranks, without it an assertion of the device.
+        capacity_rows: the most rows that a rank sends to one rank, equal on all. As many rows
+            travel, whatever was chosen, so the host need not read a number. More is an error: with
+            `check` a PlanError on all ranks, without it an assertion of the device.
         check: look at the values of ids and scores, and agree on the layer before rows are sent, so
             that a mistake on one rank is an error on all and not a wait. In dispatch this travels
             with the counts; in combine it is one small collective, which the host reads.

@@ -279,7 +279,7 @@ def _forward(
 
     Keys are absorbed into queries, and values are expanded from the sum of latents: one row of
     latents serves all heads. `indices`, `[1, tokens, k]`, are those that the indexer module
-    returned, whoever put them there.
+    returned, also if a hook replaced them.
     """
     call: _Call = module.indexed_call
     if dropout:

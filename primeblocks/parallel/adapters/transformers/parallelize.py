@@ -101,7 +101,7 @@ def parallelize(
 
     Outputs and gradients are those of the model on one rank. Names of parameters stay; the
     parameters become DTensors, so `layout_of` says what each rank holds. Hooks on the router keep
-    working: the experts take the ids that the router module returns, whoever put them there.
+    working: the experts take the ids that the router module returns, also if a hook replaced them.
     Build optimizers afterwards. Local; the model's weights must be equal on all ranks.
 
     Args:

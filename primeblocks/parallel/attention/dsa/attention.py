@@ -111,16 +111,14 @@ def sparse_attention(
 ) -> Tensor:
     """Attention of each query to the rows that `indices` name, over a split sequence.
 
-    Whoever chose them: another layer, an engine whose selection is replayed, `select`.
+    `select` may have chosen them, another layer, or an engine whose selection is replayed.
     Differentiable in q, kv and sinks. Collective, as `dsa_attention` without the indexer.
 
     Args:
         indices: `[local_tokens, groups, k]`, int32: places in the whole sequence, -1 behind the
-            last one. The values are taken as they are: nothing looks whether a place is in the
-            future, or named twice.
-        entries: the plan of the rows of kv, where these are not the tokens; default: `sequence`.
-        whole: what `gather_tokens(kv, ...)` returned, where it is at hand; it is used in forward
-            alone.
+            last one. No check refuses a place that is in the future, or named twice.
+        entries: the plan of the rows of kv, if they are not the tokens; default: `sequence`.
+        whole: what `gather_tokens(kv, ...)` returned, if it was called. Used only in forward.
 
     Args, Returns, Raises: else as `dsa_attention`.
     """

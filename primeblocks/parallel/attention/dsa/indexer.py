@@ -132,8 +132,8 @@ def select(
     A checkpointed layer chooses again when it is recomputed; `keep_indices` keeps the first choice.
 
     Args:
-        keys: `[tokens, index_dim]`, those of all ranks, in the order of the sequence; of entries,
-            where the selector says so.
+        keys: `[tokens, index_dim]`, those of all ranks, in the order of the sequence; or those of
+            entries, for a selector of entries.
         scores: an engine; default: `index_scores`.
 
     Returns:
@@ -141,7 +141,7 @@ def select(
         the last one. A score that is no number counts as infinite, so that it reaches the output.
 
     Raises:
-        ShapeError, UnsupportedError: operands do not fit the selector, one of `selectors`.
+        ShapeError, UnsupportedError: operands do not fit the selector.
     """
     score = index_scores if scores is None else scores
 
