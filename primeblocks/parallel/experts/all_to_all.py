@@ -17,7 +17,6 @@ from .dispatcher import (
     agree_on_outputs,
     align,
     check_slots,
-    checked_alignment,
     judge_slots,
     measure_slots,
     pad_rows,
@@ -68,9 +67,10 @@ class AllToAllDispatcher:
         check: bool = True,
     ) -> None:
         check_group(group)
+        check_counts(alignment=alignment)
         if capacity_rows is not None:
             check_counts(capacity_rows=capacity_rows)
-        self.group, self.alignment = group, checked_alignment(alignment)
+        self.group, self.alignment = group, alignment
         self.capacity_rows, self.check = capacity_rows, check
 
     @outside_graphs
@@ -155,7 +155,8 @@ class OncePerRankDispatcher:
 
     def __init__(self, group: dist.ProcessGroup, *, alignment: int = 1, check: bool = True) -> None:
         check_group(group)
-        self.group, self.alignment, self.check = group, checked_alignment(alignment), check
+        check_counts(alignment=alignment)
+        self.group, self.alignment, self.check = group, alignment, check
 
     @outside_graphs
     def dispatch(

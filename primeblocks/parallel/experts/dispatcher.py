@@ -24,7 +24,6 @@ __all__ = [
     "align",
     "check_outputs",
     "check_slots",
-    "checked_alignment",
     "judge_slots",
     "measure_slots",
     "pad_rows",
@@ -103,7 +102,8 @@ class LocalDispatcher:
     """
 
     def __init__(self, *, alignment: int = 1, check: bool = True) -> None:
-        self.alignment, self.check = checked_alignment(alignment), check
+        check_counts(alignment=alignment)
+        self.alignment, self.check = alignment, check
 
     def dispatch(
         self, x: Tensor, scores: Tensor, expert_ids: Tensor, *, num_experts: int
@@ -263,9 +263,3 @@ def check_outputs(y: Tensor, dispatched: Dispatched) -> None:
             f"combine needs one row for each of {dispatched.tokens.shape[0]} slots; "
             f"got {tuple(y.shape)}."
         )
-
-
-def checked_alignment(alignment: int) -> int:
-    """Return `alignment`; raise a PlanError where it is not a positive number. Local."""
-    check_counts(alignment=alignment)
-    return alignment

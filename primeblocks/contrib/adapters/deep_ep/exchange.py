@@ -11,14 +11,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ....errors import ClosedError, PlanError, ShapeError, UnsupportedError, UsageError
+from ....errors import (
+    ClosedError,
+    PlanError,
+    ShapeError,
+    UnsupportedError,
+    UsageError,
+    check_counts,
+)
 from ....groups import agreed, check_group, check_tensors, facts_of
 from ....parallel.experts.dispatcher import (
     Dispatched,
     align,
     check_outputs,
     check_slots,
-    checked_alignment,
     judge_slots,
     measure_slots,
     pad_rows,
@@ -269,7 +275,7 @@ def check_sizes(group: dist.ProcessGroup, *, hidden: int, alignment: int) -> Non
             f"{_UNIT_BYTES // ROWS.itemsize}; got {hidden}."
         )
     check_group(group)
-    checked_alignment(alignment)
+    check_counts(alignment=alignment)
 
 
 def _check_rows(name: str, x: Tensor, hidden: int) -> None:

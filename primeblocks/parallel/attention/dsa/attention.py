@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from ....errors import PlanError, ShapeError
 from ....groups import agreed, check_alike, check_tensors, facts_of, outside_graphs
 from ...sequence import SequencePlan, check_plan
+from ..hops import gradient_of_sinks, with_sinks
 from ..inputs import autocast, check_sinks
 from .gather import gather_tokens, scatter_gradients
 from .indexer import IndexerInputs, IndexScores, Selector, check_indexer, select
@@ -165,8 +166,8 @@ class _Sparse(torch.autograd.Function):
                 q, _grouped(whole), indices, rows=call.rows, scale=call.scale
             )
         if sinks is not None:
-            total = torch.logaddexp(lse, sinks.to(lse.dtype))
-            out, lse = (out * (lse - total).exp().unsqueeze(-1)).to(q.dtype), total
+            out, lse = with_sinks(out, lse, sinks)
+            out = out.to(q.dtype)
         # This rank's rows: those of all ranks, kept for every layer, would be gigabytes.
         ctx.save_for_backward(q, kv, sinks, indices, out, lse)
         ctx.call = call
@@ -184,11 +185,7 @@ class _Sparse(torch.autograd.Function):
             )
         del whole
         dkv = scatter_gradients(dkv, sequence=call.entries, group=call.group)
-        of_sinks = None
-        if sinks is not None:
-            weight = (sinks.to(lse.dtype) - lse).exp()
-            delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-            of_sinks = -(weight * delta).sum(0).to(sinks.dtype)
+        of_sinks = None if sinks is None else gradient_of_sinks(grad, out, lse, sinks)
         return dq, dkv.reshape(kv.shape).to(kv.dtype), of_sinks, None, None, None
 
 

@@ -55,7 +55,7 @@ def indexer_loss(
         q, kv, rows, scale, sinks, check: as in `dsa_attention`.
         indices: `[local_tokens, 1, k]`, what it returned.
         whole: what `gather_tokens(kv, indexer.k, ...)` returned, where it is at hand.
-        chunk_bytes: the memory that a call needs meanwhile, roughly. One query needs its own at least.
+        chunk_bytes: the memory that a call needs meanwhile, roughly; one query is the least.
 
     Returns:
         A scalar in float32, or float64 for float64.
