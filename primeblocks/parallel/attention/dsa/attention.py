@@ -130,17 +130,13 @@ def sparse_attention(
     q, kv = autocast(q), autocast(kv)
     if whole is None:
         (whole,) = gather_tokens(kv, sequence=plan, group=group)
-    call = _Call(
-        plan,
-        group,
-        rows,
-        rows.key_dim**-0.5 if scale is None else scale,
-        ReferenceKernel() if kernel is None else kernel,
-    )
-    return _Sparse.apply(q, kv, sinks, indices, whole, call)
+    factor = rows.key_dim**-0.5 if scale is None else scale
+    engine = ReferenceKernel() if kernel is None else kernel
+    settings = _Settings(plan, group, rows, factor, engine)
+    return _Sparse.apply(q, kv, sinks, indices, whole, settings)
 
 
-class _Call(NamedTuple):
+class _Settings(NamedTuple):
     """Arguments of one call that are no tensors."""
 
     entries: SequencePlan
@@ -159,32 +155,39 @@ class _Sparse(torch.autograd.Function):
         sinks: Tensor | None,
         indices: Tensor,
         whole: Tensor,
-        call: _Call,
+        settings: _Settings,
     ) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):
-            out, lse = call.kernel.forward(
-                q, _grouped(whole), indices, rows=call.rows, scale=call.scale
+            out, lse = settings.kernel.forward(
+                q, _grouped(whole), indices, rows=settings.rows, scale=settings.scale
             )
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks)
             out = out.to(q.dtype)
         # This rank's rows: those of all ranks, kept for every layer, would be gigabytes.
         ctx.save_for_backward(q, kv, sinks, indices, out, lse)
-        ctx.call = call
+        ctx.settings = settings
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         q, kv, sinks, indices, out, lse = ctx.saved_tensors
-        call, grad = ctx.call, grads[0].contiguous()
-        (whole,) = gather_tokens(kv, sequence=call.entries, group=call.group)
+        settings, grad = ctx.settings, grads[0].contiguous()
+        (whole,) = gather_tokens(kv, sequence=settings.entries, group=settings.group)
         with torch.autocast(q.device.type, enabled=False):
-            dq, dkv = call.kernel.backward(
-                grad, q, _grouped(whole), indices, out, lse, rows=call.rows, scale=call.scale
+            dq, dkv = settings.kernel.backward(
+                grad,
+                q,
+                _grouped(whole),
+                indices,
+                out,
+                lse,
+                rows=settings.rows,
+                scale=settings.scale,
             )
         del whole
-        dkv = scatter_gradients(dkv, sequence=call.entries, group=call.group)
+        dkv = scatter_gradients(dkv, sequence=settings.entries, group=settings.group)
         of_sinks = None if sinks is None else gradient_of_sinks(grad, out, lse, sinks)
         return dq, dkv.reshape(kv.shape).to(kv.dtype), of_sinks, None, None, None
 

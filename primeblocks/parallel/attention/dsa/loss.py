@@ -88,10 +88,12 @@ def indexer_loss(
         q, attended.view(sequence.tokens, 1, kv.shape[-1]), sinks, rows,
         rows.key_dim**-0.5 if scale is None else scale,
     )  # fmt: skip
-    return _Loss.apply(*indexer, keys, target, _Call(sequence, group, indices[:, 0], chunk_bytes))
+    return _Loss.apply(
+        *indexer, keys, target, _Settings(sequence, group, indices[:, 0], chunk_bytes)
+    )
 
 
-class _Call(NamedTuple):
+class _Settings(NamedTuple):
     """Arguments of one call that are no operands."""
 
     sequence: SequencePlan
@@ -144,14 +146,16 @@ class _Loss(torch.autograd.Function):
         weights: Tensor,
         keys: Tensor,
         target: _Target,
-        call: _Call,
+        settings: _Settings,
     ) -> Tensor:
         dtype = accumulator_dtype(q)
         learns = any(ctx.needs_input_grad)
-        slopes = torch.empty(call.indices.shape if learns else (0,), dtype=dtype, device=q.device)
+        slopes = torch.empty(
+            settings.indices.shape if learns else (0,), dtype=dtype, device=q.device
+        )
         loss = torch.zeros((), dtype=dtype, device=q.device)
         with torch.autocast(q.device.type, enabled=False):
-            for some, ids in call.chunks(target.numbers + _numbers(q), dtype):
+            for some, ids in settings.chunks(target.numbers + _numbers(q), dtype):
                 wanted = target.log_probabilities(some, ids)
                 _, products = _products(q[some], keys, ids, dtype)
                 scores = (products.relu_() * weights[some].to(dtype).unsqueeze(2)).sum(1)
@@ -161,19 +165,19 @@ class _Loss(torch.autograd.Function):
                 if learns:
                     slopes[some] = found.exp() - p
         ctx.save_for_backward(q, k, weights, slopes)
-        ctx.call = call
+        ctx.settings = settings
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         q, k, weights, slopes = ctx.saved_tensors
-        call, dtype = ctx.call, slopes.dtype
-        (keys,) = gather_tokens(k, sequence=call.sequence, group=call.group)
+        settings, dtype = ctx.settings, slopes.dtype
+        (keys,) = gather_tokens(k, sequence=settings.sequence, group=settings.group)
         dq, dweights = torch.empty_like(q), torch.empty_like(weights)
         dkeys = torch.zeros(keys.shape, dtype=dtype, device=q.device)
         with torch.autocast(q.device.type, enabled=False):
-            for some, ids in call.chunks(2 * _numbers(q), dtype):
+            for some, ids in settings.chunks(2 * _numbers(q), dtype):
                 chosen, products = _products(q[some], keys, ids, dtype)
                 slope = (slopes[some] * grads[0]).unsqueeze(1)
                 dweights[some] = (products.relu() * slope).sum(2).to(weights.dtype)
@@ -183,7 +187,9 @@ class _Loss(torch.autograd.Function):
                 dkeys.index_add_(0, ids.clamp_min(0).flatten(), of_rows.flatten(0, 1))
         dk = None
         if ctx.needs_input_grad[1]:
-            dk = scatter_gradients(dkeys, sequence=call.sequence, group=call.group).to(k.dtype)
+            dk = scatter_gradients(dkeys, sequence=settings.sequence, group=settings.group).to(
+                k.dtype
+            )
         return dq, dk, dweights, None, None, None
 
 
