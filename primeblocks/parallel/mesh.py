@@ -76,8 +76,17 @@ class MeshPlan:
 
     def table(self) -> str:
         """Return one line an axis: its size, the ranks of rank 0's group, and what it carries."""
+        axes = {
+            "replicate": (self.replicate, self.fsdp, "gradients: all-reduce"),
+            "fsdp": (self.fsdp, 1, "dense weights: all-gather; gradients: reduce-scatter"),
+            "expert_fsdp": (self.expert_fsdp, self.expert, "expert weights, the same way"),
+            "expert": (self.expert, 1, "tokens to their experts: all-to-all"),
+            "context": (self.context, 1, "attention over split sequences"),
+            "batch": (self.batch, self.context, "nothing; different samples"),
+            "loss": (self.world_size, 1, "token counts and norms"),
+        }
         lines = [f"{'axis':<12}{'size':>6}  {'ranks with 0':<22}carries"]
-        for name, (size, step, carries) in self._axes().items():
+        for name, (size, step, carries) in axes.items():
             group = [step * i for i in range(size)]
             shown = group if size <= 4 else [*group[:2], "...", group[-1]]
             lines.append(f"{name:<12}{size:>6}  {','.join(map(str, shown)):<22}{carries}")
@@ -123,17 +132,6 @@ class MeshPlan:
             batch=data["batch"],
             loss=mesh(loss=self.world_size),
         )
-
-    def _axes(self) -> dict[str, tuple[int, int, str]]:
-        return {
-            "replicate": (self.replicate, self.fsdp, "gradients: all-reduce"),
-            "fsdp": (self.fsdp, 1, "dense weights: all-gather; gradients: reduce-scatter"),
-            "expert_fsdp": (self.expert_fsdp, self.expert, "expert weights, the same way"),
-            "expert": (self.expert, 1, "tokens to their experts: all-to-all"),
-            "context": (self.context, 1, "attention over split sequences"),
-            "batch": (self.batch, self.context, "nothing; different samples"),
-            "loss": (self.world_size, 1, "token counts and norms"),
-        }
 
 
 def plan_mesh(

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from primeblocks.errors import PlanError, RankError, ShapeError
 from primeblocks.parallel import plan_sequence
-from primeblocks.parallel.linear.scan import scan_states
+from primeblocks.parallel.linear import scan_states
 from primeblocks.testing import ranks
 from tests.parallel.linear_cases import CASES, DELTA_HEADS, KEY, SPACE_HEADS, TAPS, VALUE, drawn
 
