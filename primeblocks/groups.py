@@ -190,7 +190,7 @@ def _shown(value: object) -> str:
 
 @dataclass
 class Call:
-    """What one rank brings to a collective call, and what all ranks brought.
+    """One rank's part of a collective call, and then the numbers of all ranks.
 
     Attributes:
         facts: by name, what must be equal on all ranks, such as sizes and dtypes. Compared, and

@@ -28,7 +28,7 @@ class VarlenKernel:
     """`AttentionKernel` by torch's flash attention on packed sequences: one call of it each.
 
     Run on one H100, one rank's share at a time. A hop is cut into segments, each some queries and
-    the keys that these alone see (`cut_segments`). With `order="contiguous"` every hop
+    the keys that these alone see. With `order="contiguous"` every hop
     has them, with `"zigzag"` all up to a window of tokens / ranks, and in Ulysses attention all;
     `"balanced"` seldom has. Key heads are not repeated. Nothing is compiled, and
     the host reads nothing.
@@ -202,7 +202,7 @@ class Segments(NamedTuple):
         return (self.left, self.right) == (_ALL, 0)
 
 
-class Cut(NamedTuple):
+class _Cut(NamedTuple):
     """`Segments` on the host: of each its first query among `rows`, its first key, and the key
     behind its last one.
     """
@@ -244,7 +244,7 @@ def check_segments(spec: AttentionSpec) -> None:
         raise UnsupportedError(_refusal(spec, *bad))
 
 
-def cut_segments(first: np.ndarray, last: np.ndarray) -> Cut | None:
+def _cut_segments(first: np.ndarray, last: np.ndarray) -> _Cut | None:
     """Cut a hop into segments, the fewest, from the rows of keys that each query sees. Pure.
 
     Some query must see a key. Kinds of segments are tried; one is taken where flash attention's
@@ -256,7 +256,7 @@ def cut_segments(first: np.ndarray, last: np.ndarray) -> Cut | None:
     return min(found, key=lambda cut: len(cut.starts), default=None)
 
 
-def _candidates(rows: np.ndarray, low: np.ndarray, high: np.ndarray) -> list[Cut]:
+def _candidates(rows: np.ndarray, low: np.ndarray, high: np.ndarray) -> list[_Cut]:
     """By kind, the queries cut where the next one cannot belong to the same segment."""
     low_step, high_step, size = np.diff(low), np.diff(high), high - low
     stays, grows = high_step == 0, high_step == 1
@@ -280,13 +280,13 @@ def _candidates(rows: np.ndarray, low: np.ndarray, high: np.ndarray) -> list[Cut
 
 def _cut(
     rows: np.ndarray, low: np.ndarray, high: np.ndarray, same: np.ndarray, left: int, right: int
-) -> Cut:
+) -> _Cut:
     starts = np.flatnonzero(np.concatenate([[True], ~same]))
     ends = np.append(starts[1:], len(rows)) - 1
-    return Cut(rows, starts, low[starts], high[ends], left, right)
+    return _Cut(rows, starts, low[starts], high[ends], left, right)
 
 
-def _is_exact(cut: Cut, low: np.ndarray, high: np.ndarray) -> bool:
+def _is_exact(cut: _Cut, low: np.ndarray, high: np.ndarray) -> bool:
     """Whether each key is in one segment, and flash attention's mask shows what was given."""
     if (cut.first_keys[1:] < cut.last_keys[:-1]).any():
         return False
@@ -304,7 +304,7 @@ def _first_without(plan: SequencePlan, causal: bool, window: int | None) -> tupl
     for query_rank in range(plan.ranks):
         for key_rank in range(plan.ranks):
             first, last = seen_rows(plan, query_rank, key_rank, causal, window)
-            if (first < last).any() and cut_segments(first, last) is None:
+            if (first < last).any() and _cut_segments(first, last) is None:
                 return query_rank, key_rank
     return None
 
@@ -318,7 +318,7 @@ def _of_hop(
     window: int | None,
     device: torch.device,
 ) -> Segments | None:
-    cut = cut_segments(*seen_rows(plan, query_rank, key_rank, causal, window))
+    cut = _cut_segments(*seen_rows(plan, query_rank, key_rank, causal, window))
     if cut is None:
         return None
     queries = np.diff(np.append(cut.starts, len(cut.rows)))
