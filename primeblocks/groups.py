@@ -258,10 +258,12 @@ def _agree(
     group: dist.ProcessGroup,
     device: torch.device | str,
 ) -> list[list[int]]:
-    mine = None if problem is not None else call.numbers
-    told = {"the call": name} | {fact: str(value) for fact, value in call.facts.items()}
-    text = json.dumps(told) if problem is None else f"{type(problem).__name__}: {problem}"
-    assert problem is not None or len(text.encode()) <= _TEXT_BYTES, text
+    if problem is None:
+        told = {"the call": name} | {fact: str(value) for fact, value in call.facts.items()}
+        mine, text = call.numbers, json.dumps(told)
+        assert len(text.encode()) <= _TEXT_BYTES, text
+    else:
+        mine, text = None, f"{type(problem).__name__}: {problem}"
     if group.size() == 1:
         rows = [] if mine is None else [mine.tolist()]
         problem = problem if mine is None else call.judge(rows[0])
