@@ -163,6 +163,26 @@ def test_everyone_has_a_problem():
     assert _told("all have one") == [f"ShapeError: mine, {rank}" for rank in range(3)]
 
 
+def _unchecked():
+    """What each rank is told where only rank 1 has a problem, and ranks differ in a fact."""
+    said = "nothing"
+    try:
+        with agreed("a call", group=dist.group.WORLD, check=False) as call:
+            call.facts["heads"] = dist.get_rank()
+            call.numbers = torch.ones(3, dtype=torch.int64)
+            if dist.get_rank() == 1:
+                raise ShapeError("mine")
+        assert call.told == []
+    except ShapeError as error:
+        said = str(error)
+    dist.barrier()
+    return said
+
+
+def test_without_a_check_a_rank_raises_its_own_problem_alone():
+    assert ranks.run(_unchecked, world_size=3) == ["nothing", "mine", "nothing"]
+
+
 def _alone():
     gathers = []
     dist.all_gather = lambda *args, **kwargs: gathers.append(args)
