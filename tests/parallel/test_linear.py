@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primeblocks.parallel import plan_sequence, reference
+from primeblocks.parallel.linear import cut_runs, scan_states
 from primeblocks.parallel.linear.kernels import chunk_gated_delta_rule, chunk_state_space
 from primeblocks.parallel.linear.recurrence import run_batches
-from primeblocks.parallel.linear.scan import cut_runs, scan_states
 from primeblocks.testing import ranks, strategies
 from primeblocks.testing.oracles import assert_as_precise, assert_close_float64
 from tests.parallel.linear_cases import CASES, delta_inputs, drawn, space_inputs

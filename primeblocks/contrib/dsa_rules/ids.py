@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....errors import PlanError, ShapeError
-from ...sequence import SequencePlan, kept_on_plan
+from ...errors import PlanError, ShapeError
+from ...parallel.sequence import SequencePlan, kept_on_plan
 
 __all__ = [
     "Queries",
