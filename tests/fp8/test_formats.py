@@ -2,7 +2,7 @@
 
 import torch
 
-from primeblocks.fp8.formats import E4M3_MAX, scales_of
+from primeblocks.fp8.quantize import E4M3_MAX, scales_of
 
 
 def test_scales_and_factors_are_quotients_that_were_rounded_once():

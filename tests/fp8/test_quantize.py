@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from primeblocks.errors import ShapeError, UsageError
 from primeblocks.fp8 import Quantized, Tile, measure_error, quantize
-from primeblocks.fp8.formats import E4M3_MAX, Quotient, Scale
-from primeblocks.fp8.quantize import round_trip
+from primeblocks.fp8.quantize import E4M3_MAX, Quotient, Scale, round_trip
 
 SHAPES = st.tuples(st.integers(1, 40), st.integers(1, 40))
 SCALES, QUOTIENTS = st.sampled_from(get_args(Scale)), st.sampled_from(get_args(Quotient))

@@ -16,8 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ....errors import ShapeError, UnsupportedError
-from ...formats import check_choice
-from ...quantize import Quantized
+from ...quantize import Quantized, check_choice
 from .quantize import check_device
 
 __all__ = ["TritonGemm"]
