@@ -25,7 +25,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -35,7 +35,6 @@ from ..errors import CorruptionError, ShapeError, UnsupportedError, UsageError, 
 __all__ = [
     "OVERHEAD",
     "Bytes",
-    "Decoded",
     "check_mask",
     "check_range",
     "checked_ids",
@@ -43,6 +42,7 @@ __all__ = [
     "encode",
     "expert_dtype",
     "host_array",
+    "read_only",
     "seal",
     "unseal",
 ]
@@ -137,15 +137,6 @@ _KIND, _FORMAT = b"PBRT", 3
 _SIZES = struct.Struct("<IHHIIQQ")
 
 
-class Decoded(NamedTuple):
-    experts: np.ndarray
-    num_experts: int
-    layer_ids: tuple[int, ...]
-    missing: np.ndarray
-    padding: np.ndarray
-    start: int
-
-
 def expert_dtype(num_experts: int) -> np.dtype:
     """uint8 for up to 256 experts, uint16 for up to 65536.
 
@@ -185,6 +176,13 @@ def host_array(values: np.ndarray) -> np.ndarray:
         return np.asarray(values)
     except (RuntimeError, TypeError, ValueError) as error:  # Of torch for one, of numpy for two.
         raise ShapeError(f"routes need arrays in host memory: {error}") from error
+
+
+def read_only(array: np.ndarray) -> np.ndarray:
+    """Return a view that cannot be written. Local."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 def check_mask(name: str, mask: np.ndarray, tokens: int) -> None:
@@ -235,8 +233,8 @@ def encode(
     return seal(_KIND, _FORMAT, parts, into=into)
 
 
-def decode(payload: Bytes) -> Decoded:
-    """Read routes; their experts are a view of `payload`. Local; reads it twice.
+def decode(payload: Bytes) -> tuple[tuple[Any, ...], int]:
+    """Read the fields of `Routes`, and their start. Experts are a view. Local; reads it twice.
 
     Raises:
         CorruptionError: a byte was changed, added or lost.
@@ -264,4 +262,4 @@ def decode(payload: Bytes) -> Decoded:
     data = body[ids_end : ids_end + length]
     experts = np.frombuffer(data, dtype=dtype).reshape(tokens, layers, top_k)
     check_range(experts, num_experts)
-    return Decoded(experts, num_experts, tuple(layer_ids.tolist()), missing, padding, start)
+    return (experts, num_experts, tuple(layer_ids.tolist()), missing, padding), start

@@ -62,8 +62,8 @@ class Routes:
             object.__setattr__(self, "padding", np.broadcast_to(np.False_, tokens))
         for name, mask in (("missing", self.missing), ("padding", self.padding)):
             codec.check_mask(name, mask, tokens)
-            object.__setattr__(self, name, _read_only(mask))
-        object.__setattr__(self, "experts", _read_only(self.experts))
+            object.__setattr__(self, name, codec.read_only(mask))
+        object.__setattr__(self, "experts", codec.read_only(self.experts))
 
     @classmethod
     def from_array(
@@ -345,8 +345,8 @@ class Routes:
             UsageError: the payload starts later and there is nothing to put it onto.
             ShapeError: it does not continue `onto`.
         """
-        decoded = codec.decode(payload)
-        routes, start = cls(*decoded[:-1]), decoded.start
+        values, start = codec.decode(payload)
+        routes = cls(*values)
         if onto is not None:
             return onto.extend(routes, start=start)
         if start:
@@ -382,9 +382,3 @@ class Routes:
         first = np.flatnonzero(order == start)[0]
         turns = (first + np.arange(rows * self.top_k)) % self.num_experts
         return order[turns].reshape(rows, self.top_k).astype(self.experts.dtype)
-
-
-def _read_only(array: np.ndarray) -> np.ndarray:
-    view = array.view()
-    view.flags.writeable = False
-    return view

@@ -2,17 +2,195 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
-from types import TracebackType
+from dataclasses import dataclass, replace
+from threading import Lock
 
 import numpy as np
+import xxhash
 
-from ..errors import ShapeError
+from ..errors import ShapeError, UsageError
 from .codec import expert_dtype
-from .pages import PageArena, StoreStatistics
 from .routes import Routes
 
-__all__ = ["RouteStore"]
+__all__ = ["PageArena", "RouteStore", "StoreStatistics"]
+
+
+@dataclass(frozen=True)
+class StoreStatistics:
+    """Counts of pages since the store was made."""
+
+    stored: int = 0
+    hits: int = 0
+    misses: int = 0
+    evicted: int = 0
+    refused: int = 0
+    """Not stored: no room, because every page is retained."""
+    disputed: int = 0
+    """Keys under which two different pages came; neither is returned."""
+
+
+class PageArena:
+    """Pages of equal size by key; the least recently used leaves first, a retained one never.
+
+    Thread-safe, O(1) a page. The arena is claimed from the system as it fills; about 200 bytes
+    more for each remembered page.
+
+    Args:
+        page_bytes: size of every page.
+        capacity_bytes: room for pages.
+        remembered_pages: of how many pages a digest is kept; a dispute with one put longer ago
+            goes unnoticed. None: sixteen times what the arena holds, and at least 65,536.
+
+    Raises:
+        UsageError: not even one page fits, or fewer are to be remembered than do.
+    """
+
+    def __init__(
+        self, *, page_bytes: int, capacity_bytes: int, remembered_pages: int | None = None
+    ) -> None:
+        self.page_bytes = page_bytes
+        self.capacity_pages = capacity_bytes // page_bytes if page_bytes > 0 else 0
+        if self.capacity_pages < 1:
+            raise UsageError(f"{capacity_bytes} bytes hold no page: one takes {page_bytes}")
+        if remembered_pages is None:
+            remembered_pages = max(16 * self.capacity_pages, 1 << 16)
+        if remembered_pages < self.capacity_pages:
+            raise UsageError(
+                f"remembered_pages must be at least the {self.capacity_pages} that fit;"
+                f" got {remembered_pages}"
+            )
+        self._remembered = remembered_pages
+        self._arena = np.empty((self.capacity_pages, page_bytes), dtype=np.uint8)
+        self._free = list(range(self.capacity_pages - 1, -1, -1))
+        self._frames: dict[Hashable, int] = {}
+        self._idle: OrderedDict[Hashable, None] = OrderedDict()  # stored and not retained
+        self._retained: dict[Hashable, int] = {}
+        self._seen: OrderedDict[Hashable, int | None] = OrderedDict()  # None: disputed
+        self._statistics = StoreStatistics()
+        self._lock = Lock()
+
+    def put(self, key: Hashable, page: np.ndarray) -> bool:
+        """Copy one page in; return whether `get` will find it."""
+        digest = xxhash.xxh3_64_intdigest(page.data)
+        with self._lock:
+            if not self._is_the_same(key, digest):
+                return False
+            if key in self._frames:
+                self._touch(key)
+                return True
+            if not self._free and not self._evict_one():
+                self._count(refused=1)
+                return False
+            frame = self._free.pop()
+            self._arena[frame] = page
+            self._frames[key] = frame
+            if key not in self._retained:
+                self._idle[key] = None
+            self._count(stored=1)
+            return True
+
+    def get(self, keys: Sequence[Hashable], into: np.ndarray) -> None:
+        """Copy pages into the rows of uint8 `[len(keys), page_bytes]`.
+
+        A row whose page is not here is left as it is.
+        """
+        with self._lock:
+            hits = 0
+            for row, key in zip(into, keys, strict=True):
+                frame = self._frames.get(key)
+                if frame is not None:
+                    hits += 1
+                    self._touch(key)
+                    row[:] = self._arena[frame]
+            self._count(hits=hits, misses=len(keys) - hits)
+
+    def retain(self, keys: Iterable[Hashable]) -> None:
+        """Keep pages, here or to come, from eviction until each is released as often."""
+        with self._lock:
+            for key in keys:
+                self._retained[key] = self._retained.get(key, 0) + 1
+                self._idle.pop(key, None)
+
+    def release(self, keys: Iterable[Hashable]) -> None:
+        """Undo `retain`. The last one released is the last one evicted.
+
+        Raises:
+            UsageError: a key is not retained.
+        """
+        with self._lock:
+            for key in keys:
+                count = self._retained.get(key, 0) - 1
+                if count < 0:
+                    raise UsageError(f"page {key!r} is not retained, so it cannot be released")
+                if count:
+                    self._retained[key] = count
+                    continue
+                del self._retained[key]
+                if key in self._frames:
+                    self._idle[key] = None
+
+    def drop(self, keys: Iterable[Hashable]) -> None:
+        """Forget pages and their digests: the next page under such a key is a new one."""
+        with self._lock:
+            for key in keys:
+                self._seen.pop(key, None)
+                if key in self._frames:
+                    self._forget(key)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._frames
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    @property
+    def statistics(self) -> StoreStatistics:
+        return self._statistics
+
+    def close(self) -> None:
+        """Forget everything and give the memory back; later pages are refused."""
+        with self._lock:
+            for each in (self._frames, self._idle, self._retained, self._seen, self._free):
+                each.clear()
+            self._arena = self._arena[:0].copy()
+
+    def _is_the_same(self, key: Hashable, digest: int) -> bool:
+        """Whether this is the only page that was ever put under `key`."""
+        known = self._seen.setdefault(key, digest)
+        self._seen.move_to_end(key)
+        while len(self._seen) > self._remembered + len(self._retained):
+            oldest, of_oldest = self._seen.popitem(last=False)
+            if oldest in self._retained:
+                self._seen[oldest] = of_oldest
+        if known is not None and known != digest:
+            # Which of the two belongs to the KV that a later hit finds cannot be known here.
+            self._seen[key] = None
+            if key in self._frames:
+                self._forget(key)
+            self._count(disputed=1)
+        return known == digest
+
+    def _evict_one(self) -> bool:
+        if not self._idle:
+            return False
+        self._forget(next(iter(self._idle)))
+        self._count(evicted=1)
+        return True
+
+    def _touch(self, key: Hashable) -> None:
+        if key in self._idle:
+            self._idle.move_to_end(key)
+
+    def _forget(self, key: Hashable) -> None:
+        self._free.append(self._frames.pop(key))
+        self._idle.pop(key, None)
+
+    def _count(self, **more: int) -> None:
+        now = self._statistics
+        sums = {name: getattr(now, name) + count for name, count in more.items()}
+        self._statistics = replace(now, **sums)
 
 
 class RouteStore:
@@ -137,10 +315,5 @@ class RouteStore:
     def __enter__(self) -> RouteStore:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()

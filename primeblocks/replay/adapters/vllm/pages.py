@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ...pages import PageArena, StoreStatistics
+from ...store import PageArena, StoreStatistics
 
 __all__ = ["CapturedPages", "RowTable"]
 
