@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ...store import PageArena, StoreStatistics
+from ...pages import PageArena, StoreStatistics
 
 __all__ = ["CapturedPages", "RowTable"]
 
