@@ -33,8 +33,8 @@ import xxhash
 from ..errors import CorruptionError, ShapeError, UnsupportedError, UsageError, shown
 
 __all__ = [
-    "OVERHEAD",
     "Bytes",
+    "check_distinct",
     "check_mask",
     "check_range",
     "checked_ids",
@@ -52,8 +52,7 @@ Bytes = bytes | bytearray | memoryview
 _HEADER = struct.Struct("<4sHHQ")
 _DIGEST = 16
 _CHUNK = 1 << 18
-OVERHEAD = _HEADER.size + _DIGEST
-"""Bytes around the body."""
+_OVERHEAD = _HEADER.size + _DIGEST  # Bytes around the body.
 
 
 def seal(
@@ -71,7 +70,7 @@ def seal(
     """
     arrays = [_bytes_of(part) for part in parts]
     length = sum(len(array) for array in arrays)
-    out = _room(length + OVERHEAD, into)
+    out = _room(length + _OVERHEAD, into)
     digest = xxhash.xxh3_128()
     position = 0
     for array in (_bytes_of(_HEADER.pack(kind, format_version, 0, length)), *arrays):
@@ -94,7 +93,7 @@ def unseal(payload: Bytes, *, kind: bytes, format_version: int) -> memoryview:
         UnsupportedError: another version of the format.
     """
     buffer = memoryview(payload).cast("B")
-    if len(buffer) < OVERHEAD:
+    if len(buffer) < _OVERHEAD:
         raise CorruptionError(f"{len(buffer)} bytes are cut off: they cannot hold a header")
     if xxhash.xxh3_128_digest(buffer[:-_DIGEST]) != buffer[-_DIGEST:]:
         raise CorruptionError(
@@ -109,7 +108,7 @@ def unseal(payload: Bytes, *, kind: bytes, format_version: int) -> memoryview:
             f"{kind!r} of format version {found_format}; this primeblocks reads version"
             f" {format_version}. Pack and unpack with the same release."
         )
-    if length != len(buffer) - OVERHEAD:
+    if length != len(buffer) - _OVERHEAD:
         raise CorruptionError(f"{len(buffer)} bytes do not hold a body of {length}")
     return buffer[_HEADER.size : -_DIGEST]
 
@@ -135,6 +134,7 @@ def _room(length: int, into: Bytes | None) -> np.ndarray:
 
 _KIND, _FORMAT = b"PBRT", 3
 _SIZES = struct.Struct("<IHHIIQQ")
+_ROWS = 1 << 15  # Compared at a time: they stay in the cache.
 
 
 def expert_dtype(num_experts: int) -> np.dtype:
@@ -163,6 +163,28 @@ def check_range(experts: np.ndarray, num_experts: int) -> None:
         raise UsageError(
             f"expert {experts[token, layer, slot]} at token {token}, layer position {layer}, slot"
             f" {slot} is outside 0..{num_experts - 1}. Do the routes belong to this model?"
+        )
+
+
+def check_distinct(experts: np.ndarray, missing: np.ndarray) -> None:
+    """Refuse rows that name an expert twice, except missing ones.
+
+    Raises:
+        UsageError: with the first such row.
+    """
+    tokens, layers, top_k = experts.shape
+    rows, twice = experts.reshape(-1, top_k), np.zeros(tokens * layers, dtype=np.bool_)
+    for begin in range(0, len(rows), _ROWS):
+        columns = rows[begin : begin + _ROWS].T.copy()
+        for column in range(1, top_k):
+            twice[begin : begin + _ROWS] |= (columns[:column] == columns[column]).any(axis=0)
+    found = twice.reshape(tokens, layers) & ~missing[:, None]
+    if found.any():
+        token, layer = (int(i) for i in np.argwhere(found)[0])
+        raise UsageError(
+            f"{int(found.sum())} rows name an expert twice, first token {token} of layer position"
+            f" {layer}: {experts[token, layer].tolist()}. An engine compiled before its capture was"
+            " bound returns zeros (run it eagerly); dense layers must be left out."
         )
 
 

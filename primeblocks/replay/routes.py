@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from numbers import Integral
 
 import numpy as np
@@ -12,7 +13,6 @@ import torch
 from ..errors import ShapeError, UsageError
 from . import codec
 from .codec import Bytes
-from .sets import far_apart, refuse_duplicates
 
 __all__ = ["Routes"]
 
@@ -99,7 +99,7 @@ class Routes:
             array = np.where(missing[:, None, None], 0, array)
         codec.check_range(array, num_experts)
         experts = array.astype(dtype, copy=False)
-        refuse_duplicates(experts, missing)
+        codec.check_distinct(experts, missing)
         return cls(experts, num_experts, codec.checked_ids(layer_ids), missing)
 
     @property
@@ -378,7 +378,16 @@ class Routes:
 
     def _turns(self, rows: int, *, start: int) -> np.ndarray:
         """`[rows, top_k]`: every expert once before any comes again, from `start` on."""
-        order = far_apart(self.num_experts)
+        order = _far_apart(self.num_experts)
         first = np.flatnonzero(order == start)[0]
         turns = (first + np.arange(rows * self.top_k)) % self.num_experts
         return order[turns].reshape(rows, self.top_k).astype(self.experts.dtype)
+
+
+@lru_cache
+def _far_apart(num_experts: int) -> np.ndarray:
+    """All experts, neighbours far apart: their bits reversed (van der Corput's sequence)."""
+    bits = (num_experts - 1).bit_length()
+    index = np.arange(1 << bits)
+    turned = sum(((index >> bit) & 1) << (bits - 1 - bit) for bit in range(bits)) + 0 * index
+    return turned[turned < num_experts]
