@@ -27,7 +27,6 @@ __all__ = [
     "measure_error",
     "quantize",
     "refuse_nonfinite",
-    "round_trip",
     "scales_of",
     "swiglu",
     "tiled",
@@ -75,21 +74,13 @@ class Tile:
 
 
 def check_tile(name: str, value: object) -> None:
-    """Refuse what is no tile, such as a pair of numbers. Local.
-
-    Raises:
-        UsageError: by name.
-    """
+    """Refuse what is no tile, such as a pair of numbers, by a UsageError. Local."""
     if not isinstance(value, Tile):
         raise UsageError(f"{name} must be a Tile, such as Tile(1, 128); got {value!r:.60}")
 
 
 def check_choice(name: str, value: object, kind: object) -> None:
-    """Refuse what is not one of a Literal's words. Local.
-
-    Raises:
-        UnsupportedError: with the words that are.
-    """
+    """Refuse what is not one of a Literal's words, by an UnsupportedError. Local."""
     words = get_args(kind)
     if value not in words:
         raise UnsupportedError(f"{name} is one of {', '.join(map(repr, words))}; got {value!r}")
@@ -222,15 +213,6 @@ def swiglu(gate_up: Tensor, scores: Tensor | None = None) -> Tensor:
     return h.to(gate_up.dtype)
 
 
-def round_trip(x: Tensor, tile: Tile, **how: Any) -> Tensor:
-    """Return the nearest matrix that float8 codes can express, in the dtype of `x`. Local.
-
-    Args:
-        how: as for `quantize`.
-    """
-    return quantize(x, tile, **how).dequantize().to(x.dtype)
-
-
 def measure_error(x: Tensor, quantized: Quantized) -> float:
     """Return the relative error in the Frobenius norm, in float64; 0 for zeros. Local."""
     check_tensors(x=x)
@@ -285,11 +267,7 @@ def check_operands(
 
 
 def refuse_nonfinite(x: Tensor, quantized: Quantized) -> None:
-    """Refuse values that are not finite; the host waits. Local.
-
-    Raises:
-        UsageError: with their number.
-    """
+    """Refuse values that are not finite, by a UsageError with their number. The host waits."""
     if not quantized.scales.isfinite().all():
         bad = int((~x.float().isfinite()).sum())
         raise UsageError(f"{bad} of {x.numel()} values are not finite; float8 has no infinity")
