@@ -9,7 +9,7 @@ import numpy as np
 from ..errors import ShapeError
 from ..replay import Routes
 from ..replay.codec import expert_dtype
-from ..replay.pages import PageArena, StoreStatistics
+from ..replay.pages import KeptPages, StoreStatistics
 
 __all__ = ["RouteStore"]
 
@@ -62,7 +62,7 @@ class RouteStore:
         self._model = num_experts, tuple(layer_ids), top_k
         self._dtype = expert_dtype(num_experts)
         rows_bytes = page_tokens * len(layer_ids) * top_k * self._dtype.itemsize
-        self._pages = PageArena(
+        self._pages = KeptPages(
             page_bytes=rows_bytes + page_tokens,
             capacity_bytes=capacity_bytes,
             remembered_pages=remembered_pages,
