@@ -34,9 +34,8 @@ from ..errors import CorruptionError, ShapeError, UnsupportedError, UsageError, 
 
 __all__ = [
     "Bytes",
-    "check_distinct",
     "check_mask",
-    "check_range",
+    "checked_experts",
     "checked_ids",
     "decode",
     "encode",
@@ -149,12 +148,8 @@ def expert_dtype(num_experts: int) -> np.dtype:
     return np.dtype("u1" if num_experts <= 256 else "<u2")
 
 
-def check_range(experts: np.ndarray, num_experts: int) -> None:
-    """Refuse ids outside `0..num_experts - 1`: on a GPU they would end the process.
-
-    Raises:
-        UsageError: with the first such id and its place.
-    """
+def _check_range(experts: np.ndarray, num_experts: int) -> None:
+    """Refuse ids outside `0..num_experts - 1`: on a GPU they would end the process."""
     limits = np.iinfo(experts.dtype)
     above = limits.max >= num_experts and experts.size and experts.max() >= num_experts
     below = limits.min < 0 and experts.size and experts.min() < 0
@@ -166,12 +161,18 @@ def check_range(experts: np.ndarray, num_experts: int) -> None:
         )
 
 
-def check_distinct(experts: np.ndarray, missing: np.ndarray) -> None:
-    """Refuse rows that name an expert twice, except missing ones.
+def checked_experts(array: np.ndarray, num_experts: int, missing: np.ndarray) -> np.ndarray:
+    """Return ids from outside in their dtype, zeros in missing rows. Local.
 
     Raises:
-        UsageError: with the first such row.
+        ShapeError: as `expert_dtype`.
+        UsageError: with the first id that is out of range, or row that names an expert twice.
     """
+    dtype = expert_dtype(num_experts)
+    if missing.any():
+        array = np.where(missing[:, None, None], 0, array)
+    _check_range(array, num_experts)
+    experts = array.astype(dtype, copy=False)
     tokens, layers, top_k = experts.shape
     rows, twice = experts.reshape(-1, top_k), np.zeros(tokens * layers, dtype=np.bool_)
     for begin in range(0, len(rows), _ROWS):
@@ -186,6 +187,7 @@ def check_distinct(experts: np.ndarray, missing: np.ndarray) -> None:
             f" {layer}: {experts[token, layer].tolist()}. An engine compiled before its capture was"
             " bound returns zeros (run it eagerly); dense layers must be left out."
         )
+    return experts
 
 
 def host_array(values: np.ndarray) -> np.ndarray:
@@ -283,5 +285,5 @@ def decode(payload: Bytes) -> tuple[tuple[Any, ...], int]:
     missing, padding = bits[0], bits[1] if padded else np.broadcast_to(np.False_, tokens)
     data = body[ids_end : ids_end + length]
     experts = np.frombuffer(data, dtype=dtype).reshape(tokens, layers, top_k)
-    check_range(experts, num_experts)
+    _check_range(experts, num_experts)
     return (experts, num_experts, tuple(layer_ids.tolist()), missing, padding), start

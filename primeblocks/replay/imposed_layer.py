@@ -102,7 +102,7 @@ def is_imposed(module: nn.Module) -> bool:
     return any(isinstance(hook, ImposedLayer) for hook in module._forward_hooks.values())
 
 
-def check_ratio(ratio: object) -> None:
+def check_ratio(ratio: float | None) -> None:
     """Refuse a `min_score_ratio` that is neither None nor in (0, 1]; raises UsageError. Pure."""
     if ratio is not None and (not isinstance(ratio, Real) or not 0 < ratio <= 1):
         raise UsageError(f"min_score_ratio must be in (0, 1]; got {shown(ratio)}")

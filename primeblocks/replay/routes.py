@@ -85,7 +85,7 @@ class Routes:
             UsageError: an id is out of range, or one row names an expert twice. No router does
                 the latter; an engine whose capture was compiled away returns rows of zeros.
         """
-        dtype, array = codec.expert_dtype(num_experts), codec.host_array(array)
+        array = codec.host_array(array)
         if array.ndim != 3 or array.dtype.kind not in "iu" or not array.shape[2]:
             raise ShapeError(
                 "routes need an integer array [tokens, layers, top_k];"
@@ -95,11 +95,7 @@ class Routes:
             np.zeros(len(array), dtype=np.bool_) if missing is None else codec.host_array(missing)
         )
         codec.check_mask("missing", missing, len(array))
-        if missing.any():
-            array = np.where(missing[:, None, None], 0, array)
-        codec.check_range(array, num_experts)
-        experts = array.astype(dtype, copy=False)
-        codec.check_distinct(experts, missing)
+        experts = codec.checked_experts(array, num_experts, missing)
         return cls(experts, num_experts, codec.checked_ids(layer_ids), missing)
 
     @property
