@@ -57,7 +57,7 @@ class Trainer:
         if use_fp8:
             from primeblocks import fp8
             from primeblocks.fp8.adapters.transformers import convert
-            from primeblocks.fp8.simulated import SimulatedGemm
+            from primeblocks.fp8.reference import SimulatedGemm
 
             # 32 rows: each rank's shard of every projection is a multiple of it.
             recipe = fp8.Recipe(weights=fp8.Tile(32, 128), gemm=SimulatedGemm())

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ...errors import MissingPackageError, UnsupportedError
-from ..logit_chunks import Head, check_operands
+from ...losses.logit_chunks import Head, check_operands
 
 try:
     from cut_cross_entropy import linear_cross_entropy

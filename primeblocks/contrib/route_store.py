@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from types import TracebackType
 
 import numpy as np
 
 from ..errors import ShapeError
-from .codec import expert_dtype
-from .pages import PageArena, StoreStatistics
-from .routes import Routes
+from ..replay import Routes
+from ..replay.codec import expert_dtype
+from ..replay.pages import KeptPages, StoreStatistics
 
 __all__ = ["RouteStore"]
 
@@ -63,7 +62,7 @@ class RouteStore:
         self._model = num_experts, tuple(layer_ids), top_k
         self._dtype = expert_dtype(num_experts)
         rows_bytes = page_tokens * len(layer_ids) * top_k * self._dtype.itemsize
-        self._pages = PageArena(
+        self._pages = KeptPages(
             page_bytes=rows_bytes + page_tokens,
             capacity_bytes=capacity_bytes,
             remembered_pages=remembered_pages,
@@ -137,10 +136,5 @@ class RouteStore:
     def __enter__(self) -> RouteStore:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()

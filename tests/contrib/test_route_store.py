@@ -4,10 +4,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from primeblocks.contrib.route_store import RouteStore
 from primeblocks.errors import ShapeError, UsageError
-from primeblocks.replay import Routes, RouteStore
+from primeblocks.replay import Routes
+from tests.contrib import route_schedule
 from tests.deadlines import HANG_S
-from tests.replay import route_schedule
 
 PAGE_TOKENS = 4
 PAGE_BYTES = 4 * 2 * 2 + 4

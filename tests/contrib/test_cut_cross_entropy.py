@@ -10,7 +10,7 @@ from primeblocks.losses import logprobs
 
 pytest.importorskip("cut_cross_entropy", reason="not installed; scripts/peers does")
 pytest.importorskip("triton", reason="it imports triton")
-from primeblocks.losses.adapters import cut_cross_entropy as adapter
+from primeblocks.contrib.adapters import cut_cross_entropy as adapter
 
 pytestmark = [  # Of torch's compiler itself.
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning"),

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from primeblocks.replay import Routes, RouteStore
+from primeblocks.contrib.route_store import RouteStore
+from primeblocks.replay import Routes
 
 PAGE, LAYERS, TOP_K, EXPERTS = 4, (1, 3), 2, 251
 VOCAB = 3  # few, so that prompts share prefixes
