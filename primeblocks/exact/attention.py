@@ -11,7 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .rows import ROWS, matmul, pointwise, total
+from ..errors import ShapeError
+from .rows import ROWS, matmul, pointwise, total, wide
 
 __all__ = ["PAGE", "attend"]
 
@@ -28,19 +29,32 @@ def attend(
 ) -> Float[Tensor, "queries heads outs"]:
     """Attend from queries of one sequence to its keys, each up to its own position.
 
-    Local; on a CPU; without gradients. In float32; the result has the dtype of `query`.
+    Local; on a CPU; without gradients. In float32, or float64 where the operands are; the result
+    has the dtype of `query`.
 
     Args:
         query: heads that share a group of keys are neighbours.
         key: from position 0 on.
         value: its width may differ from the keys'.
-        positions: the last key that each query sees, at least 0.
+        positions: the last key that each query sees, from 0 on.
         scale: of scores.
 
     Raises:
+        ShapeError: groups that do not divide the heads, or a position without a key.
         UnsupportedError: this processor's products depend on the batch.
     """
+    heads, groups, keys = query.shape[1], key.shape[1], len(key)
+    if heads % groups or key.shape[:2] != value.shape[:2]:
+        raise ShapeError(
+            f"attend: {heads} heads over keys of {groups} and values of {value.shape[1]} groups, "
+            f"{keys} and {len(value)} of them; groups must divide the heads, and keys have values."
+        )
     with _disable_current_modes():
+        if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < keys:
+            raise ShapeError(
+                f"attend: positions {int(positions.min())} to {int(positions.max())} of {keys} "
+                "keys; each query sees at least key 0, and at most the last one."
+            )
         return _walk(query, key, value, positions, scale)
 
 
@@ -50,11 +64,11 @@ def _walk(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: f
     shared = heads // groups
     last = positions.repeat_interleave(shared)[:, None]
     missing = (0, 0, 0, 0, 0, -keys % PAGE)
-    key, value = (F.pad(each.float(), missing).transpose(0, 1) for each in (key, value))
+    key, value = (F.pad(wide(each), missing).transpose(0, 1) for each in (key, value))
     out = query.new_empty(queries, heads, value.shape[-1])
     for group in range(groups):
         chosen = slice(group * shared, (group + 1) * shared)
-        rows = query[:, chosen].float().reshape(queries * shared, -1)
+        rows = wide(query[:, chosen]).flatten(0, 1)
         greatest = rows.new_full((len(rows), 1), -torch.inf)
         weight = rows.new_zeros(len(rows), 1)
         found = rows.new_zeros(len(rows), value.shape[-1])
@@ -69,5 +83,5 @@ def _walk(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: f
             weight = weight * kept + total(shares, (-1,), keepdim=True)
             found = found * kept + matmul(shares, value[group, page].contiguous())
             greatest = greater
-        out[:, chosen] = (found / weight).view(queries, shared, -1).to(out.dtype)
+        out[:, chosen] = (found / weight).unflatten(0, (queries, shared)).to(out.dtype)
     return out

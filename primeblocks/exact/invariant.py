@@ -4,7 +4,7 @@ Two modes of torch see what a model calls. One replaces attention, before torch 
 other sees each operation of `aten`, which is
 
 - computed in one order: products, sums, means, softmax, norms (`ORDERED`, by `rows`);
-- computed in whole vectors: functions of single elements that are rounded, such as `exp`;
+- computed in whole vectors: functions of single elements that are rounded, such as `silu`;
 - left alone: `DEFINED`, whose result IEEE 754 defines to the bit; `MOVED`, which moves or compares
   elements, or adds them in the order of an index; what makes no floating-point numbers;
 - or refused by name.
@@ -31,21 +31,26 @@ __all__ = ["batch_invariant"]
 
 aten = torch.ops.aten
 
-DEFINED = """
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+DEFINED = _words("""
 abs add ceil clamp clamp_max clamp_min copy div eq fill floor floor_divide ge gt le lt
 masked_fill maximum minimum mul ne neg relu remainder round rsub sign sqrt square sub to
 _to_copy trunc where zero
-"""
-MOVED = """
+""")
+MOVED = _words("""
 alias amax amin argmax argmin arange bincount cat chunk clone constant_pad_nd contiguous cumsum
 detach embedding empty empty_like empty_strided eye flip full full_like gather histc index index_add
 index_put index_select lift_fresh _local_scalar_dense masked_select max min new_empty
 new_empty_strided new_full new_ones new_zeros ones ones_like repeat _reshape_copy roll
 scalar_tensor scatter scatter_add select_scatter slice_scatter sort split stack topk tril triu
 unbind _unsafe_view zeros zeros_like
-"""
-
-_DEFINED, _MOVED = frozenset(DEFINED.split()), frozenset(MOVED.split())
+""")
+# Of processes: a gather moves elements, a sum has the order of ranks.
+COLLECTIVES = frozenset({"c10d", "_c10d_functional", "fsdp"})
 
 
 @contextmanager
@@ -75,12 +80,13 @@ class _Attention(TorchFunctionMode):
 class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _is_backward() or _is_exact(func, kwargs):
+        if _is_backward() or _is_exact(func, args, kwargs):
             return func(*args, **kwargs)
         if func in ORDERED:
             _check_device(func, args)
             return ORDERED[func](*args, **kwargs)
-        if torch.Tag.pointwise in func.tags and _makes_floats(func, args):
+        is_whole = not any(isinstance(each, Tensor) for each in kwargs.values())
+        if torch.Tag.pointwise in func.tags and is_whole and _makes_floats(func, args):
             _check_device(func, args)
             name = _name(func)
             if not name.endswith("_"):
@@ -101,16 +107,21 @@ def _name(func: Any) -> str:
     return func._schema.name.partition("::")[2]
 
 
-def _is_exact(func: Any, kwargs: Any) -> bool:
+def _is_exact(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether torch's own operation has the same bits in any batch."""
-    plain = _name(func).rstrip("_")
-    if func.namespace != "aten" or func.is_view or plain in _MOVED:
+    if func.namespace in COLLECTIVES or func.is_view:
         return True
-    return plain in _DEFINED and kwargs.get("alpha", 1) == 1
+    plain = _name(func).rstrip("_")
+    if func.namespace != "aten" or plain not in DEFINED | MOVED:
+        return False
+    if plain == "index_put":  # By several threads, where it adds.
+        return not (kwargs.get("accumulate") or args[3:4] == (True,))
+    # Scaled, torch may round once or twice.
+    return plain not in ("add", "sub", "rsub") or (*args[2:3], kwargs.get("alpha", 1))[0] == 1
 
 
 def _makes_floats(func: Any, args: Any) -> bool:
-    makes_tensor = str(func._schema.returns[0].type) == "Tensor"
+    makes_tensor = [str(each.type) for each in func._schema.returns] == ["Tensor"]
     return makes_tensor and any(
         isinstance(each, Tensor) and each.is_floating_point() for each in tree_leaves(args)
     )
@@ -152,7 +163,10 @@ def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor | None = None, *more: 
         or offs is None
         or any(each is not None for each in more)
     ):
-        raise UnsupportedError("grouped_mm of other operands than rows by group.")
+        raise UnsupportedError(
+            f"grouped_mm of {tuple(left.shape)} and {tuple(right.shape)}; give [rows, in], "
+            "[groups, in, out] and the ends of the groups."
+        )
     ends = offs.tolist()
     found = [
         rows.matmul(left[start:end], weight)
@@ -203,8 +217,8 @@ def _layer_norm(
     values: Tensor, shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     dims = tuple(range(-len(shape), 0))
-    mean = _mean(values.float(), dims, True)
-    apart = values.float() - mean
+    mean = _mean(rows.wide(values), dims, True)
+    apart = rows.wide(values) - mean
     inverse = 1.0 / torch.sqrt(_mean(apart * apart, dims, True) + eps)
     found = apart * inverse if weight is None else apart * inverse * weight
     return (found if bias is None else found + bias).to(values.dtype), mean, inverse
@@ -214,7 +228,7 @@ def _rms_norm(
     values: Tensor, shape: Any, weight: Tensor | None, eps: float | None
 ) -> tuple[Tensor, Tensor]:
     dims = tuple(range(-len(shape), 0))
-    work = values.float()
+    work = rows.wide(values)
     least = torch.finfo(values.dtype).eps if eps is None else eps
     inverse = 1.0 / torch.sqrt(_mean(work * work, dims, True) + least)
     found = work * inverse

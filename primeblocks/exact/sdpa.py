@@ -33,10 +33,13 @@ def scaled_dot_product_attention(
     """
     if dropout_p:
         raise UnsupportedError(f"attention drops {dropout_p} of its weights; set dropout to 0.")
-    if query.dim() != 4:
+    if query.dim() != 4 or not len(query) == len(key) == len(value):
         raise UnsupportedError(
-            f"attention of {tuple(query.shape)}; give [batch, heads, tokens, width]."
+            f"attention of {tuple(query.shape)} to {tuple(key.shape)} and {tuple(value.shape)}; "
+            "give [batch, heads, tokens, width]."
         )
+    if attn_mask is not None and is_causal:
+        raise UnsupportedError("attention with a mask and is_causal=True; give one of them.")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     return _Paged.apply(query, key, value, attn_mask, is_causal, scale)
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from primeblocks.errors import PlanError
 from primeblocks.testing import tiny_models
 from tests.engine_job import KV_BYTES, call
 
@@ -94,9 +95,21 @@ def test_every_log_probability_is_the_trainers_to_the_bit(family, dtype, tmp_pat
 def _refused(folder):
     with pytest.raises(Exception, match="enforce_eager") as error:  # vLLM's own, of ours.
         _engine(folder, "float32", enforce_eager=False)
-    return str(error.value)
+    engine, wrong = _engine(folder, "float32"), []
+
+    def load(held):
+        for name, tensor in [("lm_head.bias", torch.ones(3)), ("lm_head.weight", torch.ones(1))]:
+            with pytest.raises(PlanError, match="lm_head") as odd:
+                held.load_weights([(name, tensor)])
+            wrong.append(str(odd.value))
+
+    engine.apply_model(load)
+    return str(error.value), wrong
 
 
-def test_an_engine_that_cannot_be_exact_is_refused(tmp_path):
+def test_what_cannot_be_exact_is_refused(tmp_path):
     folder = tiny_models.save("qwen3", tmp_path / "tiny", num_layers=1, hidden=64)
-    assert "cannot be exact" in call(_refused, str(folder))
+    said, (bias, weight) = call(_refused, str(folder))
+    assert "cannot be exact" in said
+    assert "no such name" in bias
+    assert "(512, 64)" in weight

@@ -76,7 +76,7 @@ def test_gradients_are_those_of_the_same_computation(inside, checkpoints):
         again = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), batch_invariant())}
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=again)
     found = gradients(inside, batch_invariant)
-    # The walk over pages is in float32.
+    # The router's softmax is in float32.
     assert (found - plain).norm() <= 1e3 * torch.finfo().eps * plain.norm()
 
 

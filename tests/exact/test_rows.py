@@ -1,12 +1,15 @@
 """Operations one by one: the same bits in any batch, and right against float64."""
 
+from functools import partial
+
+import jaxtyping
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primeblocks.errors import UnsupportedError
+from primeblocks.errors import ShapeError, UnsupportedError
 from primeblocks.exact import attend, batch_invariant, rows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -42,10 +45,10 @@ def test_a_product_has_rows_of_its_own(dtype, count, inner, outer, transposed, s
         assert torch.equal(left[order] @ right, whole[order])
         cut = seed % count
         assert torch.equal(torch.cat([left[:cut] @ right, left[cut:] @ right]), whole)
-    # A sum of products is off by half a unit in the last place of each addition at most, and of
-    # the result; these are random and mostly cancel.
-    unit = torch.finfo(dtype).eps
-    assert off(whole, left.double() @ right.double()) <= unit + inner * torch.finfo().eps
+    # A product or sum is off by half a unit of what is added, and the result by half of its own.
+    exact, added = left.double() @ right.double(), left.double().abs() @ right.double().abs()
+    most = 2 * inner * torch.finfo().eps * added + torch.finfo(dtype).eps * exact.abs()
+    assert ((whole - exact).abs() <= most).all()
 
 
 @given(st.integers(1, 300), st.integers(0, 80), st.sampled_from(list(DTYPES)), seeds)
@@ -171,6 +174,35 @@ def test_attention_walks_alike_whole_in_pieces_and_one_by_one(keys, groups, shar
     assert off(whole, exact) <= 2 * torch.finfo(dtype).eps + 100 * torch.finfo().eps
 
 
+@torch.library.custom_op("primeblocks_tests::foreign", mutates_args=())
+def foreign(values: torch.Tensor) -> torch.Tensor:
+    return values.softmax(0)
+
+
+@pytest.mark.parametrize("shared", [1, 3])
+def test_attention_that_cannot_be_is_refused(shared, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # As for a caller.
+    query, key = torch.ones(4, 2 * shared, 8), torch.ones(6, 2, 8)
+    at = torch.arange(4)
+    call = partial(attend, scale=1.0)
+    for odd, word in [
+        (lambda: call(query, key, key[:5], positions=at), "6 and 5"),
+        (lambda: call(query[:, 1:], key.repeat(1, 2, 1), key, positions=at), "heads"),
+        (lambda: call(query, key, key, positions=at - 1), "-1 to 2"),
+        (lambda: call(query, key, key, positions=at + 3), "3 to 6 of 6"),
+    ]:
+        with pytest.raises(ShapeError, match=word):
+            odd()
+    assert call(query[:0], key, key, positions=at[:0]).shape == (0, 2 * shared, 8)
+
+
+def test_a_sum_that_is_scaled_is_rounded_alike_everywhere():
+    left, right = drawn(5, 97, seed=1), drawn(5, 97, seed=2)
+    with batch_invariant():
+        whole = torch.add(left, right, alpha=1.7)
+        assert torch.equal(torch.add(left[3], right[3], alpha=1.7), whole[3])
+
+
 def refused(function, *words):
     with pytest.raises(UnsupportedError) as error, batch_invariant():
         function()
@@ -194,6 +226,11 @@ def test_what_has_no_such_form_is_refused_by_name():
     refused(lambda: sdpa(four, four, four, attn_mask=gap), "gap")
     refused(lambda: sdpa(four, four, four, attn_mask=heads), "differs between heads")
     refused(lambda: sdpa(four, four, four, attn_mask=torch.full((4, 4), -0.5)), "adds to scores")
+    refused(lambda: sdpa(four, four, four, attn_mask=gap, is_causal=True), "one of them")
+    refused(lambda: sdpa(four, four.expand(2, -1, -1, -1), four), "(2, 2, 4, 8)")
+    refused(lambda: x.index_put((torch.zeros(2, dtype=torch.int64),), x, accumulate=True), "index")
+    refused(lambda: foreign(x), "primeblocks_tests.foreign")
+    refused(lambda: torch.exp(x, out=torch.empty_like(x)), "exp.out")
     refused(lambda: torch.ones(4, 4, device="meta") @ torch.ones(4, 4, device="meta"), "meta")
     assert (x @ x.mT).shape == (2, 3, 3)  # Outside all is as it was.
 

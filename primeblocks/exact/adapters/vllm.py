@@ -17,14 +17,21 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.interfaces_base import VllmModelForTextGeneration
 from vllm.model_executor.models.transformers.base import Base
 from vllm.model_executor.models.transformers.fusers import AttentionFuser
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 from vllm.v1.sample.sampler import Sampler
 
-from ...errors import UnsupportedError
+from ...errors import PlanError, UnsupportedError
 from ..attention import attend
 from ..invariant import batch_invariant
 
-__all__ = ["ARCHITECTURE", "ExactForCausalLM", "PagedAttention", "PagedAttentionImpl"]
+__all__ = [
+    "ARCHITECTURE",
+    "ExactForCausalLM",
+    "PagedAttention",
+    "PagedAttentionImpl",
+    "PagedAttentionLayer",
+]
 
 ARCHITECTURE = {"architectures": ["PrimeblocksExactForCausalLM"]}
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
@@ -43,7 +50,9 @@ class PagedAttentionImpl(CPUAttentionBackendImpl):
             f"a cache of {self.kv_cache_dtype}": self.kv_cache_dtype != "auto",
         }
         if named := [name for name, is_so in odd.items() if is_so]:
-            raise UnsupportedError(f"attention with {named[0]} has no batch-invariant form.")
+            raise UnsupportedError(
+                f"attention with {named[0]} has no batch-invariant form; use a model without."
+            )
 
     def _caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         blocks, heads, size, _ = kv_cache.shape
@@ -53,12 +62,11 @@ class PagedAttentionImpl(CPUAttentionBackendImpl):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        with _disable_current_modes():
-            slots = slot_mapping[: len(key)].long()
-            kept = slots >= 0
-            for cache, rows in zip(self._caches(kv_cache), (key, value), strict=True):
-                block, at = slots[kept] // cache.shape[2], slots[kept] % cache.shape[2]
-                cache[block, :, at] = rows[: len(slots)][kept]
+        slots = slot_mapping[: len(key)].long()
+        kept = slots >= 0
+        for cache, rows in zip(self._caches(kv_cache), (key, value), strict=True):
+            block, at = slots[kept] // cache.shape[2], slots[kept] % cache.shape[2]
+            cache[block, :, at] = rows[: len(slots)][kept]
 
     def forward(
         self,
@@ -74,19 +82,18 @@ class PagedAttentionImpl(CPUAttentionBackendImpl):
     ) -> Tensor:
         if attn_metadata is None:  # A warm-up.
             return output
-        with _disable_current_modes():
-            keys, values = self._caches(kv_cache)
-            starts = attn_metadata.query_start_loc.tolist()
-            for at, seen in enumerate(attn_metadata.seq_lens.tolist()[: len(starts) - 1]):
-                chosen = slice(starts[at], starts[at + 1])
-                count = chosen.stop - chosen.start
-                blocks = attn_metadata.block_table[at, : -(-seen // keys.shape[2])].long()
-                output[chosen] = attend(
-                    query[chosen],
-                    *(each[blocks].transpose(1, 2).flatten(0, 1)[:seen] for each in (keys, values)),
-                    positions=torch.arange(seen - count, seen),
-                    scale=self.scale,
-                )
+        keys, values = self._caches(kv_cache)
+        starts = attn_metadata.query_start_loc.tolist()
+        for at, seen in enumerate(attn_metadata.seq_lens.tolist()[: len(starts) - 1]):
+            chosen = slice(starts[at], starts[at + 1])
+            count = chosen.stop - chosen.start
+            blocks = attn_metadata.block_table[at, : -(-seen // keys.shape[2])].long()
+            output[chosen] = attend(
+                query[chosen],
+                *(each[blocks].transpose(1, 2).flatten(0, 1)[:seen] for each in (keys, values)),
+                positions=torch.arange(seen - count, seen),
+                scale=self.scale,
+            )
         return output
 
 
@@ -102,6 +109,14 @@ class PagedAttention(CPUAttentionBackend):
         return PagedAttentionImpl
 
 
+class PagedAttentionLayer(Attention):
+    """vLLM's layer, whose own operators only lead to `PagedAttentionImpl`."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        with _disable_current_modes():
+            return super().forward(*args, **kwargs)
+
+
 def _log_probabilities(logits: Tensor) -> Tensor:
     with batch_invariant():
         return logits.log_softmax(-1, dtype=torch.float32)
@@ -111,12 +126,14 @@ def _refusal(config: Any) -> str | None:
     parallel, model = config.parallel_config, config.model_config
     text = model.hf_config.get_text_config()
     reasons = {
-        "several ranks add in another order": parallel.world_size > 1,
-        "quantized weights have products of their own": config.quant_config is not None,
-        "compiled code fuses operations: set enforce_eager=True": not model.enforce_eager,
-        "adapters are added by vLLM's own kernels": config.lora_config is not None,
-        "latent attention has no pages here": model.use_mla,
-        "logits are scaled or capped": bool(
+        "it is not on a CPU; use vLLM's CPU build": not current_platform.is_cpu(),
+        f"its {parallel.world_size} ranks add in another order; use one": parallel.world_size > 1,
+        "its weights are quantized; load them as they are": config.quant_config is not None,
+        "it compiles; set enforce_eager=True": not model.enforce_eager,
+        "it adds LoRA by kernels of its own; merge the adapter": config.lora_config is not None,
+        "it drafts tokens; leave out speculative_config": config.speculative_config is not None,
+        "its attention is latent; use a model with keys and values": model.use_mla,
+        "its logits are scaled or capped; use another model": bool(
             getattr(text, "final_logit_softcapping", None) or getattr(text, "logit_scale", None)
         ),
     }
@@ -150,7 +167,7 @@ class ExactForCausalLM(VllmModelForTextGeneration, Base):
                 self.attention_fusers[layer] = (f"model.{name}", fuser)
 
     def _get_attn_cls(self) -> Callable[..., Any]:
-        return partial(Attention, attn_backend=PagedAttention)
+        return partial(PagedAttentionLayer, attn_backend=PagedAttention)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with batch_invariant():
@@ -161,19 +178,31 @@ class ExactForCausalLM(VllmModelForTextGeneration, Base):
             return self.lm_head(hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load tensors by the names of a checkpoint, experts one by one or stacked."""
-        held = dict(self.named_parameters(remove_duplicate=False))
+        """Load tensors by the names of a checkpoint, experts one by one or stacked.
+
+        Raises:
+            PlanError: a name or a shape that the model does not have.
+        """
+        held = {
+            **dict(self.named_parameters(remove_duplicate=False)),
+            **dict(self.named_buffers(remove_duplicate=False)),
+        }
         loaded = set()
         for name, tensor in weights:
-            found = _EXPERT.fullmatch(name)
-            if found is None:
-                target, place = name, held[name].data
-            elif found[3] == "down":
-                target = f"{found[1]}.down_proj"
-                place = held[target].data[int(found[2])]
-            else:
-                target = f"{found[1]}.gate_up_proj"
-                place = held[target].data[int(found[2])].chunk(2)[found[3] == "up"]
+            target, expert, part = name, None, ""
+            if found := _EXPERT.fullmatch(name):
+                part = found[3]
+                target = f"{found[1]}.{'down' if part == 'down' else 'gate_up'}_proj"
+                expert = int(found[2])
+            place = held[target].data if target in held else tensor[:0]
+            if expert is not None and expert < len(place):
+                place = place[expert] if part == "down" else place[expert].chunk(2)[part == "up"]
+            if place.shape != tensor.shape:
+                raise PlanError(
+                    f"{name} of {tuple(tensor.shape)} has no place in this model, which has "
+                    f"{tuple(held[target].shape) if target in held else 'no such name'}; give "
+                    "tensors by the names and shapes of its checkpoint."
+                )
             place.copy_(tensor)
             loaded.add(target)
         return loaded
