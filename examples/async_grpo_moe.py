@@ -241,6 +241,7 @@ def main() -> None:
         asyncio.run(drive(trainer, checkpoint, options))
     else:
         follow(trainer)
+    dist.barrier()  # Else a rank may abort at its end: Gloo drops the last tensors in a thread.
     dist.destroy_process_group()
 
 

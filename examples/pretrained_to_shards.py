@@ -84,6 +84,7 @@ def main() -> None:
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=FOLDER / f"step-{end}")
     save_pretrained(model, FOLDER / "trained")  # What from_pretrained and engines read.
+    dist.barrier()  # Else a rank may abort at its end: Gloo drops the last tensors in a thread.
     dist.destroy_process_group()
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +36,6 @@ def _one_rank(path):
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     losses = []
-    told = {name: torch.ones_like(x, dtype=torch.bool) for name, x in model.named_parameters()}
     for step in range(STEPS):
         ids = torch.randint(512, (ROWS, TOKENS), generator=torch.Generator().manual_seed(step))
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
@@ -45,26 +45,32 @@ def _one_rank(path):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        for name, x in model.named_parameters():
-            size = optimizer.state[x]["exp_avg_sq"].sqrt()
-            # Rounding is a millionth of the largest gradient: a hundredth of a step from here on.
-            told[name] &= size > 1e-4 * size.max()
-    return losses, model.state_dict(), told
+    return losses, model.state_dict()
+
+
+def _write(path):
+    """Every token goes to every expert: a near tie of two would be decided by rounding."""
+    config = runpy.run_path(str(EXAMPLE))["CONFIG"]
+    config.num_experts_per_tok = config.num_experts
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
 
 
 @pytest.mark.example
 def test_a_run_goes_on_on_fewer_ranks_as_one_rank_would(tmp_path):
+    folder = tmp_path / "pretrained_to_shards"
+    _write(folder / "pretrained")
     said = _run(4, tmp_path) + _run(2, tmp_path)
     counts = re.findall(r"^(\d) ranks, from step (\d): rank 0 holds (\d+) of (\d+)$", said, re.M)
     assert [(ranks, step) for ranks, step, *_ in counts] == [("4", "0"), ("2", "2")]
     assert all(int(held) * int(ranks) == int(whole) for ranks, _, held, whole in counts)
-    folder = tmp_path / "pretrained_to_shards"
-    losses, weights, told = _one_rank(folder / "pretrained")
+    before = AutoModelForCausalLM.from_pretrained(folder / "pretrained").state_dict()
+    losses, weights = _one_rank(folder / "pretrained")
     printed = [float(x) for x in re.findall(r"^step \d, loss (\S+)$", said, re.M)]
-    assert printed == pytest.approx(losses, abs=1e-4)
+    assert printed[0] == pytest.approx(losses[0], abs=1e-5)
+    assert printed == pytest.approx(losses, abs=5e-3)
     trained = AutoModelForCausalLM.from_pretrained(folder / "trained").state_dict()
-    # Adam divides by moments: where a gradient is rounding, a step is anything up to the rate.
-    for name, is_told in told.items():
-        off = (trained[name] - weights[name]).abs()
-        assert off.max() <= 2 * STEPS * RATE, name
-        assert off[is_told].max() <= STEPS * RATE * 1e-2, name
+    # Adam takes a whole step where a gradient is rounding, so an element proves nothing. Weights
+    # that differ by 1e-6 end within 0.03 of a tensor's update; moments that are lost, at 0.29.
+    for name, was in before.items():
+        off = (trained[name] - weights[name]).norm() / (weights[name] - was).norm()
+        assert off <= 0.1, name
