@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,8 +118,10 @@ class PageJobs:
         """Wait until every batch is over, and give up those that take longer."""
         end = self._clock() + timeout_s
         for job in self._running.values():
-            with suppress(PrimeblocksError):  # `finished` reports the batch
-                job.pending.wait(timeout_s=max(0.0, end - self._clock()))
+            if not job.pending.done(within_s=max(0.0, end - self._clock())):
+                job.pending.cancel()
+            if job.ended_s is None:  # `finished` reports the batch.
+                job.ended_s = self._clock()
 
     def _finish(self, job_id: int) -> Job:
         job = self._running.pop(job_id)
@@ -136,14 +137,15 @@ class PageJobs:
             job.of,
             tuple(each.stored if isinstance(each, Saved) else bool(each) for each in outcomes),
             tuple({} if isinstance(each, Saved) else each.attachments for each in outcomes),
-            self._clock() - job.started_s,
+            (self._clock() if job.ended_s is None else job.ended_s) - job.started_s,
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Running:
     of: Any
     pages: int
     moved: Sequence[int]
     pending: Pending[Any]
     started_s: float
+    ended_s: float | None = None  # where a drain saw its end

@@ -118,6 +118,21 @@ def test_a_drain_gives_up_what_takes_longer():
     assert [job.succeeded for job in drained(jobs, timeout_s=0.0)] == [(False,), (False,)]
 
 
+def test_a_drain_ends_whatever_a_copy_raised_and_keeps_each_time():
+    clock, store = ManualClock(), StuckStore()
+    jobs = PageJobs(store, timeout_s=SOON, clock=clock.now)
+    for number, end in enumerate((Pending.fail, Pending.finish)):
+        jobs.save(number, keys(number), rows(number), attachments=[None])
+        end(store.pending, MemoryError("no room") if end is Pending.fail else [Saved(True)])
+    for _ in range(2):
+        clock.advance(1.0)
+        jobs.drain(timeout_s=SOON)
+    with pytest.raises(MemoryError):
+        jobs.finished()
+    (job,) = jobs.finished()
+    assert (job.id, job.seconds) == (1, 1.0)
+
+
 def test_a_late_answer_of_success_is_kept(host):
     clock = ManualClock()
     with TieredStore([host(8)]) as store:
