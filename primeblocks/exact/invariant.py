@@ -175,6 +175,33 @@ def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor | None = None, *more: 
     return torch.cat([*found, left.new_zeros(len(left) - ends[-1], right.shape[-1])])
 
 
+def _embedding_bag(
+    table: Tensor,
+    chosen: Tensor,
+    starts: Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int = -1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The experts of a token, as expert parallel adds them: products, then their sum."""
+    size = len(chosen) // max(len(starts), 1)
+    bags = chosen.view(-1, size) if size and len(chosen) % size == 0 else chosen[:, None]
+    is_even = torch.equal(starts, torch.arange(0, len(chosen), max(size, 1)))
+    in_two = size % 2 == 0 and torch.equal(bags[:, 0::2], bags[:, 1::2])
+    if mode != 0 or include_last_offset or padding_idx != -1 or not is_even or in_two:
+        raise UnsupportedError(
+            "embedding_bag adds as many rows for each token, each once. Experts: keep the default "
+            "dispatcher, and a model in float32 where its router's weights are."
+        )
+    each = table.index_select(0, chosen)
+    each = each if weights is None else each * weights[:, None]
+    found = rows.total(each.view(len(starts), size, table.shape[1]), (1,)).to(table.dtype)
+    return found, *(chosen.new_empty(0) for _ in range(3))
+
+
 def _sum(
     values: Tensor,
     dims: Any = None,
@@ -240,6 +267,8 @@ ORDERED: dict[Any, Callable[..., Any]] = {
     aten.addmm.default: _addmm,
     aten.bmm.default: _bmm,
     aten._grouped_mm.default: _grouped_mm,
+    aten._embedding_bag.default: _embedding_bag,
+    aten._embedding_bag_forward_only.default: _embedding_bag,
     aten.sum.default: _sum,
     aten.sum.dim_IntList: _sum,
     aten.mean.default: _mean,
