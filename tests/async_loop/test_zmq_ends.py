@@ -147,12 +147,12 @@ def test_settled_groups_of_a_sender_that_is_silent_for_an_hour_are_forgotten():
         buffer, clock = buffer_of(), _Ticking()
         with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as living:
             living.setsockopt(zmq.LINGER, 0)
-            async with RolloutReceiver(buffer, ANY, clock=clock) as receiver:
-                async with RolloutSender(receiver.address, retry_s=HANG_S) as dead:
-                    for ordinal in range(3):
-                        await dead.put(make_group(ordinal), timeout_s=HANG_S)
-                    *settled, last = await buffer.take(3, version=2, timeout_s=HANG_S)
-                    receiver.settle(*settled)
+            receiver = RolloutReceiver(buffer, ANY, clock=clock)
+            async with receiver, RolloutSender(receiver.address, retry_s=60 * HANG_S) as silent:
+                for ordinal in range(3):
+                    await silent.put(make_group(ordinal), timeout_s=HANG_S)
+                *settled, last = await buffer.take(3, version=2, timeout_s=HANG_S)
+                receiver.settle(*settled)
                 living.connect(receiver.address)
 
                 async def looks(count):
@@ -178,6 +178,7 @@ def test_settled_groups_of_a_sender_that_is_silent_for_an_hour_are_forgotten():
                 await looks(3700)
                 assert not await is_known(1)
                 receiver.settle(last)
+                await silent.settled(timeout_s=HANG_S)  # Its connection lives.
                 assert not await is_known(2)
 
     run(body())
