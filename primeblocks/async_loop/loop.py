@@ -209,8 +209,7 @@ class AsyncLoop:
 
     @property
     def _limit(self) -> int:
-        most = self._max_in_flight
-        return most.limit if isinstance(most, AdaptiveLimit) else most
+        return getattr(self._max_in_flight, "limit", self._max_in_flight)
 
     def _end_early(self, done: int, count: int) -> None:
         """Say why there are fewer steps than asked for; raise if failures alone are the reason."""

@@ -15,7 +15,7 @@ __all__ = ["RouteStore"]
 
 
 class RouteStore:
-    """Rows of whole KV pages, in a bounded arena, the least recently used evicted first.
+    """Rows of whole KV pages, within a bound, the least recently used evicted first.
 
     An engine skips the forward of a prompt whose pages it still has, on the device or in any tier
     behind it, and then nothing computes their routes. This store remembers them under the page's
@@ -130,7 +130,7 @@ class RouteStore:
         return self._pages.statistics
 
     def close(self) -> None:
-        """Forget everything and give the memory back; later pages are refused."""
+        """Forget everything; later pages are refused. The process may keep the memory."""
         self._pages.close()
 
     def __enter__(self) -> RouteStore:

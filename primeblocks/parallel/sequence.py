@@ -272,7 +272,8 @@ def kept_on_plan(function: Callable[Concatenate[SequencePlan, P], R]) -> Callabl
         kept: dict[Any, R] = sequence.__dict__.setdefault("_kept", {})
         key = (function, args, tuple(kwargs.items()))
         if key not in kept:
-            kept[key] = function(sequence, *args, **kwargs)
+            with torch.inference_mode(False):  # A step that learns may follow on this plan.
+                kept[key] = function(sequence, *args, **kwargs)
         return kept[key]
 
     return call

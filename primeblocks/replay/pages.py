@@ -39,7 +39,7 @@ class KeptPages:
         page_bytes: size of every page.
         capacity_bytes: room for pages.
         remembered_pages: of how many pages a digest is kept; a dispute with one put longer ago
-            goes unnoticed. None: sixteen times what the arena holds, and at least 65,536.
+            goes unnoticed. None: sixteen times as many as there is room for, and at least 65,536.
 
     Raises:
         UsageError: not even one page fits, or fewer are to be remembered than do.
@@ -151,7 +151,7 @@ class KeptPages:
         return self._statistics
 
     def close(self) -> None:
-        """Forget everything and give the memory back; later pages are refused."""
+        """Forget everything; later pages are refused. The process may keep the memory."""
         with self._lock:
             for each in (self._pages, self._idle, self._retained, self._seen):
                 each.clear()

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import itertools
+from types import SimpleNamespace
 
 import pytest
 
@@ -168,8 +169,9 @@ def test_stale_groups_are_dropped_and_their_prompts_asked_again():
     assert len(prompts) == len(set(prompts)) == 6
 
 
-def test_a_limit_that_follows_the_engine_binds():
-    world, _ = run(collect, bound=3, max_in_flight=AdaptiveLimit(start=2, most=2))
+@pytest.mark.parametrize("limit", [AdaptiveLimit(start=2, most=2), SimpleNamespace(limit=2)])
+def test_a_limit_that_follows_the_engine_binds(limit):
+    world, _ = run(collect, bound=3, max_in_flight=limit)
     assert world.most_running == 2
 
 

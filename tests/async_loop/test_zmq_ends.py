@@ -143,17 +143,34 @@ class _Ticking:
 def test_settled_groups_of_a_sender_that_is_silent_for_an_hour_are_forgotten():
     """A pause of the trainer, however long, is not taken for a silence of its senders."""
 
+    async def send(socket, ordinal):
+        head = {"sender": f"of {ordinal}", "number": 1, "ordinal": ordinal}
+        payload = packed.pack_whole_group(make_group(ordinal))
+        await socket.send_multipart([b"group", json.dumps(head).encode(), payload])
+
+    async def hear(socket, ordinal, *states):
+        """The next state of a group that is one of these."""
+        while True:
+            (answer,) = await socket.recv_multipart()
+            if (state := json.loads(answer)["states"].get(str(ordinal))) in states:
+                return state
+
     async def body():
         buffer, clock = buffer_of(), _Ticking()
-        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as living:
-            living.setsockopt(zmq.LINGER, 0)
+        with (
+            zmq.asyncio.Context() as context,
+            context.socket(zmq.DEALER) as living,
+            context.socket(zmq.DEALER) as silent,
+        ):
             async with RolloutReceiver(buffer, ANY, clock=clock) as receiver:
-                async with RolloutSender(receiver.address, retry_s=HANG_S) as dead:
-                    for ordinal in range(3):
-                        await dead.put(make_group(ordinal), timeout_s=HANG_S)
-                    *settled, last = await buffer.take(3, version=2, timeout_s=HANG_S)
-                    receiver.settle(*settled)
-                living.connect(receiver.address)
+                for worker in (living, silent):
+                    worker.setsockopt(zmq.LINGER, 0)
+                    worker.connect(receiver.address)
+                for ordinal in range(3):
+                    await send(silent, ordinal)
+                    await hear(silent, ordinal, "accepted")
+                *settled, last = await buffer.take(3, version=2, timeout_s=HANG_S)
+                receiver.settle(*settled)
 
                 async def looks(count):
                     look = {"sender": "living", "number": 1, "kept": []}
@@ -162,14 +179,8 @@ def test_settled_groups_of_a_sender_that_is_silent_for_an_hour_are_forgotten():
                         await living.recv_multipart()
 
                 async def is_known(ordinal):
-                    head = {"sender": "other", "number": 1, "ordinal": ordinal}
-                    payload = packed.pack_whole_group(make_group(ordinal))
-                    await living.send_multipart([b"group", json.dumps(head).encode(), payload])
-                    states = {}
-                    while str(ordinal) not in states:
-                        (answer,) = await living.recv_multipart()
-                        states = json.loads(answer)["states"]
-                    return states[str(ordinal)] == "settled"
+                    await send(living, ordinal)
+                    return await hear(living, ordinal, "settled", "arrived") == "settled"
 
                 clock.tick_s = 86_400.0
                 await looks(30)
@@ -178,6 +189,7 @@ def test_settled_groups_of_a_sender_that_is_silent_for_an_hour_are_forgotten():
                 await looks(3700)
                 assert not await is_known(1)
                 receiver.settle(last)
+                await hear(silent, 2, "settled")  # Its connection lives.
                 assert not await is_known(2)
 
     run(body())

@@ -33,6 +33,8 @@ def _split(jobs):
         own = plan.indices(group.rank())
         inputs, by_token = drawn(name, plan.tokens)
         leaves = [x[own] if i < by_token else x for i, x in enumerate(inputs)]
+        with torch.inference_mode():  # A plan that was used so serves a step as well.
+            CASES[name][2](*leaves, sequence=plan, group=group)
         leaves = [x.requires_grad_() for x in leaves]
         out = CASES[name][2](*leaves, sequence=plan, group=group)
         out.backward(_cotangent((plan.tokens, *out.shape[1:]))[own])

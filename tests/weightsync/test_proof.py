@@ -12,6 +12,7 @@ from primeblocks.weightsync import Publisher, SharedMemoryTransport, Subscriber,
 from primeblocks.weightsync.engines import prove_round_trip
 from primeblocks.weightsync.manifest import gather_manifests, named_tensors
 from primeblocks.weightsync.observed import digest_tensors
+from primeblocks.weightsync.verify import _perturb
 from tests.deadlines import HANG_S
 
 ranks.preload(__name__)  # With all that it imports.
@@ -47,6 +48,23 @@ class Served:
 
     def prove(self):
         return prove_round_trip(self.model, self.push, self.observe, version=4, timeout_s=HANG_S)
+
+
+def _without_floats():
+    rank, engine = dist.get_rank(), {"w": torch.zeros(4)}
+    mine = {"table": torch.arange(5)} if rank else {"w": torch.ones(4)}
+    plan = plan_sync(gather_manifests(describe(mine)), describe({"w": torch.zeros(4)}))
+
+    def push(version):
+        if rank == 0:
+            engine["w"] = mine["w"].clone()
+
+    observe = None if rank else (lambda: engine)
+    return prove_round_trip(mine, push, observe, version=1, plan=plan, timeout_s=HANG_S).tensors
+
+
+def test_a_rank_without_floating_parameters_takes_part():
+    assert ranks.run(_without_floats) == [1, 0]
 
 
 @pytest.fixture
@@ -237,6 +255,15 @@ def test_a_perturbation_shows_in_narrower_dtypes(to, value):
     before, after, _ = pushed(torch.full((40,), value), to)
     assert (after.view(torch.uint8) != before.view(torch.uint8)).view(40, -1).any(1).all()
     assert after.isfinite().all()
+
+
+def test_a_perturbation_makes_nothing_larger():
+    before = torch.tensor([1e30, -2.0, 0.0, -0.0, torch.nan, torch.inf, -torch.inf, 1e-30])
+    after = before.clone()
+    _perturb(after, "w")
+    assert (after.signbit() ^ before.signbit()).all()
+    usual = before.isfinite() & (before != 0)
+    assert (after.abs() <= torch.where(usual, before.abs(), 1.0)).all()
 
 
 # --- the receipt of a load -----------------------------------------------------------------------

@@ -113,10 +113,12 @@ class RolloutReceiver:
             if known is not None and known.state is not GroupState.SETTLED:
                 known.state = GroupState.SETTLED
                 routes.add(known.route)
-                if self._is_over(known):
-                    del self._known[group.ordinal]
         for route in routes:
             self._answer(route)
+        for group in groups:  # Once it is told: its connection may live, and only be silent.
+            known = self._known.get(group.ordinal)
+            if known is not None and self._is_over(known):
+                del self._known[group.ordinal]
 
     async def _serve(self) -> None:
         while True:
