@@ -220,13 +220,14 @@ def main() -> None:
         type=Path,
         help="save the run here, and go on from what is here; several nodes have to share it",
     )
-    parser.add_argument(
+    one_of = parser.add_mutually_exclusive_group()
+    one_of.add_argument(
         "--fp8",
         action="store_true",
         help="FP8 attention projections and experts in the trainer; the engine gets their rounded "
         "values in bfloat16, for vLLM 0.32 cannot run FP8 weights on a CPU",
     )
-    parser.add_argument(
+    one_of.add_argument(
         "--exact",
         action="store_true",
         help="float32 and one order of additions on both sides: the mismatch is 0, and it is slow",

@@ -8,10 +8,10 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, SupportsIndex
 
 from ..clock import Clock, MonotonicClock, within
-from ..errors import ClosedError, UsageError, check_version
+from ..errors import ClosedError, UsageError, check_counts, check_version
 from ..rollout import Group
 from .buffer import RolloutBuffer
 from .feeder import Feeder, Generate
@@ -100,16 +100,16 @@ class AsyncLoop:
                 f"of its own; got a {type(buffer).__name__}. Groups of other processes are taken "
                 "without it, in a plain loop: batch = buffer.take(...)."
             )
+        check_counts(
+            batch_size=batch_size,
+            max_in_flight=getattr(max_in_flight, "limit", max_in_flight),
+            group_size=1 if group_size is None else group_size,
+        )
         if batch_size > buffer.capacity:
             raise UsageError(
                 f"a batch of {batch_size} groups does not fit a buffer of {buffer.capacity}"
             )
         self._max_in_flight = max_in_flight
-        if self._limit < 1 or batch_size < 1 or (group_size is not None and group_size < 1):
-            raise UsageError(
-                "batch_size, max_in_flight and group_size must be at least 1; got "
-                f"{batch_size}, {self._limit}, {group_size}"
-            )
         more: dict[str, Any] = {"sample": 0} if group_size is not None else {}
         more |= {"draft": None} if ledger is not None else {}
         check_call("generate", generate, "prompt", kind="async", version=0, **more)
@@ -209,7 +209,8 @@ class AsyncLoop:
 
     @property
     def _limit(self) -> int:
-        return getattr(self._max_in_flight, "limit", self._max_in_flight)
+        most = self._max_in_flight
+        return most if isinstance(most, SupportsIndex) else most.limit
 
     def _end_early(self, done: int, count: int) -> None:
         """Say why there are fewer steps than asked for; raise if failures alone are the reason."""

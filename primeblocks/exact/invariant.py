@@ -59,9 +59,10 @@ def batch_invariant() -> Iterator[None]:
 
     Local; for this thread, on a CPU. For forward passes; a backward may run inside or outside.
     Attention goes through torch's `scaled_dot_product_attention` (transformers:
-    `attn_implementation="sdpa"`), experts through its grouped products (transformers' default) or
-    a loop over experts. Checkpoints compute again inside of a context of their own: give torch's
-    `checkpoint` `context_fn=lambda: (nullcontext(), batch_invariant())`.
+    `attn_implementation="sdpa"`), experts through its grouped products (transformers' default), a
+    loop over experts, or expert parallelism with its default dispatcher. Checkpoints compute again
+    inside of a context of their own: give torch's `checkpoint`
+    `context_fn=lambda: (nullcontext(), batch_invariant())`.
 
     Raises (inside):
         UnsupportedError: an operation without such a form, by name; another device than a CPU; a
@@ -199,7 +200,8 @@ def _embedding_bag(
     each = table.index_select(0, chosen)
     each = each if weights is None else each * weights[:, None]
     found = rows.total(each.view(len(starts), size, table.shape[1]), (1,)).to(table.dtype)
-    return found, *(chosen.new_empty(0) for _ in range(3))
+    none = chosen.new_empty(0)
+    return found, none, none, none
 
 
 def _sum(
