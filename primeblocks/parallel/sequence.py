@@ -263,8 +263,7 @@ class SequencePlan:
 def kept_on_plan(function: Callable[Concatenate[SequencePlan, P], R]) -> Callable[..., R]:
     """Compute once for each plan and other arguments; the result lives as long as the plan. Pure.
 
-    Where a checkpoint recomputes a layer nothing is computed anew, whatever other plans are in use:
-    selective checkpointing refuses operators that the forward did not need.
+    A checkpoint that recomputes a layer finds all of it: selective ones refuse other operators.
     """
 
     @wraps(function)
